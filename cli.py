@@ -1,0 +1,131 @@
+"""What the user types."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import click
+
+from pipeworker import __version__
+from pipeworker.errors import PipeworkerError
+from pipeworker.job.options import BACKENDS, DEVICES, Options
+from pipeworker.plan.partition import parse_balance
+from pipeworker.plan.schedule import ORDERS, RECOMPUTE_MODES
+
+_MICROBATCHES_PER_STAGE = 4  # GPipe: the bubble is small from M >= 4 K on
+
+
+class _Main(click.Group):
+    """Our own errors are one message and an exit status."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except PipeworkerError as error:
+            shown = click.ClickException(str(error))
+            shown.exit_code = error.exit_status
+            raise shown from None
+
+
+@click.group(cls=_Main)
+@click.version_option(__version__)
+def main() -> None:
+    """Train a network too big for one accelerator, as a pipeline of worker processes."""
+
+
+def _choice(name: str, values: tuple[str, ...], default: str) -> Callable[..., Any]:
+    return click.option(name, type=click.Choice(values), default=default, show_default=True)
+
+
+def job_options(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The options of a training job, for `launch` and for a torchrun job."""
+    for decorate in reversed(
+        [
+            click.argument("job_file", metavar="JOB_FILE"),
+            click.argument("arguments", nargs=-1, type=click.UNPROCESSED),
+            click.option("--microbatches", type=int, help="Micro-batches a step. [default: 4 K]"),
+            click.option("--steps", type=int, help="Optimizer steps. [default: one pass of data()]"),
+            _choice("--schedule", tuple(ORDERS), "gpipe"),
+            _choice("--recompute", RECOMPUTE_MODES, "auto"),
+            click.option("--balance", help="Layers of each stage, as 3,5,5,3. [default: even]"),
+            click.option("--clip-grad-norm", type=float, help="Bound on the global gradient norm."),
+            click.option("--seed", type=int, default=0, show_default=True),
+            click.option("--threads", type=int, help="Intra-op threads. [default: OMP_NUM_THREADS, 1]"),
+            _choice("--device", DEVICES, "auto"),
+            _choice("--backend", BACKENDS, "auto"),
+            click.option("--run-dir", help="Where to record. [default: runs/<file stem>-<time>]"),
+            click.option("--stop-on-nan", is_flag=True, help="End the run when the loss is not finite."),
+            click.option(
+                "--worker-timeout",
+                type=float,
+                default=60.0,
+                show_default=True,
+                help="Seconds after which a silent worker is given up.",
+            ),
+        ]
+    ):
+        function = decorate(function)
+    return function
+
+
+def make_options(stages: int, chosen: dict[str, Any]) -> Options:
+    """Options from what click parsed.
+
+    Raises:
+        UsageError: a value is out of range.
+    """
+    threads = chosen["threads"]
+    if threads is None:
+        given = os.environ.get("OMP_NUM_THREADS", "1")
+        threads = int(given) if given.isdigit() and int(given) else 1
+    balance = chosen["balance"]
+    microbatches = chosen["microbatches"]
+    return Options(
+        job_file=str(Path(chosen["job_file"]).resolve()),
+        stages=stages,
+        microbatches=_MICROBATCHES_PER_STAGE * stages if microbatches is None else microbatches,
+        arguments=tuple(chosen["arguments"]),
+        steps=chosen["steps"],
+        schedule=chosen["schedule"],
+        recompute=chosen["recompute"],
+        balance=None if balance is None else parse_balance(balance),
+        clip_grad_norm=chosen["clip_grad_norm"],
+        seed=chosen["seed"],
+        threads=threads,
+        device=chosen["device"],
+        backend=chosen["backend"],
+        stop_on_nan=chosen["stop_on_nan"],
+        worker_timeout=chosen["worker_timeout"],
+    )
+
+
+@main.command()
+@click.option("--stages", type=int, help="Pipeline stages. [default: one per accelerator]")
+@job_options
+def launch(stages: int | None, **chosen: Any) -> None:
+    """Train the model of JOB_FILE. Words after -- reach the file as sys.argv[1:]."""
+    from launcher import local
+    from pipeworker.record import rundir
+
+    if stages is None:
+        stages = local.accelerators()
+    options = make_options(stages, chosen)
+    local.check_job_file(Path(options.job_file))
+    run_dir = rundir.create(chosen["run_dir"], Path(options.job_file))
+    sys.exit(local.run(options, run_dir))
+
+
+@main.command()
+@click.argument("source", type=click.Path(path_type=Path))
+@click.argument("out", type=click.Path(path_type=Path))
+def export(source: Path, out: Path) -> None:
+    """Write the weights of a run or checkpoint as one .safetensors or .pt file."""
+    from pipeworker.record import weights
+
+    count = weights.export(source, out)
+    click.echo(f"{out}: {count} tensors")
+

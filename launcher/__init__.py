@@ -1,0 +1,1 @@
+"""Starts the processes of a job on hosts, and shows what they do."""

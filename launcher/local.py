@@ -1,0 +1,202 @@
+"""One host: a fork server for the workers, the coordinator, and the loop between them."""
+
+from __future__ import annotations
+
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from launcher.processes import LineProcess
+from launcher.show import Show, show_for
+from pipeworker.coordinator.report import Configuration
+from pipeworker.errors import UsageError
+from pipeworker.job.options import Options
+from pipeworker.record.rundir import RunDir, write_summary
+from pipeworker.wire.keys import new_token
+
+_LEAVE_SECONDS = 3.0
+"""What workers get to leave by themselves after the verdict."""
+_INTERRUPT_SECONDS = 6.0
+"""What an interrupted job gets to end by itself."""
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+def run(options: Options, run_dir: RunDir) -> int:
+    """Run a job on this host to its end; returns the exit status."""
+    return _Launch(options, run_dir).run()
+
+
+def check_job_file(path: Path) -> None:
+    """Look at the job file without running it, so that a typing error starts no process.
+
+    Raises:
+        UsageError: it does not exist, cannot be read or is not Python.
+    """
+    try:
+        compile(path.read_bytes(), str(path), "exec")
+    except OSError as error:
+        raise UsageError(f"job file {path}: {error.strerror}") from None
+    except SyntaxError as error:
+        marked = f"\n    {error.text.strip()}" if error.text else ""
+        raise UsageError(f"job file {path}, line {error.lineno}: {error.msg}{marked}") from None
+    except ValueError as error:
+        raise UsageError(f"job file {path} is not Python source: {error}") from None
+
+
+def accelerators() -> int:
+    """How many accelerators this host has, as the default number of stages.
+
+    Raises:
+        UsageError: it has none.
+    """
+    code = "import torch; print(torch.cuda.device_count())"
+    answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    count = int(answer.stdout or 0)
+    if not count:
+        raise UsageError("this host has no accelerator: say how many stages with --stages")
+    return count
+
+
+class _Launch:
+    def __init__(self, options: Options, run_dir: RunDir) -> None:
+        self._options = options
+        self._run_dir = run_dir
+        self._token = new_token()
+        self._started = time.monotonic()
+        self._verdict: dict[str, Any] | None = None
+        self._deadline: float | None = None
+        self._interrupts = 0
+        self._steps = 0
+        self._running = set(range(options.stages))
+        self._wake_in, self._wake_out = socket.socketpair()
+
+    def run(self) -> int:
+        for end in (self._wake_in, self._wake_out):
+            end.setblocking(False)
+        before = {number: signal.signal(number, lambda *_: None) for number in _SIGNALS}
+        signal.set_wakeup_fd(self._wake_in.fileno(), warn_on_full_buffer=False)
+        self._forks = LineProcess("pipeworker.worker.forkserver")
+        self._coordinator = LineProcess("pipeworker.coordinator.service")
+        configuration = Configuration(
+            self._options, str(self._run_dir.path), self._token, "127.0.0.1"
+        )
+        self._coordinator.say(configuration.to_json())
+        self._show: Show = show_for(self._options, str(self._run_dir.path))
+        try:
+            self._loop()
+        finally:
+            self._forks.hang_up()
+            self._coordinator.hang_up()
+            self._forks.finish(_LEAVE_SECONDS)
+            self._coordinator.finish(_LEAVE_SECONDS)
+            self._show.close()
+            signal.set_wakeup_fd(-1)
+            for number, handler in before.items():
+                signal.signal(number, handler)
+            self._wake_in.close()
+            self._wake_out.close()
+        verdict = self._verdict or self._verdict_of_our_own()
+        self._shown(self._show.ended, verdict)
+        return int(verdict["exit_status"])
+
+    def _loop(self) -> None:
+        """Pass on what the processes say until the verdict is in and the workers are gone."""
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._coordinator, selectors.EVENT_READ, self._hear_coordinator)
+            selector.register(self._forks, selectors.EVENT_READ, self._hear_forks)
+            selector.register(self._wake_out, selectors.EVENT_READ, self._on_signal)
+            while self._verdict is None or self._running:
+                left = None if self._deadline is None else self._deadline - time.monotonic()
+                if left is not None and left <= 0:
+                    return
+                for key, _ in selector.select(left):
+                    if not key.data():
+                        return
+
+    def _hear_coordinator(self) -> bool:
+        events, more = self._coordinator.hear()
+        for event in events:
+            ((kind, value),) = event.items()
+            match kind:
+                case "bound":
+                    self._fork_all(value)
+                case "planned":
+                    self._shown(self._show.planned, value)
+                case "step":
+                    self._steps = value["step"]
+                    self._shown(self._show.step, value)
+                case "warning":
+                    self._shown(self._show.warning, value)
+                case "ended":
+                    self._verdict = value
+                    self._deadline = time.monotonic() + _LEAVE_SECONDS
+        return more or self._verdict is not None
+
+    def _fork_all(self, endpoint: str) -> None:
+        for rank in range(self._options.stages):
+            settings = {
+                "rank": rank,
+                "endpoint": endpoint,
+                "token": self._token,
+                "local_rank": rank,
+            }
+            self._forks.say({"fork": settings})
+
+    def _hear_forks(self) -> bool:
+        events, more = self._forks.hear()
+        for event in events:
+            self._running.discard(event["exited"][0])
+            self._coordinator.say(event)
+        if not more and self._verdict is None:
+            self._coordinator.say({"failed": "the fork server of this host was killed"})
+            self._running.clear()
+        return more or self._verdict is None
+
+    def _on_signal(self) -> bool:
+        numbers = [n for n in self._wake_out.recv(4096) if n in _SIGNALS]
+        for _ in numbers:
+            self._interrupts += 1
+            if self._interrupts > 1:
+                return False
+            self._coordinator.say({"interrupt": True})
+            self._deadline = self._deadline or time.monotonic() + _INTERRUPT_SECONDS
+            self._shown(self._show.warning, "stopping after this step; again to stop at once")
+        return True
+
+    def _shown(self, show: Any, value: Any) -> None:
+        """Show something; a terminal that is gone ends the job as an interrupt does."""
+        try:
+            show(value)
+        except OSError:
+            if not self._interrupts:
+                self._wake_in.send(bytes([signal.SIGHUP]))
+
+    def _verdict_of_our_own(self) -> dict[str, Any]:
+        """The coordinator left without one: it was killed, or the user did not wait for it."""
+        seconds = time.monotonic() - self._started
+        error = None if self._interrupts else "the coordinator was killed"
+        verdict = {
+            "status": "interrupted" if self._interrupts else "failed",
+            "exit_status": 130 if self._interrupts else 1,
+            "steps": self._steps,
+            "seconds": seconds,
+            "peak_memory_bytes": [0] * self._options.stages,
+            "bubble": 0.0,
+            "error": error,
+        }
+        write_summary(
+            self._run_dir,
+            status=str(verdict["status"]),
+            steps=self._steps,
+            stages=self._options.stages,
+            seconds=seconds,
+            peak_memory=[0] * self._options.stages,
+            bubble=0.0,
+            error=error,
+        )
+        return verdict

@@ -1,0 +1,1 @@
+"""Decides: a pure state machine (:mod:`machine`) and the loop around it (:mod:`service`)."""

@@ -1,0 +1,524 @@
+"""The coordinator's decisions as a pure state machine.
+
+Events go in (messages, reports of processes that ended, interrupts, ticks of a clock), effects come
+out. Time is an argument; nothing here reads a clock, a file or a socket. The phases::
+
+    GATHERING ── all ranks Described ──▶ BUILDING ── all Ready ──▶ RUNNING
+    ── last step ──▶ SAVING ── all Saved ──▶ ENDED
+
+Every phase can end in ENDED by a failure or an interrupt. The first cause is kept; a closed
+connection reported by a neighbour only becomes the cause when nothing better arrives in time.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field, replace
+from enum import Enum
+
+from pipeworker.errors import UsageError
+from pipeworker.job.options import Options
+from pipeworker.plan import partition, schedule
+from pipeworker.plan.proof import Proof, prove
+from pipeworker.wire.messages import (
+    Advance,
+    Batch,
+    Cause,
+    Described,
+    Failed,
+    Failure,
+    Finish,
+    FromWorker,
+    Heartbeat,
+    Hello,
+    Phase,
+    Plan,
+    Position,
+    Ready,
+    RunStep,
+    Save,
+    Saved,
+    StepDone,
+    ToWorker,
+    Update,
+    Welcome,
+)
+
+ECHO_GRACE = 2.5
+"""Seconds a closed connection waits for the cause behind it."""
+SILENT_AFTER = 1.8
+"""Seconds without a heartbeat (one each half second) after which a lost peer is suspected."""
+INTERRUPT_GRACE = 4.0
+"""Seconds an interrupted job may take to finish its step."""
+JOIN_FACTOR = 5
+"""Workers may take this many worker timeouts to join."""
+
+
+class State(Enum):
+    GATHERING = "gathering"
+    BUILDING = "building"
+    RUNNING = "running"
+    SAVING = "saving"
+    ENDED = "ended"
+
+
+class Status(Enum):
+    DONE = "done"
+    FAILED = "failed"
+    INTERRUPTED = "interrupted"
+
+
+@dataclass(frozen=True, slots=True)
+class Exited:
+    """A worker process ended, as the process that started it saw. `code` is negative for a signal."""
+
+    rank: int
+    code: int
+    position: Position
+
+
+# Effects.
+
+
+@dataclass(frozen=True, slots=True)
+class Send:
+    peer: bytes
+    message: ToWorker
+
+
+@dataclass(frozen=True, slots=True)
+class Log:
+    """A decision and its reason."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Warn:
+    """Something the user should see at once, though the job goes on."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class StagePlan:
+    layers: tuple[int, int]
+    classes: tuple[str, ...]
+    parameters: int
+    device: str
+    host: str
+    pid: int
+
+
+@dataclass(frozen=True, slots=True)
+class Planned:
+    """All stages are built; the job starts."""
+
+    stages: tuple[StagePlan, ...]
+    proof: Proof
+    schedule: schedule.Schedule
+
+
+@dataclass(frozen=True, slots=True)
+class Stepped:
+    """One row of metrics.jsonl."""
+
+    step: int
+    loss: float
+    samples: int
+    seconds: float
+    samples_per_second: float
+    grad_norm: float
+    lr: float
+    bubble: float
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True)
+class Commit:
+    """Every stage has written its part of the checkpoint of `step`: make it complete."""
+
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    status: Status
+    exit_status: int
+    steps: int
+    peak_memory: tuple[int, ...]
+    bubble: float
+    failure: Failure | None
+
+
+Effect = Send | Log | Warn | Planned | Stepped | Commit | Ended
+
+
+@dataclass(slots=True)
+class _Worker:
+    """What is known of one rank."""
+
+    peer: bytes
+    hello: Hello
+    heard: float
+    position: Position = Position()
+    described: Described | None = None
+    ready: Ready | None = None
+    done: StepDone | None = None
+    saved: bool = False
+    peak_memory: int = 0
+
+
+@dataclass(slots=True)
+class Machine:
+    """See the module. One instance directs one generation of one job."""
+
+    options: Options
+    run_dir: str
+    started: float
+    state: State = State.GATHERING
+    _workers: dict[int, _Worker] = field(default_factory=dict)
+    _ranges: tuple[tuple[int, int], ...] = ()
+    _schedules: dict[int, tuple[schedule.Schedule, Proof]] = field(default_factory=dict)
+    _sent_schedule: int = 0
+    _batch: Batch | None = None
+    _step: int = 0
+    _step_started: float = 0.0
+    _bubbles: list[float] = field(default_factory=list)
+    _steps_done: int = 0
+    _echo: tuple[Failure, float] | None = None
+    _echoed: set[int] = field(default_factory=set)
+    _interrupted: float | None = None
+
+    # Events.
+
+    def received(self, peer: bytes, message: FromWorker, now: float) -> list[Effect]:
+        """A message of this generation arrived from `peer`."""
+        if self.state is State.ENDED:
+            return []
+        if isinstance(message, Hello):
+            return self._hello(peer, message, now)
+        worker = self._workers.get(message.rank)
+        if worker is None or worker.peer != peer:
+            return [Log(f"dropped {type(message).__name__}: its sender is not rank {message.rank}")]
+        worker.heard = now
+        match message:
+            case Heartbeat():
+                worker.position = message.position
+            case Failed():
+                return self._failed(replace(message.failure, rank=message.rank), now)
+            case Described() if self.state is State.GATHERING:
+                worker.described = message
+                if not self._missing() and all(w.described for w in self._workers.values()):
+                    return self._plan()
+            case Ready() if self.state is State.BUILDING:
+                worker.ready = message
+                if all(w.ready for w in self._workers.values()):
+                    return self._start(now)
+            case StepDone() if self.state is State.RUNNING and message.step == self._step:
+                worker.done = message
+                worker.peak_memory = max(worker.peak_memory, message.peak_memory)
+                if all(w.done for w in self._workers.values()):
+                    return self._stepped(now)
+            case Saved() if self.state is State.SAVING:
+                worker.saved = True
+                if all(w.saved for w in self._workers.values()):
+                    return [Commit(self._steps_done)]
+            case _:
+                return [Log(f"dropped {type(message).__name__} while {self.state.value}")]
+        return []
+
+    def exited(self, report: Exited, now: float) -> list[Effect]:
+        """The process of a worker ended before it was told to."""
+        if self.state is State.ENDED:
+            return []
+        echo = self._echo[0] if self._echo else None
+        if echo and echo.rank == report.rank and echo.cause is Cause.SIGNAL:
+            return self._fail(replace(echo, cause=Cause.LOST))
+        how = (
+            f"was killed by signal {-report.code}"
+            if report.code < 0
+            else f"exited with status {report.code}"
+        )
+        failure = Failure(
+            Cause.LOST,
+            f"the worker of stage {report.rank} {how}",
+            rank=report.rank,
+            position=report.position,
+            layer_class=self._class_of(report.rank, report.position),
+        )
+        return self._failed(failure, now)
+
+    def interrupt(self, now: float) -> list[Effect]:
+        """The user asked to stop: at the end of the step if there is one, else at once."""
+        if self.state is State.ENDED or self._interrupted is not None:
+            return []
+        self._interrupted = now
+        if self.state in (State.RUNNING, State.SAVING):
+            return [Log("interrupted: stopping at the end of the step")]
+        return self._end(Status.INTERRUPTED, 130, None)
+
+    def tick(self, now: float) -> list[Effect]:
+        """Time passed: look for what is overdue."""
+        if self.state is State.ENDED:
+            return []
+        if self._interrupted is not None and now - self._interrupted > INTERRUPT_GRACE:
+            return self._end(Status.INTERRUPTED, 130, None)
+        if self._echo is not None and now >= self._echo[1]:
+            return self._end_by_echo(self._echo[0], now)
+        patience = self.options.worker_timeout
+        for rank, worker in sorted(self._workers.items()):
+            if now - worker.heard > patience:
+                failure = Failure(
+                    Cause.HUNG,
+                    f"stage {rank} (pid {worker.hello.pid} on {worker.hello.host}) has not "
+                    f"answered for {patience:g} s",
+                    rank=rank,
+                    position=worker.position,
+                    layer_class=self._class_of(rank, worker.position),
+                )
+                return self._fail(failure)
+        if self._missing() and now - self.started > JOIN_FACTOR * patience:
+            missing = ", ".join(map(str, self._missing()))
+            return self._fail(
+                Failure(
+                    Cause.LOST,
+                    f"rank {missing} did not join within {JOIN_FACTOR * patience:g} s",
+                )
+            )
+        return []
+
+    def committed(self) -> list[Effect]:
+        """The checkpoint asked for by Commit is complete."""
+        return self._end(Status.DONE, 0, None)
+
+    def abandoned(self, now: float) -> list[Effect]:
+        """The process that started the coordinator is gone."""
+        if self.state is not State.ENDED and self._echo is not None:
+            return self._end_by_echo(self._echo[0], now)
+        return self.lost("the process that started the job is gone")
+
+    def lost(self, text: str) -> list[Effect]:
+        """Something the job cannot do without is gone."""
+        return [] if self.state is State.ENDED else self._fail(Failure(Cause.LOST, text))
+
+    def defect(self, text: str) -> list[Effect]:
+        """The shell around the machine could not perform an effect (a full disk, say)."""
+        if self.state is State.ENDED:
+            return []
+        return self._fail(Failure(Cause.INTERNAL, text))
+
+    @property
+    def peers(self) -> list[bytes]:
+        """The identities of all workers that joined."""
+        return [worker.peer for worker in self._workers.values()]
+
+    def knows(self, peer: bytes) -> bool:
+        """Whether `peer` said Hello and was accepted."""
+        return any(worker.peer == peer for worker in self._workers.values())
+
+    # Decisions.
+
+    def _missing(self) -> list[int]:
+        return [rank for rank in range(self.options.stages) if rank not in self._workers]
+
+    def _hello(self, peer: bytes, hello: Hello, now: float) -> list[Effect]:
+        if hello.rank not in range(self.options.stages) or hello.rank in self._workers:
+            reason = f"rank {hello.rank} is taken or not part of this job"
+            return [
+                Log(f"refused {hello.host}/{hello.pid}: {reason}"),
+                Send(peer, Finish(reason, 1)),
+            ]
+        self._workers[hello.rank] = _Worker(peer, hello, now)
+        effects: list[Effect] = [
+            Log(f"rank {hello.rank} joined: pid {hello.pid} on {hello.host}"),
+            Send(peer, Welcome(self.options.to_json(), self.run_dir)),
+        ]
+        if not self._missing():
+            effects.append(Log("all ranks joined"))
+        return effects
+
+    def _plan(self) -> list[Effect]:
+        described = [w.described for w in self._workers.values() if w.described]
+        if len({d.layers for d in described}) > 1:
+            return self._fail(
+                Failure(
+                    Cause.USAGE,
+                    "model() gave different layers on different workers: it must depend on "
+                    "nothing but the job file, its arguments and the seed",
+                )
+            )
+        layers, stages = len(described[0].layers), self.options.stages
+        try:
+            balance = self.options.balance or partition.even(layers, stages)
+            partition.check_balance(balance, layers, stages)
+            built, _ = self._schedule(self.options.microbatches)
+        except UsageError as error:
+            return self._fail(Failure(Cause.USAGE, str(error)))
+        self._ranges = partition.ranges(balance)
+        self.state = State.BUILDING
+        effects: list[Effect] = [
+            Log(f"balance {balance} of {layers} layers; schedule {built.name} is proven")
+        ]
+        edges = schedule.edges(built)
+        for rank, worker in self._workers.items():
+            mine = tuple(str(edge) for edge in edges if rank in (edge.source, edge.target))
+            effects.append(Send(worker.peer, Plan(rank, stages, *self._ranges[rank], mine)))
+        return effects
+
+    def _schedule(self, microbatches: int) -> tuple[schedule.Schedule, Proof]:
+        """The proven schedule for a mini-batch of so many micro-batches."""
+        if microbatches not in self._schedules:
+            options = self.options
+            built = schedule.build(
+                options.schedule, options.stages, microbatches, options.recompute
+            )
+            self._schedules[microbatches] = built, prove(built)
+        return self._schedules[microbatches]
+
+    def _start(self, now: float) -> list[Effect]:
+        ready = [self._workers[rank].ready for rank in range(self.options.stages)]
+        self._batch = ready[0].batch if ready[0] else None
+        built, proof = self._schedule(self.options.microbatches)
+        stages = tuple(
+            StagePlan(
+                self._ranges[rank],
+                r.layers,
+                r.parameters,
+                r.device,
+                self._workers[rank].hello.host,
+                self._workers[rank].hello.pid,
+            )
+            for rank, r in enumerate(ready)
+            if r
+        )
+        self.state = State.RUNNING
+        return [Planned(stages, proof, built), *self._advance(None, now)]
+
+    def _advance(self, update: Update | None, now: float) -> list[Effect]:
+        """Tell everyone to update and run the next step, or to save when there is none."""
+        finished = self._batch is None or self._step == self.options.steps
+        if finished:
+            self.state = State.SAVING
+            save = Save(self._steps_done, self.run_dir)
+            return [
+                Send(worker.peer, message)
+                for worker in self._workers.values()
+                for message in (Advance(update, None), save)
+            ]
+        assert self._batch is not None
+        self._step += 1
+        self._step_started = now
+        built, _ = self._schedule(self._batch.microbatches)
+        fresh = self._sent_schedule != built.microbatches
+        self._sent_schedule = built.microbatches
+        last = self._step == self.options.steps
+        effects: list[Effect] = []
+        for rank, worker in self._workers.items():
+            worker.done = None
+            actions = schedule.format_actions(built.stages[rank]) if fresh else ""
+            run = RunStep(self._step, self._batch, last, actions)
+            effects.append(Send(worker.peer, Advance(update, run)))
+        return effects
+
+    def _stepped(self, now: float) -> list[Effect]:
+        done = [d for rank in range(self.options.stages) if (d := self._workers[rank].done)]
+        batch = self._batch
+        assert batch is not None
+        count = math.fsum(done[-1].counts) if done[-1].counts else 1.0
+        loss = sum(done[-1].losses) / count if count else math.nan
+        # fsum is exact, so the norm does not depend on which stage holds which parameter.
+        squares = [square for d in done for square in d.squares]
+        norm = math.sqrt(math.fsum(squares)) if all(map(math.isfinite, squares)) else math.nan
+        norm = norm / count if count else math.nan
+        scale = 1.0 / count if count else 1.0
+        clip = self.options.clip_grad_norm
+        if clip is not None and norm > clip:
+            scale *= clip / norm
+        seconds = now - self._step_started
+        busy = sum(d.busy for d in done) / (len(done) * seconds) if seconds > 0 else 1.0
+        bubble = min(1.0, max(0.0, 1.0 - busy))
+        rates = [d.learning_rate for d in done if not math.isnan(d.learning_rate)]
+        self._steps_done = self._step
+        self._bubbles.append(bubble)
+        effects: list[Effect] = [
+            Stepped(
+                step=self._step,
+                loss=loss,
+                samples=batch.samples,
+                seconds=seconds,
+                samples_per_second=batch.samples / seconds if seconds > 0 else math.inf,
+                grad_norm=norm,
+                lr=rates[0] if rates else 0.0,
+                bubble=bubble,
+                epoch=batch.epoch,
+            )
+        ]
+        if not math.isfinite(loss):
+            text = f"loss is {loss} at step {self._step}"
+            if self.options.stop_on_nan:
+                failure = Failure(Cause.USER, text, position=Position(Phase.LOSS, self._step))
+                return [*effects, *self._fail(failure)]
+            effects.append(Warn(f"{text}; training goes on (--stop-on-nan would stop here)"))
+        if self._interrupted is not None:
+            return [*effects, *self._end(Status.INTERRUPTED, 130, None)]
+        self._batch = done[0].batch
+        # The update goes out before the record is written: workers wait, the disk does not.
+        return [*self._advance(Update(self._step, scale), now), *effects]
+
+    # Endings.
+
+    def _failed(self, failure: Failure, now: float) -> list[Effect]:
+        if failure.cause not in (Cause.PEER, Cause.SIGNAL):
+            return self._fail(failure)
+        effects: list[Effect] = [Log(f"echo from rank {failure.rank}: {failure.message}")]
+        self._echoed.add(failure.rank)
+        if self._echo is None:
+            self._echo = failure, now + ECHO_GRACE
+        return effects
+
+    def _end_by_echo(self, echo: Failure, now: float) -> list[Effect]:
+        """No cause came behind an echo: a rank gone silent without a word is the likely one."""
+        silent = [
+            (rank, worker)
+            for rank, worker in sorted(self._workers.items())
+            if now - worker.heard > SILENT_AFTER and rank not in self._echoed
+        ]
+        if not silent and echo.cause is Cause.SIGNAL:
+            return self._end(Status.INTERRUPTED, 130, None)
+        if not silent:
+            return self._fail(replace(echo, message=f"{echo.message}, and nobody reported why"))
+        rank, worker = silent[0]
+        lost = Failure(
+            Cause.LOST,
+            f"the worker of stage {rank} (pid {worker.hello.pid} on {worker.hello.host}) is gone",
+            rank=rank,
+            position=worker.position,
+            layer_class=self._class_of(rank, worker.position),
+        )
+        return self._fail(lost)
+
+    def _class_of(self, rank: int, position: Position) -> str:
+        worker = self._workers.get(rank)
+        if worker is None or worker.ready is None or position.layer < 0:
+            return ""
+        offset = position.layer - self._ranges[rank][0]
+        return worker.ready.layers[offset] if 0 <= offset < len(worker.ready.layers) else ""
+
+    def _fail(self, failure: Failure) -> list[Effect]:
+        return self._end(Status.FAILED, 2 if failure.cause is Cause.USAGE else 1, failure)
+
+    def _end(self, status: Status, exit_status: int, failure: Failure | None) -> list[Effect]:
+        self.state = State.ENDED
+        bubble = sum(self._bubbles) / len(self._bubbles) if self._bubbles else 0.0
+        memory = tuple(
+            self._workers[rank].peak_memory if rank in self._workers else 0
+            for rank in range(self.options.stages)
+        )
+        reason = failure.message if failure else "" if status is Status.DONE else status.value
+        finish = Finish(reason, exit_status)
+        return [
+            Log(f"ended: {status.value}{': ' + reason if reason else ''}"),
+            *(Send(peer, finish) for peer in self.peers),
+            Ended(status, exit_status, self._steps_done, memory, bubble, failure),
+        ]

@@ -1,0 +1,36 @@
+"""The errors a user of pipeworker can meet.
+
+Two families, kept apart: :class:`UsageError` is a mistake in what the user wrote (the command, the
+job file, a schedule) and ends with exit status 2; every other :class:`PipeworkerError` is a run that
+failed and ends with exit status 1.
+"""
+
+from __future__ import annotations
+
+
+class PipeworkerError(Exception):
+    """A run failed. The message is complete: it is shown to the user as it stands."""
+
+    exit_status = 1
+
+
+class UsageError(PipeworkerError):
+    """The command or the job file is wrong. The message says what, where and what to do."""
+
+    exit_status = 2
+
+
+class ScheduleError(UsageError):
+    """A schedule is malformed, incomplete, out of order or can deadlock."""
+
+
+class LayerError(PipeworkerError):
+    """The user's code raised; the worker's position says where. The cause is the user's exception."""
+
+
+class PeerLost(PipeworkerError):
+    """A neighbour's connection closed: nearly always the echo of a failure elsewhere."""
+
+
+class ProtocolError(PipeworkerError):
+    """A frame on the control plane is not a message of this version."""

@@ -1,0 +1,1 @@
+"""What the user brought: the options of the command and the job file."""

@@ -1,0 +1,180 @@
+"""The job file: found, run and checked. What is wrong in it gets one clear message."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from torch import nn
+
+from pipeworker.errors import UsageError
+
+_PACKAGE = "pipeworker_job"
+_REQUIRED = ("model", "loss", "optimizer", "data")
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """The names of a job file, checked to be of the right kind.
+
+    Attributes:
+        model: an ``nn.Sequential``, a list of layers, or a function that returns one.
+        data: an iterable, or a function that returns one.
+    """
+
+    model: Any
+    loss: Callable[[Any, Any], Any]
+    optimizer: Callable[[Any], Any]
+    data: Any
+    scheduler: Callable[[Any], Any] | None
+
+
+def load(path: Path, arguments: tuple[str, ...]) -> Job:
+    """Run a job file as a module with its folder first on the import path.
+
+    ``import neighbour`` and ``from . import neighbour`` both find the file's neighbours; a
+    neighbour named like one of our own top-level modules is the user's.
+
+    Raises:
+        UsageError: the file is missing, or a name is missing or of the wrong kind.
+        Exception: what the file itself raises, a SyntaxError among them.
+    """
+    if not path.is_file():
+        raise UsageError(f"job file {path} does not exist")
+    return check(_execute(path, arguments), path)
+
+
+def _execute(path: Path, arguments: tuple[str, ...]) -> ModuleType:
+    _clear_the_way()
+    sys.path.insert(0, str(path.parent))
+    sys.argv = [str(path), *arguments]
+    package = ModuleType(_PACKAGE)
+    package.__path__ = [str(path.parent)]
+    sys.modules[_PACKAGE] = package
+    name = f"{_PACKAGE}.{path.stem}"
+    spec = importlib.util.spec_from_file_location(name, path)
+    if spec is None or spec.loader is None:
+        raise UsageError(f"job file {path} is not a Python file: its name must end in .py")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def _clear_the_way() -> None:
+    """Let the user's own ``cli`` and ``launcher`` be found: ours are not for the job file."""
+    for name in list(sys.modules):
+        if name in ("cli", "launcher") or name.startswith("launcher."):
+            del sys.modules[name]
+
+
+def check(module: ModuleType, path: Path) -> Job:
+    """The job in a module.
+
+    Raises:
+        UsageError: a name is missing or of the wrong kind.
+    """
+    missing = [name for name in _REQUIRED if not hasattr(module, name)]
+    if missing:
+        plural = "names" if len(missing) > 1 else "name"
+        raise UsageError(
+            f"job file {path} lacks the {plural} {', '.join(missing)}: it must define "
+            "model, loss, optimizer and data"
+        )
+    for name in ("loss", "optimizer", "scheduler"):
+        value = getattr(module, name, None)
+        if not callable(value) and not (name == "scheduler" and value is None):
+            raise UsageError(
+                f"{name} in job file {path} is a {type(value).__name__}: it must be a function"
+            )
+    model, data = module.model, module.data
+    if not isinstance(model, (nn.Sequential, list, tuple)) and not _is_function(model):
+        raise UsageError(
+            f"model in job file {path} is a {type(model).__name__}: it must be an nn.Sequential, a "
+            "list of layers, or a function returning one"
+        )
+    if not callable(data) and not hasattr(data, "__iter__") and not hasattr(data, "__getitem__"):
+        raise UsageError(
+            f"data in job file {path} is a {type(data).__name__}: it must be an iterable of "
+            "(input, target) mini-batches, or a function returning one"
+        )
+    scheduler = getattr(module, "scheduler", None)
+    return Job(model, module.loss, module.optimizer, data, scheduler)
+
+
+def _is_function(value: Any) -> bool:
+    return callable(value) and not isinstance(value, nn.Module)
+
+
+Entry = nn.Module | Callable[[], nn.Module]
+
+
+def entries(job: Job) -> list[Entry]:
+    """The layers of the model, those given as callables not yet built.
+
+    Raises:
+        UsageError: ``model`` gave something that is not a sequence of layers.
+    """
+    model = job.model() if _is_function(job.model) else job.model
+    if isinstance(model, nn.Sequential):
+        if type(model).forward is not nn.Sequential.forward:
+            raise UsageError(
+                f"model is a {type(model).__name__} with a forward of its own, which a pipeline "
+                "cannot cut: give a plain nn.Sequential or a list of layers"
+            )
+        model = list(model)
+    if not isinstance(model, (list, tuple)):
+        raise UsageError(
+            f"model() returned a {type(model).__name__}: it must return an nn.Sequential or a list "
+            "of layers"
+        )
+    if not model:
+        raise UsageError("model() returned no layers")
+    for index, entry in enumerate(model):
+        if not isinstance(entry, nn.Module) and not callable(entry):
+            raise UsageError(
+                f"layer {index} of model() is a {type(entry).__name__}: each must be an nn.Module "
+                "or a function that builds one"
+            )
+    return list(model)
+
+
+def build(entry: Entry, index: int) -> nn.Module:
+    """The module of an entry; the caller has seeded the random streams.
+
+    Raises:
+        UsageError: a callable built something else.
+    """
+    if isinstance(entry, nn.Module):
+        return entry
+    built = entry()
+    if not isinstance(built, nn.Module):
+        raise UsageError(
+            f"layer {index} of model() was built as a {type(built).__name__}: it must be an "
+            "nn.Module"
+        )
+    return built
+
+
+def check_ties(layers: list[Entry], first: int, stop: int) -> None:
+    """Refuse a parameter shared between this stage's layers and others: it would train apart.
+
+    Raises:
+        UsageError: a parameter of layers ``first`` to ``stop - 1`` is in another layer too.
+    """
+    built = [(i, entry) for i, entry in enumerate(layers) if isinstance(entry, nn.Module)]
+    mine = {id(p): i for i, entry in built if first <= i < stop for p in entry.parameters()}
+    for index, entry in built:
+        if first <= index < stop:
+            continue
+        for parameter in entry.parameters():
+            if id(parameter) in mine:
+                raise UsageError(
+                    f"layers {mine[id(parameter)]} and {index} share a parameter but are on "
+                    "different stages: tied weights must be on one stage, see --balance"
+                )

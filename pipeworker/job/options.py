@@ -1,0 +1,63 @@
+"""The options of a job, as every process sees them. Imports neither torch nor the job file."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from dataclasses import dataclass
+
+from pipeworker.errors import UsageError
+
+DEVICES = ("auto", "cpu", "cuda")
+BACKENDS = ("auto", "gloo", "nccl")
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What `pipeworker launch` was asked for; the meaning of each is in the README.
+
+    Attributes:
+        job_file: absolute path of the job file.
+        steps: optimizer steps; None for one pass over the data.
+        balance: layers per stage; None to choose.
+        threads: intra-op threads per worker.
+        worker_timeout: seconds after which a worker that does not answer is given up.
+    """
+
+    job_file: str
+    stages: int
+    microbatches: int
+    arguments: tuple[str, ...] = ()
+    steps: int | None = None
+    schedule: str = "gpipe"
+    recompute: str = "auto"
+    balance: tuple[int, ...] | None = None
+    clip_grad_norm: float | None = None
+    seed: int = 0
+    threads: int = 1
+    device: str = "auto"
+    backend: str = "auto"
+    stop_on_nan: bool = False
+    worker_timeout: float = 60.0
+
+    def __post_init__(self) -> None:
+        for name, least in (("stages", 1), ("microbatches", 1), ("threads", 1), ("seed", 0)):
+            if getattr(self, name) < least:
+                raise UsageError(f"--{name} {getattr(self, name)}: must be {least} or more")
+        if self.steps is not None and self.steps < 1:
+            raise UsageError(f"--steps {self.steps}: must be 1 or more")
+        if self.clip_grad_norm is not None and not self.clip_grad_norm > 0:
+            raise UsageError(f"--clip-grad-norm {self.clip_grad_norm}: must be greater than 0")
+        if not self.worker_timeout > 0:
+            raise UsageError(f"--worker-timeout {self.worker_timeout}: must be greater than 0")
+
+    def to_json(self) -> str:
+        return json.dumps(dataclasses.asdict(self))
+
+    @staticmethod
+    def from_json(text: str) -> Options:
+        fields = json.loads(text)
+        for name in ("arguments", "balance"):
+            if fields[name] is not None:
+                fields[name] = tuple(fields[name])
+        return Options(**fields)

@@ -1,0 +1,1 @@
+"""What will run: partition, schedules and their proof. Pure: no clock, file, socket or torch."""

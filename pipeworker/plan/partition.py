@@ -1,0 +1,65 @@
+"""Which layers each stage owns.
+
+A *balance* is the number of layers of each stage in order, as in torchgpipe: ``(3, 5, 5, 3)``.
+"""
+
+from __future__ import annotations
+
+from pipeworker.errors import UsageError
+
+
+def even(layers: int, stages: int) -> tuple[int, ...]:
+    """The balance whose stages differ by at most one layer, the larger ones first.
+
+    The last stage also computes the loss, so it is never given the extra layer.
+
+    Raises:
+        UsageError: there are fewer layers than stages.
+    """
+    if layers < stages:
+        raise UsageError(
+            f"{stages} stages need at least {stages} layers, but model() has {layers}: "
+            f"use --stages {layers} or fewer, or split the layers more finely"
+        )
+    share, extra = divmod(layers, stages)
+    return tuple(share + (stage < extra) for stage in range(stages))
+
+
+def parse_balance(text: str) -> tuple[int, ...]:
+    """Read ``"3,5,5,3"``.
+
+    Raises:
+        UsageError: an entry is not a positive whole number.
+    """
+    try:
+        balance = tuple(int(part) for part in text.split(","))
+    except ValueError:
+        balance = ()
+    if not balance or min(balance) < 1:
+        raise UsageError(
+            f"--balance {text!r} is not a list of layer counts: "
+            "write one positive number for each stage, as in 3,5,5,3"
+        )
+    return balance
+
+
+def check_balance(balance: tuple[int, ...], layers: int, stages: int) -> tuple[int, ...]:
+    """Return `balance` if it gives every layer to exactly one of the stages.
+
+    Raises:
+        UsageError: it has another number of stages, or its sum is not the number of layers.
+    """
+    shown = ",".join(map(str, balance))
+    if len(balance) != stages:
+        raise UsageError(f"--balance {shown} is for {len(balance)} stages, but there are {stages}")
+    if sum(balance) != layers:
+        raise UsageError(
+            f"--balance {shown} adds up to {sum(balance)} layers, but model() has {layers}"
+        )
+    return balance
+
+
+def ranges(balance: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
+    """The half-open range of layer indices of each stage."""
+    stops = [sum(balance[: stage + 1]) for stage in range(len(balance))]
+    return tuple((stop - size, stop) for stop, size in zip(stops, balance, strict=True))

@@ -1,0 +1,1 @@
+"""What is left behind: the run directory, metrics, summary, weights."""

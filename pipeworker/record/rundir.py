@@ -1,0 +1,127 @@
+"""The run directory: where everything a job leaves behind is. Imports no torch."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pipeworker.errors import UsageError
+
+
+@dataclass(frozen=True, slots=True)
+class RunDir:
+    """The layout of a run directory."""
+
+    path: Path
+
+    @property
+    def plan(self) -> Path:
+        return self.path / "plan.json"
+
+    @property
+    def metrics(self) -> Path:
+        return self.path / "metrics.jsonl"
+
+    @property
+    def summary(self) -> Path:
+        return self.path / "summary.json"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoints"
+
+    def coordinator_log(self) -> Path:
+        return self.path / "logs" / "coordinator.log"
+
+    def stage_log(self, stage: int) -> Path:
+        return self.path / "logs" / f"stage-{stage}.log"
+
+    def checkpoint(self, step: int) -> Path:
+        """A complete checkpoint, if it exists."""
+        return self.checkpoints / f"step-{step:08d}"
+
+    def partial_checkpoint(self, step: int) -> Path:
+        """Where the stages write before :meth:`commit_checkpoint`."""
+        return self.checkpoints / f".step-{step:08d}.partial"
+
+    def commit_checkpoint(self, step: int, manifest: dict[str, Any]) -> None:
+        """Make the checkpoint of `step` complete: from now on it is there, whole, or never was."""
+        partial = self.partial_checkpoint(step)
+        write_json(partial / "manifest.json", manifest)
+        partial.rename(self.checkpoint(step))
+        _sync_directory(self.checkpoints)
+
+
+def create(asked: str | None, job_file: Path) -> RunDir:
+    """Make the directory of a new run; the default is ``runs/<file stem>-<time>``.
+
+    Raises:
+        UsageError: it exists already, or cannot be made.
+    """
+    stem = Path("runs") / f"{job_file.stem}-{time.strftime('%Y%m%d-%H%M%S')}"
+    path = Path(asked) if asked else stem
+    attempt = 1
+    while True:
+        try:
+            path.mkdir(parents=True, exist_ok=False)
+            (path / "logs").mkdir()
+            return RunDir(path.resolve())
+        except FileExistsError:
+            if asked:
+                raise UsageError(
+                    f"run directory {asked} exists already: choose another --run-dir, or remove it"
+                ) from None
+            attempt += 1
+            path = stem.with_name(f"{stem.name}-{attempt}")
+        except OSError as error:
+            raise UsageError(f"cannot make run directory {path}: {error.strerror}") from None
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Write a JSON file that is there whole or not at all."""
+    temporary = path.with_name(f".{path.name}.partial")
+    with temporary.open("w", encoding="utf-8") as file:
+        json.dump(value, file, indent=2)
+        file.write("\n")
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(path)
+
+
+def write_summary(
+    run_dir: RunDir,
+    *,
+    status: str,
+    steps: int,
+    stages: int,
+    seconds: float,
+    peak_memory: list[int],
+    bubble: float,
+    error: str | None,
+) -> None:
+    """Write summary.json, the last word on a run."""
+    write_json(
+        run_dir.summary,
+        {
+            "status": status,
+            "steps": steps,
+            "stages": stages,
+            "restarts": 0,
+            "seconds": seconds,
+            "peak_memory_bytes": peak_memory,
+            "bubble": bubble,
+            "error": error,
+        },
+    )
+
+
+def _sync_directory(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

@@ -1,0 +1,109 @@
+"""A stage's part of a checkpoint, and one plain weights file made from all of them.
+
+A checkpoint is a folder with ``manifest.json`` and a file ``stage-0.pt``, ... a stage. Keys of
+weights are those of ``nn.Sequential(*layers).state_dict()``; optimizer state is kept by parameter
+name, so that it does not depend on how layers were grouped. No file needs pickle to be read.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+from pipeworker.errors import UsageError
+
+
+def stage_file(checkpoint: Path, stage: int) -> Path:
+    return checkpoint / f"stage-{stage}.pt"
+
+
+def save_stage(
+    path: Path,
+    layers: Sequence[nn.Module],
+    first: int,
+    optimizer: torch.optim.Optimizer | None,
+) -> None:
+    """Write a stage's weights and optimizer state; on disk when this returns."""
+    weights = {
+        f"{index}.{key}": value.detach().cpu()
+        for index, layer in enumerate(layers, first)
+        for key, value in layer.state_dict().items()
+        if isinstance(value, torch.Tensor)
+    }
+    names = {
+        id(parameter): f"{index}.{key}"
+        for index, layer in reversed(list(enumerate(layers, first)))
+        for key, parameter in layer.named_parameters()
+    }
+    state: dict[str, Any] = {}
+    groups: list[dict[str, Any]] = []
+    if optimizer is not None:
+        state = {names[id(p)]: value for p, value in optimizer.state.items() if id(p) in names}
+        for group in optimizer.param_groups:
+            members = [names[id(p)] for p in group["params"] if id(p) in names]
+            groups.append({**group, "params": members})
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("wb") as file:
+        torch.save({"weights": weights, "optimizer": {"state": state, "groups": groups}}, file)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def find_checkpoint(source: Path) -> Path:
+    """The checkpoint itself, or the last complete one of a run directory.
+
+    Raises:
+        UsageError: there is none.
+    """
+    if (source / "manifest.json").is_file():
+        return source
+    complete = sorted(source.glob("checkpoints/step-*/manifest.json"))
+    if not complete:
+        raise UsageError(
+            f"{source} has no complete checkpoint: give the directory of a finished run, or one of "
+            "its checkpoints"
+        )
+    return complete[-1].parent
+
+
+def export(source: Path, out: Path) -> int:
+    """Write the weights of a run or checkpoint as one ``.safetensors`` or ``.pt`` file.
+
+    Returns:
+        How many tensors were written.
+
+    Raises:
+        UsageError: there is no complete checkpoint, or the file's ending is another one.
+    """
+    if out.suffix not in (".safetensors", ".pt"):
+        raise UsageError(f"cannot write {out}: its name must end in .safetensors or .pt")
+    checkpoint = find_checkpoint(source)
+    manifest = json.loads((checkpoint / "manifest.json").read_text(encoding="utf-8"))
+    weights: dict[str, torch.Tensor] = {}
+    for stage in range(manifest["stages"]):
+        path = stage_file(checkpoint, stage)
+        if not path.is_file():
+            raise UsageError(
+                f"{path} is missing: the stage wrote it on another host; copy it here and try again"
+            )
+        weights.update(torch.load(path, weights_only=True)["weights"])
+    partial = out.with_name(f".{out.name}.partial")
+    try:
+        if out.suffix == ".pt":
+            torch.save(weights, partial)
+        else:
+            # Entries of one module that share memory are written apart: the format has no aliases.
+            save_file({key: value.clone() for key, value in weights.items()}, partial)
+        partial.replace(out)
+    except OSError as error:
+        raise UsageError(f"cannot write {out}: {error.strerror or error}") from None
+    finally:
+        partial.unlink(missing_ok=True)
+    return len(weights)

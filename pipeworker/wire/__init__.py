@@ -1,0 +1,1 @@
+"""How processes talk on the control plane: messages, codec, keys and sockets."""

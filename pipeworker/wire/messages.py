@@ -1,0 +1,256 @@
+"""The messages between a worker and the coordinator: typed, frozen, plain values only.
+
+The direction is in the section headings. What a message may hold is what the codec can check:
+whole numbers, floats, strings, bytes, booleans, enums, tuples of these, optional values and other
+messages.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+
+class Phase(Enum):
+    """What a worker is doing; shown in failure messages."""
+
+    STARTING = "starting"
+    LOADING = "loading the job file"
+    BUILDING = "building the model"
+    CONNECTING = "connecting"
+    READING = "reading data"
+    WAITING = "waiting"
+    FORWARD = "forward"
+    RECOMPUTE = "recompute"
+    BACKWARD = "backward"
+    LOSS = "loss"
+    UPDATE = "the optimizer step"
+    SAVING = "saving"
+
+
+@dataclass(frozen=True, slots=True)
+class Position:
+    """Where a worker is. A field that does not apply is -1; steps count from 1."""
+
+    phase: Phase = Phase.STARTING
+    step: int = -1
+    microbatch: int = -1
+    layer: int = -1
+
+
+class Cause(Enum):
+    """Why a job ends early."""
+
+    USAGE = "usage"
+    """The command or the job file is wrong."""
+    USER = "user"
+    """The user's code raised."""
+    PEER = "peer"
+    """A neighbour's connection closed: an echo, never the cause while another is known."""
+    SIGNAL = "signal"
+    """Something outside asked a worker to end; an echo too, where a job's ranks end together."""
+    LOST = "lost"
+    """A process ended that should not have."""
+    HUNG = "hung"
+    """A process stopped answering."""
+    INTERNAL = "internal"
+    """A defect in pipeworker."""
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """What went wrong, whole: enough to show the user. `rank` is -1 for the job itself."""
+
+    cause: Cause
+    message: str
+    rank: int = -1
+    position: Position = Position()
+    layer_class: str = ""
+    traceback: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """The mini-batch the first stage holds ready for the next step.
+
+    `signature` numbers its shapes: equal numbers mean equal structure, shapes and dtypes.
+    """
+
+    signature: int
+    samples: int
+    microbatches: int
+    epoch: int
+
+
+# Worker to coordinator.
+
+
+@dataclass(frozen=True, slots=True)
+class Hello:
+    rank: int
+    host: str
+    pid: int
+
+
+@dataclass(frozen=True, slots=True)
+class Described:
+    """The class of each layer, or ``"?"`` for one that is not built yet."""
+
+    rank: int
+    layers: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """The stage is built and connected. `batch` comes from the first stage alone."""
+
+    rank: int
+    layers: tuple[str, ...]
+    parameters: int
+    device: str
+    batch: Batch | None
+
+
+@dataclass(frozen=True, slots=True)
+class StepDone:
+    """A worker has run its tuple; gradients are accumulated and not applied.
+
+    Attributes:
+        losses: from the last stage, each micro-batch's share of the loss (already weighted by
+            samples), or each sum where the loss function returns ``(sum, count)``.
+        counts: from the last stage, the counts of ``(sum, count)`` losses, else empty.
+        squares: squared 2-norm of each parameter's gradient, in model order.
+        busy: seconds spent computing (forward, recompute, backward, data and update).
+        learning_rate: of the first parameter group; NaN where the stage has no optimizer.
+        batch: from the first stage, the next mini-batch; None when the data ended.
+    """
+
+    rank: int
+    step: int
+    losses: tuple[float, ...]
+    counts: tuple[float, ...]
+    squares: tuple[float, ...]
+    busy: float
+    learning_rate: float
+    peak_memory: int
+    batch: Batch | None
+
+
+@dataclass(frozen=True, slots=True)
+class Saved:
+    rank: int
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
+class Heartbeat:
+    rank: int
+    position: Position
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    rank: int
+    failure: Failure
+
+
+class StoreOperation(Enum):
+    SET = "set"
+    GET = "get"
+    ADD = "add"
+    CHECK = "check"
+    COMPARE_SET = "compare_set"
+    DELETE = "delete"
+
+
+@dataclass(frozen=True, slots=True)
+class StoreRequest:
+    """One operation of torch.distributed's rendezvous store; GET waits until every key is set."""
+
+    rank: int
+    number: int
+    operation: StoreOperation
+    keys: tuple[str, ...]
+    value: bytes = b""
+    expected: bytes = b""
+
+
+# Coordinator to worker.
+
+
+@dataclass(frozen=True, slots=True)
+class Welcome:
+    """The job's options as JSON, and where the run directory is."""
+
+    options: str
+    run_dir: str
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What this worker owns: layers ``first`` to ``stop - 1``; channels in connection order."""
+
+    stage: int
+    stages: int
+    first: int
+    stop: int
+    edges: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Update:
+    """Apply the gradients of `step`, multiplied by `scale`."""
+
+    step: int
+    scale: float
+
+
+@dataclass(frozen=True, slots=True)
+class RunStep:
+    """Run one step. `actions` is the stage's tuple as text, when it differs from the last one."""
+
+    step: int
+    batch: Batch
+    last: bool
+    actions: str
+
+
+@dataclass(frozen=True, slots=True)
+class Advance:
+    """Update and the next RunStep, in one message."""
+
+    update: Update | None
+    run: RunStep | None
+
+
+@dataclass(frozen=True, slots=True)
+class Save:
+    step: int
+    directory: str
+
+
+@dataclass(frozen=True, slots=True)
+class StoreReply:
+    """Answer to a StoreRequest: `values` for GET, the sum or truth as a number otherwise."""
+
+    number: int
+    values: tuple[bytes, ...]
+    result: int
+
+
+@dataclass(frozen=True, slots=True)
+class Ping:
+    """The coordinator is alive."""
+
+
+@dataclass(frozen=True, slots=True)
+class Finish:
+    """The job is over for this worker. `reason` is empty when all went well."""
+
+    reason: str
+    exit_status: int
+
+
+FromWorker = Hello | Described | Ready | StepDone | Saved | Heartbeat | Failed | StoreRequest
+ToWorker = Welcome | Plan | Advance | Save | StoreReply | Ping | Finish
+Message = FromWorker | ToWorker

@@ -1,0 +1,86 @@
+"""Encrypted sockets: a ROUTER for the coordinator, a DEALER for each worker.
+
+The ROUTER asks an authenticator (ZAP, ZeroMQ RFC 27) whether a client's key is the job's; a peer
+without it does not complete the handshake, so nothing it sends is ever read.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import zmq
+from zmq.auth.thread import ThreadAuthenticator
+
+from pipeworker.wire.codec import MAX_FRAME_BYTES
+from pipeworker.wire.keys import client_keys, server_keys
+
+_HANDSHAKE_MS = 5_000
+_LINGER_MS = 2_000
+
+
+class _OnlyThisJob:
+    """Credentials provider of the authenticator: admits the key that the job's workers share."""
+
+    def __init__(self, public: bytes) -> None:
+        self._public = public
+
+    def callback(self, domain: str, key: bytes) -> bool:
+        return key == self._public
+
+
+@contextmanager
+def server(token: str, host: str) -> Iterator[tuple[zmq.Socket[bytes], str]]:
+    """A bound ROUTER and its endpoint, on a port the system chooses at `host`.
+
+    Everything is closed at exit.
+    """
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    authenticator = ThreadAuthenticator(context)
+    authenticator.start()
+    authenticator.configure_curve_callback(
+        domain="pipeworker", credentials_provider=_OnlyThisJob(client_keys(token).public)
+    )
+    socket = context.socket(zmq.ROUTER)
+    try:
+        keys = server_keys(token)
+        socket.curve_server = True
+        socket.curve_publickey = keys.public
+        socket.curve_secretkey = keys.secret
+        socket.zap_domain = b"pipeworker"
+        socket.setsockopt(zmq.HANDSHAKE_IVL, _HANDSHAKE_MS)
+        socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
+        socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
+        socket.setsockopt(zmq.LINGER, _LINGER_MS)
+        socket.setsockopt(zmq.SNDTIMEO, 0)
+        if ":" in host:
+            socket.setsockopt(zmq.IPV6, 1)
+            host = f"[{host}]"
+        port = socket.bind_to_random_port(f"tcp://{host}")
+        yield socket, f"tcp://{host}:{port}"
+    finally:
+        socket.close()
+        authenticator.stop()
+        context.term()
+
+
+def client(context: zmq.Context[zmq.Socket[bytes]], token: str, endpoint: str) -> zmq.Socket[bytes]:
+    """A DEALER connected to the coordinator at `endpoint`; the caller closes it."""
+    socket = context.socket(zmq.DEALER)
+    keys = client_keys(token)
+    socket.curve_publickey = keys.public
+    socket.curve_secretkey = keys.secret
+    socket.curve_serverkey = server_keys(token).public
+    socket.setsockopt(zmq.HANDSHAKE_IVL, _HANDSHAKE_MS)
+    socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
+    socket.setsockopt(zmq.LINGER, _LINGER_MS)
+    # The coordinator knows a peer by its identity, which must survive a reconnection.
+    socket.setsockopt(zmq.IDENTITY, b"w" + secrets.token_bytes(8))
+    socket.setsockopt(zmq.RECONNECT_IVL, 50)
+    socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1_000)
+    if "[" in endpoint:
+        socket.setsockopt(zmq.IPV6, 1)
+    socket.connect(endpoint)
+    return socket

@@ -1,0 +1,204 @@
+"""A worker's end of the control plane: a thread that owns the socket.
+
+The thread sends heartbeats and what the main thread gives it, hands over what the coordinator says,
+and ends the process when the job is over while the main thread is inside a step, where nothing else
+could: when the coordinator says Finish, when it is gone, or on a signal.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import signal
+import socket
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+
+import zmq
+from zmq.utils.monitor import recv_monitor_message
+
+from pipeworker.errors import PipeworkerError, ProtocolError
+from pipeworker.wire import codec, sockets
+from pipeworker.wire.messages import (
+    Cause,
+    Failed,
+    Failure,
+    Finish,
+    FromWorker,
+    Heartbeat,
+    Ping,
+    StoreOperation,
+    StoreReply,
+    StoreRequest,
+    ToWorker,
+)
+from pipeworker.worker.position import Tracker
+
+_HEARTBEAT_SECONDS = 0.5
+_COORDINATOR_GRACE = 4.0
+"""Seconds a lost connection to the coordinator may take to come back."""
+
+Leave = Callable[[int], None]
+
+
+class Control:
+    """The control plane as the worker's main thread sees it.
+
+    Args:
+        leave: ends the process with an exit status, from the control thread.
+    """
+
+    def __init__(
+        self,
+        *,
+        endpoint: str,
+        token: str,
+        rank: int,
+        generation: int,
+        tracker: Tracker,
+        leave: Leave = os._exit,
+    ) -> None:
+        self._rank = rank
+        self._generation = generation
+        self._tracker = tracker
+        self._leave = leave
+        self._inbox: queue.SimpleQueue[ToWorker] = queue.SimpleQueue()
+        self._replies: dict[int, queue.SimpleQueue[StoreReply]] = {}
+        self._outbox: deque[FromWorker] = deque()
+        self._requests = 0
+        self._closing = False
+        self.sent = 0
+        self.received = 0
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._socket = sockets.client(self._context, token, endpoint)
+        self._wake_in, self._wake_out = socket.socketpair()
+        self._wake_in.setblocking(False)
+        self._wake_out.setblocking(False)
+        self._thread = threading.Thread(target=self._run, name="control", daemon=True)
+
+    def start(self) -> None:
+        """Start the thread and take over SIGTERM and SIGINT (call from the main thread)."""
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, lambda *_: None)
+        signal.set_wakeup_fd(self._wake_in.fileno(), warn_on_full_buffer=False)
+        self._thread.start()
+
+    def send(self, message: FromWorker) -> None:
+        """Give a message to the thread; returns at once."""
+        self._outbox.append(message)
+        self._wake()
+
+    def receive(self) -> ToWorker:
+        """The next message for the main thread."""
+        return self._inbox.get()
+
+    def ask(
+        self, operation: StoreOperation, keys: tuple[str, ...], value: bytes, expected: bytes
+    ) -> StoreReply:
+        """Perform one operation on the coordinator's store."""
+        self._requests += 1
+        number = self._requests
+        answer = self._replies[number] = queue.SimpleQueue()
+        self.send(StoreRequest(self._rank, number, operation, keys, value, expected))
+        reply = answer.get()
+        del self._replies[number]
+        return reply
+
+    def close(self) -> None:
+        """Send what is left and end the thread."""
+        self._closing = True
+        self._wake()
+        self._thread.join()
+        signal.set_wakeup_fd(-1)
+        self._wake_in.close()
+        self._wake_out.close()
+        self._context.term()
+
+    def _wake(self) -> None:
+        try:
+            self._wake_in.send(b"\0")
+        except BlockingIOError:
+            return  # the thread has wake-ups to read already
+
+    def _run(self) -> None:
+        monitor = self._socket.get_monitor_socket(
+            zmq.Event.DISCONNECTED | zmq.Event.HANDSHAKE_SUCCEEDED | zmq.Event.HANDSHAKE_FAILED_AUTH
+        )
+        poller = zmq.Poller()
+        poller.register(self._socket, zmq.POLLIN)
+        poller.register(monitor, zmq.POLLIN)
+        poller.register(self._wake_out, zmq.POLLIN)
+        next_beat = time.monotonic() + _HEARTBEAT_SECONDS
+        lost_at: float | None = None
+        while not (self._closing and not self._outbox):
+            ready = dict(poller.poll(int(1000 * max(0.0, next_beat - time.monotonic()))))
+            if self._wake_out.fileno() in ready:
+                self._on_wake()
+            while self._outbox:
+                self._put(self._outbox.popleft())
+            if self._socket in ready:
+                self._get_all()
+            if monitor in ready:
+                event = recv_monitor_message(monitor)["event"]
+                if event == zmq.Event.HANDSHAKE_SUCCEEDED:
+                    lost_at = None
+                elif lost_at is None:
+                    lost_at = time.monotonic()
+            now = time.monotonic()
+            if lost_at is not None and now - lost_at > _COORDINATOR_GRACE:
+                print("the coordinator is gone", file=sys.stderr, flush=True)
+                self._leave(1)
+                return
+            if now >= next_beat:
+                next_beat = now + _HEARTBEAT_SECONDS
+                self._put(Heartbeat(self._rank, self._tracker.get()))
+        self._socket.disable_monitor()
+        monitor.close()
+        self._socket.close()
+
+    def _on_wake(self) -> None:
+        """A wake-up is a zero byte; a signal's number, written by the interpreter, is not."""
+        for number in self._wake_out.recv(4096):
+            if number in (signal.SIGTERM, signal.SIGINT):
+                name = signal.Signals(number).name
+                failure = Failure(
+                    Cause.SIGNAL,
+                    f"the worker of stage {self._rank} was ended by {name}",
+                    self._rank,
+                    self._tracker.get(),
+                )
+                self._put(Failed(self._rank, failure))
+                self._socket.close(linger=1000)
+                self._context.term()
+                self._leave(128 + number)
+
+    def _put(self, message: FromWorker) -> None:
+        if not isinstance(message, Heartbeat):
+            self.sent += 1
+        self._socket.send(codec.encode(message, self._generation))
+
+    def _get_all(self) -> None:
+        while True:
+            try:
+                frame = self._socket.recv(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            try:
+                generation, message = codec.decode(frame)
+            except ProtocolError as error:
+                raise PipeworkerError(f"the coordinator sent {error}") from error
+            if generation != self._generation or isinstance(message, Ping):
+                continue
+            self.received += 1
+            if isinstance(message, StoreReply):
+                if message.number in self._replies:
+                    self._replies[message.number].put(message)
+            elif isinstance(message, Finish) and message.reason:
+                print(f"the job ended: {message.reason}", file=sys.stderr, flush=True)
+                sys.stdout.flush()
+                self._leave(message.exit_status)
+            elif isinstance(message, ToWorker):
+                self._inbox.put(message)

@@ -1,0 +1,144 @@
+"""Reads the mini-batches, on the first stage alone, and cuts them into micro-batches."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from pipeworker.errors import UsageError
+from pipeworker.wire.messages import Batch
+from pipeworker.worker import rng
+
+
+@dataclass(frozen=True, slots=True)
+class MicroBatches:
+    """One mini-batch, cut: `inputs` and `targets` by micro-batch."""
+
+    batch: Batch
+    inputs: list[Any]
+    targets: list[Any]
+
+
+class Reader:
+    """Mini-batches from ``data()``.
+
+    Args:
+        data: the job file's ``data``: an iterable, or a function that returns one, or a
+            map-style dataset of mini-batches.
+        microbatches: M; a mini-batch of fewer samples gives as many micro-batches.
+        repeat: whether exhausted data starts again (else :meth:`read` returns None).
+    """
+
+    def __init__(self, data: Any, *, microbatches: int, seed: int, repeat: bool) -> None:
+        self._data = data
+        self._microbatches = microbatches
+        self._seed = seed
+        self._repeat = repeat
+        self._epoch = 0
+        self._read_in_epoch = 0
+        self._stream = rng.Stream()
+        self._iterator: Iterator[Any] | None = None
+        self._signatures: dict[Any, int] = {}
+
+    def read(self) -> MicroBatches | None:
+        """The next mini-batch; None when the data is exhausted and does not repeat.
+
+        Raises:
+            UsageError: the data is empty or not pairs of tensors that agree in dim 0.
+        """
+        with self._stream.active():
+            if self._iterator is None:
+                self._start_epoch()
+            assert self._iterator is not None
+            item = next(self._iterator, None)
+            if item is None:
+                if self._read_in_epoch == 0:
+                    raise UsageError(self._why_empty())
+                if not self._repeat:
+                    return None
+                self._epoch += 1
+                self._read_in_epoch = 0
+                self._start_epoch()
+                item = next(self._iterator, None)
+                if item is None:
+                    raise UsageError(self._why_empty())
+        self._read_in_epoch += 1
+        return self._cut(item)
+
+    def _start_epoch(self) -> None:
+        self._stream.restart(rng.data_seed(self._seed, self._epoch))
+        source = self._data() if callable(self._data) else self._data
+        if not hasattr(source, "__iter__") and hasattr(source, "__getitem__"):
+            source = (source[index] for index in range(len(source)))
+        try:
+            self._iterator = iter(source)
+        except TypeError:
+            raise UsageError(
+                f"data() gave a {type(source).__name__}: it must be an iterable of "
+                "(input, target) mini-batches"
+            ) from None
+
+    def _why_empty(self) -> str:
+        if self._epoch == 0:
+            return "data() is empty: it must yield at least one (input, target) mini-batch"
+        return (
+            "data() was exhausted and gave nothing when started again: make data a function, "
+            "so that each epoch gets a fresh iterator"
+        )
+
+    def _cut(self, item: Any) -> MicroBatches:
+        if not isinstance(item, (tuple, list)) or len(item) != 2:
+            shown = type(item).__name__
+            if isinstance(item, (tuple, list)):
+                shown += f" of {len(item)}"
+            raise UsageError(f"data() gave a {shown}: it must give pairs (input, target)")
+        samples = _batch_size(item)
+        count = min(self._microbatches, samples)
+        inputs, targets = (_split(half, count) for half in item)
+        batch = Batch(self._signature(item), samples, count, self._epoch)
+        return MicroBatches(batch, inputs, targets)
+
+    def _signature(self, item: Any) -> int:
+        """A number for the structure, shapes and dtypes of a mini-batch."""
+        leaves, structure = pytree.tree_flatten(item)
+        looks = tuple(
+            (tuple(leaf.shape), leaf.dtype) if isinstance(leaf, torch.Tensor) else type(leaf)
+            for leaf in leaves
+        )
+        return self._signatures.setdefault((structure, looks), len(self._signatures))
+
+
+def share(samples: int, microbatches: int) -> list[float]:
+    """Each micro-batch's share of the samples, as ``torch.tensor_split`` cuts them."""
+    size, extra = divmod(samples, microbatches)
+    return [(size + (m < extra)) / samples for m in range(microbatches)]
+
+
+def _batch_size(item: Any) -> int:
+    tensors = [leaf for leaf in pytree.tree_leaves(item) if isinstance(leaf, torch.Tensor)]
+    if not any(isinstance(leaf, torch.Tensor) for leaf in pytree.tree_leaves(item[0])):
+        raise UsageError("data() gave an input without a tensor")
+    if any(tensor.dim() == 0 for tensor in tensors):
+        raise UsageError("data() gave a tensor without dims: dim 0 of every tensor is the batch")
+    sizes = {tensor.shape[0] for tensor in tensors}
+    if len(sizes) > 1:
+        shapes = ", ".join(str(tuple(tensor.shape)) for tensor in tensors)
+        raise UsageError(f"data() gave tensors that disagree in dim 0, the batch: {shapes}")
+    (samples,) = sizes
+    if samples == 0:
+        raise UsageError("data() gave a mini-batch without samples")
+    return int(samples)
+
+
+def _split(value: Any, count: int) -> list[Any]:
+    """Cut every tensor of a nested value along dim 0; plain values go to every micro-batch."""
+    leaves, structure = pytree.tree_flatten(value)
+    cut = [
+        leaf.tensor_split(count) if isinstance(leaf, torch.Tensor) else [leaf] * count
+        for leaf in leaves
+    ]
+    return [pytree.tree_unflatten([pieces[m] for pieces in cut], structure) for m in range(count)]

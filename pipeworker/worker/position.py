@@ -1,0 +1,34 @@
+"""Where a worker is, written before each layer into memory that outlives the worker.
+
+The process that forked the worker shares the memory: when the worker dies without a word, what it
+was doing is still known. Writing costs a fraction of a microsecond.
+"""
+
+from __future__ import annotations
+
+import mmap
+from struct import Struct
+
+from pipeworker.wire.messages import Phase, Position
+
+_RECORD = Struct("<4q")
+_PHASES = tuple(Phase)
+_NUMBER = {phase: number for number, phase in enumerate(_PHASES)}
+
+
+class Tracker:
+    """The position of one worker, in an anonymous shared mapping that survives a fork."""
+
+    def __init__(self) -> None:
+        self._memory = mmap.mmap(-1, _RECORD.size)
+        self.set(Phase.STARTING)
+
+    def set(self, phase: Phase, step: int = -1, microbatch: int = -1, layer: int = -1) -> None:
+        _RECORD.pack_into(self._memory, 0, _NUMBER[phase], step, microbatch, layer)
+
+    def get(self) -> Position:
+        number, step, microbatch, layer = _RECORD.unpack_from(self._memory, 0)
+        return Position(_PHASES[number], step, microbatch, layer)
+
+    def close(self) -> None:
+        self._memory.close()

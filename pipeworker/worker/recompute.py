@@ -1,0 +1,70 @@
+"""What makes a second forward equal the first: the buffers it sees and the input it starts from.
+
+Random numbers repeat by themselves (:mod:`pipeworker.worker.rng`), and both forwards run in the
+same grad mode, because kernels may be chosen by it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+
+_Slot = tuple[nn.Module, str]
+
+
+class Buffers:
+    """Buffers that forward changes (batch-norm statistics, counters) change once, not twice.
+
+    The first forward of all finds out which buffers change; from then on only those are copied,
+    before each forward that will be repeated.
+    """
+
+    def __init__(self, layers: Sequence[nn.Module]) -> None:
+        modules = {id(m): m for layer in layers for m in layer.modules()}.values()
+        self._slots: list[_Slot] = [(m, name) for m in modules for name in m._buffers]
+        self._changing: list[_Slot] | None = None
+        self._before: dict[int, list[tuple[_Slot, torch.Tensor]]] = {}
+
+    @contextmanager
+    def first_forward(self, microbatch: int) -> Iterator[None]:
+        """Keep what the forward starts from."""
+        slots = self._slots if self._changing is None else self._changing
+        saved = [(slot, value.detach().clone()) for slot in slots if (value := _get(slot)) is not None]
+        looks = [_look(slot) for slot in self._slots]
+        yield
+        changed = [
+            slot for slot, look in zip(self._slots, looks, strict=True) if _look(slot) != look
+        ]
+        known = self._changing or []
+        self._changing = known + [slot for slot in changed if slot not in known]
+        if self._changing:
+            self._before[microbatch] = [(s, value) for s, value in saved if s in self._changing]
+
+    @contextmanager
+    def second_forward(self, microbatch: int) -> Iterator[None]:
+        """Let the forward see what the first one saw, and leave no trace."""
+        if not self._changing:
+            yield
+            return
+        after = [(slot, _get(slot)) for slot in self._changing]
+        for (module, name), value in self._before.pop(microbatch, []):
+            module._buffers[name] = value
+        try:
+            yield
+        finally:
+            for (module, name), kept in after:
+                module._buffers[name] = kept
+
+
+def _get(slot: _Slot) -> torch.Tensor | None:
+    module, name = slot
+    return module._buffers.get(name)
+
+
+def _look(slot: _Slot) -> tuple[int, int]:
+    """Differs after a change in place or an assignment."""
+    value = _get(slot)
+    return (id(value), -1 if value is None else value._version)

@@ -1,0 +1,92 @@
+"""Random streams that do not depend on how layers are grouped into stages.
+
+Whatever a layer draws in forward comes from a stream seeded by (seed, step, micro-batch, layer), so
+the same numbers come out for any number of stages, and again when the forward is recomputed. The
+data is read under a stream of its own. Three generators are seeded each time: torch's (CPU and the
+worker's accelerator), Python's ``random``, and NumPy's legacy one if it is imported.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from struct import Struct
+from typing import Any
+
+import torch
+
+_PATH = Struct("<6q")
+_LAYER, _BUILD, _DATA = range(3)
+
+
+def _derive(kind: int, seed: int, *path: int) -> int:
+    """A 64-bit seed from a path of numbers, none related to another's."""
+    packed = _PATH.pack(kind, len(path), seed, *path, *([0] * (3 - len(path))))
+    return int.from_bytes(hashlib.blake2b(packed, digest_size=8).digest(), "little")
+
+
+def layer_seed(seed: int, step: int, microbatch: int, layer: int) -> int:
+    """Seed of a layer's forward for one micro-batch of one step."""
+    return _derive(_LAYER, seed, step, microbatch, layer)
+
+
+def build_seed(seed: int, layer: int) -> int:
+    """Seed under which a layer given as a callable is built."""
+    return _derive(_BUILD, seed, layer)
+
+
+def data_seed(seed: int, epoch: int) -> int:
+    """Seed of the stream under which ``data()`` is read in an epoch."""
+    return _derive(_DATA, seed, epoch)
+
+
+def seed_all(seed: int, accelerator: torch.Generator | None = None) -> None:
+    """Seed every generator the user's code may draw from. Takes a few microseconds."""
+    torch.default_generator.manual_seed(seed)
+    if accelerator is not None:
+        accelerator.manual_seed(seed)
+    random.seed(seed)
+    numpy: Any = sys.modules.get("numpy")
+    if numpy is not None:
+        numpy.random.seed(seed & 0xFFFFFFFF)
+
+
+def accelerator_generator(device: torch.device) -> torch.Generator | None:
+    """The default generator of a CUDA device; None on the CPU."""
+    if device.type != "cuda":
+        return None
+    generator: torch.Generator = torch.cuda.default_generators[device.index or 0]
+    return generator
+
+
+class Stream:
+    """A random stream that is switched in for a while and goes on where it was."""
+
+    def __init__(self) -> None:
+        self._state: tuple[Any, Any, Any] | None = None
+
+    def restart(self, seed: int) -> None:
+        """Begin the stream anew from a seed; only inside :meth:`active`."""
+        seed_all(seed)
+
+    @contextmanager
+    def active(self) -> Iterator[None]:
+        """Draw from this stream. Layers are seeded before each forward, so nothing is put back."""
+        numpy: Any = sys.modules.get("numpy")
+        if self._state is not None:
+            torch_state, python_state, numpy_state = self._state
+            torch.default_generator.set_state(torch_state)
+            random.setstate(python_state)
+            if numpy is not None and numpy_state is not None:
+                numpy.random.set_state(numpy_state)
+        try:
+            yield
+        finally:
+            self._state = (
+                torch.default_generator.get_state(),
+                random.getstate(),
+                numpy.random.get_state() if (numpy := sys.modules.get("numpy")) else None,
+            )

@@ -1,0 +1,261 @@
+"""A worker's main thread: does what the coordinator says, and says what went wrong."""
+
+from __future__ import annotations
+
+import os
+import resource
+import socket
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from pipeworker.errors import UsageError
+from pipeworker.job import file as job_file
+from pipeworker.job.options import Options
+from pipeworker.plan.schedule import Edge, parse_actions
+from pipeworker.record import weights
+from pipeworker.record.rundir import RunDir
+from pipeworker.wire.messages import (
+    Advance,
+    Batch,
+    Described,
+    Failed,
+    Failure,
+    Finish,
+    Hello,
+    Phase,
+    Plan,
+    Ready,
+    Save,
+    Saved,
+    StepDone,
+    Welcome,
+)
+from pipeworker.worker import rng
+from pipeworker.worker.control import Control, Leave
+from pipeworker.worker.data import Reader
+from pipeworker.worker.executor import Executor
+from pipeworker.worker.failures import failure_of
+from pipeworker.worker.position import Tracker
+from pipeworker.worker.stage import Stage
+from pipeworker.worker.transport import distributed
+from pipeworker.worker.update import Updater
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """What a worker is started with; all else the coordinator tells it.
+
+    Attributes:
+        local_rank: which accelerator of this host is the worker's.
+        leave: ends the process from the control thread.
+        to_log: send what is printed to the stage's log in the run directory.
+    """
+
+    rank: int
+    endpoint: str
+    token: str
+    local_rank: int
+    generation: int = 1
+    tracker: Tracker = field(default_factory=Tracker)
+    leave: Leave = os._exit
+    to_log: bool = True
+
+    def __repr__(self) -> str:  # never the token
+        return f"Settings(rank={self.rank}, endpoint={self.endpoint!r})"
+
+
+def run(settings: Settings) -> int:
+    """Be one worker from Hello to the end; returns the exit status."""
+    control = Control(
+        endpoint=settings.endpoint,
+        token=settings.token,
+        rank=settings.rank,
+        generation=settings.generation,
+        tracker=settings.tracker,
+        leave=settings.leave,
+    )
+    control.start()
+    worker = _Worker(settings, control)
+    try:
+        worker.run()
+    except BaseException as error:
+        control.send(Failed(settings.rank, worker.explain(error)))
+        # The coordinator knows the first cause; leaving before it says so would make neighbours
+        # report a lost connection first. The control thread ends the process.
+        while True:
+            control.receive()
+    control.close()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    return 0
+
+
+class _Worker:
+    """The states of a worker are the fields that are set: options, then stage, then a step."""
+
+    def __init__(self, settings: Settings, control: Control) -> None:
+        self._settings = settings
+        self._control = control
+        self._tracker = settings.tracker
+        self._rank = settings.rank
+        self._stage: Stage | None = None
+
+    def run(self) -> None:
+        control, rank = self._control, self._rank
+        control.send(Hello(rank, socket.gethostname(), os.getpid()))
+        while True:
+            message = control.receive()
+            match message:
+                case Welcome():
+                    control.send(Described(rank, self._describe(message)))
+                case Plan():
+                    control.send(self._build(message))
+                case Advance():
+                    done = self._advance(message)
+                    if done is not None:
+                        control.send(done)
+                case Save():
+                    self._save(message)
+                    control.send(Saved(rank, message.step))
+                case Finish():
+                    return
+
+    def explain(self, error: BaseException) -> Failure:
+        position = self._tracker.get()
+        layer_class = ""
+        refused = ""
+        if self._stage is not None and position.layer >= 0:
+            layer_class = type(self._stage.layers[position.layer - self._stage.first]).__name__
+            if position.phase in (Phase.FORWARD, Phase.RECOMPUTE) and self._stage.refused:
+                refused = f"its input was {self._stage.refused}"
+        return failure_of(error, self._rank, position, layer_class, refused)
+
+    def _describe(self, welcome: Welcome) -> tuple[str, ...]:
+        self._run_dir = RunDir(Path(welcome.run_dir))
+        if self._settings.to_log:
+            _redirect_output(self._run_dir.stage_log(self._rank))
+        self._options = options = Options.from_json(welcome.options)
+        torch.set_num_threads(options.threads)
+        self._device = _device(options.device, self._settings.local_rank)
+        self._tracker.set(Phase.LOADING)
+        accelerator = rng.accelerator_generator(self._device)
+        rng.seed_all(options.seed, accelerator)
+        self._job = job_file.load(Path(options.job_file), options.arguments)
+        self._tracker.set(Phase.BUILDING)
+        rng.seed_all(options.seed, accelerator)
+        self._entries = job_file.entries(self._job)
+        return tuple(
+            type(entry).__name__ if isinstance(entry, torch.nn.Module) else "?"
+            for entry in self._entries
+        )
+
+    def _build(self, plan: Plan) -> Ready:
+        options, tracker = self._options, self._tracker
+        layers = []
+        for index in range(plan.first, plan.stop):
+            tracker.set(Phase.BUILDING, layer=index)
+            entry = self._entries[index]
+            if not isinstance(entry, torch.nn.Module):
+                rng.seed_all(rng.build_seed(options.seed, index))
+            layers.append(job_file.build(entry, index).to(self._device))
+        job_file.check_ties(self._entries, plan.first, plan.stop)
+        self._entries = []
+        is_first, is_last = plan.stage == 0, plan.stage == plan.stages - 1
+        self._stage = Stage(
+            layers,
+            plan.first,
+            seed=options.seed,
+            device=self._device,
+            tracker=tracker,
+            loss=self._job.loss if is_last else None,
+        )
+        tracker.set(Phase.UPDATE)
+        self._updater = Updater(layers, self._job.optimizer, self._job.scheduler)
+        reader = None
+        if is_first:
+            reader = Reader(
+                self._job.data,
+                microbatches=options.microbatches,
+                seed=options.seed,
+                repeat=options.steps is not None,
+            )
+        tracker.set(Phase.CONNECTING)
+        links = distributed.connect(
+            [Edge.parse(edge) for edge in plan.edges],
+            plan.stage,
+            distributed.CoordinatorStore(self._control.ask),
+            self._settings.endpoint,
+            options.backend,
+        )
+        self._executor = Executor(self._stage, plan.stage, plan.stages, links, reader)
+        self._executor.load_first()
+        tracker.set(Phase.WAITING)
+        return Ready(
+            self._rank,
+            tuple(type(layer).__name__ for layer in layers),
+            sum(parameter.numel() for parameter in self._updater.parameters),
+            str(self._device),
+            self._executor.next_batch,
+        )
+
+    def _advance(self, message: Advance) -> StepDone | None:
+        if message.update is not None:
+            self._tracker.set(Phase.UPDATE, message.update.step)
+            self._updater.apply(message.update.scale)
+        run = message.run
+        if run is None:
+            return None
+        if run.actions:
+            self._executor.program(parse_actions(run.actions))
+        result = self._executor.run(run.step, run.batch, run.last)
+        next_batch: Batch | None = self._executor.next_batch
+        return StepDone(
+            self._rank,
+            run.step,
+            result.losses,
+            result.counts,
+            self._updater.squares(),
+            result.busy,
+            self._updater.learning_rate,
+            _peak_memory(self._device),
+            next_batch,
+        )
+
+    def _save(self, message: Save) -> None:
+        assert self._stage is not None
+        self._tracker.set(Phase.SAVING, message.step)
+        path = weights.stage_file(self._run_dir.partial_checkpoint(message.step), self._rank)
+        weights.save_stage(path, self._stage.layers, self._stage.first, self._updater.optimizer)
+
+
+def _redirect_output(path: Path) -> None:
+    """Everything the worker prints, C code included, goes to its log."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    os.close(log)
+
+
+def _device(asked: str, local_rank: int) -> torch.device:
+    available = torch.cuda.is_available()
+    if asked == "cuda" and not available:
+        raise UsageError("--device cuda: torch sees no CUDA device on this host")
+    if asked == "cpu" or not available:
+        return torch.device("cpu")
+    device = torch.device("cuda", local_rank % torch.cuda.device_count())
+    torch.cuda.set_device(device)
+    return device
+
+
+def _peak_memory(device: torch.device) -> int:
+    """Bytes: of the accelerator's allocator, or of the process on the CPU."""
+    if device.type == "cuda":
+        return int(torch.cuda.max_memory_allocated(device))
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024

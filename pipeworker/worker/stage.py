@@ -1,0 +1,287 @@
+"""A stage: consecutive layers, run forward, again, and backward, a micro-batch at a time.
+
+The graph is cut at the stage's input by :class:`_Boundary`, a function that passes tensors on and
+catches their gradients as they are (no accumulation into a leaf, which could change their strides),
+and whose outputs may be changed in place by the first layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from pipeworker.errors import UsageError
+from pipeworker.wire.messages import Phase
+from pipeworker.worker import rng
+from pipeworker.worker.position import Tracker
+from pipeworker.worker.recompute import Buffers
+
+Loss = Callable[[Any, Any], Any]
+_NOTHING: Any = object()
+
+
+class _Boundary(torch.autograd.Function):
+    """Pass tensors into the graph of this stage; keep the gradients that come back."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, phony: torch.Tensor, caught: _Caught, *tensors: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        ctx.caught = caught
+        ctx.set_materialize_grads(False)
+        return tuple(tensor.detach() for tensor in tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
+        ctx.caught.gradients = list(gradients)
+        return (None, None, *(None for _ in gradients))
+
+
+@dataclass(slots=True)
+class _Caught:
+    gradients: list[torch.Tensor | None] | None = None
+
+
+@dataclass(slots=True)
+class _Kept:
+    """What a stage keeps of one micro-batch until its backward."""
+
+    value: Any
+    wants_grad: Sequence[bool]
+    target: Any = None
+    output: Any = _NOTHING
+    caught: _Caught | None = None
+
+
+@dataclass(slots=True)
+class Losses:
+    """The last stage's losses of one step, in micro-batch order."""
+
+    values: dict[int, torch.Tensor]
+    counts: dict[int, torch.Tensor]
+
+
+class Stage:
+    """The layers of one worker.
+
+    Args:
+        layers: built, on `device`; `first` is the index of the first one in the whole model.
+        loss: on the last stage.
+        recomputed: see :meth:`begin`.
+    """
+
+    def __init__(
+        self,
+        layers: Sequence[nn.Module],
+        first: int,
+        *,
+        seed: int,
+        device: torch.device,
+        tracker: Tracker,
+        loss: Loss | None = None,
+    ) -> None:
+        self.layers = list(layers)
+        self.first = first
+        self.device = device
+        self.tracker = tracker
+        self._seed = seed
+        self._loss = loss
+        self._accelerator = rng.accelerator_generator(device)
+        self._buffers = Buffers(self.layers)
+        self._input_changes: bool | None = None
+        self._phony = torch.empty(0, device=device, requires_grad=True)
+        self._kept: dict[int, _Kept] = {}
+        self._step = 0
+        self._weights: Sequence[float] = ()
+        self._recomputed: frozenset[int] = frozenset()
+        self.losses = Losses({}, {})
+        self.refused = ""
+        """What the layer that raised was given."""
+
+    def begin(self, step: int, weights: Sequence[float], recomputed: frozenset[int]) -> None:
+        """A step starts.
+
+        Args:
+            weights: each micro-batch's share of the samples.
+            recomputed: the micro-batches that will be forwarded again before their backward.
+        """
+        self._step = step
+        self._weights = weights
+        self._recomputed = recomputed
+        self.losses = Losses({}, {})
+
+    def put_input(self, microbatch: int, value: Any, wants_grad: Sequence[bool]) -> None:
+        """Give a micro-batch's input; `wants_grad` says which distinct tensors want a gradient."""
+        self._kept[microbatch] = _Kept(value, wants_grad)
+
+    def put_target(self, microbatch: int, target: Any) -> None:
+        """Give a micro-batch's target (last stage)."""
+        self._kept[microbatch].target = target
+
+    def forward(self, microbatch: int) -> Any:
+        """Run the layers; returns the output, and on the last stage records the loss instead."""
+        kept = self._kept[microbatch]
+        if microbatch not in self._recomputed:
+            kept.output = self._run(kept, kept.value, microbatch, Phase.FORWARD)
+            return kept.output
+        # The graph of this forward is dropped at once. It is built all the same: kernels may depend
+        # on grad mode, and which outputs require grad is only known from it. Its peak memory is
+        # that of the recompute.
+        value = kept.value if self._input_changes is False else _copy(kept.value)
+        versions = _versions(value)
+        with self._buffers.first_forward(microbatch):
+            output = self._run(kept, value, microbatch, Phase.FORWARD)
+        if self._input_changes is None:
+            self._input_changes = _versions(value) != versions
+        elif not self._input_changes and _versions(value) != versions:
+            raise UsageError(
+                "a layer began to change its stage's input in place after it had not at first; "
+                "use --recompute never for such a layer"
+            )
+        return output
+
+    def recompute(self, microbatch: int) -> None:
+        """Run the layers again, this time keeping what backward needs."""
+        kept = self._kept[microbatch]
+        with self._buffers.second_forward(microbatch):
+            kept.output = self._run(kept, kept.value, microbatch, Phase.RECOMPUTE)
+
+    def backward(
+        self, microbatch: int, gradients: Sequence[torch.Tensor | None]
+    ) -> list[torch.Tensor | None]:
+        """Accumulate the gradients of a micro-batch and forget it.
+
+        Args:
+            gradients: of the output's distinct tensors that require grad; empty on the last stage.
+
+        Returns:
+            The gradients of the input's distinct tensors that want one, None for an unused one.
+        """
+        kept = self._kept.pop(microbatch)
+        last_layer = self.first + len(self.layers) - 1
+        self.tracker.set(Phase.BACKWARD, self._step, microbatch, last_layer)
+        seeds: list[torch.Tensor | None]
+        if self._loss is not None:
+            roots, seeds = [kept.output], [None]
+            if not kept.output.requires_grad:
+                raise UsageError("the loss does not depend on any parameter that requires grad")
+        else:
+            roots = [t for t in distinct_tensors(kept.output) if t.requires_grad]
+            seeds = list(gradients)
+        pairs = [
+            (root, seed)
+            for root, seed in zip(roots, seeds, strict=True)
+            if root.requires_grad and (seed is not None or self._loss is not None)
+        ]
+        if pairs:
+            torch.autograd.backward(*map(list, zip(*pairs, strict=True)))
+        if kept.caught is None or kept.caught.gradients is None:
+            return [None for wanted in kept.wants_grad if wanted]
+        return kept.caught.gradients
+
+    def _run(self, kept: _Kept, value: Any, microbatch: int, phase: Phase) -> Any:
+        """All layers in order, then the loss on the last stage."""
+        step, tracker = self._step, self.tracker
+        if any(kept.wants_grad):
+            kept.caught = _Caught()
+            value = _pass_boundary(value, kept.wants_grad, self._phony, kept.caught)
+        node: Any = None
+        try:
+            for index, layer in enumerate(self.layers, self.first):
+                tracker.set(phase, step, microbatch, index)
+                rng.seed_all(rng.layer_seed(self._seed, step, microbatch, index), self._accelerator)
+                value = layer(value)
+                node = self._mark(value, node, microbatch, index)
+        except Exception:
+            self.refused = describe(value)
+            raise
+        if self._loss is None:
+            return value
+        tracker.set(Phase.LOSS, step, microbatch)
+        index = self.first + len(self.layers)
+        rng.seed_all(rng.layer_seed(self._seed, step, microbatch, index), self._accelerator)
+        return self._measure(self._loss(value, kept.target), microbatch)
+
+    def _mark(self, value: Any, previous: Any, microbatch: int, layer: int) -> Any:
+        """Have backward record that it enters a layer when it reaches the layer's output."""
+        tensor = value if isinstance(value, torch.Tensor) else _first_in_graph(value)
+        node = tensor.grad_fn if tensor is not None else None
+        if node is None or node is previous:
+            return previous
+        position = (Phase.BACKWARD, self._step, microbatch, layer)
+        node.register_prehook(lambda _: self.tracker.set(*position))
+        return node
+
+    def _measure(self, loss: Any, microbatch: int) -> torch.Tensor:
+        """Record the loss of a micro-batch and return what backward starts from."""
+        if isinstance(loss, (tuple, list)) and len(loss) == 2:
+            total, count = loss
+            _check_scalar(total)
+            self.losses.values[microbatch] = total.detach()
+            self.losses.counts[microbatch] = torch.as_tensor(count).detach()
+            return _check_scalar(total)
+        weighted = _check_scalar(loss) * self._weights[microbatch]
+        self.losses.values[microbatch] = weighted.detach()
+        return weighted
+
+
+def distinct_tensors(value: Any) -> list[torch.Tensor]:
+    """The tensors of a nested value, each once, in order."""
+    if isinstance(value, torch.Tensor):
+        return [value]
+    found = {id(t): t for t in pytree.tree_leaves(value) if isinstance(t, torch.Tensor)}
+    return list(found.values())
+
+
+def describe(value: Any) -> str:
+    """``Tensor[4, 8] float32``, for each tensor of a value."""
+    return ", ".join(
+        f"Tensor{list(t.shape)} {str(t.dtype).removeprefix('torch.')}"
+        for t in distinct_tensors(value)
+    )
+
+
+def _copy(value: Any) -> Any:
+    return pytree.tree_map_only(torch.Tensor, torch.clone, value)
+
+
+def _versions(value: Any) -> list[int]:
+    """Counts of changes in place, by tensor."""
+    return [tensor._version for tensor in distinct_tensors(value)]
+
+
+def _first_in_graph(value: Any) -> torch.Tensor | None:
+    return next((t for t in distinct_tensors(value) if t.grad_fn is not None), None)
+
+
+def _pass_boundary(
+    value: Any, wants_grad: Sequence[bool], phony: torch.Tensor, caught: _Caught
+) -> Any:
+    """The value with the tensors that want a gradient replaced by ones inside the graph."""
+    if isinstance(value, torch.Tensor):
+        (inside,) = _Boundary.apply(phony, caught, value)  # type: ignore[no-untyped-call]
+        return inside
+    tensors = distinct_tensors(value)
+    chosen = [t for t, wanted in zip(tensors, wants_grad, strict=True) if wanted]
+    passed = _Boundary.apply(phony, caught, *chosen)  # type: ignore[no-untyped-call]
+    replaced = {id(old): new for old, new in zip(chosen, passed, strict=True)}
+    return pytree.tree_map_only(torch.Tensor, lambda t: replaced.get(id(t), t), value)
+
+
+def _check_scalar(loss: Any) -> torch.Tensor:
+    if not isinstance(loss, torch.Tensor):
+        raise UsageError(
+            f"loss(output, target) returned a {type(loss).__name__}: it must return a scalar "
+            "tensor, or a pair (sum, count)"
+        )
+    if loss.numel() != 1:
+        raise UsageError(
+            f"loss(output, target) returned a tensor of shape {tuple(loss.shape)}: it must be a "
+            "scalar, the mean over the samples it is given"
+        )
+    return loss

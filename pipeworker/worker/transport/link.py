@@ -1,0 +1,101 @@
+"""One directed edge that moves raw, dense tensors in order; and one in memory, for tests."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+
+from pipeworker.errors import PeerLost
+
+
+class Pending(Protocol):
+    """A send or receive under way."""
+
+    def wait(self) -> None:
+        """Return when the tensor may be reused (send) or read (receive).
+
+        Raises:
+            PeerLost: the other end is gone.
+        """
+
+
+class Link(Protocol):
+    """One end of a directed edge. Messages of one tag arrive in the order they were sent.
+
+    Tensors are contiguous, on :attr:`device`, and never of size zero. Both calls return at once.
+    """
+
+    device: torch.device
+
+    def send(self, tensor: torch.Tensor, tag: int) -> Pending: ...
+
+    def receive(self, tensor: torch.Tensor, tag: int) -> Pending: ...
+
+
+@dataclass(slots=True)
+class _Slot:
+    """One message in memory: filled by the sender, then copied into the receiver's tensor."""
+
+    source: torch.Tensor | None = None
+    target: torch.Tensor | None = None
+    done: threading.Event = field(default_factory=threading.Event)
+
+    def match(self) -> None:
+        if self.source is not None and self.target is not None:
+            self.target.view(-1).view(torch.uint8)[: self.source.nbytes].copy_(
+                self.source.view(-1).view(torch.uint8)
+            )
+            self.done.set()
+
+
+@dataclass(slots=True)
+class _MemoryPending:
+    slot: _Slot
+    limit: float
+
+    def wait(self) -> None:
+        if not self.slot.done.wait(self.limit):
+            raise PeerLost(f"no matching send or receive within {self.limit:g} s")
+
+
+@dataclass(slots=True)
+class MemoryLink:
+    """Both ends of an edge between two threads of one process."""
+
+    limit: float = 30.0
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    sent: int = 0
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+    _unreceived: dict[int, deque[_Slot]] = field(default_factory=dict)
+    _unsent: dict[int, deque[_Slot]] = field(default_factory=dict)
+
+    def send(self, tensor: torch.Tensor, tag: int) -> Pending:
+        self.sent += 1
+        with self._lock:
+            slot = self._take(self._unsent, self._unreceived, tag)
+            slot.source = tensor
+            slot.match()
+        return _MemoryPending(slot, self.limit)
+
+    def receive(self, tensor: torch.Tensor, tag: int) -> Pending:
+        with self._lock:
+            slot = self._take(self._unreceived, self._unsent, tag)
+            slot.target = tensor
+            slot.match()
+        return _MemoryPending(slot, self.limit)
+
+    @staticmethod
+    def _take(
+        theirs: dict[int, deque[_Slot]], mine: dict[int, deque[_Slot]], tag: int
+    ) -> _Slot:
+        """The slot the other side left for this tag, else a new one left for it."""
+        waiting = theirs.get(tag)
+        if waiting:
+            return waiting.popleft()
+        slot = _Slot()
+        mine.setdefault(tag, deque()).append(slot)
+        return slot
