@@ -19,16 +19,25 @@ from pipeworker.plan.schedule import ORDERS, RECOMPUTE_MODES
 _MICROBATCHES_PER_STAGE = 4  # GPipe: the bubble is small from M >= 4 K on
 
 
-class _Main(click.Group):
+class _Shown(click.ClickException):
+    def __init__(self, error: PipeworkerError) -> None:
+        super().__init__(str(error))
+        self.exit_code = error.exit_status  # type: ignore[misc]
+
+
+def _clearly(invoke: Callable[[click.Context], Any], ctx: click.Context) -> Any:
     """Our own errors are one message and an exit status."""
+    try:
+        return invoke(ctx)
+    except PipeworkerError as error:
+        raise _Shown(error) from None
+
+
+class _Main(click.Group):
+    """The command line; its errors are clear."""
 
     def invoke(self, ctx: click.Context) -> Any:
-        try:
-            return super().invoke(ctx)
-        except PipeworkerError as error:
-            shown = click.ClickException(str(error))
-            shown.exit_code = error.exit_status
-            raise shown from None
+        return _clearly(super().invoke, ctx)
 
 
 @click.group(cls=_Main)
@@ -48,17 +57,23 @@ def job_options(function: Callable[..., Any]) -> Callable[..., Any]:
             click.argument("job_file", metavar="JOB_FILE"),
             click.argument("arguments", nargs=-1, type=click.UNPROCESSED),
             click.option("--microbatches", type=int, help="Micro-batches a step. [default: 4 K]"),
-            click.option("--steps", type=int, help="Optimizer steps. [default: one pass of data()]"),
+            click.option(
+                "--steps", type=int, help="Optimizer steps. [default: one pass of data()]"
+            ),
             _choice("--schedule", tuple(ORDERS), "gpipe"),
             _choice("--recompute", RECOMPUTE_MODES, "auto"),
             click.option("--balance", help="Layers of each stage, as 3,5,5,3. [default: even]"),
             click.option("--clip-grad-norm", type=float, help="Bound on the global gradient norm."),
             click.option("--seed", type=int, default=0, show_default=True),
-            click.option("--threads", type=int, help="Intra-op threads. [default: OMP_NUM_THREADS, 1]"),
+            click.option(
+                "--threads", type=int, help="Intra-op threads. [default: OMP_NUM_THREADS, 1]"
+            ),
             _choice("--device", DEVICES, "auto"),
             _choice("--backend", BACKENDS, "auto"),
             click.option("--run-dir", help="Where to record. [default: runs/<file stem>-<time>]"),
-            click.option("--stop-on-nan", is_flag=True, help="End the run when the loss is not finite."),
+            click.option(
+                "--stop-on-nan", is_flag=True, help="End the run when the loss is not finite."
+            ),
             click.option(
                 "--worker-timeout",
                 type=float,
@@ -119,6 +134,36 @@ def launch(stages: int | None, **chosen: Any) -> None:
     sys.exit(local.run(options, run_dir))
 
 
+class _Worker(click.Command):
+    """A rank of a torchrun job. All ranks see a mistake; rank 0 alone says it."""
+
+    def main(self, *args: Any, **kwargs: Any) -> Any:
+        if os.environ.get("RANK", "0") != "0":
+            kwargs["standalone_mode"] = False
+        try:
+            return super().main(*args, **kwargs)
+        except click.ClickException as error:
+            sys.exit(error.exit_code)
+
+    def invoke(self, ctx: click.Context) -> Any:
+        return _clearly(super().invoke, ctx)
+
+
+@click.command(cls=_Worker)
+@job_options
+def worker(**chosen: Any) -> None:
+    """Train the model of JOB_FILE as one rank of a torchrun job: a rank is a stage."""
+    from launcher import local, torchrun
+    from pipeworker.record import rundir
+
+    job_file = Path(chosen["job_file"])
+    local.check_job_file(job_file)
+    rank = torchrun.Rank.from_environment()
+    options = make_options(rank.world, chosen)
+    status = torchrun.run(rank, options, lambda: rundir.create(chosen["run_dir"], job_file))
+    sys.exit(status)
+
+
 @main.command()
 @click.argument("source", type=click.Path(path_type=Path))
 @click.argument("out", type=click.Path(path_type=Path))
@@ -128,4 +173,3 @@ def export(source: Path, out: Path) -> None:
 
     count = weights.export(source, out)
     click.echo(f"{out}: {count} tensors")
-

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from typing import Any
+from typing import Any, TextIO
 
 from pipeworker.job.options import Options
 
@@ -11,9 +11,17 @@ from pipeworker.job.options import Options
 class Show:
     """Plain lines on standard output, one a step."""
 
-    def __init__(self, options: Options, run_dir: str) -> None:
+    def __init__(
+        self,
+        options: Options,
+        run_dir: str,
+        out: TextIO | None = None,
+        error: TextIO | None = None,
+    ) -> None:
         self._options = options
         self._run_dir = run_dir
+        self._out = out or sys.stdout
+        self._error = error or sys.stderr
         self._theory = 0.0
 
     def planned(self, plan: dict[str, Any]) -> None:
@@ -48,7 +56,7 @@ class Show:
             self.line("interrupted", error=True)
 
     def line(self, text: str, *, error: bool = False) -> None:
-        print(text, file=sys.stderr if error else sys.stdout, flush=True)
+        print(text, file=self._error if error else self._out, flush=True)
 
     def close(self) -> None:
         """Leave the terminal as it was."""

@@ -6,6 +6,7 @@ the user's. Ours are imported with that folder out of the way.
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 
@@ -13,18 +14,15 @@ _ROOT = str(Path(__file__).parents[1])
 
 
 def main() -> None:
-    """Import our own ``cli`` and run it."""
-    path = list(sys.path)
-    sys.path[:] = [_ROOT, *path[1:]]
+    """Import our own ``cli`` and run it: a stage of a torchrun job, or the command line."""
+    sys.path[0] = _ROOT
     import cli
     import launcher.local
-    import launcher.torchrun
+    import launcher.torchrun  # noqa: F401
 
-    del launcher
-    sys.path[:] = path[1:]
-    if _ROOT not in sys.path:
-        sys.path.append(_ROOT)
-    cli.entry()
+    sys.path[:] = [*sys.path[1:], *([] if _ROOT in sys.path[1:] else [_ROOT])]
+    command = cli.worker if "TORCHELASTIC_RUN_ID" in os.environ else cli.main
+    command(prog_name="python -m pipeworker")
 
 
 if __name__ == "__main__":

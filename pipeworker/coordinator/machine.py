@@ -292,10 +292,12 @@ class Machine:
         """The checkpoint asked for by Commit is complete."""
         return self._end(Status.DONE, 0, None)
 
-    def abandoned(self, now: float) -> list[Effect]:
-        """The process that started the coordinator is gone."""
-        if self.state is not State.ENDED and self._echo is not None:
-            return self._end_by_echo(self._echo[0], now)
+    def abandoned(self, starter: int) -> list[Effect]:
+        """The process that started the coordinator is gone: a launcher, or the worker `starter`."""
+        if self.state is State.ENDED:
+            return []
+        if starter in self._workers:
+            return self._fail(self._gone(starter))
         return self.lost("the process that started the job is gone")
 
     def lost(self, text: str) -> list[Effect]:
@@ -480,7 +482,7 @@ class Machine:
     def _end_by_echo(self, echo: Failure, now: float) -> list[Effect]:
         """No cause came behind an echo: a rank gone silent without a word is the likely one."""
         silent = [
-            (rank, worker)
+            rank
             for rank, worker in sorted(self._workers.items())
             if now - worker.heard > SILENT_AFTER and rank not in self._echoed
         ]
@@ -488,15 +490,18 @@ class Machine:
             return self._end(Status.INTERRUPTED, 130, None)
         if not silent:
             return self._fail(replace(echo, message=f"{echo.message}, and nobody reported why"))
-        rank, worker = silent[0]
-        lost = Failure(
+        return self._fail(self._gone(silent[0]))
+
+    def _gone(self, rank: int) -> Failure:
+        """What is known of a worker that ended without a word."""
+        worker = self._workers[rank]
+        return Failure(
             Cause.LOST,
             f"the worker of stage {rank} (pid {worker.hello.pid} on {worker.hello.host}) is gone",
             rank=rank,
             position=worker.position,
             layer_class=self._class_of(rank, worker.position),
         )
-        return self._fail(lost)
 
     def _class_of(self, rank: int, position: Position) -> str:
         worker = self._workers.get(rank)

@@ -17,13 +17,17 @@ from pipeworker.wire.messages import Cause, Failure, Phase, Position
 
 @dataclass(frozen=True, slots=True)
 class Configuration:
-    """What the coordinator is started with. `token` travels in the pipe and nowhere else."""
+    """What the coordinator is started with. `token` travels in the pipe and nowhere else.
+
+    `starter` is the rank of the worker that is the coordinator's parent, -1 for a launcher.
+    """
 
     options: Options
     run_dir: str
     token: str
     host: str
     generation: int = 1
+    starter: int = -1
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -32,14 +36,12 @@ class Configuration:
             "token": self.token,
             "host": self.host,
             "generation": self.generation,
+            "starter": self.starter,
         }
 
     @staticmethod
     def from_json(value: dict[str, Any]) -> Configuration:
-        options = Options.from_json(value["options"])
-        return Configuration(
-            options, value["run_dir"], value["token"], value["host"], value["generation"]
-        )
+        return Configuration(**{**value, "options": Options.from_json(value["options"])})
 
 
 def place(failure: Failure) -> str:
@@ -116,7 +118,7 @@ def ended_json(ended: Ended, seconds: float) -> dict[str, Any]:
 
 
 def position_json(position: Position) -> list[Any]:
-    return [position.phase.value, position.step, position.microbatch, position.layer]
+    return [int(position.phase), position.step, position.microbatch, position.layer]
 
 
 def position_from_json(value: list[Any]) -> Position:

@@ -128,7 +128,7 @@ class Service:
         """Lines from the process that started this one; its end is the end of the job."""
         data = os.read(sys.stdin.fileno(), 65536)
         if not data:
-            self._perform(self._machine.abandoned(time.monotonic()))
+            self._perform(self._machine.abandoned(self._configuration.starter))
             return
         *lines, self._input = (self._input + data).split(b"\n")
         for line in lines:

@@ -36,12 +36,13 @@ def _exactly(kind: type) -> Reader:
 
 
 def _enum(kind: type[Enum]) -> Reader:
-    members = {member.value: member for member in kind}
+    members = {(type(value), value): member for value, member in kind._value2member_map_.items()}
 
     def read(value: Any) -> Any:
-        if type(value) is not str or value not in members:
-            raise ProtocolError(f"not a {kind.__name__}")
-        return members[value]
+        try:
+            return members[type(value), value]
+        except (KeyError, TypeError):
+            raise ProtocolError(f"not a {kind.__name__}") from None
 
     return read
 
@@ -73,7 +74,7 @@ def _reader(hint: Any) -> Reader:
         return _optional(_reader(item))
     if issubclass(hint, Enum):
         return _enum(hint)
-    if dataclasses.is_dataclass(hint):
+    if dataclasses.is_dataclass(hint) and isinstance(hint, type):
         return _message_reader(hint)
     return _exactly(hint)
 

@@ -8,24 +8,28 @@ messages.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import Enum
+from enum import Enum, IntEnum
 
 
-class Phase(Enum):
-    """What a worker is doing; shown in failure messages."""
+class Phase(IntEnum):
+    """What a worker is doing; shown in failure messages. A number, because it is written often."""
 
-    STARTING = "starting"
-    LOADING = "loading the job file"
-    BUILDING = "building the model"
-    CONNECTING = "connecting"
-    READING = "reading data"
-    WAITING = "waiting"
-    FORWARD = "forward"
-    RECOMPUTE = "recompute"
-    BACKWARD = "backward"
-    LOSS = "loss"
-    UPDATE = "the optimizer step"
-    SAVING = "saving"
+    STARTING = 0
+    LOADING = 1
+    BUILDING = 2
+    CONNECTING = 3
+    READING = 4
+    WAITING = 5
+    FORWARD = 6
+    RECOMPUTE = 7
+    BACKWARD = 8
+    LOSS = 9
+    UPDATE = 10
+    SAVING = 11
+
+    @property
+    def label(self) -> str:
+        return self.name.lower()
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,11 +11,12 @@ import torch
 from torch.utils import _pytree as pytree
 
 from pipeworker.plan.proof import CHANNEL_CAPACITY
-from pipeworker.plan.schedule import COMPUTE, RECEIVES, SENDS, Action, Edge, Kind, Payload, edge_of
+from pipeworker.plan.schedule import COMPUTE, RECEIVES, Action, Edge, Kind, Payload
 from pipeworker.wire.messages import Batch, Phase
 from pipeworker.worker.data import MicroBatches, Reader, share
 from pipeworker.worker.stage import Stage, distinct_tensors
 from pipeworker.worker.transport.channel import Receiver, Sender
+from pipeworker.worker.transport.courier import Runs
 from pipeworker.worker.transport.link import Link
 
 _BUSY = COMPUTE | {Kind.LOAD}
@@ -35,11 +36,18 @@ class Executor:
 
     Args:
         links: this stage's end of each edge it uses.
+        courier: performs sends and posts receives.
         reader: on the first stage.
     """
 
     def __init__(
-        self, stage: Stage, index: int, stages: int, links: Mapping[Edge, Link], reader: Reader | None
+        self,
+        stage: Stage,
+        index: int,
+        stages: int,
+        links: Mapping[Edge, Link],
+        reader: Reader | None,
+        courier: Runs,
     ) -> None:
         self._stage = stage
         self._index = index
@@ -51,10 +59,10 @@ class Executor:
             payload = Payload(edge.payload)
             if edge.source == index:
                 capacity = None if payload is Payload.TARGET else CHANNEL_CAPACITY
-                self._senders[payload] = Sender(link, capacity)
+                self._senders[payload] = Sender(link, capacity, courier)
             else:
                 self._receivers[payload] = Receiver(link, stage.device, CHANNEL_CAPACITY)
-        self._actions: tuple[Action, ...] = ()
+        self._program: list[tuple[Callable[[int], None], int, bool]] = []
         self._order: dict[Payload, list[int]] = {}
         self._recomputed: frozenset[int] = frozenset()
         self._current: MicroBatches | None = None
@@ -64,6 +72,13 @@ class Executor:
         self._output_gradients: dict[int, list[torch.Tensor | None]] = {}
         self._step = 0
         self._last = False
+        out, into = self._senders.get, self._receivers.get
+        self._activation_out, self._activation_in = (
+            out(Payload.ACTIVATION),
+            into(Payload.ACTIVATION),
+        )
+        self._gradient_out, self._gradient_in = out(Payload.GRADIENT), into(Payload.GRADIENT)
+        self._target_out, self._target_in = out(Payload.TARGET), into(Payload.TARGET)
         self._handlers: dict[Kind, Callable[[int], None]] = {
             Kind.FORWARD: self._forward,
             Kind.RECOMPUTE: stage.recompute,
@@ -79,7 +94,8 @@ class Executor:
 
     def program(self, actions: tuple[Action, ...]) -> None:
         """The tuple to run from the next step on."""
-        self._actions = actions
+        handlers = self._handlers
+        self._program = [(handlers[a.kind], a.microbatch, a.kind in _BUSY) for a in actions]
         self._recomputed = frozenset(a.microbatch for a in actions if a.kind is Kind.RECOMPUTE)
         self._order = {
             payload: [a.microbatch for a in actions if RECEIVES.get(a.kind) is payload]
@@ -102,7 +118,7 @@ class Executor:
             PeerLost: a channel closed.
             Exception: whatever the user's code raises; the tracker says where.
         """
-        stage, tracker, handlers = self._stage, self._stage.tracker, self._handlers
+        stage, tracker = self._stage, self._stage.tracker
         self._step, self._last = step, last
         stage.begin(step, share(batch.samples, batch.microbatches), self._recomputed)
         self._current, self._next = self._next, None
@@ -111,15 +127,14 @@ class Executor:
         for payload, receiver in self._receivers.items():
             receiver.begin(batch.signature, self._order[payload])
         busy = 0.0
-        for action in self._actions:
-            kind = action.kind
-            if kind in _BUSY:
+        for handle, microbatch, computes in self._program:
+            if computes:
                 start = perf_counter()
-                handlers[kind](action.microbatch)
+                handle(microbatch)
                 busy += perf_counter() - start
             else:
-                tracker.set(Phase.WAITING, step, action.microbatch)
-                handlers[kind](action.microbatch)
+                tracker.set(Phase.WAITING, step, microbatch)
+                handle(microbatch)
         self._current = None
         tracker.set(Phase.WAITING, step)
         losses = stage.losses
@@ -147,27 +162,35 @@ class Executor:
         self._stage.tracker.set(Phase.READING, self._step + 1)
         self._next = self._reader.read()
 
+    # The proof has shown that an action has its channel: the asserts are for the type checker.
+
     def _send_activation(self, m: int) -> None:
-        self._senders[Payload.ACTIVATION].send(m, self._outputs.pop(m))
+        assert self._activation_out
+        self._activation_out.send(m, self._outputs.pop(m))
 
     def _receive_activation(self, m: int) -> None:
-        receiver = self._receivers[Payload.ACTIVATION]
-        value = receiver.receive(m)
-        wants = [layout.requires_grad for layout in receiver.last_frame.tensors]
-        self._stage.put_input(m, value, wants)
+        assert self._activation_in
+        value = self._activation_in.receive(m)
+        self._stage.put_input(m, value, self._activation_in.wants_grad)
 
     def _send_gradient(self, m: int) -> None:
-        self._senders[Payload.GRADIENT].send(m, self._input_gradients.pop(m))
+        assert self._gradient_out
+        gradients = self._input_gradients.pop(m)
+        self._gradient_out.send(m, gradients[0] if len(gradients) == 1 else gradients)
 
     def _receive_gradient(self, m: int) -> None:
-        self._output_gradients[m] = self._receivers[Payload.GRADIENT].receive(m)
+        assert self._gradient_in
+        gradients = self._gradient_in.receive(m)
+        self._output_gradients[m] = gradients if isinstance(gradients, list) else [gradients]
 
     def _send_target(self, m: int) -> None:
-        assert self._current is not None
-        self._senders[Payload.TARGET].send(m, self._current.targets[m])
+        assert self._target_out
+        assert self._current
+        self._target_out.send(m, self._current.targets[m])
 
     def _receive_target(self, m: int) -> None:
-        self._stage.put_target(m, self._receivers[Payload.TARGET].receive(m))
+        assert self._target_in
+        self._stage.put_target(m, self._target_in.receive(m))
 
 
 def _as_floats(by_microbatch: dict[int, torch.Tensor]) -> tuple[float, ...]:

@@ -95,4 +95,3 @@ def _strip(shown: traceback.TracebackException, seen: set[int]) -> None:
     for other in (shown.__cause__, shown.__context__):
         if other is not None:
             _strip(other, seen)
-

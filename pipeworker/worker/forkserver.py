@@ -1,9 +1,9 @@
 """Imports torch once and forks the workers of one host.
 
 Standard input and output are pipes to the launcher, JSON objects one a line. In: ``fork``. Out:
-``exited`` with the rank, the exit code (negative for a signal) and where the worker was. When input
-ends, every worker still there is killed with its process group and the server ends. The kernel kills
-the workers when the server itself is killed.
+``exited`` with the rank, the exit code (negative for a signal) and where the worker was. When
+input ends, every worker still there is killed with its process group and the server ends. The
+kernel kills the workers when the server itself is killed.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ class _ForkServer:
                 _kill_group(pid)  # what the worker started, a data loader's processes say
                 position = tracker.get()
                 tracker.close()
-                where = [position.phase.value, position.step, position.microbatch, position.layer]
+                where = [int(position.phase), position.step, position.microbatch, position.layer]
                 _say({"exited": [rank, os.waitstatus_to_exitcode(wait_status), where]})
 
     def _kill_all(self) -> None:
@@ -129,7 +129,6 @@ def main() -> int:
     """Import torch, then serve until the launcher is gone."""
     gc.disable()
     # Optimizers import torch._dynamo when they are built: once here, rather than in every worker.
-    import torch._dynamo
 
     import pipeworker.worker.service  # noqa: F401
 

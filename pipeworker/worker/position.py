@@ -12,8 +12,6 @@ from struct import Struct
 from pipeworker.wire.messages import Phase, Position
 
 _RECORD = Struct("<4q")
-_PHASES = tuple(Phase)
-_NUMBER = {phase: number for number, phase in enumerate(_PHASES)}
 
 
 class Tracker:
@@ -24,11 +22,11 @@ class Tracker:
         self.set(Phase.STARTING)
 
     def set(self, phase: Phase, step: int = -1, microbatch: int = -1, layer: int = -1) -> None:
-        _RECORD.pack_into(self._memory, 0, _NUMBER[phase], step, microbatch, layer)
+        _RECORD.pack_into(self._memory, 0, phase, step, microbatch, layer)
 
     def get(self) -> Position:
-        number, step, microbatch, layer = _RECORD.unpack_from(self._memory, 0)
-        return Position(_PHASES[number], step, microbatch, layer)
+        phase, step, microbatch, layer = _RECORD.unpack_from(self._memory, 0)
+        return Position(Phase(phase), step, microbatch, layer)
 
     def close(self) -> None:
         self._memory.close()

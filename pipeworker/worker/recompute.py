@@ -32,7 +32,9 @@ class Buffers:
     def first_forward(self, microbatch: int) -> Iterator[None]:
         """Keep what the forward starts from."""
         slots = self._slots if self._changing is None else self._changing
-        saved = [(slot, value.detach().clone()) for slot in slots if (value := _get(slot)) is not None]
+        saved = [
+            (slot, value.detach().clone()) for slot in slots if (value := _get(slot)) is not None
+        ]
         looks = [_look(slot) for slot in self._slots]
         yield
         changed = [

@@ -41,6 +41,7 @@ from pipeworker.worker.failures import failure_of
 from pipeworker.worker.position import Tracker
 from pipeworker.worker.stage import Stage
 from pipeworker.worker.transport import distributed
+from pipeworker.worker.transport.courier import Courier
 from pipeworker.worker.update import Updater
 
 
@@ -190,7 +191,7 @@ class _Worker:
             self._settings.endpoint,
             options.backend,
         )
-        self._executor = Executor(self._stage, plan.stage, plan.stages, links, reader)
+        self._executor = Executor(self._stage, plan.stage, plan.stages, links, reader, Courier())
         self._executor.load_first()
         tracker.set(Phase.WAITING)
         return Ready(

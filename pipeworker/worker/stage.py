@@ -179,7 +179,7 @@ class Stage:
             if root.requires_grad and (seed is not None or self._loss is not None)
         ]
         if pairs:
-            torch.autograd.backward(*map(list, zip(*pairs, strict=True)))
+            torch.autograd.backward([root for root, _ in pairs], [seed for _, seed in pairs])
         if kept.caught is None or kept.caught.gradients is None:
             return [None for wanted in kept.wants_grad if wanted]
         return kept.caught.gradients

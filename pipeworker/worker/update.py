@@ -43,7 +43,9 @@ class Updater:
                 "it must return a torch.optim.Optimizer"
             )
         if isinstance(built, torch.optim.LBFGS):
-            raise UsageError("LBFGS evaluates the model inside its step, which a pipeline cannot do")
+            raise UsageError(
+                "LBFGS evaluates the model inside its step, which a pipeline cannot do"
+            )
         self.optimizer = built
         if scheduler is not None:
             self.scheduler = scheduler(built)

@@ -14,35 +14,40 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 
 from pipeworker.worker.transport import frame as frames
+from pipeworker.worker.transport.courier import Errand, Inline, Runs
 from pipeworker.worker.transport.frame import Frame, Layout
 from pipeworker.worker.transport.link import Link, Pending
 
 _EXPECTED, _HEADER, _DESCRIBED = 0, 1, 2  # tags
 _HEADER_BYTES = 1024
 _LENGTH_BYTES = 8
+_SMALL_BYTES = 256 << 10
+_INLINE = Inline()
 
 
 class Sender:
     """The source's end of a channel.
 
     Args:
-        capacity: sends that may be under way before the next one waits; None for no bound.
+        capacity: frames that may be under way before the next one waits; None for no bound.
+        courier: performs large sends.
     """
 
-    def __init__(self, link: Link, capacity: int | None) -> None:
+    def __init__(self, link: Link, capacity: int | None, courier: Runs) -> None:
         self._link = link
         self._capacity = capacity
+        self._courier = courier
         self._known: dict[tuple[int, int], Frame] = {}
         self._dynamic = False
         self._surprised = False
         self._signature = 0
-        self._under_way: deque[tuple[Pending, torch.Tensor]] = deque()
-        self._frames_under_way: deque[int] = deque()
+        self._under_way: deque[Errand] = deque()
 
     def begin(self, signature: int) -> None:
         """A step starts whose mini-batch has this shape signature."""
@@ -51,67 +56,83 @@ class Sender:
         self._surprised = False
         self.flush()
 
-    def send(self, microbatch: int, value: Any) -> list[torch.Tensor]:
-        """Start sending; returns the distinct tensors of the value that require grad.
+    def send(self, microbatch: int, value: Any) -> None:
+        """Start sending; waits only while the channel is at its capacity.
 
-        Waits only while the channel is at its capacity.
+        Raises:
+            PipeworkerError: the value cannot pass between stages.
+            PeerLost: the other end is gone.
         """
-        frame, tensors = frames.describe(value)
+        while self._capacity is not None and len(self._under_way) >= self._capacity:
+            self._under_way.popleft().wait()
         key = (self._signature, microbatch)
         expected = None if self._dynamic else self._known.get(key)
-        self._make_room()
-        before = len(self._under_way)
-        if frame == expected and not self._surprised:
-            tag = _EXPECTED
+        tensors = None
+        if expected is not None and not self._surprised:
+            tensors = frames.matches(expected, value)
+        if tensors is not None:
+            messages = [(_EXPECTED, tensor) for tensor in tensors]
         else:
-            tag = _DESCRIBED
-            self._send_header(frame)
+            frame, tensors = frames.describe(value)
+            messages = _header_messages(frames.to_bytes(frame))
             if expected is not None:
                 self._surprised = True
-                for layout in expected.tensors:
-                    self._put(torch.zeros(frames.packed_shape(layout), dtype=layout.dtype), _EXPECTED)
+                messages += [(_EXPECTED, _filler(layout)) for layout in expected.tensors]
+            messages += [(_DESCRIBED, tensor) for tensor in tensors]
             self._known[key] = frame
-        for tensor in tensors:
-            self._put(frames.pack(tensor), tag)
-        self._frames_under_way.append(len(self._under_way) - before)
-        return [tensor for tensor in tensors if tensor.requires_grad]
+        # A small send costs less than waking a thread for it; sends keep their order.
+        here = sum(t.nbytes for _, t in messages) <= _SMALL_BYTES and (
+            not self._under_way or self._under_way[-1].issued
+        )
+        runner = _INLINE if here else self._courier
+        self._under_way.append(runner.submit(partial(self._start, messages)))
 
     def flush(self) -> None:
         """Wait until everything has left."""
-        while self._frames_under_way:
-            self._wait_oldest()
+        while self._under_way:
+            self._under_way.popleft().wait()
 
-    def _make_room(self) -> None:
-        if self._capacity is not None:
-            while len(self._frames_under_way) >= self._capacity:
-                self._wait_oldest()
+    def _start(self, messages: list[tuple[int, torch.Tensor]]) -> list[Pending]:
+        link = self._link
+        started: list[Pending] = []
+        for tag, tensor in messages:
+            if tensor.numel():
+                packed = frames.pack(tensor)
+                if packed.device != link.device:
+                    packed = packed.to(link.device)
+                started.append(_Sent(link.send(packed, tag), packed))
+        return started
 
-    def _wait_oldest(self) -> None:
-        for _ in range(self._frames_under_way.popleft()):
-            pending, _ = self._under_way.popleft()
-            pending.wait()
 
-    def _put(self, tensor: torch.Tensor, tag: int) -> None:
-        if tensor.numel() == 0:
-            return
-        if tensor.device != self._link.device:
-            tensor = tensor.to(self._link.device)
-        self._under_way.append((self._link.send(tensor, tag), tensor))
+@dataclass(slots=True)
+class _Sent:
+    """A send under way, and the tensor that must stay until it is complete."""
 
-    def _send_header(self, frame: Frame) -> None:
-        header = frames.to_bytes(frame)
-        room = _HEADER_BYTES - _LENGTH_BYTES
-        data = len(header).to_bytes(_LENGTH_BYTES, "little") + header[:room]
-        first = torch.zeros(_HEADER_BYTES, dtype=torch.uint8)
-        first[: len(data)] = _bytes_tensor(data)
-        self._put(first, _HEADER)
-        if len(header) > room:
-            self._put(_bytes_tensor(header[room:]), _DESCRIBED)
+    pending: Pending
+    tensor: torch.Tensor
+
+    def wait(self) -> None:
+        self.pending.wait()
+
+
+def _header_messages(header: bytes) -> list[tuple[int, torch.Tensor]]:
+    """A header in a frame of fixed size, and what does not fit in a second message."""
+    room = _HEADER_BYTES - _LENGTH_BYTES
+    data = len(header).to_bytes(_LENGTH_BYTES, "little") + header[:room]
+    messages = [(_HEADER, _bytes_tensor(data.ljust(_HEADER_BYTES, b"\0")))]
+    if len(header) > room:
+        messages.append((_DESCRIBED, _bytes_tensor(header[room:])))
+    return messages
+
+
+def _filler(layout: Layout) -> torch.Tensor:
+    """What completes a posted receive whose value turned out different."""
+    return torch.zeros(layout.packed, dtype=layout.dtype)
 
 
 @dataclass(slots=True)
 class _Posted:
-    """A receive under way: the buffers, one a distinct tensor, and their completion."""
+    """A receive under way and its buffers, one a distinct tensor."""
 
     frame: Frame
     buffers: list[torch.Tensor]
@@ -141,6 +162,8 @@ class Receiver:
         self._header = bytearray(_HEADER_BYTES)
         self._header_tensor = torch.frombuffer(self._header, dtype=torch.uint8)
         self._header_pending = link.receive(self._header_tensor, _HEADER)
+        self.wants_grad: Sequence[bool] = ()
+        """Which distinct tensors of the value received last require grad at the other end."""
 
     def begin(self, signature: int, microbatches: Sequence[int]) -> None:
         """A step starts; `microbatches` will be received in this order."""
@@ -154,7 +177,8 @@ class Receiver:
     def receive(self, microbatch: int) -> Any:
         """Wait for a micro-batch's value; its tensors are valid until :meth:`release`.
 
-        No tensor requires grad; :meth:`last_frame` tells which did at the other end.
+        Raises:
+            PeerLost: the other end is gone.
         """
         posted = self._posted.pop(microbatch, None)
         if posted is not None:
@@ -169,10 +193,11 @@ class Receiver:
             self._known[self._signature, microbatch] = posted.frame
         self._post_next()
         self._held[microbatch] = posted.buffers
-        self.last_frame = posted.frame
+        layouts = posted.frame.tensors
+        self.wants_grad = [layout.requires_grad for layout in layouts]
         tensors = [
-            self._placed(frames.unpack(buffer.detach(), layout))
-            for buffer, layout in zip(posted.buffers, posted.frame.tensors, strict=True)
+            self._placed(frames.unpack(buffer, layout))
+            for buffer, layout in zip(posted.buffers, layouts, strict=True)
         ]
         return frames.assemble(posted.frame, tensors)
 
@@ -226,20 +251,19 @@ class BufferPool:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._free: dict[tuple[tuple[int, ...], torch.dtype], list[torch.Tensor]] = {}
+        self._free: dict[tuple[torch.Size, torch.dtype], list[torch.Tensor]] = {}
 
     def take(self, layout: Layout) -> torch.Tensor:
-        key = (frames.packed_shape(layout), layout.dtype)
-        free = self._free.get(key)
+        free = self._free.get((torch.Size(layout.packed), layout.dtype))
         while free:
             buffer = free.pop()
             if _unshared(buffer):
                 return buffer
-        return torch.empty(key[0], dtype=key[1], device=self._device)
+        return torch.empty(layout.packed, dtype=layout.dtype, device=self._device)
 
     def give(self, buffers: list[torch.Tensor]) -> None:
         for buffer in buffers:
-            self._free.setdefault((tuple(buffer.shape), buffer.dtype), []).append(buffer)
+            self._free.setdefault((buffer.shape, buffer.dtype), []).append(buffer)
 
 
 def _unshared(buffer: torch.Tensor) -> bool:

@@ -11,10 +11,11 @@ import socket
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 from urllib.parse import urlsplit
 
 import torch
-import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, Store, Work
 
 from pipeworker.errors import PeerLost, UsageError
 from pipeworker.plan.schedule import Edge
@@ -27,7 +28,7 @@ Ask = Callable[[StoreOperation, tuple[str, ...], bytes, bytes], StoreReply]
 _FOREVER = timedelta(days=30)
 
 
-class CoordinatorStore(dist.Store):
+class CoordinatorStore(Store):
     """A c10d store whose keys are kept by the coordinator; `ask` performs one operation."""
 
     def __init__(self, ask: Ask) -> None:
@@ -61,7 +62,7 @@ class CoordinatorStore(dist.Store):
 
 @dataclass(slots=True)
 class _WorkPending:
-    work: dist.Work
+    work: Work
     edge: Edge
 
     def wait(self) -> None:
@@ -76,7 +77,7 @@ class GroupLink:
     """An end of an edge: rank 0 of its group sends, rank 1 receives."""
 
     edge: Edge
-    group: dist.ProcessGroup
+    group: Any  # a ProcessGroup, whose send and recv its type stub lacks
     device: torch.device
 
     def send(self, tensor: torch.Tensor, tag: int) -> Pending:
@@ -93,7 +94,7 @@ class GroupLink:
 
 
 def connect(
-    edges: Iterable[Edge], stage: int, store: dist.Store, endpoint: str, backend: str
+    edges: Iterable[Edge], stage: int, store: Store, endpoint: str, backend: str
 ) -> dict[Edge, Link]:
     """Connect this stage's end of every edge; all stages go through the edges in one order.
 
@@ -108,25 +109,25 @@ def connect(
     """
     if backend not in ("auto", "gloo"):
         raise UsageError(f"--backend {backend} is not available yet: use gloo")
-    options = dist.ProcessGroupGloo._Options()
+    options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     options._timeout = _FOREVER
     options._devices = [_device(endpoint)]
     links: dict[Edge, Link] = {}
     for edge in edges:
         rank = 0 if edge.source == stage else 1
         try:
-            group = dist.ProcessGroupGloo(dist.PrefixStore(f"{edge}", store), rank, 2, options)
+            group = ProcessGroupGloo(PrefixStore(f"{edge}", store), rank, 2, options)
         except RuntimeError as error:
             raise PeerLost(f"the channel {edge} could not be connected: {error}") from error
         links[edge] = GroupLink(edge, group, torch.device("cpu"))
     return links
 
 
-def _device(endpoint: str) -> dist.ProcessGroupGloo.Device:
+def _device(endpoint: str) -> ProcessGroupGloo.Device:
     interface = os.environ.get("GLOO_SOCKET_IFNAME")
     if interface:
-        return dist.ProcessGroupGloo.create_device(interface=interface)
-    return dist.ProcessGroupGloo.create_device(hostname=_address_towards(endpoint))
+        return ProcessGroupGloo.create_device(interface=interface)
+    return ProcessGroupGloo.create_device(hostname=_address_towards(endpoint))
 
 
 def _address_towards(endpoint: str) -> str:

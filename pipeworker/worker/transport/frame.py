@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import msgpack
@@ -18,10 +19,12 @@ from torch.utils import _pytree as pytree
 from pipeworker.errors import PipeworkerError
 
 _PLAIN = (bool, int, float, str, bytes, type(None))
-_DTYPES = {str(d).removeprefix("torch."): d for d in vars(torch).values() if isinstance(d, torch.dtype)}
+_DTYPES = {
+    str(d).removeprefix("torch."): d for d in vars(torch).values() if isinstance(d, torch.dtype)
+}
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Layout:
     """How one tensor lies in memory; shape and stride in elements."""
 
@@ -30,9 +33,21 @@ class Layout:
     dtype: torch.dtype
     requires_grad: bool
 
+    @cached_property
+    def plain(self) -> bool:
+        """Whether the tensor is contiguous, as nearly all are."""
+        return torch.empty(self.shape, device="meta").stride() == self.stride
+
+    @cached_property
+    def packed(self) -> tuple[int, ...]:
+        """Shape of the contiguous tensor that moves for this layout."""
+        return self.shape if self.plain else self.order()[1]
+
     def order(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """The dims that move, outermost first, and their sizes: stride-0 dims move as one."""
-        dims = [d for d, (n, s) in enumerate(zip(self.shape, self.stride, strict=True)) if s or n == 0]
+        dims = [
+            d for d, (n, s) in enumerate(zip(self.shape, self.stride, strict=True)) if s or n == 0
+        ]
         dims.sort(key=lambda d: -self.stride[d])
         return tuple(dims), tuple(self.shape[d] for d in dims)
 
@@ -55,7 +70,9 @@ class Frame:
 def layout_of(tensor: torch.Tensor) -> Layout:
     """The layout to keep; a tensor whose elements share memory is sent as a plain one."""
     shape = tuple(tensor.shape)
-    stride = tensor.stride() if not _overlaps(tensor) else torch.empty(shape, device="meta").stride()
+    stride = (
+        tensor.stride() if not _overlaps(tensor) else torch.empty(shape, device="meta").stride()
+    )
     return Layout(shape, stride, tensor.dtype, tensor.requires_grad)
 
 
@@ -97,9 +114,24 @@ def describe(value: Any) -> tuple[Frame, list[torch.Tensor]]:
         else:
             raise PipeworkerError(
                 f"a {type(item).__name__} cannot pass from one stage to the next: only tensors and "
-                "plain values (numbers, strings, bytes, None) can, nested in tuples, lists and dicts"
+                "plain values (numbers, strings, bytes, None) can, in tuples, lists and dicts"
             )
     return Frame(structure, tuple(leaves), tuple(map(layout_of, tensors))), tensors
+
+
+def matches(frame: Frame, value: Any) -> list[torch.Tensor] | None:
+    """The distinct tensors of `value` if it looks as `frame` says, else None; quick when bare."""
+    if frame.structure is not None or not isinstance(value, torch.Tensor):
+        found, tensors = describe(value)
+        return tensors if found == frame else None
+    (layout,) = frame.tensors
+    same = (
+        value.shape == layout.shape
+        and value.stride() == layout.stride
+        and value.dtype is layout.dtype
+        and value.requires_grad is layout.requires_grad
+    )
+    return [value] if same else None
 
 
 def assemble(frame: Frame, tensors: Sequence[torch.Tensor]) -> Any:
@@ -124,6 +156,8 @@ def pack(tensor: torch.Tensor) -> torch.Tensor:
 
 def unpack(flat: torch.Tensor, layout: Layout) -> torch.Tensor:
     """A tensor of this layout from its packed elements; a view where it can be."""
+    if layout.plain:
+        return flat.detach()
     dims, sizes = layout.order()
     dense = 1
     for dim, size in zip(reversed(dims), reversed(sizes), strict=True):
@@ -139,11 +173,6 @@ def unpack(flat: torch.Tensor, layout: Layout) -> torch.Tensor:
     rest = [d for d in range(len(layout.shape)) if d not in dims]
     target.permute(*dims, *rest).copy_(flat.view(*sizes, *([1] * len(rest))))
     return whole
-
-
-def packed_shape(layout: Layout) -> tuple[int, ...]:
-    """Shape of the contiguous tensor that moves for this layout."""
-    return layout.order()[1]
 
 
 def to_bytes(frame: Frame) -> bytes:
@@ -170,7 +199,9 @@ def from_bytes(header: bytes) -> Frame:
     return Frame(
         None if structure is None else pytree.treespec_loads(structure),
         leaves,
-        tuple(Layout(shape, stride, _DTYPES[dtype], grad) for shape, stride, dtype, grad in tensors),
+        tuple(
+            Layout(shape, stride, _DTYPES[dtype], grad) for shape, stride, dtype, grad in tensors
+        ),
     )
 
 

@@ -89,9 +89,7 @@ class MemoryLink:
         return _MemoryPending(slot, self.limit)
 
     @staticmethod
-    def _take(
-        theirs: dict[int, deque[_Slot]], mine: dict[int, deque[_Slot]], tag: int
-    ) -> _Slot:
+    def _take(theirs: dict[int, deque[_Slot]], mine: dict[int, deque[_Slot]], tag: int) -> _Slot:
         """The slot the other side left for this tag, else a new one left for it."""
         waiting = theirs.get(tag)
         if waiting:
