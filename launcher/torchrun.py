@@ -109,7 +109,7 @@ class _Head:
             token = new_token()
             self._store.set(f"{self._key}/token", token)
             self._show.warning(
-                f"{TOKEN_VARIABLE} is not set: the job's token goes through torchrun's store, which "
+                f"{TOKEN_VARIABLE} is not set: the token goes through torchrun's store, which "
                 "anyone who reaches its port can read"
             )
         host = "127.0.0.1" if rank.local_world == rank.world else _bind_address(rank.address)
@@ -130,9 +130,7 @@ class _Head:
                 if "bound" in event:
                     return str(event["bound"])
             if not more:
-                raise UsageError(
-                    "the coordinator could not start: see the log in the run directory"
-                )
+                raise UsageError("the coordinator did not start: see its log in the run directory")
 
     def _listen(self) -> None:
         """Show what the coordinator says until it ends."""

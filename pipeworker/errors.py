@@ -1,8 +1,8 @@
 """The errors a user of pipeworker can meet.
 
-Two families, kept apart: :class:`UsageError` is a mistake in what the user wrote (the command, the
-job file, a schedule) and ends with exit status 2; every other :class:`PipeworkerError` is a run that
-failed and ends with exit status 1.
+Two families, kept apart: :class:`UsageError` is a mistake in what the user wrote (the command,
+the job file, a schedule) and ends with exit status 2; every other :class:`PipeworkerError` is a run
+that failed and ends with exit status 1.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class ScheduleError(UsageError):
 
 
 class LayerError(PipeworkerError):
-    """The user's code raised; the worker's position says where. The cause is the user's exception."""
+    """The user's code raised; the cause is the user's exception."""
 
 
 class PeerLost(PipeworkerError):

@@ -108,9 +108,10 @@ class Jobs:
         self._count += 1
         run_dir = self.folder / f"run-{self._count}"
         options = {"cwd": self.folder, **options}
+        line = [*command, "launch", "--run-dir", str(run_dir)]
+        line += [*_before(words), str(job_file), *_after(words)]
         process = subprocess.Popen(
-            [*command, "launch", "--run-dir", str(run_dir)]
-            + [*_before(words), str(job_file), *_after(words)],
+            line,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

@@ -70,7 +70,7 @@ class Status(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Exited:
-    """A worker process ended, as the process that started it saw. `code` is negative for a signal."""
+    """A worker process ended, as its parent saw. `code` is negative for a signal."""
 
     rank: int
     code: int
@@ -161,7 +161,7 @@ class _Worker:
     peer: bytes
     hello: Hello
     heard: float
-    position: Position = Position()
+    position: Position = field(default_factory=Position)
     described: Described | None = None
     ready: Ready | None = None
     done: StepDone | None = None

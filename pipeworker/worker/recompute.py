@@ -35,15 +35,13 @@ class Buffers:
         saved = [
             (slot, value.detach().clone()) for slot in slots if (value := _get(slot)) is not None
         ]
-        looks = [_look(slot) for slot in self._slots]
         yield
-        changed = [
-            slot for slot, look in zip(self._slots, looks, strict=True) if _look(slot) != look
-        ]
-        known = self._changing or []
-        self._changing = known + [slot for slot in changed if slot not in known]
-        if self._changing:
-            self._before[microbatch] = [(s, value) for s, value in saved if s in self._changing]
+        if self._changing is None:
+            # By value: batch norm changes its statistics without a trace in their version.
+            self._changing = [slot for slot, value in saved if not _same(_get(slot), value)]
+            saved = [(slot, value) for slot, value in saved if slot in self._changing]
+        if saved:
+            self._before[microbatch] = saved
 
     @contextmanager
     def second_forward(self, microbatch: int) -> Iterator[None]:
@@ -66,7 +64,5 @@ def _get(slot: _Slot) -> torch.Tensor | None:
     return module._buffers.get(name)
 
 
-def _look(slot: _Slot) -> tuple[int, int]:
-    """Differs after a change in place or an assignment."""
-    value = _get(slot)
-    return (id(value), -1 if value is None else value._version)
+def _same(now: torch.Tensor | None, before: torch.Tensor) -> bool:
+    return now is not None and now.shape == before.shape and torch.equal(now, before)

@@ -247,7 +247,15 @@ def describe(value: Any) -> str:
 
 
 def _copy(value: Any) -> Any:
-    return pytree.tree_map_only(torch.Tensor, torch.clone, value)
+    copies = {id(tensor): tensor.clone() for tensor in distinct_tensors(value)}
+    return _replace(value, copies)
+
+
+def _replace(value: Any, tensors: dict[int, torch.Tensor]) -> Any:
+    """The value with each tensor whose id is a key replaced."""
+    if isinstance(value, torch.Tensor):
+        return tensors.get(id(value), value)
+    return pytree.tree_map_only(torch.Tensor, lambda t: tensors.get(id(t), t), value)
 
 
 def _versions(value: Any) -> list[int]:
@@ -269,8 +277,7 @@ def _pass_boundary(
     tensors = distinct_tensors(value)
     chosen = [t for t, wanted in zip(tensors, wants_grad, strict=True) if wanted]
     passed = _Boundary.apply(phony, caught, *chosen)  # type: ignore[no-untyped-call]
-    replaced = {id(old): new for old, new in zip(chosen, passed, strict=True)}
-    return pytree.tree_map_only(torch.Tensor, lambda t: replaced.get(id(t), t), value)
+    return _replace(value, {id(old): new for old, new in zip(chosen, passed, strict=True)})
 
 
 def _check_scalar(loss: Any) -> torch.Tensor:
