@@ -1,0 +1,58 @@
+"""A job of sleeping layers: words are layers, forward seconds, activation bytes, micro-batches."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+
+class _Sleep(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, seconds: float) -> torch.Tensor:
+        ctx.seconds = seconds
+        time.sleep(seconds)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        time.sleep(2 * ctx.seconds)
+        return gradient, None, None
+
+
+class Sleeping(nn.Module):
+    """An emulated accelerator: f seconds forward, 2 f backward, next to no work for the core."""
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__()
+        self.seconds = seconds
+        self.weight = nn.Parameter(torch.zeros(1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = _Sleep.apply(x, self.weight, self.seconds)  # type: ignore
+        return result
+
+
+def model() -> list[Any]:
+    layers, seconds = int(sys.argv[1]), float(sys.argv[2])
+    return [partial(Sleeping, seconds)] * layers
+
+
+def loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return output[:, :1].sum() * 0 + target.sum()
+
+
+def optimizer(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(params, lr=0.1)
+
+
+def data() -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    size, samples = int(sys.argv[3]), int(sys.argv[4])
+    x, y = torch.zeros(samples, size // 4), torch.zeros(samples, 1)
+    while True:
+        yield x, y
