@@ -16,6 +16,18 @@ import math
 from dataclasses import dataclass, field, replace
 from enum import Enum
 
+from pipeworker.coordinator.effects import (
+    Commit,
+    Effect,
+    Ended,
+    Log,
+    Planned,
+    Send,
+    StagePlan,
+    Status,
+    Stepped,
+    Warn,
+)
 from pipeworker.errors import UsageError
 from pipeworker.job.options import Options
 from pipeworker.plan import partition, schedule
@@ -39,7 +51,6 @@ from pipeworker.wire.messages import (
     Save,
     Saved,
     StepDone,
-    ToWorker,
     Update,
     Welcome,
 )
@@ -62,12 +73,6 @@ class State(Enum):
     ENDED = "ended"
 
 
-class Status(Enum):
-    DONE = "done"
-    FAILED = "failed"
-    INTERRUPTED = "interrupted"
-
-
 @dataclass(frozen=True, slots=True)
 class Exited:
     """A worker process ended, as its parent saw. `code` is negative for a signal."""
@@ -75,83 +80,6 @@ class Exited:
     rank: int
     code: int
     position: Position
-
-
-# Effects.
-
-
-@dataclass(frozen=True, slots=True)
-class Send:
-    peer: bytes
-    message: ToWorker
-
-
-@dataclass(frozen=True, slots=True)
-class Log:
-    """A decision and its reason."""
-
-    text: str
-
-
-@dataclass(frozen=True, slots=True)
-class Warn:
-    """Something the user should see at once, though the job goes on."""
-
-    text: str
-
-
-@dataclass(frozen=True, slots=True)
-class StagePlan:
-    layers: tuple[int, int]
-    classes: tuple[str, ...]
-    parameters: int
-    device: str
-    host: str
-    pid: int
-
-
-@dataclass(frozen=True, slots=True)
-class Planned:
-    """All stages are built; the job starts."""
-
-    stages: tuple[StagePlan, ...]
-    proof: Proof
-    schedule: schedule.Schedule
-
-
-@dataclass(frozen=True, slots=True)
-class Stepped:
-    """One row of metrics.jsonl."""
-
-    step: int
-    loss: float
-    samples: int
-    seconds: float
-    samples_per_second: float
-    grad_norm: float
-    lr: float
-    bubble: float
-    epoch: int
-
-
-@dataclass(frozen=True, slots=True)
-class Commit:
-    """Every stage has written its part of the checkpoint of `step`: make it complete."""
-
-    step: int
-
-
-@dataclass(frozen=True, slots=True)
-class Ended:
-    status: Status
-    exit_status: int
-    steps: int
-    peak_memory: tuple[int, ...]
-    bubble: float
-    failure: Failure | None
-
-
-Effect = Send | Log | Warn | Planned | Stepped | Commit | Ended
 
 
 @dataclass(slots=True)

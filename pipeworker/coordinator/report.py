@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from pipeworker.coordinator.machine import Ended, Planned
+from pipeworker.coordinator.effects import Ended, Planned
 from pipeworker.job.options import Options
 from pipeworker.wire.messages import Cause, Failure, Phase, Position
 

@@ -18,18 +18,17 @@ from typing import Any
 import zmq
 
 from pipeworker.coordinator import report
-from pipeworker.coordinator.machine import (
+from pipeworker.coordinator.effects import (
     Commit,
     Effect,
     Ended,
-    Exited,
     Log,
-    Machine,
     Planned,
     Send,
     Stepped,
     Warn,
 )
+from pipeworker.coordinator.machine import Exited, Machine
 from pipeworker.coordinator.rendezvous import Rendezvous
 from pipeworker.coordinator.report import Configuration
 from pipeworker.errors import ProtocolError

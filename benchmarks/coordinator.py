@@ -1,0 +1,168 @@
+"""What a step costs the coordinator: a real one, directing a simulated job of many workers.
+
+The workers are sockets of this process. They join over CURVE as real ones do, then answer every
+RunStep with a frame encoded beforehand, so that the time measured is the coordinator's and the
+sockets'. Two figures, each with its target:
+
+- 512 workers: wall seconds from the first StepDone sent to the last Advance received, the median
+  over the steps. All workers answer at once, which is the worst case.
+- 8 workers: CPU seconds of the coordinator a step, all its threads. Workers answer one after
+  another, as the stages of a pipeline do, so that each message wakes the coordinator.
+
+Run ``python benchmarks/coordinator.py``; the exit status is 1 when a target is missed.
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import zmq
+
+from launcher.processes import LineProcess
+from pipeworker.coordinator.report import Configuration
+from pipeworker.job.options import Options
+from pipeworker.wire import codec, sockets
+from pipeworker.wire.keys import new_token
+from pipeworker.wire.messages import (
+    Advance,
+    Batch,
+    Described,
+    Hello,
+    Message,
+    Ping,
+    Plan,
+    Ready,
+    StepDone,
+    Welcome,
+)
+
+GENERATION = 1
+PARAMETERS = 16
+"""Of each stage: a StepDone carries one squared norm for each."""
+MICROBATCHES = 32
+BATCH = Batch(signature=1, samples=64, microbatches=MICROBATCHES, epoch=0)
+PING = codec.encode(Ping(), GENERATION)
+
+STEP_TARGET = 50e-3
+CPU_TARGET = 1e-3
+
+
+@dataclass(frozen=True)
+class Peers:
+    """The simulated workers of a job that has just been told to run its first step."""
+
+    sockets: list[zmq.Socket[bytes]]
+    coordinator: int
+
+    def step(self, step: int, gap: float = 0.0) -> float:
+        """Answer RunStep of `step`, `gap` seconds apart; the wall seconds until all are answered.
+
+        Raises:
+            zmq.Again: the coordinator does not answer.
+        """
+        frames = [_done(rank, step, len(self.sockets)) for rank in range(len(self.sockets))]
+        began = time.perf_counter()
+        for peer, frame in zip(self.sockets, frames, strict=True):
+            peer.send(frame)
+            if gap:
+                time.sleep(gap)
+        for peer in self.sockets:
+            _answer(peer)
+        return time.perf_counter() - began
+
+    def cpu(self) -> float:
+        """CPU seconds of the coordinator so far, to the nanosecond (Linux)."""
+        tasks = Path(f"/proc/{self.coordinator}/task").iterdir()
+        return sum(int((task / "schedstat").read_text().split()[0]) for task in tasks) * 1e-9
+
+
+def _done(rank: int, step: int, stages: int) -> bytes:
+    last = rank == stages - 1
+    message = StepDone(
+        rank,
+        step,
+        losses=(0.5 / MICROBATCHES,) * MICROBATCHES if last else (),
+        counts=(),
+        squares=(0.25,) * PARAMETERS,
+        busy=1e-3,
+        learning_rate=0.1,
+        peak_memory=1 << 30,
+        batch=BATCH if rank == 0 else None,
+    )
+    return codec.encode(message, GENERATION)
+
+
+def _answer(peer: zmq.Socket[bytes]) -> bytes:
+    while (frame := peer.recv()) == PING:
+        pass
+    return frame
+
+
+@contextmanager
+def job(stages: int) -> Iterator[Peers]:
+    """A coordinator process and `stages` workers that have joined it."""
+    token = new_token()
+    options = Options("job.py", stages, MICROBATCHES, recompute="never")
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "logs").mkdir()
+        process = LineProcess("pipeworker.coordinator.service")
+        process.say(Configuration(options, folder, token, "127.0.0.1").to_json())
+        peers: list[zmq.Socket[bytes]] = []
+        try:
+            ((started,), _) = process.hear()
+            for _ in range(stages):
+                peers.append(sockets.client(context, token, started["bound"]))
+                peers[-1].setsockopt(zmq.RCVTIMEO, 60_000)
+
+            def exchange(kind: type[Message], say: list[Message]) -> None:
+                for peer, message in zip(peers, say, strict=True):
+                    peer.send(codec.encode(message, GENERATION))
+                for peer in peers:
+                    answer = codec.decode(_answer(peer))[1]
+                    assert isinstance(answer, kind), answer
+
+            ranks = range(stages)
+            exchange(Welcome, [Hello(rank, "localhost", 1000 + rank) for rank in ranks])
+            exchange(Plan, [Described(rank, ("Linear",) * stages) for rank in ranks])
+            ready = [Ready(r, ("Linear",), 100, "cpu", None if r else BATCH) for r in ranks]
+            exchange(Advance, ready)
+            yield Peers(peers, process._process.pid)
+        finally:
+            context.destroy(linger=0)
+            process.hang_up()
+            process.finish(5.0)
+
+
+def step_seconds(stages: int = 512, steps: int = 40) -> float:
+    """Median wall seconds in which `stages` StepDone are handled and answered."""
+    with job(stages) as peers:
+        return statistics.median([peers.step(step) for step in range(1, steps + 1)][5:])
+
+
+def step_cpu(stages: int = 8, steps: int = 200) -> float:
+    """Mean CPU seconds of the coordinator a step."""
+    with job(stages) as peers:
+        peers.step(1)
+        before = peers.cpu()
+        for step in range(2, steps + 2):
+            peers.step(step, gap=1e-3)
+        return (peers.cpu() - before) / steps
+
+
+def main() -> int:
+    step, cpu = step_seconds(), step_cpu()
+    print(f"512 workers: {step * 1e3:6.1f} ms a step        (target {STEP_TARGET * 1e3:g})")
+    print(f"  8 workers: {cpu * 1e3:6.2f} ms of CPU a step (target {CPU_TARGET * 1e3:g})")
+    return int(step > STEP_TARGET or cpu > CPU_TARGET)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,90 @@
+"""What the coordinator's state machine asks of the shell around it. Facts only."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+from pipeworker.plan.proof import Proof
+from pipeworker.plan.schedule import Schedule
+from pipeworker.wire.messages import Failure, ToWorker
+
+
+class Status(Enum):
+    DONE = "done"
+    FAILED = "failed"
+    INTERRUPTED = "interrupted"
+
+
+@dataclass(frozen=True, slots=True)
+class Send:
+    peer: bytes
+    message: ToWorker
+
+
+@dataclass(frozen=True, slots=True)
+class Log:
+    """A decision and its reason."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Warn:
+    """Something the user should see at once, though the job goes on."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class StagePlan:
+    layers: tuple[int, int]
+    classes: tuple[str, ...]
+    parameters: int
+    device: str
+    host: str
+    pid: int
+
+
+@dataclass(frozen=True, slots=True)
+class Planned:
+    """All stages are built; the job starts."""
+
+    stages: tuple[StagePlan, ...]
+    proof: Proof
+    schedule: Schedule
+
+
+@dataclass(frozen=True, slots=True)
+class Stepped:
+    """One row of metrics.jsonl."""
+
+    step: int
+    loss: float
+    samples: int
+    seconds: float
+    samples_per_second: float
+    grad_norm: float
+    lr: float
+    bubble: float
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True)
+class Commit:
+    """Every stage has written its part of the checkpoint of `step`: make it complete."""
+
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    status: Status
+    exit_status: int
+    steps: int
+    peak_memory: tuple[int, ...]
+    bubble: float
+    failure: Failure | None
+
+
+Effect = Send | Log | Warn | Planned | Stepped | Commit | Ended
