@@ -17,6 +17,7 @@ from __future__ import annotations
 import statistics
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -118,6 +119,8 @@ def job(stages: int) -> Iterator[Peers]:
         peers: list[zmq.Socket[bytes]] = []
         try:
             ((started,), _) = process.hear()
+            listener = threading.Thread(target=_listen, args=(process,))
+            listener.start()
             for _ in range(stages):
                 peers.append(sockets.client(context, token, started["bound"]))
                 peers[-1].setsockopt(zmq.RCVTIMEO, 60_000)
@@ -138,7 +141,14 @@ def job(stages: int) -> Iterator[Peers]:
         finally:
             context.destroy(linger=0)
             process.hang_up()
+            listener.join()
             process.finish(5.0)
+
+
+def _listen(process: LineProcess) -> None:
+    """Be the launcher that reads what the coordinator tells, to its end."""
+    while process.hear()[1]:
+        pass
 
 
 def step_seconds(stages: int = 512, steps: int = 40) -> float:

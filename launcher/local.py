@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -94,7 +95,7 @@ class _Launch:
             self._coordinator.hang_up()
             self._forks.finish(_LEAVE_SECONDS)
             self._coordinator.finish(_LEAVE_SECONDS)
-            self._show.close()
+            self._shown(self._show.close)
             signal.set_wakeup_fd(-1)
             for number, handler in before.items():
                 signal.signal(number, handler)
@@ -168,10 +169,10 @@ class _Launch:
             self._shown(self._show.warning, "stopping after this step; again to stop at once")
         return True
 
-    def _shown(self, show: Any, value: Any) -> None:
+    def _shown(self, show: Callable[..., None], *values: Any) -> None:
         """Show something; a terminal that is gone ends the job as an interrupt does."""
         try:
-            show(value)
+            show(*values)
         except OSError:
             if not self._interrupts:
                 self._wake_in.send(bytes([signal.SIGHUP]))

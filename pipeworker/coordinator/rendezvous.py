@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from pipeworker.errors import ProtocolError
 from pipeworker.wire.messages import StoreOperation, StoreReply, StoreRequest
 
 Answer = tuple[bytes, StoreReply]
@@ -21,7 +22,11 @@ class Rendezvous:
     _waiting: list[tuple[bytes, StoreRequest]] = field(default_factory=list)
 
     def handle(self, peer: bytes, request: StoreRequest) -> list[Answer]:
-        """Perform `request`; returns every answer that is due now, to `peer` and to waiters."""
+        """Perform `request`; returns every answer that is due now, to `peer` and to waiters.
+
+        Raises:
+            ProtocolError: ADD of, or to, what is no number of 62 bits; nothing has changed.
+        """
         operation, values = request.operation, self._values
         if operation is StoreOperation.GET:
             self._waiting.append((peer, request))
@@ -32,7 +37,7 @@ class Rendezvous:
         if operation is StoreOperation.SET:
             values[key] = request.value
         elif operation is StoreOperation.ADD:
-            result = int(values.get(key, b"0")) + int(request.value)
+            result = _number(values.get(key, b"0")) + _number(request.value)
             values[key] = str(result).encode()
         elif operation is StoreOperation.CHECK:
             result = int(all(name in values for name in request.keys))
@@ -45,13 +50,23 @@ class Rendezvous:
         return [(peer, StoreReply(request.number, found, result)), *self._release()]
 
     def _release(self) -> list[Answer]:
-        ready = [
-            (peer, request)
-            for peer, request in self._waiting
-            if all(key in self._values for key in request.keys)
-        ]
-        self._waiting = [waiter for waiter in self._waiting if waiter not in ready]
-        return [
-            (peer, StoreReply(request.number, tuple(self._values[key] for key in request.keys), 0))
-            for peer, request in ready
-        ]
+        ready: list[Answer] = []
+        waiting: list[tuple[bytes, StoreRequest]] = []
+        for peer, request in self._waiting:
+            if all(key in self._values for key in request.keys):
+                found = tuple(self._values[key] for key in request.keys)
+                ready.append((peer, StoreReply(request.number, found, 0)))
+            else:
+                waiting.append((peer, request))
+        self._waiting = waiting
+        return ready
+
+
+def _number(value: bytes) -> int:
+    try:
+        number = int(value)
+    except ValueError:
+        raise ProtocolError(f"ADD needs a number, not {value[:20]!r}") from None
+    if abs(number) >= 1 << 62:  # the sum still fits a message
+        raise ProtocolError("ADD of a number beyond 62 bits")
+    return number

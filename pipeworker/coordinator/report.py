@@ -68,7 +68,7 @@ def describe(failure: Failure) -> str:
         doing = (
             ""
             if failure.position.phase is Phase.STARTING
-            else f"in {failure.position.phase.value}: "
+            else f"in {failure.position.phase.label}: "
         )
         lines.append(f"  {doing}{where}")
     if failure.traceback:

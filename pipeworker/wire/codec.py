@@ -1,6 +1,6 @@
 """Messages to frames and back: msgpack, every field checked, nothing pickled.
 
-A frame is the msgpack array ``[version, generation, name, field, field, ...]``. Reading a frame
+A frame is the msgpack array ``[version, generation, name, [field, field, ...]]``. Reading a frame
 either yields a message whose every field has its declared type, or raises ProtocolError: a
 malformed frame cannot surface later as an odd value inside the coordinator.
 """
@@ -21,6 +21,8 @@ from pipeworker.wire import messages
 
 VERSION = 1
 MAX_FRAME_BYTES = 16 << 20
+_ANY_TEXT = "surrogatepass"
+"""How strings are encoded: every str comes through, file names that are not UTF-8 too."""
 
 Reader = Callable[[Any], Any]
 Writer = Callable[[Any], Any]
@@ -108,7 +110,9 @@ _READERS = {name: _message_reader(kind) for name, kind in _KINDS.items()}
 def encode(message: messages.Message, generation: int) -> bytes:
     """One frame. `generation` numbers the incarnation of the job the message belongs to."""
     frame: bytes = msgpack.packb(
-        [VERSION, generation, type(message).__name__, _plain(message)], default=_plain
+        [VERSION, generation, type(message).__name__, _plain(message)],
+        default=_plain,
+        unicode_errors=_ANY_TEXT,
     )
     return frame
 
@@ -122,14 +126,17 @@ def decode(frame: bytes) -> tuple[int, messages.Message]:
     if len(frame) > MAX_FRAME_BYTES:
         raise ProtocolError("the frame is too large")
     try:
-        parts = msgpack.unpackb(frame, strict_map_key=True, use_list=True)
+        parts = msgpack.unpackb(
+            frame, strict_map_key=True, use_list=True, unicode_errors=_ANY_TEXT
+        )
     except Exception as error:  # msgpack raises ValueError, UnicodeDecodeError and its own kinds
         raise ProtocolError(f"not msgpack: {type(error).__name__}") from error
     if type(parts) is not list or len(parts) != 4:
         raise ProtocolError("not a frame")
     version, generation, name, fields = parts
     if type(version) is not int or version != VERSION:
-        raise ProtocolError(f"version {version!r}, this is version {VERSION}")
+        other = version if type(version) is int else type(version).__name__
+        raise ProtocolError(f"version {other}, this is version {VERSION}")
     if type(generation) is not int or type(name) is not str or name not in _READERS:
         raise ProtocolError("unknown message")
     return generation, _READERS[name](fields)

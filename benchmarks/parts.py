@@ -1,0 +1,149 @@
+"""What a benchmark runs in processes of its own, for any job file: ours, the peer, the bound.
+
+python benchmarks/parts.py plain JOB_FILE STAGES MICROBATCHES WORDS...
+torchrun --nproc-per-node STAGES benchmarks/parts.py peer JOB_FILE STEPS MICROBATCHES WORDS...
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).resolve()
+SKIPPED_STEPS = 3
+
+
+def python(*words: str, timeout: float = 300) -> str:
+    """Run a Python program; returns the last line it printed."""
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
+    done = subprocess.run(
+        [sys.executable, *words], env=env, capture_output=True, text=True, timeout=timeout
+    )
+    if done.returncode:
+        raise SystemExit(f"{' '.join(words)} failed:\n{done.stdout}{done.stderr}")
+    return done.stdout.strip().splitlines()[-1]
+
+
+def plain(job_file: Path, stages: int, microbatches: int, *words: str) -> tuple[float, float]:
+    """Seconds the slowest stage takes for one micro-batch in a single process: (forward, both)."""
+    said = python(str(HERE), "plain", str(job_file), str(stages), str(microbatches), *words)
+    forward, both = json.loads(said)
+    return forward, both
+
+
+def ours(
+    job_file: Path, stages: int, microbatches: int, steps: int, recompute: str, *words: str
+) -> float:
+    """Median seconds of a step of `pipeworker launch`."""
+    with tempfile.TemporaryDirectory() as folder:
+        run_dir = Path(folder) / "run"
+        line = ["-m", "pipeworker", "launch", "--stages", str(stages), "--steps", str(steps)]
+        line += ["--microbatches", str(microbatches), "--recompute", recompute]
+        python(*line, "--run-dir", str(run_dir), str(job_file), "--", *words)
+        rows = [json.loads(row) for row in (run_dir / "metrics.jsonl").open()]
+    return statistics.median(row["seconds"] for row in rows[SKIPPED_STEPS:])
+
+
+def peer(job_file: Path, stages: int, microbatches: int, steps: int, *words: str) -> float:
+    """Median seconds of a step of torch.distributed.pipelining's ScheduleGPipe."""
+    line = ["-m", "torch.distributed.run", "--nproc-per-node", str(stages), str(HERE), "peer"]
+    return float(python(*line, str(job_file), str(steps), str(microbatches), *words))
+
+
+def _load(job_file: str, words: list[str]) -> Any:
+    sys.argv = [job_file, *words]
+    spec = importlib.util.spec_from_file_location("job", job_file)
+    assert spec is not None
+    assert spec.loader is not None
+    job = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(job)
+    return job
+
+
+def _stage(job: Any, stage: int, stages: int) -> Any:
+    """An even share of the layers, as `pipeworker launch` gives it."""
+    from torch import nn
+
+    entries = list(job.model())
+    share, extra = divmod(len(entries), stages)
+    first = stage * share + min(stage, extra)
+    chosen = entries[first : first + share + (stage < extra)]
+    return nn.Sequential(*(e if isinstance(e, nn.Module) else e() for e in chosen))
+
+
+def run_plain(job: Any, stages: int, microbatches: int) -> None:
+    """Each stage by itself, all micro-batches forward and then all backward, as a stage does."""
+    import torch
+
+    torch.set_num_threads(1)
+    x, y = next(iter(job.data()))
+    values = list(x.tensor_split(microbatches))
+    targets = list(y.tensor_split(microbatches))
+    slowest = (0.0, 0.0)
+    for index in range(stages):
+        net = _stage(job, index, stages)
+        times = []
+        for _ in range(4):
+            inputs = [v.detach().requires_grad_(v.is_floating_point()) for v in values]
+            start = time.perf_counter()
+            outputs = [net(value) for value in inputs]
+            middle = time.perf_counter()
+            if index == stages - 1:
+                pairs = [(job.loss(o, t), None) for o, t in zip(outputs, targets, strict=True)]
+            else:
+                pairs = [(o, torch.ones_like(o)) for o in outputs]
+            for output, gradient in pairs:
+                output.backward(gradient)
+            end = time.perf_counter()
+            times.append(((middle - start) / len(values), (end - start) / len(values)))
+        values = [output.detach() for output in outputs]
+        forward, both = (statistics.median(t[i] for t in times[1:]) for i in (0, 1))
+        slowest = max(slowest, (forward, both), key=lambda pair: pair[1])
+    print(json.dumps(slowest))
+
+
+def run_peer(job: Any, steps: int, microbatches: int) -> None:
+    """One rank of ScheduleGPipe."""
+    import torch
+    import torch.distributed as dist
+    from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
+
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    rank, world = dist.get_rank(), dist.get_world_size()
+    net = _stage(job, rank, world)
+    stage = PipelineStage(net, rank, world, torch.device("cpu"))
+    schedule = ScheduleGPipe(stage, microbatches, loss_fn=job.loss)
+    optimizer = job.optimizer(net.parameters())
+    x, y = next(iter(job.data()))
+    times = []
+    for _ in range(steps):
+        start = time.perf_counter()
+        optimizer.zero_grad()
+        if rank == 0:
+            schedule.step(x)
+        elif rank == world - 1:
+            schedule.step(target=y, losses=[])
+        else:
+            schedule.step()
+        optimizer.step()
+        dist.barrier()
+        times.append(time.perf_counter() - start)
+    if rank == 0:
+        print(statistics.median(times[SKIPPED_STEPS:]), flush=True)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    part, job_file, count, microbatches, *words = sys.argv[1:]
+    run = {"plain": run_plain, "peer": run_peer}[part]
+    run(_load(job_file, words), int(count), int(microbatches))

@@ -1,0 +1,251 @@
+"""Whatever ends a job: nothing of it remains, and whoever is left to speak says what happened."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import pytest
+from conftest import JOB, Jobs, processes_of, until
+from test_show import Terminal
+
+SLEEPERS = JOB.replace(
+    "def model",
+    """
+    import os, subprocess, time
+    from pathlib import Path
+
+    class Parent(nn.Module):
+        child = None
+
+        def forward(self, x):
+            if self.child is None:
+                self.child = subprocess.Popen(["sleep", "1000"])
+                Path(f"child-{os.getpid()}").write_text(str(self.child.pid))
+            return x
+
+    def model""",
+).replace("nn.Tanh()", "Parent(), nn.Tanh()")
+"""Layer 3, on the middle stage of three, starts a process that outlives the test if nobody ends it."""
+
+STUCK = JOB.replace(
+    "def model",
+    """
+    import time
+    from pathlib import Path
+
+    class Stuck(nn.Module):
+        def forward(self, x):
+            Path("stuck").touch()
+            while True:
+                time.sleep(1000)
+
+    def model""",
+).replace("nn.ReLU()", "Stuck()")
+
+ENDLESS = ("--stages", "3", "--microbatches", "4", "--steps", "1000000")
+SECONDS = 10.0
+"""What a job may take to be gone."""
+
+
+@dataclass
+class Live:
+    """A job in the middle of its training."""
+
+    process: subprocess.Popen[str]
+    path: Path
+    folder: Path
+    shared: set[str]
+
+    @property
+    def summary(self) -> dict[str, Any]:
+        loaded: dict[str, Any] = json.loads((self.path / "summary.json").read_text())
+        return loaded
+
+    def pid(self, who: str) -> int:
+        """Of the launcher, the coordinator, the fork server, or ``stage 1``."""
+        if who == "launcher":
+            return self.process.pid
+        plan = json.loads((self.path / "plan.json").read_text())
+        stages = [stage["pid"] for stage in plan["stages"]]
+        if who.startswith("stage "):
+            return int(stages[int(who.split()[1])])
+        module = {"coordinator": "coordinator.service", "fork server": "worker.forkserver"}[who]
+        found = processes_of(self.folder).items()
+        (pid,) = (pid for pid, line in found if module in line and pid not in stages)
+        return pid
+
+    def end(self) -> tuple[int, str]:
+        """Wait for the launcher and for every trace of the job to go; its status and stderr."""
+        _, stderr = self.process.communicate(timeout=SECONDS)
+        self.check_gone()
+        return self.process.returncode, stderr
+
+    def check_gone(self) -> None:
+        until(lambda: not processes_of(self.folder), SECONDS)
+        assert not left_in(self.folder / "tmp")
+        until(lambda: set(os.listdir("/dev/shm")) <= self.shared)
+        log = (self.path / "logs" / "coordinator.log").read_text()
+        address = urlsplit(log.partition("bound to ")[2].split()[0])
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection((address.hostname, address.port), timeout=5)
+        assert not list(self.path.rglob("*.partial"))
+
+
+@pytest.fixture
+def start(jobs: Jobs, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Live]:
+    """Start a job that trains on and on, and wait until it does."""
+    temporary = jobs.folder / "tmp"
+    temporary.mkdir()
+    monkeypatch.setenv("TMPDIR", str(temporary))
+
+    def start(*words: str, source: str = SLEEPERS) -> Live:
+        shared = set(os.listdir("/dev/shm"))
+        process, path = jobs.start(*ENDLESS, *words, source=source)
+        live = Live(process, path, jobs.folder, shared)
+        if source is SLEEPERS:
+            until(lambda: rows(path) > 2)
+            (child,) = jobs.folder.glob("child-*")
+            assert int(child.read_text()) in processes_of(jobs.folder)
+        return live
+
+    return start
+
+
+def left_in(temporary: Path) -> list[Path]:
+    """Temporary files but for the cache that torch makes for all programs of a user."""
+    return [path for path in temporary.iterdir() if not path.name.startswith("torchinductor_")]
+
+
+def rows(path: Path) -> int:
+    metrics = path / "metrics.jsonl"
+    return metrics.read_text().count("\n") if metrics.exists() else 0
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_a_killed_worker(start: Callable[..., Live], stage: int) -> None:
+    live = start()
+    os.kill(live.pid(f"stage {stage}"), signal.SIGKILL)
+    status, stderr = live.end()
+    assert status == 1
+    assert f"the worker of stage {stage} was killed by signal 9" in stderr
+    assert stderr.count("error:") == 1
+    assert "closed" not in stderr  # what the neighbours saw
+    assert live.summary["status"] == "failed"
+    assert f"stage {stage} was killed" in live.summary["error"]
+    assert live.summary["steps"] >= 2
+
+
+def test_a_killed_coordinator(start: Callable[..., Live]) -> None:
+    live = start()
+    os.kill(live.pid("coordinator"), signal.SIGKILL)
+    status, stderr = live.end()
+    assert status == 1
+    assert "error: the coordinator was killed" in stderr
+    assert (live.summary["status"], live.summary["error"]) == (
+        "failed",
+        "the coordinator was killed",
+    )
+
+
+def test_a_killed_fork_server(start: Callable[..., Live]) -> None:
+    live = start()
+    os.kill(live.pid("fork server"), signal.SIGKILL)
+    status, stderr = live.end()
+    assert status == 1
+    assert "error: the fork server of this host was killed" in stderr
+    assert live.summary["status"] == "failed"
+    assert "fork server" in live.summary["error"]
+
+
+def test_a_killed_launcher(start: Callable[..., Live]) -> None:
+    live = start()
+    os.kill(live.pid("launcher"), signal.SIGKILL)
+    status, _ = live.end()
+    assert status == -signal.SIGKILL
+    assert live.summary["status"] == "failed"
+    assert "the process that started the job is gone" in live.summary["error"]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_ends_the_job_after_its_step(
+    start: Callable[..., Live], number: signal.Signals
+) -> None:
+    live = start()
+    live.process.send_signal(number)
+    status, stderr = live.end()
+    assert status == 130
+    assert "stopping after this step" in stderr
+    assert stderr.endswith("interrupted\n")
+    assert live.summary["status"] == "interrupted"
+    assert live.summary["error"] is None
+    # The step it was in is whole, and on record.
+    assert live.summary["steps"] == rows(live.path)
+
+
+def test_a_second_interrupt_ends_the_job_at_once(start: Callable[..., Live]) -> None:
+    live = start(source=STUCK)
+    until(lambda: (live.folder / "stuck").exists())
+    live.process.send_signal(signal.SIGINT)
+    assert live.process.stderr is not None
+    assert "stopping after this step" in live.process.stderr.readline()
+    live.process.send_signal(signal.SIGINT)
+    assert live.process.wait(2.5) == 130  # the step would never end, and its grace is longer
+    live.check_gone()
+    assert live.summary["status"] == "interrupted"
+
+
+def test_an_interrupt_from_the_keyboard_while_a_layer_hangs(
+    jobs: Jobs, start: Callable[..., Live]
+) -> None:
+    with Terminal(jobs, *ENDLESS, source=STUCK) as terminal:
+        until(lambda: terminal.read() and (jobs.folder / "stuck").exists())
+        terminal.type("\x03")
+        until(lambda: "interrupted" in terminal.read(), SECONDS)
+        assert terminal.wait(SECONDS) == 130
+    until(lambda: not processes_of(jobs.folder), SECONDS)
+    assert json.loads((terminal.path / "summary.json").read_text())["status"] == "interrupted"
+
+
+def test_a_closed_terminal(jobs: Jobs, start: Callable[..., Live]) -> None:
+    with Terminal(jobs, *ENDLESS, source=SLEEPERS) as terminal:
+        until(lambda: terminal.read() and rows(terminal.path) > 2)
+        terminal.hang_up()
+        assert terminal.wait(SECONDS) == 130
+    until(lambda: not processes_of(jobs.folder), SECONDS)
+    summary = json.loads((terminal.path / "summary.json").read_text())
+    assert summary["status"] == "interrupted"
+    assert summary["steps"] == rows(terminal.path)
+    assert not left_in(jobs.folder / "tmp")
+
+
+def test_a_reader_that_goes_away(start: Callable[..., Live]) -> None:
+    """As in ``pipeworker launch ... | head``."""
+    live = start()
+    assert live.process.stdout is not None
+    live.process.stdout.close()
+    assert live.process.wait(SECONDS) == 130
+    live.check_gone()
+    assert live.summary["status"] == "interrupted"
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_a_hung_worker_is_noticed_and_named(start: Callable[..., Live], stage: int) -> None:
+    live = start("--worker-timeout", "3")
+    pid = live.pid(f"stage {stage}")
+    os.kill(pid, signal.SIGSTOP)
+    until(lambda: f"{pid} (" in (stat := Path(f"/proc/{pid}/stat").read_text()) and ") T " in stat)
+    status, stderr = live.end()
+    assert status == 1
+    assert f"stage {stage} (pid {pid} on {socket.gethostname()}) has not answered" in stderr
+    assert "for 3 s" in stderr
+    assert live.summary["status"] == "failed"
+    assert f"stage {stage}" in live.summary["error"]

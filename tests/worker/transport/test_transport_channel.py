@@ -1,0 +1,393 @@
+"""Values over a channel: what moves with a header, what without, and where it arrives."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pipeworker.errors import PeerLost, PipeworkerError
+from pipeworker.worker.transport.channel import BufferPool, Receiver, Sender
+from pipeworker.worker.transport.courier import Courier, Inline
+from pipeworker.worker.transport.frame import layout_of
+from pipeworker.worker.transport.link import MemoryLink
+
+CPU = torch.device("cpu")
+
+
+class Channel:
+    """Both ends of a channel over one link in memory."""
+
+    def __init__(self, capacity: int | None = None, depth: int = 2, limit: float = 10.0) -> None:
+        self.link = MemoryLink(limit)
+        self.sender = Sender(self.link, capacity, Inline())
+        self.receiver = Receiver(self.link, CPU, depth)
+
+    def begin(self, microbatches: Sequence[int], signature: int = 0) -> None:
+        self.sender.begin(signature)
+        self.receiver.begin(signature, microbatches)
+
+    def step(self, values: Sequence[Any], signature: int = 0) -> tuple[list[Any], int]:
+        """Send one step's values, one a micro-batch; what arrived, and messages it took."""
+        before = self.link.sent
+        self.begin(range(len(values)), signature)
+        arrived = []
+        for m, value in enumerate(values):
+            self.sender.send(m, value)
+            got = self.receiver.receive(m)
+            arrived.append(_copy(got))
+            del got
+            self.receiver.release(m)
+        return arrived, self.link.sent - before
+
+
+def _copy(value: Any) -> Any:
+    return torch.utils._pytree.tree_map_only(torch.Tensor, torch.clone, value)
+
+
+def x(*values: float) -> torch.Tensor:
+    return torch.tensor(values)
+
+
+def equal(left: Any, right: Any) -> bool:
+    if isinstance(left, torch.Tensor):
+        return isinstance(right, torch.Tensor) and torch.equal(left, right)
+    if isinstance(left, (list, tuple)):
+        return type(left) is type(right) and all(map(equal, left, right))
+    return type(left) is type(right) and left == right
+
+
+def test_the_first_step_is_described_and_the_next_has_no_headers() -> None:
+    channel = Channel()
+    for step, messages in enumerate((4, 2, 2)):
+        values = [x(step, 1), x(step, 2)]
+        arrived, sent = channel.step(values)
+        assert equal(arrived, values)
+        assert sent == messages
+
+
+def test_a_new_signature_is_described_once_and_the_old_one_stays_known() -> None:
+    channel = Channel()
+    for signature, messages in ((0, 2), (1, 2), (0, 1), (1, 1), (0, 1)):
+        value = torch.full((signature + 2,), float(messages))
+        arrived, sent = channel.step([value], signature)
+        assert equal(arrived, [value])
+        assert sent == messages
+
+
+def test_values_without_tensors_move_as_headers_and_then_not_at_all() -> None:
+    channel = Channel()
+    assert channel.step([None, [1, "a"]]) == ([None, [1, "a"]], 2)
+    assert channel.step([None, [1, "a"]]) == ([None, [1, "a"]], 0)
+
+
+def test_empty_tensors_arrive_though_nothing_moves() -> None:
+    channel = Channel()
+    value = (torch.zeros(0, 3), x(1.0))
+    for messages in (2, 1):
+        arrived, sent = channel.step([value])
+        assert equal(arrived, [value])
+        assert sent == messages
+
+
+def test_strides_and_sharing_arrive_without_a_header_too() -> None:
+    channel = Channel()
+    base = torch.arange(12.0).reshape(3, 4)
+    value = [base.t(), base[:, ::2], base[:, :1].expand(3, 5), base]
+    value.append(value[0])
+    for _ in range(2):
+        channel.begin([0])
+        channel.sender.send(0, value)
+        arrived = channel.receiver.receive(0)
+        assert equal(arrived, value)
+        assert [t.stride() for t in arrived] == [t.stride() for t in value]
+        assert arrived[0] is arrived[4]
+        channel.receiver.release(0)
+
+
+def test_wants_grad_is_that_of_the_value_received_last() -> None:
+    channel = Channel()
+    weight = x(1.0).requires_grad_()
+    for _ in range(2):
+        channel.begin([0, 1])
+        channel.sender.send(0, (weight * 2, x(3.0)))
+        channel.sender.send(1, x(3.0))
+        arrived = channel.receiver.receive(0)
+        assert list(channel.receiver.wants_grad) == [True, False]
+        assert not arrived[0].requires_grad
+        channel.receiver.receive(1)
+        assert list(channel.receiver.wants_grad) == [False]
+        for m in (0, 1):
+            channel.receiver.release(m)
+
+
+@pytest.mark.parametrize("size", [900, 1100, 5000])
+def test_headers_of_any_length(size: int) -> None:
+    channel = Channel()
+    value = {"text": "a" * size, "x": x(1.0)}
+    for _ in range(2):
+        arrived, _ = channel.step([value])
+        assert arrived[0]["text"] == value["text"]
+        assert equal(arrived[0]["x"], value["x"])
+
+
+# Buffers.
+
+
+def pointers(channel: Channel, count: int) -> list[int]:
+    channel.begin(range(count))
+    found = []
+    for m in range(count):
+        channel.sender.send(m, torch.full((64,), float(m)))
+        found.append(channel.receiver.receive(m).data_ptr())
+    for m in range(count):
+        channel.receiver.release(m)
+    return found
+
+
+def test_buffers_are_used_again_from_step_to_step() -> None:
+    channel = Channel()
+    first = set(pointers(channel, 3))
+    assert len(first) == 3
+    assert set(pointers(channel, 3)) == first
+    assert set(pointers(channel, 3)) == first
+
+
+@pytest.mark.parametrize(
+    "keep",
+    [
+        lambda t: t,
+        lambda t: t[3:5],
+        lambda t: t.view(8, 8).t(),
+        lambda t: t.detach(),
+        lambda t: t.numpy(),
+    ],
+    ids=["itself", "slice", "view", "detached", "numpy"],
+)
+def test_what_somebody_keeps_of_a_received_tensor_stays_as_it_was(keep: Callable[..., Any]) -> None:
+    channel = Channel()
+    kept = []
+    for step in range(6):
+        channel.begin([0])
+        channel.sender.send(0, torch.full((64,), float(step)))
+        kept.append(keep(channel.receiver.receive(0)))
+        channel.receiver.release(0)
+    for step, view in enumerate(kept):
+        assert bool((view == step).all())
+
+
+def test_a_buffer_that_was_kept_for_a_while_is_given_up() -> None:
+    channel = Channel()
+    channel.begin([0])
+    channel.sender.send(0, torch.zeros(64))
+    kept = channel.receiver.receive(0)
+    channel.receiver.release(0)
+    assert kept.data_ptr() not in pointers(channel, 2)
+
+
+def test_a_pool_gives_buffers_by_shape_and_dtype() -> None:
+    pool = BufferPool(CPU)
+    layout = layout_of(torch.zeros(2, 3))
+    buffer = pool.take(layout)
+    pointer = buffer.data_ptr()
+    pool.give([buffer])
+    del buffer
+    for other in (torch.zeros(3, 2), torch.zeros(2, 3, dtype=torch.int32), torch.zeros(6)):
+        assert pool.take(layout_of(other)).data_ptr() != pointer
+    assert pool.take(layout).data_ptr() == pointer
+    assert pool.take(layout).data_ptr() != pointer
+
+
+# A value that is not what was expected.
+
+
+@pytest.mark.parametrize("depth", [1, 2, 4])
+@pytest.mark.parametrize("together", [False, True], ids=["one by one", "all at once"])
+def test_a_shape_that_changes_within_a_step_arrives_right(depth: int, together: bool) -> None:
+    channel = Channel(depth=depth)
+    sizes = [(2, 2, 2, 2), (2, 3, 2, 4), (5, 2, 2, 2), (2, 2, 2, 2), (2, 2, 2, 2)]
+    for step, shapes in enumerate(sizes):
+        values = [torch.full((n,), 10.0 * step + m) for m, n in enumerate(shapes)]
+        if together:
+            channel.begin(range(4))
+            for m, value in enumerate(values):
+                channel.sender.send(m, value)
+            arrived = [channel.receiver.receive(m).clone() for m in range(4)]
+            for m in range(4):
+                channel.receiver.release(m)
+        else:
+            arrived, _ = channel.step(values)
+        assert equal(arrived, values), step
+
+
+def test_after_a_surprise_the_edge_is_dynamic() -> None:
+    channel = Channel()
+    sent = [channel.step([x(*range(n)), x(1.0)])[1] for n in (2, 2, 3, 2, 2)]
+    # Described; known; two fillers with the surprise and its follower; described ever after.
+    assert sent == [4, 2, 6, 4, 4]
+
+
+@pytest.mark.parametrize(
+    ("first", "then"),
+    [
+        (x(1.0), x(1.0).double()),
+        (torch.ones(2, 3), torch.ones(3, 2).t()),
+        (x(1.0), x(1.0).requires_grad_()),
+        (x(1.0), (x(1.0),)),
+        ((x(1.0), 2), (x(1.0), 3)),
+        ((x(1.0), x(2.0)), (x(3.0), None)),
+        ({"a": x(1.0)}, {"b": x(1.0)}),
+        ((x(1.0), 2), (x(1.0), 2.0)),
+        ((x(1.0), 1), (x(1.0), True)),
+        (x(1.0), None),
+        (x(1.0), torch.zeros(0)),
+    ],
+)
+def test_any_difference_arrives(first: Any, then: Any) -> None:
+    channel = Channel()
+    for value in (first, first, then, first):
+        arrived, _ = channel.step([value, value])
+        assert equal(arrived, [value, value])
+
+
+@pytest.mark.parametrize(
+    ("first", "then"),
+    [(1, 2), (None, x(5.0)), ([None], [x(5.0)]), (torch.zeros(0, 2), torch.ones(2, 2))],
+    ids=["plain", "from None", "from None inside", "from empty"],
+)
+def test_a_receiver_that_comes_first_waits_for_a_value_without_elements(
+    first: Any, then: Any
+) -> None:
+    channel = Channel()
+    channel.step([first])
+    channel.begin([0])
+    started = threading.Event()
+
+    def receive() -> Any:
+        started.set()
+        return channel.receiver.receive(0)
+
+    with ThreadPoolExecutor(1) as pool:
+        arrived = pool.submit(receive)
+        started.wait()
+        pool_is_waiting = not _done_soon(arrived)
+        channel.sender.send(0, then)
+        assert equal(arrived.result(), then)
+    assert pool_is_waiting
+
+
+def _done_soon(future: Future[Any]) -> bool:
+    try:
+        future.result(timeout=0.05)
+    except TimeoutError:
+        return False
+    return True
+
+
+def test_what_was_posted_for_a_surprise_is_not_lost() -> None:
+    """The fillers complete the posted receives, so the same buffers serve again."""
+    channel = Channel(depth=4)
+    values = [x(1.0, 2.0)] * 4
+    channel.step(values)
+    channel.step(values)
+    arrived, _ = channel.step([x(1.0), *values[1:]])
+    assert equal(arrived, [x(1.0), *values[1:]])
+    assert not any(channel.link._unreceived.values())
+    assert not channel.link._unsent.get(0, [None])[1:]  # but for the header's receive
+
+
+shapes = st.sampled_from([(), (2,), (2, 3), (3, 2), (0, 2)])
+leaf = st.builds(lambda shape, k: torch.full(shape, float(k)), shapes, st.integers(0, 9))
+values = st.one_of(leaf, st.tuples(leaf, leaf), st.tuples(leaf, st.integers(0, 2)))
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 2), st.lists(values, min_size=3, max_size=3)), max_size=6),
+    st.integers(1, 4),
+)
+def test_whatever_is_sent_arrives(steps: list[tuple[int, list[Any]]], depth: int) -> None:
+    channel = Channel(depth=depth)
+    for signature, step in steps:
+        arrived, _ = channel.step(step, signature)
+        assert equal(arrived, step)
+
+
+# Two threads.
+
+
+@pytest.mark.parametrize("capacity", [1, 2, None])
+def test_two_threads_and_a_courier(capacity: int | None) -> None:
+    courier = Courier()
+    link = MemoryLink(10.0)
+    sender, receiver = Sender(link, capacity, courier), Receiver(link, CPU, 2)
+    large = 1 << 17  # more than what is sent on the calling thread
+    steps = [[torch.full((large if m % 2 else 3,), float(m + s)) for m in range(4)] for s in range(3)]
+
+    def send() -> None:
+        for step in steps:
+            sender.begin(0)
+            for m, value in enumerate(step):
+                sender.send(m, value)
+        sender.flush()
+
+    thread = threading.Thread(target=send)
+    thread.start()
+    for step in steps:
+        receiver.begin(0, range(4))
+        for m, value in enumerate(step):
+            assert torch.equal(receiver.receive(m), value)
+            receiver.release(m)
+    thread.join()
+    courier.close()
+
+
+def test_at_its_capacity_the_sender_waits() -> None:
+    channel = Channel(capacity=2, limit=0.05)
+    channel.sender.begin(0)
+    channel.sender.send(0, x(0.0))
+    channel.sender.send(1, x(1.0))
+    with pytest.raises(PeerLost):  # nobody receives: the wait for room ends by the link's limit
+        channel.sender.send(2, x(2.0))
+
+
+def test_room_is_made_by_receiving() -> None:
+    channel = Channel(capacity=2, limit=0.05)
+    channel.begin(range(4))
+    for m in range(4):
+        channel.sender.send(m, x(float(m)))
+        assert channel.receiver.receive(m).item() == m
+    channel.sender.flush()
+
+
+def test_without_a_capacity_the_sender_never_waits() -> None:
+    channel = Channel(capacity=None, limit=0.05)
+    channel.begin(range(100))
+    for m in range(100):
+        channel.sender.send(m, x(float(m)))
+    assert [channel.receiver.receive(m).item() for m in range(100)] == list(range(100))
+
+
+def test_what_cannot_pass_is_refused_by_send() -> None:
+    channel = Channel()
+    channel.begin([0])
+    with pytest.raises(PipeworkerError, match="a set cannot pass"):
+        channel.sender.send(0, {1, 2})
+
+
+def test_a_lost_peer_is_noticed_by_both_ends() -> None:
+    channel = Channel(limit=0.02)
+    channel.receiver.begin(0, [0])
+    with pytest.raises(PeerLost):
+        channel.receiver.receive(0)
+    channel = Channel(limit=0.02)
+    channel.step([x(1.0)])
+    channel.sender.begin(0)
+    channel.sender.send(0, x(1.0))
+    with pytest.raises(PeerLost):
+        channel.sender.flush()

@@ -1,0 +1,311 @@
+"""What a value looks like on a channel, and that it looks the same when it comes off."""
+
+from __future__ import annotations
+
+from collections import OrderedDict, namedtuple
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pipeworker.errors import PipeworkerError
+from pipeworker.worker.transport import frame as frames
+from pipeworker.worker.transport.frame import Frame
+from pipeworker.worker.transport.link import MemoryLink
+
+DTYPES = [
+    torch.bool,
+    torch.uint8,
+    torch.int8,
+    torch.int16,
+    torch.int32,
+    torch.int64,
+    torch.float16,
+    torch.bfloat16,
+    torch.float32,
+    torch.float64,
+    torch.complex64,
+    torch.complex128,
+    torch.float8_e4m3fn,
+]
+
+Pair = namedtuple("Pair", "left right")
+
+
+def filled(shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """A contiguous tensor whose elements differ, as far as the dtype can tell them apart."""
+    count = torch.Size(shape).numel()
+    return (torch.arange(count) % 100).reshape(shape).to(dtype)
+
+
+def cross(value: Any) -> Any:
+    """The value at the other end: its header read, its elements copied raw."""
+    frame, tensors = frames.describe(value)
+    assert frames.matches(frame, value) is not None or _any_overlap(tensors)
+    there = frames.from_bytes(frames.to_bytes(frame))
+    assert there == frame
+    arrived = []
+    for tensor, layout in zip(tensors, there.tensors, strict=True):
+        packed = frames.pack(tensor)
+        assert packed.is_contiguous()
+        buffer = torch.zeros(layout.packed, dtype=layout.dtype)
+        assert buffer.numel() == packed.numel()
+        if packed.numel():
+            link = MemoryLink()
+            link.send(packed, 0)
+            link.receive(buffer, 0).wait()
+        arrived.append(frames.unpack(buffer, layout))
+    return frames.assemble(there, arrived)
+
+
+def _any_overlap(tensors: list[torch.Tensor]) -> bool:
+    return any(frames.layout_of(t).stride != t.stride() for t in tensors)
+
+
+def same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
+    """Equal in shape, dtype and every bit (a NaN equals itself)."""
+    if left.shape != right.shape or left.dtype is not right.dtype:
+        return False
+    plain = [t.detach().clone(memory_format=torch.contiguous_format) for t in (left, right)]
+    return torch.equal(*(t.view(-1).view(torch.uint8) for t in plain))
+
+
+@st.composite
+def laid_out(draw: st.DrawFn) -> torch.Tensor:
+    """A tensor permuted, sliced and expanded at will: any layout without overlap."""
+    sizes = draw(st.lists(st.integers(0, 4), max_size=4))
+    tensor = filled(tuple(sizes), draw(st.sampled_from(DTYPES)))
+    for dim, size in enumerate(sizes):
+        if size and draw(st.booleans()):
+            start = draw(st.integers(0, size - 1))
+            step = draw(st.integers(1, 2))
+            tensor = tensor[(slice(None),) * dim + (slice(start, None, step),)]
+    if draw(st.booleans()):
+        tensor = tensor.permute(draw(st.permutations(range(tensor.dim()))))
+    for _ in range(draw(st.integers(0, 2))):
+        place = draw(st.integers(0, tensor.dim()))
+        shape = list(tensor.unsqueeze(place).shape)
+        shape[place] = draw(st.integers(1, 3))
+        tensor = tensor.unsqueeze(place).expand(shape)
+    return tensor
+
+
+@given(laid_out())
+def test_a_tensor_keeps_its_elements_and_its_strides(tensor: torch.Tensor) -> None:
+    arrived = cross(tensor)
+    assert same_bits(arrived, tensor)
+    assert arrived.stride() == tensor.stride()
+
+
+@given(laid_out())
+def test_no_more_moves_than_the_elements(tensor: torch.Tensor) -> None:
+    distinct = 1
+    for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
+        distinct *= 1 if size > 1 and stride == 0 else size
+    assert frames.pack(tensor).numel() <= max(distinct, tensor.dim() == 0)
+
+
+@given(
+    st.tuples(st.integers(1, 4), st.integers(1, 4)),
+    st.tuples(st.integers(0, 3), st.integers(0, 3)),
+    st.integers(0, 2),
+)
+def test_overlapping_elements_arrive_as_a_plain_tensor(
+    shape: tuple[int, int], stride: tuple[int, int], offset: int
+) -> None:
+    tensor = filled((24,)).as_strided(shape, stride, offset)
+    arrived = cross(tensor)
+    assert same_bits(arrived, tensor)
+    assert arrived.stride() == tensor.stride() or arrived.is_contiguous()
+
+
+def test_windows_that_overlap() -> None:
+    windows = filled((8,)).unfold(0, 4, 2)
+    assert windows.stride() == (2, 1)
+    arrived = cross(windows)
+    assert same_bits(arrived, windows)
+    assert arrived.stride() == (4, 1)
+
+
+@pytest.mark.parametrize(
+    ("tensor", "packed"),
+    [
+        (filled((4, 3)), (4, 3)),
+        (filled((4, 3)).t(), (4, 3)),
+        (filled((4, 6))[:, ::2], (4, 3)),
+        (filled((4, 1)).expand(4, 9), (4,)),
+        (filled(()).expand(7), ()),
+        (filled((2, 3, 4, 5)).contiguous(memory_format=torch.channels_last), (2, 4, 5, 3)),
+        (filled((0, 3)).t(), (0, 3)),
+    ],
+    ids=["plain", "transposed", "gapped", "expanded", "scalar", "channels_last", "empty"],
+)
+def test_what_moves(tensor: torch.Tensor, packed: tuple[int, ...]) -> None:
+    layout = frames.layout_of(tensor)
+    assert layout.packed == packed
+    assert frames.pack(tensor).numel() == torch.Size(packed).numel()
+    assert layout.stride == tensor.stride()
+
+
+@pytest.mark.parametrize("make", [filled, lambda s: filled(s).t()], ids=["plain", "transposed"])
+def test_a_dense_tensor_is_neither_copied_here_nor_there(make: Any) -> None:
+    tensor = make((3, 4))
+    packed = frames.pack(tensor)
+    assert packed.data_ptr() == tensor.data_ptr()
+    assert frames.unpack(packed, frames.layout_of(tensor)).data_ptr() == tensor.data_ptr()
+
+
+def test_the_conjugate_of_a_tensor_arrives_conjugated() -> None:
+    tensor = torch.tensor([[1 + 2j, 3 - 1j]])
+    for lazy in (tensor.conj(), tensor.mH, torch.conj(tensor).imag):
+        assert lazy.is_conj() or lazy.is_neg()
+        assert torch.equal(cross(lazy).resolve_conj(), lazy.resolve_conj())
+
+
+def test_whether_gradients_are_wanted_is_told_and_the_elements_are_detached() -> None:
+    x = filled((2, 2)).requires_grad_()
+    y = x * 2
+    frame, tensors = frames.describe((x, y, y.detach()))
+    assert [layout.requires_grad for layout in frame.tensors] == [True, True, False]
+    assert not any(frames.pack(tensor).requires_grad for tensor in tensors)
+    assert frames.from_bytes(frames.to_bytes(frame)) == frame
+
+
+plain_values = (
+    st.none()
+    | st.booleans()
+    | st.integers(-(2**63), 2**63 - 1)
+    | st.floats(allow_nan=False)
+    | st.text(max_size=5)
+    | st.binary(max_size=5)
+)
+tensors = st.builds(filled, st.sampled_from([(), (1,), (2, 3), (0,)]), st.sampled_from(DTYPES))
+
+
+def containers(inside: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
+    lists = st.lists(inside, max_size=3)
+    keys = st.text(max_size=3) | st.integers(-5, 5)
+    return (
+        lists
+        | lists.map(tuple)
+        | st.dictionaries(keys, inside, max_size=3)
+        | st.dictionaries(st.text(max_size=3), inside, max_size=3).map(OrderedDict)
+    )
+
+
+def assert_equal(left: Any, right: Any) -> None:
+    assert type(left) is type(right)
+    if isinstance(left, torch.Tensor):
+        assert same_bits(left, right)
+    elif isinstance(left, dict):
+        assert list(left) == list(right)
+        for key in left:
+            assert_equal(left[key], right[key])
+    elif isinstance(left, (list, tuple)):
+        assert len(left) == len(right)
+        for one, other in zip(left, right, strict=True):
+            assert_equal(one, other)
+    else:
+        assert left == right
+
+
+@given(st.recursive(tensors | plain_values, containers, max_leaves=8))
+def test_nested_values_arrive_as_they_are(value: Any) -> None:
+    assert_equal(cross(value), value)
+
+
+def test_the_same_tensor_twice_moves_once_and_stays_one() -> None:
+    x, y = filled((2,)), filled((2,))
+    frame, moved = frames.describe({"a": x, "b": (y, x)})
+    assert len(moved) == 2
+    assert frame.leaves == (0, 1, 0)
+    arrived = cross({"a": x, "b": (y, x)})
+    assert arrived["a"] is arrived["b"][1]
+    assert arrived["a"] is not arrived["b"][0]
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        filled((3, 2)),
+        filled((3, 2)).t(),
+        filled((2, 3), torch.float64),
+        filled((2, 3)).requires_grad_(),
+        (filled((2, 3)),),
+        None,
+    ],
+    ids=["shape", "stride", "dtype", "requires_grad", "structure", "no tensor"],
+)
+def test_a_bare_tensor_that_looks_different_does_not_match(other: Any) -> None:
+    frame, _ = frames.describe(filled((2, 3)))
+    again = filled((2, 3))
+    assert frames.matches(frame, again) == [again]
+    assert frames.matches(frame, other) is None
+
+
+@pytest.mark.parametrize(
+    ("known", "other"),
+    [
+        ({"a": 1}, {"a": 2}),
+        ({"a": 1}, {"b": 1}),
+        ([1, 2], (1, 2)),
+        ({"a": 1, "b": 2}, {"b": 2, "a": 1}),
+        ("a", b"a"),
+        (None, 0),
+        (1, True),
+        (1, 1.0),
+        (0.0, -0.0),
+    ],
+)
+def test_a_plain_value_that_differs_does_not_match(known: Any, other: Any) -> None:
+    frame, _ = frames.describe(known)
+    assert frames.matches(frame, known) == []
+    assert frames.matches(frame, other) is None
+
+
+def test_one_tensor_twice_is_not_two_tensors() -> None:
+    x, y = filled((2,)), filled((2,))
+    frame, _ = frames.describe((x, x))
+    assert frames.matches(frame, (x, y)) is None
+    assert frames.matches(frame, (y, y)) == [y]
+
+
+class Thing:
+    pass
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        (Thing(), "a Thing cannot pass"),
+        ([filled((1,)), {1, 2}], "a set cannot pass"),
+        ((1 + 2j,), "a complex cannot pass"),
+        (torch.eye(2).to_sparse(), "a torch.sparse_coo tensor cannot pass.*make it dense"),
+        ([torch.eye(2).to_sparse()], "a torch.sparse_coo tensor cannot pass.*make it dense"),
+    ],
+    ids=["object", "set", "complex", "sparse", "sparse inside"],
+)
+def test_what_cannot_pass_is_named(value: Any, message: str) -> None:
+    with pytest.raises(PipeworkerError, match=message):
+        frames.describe(value)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [Pair(filled((1,)), 1), [2**64], {Thing: 1}, {(0, 1): filled((1,))}],
+    ids=["namedtuple", "large number", "key that is a class", "key that is a tuple"],
+)
+def test_what_has_no_description_is_refused_when_it_is_sent(value: Any) -> None:
+    frame, _ = frames.describe(value)
+    with pytest.raises(PipeworkerError, match="the output of a stage cannot be described"):
+        frames.to_bytes(frame)
+
+
+def test_frames_are_equal_by_what_they_say() -> None:
+    def frame() -> Frame:
+        return frames.describe({"x": filled((2, 3)), "n": 1})[0]
+
+    assert frame() == frame()
+    assert frame() != frames.describe({"x": filled((2, 3)), "n": 2})[0]
