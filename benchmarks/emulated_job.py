@@ -38,13 +38,30 @@ class Sleeping(nn.Module):
         return result
 
 
+class _Free(torch.autograd.Function):
+    """A loss that takes no time, as the bound has none: its gradient is a tensor made before."""
+
+    gradient = torch.zeros(0)
+
+    @staticmethod
+    def forward(ctx: Any, output: torch.Tensor) -> torch.Tensor:
+        if _Free.gradient.shape != output.shape:
+            _Free.gradient = torch.zeros_like(output)
+        return torch.zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return _Free.gradient
+
+
 def model() -> list[Any]:
     layers, seconds = int(sys.argv[1]), float(sys.argv[2])
     return [partial(Sleeping, seconds)] * layers
 
 
 def loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    return output[:, :1].sum() * 0 + target.sum()
+    result: torch.Tensor = _Free.apply(output)  # type: ignore
+    return result
 
 
 def optimizer(params: Any) -> torch.optim.Optimizer:

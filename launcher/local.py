@@ -19,6 +19,7 @@ from pipeworker.errors import UsageError
 from pipeworker.job.options import Options
 from pipeworker.record.rundir import RunDir, write_summary
 from pipeworker.wire.keys import new_token
+from pipeworker.worker.forkserver import kill_group
 
 _LEAVE_SECONDS = 3.0
 """What workers get to leave by themselves after the verdict."""
@@ -74,6 +75,7 @@ class _Launch:
         self._interrupts = 0
         self._steps = 0
         self._running = set(range(options.stages))
+        self._pids: dict[int, int] = {}
         self._wake_in, self._wake_out = socket.socketpair()
 
     def run(self) -> int:
@@ -151,11 +153,22 @@ class _Launch:
     def _hear_forks(self) -> bool:
         events, more = self._forks.hear()
         for event in events:
-            self._running.discard(event["exited"][0])
-            self._coordinator.say(event)
+            if "forked" in event:
+                rank, pid = event["forked"]
+                self._pids[rank] = pid
+            else:
+                rank = event["exited"][0]
+                self._running.discard(rank)
+                self._pids.pop(rank, None)
+                self._coordinator.say(event)
+        if not more:
+            # The kernel kills the workers when their server dies, but not what they started.
+            for pid in self._pids.values():
+                kill_group(pid)
+            self._pids.clear()
+            self._running.clear()
         if not more and self._verdict is None:
             self._coordinator.say({"failed": "the fork server of this host was killed"})
-            self._running.clear()
         return more or self._verdict is None
 
     def _on_signal(self) -> bool:
@@ -174,7 +187,7 @@ class _Launch:
         try:
             show(*values)
         except OSError:
-            if not self._interrupts:
+            if not self._interrupts and self._verdict is None:
                 self._wake_in.send(bytes([signal.SIGHUP]))
 
     def _verdict_of_our_own(self) -> dict[str, Any]:

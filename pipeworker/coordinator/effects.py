@@ -30,6 +30,13 @@ class Log:
 
 
 @dataclass(frozen=True, slots=True)
+class Dropped:
+    """A message that is not acted on. A peer may send any number of them."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
 class Warn:
     """Something the user should see at once, though the job goes on."""
 
@@ -87,4 +94,4 @@ class Ended:
     failure: Failure | None
 
 
-Effect = Send | Log | Warn | Planned | Stepped | Commit | Ended
+Effect = Send | Log | Dropped | Warn | Planned | Stepped | Commit | Ended

@@ -12,12 +12,16 @@ connection reported by a neighbour only becomes the cause when nothing better ar
 
 from __future__ import annotations
 
+import functools
 import math
+import operator
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 
 from pipeworker.coordinator.effects import (
     Commit,
+    Dropped,
     Effect,
     Ended,
     Log,
@@ -93,7 +97,6 @@ class _Worker:
     described: Described | None = None
     ready: Ready | None = None
     done: StepDone | None = None
-    saved: bool = False
     peak_memory: int = 0
 
 
@@ -106,6 +109,8 @@ class Machine:
     started: float
     state: State = State.GATHERING
     _workers: dict[int, _Worker] = field(default_factory=dict)
+    _rank_of: dict[bytes, int] = field(default_factory=dict)
+    _awaited: set[int] = field(default_factory=set)
     _ranges: tuple[tuple[int, int], ...] = ()
     _schedules: dict[int, tuple[schedule.Schedule, Proof]] = field(default_factory=dict)
     _sent_schedule: int = 0
@@ -118,6 +123,9 @@ class Machine:
     _echoed: set[int] = field(default_factory=set)
     _interrupted: float | None = None
 
+    def __post_init__(self) -> None:
+        self._awaited = set(range(self.options.stages))
+
     # Events.
 
     def received(self, peer: bytes, message: FromWorker, now: float) -> list[Effect]:
@@ -128,7 +136,7 @@ class Machine:
             return self._hello(peer, message, now)
         worker = self._workers.get(message.rank)
         if worker is None or worker.peer != peer:
-            return [Log(f"dropped {type(message).__name__}: its sender is not rank {message.rank}")]
+            return [Dropped(f"{type(message).__name__}: its sender is not rank {message.rank}")]
         worker.heard = now
         match message:
             case Heartbeat():
@@ -137,23 +145,22 @@ class Machine:
                 return self._failed(replace(message.failure, rank=message.rank), now)
             case Described() if self.state is State.GATHERING:
                 worker.described = message
-                if not self._missing() and all(w.described for w in self._workers.values()):
+                if self._last_awaited(message.rank):
                     return self._plan()
             case Ready() if self.state is State.BUILDING:
                 worker.ready = message
-                if all(w.ready for w in self._workers.values()):
+                if self._last_awaited(message.rank):
                     return self._start(now)
             case StepDone() if self.state is State.RUNNING and message.step == self._step:
                 worker.done = message
                 worker.peak_memory = max(worker.peak_memory, message.peak_memory)
-                if all(w.done for w in self._workers.values()):
+                if self._last_awaited(message.rank):
                     return self._stepped(now)
             case Saved() if self.state is State.SAVING:
-                worker.saved = True
-                if all(w.saved for w in self._workers.values()):
+                if self._last_awaited(message.rank):
                     return [Commit(self._steps_done)]
             case _:
-                return [Log(f"dropped {type(message).__name__} while {self.state.value}")]
+                return [Dropped(f"{type(message).__name__} while {self.state.value}")]
         return []
 
     def exited(self, report: Exited, now: float) -> list[Effect]:
@@ -241,13 +248,21 @@ class Machine:
     @property
     def peers(self) -> list[bytes]:
         """The identities of all workers that joined."""
-        return [worker.peer for worker in self._workers.values()]
+        return list(self._rank_of)
 
     def knows(self, peer: bytes) -> bool:
         """Whether `peer` said Hello and was accepted."""
-        return any(worker.peer == peer for worker in self._workers.values())
+        return peer in self._rank_of
 
     # Decisions.
+
+    def _last_awaited(self, rank: int) -> bool:
+        """Whether all have done what this phase or step waits for; then all are awaited anew."""
+        self._awaited.discard(rank)
+        if self._awaited:
+            return False
+        self._awaited = set(range(self.options.stages))
+        return True
 
     def _missing(self) -> list[int]:
         return [rank for rank in range(self.options.stages) if rank not in self._workers]
@@ -256,10 +271,11 @@ class Machine:
         if hello.rank not in range(self.options.stages) or hello.rank in self._workers:
             reason = f"rank {hello.rank} is taken or not part of this job"
             return [
-                Log(f"refused {hello.host}/{hello.pid}: {reason}"),
+                Dropped(f"Hello of {hello.host}/{hello.pid}: {reason}"),
                 Send(peer, Finish(reason, 1)),
             ]
         self._workers[hello.rank] = _Worker(peer, hello, now)
+        self._rank_of[peer] = hello.rank
         effects: list[Effect] = [
             Log(f"rank {hello.rank} joined: pid {hello.pid} on {hello.host}"),
             Send(peer, Welcome(self.options.to_json(), self.run_dir)),
@@ -343,23 +359,26 @@ class Machine:
         fresh = self._sent_schedule != built.microbatches
         self._sent_schedule = built.microbatches
         last = self._step == self.options.steps
+        run = RunStep(self._step, self._batch, last, "")
+        advance = Advance(update, run)
         effects: list[Effect] = []
         for rank, worker in self._workers.items():
             worker.done = None
-            actions = schedule.format_actions(built.stages[rank]) if fresh else ""
-            run = RunStep(self._step, self._batch, last, actions)
-            effects.append(Send(worker.peer, Advance(update, run)))
+            if fresh:
+                actions = schedule.format_actions(built.stages[rank])
+                advance = Advance(update, replace(run, actions=actions))
+            effects.append(Send(worker.peer, advance))
         return effects
 
     def _stepped(self, now: float) -> list[Effect]:
         done = [d for rank in range(self.options.stages) if (d := self._workers[rank].done)]
         batch = self._batch
         assert batch is not None
-        count = math.fsum(done[-1].counts) if done[-1].counts else 1.0
-        loss = sum(done[-1].losses) / count if count else math.nan
-        # fsum is exact, so the norm does not depend on which stage holds which parameter.
-        squares = [square for d in done for square in d.squares]
-        norm = math.sqrt(math.fsum(squares)) if all(map(math.isfinite, squares)) else math.nan
+        count = _exact_sum(done[-1].counts) if done[-1].counts else 1.0
+        # Left to right, as the plain loop adds: sum() compensates since Python 3.12.
+        total = functools.reduce(operator.add, done[-1].losses, 0.0)
+        loss = total / count if count else math.nan
+        norm = math.sqrt(_exact_sum([square for d in done for square in d.squares]))
         norm = norm / count if count else math.nan
         scale = 1.0 / count if count else 1.0
         clip = self.options.clip_grad_norm
@@ -455,3 +474,13 @@ class Machine:
             *(Send(peer, finish) for peer in self.peers),
             Ended(status, exit_status, self._steps_done, memory, bubble, failure),
         ]
+
+
+def _exact_sum(values: Sequence[float]) -> float:
+    """The sum, in any order the same, so that the grouping of layers does not show; or NaN."""
+    if not all(map(math.isfinite, values)):
+        return math.nan
+    try:
+        return math.fsum(values)
+    except OverflowError:
+        return math.nan

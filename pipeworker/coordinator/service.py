@@ -20,6 +20,7 @@ import zmq
 from pipeworker.coordinator import report
 from pipeworker.coordinator.effects import (
     Commit,
+    Dropped,
     Effect,
     Ended,
     Log,
@@ -38,7 +39,9 @@ from pipeworker.wire.messages import FromWorker, Hello, Ping, StoreRequest, ToWo
 
 _TICK_SECONDS = 0.25
 _PING_SECONDS = 1.0
+_BURST_SECONDS = 0.2
 _SHOWN_DROPS = 20
+_SHOWN_CHARACTERS = 200
 
 log = logging.getLogger("pipeworker.coordinator")
 
@@ -56,6 +59,9 @@ class Service:
         self._metrics = self._run_dir.metrics.open("a", encoding="utf-8")
         self._input = b""
         self._dropped = 0
+        self._received = 0
+        self._sent = 0
+        self._encoded: tuple[ToWorker, bytes] | None = None
         self._interrupted = False
         self._ended: Ended | None = None
 
@@ -66,34 +72,40 @@ class Service:
         poller = zmq.Poller()
         poller.register(self._socket, zmq.POLLIN)
         poller.register(sys.stdin.fileno(), zmq.POLLIN)
-        next_ping = time.monotonic()
+        next_tick = next_ping = time.monotonic()
         while self._ended is None:
             ready = dict(poller.poll(int(_TICK_SECONDS * 1000)))
-            if self._socket in ready:
-                self._receive()
+            heard_all = self._socket not in ready or self._receive()
             if sys.stdin.fileno() in ready:
                 self._read_starter()
             now = time.monotonic()
             if self._interrupted:
                 self._perform(self._machine.interrupt(now))
-            self._perform(self._machine.tick(now))
+            if now >= next_tick and heard_all:
+                next_tick = now + _TICK_SECONDS
+                self._perform(self._machine.tick(now))
             if now >= next_ping:
                 next_ping = now + _PING_SECONDS
+                ping = Ping()
                 for peer in self._machine.peers:
-                    self._send(peer, Ping())
+                    self._send(peer, ping)
         self._metrics.close()
         return self._ended.exit_status
 
     def _on_signal(self, number: int, frame: object) -> None:
         self._interrupted = True
 
-    def _receive(self) -> None:
-        """Handle everything that has arrived, so that one slow poll does not delay a step."""
-        while True:
+    def _receive(self) -> bool:
+        """Handle what has arrived, for as long as a flood may keep the loop from all else.
+
+        Returns whether that was everything: only then does a worker's silence mean something.
+        """
+        until = time.monotonic() + _BURST_SECONDS
+        while time.monotonic() < until:
             try:
                 parts = self._socket.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
-                return
+                return True
             if len(parts) != 2:
                 self._drop("a frame of the wrong form")
                 continue
@@ -108,20 +120,29 @@ class Service:
             elif not isinstance(message, FromWorker):
                 self._drop(f"{type(message).__name__}, which no worker sends")
             elif isinstance(message, StoreRequest):
-                if self._machine.knows(peer):
-                    for who, reply in self._rendezvous.handle(peer, message):
-                        self._send(who, reply)
-                else:
-                    self._drop("a store request of a peer that has not joined")
+                self._store(peer, message)
             elif isinstance(message, Hello) or self._machine.knows(peer):
                 self._perform(self._machine.received(peer, message, time.monotonic()))
             else:
                 self._drop(f"{type(message).__name__} of a peer that has not joined")
+        return False
+
+    def _store(self, peer: bytes, request: StoreRequest) -> None:
+        if not self._machine.knows(peer):
+            self._drop("a store request of a peer that has not joined")
+            return
+        try:
+            answers = self._rendezvous.handle(peer, request)
+        except ProtocolError as error:
+            self._drop(f"a store request: {error}")
+            return
+        for who, reply in answers:
+            self._send(who, reply)
 
     def _drop(self, what: str) -> None:
         self._dropped += 1
         if self._dropped <= _SHOWN_DROPS or self._dropped % 1000 == 0:
-            log.warning("dropped %s (%d so far)", what, self._dropped)
+            log.warning("dropped %s (%d so far)", what[:_SHOWN_CHARACTERS], self._dropped)
 
     def _read_starter(self) -> None:
         """Lines from the process that started this one; its end is the end of the job."""
@@ -142,12 +163,13 @@ class Service:
                 self._perform(self._machine.interrupt(time.monotonic()))
 
     def _send(self, peer: bytes, message: ToWorker) -> None:
-        frame = codec.encode(message, self._configuration.generation)
+        if self._encoded is None or self._encoded[0] is not message:  # often, all get the same
+            self._encoded = message, codec.encode(message, self._configuration.generation)
         try:
-            self._socket.send_multipart([peer, frame])
+            self._socket.send_multipart([peer, self._encoded[1]])
         except zmq.ZMQError as error:
             # The peer is gone or does not read; its silence is what the machine acts on.
-            log.info("could not send %s: %s", type(message).__name__, error)
+            self._drop(f"{type(message).__name__} to a peer: {error}")
 
     def _perform(self, effects: list[Effect]) -> None:
         for effect in effects:
@@ -156,6 +178,8 @@ class Service:
                     self._send(effect.peer, effect.message)
                 case Log():
                     log.info("%s", effect.text)
+                case Dropped():
+                    self._drop(effect.text)
                 case Warn():
                     log.warning("%s", effect.text)
                     self._tell("warning", effect.text)

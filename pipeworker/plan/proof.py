@@ -133,6 +133,8 @@ def _check_stage(schedule: Schedule, stage: int) -> tuple[int, int]:
                 need(action, Kind.BACKWARD)
             case Kind.LOAD if stage > 0:
                 raise ScheduleError(f"stage {stage}: only the first stage reads data")
+            case Kind.LOAD if m > 0:
+                raise ScheduleError(f"stage {stage}: {action}: a step reads one mini-batch, as L0")
         most_activations = max(most_activations, len(activations))
         most_inputs = max(most_inputs, len(inputs))
         if action.kind is Kind.BACKWARD:

@@ -126,9 +126,7 @@ def decode(frame: bytes) -> tuple[int, messages.Message]:
     if len(frame) > MAX_FRAME_BYTES:
         raise ProtocolError("the frame is too large")
     try:
-        parts = msgpack.unpackb(
-            frame, strict_map_key=True, use_list=True, unicode_errors=_ANY_TEXT
-        )
+        parts = msgpack.unpackb(frame, strict_map_key=True, use_list=True, unicode_errors=_ANY_TEXT)
     except Exception as error:  # msgpack raises ValueError, UnicodeDecodeError and its own kinds
         raise ProtocolError(f"not msgpack: {type(error).__name__}") from error
     if type(parts) is not list or len(parts) != 4:

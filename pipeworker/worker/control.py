@@ -14,6 +14,7 @@ import socket
 import sys
 import threading
 import time
+import traceback
 from collections import deque
 from collections.abc import Callable
 
@@ -124,6 +125,13 @@ class Control:
             return  # the thread has wake-ups to read already
 
     def _run(self) -> None:
+        try:
+            self._serve()
+        except BaseException:  # without this thread nobody would hear of it: say it and leave
+            traceback.print_exc()
+            self._leave(1)
+
+    def _serve(self) -> None:
         monitor = self._socket.get_monitor_socket(
             zmq.Event.DISCONNECTED | zmq.Event.HANDSHAKE_SUCCEEDED | zmq.Event.HANDSHAKE_FAILED_AUTH
         )

@@ -13,6 +13,8 @@ from pipeworker.errors import UsageError
 from pipeworker.wire.messages import Batch
 from pipeworker.worker import rng
 
+_MOST_SIGNATURES = 1024
+
 
 @dataclass(frozen=True, slots=True)
 class MicroBatches:
@@ -43,6 +45,7 @@ class Reader:
         self._stream = rng.Stream()
         self._iterator: Iterator[Any] | None = None
         self._signatures: dict[Any, int] = {}
+        self._next_signature = 0
 
     def read(self) -> MicroBatches | None:
         """The next mini-batch; None when the data is exhausted and does not repeat.
@@ -109,7 +112,13 @@ class Reader:
             (tuple(leaf.shape), leaf.dtype) if isinstance(leaf, torch.Tensor) else type(leaf)
             for leaf in leaves
         )
-        return self._signatures.setdefault((structure, looks), len(self._signatures))
+        if len(self._signatures) > _MOST_SIGNATURES:
+            self._signatures.clear()
+        key = (structure, looks)
+        if key not in self._signatures:
+            self._signatures[key] = self._next_signature
+            self._next_signature += 1
+        return self._signatures[key]
 
 
 def share(samples: int, microbatches: int) -> list[float]:

@@ -61,7 +61,8 @@ class Executor:
                 capacity = None if payload is Payload.TARGET else CHANNEL_CAPACITY
                 self._senders[payload] = Sender(link, capacity, courier)
             else:
-                self._receivers[payload] = Receiver(link, stage.device, CHANNEL_CAPACITY)
+                depth = CHANNEL_CAPACITY if payload is Payload.GRADIENT else None
+                self._receivers[payload] = Receiver(link, stage.device, depth)
         self._program: list[tuple[Callable[[int], None], int, bool]] = []
         self._order: dict[Payload, list[int]] = {}
         self._recomputed: frozenset[int] = frozenset()

@@ -1,9 +1,9 @@
 """Imports torch once and forks the workers of one host.
 
 Standard input and output are pipes to the launcher, JSON objects one a line. In: ``fork``. Out:
-``exited`` with the rank, the exit code (negative for a signal) and where the worker was. When
-input ends, every worker still there is killed with its process group and the server ends. The
-kernel kills the workers when the server itself is killed.
+``forked`` with the rank and the pid; ``exited`` with the rank, the exit code (negative for a
+signal) and where the worker was. When input ends, every worker still there is killed with its
+process group and the server ends. The kernel kills the workers when the server itself is killed.
 """
 
 from __future__ import annotations
@@ -62,6 +62,7 @@ class _ForkServer:
         if pid == 0:
             self._become_worker(parent, settings, tracker)
         self._workers[pid] = settings["rank"], tracker
+        _say({"forked": [settings["rank"], pid]})
 
     def _become_worker(self, parent: int, settings: dict[str, Any], tracker: Tracker) -> None:
         """In the child: never returns."""
@@ -91,7 +92,7 @@ class _ForkServer:
             done, wait_status = os.waitpid(pid, os.WNOHANG)
             if done:
                 rank, tracker = self._workers.pop(pid)
-                _kill_group(pid)  # what the worker started, a data loader's processes say
+                kill_group(pid)  # what the worker started, a data loader's processes say
                 position = tracker.get()
                 tracker.close()
                 where = [int(position.phase), position.step, position.microbatch, position.layer]
@@ -99,11 +100,11 @@ class _ForkServer:
 
     def _kill_all(self) -> None:
         for pid in self._workers:
-            _kill_group(pid)
+            kill_group(pid)
             os.kill(pid, signal.SIGKILL)
         for pid in self._workers:
             os.waitpid(pid, 0)
-            _kill_group(pid)
+            kill_group(pid)
 
 
 def _die_with(parent: int) -> None:
@@ -114,7 +115,8 @@ def _die_with(parent: int) -> None:
             os._exit(1)
 
 
-def _kill_group(pid: int) -> None:
+def kill_group(pid: int) -> None:
+    """Kill a worker and what it started; its process group is named by its own pid."""
     try:
         os.killpg(pid, signal.SIGKILL)
     except ProcessLookupError:

@@ -28,6 +28,8 @@ _EXPECTED, _HEADER, _DESCRIBED = 0, 1, 2  # tags
 _HEADER_BYTES = 1024
 _LENGTH_BYTES = 8
 _SMALL_BYTES = 256 << 10
+_MOST_FRAMES = 4096
+_MOST_SHAPES = 64
 _INLINE = Inline()
 
 
@@ -54,6 +56,7 @@ class Sender:
         self._signature = signature
         self._dynamic |= self._surprised
         self._surprised = False
+        _bound(self._known)
         self.flush()
 
     def send(self, microbatch: int, value: Any) -> None:
@@ -104,6 +107,12 @@ class Sender:
         return started
 
 
+def _bound(known: dict[tuple[int, int], Frame]) -> None:
+    """Forget when shapes keep changing; both ends know the same frames, so they forget together."""
+    if len(known) > _MOST_FRAMES:
+        known.clear()
+
+
 @dataclass(slots=True)
 class _Sent:
     """A send under way, and the tensor that must stay until it is complete."""
@@ -144,10 +153,11 @@ class Receiver:
 
     Args:
         device: where received tensors are wanted.
-        depth: receives posted ahead of need.
+        depth: receives posted ahead of need; None for all of a step's, which costs no memory where
+            the values are kept until backward anyway.
     """
 
-    def __init__(self, link: Link, device: torch.device, depth: int) -> None:
+    def __init__(self, link: Link, device: torch.device, depth: int | None) -> None:
         self._link = link
         self._device = device
         self._depth = depth
@@ -170,8 +180,10 @@ class Receiver:
         self._signature = signature
         self._dynamic |= self._surprised
         self._surprised = False
+        _bound(self._known)
+        self._pool.bound()
         self._ahead = deque(microbatches)
-        for _ in range(self._depth):
+        for _ in range(len(microbatches) if self._depth is None else self._depth):
             self._post_next()
 
     def receive(self, microbatch: int) -> Any:
@@ -252,6 +264,11 @@ class BufferPool:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._free: dict[tuple[torch.Size, torch.dtype], list[torch.Tensor]] = {}
+
+    def bound(self) -> None:
+        """Let go of everything when there have been too many shapes."""
+        if len(self._free) > _MOST_SHAPES:
+            self._free.clear()
 
     def take(self, layout: Layout) -> torch.Tensor:
         free = self._free.get((torch.Size(layout.packed), layout.dtype))

@@ -1,0 +1,59 @@
+"""Which layers each stage owns."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pipeworker.errors import UsageError
+from pipeworker.plan.partition import check_balance, even, parse_balance, ranges
+
+balances = st.lists(st.integers(1, 9), min_size=1, max_size=8).map(tuple)
+
+
+@pytest.mark.parametrize(
+    ("layers", "stages", "balance"),
+    [(1, 1, (1,)), (5, 2, (3, 2)), (11, 4, (3, 3, 3, 2)), (4, 4, (1, 1, 1, 1)), (8, 3, (3, 3, 2))],
+)
+def test_even(layers: int, stages: int, balance: tuple[int, ...]) -> None:
+    assert even(layers, stages) == balance
+
+
+@given(stages=st.integers(1, 20), more=st.integers(0, 60))
+def test_even_is_even_and_favours_no_later_stage(stages: int, more: int) -> None:
+    balance = even(stages + more, stages)
+    assert check_balance(balance, stages + more, stages) == balance
+    assert max(balance) - min(balance) <= 1
+    assert list(balance) == sorted(balance, reverse=True)
+
+
+def test_even_needs_a_layer_a_stage() -> None:
+    with pytest.raises(UsageError, match=r"3 stages need .* has 2: use --stages 2 or fewer"):
+        even(2, 3)
+
+
+@given(balances)
+def test_parse_reads_what_is_shown(balance: tuple[int, ...]) -> None:
+    assert parse_balance(",".join(map(str, balance))) == balance
+
+
+@pytest.mark.parametrize("text", ["", "3,,5", "3,0", "-1", "a", "3;5", "2.5", "3,5,"])
+def test_parse_refuses(text: str) -> None:
+    with pytest.raises(UsageError, match="one positive number for each stage"):
+        parse_balance(text)
+
+
+def test_a_balance_must_fit_the_job() -> None:
+    assert check_balance((3, 2), 5, 2) == (3, 2)
+    with pytest.raises(UsageError, match="3,2 is for 2 stages, but there are 3"):
+        check_balance((3, 2), 5, 3)
+    with pytest.raises(UsageError, match=r"3,2 adds up to 5 layers, but model\(\) has 6"):
+        check_balance((3, 2), 6, 2)
+
+
+@given(balances)
+def test_ranges_cover_every_layer_once_in_order(balance: tuple[int, ...]) -> None:
+    owned = [list(range(first, stop)) for first, stop in ranges(balance)]
+    assert sum(owned, []) == list(range(sum(balance)))
+    assert tuple(map(len, owned)) == balance

@@ -1,0 +1,242 @@
+"""Frames: every message comes through unchanged, and nothing else comes through at all."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import random
+import typing
+from pathlib import Path
+from typing import Any
+
+import msgpack
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pipeworker.errors import ProtocolError
+from pipeworker.wire import messages
+from pipeworker.wire.codec import MAX_FRAME_BYTES, VERSION, decode, encode
+from pipeworker.wire.messages import (
+    Batch,
+    Cause,
+    Failed,
+    Failure,
+    Finish,
+    Heartbeat,
+    Hello,
+    Message,
+    Phase,
+    Ping,
+    Position,
+    StepDone,
+    Update,
+)
+
+KINDS = [*typing.get_args(messages.FromWorker), *typing.get_args(messages.ToWorker)]
+
+st.register_type_strategy(int, st.integers(-(2**63), 2**63 - 1))
+st.register_type_strategy(float, st.floats(allow_nan=False))
+st.register_type_strategy(str, st.text(st.characters(codec=None), max_size=20))
+
+any_message = st.sampled_from(KINDS).flatmap(st.from_type)
+
+DONE = StepDone(
+    rank=1,
+    step=7,
+    losses=(0.25, 1e-300),
+    counts=(),
+    squares=(0.5, math.inf),
+    busy=0.125,
+    learning_rate=0.1,
+    peak_memory=1 << 40,
+    batch=Batch(signature=2, samples=10, microbatches=4, epoch=0),
+)
+FAILED = Failed(2, Failure(Cause.USER, "no", 2, Position(Phase.FORWARD, 3, 1, 4), "Linear", "tb"))
+
+
+@given(message=any_message, generation=st.integers(0, 2**31))
+def test_round_trip(message: Message, generation: int) -> None:
+    read = decode(encode(message, generation))
+    assert read == (generation, message)
+    assert repr(read[1]) == repr(message)  # equal and of the same types: 1, 1.0 and True differ
+
+
+def test_nan_round_trips() -> None:
+    _, read = decode(encode(dataclasses.replace(DONE, losses=(math.nan,)), 1))
+    assert isinstance(read, StepDone)
+    assert math.isnan(read.losses[0])
+
+
+def test_the_frame_is_four_plain_values() -> None:
+    assert msgpack.unpackb(encode(_update(), 3)) == [
+        VERSION,
+        3,
+        "Advance",
+        [[7, 0.5], None],
+    ]
+    assert msgpack.unpackb(encode(Heartbeat(0, Position(Phase.LOSS, 2)), 1))[3] == [
+        0,
+        [9, 2, -1, -1],
+    ]
+
+
+def _update() -> Message:
+    return messages.Advance(Update(7, 0.5), None)
+
+
+@given(st.binary(max_size=200))
+def test_random_bytes_are_refused(noise: bytes) -> None:
+    with pytest.raises(ProtocolError):
+        decode(noise)
+
+
+@given(
+    value=st.recursive(
+        st.none()
+        | st.booleans()
+        | st.integers(-(2**63), 2**64 - 1)
+        | st.floats()
+        | st.binary()
+        | st.text(),
+        lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(), inner, max_size=4),
+    )
+)
+def test_well_formed_values_that_are_no_message_are_refused(value: Any) -> None:
+    for frame in (value, [VERSION, 1, "StepDone", value], [VERSION, 1, value, []]):
+        with pytest.raises(ProtocolError):
+            decode(msgpack.packb(frame))
+
+
+@pytest.mark.parametrize("message", [DONE, FAILED], ids=lambda m: type(m).__name__)
+@pytest.mark.parametrize("seed", range(4))
+def test_a_mutated_frame_is_a_message_or_refused(message: Message, seed: int) -> None:
+    """What a mutation yields is either refused or a message that encodes to the same meaning."""
+    chance = random.Random(seed)
+    original = encode(message, 1)
+    refused = 0
+    for _ in range(500):
+        frame = bytearray(original)
+        for _ in range(chance.randint(1, 3)):
+            at = chance.randrange(len(frame))
+            match chance.randrange(3):
+                case 0:
+                    frame[at] = chance.randrange(256)
+                case 1:
+                    del frame[at]
+                case 2:
+                    frame.insert(at, chance.randrange(256))
+        try:
+            generation, read = decode(bytes(frame))
+        except ProtocolError:
+            refused += 1
+        else:
+            assert repr(decode(encode(read, generation))) == repr((generation, read))
+    assert refused > 100
+
+
+def test_every_shorter_or_longer_frame_is_refused() -> None:
+    frame = encode(DONE, 1)
+    for length in range(len(frame)):
+        with pytest.raises(ProtocolError):
+            decode(frame[:length])
+    with pytest.raises(ProtocolError):
+        decode(frame + b"\0")
+
+
+@pytest.mark.parametrize(
+    ("frame", "why"),
+    [
+        ([VERSION + 1, 1, "Ping", []], f"version {VERSION + 1}, this is version {VERSION}"),
+        ([0, 1, "Ping", []], "version 0"),
+        ([True, 1, "Ping", []], "version bool"),
+        ([float(VERSION), 1, "Ping", []], "version float"),
+        (["1" * 1000, 1, "Ping", []], r"^version str, this"),
+        ([VERSION, 1, "Ping"], "not a frame"),
+        ([VERSION, 1, "Ping", [], []], "not a frame"),
+        ({"version": VERSION}, "not a frame"),
+        ([VERSION, "1", "Ping", []], "unknown message"),
+        ([VERSION, True, "Ping", []], "unknown message"),
+        ([VERSION, 1, "Machine", []], "unknown message"),
+        ([VERSION, 1, "Update", [1, 1.0]], "unknown message"),  # only ever within Advance
+        ([VERSION, 1, b"Ping", []], "unknown message"),
+        ([VERSION, 1, ["Ping"], []], "unknown message"),
+    ],
+)
+def test_a_wrong_head_is_refused(frame: Any, why: str) -> None:
+    with pytest.raises(ProtocolError, match=why):
+        decode(msgpack.packb(frame))
+
+
+@pytest.mark.parametrize(
+    ("name", "fields"),
+    [
+        ("Ping", [1]),
+        ("Ping", None),
+        ("Hello", [0, "host"]),
+        ("Hello", [0, "host", 1, 2]),
+        ("Hello", {"rank": 0}),
+        ("Hello", [True, "host", 1]),
+        ("Hello", [0.0, "host", 1]),
+        ("Hello", ["0", "host", 1]),
+        ("Hello", [None, "host", 1]),
+        ("Hello", [0, b"host", 1]),
+        ("Described", [0, "Linear"]),
+        ("Described", [0, ["Linear", 1]]),
+        ("Described", [0, [["Linear"]]]),
+        ("Heartbeat", [0, [99, 1, 1, 1]]),
+        ("Heartbeat", [0, [6.0, 1, 1, 1]]),
+        ("Heartbeat", [0, [True, 1, 1, 1]]),
+        ("Heartbeat", [0, [[], 1, 1, 1]]),
+        ("Heartbeat", [0, None]),
+        ("Failed", [0, ["gossip", "m", 0, [0, -1, -1, -1], "", ""]]),
+        ("Saved", [0, 2**63]),
+        ("StepDone", [0, 1, [1], [], [], 0.0, 0.0, 0, None]),
+        ("StepDone", [0, 1, [0.5, True], [], [], 0.0, 0.0, 0, None]),
+        ("StepDone", [0, 1, [], [], [], 0, 0.0, 0, None]),
+        ("StepDone", [0, 1, [], [], [], 0.0, 0.0, 0, [1, 2, 3]]),
+        ("Advance", [[1, 1], None]),
+    ],
+)
+def test_a_field_of_another_type_is_refused(name: str, fields: Any) -> None:
+    with pytest.raises(ProtocolError):
+        decode(msgpack.packb([VERSION, 1, name, fields]))
+
+
+def test_a_frame_too_large_is_not_even_read() -> None:
+    largest = encode(Finish("x" * (MAX_FRAME_BYTES - 100), 1), 1)
+    assert decode(largest)[0] == 1
+    with pytest.raises(ProtocolError, match="too large"):
+        decode(largest + b"\0" * 100)
+
+
+@pytest.mark.parametrize(
+    "bomb",
+    [
+        b"\xdd\xff\xff\xff\xff",  # an array said to have 4 G entries
+        b"\xdb\xff\xff\xff\xff",  # a string said to have 4 GB
+        b"\x91" * 100_000,  # nested 100,000 deep
+        b"\xdf\xff\xff\xff\xff\x01",
+    ],
+)
+def test_a_frame_that_promises_more_than_it_holds_is_refused(bomb: bytes) -> None:
+    with pytest.raises(ProtocolError):
+        decode(bomb)
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
+def test_messages_are_frozen_plain_and_unpickled(kind: type) -> None:
+    assert dataclasses.is_dataclass(kind)
+    assert kind.__dataclass_params__.frozen  # type: ignore[attr-defined]
+    assert not hasattr(kind, "__dict__") or "__slots__" in vars(kind)
+
+
+def test_text_that_is_not_utf8_comes_through() -> None:
+    """A file name with a stray byte reaches Python as a lone surrogate."""
+    name = str(Path(b"caf\xe9.py".decode("utf-8", "surrogateescape")))
+    assert decode(encode(Finish(name, 1), 1))[1] == Finish(name, 1)
+
+
+def test_ping_is_small() -> None:
+    assert len(encode(Ping(), 1)) < 10
+    assert len(encode(Hello(0, "host", 1), 1)) < 30

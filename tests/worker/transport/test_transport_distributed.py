@@ -1,0 +1,282 @@
+"""Links over real gloo connections, met through a rendezvous in this process."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import queue
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from multiprocessing.connection import Connection
+from typing import Any
+
+import pytest
+import torch
+from torch._C._distributed_c10d import PrefixStore
+
+from pipeworker.coordinator.rendezvous import Rendezvous
+from pipeworker.errors import PeerLost, UsageError
+from pipeworker.plan import schedule
+from pipeworker.plan.schedule import Edge
+from pipeworker.wire.messages import StoreOperation, StoreReply, StoreRequest
+from pipeworker.worker.transport.channel import Receiver, Sender
+from pipeworker.worker.transport.courier import Courier
+from pipeworker.worker.transport.distributed import Ask, CoordinatorStore, connect
+from pipeworker.worker.transport.link import Link
+
+ENDPOINT = "tcp://127.0.0.1:1"
+FORTH, BACK = Edge(0, 1, "activation"), Edge(1, 0, "gradient")
+
+
+class Meeting:
+    """The coordinator's store, for the threads of this process; each asks one thing at a time."""
+
+    def __init__(self) -> None:
+        self._rendezvous = Rendezvous()
+        self._lock = threading.Lock()
+        self._replies: dict[bytes, queue.SimpleQueue[StoreReply]] = {}
+
+    def ask(self) -> Ask:
+        """A new peer's way to ask."""
+        peer = str(len(self._replies)).encode()
+        mine = self._replies[peer] = queue.SimpleQueue()
+
+        def ask(
+            operation: StoreOperation, keys: tuple[str, ...], value: bytes, expected: bytes
+        ) -> StoreReply:
+            request = StoreRequest(0, 1, operation, keys, value, expected)
+            with self._lock:
+                for other, reply in self._rendezvous.handle(peer, request):
+                    self._replies[other].put(reply)
+            return mine.get(timeout=20)
+
+        return ask
+
+    def store(self) -> CoordinatorStore:
+        return CoordinatorStore(self.ask())
+
+
+def connect_all(edges: tuple[Edge, ...], stages: int) -> list[dict[Edge, Link]]:
+    """Every stage's links, each connected on a thread of its own."""
+    meeting = Meeting()
+    stores = [meeting.store() for _ in range(stages)]
+    with ThreadPoolExecutor(stages) as pool:
+        made = [
+            pool.submit(
+                connect, [e for e in edges if k in (e.source, e.target)], k, store, ENDPOINT, "auto"
+            )
+            for k, store in enumerate(stores)
+        ]
+        return [future.result() for future in made]
+
+
+@pytest.fixture
+def pair() -> tuple[Link, Link]:
+    """Both ends of one edge."""
+    source, target = connect_all((FORTH,), 2)
+    return source[FORTH], target[FORTH]
+
+
+@pytest.mark.parametrize("prefix", ["", "prefixed"])
+def test_the_store_does_what_a_store_does(prefix: str) -> None:
+    meeting = Meeting()
+    mine, yours = meeting.store(), meeting.store()
+    if prefix:
+        mine, yours = PrefixStore(prefix, mine), PrefixStore(prefix, yours)
+    mine.set("a", "1")
+    mine.set("b", b"\0\xff")
+    assert (yours.get("a"), yours.get("b")) == (b"1", b"\0\xff")
+    assert [mine.add("n", 2), yours.add("n", 3)] == [2, 5]
+    assert yours.check(["a", "b"])
+    assert not yours.check(["a", "missing"])
+    assert mine.compare_set("a", "1", "2") == b"2"
+    assert yours.compare_set("a", "1", "3") == b"2"
+    mine.wait(["a", "b"])
+    assert mine.delete_key("a")
+    assert not mine.delete_key("a")
+    assert not yours.check(["a"])
+
+
+def test_getting_waits_until_the_key_is_set() -> None:
+    meeting = Meeting()
+    reader, writer = meeting.store(), meeting.store()
+    with ThreadPoolExecutor(1) as pool:
+        got = pool.submit(reader.get, "late")
+        writer.set("other", "1")
+        writer.set("late", "2")
+        assert got.result(20) == b"2"
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.bool, torch.int64, torch.bfloat16, torch.float64, torch.complex64]
+)
+def test_tensors_arrive(pair: tuple[Link, Link], dtype: torch.dtype) -> None:
+    source, target = pair
+    sent = torch.arange(6).reshape(2, 3).to(dtype)
+    got = torch.empty(2, 3, dtype=dtype)
+    receiving = target.receive(got, 0)
+    source.send(sent, 0).wait()
+    receiving.wait()
+    assert torch.equal(got, sent)
+
+
+def test_tags_are_separate_queues_in_the_order_sent(pair: tuple[Link, Link]) -> None:
+    source, target = pair
+    for tag, value in ((2, 1.0), (1, 2.0), (2, 3.0)):
+        source.send(torch.full((5,), value), tag)
+    got = [torch.empty(5) for _ in range(3)]
+    for tensor, tag in zip(got, (1, 2, 2), strict=True):
+        target.receive(tensor, tag).wait()
+    assert [tensor[0].item() for tensor in got] == [2.0, 1.0, 3.0]
+
+
+def test_no_default_process_group_is_made(pair: tuple[Link, Link]) -> None:
+    assert not torch.distributed.is_initialized()
+    assert all(link.device == torch.device("cpu") for link in pair)
+
+
+def test_every_edge_of_a_pipeline_is_connected() -> None:
+    edges = schedule.edges(schedule.build("gpipe", 4, 2, "always"))
+    links = connect_all(edges, 4)
+    assert len(edges) == 7  # three forth, three back, one for targets
+    for number, edge in enumerate(edges):
+        got = torch.empty(3)
+        receiving = links[edge.target][edge].receive(got, 0)
+        links[edge.source][edge].send(torch.full((3,), float(number)), 0).wait()
+        receiving.wait()
+        assert got.tolist() == [float(number)] * 3
+
+
+def test_values_over_a_channel(pair: tuple[Link, Link]) -> None:
+    source, target = pair
+    courier = Courier()
+    sender, receiver = Sender(source, 4, courier), Receiver(target, torch.device("cpu"), 4)
+
+    def value(step: int, m: int) -> Any:
+        rows = 1 << 15 if m == 1 else 2 + (step == 2) * m  # one is large; a shape changes
+        x = torch.full((rows, 3), 10.0 * step + m)
+        return {"x": x.t(), "again": x, "mask": x[:, :1].expand(rows, 4) > 0, "n": step // 3}
+
+    for step in range(5):
+        sender.begin(0)
+        receiver.begin(0, range(3))
+        for m in range(3):
+            sent = value(step, m)
+            sender.send(m, sent)
+            got = receiver.receive(m)
+            assert got.keys() == sent.keys()
+            assert got["n"] == sent["n"]
+            for key in ("x", "again", "mask"):
+                assert torch.equal(got[key], sent[key])
+                assert got[key].stride() == sent[key].stride()
+            del got
+            receiver.release(m)
+    sender.flush()
+    courier.close()
+
+
+def test_a_conjugate_arrives_conjugated(pair: tuple[Link, Link]) -> None:
+    source, target = pair
+    courier = Courier()
+    sender, receiver = Sender(source, 4, courier), Receiver(target, torch.device("cpu"), 4)
+    sent = torch.tensor([1 + 2j]).conj()
+    for step in range(2):
+        sender.begin(0)
+        receiver.begin(0, [0])
+        sender.send(0, sent)
+        assert receiver.receive(0).tolist() == [1 - 2j], step
+        receiver.release(0)
+    courier.close()
+
+
+def test_a_backend_that_is_not_there_is_named() -> None:
+    with pytest.raises(UsageError, match="--backend nccl is not available yet: use gloo"):
+        connect([FORTH], 0, Meeting().store(), ENDPOINT, "nccl")
+
+
+def test_the_interface_may_be_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    source, target = connect_all((FORTH,), 2)
+    got = torch.zeros(1)
+    receiving = target[FORTH].receive(got, 0)
+    source[FORTH].send(torch.ones(1), 0).wait()
+    receiving.wait()
+    assert got.item() == 1
+
+
+# A peer that dies.
+
+
+def _neighbour(questions: Connection) -> None:
+    """Stage 1 in a process of its own: answers one tensor, then holds still."""
+
+    def ask(*question: Any) -> StoreReply:
+        questions.send(question)
+        reply: StoreReply = questions.recv()
+        return reply
+
+    links = connect([FORTH, BACK], 1, CoordinatorStore(ask), ENDPOINT, "gloo")
+    tensor = torch.empty(4)
+    links[FORTH].receive(tensor, 0).wait()
+    links[BACK].send(tensor * 2, 0).wait()
+    questions.send(None)
+    signal.pause()
+
+
+@pytest.fixture
+def neighbour() -> Iterator[tuple[dict[Edge, Link], Callable[[], None]]]:
+    """Links to a process, and how to kill it."""
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    process = context.Process(target=_neighbour, args=(theirs,), daemon=True)
+    process.start()
+    theirs.close()
+    meeting = Meeting()
+    ask = meeting.ask()
+    answering = threading.Event()
+
+    def answer() -> None:
+        while (question := ours.recv()) is not None:
+            ours.send(ask(*question))
+        answering.set()
+
+    thread = threading.Thread(target=answer, daemon=True)
+    thread.start()
+    links = connect([FORTH, BACK], 0, meeting.store(), ENDPOINT, "gloo")
+    got = torch.empty(4)
+    links[FORTH].send(torch.ones(4), 0)
+    links[BACK].receive(got, 0).wait()
+    assert got.tolist() == [2.0] * 4
+    assert answering.wait(20)
+
+    def kill() -> None:
+        os.kill(process.pid, signal.SIGKILL)
+        process.join(20)
+        assert process.exitcode == -signal.SIGKILL
+
+    yield links, kill
+    if process.is_alive():
+        process.kill()
+    process.join(20)
+    process.close()
+    thread.join(20)
+    ours.close()
+
+
+def test_a_killed_peer_ends_a_wait_and_all_that_follows(
+    neighbour: tuple[dict[Edge, Link], Callable[[], None]],
+) -> None:
+    links, kill = neighbour
+    receiving = links[BACK].receive(torch.empty(4), 0)
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(receiving.wait)
+        kill()
+        with pytest.raises(PeerLost, match="the channel 1>0/gradient closed"):
+            waiting.result(20)
+    with pytest.raises(PeerLost, match="the channel 1>0/gradient closed"):
+        links[BACK].receive(torch.empty(4), 0).wait()
+    with pytest.raises(PeerLost, match="the channel 0>1/activation closed"):
+        for _ in range(100):  # what the socket buffers is accepted before the loss is seen
+            links[FORTH].send(torch.ones(1 << 16), 0).wait()
