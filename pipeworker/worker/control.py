@@ -142,7 +142,7 @@ class Control:
         next_beat = time.monotonic() + _HEARTBEAT_SECONDS
         lost_at: float | None = None
         while not (self._closing and not self._outbox):
-            ready = dict(poller.poll(int(1000 * max(0.0, next_beat - time.monotonic()))))
+            ready = dict(poller.poll(1 + int(1000 * max(0.0, next_beat - time.monotonic()))))
             if self._wake_out.fileno() in ready:
                 self._on_wake()
             while self._outbox:
