@@ -45,7 +45,8 @@ def check_job_file(path: Path) -> None:
         raise UsageError(f"job file {path}: {error.strerror}") from None
     except SyntaxError as error:
         marked = f"\n    {error.text.strip()}" if error.text else ""
-        raise UsageError(f"job file {path}, line {error.lineno}: {error.msg}{marked}") from None
+        line = f", line {error.lineno}" if error.lineno else ""
+        raise UsageError(f"job file {path}{line}: {error.msg}{marked}") from None
     except ValueError as error:
         raise UsageError(f"job file {path} is not Python source: {error}") from None
 

@@ -34,7 +34,7 @@ SLEEPERS = JOB.replace(
 
     def model""",
 ).replace("nn.Tanh()", "Parent(), nn.Tanh()")
-"""Layer 3, on the middle stage of three, starts a process that outlives the test if nobody ends it."""
+"""Layer 3, on the middle stage of three, starts a process that stays if nobody ends it."""
 
 STUCK = JOB.replace(
     "def model",
@@ -63,7 +63,7 @@ class Live:
     process: subprocess.Popen[str]
     path: Path
     folder: Path
-    shared: set[str]
+    shared: set[Path]
 
     @property
     def summary(self) -> dict[str, Any]:
@@ -92,7 +92,7 @@ class Live:
     def check_gone(self) -> None:
         until(lambda: not processes_of(self.folder), SECONDS)
         assert not left_in(self.folder / "tmp")
-        until(lambda: set(os.listdir("/dev/shm")) <= self.shared)
+        until(lambda: set(Path("/dev/shm").iterdir()) <= self.shared)
         log = (self.path / "logs" / "coordinator.log").read_text()
         address = urlsplit(log.partition("bound to ")[2].split()[0])
         with pytest.raises(ConnectionRefusedError):
@@ -108,7 +108,7 @@ def start(jobs: Jobs, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Live]:
     monkeypatch.setenv("TMPDIR", str(temporary))
 
     def start(*words: str, source: str = SLEEPERS) -> Live:
-        shared = set(os.listdir("/dev/shm"))
+        shared = set(Path("/dev/shm").iterdir())
         process, path = jobs.start(*ENDLESS, *words, source=source)
         live = Live(process, path, jobs.folder, shared)
         if source is SLEEPERS:

@@ -174,7 +174,7 @@ def _check_channels(schedule: Schedule) -> None:
             elif action.kind in RECEIVES:
                 edge = edge_of(action.kind, stage, count)
                 received.setdefault(edge, []).append(action.microbatch)
-    for edge in sent.keys() | received.keys():
+    for edge in sorted(sent.keys() | received.keys()):
         if sent.get(edge) != received.get(edge):
             raise ScheduleError(
                 f"channel {edge}: sent in order {sent.get(edge)}, received in {received.get(edge)}"

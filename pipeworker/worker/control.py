@@ -179,8 +179,7 @@ class Control:
                     self._tracker.get(),
                 )
                 self._put(Failed(self._rank, failure))
-                self._socket.close(linger=1000)
-                self._context.term()
+                self._context.destroy(linger=1000)  # its monitor too, or it waits for that forever
                 self._leave(128 + number)
 
     def _put(self, message: FromWorker) -> None:

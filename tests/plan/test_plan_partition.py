@@ -55,5 +55,5 @@ def test_a_balance_must_fit_the_job() -> None:
 @given(balances)
 def test_ranges_cover_every_layer_once_in_order(balance: tuple[int, ...]) -> None:
     owned = [list(range(first, stop)) for first, stop in ranges(balance)]
-    assert sum(owned, []) == list(range(sum(balance)))
+    assert [layer for layers in owned for layer in layers] == list(range(sum(balance)))
     assert tuple(map(len, owned)) == balance

@@ -190,7 +190,6 @@ def test_a_wrong_head_is_refused(frame: Any, why: str) -> None:
         ("Heartbeat", [0, [[], 1, 1, 1]]),
         ("Heartbeat", [0, None]),
         ("Failed", [0, ["gossip", "m", 0, [0, -1, -1, -1], "", ""]]),
-        ("Saved", [0, 2**63]),
         ("StepDone", [0, 1, [1], [], [], 0.0, 0.0, 0, None]),
         ("StepDone", [0, 1, [0.5, True], [], [], 0.0, 0.0, 0, None]),
         ("StepDone", [0, 1, [], [], [], 0, 0.0, 0, None]),

@@ -82,7 +82,7 @@ def test_a_longer_buffer_takes_a_shorter_message() -> None:
 
 def test_without_a_peer_both_ends_are_lost() -> None:
     link = MemoryLink(limit=0.01)
-    with pytest.raises(PeerLost, match="within 0.01 s"):
+    with pytest.raises(PeerLost, match=r"within 0\.01 s"):
         link.send(number(), 0).wait()
-    with pytest.raises(PeerLost, match="within 0.01 s"):
+    with pytest.raises(PeerLost, match=r"within 0\.01 s"):
         link.receive(number(), 1).wait()

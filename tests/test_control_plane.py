@@ -1,0 +1,278 @@
+"""A real job under attack: strangers get nothing, an authenticated peer's rubbish harms nothing."""
+
+from __future__ import annotations
+
+import os
+import random
+import re
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import msgpack
+import pytest
+import zmq
+from conftest import JOB, Jobs, Run, processes_of, until
+
+from launcher.processes import LineProcess
+from pipeworker.coordinator.report import Configuration
+from pipeworker.job.options import Options
+from pipeworker.wire import sockets
+from pipeworker.wire.codec import MAX_FRAME_BYTES, encode
+from pipeworker.wire.keys import client_keys, new_token, server_keys
+from pipeworker.wire.messages import (
+    Batch,
+    Cause,
+    Described,
+    Failed,
+    Failure,
+    Heartbeat,
+    Hello,
+    Message,
+    Phase,
+    Position,
+    Ready,
+    Saved,
+    StepDone,
+    StoreOperation,
+    StoreRequest,
+)
+
+SLOW_JOB = JOB.replace(
+    "    def model():",
+    """
+    import sys
+    import time
+
+    class Slow(nn.Module):
+        def forward(self, x):
+            if "slow" in sys.argv:
+                time.sleep(0.03)
+            return x
+
+    def model():""",
+).replace("nn.ReLU()", "nn.ReLU(), Slow()")
+
+FRAMES = 10_000
+GENERATION = 1
+
+
+class OwnJob:
+    """A job of two stages started as the local launcher does, with a token known here."""
+
+    def __init__(self, job_file: Path, run_dir: Path, steps: int) -> None:
+        self.token = new_token()
+        self.run_dir = run_dir
+        self.endpoint = ""
+        self.steps = 0
+        self.verdict: dict[str, Any] = {}
+        (run_dir / "logs").mkdir(parents=True)
+        options = Options(str(job_file), 2, 2, arguments=("slow",), steps=steps, recompute="never")
+        self.forks = LineProcess("pipeworker.worker.forkserver")
+        self.coordinator = LineProcess("pipeworker.coordinator.service")
+        self.coordinator.say(
+            Configuration(options, str(run_dir), self.token, "127.0.0.1").to_json()
+        )
+        self.threads = [
+            threading.Thread(target=self._hear, args=(process,))
+            for process in (self.coordinator, self.forks)
+        ]
+        for thread in self.threads:
+            thread.start()
+
+    def _hear(self, process: LineProcess) -> None:
+        more = True
+        while more:
+            events, more = process.hear()
+            for event in events:
+                ((kind, value),) = event.items()
+                match kind:
+                    case "bound":
+                        self.endpoint = value
+                        for rank in (0, 1):
+                            settings = {"rank": rank, "endpoint": value, "token": self.token}
+                            self.forks.say({"fork": {**settings, "local_rank": rank}})
+                    case "exited":
+                        self.coordinator.say(event)
+                    case "step":
+                        self.steps = value["step"]
+                    case "ended":
+                        self.verdict = value
+
+    @property
+    def log(self) -> str:
+        return (self.run_dir / "logs" / "coordinator.log").read_text()
+
+    def resident(self) -> int:
+        """Bytes of memory the coordinator holds."""
+        (pid,) = (
+            pid for pid, line in processes_of(Path.cwd()).items() if "coordinator.service" in line
+        )
+        status = Path(f"/proc/{pid}/status").read_text()
+        return int(status.partition("VmRSS:")[2].split()[0]) * 1024
+
+    def close(self) -> None:
+        for process in (self.forks, self.coordinator):
+            process.hang_up()
+        for thread in self.threads:
+            thread.join(10)
+        for process in (self.forks, self.coordinator):
+            process.finish(5.0)
+
+
+@pytest.fixture
+def context() -> Iterator[zmq.Context[zmq.Socket[bytes]]]:
+    made: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    yield made
+    made.destroy(linger=0)
+
+
+def lies() -> list[Message]:
+    """Well-formed messages that would end or derail the job, were they believed."""
+    batch = Batch(9, 1, 1, 9)
+    return [
+        Hello(0, "elsewhere", 1),
+        Hello(7, "x" * 1000, 1),
+        Described(0, ("Linear",)),
+        Ready(0, (), 0, "cpu", batch),
+        *(StepDone(1, s, (9.0,), (), (9.0,), 0.0, 0.0, 0, None) for s in range(1, 80)),
+        Saved(0, 1),
+        Heartbeat(1, Position(Phase.FORWARD, 1, 1, 1)),
+        Failed(0, Failure(Cause.USER, "I am stage 0 and have failed", 0)),
+        Failed(1, Failure(Cause.SIGNAL, "so have I", 1)),
+        StoreRequest(0, 1, StoreOperation.SET, ("0>1/activation",), b"x"),
+        StoreRequest(0, 2, StoreOperation.GET, ("never",)),
+    ]
+
+
+def rubbish(chance: random.Random) -> Iterator[bytes]:
+    """Lies as they are, lies with a few bytes changed, and bytes at random."""
+    frames = [encode(lie, GENERATION) for lie in lies()]
+    for number in range(FRAMES):
+        frame = bytearray(chance.choice(frames))
+        match number % 3:
+            case 1:
+                for _ in range(chance.randint(1, 4)):
+                    frame[chance.randrange(len(frame))] = chance.randrange(256)
+            case 2:
+                frame = bytearray(chance.randbytes(chance.randrange(300)))
+        yield bytes(frame)
+
+
+def strangers(context: zmq.Context[zmq.Socket[bytes]], job: OwnJob) -> list[zmq.Socket[bytes]]:
+    """Peers without the job's key, each having sent what would be believed of a right one."""
+    other_job = sockets.client(context, new_token(), job.endpoint)
+    bare = context.socket(zmq.DEALER)
+    bare.connect(job.endpoint)
+    own_key = context.socket(zmq.DEALER)
+    own_key.curve_publickey, own_key.curve_secretkey = zmq.curve_keypair()
+    own_key.curve_serverkey = server_keys(job.token).public
+    own_key.connect(job.endpoint)
+    for peer in (other_job, bare, own_key):
+        peer.setsockopt(zmq.SNDTIMEO, 0)
+        for lie in lies():
+            with suppress(zmq.Again):
+                peer.send(encode(lie, GENERATION))
+    return [other_job, bare, own_key]
+
+
+def raw_garbage(endpoint: str, chance: random.Random) -> None:
+    """Bytes that are no ZMTP, on connections closed in all the ways there are."""
+    url = urlsplit(endpoint)
+    for number in range(60):
+        with (
+            socket.create_connection((url.hostname, url.port), timeout=5) as made,
+            suppress(ConnectionResetError, BrokenPipeError),
+        ):
+            made.sendall(chance.randbytes(chance.randrange(2000)) if number % 3 else b"\xff" * 10)
+            if number % 2:
+                made.shutdown(socket.SHUT_WR)
+
+
+def test_rubbish_and_strangers_change_nothing(
+    jobs: Jobs, context: zmq.Context[zmq.Socket[bytes]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(jobs.folder)
+    steps = 70
+    job_file = jobs.write(SLOW_JOB)
+    chance = random.Random(1)
+    attacked = OwnJob(job_file, jobs.folder / "attacked", steps)
+    try:
+        until(lambda: attacked.steps >= 5)
+        before = attacked.resident()
+        outside = strangers(context, attacked)
+        raw_garbage(attacked.endpoint, chance)
+        inside = sockets.client(context, attacked.token, attacked.endpoint)
+        inside.setsockopt(zmq.SNDTIMEO, 10_000)
+        for lie in lies():
+            inside.send(encode(lie, GENERATION - 1))  # a replay of an older generation
+        until(lambda: "of generation 0 (" in attacked.log)
+        for frame in rubbish(chance):
+            inside.send(frame)
+        for _ in range(20):
+            inside.send(msgpack.packb(["1" * 1_000_000, 1, "Ping", []]))  # wants into the log
+            inside.send_multipart([b"two", b"parts"])
+        until(lambda: f"({FRAMES} so far)" in attacked.log)
+        inside.send(bytes(MAX_FRAME_BYTES + 1))
+        during = attacked.steps
+        assert during < steps, "the job was over before the attack was"
+        assert attacked.resident() - before < 8 << 20
+        assert not any(peer.poll(0) for peer in outside)
+        assert secrets_seen(attacked.token, processes_of(jobs.folder)) == []
+        until(lambda: attacked.verdict, 60)
+    finally:
+        attacked.close()
+    assert (attacked.verdict["status"], attacked.verdict["error"]) == ("done", None)
+    assert attacked.steps == steps > during
+    assert len(attacked.log) < 20_000
+    for file in (jobs.folder / "attacked").rglob("*"):
+        assert not file.is_file() or not holds_secret(attacked.token, file.read_bytes()), file
+
+    words = ("--stages", "2", "--microbatches", "2", "--recompute", "never")
+    quiet = jobs.train(*words, "--steps", str(steps), source=SLOW_JOB)
+    run = Run(0, "", "", jobs.folder / "attacked")
+    for name in ("step", "loss", "grad_norm", "samples", "epoch"):
+        assert [row[name] for row in run.metrics] == [row[name] for row in quiet.metrics]
+    assert len(run.metrics) == steps
+    assert all((run.weights[key] == value).all() for key, value in quiet.weights.items())
+
+
+def holds_secret(token: str, data: bytes) -> bool:
+    keys = server_keys(token).secret, client_keys(token).secret
+    return any(secret in data for secret in (token.encode(), *keys))
+
+
+def secrets_seen(token: str, pids: dict[int, str]) -> list[str]:
+    """Where the token shows to who may look at the processes."""
+    assert len(pids) >= 4  # coordinator, fork server, two workers
+    return [
+        f"/proc/{pid}/{name}"
+        for pid in pids
+        for name in ("cmdline", "environ")
+        if holds_secret(token, Path(f"/proc/{pid}/{name}").read_bytes())
+    ]
+
+
+def test_the_command_shows_no_token(jobs: Jobs) -> None:
+    """Nothing that looks like a token in `ps`, in an environment or in a file."""
+    looks_like = re.compile(rb"(?<![0-9a-f])[0-9a-f]{64}(?![0-9a-f])")
+    assert looks_like.fullmatch(new_token().encode())
+    words = ("--stages", "2", "--microbatches", "2", "--steps", "30", "--recompute", "never")
+    clean = {k: v for k, v in os.environ.items() if not looks_like.search(v.encode())}
+    process, run_dir = jobs.start(*words, "--", "slow", source=SLOW_JOB, env=clean)
+    metrics = run_dir / "metrics.jsonl"
+    until(lambda: metrics.exists() and metrics.read_text().count("\n") >= 2)
+    pids = processes_of(jobs.folder)
+    assert len(pids) == 5  # the command, coordinator, fork server, two workers
+    for pid in pids:
+        for name in ("cmdline", "environ"):
+            assert not looks_like.search(Path(f"/proc/{pid}/{name}").read_bytes()), pids[pid]
+    shown, errors = process.communicate(timeout=60)
+    assert process.returncode == 0, errors
+    for file in run_dir.rglob("*"):
+        assert not file.is_file() or not looks_like.search(file.read_bytes()), file
+    assert not looks_like.search((shown + errors).encode())

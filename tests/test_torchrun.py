@@ -1,0 +1,206 @@
+"""A torchrun job: each rank is a stage, and the numbers are those of the local run."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import uuid
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from conftest import JOB, Jobs, Run, processes_of, until
+from test_bitwise import DROPOUT_JOB, assert_same
+
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
+LOCAL = ("--microbatches", "4", "--steps", "4", "--clip-grad-norm", "0.5")
+ENDLESS = ("--microbatches", "4", "--steps", "1000000")
+TOKEN = "PIPEWORKER_TOKEN"
+
+
+@dataclass
+class Started:
+    process: subprocess.Popen[str]
+    path: Path
+
+    def end(self, seconds: float = 60) -> Run:
+        stdout, stderr = self.process.communicate(timeout=seconds)
+        return Run(self.process.returncode, stdout, stderr, self.path)
+
+
+Start = Callable[..., Started]
+
+
+@pytest.fixture
+def torchrun(jobs: Jobs, monkeypatch: pytest.MonkeyPatch) -> Start:
+    """Start ``torchrun OPTIONS -m pipeworker job.py WORDS``."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # torchrun says so at length where it is not set
+    monkeypatch.delenv(TOKEN, raising=False)
+
+    def start(
+        *words: str,
+        ranks: int = 2,
+        source: str = JOB,
+        options: tuple[str, ...] = ("--standalone",),
+        before: tuple[str, ...] = (),
+        run_dir: str = "run-torchrun",
+    ) -> Started:
+        job_file = jobs.write(source)
+        path = jobs.folder / run_dir
+        line = [*before, *TORCHRUN, *options, "--nproc-per-node", str(ranks), "-m", "pipeworker"]
+        process = subprocess.Popen(
+            [*line, str(job_file), "--run-dir", str(path), *words],
+            cwd=jobs.folder,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        return Started(process, path)
+
+    return start
+
+
+def test_one_host_gives_the_numbers_of_the_local_run(jobs: Jobs, torchrun: Start) -> None:
+    run = torchrun(*LOCAL, ranks=4, source=DROPOUT_JOB, options=()).end()
+    assert run.status == 0, run.stderr
+    assert run.stderr.count(f"warning: {TOKEN} is not set") == 1
+    assert len(re.findall(r"^step \d+  loss", run.stdout, re.MULTILINE)) == 4
+    assert run.stdout.count("run directory") == 2
+    local = jobs.train("--stages", "4", *LOCAL, source=DROPOUT_JOB)
+    assert_same(run, local)
+    assert run.summary.keys() == local.summary.keys()
+    assert run.summary["status"] == "done"
+
+
+def test_mistakes_are_said_once(jobs: Jobs, torchrun: Start) -> None:
+    (jobs.folder / "taken").mkdir()
+    for words, expected, options in (
+        (("--microbatchess", "4"), "No such option", {}),
+        (("--microbatches", "0"), "--microbatches 0: must be 1 or more", {}),
+        (("--steps", "1"), "exists already: choose another --run-dir", {"run_dir": "taken"}),
+    ):
+        run = torchrun(*words, **options).end()
+        assert run.status == 1  # torchrun's own
+        assert run.stderr.count(expected) == 1, run.stderr
+        assert "exitcode  : 2" in run.stderr
+    assert not (jobs.folder / "run-torchrun").exists()
+    assert not list((jobs.folder / "taken").iterdir())
+
+
+def test_an_error_of_a_layer_is_said_once(torchrun: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(TOKEN, "a secret of the test")
+    run = torchrun(ranks=2, source=JOB.replace("Linear(16, 3)", "Linear(15, 3)")).end()
+    assert run.status == 1
+    assert TOKEN not in run.stderr
+    assert len(re.findall("^error: ", run.stderr, re.MULTILINE)) == 1
+    assert re.search(
+        r"^error: layer 4 \(Linear\) raised RuntimeError: .*\n"
+        r"  in forward: stage 1, layer 4 \(Linear\), micro-batch 0, step 1$",
+        run.stderr,
+        re.MULTILINE,
+    )
+    assert run.summary["status"] == "failed"
+
+
+@pytest.mark.parametrize("stage", [0, 2])
+def test_a_killed_worker_ends_the_job(jobs: Jobs, torchrun: Start, stage: int) -> None:
+    started = torchrun(*ENDLESS, ranks=3)
+    pid = training(started)["stages"][stage]["pid"]
+    os.kill(pid, signal.SIGKILL)
+    run = started.end()
+    assert run.status == 1
+    assert f"exitcode  : -9 (pid: {pid})" in run.stderr
+    until(lambda: not processes_of(jobs.folder), 10)
+    assert run.summary["status"] == "failed"
+    assert f"the worker of stage {stage} (pid {pid} on " in run.summary["error"]
+    if stage:  # rank 0, which shows things, could still speak
+        assert f"error: the worker of stage {stage}" in run.stderr
+
+
+def test_an_ended_torchrun_is_an_interrupt(jobs: Jobs, torchrun: Start) -> None:
+    started = torchrun(*ENDLESS, ranks=2)
+    training(started)
+    started.process.send_signal(signal.SIGTERM)
+    run = started.end()
+    assert run.status != 0
+    until(lambda: not processes_of(jobs.folder), 10)
+    assert run.summary["status"] == "interrupted"
+    assert run.summary["error"] is None
+
+
+def training(started: Started) -> dict:
+    """Wait until a job trains; its plan."""
+    metrics = started.path / "metrics.jsonl"
+    until(lambda: metrics.exists() and metrics.read_text().count("\n") > 2, 40)
+    return json.loads((started.path / "plan.json").read_text())
+
+
+# Two hosts: network namespaces joined by a cable of their own.
+
+ADDRESSES = ("10.77.0.1", "10.77.0.2")
+
+
+def ip(*words: str) -> None:
+    subprocess.run(["ip", *words], check=True, capture_output=True, text=True)
+
+
+@pytest.fixture
+def hosts() -> Iterator[list[str]]:
+    """Two network namespaces that reach each other and nothing else, by name."""
+    if os.geteuid() != 0 or shutil.which("ip") is None:
+        pytest.skip("network namespaces need root and the ip command")
+    word = uuid.uuid4().hex[:8]
+    names = [f"pipeworker-{word}-{index}" for index in range(2)]
+    try:
+        try:
+            for name in names:
+                ip("netns", "add", name)
+            first, second = names
+            cable = ("link", "add", "cable", "netns", first, "type", "veth")
+            ip(*cable, "peer", "name", "cable", "netns", second)
+        except subprocess.CalledProcessError as error:
+            pytest.skip(f"network namespaces cannot be made here: {error.stderr.strip()}")
+        for name, address in zip(names, ADDRESSES, strict=True):
+            ip("-n", name, "address", "add", f"{address}/24", "dev", "cable")
+            ip("-n", name, "link", "set", "cable", "up")
+            ip("-n", name, "link", "set", "lo", "up")
+        yield names
+    finally:
+        for name in names:
+            subprocess.run(["ip", "netns", "delete", name], capture_output=True)
+
+
+@pytest.mark.root
+def test_two_hosts_give_the_numbers_of_the_local_run(
+    jobs: Jobs, torchrun: Start, hosts: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    secret = uuid.uuid4().hex
+    monkeypatch.setenv(TOKEN, secret)
+    ports = ("--master-addr", ADDRESSES[0], "--master-port", "29500")
+    both = [
+        torchrun(
+            *LOCAL,
+            source=DROPOUT_JOB,
+            options=("--nnodes", "2", "--node-rank", str(index), *ports),
+            before=("ip", "netns", "exec", host),
+        )
+        for index, host in enumerate(hosts)
+    ]
+    head, other = (started.end() for started in both)
+    assert head.status == other.status == 0, head.stderr + other.stderr
+    assert TOKEN not in head.stderr + other.stderr
+    assert head.stdout.count("\nstep ") == 4
+    assert "step" not in other.stdout  # rank 0's host alone shows the job
+    local = jobs.train("--stages", "4", *LOCAL, source=DROPOUT_JOB)
+    assert_same(head, local)
+    log = head.log("coordinator")
+    assert f"bound to tcp://{ADDRESSES[0]}:" in log  # where the other host can reach it
+    for written in head.path.rglob("*"):
+        assert not written.is_file() or secret.encode() not in written.read_bytes()

@@ -1,0 +1,483 @@
+"""Whole pipelines in one process, a thread a stage, against the plain loop: without tolerance."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from pipeworker.errors import UsageError
+from pipeworker.plan import partition, schedule
+from pipeworker.wire.messages import Phase
+from pipeworker.worker.data import Reader
+from pipeworker.worker.executor import Executor, StepResult
+from pipeworker.worker.position import Tracker
+from pipeworker.worker.stage import Stage
+from pipeworker.worker.transport.courier import Inline
+from pipeworker.worker.transport.link import MemoryLink
+
+MODES = ("always", "except_first", "never")
+Batches = Sequence[tuple[Any, Any]]
+Grads = list[torch.Tensor | None]
+
+
+def mse(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return nn.functional.mse_loss(output, target)
+
+
+@dataclass
+class Trained:
+    """Losses and gradients of every step; nothing is ever updated."""
+
+    losses: list[tuple[float, ...]] = field(default_factory=list)
+    counts: list[tuple[float, ...]] = field(default_factory=list)
+    grads: list[Grads] = field(default_factory=list)
+
+
+class Pipeline:
+    """The stages of one model; links in memory join them."""
+
+    def __init__(
+        self,
+        layers: Sequence[nn.Module],
+        loss: Callable[[Any, Any], Any],
+        batches: Batches,
+        *,
+        balance: tuple[int, ...],
+        microbatches: int,
+        recompute: str,
+        limit: float = 20.0,
+    ) -> None:
+        self.layers, self.balance = list(layers), balance
+        self.stages: list[Stage] = []
+        self.executors: list[Executor] = []
+        self.recompute = recompute
+        count = len(balance)
+        edges = schedule.edges(self._schedule(microbatches))
+        links = {edge: MemoryLink(limit) for edge in edges}
+        for k, (first, stop) in enumerate(partition.ranges(balance)):
+            stage = Stage(
+                self.layers[first:stop],
+                first,
+                seed=0,
+                device=torch.device("cpu"),
+                tracker=Tracker(),
+                loss=loss if k == count - 1 else None,
+            )
+            reader = Reader(batches, microbatches=microbatches, seed=0, repeat=True)
+            mine = {edge: link for edge, link in links.items() if k in (edge.source, edge.target)}
+            self.stages.append(stage)
+            self.executors.append(Executor(stage, k, count, mine, None if k else reader, Inline()))
+        self.executors[0].load_first()
+
+    def _schedule(self, microbatches: int) -> schedule.Schedule:
+        return schedule.build("gpipe", len(self.balance), microbatches, self.recompute)
+
+    def step(self, step: int, last: bool) -> list[StepResult]:
+        """Run one step on all stages; the exception of the first stage that failed, if any."""
+        batch = self.executors[0].next_batch
+        assert batch is not None
+        actions = self._schedule(batch.microbatches).stages
+
+        def run(k: int) -> StepResult:
+            self.executors[k].program(actions[k])
+            return self.executors[k].run(step, batch, last)
+
+        with ThreadPoolExecutor(len(actions)) as pool:
+            futures = [pool.submit(run, k) for k in range(len(actions))]
+            return [future.result() for future in futures]
+
+    def train(self, steps: int) -> Trained:
+        trained = Trained()
+        parameters = nn.Sequential(*self.layers).parameters
+        for step in range(1, steps + 1):
+            for parameter in parameters():
+                parameter.grad = None
+            results = self.step(step, last=step == steps)
+            trained.losses.append(results[-1].losses)
+            trained.counts.append(results[-1].counts)
+            assert all(result.losses == () for result in results[:-1])
+            assert all(result.busy > 0 for result in results)
+            trained.grads.append([_copy(p.grad) for p in parameters()])
+        assert self.executors[0].next_batch is None
+        return trained
+
+
+def _copy(grad: torch.Tensor | None) -> torch.Tensor | None:
+    return None if grad is None else grad.clone()
+
+
+def split(value: Any, count: int) -> list[Any]:
+    leaves, structure = pytree.tree_flatten(value)
+    cut = [
+        leaf.tensor_split(count) if isinstance(leaf, torch.Tensor) else [leaf] * count
+        for leaf in leaves
+    ]
+    return [pytree.tree_unflatten([piece[m] for piece in cut], structure) for m in range(count)]
+
+
+def plain(
+    layers: Sequence[nn.Module],
+    loss: Callable[[Any, Any], Any],
+    batches: Batches,
+    microbatches: int,
+) -> Trained:
+    """The loop of the contract, without its optimizer."""
+    net = nn.Sequential(*layers)
+    trained = Trained()
+    for x, y in batches:
+        net.zero_grad()
+        samples = len(pytree.tree_leaves(x)[0])
+        losses = []
+        count = min(microbatches, samples)
+        for xm, ym in zip(split(x, count), split(y, count), strict=True):
+            share = len(pytree.tree_leaves(xm)[0]) / samples
+            weighted = loss(net(xm), ym) * share
+            weighted.backward()
+            losses.append(weighted.item())
+        trained.losses.append(tuple(losses))
+        trained.grads.append([_copy(p.grad) for p in net.parameters()])
+    return trained
+
+
+def assert_equal(ours: Trained, theirs: Trained, case: str) -> None:
+    assert ours.losses == theirs.losses, case
+    for step, (mine, yours) in enumerate(zip(ours.grads, theirs.grads, strict=True)):
+        assert len(mine) == len(yours)
+        for index, (a, b) in enumerate(zip(mine, yours, strict=True)):
+            assert (a is None) == (b is None), (case, step, index)
+            if a is not None and b is not None:
+                assert torch.equal(a, b), (case, step, index)
+
+
+def check(
+    layers: Sequence[nn.Module],
+    batches: Batches,
+    *,
+    balances: Sequence[tuple[int, ...]] | None = None,
+    loss: Callable[[Any, Any], Any] = mse,
+    microbatches: int = 3,
+    modes: Sequence[str] = MODES,
+) -> Trained:
+    """Compare every balance and recompute mode with the plain loop; returns what that gave."""
+    expected = plain(copy.deepcopy(layers), loss, copy.deepcopy(batches), microbatches)
+    if balances is None:
+        balances = [partition.even(len(layers), k) for k in range(1, min(4, len(layers)) + 1)]
+    for balance in balances:
+        for recompute in modes:
+            pipeline = Pipeline(
+                copy.deepcopy(layers),
+                loss,
+                copy.deepcopy(batches),
+                balance=balance,
+                microbatches=microbatches,
+                recompute=recompute,
+            )
+            assert_equal(pipeline.train(len(batches)), expected, f"{balance} {recompute}")
+    return expected
+
+
+@pytest.fixture(autouse=True)
+def _seeded() -> None:
+    torch.manual_seed(1)
+
+
+def data(*sizes: int, width: int = 6, out: int = 2) -> Batches:
+    return [(torch.randn(n, width), torch.randn(n, out)) for n in sizes]
+
+
+def mlp() -> list[nn.Module]:
+    return [nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 2)]
+
+
+@pytest.mark.parametrize("microbatches", [1, 2, 3, 7])
+def test_equals_the_plain_loop(microbatches: int) -> None:
+    check(mlp(), data(7, 7, 7), microbatches=microbatches)
+
+
+def test_mini_batches_of_changing_size() -> None:
+    check(mlp(), data(8, 5, 8, 2, 5), microbatches=4)
+
+
+BLOCKS: list[Callable[[], list[nn.Module]]] = [
+    lambda: [nn.Linear(4, 4)],
+    lambda: [nn.Tanh()],
+    lambda: [nn.Identity()],
+    lambda: [nn.Linear(4, 4), nn.ReLU(inplace=True)],
+    lambda: [nn.LayerNorm(4), nn.LeakyReLU(inplace=True)],
+]
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.data())
+def test_any_balance_mode_and_batch(draw: st.DataObject) -> None:
+    torch.manual_seed(draw.draw(st.integers(0, 9)))
+    blocks = draw.draw(st.lists(st.sampled_from(BLOCKS), max_size=5))
+    layers = [nn.Linear(4, 4), *(layer for block in blocks for layer in block())]
+    inner = st.integers(1, len(layers) - 1) if len(layers) > 1 else st.nothing()
+    cuts = [0, *sorted(draw.draw(st.sets(inner, max_size=3))), len(layers)]
+    balance = tuple(stop - first for first, stop in pairwise(cuts))
+    microbatches = draw.draw(st.integers(1, 5))
+    sizes = draw.draw(st.lists(st.integers(1, 7), min_size=1, max_size=3))
+    mode = draw.draw(st.sampled_from(MODES))
+    batches = data(*sizes, width=4, out=4)
+    check(layers, batches, balances=[balance], microbatches=microbatches, modes=[mode])
+
+
+class Layer(nn.Module):
+    """A layer from a function."""
+
+    def __init__(self, function: Callable[[Any], Any]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, value: Any) -> Any:
+        return self.function(value)
+
+
+class Apply(nn.Module):
+    """A linear layer applied to one key of a dict."""
+
+    def __init__(self, source: str, target: str, width: int = 6, out: int = 6) -> None:
+        super().__init__()
+        self.linear = nn.Linear(width, out)
+        self.source, self.target = source, target
+
+    def forward(self, value: dict[str, Any]) -> dict[str, Any]:
+        return {**value, self.target: self.linear(value[self.source])}
+
+
+def test_an_in_place_first_layer() -> None:
+    relu = nn.ReLU(inplace=True)
+    layers = [nn.Linear(6, 8), relu, nn.Linear(8, 8), relu, nn.Linear(8, 2)]
+    check(layers, data(6, 6), balances=[(1, 4), (1, 2, 2), (1, 2, 1, 1), (3, 2)])
+
+
+def test_an_in_place_first_layer_changes_the_data_as_the_plain_loop_does() -> None:
+    layers = [Layer(lambda x: x.mul_(2)), nn.Linear(6, 2)]
+    x, y = data(6)[0]
+    expected = x * 2
+    for recompute in MODES:
+        given_x = x.clone()
+        Pipeline(
+            layers, mse, [(given_x, y)], balance=(1, 1), microbatches=3, recompute=recompute
+        ).train(1)
+        assert torch.equal(given_x, expected), recompute
+
+
+def test_layers_that_return_their_input_and_layers_without_parameters() -> None:
+    layers = [nn.Identity(), nn.Linear(6, 2), nn.Identity(), nn.Identity(), nn.Tanh()]
+    check(layers, data(5, 5), balances=[(1, 4), (2, 1, 2), (1, 1, 1, 2), (2, 1, 1, 1)])
+
+
+def test_ids_pass_through_and_frozen_layers_ask_for_nothing() -> None:
+    frozen = nn.Linear(4, 4).requires_grad_(False)
+    layers = [
+        nn.Identity(),
+        nn.Embedding(10, 4),
+        frozen,
+        nn.Linear(4, 2),
+    ]
+    batches = [(torch.randint(10, (6,)), torch.randn(6, 2)) for _ in range(2)]
+    check(layers, batches)
+    assert frozen.weight.grad is None
+    all_frozen = [nn.Embedding(10, 4).requires_grad_(False), frozen, nn.Identity(), layers[3]]
+    check(all_frozen, batches)
+
+
+def test_what_nobody_uses_gets_no_gradient() -> None:
+    layers = [
+        Apply("x", "used"),
+        Apply("x", "unused"),
+        Apply("used", "out", 6, 2),
+        Layer(lambda value: value["out"]),
+    ]
+    batches = [({"x": x}, y) for x, y in data(6, 6)]
+    expected = check(layers, batches)
+    assert [grad is None for grad in expected.grads[0]] == [False, False, True, True, False, False]
+
+
+def test_a_gradient_that_comes_and_goes_between_steps() -> None:
+    """The gradient of a branch is None in some steps; the channel must not take it for known."""
+
+    def choose(value: dict[str, Any]) -> torch.Tensor:
+        out: torch.Tensor = value["a"]
+        if value["flag"].any():
+            out = out + value["b"]
+        return out
+
+    layers = [Apply("x", "a", 6, 2), Apply("x", "b", 6, 2), nn.Identity(), Layer(choose)]
+    flags = [torch.zeros(6), torch.ones(6), torch.zeros(6), torch.tensor([0, 0, 1.0, 0, 0, 0])]
+    batches = [
+        ({"x": x, "flag": flag}, y) for (x, y), flag in zip(data(6, 6, 6, 6), flags, strict=True)
+    ]
+    check(layers, batches, microbatches=3)
+
+
+class Double(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x)
+        return x * x
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        (x,) = ctx.saved_tensors
+        return grad * 2 * x
+
+
+def test_a_custom_autograd_function() -> None:
+    layers = [nn.Linear(6, 6), Layer(Double.apply), nn.Linear(6, 2), Layer(Double.apply)]
+    check(layers, data(5, 5))
+
+
+@pytest.mark.parametrize("recompute", MODES)
+@pytest.mark.parametrize("balance", [(4,), (2, 2), (1, 1, 2)])
+def test_a_layer_sees_the_memory_it_would_see_in_one_process(
+    recompute: str, balance: tuple[int, ...]
+) -> None:
+    """Strides and alignment decide which kernel runs, and so the last bits of its sums."""
+    seen: list[Any] = []
+
+    def note(x: torch.Tensor) -> torch.Tensor:
+        seen.append((x.shape, x.stride(), x.data_ptr() % 64))
+        x.register_hook(lambda grad: seen.append((grad.stride(), grad.data_ptr() % 64)))
+        return x
+
+    layers = [nn.Linear(6, 9), Layer(lambda x: x[:, 1::2]), Layer(note), nn.Linear(4, 2)]
+    batches = data(7)
+    plain(layers, mse, batches, 3)
+    expected, seen = set(seen), []
+    Pipeline(layers, mse, batches, balance=balance, microbatches=3, recompute=recompute).train(1)
+    assert set(seen) == expected
+
+
+@pytest.mark.parametrize("recompute", MODES)
+def test_the_first_layer_sees_the_memory_of_the_data(recompute: str) -> None:
+    seen: list[Any] = []
+
+    def note(x: torch.Tensor) -> torch.Tensor:
+        seen.append((x.shape, x.stride(), x.data_ptr() % 64))
+        return x
+
+    layers = [Layer(note), nn.Linear(5, 2)]
+    batches = [(torch.randn(7, 12)[:, 1:11:2], torch.randn(7, 2))]
+    plain(layers, mse, batches, 3)
+    expected, seen = set(seen), []
+    Pipeline(layers, mse, batches, balance=(2,), microbatches=3, recompute=recompute).train(1)
+    assert set(seen) == expected
+
+
+def test_a_tensor_that_goes_along_all_stages() -> None:
+    layers = [
+        Apply("x", "h"),
+        Apply("h", "h"),
+        Layer(lambda v: {**v, "h": v["h"] + v["x"], "t": v["h"].t(), "same": v["h"]}),
+        Layer(lambda v: v["h"] * v["t"].t() + v["same"]),
+        nn.Linear(6, 2),
+    ]
+    check(layers, [({"x": x}, y) for x, y in data(6, 6)])
+
+
+def test_sums_and_counts() -> None:
+    """Losses as (sum, count): the gradient of the sums, over all counts, is the whole batch's."""
+
+    def loss(output: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, Any]:
+        kept = target[:, :1] > 0
+        return ((output - target) ** 2 * kept).sum(), kept.sum()
+
+    layers, batches = mlp(), data(7)
+    x, y = batches[0]
+    net = nn.Sequential(*copy.deepcopy(layers))
+    total, count = loss(net(x), y)
+    (total / count).backward()
+    for k in (1, 3):
+        for recompute in MODES:
+            ours = copy.deepcopy(layers)
+            trained = Pipeline(
+                ours,
+                loss,
+                batches,
+                balance=partition.even(5, k),
+                microbatches=3,
+                recompute=recompute,
+            ).train(1)
+            counted = sum(trained.counts[0])
+            assert counted == count.item()
+            assert sum(trained.losses[0]) / counted == pytest.approx((total / count).item())
+            for mine, theirs in zip(trained.grads[0], net.parameters(), strict=True):
+                torch.testing.assert_close(mine / counted, theirs.grad)
+
+
+@pytest.mark.parametrize("recompute", MODES)
+def test_batch_norm_statistics_change_once(recompute: str) -> None:
+    layers = [nn.Linear(6, 4), nn.BatchNorm1d(4), nn.ReLU(inplace=True), nn.Linear(4, 2)]
+    batches = data(8, 8, 6)
+    reference = copy.deepcopy(layers)
+    plain(reference, mse, batches, 3)
+    for k in (1, 2, 4):
+        ours = copy.deepcopy(layers)
+        Pipeline(
+            ours, mse, batches, balance=partition.even(4, k), microbatches=3, recompute=recompute
+        ).train(3)
+        for name, buffer in reference[1].named_buffers():
+            assert torch.equal(ours[1].get_buffer(name), buffer), name
+
+
+def test_the_next_mini_batch_is_read_in_the_gap() -> None:
+    pipeline = Pipeline(mlp(), mse, data(6, 4), balance=(2, 3), microbatches=3, recompute="always")
+    before = pipeline.executors[0].next_batch
+    assert before is not None
+    assert (before.samples, before.microbatches, before.epoch) == (6, 3, 0)
+    pipeline.step(1, last=False)
+    after = pipeline.executors[0].next_batch
+    assert after is not None
+    assert (after.samples, after.epoch, after.signature) == (4, 0, before.signature + 1)
+    assert pipeline.executors[1].next_batch is None
+
+
+def test_after_the_last_step_nothing_is_read() -> None:
+    def once() -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        yield data(6)[0]
+        pytest.fail("read beyond the last step")
+
+    pipeline = Pipeline(mlp(), mse, once, balance=(5,), microbatches=2, recompute="never")  # type: ignore[arg-type]
+    pipeline.step(1, last=True)
+    assert pipeline.executors[0].next_batch is None
+
+
+def test_a_failure_in_one_stage_leaves_its_position() -> None:
+    def fail(x: torch.Tensor) -> torch.Tensor:
+        raise ValueError("no")
+
+    layers = [nn.Linear(6, 6), nn.Tanh(), Layer(fail), nn.Linear(6, 2)]
+    pipeline = Pipeline(
+        layers, mse, data(6), balance=(1, 3), microbatches=2, recompute="always", limit=0.2
+    )
+    with pytest.raises(Exception, match=r"no"):
+        pipeline.step(1, last=True)
+    position = pipeline.stages[1].tracker.get()
+    assert (position.phase, position.step, position.microbatch, position.layer) == (
+        Phase.FORWARD,
+        1,
+        0,
+        2,
+    )
+    assert pipeline.stages[1].refused == "Tensor[3, 6] float32"
+
+
+def test_a_loss_that_depends_on_nothing_is_refused() -> None:
+    layers = [nn.Linear(6, 2).requires_grad_(False)]
+    pipeline = Pipeline(layers, mse, data(6), balance=(1,), microbatches=2, recompute="always")
+    with pytest.raises(UsageError, match="does not depend on any parameter"):
+        pipeline.step(1, last=True)
