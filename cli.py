@@ -18,6 +18,8 @@ from pipeworker.plan.schedule import ORDERS, RECOMPUTE_MODES
 
 _MICROBATCHES_PER_STAGE = 4  # GPipe: the bubble is small from M >= 4 K on
 
+_INTERRUPTED = 130  # what a shell gives a program that SIGINT ended
+
 
 class _Shown(click.ClickException):
     def __init__(self, error: PipeworkerError) -> None:
@@ -31,6 +33,9 @@ def _clearly(invoke: Callable[[click.Context], Any], ctx: click.Context) -> Any:
         return invoke(ctx)
     except PipeworkerError as error:
         raise _Shown(error) from None
+    except KeyboardInterrupt:
+        click.echo("interrupted", err=True)
+        sys.exit(_INTERRUPTED)
 
 
 class _Main(click.Group):

@@ -130,17 +130,27 @@ def rows(path: Path) -> int:
     return metrics.read_text().count("\n") if metrics.exists() else 0
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2])
-def test_a_killed_worker(start: Callable[..., Live], stage: int) -> None:
+@pytest.mark.parametrize(
+    ("stage", "number", "how"),
+    [
+        (0, signal.SIGKILL, "was killed by signal 9"),
+        (1, signal.SIGKILL, "was killed by signal 9"),
+        (2, signal.SIGKILL, "was killed by signal 9"),
+        (1, signal.SIGTERM, "was ended by SIGTERM"),
+    ],
+)
+def test_a_killed_worker(
+    start: Callable[..., Live], stage: int, number: signal.Signals, how: str
+) -> None:
     live = start()
-    os.kill(live.pid(f"stage {stage}"), signal.SIGKILL)
+    os.kill(live.pid(f"stage {stage}"), number)
     status, stderr = live.end()
     assert status == 1
-    assert f"the worker of stage {stage} was killed by signal 9" in stderr
+    assert f"the worker of stage {stage} {how}" in stderr
     assert stderr.count("error:") == 1
     assert "closed" not in stderr  # what the neighbours saw
     assert live.summary["status"] == "failed"
-    assert f"stage {stage} was killed" in live.summary["error"]
+    assert f"stage {stage} {how}" in live.summary["error"]
     assert live.summary["steps"] >= 2
 
 

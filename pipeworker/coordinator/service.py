@@ -35,7 +35,7 @@ from pipeworker.coordinator.report import Configuration
 from pipeworker.errors import ProtocolError
 from pipeworker.record.rundir import RunDir, write_json, write_summary
 from pipeworker.wire import codec, sockets
-from pipeworker.wire.messages import FromWorker, Hello, Ping, StoreRequest, ToWorker
+from pipeworker.wire.messages import FromWorker, Heartbeat, Hello, Ping, StoreRequest, ToWorker
 
 _TICK_SECONDS = 0.25
 _PING_SECONDS = 1.0
@@ -65,8 +65,9 @@ class Service:
         self._interrupted = False
         self._ended: Ended | None = None
 
-    def run(self) -> int:
+    def run(self, endpoint: str) -> int:
         """Direct the job to its end; returns the exit status."""
+        self._tell("bound", endpoint)
         signal.signal(signal.SIGTERM, self._on_signal)
         signal.signal(signal.SIGINT, self._on_signal)
         poller = zmq.Poller()
@@ -90,6 +91,7 @@ class Service:
                 for peer in self._machine.peers:
                     self._send(peer, ping)
         self._metrics.close()
+        log.info("control messages: %d received, %d sent", self._received, self._sent)
         return self._ended.exit_status
 
     def _on_signal(self, number: int, frame: object) -> None:
@@ -115,6 +117,7 @@ class Service:
             except ProtocolError as error:
                 self._drop(f"a malformed frame: {error}")
                 continue
+            self._received += not isinstance(message, Heartbeat)
             if generation != self._configuration.generation:
                 self._drop(f"{type(message).__name__} of generation {generation}")
             elif not isinstance(message, FromWorker):
@@ -167,6 +170,7 @@ class Service:
             self._encoded = message, codec.encode(message, self._configuration.generation)
         try:
             self._socket.send_multipart([peer, self._encoded[1]])
+            self._sent += not isinstance(message, Ping)
         except zmq.ZMQError as error:
             # The peer is gone or does not read; its silence is what the machine acts on.
             self._drop(f"{type(message).__name__} to a peer: {error}")
@@ -247,10 +251,8 @@ def main() -> int:
     )
     try:
         with sockets.server(configuration.token, configuration.host) as (socket, endpoint):
-            sys.stdout.write(json.dumps({"bound": endpoint}) + "\n")
-            sys.stdout.flush()
             log.info("bound to %s", endpoint)
-            return Service(configuration, socket).run()
+            return Service(configuration, socket).run(endpoint)
     except Exception:
         log.exception("the coordinator failed")
         raise

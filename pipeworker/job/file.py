@@ -56,7 +56,7 @@ def _execute(path: Path, arguments: tuple[str, ...]) -> ModuleType:
     package = ModuleType(_PACKAGE)
     package.__path__ = [str(path.parent)]
     sys.modules[_PACKAGE] = package
-    name = f"{_PACKAGE}.{path.stem}"
+    name = f"{_PACKAGE}.{path.stem.replace('.', '_')}"
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:
         raise UsageError(f"job file {path} is not a Python file: its name must end in .py")

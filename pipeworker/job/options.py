@@ -44,6 +44,8 @@ class Options:
         for name, least in (("stages", 1), ("microbatches", 1), ("threads", 1), ("seed", 0)):
             if getattr(self, name) < least:
                 raise UsageError(f"--{name} {getattr(self, name)}: must be {least} or more")
+        if self.seed >= 1 << 63:
+            raise UsageError(f"--seed {self.seed}: must be less than 2**63")
         if self.steps is not None and self.steps < 1:
             raise UsageError(f"--steps {self.steps}: must be 1 or more")
         if self.clip_grad_norm is not None and not self.clip_grad_norm > 0:

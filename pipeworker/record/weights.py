@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import nn
 
@@ -84,6 +85,8 @@ def export(source: Path, out: Path) -> int:
     """
     if out.suffix not in (".safetensors", ".pt"):
         raise UsageError(f"cannot write {out}: its name must end in .safetensors or .pt")
+    if not out.parent.is_dir():
+        raise UsageError(f"cannot write {out}: there is no directory {out.parent}")
     checkpoint = find_checkpoint(source)
     manifest = json.loads((checkpoint / "manifest.json").read_text(encoding="utf-8"))
     weights: dict[str, torch.Tensor] = {}
@@ -99,11 +102,13 @@ def export(source: Path, out: Path) -> int:
         if out.suffix == ".pt":
             torch.save(weights, partial)
         else:
-            # Entries of one module that share memory are written apart: the format has no aliases.
-            save_file({key: value.clone() for key, value in weights.items()}, partial)
+            # The format knows neither entries that share memory nor strides.
+            layout = torch.contiguous_format
+            save_file({k: v.clone(memory_format=layout) for k, v in weights.items()}, partial)
         partial.replace(out)
-    except OSError as error:
-        raise UsageError(f"cannot write {out}: {error.strerror or error}") from None
+    except (OSError, SafetensorError, RuntimeError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise UsageError(f"cannot write {out}: {reason}") from None
     finally:
         partial.unlink(missing_ok=True)
     return len(weights)

@@ -15,6 +15,8 @@ from pipeworker.worker import rng
 
 _MOST_SIGNATURES = 1024
 
+_END = object()
+
 
 @dataclass(frozen=True, slots=True)
 class MicroBatches:
@@ -57,8 +59,8 @@ class Reader:
             if self._iterator is None:
                 self._start_epoch()
             assert self._iterator is not None
-            item = next(self._iterator, None)
-            if item is None:
+            item = next(self._iterator, _END)
+            if item is _END:
                 if self._read_in_epoch == 0:
                     raise UsageError(self._why_empty())
                 if not self._repeat:
@@ -66,8 +68,8 @@ class Reader:
                 self._epoch += 1
                 self._read_in_epoch = 0
                 self._start_epoch()
-                item = next(self._iterator, None)
-                if item is None:
+                item = next(self._iterator, _END)
+                if item is _END:
                     raise UsageError(self._why_empty())
         self._read_in_epoch += 1
         return self._cut(item)
@@ -76,7 +78,8 @@ class Reader:
         self._stream.restart(rng.data_seed(self._seed, self._epoch))
         source = self._data() if callable(self._data) else self._data
         if not hasattr(source, "__iter__") and hasattr(source, "__getitem__"):
-            source = (source[index] for index in range(len(source)))
+            dataset = source
+            source = (dataset[index] for index in range(len(dataset)))
         try:
             self._iterator = iter(source)
         except TypeError:

@@ -9,6 +9,7 @@ process group and the server ends. The kernel kills the workers when the server 
 from __future__ import annotations
 
 import atexit
+import contextlib
 import ctypes
 import gc
 import json
@@ -124,7 +125,9 @@ def kill_group(pid: int) -> None:
 
 
 def _say(report: dict[str, Any]) -> None:
-    os.write(1, (json.dumps(report) + "\n").encode())
+    """One line to the launcher; when it is gone, the end of standard input says so."""
+    with contextlib.suppress(BrokenPipeError):
+        os.write(1, (json.dumps(report) + "\n").encode())
 
 
 def main() -> int:

@@ -66,7 +66,7 @@ class Updater:
         if not gradients:
             return ()
         norms = torch.stack(
-            [torch.linalg.vector_norm(g.detach(), dtype=torch.float64) for g in gradients]
+            [torch.linalg.vector_norm(_elements(g), dtype=torch.float64) for g in gradients]
         )
         return tuple(norms.square_().tolist())
 
@@ -74,8 +74,8 @@ class Updater:
         """Multiply the gradients by `scale`, step the optimizer and the scheduler, clear."""
         if self.optimizer is None:
             return
-        if scale != 1.0:
-            gradients = [p.grad for p in self.parameters if p.grad is not None]
+        gradients = [p.grad for p in self.parameters if p.grad is not None]
+        if gradients and scale != 1.0:
             torch._foreach_mul_(gradients, scale)
         self.optimizer.step()
         if self.scheduler is not None:
@@ -85,3 +85,11 @@ class Updater:
     def clear(self) -> None:
         for parameter in self.parameters:
             parameter.grad = None
+
+
+def _elements(gradient: torch.Tensor) -> torch.Tensor:
+    """The real numbers of a gradient that may be sparse or complex."""
+    values = gradient.detach()
+    if values.is_sparse:
+        values = values.coalesce().values()
+    return torch.view_as_real(values) if values.is_complex() else values

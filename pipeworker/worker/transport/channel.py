@@ -193,18 +193,26 @@ class Receiver:
             PeerLost: the other end is gone.
         """
         posted = self._posted.pop(microbatch, None)
+        self._post_next()
+        value: Any = None
         if posted is not None:
+            # What needs no data is done before the wait, when there is time for it.
+            early = self._device == self._link.device and posted.frame.plain
+            if early:
+                value = self._assemble(posted)
             for pending in posted.pending:
                 pending.wait()
-            if self._surprised or self._header_length():
-                self._surprised = True
-                self._pool.give(posted.buffers)
-                posted = None
-        if posted is None:
-            posted = self._receive_described()
-            self._known[self._signature, microbatch] = posted.frame
-        self._post_next()
+            if not self._surprised and not self._header_length():
+                self._held[microbatch] = posted.buffers
+                return value if early else self._assemble(posted)
+            self._surprised = True
+            self._pool.give(posted.buffers)
+        posted = self._receive_described()
+        self._known[self._signature, microbatch] = posted.frame
         self._held[microbatch] = posted.buffers
+        return self._assemble(posted)
+
+    def _assemble(self, posted: _Posted) -> Any:
         layouts = posted.frame.tensors
         self.wants_grad = [layout.requires_grad for layout in layouts]
         tensors = [

@@ -52,7 +52,7 @@ class Layout:
         return tuple(dims), tuple(self.shape[d] for d in dims)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Frame:
     """What both ends of a channel must agree on before tensors can move without a header.
 
@@ -65,6 +65,11 @@ class Frame:
     structure: pytree.TreeSpec | None
     leaves: tuple[int | tuple[Any], ...]
     tensors: tuple[Layout, ...]
+
+    @cached_property
+    def plain(self) -> bool:
+        """Whether every tensor is contiguous."""
+        return all(layout.plain for layout in self.tensors)
 
 
 def layout_of(tensor: torch.Tensor) -> Layout:

@@ -1,0 +1,264 @@
+"""The job file: found, run with its own neighbours, and checked."""
+
+from __future__ import annotations
+
+import sys
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from pipeworker.errors import UsageError
+from pipeworker.job import file as job_file
+from pipeworker.job.file import Job
+
+GOOD = {
+    "model": "def model(): return [nn.Linear(2, 2), nn.ReLU]",
+    "loss": "def loss(output, target): return output.sum()",
+    "optimizer": "def optimizer(params): return torch.optim.SGD(params, lr=0.1)",
+    "data": "def data(): return []",
+}
+
+
+@pytest.fixture(autouse=True)
+def _as_a_worker(tmp_path: Path) -> Iterator[None]:
+    """A job file changes the process it is loaded in; put that back."""
+    modules, path, argv = dict(sys.modules), list(sys.path), list(sys.argv)
+    yield
+    for name, module in list(sys.modules.items()):
+        where = getattr(module, "__file__", None) or ""
+        if name == "pipeworker_job" or Path(where).is_relative_to(tmp_path):
+            del sys.modules[name]
+    sys.modules.update(modules)
+    sys.path[:], sys.argv[:] = path, argv
+
+
+def write(folder: Path, name: str = "job.py", more: str = "", **lines: str | None) -> Path:
+    """A job file like GOOD but for some names; None leaves one out."""
+    body = [line for line in {**GOOD, **lines}.values() if line is not None]
+    path = folder / name
+    path.write_text("\n".join(["import torch", "from torch import nn", *body, more]))
+    return path
+
+
+def load(path: Path, *arguments: str) -> Job:
+    return job_file.load(path, arguments)
+
+
+def test_a_good_file(tmp_path: Path) -> None:
+    job = load(write(tmp_path))
+    assert job.scheduler is None
+    assert len(job_file.entries(job)) == 2
+    assert job.data() == []
+
+
+@pytest.mark.parametrize(
+    ("lines", "message"),
+    [
+        ({"model": None}, "lacks the name model: it must define model, loss, optimizer and data"),
+        ({"loss": None, "data": None}, "lacks the names loss, data"),
+        ({"model": "model = 3"}, "model in job file .* is a int"),
+        ({"model": "model = nn.Linear(1, 1)"}, "model in job file .* is a Linear"),
+        ({"loss": "loss = 1.0"}, "loss in job file .* is a float: it must be a function"),
+        ({"optimizer": "optimizer = None"}, "optimizer in job file .* is a NoneType"),
+        ({"scheduler": "scheduler = 3"}, "scheduler in job file .* is a int"),
+        ({"data": "data = 3"}, "data in job file .* is a int: it must be an iterable"),
+    ],
+)
+def test_a_name_that_is_missing_or_wrong(
+    tmp_path: Path, lines: dict[str, str | None], message: str
+) -> None:
+    path = write(tmp_path, **lines)
+    with pytest.raises(UsageError, match=message) as caught:
+        load(path)
+    assert str(path) in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "lines",
+    [
+        {"model": "model = nn.Sequential(nn.Linear(1, 1))"},
+        {"model": "model = [nn.ReLU, lambda: nn.Linear(1, 1)]"},
+        {"model": "class model(nn.Sequential):\n  def __init__(s): super().__init__(nn.ReLU())"},
+        {"loss": "loss = nn.MSELoss()"},
+        {"optimizer": "optimizer = torch.optim.Adam"},
+        {"scheduler": "scheduler = None"},
+        {"data": "data = [(torch.ones(1), torch.ones(1))]"},
+        {"data": "data = torch.utils.data.TensorDataset(torch.ones(1))"},
+    ],
+)
+def test_names_that_are_right_in_other_ways(tmp_path: Path, lines: dict[str, Any]) -> None:
+    assert job_file.entries(load(write(tmp_path, **lines)))
+
+
+def test_no_file(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="does not exist"):
+        load(tmp_path / "none.py")
+    with pytest.raises(UsageError, match="does not exist"):
+        load(tmp_path)
+
+
+def test_a_file_that_is_not_python(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"is not a Python file: its name must end in \.py"):
+        load(write(tmp_path, "job.txt"))
+
+
+@pytest.mark.parametrize(
+    ("more", "error"),
+    [("1 / 0", ZeroDivisionError), ("x = = 1", SyntaxError), ("import none_such", ImportError)],
+)
+def test_what_the_file_raises_comes_through(
+    tmp_path: Path, more: str, error: type[Exception]
+) -> None:
+    with pytest.raises(error):
+        load(write(tmp_path, more=more))
+
+
+@pytest.mark.parametrize("name", ["job.py", "my.job.py", "my-job.py", "worker.py", "cli.py"])
+@pytest.mark.parametrize(
+    "line", ["import neighbour", "from . import neighbour", "from .neighbour import VALUE"]
+)
+def test_neighbours(tmp_path: Path, name: str, line: str) -> None:
+    (tmp_path / "neighbour.py").write_text("VALUE = 5\n")
+    value = "VALUE" if "VALUE" in line else "neighbour.VALUE"
+    job = load(write(tmp_path, name, f"{line}\nscheduler = lambda _: {value}"))
+    assert job.scheduler is not None
+    assert job.scheduler(None) == 5
+
+
+@pytest.mark.parametrize("name", ["cli", "plan", "worker", "launcher", "job", "wire"])
+@pytest.mark.parametrize("package", [True, False])
+def test_neighbours_named_as_ours_are_the_users(tmp_path: Path, name: str, package: bool) -> None:
+    import cli  # noqa: F401
+    import launcher.show  # noqa: F401
+
+    path = tmp_path / name / "__init__.py" if package else tmp_path / f"{name}.py"
+    path.parent.mkdir(exist_ok=True)
+    path.write_text("MINE = True\n")
+    if package:
+        (path.parent / "part.py").write_text("MINE = True\n")
+    more = f"import {name}\nassert {name}.MINE\n"
+    more += f"from {name}.part import MINE\n" if package else ""
+    load(write(tmp_path, "train.py", more))
+    assert Path(sys.modules[name].__file__ or "") == path
+
+
+def test_arguments_reach_the_file(tmp_path: Path) -> None:
+    path = write(tmp_path, more="import sys\nscheduler = lambda _, seen=list(sys.argv): seen")
+    job = load(path, "--width", "3")
+    assert job.scheduler is not None
+    assert job.scheduler(None) == [str(path), "--width", "3"]
+
+
+def test_classes_of_the_file_can_be_pickled(tmp_path: Path) -> None:
+    """A DataLoader's processes are given the dataset so."""
+    import pickle
+
+    path = write(tmp_path, data="class Set(list): pass\ndata = Set()")
+    data = load(path).data
+    assert type(pickle.loads(pickle.dumps(data))) is type(data)
+
+
+# The model.
+
+
+def job(model: Any) -> Job:
+    return Job(model, torch.sum, torch.optim.Adam, [], None)
+
+
+class Own(nn.Sequential):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        (lambda: nn.Linear(1, 1), r"model\(\) returned a Linear: it must return"),
+        (lambda: None, r"model\(\) returned a NoneType"),
+        (list, "returned no layers"),
+        (nn.Sequential(), "returned no layers"),
+        ([nn.ReLU(), 3], r"layer 1 of model\(\) is a int"),
+        (Own(nn.ReLU()), "a Own with a forward of its own, which a pipeline cannot cut"),
+        (lambda: Own(nn.ReLU()), "with a forward of its own"),
+    ],
+)
+def test_a_model_that_is_no_sequence_of_layers(model: Any, message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        job_file.entries(job(model))
+
+
+def test_entries_are_the_layers_in_order() -> None:
+    layers = [nn.Linear(1, 1), nn.ReLU(), nn.Linear(1, 1)]
+    for model in (layers, tuple(layers), nn.Sequential(*layers), lambda: nn.Sequential(*layers)):
+        assert job_file.entries(job(model)) == layers
+
+
+def test_callables_are_built_only_when_asked() -> None:
+    built = []
+
+    def make() -> nn.Module:
+        built.append(1)
+        return nn.ReLU()
+
+    (entry,) = job_file.entries(job([make]))
+    assert built == []
+    assert isinstance(job_file.build(entry, 0), nn.ReLU)
+    assert built == [1]
+    module = nn.ReLU()
+    assert job_file.build(module, 0) is module
+
+
+def test_a_callable_that_builds_something_else() -> None:
+    with pytest.raises(UsageError, match=r"layer 4 of model\(\) was built as a int"):
+        job_file.build(lambda: 3, 4)  # type: ignore[arg-type,return-value]
+
+
+def test_tied_weights_must_be_on_one_stage() -> None:
+    a, b = nn.Linear(2, 2), nn.Linear(2, 2)
+    b.weight = a.weight
+    layers: list[Any] = [nn.ReLU(), a, nn.ReLU, b]
+    job_file.check_ties(layers, 1, 4)
+    job_file.check_ties(layers, 0, 1)
+    with pytest.raises(UsageError, match="layers 1 and 3 share a parameter"):
+        job_file.check_ties(layers, 0, 2)
+    with pytest.raises(UsageError, match="layers 3 and 1 share a parameter"):
+        job_file.check_ties(layers, 3, 4)
+
+
+def test_one_layer_twice_is_tied_too_but_not_one_without_parameters() -> None:
+    a, relu = nn.Linear(2, 2), nn.ReLU()
+    job_file.check_ties([relu, a, relu], 0, 1)
+    with pytest.raises(UsageError, match="layers 0 and 2 share"):
+        job_file.check_ties([a, relu, a], 0, 1)
+
+
+def test_a_docstring_in_the_contract_is_a_job(tmp_path: Path) -> None:
+    path = tmp_path / "job.py"
+    path.write_text(
+        textwrap.dedent(
+            """
+            import torch
+            from torch import nn
+
+            def model():
+                return nn.Sequential(nn.Linear(2, 2), nn.ReLU())
+
+            def loss(output, target):
+                return nn.functional.cross_entropy(output, target)
+
+            def optimizer(params):
+                return torch.optim.AdamW(params, lr=3e-4)
+
+            def data():
+                yield torch.ones(4, 2), torch.zeros(4, dtype=torch.long)
+            """
+        )
+    )
+    made = load(path)
+    assert [type(entry) for entry in job_file.entries(made)] == [nn.Linear, nn.ReLU]
+    assert isinstance(made.optimizer([nn.Parameter(torch.ones(1))]), torch.optim.AdamW)

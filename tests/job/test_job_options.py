@@ -1,0 +1,64 @@
+"""The options of a job."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pipeworker.errors import UsageError
+from pipeworker.job.options import Options
+
+
+def options(**fields: Any) -> Options:
+    return Options(**{"job_file": "/jobs/job.py", "stages": 2, "microbatches": 8, **fields})
+
+
+positive = st.integers(1, 10**6)
+
+
+@given(
+    st.builds(
+        options,
+        job_file=st.text(),
+        stages=positive,
+        microbatches=positive,
+        arguments=st.lists(st.text(), max_size=3).map(tuple),
+        steps=st.none() | positive,
+        balance=st.none() | st.lists(positive, max_size=3).map(tuple),
+        clip_grad_norm=st.none() | st.floats(1e-6, 1e6),
+        seed=st.integers(0, 2**63 - 1),
+        threads=positive,
+        worker_timeout=st.floats(0.1, 1e6),
+    )
+)
+def test_json_round_trip(made: Options) -> None:
+    assert Options.from_json(made.to_json()) == made
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("stages", 0, "--stages 0: must be 1 or more"),
+        ("microbatches", -1, "--microbatches -1: must be 1 or more"),
+        ("threads", 0, "--threads 0: must be 1 or more"),
+        ("seed", -1, "--seed -1: must be 0 or more"),
+        ("seed", 2**63, "--seed 9223372036854775808: must be less than"),
+        ("steps", 0, "--steps 0: must be 1 or more"),
+        ("clip_grad_norm", 0.0, "--clip-grad-norm 0.0: must be greater than 0"),
+        ("clip_grad_norm", float("nan"), "--clip-grad-norm nan: must be greater than 0"),
+        ("worker_timeout", 0.0, "--worker-timeout 0.0: must be greater than 0"),
+    ],
+)
+def test_out_of_range(name: str, value: Any, message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        options(**{name: value})
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("stages", 1), ("seed", 0), ("seed", 2**63 - 1), ("steps", 1)]
+)
+def test_at_the_edge_of_the_range(name: str, value: int) -> None:
+    assert getattr(options(**{name: value}), name) == value

@@ -1,0 +1,105 @@
+"""The run directory: where things are, and that they are whole."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from pipeworker.errors import UsageError
+from pipeworker.record import rundir
+from pipeworker.record.rundir import RunDir
+
+
+def test_where_things_are() -> None:
+    run = RunDir(Path("r"))
+    found = [
+        run.plan,
+        run.metrics,
+        run.summary,
+        run.coordinator_log(),
+        run.stage_log(2),
+        run.checkpoint(100),
+    ]
+    assert [str(path.relative_to("r")) for path in found] == [
+        "plan.json",
+        "metrics.jsonl",
+        "summary.json",
+        "logs/coordinator.log",
+        "logs/stage-2.log",
+        "checkpoints/step-00000100",
+    ]
+
+
+def test_the_directory_asked_for_is_made(tmp_path: Path) -> None:
+    made = rundir.create(str(tmp_path / "a" / "b"), Path("job.py"))
+    assert made.path == (tmp_path / "a" / "b").resolve()
+    assert (made.path / "logs").is_dir()
+
+
+def test_one_that_exists_is_not_touched(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="exists already: choose another --run-dir"):
+        rundir.create(str(tmp_path), Path("job.py"))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_default_is_new_each_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("time.strftime", lambda _: "20000101-000000")
+    names = [rundir.create(None, Path("/jobs/net.py")).path for _ in range(3)]
+    stem = tmp_path.resolve() / "runs" / "net-20000101-000000"
+    assert names == [stem, Path(f"{stem}-2"), Path(f"{stem}-3")]
+
+
+def test_one_that_cannot_be_made(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(UsageError, match=r"cannot make run directory .*: Not a directory"):
+        rundir.create(str(tmp_path / "file" / "run"), Path("job.py"))
+
+
+def test_a_checkpoint_is_there_once_it_is_committed(tmp_path: Path) -> None:
+    run = RunDir(tmp_path)
+    partial = run.partial_checkpoint(3)
+    partial.mkdir(parents=True)
+    (partial / "stage-0.pt").touch()
+    assert not run.checkpoint(3).exists()
+    run.commit_checkpoint(3, {"stages": 1})
+    assert not partial.exists()
+    assert json.loads((run.checkpoint(3) / "manifest.json").read_text()) == {"stages": 1}
+    assert (run.checkpoint(3) / "stage-0.pt").exists()
+
+
+def test_a_json_file_is_whole_or_not_there(tmp_path: Path) -> None:
+    path = tmp_path / "x.json"
+    rundir.write_json(path, {"a": [1]})
+    with pytest.raises(TypeError):
+        rundir.write_json(path, {"b": object()})
+    assert json.loads(path.read_text()) == {"a": [1]}
+    rundir.write_json(path, 2)
+    assert path.read_text() == "2\n"
+    assert [entry.name for entry in tmp_path.iterdir()] == ["x.json"]
+
+
+def test_the_summary(tmp_path: Path) -> None:
+    run = RunDir(tmp_path)
+    rundir.write_summary(
+        run,
+        status="failed",
+        steps=4,
+        stages=2,
+        seconds=1.5,
+        peak_memory=[1, 2],
+        bubble=0.25,
+        error="lost",
+    )
+    assert json.loads(run.summary.read_text()) == {
+        "status": "failed",
+        "steps": 4,
+        "stages": 2,
+        "restarts": 0,
+        "seconds": 1.5,
+        "peak_memory_bytes": [1, 2],
+        "bubble": 0.25,
+        "error": "lost",
+    }

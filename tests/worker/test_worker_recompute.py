@@ -1,0 +1,115 @@
+"""Buffers change once, though the forward runs twice."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from pipeworker.worker.recompute import Buffers
+
+
+class Counter(nn.Module):
+    """Counts its forwards, and gives the count."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("count", torch.zeros(()))
+        self.register_buffer("table", torch.arange(3.0))
+        self.register_buffer("nothing", None)
+
+    def forward(self) -> float:
+        self.count += 1
+        return self.count.item()
+
+
+class Replacing(Counter):
+    """The same by assignment."""
+
+    def forward(self) -> float:
+        self.count = self.count + 1
+        return self.count.item()
+
+
+@pytest.mark.parametrize("kind", [Counter, Replacing])
+def test_the_second_forward_sees_what_the_first_saw(kind: type[Counter]) -> None:
+    layer = kind()
+    buffers = Buffers([layer])
+    for step in range(3):
+        first, second = [], []
+        for m in range(4):
+            with buffers.first_forward(m):
+                first.append(layer())
+        for m in range(4):
+            with buffers.second_forward(m):
+                second.append(layer())
+        assert first == second == [4.0 * step + m + 1 for m in range(4)]
+        assert layer.count.item() == 4 * (step + 1)
+
+
+def test_only_what_changes_is_copied() -> None:
+    layer = Counter()
+    buffers = Buffers([layer])
+    table = layer.table
+    for m in range(2):
+        with buffers.first_forward(m):
+            layer()
+        assert [slot[1] for slot, _ in buffers._before[m]] == ["count"]
+    for m in range(2):
+        with buffers.second_forward(m):
+            assert layer.table is table
+            layer()
+    assert buffers._before == {}
+
+
+def test_batch_norm_is_found_though_it_leaves_no_trace() -> None:
+    norm = nn.BatchNorm1d(2)
+    buffers = Buffers([nn.Sequential(nn.Linear(2, 2), norm)])
+    x = torch.randn(5, 2)
+    with buffers.first_forward(0):
+        norm(x)
+    after = {name: value.clone() for name, value in norm.named_buffers()}
+    with buffers.second_forward(0):
+        assert norm.running_mean is not None
+        assert norm.running_mean.tolist() == [0, 0]
+        norm(x)
+    assert norm.num_batches_tracked is not None
+    assert norm.num_batches_tracked.item() == 1
+    for name, value in norm.named_buffers():
+        assert torch.equal(value, after[name])
+
+
+def test_a_module_shared_by_two_layers_is_kept_once() -> None:
+    layer = Counter()
+    buffers = Buffers([layer, nn.Sequential(layer)])
+    with buffers.first_forward(0):
+        first = [layer(), layer()]
+    with buffers.second_forward(0):
+        assert [layer(), layer()] == first
+    assert layer.count.item() == 2
+
+
+def test_buffers_come_back_after_an_error() -> None:
+    layer = Counter()
+    buffers = Buffers([layer])
+    for m in range(2):
+        with buffers.first_forward(m):
+            layer()
+
+    def fail() -> None:
+        with buffers.second_forward(0):
+            layer()
+            raise ValueError("no")
+
+    with pytest.raises(ValueError, match="no"):
+        fail()
+    assert layer.count.item() == 2
+
+
+def test_without_buffers_nothing_is_kept() -> None:
+    buffers = Buffers([nn.Linear(2, 2)])
+    with buffers.first_forward(0):
+        pass
+    with buffers.second_forward(0):
+        pass
+    assert buffers._before == {}
