@@ -17,7 +17,6 @@ from pipeworker.plan.partition import parse_balance
 from pipeworker.plan.schedule import ORDERS, RECOMPUTE_MODES
 
 _MICROBATCHES_PER_STAGE = 4  # GPipe: the bubble is small from M >= 4 K on
-
 _INTERRUPTED = 130  # what a shell gives a program that SIGINT ended
 
 

@@ -75,8 +75,7 @@ class _Launch:
         self._deadline: float | None = None
         self._interrupts = 0
         self._steps = 0
-        self._running = set(range(options.stages))
-        self._pids: dict[int, int] = {}
+        self._pids: dict[int, int] = {}  # by rank, of the workers that run
         self._wake_in, self._wake_out = socket.socketpair()
 
     def run(self) -> int:
@@ -114,7 +113,7 @@ class _Launch:
             selector.register(self._coordinator, selectors.EVENT_READ, self._hear_coordinator)
             selector.register(self._forks, selectors.EVENT_READ, self._hear_forks)
             selector.register(self._wake_out, selectors.EVENT_READ, self._on_signal)
-            while self._verdict is None or self._running:
+            while self._verdict is None or self._pids:
                 left = None if self._deadline is None else self._deadline - time.monotonic()
                 if left is not None and left <= 0:
                     return
@@ -158,16 +157,13 @@ class _Launch:
                 rank, pid = event["forked"]
                 self._pids[rank] = pid
             else:
-                rank = event["exited"][0]
-                self._running.discard(rank)
-                self._pids.pop(rank, None)
+                del self._pids[event["exited"][0]]
                 self._coordinator.say(event)
         if not more:
             # The kernel kills the workers when their server dies, but not what they started.
             for pid in self._pids.values():
                 kill_group(pid)
             self._pids.clear()
-            self._running.clear()
         if not more and self._verdict is None:
             self._coordinator.say({"failed": "the fork server of this host was killed"})
         return more or self._verdict is None

@@ -22,7 +22,7 @@ from launcher.processes import LineProcess
 from pipeworker.coordinator.report import Configuration
 from pipeworker.job.options import Options
 from pipeworker.wire import sockets
-from pipeworker.wire.codec import encode
+from pipeworker.wire.codec import MAX_FRAME_BYTES, encode
 from pipeworker.wire.keys import client_keys, new_token, server_keys
 from pipeworker.wire.messages import (
     Batch,
@@ -174,6 +174,7 @@ def strangers(context: zmq.Context[zmq.Socket[bytes]], job: OwnJob) -> list[zmq.
     own_key.connect(job.endpoint)
     for peer in (other_job, bare, own_key):
         peer.setsockopt(zmq.SNDTIMEO, 0)
+        peer.setsockopt(zmq.LINGER, 0)
         for lie in lies():
             with suppress(zmq.Again):
                 peer.send(encode(lie, GENERATION))
@@ -208,6 +209,7 @@ def test_rubbish_and_strangers_change_nothing(
         raw_garbage(attacked.endpoint, chance)
         inside = sockets.client(context, attacked.token, attacked.endpoint)
         inside.setsockopt(zmq.SNDTIMEO, 10_000)
+        inside.setsockopt(zmq.LINGER, 0)
         for lie in lies():
             inside.send(encode(lie, GENERATION - 1))  # a replay of an older generation
         until(lambda: "of generation 0 (" in attacked.log)
@@ -217,6 +219,7 @@ def test_rubbish_and_strangers_change_nothing(
             inside.send(msgpack.packb(["1" * 1_000_000, 1, "Ping", []]))  # wants into the log
             inside.send_multipart([b"two", b"parts"])
         until(lambda: f"({FRAMES} so far)" in attacked.log)
+        inside.send(bytes(MAX_FRAME_BYTES + 1))  # costs the sender its connection
         during = attacked.steps
         assert during < steps, "the job was over before the attack was"
         assert attacked.resident() - before < 8 << 20

@@ -201,6 +201,23 @@ def test_a_signal_ends_the_job_after_its_step(
     assert live.summary["steps"] == rows(live.path)
 
 
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+def test_an_end_while_the_job_starts(jobs: Jobs, number: signal.Signals) -> None:
+    process, path = jobs.start(*ENDLESS)
+    log = path / "logs" / "coordinator.log"
+    until(lambda: log.exists() and "bound to" in log.read_text())  # torch is being imported
+    assert not (path / "plan.json").exists()
+    process.send_signal(number)
+    _, stderr = process.communicate(timeout=SECONDS)
+    until(lambda: not processes_of(jobs.folder), SECONDS)
+    assert "Traceback" not in stderr
+    status = json.loads((path / "summary.json").read_text())["status"]
+    if number == signal.SIGINT:
+        assert (process.returncode, status) == (130, "interrupted")
+    else:
+        assert (process.returncode, status) == (-signal.SIGKILL, "failed")
+
+
 def test_a_second_interrupt_ends_the_job_at_once(start: Callable[..., Live]) -> None:
     live = start(source=STUCK)
     until(lambda: (live.folder / "stuck").exists())

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import importlib.util
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import torch
 from torch import nn
 
 from pipeworker.errors import UsageError
@@ -162,19 +163,24 @@ def build(entry: Entry, index: int) -> nn.Module:
 
 
 def check_ties(layers: list[Entry], first: int, stop: int) -> None:
-    """Refuse a parameter shared between this stage's layers and others: it would train apart.
+    """Refuse a parameter or buffer that this stage's layers share with others: they would part.
 
     Raises:
-        UsageError: a parameter of layers ``first`` to ``stop - 1`` is in another layer too.
+        UsageError: a parameter or buffer of layers ``first`` to ``stop - 1`` is in another layer.
     """
     built = [(i, entry) for i, entry in enumerate(layers) if isinstance(entry, nn.Module)]
-    mine = {id(p): i for i, entry in built if first <= i < stop for p in entry.parameters()}
+    mine = {id(t): i for i, entry in built if first <= i < stop for t in _tensors(entry)}
     for index, entry in built:
         if first <= index < stop:
             continue
-        for parameter in entry.parameters():
-            if id(parameter) in mine:
+        for tensor in _tensors(entry):
+            if id(tensor) in mine:
                 raise UsageError(
-                    f"layers {mine[id(parameter)]} and {index} share a parameter but are on "
+                    f"layers {mine[id(tensor)]} and {index} share a parameter or buffer but are on "
                     "different stages: tied weights must be on one stage, see --balance"
                 )
+
+
+def _tensors(module: nn.Module) -> Iterator[torch.Tensor]:
+    yield from module.parameters()
+    yield from module.buffers()

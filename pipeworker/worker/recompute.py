@@ -26,6 +26,7 @@ class Buffers:
         modules = {id(m): m for layer in layers for m in layer.modules()}.values()
         self._slots: list[_Slot] = [(m, name) for m in modules for name in m._buffers]
         self._changing: list[_Slot] | None = None
+        self._steady: list[_Slot] = []
         self._before: dict[int, list[tuple[_Slot, torch.Tensor]]] = {}
 
     @contextmanager
@@ -35,11 +36,19 @@ class Buffers:
         saved = [
             (slot, value.detach().clone()) for slot in slots if (value := _get(slot)) is not None
         ]
+        looks = [] if self._changing is None else [(slot, _look(slot)) for slot in self._steady]
         yield
         if self._changing is None:
             # By value: batch norm changes its statistics without a trace in their version.
             self._changing = [slot for slot, value in saved if not _same(_get(slot), value)]
             saved = [(slot, value) for slot, value in saved if slot in self._changing]
+            self._steady = [slot for slot in self._slots if slot not in self._changing]
+        for slot, look in looks:
+            if _look(slot) != look and (value := _get(slot)) is not None:
+                # It begins to change only now: what it was is gone, but it will change only once.
+                self._changing.append(slot)
+                self._steady.remove(slot)
+                saved.append((slot, value.detach().clone()))
         if saved:
             self._before[microbatch] = saved
 
@@ -62,6 +71,12 @@ class Buffers:
 def _get(slot: _Slot) -> torch.Tensor | None:
     module, name = slot
     return module._buffers.get(name)
+
+
+def _look(slot: _Slot) -> tuple[int, int]:
+    """Differs after an assignment, and after a change in place that leaves a trace."""
+    value = _get(slot)
+    return id(value), -1 if value is None else value._version
 
 
 def _same(now: torch.Tensor | None, before: torch.Tensor) -> bool:

@@ -20,6 +20,7 @@ from pipeworker.wire.messages import Phase
 from pipeworker.worker import rng
 from pipeworker.worker.position import Tracker
 from pipeworker.worker.recompute import Buffers
+from pipeworker.worker.transport.frame import replica
 
 Loss = Callable[[Any, Any], Any]
 _NOTHING: Any = object()
@@ -247,7 +248,7 @@ def describe(value: Any) -> str:
 
 
 def _copy(value: Any) -> Any:
-    copies = {id(tensor): tensor.clone() for tensor in distinct_tensors(value)}
+    copies = {id(tensor): replica(tensor) for tensor in distinct_tensors(value)}
     return _replace(value, copies)
 
 

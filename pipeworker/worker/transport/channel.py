@@ -2,11 +2,14 @@
 
 What is expected is keyed by the mini-batch's shape signature, which the coordinator tells everyone
 with the step, and the micro-batch. The first step of a signature describes its frames; from then on
-the receiver posts its buffers ahead. When a value nevertheless differs from what is expected (a
-shape that depends on data, a plain value that changes), the sender still fills the posted buffers,
-after a header that says what is really sent; the receiver finds the header filled when the posted
-receive completes, because messages of one connection arrive in order. The edge is *dynamic* from
-then on, and described every time.
+the receiver posts its buffers ahead. A frame without elements is described every time, for the
+receiver would have nothing to wait for.
+
+When a value nevertheless differs from what is expected (a shape that depends on data, a plain value
+that changes), the sender still fills the posted buffers, after a header that says what is really
+sent and for which micro-batch. The receiver finds the header filled when the posted receive
+completes, because messages of one connection arrive in order. The edge is *dynamic* from then on,
+and described every time.
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from struct import Struct
 from typing import Any
 
 import torch
@@ -26,7 +30,7 @@ from pipeworker.worker.transport.link import Link, Pending
 
 _EXPECTED, _HEADER, _DESCRIBED = 0, 1, 2  # tags
 _HEADER_BYTES = 1024
-_LENGTH_BYTES = 8
+_HEAD = Struct("<2q")  # length of the header, 0 for none; micro-batch
 _SMALL_BYTES = 256 << 10
 _MOST_FRAMES = 4096
 _MOST_SHAPES = 64
@@ -77,12 +81,15 @@ class Sender:
             messages = [(_EXPECTED, tensor) for tensor in tensors]
         else:
             frame, tensors = frames.describe(value)
-            messages = _header_messages(frames.to_bytes(frame))
+            messages = _header_messages(microbatch, frames.to_bytes(frame))
             if expected is not None:
                 self._surprised = True
                 messages += [(_EXPECTED, _filler(layout)) for layout in expected.tensors]
             messages += [(_DESCRIBED, tensor) for tensor in tensors]
-            self._known[key] = frame
+            if frame.moves:
+                self._known[key] = frame
+            else:
+                self._known.pop(key, None)
         # A small send costs less than waking a thread for it; sends keep their order.
         here = sum(t.nbytes for _, t in messages) <= _SMALL_BYTES and (
             not self._under_way or self._under_way[-1].issued
@@ -124,10 +131,10 @@ class _Sent:
         self.pending.wait()
 
 
-def _header_messages(header: bytes) -> list[tuple[int, torch.Tensor]]:
+def _header_messages(microbatch: int, header: bytes) -> list[tuple[int, torch.Tensor]]:
     """A header in a frame of fixed size, and what does not fit in a second message."""
-    room = _HEADER_BYTES - _LENGTH_BYTES
-    data = len(header).to_bytes(_LENGTH_BYTES, "little") + header[:room]
+    room = _HEADER_BYTES - _HEAD.size
+    data = _HEAD.pack(len(header), microbatch) + header[:room]
     messages = [(_HEADER, _bytes_tensor(data.ljust(_HEADER_BYTES, b"\0")))]
     if len(header) > room:
         messages.append((_DESCRIBED, _bytes_tensor(header[room:])))
@@ -197,18 +204,21 @@ class Receiver:
         value: Any = None
         if posted is not None:
             # What needs no data is done before the wait, when there is time for it.
-            early = self._device == self._link.device and posted.frame.plain
+            early = self._device == self._link.device and posted.frame.dense
             if early:
                 value = self._assemble(posted)
             for pending in posted.pending:
                 pending.wait()
-            if not self._surprised and not self._header_length():
+            if not self._surprised and not self._surprised_at(microbatch):
                 self._held[microbatch] = posted.buffers
                 return value if early else self._assemble(posted)
             self._surprised = True
             self._pool.give(posted.buffers)
         posted = self._receive_described()
-        self._known[self._signature, microbatch] = posted.frame
+        if posted.frame.moves:
+            self._known[self._signature, microbatch] = posted.frame
+        else:
+            self._known.pop((self._signature, microbatch), None)
         self._held[microbatch] = posted.buffers
         return self._assemble(posted)
 
@@ -228,9 +238,10 @@ class Receiver:
     def _placed(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor if tensor.device == self._device else tensor.to(self._device)
 
-    def _header_length(self) -> int:
-        """Length of the header that has arrived, 0 if none has. No header is empty."""
-        return int.from_bytes(self._header[:_LENGTH_BYTES], "little")
+    def _surprised_at(self, microbatch: int) -> bool:
+        """Whether a header for this micro-batch has arrived; the next one's may have, too."""
+        length, about = _HEAD.unpack_from(self._header)
+        return bool(length) and bool(about == microbatch)
 
     def _post_next(self) -> None:
         """Post the receive of the next micro-batch whose frame is known."""
@@ -248,13 +259,13 @@ class Receiver:
 
     def _receive_described(self) -> _Posted:
         self._header_pending.wait()
-        length = self._header_length()
-        header = bytes(self._header[_LENGTH_BYTES : _LENGTH_BYTES + length])
+        length, _ = _HEAD.unpack_from(self._header)
+        header = bytes(self._header[_HEAD.size : _HEAD.size + length])
         if len(header) < length:
             rest = bytearray(length - len(header))
             self._link.receive(torch.frombuffer(rest, dtype=torch.uint8), _DESCRIBED).wait()
             header += rest
-        self._header[:_LENGTH_BYTES] = bytes(_LENGTH_BYTES)
+        _HEAD.pack_into(self._header, 0, 0, 0)
         self._header_pending = self._link.receive(self._header_tensor, _HEADER)
         posted = self._post(frames.from_bytes(header), _DESCRIBED)
         for pending in posted.pending:
@@ -263,7 +274,7 @@ class Receiver:
 
 
 class BufferPool:
-    """Buffers to receive into, by shape and dtype.
+    """Buffers to receive into, by shape, dtype and alignment.
 
     A buffer is used again only when nothing refers to its storage any more: what the user's code
     kept of a received tensor stays as it was.
@@ -271,7 +282,7 @@ class BufferPool:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._free: dict[tuple[torch.Size, torch.dtype], list[torch.Tensor]] = {}
+        self._free: dict[tuple[torch.Size, torch.dtype, int], list[torch.Tensor]] = {}
 
     def bound(self) -> None:
         """Let go of everything when there have been too many shapes."""
@@ -279,16 +290,18 @@ class BufferPool:
             self._free.clear()
 
     def take(self, layout: Layout) -> torch.Tensor:
-        free = self._free.get((torch.Size(layout.packed), layout.dtype))
+        offset = layout.offset if layout.dense else 0
+        free = self._free.get((torch.Size(layout.packed), layout.dtype, offset))
         while free:
             buffer = free.pop()
             if _unshared(buffer):
                 return buffer
-        return torch.empty(layout.packed, dtype=layout.dtype, device=self._device)
+        return frames.buffer_for(layout, self._device)
 
     def give(self, buffers: list[torch.Tensor]) -> None:
         for buffer in buffers:
-            self._free.setdefault((buffer.shape, buffer.dtype), []).append(buffer)
+            offset = buffer.data_ptr() % frames.ALIGNMENT
+            self._free.setdefault((buffer.shape, buffer.dtype, offset), []).append(buffer)
 
 
 def _unshared(buffer: torch.Tensor) -> bool:

@@ -1,12 +1,13 @@
 """What a value looks like on a channel: its structure, its tensors' layouts, its plain values.
 
-Layouts keep strides, because kernels may add in another order for other strides: a tensor that
-crosses a stage boundary must reach the next layer just as it would have in one process. The same
-tensor at two places of a value stays one tensor.
+Layouts keep strides and alignment, because kernels may add in another order for others: a tensor
+that crosses a stage boundary must reach the next layer just as it would have in one process. The
+same tensor at two places of a value stays one tensor.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -24,24 +25,40 @@ _DTYPES = {
 }
 
 
+ALIGNMENT = 64
+"""Bytes: what the allocators align to, and the most that a kernel may look at."""
+
+
 @dataclass(frozen=True)
 class Layout:
-    """How one tensor lies in memory; shape and stride in elements."""
+    """How one tensor lies in memory: shape and stride in elements, offset in bytes from 64 up."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     dtype: torch.dtype
     requires_grad: bool
+    offset: int = 0
 
     @cached_property
     def plain(self) -> bool:
         """Whether the tensor is contiguous, as nearly all are."""
-        return torch.empty(self.shape, device="meta").stride() == self.stride
+        return _plain_stride(self.shape) == self.stride
 
     @cached_property
     def packed(self) -> tuple[int, ...]:
         """Shape of the contiguous tensor that moves for this layout."""
         return self.shape if self.plain else self.order()[1]
+
+    @cached_property
+    def dense(self) -> bool:
+        """Whether the packed elements, where they are, can be seen as the tensor."""
+        dims, sizes = self.order()
+        reach = 1
+        for dim, size in zip(reversed(dims), reversed(sizes), strict=True):
+            if self.stride[dim] != reach and size > 1:
+                return self.plain
+            reach *= size
+        return True
 
     def order(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """The dims that move, outermost first, and their sizes: stride-0 dims move as one."""
@@ -58,27 +75,35 @@ class Frame:
 
     Attributes:
         structure: how the leaves nest; None for a bare tensor.
-        leaves: for each leaf the index of its tensor, or its plain value in a 1-tuple.
+        leaves: for each leaf the index of its tensor, or its plain value with what makes it exact.
         tensors: the distinct tensors.
     """
 
     structure: pytree.TreeSpec | None
-    leaves: tuple[int | tuple[Any], ...]
+    leaves: tuple[int | tuple[Any, str, str], ...]
     tensors: tuple[Layout, ...]
 
     @cached_property
-    def plain(self) -> bool:
-        """Whether every tensor is contiguous."""
-        return all(layout.plain for layout in self.tensors)
+    def dense(self) -> bool:
+        """Whether no tensor has to be rearranged on arrival."""
+        return all(layout.dense for layout in self.tensors)
+
+    @cached_property
+    def moves(self) -> bool:
+        """Whether anything moves: a frame without elements gives a receiver nothing to wait for."""
+        return any(0 not in layout.shape for layout in self.tensors)
 
 
 def layout_of(tensor: torch.Tensor) -> Layout:
     """The layout to keep; a tensor whose elements share memory is sent as a plain one."""
     shape = tuple(tensor.shape)
-    stride = (
-        tensor.stride() if not _overlaps(tensor) else torch.empty(shape, device="meta").stride()
-    )
-    return Layout(shape, stride, tensor.dtype, tensor.requires_grad)
+    stride = _plain_stride(shape) if _overlaps(tensor) else tensor.stride()
+    offset = tensor.data_ptr() % ALIGNMENT
+    return Layout(shape, stride, tensor.dtype, tensor.requires_grad, offset)
+
+
+def _plain_stride(shape: tuple[int, ...]) -> tuple[int, ...]:
+    return torch.empty(shape, device="meta").stride()
 
 
 def _overlaps(tensor: torch.Tensor) -> bool:
@@ -106,7 +131,7 @@ def describe(value: Any) -> tuple[Frame, list[torch.Tensor]]:
     items, structure = pytree.tree_flatten(value)
     tensors: list[torch.Tensor] = []
     places: dict[int, int] = {}
-    leaves: list[int | tuple[Any]] = []
+    leaves: list[int | tuple[Any, str, str]] = []
     for item in items:
         if isinstance(item, torch.Tensor):
             _check_dense(item)
@@ -115,7 +140,9 @@ def describe(value: Any) -> tuple[Frame, list[torch.Tensor]]:
                 tensors.append(item)
             leaves.append(places[id(item)])
         elif type(item) in _PLAIN:
-            leaves.append((item,))
+            # The type and the bits count: 1, 1.0 and True are equal, and so are 0.0 and -0.0.
+            bits = item.hex() if isinstance(item, float) else ""
+            leaves.append((item, type(item).__name__, bits))
         else:
             raise PipeworkerError(
                 f"a {type(item).__name__} cannot pass from one stage to the next: only tensors and "
@@ -135,6 +162,7 @@ def matches(frame: Frame, value: Any) -> list[torch.Tensor] | None:
         and value.stride() == layout.stride
         and value.dtype is layout.dtype
         and value.requires_grad is layout.requires_grad
+        and value.data_ptr() % ALIGNMENT == layout.offset
     )
     return [value] if same else None
 
@@ -150,34 +178,56 @@ def assemble(frame: Frame, tensors: Sequence[torch.Tensor]) -> Any:
 def pack(tensor: torch.Tensor) -> torch.Tensor:
     """The elements of a tensor that move, as one contiguous tensor; a view where it can be."""
     tensor = tensor.detach()
+    if tensor.is_conj() or tensor.is_neg():  # marks that are not in the bytes
+        resolved = tensor.resolve_conj().resolve_neg()
+    else:
+        resolved = tensor
     if tensor.is_contiguous() or _overlaps(tensor):
-        return tensor.contiguous()
-    dims, _ = layout_of(tensor).order()
-    for dim in set(range(tensor.dim())) - set(dims):
-        tensor = tensor.narrow(dim, 0, 1)
-    rest = [d for d in range(tensor.dim()) if d not in dims]
-    return tensor.permute(*dims, *rest).contiguous()
+        return resolved.contiguous()
+    return _moving(resolved, layout_of(tensor)).contiguous()
 
 
 def unpack(flat: torch.Tensor, layout: Layout) -> torch.Tensor:
     """A tensor of this layout from its packed elements; a view where it can be."""
-    if layout.plain:
-        return flat.detach()
-    dims, sizes = layout.order()
-    dense = 1
-    for dim, size in zip(reversed(dims), reversed(sizes), strict=True):
-        if layout.stride[dim] != dense and size > 1:
-            break
-        dense *= size
-    else:
-        return flat.as_strided(layout.shape, layout.stride)
-    whole = torch.empty_strided(layout.shape, layout.stride, dtype=layout.dtype, device=flat.device)
-    target = whole
-    for dim in set(range(len(layout.shape))) - set(dims):
-        target = target.narrow(dim, 0, 1)
-    rest = [d for d in range(len(layout.shape)) if d not in dims]
-    target.permute(*dims, *rest).copy_(flat.view(*sizes, *([1] * len(rest))))
+    if layout.dense and flat.data_ptr() % ALIGNMENT == layout.offset:
+        if layout.plain:
+            return flat.detach()
+        return flat.as_strided(layout.shape, layout.stride, flat.storage_offset())
+    reach = sum(s * (n - 1) for s, n in zip(layout.stride, layout.shape, strict=True) if n)
+    memory = _aligned(reach + 1, layout, flat.device)
+    whole = memory.as_strided(layout.shape, layout.stride, memory.storage_offset())
+    target = _moving(whole, layout)
+    target.copy_(flat.view(target.shape))
     return whole
+
+
+def buffer_for(layout: Layout, device: torch.device) -> torch.Tensor:
+    """Memory to receive the packed elements of a layout in, where :func:`unpack` only views it."""
+    if not layout.offset or not layout.dense:
+        return torch.empty(layout.packed, dtype=layout.dtype, device=device)
+    return _aligned(math.prod(layout.packed), layout, device).view(layout.packed)
+
+
+def replica(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy that lies in memory as the original does, down to its alignment."""
+    return unpack(pack(tensor).clone(), layout_of(tensor))
+
+
+def _moving(tensor: torch.Tensor, layout: Layout) -> torch.Tensor:
+    """The elements that move, in their order in memory: stride-0 dims as one, at the end."""
+    dims, _ = layout.order()
+    rest = [d for d in range(tensor.dim()) if d not in dims]
+    for dim in rest:
+        tensor = tensor.narrow(dim, 0, 1)
+    return tensor.permute(*dims, *rest)
+
+
+def _aligned(count: int, layout: Layout, device: torch.device) -> torch.Tensor:
+    """So many elements whose memory begins at the layout's offset."""
+    size = layout.dtype.itemsize
+    memory = torch.empty(count + ALIGNMENT // size, dtype=layout.dtype, device=device)
+    start = (layout.offset - memory.data_ptr()) % ALIGNMENT // size
+    return memory[start : start + count]
 
 
 def to_bytes(frame: Frame) -> bytes:
@@ -189,10 +239,12 @@ def to_bytes(frame: Frame) -> bytes:
     try:
         structure = None if frame.structure is None else pytree.treespec_dumps(frame.structure)
         tensors = [
-            [t.shape, t.stride, str(t.dtype).removeprefix("torch."), t.requires_grad]
+            [t.shape, t.stride, str(t.dtype).removeprefix("torch."), t.requires_grad, t.offset]
             for t in frame.tensors
         ]
         header: bytes = msgpack.packb([structure, frame.leaves, tensors])
+        if from_bytes(header).structure != frame.structure:
+            raise ValueError(f"{frame.structure} has keys that are not plain values")
     except (NotImplementedError, TypeError, OverflowError, ValueError) as error:
         raise PipeworkerError(f"the output of a stage cannot be described: {error}") from error
     return header
@@ -205,7 +257,8 @@ def from_bytes(header: bytes) -> Frame:
         None if structure is None else pytree.treespec_loads(structure),
         leaves,
         tuple(
-            Layout(shape, stride, _DTYPES[dtype], grad) for shape, stride, dtype, grad in tensors
+            Layout(shape, stride, _DTYPES[dtype], grad, offset)
+            for shape, stride, dtype, grad, offset in tensors
         ),
     )
 
