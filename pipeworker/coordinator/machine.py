@@ -65,6 +65,7 @@ SILENT_AFTER = 1.8
 """Seconds without a heartbeat (one each half second) after which a lost peer is suspected."""
 INTERRUPT_GRACE = 4.0
 """Seconds an interrupted job may take to finish its step."""
+_CLIP_EPSILON = 1e-6  # as torch.nn.utils.clip_grad_norm_
 JOIN_FACTOR = 5
 """Workers may take this many worker timeouts to join."""
 
@@ -382,8 +383,8 @@ class Machine:
         norm = norm / count if count else math.nan
         scale = 1.0 / count if count else 1.0
         clip = self.options.clip_grad_norm
-        if clip is not None and norm > clip:
-            scale *= clip / norm
+        if clip is not None and norm + _CLIP_EPSILON > clip:
+            scale *= clip / (norm + _CLIP_EPSILON)
         seconds = now - self._step_started
         busy = sum(d.busy for d in done) / (len(done) * seconds) if seconds > 0 else 1.0
         bubble = min(1.0, max(0.0, 1.0 - busy))

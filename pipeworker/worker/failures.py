@@ -11,6 +11,7 @@ from pipeworker.errors import PeerLost, PipeworkerError, UsageError
 from pipeworker.wire.messages import Cause, Failure, Phase, Position
 
 _OURS = f"{Path(pipeworker.__file__).parent}{os.sep}"
+_MOST_CHARACTERS = 20_000
 _USER_PHASES = frozenset(
     {
         Phase.LOADING,
@@ -40,7 +41,7 @@ def failure_of(
         return Failure(Cause.PEER, str(error), rank, position, layer_class)
     if isinstance(error, PipeworkerError):
         return Failure(Cause.USER, str(error), rank, position, layer_class)
-    text = f"{type(error).__name__}: {error}".rstrip(": ")
+    text = _cut(f"{type(error).__name__}: {error}".rstrip(": "))
     if position.phase not in _USER_PHASES:
         return Failure(
             Cause.INTERNAL,
@@ -48,13 +49,21 @@ def failure_of(
             rank,
             position,
             layer_class,
-            "".join(traceback.format_exception(error)),
+            _cut("".join(traceback.format_exception(error))),
         )
     # A job file that cannot be loaded or built is wrong; one that fails in a step has failed.
     early = position.phase in (Phase.LOADING, Phase.BUILDING)
     message = f"{subject(position, layer_class)} raised {text}{shown}"
     cause = Cause.USAGE if early else Cause.USER
-    return Failure(cause, message, rank, position, layer_class, user_traceback(error))
+    return Failure(cause, message, rank, position, layer_class, _cut(user_traceback(error)))
+
+
+def _cut(text: str) -> str:
+    """A message that a tensor or a whole file got into must still fit a frame and a screen."""
+    if len(text) <= _MOST_CHARACTERS:
+        return text
+    half = _MOST_CHARACTERS // 2
+    return f"{text[:half]}\n[... {len(text) - 2 * half} characters ...]\n{text[-half:]}"
 
 
 def subject(position: Position, layer_class: str) -> str:

@@ -125,3 +125,10 @@ def test_an_error_that_is_its_own_context_is_shown_once() -> None:
     error.__context__ = KeyError("other")
     error.__context__.__context__ = error
     assert "ValueError: loop" in user_traceback(error)
+
+
+def test_a_message_of_any_length_still_fits_a_frame() -> None:
+    position = Position(Phase.FORWARD, 1, 0, 2)
+    failure = failure_of(ValueError("x" * (17 << 20)), 0, position, "Linear")
+    assert len(failure.message) + len(failure.traceback) < 50_000
+    assert "characters ..." in failure.message
