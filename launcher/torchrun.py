@@ -7,7 +7,9 @@ Rank 0's host runs the coordinator. The other ranks learn its address, and the t
 from __future__ import annotations
 
 import os
+import signal
 import socket
+import sys
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -21,6 +23,7 @@ from pipeworker.errors import UsageError
 from pipeworker.job.options import Options
 from pipeworker.record.rundir import RunDir
 from pipeworker.wire.keys import TOKEN_VARIABLE, new_token
+from pipeworker.worker.forkserver import die_with, kill_group
 
 _JOIN_SECONDS = 300.0
 _VERDICT_SECONDS = 8.0
@@ -62,6 +65,9 @@ def run(rank: Rank, options: Options, make_run_dir: Callable[[], RunDir]) -> int
     Args:
         make_run_dir: called on rank 0 alone.
     """
+    die_with(os.getppid())
+    _guard()
+
     from torch._C._distributed_c10d import TCPStore
 
     # Torchrun's agent serves the store; without it, rank 0 does, as init_process_group would.
@@ -79,6 +85,25 @@ def run(rank: Rank, options: Options, make_run_dir: Callable[[], RunDir]) -> int
     endpoint = store.get(f"{key}/endpoint").decode()
     token = os.environ.get(TOKEN_VARIABLE) or store.get(f"{key}/token").decode()
     return _work(rank, endpoint, token, os._exit)
+
+
+def _guard() -> None:
+    """Fork a process that, when this one ends, kills what it started: its process group.
+
+    Torchrun makes each rank the leader of a group, but forgets the group of one that died.
+    """
+    me = os.getpid()
+    if sys.platform != "linux" or os.getpgrp() != me or os.fork():
+        return
+    try:
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+        os.setsid()
+        die_with(me, signal.SIGTERM)
+        while os.getppid() == me:
+            signal.sigwait({signal.SIGTERM})
+        kill_group(me)
+    finally:
+        os._exit(0)
 
 
 def _work(rank: Rank, endpoint: str, token: str, leave: Callable[[int], None]) -> int:

@@ -26,4 +26,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except KeyboardInterrupt:  # before the command line could take it
+        sys.exit(130)

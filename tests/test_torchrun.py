@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 from conftest import JOB, Jobs, Run, processes_of, until
 from test_bitwise import DROPOUT_JOB, assert_same
+from test_hygiene import SLEEPERS
 
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
 LOCAL = ("--microbatches", "4", "--steps", "4", "--clip-grad-norm", "0.5")
@@ -109,10 +110,11 @@ def test_an_error_of_a_layer_is_said_once(torchrun: Start, monkeypatch: pytest.M
     assert run.summary["status"] == "failed"
 
 
-@pytest.mark.parametrize("stage", [0, 2])
+@pytest.mark.parametrize("stage", [0, 1])
 def test_a_killed_worker_ends_the_job(jobs: Jobs, torchrun: Start, stage: int) -> None:
-    started = torchrun(*ENDLESS, ranks=3)
+    started = torchrun(*ENDLESS, ranks=3, source=SLEEPERS)
     pid = training(started)["stages"][stage]["pid"]
+    assert list(jobs.folder.glob("child-*"))  # stage 1 has a process of its own
     os.kill(pid, signal.SIGKILL)
     run = started.end()
     assert run.status == 1
@@ -122,6 +124,15 @@ def test_a_killed_worker_ends_the_job(jobs: Jobs, torchrun: Start, stage: int) -
     assert f"the worker of stage {stage} (pid {pid} on " in run.summary["error"]
     if stage:  # rank 0, which shows things, could still speak
         assert f"error: the worker of stage {stage}" in run.stderr
+
+
+def test_a_killed_torchrun_ends_the_job(jobs: Jobs, torchrun: Start) -> None:
+    started = torchrun(*ENDLESS, ranks=3, source=SLEEPERS)
+    training(started)
+    started.process.kill()
+    assert started.end().status == -signal.SIGKILL
+    until(lambda: not processes_of(jobs.folder), 10)
+    assert json.loads((started.path / "summary.json").read_text())["status"] == "failed"
 
 
 def test_an_ended_torchrun_is_an_interrupt(jobs: Jobs, torchrun: Start) -> None:

@@ -203,7 +203,7 @@ class Machine:
         if self._echo is not None and now >= self._echo[1]:
             return self._end_by_echo(self._echo[0], now)
         patience = self.options.worker_timeout
-        for rank, worker in sorted(self._workers.items()):
+        for rank, worker in self._workers.items():
             if now - worker.heard > patience:
                 failure = Failure(
                     Cause.HUNG,
@@ -286,6 +286,8 @@ class Machine:
         return effects
 
     def _plan(self) -> list[Effect]:
+        # The first stage is the last to end a step, so it is the first to be told of the next.
+        self._workers = dict(sorted(self._workers.items()))
         described = [w.described for w in self._workers.values() if w.described]
         if len({d.layers for d in described}) > 1:
             return self._fail(

@@ -53,6 +53,12 @@ class Options:
         if not self.worker_timeout > 0:
             raise UsageError(f"--worker-timeout {self.worker_timeout}: must be greater than 0")
 
+        if self.balance is not None and len(self.balance) != self.stages:
+            shown = ",".join(map(str, self.balance))
+            raise UsageError(
+                f"--balance {shown} is for {len(self.balance)} stages, but there are {self.stages}"
+            )
+
     def to_json(self) -> str:
         return json.dumps(dataclasses.asdict(self))
 

@@ -167,6 +167,8 @@ class Executor:
 
     def _send_activation(self, m: int) -> None:
         assert self._activation_out
+        stage = self._stage
+        stage.tracker.set(Phase.FORWARD, self._step, m, stage.first + len(stage.layers) - 1)
         self._activation_out.send(m, self._outputs.pop(m))
 
     def _receive_activation(self, m: int) -> None:

@@ -71,7 +71,7 @@ class _ForkServer:
         try:
             signal.set_wakeup_fd(-1)
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-            _die_with(parent)
+            die_with(parent)
             os.setsid()
             self._wake_in.close()
             self._wake_out.close()
@@ -108,10 +108,10 @@ class _ForkServer:
             kill_group(pid)
 
 
-def _die_with(parent: int) -> None:
-    """On Linux, be killed when the server ends, however it ends."""
+def die_with(parent: int, number: int = signal.SIGKILL) -> None:
+    """On Linux, be sent a signal when the parent ends, however it ends."""
     if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number)
         if os.getppid() != parent:
             os._exit(1)
 
