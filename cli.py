@@ -6,7 +6,7 @@ import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import click
 
@@ -24,6 +24,9 @@ class _Shown(click.ClickException):
     def __init__(self, error: PipeworkerError) -> None:
         super().__init__(str(error))
         self.exit_code = error.exit_status  # type: ignore[misc]
+
+    def show(self, file: IO[Any] | None = None) -> None:
+        click.echo(f"error: {self.message}", file, err=file is None)
 
 
 def _clearly(invoke: Callable[[click.Context], Any], ctx: click.Context) -> Any:

@@ -7,6 +7,7 @@ import json
 from dataclasses import dataclass
 
 from pipeworker.errors import UsageError
+from pipeworker.plan.partition import check_entries
 
 DEVICES = ("auto", "cpu", "cuda")
 BACKENDS = ("auto", "gloo", "nccl")
@@ -53,11 +54,8 @@ class Options:
         if not self.worker_timeout > 0:
             raise UsageError(f"--worker-timeout {self.worker_timeout}: must be greater than 0")
 
-        if self.balance is not None and len(self.balance) != self.stages:
-            shown = ",".join(map(str, self.balance))
-            raise UsageError(
-                f"--balance {shown} is for {len(self.balance)} stages, but there are {self.stages}"
-            )
+        if self.balance is not None:
+            check_entries(self.balance, self.stages)
 
     def to_json(self) -> str:
         return json.dumps(dataclasses.asdict(self))

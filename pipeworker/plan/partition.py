@@ -43,16 +43,22 @@ def parse_balance(text: str) -> tuple[int, ...]:
     return balance
 
 
+def check_entries(balance: tuple[int, ...], stages: int) -> None:
+    """Raise UsageError unless `balance` has an entry for each stage."""
+    if len(balance) != stages:
+        shown = ",".join(map(str, balance))
+        raise UsageError(f"--balance {shown} is for {len(balance)} stages, but there are {stages}")
+
+
 def check_balance(balance: tuple[int, ...], layers: int, stages: int) -> tuple[int, ...]:
     """Return `balance` if it gives every layer to exactly one of the stages.
 
     Raises:
         UsageError: it has another number of stages, or its sum is not the number of layers.
     """
-    shown = ",".join(map(str, balance))
-    if len(balance) != stages:
-        raise UsageError(f"--balance {shown} is for {len(balance)} stages, but there are {stages}")
+    check_entries(balance, stages)
     if sum(balance) != layers:
+        shown = ",".join(map(str, balance))
         raise UsageError(
             f"--balance {shown} adds up to {sum(balance)} layers, but model() has {layers}"
         )

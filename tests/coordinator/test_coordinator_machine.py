@@ -530,7 +530,6 @@ def test_the_starter_that_is_a_worker_is_lost_as_one() -> None:
     [
         ({"stages": 3}, LAYERS[:2], "model() has 2: use --stages 2"),
         ({"balance": (1, 2)}, LAYERS, "adds up to 3 layers"),
-        ({"balance": (1, 2, 2)}, LAYERS, "for 3 stages"),
         ({"schedule": "zigzag"}, LAYERS, "unknown schedule 'zigzag'"),
         ({"recompute": "rarely"}, LAYERS, "unknown recompute mode"),
     ],

@@ -23,11 +23,10 @@ positive = st.integers(1, 10**6)
     st.builds(
         options,
         job_file=st.text(),
-        stages=positive,
         microbatches=positive,
         arguments=st.lists(st.text(), max_size=3).map(tuple),
         steps=st.none() | positive,
-        balance=st.none() | st.lists(positive, max_size=3).map(tuple),
+        balance=st.none() | st.tuples(positive, positive),
         clip_grad_norm=st.none() | st.floats(1e-6, 1e6),
         seed=st.integers(0, 2**63 - 1),
         threads=positive,
@@ -50,6 +49,7 @@ def test_json_round_trip(made: Options) -> None:
         ("clip_grad_norm", 0.0, "--clip-grad-norm 0.0: must be greater than 0"),
         ("clip_grad_norm", float("nan"), "--clip-grad-norm nan: must be greater than 0"),
         ("worker_timeout", 0.0, "--worker-timeout 0.0: must be greater than 0"),
+        ("balance", (2, 2, 1), "--balance 2,2,1 is for 3 stages, but there are 2"),
     ],
 )
 def test_out_of_range(name: str, value: Any, message: str) -> None:
