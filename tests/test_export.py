@@ -104,11 +104,11 @@ def test_mistakes(jobs: Jobs, run: Run) -> None:
     ):
         result = CliRunner().invoke(cli.main, ["export", str(source), str(to)])
         assert result.exit_code == 2
-        assert result.output.startswith("Error: ")
+        assert result.output.startswith("error: ")
         assert expected in result.output
         assert len(result.output.splitlines()) == 1
         assert not to.exists()
     done = export(jobs.folder / "nothing", out)
     assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.startswith("Error: ")
+    assert done.stderr.startswith("error: ")
     assert len(done.stderr.splitlines()) == 1
