@@ -6,6 +6,7 @@ Rank 0's host runs the coordinator. The other ranks learn its address, and the t
 
 from __future__ import annotations
 
+import ipaddress
 import os
 import signal
 import socket
@@ -190,13 +191,15 @@ def _bind_address(master: str) -> str:
     """The address other hosts reach rank 0 at: the master's when it is ours, else our own."""
     for name in (master, socket.gethostname()):
         try:
-            address = socket.getaddrinfo(name, 0, type=socket.SOCK_STREAM)[0][4][0]
-            with socket.socket(socket.AF_INET6 if ":" in str(address) else socket.AF_INET) as probe:
+            address = str(socket.getaddrinfo(name, 0, type=socket.SOCK_STREAM)[0][4][0])
+            if ipaddress.ip_address(address).is_loopback:
+                continue  # as some hosts resolve their own name
+            with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET) as probe:
                 probe.bind((address, 0))
-            return str(address)
+            return address
         except OSError:
             continue
     raise UsageError(
-        f"neither {master} nor this host's name is an address of this host: give torchrun a "
-        "--master-addr that is"
+        f"neither {master} nor this host's name is an address of rank 0's host that others can "
+        "reach: give torchrun a --master-addr that is"
     )

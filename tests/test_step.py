@@ -42,3 +42,43 @@ def test_the_tuple_that_is_proven_is_in_the_plan(jobs: Jobs) -> None:
     ]
     assert run.plan["balance"] == [3, 2]
     assert run.plan["stages"][1]["classes"] == ["Tanh", "Linear"]
+
+
+MANY_JOB = """
+    import torch
+    from torch import nn
+
+    class Fan(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(60))
+
+        def forward(self, x):
+            columns = x if isinstance(x, list) else [x] * 60
+            return [column * scale for column, scale in zip(columns, self.scale)]
+
+    def model():
+        return [Fan for _ in range(3)]
+
+    def loss(output, target):
+        return sum(column.mean() for column in output) * 0.01
+
+    def optimizer(params):
+        return torch.optim.SGD(params, lr=0.1)
+
+    def data():
+        for _ in range(3):
+            yield torch.ones(160, 2), torch.zeros(160)
+"""
+"""Sixty tensors at each boundary, times many micro-batches."""
+
+
+@pytest.mark.parametrize("backend", ["auto", "gloo"])
+def test_many_tensors_and_many_micro_batches(jobs: Jobs, backend: str) -> None:
+    words = ("--microbatches", "80", "--backend", backend)
+    losses = [
+        [row["loss"] for row in jobs.train("--stages", stages, *words, source=MANY_JOB).metrics]
+        for stages in ("1", "3")
+    ]
+    assert losses[0] == losses[1]
+    assert len(losses[0]) == 3

@@ -19,6 +19,8 @@ from pipeworker.worker.transport.channel import Receiver, Sender
 from pipeworker.worker.transport.courier import Runs
 from pipeworker.worker.transport.link import Link
 
+_FRAMES_AHEAD = 16
+"""Receives of activations and targets posted ahead; their buffers are kept until backward."""
 _BUSY = COMPUTE | {Kind.LOAD}
 
 
@@ -61,7 +63,7 @@ class Executor:
                 capacity = None if payload is Payload.TARGET else CHANNEL_CAPACITY
                 self._senders[payload] = Sender(link, capacity, courier)
             else:
-                depth = CHANNEL_CAPACITY if payload is Payload.GRADIENT else None
+                depth = CHANNEL_CAPACITY if payload is Payload.GRADIENT else _FRAMES_AHEAD
                 self._receivers[payload] = Receiver(link, stage.device, depth)
         self._program: list[tuple[Callable[[int], None], int, bool]] = []
         self._order: dict[Payload, list[int]] = {}

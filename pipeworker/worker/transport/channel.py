@@ -15,7 +15,7 @@ and described every time.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from struct import Struct
@@ -23,6 +23,8 @@ from typing import Any
 
 import torch
 
+from pipeworker.errors import PipeworkerError
+from pipeworker.plan.proof import CHANNEL_CAPACITY
 from pipeworker.worker.transport import frame as frames
 from pipeworker.worker.transport.courier import Errand, Inline, Runs
 from pipeworker.worker.transport.frame import Frame, Layout
@@ -31,8 +33,12 @@ from pipeworker.worker.transport.link import Link, Pending
 _EXPECTED, _HEADER, _DESCRIBED = 0, 1, 2  # tags
 _HEADER_BYTES = 1024
 _HEAD = Struct("<2q")  # length of the header, 0 for none; micro-batch
+_PIECE_BYTES = 16 << 10
 _SMALL_BYTES = 256 << 10
 _MOST_FRAMES = 4096
+# A link may hold some 500 messages before it makes its ends wait for each other.
+_MOST_TENSORS = 128
+_MESSAGES_AHEAD = 128
 _MOST_SHAPES = 64
 _INLINE = Inline()
 
@@ -81,6 +87,11 @@ class Sender:
             messages = [(_EXPECTED, tensor) for tensor in tensors]
         else:
             frame, tensors = frames.describe(value)
+            if len(tensors) > _MOST_TENSORS:
+                raise PipeworkerError(
+                    f"{len(tensors)} tensors cannot pass from one stage to the next at once: "
+                    f"{_MOST_TENSORS} can; stack some, or cut the model elsewhere with --balance"
+                )
             messages = _header_messages(microbatch, frames.to_bytes(frame))
             if expected is not None:
                 self._surprised = True
@@ -132,13 +143,12 @@ class _Sent:
 
 
 def _header_messages(microbatch: int, header: bytes) -> list[tuple[int, torch.Tensor]]:
-    """A header in a frame of fixed size, and what does not fit in a second message."""
+    """A header in a frame of fixed size, and what does not fit in further ones."""
     room = _HEADER_BYTES - _HEAD.size
     data = _HEAD.pack(len(header), microbatch) + header[:room]
     messages = [(_HEADER, _bytes_tensor(data.ljust(_HEADER_BYTES, b"\0")))]
-    if len(header) > room:
-        messages.append((_DESCRIBED, _bytes_tensor(header[room:])))
-    return messages
+    pieces = [header[i : i + _PIECE_BYTES] for i in range(room, len(header), _PIECE_BYTES)]
+    return messages + [(_DESCRIBED, _bytes_tensor(piece)) for piece in pieces]
 
 
 def _filler(layout: Layout) -> torch.Tensor:
@@ -160,11 +170,10 @@ class Receiver:
 
     Args:
         device: where received tensors are wanted.
-        depth: receives posted ahead of need; None for all of a step's, which costs no memory where
-            the values are kept until backward anyway.
+        depth: frames whose receives are posted ahead of need, fewer when they have many tensors.
     """
 
-    def __init__(self, link: Link, device: torch.device, depth: int | None) -> None:
+    def __init__(self, link: Link, device: torch.device, depth: int) -> None:
         self._link = link
         self._device = device
         self._depth = depth
@@ -175,7 +184,7 @@ class Receiver:
         self._ahead: deque[int] = deque()
         self._posted: dict[int, _Posted] = {}
         self._held: dict[int, list[torch.Tensor]] = {}
-        self._pool = BufferPool(link.device)
+        self._pool = BufferPool(link.allocate)
         self._header = bytearray(_HEADER_BYTES)
         self._header_tensor = torch.frombuffer(self._header, dtype=torch.uint8)
         self._header_pending = link.receive(self._header_tensor, _HEADER)
@@ -190,7 +199,10 @@ class Receiver:
         _bound(self._known)
         self._pool.bound()
         self._ahead = deque(microbatches)
-        for _ in range(len(microbatches) if self._depth is None else self._depth):
+        while self._ahead and len(self._posted) < self._depth:
+            messages = sum(len(posted.pending) for posted in self._posted.values())
+            if messages >= _MESSAGES_AHEAD and len(self._posted) >= CHANNEL_CAPACITY:
+                break
             self._post_next()
 
     def receive(self, microbatch: int) -> Any:
@@ -261,10 +273,10 @@ class Receiver:
         self._header_pending.wait()
         length, _ = _HEAD.unpack_from(self._header)
         header = bytes(self._header[_HEAD.size : _HEAD.size + length])
-        if len(header) < length:
-            rest = bytearray(length - len(header))
-            self._link.receive(torch.frombuffer(rest, dtype=torch.uint8), _DESCRIBED).wait()
-            header += rest
+        while len(header) < length:
+            piece = bytearray(min(_PIECE_BYTES, length - len(header)))
+            self._link.receive(torch.frombuffer(piece, dtype=torch.uint8), _DESCRIBED).wait()
+            header += piece
         _HEAD.pack_into(self._header, 0, 0, 0)
         self._header_pending = self._link.receive(self._header_tensor, _HEADER)
         posted = self._post(frames.from_bytes(header), _DESCRIBED)
@@ -280,8 +292,9 @@ class BufferPool:
     kept of a received tensor stays as it was.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
+    def __init__(self, allocate: Callable[[int], torch.Tensor]) -> None:
+        self._allocate = allocate
+        self._alone = 0
         self._free: dict[tuple[torch.Size, torch.dtype, int], list[torch.Tensor]] = {}
 
     def bound(self) -> None:
@@ -294,19 +307,16 @@ class BufferPool:
         free = self._free.get((torch.Size(layout.packed), layout.dtype, offset))
         while free:
             buffer = free.pop()
-            if _unshared(buffer):
+            if frames.uses(buffer) <= self._alone:
                 return buffer
-        return frames.buffer_for(layout, self._device)
+        buffer = frames.buffer_for(layout, self._allocate)
+        self._alone = frames.uses(buffer)
+        return buffer
 
     def give(self, buffers: list[torch.Tensor]) -> None:
         for buffer in buffers:
             offset = buffer.data_ptr() % frames.ALIGNMENT
             self._free.setdefault((buffer.shape, buffer.dtype, offset), []).append(buffer)
-
-
-def _unshared(buffer: torch.Tensor) -> bool:
-    """Whether the buffer is the only tensor on its storage (the look itself counts as one)."""
-    return int(torch._C._storage_Use_Count(buffer.untyped_storage()._cdata)) <= 2
 
 
 def _bytes_tensor(data: bytes) -> torch.Tensor:

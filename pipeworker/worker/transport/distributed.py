@@ -20,6 +20,7 @@ from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, Store, Wor
 from pipeworker.errors import PeerLost, UsageError
 from pipeworker.plan.schedule import Edge
 from pipeworker.wire.messages import StoreOperation, StoreReply
+from pipeworker.worker.transport import shared
 from pipeworker.worker.transport.link import Link, Pending
 
 Ask = Callable[[StoreOperation, tuple[str, ...], bytes, bytes], StoreReply]
@@ -80,6 +81,9 @@ class GroupLink:
     group: Any  # a ProcessGroup, whose send and recv its type stub lacks
     device: torch.device
 
+    def allocate(self, count: int) -> torch.Tensor:
+        return torch.empty(count, dtype=torch.uint8, device=self.device)
+
     def send(self, tensor: torch.Tensor, tag: int) -> Pending:
         try:
             return _WorkPending(self.group.send([tensor], 1, tag), self.edge)
@@ -101,7 +105,8 @@ def connect(
     Args:
         endpoint: the coordinator's address; the interface that reaches it carries the tensors,
             unless ``GLOO_SOCKET_IFNAME`` names another.
-        backend: ``gloo``. Tensors on an accelerator are staged through host memory.
+        backend: ``auto`` for shared memory between stages of one host and gloo between hosts,
+            ``gloo`` for gloo everywhere. Tensors on an accelerator are staged through the host.
 
     Raises:
         PeerLost: a neighbour cannot be reached.
@@ -112,9 +117,15 @@ def connect(
     options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     options._timeout = _FOREVER
     options._devices = [_device(endpoint)]
+    identity = shared.host_identity()
+    store.set(f"host/{stage}", identity)
     links: dict[Edge, Link] = {}
     for edge in edges:
         rank = 0 if edge.source == stage else 1
+        peer = edge.target if edge.source == stage else edge.source
+        if backend == "auto" and store.get(f"host/{peer}") == identity.encode():
+            links[edge] = shared.connect(edge, stage, store)
+            continue
         try:
             group = ProcessGroupGloo(PrefixStore(f"{edge}", store), rank, 2, options)
         except RuntimeError as error:

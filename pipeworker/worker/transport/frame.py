@@ -8,7 +8,7 @@ same tensor at two places of a value stays one tensor.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -201,11 +201,18 @@ def unpack(flat: torch.Tensor, layout: Layout) -> torch.Tensor:
     return whole
 
 
-def buffer_for(layout: Layout, device: torch.device) -> torch.Tensor:
+def buffer_for(layout: Layout, allocate: Callable[[int], torch.Tensor]) -> torch.Tensor:
     """Memory to receive the packed elements of a layout in, where :func:`unpack` only views it."""
-    if not layout.offset or not layout.dense:
-        return torch.empty(layout.packed, dtype=layout.dtype, device=device)
-    return _aligned(math.prod(layout.packed), layout, device).view(layout.packed)
+    size = math.prod(layout.packed) * layout.dtype.itemsize
+    memory = allocate(size + ALIGNMENT)
+    offset = layout.offset if layout.dense and layout.offset % layout.dtype.itemsize == 0 else 0
+    start = (offset - memory.data_ptr()) % ALIGNMENT
+    return memory[start : start + size].view(layout.dtype).view(layout.packed)
+
+
+def uses(tensor: torch.Tensor) -> int:
+    """How many tensors refer to the memory of this one (the look itself counts as one)."""
+    return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))
 
 
 def replica(tensor: torch.Tensor) -> torch.Tensor:

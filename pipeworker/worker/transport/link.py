@@ -31,6 +31,9 @@ class Link(Protocol):
 
     device: torch.device
 
+    def allocate(self, count: int) -> torch.Tensor:
+        """Memory of so many bytes that is good to receive into."""
+
     def send(self, tensor: torch.Tensor, tag: int) -> Pending: ...
 
     def receive(self, tensor: torch.Tensor, tag: int) -> Pending: ...
@@ -76,6 +79,9 @@ class MemoryLink:
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _unreceived: dict[int, deque[_Slot]] = field(default_factory=dict)
     _unsent: dict[int, deque[_Slot]] = field(default_factory=dict)
+
+    def allocate(self, count: int) -> torch.Tensor:
+        return torch.empty(count, dtype=torch.uint8)
 
     def send(self, tensor: torch.Tensor, tag: int) -> Pending:
         self.sent += 1

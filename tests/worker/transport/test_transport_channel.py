@@ -19,6 +19,7 @@ from pipeworker.worker.transport.frame import layout_of
 from pipeworker.worker.transport.link import MemoryLink
 
 CPU = torch.device("cpu")
+allocate = MemoryLink().allocate
 
 
 class Channel:
@@ -192,7 +193,7 @@ def test_a_buffer_that_was_kept_for_a_while_is_given_up() -> None:
 
 
 def test_a_pool_gives_buffers_by_shape_and_dtype() -> None:
-    pool = BufferPool(CPU)
+    pool = BufferPool(allocate)
     layout = layout_of(torch.zeros(2, 3))
     buffer = pool.take(layout)
     pointer = buffer.data_ptr()
@@ -385,3 +386,14 @@ def test_a_lost_peer_is_noticed_by_both_ends() -> None:
     channel.sender.send(0, x(1.0))
     with pytest.raises(PeerLost):
         channel.sender.flush()
+
+
+def test_more_tensors_than_a_link_holds_are_refused() -> None:
+    channel = Channel()
+    with pytest.raises(PipeworkerError, match=r"129 tensors cannot pass .* at once: 128 can"):
+        channel.step([[torch.zeros(1) for _ in range(129)]])
+    many = [[torch.full((1,), float(i)) for i in range(128)]]
+    channel = Channel()
+    for _ in range(2):
+        arrived, _ = channel.step(many)
+        assert [t.item() for t in arrived[0]] == list(range(128))

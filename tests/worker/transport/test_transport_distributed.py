@@ -58,24 +58,29 @@ class Meeting:
         return CoordinatorStore(self.ask())
 
 
-def connect_all(edges: tuple[Edge, ...], stages: int) -> list[dict[Edge, Link]]:
+def connect_all(
+    edges: tuple[Edge, ...], stages: int, backend: str = "auto"
+) -> list[dict[Edge, Link]]:
     """Every stage's links, each connected on a thread of its own."""
     meeting = Meeting()
     stores = [meeting.store() for _ in range(stages)]
     with ThreadPoolExecutor(stages) as pool:
         made = [
-            pool.submit(
-                connect, [e for e in edges if k in (e.source, e.target)], k, store, ENDPOINT, "auto"
-            )
+            pool.submit(connect, mine, k, store, ENDPOINT, backend)
             for k, store in enumerate(stores)
+            if (mine := [edge for edge in edges if k in (edge.source, edge.target)])
         ]
         return [future.result() for future in made]
 
 
-@pytest.fixture
-def pair() -> tuple[Link, Link]:
+BACKENDS = ["auto", "gloo"]
+"""Shared memory, as both ends are on one host, and sockets."""
+
+
+@pytest.fixture(params=BACKENDS)
+def pair(request: pytest.FixtureRequest) -> tuple[Link, Link]:
     """Both ends of one edge."""
-    source, target = connect_all((FORTH,), 2)
+    source, target = connect_all((FORTH,), 2, request.param)
     return source[FORTH], target[FORTH]
 
 
@@ -143,9 +148,10 @@ def test_no_default_process_group_is_made(pair: tuple[Link, Link]) -> None:
     assert all(link.device == torch.device("cpu") for link in pair)
 
 
-def test_every_edge_of_a_pipeline_is_connected() -> None:
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_every_edge_of_a_pipeline_is_connected(backend: str) -> None:
     edges = schedule.edges(schedule.build("gpipe", 4, 2, "always"))
-    links = connect_all(edges, 4)
+    links = connect_all(edges, 4, backend)
     assert len(edges) == 7  # three forth, three back, one for targets
     for number, edge in enumerate(edges):
         got = torch.empty(3)
@@ -190,7 +196,7 @@ def test_a_backend_that_is_not_there_is_named() -> None:
 
 def test_the_interface_may_be_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
-    source, target = connect_all((FORTH,), 2)
+    source, target = connect_all((FORTH,), 2, "gloo")
     got = torch.zeros(1)
     receiving = target[FORTH].receive(got, 0)
     source[FORTH].send(torch.ones(1), 0).wait()
@@ -201,7 +207,7 @@ def test_the_interface_may_be_named(monkeypatch: pytest.MonkeyPatch) -> None:
 # A peer that dies.
 
 
-def _neighbour(questions: Connection) -> None:
+def _neighbour(questions: Connection, backend: str) -> None:
     """Stage 1 in a process of its own: answers one tensor, then holds still."""
 
     def ask(*question: Any) -> StoreReply:
@@ -209,7 +215,7 @@ def _neighbour(questions: Connection) -> None:
         reply: StoreReply = questions.recv()
         return reply
 
-    links = connect([FORTH, BACK], 1, CoordinatorStore(ask), ENDPOINT, "gloo")
+    links = connect([FORTH, BACK], 1, CoordinatorStore(ask), ENDPOINT, backend)
     tensor = torch.empty(4)
     links[FORTH].receive(tensor, 0).wait()
     links[BACK].send(tensor * 2, 0).wait()
@@ -217,12 +223,14 @@ def _neighbour(questions: Connection) -> None:
     signal.pause()
 
 
-@pytest.fixture
-def neighbour() -> Iterator[tuple[dict[Edge, Link], Callable[[], None]]]:
+@pytest.fixture(params=BACKENDS)
+def neighbour(
+    request: pytest.FixtureRequest,
+) -> Iterator[tuple[dict[Edge, Link], Callable[[], None]]]:
     """Links to a process, and how to kill it."""
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
-    process = context.Process(target=_neighbour, args=(theirs,), daemon=True)
+    process = context.Process(target=_neighbour, args=(theirs, request.param), daemon=True)
     process.start()
     theirs.close()
     meeting = Meeting()
@@ -236,7 +244,7 @@ def neighbour() -> Iterator[tuple[dict[Edge, Link], Callable[[], None]]]:
 
     thread = threading.Thread(target=answer, daemon=True)
     thread.start()
-    links = connect([FORTH, BACK], 0, meeting.store(), ENDPOINT, "gloo")
+    links = connect([FORTH, BACK], 0, meeting.store(), ENDPOINT, request.param)
     got = torch.empty(4)
     sending = links[FORTH].send(torch.ones(4), 0)
     links[BACK].receive(got, 0).wait()

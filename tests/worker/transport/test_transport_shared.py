@@ -1,0 +1,112 @@
+"""Links through shared memory; what all links do is in test_transport_distributed.py."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+from test_transport_distributed import FORTH, connect_all
+
+from pipeworker.errors import PeerLost
+from pipeworker.worker.transport import shared
+from pipeworker.worker.transport.shared import ReceivingLink, SendingLink
+
+
+@pytest.fixture
+def pair() -> tuple[SendingLink, ReceivingLink]:
+    source, target = connect_all((FORTH,), 2)
+    assert isinstance(source[FORTH], SendingLink)
+    assert isinstance(target[FORTH], ReceivingLink)
+    return source[FORTH], target[FORTH]
+
+
+def descriptors() -> int:
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
+def buffer(link: ReceivingLink, *shape: int) -> torch.Tensor:
+    count = torch.Size(shape).numel()
+    return link.allocate(4 * count)[: 4 * count].view(torch.float32).view(shape)
+
+
+def test_a_posted_buffer_is_written_in_place(pair: tuple[SendingLink, ReceivingLink]) -> None:
+    source, target = pair
+    for step in range(3):
+        got = buffer(target, 300, 500)
+        receiving = target.receive(got, 0)
+        sent = torch.randn(300, 500)
+        source.send(sent, 0).wait()
+        receiving.wait()
+        assert torch.equal(got, sent), step
+
+
+def test_a_send_before_its_buffer_waits_and_the_caller_does_not(
+    pair: tuple[SendingLink, ReceivingLink],
+) -> None:
+    source, target = pair
+    sends = [source.send(torch.full((20_000,), float(n)), 0) for n in range(5)]
+    waiting = threading.Thread(target=sends[-1].wait)
+    waiting.start()
+    for n in range(5):
+        got = buffer(target, 20_000)
+        target.receive(got, 0).wait()
+        assert got.unique().tolist() == [n]
+    waiting.join(20)
+    assert not waiting.is_alive()
+    source.send(torch.ones(3), 1)  # and the next ones are delivered again
+    got = torch.zeros(3)
+    target.receive(got, 1).wait()
+    assert got.tolist() == [1.0] * 3
+
+
+def test_memory_nobody_uses_is_given_out_again(pair: tuple[SendingLink, ReceivingLink]) -> None:
+    _, target = pair
+    first = target.allocate(10_000)
+    address = first.data_ptr()
+    assert target.allocate(10_000).data_ptr() != address
+    kept = first[5:]
+    del first
+    assert target.allocate(10_000).data_ptr() != address
+    del kept
+    assert target.allocate(10_100).data_ptr() == address
+
+
+def test_memory_has_no_name_and_few_descriptors(
+    pair: tuple[SendingLink, ReceivingLink],
+) -> None:
+    source, target = pair
+    buffers = []
+    before = descriptors()
+    for size in range(1, 200):
+        buffers.append(buffer(target, 5000 * size))
+        receiving = target.receive(buffers[-1], 0)
+        source.send(torch.full((5000 * size,), float(size)), 0).wait()
+        receiving.wait()
+    assert [b[-1].item() for b in buffers] == list(range(1, 200))  # none overlaps another
+    assert descriptors() - before < 2 * 12  # both ends are in this process
+    assert not [path for path in Path("/dev/shm").iterdir() if "pipeworker" in path.name]
+
+
+def test_other_memory_takes_small_messages_only(
+    pair: tuple[SendingLink, ReceivingLink],
+) -> None:
+    with pytest.raises(ValueError, match="need memory from allocate"):
+        pair[1].receive(torch.empty(10_000), 0)
+
+
+def test_the_other_end_gone(pair: tuple[SendingLink, ReceivingLink]) -> None:
+    source, target = pair
+    pending = source.send(torch.ones(3), 0)
+    target._socket.close()
+    with pytest.raises(PeerLost, match="0>1/activation closed"):
+        pending.wait()
+    with pytest.raises(PeerLost, match="0>1/activation closed"):
+        source.send(torch.ones(3), 0).wait()
+
+
+def test_hosts_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert shared.host_identity() == shared.host_identity()
+    monkeypatch.setattr("sys.platform", "darwin")
+    assert shared.host_identity() != shared.host_identity()
