@@ -349,7 +349,7 @@ class Machine:
         finished = self._batch is None or self._step == self.options.steps
         if finished:
             self.state = State.SAVING
-            save = Save(self._steps_done, self.run_dir)
+            save = Save(self._steps_done)
             return [
                 Send(worker.peer, message)
                 for worker in self._workers.values()

@@ -12,7 +12,7 @@ from typing import Any
 
 from pipeworker.coordinator.effects import Ended, Planned
 from pipeworker.job.options import Options
-from pipeworker.wire.messages import Cause, Failure, Phase, Position
+from pipeworker.wire.messages import Cause, Failure, Phase
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,11 +115,3 @@ def ended_json(ended: Ended, seconds: float) -> dict[str, Any]:
         "bubble": ended.bubble,
         "error": describe(ended.failure) if ended.failure else None,
     }
-
-
-def position_json(position: Position) -> list[Any]:
-    return [int(position.phase), position.step, position.microbatch, position.layer]
-
-
-def position_from_json(value: list[Any]) -> Position:
-    return Position(Phase(value[0]), *value[1:])

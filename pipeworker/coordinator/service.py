@@ -35,7 +35,15 @@ from pipeworker.coordinator.report import Configuration
 from pipeworker.errors import ProtocolError
 from pipeworker.record.rundir import RunDir, write_json, write_summary
 from pipeworker.wire import codec, sockets
-from pipeworker.wire.messages import FromWorker, Heartbeat, Hello, Ping, StoreRequest, ToWorker
+from pipeworker.wire.messages import (
+    FromWorker,
+    Heartbeat,
+    Hello,
+    Ping,
+    Position,
+    StoreRequest,
+    ToWorker,
+)
 
 _TICK_SECONDS = 0.25
 _PING_SECONDS = 1.0
@@ -158,7 +166,7 @@ class Service:
             event = json.loads(line)
             if "exited" in event:
                 rank, code, position = event["exited"]
-                exited = Exited(rank, code, report.position_from_json(position))
+                exited = Exited(rank, code, Position.from_json(position))
                 self._perform(self._machine.exited(exited, time.monotonic()))
             elif "failed" in event:
                 self._perform(self._machine.lost(event["failed"]))
@@ -256,7 +264,3 @@ def main() -> int:
     except Exception:
         log.exception("the coordinator failed")
         raise
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -25,7 +25,6 @@ _ANY_TEXT = "surrogatepass"
 """How strings are encoded: every str comes through, file names that are not UTF-8 too."""
 
 Reader = Callable[[Any], Any]
-Writer = Callable[[Any], Any]
 
 
 def _exactly(kind: type) -> Reader:

@@ -41,6 +41,14 @@ class Position:
     microbatch: int = -1
     layer: int = -1
 
+    def to_json(self) -> list[int]:
+        """As it travels between a fork server, its launcher and the coordinator."""
+        return [int(self.phase), self.step, self.microbatch, self.layer]
+
+    @staticmethod
+    def from_json(value: list[int]) -> Position:
+        return Position(Phase(value[0]), *value[1:])
+
 
 class Cause(Enum):
     """Why a job ends early."""
@@ -230,7 +238,6 @@ class Advance:
 @dataclass(frozen=True, slots=True)
 class Save:
     step: int
-    directory: str
 
 
 @dataclass(frozen=True, slots=True)

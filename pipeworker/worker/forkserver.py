@@ -96,8 +96,7 @@ class _ForkServer:
                 kill_group(pid)  # what the worker started, a data loader's processes say
                 position = tracker.get()
                 tracker.close()
-                where = [int(position.phase), position.step, position.microbatch, position.layer]
-                _say({"exited": [rank, os.waitstatus_to_exitcode(wait_status), where]})
+                _say({"exited": [rank, os.waitstatus_to_exitcode(wait_status), position.to_json()]})
 
     def _kill_all(self) -> None:
         for pid in self._workers:

@@ -229,7 +229,7 @@ def test_a_whole_life() -> None:
 
     job.now += 1.0
     assert sent_to(job.step(2), 0) == [Advance(Update(2, 1.0), RunStep(3, BATCH, True, ""))]
-    assert sent_to(job.step(3), 1) == [Advance(Update(3, 1.0), None), Save(3, "runs/x")]
+    assert sent_to(job.step(3), 1) == [Advance(Update(3, 1.0), None), Save(3)]
     assert job.machine.state is State.SAVING
 
     assert job.says(Saved(1, 3)) == []

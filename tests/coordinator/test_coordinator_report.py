@@ -13,8 +13,6 @@ from pipeworker.coordinator.report import (
     ended_json,
     place,
     planned_json,
-    position_from_json,
-    position_json,
 )
 from pipeworker.job.options import Options
 from pipeworker.plan.proof import prove
@@ -76,7 +74,7 @@ def test_a_configuration_comes_through_its_pipe() -> None:
 
 
 def test_a_position_comes_through_its_pipe() -> None:
-    assert position_from_json(json.loads(json.dumps(position_json(FORWARD)))) == FORWARD
+    assert Position.from_json(json.loads(json.dumps(FORWARD.to_json()))) == FORWARD
 
 
 def test_the_plan_as_json() -> None:
