@@ -16,7 +16,7 @@ from pipeworker.wire.messages import Batch, Phase
 from pipeworker.worker.data import MicroBatches, Reader, share
 from pipeworker.worker.stage import Stage, distinct_tensors
 from pipeworker.worker.transport.channel import Receiver, Sender
-from pipeworker.worker.transport.courier import Runs
+from pipeworker.worker.transport.courier import Courier
 from pipeworker.worker.transport.link import Link
 
 _FRAMES_AHEAD = 16
@@ -38,7 +38,7 @@ class Executor:
 
     Args:
         links: this stage's end of each edge it uses.
-        courier: performs sends and posts receives.
+        courier: performs large sends; None leaves them to the calling thread.
         reader: on the first stage.
     """
 
@@ -49,7 +49,7 @@ class Executor:
         stages: int,
         links: Mapping[Edge, Link],
         reader: Reader | None,
-        courier: Runs,
+        courier: Courier | None,
     ) -> None:
         self._stage = stage
         self._index = index

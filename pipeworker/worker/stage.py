@@ -9,10 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import compress
 from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd import Variable
 from torch.utils import _pytree as pytree
 
 from pipeworker.errors import UsageError
@@ -89,6 +91,7 @@ class Stage:
         self.layers = list(layers)
         self.first = first
         self.device = device
+        self._last_layer = first + len(self.layers) - 1
         self.tracker = tracker
         self._seed = seed
         self._loss = loss
@@ -164,30 +167,30 @@ class Stage:
             The gradients of the input's distinct tensors that want one, None for an unused one.
         """
         kept = self._kept.pop(microbatch)
-        last_layer = self.first + len(self.layers) - 1
-        self.tracker.set(Phase.BACKWARD, self._step, microbatch, last_layer)
-        seeds: list[torch.Tensor | None]
+        self.tracker.set(Phase.BACKWARD, self._step, microbatch, self._last_layer)
         if self._loss is not None:
-            roots, seeds = [kept.output], [None]
-            if not kept.output.requires_grad:
+            root = kept.output
+            if not root.requires_grad:
                 raise UsageError("the loss does not depend on any parameter that requires grad")
+            _backward((root,), (torch.ones_like(root, memory_format=torch.preserve_format),))
         else:
             roots = [t for t in distinct_tensors(kept.output) if t.requires_grad]
-            seeds = list(gradients)
-        pairs = [
-            (root, seed)
-            for root, seed in zip(roots, seeds, strict=True)
-            if root.requires_grad and (seed is not None or self._loss is not None)
-        ]
-        if pairs:
-            torch.autograd.backward([root for root, _ in pairs], [seed for _, seed in pairs])
+            if len(roots) != len(gradients):
+                raise UsageError(
+                    f"{len(gradients)} tensors of the stage's output required grad when they were "
+                    f"sent, {len(roots)} when they were recomputed: a layer's output must require "
+                    "grad or not whatever happens"
+                )
+            used = [g is not None for g in gradients]
+            if any(used):
+                _backward(tuple(compress(roots, used)), tuple(compress(gradients, used)))
         if kept.caught is None or kept.caught.gradients is None:
             return [None for wanted in kept.wants_grad if wanted]
         return kept.caught.gradients
 
     def _run(self, kept: _Kept, value: Any, microbatch: int, phase: Phase) -> Any:
         """All layers in order, then the loss on the last stage."""
-        step, tracker = self._step, self.tracker
+        step, tracker, last_layer = self._step, self.tracker, self._last_layer
         if any(kept.wants_grad):
             kept.caught = _Caught()
             value = _pass_boundary(value, kept.wants_grad, self._phony, kept.caught)
@@ -197,7 +200,8 @@ class Stage:
                 tracker.set(phase, step, microbatch, index)
                 rng.seed_all(rng.layer_seed(self._seed, step, microbatch, index), self._accelerator)
                 value = layer(value)
-                node = self._mark(value, node, microbatch, index)
+                if index != last_layer:
+                    node = self._mark(value, node, microbatch, index)
         except Exception:
             self.refused = describe(value)
             raise
@@ -209,7 +213,10 @@ class Stage:
         return self._measure(self._loss(value, kept.target), microbatch)
 
     def _mark(self, value: Any, previous: Any, microbatch: int, layer: int) -> Any:
-        """Have backward record that it enters a layer when it reaches the layer's output."""
+        """Have backward record that it enters a layer when it reaches the layer's output.
+
+        The last layer needs none: backward begins there.
+        """
         tensor = value if isinstance(value, torch.Tensor) else _first_in_graph(value)
         node = tensor.grad_fn if tensor is not None else None
         if node is None or node is previous:
@@ -229,6 +236,15 @@ class Stage:
         weighted = _check_scalar(loss) * self._weights[microbatch]
         self.losses.values[microbatch] = weighted.detach()
         return weighted
+
+
+def _backward(
+    roots: tuple[torch.Tensor, ...], gradients: tuple[torch.Tensor | None, ...]
+) -> None:
+    """As torch.autograd.backward, whose checks of shapes cost as much as the call of the engine."""
+    Variable._execution_engine.run_backward(  # type: ignore[attr-defined]
+        roots, gradients, False, False, (), allow_unreachable=True, accumulate_grad=True
+    )
 
 
 def distinct_tensors(value: Any) -> list[torch.Tensor]:

@@ -15,9 +15,8 @@ and described every time.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from struct import Struct
 from typing import Any
 
@@ -26,7 +25,7 @@ import torch
 from pipeworker.errors import PipeworkerError
 from pipeworker.plan.proof import CHANNEL_CAPACITY
 from pipeworker.worker.transport import frame as frames
-from pipeworker.worker.transport.courier import Errand, Inline, Runs
+from pipeworker.worker.transport.courier import Courier, Errand
 from pipeworker.worker.transport.frame import Frame, Layout
 from pipeworker.worker.transport.link import Link, Pending
 
@@ -40,7 +39,6 @@ _MOST_FRAMES = 4096
 _MOST_TENSORS = 128
 _MESSAGES_AHEAD = 128
 _MOST_SHAPES = 64
-_INLINE = Inline()
 
 
 class Sender:
@@ -48,10 +46,10 @@ class Sender:
 
     Args:
         capacity: frames that may be under way before the next one waits; None for no bound.
-        courier: performs large sends.
+        courier: performs large sends; without one, the calling thread does.
     """
 
-    def __init__(self, link: Link, capacity: int | None, courier: Runs) -> None:
+    def __init__(self, link: Link, capacity: int | None, courier: Courier | None) -> None:
         self._link = link
         self._capacity = capacity
         self._courier = courier
@@ -59,7 +57,8 @@ class Sender:
         self._dynamic = False
         self._surprised = False
         self._signature = 0
-        self._under_way: deque[Errand] = deque()
+        self._under_way: deque[Errand | _Started] = deque()
+        self._errand: Errand | None = None  # the last one
 
     def begin(self, signature: int) -> None:
         """A step starts whose mini-batch has this shape signature."""
@@ -76,42 +75,55 @@ class Sender:
             PipeworkerError: the value cannot pass between stages.
             PeerLost: the other end is gone.
         """
-        while self._capacity is not None and len(self._under_way) >= self._capacity:
-            self._under_way.popleft().wait()
-        key = (self._signature, microbatch)
-        expected = None if self._dynamic else self._known.get(key)
+        under_way = self._under_way
+        while under_way and self._capacity is not None and len(under_way) >= self._capacity:
+            under_way.popleft().wait()
+        expected = None
+        if not self._dynamic:
+            expected = self._known.get((self._signature, microbatch))
         tensors = None
         if expected is not None and not self._surprised:
             tensors = frames.matches(expected, value)
         if tensors is not None:
             messages = [(_EXPECTED, tensor) for tensor in tensors]
         else:
-            frame, tensors = frames.describe(value)
-            if len(tensors) > _MOST_TENSORS:
-                raise PipeworkerError(
-                    f"{len(tensors)} tensors cannot pass from one stage to the next at once: "
-                    f"{_MOST_TENSORS} can; stack some, or cut the model elsewhere with --balance"
-                )
-            messages = _header_messages(microbatch, frames.to_bytes(frame))
-            if expected is not None:
-                self._surprised = True
-                messages += [(_EXPECTED, _filler(layout)) for layout in expected.tensors]
-            messages += [(_DESCRIBED, tensor) for tensor in tensors]
-            if frame.moves:
-                self._known[key] = frame
-            else:
-                self._known.pop(key, None)
+            messages = self._describe(microbatch, value, expected)
         # A small send costs less than waking a thread for it; sends keep their order.
-        here = sum(t.nbytes for _, t in messages) <= _SMALL_BYTES and (
-            not self._under_way or self._under_way[-1].issued
-        )
-        runner = _INLINE if here else self._courier
-        self._under_way.append(runner.submit(partial(self._start, messages)))
+        if self._courier is None or (
+            sum([tensor.nbytes for _, tensor in messages]) <= _SMALL_BYTES
+            and (self._errand is None or self._errand.issued)
+        ):
+            if started := self._start(messages):
+                under_way.append(_Started(started))
+        else:
+            self._errand = self._courier.submit(lambda: self._start(messages))
+            under_way.append(self._errand)
 
     def flush(self) -> None:
         """Wait until everything has left."""
         while self._under_way:
             self._under_way.popleft().wait()
+
+    def _describe(
+        self, microbatch: int, value: Any, expected: Frame | None
+    ) -> list[tuple[int, torch.Tensor]]:
+        """The messages for a value that the receiver does not expect."""
+        frame, tensors = frames.describe(value)
+        if len(tensors) > _MOST_TENSORS:
+            raise PipeworkerError(
+                f"{len(tensors)} tensors cannot pass from one stage to the next at once: "
+                f"{_MOST_TENSORS} can; stack some, or cut the model elsewhere with --balance"
+            )
+        messages = _header_messages(microbatch, frames.to_bytes(frame))
+        if expected is not None:
+            self._surprised = True
+            messages += [(_EXPECTED, _filler(layout)) for layout in expected.tensors]
+        key = (self._signature, microbatch)
+        if frame.moves:
+            self._known[key] = frame
+        else:
+            self._known.pop(key, None)
+        return messages + [(_DESCRIBED, tensor) for tensor in tensors]
 
     def _start(self, messages: list[tuple[int, torch.Tensor]]) -> list[Pending]:
         link = self._link
@@ -121,7 +133,9 @@ class Sender:
                 packed = frames.pack(tensor)
                 if packed.device != link.device:
                     packed = packed.to(link.device)
-                started.append(_Sent(link.send(packed, tag), packed))
+                pending = link.send(packed, tag)
+                if pending is not None:
+                    started.append(pending)
         return started
 
 
@@ -132,14 +146,14 @@ def _bound(known: dict[tuple[int, int], Frame]) -> None:
 
 
 @dataclass(slots=True)
-class _Sent:
-    """A send under way, and the tensor that must stay until it is complete."""
+class _Started:
+    """A send that the calling thread started."""
 
-    pending: Pending
-    tensor: torch.Tensor
+    pending: list[Pending]
 
     def wait(self) -> None:
-        self.pending.wait()
+        for pending in self.pending:
+            pending.wait()
 
 
 def _header_messages(microbatch: int, header: bytes) -> list[tuple[int, torch.Tensor]]:
@@ -183,7 +197,7 @@ class Receiver:
         self._signature = 0
         self._ahead: deque[int] = deque()
         self._posted: dict[int, _Posted] = {}
-        self._held: dict[int, list[torch.Tensor]] = {}
+        self._held: dict[int, _Posted] = {}
         self._pool = BufferPool(link.allocate)
         self._header = bytearray(_HEADER_BYTES)
         self._header_tensor = torch.frombuffer(self._header, dtype=torch.uint8)
@@ -222,16 +236,16 @@ class Receiver:
             for pending in posted.pending:
                 pending.wait()
             if not self._surprised and not self._surprised_at(microbatch):
-                self._held[microbatch] = posted.buffers
+                self._held[microbatch] = posted
                 return value if early else self._assemble(posted)
             self._surprised = True
-            self._pool.give(posted.buffers)
+            self._pool.give(posted.frame.tensors, posted.buffers)
         posted = self._receive_described()
         if posted.frame.moves:
             self._known[self._signature, microbatch] = posted.frame
         else:
             self._known.pop((self._signature, microbatch), None)
-        self._held[microbatch] = posted.buffers
+        self._held[microbatch] = posted
         return self._assemble(posted)
 
     def _assemble(self, posted: _Posted) -> Any:
@@ -245,7 +259,8 @@ class Receiver:
 
     def release(self, microbatch: int) -> None:
         """The value is no longer needed: its buffers may be used again."""
-        self._pool.give(self._held.pop(microbatch))
+        posted = self._held.pop(microbatch)
+        self._pool.give(posted.frame.tensors, posted.buffers)
 
     def _placed(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor if tensor.device == self._device else tensor.to(self._device)
@@ -295,7 +310,7 @@ class BufferPool:
     def __init__(self, allocate: Callable[[int], torch.Tensor]) -> None:
         self._allocate = allocate
         self._alone = 0
-        self._free: dict[tuple[torch.Size, torch.dtype, int], list[torch.Tensor]] = {}
+        self._free: dict[Hashable, list[torch.Tensor]] = {}
 
     def bound(self) -> None:
         """Let go of everything when there have been too many shapes."""
@@ -303,8 +318,7 @@ class BufferPool:
             self._free.clear()
 
     def take(self, layout: Layout) -> torch.Tensor:
-        offset = layout.offset if layout.dense else 0
-        free = self._free.get((torch.Size(layout.packed), layout.dtype, offset))
+        free = self._free.get(layout.memory)
         while free:
             buffer = free.pop()
             if frames.uses(buffer) <= self._alone:
@@ -313,10 +327,10 @@ class BufferPool:
         self._alone = frames.uses(buffer)
         return buffer
 
-    def give(self, buffers: list[torch.Tensor]) -> None:
-        for buffer in buffers:
-            offset = buffer.data_ptr() % frames.ALIGNMENT
-            self._free.setdefault((buffer.shape, buffer.dtype, offset), []).append(buffer)
+    def give(self, layouts: Sequence[Layout], buffers: Sequence[torch.Tensor]) -> None:
+        """Take buffers back that were taken for these layouts."""
+        for layout, buffer in zip(layouts, buffers, strict=True):
+            self._free.setdefault(layout.memory, []).append(buffer)
 
 
 def _bytes_tensor(data: bytes) -> torch.Tensor:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Callable
-from typing import Protocol
 
 from pipeworker.worker.transport.link import Pending
 
@@ -51,21 +50,6 @@ class Errand:
                 raise self._error
         for pending in self._pending:
             pending.wait()
-
-
-class Runs(Protocol):
-    """Takes errands: a courier, or :class:`Inline`."""
-
-    def submit(self, start: Callable[[], list[Pending]]) -> Errand: ...
-
-
-class Inline:
-    """Performs each errand at once, on the calling thread."""
-
-    def submit(self, start: Callable[[], list[Pending]]) -> Errand:
-        errand = Errand(start)
-        errand.run()
-        return errand
 
 
 class Courier:

@@ -63,8 +63,11 @@ class CoordinatorStore(Store):
 
 @dataclass(slots=True)
 class _WorkPending:
+    """A send or receive under way; keeps the tensor, whose memory gloo reads or writes."""
+
     work: Work
     edge: Edge
+    tensor: torch.Tensor
 
     def wait(self) -> None:
         try:
@@ -86,13 +89,13 @@ class GroupLink:
 
     def send(self, tensor: torch.Tensor, tag: int) -> Pending:
         try:
-            return _WorkPending(self.group.send([tensor], 1, tag), self.edge)
+            return _WorkPending(self.group.send([tensor], 1, tag), self.edge, tensor)
         except RuntimeError as error:
             raise PeerLost(f"the channel {self.edge} closed: {error}") from error
 
     def receive(self, tensor: torch.Tensor, tag: int) -> Pending:
         try:
-            return _WorkPending(self.group.recv([tensor], 0, tag), self.edge)
+            return _WorkPending(self.group.recv([tensor], 0, tag), self.edge, tensor)
         except RuntimeError as error:
             raise PeerLost(f"the channel {self.edge} closed: {error}") from error
 

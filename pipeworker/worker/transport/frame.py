@@ -8,7 +8,7 @@ same tensor at two places of a value stays one tensor.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -59,6 +59,16 @@ class Layout:
                 return self.plain
             reach *= size
         return True
+
+    @cached_property
+    def memory(self) -> Hashable:
+        """Equal for layouts that can be received into the same memory."""
+        return self.packed, self.dtype, self.start
+
+    @cached_property
+    def start(self) -> int:
+        """The offset of the memory to receive in: the tensor's, where it is only viewed there."""
+        return self.offset if self.dense and self.offset % self.dtype.itemsize == 0 else 0
 
     def order(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """The dims that move, outermost first, and their sizes: stride-0 dims move as one."""
@@ -178,11 +188,12 @@ def assemble(frame: Frame, tensors: Sequence[torch.Tensor]) -> Any:
 def pack(tensor: torch.Tensor) -> torch.Tensor:
     """The elements of a tensor that move, as one contiguous tensor; a view where it can be."""
     tensor = tensor.detach()
+    resolved = tensor
     if tensor.is_conj() or tensor.is_neg():  # marks that are not in the bytes
         resolved = tensor.resolve_conj().resolve_neg()
-    else:
-        resolved = tensor
-    if tensor.is_contiguous() or _overlaps(tensor):
+    if resolved.is_contiguous():
+        return resolved
+    if _overlaps(tensor):
         return resolved.contiguous()
     return _moving(resolved, layout_of(tensor)).contiguous()
 
@@ -205,8 +216,7 @@ def buffer_for(layout: Layout, allocate: Callable[[int], torch.Tensor]) -> torch
     """Memory to receive the packed elements of a layout in, where :func:`unpack` only views it."""
     size = math.prod(layout.packed) * layout.dtype.itemsize
     memory = allocate(size + ALIGNMENT)
-    offset = layout.offset if layout.dense and layout.offset % layout.dtype.itemsize == 0 else 0
-    start = (offset - memory.data_ptr()) % ALIGNMENT
+    start = (layout.start - memory.data_ptr()) % ALIGNMENT
     return memory[start : start + size].view(layout.dtype).view(layout.packed)
 
 

@@ -34,7 +34,8 @@ class Link(Protocol):
     def allocate(self, count: int) -> torch.Tensor:
         """Memory of so many bytes that is good to receive into."""
 
-    def send(self, tensor: torch.Tensor, tag: int) -> Pending: ...
+    def send(self, tensor: torch.Tensor, tag: int) -> Pending | None:
+        """None when the tensor may be reused already; else its memory stays until the wait."""
 
     def receive(self, tensor: torch.Tensor, tag: int) -> Pending: ...
 

@@ -39,7 +39,7 @@ _INLINE_BYTES = 32 << 10
 _QUEUE_BYTES = 4 << 20
 _ARENA_BYTES = 1 << 20
 _UNUSED = 2  # references to memory nobody else has: ours and the look
-_RECORD_BYTES = _DONE.size + _INLINE_BYTES
+_HANDLE_BYTES = socket.CMSG_LEN(struct.calcsize("i"))
 
 
 def host_identity() -> str:
@@ -60,14 +60,6 @@ def _roomy(connection: socket.socket) -> socket.socket:
     """With room for as many messages under way as the system grants; twice 277 at the least."""
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _QUEUE_BYTES)
     return connection
-
-
-class _Complete:
-    def wait(self) -> None:
-        """Nothing is left to wait for."""
-
-
-_COMPLETE = _Complete()
 
 
 @dataclass(slots=True)
@@ -95,6 +87,8 @@ class ReceivingLink:
         self._blocks: dict[int, list[torch.Tensor]] = {}  # by size
         self._places: dict[int, tuple[int, int]] = {}  # arena and offset, by address of the block
         self._posted: dict[int, deque[_Receiving]] = {}
+        self._record = bytearray(_DONE.size + _INLINE_BYTES)
+        self._inline = ctypes.addressof(ctypes.c_char.from_buffer(self._record, _DONE.size))
 
     def allocate(self, count: int) -> torch.Tensor:
         """So many bytes that the sender can write to; given out again when nobody uses them."""
@@ -149,17 +143,15 @@ class ReceivingLink:
     def take(self) -> None:
         """Wait for one message and complete the receive it is for."""
         try:
-            record = self._socket.recv(_RECORD_BYTES)
+            size = self._socket.recv_into(self._record)
         except OSError as error:
             raise PeerLost(f"the channel {self._edge} closed: {error}") from error
-        if not record:
+        if not size:
             raise PeerLost(f"the channel {self._edge} closed: the sender is gone")
-        (tag,) = _DONE.unpack_from(record)
+        (tag,) = _DONE.unpack_from(self._record)
         pending = self._posted[tag].popleft()
         if pending.inline:
-            ctypes.memmove(
-                pending.tensor.data_ptr(), record[_DONE.size :], len(record) - _DONE.size
-            )
+            ctypes.memmove(pending.tensor.data_ptr(), self._inline, size - _DONE.size)
         pending.done = True
 
 
@@ -197,16 +189,22 @@ class SendingLink:
     def receive(self, tensor: torch.Tensor, tag: int) -> Pending:
         raise AssertionError(f"{self._edge} begins here")
 
-    def send(self, tensor: torch.Tensor, tag: int) -> Pending:
+    def send(self, tensor: torch.Tensor, tag: int) -> Pending | None:
         with self._lock:
             if not self._queue:
-                while not self._posts.get(tag) and (heard := self._hear(socket.MSG_DONTWAIT)):
+                while not (posts := self._posts.get(tag)):
+                    heard = self._hear(socket.MSG_DONTWAIT)
+                    if heard is None:
+                        break
                     self._register(*heard)
+                if posts:
+                    self._deliver(tensor, tag)
+                    return None
             sending = _Sending(tensor, tag)
             self._queue.append(sending)
             self._deliver_posted()
             if sending.done.is_set():
-                return _COMPLETE
+                return None
         if self._thread is None:
             self._thread = threading.Thread(target=self._finish, name=str(self._edge), daemon=True)
             self._thread.start()
@@ -234,9 +232,7 @@ class SendingLink:
     def _hear(self, flags: int) -> tuple[bytes, list[tuple[int, int, bytes]]] | None:
         """One record of the receiver's and what came with it; None when none has come."""
         try:
-            record, ancillary, _, _ = self._socket.recvmsg(
-                _POST.size, socket.CMSG_LEN(struct.calcsize("i")), flags
-            )
+            record, ancillary, _, _ = self._socket.recvmsg(_POST.size, _HANDLE_BYTES, flags)
         except BlockingIOError:
             return None
         except OSError as error:
