@@ -415,8 +415,10 @@ class Machine:
         if self._interrupted is not None:
             return [*effects, *self._end(Status.INTERRUPTED, 130, None)]
         self._batch = done[0].batch
-        # The update goes out before the record is written: workers wait, the disk does not.
-        return [*self._advance(Update(self._step, scale), now), *effects]
+        # The first stage begins at once. The others have time until its first activation: the
+        # record is written meanwhile, and their cores are not wanted by all of them together.
+        first, *others = self._advance(Update(self._step, scale), now)
+        return [first, *effects, *others]
 
     # Endings.
 

@@ -21,6 +21,7 @@ from pipeworker.worker.transport.link import Link
 
 _FRAMES_AHEAD = 16
 """Receives of activations and targets posted ahead; their buffers are kept until backward."""
+_GRADIENTS_AHEAD = 6
 _BUSY = COMPUTE | {Kind.LOAD}
 
 
@@ -63,7 +64,7 @@ class Executor:
                 capacity = None if payload is Payload.TARGET else CHANNEL_CAPACITY
                 self._senders[payload] = Sender(link, capacity, courier)
             else:
-                depth = CHANNEL_CAPACITY if payload is Payload.GRADIENT else _FRAMES_AHEAD
+                depth = _GRADIENTS_AHEAD if payload is Payload.GRADIENT else _FRAMES_AHEAD
                 self._receivers[payload] = Receiver(link, stage.device, depth)
         self._program: list[tuple[Callable[[int], None], int, bool]] = []
         self._order: dict[Payload, list[int]] = {}
@@ -136,7 +137,6 @@ class Executor:
                 handle(microbatch)
                 busy += perf_counter() - start
             else:
-                tracker.set(Phase.WAITING, step, microbatch)
                 handle(microbatch)
         self._current = None
         tracker.set(Phase.WAITING, step)
@@ -175,26 +175,31 @@ class Executor:
 
     def _receive_activation(self, m: int) -> None:
         assert self._activation_in
+        self._stage.tracker.set(Phase.WAITING, self._step, m)
         value = self._activation_in.receive(m)
         self._stage.put_input(m, value, self._activation_in.wants_grad)
 
     def _send_gradient(self, m: int) -> None:
         assert self._gradient_out
+        self._stage.tracker.set(Phase.WAITING, self._step, m)
         gradients = self._input_gradients.pop(m)
         self._gradient_out.send(m, gradients[0] if len(gradients) == 1 else gradients)
 
     def _receive_gradient(self, m: int) -> None:
         assert self._gradient_in
+        self._stage.tracker.set(Phase.WAITING, self._step, m)
         gradients = self._gradient_in.receive(m)
         self._output_gradients[m] = gradients if isinstance(gradients, list) else [gradients]
 
     def _send_target(self, m: int) -> None:
         assert self._target_out
         assert self._current
+        self._stage.tracker.set(Phase.WAITING, self._step, m)
         self._target_out.send(m, self._current.targets[m])
 
     def _receive_target(self, m: int) -> None:
         assert self._target_in
+        self._stage.tracker.set(Phase.WAITING, self._step, m)
         self._stage.put_target(m, self._target_in.receive(m))
 
 

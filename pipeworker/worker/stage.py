@@ -45,6 +45,10 @@ class _Boundary(torch.autograd.Function):
         return (None, None, *(None for _ in gradients))
 
 
+# Without Function.apply's care for functorch, whose wrappers no stage is given.
+_pass = super(torch.autograd.Function, _Boundary).apply
+
+
 @dataclass(slots=True)
 class _Caught:
     gradients: list[torch.Tensor | None] | None = None
@@ -289,11 +293,11 @@ def _pass_boundary(
 ) -> Any:
     """The value with the tensors that want a gradient replaced by ones inside the graph."""
     if isinstance(value, torch.Tensor):
-        (inside,) = _Boundary.apply(phony, caught, value)  # type: ignore[no-untyped-call]
+        (inside,) = _pass(phony, caught, value)
         return inside
     tensors = distinct_tensors(value)
     chosen = [t for t, wanted in zip(tensors, wants_grad, strict=True) if wanted]
-    passed = _Boundary.apply(phony, caught, *chosen)  # type: ignore[no-untyped-call]
+    passed = _pass(phony, caught, *chosen)
     return _replace(value, {id(old): new for old, new in zip(chosen, passed, strict=True)})
 
 

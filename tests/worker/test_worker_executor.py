@@ -23,7 +23,6 @@ from pipeworker.worker.data import Reader
 from pipeworker.worker.executor import Executor, StepResult
 from pipeworker.worker.position import Tracker
 from pipeworker.worker.stage import Stage
-from pipeworker.worker.transport.courier import Inline
 from pipeworker.worker.transport.link import MemoryLink
 
 MODES = ("always", "except_first", "never")
@@ -77,7 +76,7 @@ class Pipeline:
             reader = Reader(batches, microbatches=microbatches, seed=0, repeat=True)
             mine = {edge: link for edge, link in links.items() if k in (edge.source, edge.target)}
             self.stages.append(stage)
-            self.executors.append(Executor(stage, k, count, mine, None if k else reader, Inline()))
+            self.executors.append(Executor(stage, k, count, mine, None if k else reader, None))
         self.executors[0].load_first()
 
     def _schedule(self, microbatches: int) -> schedule.Schedule:

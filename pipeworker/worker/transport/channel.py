@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
+from itertools import chain, islice
 from struct import Struct
 from typing import Any
 
@@ -190,7 +191,7 @@ class Receiver:
     def __init__(self, link: Link, device: torch.device, depth: int) -> None:
         self._link = link
         self._device = device
-        self._depth = depth
+        self._low = max(0, depth - CHANNEL_CAPACITY)
         self._known: dict[tuple[int, int], Frame] = {}
         self._dynamic = False
         self._surprised = False
@@ -201,7 +202,7 @@ class Receiver:
         self._pool = BufferPool(link.allocate)
         self._header = bytearray(_HEADER_BYTES)
         self._header_tensor = torch.frombuffer(self._header, dtype=torch.uint8)
-        self._header_pending = link.receive(self._header_tensor, _HEADER)
+        (self._header_pending,) = link.receive([self._header_tensor], _HEADER)
         self.wants_grad: Sequence[bool] = ()
         """Which distinct tensors of the value received last require grad at the other end."""
 
@@ -213,11 +214,7 @@ class Receiver:
         _bound(self._known)
         self._pool.bound()
         self._ahead = deque(microbatches)
-        while self._ahead and len(self._posted) < self._depth:
-            messages = sum(len(posted.pending) for posted in self._posted.values())
-            if messages >= _MESSAGES_AHEAD and len(self._posted) >= CHANNEL_CAPACITY:
-                break
-            self._post_next()
+        self._post_ahead()
 
     def receive(self, microbatch: int) -> Any:
         """Wait for a micro-batch's value; its tensors are valid until :meth:`release`.
@@ -226,7 +223,8 @@ class Receiver:
             PeerLost: the other end is gone.
         """
         posted = self._posted.pop(microbatch, None)
-        self._post_next()
+        if len(self._posted) <= self._low:
+            self._post_ahead()
         value: Any = None
         if posted is not None:
             # What needs no data is done before the wait, when there is time for it.
@@ -270,19 +268,30 @@ class Receiver:
         length, about = _HEAD.unpack_from(self._header)
         return bool(length) and bool(about == microbatch)
 
-    def _post_next(self) -> None:
-        """Post the receive of the next micro-batch whose frame is known."""
-        if not self._ahead:
-            return
-        microbatch = self._ahead.popleft()
-        frame = None if self._dynamic else self._known.get((self._signature, microbatch))
-        if frame is not None:
-            self._posted[microbatch] = self._post(frame, _EXPECTED)
+    def _post_ahead(self) -> None:
+        """Post the receives of the next micro-batches whose frames are known, some at once."""
+        chosen: list[tuple[int, Frame]] = []
+        messages = sum([len(posted.pending) for posted in self._posted.values()])
+        while self._ahead and len(chosen) < CHANNEL_CAPACITY:
+            ahead = len(self._posted) + len(chosen)
+            if ahead >= CHANNEL_CAPACITY and messages >= _MESSAGES_AHEAD:
+                break
+            microbatch = self._ahead.popleft()
+            frame = None if self._dynamic else self._known.get((self._signature, microbatch))
+            if frame is not None:
+                chosen.append((microbatch, frame))
+                messages += len(frame.tensors)
+        posted = self._post([frame for _, frame in chosen], _EXPECTED)
+        self._posted.update(zip([m for m, _ in chosen], posted, strict=True))
 
-    def _post(self, frame: Frame, tag: int) -> _Posted:
-        buffers = [self._pool.take(layout) for layout in frame.tensors]
-        pending = [self._link.receive(buffer, tag) for buffer in buffers if buffer.numel()]
-        return _Posted(frame, buffers, pending)
+    def _post(self, chosen: Sequence[Frame], tag: int) -> list[_Posted]:
+        buffers = [[self._pool.take(layout) for layout in frame.tensors] for frame in chosen]
+        moving = [[buffer for buffer in some if buffer.numel()] for some in buffers]
+        pending = iter(self._link.receive(list(chain.from_iterable(moving)), tag))
+        return [
+            _Posted(frame, some, list(islice(pending, len(those))))
+            for frame, some, those in zip(chosen, buffers, moving, strict=True)
+        ]
 
     def _receive_described(self) -> _Posted:
         self._header_pending.wait()
@@ -290,11 +299,14 @@ class Receiver:
         header = bytes(self._header[_HEAD.size : _HEAD.size + length])
         while len(header) < length:
             piece = bytearray(min(_PIECE_BYTES, length - len(header)))
-            self._link.receive(torch.frombuffer(piece, dtype=torch.uint8), _DESCRIBED).wait()
+            (pending,) = self._link.receive(
+                [torch.frombuffer(piece, dtype=torch.uint8)], _DESCRIBED
+            )
+            pending.wait()
             header += piece
         _HEAD.pack_into(self._header, 0, 0, 0)
-        self._header_pending = self._link.receive(self._header_tensor, _HEADER)
-        posted = self._post(frames.from_bytes(header), _DESCRIBED)
+        (self._header_pending,) = self._link.receive([self._header_tensor], _HEADER)
+        (posted,) = self._post([frames.from_bytes(header)], _DESCRIBED)
         for pending in posted.pending:
             pending.wait()
         return posted

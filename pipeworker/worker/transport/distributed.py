@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -93,9 +93,9 @@ class GroupLink:
         except RuntimeError as error:
             raise PeerLost(f"the channel {self.edge} closed: {error}") from error
 
-    def receive(self, tensor: torch.Tensor, tag: int) -> Pending:
+    def receive(self, tensors: Sequence[torch.Tensor], tag: int) -> list[Pending]:
         try:
-            return _WorkPending(self.group.recv([tensor], 0, tag), self.edge, tensor)
+            return [_WorkPending(self.group.recv([t], 0, tag), self.edge, t) for t in tensors]
         except RuntimeError as error:
             raise PeerLost(f"the channel {self.edge} closed: {error}") from error
 

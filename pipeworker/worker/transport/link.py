@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -37,7 +38,8 @@ class Link(Protocol):
     def send(self, tensor: torch.Tensor, tag: int) -> Pending | None:
         """None when the tensor may be reused already; else its memory stays until the wait."""
 
-    def receive(self, tensor: torch.Tensor, tag: int) -> Pending: ...
+    def receive(self, tensors: Sequence[torch.Tensor], tag: int) -> list[Pending]:
+        """Post buffers for the next messages of a tag, in one go."""
 
 
 @dataclass(slots=True)
@@ -92,7 +94,10 @@ class MemoryLink:
             slot.match()
         return _MemoryPending(slot, self.limit)
 
-    def receive(self, tensor: torch.Tensor, tag: int) -> Pending:
+    def receive(self, tensors: Sequence[torch.Tensor], tag: int) -> list[Pending]:
+        return [self._receive(tensor, tag) for tensor in tensors]
+
+    def _receive(self, tensor: torch.Tensor, tag: int) -> Pending:
         with self._lock:
             slot = self._take(self._unreceived, self._unsent, tag)
             slot.target = tensor

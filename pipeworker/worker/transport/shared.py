@@ -22,6 +22,7 @@ import struct
 import sys
 import threading
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -35,6 +36,7 @@ from pipeworker.worker.transport.link import Pending
 
 _POST = struct.Struct("<4q")  # tag, arena (-1: inline), offset in it, bytes
 _DONE = struct.Struct("<q")  # tag; an inline payload follows
+_POSTS_AT_ONCE = 64
 _INLINE_BYTES = 32 << 10
 _QUEUE_BYTES = 4 << 20
 _ARENA_BYTES = 1 << 20
@@ -126,16 +128,20 @@ class ReceivingLink:
     def send(self, tensor: torch.Tensor, tag: int) -> Pending:
         raise AssertionError(f"{self._edge} ends here")
 
-    def receive(self, tensor: torch.Tensor, tag: int) -> Pending:
-        block = tensor.untyped_storage().data_ptr()
-        number, offset = self._places.get(block, (-1, 0))
-        if number < 0 and tensor.nbytes > _INLINE_BYTES:
-            raise ValueError(f"{tensor.nbytes} bytes need memory from allocate()")
-        offset += tensor.data_ptr() - block
-        pending = _Receiving(self, tensor, number < 0)
-        self._posted.setdefault(tag, deque()).append(pending)
+    def receive(self, tensors: Sequence[torch.Tensor], tag: int) -> list[Pending]:
+        posts, pending = [], []
+        for tensor in tensors:
+            block = tensor.untyped_storage().data_ptr()
+            number, offset = self._places.get(block, (-1, 0))
+            if number < 0 and tensor.nbytes > _INLINE_BYTES:
+                raise ValueError(f"{tensor.nbytes} bytes need memory from allocate()")
+            offset += tensor.data_ptr() - block
+            posts.append(_POST.pack(tag, number, offset, tensor.nbytes))
+            pending.append(_Receiving(self, tensor, number < 0))
+        self._posted.setdefault(tag, deque()).extend(pending)
         try:
-            self._socket.send(_POST.pack(tag, number, offset, tensor.nbytes))
+            for start in range(0, len(posts), _POSTS_AT_ONCE):
+                self._socket.send(b"".join(posts[start : start + _POSTS_AT_ONCE]))
         except OSError as error:
             raise PeerLost(f"the channel {self._edge} closed: {error}") from error
         return pending
@@ -186,7 +192,7 @@ class SendingLink:
     def allocate(self, count: int) -> torch.Tensor:
         return torch.empty(count, dtype=torch.uint8)
 
-    def receive(self, tensor: torch.Tensor, tag: int) -> Pending:
+    def receive(self, tensors: Sequence[torch.Tensor], tag: int) -> list[Pending]:
         raise AssertionError(f"{self._edge} begins here")
 
     def send(self, tensor: torch.Tensor, tag: int) -> Pending | None:
@@ -232,7 +238,9 @@ class SendingLink:
     def _hear(self, flags: int) -> tuple[bytes, list[tuple[int, int, bytes]]] | None:
         """One record of the receiver's and what came with it; None when none has come."""
         try:
-            record, ancillary, _, _ = self._socket.recvmsg(_POST.size, _HANDLE_BYTES, flags)
+            record, ancillary, _, _ = self._socket.recvmsg(
+                _POSTS_AT_ONCE * _POST.size, _HANDLE_BYTES, flags
+            )
         except BlockingIOError:
             return None
         except OSError as error:
@@ -242,12 +250,13 @@ class SendingLink:
         return record, ancillary
 
     def _register(self, record: bytes, ancillary: list[tuple[int, int, bytes]]) -> None:
-        """Note a posted buffer, or map a new arena."""
-        tag, number, offset, count = _POST.unpack(record)
+        """Note posted buffers, or map a new arena."""
         if not ancillary:
-            address = 0 if number < 0 else self._arenas[number][1] + offset
-            self._posts.setdefault(tag, deque()).append((address, count))
+            for tag, number, offset, count in _POST.iter_unpack(record):
+                address = 0 if number < 0 else self._arenas[number][1] + offset
+                self._posts.setdefault(tag, deque()).append((address, count))
             return
+        _, _, _, count = _POST.unpack(record)
         (handle,) = array.array("i", ancillary[0][2])
         try:
             arena = mmap.mmap(handle, count)

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from pipeworker.errors import PeerLost, PipeworkerError
 from pipeworker.worker.transport.channel import BufferPool, Receiver, Sender
-from pipeworker.worker.transport.courier import Courier, Inline
+from pipeworker.worker.transport.courier import Courier
 from pipeworker.worker.transport.frame import layout_of
 from pipeworker.worker.transport.link import MemoryLink
 
@@ -27,7 +27,7 @@ class Channel:
 
     def __init__(self, capacity: int | None = None, depth: int = 2, limit: float = 0.5) -> None:
         self.link = MemoryLink(limit)
-        self.sender = Sender(self.link, capacity, Inline())
+        self.sender = Sender(self.link, capacity, None)
         self.receiver = Receiver(self.link, CPU, depth)
 
     def begin(self, microbatches: Sequence[int], signature: int = 0) -> None:

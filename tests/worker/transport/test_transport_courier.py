@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from pipeworker.errors import PeerLost
-from pipeworker.worker.transport.courier import Courier, Errand, Inline
+from pipeworker.worker.transport.courier import Courier, Errand
 from pipeworker.worker.transport.link import Pending
 
 
@@ -74,7 +74,7 @@ def _raise(error: Exception) -> list[Pending]:
 
 @pytest.mark.parametrize("inline", [True, False])
 def test_an_error_comes_out_where_the_errand_is_waited_for(courier: Courier, inline: bool) -> None:
-    runs = Inline() if inline else courier
+    runs = None if inline else courier
     failed = runs.submit(lambda: _raise(PeerLost("gone")))
     fine = runs.submit(list)
     fine.wait()  # the thread lives on
@@ -96,7 +96,7 @@ def test_inline_runs_at_once_on_the_calling_thread() -> None:
         threads.append(threading.current_thread())
         return []
 
-    errand = Inline().submit(start)
+    errand = None.submit(start)
     assert errand.issued
     assert threads == [threading.current_thread()]
 

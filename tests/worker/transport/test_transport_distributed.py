@@ -125,7 +125,7 @@ def test_tensors_arrive(pair: tuple[Link, Link], dtype: torch.dtype) -> None:
     source, target = pair
     sent = torch.arange(6).reshape(2, 3).to(dtype)
     got = torch.empty(2, 3, dtype=dtype)
-    receiving = target.receive(got, 0)
+    receiving = target.receive([got], 0)[0]
     source.send(sent, 0).wait()
     receiving.wait()
     assert torch.equal(got, sent)
@@ -137,7 +137,7 @@ def test_tags_are_separate_queues_in_the_order_sent(pair: tuple[Link, Link]) -> 
     sending = [source.send(torch.full((5,), value), tag) for tag, value in messages]
     got = [torch.empty(5) for _ in range(3)]
     for tensor, tag in zip(got, (1, 2, 2), strict=True):
-        target.receive(tensor, tag).wait()
+        target.receive([tensor], tag)[0].wait()
     for pending in sending:
         pending.wait()
     assert [tensor[0].item() for tensor in got] == [2.0, 1.0, 3.0]
@@ -155,7 +155,7 @@ def test_every_edge_of_a_pipeline_is_connected(backend: str) -> None:
     assert len(edges) == 7  # three forth, three back, one for targets
     for number, edge in enumerate(edges):
         got = torch.empty(3)
-        receiving = links[edge.target][edge].receive(got, 0)
+        receiving = links[edge.target][edge].receive([got], 0)[0]
         links[edge.source][edge].send(torch.full((3,), float(number)), 0).wait()
         receiving.wait()
         assert got.tolist() == [float(number)] * 3
@@ -198,7 +198,7 @@ def test_the_interface_may_be_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
     source, target = connect_all((FORTH,), 2, "gloo")
     got = torch.zeros(1)
-    receiving = target[FORTH].receive(got, 0)
+    receiving = target[FORTH].receive([got], 0)[0]
     source[FORTH].send(torch.ones(1), 0).wait()
     receiving.wait()
     assert got.item() == 1
@@ -217,7 +217,7 @@ def _neighbour(questions: Connection, backend: str) -> None:
 
     links = connect([FORTH, BACK], 1, CoordinatorStore(ask), ENDPOINT, backend)
     tensor = torch.empty(4)
-    links[FORTH].receive(tensor, 0).wait()
+    links[FORTH].receive([tensor], 0)[0].wait()
     links[BACK].send(tensor * 2, 0).wait()
     questions.send(None)
     signal.pause()
@@ -247,7 +247,7 @@ def neighbour(
     links = connect([FORTH, BACK], 0, meeting.store(), ENDPOINT, request.param)
     got = torch.empty(4)
     sending = links[FORTH].send(torch.ones(4), 0)
-    links[BACK].receive(got, 0).wait()
+    links[BACK].receive([got], 0)[0].wait()
     sending.wait()
     assert got.tolist() == [2.0] * 4
     assert answering.wait(20)
@@ -270,13 +270,13 @@ def test_a_killed_peer_ends_a_wait_and_all_that_follows(
     neighbour: tuple[dict[Edge, Link], Callable[[], None]],
 ) -> None:
     links, kill = neighbour
-    receiving = links[BACK].receive(torch.empty(4), 0)
+    receiving = links[BACK].receive([torch.empty(4)], 0)[0]
     with ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(receiving.wait)
         kill()
         with pytest.raises(PeerLost, match="the channel 1>0/gradient closed"):
             waiting.result(20)
     with pytest.raises(PeerLost, match="the channel 1>0/gradient closed"):
-        links[BACK].receive(torch.empty(4), 0).wait()
+        links[BACK].receive([torch.empty(4)], 0)[0].wait()
     with pytest.raises(PeerLost, match="the channel 0>1/activation closed"):
         links[FORTH].send(torch.ones(4), 0).wait()

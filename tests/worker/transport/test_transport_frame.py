@@ -55,7 +55,7 @@ def cross(value: Any) -> Any:
         if packed.numel():
             link = MemoryLink()
             link.send(packed, 0)
-            link.receive(buffer, 0).wait()
+            link.receive([buffer], 0)[0].wait()
         arrived.append(frames.unpack(buffer, layout))
     return frames.assemble(there, arrived)
 

@@ -29,7 +29,7 @@ def test_messages_arrive_in_order_whoever_comes_first(order: list[str], tag: int
             pending.append(link.send(number(float(sent)), tag))
         else:
             targets.append(number())
-            pending.append(link.receive(targets[-1], tag))
+            pending.append(link.receive([targets[-1]], tag)[0])
     for item in pending:
         item.wait()
     assert [target.item() for target in targets] == [1, 2, 3]
@@ -43,7 +43,7 @@ def test_tags_are_separate_queues() -> None:
     got = {}
     for name, tag in (("six", 6), ("five", 5), ("five again", 5)):
         got[name] = number()
-        link.receive(got[name], tag).wait()
+        link.receive([got[name]], tag)[0].wait()
     assert {name: tensor.item() for name, tensor in got.items()} == {
         "six": 2.0,
         "five": 1.0,
@@ -54,7 +54,7 @@ def test_tags_are_separate_queues() -> None:
 def test_a_posted_receive_is_filled_from_another_thread() -> None:
     link = MemoryLink()
     target = number()
-    pending = link.receive(target, 0)
+    pending = link.receive([target], 0)[0]
     thread = threading.Thread(target=lambda: link.send(number(7.0), 0).wait())
     thread.start()
     pending.wait()
@@ -68,14 +68,14 @@ def test_every_bit_of_a_message_is_copied(dtype: torch.dtype) -> None:
     target = torch.empty(3, 2, dtype=dtype)
     link = MemoryLink()
     link.send(source, 0)
-    link.receive(target, 0).wait()
+    link.receive([target], 0)[0].wait()
     assert torch.equal(target.view(2, 3), source)
 
 
 def test_a_longer_buffer_takes_a_shorter_message() -> None:
     link = MemoryLink()
     target = torch.zeros(4)
-    link.receive(target, 0)
+    link.receive([target], 0)[0]
     link.send(torch.ones(2), 0).wait()
     assert target.tolist() == [1, 1, 0, 0]
 
@@ -85,4 +85,4 @@ def test_without_a_peer_both_ends_are_lost() -> None:
     with pytest.raises(PeerLost, match=r"within 0\.01 s"):
         link.send(number(), 0).wait()
     with pytest.raises(PeerLost, match=r"within 0\.01 s"):
-        link.receive(number(), 1).wait()
+        link.receive([number()], 1)[0].wait()

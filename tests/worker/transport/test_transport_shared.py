@@ -35,7 +35,7 @@ def test_a_posted_buffer_is_written_in_place(pair: tuple[SendingLink, ReceivingL
     source, target = pair
     for step in range(3):
         got = buffer(target, 300, 500)
-        receiving = target.receive(got, 0)
+        receiving = target.receive([got], 0)[0]
         sent = torch.randn(300, 500)
         source.send(sent, 0).wait()
         receiving.wait()
@@ -51,13 +51,13 @@ def test_a_send_before_its_buffer_waits_and_the_caller_does_not(
     waiting.start()
     for n in range(5):
         got = buffer(target, 20_000)
-        target.receive(got, 0).wait()
+        target.receive([got], 0)[0].wait()
         assert got.unique().tolist() == [n]
     waiting.join(20)
     assert not waiting.is_alive()
     source.send(torch.ones(3), 1)  # and the next ones are delivered again
     got = torch.zeros(3)
-    target.receive(got, 1).wait()
+    target.receive([got], 1)[0].wait()
     assert got.tolist() == [1.0] * 3
 
 
@@ -81,7 +81,7 @@ def test_memory_has_no_name_and_few_descriptors(
     before = descriptors()
     for size in range(1, 200):
         buffers.append(buffer(target, 5000 * size))
-        receiving = target.receive(buffers[-1], 0)
+        receiving = target.receive([buffers[-1]], 0)[0]
         source.send(torch.full((5000 * size,), float(size)), 0).wait()
         receiving.wait()
     assert [b[-1].item() for b in buffers] == list(range(1, 200))  # none overlaps another
@@ -93,7 +93,7 @@ def test_other_memory_takes_small_messages_only(
     pair: tuple[SendingLink, ReceivingLink],
 ) -> None:
     with pytest.raises(ValueError, match="need memory from allocate"):
-        pair[1].receive(torch.empty(10_000), 0)
+        pair[1].receive([torch.empty(10_000)], 0)[0]
 
 
 def test_the_other_end_gone(pair: tuple[SendingLink, ReceivingLink]) -> None:
