@@ -8,7 +8,7 @@ and whose outputs may be changed in place by the first layer.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import compress
 from typing import Any
 
@@ -46,7 +46,7 @@ class _Boundary(torch.autograd.Function):
 
 
 # Without Function.apply's care for functorch, whose wrappers no stage is given.
-_pass = super(torch.autograd.Function, _Boundary).apply
+_pass: Callable[..., tuple[torch.Tensor, ...]] = super(torch.autograd.Function, _Boundary).apply
 
 
 @dataclass(slots=True)
@@ -67,10 +67,29 @@ class _Kept:
 
 @dataclass(slots=True)
 class Losses:
-    """The last stage's losses of one step, in micro-batch order."""
+    """The last stage's losses of one step, by micro-batch.
 
-    values: dict[int, torch.Tensor]
-    counts: dict[int, torch.Tensor]
+    Attributes:
+        given: what ``loss`` returned: means, or sums where there is a count.
+        weights: each micro-batch's share of the samples.
+    """
+
+    weights: Sequence[float] = ()
+    given: dict[int, torch.Tensor] = field(default_factory=dict)
+    counts: dict[int, torch.Tensor] = field(default_factory=dict)
+
+    @property
+    def values(self) -> dict[int, torch.Tensor]:
+        """What is added up to the step's loss, or to its numerator where there are counts."""
+        return {
+            m: loss if m in self.counts else loss * self.weights[m]
+            for m, loss in self.given.items()
+        }
+
+    def gradient(self, microbatch: int) -> torch.Tensor:
+        """What backward starts from, as if the loss had been multiplied by its weight."""
+        one = torch.ones_like(self.given[microbatch], memory_format=torch.preserve_format)
+        return one if microbatch in self.counts else one.mul_(self.weights[microbatch])
 
 
 class Stage:
@@ -105,9 +124,8 @@ class Stage:
         self._phony = torch.empty(0, device=device, requires_grad=True)
         self._kept: dict[int, _Kept] = {}
         self._step = 0
-        self._weights: Sequence[float] = ()
         self._recomputed: frozenset[int] = frozenset()
-        self.losses = Losses({}, {})
+        self.losses = Losses()
         self.refused = ""
         """What the layer that raised was given."""
 
@@ -119,9 +137,8 @@ class Stage:
             recomputed: the micro-batches that will be forwarded again before their backward.
         """
         self._step = step
-        self._weights = weights
         self._recomputed = recomputed
-        self.losses = Losses({}, {})
+        self.losses = Losses(weights)
 
     def put_input(self, microbatch: int, value: Any, wants_grad: Sequence[bool]) -> None:
         """Give a micro-batch's input; `wants_grad` says which distinct tensors want a gradient."""
@@ -176,7 +193,7 @@ class Stage:
             root = kept.output
             if not root.requires_grad:
                 raise UsageError("the loss does not depend on any parameter that requires grad")
-            _backward((root,), (torch.ones_like(root, memory_format=torch.preserve_format),))
+            _backward((root,), (self.losses.gradient(microbatch),))
         else:
             roots = [t for t in distinct_tensors(kept.output) if t.requires_grad]
             if len(roots) != len(gradients):
@@ -212,8 +229,7 @@ class Stage:
         if self._loss is None:
             return value
         tracker.set(Phase.LOSS, step, microbatch)
-        index = self.first + len(self.layers)
-        rng.seed_all(rng.layer_seed(self._seed, step, microbatch, index), self._accelerator)
+        # What the loss draws goes on from the last layer's stream: they are always together.
         return self._measure(self._loss(value, kept.target), microbatch)
 
     def _mark(self, value: Any, previous: Any, microbatch: int, layer: int) -> Any:
@@ -230,23 +246,18 @@ class Stage:
         return node
 
     def _measure(self, loss: Any, microbatch: int) -> torch.Tensor:
-        """Record the loss of a micro-batch and return what backward starts from."""
+        """Record the loss of a micro-batch and return the root of its backward."""
         if isinstance(loss, (tuple, list)) and len(loss) == 2:
-            total, count = loss
-            _check_scalar(total)
-            self.losses.values[microbatch] = total.detach()
+            loss, count = loss
             self.losses.counts[microbatch] = torch.as_tensor(count).detach()
-            return _check_scalar(total)
-        weighted = _check_scalar(loss) * self._weights[microbatch]
-        self.losses.values[microbatch] = weighted.detach()
-        return weighted
+        root = _check_scalar(loss)
+        self.losses.given[microbatch] = root.detach()
+        return root
 
 
-def _backward(
-    roots: tuple[torch.Tensor, ...], gradients: tuple[torch.Tensor | None, ...]
-) -> None:
+def _backward(roots: tuple[torch.Tensor, ...], gradients: tuple[torch.Tensor | None, ...]) -> None:
     """As torch.autograd.backward, whose checks of shapes cost as much as the call of the engine."""
-    Variable._execution_engine.run_backward(  # type: ignore[attr-defined]
+    Variable._execution_engine.run_backward(
         roots, gradients, False, False, (), allow_unreachable=True, accumulate_grad=True
     )
 

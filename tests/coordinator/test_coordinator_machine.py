@@ -209,11 +209,11 @@ def test_a_whole_life() -> None:
     job.now += 2.0
     assert job.done(1, 1) == []
     onward = job.done(0, 1)
-    assert onward[:2] == [
+    assert [onward[0], onward[2]] == [
         Send(b"w%d" % rank, Advance(Update(1, 1.0), RunStep(2, BATCH, False, "")))
         for rank in (0, 1)
     ]
-    assert onward[2:] == [
+    assert onward[1:2] == [
         Stepped(
             step=1,
             loss=0.75,

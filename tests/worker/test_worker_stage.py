@@ -240,3 +240,50 @@ def test_describe() -> None:
         "Tensor[4, 8] float32, Tensor[] bool"
     )
     assert describe(3) == ""
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16, torch.bfloat16])
+def test_a_loss_counts_as_if_it_had_been_multiplied_by_its_weight(dtype: torch.dtype) -> None:
+    x = torch.randn(4, 3)
+    for weight in (1 / 3, 0.1, 3 / 7, 1.0):
+        found = []
+        for ours in (True, False):
+            torch.manual_seed(1)
+            layer = nn.Linear(3, 3)
+            loss = lambda output, target: ((output - target) ** 2).to(dtype).mean()  # noqa: E731
+            if ours:
+                made = stage([layer], loss)
+                made.begin(STEP, [weight], frozenset())
+                made.put_input(0, x, [False])
+                made.put_target(0, torch.zeros(()))
+                made.forward(0)
+                made.backward(0, [])
+                value = made.losses.values[0]
+            else:
+                value = loss(layer(x), torch.zeros(())) * weight
+                value.backward()
+            found.append((value.detach(), *gradients([layer])))
+        assert all(map(torch.equal, *found))
+
+
+class Changes(nn.Module):
+    """Its output requires grad the first time only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.calls = nn.Linear(2, 2), 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        y: torch.Tensor = self.linear(x)
+        return y if self.calls == 1 else y.detach()
+
+
+def test_an_output_that_stops_requiring_grad_when_recomputed_is_refused() -> None:
+    made = stage([Changes()], None)
+    begin(made, again=True, microbatches=1)
+    made.put_input(0, torch.ones(1, 2), [False])
+    made.forward(0)
+    made.recompute(0)
+    with pytest.raises(UsageError, match=r"1 tensors .* 0 when they were recomputed"):
+        made.backward(0, [torch.ones(1, 2)])

@@ -28,7 +28,7 @@ from pipeworker.plan.proof import CHANNEL_CAPACITY
 from pipeworker.worker.transport import frame as frames
 from pipeworker.worker.transport.courier import Courier, Errand
 from pipeworker.worker.transport.frame import Frame, Layout
-from pipeworker.worker.transport.link import Link, Pending
+from pipeworker.worker.transport.link import COMPLETE, Link, Pending
 
 _EXPECTED, _HEADER, _DESCRIBED = 0, 1, 2  # tags
 _HEADER_BYTES = 1024
@@ -135,7 +135,7 @@ class Sender:
                 if packed.device != link.device:
                     packed = packed.to(link.device)
                 pending = link.send(packed, tag)
-                if pending is not None:
+                if pending is not COMPLETE:
                     started.append(pending)
         return started
 

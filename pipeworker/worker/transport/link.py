@@ -24,6 +24,15 @@ class Pending(Protocol):
         """
 
 
+class _Complete:
+    def wait(self) -> None:
+        """Nothing is left to wait for."""
+
+
+COMPLETE = _Complete()
+"""What a send gives whose tensor may be reused at once."""
+
+
 class Link(Protocol):
     """One end of a directed edge. Messages of one tag arrive in the order they were sent.
 
@@ -35,8 +44,8 @@ class Link(Protocol):
     def allocate(self, count: int) -> torch.Tensor:
         """Memory of so many bytes that is good to receive into."""
 
-    def send(self, tensor: torch.Tensor, tag: int) -> Pending | None:
-        """None when the tensor may be reused already; else its memory stays until the wait."""
+    def send(self, tensor: torch.Tensor, tag: int) -> Pending:
+        """The tensor's memory is kept until the send is complete."""
 
     def receive(self, tensors: Sequence[torch.Tensor], tag: int) -> list[Pending]:
         """Post buffers for the next messages of a tag, in one go."""

@@ -32,7 +32,7 @@ from torch._C._distributed_c10d import Store
 from pipeworker.errors import PeerLost
 from pipeworker.plan.schedule import Edge
 from pipeworker.worker.transport.frame import uses
-from pipeworker.worker.transport.link import Pending
+from pipeworker.worker.transport.link import COMPLETE, Pending
 
 _POST = struct.Struct("<4q")  # tag, arena (-1: inline), offset in it, bytes
 _DONE = struct.Struct("<q")  # tag; an inline payload follows
@@ -129,7 +129,8 @@ class ReceivingLink:
         raise AssertionError(f"{self._edge} ends here")
 
     def receive(self, tensors: Sequence[torch.Tensor], tag: int) -> list[Pending]:
-        posts, pending = [], []
+        posts: list[bytes] = []
+        pending: list[Pending] = []
         for tensor in tensors:
             block = tensor.untyped_storage().data_ptr()
             number, offset = self._places.get(block, (-1, 0))
@@ -137,8 +138,9 @@ class ReceivingLink:
                 raise ValueError(f"{tensor.nbytes} bytes need memory from allocate()")
             offset += tensor.data_ptr() - block
             posts.append(_POST.pack(tag, number, offset, tensor.nbytes))
-            pending.append(_Receiving(self, tensor, number < 0))
-        self._posted.setdefault(tag, deque()).extend(pending)
+            receiving = _Receiving(self, tensor, number < 0)
+            self._posted.setdefault(tag, deque()).append(receiving)
+            pending.append(receiving)
         try:
             for start in range(0, len(posts), _POSTS_AT_ONCE):
                 self._socket.send(b"".join(posts[start : start + _POSTS_AT_ONCE]))
@@ -195,7 +197,7 @@ class SendingLink:
     def receive(self, tensors: Sequence[torch.Tensor], tag: int) -> list[Pending]:
         raise AssertionError(f"{self._edge} begins here")
 
-    def send(self, tensor: torch.Tensor, tag: int) -> Pending | None:
+    def send(self, tensor: torch.Tensor, tag: int) -> Pending:
         with self._lock:
             if not self._queue:
                 while not (posts := self._posts.get(tag)):
@@ -205,12 +207,12 @@ class SendingLink:
                     self._register(*heard)
                 if posts:
                     self._deliver(tensor, tag)
-                    return None
+                    return COMPLETE
             sending = _Sending(tensor, tag)
             self._queue.append(sending)
             self._deliver_posted()
             if sending.done.is_set():
-                return None
+                return COMPLETE
         if self._thread is None:
             self._thread = threading.Thread(target=self._finish, name=str(self._edge), daemon=True)
             self._thread.start()

@@ -197,7 +197,7 @@ def test_a_pool_gives_buffers_by_shape_and_dtype() -> None:
     layout = layout_of(torch.zeros(2, 3))
     buffer = pool.take(layout)
     pointer = buffer.data_ptr()
-    pool.give([buffer])
+    pool.give([layout], [buffer])
     del buffer
     for other in (torch.zeros(3, 2), torch.zeros(2, 3, dtype=torch.int32), torch.zeros(6)):
         assert pool.take(layout_of(other)).data_ptr() != pointer

@@ -72,11 +72,9 @@ def _raise(error: Exception) -> list[Pending]:
     raise error
 
 
-@pytest.mark.parametrize("inline", [True, False])
-def test_an_error_comes_out_where_the_errand_is_waited_for(courier: Courier, inline: bool) -> None:
-    runs = None if inline else courier
-    failed = runs.submit(lambda: _raise(PeerLost("gone")))
-    fine = runs.submit(list)
+def test_an_error_comes_out_where_the_errand_is_waited_for(courier: Courier) -> None:
+    failed = courier.submit(lambda: _raise(PeerLost("gone")))
+    fine = courier.submit(list)
     fine.wait()  # the thread lives on
     for _ in range(2):
         with pytest.raises(PeerLost, match="gone"):
@@ -87,18 +85,6 @@ def test_an_error_of_what_was_started_comes_out_too(courier: Courier) -> None:
     errand = courier.submit(lambda: [Step("a", [], PeerLost("closed"))])
     with pytest.raises(PeerLost, match="closed"):
         errand.wait()
-
-
-def test_inline_runs_at_once_on_the_calling_thread() -> None:
-    threads: list[threading.Thread] = []
-
-    def start() -> list[Pending]:
-        threads.append(threading.current_thread())
-        return []
-
-    errand = None.submit(start)
-    assert errand.issued
-    assert threads == [threading.current_thread()]
 
 
 def test_close_performs_what_was_submitted() -> None:

@@ -75,7 +75,7 @@ def test_every_bit_of_a_message_is_copied(dtype: torch.dtype) -> None:
 def test_a_longer_buffer_takes_a_shorter_message() -> None:
     link = MemoryLink()
     target = torch.zeros(4)
-    link.receive([target], 0)[0]
+    link.receive([target], 0)
     link.send(torch.ones(2), 0).wait()
     assert target.tolist() == [1, 1, 0, 0]
 

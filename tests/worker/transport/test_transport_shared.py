@@ -93,7 +93,7 @@ def test_other_memory_takes_small_messages_only(
     pair: tuple[SendingLink, ReceivingLink],
 ) -> None:
     with pytest.raises(ValueError, match="need memory from allocate"):
-        pair[1].receive([torch.empty(10_000)], 0)[0]
+        pair[1].receive([torch.empty(10_000)], 0)
 
 
 def test_the_other_end_gone(pair: tuple[SendingLink, ReceivingLink]) -> None:
@@ -110,3 +110,16 @@ def test_hosts_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     assert shared.host_identity() == shared.host_identity()
     monkeypatch.setattr("sys.platform", "darwin")
     assert shared.host_identity() != shared.host_identity()
+
+
+def test_buffers_posted_in_one_go_are_filled_in_order(
+    pair: tuple[SendingLink, ReceivingLink],
+) -> None:
+    source, target = pair
+    buffers = [buffer(target, 3) for _ in range(3 * shared._POSTS_AT_ONCE + 1)]
+    receiving = target.receive(buffers, 0)
+    for number in range(len(buffers)):
+        source.send(torch.full((3,), float(number)), 0).wait()
+    for pending in receiving:
+        pending.wait()
+    assert [b[2].item() for b in buffers] == list(range(len(buffers)))
