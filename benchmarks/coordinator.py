@@ -134,7 +134,7 @@ def job(stages: int) -> Iterator[Peers]:
 
             ranks = range(stages)
             exchange(Welcome, [Hello(rank, "localhost", 1000 + rank) for rank in ranks])
-            exchange(Plan, [Described(rank, ("Linear",) * stages) for rank in ranks])
+            exchange(Plan, [Described(rank, ("Linear",) * stages, ()) for rank in ranks])
             ready = [Ready(r, ("Linear",), 100, "cpu", None if r else BATCH) for r in ranks]
             exchange(Advance, ready)
             yield Peers(peers, process._process.pid)

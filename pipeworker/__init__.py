@@ -1,4 +1,13 @@
-"""pipeworker: pipeline-parallel training with the same numbers for any number of stages."""
+"""pipeworker: pipeline-parallel training with the same numbers for any number of stages.
+
+What a job file may call is loaded when it is first asked for: importing this package does not
+import torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
 
 from pipeworker.errors import (
     LayerError,
@@ -6,8 +15,13 @@ from pipeworker.errors import (
     PipeworkerError,
     ProtocolError,
     ScheduleError,
+    SkipError,
     UsageError,
 )
+
+if TYPE_CHECKING:
+    from pipeworker.worker.recompute import is_recomputing
+    from pipeworker.worker.skips import namespace, pop, stash
 
 __version__ = "0.1.0"
 
@@ -17,6 +31,25 @@ __all__ = [
     "PipeworkerError",
     "ProtocolError",
     "ScheduleError",
+    "SkipError",
     "UsageError",
     "__version__",
+    "is_recomputing",
+    "namespace",
+    "pop",
+    "stash",
 ]
+
+_LAZY = {
+    "is_recomputing": "pipeworker.worker.recompute",
+    "namespace": "pipeworker.worker.skips",
+    "pop": "pipeworker.worker.skips",
+    "stash": "pipeworker.worker.skips",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LAZY:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = globals()[name] = getattr(importlib.import_module(_LAZY[name]), name)
+    return value

@@ -24,6 +24,10 @@ class ScheduleError(UsageError):
     """A schedule is malformed, incomplete, out of order or can deadlock."""
 
 
+class SkipError(UsageError):
+    """Stashes and pops of skip connections do not match."""
+
+
 class LayerError(PipeworkerError):
     """The user's code raised; the cause is the user's exception."""
 

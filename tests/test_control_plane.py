@@ -137,7 +137,7 @@ def lies() -> list[Message]:
     return [
         Hello(0, "elsewhere", 1),
         Hello(7, "x" * 1000, 1),
-        Described(0, ("Linear",)),
+        Described(0, ("Linear",), ()),
         Ready(0, (), 0, "cpu", batch),
         *(StepDone(1, s, (9.0,), (), (9.0,), 0.0, 0.0, 0, None) for s in range(1, 80)),
         Saved(0, 1),

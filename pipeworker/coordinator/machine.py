@@ -34,8 +34,9 @@ from pipeworker.coordinator.effects import (
 )
 from pipeworker.errors import UsageError
 from pipeworker.job.options import Options
-from pipeworker.plan import partition, schedule
+from pipeworker.plan import partition, schedule, skips
 from pipeworker.plan.proof import Proof, prove
+from pipeworker.plan.skips import Skip
 from pipeworker.wire.messages import (
     Advance,
     Batch,
@@ -54,6 +55,7 @@ from pipeworker.wire.messages import (
     RunStep,
     Save,
     Saved,
+    SkipRoute,
     StepDone,
     Update,
     Welcome,
@@ -113,6 +115,7 @@ class Machine:
     _rank_of: dict[bytes, int] = field(default_factory=dict)
     _awaited: set[int] = field(default_factory=set)
     _ranges: tuple[tuple[int, int], ...] = ()
+    _skips: tuple[Skip, ...] = ()
     _schedules: dict[int, tuple[schedule.Schedule, Proof]] = field(default_factory=dict)
     _sent_schedule: int = 0
     _batch: Batch | None = None
@@ -301,18 +304,27 @@ class Machine:
         try:
             balance = self.options.balance or partition.even(layers, stages)
             partition.check_balance(balance, layers, stages)
+            self._ranges = partition.ranges(balance)
+            between_layers = [Skip(s.source, s.target, s.name) for s in described[0].skips]
+            self._skips = skips.between_stages(between_layers, self._ranges)
             built, _ = self._schedule(self.options.microbatches)
         except UsageError as error:
             return self._fail(Failure(Cause.USAGE, str(error)))
-        self._ranges = partition.ranges(balance)
         self.state = State.BUILDING
         effects: list[Effect] = [
-            Log(f"balance {balance} of {layers} layers; schedule {built.name} is proven")
+            Log(f"balance {balance} of {layers} layers; schedule {built.name} is proven"),
+            *(Log(f"skip {s.name!r} from stage {s.source} to {s.target}") for s in self._skips),
         ]
         edges = schedule.edges(built)
         for rank, worker in self._workers.items():
             mine = tuple(str(edge) for edge in edges if rank in (edge.source, edge.target))
-            effects.append(Send(worker.peer, Plan(rank, stages, *self._ranges[rank], mine)))
+            routes = tuple(
+                SkipRoute(s.source, s.target, s.name)
+                for s in self._skips
+                if rank in (s.source, s.target)
+            )
+            plan = Plan(rank, stages, *self._ranges[rank], mine, routes)
+            effects.append(Send(worker.peer, plan))
         return effects
 
     def _schedule(self, microbatches: int) -> tuple[schedule.Schedule, Proof]:
@@ -320,7 +332,11 @@ class Machine:
         if microbatches not in self._schedules:
             options = self.options
             built = schedule.build(
-                options.schedule, options.stages, microbatches, options.recompute
+                options.schedule,
+                options.stages,
+                microbatches,
+                options.recompute,
+                skips.pairs(self._skips),
             )
             self._schedules[microbatches] = built, prove(built)
         return self._schedules[microbatches]

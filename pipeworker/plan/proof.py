@@ -11,15 +11,18 @@ on timing, so one simulated run decides it.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from pipeworker.errors import ScheduleError
 from pipeworker.plan.schedule import (
     RECEIVES,
     SENDS,
+    SKIPPING,
     Action,
     Edge,
     Kind,
+    Payload,
     Schedule,
     edge_of,
     format_actions,
@@ -27,8 +30,11 @@ from pipeworker.plan.schedule import (
 
 CHANNEL_CAPACITY = 4
 """Frames an activation or gradient channel holds before its sender waits. The transport keeps to
-it. A target channel never makes its sender wait: targets are views of a mini-batch that the first
-stage holds anyway, and the last stage takes them K-1 micro-batches later."""
+it."""
+UNBOUNDED = frozenset({Payload.TARGET, Payload.SKIP, Payload.SKIP_GRADIENT})
+"""What never makes its sender wait. Targets and skips are taken several stages, so as many
+micro-batches, later: a bound below that would hold up every fill. Activations and gradients, which
+are bounded, keep the stages together."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +79,9 @@ def prove(
         ScheduleError: it is incomplete, out of order or deadlocks; the message names the stage,
             the action and the reason.
     """
+    for source, target in schedule.skips:
+        if not 0 <= source < target < len(schedule.stages):
+            raise ScheduleError(f"skip {source}>{target} does not lead to a later stage")
     live = [_check_stage(schedule, stage) for stage in range(len(schedule.stages))]
     _check_channels(schedule)
     makespan, busy = _run(schedule, capacity, costs or Costs())
@@ -96,9 +105,15 @@ def _check_stage(schedule: Schedule, stage: int) -> tuple[int, int]:
     most_inputs = most_activations = 0
     next_backward = 0
 
-    def need(action: Action, kind: Kind, applies: bool = True) -> None:
-        if applies and Action(kind, action.microbatch) not in seen:
-            raise ScheduleError(f"stage {stage}: {action} comes before its {kind.value}")
+    sources = [source for source, target in schedule.skips if target == stage]
+    targets = [target for source, target in schedule.skips if source == stage]
+
+    def need(
+        action: Action, kind: Kind, applies: bool = True, peers: Sequence[int] = (-1,)
+    ) -> None:
+        for peer in peers if applies else ():
+            if Action(kind, action.microbatch, peer) not in seen:
+                raise ScheduleError(f"stage {stage}: {action} comes before its {kind.value}")
 
     for action in actions:
         m = action.microbatch
@@ -110,6 +125,7 @@ def _check_stage(schedule: Schedule, stage: int) -> tuple[int, int]:
             case Kind.FORWARD:
                 need(action, Kind.RECEIVE_ACTIVATION, stage > 0)
                 need(action, Kind.RECEIVE_TARGET, stage == last and last > 0)
+                need(action, Kind.RECEIVE_SKIP, peers=sources)
                 inputs.add(m)
                 if m not in again:
                     activations.add(m)
@@ -120,6 +136,7 @@ def _check_stage(schedule: Schedule, stage: int) -> tuple[int, int]:
                 need(action, Kind.FORWARD)
                 need(action, Kind.RECOMPUTE, m in again)
                 need(action, Kind.RECEIVE_GRADIENT, stage < last)
+                need(action, Kind.RECEIVE_SKIP_GRADIENT, peers=targets)
                 if m != next_backward:
                     raise ScheduleError(
                         f"stage {stage}: {action} is out of order; gradients accumulate in "
@@ -127,9 +144,9 @@ def _check_stage(schedule: Schedule, stage: int) -> tuple[int, int]:
                     )
                 next_backward += 1
                 inputs.discard(m)
-            case Kind.SEND_ACTIVATION:
+            case Kind.SEND_ACTIVATION | Kind.SEND_SKIP:
                 need(action, Kind.FORWARD)
-            case Kind.SEND_GRADIENT:
+            case Kind.SEND_GRADIENT | Kind.SEND_SKIP_GRADIENT:
                 need(action, Kind.BACKWARD)
             case Kind.LOAD if stage > 0:
                 raise ScheduleError(f"stage {stage}: only the first stage reads data")
@@ -140,20 +157,26 @@ def _check_stage(schedule: Schedule, stage: int) -> tuple[int, int]:
         if action.kind is Kind.BACKWARD:
             activations.discard(m)
         seen.add(action)
-    expected = {Kind.FORWARD, Kind.BACKWARD}
+    expected = {(Kind.FORWARD, -1), (Kind.BACKWARD, -1)}
     if stage > 0:
-        expected |= {Kind.RECEIVE_ACTIVATION, Kind.SEND_GRADIENT}
+        expected |= {(Kind.RECEIVE_ACTIVATION, -1), (Kind.SEND_GRADIENT, -1)}
     if stage < last:
-        expected |= {Kind.SEND_ACTIVATION, Kind.RECEIVE_GRADIENT}
+        expected |= {(Kind.SEND_ACTIVATION, -1), (Kind.RECEIVE_GRADIENT, -1)}
     if last > 0 and stage in (0, last):
-        expected.add(Kind.SEND_TARGET if stage == 0 else Kind.RECEIVE_TARGET)
+        expected.add((Kind.SEND_TARGET if stage == 0 else Kind.RECEIVE_TARGET, -1))
+    for peer in sources:
+        expected |= {(Kind.RECEIVE_SKIP, peer), (Kind.SEND_SKIP_GRADIENT, peer)}
+    for peer in targets:
+        expected |= {(Kind.SEND_SKIP, peer), (Kind.RECEIVE_SKIP_GRADIENT, peer)}
     for m in range(schedule.microbatches):
-        for kind in sorted(expected, key=lambda kind: kind.value):
-            if Action(kind, m) not in seen:
-                raise ScheduleError(f"stage {stage}: {Action(kind, m)} is missing")
+        for kind, peer in sorted(expected, key=lambda what: (what[0].value, what[1])):
+            if Action(kind, m, peer) not in seen:
+                raise ScheduleError(f"stage {stage}: {Action(kind, m, peer)} is missing")
     for action in seen:
+        if action.kind in SKIPPING and (action.kind, action.peer) not in expected:
+            raise ScheduleError(f"stage {stage}: {action} belongs to no skip connection")
         if action.kind in SENDS or action.kind in RECEIVES:
-            edge = edge_of(action.kind, stage, last + 1)
+            edge = edge_of(action, stage, last + 1)
             if not (0 <= edge.source <= last and 0 <= edge.target <= last and last > 0):
                 raise ScheduleError(f"stage {stage}: {action} has no stage at its other end")
     if stage == 0 and Action(Kind.LOAD, 0) not in seen:
@@ -169,10 +192,10 @@ def _check_channels(schedule: Schedule) -> None:
     for stage, actions in enumerate(schedule.stages):
         for action in actions:
             if action.kind in SENDS:
-                edge = edge_of(action.kind, stage, count)
+                edge = edge_of(action, stage, count)
                 sent.setdefault(edge, []).append(action.microbatch)
             elif action.kind in RECEIVES:
-                edge = edge_of(action.kind, stage, count)
+                edge = edge_of(action, stage, count)
                 received.setdefault(edge, []).append(action.microbatch)
     for edge in sorted(sent.keys() | received.keys()):
         if sent.get(edge) != received.get(edge):
@@ -195,17 +218,18 @@ def _run(schedule: Schedule, capacity: int, costs: Costs) -> tuple[float, float]
         progress = False
         for stage, actions in enumerate(schedule.stages):
             while at[stage] < len(actions):
-                kind = actions[at[stage]].kind
+                action = actions[at[stage]]
+                kind = action.kind
                 if kind in SENDS:
-                    edge = edge_of(kind, stage, count)
-                    if kind is not Kind.SEND_TARGET:
+                    edge = edge_of(action, stage, count)
+                    if SENDS[kind] not in UNBOUNDED:
                         free = slots.setdefault(edge, deque([0.0] * capacity))
                         if not free:
                             break
                         clock[stage] = max(clock[stage], free.popleft())
                     frames.setdefault(edge, deque()).append(clock[stage])
                 elif kind in RECEIVES:
-                    edge = edge_of(kind, stage, count)
+                    edge = edge_of(action, stage, count)
                     if not frames.get(edge):
                         break
                     clock[stage] = max(clock[stage], frames[edge].popleft())

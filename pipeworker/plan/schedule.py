@@ -35,6 +35,10 @@ class Kind(Enum):
     RECEIVE_GRADIENT = "<G"
     SEND_TARGET = ">T"
     RECEIVE_TARGET = "<T"
+    SEND_SKIP = ">S"
+    RECEIVE_SKIP = "<S"
+    SEND_SKIP_GRADIENT = ">H"
+    RECEIVE_SKIP_GRADIENT = "<H"
 
 
 class Payload(Enum):
@@ -43,6 +47,8 @@ class Payload(Enum):
     ACTIVATION = "activation"
     GRADIENT = "gradient"
     TARGET = "target"
+    SKIP = "skip"
+    SKIP_GRADIENT = "skip-gradient"
 
 
 COMPUTE = frozenset({Kind.FORWARD, Kind.RECOMPUTE, Kind.BACKWARD})
@@ -50,23 +56,41 @@ SENDS = {
     Kind.SEND_ACTIVATION: Payload.ACTIVATION,
     Kind.SEND_GRADIENT: Payload.GRADIENT,
     Kind.SEND_TARGET: Payload.TARGET,
+    Kind.SEND_SKIP: Payload.SKIP,
+    Kind.SEND_SKIP_GRADIENT: Payload.SKIP_GRADIENT,
 }
 RECEIVES = {
     Kind.RECEIVE_ACTIVATION: Payload.ACTIVATION,
     Kind.RECEIVE_GRADIENT: Payload.GRADIENT,
     Kind.RECEIVE_TARGET: Payload.TARGET,
+    Kind.RECEIVE_SKIP: Payload.SKIP,
+    Kind.RECEIVE_SKIP_GRADIENT: Payload.SKIP_GRADIENT,
 }
+SKIPPING = frozenset(
+    {
+        Kind.SEND_SKIP,
+        Kind.RECEIVE_SKIP,
+        Kind.SEND_SKIP_GRADIENT,
+        Kind.RECEIVE_SKIP_GRADIENT,
+    }
+)
+"""The kinds that name the stage at the other end."""
 
 
 @dataclass(frozen=True, slots=True)
 class Action:
-    """One thing a stage does for one micro-batch (LOAD counts as micro-batch 0)."""
+    """One thing a stage does for one micro-batch (LOAD counts as micro-batch 0).
+
+    `peer` is the stage at the other end of a skip connection; in text, ``>S0@3``.
+    """
 
     kind: Kind
     microbatch: int
+    peer: int = -1
 
     def __str__(self) -> str:
-        return f"{self.kind.value}{self.microbatch}"
+        where = f"@{self.peer}" if self.kind in SKIPPING else ""
+        return f"{self.kind.value}{self.microbatch}{where}"
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -90,21 +114,31 @@ class Edge:
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """The actions of every stage for one step of `microbatches` micro-batches."""
+    """The actions of every stage for one step of `microbatches` micro-batches.
+
+    `skips` are the pairs of stages (source, target) that skip connections lead between.
+    """
 
     name: str
     microbatches: int
     stages: tuple[tuple[Action, ...], ...]
+    skips: tuple[tuple[int, int], ...] = ()
 
     def __str__(self) -> str:
         head = f"{self.name} stages={len(self.stages)} microbatches={self.microbatches}"
+        if self.skips:
+            head += " skips=" + ",".join(f"{source}>{target}" for source, target in self.skips)
         lines = (f"{stage}: {format_actions(actions)}" for stage, actions in enumerate(self.stages))
         return "\n".join([head, *lines])
 
 
-def edge_of(kind: Kind, stage: int, stages: int) -> Edge:
+def edge_of(action: Action, stage: int, stages: int) -> Edge:
     """The channel that a send or receive of `stage` uses."""
+    kind = action.kind
     payload = SENDS.get(kind) or RECEIVES[kind]
+    if kind in SKIPPING:
+        ends = (stage, action.peer) if kind in SENDS else (action.peer, stage)
+        return Edge(*ends, payload.value)
     step = {Payload.ACTIVATION: 1, Payload.GRADIENT: -1, Payload.TARGET: stages - 1}[payload]
     if kind in SENDS:
         return Edge(stage, stage + step, payload.value)
@@ -117,7 +151,7 @@ def edges(schedule: Schedule) -> tuple[Edge, ...]:
     return tuple(
         sorted(
             {
-                edge_of(action.kind, stage, count)
+                edge_of(action, stage, count)
                 for stage, actions in enumerate(schedule.stages)
                 for action in actions
                 if action.kind in SENDS or action.kind in RECEIVES
@@ -162,8 +196,17 @@ def recomputed(mode: str, microbatches: int) -> range:
     )
 
 
-def build(name: str, stages: int, microbatches: int, recompute: str) -> Schedule:
+def build(
+    name: str,
+    stages: int,
+    microbatches: int,
+    recompute: str,
+    skips: tuple[tuple[int, int], ...] = (),
+) -> Schedule:
     """Make the named schedule for a number of stages and micro-batches.
+
+    Args:
+        skips: the pairs of stages (source, target) that skip connections lead between.
 
     Raises:
         ScheduleError: the name or the recompute mode is unknown, or a count is not positive.
@@ -173,10 +216,15 @@ def build(name: str, stages: int, microbatches: int, recompute: str) -> Schedule
     if stages < 1 or microbatches < 1:
         raise ScheduleError("a schedule needs at least one stage and one micro-batch")
     order = ORDERS[name](stages, microbatches, recomputed(recompute, microbatches))
-    return connect(name, microbatches, order)
+    return connect(name, microbatches, order, skips)
 
 
-def connect(name: str, microbatches: int, orders: Sequence[Sequence[Action]]) -> Schedule:
+def connect(
+    name: str,
+    microbatches: int,
+    orders: Sequence[Sequence[Action]],
+    skips: tuple[tuple[int, int], ...] = (),
+) -> Schedule:
     """Place sends right after what they send and receives right before what needs them.
 
     Recompute comes before the wait for the gradient, so that it fills the time until it arrives
@@ -186,11 +234,16 @@ def connect(name: str, microbatches: int, orders: Sequence[Sequence[Action]]) ->
     return Schedule(
         name,
         microbatches,
-        tuple(tuple(_connected(order, stage, last)) for stage, order in enumerate(orders)),
+        tuple(tuple(_connected(order, stage, last, skips)) for stage, order in enumerate(orders)),
+        skips,
     )
 
 
-def _connected(order: Sequence[Action], stage: int, last: int) -> Iterable[Action]:
+def _connected(
+    order: Sequence[Action], stage: int, last: int, skips: Iterable[tuple[int, int]]
+) -> Iterable[Action]:
+    sources = [source for source, target in skips if target == stage]
+    targets = [target for source, target in skips if source == stage]
     first_backward = next(
         (i for i, a in enumerate(order) if a.kind is not Kind.FORWARD), len(order)
     )
@@ -203,17 +256,25 @@ def _connected(order: Sequence[Action], stage: int, last: int) -> Iterable[Actio
                 yield Action(Kind.RECEIVE_ACTIVATION, m)
             if stage == last and last > 0:
                 yield Action(Kind.RECEIVE_TARGET, m)
+            for peer in sources:
+                yield Action(Kind.RECEIVE_SKIP, m, peer)
             yield action
             if stage < last:
                 yield Action(Kind.SEND_ACTIVATION, m)
             if stage == 0 and last > 0:
                 yield Action(Kind.SEND_TARGET, m)
+            for peer in targets:
+                yield Action(Kind.SEND_SKIP, m, peer)
         elif action.kind is Kind.BACKWARD:
             if stage < last:
                 yield Action(Kind.RECEIVE_GRADIENT, m)
+            for peer in targets:
+                yield Action(Kind.RECEIVE_SKIP_GRADIENT, m, peer)
             yield action
             if stage > 0:
                 yield Action(Kind.SEND_GRADIENT, m)
+            for peer in sources:
+                yield Action(Kind.SEND_SKIP_GRADIENT, m, peer)
         else:
             yield action
 
@@ -223,7 +284,7 @@ def format_actions(actions: Iterable[Action]) -> str:
     return " ".join(map(str, actions))
 
 
-_TOKEN = re.compile("(" + "|".join(re.escape(kind.value) for kind in Kind) + r")(\d+)")
+_TOKEN = re.compile("(" + "|".join(re.escape(kind.value) for kind in Kind) + r")(\d+)(?:@(\d+))?")
 
 
 def parse_actions(text: str) -> tuple[Action, ...]:
@@ -235,9 +296,12 @@ def parse_actions(text: str) -> tuple[Action, ...]:
     actions = []
     for word in text.split():
         match = _TOKEN.fullmatch(word)
-        if match is None:
-            raise ScheduleError(f"{word!r} is not an action: write a kind and a micro-batch, as F0")
-        actions.append(Action(Kind(match[1]), int(match[2])))
+        if match is None or (match[3] is not None) is not (Kind(match[1]) in SKIPPING):
+            raise ScheduleError(
+                f"{word!r} is not an action: write a kind and a micro-batch, as F0, and for a skip "
+                "connection the other stage, as >S0@2"
+            )
+        actions.append(Action(Kind(match[1]), int(match[2]), int(match[3] or -1)))
     return tuple(actions)
 
 
@@ -248,7 +312,10 @@ def parse(text: str) -> Schedule:
         ScheduleError: the head or a stage line is malformed.
     """
     head, _, body = text.strip().partition("\n")
-    match = re.fullmatch(r"(\S+) stages=(\d+) microbatches=(\d+)", head.strip())
+    match = re.fullmatch(
+        r"(\S+) stages=(\d+) microbatches=(\d+)(?: skips=((?:\d+>\d+)(?:,\d+>\d+)*))?",
+        head.strip(),
+    )
     if match is None:
         raise ScheduleError(f"{head!r} is not a schedule's head: NAME stages=K microbatches=M")
     stages = []
@@ -259,4 +326,6 @@ def parse(text: str) -> Schedule:
         stages.append(parse_actions(actions))
     if len(stages) != int(match[2]):
         raise ScheduleError(f"the head says {match[2]} stages, but {len(stages)} lines follow")
-    return Schedule(match[1], int(match[3]), tuple(stages))
+    ends = [pair.split(">") for pair in (match[4] or "").split(",") if pair]
+    skips = tuple((int(source), int(target)) for source, target in ends)
+    return Schedule(match[1], int(match[3]), tuple(stages), skips)

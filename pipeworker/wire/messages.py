@@ -105,11 +105,26 @@ class Hello:
 
 
 @dataclass(frozen=True, slots=True)
+class SkipRoute:
+    """A skip connection: between layers in `Described`, between stages in `Plan`."""
+
+    source: int
+    target: int
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
 class Described:
-    """The class of each layer, or ``"?"`` for one that is not built yet."""
+    """What the job file's model is.
+
+    Attributes:
+        layers: the class of each layer, or ``"?"`` for one that is not built yet.
+        skips: from rank 0 alone.
+    """
 
     rank: int
     layers: tuple[str, ...]
+    skips: tuple[SkipRoute, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,13 +215,17 @@ class Welcome:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What this worker owns: layers ``first`` to ``stop - 1``; channels in connection order."""
+    """What this worker owns: layers ``first`` to ``stop - 1``; channels in connection order.
+
+    `skips` are those that begin or end on the stage.
+    """
 
     stage: int
     stages: int
     first: int
     stop: int
     edges: tuple[str, ...]
+    skips: tuple[SkipRoute, ...]
 
 
 @dataclass(frozen=True, slots=True)

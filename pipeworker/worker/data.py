@@ -48,6 +48,12 @@ class Reader:
         self._iterator: Iterator[Any] | None = None
         self._signatures: dict[Any, int] = {}
         self._next_signature = 0
+        self._peeked: MicroBatches | None = None
+
+    def peek(self) -> MicroBatches | None:
+        """What the next :meth:`read` will give."""
+        self._peeked = self._peeked or self.read()
+        return self._peeked
 
     def read(self) -> MicroBatches | None:
         """The next mini-batch; None when the data is exhausted and does not repeat.
@@ -55,6 +61,9 @@ class Reader:
         Raises:
             UsageError: the data is empty or not pairs of tensors that agree in dim 0.
         """
+        if self._peeked is not None:
+            peeked, self._peeked = self._peeked, None
+            return peeked
         with self._stream.active():
             if self._iterator is None:
                 self._start_epoch()

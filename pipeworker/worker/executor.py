@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from time import perf_counter
 from typing import Any
@@ -10,10 +10,11 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from pipeworker.plan.proof import CHANNEL_CAPACITY
-from pipeworker.plan.schedule import COMPUTE, RECEIVES, Action, Edge, Kind, Payload
+from pipeworker.plan.proof import CHANNEL_CAPACITY, UNBOUNDED
+from pipeworker.plan.schedule import COMPUTE, RECEIVES, SKIPPING, Action, Edge, Kind, Payload
 from pipeworker.wire.messages import Batch, Phase
 from pipeworker.worker.data import MicroBatches, Reader, share
+from pipeworker.worker.routes import Routes
 from pipeworker.worker.stage import Stage, distinct_tensors
 from pipeworker.worker.transport.channel import Receiver, Sender
 from pipeworker.worker.transport.courier import Courier
@@ -22,6 +23,7 @@ from pipeworker.worker.transport.link import Link
 _FRAMES_AHEAD = 16
 """Receives of activations and targets posted ahead; their buffers are kept until backward."""
 _GRADIENTS_AHEAD = 6
+_GRADIENTS = (Payload.GRADIENT, Payload.SKIP_GRADIENT)
 _BUSY = COMPUTE | {Kind.LOAD}
 
 
@@ -56,18 +58,33 @@ class Executor:
         self._index = index
         self._stages = stages
         self._reader = reader
-        self._senders: dict[Payload, Sender] = {}
-        self._receivers: dict[Payload, Receiver] = {}
+        senders: dict[Payload, dict[int, Sender]] = {payload: {} for payload in Payload}
+        receivers: dict[Payload, dict[int, Receiver]] = {payload: {} for payload in Payload}
         for edge, link in links.items():
             payload = Payload(edge.payload)
             if edge.source == index:
-                capacity = None if payload is Payload.TARGET else CHANNEL_CAPACITY
-                self._senders[payload] = Sender(link, capacity, courier)
+                capacity = None if payload in UNBOUNDED else CHANNEL_CAPACITY
+                senders[payload][edge.target] = Sender(link, capacity, courier)
             else:
-                depth = _GRADIENTS_AHEAD if payload is Payload.GRADIENT else _FRAMES_AHEAD
-                self._receivers[payload] = Receiver(link, stage.device, depth)
-        self._program: list[tuple[Callable[[int], None], int, bool]] = []
-        self._order: dict[Payload, list[int]] = {}
+                depth = _GRADIENTS_AHEAD if payload in _GRADIENTS else _FRAMES_AHEAD
+                receivers[payload][edge.source] = Receiver(link, stage.device, depth)
+        self._senders = [sender for ends in senders.values() for sender in ends.values()]
+        self._receivers = [
+            (p, peer, r) for p, ends in receivers.items() for peer, r in ends.items()
+        ]
+        self._routes: Routes | None = None
+        if stage.skips is not None:
+            self._routes = Routes(
+                stage.skips,
+                senders[Payload.SKIP],
+                receivers[Payload.SKIP],
+                senders[Payload.SKIP_GRADIENT],
+                receivers[Payload.SKIP_GRADIENT],
+            )
+        self._program: list[tuple[Callable[..., None], tuple[int, ...], bool]] = []
+        self._order: dict[tuple[Payload, int], list[int]] = {}
+        self._inputs: dict[int, tuple[Any, Sequence[bool]]] = {}
+        self._targets: dict[int, Any] = {}
         self._recomputed: frozenset[int] = frozenset()
         self._current: MicroBatches | None = None
         self._next: MicroBatches | None = None
@@ -76,14 +93,14 @@ class Executor:
         self._output_gradients: dict[int, list[torch.Tensor | None]] = {}
         self._step = 0
         self._last = False
-        out, into = self._senders.get, self._receivers.get
-        self._activation_out, self._activation_in = (
-            out(Payload.ACTIVATION),
-            into(Payload.ACTIVATION),
-        )
-        self._gradient_out, self._gradient_in = out(Payload.GRADIENT), into(Payload.GRADIENT)
-        self._target_out, self._target_in = out(Payload.TARGET), into(Payload.TARGET)
-        self._handlers: dict[Kind, Callable[[int], None]] = {
+        # At most one other stage is at the end of these.
+        self._activation_out = next(iter(senders[Payload.ACTIVATION].values()), None)
+        self._activation_in = next(iter(receivers[Payload.ACTIVATION].values()), None)
+        self._gradient_out = next(iter(senders[Payload.GRADIENT].values()), None)
+        self._gradient_in = next(iter(receivers[Payload.GRADIENT].values()), None)
+        self._target_out = next(iter(senders[Payload.TARGET].values()), None)
+        self._target_in = next(iter(receivers[Payload.TARGET].values()), None)
+        self._handlers: dict[Kind, Callable[..., None]] = {
             Kind.FORWARD: self._forward,
             Kind.RECOMPUTE: stage.recompute,
             Kind.BACKWARD: self._backward,
@@ -94,16 +111,31 @@ class Executor:
             Kind.RECEIVE_GRADIENT: self._receive_gradient,
             Kind.SEND_TARGET: self._send_target,
             Kind.RECEIVE_TARGET: self._receive_target,
+            Kind.SEND_SKIP: self._send_skip,
+            Kind.RECEIVE_SKIP: self._receive_skip,
+            Kind.SEND_SKIP_GRADIENT: self._send_skip_gradient,
+            Kind.RECEIVE_SKIP_GRADIENT: self._receive_skip_gradient,
         }
 
     def program(self, actions: tuple[Action, ...]) -> None:
         """The tuple to run from the next step on."""
         handlers = self._handlers
-        self._program = [(handlers[a.kind], a.microbatch, a.kind in _BUSY) for a in actions]
+        self._program = [
+            (
+                handlers[a.kind],
+                (a.microbatch, a.peer) if a.kind in SKIPPING else (a.microbatch,),
+                a.kind in _BUSY,
+            )
+            for a in actions
+        ]
         self._recomputed = frozenset(a.microbatch for a in actions if a.kind is Kind.RECOMPUTE)
         self._order = {
-            payload: [a.microbatch for a in actions if RECEIVES.get(a.kind) is payload]
-            for payload in Payload
+            (payload, peer): [
+                a.microbatch
+                for a in actions
+                if RECEIVES.get(a.kind) is payload and a.peer in (-1, peer)
+            ]
+            for payload, peer, _ in self._receivers
         }
 
     @property
@@ -126,37 +158,47 @@ class Executor:
         self._step, self._last = step, last
         stage.begin(step, share(batch.samples, batch.microbatches), self._recomputed)
         self._current, self._next = self._next, None
-        for sender in self._senders.values():
+        for sender in self._senders:
             sender.begin(batch.signature)
-        for payload, receiver in self._receivers.items():
-            receiver.begin(batch.signature, self._order[payload])
+        for payload, peer, receiver in self._receivers:
+            receiver.begin(batch.signature, self._order[payload, peer])
         busy = 0.0
-        for handle, microbatch, computes in self._program:
+        for handle, arguments, computes in self._program:
             if computes:
                 start = perf_counter()
-                handle(microbatch)
+                handle(*arguments)
                 busy += perf_counter() - start
             else:
-                handle(microbatch)
+                handle(*arguments)
         self._current = None
         tracker.set(Phase.WAITING, step)
         losses = stage.losses
         return StepResult(_as_floats(losses.values), _as_floats(losses.counts), busy)
 
     def _forward(self, m: int) -> None:
+        stage = self._stage
         if self._current is not None:
-            value = _to_device(self._current.inputs[m], self._stage.device)
-            self._stage.put_input(m, value, [False] * len(distinct_tensors(value)))
+            value = to_device(self._current.inputs[m], stage.device)
+            wants_grad: Sequence[bool] = [False] * len(distinct_tensors(value))
             if self._stages == 1:
-                self._stage.put_target(m, _to_device(self._current.targets[m], self._stage.device))
-        output = self._stage.forward(m)
+                self._targets[m] = to_device(self._current.targets[m], stage.device)
+        else:
+            value, wants_grad = self._inputs.pop(m)
+        if self._routes:
+            value, wants_grad = self._routes.joined(m, value, wants_grad)
+        stage.put_input(m, value, wants_grad, self._targets.pop(m, None))
+        output = stage.forward(m)
         if self._index < self._stages - 1:
-            self._outputs[m] = output
+            self._outputs[m] = self._routes.parted(m, output) if self._routes else output
 
     def _backward(self, m: int) -> None:
         gradients = self._output_gradients.pop(m, [])
-        self._input_gradients[m] = self._stage.backward(m, gradients)
-        for receiver in self._receivers.values():
+        if self._routes:
+            gradients = self._stage.backward(m, [*gradients, *self._routes.gradients(m)])
+            self._input_gradients[m] = self._routes.returned(m, gradients)
+        else:
+            self._input_gradients[m] = self._stage.backward(m, gradients)
+        for _, _, receiver in self._receivers:
             receiver.release(m)
 
     def _load(self, _: int) -> None:
@@ -177,7 +219,7 @@ class Executor:
         assert self._activation_in
         self._stage.tracker.set(Phase.WAITING, self._step, m)
         value = self._activation_in.receive(m)
-        self._stage.put_input(m, value, self._activation_in.wants_grad)
+        self._inputs[m] = value, self._activation_in.wants_grad
 
     def _send_gradient(self, m: int) -> None:
         assert self._gradient_out
@@ -200,7 +242,27 @@ class Executor:
     def _receive_target(self, m: int) -> None:
         assert self._target_in
         self._stage.tracker.set(Phase.WAITING, self._step, m)
-        self._stage.put_target(m, self._target_in.receive(m))
+        self._targets[m] = self._target_in.receive(m)
+
+    def _send_skip(self, m: int, peer: int) -> None:
+        assert self._routes
+        self._stage.tracker.set(Phase.WAITING, self._step, m)
+        self._routes.send(m, peer)
+
+    def _receive_skip(self, m: int, peer: int) -> None:
+        assert self._routes
+        self._stage.tracker.set(Phase.WAITING, self._step, m)
+        self._routes.receive(m, peer)
+
+    def _send_skip_gradient(self, m: int, peer: int) -> None:
+        assert self._routes
+        self._stage.tracker.set(Phase.WAITING, self._step, m)
+        self._routes.send_gradient(m, peer)
+
+    def _receive_skip_gradient(self, m: int, peer: int) -> None:
+        assert self._routes
+        self._stage.tracker.set(Phase.WAITING, self._step, m)
+        self._routes.receive_gradient(m, peer)
 
 
 def _as_floats(by_microbatch: dict[int, torch.Tensor]) -> tuple[float, ...]:
@@ -211,7 +273,8 @@ def _as_floats(by_microbatch: dict[int, torch.Tensor]) -> tuple[float, ...]:
     return tuple(float(value) for value in torch.stack(ordered).tolist())
 
 
-def _to_device(value: Any, device: torch.device) -> Any:
+def to_device(value: Any, device: torch.device) -> Any:
+    """The value with its tensors on a device."""
     if device.type == "cpu":
         return value
     return pytree.tree_map_only(torch.Tensor, lambda t: t.to(device, non_blocking=True), value)

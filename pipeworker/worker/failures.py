@@ -7,7 +7,7 @@ import traceback
 from pathlib import Path
 
 import pipeworker
-from pipeworker.errors import PeerLost, PipeworkerError, UsageError
+from pipeworker.errors import PeerLost, PipeworkerError, SkipError, UsageError
 from pipeworker.wire.messages import Cause, Failure, Phase, Position
 
 _OURS = f"{Path(pipeworker.__file__).parent}{os.sep}"
@@ -35,7 +35,8 @@ def failure_of(
         note: what the layer was given, added to the message.
     """
     shown = note and f" ({note})"
-    if isinstance(error, UsageError):
+    in_step = position.phase in (Phase.FORWARD, Phase.RECOMPUTE) and position.step > 0
+    if isinstance(error, UsageError) and not (isinstance(error, SkipError) and in_step):
         return Failure(Cause.USAGE, str(error), rank, position, layer_class)
     if isinstance(error, PeerLost):
         return Failure(Cause.PEER, str(error), rank, position, layer_class)

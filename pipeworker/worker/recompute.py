@@ -6,11 +6,24 @@ same grad mode, because kernels may be chosen by it.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
 from torch import nn
+
+_state = threading.local()
+
+
+def is_recomputing() -> bool:
+    """Whether the layer's forward that asks is run for the second time on its micro-batch.
+
+    For layers that count, log or cache: False in the first forward, in evaluation and outside of
+    pipeworker. It must not change what the layer computes. (As torchgpipe offers.)
+    """
+    return getattr(_state, "recomputing", False)
+
 
 _Slot = tuple[nn.Module, str]
 
@@ -55,6 +68,15 @@ class Buffers:
     @contextmanager
     def second_forward(self, microbatch: int) -> Iterator[None]:
         """Let the forward see what the first one saw, and leave no trace."""
+        _state.recomputing = True
+        try:
+            with self._put_back(microbatch):
+                yield
+        finally:
+            _state.recomputing = False
+
+    @contextmanager
+    def _put_back(self, microbatch: int) -> Iterator[None]:
         if not self._changing:
             yield
             return

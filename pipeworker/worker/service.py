@@ -7,6 +7,7 @@ import resource
 import socket
 import sys
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 
 import torch
@@ -30,15 +31,17 @@ from pipeworker.wire.messages import (
     Ready,
     Save,
     Saved,
+    SkipRoute,
     StepDone,
     Welcome,
 )
-from pipeworker.worker import rng
+from pipeworker.worker import rng, survey
 from pipeworker.worker.control import Control, Leave
 from pipeworker.worker.data import Reader
-from pipeworker.worker.executor import Executor
+from pipeworker.worker.executor import Executor, to_device
 from pipeworker.worker.failures import failure_of
 from pipeworker.worker.position import Tracker
+from pipeworker.worker.routes import Skips
 from pipeworker.worker.stage import Stage
 from pipeworker.worker.transport import distributed
 from pipeworker.worker.transport.courier import Courier
@@ -111,7 +114,7 @@ class _Worker:
             message = control.receive()
             match message:
                 case Welcome():
-                    control.send(Described(rank, self._describe(message)))
+                    control.send(self._describe(message))
                 case Plan():
                     control.send(self._build(message))
                 case Advance():
@@ -134,7 +137,7 @@ class _Worker:
                 refused = f"its input was {self._stage.refused}"
         return failure_of(error, self._rank, position, layer_class, refused)
 
-    def _describe(self, welcome: Welcome) -> tuple[str, ...]:
+    def _describe(self, welcome: Welcome) -> Described:
         self._run_dir = RunDir(Path(welcome.run_dir))
         if self._settings.to_log:
             _redirect_output(self._run_dir.stage_log(self._rank))
@@ -144,13 +147,41 @@ class _Worker:
         self._tracker.set(Phase.LOADING)
         accelerator = rng.accelerator_generator(self._device)
         rng.seed_all(options.seed, accelerator)
+        there = set(sys.modules)
         self._job = job_file.load(Path(options.job_file), options.arguments)
+        stashes = survey.mentions_skips(survey.new_modules(there))
         self._tracker.set(Phase.BUILDING)
         rng.seed_all(options.seed, accelerator)
         self._entries = job_file.entries(self._job)
+        return Described(
+            self._rank,
+            tuple(
+                type(entry).__name__ if isinstance(entry, torch.nn.Module) else "?"
+                for entry in self._entries
+            ),
+            self._survey() if stashes and self._rank == 0 else (),
+        )
+
+    def _survey(self) -> tuple[SkipRoute, ...]:
+        """The skip connections of the model; only asked for when the job mentions pipeworker."""
+        self._tracker.set(Phase.READING)
+        first = self._reader.peek()
+        assert first  # data that is empty has raised
+        value = to_device(first.inputs[0], self._device)
+        found = survey.Survey(self._entries, self._options.seed, self._device)
         return tuple(
-            type(entry).__name__ if isinstance(entry, torch.nn.Module) else "?"
-            for entry in self._entries
+            SkipRoute(skip.source, skip.target, skip.name)
+            for skip in found.run(value, self._tracker)
+        )
+
+    @cached_property
+    def _reader(self) -> Reader:
+        """Reads the data, on the first stage."""
+        return Reader(
+            self._job.data,
+            microbatches=self._options.microbatches,
+            seed=self._options.seed,
+            repeat=self._options.steps is not None,
         )
 
     def _build(self, plan: Plan) -> Ready:
@@ -172,17 +203,10 @@ class _Worker:
             device=self._device,
             tracker=tracker,
             loss=self._job.loss if is_last else None,
+            skips=_skips(plan) if plan.skips else None,
         )
         tracker.set(Phase.UPDATE)
         self._updater = Updater(layers, self._job.optimizer, self._job.scheduler)
-        reader = None
-        if is_first:
-            reader = Reader(
-                self._job.data,
-                microbatches=options.microbatches,
-                seed=options.seed,
-                repeat=options.steps is not None,
-            )
         tracker.set(Phase.CONNECTING)
         links = distributed.connect(
             [Edge.parse(edge) for edge in plan.edges],
@@ -191,6 +215,7 @@ class _Worker:
             self._settings.endpoint,
             options.backend,
         )
+        reader = self._reader if is_first else None
         self._executor = Executor(self._stage, plan.stage, plan.stages, links, reader, Courier())
         self._executor.load_first()
         tracker.set(Phase.WAITING)
@@ -230,6 +255,19 @@ class _Worker:
         self._tracker.set(Phase.SAVING, message.step)
         path = weights.stage_file(self._run_dir.partial_checkpoint(message.step), self._rank)
         weights.save_stage(path, self._stage.layers, self._stage.first, self._updater.optimizer)
+
+
+def _skips(plan: Plan) -> Skips:
+    arriving: dict[int, tuple[str, ...]] = {}
+    departing: dict[int, tuple[str, ...]] = {}
+    for route in sorted(plan.skips, key=lambda route: (route.source, route.target, route.name)):
+        if route.source == route.target:
+            continue
+        if route.source == plan.stage:
+            departing[route.target] = (*departing.get(route.target, ()), route.name)
+        else:
+            arriving[route.source] = (*arriving.get(route.source, ()), route.name)
+    return Skips(arriving, departing)
 
 
 def _redirect_output(path: Path) -> None:

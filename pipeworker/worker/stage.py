@@ -22,6 +22,8 @@ from pipeworker.wire.messages import Phase
 from pipeworker.worker import rng
 from pipeworker.worker.position import Tracker
 from pipeworker.worker.recompute import Buffers
+from pipeworker.worker.routes import Skips
+from pipeworker.worker.skips import Table
 from pipeworker.worker.transport.frame import replica
 
 Loss = Callable[[Any, Any], Any]
@@ -98,7 +100,8 @@ class Stage:
     Args:
         layers: built, on `device`; `first` is the index of the first one in the whole model.
         loss: on the last stage.
-        recomputed: see :meth:`begin`.
+        skips: None when no layer stashes or pops. Else the stage's input is a pair of a value and
+            what arrives over skip connections, a dict by name, and its output likewise.
     """
 
     def __init__(
@@ -110,6 +113,7 @@ class Stage:
         device: torch.device,
         tracker: Tracker,
         loss: Loss | None = None,
+        skips: Skips | None = None,
     ) -> None:
         self.layers = list(layers)
         self.first = first
@@ -118,6 +122,7 @@ class Stage:
         self.tracker = tracker
         self._seed = seed
         self._loss = loss
+        self.skips = skips
         self._accelerator = rng.accelerator_generator(device)
         self._buffers = Buffers(self.layers)
         self._input_changes: bool | None = None
@@ -140,13 +145,15 @@ class Stage:
         self._recomputed = recomputed
         self.losses = Losses(weights)
 
-    def put_input(self, microbatch: int, value: Any, wants_grad: Sequence[bool]) -> None:
-        """Give a micro-batch's input; `wants_grad` says which distinct tensors want a gradient."""
-        self._kept[microbatch] = _Kept(value, wants_grad)
+    def put_input(
+        self, microbatch: int, value: Any, wants_grad: Sequence[bool], target: Any = None
+    ) -> None:
+        """Give a micro-batch's input, and on the last stage its target.
 
-    def put_target(self, microbatch: int, target: Any) -> None:
-        """Give a micro-batch's target (last stage)."""
-        self._kept[microbatch].target = target
+        Args:
+            wants_grad: which distinct tensors of the input want a gradient.
+        """
+        self._kept[microbatch] = _Kept(value, wants_grad, target)
 
     def forward(self, microbatch: int) -> Any:
         """Run the layers; returns the output, and on the last stage records the loss instead."""
@@ -211,10 +218,27 @@ class Stage:
 
     def _run(self, kept: _Kept, value: Any, microbatch: int, phase: Phase) -> Any:
         """All layers in order, then the loss on the last stage."""
-        step, tracker, last_layer = self._step, self.tracker, self._last_layer
         if any(kept.wants_grad):
             kept.caught = _Caught()
             value = _pass_boundary(value, kept.wants_grad, self._phony, kept.caught)
+        if self.skips is None:
+            value = self._through_layers(value, microbatch, phase)
+        else:
+            value, received = value
+            table = Table(received)
+            with table.active():
+                value = self._through_layers(value, microbatch, phase)
+            left = table.leave(self.skips.leaving)
+            if self._loss is None:
+                value = value, left
+        if self._loss is None:
+            return value
+        self.tracker.set(Phase.LOSS, self._step, microbatch)
+        # What the loss draws goes on from the last layer's stream: they are always together.
+        return self._measure(self._loss(value, kept.target), microbatch)
+
+    def _through_layers(self, value: Any, microbatch: int, phase: Phase) -> Any:
+        step, tracker, last_layer = self._step, self.tracker, self._last_layer
         node: Any = None
         try:
             for index, layer in enumerate(self.layers, self.first):
@@ -226,11 +250,7 @@ class Stage:
         except Exception:
             self.refused = describe(value)
             raise
-        if self._loss is None:
-            return value
-        tracker.set(Phase.LOSS, step, microbatch)
-        # What the loss draws goes on from the last layer's stream: they are always together.
-        return self._measure(self._loss(value, kept.target), microbatch)
+        return value
 
     def _mark(self, value: Any, previous: Any, microbatch: int, layer: int) -> Any:
         """Have backward record that it enters a layer when it reaches the layer's output.

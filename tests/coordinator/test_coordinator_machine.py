@@ -104,7 +104,7 @@ class Job:
 
     def describe(self, layers: tuple[str, ...] = LAYERS) -> list[Effect]:
         for rank in range(self.stages):
-            effects = self.says(Described(rank, layers))
+            effects = self.says(Described(rank, layers, ()))
         return effects
 
     def ready(self, batch: Batch | None = BATCH) -> list[Effect]:
@@ -185,12 +185,12 @@ def test_a_whole_life() -> None:
     assert job.join(0)[1] == Send(b"w0", Welcome(job.options.to_json(), "runs/x"))
     assert job.join(1)[-1] == Log("all ranks joined")
 
-    assert job.says(Described(0, LAYERS)) == []
-    plans = job.says(Described(1, LAYERS))
+    assert job.says(Described(0, LAYERS, ())) == []
+    plans = job.says(Described(1, LAYERS, ()))
     edges = ("0>1/activation", "0>1/target", "1>0/gradient")
     assert of(plans, Send) == [
-        Send(b"w0", Plan(0, 2, 0, 3, edges)),
-        Send(b"w1", Plan(1, 2, 3, 5, edges)),
+        Send(b"w0", Plan(0, 2, 0, 3, edges, ())),
+        Send(b"w1", Plan(1, 2, 3, 5, edges, ())),
     ]
     assert "schedule gpipe is proven" in of(plans, Log)[0].text
 
@@ -549,8 +549,8 @@ def test_a_job_that_cannot_be_planned_is_the_users_mistake(
 def test_workers_must_agree_on_the_model() -> None:
     job = Job(2)
     job.join()
-    job.says(Described(0, LAYERS))
-    job.says(Described(1, LAYERS[:4]))
+    job.says(Described(0, LAYERS, ()))
+    job.says(Described(1, LAYERS[:4], ()))
     assert "different layers on different workers" in job.failure.message
     assert job.ended.exit_status == 2
 
@@ -626,7 +626,7 @@ def test_a_rank_joins_once() -> None:
 @pytest.mark.parametrize(
     "message",
     [
-        Described(0, LAYERS),
+        Described(0, LAYERS, ()),
         Ready(0, LAYERS, 1, "cpu", BATCH),
         Saved(0, 1),
         StepDone(0, 2, (), (), (), 0.0, 0.0, 0, BATCH),

@@ -158,9 +158,9 @@ def test_both_ends_name_the_channel_alike(stages: int, stage: int) -> None:
         (Kind.SEND_GRADIENT, Kind.RECEIVE_GRADIENT, stage + 1, stage),
         (Kind.SEND_TARGET, Kind.RECEIVE_TARGET, 0, stages - 1),
     ):
-        edge = edge_of(sends, source, stages)
+        edge = edge_of(Action(sends, 0), source, stages)
         assert (edge.source, edge.target) == (source, target)
-        assert edge_of(receives, target, stages) == edge
+        assert edge_of(Action(receives, 0), target, stages) == edge
 
 
 def test_an_action_reads_as_its_kind_and_microbatch() -> None:

@@ -38,8 +38,7 @@ def run(made: Stage, inputs: Sequence[Any], *, again: bool, step: int = STEP) ->
     """All micro-batches of one step on a stage that is the first and the last."""
     begin(made, again=again, microbatches=len(inputs), step=step)
     for m, x in enumerate(inputs):
-        made.put_input(m, x, [False])
-        made.put_target(m, torch.zeros(()))
+        made.put_input(m, x, [False], torch.zeros(()))
         made.forward(m)
     for m in range(len(inputs)):
         if again:
@@ -168,8 +167,7 @@ def test_what_a_layer_draws_does_not_depend_on_the_grouping() -> None:
     for made in (upper, lower):
         begin(made, again=False, microbatches=1)
     upper.put_input(0, x, [False])
-    lower.put_input(0, upper.forward(0).detach(), [True])
-    lower.put_target(0, None)
+    lower.put_input(0, upper.forward(0).detach(), [True], None)
     lower.forward(0)
     assert [lower.losses.values[0].item()] == whole
 
@@ -214,8 +212,7 @@ def test_a_loss_that_is_none(loss: Callable[[Any, Any], Any], message: str) -> N
 def test_a_loss_of_one_element_is_a_scalar() -> None:
     made = stage([nn.Linear(3, 1)], lambda o, t: o.mean(0))
     begin(made, again=False, microbatches=1)
-    made.put_input(0, torch.ones(2, 3), [False])
-    made.put_target(0, None)
+    made.put_input(0, torch.ones(2, 3), [False], None)
     made.forward(0)
     made.backward(0, [])
 
@@ -254,8 +251,7 @@ def test_a_loss_counts_as_if_it_had_been_multiplied_by_its_weight(dtype: torch.d
             if ours:
                 made = stage([layer], loss)
                 made.begin(STEP, [weight], frozenset())
-                made.put_input(0, x, [False])
-                made.put_target(0, torch.zeros(()))
+                made.put_input(0, x, [False], torch.zeros(()))
                 made.forward(0)
                 made.backward(0, [])
                 value = made.losses.values[0]
