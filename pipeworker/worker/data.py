@@ -163,3 +163,10 @@ def _split(value: Any, count: int) -> list[Any]:
         for leaf in leaves
     ]
     return [pytree.tree_unflatten([pieces[m] for pieces in cut], structure) for m in range(count)]
+
+
+def to_device(value: Any, device: torch.device) -> Any:
+    """The value with its tensors on a device."""
+    if device.type == "cpu":
+        return value
+    return pytree.tree_map_only(torch.Tensor, lambda t: t.to(device, non_blocking=True), value)

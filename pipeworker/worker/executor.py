@@ -8,12 +8,11 @@ from time import perf_counter
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
 
 from pipeworker.plan.proof import CHANNEL_CAPACITY, UNBOUNDED
 from pipeworker.plan.schedule import COMPUTE, RECEIVES, SKIPPING, Action, Edge, Kind, Payload
 from pipeworker.wire.messages import Batch, Phase
-from pipeworker.worker.data import MicroBatches, Reader, share
+from pipeworker.worker.data import MicroBatches, Reader, share, to_device
 from pipeworker.worker.routes import Routes
 from pipeworker.worker.stage import Stage, distinct_tensors
 from pipeworker.worker.transport.channel import Receiver, Sender
@@ -271,10 +270,3 @@ def _as_floats(by_microbatch: dict[int, torch.Tensor]) -> tuple[float, ...]:
         return ()
     ordered = [by_microbatch[m].reshape(()) for m in sorted(by_microbatch)]
     return tuple(float(value) for value in torch.stack(ordered).tolist())
-
-
-def to_device(value: Any, device: torch.device) -> Any:
-    """The value with its tensors on a device."""
-    if device.type == "cpu":
-        return value
-    return pytree.tree_map_only(torch.Tensor, lambda t: t.to(device, non_blocking=True), value)

@@ -84,7 +84,8 @@ class Routes:
 
     def parted(self, microbatch: int, output: tuple[Any, dict[str, torch.Tensor]]) -> Any:
         """The value of the stage's output; what departs is kept for :meth:`send`."""
-        value, self._departing[microbatch] = output
+        value, departing = output
+        self._departing[microbatch] = dict(departing)  # the stage keeps its own
         return value
 
     def send(self, microbatch: int, peer: int) -> None:

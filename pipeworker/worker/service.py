@@ -38,7 +38,7 @@ from pipeworker.wire.messages import (
 from pipeworker.worker import rng, survey
 from pipeworker.worker.control import Control, Leave
 from pipeworker.worker.data import Reader
-from pipeworker.worker.executor import Executor, to_device
+from pipeworker.worker.executor import Executor
 from pipeworker.worker.failures import failure_of
 from pipeworker.worker.position import Tracker
 from pipeworker.worker.routes import Skips
@@ -167,11 +167,10 @@ class _Worker:
         self._tracker.set(Phase.READING)
         first = self._reader.peek()
         assert first  # data that is empty has raised
-        value = to_device(first.inputs[0], self._device)
         found = survey.Survey(self._entries, self._options.seed, self._device)
         return tuple(
             SkipRoute(skip.source, skip.target, skip.name)
-            for skip in found.run(value, self._tracker)
+            for skip in found.run(first.inputs[0], self._tracker)
         )
 
     @cached_property

@@ -1,9 +1,9 @@
 """A pass over the layers before the job is planned: what each one stashes and pops.
 
-Shapes are enough to find out, so the pass runs on fake tensors: meta tensors that say which device
-they stand for, which more layers accept than bare meta ones. Layers are built one at a time and
-dropped, and neither take memory. A model that needs real numbers (a layer that looks at its values)
-is surveyed once more with real ones, a micro-batch through one layer after the other.
+Shapes are enough to find out, so the pass runs on fake tensors: meta tensors that stand for ones on
+the CPU, which more layers accept than bare meta ones. Layers are built one at a time and dropped,
+and neither take memory. A model that needs real numbers (a layer that looks at its values) is
+surveyed once more with real ones, a micro-batch through one layer after the other.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from pipeworker.job import file as job_file
 from pipeworker.plan.skips import Skip, match
 from pipeworker.wire.messages import Phase
 from pipeworker.worker import rng, skips
+from pipeworker.worker.data import to_device
 from pipeworker.worker.position import Tracker
 
 
@@ -50,7 +51,7 @@ class Survey:
         """The skips of the model.
 
         Args:
-            value: the input of a micro-batch.
+            value: the input of a micro-batch, on the CPU.
 
         Raises:
             SkipError: stashes and pops do not match.
@@ -60,8 +61,9 @@ class Survey:
             return self._pass(value, FakeTensorMode(allow_non_fake_inputs=True), Tracker())
         except SkipError:
             raise
-        except Exception:  # a layer that needs real numbers; if it is broken, it says so again
-            return self._pass(value, None, tracker)
+        except Exception as error:  # if the layer is broken, it will say so again
+            print(f"the survey needs real numbers: {type(error).__name__}: {error}", flush=True)
+            return self._pass(to_device(value, self._device), None, tracker)
 
     def _pass(self, value: Any, fake: FakeTensorMode | None, tracker: Tracker) -> tuple[Skip, ...]:
         classes: list[str] = []
@@ -76,6 +78,8 @@ class Survey:
                 classes.append(type(entry).__name__)
                 tracker.set(Phase.BUILDING, layer=index)
                 layer = self._build(entry, index)
+                if fake is None:
+                    layer = layer.to(self._device)
                 classes[-1] = type(layer).__name__
                 tracker.set(Phase.FORWARD, 0, 0, index)
                 rng.seed_all(rng.layer_seed(self._seed, 0, 0, index))
@@ -89,9 +93,9 @@ class Survey:
     def _build(self, entry: job_file.Entry, index: int) -> nn.Module:
         """The layer, or a copy: the one that will train is not touched."""
         if isinstance(entry, nn.Module):
-            return copy.deepcopy(entry).to(self._device)
+            return copy.deepcopy(entry)
         rng.seed_all(rng.build_seed(self._seed, index))
-        return job_file.build(entry, index).to(self._device)
+        return job_file.build(entry, index)
 
 
 def new_modules(before: Iterable[str]) -> list[ModuleType]:

@@ -1,0 +1,94 @@
+"""Skip connections over real processes: the numbers of the plain loop, and named mistakes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from conftest import Jobs
+from test_bitwise import plain_loop
+
+UNET = """
+    import sys
+    import torch
+    from torch import nn
+    import pipeworker
+
+    class Down(nn.Module):
+        def __init__(self, level):
+            super().__init__()
+            self.level, self.linear = level, nn.Linear(8, 8)
+
+        def forward(self, x):
+            x = torch.tanh(x)
+            with pipeworker.namespace(f"level{self.level}"):
+                pipeworker.stash("x", x)
+                pipeworker.stash("mask", x > 0)
+            return self.linear(x)
+
+    class Up(nn.Module):
+        def __init__(self, level):
+            super().__init__()
+            self.level, self.linear = level, nn.Linear(16, 8)
+
+        def forward(self, x):
+            with pipeworker.namespace(f"level{self.level}"):
+                y = pipeworker.pop("x") * pipeworker.pop("mask")
+            return self.linear(torch.cat([x, y.t().contiguous().t()], 1)).tanh()
+
+    def model():
+        return nn.Sequential(
+            nn.Linear(8, 8), Down(0), Down(1), nn.Tanh(), Down(2), nn.ReLU(inplace=True), Up(2),
+            Up(1), nn.Linear(8, 8), Up(0), nn.Linear(8, 3),
+        )
+
+    def loss(output, target):
+        return nn.functional.cross_entropy(output, target)
+
+    def optimizer(params):
+        return torch.optim.AdamW(params, lr=0.01)
+
+    def data():
+        generator = torch.Generator().manual_seed(7)
+        for step in range(5):
+            x = torch.randn(10 + step % 2, 8, generator=generator)
+            yield x, (x[:, 0] > 0).long() + (x[:, 1] > 0).long()
+"""
+
+
+def test_a_unet_equals_the_plain_loop_at_any_number_of_stages(jobs: Jobs) -> None:
+    losses, weights, _ = plain_loop(jobs.write(UNET), microbatches=4, steps=5)
+    for words in (
+        ("--stages", "1", "--recompute", "never"),
+        ("--stages", "2", "--recompute", "always"),
+        ("--stages", "4", "--recompute", "except_first"),
+        ("--stages", "4", "--recompute", "never", "--balance", "2,4,1,4", "--backend", "gloo"),
+    ):
+        run = jobs.train(*words, "--microbatches", "4", source=UNET)
+        assert [row["loss"] for row in run.metrics] == losses, words
+        assert all(torch.equal(value, weights[key]) for key, value in run.weights.items()), words
+    assert "skip 'level0/x' from stage 0 to 3" in run.log("coordinator")
+
+
+@pytest.mark.parametrize(
+    ("change", "status", "message"),
+    [
+        (("Up(1)", "nn.Tanh()"), 2, "layer 2 (Down) stashes 'level1/x', which no layer after it"),
+        (("Down(1)", "nn.Tanh()"), 2, "layer 7 (Up) pops 'level1/x', which no layer before it"),
+        (
+            ('stash("mask", x > 0)', 'stash("mask" if len(x) < 4 else "other", x > 0)'),
+            1,
+            "'level0/other' is stashed or received here, and not popped",
+        ),
+    ],
+    ids=["not popped", "not stashed", "other at run time"],
+)
+def test_a_mistake_is_named(jobs: Jobs, change: tuple[str, str], status: int, message: str) -> None:
+    source = UNET.replace(*change)
+    if status == 1:  # the first mini-batch is cut small, the second is not
+        source = source.replace("10 + step % 2", "6 if step == 0 else 20")
+    run = jobs.run("--stages", "2", "--microbatches", "3", source=source)
+    assert run.status == status, run.stderr
+    assert message in run.stderr
+    if status == 1:
+        assert "in forward: stage 0" in run.stderr
+        assert "step 2" in run.stderr
