@@ -12,7 +12,7 @@ import click
 
 from pipeworker import __version__
 from pipeworker.errors import PipeworkerError
-from pipeworker.job.options import BACKENDS, DEVICES, Options
+from pipeworker.job.options import BACKENDS, DEVICES, PRECISIONS, Options
 from pipeworker.plan.partition import parse_balance
 from pipeworker.plan.schedule import ORDERS, RECOMPUTE_MODES
 
@@ -71,6 +71,23 @@ def job_options(function: Callable[..., Any]) -> Callable[..., Any]:
             _choice("--recompute", RECOMPUTE_MODES, "auto"),
             click.option("--balance", help="Layers of each stage, as 3,5,5,3. [default: even]"),
             click.option("--clip-grad-norm", type=float, help="Bound on the global gradient norm."),
+            click.option("--clip-grad-value", type=float, help="Bound on each gradient element."),
+            _choice("--precision", PRECISIONS, "fp32"),
+            click.option(
+                "--accumulate",
+                type=int,
+                default=1,
+                show_default=True,
+                help="Mini-batches an optimizer step.",
+            ),
+            click.option(
+                "--evaluate-every", type=int, help="Steps between evaluation passes. [default: off]"
+            ),
+            click.option(
+                "--deferred-batch-norm",
+                is_flag=True,
+                help="Batch-norm statistics of the whole mini-batch.",
+            ),
             click.option("--seed", type=int, default=0, show_default=True),
             click.option(
                 "--threads", type=int, help="Intra-op threads. [default: OMP_NUM_THREADS, 1]"
@@ -116,6 +133,11 @@ def make_options(stages: int, chosen: dict[str, Any]) -> Options:
         recompute=chosen["recompute"],
         balance=None if balance is None else parse_balance(balance),
         clip_grad_norm=chosen["clip_grad_norm"],
+        clip_grad_value=chosen["clip_grad_value"],
+        precision=chosen["precision"],
+        accumulate=chosen["accumulate"],
+        evaluate_every=chosen["evaluate_every"],
+        deferred_batch_norm=chosen["deferred_batch_norm"],
         seed=chosen["seed"],
         threads=threads,
         device=chosen["device"],

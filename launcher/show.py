@@ -36,6 +36,10 @@ class Show:
     def step(self, row: dict[str, Any]) -> None:
         self.line(f"step {row['step']}  {_figures(row)}")
 
+    def evaluation(self, row: dict[str, Any]) -> None:
+        figures = "  ".join(f"{k} {v:.4f}" for k, v in row.items() if k != "step")
+        self.line(f"evaluation after step {row['step']}  {figures}")
+
     def warning(self, text: str) -> None:
         self.line(f"warning: {text}", error=True)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
+from pipeworker.coordinator.scaler import Scaler
 from pipeworker.plan.proof import Proof
 from pipeworker.plan.schedule import Schedule
 from pipeworker.wire.messages import Failure, ToWorker
@@ -64,7 +65,7 @@ class Planned:
 
 @dataclass(frozen=True, slots=True)
 class Stepped:
-    """One row of metrics.jsonl."""
+    """One row of metrics.jsonl. `loss_scale` is there with fp16 alone."""
 
     step: int
     loss: float
@@ -75,13 +76,27 @@ class Stepped:
     lr: float
     bubble: float
     epoch: int
+    loss_scale: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluated:
+    """One row of evaluation.jsonl; `metrics` are pairs of a name and a value."""
+
+    step: int
+    loss: float
+    metrics: tuple[tuple[str, float], ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Commit:
-    """Every stage has written its part of the checkpoint of `step`: make it complete."""
+    """Every stage has written its part of the checkpoint of `step`: make it complete.
+
+    `scaler` is the state of the loss scale, with fp16.
+    """
 
     step: int
+    scaler: Scaler | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,4 +109,4 @@ class Ended:
     failure: Failure | None
 
 
-Effect = Send | Log | Dropped | Warn | Planned | Stepped | Commit | Ended
+Effect = Send | Log | Dropped | Warn | Planned | Stepped | Evaluated | Commit | Ended

@@ -12,10 +12,7 @@ connection reported by a neighbour only becomes the cause when nothing better ar
 
 from __future__ import annotations
 
-import functools
 import math
-import operator
-from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 
@@ -24,6 +21,7 @@ from pipeworker.coordinator.effects import (
     Dropped,
     Effect,
     Ended,
+    Evaluated,
     Log,
     Planned,
     Send,
@@ -32,6 +30,8 @@ from pipeworker.coordinator.effects import (
     Stepped,
     Warn,
 )
+from pipeworker.coordinator.scaler import Scaler
+from pipeworker.coordinator.tally import Tally
 from pipeworker.errors import UsageError
 from pipeworker.job.options import Options
 from pipeworker.plan import partition, schedule, skips
@@ -42,6 +42,8 @@ from pipeworker.wire.messages import (
     Batch,
     Cause,
     Described,
+    Evaluate,
+    EvaluationDone,
     Failed,
     Failure,
     Finish,
@@ -67,7 +69,6 @@ SILENT_AFTER = 1.8
 """Seconds without a heartbeat (one each half second) after which a lost peer is suspected."""
 INTERRUPT_GRACE = 4.0
 """Seconds an interrupted job may take to finish its step."""
-_CLIP_EPSILON = 1e-6  # as torch.nn.utils.clip_grad_norm_
 JOIN_FACTOR = 5
 """Workers may take this many worker timeouts to join."""
 
@@ -120,7 +121,9 @@ class Machine:
     _sent_schedule: int = 0
     _batch: Batch | None = None
     _step: int = 0
-    _step_started: float = 0.0
+    _tally: Tally = field(default_factory=lambda: Tally(0.0))
+    _scaler: Scaler | None = None
+    _evaluation: EvaluationDone | None = None
     _bubbles: list[float] = field(default_factory=list)
     _steps_done: int = 0
     _echo: tuple[Failure, float] | None = None
@@ -129,6 +132,8 @@ class Machine:
 
     def __post_init__(self) -> None:
         self._awaited = set(range(self.options.stages))
+        if self.options.precision == "fp16":
+            self._scaler = Scaler()
 
     # Events.
 
@@ -159,10 +164,15 @@ class Machine:
                 worker.done = message
                 worker.peak_memory = max(worker.peak_memory, message.peak_memory)
                 if self._last_awaited(message.rank):
-                    return self._stepped(now)
+                    return self._ran(now)
+            case EvaluationDone() if self.state is State.RUNNING and message.step == self._step:
+                if message.rank == self.options.stages - 1:
+                    self._evaluation = message
+                if self._last_awaited(message.rank) and self._evaluation:
+                    return self._evaluated(self._evaluation, now)
             case Saved() if self.state is State.SAVING:
                 if self._last_awaited(message.rank):
-                    return [Commit(self._steps_done)]
+                    return [Commit(self._steps_done, self._scaler)]
             case _:
                 return [Dropped(f"{type(message).__name__} while {self.state.value}")]
         return []
@@ -360,81 +370,106 @@ class Machine:
         self.state = State.RUNNING
         return [Planned(stages, proof, built), *self._advance(None, now)]
 
-    def _advance(self, update: Update | None, now: float) -> list[Effect]:
-        """Tell everyone to update and run the next step, or to save when there is none."""
-        finished = self._batch is None or self._step == self.options.steps
-        if finished:
+    def _advance(
+        self, update: Update | None, now: float, evaluated: float | None = None
+    ) -> list[Effect]:
+        """Tell everyone to update and begin the next step, or to save when there is none."""
+        if self._batch is None or self._step == self.options.steps:
             self.state = State.SAVING
             save = Save(self._steps_done)
             return [
                 Send(worker.peer, message)
                 for worker in self._workers.values()
-                for message in (Advance(update, None), save)
+                for message in (Advance(update, None, None, evaluated), save)
             ]
-        assert self._batch is not None
         self._step += 1
-        self._step_started = now
-        built, _ = self._schedule(self._batch.microbatches)
+        self._tally = Tally(now)
+        return self._run(update, evaluated)
+
+    def _run(self, update: Update | None, evaluated: float | None = None) -> list[Effect]:
+        """Tell everyone to run the next mini-batch of the step."""
+        options, batch = self.options, self._batch
+        assert batch is not None
+        built, _ = self._schedule(batch.microbatches)
         fresh = self._sent_schedule != built.microbatches
         self._sent_schedule = built.microbatches
-        last = self._step == self.options.steps
-        run = RunStep(self._step, self._batch, last, "")
-        advance = Advance(update, run)
+        last = self._step == options.steps and self._tally.batches + 1 == options.accumulate
+        scale = self._scaler.scale if self._scaler else 1.0
+        run = RunStep(self._step, batch, last, "", self._tally.microbatches, scale)
+        advance = Advance(update, run, None, evaluated)
         effects: list[Effect] = []
         for rank, worker in self._workers.items():
             worker.done = None
             if fresh:
                 actions = schedule.format_actions(built.stages[rank])
-                advance = Advance(update, replace(run, actions=actions))
+                advance = replace(advance, run=replace(run, actions=actions))
             effects.append(Send(worker.peer, advance))
         return effects
 
-    def _stepped(self, now: float) -> list[Effect]:
+    def _ran(self, now: float) -> list[Effect]:
+        """Every stage has run a mini-batch."""
         done = [d for rank in range(self.options.stages) if (d := self._workers[rank].done)]
-        batch = self._batch
-        assert batch is not None
-        count = _exact_sum(done[-1].counts) if done[-1].counts else 1.0
-        # Left to right, as the plain loop adds: sum() compensates since Python 3.12.
-        total = functools.reduce(operator.add, done[-1].losses, 0.0)
-        loss = total / count if count else math.nan
-        norm = math.sqrt(_exact_sum([square for d in done for square in d.squares]))
-        norm = norm / count if count else math.nan
-        scale = 1.0 / count if count else 1.0
-        clip = self.options.clip_grad_norm
-        if clip is not None and norm + _CLIP_EPSILON > clip:
-            scale *= clip / (norm + _CLIP_EPSILON)
-        seconds = now - self._step_started
-        busy = sum(d.busy for d in done) / (len(done) * seconds) if seconds > 0 else 1.0
-        bubble = min(1.0, max(0.0, 1.0 - busy))
-        rates = [d.learning_rate for d in done if not math.isnan(d.learning_rate)]
-        self._steps_done = self._step
-        self._bubbles.append(bubble)
+        assert self._batch is not None
+        self._tally.add(done, self._batch)
+        self._batch = done[0].batch
+        if self._tally.batches < self.options.accumulate and self._batch is not None:
+            return self._run(None)
+        return self._stepped(now)
+
+    def _stepped(self, now: float) -> list[Effect]:
+        """The gradients of a step are complete."""
+        scaler, step = self._scaler, self._step
+        outcome = self._tally.outcome(now, self.options.clip_grad_norm, scaler)
+        self._steps_done = step
+        self._bubbles.append(outcome.bubble)
         effects: list[Effect] = [
             Stepped(
-                step=self._step,
-                loss=loss,
-                samples=batch.samples,
-                seconds=seconds,
-                samples_per_second=batch.samples / seconds if seconds > 0 else math.inf,
-                grad_norm=norm,
-                lr=rates[0] if rates else 0.0,
-                bubble=bubble,
-                epoch=batch.epoch,
+                step=step,
+                loss=outcome.loss,
+                samples=outcome.samples,
+                seconds=outcome.seconds,
+                samples_per_second=outcome.samples / outcome.seconds
+                if outcome.seconds > 0
+                else math.inf,
+                grad_norm=outcome.norm,
+                lr=outcome.learning_rate,
+                bubble=outcome.bubble,
+                epoch=outcome.epoch,
+                loss_scale=scaler.scale if scaler else None,
             )
         ]
-        if not math.isfinite(loss):
-            text = f"loss is {loss} at step {self._step}"
+        if not math.isfinite(outcome.loss):
+            text = f"loss is {outcome.loss} at step {step}"
             if self.options.stop_on_nan:
-                failure = Failure(Cause.USER, text, position=Position(Phase.LOSS, self._step))
+                failure = Failure(Cause.USER, text, position=Position(Phase.LOSS, step))
                 return [*effects, *self._fail(failure)]
             effects.append(Warn(f"{text}; training goes on (--stop-on-nan would stop here)"))
+        if scaler:
+            self._scaler = scaler.after(overflow=outcome.overflow)
+        if outcome.overflow:
+            effects.append(
+                Log(f"step {step}: a gradient overflowed; no update, scale {self._scaler}")
+            )
         if self._interrupted is not None:
             return [*effects, *self._end(Status.INTERRUPTED, 130, None)]
-        self._batch = done[0].batch
+        epoch_ended = self._batch is None or self._batch.epoch != outcome.epoch
+        update = Update(step, outcome.scale, outcome.overflow, epoch_ended)
+        every = self.options.evaluate_every
+        if every and step % every == 0:
+            evaluate = Advance(update, None, Evaluate(step))
+            return [*effects, *(Send(w.peer, evaluate) for w in self._workers.values())]
         # The first stage begins at once. The others have time until its first activation: the
         # record is written meanwhile, and their cores are not wanted by all of them together.
-        first, *others = self._advance(Update(self._step, scale), now)
+        first, *others = self._advance(update, now)
         return [first, *effects, *others]
+
+    def _evaluated(self, done: EvaluationDone, now: float) -> list[Effect]:
+        """Every stage has ended an evaluation pass; `done` is the last stage's."""
+        pairs = tuple(zip(done.names, done.values, strict=True))
+        effects: list[Effect] = [Evaluated(done.step, done.loss, pairs)]
+        if self._interrupted is not None:
+            return [*effects, *self._end(Status.INTERRUPTED, 130, None)]
+        return [*effects, *self._advance(None, now, done.loss)]
 
     # Endings.
 
@@ -495,13 +530,3 @@ class Machine:
             *(Send(peer, finish) for peer in self.peers),
             Ended(status, exit_status, self._steps_done, memory, bubble, failure),
         ]
-
-
-def _exact_sum(values: Sequence[float]) -> float:
-    """The sum, in any order the same, so that the grouping of layers does not show; or NaN."""
-    if not all(map(math.isfinite, values)):
-        return math.nan
-    try:
-        return math.fsum(values)
-    except OverflowError:
-        return math.nan

@@ -23,6 +23,7 @@ from pipeworker.coordinator.effects import (
     Dropped,
     Effect,
     Ended,
+    Evaluated,
     Log,
     Planned,
     Send,
@@ -201,18 +202,28 @@ class Service:
                     self._tell("planned", plan)
                 case Stepped():
                     row = dataclasses.asdict(effect)
+                    if effect.loss_scale is None:
+                        del row["loss_scale"]
                     self._metrics.write(json.dumps(row) + "\n")
                     self._metrics.flush()
                     self._tell("step", row)
+                case Evaluated():
+                    row = {"step": effect.step, "loss": effect.loss, **dict(effect.metrics)}
+                    with self._run_dir.evaluation.open("a", encoding="utf-8") as file:
+                        file.write(json.dumps(row) + "\n")
+                    self._tell("evaluation", row)
                 case Commit():
-                    self._commit(effect.step)
+                    self._commit(effect)
                 case Ended():
                     self._end(effect)
 
-    def _commit(self, step: int) -> None:
+    def _commit(self, commit: Commit) -> None:
         stages = self._configuration.options.stages
+        manifest: dict[str, Any] = {"version": 1, "step": commit.step, "stages": stages}
+        if commit.scaler:
+            manifest["scaler"] = dataclasses.asdict(commit.scaler)
         try:
-            self._run_dir.commit_checkpoint(step, {"version": 1, "step": step, "stages": stages})
+            self._run_dir.commit_checkpoint(commit.step, manifest)
         except OSError as error:
             self._perform(self._machine.defect(f"cannot complete the checkpoint: {error}"))
         else:

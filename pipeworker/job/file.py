@@ -17,6 +17,8 @@ from pipeworker.errors import UsageError
 
 _PACKAGE = "pipeworker_job"
 _REQUIRED = ("model", "loss", "optimizer", "data")
+_OPTIONAL_FUNCTIONS = ("scheduler", "before_update", "metrics")
+_INTERVALS = ("step", "epoch")
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +27,8 @@ class Job:
 
     Attributes:
         model: an ``nn.Sequential``, a list of layers, or a function that returns one.
-        data: an iterable, or a function that returns one.
+        data: an iterable, or a function that returns one; `evaluation` likewise, or None.
+        scheduler_interval: ``"step"`` or ``"epoch"``.
     """
 
     model: Any
@@ -33,6 +36,10 @@ class Job:
     optimizer: Callable[[Any], Any]
     data: Any
     scheduler: Callable[[Any], Any] | None
+    scheduler_interval: str = "step"
+    before_update: Callable[[list[nn.Parameter]], Any] | None = None
+    evaluation: Any = None
+    metrics: Callable[[Any, Any], Any] | None = None
 
 
 def load(path: Path, arguments: tuple[str, ...]) -> Job:
@@ -87,25 +94,43 @@ def check(module: ModuleType, path: Path) -> Job:
             f"job file {path} lacks the {plural} {', '.join(missing)}: it must define "
             "model, loss, optimizer and data"
         )
-    for name in ("loss", "optimizer", "scheduler"):
+    for name in ("loss", "optimizer", *_OPTIONAL_FUNCTIONS):
         value = getattr(module, name, None)
-        if not callable(value) and not (name == "scheduler" and value is None):
+        if not callable(value) and not (name in _OPTIONAL_FUNCTIONS and value is None):
             raise UsageError(
                 f"{name} in job file {path} is a {type(value).__name__}: it must be a function"
             )
-    model, data = module.model, module.data
+    interval = getattr(module, "scheduler_interval", "step")
+    if interval not in _INTERVALS:
+        raise UsageError(
+            f"scheduler_interval in job file {path} is {interval!r}: it must be "
+            f"{' or '.join(map(repr, _INTERVALS))}"
+        )
+    model, evaluation = module.model, getattr(module, "evaluation", None)
     if not isinstance(model, (nn.Sequential, list, tuple)) and not _is_function(model):
         raise UsageError(
             f"model in job file {path} is a {type(model).__name__}: it must be an nn.Sequential, a "
             "list of layers, or a function returning one"
         )
-    if not callable(data) and not hasattr(data, "__iter__") and not hasattr(data, "__getitem__"):
-        raise UsageError(
-            f"data in job file {path} is a {type(data).__name__}: it must be an iterable of "
-            "(input, target) mini-batches, or a function returning one"
-        )
-    scheduler = getattr(module, "scheduler", None)
-    return Job(model, module.loss, module.optimizer, data, scheduler)
+    for name, data in (("data", module.data), ("evaluation", evaluation)):
+        if name == "evaluation" and data is None:
+            continue
+        if not any(hasattr(data, what) for what in ("__call__", "__iter__", "__getitem__")):
+            raise UsageError(
+                f"{name} in job file {path} is a {type(data).__name__}: it must be an iterable of "
+                "(input, target) mini-batches, or a function returning one"
+            )
+    return Job(
+        model=model,
+        loss=module.loss,
+        optimizer=module.optimizer,
+        data=module.data,
+        scheduler=getattr(module, "scheduler", None),
+        scheduler_interval=interval,
+        before_update=getattr(module, "before_update", None),
+        evaluation=evaluation,
+        metrics=getattr(module, "metrics", None),
+    )
 
 
 def _is_function(value: Any) -> bool:

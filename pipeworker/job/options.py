@@ -11,6 +11,7 @@ from pipeworker.plan.partition import check_entries
 
 DEVICES = ("auto", "cpu", "cuda")
 BACKENDS = ("auto", "gloo", "nccl")
+PRECISIONS = ("fp32", "bf16", "fp16")
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,6 +22,8 @@ class Options:
         job_file: absolute path of the job file.
         steps: optimizer steps; None for one pass over the data.
         balance: layers per stage; None to choose.
+        evaluate_every: steps between evaluation passes; None for none.
+        accumulate: mini-batches an optimizer step.
         threads: intra-op threads per worker.
         worker_timeout: seconds after which a worker that does not answer is given up.
     """
@@ -34,6 +37,11 @@ class Options:
     recompute: str = "auto"
     balance: tuple[int, ...] | None = None
     clip_grad_norm: float | None = None
+    clip_grad_value: float | None = None
+    precision: str = "fp32"
+    accumulate: int = 1
+    evaluate_every: int | None = None
+    deferred_batch_norm: bool = False
     seed: int = 0
     threads: int = 1
     device: str = "auto"
@@ -42,15 +50,23 @@ class Options:
     worker_timeout: float = 60.0
 
     def __post_init__(self) -> None:
-        for name, least in (("stages", 1), ("microbatches", 1), ("threads", 1), ("seed", 0)):
+        for name, least in (
+            *(("stages", 1), ("microbatches", 1), ("threads", 1)),
+            *(("accumulate", 1), ("seed", 0)),
+        ):
             if getattr(self, name) < least:
                 raise UsageError(f"--{name} {getattr(self, name)}: must be {least} or more")
         if self.seed >= 1 << 63:
             raise UsageError(f"--seed {self.seed}: must be less than 2**63")
         if self.steps is not None and self.steps < 1:
             raise UsageError(f"--steps {self.steps}: must be 1 or more")
-        if self.clip_grad_norm is not None and not self.clip_grad_norm > 0:
-            raise UsageError(f"--clip-grad-norm {self.clip_grad_norm}: must be greater than 0")
+        if self.evaluate_every is not None and self.evaluate_every < 1:
+            raise UsageError(f"--evaluate-every {self.evaluate_every}: must be 1 or more")
+        for name in ("clip_grad_norm", "clip_grad_value"):
+            bound = getattr(self, name)
+            if bound is not None and not bound > 0:
+                option = name.replace("_", "-")
+                raise UsageError(f"--{option} {bound}: must be greater than 0")
         if not self.worker_timeout > 0:
             raise UsageError(f"--worker-timeout {self.worker_timeout}: must be greater than 0")
 

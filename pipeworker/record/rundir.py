@@ -27,6 +27,10 @@ class RunDir:
         return self.path / "metrics.jsonl"
 
     @property
+    def evaluation(self) -> Path:
+        return self.path / "evaluation.jsonl"
+
+    @property
     def summary(self) -> Path:
         return self.path / "summary.json"
 

@@ -26,6 +26,7 @@ class Phase(IntEnum):
     LOSS = 9
     UPDATE = 10
     SAVING = 11
+    EVALUATION = 12
 
     @property
     def label(self) -> str:
@@ -164,6 +165,21 @@ class StepDone:
 
 
 @dataclass(frozen=True, slots=True)
+class EvaluationDone:
+    """A worker has run an evaluation pass to its end.
+
+    From the last stage come the loss, averaged over samples (or Σsum / Σcount), and the metrics, by
+    name; elsewhere they are 0 and empty.
+    """
+
+    rank: int
+    step: int
+    loss: float
+    names: tuple[str, ...]
+    values: tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Saved:
     rank: int
     step: int
@@ -230,28 +246,56 @@ class Plan:
 
 @dataclass(frozen=True, slots=True)
 class Update:
-    """Apply the gradients of `step`, multiplied by `scale`."""
+    """Apply the gradients of `step`, multiplied by `scale`, and step the scheduler.
+
+    Attributes:
+        overflow: somewhere a gradient is not finite, so on all stages the optimizer does nothing.
+        epoch_ended: the next mini-batch belongs to another epoch.
+    """
 
     step: int
     scale: float
+    overflow: bool = False
+    epoch_ended: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class RunStep:
-    """Run one step. `actions` is the stage's tuple as text, when it differs from the last one."""
+    """Run one mini-batch of a step; its gradients are added to those of the ones before.
+
+    Attributes:
+        last: no further mini-batch will be needed.
+        actions: the stage's tuple as text, when it differs from the last one.
+        first: the number of its first micro-batch within the step, for the random streams.
+        loss_scale: what gradients are multiplied by on their way (fp16).
+    """
 
     step: int
     batch: Batch
     last: bool
     actions: str
+    first: int = 0
+    loss_scale: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluate:
+    """Run an evaluation pass after `step`."""
+
+    step: int
 
 
 @dataclass(frozen=True, slots=True)
 class Advance:
-    """Update and the next RunStep, in one message."""
+    """What is next, in one message: an update, then a mini-batch or an evaluation pass.
+
+    `evaluated` is the loss of the evaluation pass before, for schedulers that look at it.
+    """
 
     update: Update | None
     run: RunStep | None
+    evaluate: Evaluate | None = None
+    evaluated: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -281,6 +325,16 @@ class Finish:
     exit_status: int
 
 
-FromWorker = Hello | Described | Ready | StepDone | Saved | Heartbeat | Failed | StoreRequest
+FromWorker = (
+    Hello
+    | Described
+    | Ready
+    | StepDone
+    | EvaluationDone
+    | Saved
+    | Heartbeat
+    | Failed
+    | StoreRequest
+)
 ToWorker = Welcome | Plan | Advance | Save | StoreReply | Ping | Finish
 Message = FromWorker | ToWorker

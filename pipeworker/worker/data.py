@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,10 +35,23 @@ class Reader:
             map-style dataset of mini-batches.
         microbatches: M; a mini-batch of fewer samples gives as many micro-batches.
         repeat: whether exhausted data starts again (else :meth:`read` returns None).
+        name: what the job file calls it, for messages.
+        seed_of: the seed of an epoch's random stream, from `seed` and the epoch.
     """
 
-    def __init__(self, data: Any, *, microbatches: int, seed: int, repeat: bool) -> None:
+    def __init__(
+        self,
+        data: Any,
+        *,
+        microbatches: int,
+        seed: int,
+        repeat: bool,
+        name: str = "data",
+        seed_of: Callable[[int, int], int] = rng.data_seed,
+    ) -> None:
         self._data = data
+        self._name = name
+        self._seed_of = seed_of
         self._microbatches = microbatches
         self._seed = seed
         self._repeat = repeat
@@ -84,7 +97,7 @@ class Reader:
         return self._cut(item)
 
     def _start_epoch(self) -> None:
-        self._stream.restart(rng.data_seed(self._seed, self._epoch))
+        self._stream.restart(self._seed_of(self._seed, self._epoch))
         source = self._data() if callable(self._data) else self._data
         if not hasattr(source, "__iter__") and hasattr(source, "__getitem__"):
             dataset = source
@@ -93,16 +106,16 @@ class Reader:
             self._iterator = iter(source)
         except TypeError:
             raise UsageError(
-                f"data() gave a {type(source).__name__}: it must be an iterable of "
+                f"{self._name}() gave a {type(source).__name__}: it must be an iterable of "
                 "(input, target) mini-batches"
             ) from None
 
     def _why_empty(self) -> str:
         if self._epoch == 0:
-            return "data() is empty: it must yield at least one (input, target) mini-batch"
+            return f"{self._name}() is empty: it must yield at least one (input, target) mini-batch"
         return (
-            "data() was exhausted and gave nothing when started again: make data a function, "
-            "so that each epoch gets a fresh iterator"
+            f"{self._name}() was exhausted and gave nothing when started again: make "
+            f"{self._name} a function, so that each epoch gets a fresh iterator"
         )
 
     def _cut(self, item: Any) -> MicroBatches:
@@ -110,8 +123,8 @@ class Reader:
             shown = type(item).__name__
             if isinstance(item, (tuple, list)):
                 shown += f" of {len(item)}"
-            raise UsageError(f"data() gave a {shown}: it must give pairs (input, target)")
-        samples = _batch_size(item)
+            raise UsageError(f"{self._name}() gave a {shown}: it must give pairs (input, target)")
+        samples = _batch_size(item, f"{self._name}()")
         count = min(self._microbatches, samples)
         inputs, targets = (_split(half, count) for half in item)
         batch = Batch(self._signature(item), samples, count, self._epoch)
@@ -139,19 +152,19 @@ def share(samples: int, microbatches: int) -> list[float]:
     return [(size + (m < extra)) / samples for m in range(microbatches)]
 
 
-def _batch_size(item: Any) -> int:
+def _batch_size(item: Any, source: str) -> int:
     tensors = [leaf for leaf in pytree.tree_leaves(item) if isinstance(leaf, torch.Tensor)]
     if not any(isinstance(leaf, torch.Tensor) for leaf in pytree.tree_leaves(item[0])):
-        raise UsageError("data() gave an input without a tensor")
+        raise UsageError(f"{source} gave an input without a tensor")
     if any(tensor.dim() == 0 for tensor in tensors):
-        raise UsageError("data() gave a tensor without dims: dim 0 of every tensor is the batch")
+        raise UsageError(f"{source} gave a tensor without dims: dim 0 of every tensor is the batch")
     sizes = {tensor.shape[0] for tensor in tensors}
     if len(sizes) > 1:
         shapes = ", ".join(str(tuple(tensor.shape)) for tensor in tensors)
-        raise UsageError(f"data() gave tensors that disagree in dim 0, the batch: {shapes}")
+        raise UsageError(f"{source} gave tensors that disagree in dim 0, the batch: {shapes}")
     (samples,) = sizes
     if samples == 0:
-        raise UsageError("data() gave a mini-batch without samples")
+        raise UsageError(f"{source} gave a mini-batch without samples")
     return int(samples)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from time import perf_counter
 from typing import Any
@@ -11,8 +11,9 @@ import torch
 
 from pipeworker.plan.proof import CHANNEL_CAPACITY, UNBOUNDED
 from pipeworker.plan.schedule import COMPUTE, RECEIVES, SKIPPING, Action, Edge, Kind, Payload
-from pipeworker.wire.messages import Batch, Phase
+from pipeworker.wire.messages import Batch, Phase, RunStep
 from pipeworker.worker.data import MicroBatches, Reader, share, to_device
+from pipeworker.worker.evaluation import Averages, eval_mode
 from pipeworker.worker.routes import Routes
 from pipeworker.worker.stage import Stage, distinct_tensors
 from pipeworker.worker.transport.channel import Receiver, Sender
@@ -146,16 +147,18 @@ class Executor:
         """Read the first mini-batch (first stage, before step 1)."""
         self._load(0)
 
-    def run(self, step: int, batch: Batch, last: bool) -> StepResult:
-        """Fill and drain one step; gradients are accumulated, nothing is updated.
+    def run(self, run: RunStep) -> StepResult:
+        """Fill and drain one mini-batch; gradients are accumulated, nothing is updated.
 
         Raises:
             PeerLost: a channel closed.
             Exception: whatever the user's code raises; the tracker says where.
         """
         stage, tracker = self._stage, self._stage.tracker
-        self._step, self._last = step, last
-        stage.begin(step, share(batch.samples, batch.microbatches), self._recomputed)
+        step, batch = run.step, run.batch
+        self._step, self._last = step, run.last
+        shares = share(batch.samples, batch.microbatches)
+        stage.begin(step, shares, self._recomputed, run.first, run.loss_scale)
         self._current, self._next = self._next, None
         for sender in self._senders:
             sender.begin(batch.signature)
@@ -173,6 +176,80 @@ class Executor:
         tracker.set(Phase.WAITING, step)
         losses = stage.losses
         return StepResult(_as_floats(losses.values), _as_floats(losses.counts), busy)
+
+    def evaluate(self, step: int, source: Reader | None, averages: Averages) -> None:
+        """Stream all mini-batches of an evaluation pass through the stages, forward alone.
+
+        Nothing is between two mini-batches but their headers: frames are described, because how
+        many there are and what they look like is only known on the first stage. An empty list is
+        the end.
+
+        Args:
+            source: gives the mini-batches, on the first stage.
+            averages: added to on the last stage.
+
+        Raises:
+            as :meth:`run`.
+        """
+        stage = self._stage
+        self._step = step
+        stage.begin(step, (), frozenset())
+        for sender in self._senders:
+            sender.begin(None)
+        for _, _, receiver in self._receivers:
+            receiver.begin(None, ())
+        with eval_mode(stage.layers):
+            for m, (value, target, samples) in enumerate(self._evaluated(source)):
+                if self._target_in:
+                    samples, target = self._target_in.receive(m)
+                if self._routes:
+                    for peer in stage.skips.arriving if stage.skips else ():
+                        self._routes.receive(m, peer)
+                    value, _ = self._routes.joined(m, value, ())
+                output = stage.evaluate(m, value, target, samples, averages)
+                if self._routes and self._index < self._stages - 1:
+                    output = self._routes.parted(m, output)
+                if self._activation_out:
+                    self._activation_out.send(m, [output])
+                if self._target_out:
+                    self._target_out.send(m, (samples, target))
+                if self._routes:
+                    for peer in stage.skips.departing if stage.skips else ():
+                        self._routes.send(m, peer)
+                    self._routes.forget(m)
+                for payload, _, receiver in self._receivers:
+                    if payload not in _GRADIENTS:
+                        receiver.release(m)
+        if self._activation_out:
+            self._activation_out.send(0, [])
+        stage.tracker.set(Phase.WAITING, step)
+
+    def _evaluated(self, source: Reader | None) -> Iterator[tuple[Any, Any, int]]:
+        """Micro-batches (input, target, samples); what comes from elsewhere is left out."""
+        stage, m = self._stage, 0
+        if self._activation_in:
+            while True:
+                stage.tracker.set(Phase.WAITING, self._step, m)
+                got = self._activation_in.receive(m)
+                if not got:
+                    self._activation_in.release(m)
+                    return
+                yield got[0], None, 0
+                m += 1
+        assert source
+        while True:
+            stage.tracker.set(Phase.READING, self._step)
+            read = source.read()
+            if read is None:
+                return
+            sizes = share(read.batch.samples, read.batch.microbatches)
+            for value, target, size in zip(read.inputs, read.targets, sizes, strict=True):
+                samples = round(size * read.batch.samples)
+                yield (
+                    to_device(value, stage.device),
+                    target if self._target_out else to_device(target, stage.device),
+                    samples,
+                )
 
     def _forward(self, m: int) -> None:
         stage = self._stage

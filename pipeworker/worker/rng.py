@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 _PATH = Struct("<6q")
-_LAYER, _BUILD, _DATA = range(3)
+_LAYER, _BUILD, _DATA, _EVALUATION, _EVALUATION_DATA, _UPDATE = range(6)
 
 
 def _derive(kind: int, seed: int, *path: int) -> int:
@@ -41,6 +41,21 @@ def build_seed(seed: int, layer: int) -> int:
 def data_seed(seed: int, epoch: int) -> int:
     """Seed of the stream under which ``data()`` is read in an epoch."""
     return _derive(_DATA, seed, epoch)
+
+
+def evaluation_seed(seed: int, step: int, microbatch: int, layer: int) -> int:
+    """Seed of a layer's forward in the evaluation pass after a step."""
+    return _derive(_EVALUATION, seed, step, microbatch, layer)
+
+
+def evaluation_data_seed(seed: int, _: int) -> int:
+    """Seed of the stream under which ``evaluation()`` is read, in each pass."""
+    return _derive(_EVALUATION_DATA, seed)
+
+
+def update_seed(seed: int, step: int, layer: int) -> int:
+    """Seed under which ``before_update`` is called with a layer's parameters."""
+    return _derive(_UPDATE, seed, step, layer)
 
 
 def seed_all(seed: int, accelerator: torch.Generator | None = None) -> None:

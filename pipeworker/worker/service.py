@@ -22,6 +22,7 @@ from pipeworker.wire.messages import (
     Advance,
     Batch,
     Described,
+    EvaluationDone,
     Failed,
     Failure,
     Finish,
@@ -38,6 +39,7 @@ from pipeworker.wire.messages import (
 from pipeworker.worker import rng, survey
 from pipeworker.worker.control import Control, Leave
 from pipeworker.worker.data import Reader
+from pipeworker.worker.evaluation import Averages
 from pipeworker.worker.executor import Executor
 from pipeworker.worker.failures import failure_of
 from pipeworker.worker.position import Tracker
@@ -149,6 +151,11 @@ class _Worker:
         rng.seed_all(options.seed, accelerator)
         there = set(sys.modules)
         self._job = job_file.load(Path(options.job_file), options.arguments)
+        if options.evaluate_every and self._job.evaluation is None:
+            raise UsageError(
+                f"--evaluate-every {options.evaluate_every}: job file {options.job_file} has no "
+                "evaluation()"
+            )
         stashes = survey.mentions_skips(survey.new_modules(there))
         self._tracker.set(Phase.BUILDING)
         rng.seed_all(options.seed, accelerator)
@@ -194,18 +201,30 @@ class _Worker:
             layers.append(job_file.build(entry, index).to(self._device))
         job_file.check_ties(self._entries, plan.first, plan.stop)
         self._entries = []
-        is_first, is_last = plan.stage == 0, plan.stage == plan.stages - 1
+        self._is_first, self._is_last = plan.stage == 0, plan.stage == plan.stages - 1
         self._stage = Stage(
             layers,
             plan.first,
             seed=options.seed,
             device=self._device,
             tracker=tracker,
-            loss=self._job.loss if is_last else None,
+            loss=self._job.loss if self._is_last else None,
             skips=_skips(plan) if plan.skips else None,
+            precision=options.precision,
         )
         tracker.set(Phase.UPDATE)
-        self._updater = Updater(layers, self._job.optimizer, self._job.scheduler)
+        self._updater = Updater(
+            layers,
+            plan.first,
+            self._job,
+            seed=options.seed,
+            clip_value=options.clip_grad_value,
+        )
+        if self._updater.wants_metric and not options.evaluate_every:
+            raise UsageError(
+                "ReduceLROnPlateau looks at the evaluation loss: give --evaluate-every and define "
+                "evaluation() in the job file"
+            )
         tracker.set(Phase.CONNECTING)
         links = distributed.connect(
             [Edge.parse(edge) for edge in plan.edges],
@@ -214,7 +233,7 @@ class _Worker:
             self._settings.endpoint,
             options.backend,
         )
-        reader = self._reader if is_first else None
+        reader = self._reader if self._is_first else None
         self._executor = Executor(self._stage, plan.stage, plan.stages, links, reader, Courier())
         self._executor.load_first()
         tracker.set(Phase.WAITING)
@@ -226,16 +245,20 @@ class _Worker:
             self._executor.next_batch,
         )
 
-    def _advance(self, message: Advance) -> StepDone | None:
+    def _advance(self, message: Advance) -> StepDone | EvaluationDone | None:
         if message.update is not None:
             self._tracker.set(Phase.UPDATE, message.update.step)
-            self._updater.apply(message.update.scale)
+            self._updater.apply(message.update)
+        if message.evaluated is not None:
+            self._updater.evaluated(message.evaluated)
+        if message.evaluate is not None:
+            return self._evaluate(message.evaluate.step)
         run = message.run
         if run is None:
             return None
         if run.actions:
             self._executor.program(parse_actions(run.actions))
-        result = self._executor.run(run.step, run.batch, run.last)
+        result = self._executor.run(run)
         next_batch: Batch | None = self._executor.next_batch
         return StepDone(
             self._rank,
@@ -248,6 +271,23 @@ class _Worker:
             _peak_memory(self._device),
             next_batch,
         )
+
+    def _evaluate(self, step: int) -> EvaluationDone:
+        source = None
+        if self._is_first:
+            source = Reader(
+                self._job.evaluation,
+                microbatches=self._options.microbatches,
+                seed=self._options.seed,
+                repeat=False,
+                name="evaluation",
+                seed_of=rng.evaluation_data_seed,
+            )
+        averages = Averages(self._job.metrics)
+        self._executor.evaluate(step, source, averages)
+        loss, metrics = averages.result() if self._is_last else (0.0, {})
+        names = tuple(metrics)
+        return EvaluationDone(self._rank, step, loss, names, tuple(metrics.values()))
 
     def _save(self, message: Save) -> None:
         assert self._stage is not None

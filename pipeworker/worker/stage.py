@@ -20,6 +20,7 @@ from torch.utils import _pytree as pytree
 from pipeworker.errors import UsageError
 from pipeworker.wire.messages import Phase
 from pipeworker.worker import rng
+from pipeworker.worker.evaluation import Averages
 from pipeworker.worker.position import Tracker
 from pipeworker.worker.recompute import Buffers
 from pipeworker.worker.routes import Skips
@@ -28,6 +29,7 @@ from pipeworker.worker.transport.frame import replica
 
 Loss = Callable[[Any, Any], Any]
 _NOTHING: Any = object()
+_AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class _Boundary(torch.autograd.Function):
@@ -74,9 +76,11 @@ class Losses:
     Attributes:
         given: what ``loss`` returned: means, or sums where there is a count.
         weights: each micro-batch's share of the samples.
+        scale: against underflow in fp16; a power of two.
     """
 
     weights: Sequence[float] = ()
+    scale: float = 1.0
     given: dict[int, torch.Tensor] = field(default_factory=dict)
     counts: dict[int, torch.Tensor] = field(default_factory=dict)
 
@@ -91,7 +95,9 @@ class Losses:
     def gradient(self, microbatch: int) -> torch.Tensor:
         """What backward starts from, as if the loss had been multiplied by its weight."""
         one = torch.ones_like(self.given[microbatch], memory_format=torch.preserve_format)
-        return one if microbatch in self.counts else one.mul_(self.weights[microbatch])
+        if microbatch not in self.counts:
+            one.mul_(self.weights[microbatch])
+        return one if self.scale == 1.0 else one.mul_(self.scale)
 
 
 class Stage:
@@ -102,6 +108,7 @@ class Stage:
         loss: on the last stage.
         skips: None when no layer stashes or pops. Else the stage's input is a pair of a value and
             what arrives over skip connections, a dict by name, and its output likewise.
+        precision: ``fp32``, or what layers and loss are autocast to, ``bf16`` or ``fp16``.
     """
 
     def __init__(
@@ -114,6 +121,7 @@ class Stage:
         tracker: Tracker,
         loss: Loss | None = None,
         skips: Skips | None = None,
+        precision: str = "fp32",
     ) -> None:
         self.layers = list(layers)
         self.first = first
@@ -128,22 +136,39 @@ class Stage:
         self._input_changes: bool | None = None
         self._phony = torch.empty(0, device=device, requires_grad=True)
         self._kept: dict[int, _Kept] = {}
+        # Autocast is entered for each layer by itself: it keeps cast weights until it is left, and
+        # what shares one must not depend on the grouping.
+        self._autocast: torch.autocast | None = None
+        if precision in _AUTOCAST:
+            self._autocast = torch.autocast(device.type, _AUTOCAST[precision])
         self._step = 0
+        self._first = 0
+        self._seed_of = rng.layer_seed
         self._recomputed: frozenset[int] = frozenset()
         self.losses = Losses()
         self.refused = ""
         """What the layer that raised was given."""
 
-    def begin(self, step: int, weights: Sequence[float], recomputed: frozenset[int]) -> None:
-        """A step starts.
+    def begin(
+        self,
+        step: int,
+        weights: Sequence[float],
+        recomputed: frozenset[int],
+        first: int = 0,
+        loss_scale: float = 1.0,
+    ) -> None:
+        """A mini-batch of a step starts.
 
         Args:
             weights: each micro-batch's share of the samples.
             recomputed: the micro-batches that will be forwarded again before their backward.
+            first: the number of the first micro-batch within the step.
+            loss_scale: what backward starts from is multiplied by it.
         """
         self._step = step
+        self._first = first
         self._recomputed = recomputed
-        self.losses = Losses(weights)
+        self.losses = Losses(weights, loss_scale)
 
     def put_input(
         self, microbatch: int, value: Any, wants_grad: Sequence[bool], target: Any = None
@@ -221,30 +246,65 @@ class Stage:
         if any(kept.wants_grad):
             kept.caught = _Caught()
             value = _pass_boundary(value, kept.wants_grad, self._phony, kept.caught)
-        if self.skips is None:
-            value = self._through_layers(value, microbatch, phase)
-        else:
-            value, received = value
-            table = Table(received)
-            with table.active():
-                value = self._through_layers(value, microbatch, phase)
-            left = table.leave(self.skips.leaving)
-            if self._loss is None:
-                value = value, left
+        value = self._output(value, microbatch, phase)
         if self._loss is None:
             return value
         self.tracker.set(Phase.LOSS, self._step, microbatch)
         # What the loss draws goes on from the last layer's stream: they are always together.
-        return self._measure(self._loss(value, kept.target), microbatch)
+        return self._measure(self._loss_of(value, kept.target), microbatch)
+
+    def evaluate(
+        self, microbatch: int, value: Any, target: Any, samples: int, averages: Averages
+    ) -> Any:
+        """Forward alone, in :func:`eval_mode`; the last stage adds to `averages`.
+
+        Args:
+            microbatch: counts through the whole evaluation pass.
+        """
+        self._seed_of = rng.evaluation_seed
+        try:
+            output = self._output(value, microbatch, Phase.EVALUATION)
+            if self._loss is None:
+                return output
+            self.tracker.set(Phase.EVALUATION, self._step, microbatch)
+            loss = self._loss_of(output, target)
+            _check_scalar(loss[0] if isinstance(loss, (tuple, list)) and len(loss) == 2 else loss)
+            averages.add(loss, output, target, samples)
+        finally:
+            self._seed_of = rng.layer_seed
+
+    def _loss_of(self, output: Any, target: Any) -> Any:
+        assert self._loss
+        if self._autocast is None:
+            return self._loss(output, target)
+        with self._autocast:
+            return self._loss(output, target)
+
+    def _output(self, value: Any, microbatch: int, phase: Phase) -> Any:
+        """Through all layers, with a table of what is stashed where layers stash."""
+        if self.skips is None:
+            return self._through_layers(value, microbatch, phase)
+        value, received = value
+        table = Table(received)
+        with table.active():
+            value = self._through_layers(value, microbatch, phase)
+        left = table.leave(self.skips.leaving)
+        return value if self._loss is not None else (value, left)
 
     def _through_layers(self, value: Any, microbatch: int, phase: Phase) -> Any:
         step, tracker, last_layer = self._step, self.tracker, self._last_layer
+        seed, seed_of, number = self._seed, self._seed_of, self._first + microbatch
+        autocast = self._autocast
         node: Any = None
         try:
             for index, layer in enumerate(self.layers, self.first):
                 tracker.set(phase, step, microbatch, index)
-                rng.seed_all(rng.layer_seed(self._seed, step, microbatch, index), self._accelerator)
-                value = layer(value)
+                rng.seed_all(seed_of(seed, step, number, index), self._accelerator)
+                if autocast is None:
+                    value = layer(value)
+                else:
+                    with autocast:
+                        value = layer(value)
                 if index != last_layer:
                     node = self._mark(value, node, microbatch, index)
         except Exception:

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import inspect
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
 from pipeworker.errors import UsageError
+from pipeworker.job.file import Job
+from pipeworker.wire.messages import Update
+from pipeworker.worker import rng
 
 
 def parameters_of(layers: Sequence[nn.Module]) -> list[nn.Parameter]:
@@ -21,39 +25,66 @@ class Updater:
     """The stage's optimizer and learning-rate scheduler.
 
     Args:
-        optimizer: the job file's function; not called on a stage without parameters.
-        scheduler: the job file's function, or None; stepped once a step.
+        layers: of the stage; `first` is the index of the first one.
+        job: its ``optimizer`` is not called on a stage without parameters. One that has a parameter
+            called ``named_parameters`` is given pairs of a name and a parameter; names are those of
+            ``nn.Sequential(*layers).named_parameters()``.
+        clip_value: bound on each element of the gradients, or None.
+
+    Raises:
+        UsageError: ``optimizer`` or ``scheduler`` gave something else.
     """
 
     def __init__(
         self,
         layers: Sequence[nn.Module],
-        optimizer: Callable[[Any], Any],
-        scheduler: Callable[[Any], Any] | None,
+        first: int,
+        job: Job,
+        *,
+        seed: int = 0,
+        clip_value: float | None = None,
     ) -> None:
         self.parameters = parameters_of(layers)
         self.optimizer: torch.optim.Optimizer | None = None
         self.scheduler: Any = None
+        self._by_epoch = job.scheduler_interval == "epoch"
+        self._before_update = job.before_update
+        self._layers = list(enumerate(layers, first))
+        self._seed = seed
+        self._clip_value = clip_value
         if not self.parameters:
             return
-        built = optimizer(self.parameters)
+        given: Any = self.parameters
+        if "named_parameters" in _arguments(job.optimizer):
+            given = list(nn.Sequential(*layers).named_parameters())
+            given = [(_shifted(name, first), parameter) for name, parameter in given]
+        built = job.optimizer(given)
         if not isinstance(built, torch.optim.Optimizer):
             raise UsageError(
                 f"optimizer(params) returned a {type(built).__name__}: "
                 "it must return a torch.optim.Optimizer"
             )
-        if isinstance(built, torch.optim.LBFGS):
+        closure = inspect.signature(built.step).parameters.get("closure")
+        if isinstance(built, torch.optim.LBFGS) or (
+            closure is not None and closure.default is inspect.Parameter.empty
+        ):
             raise UsageError(
-                "LBFGS evaluates the model inside its step, which a pipeline cannot do"
+                f"{type(built).__name__} evaluates the model inside its step, which a pipeline "
+                "cannot do"
             )
         self.optimizer = built
-        if scheduler is not None:
-            self.scheduler = scheduler(built)
+        if job.scheduler is not None:
+            self.scheduler = job.scheduler(built)
             if not hasattr(self.scheduler, "step"):
                 raise UsageError(
                     f"scheduler(optimizer) returned a {type(self.scheduler).__name__}: "
                     "it must return a learning-rate scheduler"
                 )
+
+    @property
+    def wants_metric(self) -> bool:
+        """Whether the scheduler looks at the evaluation loss."""
+        return isinstance(self.scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau)
 
     @property
     def learning_rate(self) -> float:
@@ -70,21 +101,54 @@ class Updater:
         )
         return tuple(norms.square_().tolist())
 
-    def apply(self, scale: float) -> None:
-        """Multiply the gradients by `scale`, step the optimizer and the scheduler, clear."""
+    def apply(self, update: Update) -> None:
+        """Scale and clip the gradients, step the optimizer and the scheduler, clear."""
         if self.optimizer is None:
             return
-        gradients = [p.grad for p in self.parameters if p.grad is not None]
-        if gradients and scale != 1.0:
-            torch._foreach_mul_(gradients, scale)
-        self.optimizer.step()
-        if self.scheduler is not None:
+        if not update.overflow:
+            self._finish_gradients(update)
+            self.optimizer.step()
+        due = update.epoch_ended or not self._by_epoch
+        if self.scheduler is not None and due and not self.wants_metric:
             self.scheduler.step()
         self.clear()
+
+    def evaluated(self, loss: float) -> None:
+        """An evaluation pass gave this loss."""
+        if self.wants_metric:
+            self.scheduler.step(loss)
+
+    def _finish_gradients(self, update: Update) -> None:
+        gradients = [p.grad for p in self.parameters if p.grad is not None]
+        if gradients and update.scale != 1.0:
+            torch._foreach_mul_(gradients, update.scale)
+        if self._clip_value is not None:
+            torch.nn.utils.clip_grad_value_(self.parameters, self._clip_value)
+        if self._before_update is None:
+            return
+        seen: set[int] = set()
+        for index, layer in self._layers:
+            own = [p for p in layer.parameters() if p.grad is not None and id(p) not in seen]
+            seen.update(map(id, own))
+            if own:
+                rng.seed_all(rng.update_seed(self._seed, update.step, index))
+                self._before_update(own)
 
     def clear(self) -> None:
         for parameter in self.parameters:
             parameter.grad = None
+
+
+def _arguments(function: Callable[..., Any]) -> Collection[str]:
+    try:
+        return inspect.signature(function).parameters
+    except ValueError:  # some built-in callables have none
+        return ()
+
+
+def _shifted(name: str, first: int) -> str:
+    index, _, rest = name.partition(".")
+    return f"{int(index) + first}.{rest}"
 
 
 def _elements(gradient: torch.Tensor) -> torch.Tensor:

@@ -289,7 +289,9 @@ def test_no_update_when_a_stage_fails_instead() -> None:
 def test_the_first_step_ends_the_data_of_one_pass() -> None:
     """Without --steps the job ends where the first stage has no next mini-batch."""
     job = Job(2, steps=None).running()
-    assert job.step(1, batch=None)[0] == Send(b"w0", Advance(Update(1, 1.0), None))
+    assert job.step(1, batch=None)[0] == Send(
+        b"w0", Advance(Update(1, 1.0, epoch_ended=True), None)
+    )
     assert job.machine.state is State.SAVING
 
 

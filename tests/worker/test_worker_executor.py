@@ -18,7 +18,7 @@ from torch.utils import _pytree as pytree
 
 from pipeworker.errors import UsageError
 from pipeworker.plan import partition, schedule
-from pipeworker.wire.messages import Phase
+from pipeworker.wire.messages import Phase, RunStep
 from pipeworker.worker.data import Reader
 from pipeworker.worker.executor import Executor, StepResult
 from pipeworker.worker.position import Tracker
@@ -90,7 +90,7 @@ class Pipeline:
 
         def run(k: int) -> StepResult:
             self.executors[k].program(actions[k])
-            return self.executors[k].run(step, batch, last)
+            return self.executors[k].run(RunStep(step, batch, last, ""))
 
         with ThreadPoolExecutor(len(actions)) as pool:
             futures = [pool.submit(run, k) for k in range(len(actions))]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -10,11 +11,30 @@ import torch
 from torch import nn
 
 from pipeworker.errors import UsageError
+from pipeworker.job.file import Job
+from pipeworker.wire.messages import Update
 from pipeworker.worker.update import Updater, parameters_of
 
 
 def sgd(params: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(params, lr=0.5)
+
+
+def make(
+    layers: Sequence[nn.Module],
+    optimizer: Any = sgd,
+    scheduler: Any = None,
+    *,
+    first: int = 0,
+    clip_value: float | None = None,
+    **job: Any,
+) -> Updater:
+    made = Job(None, never, optimizer, None, scheduler, **job)
+    return Updater(layers, first, made, seed=5, clip_value=clip_value)
+
+
+def never(*_: Any) -> Any:
+    raise AssertionError("not to be called")
 
 
 def layer(*gradients: float | None) -> nn.Module:
@@ -36,8 +56,8 @@ def test_parameters_are_each_once_in_model_order() -> None:
 
 def test_the_update_is_scaled_and_clears() -> None:
     made = layer(2.0, None, 4.0)
-    updater = Updater([made], sgd, None)
-    updater.apply(0.25)
+    updater = make([made], sgd)
+    updater.apply(Update(1, 0.25))
     assert weights(made) == [0.75, 1.0, 0.5]
     assert all(parameter.grad is None for parameter in made.parameters())
 
@@ -48,27 +68,27 @@ def test_a_scale_of_one_leaves_the_gradients_alone() -> None:
     gradient = parameter.grad
     assert gradient is not None
     version = gradient._version
-    Updater([made], sgd, None).apply(1.0)
+    make([made], sgd, None).apply(Update(1, 1.0))
     assert weights(made) == [0.5]
     assert gradient._version == version
 
 
 def test_clear_forgets_without_an_update() -> None:
     made = layer(1.0)
-    Updater([made], sgd, None).clear()
+    make([made], sgd, None).clear()
     assert weights(made) == [1.0]
     assert [parameter.grad for parameter in made.parameters()] == [None]
 
 
 def test_squares_are_taken_in_float64_and_in_model_order() -> None:
     made = layer(3.0, None, 1e-30, 1e30)
-    assert Updater([made], sgd, None).squares() == pytest.approx((9.0, 1e-60, 1e60), rel=1e-6)
+    assert make([made], sgd, None).squares() == pytest.approx((9.0, 1e-60, 1e60), rel=1e-6)
 
 
 def test_squares_of_low_precision() -> None:
     linear = nn.Linear(100, 1, bias=False).half()
     linear.weight.grad = torch.full((1, 100), 300.0, dtype=torch.float16)
-    assert Updater([linear], sgd, None).squares() == (pytest.approx(9e6),)
+    assert make([linear], sgd, None).squares() == (pytest.approx(9e6),)
 
 
 def test_squares_of_sparse_and_complex_gradients() -> None:
@@ -76,34 +96,34 @@ def test_squares_of_sparse_and_complex_gradients() -> None:
     embedding(torch.tensor([1, 1, 3])).sum().backward()
     wave = nn.ParameterList([nn.Parameter(torch.ones(2, dtype=torch.complex64))])
     wave[0].grad = torch.tensor([3 + 4j, 0])
-    updater = Updater([embedding, wave], sgd, None)
+    updater = make([embedding, wave], sgd, None)
     assert updater.squares() == pytest.approx((2 * 4 + 2 * 1, 25))
     before = embedding.weight.detach().clone()
-    updater.apply(0.5)
+    updater.apply(Update(1, 0.5))
     assert torch.equal(before[1] - embedding.weight[1], torch.full((2,), 0.5))
 
 
 def test_without_gradients_there_are_no_squares() -> None:
-    updater = Updater([layer(None)], sgd, None)
+    updater = make([layer(None)], sgd, None)
     assert updater.squares() == ()
-    updater.apply(0.5)
+    updater.apply(Update(1, 0.5))
 
 
 def test_a_stage_without_parameters_has_no_optimizer() -> None:
     def never(_: Any) -> Any:
         pytest.fail("called")
 
-    updater = Updater([nn.ReLU(), nn.Identity()], never, never)
+    updater = make([nn.ReLU(), nn.Identity()], never, never)
     assert updater.optimizer is None
     assert math.isnan(updater.learning_rate)
     assert updater.squares() == ()
-    updater.apply(0.5)
+    updater.apply(Update(1, 0.5))
     updater.clear()
 
 
 def test_the_scheduler_steps_after_the_optimizer_once_a_step() -> None:
     made = layer(1.0)
-    updater = Updater(
+    updater = make(
         [made], sgd, lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 2, gamma=0.1)
     )
     rates = []
@@ -111,7 +131,7 @@ def test_the_scheduler_steps_after_the_optimizer_once_a_step() -> None:
         for parameter in made.parameters():
             parameter.grad = torch.ones(1)
         rates.append(updater.learning_rate)
-        updater.apply(1.0)
+        updater.apply(Update(1, 1.0))
     assert rates == pytest.approx([0.5, 0.5, 0.05, 0.05])
     assert weights(made) == pytest.approx([1 - 2 * 0.5 - 2 * 0.05])
 
@@ -119,17 +139,17 @@ def test_the_scheduler_steps_after_the_optimizer_once_a_step() -> None:
 @pytest.mark.parametrize("built", [None, 3, [sgd]])
 def test_an_optimizer_that_is_none(built: Any) -> None:
     with pytest.raises(UsageError, match=rf"returned a {type(built).__name__}: it must return a"):
-        Updater([nn.Linear(1, 1)], lambda params: built, None)
+        make([nn.Linear(1, 1)], lambda params: built)
 
 
 def test_a_scheduler_that_is_none() -> None:
     with pytest.raises(UsageError, match=r"scheduler\(optimizer\) returned a NoneType"):
-        Updater([nn.Linear(1, 1)], sgd, lambda optimizer: None)
+        make([nn.Linear(1, 1)], sgd, lambda optimizer: None)
 
 
 def test_lbfgs_is_refused() -> None:
     with pytest.raises(UsageError, match="LBFGS evaluates the model inside its step"):
-        Updater([nn.Linear(1, 1)], torch.optim.LBFGS, None)
+        make([nn.Linear(1, 1)], torch.optim.LBFGS, None)
 
 
 def test_the_optimizer_is_given_a_list_it_may_read_twice() -> None:
@@ -138,7 +158,7 @@ def test_the_optimizer_is_given_a_list_it_may_read_twice() -> None:
         small = [p for p in params if p.dim() < 2]
         return torch.optim.SGD([{"params": large, "lr": 2.0}, {"params": small}], lr=1.0)
 
-    updater = Updater([nn.Linear(2, 2)], groups, None)
+    updater = make([nn.Linear(2, 2)], groups, None)
     assert updater.learning_rate == 2.0
     assert updater.optimizer is not None
     assert [len(group["params"]) for group in updater.optimizer.param_groups] == [1, 1]

@@ -57,12 +57,12 @@ class Sender:
         self._known: dict[tuple[int, int], Frame] = {}
         self._dynamic = False
         self._surprised = False
-        self._signature = 0
+        self._signature: int | None = 0
         self._under_way: deque[Errand | _Started] = deque()
         self._errand: Errand | None = None  # the last one
 
-    def begin(self, signature: int) -> None:
-        """A step starts whose mini-batch has this shape signature."""
+    def begin(self, signature: int | None) -> None:
+        """A step starts whose mini-batch has this shape signature; with None, all is described."""
         self._signature = signature
         self._dynamic |= self._surprised
         self._surprised = False
@@ -80,7 +80,7 @@ class Sender:
         while under_way and self._capacity is not None and len(under_way) >= self._capacity:
             under_way.popleft().wait()
         expected = None
-        if not self._dynamic:
+        if not self._dynamic and self._signature is not None:
             expected = self._known.get((self._signature, microbatch))
         tensors = None
         if expected is not None and not self._surprised:
@@ -119,11 +119,12 @@ class Sender:
         if expected is not None:
             self._surprised = True
             messages += [(_EXPECTED, _filler(layout)) for layout in expected.tensors]
-        key = (self._signature, microbatch)
-        if frame.moves:
-            self._known[key] = frame
+        if self._signature is None:
+            pass  # never expected
+        elif frame.moves:
+            self._known[self._signature, microbatch] = frame
         else:
-            self._known.pop(key, None)
+            self._known.pop((self._signature, microbatch), None)
         return messages + [(_DESCRIBED, tensor) for tensor in tensors]
 
     def _start(self, messages: list[tuple[int, torch.Tensor]]) -> list[Pending]:
@@ -195,7 +196,7 @@ class Receiver:
         self._known: dict[tuple[int, int], Frame] = {}
         self._dynamic = False
         self._surprised = False
-        self._signature = 0
+        self._signature: int | None = 0
         self._ahead: deque[int] = deque()
         self._posted: dict[int, _Posted] = {}
         self._held: dict[int, _Posted] = {}
@@ -206,8 +207,11 @@ class Receiver:
         self.wants_grad: Sequence[bool] = ()
         """Which distinct tensors of the value received last require grad at the other end."""
 
-    def begin(self, signature: int, microbatches: Sequence[int]) -> None:
-        """A step starts; `microbatches` will be received in this order."""
+    def begin(self, signature: int | None, microbatches: Sequence[int]) -> None:
+        """A step starts; `microbatches` will be received in this order.
+
+        With a signature of None, whatever is described will be.
+        """
         self._signature = signature
         self._dynamic |= self._surprised
         self._surprised = False
@@ -239,7 +243,9 @@ class Receiver:
             self._surprised = True
             self._pool.give(posted.frame.tensors, posted.buffers)
         posted = self._receive_described()
-        if posted.frame.moves:
+        if self._signature is None:
+            pass  # never expected
+        elif posted.frame.moves:
             self._known[self._signature, microbatch] = posted.frame
         else:
             self._known.pop((self._signature, microbatch), None)
@@ -277,7 +283,9 @@ class Receiver:
             if ahead >= CHANNEL_CAPACITY and messages >= _MESSAGES_AHEAD:
                 break
             microbatch = self._ahead.popleft()
-            frame = None if self._dynamic else self._known.get((self._signature, microbatch))
+            frame = None
+            if not self._dynamic and self._signature is not None:
+                frame = self._known.get((self._signature, microbatch))
             if frame is not None:
                 chosen.append((microbatch, frame))
                 messages += len(frame.tensors)

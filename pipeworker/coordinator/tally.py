@@ -1,0 +1,102 @@
+"""What the mini-batches of one step give: loss, gradient norm, and the scale of the update."""
+
+from __future__ import annotations
+
+import functools
+import math
+import operator
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from pipeworker.coordinator.scaler import Scaler
+from pipeworker.wire.messages import Batch, StepDone
+
+_CLIP_EPSILON = 1e-6  # as torch.nn.utils.clip_grad_norm_
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """Of one step, over all stages.
+
+    Attributes:
+        loss: mean over the samples, or Σsum / Σcount.
+        norm: 2-norm of the whole gradient, before clipping.
+        scale: what the accumulated gradients are multiplied by in the update.
+        overflow: with a loss scale, whether a gradient is not finite.
+    """
+
+    loss: float
+    norm: float
+    scale: float
+    overflow: bool
+    learning_rate: float
+    samples: int
+    seconds: float
+    bubble: float
+    epoch: int
+
+
+@dataclass(slots=True)
+class Tally:
+    """Adds up the mini-batches of a step as they are done."""
+
+    started: float
+    batches: int = 0
+    microbatches: int = 0
+    _losses: float = 0.0
+    _counts: float = 0.0
+    _counted: bool = False
+    _busy: float = 0.0
+    _samples: int = 0
+    _epoch: int = 0
+    _squares: tuple[float, ...] = ()
+    _rates: tuple[float, ...] = ()
+
+    def add(self, done: Sequence[StepDone], batch: Batch) -> None:
+        """Every stage has run a mini-batch; `done` is in stage order."""
+        losses, counts = done[-1].losses, done[-1].counts
+        # Left to right, as the plain loop adds: sum() compensates since Python 3.12.
+        self._losses += functools.reduce(operator.add, losses, 0.0)
+        self._counted = bool(counts)
+        self._counts += exact_sum(counts)
+        self._busy += sum(d.busy for d in done) / len(done)
+        self._samples += batch.samples
+        self._epoch = batch.epoch
+        self._squares = tuple(square for d in done for square in d.squares)
+        self._rates = tuple(d.learning_rate for d in done if not math.isnan(d.learning_rate))
+        self.batches += 1
+        self.microbatches += batch.microbatches
+
+    def outcome(self, now: float, clip: float | None, scaler: Scaler | None) -> Outcome:
+        """The step as a whole; gradients are the mean of the mini-batches', or Σ / Σcount."""
+        count = self._counts if self._counted else float(self.batches)
+        loss_scale = scaler.scale if scaler else 1.0
+        loss = self._losses / count if count else math.nan
+        norm = math.sqrt(exact_sum(self._squares))
+        norm = norm / (count * loss_scale) if count else math.nan
+        scale = 1.0 / (count * loss_scale) if count else 1.0 / loss_scale
+        if clip is not None and norm + _CLIP_EPSILON > clip:
+            scale *= clip / (norm + _CLIP_EPSILON)
+        seconds = now - self.started
+        busy = self._busy / seconds if seconds > 0 else 1.0
+        return Outcome(
+            loss=loss,
+            norm=norm,
+            scale=scale,
+            overflow=scaler is not None and not math.isfinite(norm),
+            learning_rate=self._rates[0] if self._rates else 0.0,
+            samples=self._samples,
+            seconds=seconds,
+            bubble=min(1.0, max(0.0, 1.0 - busy)),
+            epoch=self._epoch,
+        )
+
+
+def exact_sum(values: Sequence[float]) -> float:
+    """The sum, in any order the same, so that the grouping of layers does not show; or NaN."""
+    if not all(map(math.isfinite, values)):
+        return math.nan
+    try:
+        return math.fsum(values)
+    except OverflowError:
+        return math.nan
