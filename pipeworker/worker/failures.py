@@ -22,8 +22,13 @@ _USER_PHASES = frozenset(
         Phase.BACKWARD,
         Phase.LOSS,
         Phase.UPDATE,
+        Phase.EVALUATION,
     }
 )
+
+
+IN_LAYERS = frozenset({Phase.FORWARD, Phase.RECOMPUTE, Phase.EVALUATION})
+"""Where a layer is given an input."""
 
 
 def failure_of(
@@ -35,7 +40,7 @@ def failure_of(
         note: what the layer was given, added to the message.
     """
     shown = note and f" ({note})"
-    in_step = position.phase in (Phase.FORWARD, Phase.RECOMPUTE) and position.step > 0
+    in_step = position.step > 0 and position.phase in IN_LAYERS
     if isinstance(error, UsageError) and not (isinstance(error, SkipError) and in_step):
         return Failure(Cause.USAGE, str(error), rank, position, layer_class)
     if isinstance(error, PeerLost):
@@ -78,6 +83,8 @@ def subject(position: Position, layer_class: str) -> str:
             return "loss()"
         case Phase.UPDATE:
             return "the optimizer"
+        case Phase.EVALUATION if position.layer < 0:
+            return "loss() or metrics()"
     if position.layer >= 0:
         name = f"layer {position.layer}" + (f" ({layer_class})" if layer_class else "")
         return f"building {name}" if position.phase is Phase.BUILDING else name

@@ -41,7 +41,7 @@ from pipeworker.worker.control import Control, Leave
 from pipeworker.worker.data import Reader
 from pipeworker.worker.evaluation import Averages
 from pipeworker.worker.executor import Executor
-from pipeworker.worker.failures import failure_of
+from pipeworker.worker.failures import IN_LAYERS, failure_of
 from pipeworker.worker.position import Tracker
 from pipeworker.worker.routes import Skips
 from pipeworker.worker.stage import Stage
@@ -135,7 +135,7 @@ class _Worker:
         refused = ""
         if self._stage is not None and position.layer >= 0:
             layer_class = type(self._stage.layers[position.layer - self._stage.first]).__name__
-            if position.phase in (Phase.FORWARD, Phase.RECOMPUTE) and self._stage.refused:
+            if position.phase in IN_LAYERS and self._stage.refused:
                 refused = f"its input was {self._stage.refused}"
         return failure_of(error, self._rank, position, layer_class, refused)
 
