@@ -331,3 +331,20 @@ def test_a_failure_in_evaluation_is_placed(jobs: Jobs) -> None:
     assert run.status == 1
     assert "layer 2 (Fails) raised RuntimeError: no evaluation today" in run.stderr
     assert "in evaluation: stage 2, layer 2 (Fails), micro-batch 2, step 2" in run.stderr
+
+
+def test_deferred_batch_norm(jobs: Jobs) -> None:
+    """Uneven micro-batches, recompute and evaluation; statistics change once a mini-batch."""
+    words = ("--microbatches", "5", "--steps", "3", "--deferred-batch-norm")
+    modes = ("never", "always", "except_first")
+    runs = [
+        jobs.train(
+            *("--stages", str(k), *words, "--recompute", mode, "--evaluate-every", "2"),
+            source=RICH,
+        )
+        for k, mode in zip((1, 2, 4), modes, strict=True)
+    ]
+    for run in runs[1:]:
+        assert_same(run, runs[0])
+        assert evaluations(run) == evaluations(runs[0])
+    assert runs[0].weights["2.norm.num_batches_tracked"] == 3

@@ -173,6 +173,7 @@ class Executor:
             else:
                 handle(*arguments)
         self._current = None
+        stage.end()
         tracker.set(Phase.WAITING, step)
         losses = stage.losses
         return StepResult(_as_floats(losses.values), _as_floats(losses.counts), busy)

@@ -211,6 +211,7 @@ class _Worker:
             loss=self._job.loss if self._is_last else None,
             skips=_skips(plan) if plan.skips else None,
             precision=options.precision,
+            deferred_batch_norm=options.deferred_batch_norm,
         )
         tracker.set(Phase.UPDATE)
         self._updater = Updater(

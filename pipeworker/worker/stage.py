@@ -20,6 +20,7 @@ from torch.utils import _pytree as pytree
 from pipeworker.errors import UsageError
 from pipeworker.wire.messages import Phase
 from pipeworker.worker import rng
+from pipeworker.worker.batchnorm import DeferredBatchNorm
 from pipeworker.worker.evaluation import Averages
 from pipeworker.worker.position import Tracker
 from pipeworker.worker.recompute import Buffers
@@ -122,6 +123,7 @@ class Stage:
         loss: Loss | None = None,
         skips: Skips | None = None,
         precision: str = "fp32",
+        deferred_batch_norm: bool = False,
     ) -> None:
         self.layers = list(layers)
         self.first = first
@@ -132,6 +134,7 @@ class Stage:
         self._loss = loss
         self.skips = skips
         self._accelerator = rng.accelerator_generator(device)
+        self._deferred = DeferredBatchNorm(self.layers) if deferred_batch_norm else None
         self._buffers = Buffers(self.layers)
         self._input_changes: bool | None = None
         self._phony = torch.empty(0, device=device, requires_grad=True)
@@ -169,6 +172,11 @@ class Stage:
         self._first = first
         self._recomputed = recomputed
         self.losses = Losses(weights, loss_scale)
+
+    def end(self) -> None:
+        """The mini-batch is complete."""
+        if self._deferred is not None:
+            self._deferred.commit()
 
     def put_input(
         self, microbatch: int, value: Any, wants_grad: Sequence[bool], target: Any = None
