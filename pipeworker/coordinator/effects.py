@@ -92,11 +92,12 @@ class Evaluated:
 class Commit:
     """Every stage has written its part of the checkpoint of `step`: make it complete.
 
-    `scaler` is the state of the loss scale, with fp16.
+    `scaler` is the state of the loss scale, with fp16; `ties` the names of tied weights.
     """
 
     step: int
     scaler: Scaler | None = None
+    ties: tuple[tuple[str, ...], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,9 +34,10 @@ from pipeworker.coordinator.scaler import Scaler
 from pipeworker.coordinator.tally import Tally
 from pipeworker.errors import UsageError
 from pipeworker.job.options import Options
-from pipeworker.plan import partition, schedule, skips
+from pipeworker.plan import partition, schedule, skips, ties
 from pipeworker.plan.proof import Proof, prove
 from pipeworker.plan.skips import Skip
+from pipeworker.plan.ties import Tie
 from pipeworker.wire.messages import (
     Advance,
     Batch,
@@ -59,6 +60,7 @@ from pipeworker.wire.messages import (
     Saved,
     SkipRoute,
     StepDone,
+    TiedWeights,
     Update,
     Welcome,
 )
@@ -117,6 +119,7 @@ class Machine:
     _awaited: set[int] = field(default_factory=set)
     _ranges: tuple[tuple[int, int], ...] = ()
     _skips: tuple[Skip, ...] = ()
+    _ties: tuple[Tie, ...] = ()
     _schedules: dict[int, tuple[schedule.Schedule, Proof]] = field(default_factory=dict)
     _sent_schedule: int = 0
     _batch: Batch | None = None
@@ -172,7 +175,8 @@ class Machine:
                     return self._evaluated(self._evaluation, now)
             case Saved() if self.state is State.SAVING:
                 if self._last_awaited(message.rank):
-                    return [Commit(self._steps_done, self._scaler)]
+                    names = tuple(tie.names for tie in self._ties)
+                    return [Commit(self._steps_done, self._scaler, names)]
             case _:
                 return [Dropped(f"{type(message).__name__} while {self.state.value}")]
         return []
@@ -317,12 +321,14 @@ class Machine:
             self._ranges = partition.ranges(balance)
             between_layers = [Skip(s.source, s.target, s.name) for s in described[0].skips]
             self._skips = skips.between_stages(between_layers, self._ranges)
+            self._ties = ties.placed([Tie(t.names) for t in described[0].ties], self._ranges)
             built, _ = self._schedule(self.options.microbatches)
         except UsageError as error:
             return self._fail(Failure(Cause.USAGE, str(error)))
         self.state = State.BUILDING
         effects: list[Effect] = [
             Log(f"balance {balance} of {layers} layers; schedule {built.name} is proven"),
+            *(Log(f"tied: {' = '.join(tie.names)}") for tie in self._ties),
             *(Log(f"skip {s.name!r} from stage {s.source} to {s.target}") for s in self._skips),
         ]
         edges = schedule.edges(built)
@@ -333,7 +339,8 @@ class Machine:
                 for s in self._skips
                 if rank in (s.source, s.target)
             )
-            plan = Plan(rank, stages, *self._ranges[rank], mine, routes)
+            tied = tuple(TiedWeights(t.names, t.stages) for t in self._ties if rank in t.stages)
+            plan = Plan(rank, stages, *self._ranges[rank], mine, routes, tied)
             effects.append(Send(worker.peer, plan))
         return effects
 
@@ -347,6 +354,7 @@ class Machine:
                 microbatches,
                 options.recompute,
                 skips.pairs(self._skips),
+                ties.pairs(self._ties),
             )
             self._schedules[microbatches] = built, prove(built)
         return self._schedules[microbatches]

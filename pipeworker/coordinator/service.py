@@ -220,6 +220,8 @@ class Service:
     def _commit(self, commit: Commit) -> None:
         stages = self._configuration.options.stages
         manifest: dict[str, Any] = {"version": 1, "step": commit.step, "stages": stages}
+        if commit.ties:
+            manifest["ties"] = commit.ties
         if commit.scaler:
             manifest["scaler"] = dataclasses.asdict(commit.scaler)
         try:

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import importlib.util
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import torch
 from torch import nn
 
 from pipeworker.errors import UsageError
@@ -29,6 +28,7 @@ class Job:
         model: an ``nn.Sequential``, a list of layers, or a function that returns one.
         data: an iterable, or a function that returns one; `evaluation` likewise, or None.
         scheduler_interval: ``"step"`` or ``"epoch"``.
+        tied: tuples of names of parameters that are one, for layers given as callables.
     """
 
     model: Any
@@ -40,6 +40,7 @@ class Job:
     before_update: Callable[[list[nn.Parameter]], Any] | None = None
     evaluation: Any = None
     metrics: Callable[[Any, Any], Any] | None = None
+    tied: Sequence[Sequence[str]] = ()
 
 
 def load(path: Path, arguments: tuple[str, ...]) -> Job:
@@ -106,6 +107,12 @@ def check(module: ModuleType, path: Path) -> Job:
             f"scheduler_interval in job file {path} is {interval!r}: it must be "
             f"{' or '.join(map(repr, _INTERVALS))}"
         )
+    tied = getattr(module, "tied", ())
+    if not isinstance(tied, (list, tuple)):
+        raise UsageError(
+            f"tied in job file {path} is a {type(tied).__name__}: it must be a list of tuples of "
+            "parameter names"
+        )
     model, evaluation = module.model, getattr(module, "evaluation", None)
     if not isinstance(model, (nn.Sequential, list, tuple)) and not _is_function(model):
         raise UsageError(
@@ -130,6 +137,7 @@ def check(module: ModuleType, path: Path) -> Job:
         before_update=getattr(module, "before_update", None),
         evaluation=evaluation,
         metrics=getattr(module, "metrics", None),
+        tied=tied,
     )
 
 
@@ -187,25 +195,20 @@ def build(entry: Entry, index: int) -> nn.Module:
     return built
 
 
-def check_ties(layers: list[Entry], first: int, stop: int) -> None:
-    """Refuse a parameter or buffer that this stage's layers share with others: they would part.
+def check_buffers(layers: list[Entry], first: int, stop: int) -> None:
+    """Refuse a buffer that this stage's layers share with others: the two would part.
 
     Raises:
-        UsageError: a parameter or buffer of layers ``first`` to ``stop - 1`` is in another layer.
+        UsageError: a buffer of layers ``first`` to ``stop - 1`` is in another layer.
     """
     built = [(i, entry) for i, entry in enumerate(layers) if isinstance(entry, nn.Module)]
-    mine = {id(t): i for i, entry in built if first <= i < stop for t in _tensors(entry)}
+    mine = {id(b): i for i, entry in built if first <= i < stop for b in entry.buffers()}
     for index, entry in built:
         if first <= index < stop:
             continue
-        for tensor in _tensors(entry):
-            if id(tensor) in mine:
+        for buffer in entry.buffers():
+            if id(buffer) in mine:
                 raise UsageError(
-                    f"layers {mine[id(tensor)]} and {index} share a parameter or buffer but are on "
-                    "different stages: tied weights must be on one stage, see --balance"
+                    f"layers {mine[id(buffer)]} and {index} share a buffer but are on different "
+                    "stages, where it would not stay the same: put them on one, see --balance"
                 )
-
-
-def _tensors(module: nn.Module) -> Iterator[torch.Tensor]:
-    yield from module.parameters()
-    yield from module.buffers()

@@ -18,7 +18,7 @@ from pipeworker.errors import ScheduleError
 from pipeworker.plan.schedule import (
     RECEIVES,
     SENDS,
-    SKIPPING,
+    WITH_PEER,
     Action,
     Edge,
     Kind,
@@ -31,7 +31,7 @@ from pipeworker.plan.schedule import (
 CHANNEL_CAPACITY = 4
 """Frames an activation or gradient channel holds before its sender waits. The transport keeps to
 it."""
-UNBOUNDED = frozenset({Payload.TARGET, Payload.SKIP, Payload.SKIP_GRADIENT})
+UNBOUNDED = frozenset({Payload.TARGET, Payload.SKIP, Payload.SKIP_GRADIENT, Payload.TIED})
 """What never makes its sender wait. Targets and skips are taken several stages, so as many
 micro-batches, later: a bound below that would hold up every fill. Activations and gradients, which
 are bounded, keep the stages together."""
@@ -82,6 +82,9 @@ def prove(
     for source, target in schedule.skips:
         if not 0 <= source < target < len(schedule.stages):
             raise ScheduleError(f"skip {source}>{target} does not lead to a later stage")
+    for source, target in schedule.ties:
+        if source == target or (target, source) not in schedule.ties:
+            raise ScheduleError(f"tie {source}>{target} has no {target}>{source}")
     live = [_check_stage(schedule, stage) for stage in range(len(schedule.stages))]
     _check_channels(schedule)
     makespan, busy = _run(schedule, capacity, costs or Costs())
@@ -107,6 +110,7 @@ def _check_stage(schedule: Schedule, stage: int) -> tuple[int, int]:
 
     sources = [source for source, target in schedule.skips if target == stage]
     targets = [target for source, target in schedule.skips if source == stage]
+    tied = [target for source, target in schedule.ties if source == stage]
 
     def need(
         action: Action, kind: Kind, applies: bool = True, peers: Sequence[int] = (-1,)
@@ -148,6 +152,8 @@ def _check_stage(schedule: Schedule, stage: int) -> tuple[int, int]:
                 need(action, Kind.FORWARD)
             case Kind.SEND_GRADIENT | Kind.SEND_SKIP_GRADIENT:
                 need(action, Kind.BACKWARD)
+            case Kind.SEND_TIED if next_backward < schedule.microbatches:
+                raise ScheduleError(f"stage {stage}: {action} comes before the last backward")
             case Kind.LOAD if stage > 0:
                 raise ScheduleError(f"stage {stage}: only the first stage reads data")
             case Kind.LOAD if m > 0:
@@ -172,8 +178,14 @@ def _check_stage(schedule: Schedule, stage: int) -> tuple[int, int]:
         for kind, peer in sorted(expected, key=lambda what: (what[0].value, what[1])):
             if Action(kind, m, peer) not in seen:
                 raise ScheduleError(f"stage {stage}: {Action(kind, m, peer)} is missing")
+    ends = {Action(kind, 0, peer) for peer in tied for kind in (Kind.SEND_TIED, Kind.RECEIVE_TIED)}
+    for action in sorted(ends - seen, key=str):
+        raise ScheduleError(f"stage {stage}: {action} is missing")
     for action in seen:
-        if action.kind in SKIPPING and (action.kind, action.peer) not in expected:
+        if action.kind in (Kind.SEND_TIED, Kind.RECEIVE_TIED):
+            if action not in ends:
+                raise ScheduleError(f"stage {stage}: {action} belongs to no tied weights")
+        elif action.kind in WITH_PEER and (action.kind, action.peer) not in expected:
             raise ScheduleError(f"stage {stage}: {action} belongs to no skip connection")
         if action.kind in SENDS or action.kind in RECEIVES:
             edge = edge_of(action, stage, last + 1)

@@ -39,6 +39,9 @@ class Kind(Enum):
     RECEIVE_SKIP = "<S"
     SEND_SKIP_GRADIENT = ">H"
     RECEIVE_SKIP_GRADIENT = "<H"
+    SEND_TIED = ">W"
+    """The gradients of tied weights, at the end of a step (counts as micro-batch 0)."""
+    RECEIVE_TIED = "<W"
 
 
 class Payload(Enum):
@@ -49,6 +52,7 @@ class Payload(Enum):
     TARGET = "target"
     SKIP = "skip"
     SKIP_GRADIENT = "skip-gradient"
+    TIED = "tied"
 
 
 COMPUTE = frozenset({Kind.FORWARD, Kind.RECOMPUTE, Kind.BACKWARD})
@@ -58,6 +62,7 @@ SENDS = {
     Kind.SEND_TARGET: Payload.TARGET,
     Kind.SEND_SKIP: Payload.SKIP,
     Kind.SEND_SKIP_GRADIENT: Payload.SKIP_GRADIENT,
+    Kind.SEND_TIED: Payload.TIED,
 }
 RECEIVES = {
     Kind.RECEIVE_ACTIVATION: Payload.ACTIVATION,
@@ -65,13 +70,16 @@ RECEIVES = {
     Kind.RECEIVE_TARGET: Payload.TARGET,
     Kind.RECEIVE_SKIP: Payload.SKIP,
     Kind.RECEIVE_SKIP_GRADIENT: Payload.SKIP_GRADIENT,
+    Kind.RECEIVE_TIED: Payload.TIED,
 }
-SKIPPING = frozenset(
+WITH_PEER = frozenset(
     {
         Kind.SEND_SKIP,
         Kind.RECEIVE_SKIP,
         Kind.SEND_SKIP_GRADIENT,
         Kind.RECEIVE_SKIP_GRADIENT,
+        Kind.SEND_TIED,
+        Kind.RECEIVE_TIED,
     }
 )
 """The kinds that name the stage at the other end."""
@@ -81,7 +89,7 @@ SKIPPING = frozenset(
 class Action:
     """One thing a stage does for one micro-batch (LOAD counts as micro-batch 0).
 
-    `peer` is the stage at the other end of a skip connection; in text, ``>S0@3``.
+    `peer` is the stage at the other end of a skip connection or a tie; in text, ``>S0@3``.
     """
 
     kind: Kind
@@ -89,7 +97,7 @@ class Action:
     peer: int = -1
 
     def __str__(self) -> str:
-        where = f"@{self.peer}" if self.kind in SKIPPING else ""
+        where = f"@{self.peer}" if self.kind in WITH_PEER else ""
         return f"{self.kind.value}{self.microbatch}{where}"
 
 
@@ -112,22 +120,28 @@ class Edge:
         return Edge(int(source), int(target), payload)
 
 
+Pairs = tuple[tuple[int, int], ...]
+
+
 @dataclass(frozen=True, slots=True)
 class Schedule:
     """The actions of every stage for one step of `microbatches` micro-batches.
 
-    `skips` are the pairs of stages (source, target) that skip connections lead between.
+    `skips` are the pairs of stages (source, target) that skip connections lead between; `ties`
+    those that tell each other gradients of tied weights, each pair in both directions.
     """
 
     name: str
     microbatches: int
     stages: tuple[tuple[Action, ...], ...]
-    skips: tuple[tuple[int, int], ...] = ()
+    skips: Pairs = ()
+    ties: Pairs = ()
 
     def __str__(self) -> str:
         head = f"{self.name} stages={len(self.stages)} microbatches={self.microbatches}"
-        if self.skips:
-            head += " skips=" + ",".join(f"{source}>{target}" for source, target in self.skips)
+        for label, ends in (("skips", self.skips), ("ties", self.ties)):
+            if ends:
+                head += f" {label}=" + ",".join(f"{source}>{target}" for source, target in ends)
         lines = (f"{stage}: {format_actions(actions)}" for stage, actions in enumerate(self.stages))
         return "\n".join([head, *lines])
 
@@ -136,7 +150,7 @@ def edge_of(action: Action, stage: int, stages: int) -> Edge:
     """The channel that a send or receive of `stage` uses."""
     kind = action.kind
     payload = SENDS.get(kind) or RECEIVES[kind]
-    if kind in SKIPPING:
+    if kind in WITH_PEER:
         ends = (stage, action.peer) if kind in SENDS else (action.peer, stage)
         return Edge(*ends, payload.value)
     step = {Payload.ACTIVATION: 1, Payload.GRADIENT: -1, Payload.TARGET: stages - 1}[payload]
@@ -201,12 +215,13 @@ def build(
     stages: int,
     microbatches: int,
     recompute: str,
-    skips: tuple[tuple[int, int], ...] = (),
+    skips: Pairs = (),
+    ties: Pairs = (),
 ) -> Schedule:
     """Make the named schedule for a number of stages and micro-batches.
 
     Args:
-        skips: the pairs of stages (source, target) that skip connections lead between.
+        skips, ties: see :class:`Schedule`.
 
     Raises:
         ScheduleError: the name or the recompute mode is unknown, or a count is not positive.
@@ -216,14 +231,15 @@ def build(
     if stages < 1 or microbatches < 1:
         raise ScheduleError("a schedule needs at least one stage and one micro-batch")
     order = ORDERS[name](stages, microbatches, recomputed(recompute, microbatches))
-    return connect(name, microbatches, order, skips)
+    return connect(name, microbatches, order, skips, ties)
 
 
 def connect(
     name: str,
     microbatches: int,
     orders: Sequence[Sequence[Action]],
-    skips: tuple[tuple[int, int], ...] = (),
+    skips: Pairs = (),
+    ties: Pairs = (),
 ) -> Schedule:
     """Place sends right after what they send and receives right before what needs them.
 
@@ -234,13 +250,16 @@ def connect(
     return Schedule(
         name,
         microbatches,
-        tuple(tuple(_connected(order, stage, last, skips)) for stage, order in enumerate(orders)),
+        tuple(
+            tuple(_connected(order, stage, last, skips, ties)) for stage, order in enumerate(orders)
+        ),
         skips,
+        ties,
     )
 
 
 def _connected(
-    order: Sequence[Action], stage: int, last: int, skips: Iterable[tuple[int, int]]
+    order: Sequence[Action], stage: int, last: int, skips: Pairs, ties: Pairs
 ) -> Iterable[Action]:
     sources = [source for source, target in skips if target == stage]
     targets = [target for source, target in skips if source == stage]
@@ -277,6 +296,11 @@ def _connected(
                 yield Action(Kind.SEND_SKIP_GRADIENT, m, peer)
         else:
             yield action
+    peers = [target for source, target in ties if source == stage]
+    for peer in peers:
+        yield Action(Kind.SEND_TIED, 0, peer)
+    for peer in peers:
+        yield Action(Kind.RECEIVE_TIED, 0, peer)
 
 
 def format_actions(actions: Iterable[Action]) -> str:
@@ -296,13 +320,24 @@ def parse_actions(text: str) -> tuple[Action, ...]:
     actions = []
     for word in text.split():
         match = _TOKEN.fullmatch(word)
-        if match is None or (match[3] is not None) is not (Kind(match[1]) in SKIPPING):
+        if match is None or (match[3] is not None) is not (Kind(match[1]) in WITH_PEER):
             raise ScheduleError(
                 f"{word!r} is not an action: write a kind and a micro-batch, as F0, and for a skip "
                 "connection the other stage, as >S0@2"
             )
         actions.append(Action(Kind(match[1]), int(match[2]), int(match[3] or -1)))
     return tuple(actions)
+
+
+_PAIRS = r"\d+>\d+(?:,\d+>\d+)*"
+_HEAD = re.compile(
+    rf"(\S+) stages=(\d+) microbatches=(\d+)(?: skips=({_PAIRS}))?(?: ties=({_PAIRS}))?"
+)
+
+
+def _pairs(text: str | None) -> Pairs:
+    ends = [pair.split(">") for pair in text.split(",")] if text else []
+    return tuple((int(source), int(target)) for source, target in ends)
 
 
 def parse(text: str) -> Schedule:
@@ -312,10 +347,7 @@ def parse(text: str) -> Schedule:
         ScheduleError: the head or a stage line is malformed.
     """
     head, _, body = text.strip().partition("\n")
-    match = re.fullmatch(
-        r"(\S+) stages=(\d+) microbatches=(\d+)(?: skips=((?:\d+>\d+)(?:,\d+>\d+)*))?",
-        head.strip(),
-    )
+    match = _HEAD.fullmatch(head.strip())
     if match is None:
         raise ScheduleError(f"{head!r} is not a schedule's head: NAME stages=K microbatches=M")
     stages = []
@@ -326,6 +358,4 @@ def parse(text: str) -> Schedule:
         stages.append(parse_actions(actions))
     if len(stages) != int(match[2]):
         raise ScheduleError(f"the head says {match[2]} stages, but {len(stages)} lines follow")
-    ends = [pair.split(">") for pair in (match[4] or "").split(",") if pair]
-    skips = tuple((int(source), int(target)) for source, target in ends)
-    return Schedule(match[1], int(match[3]), tuple(stages), skips)
+    return Schedule(match[1], int(match[3]), tuple(stages), _pairs(match[4]), _pairs(match[5]))

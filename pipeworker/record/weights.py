@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +30,13 @@ def save_stage(
     layers: Sequence[nn.Module],
     first: int,
     optimizer: torch.optim.Optimizer | None,
+    elsewhere: Collection[int] = (),
 ) -> None:
-    """Write a stage's weights and optimizer state; on disk when this returns."""
+    """Write a stage's weights and optimizer state; on disk when this returns.
+
+    Args:
+        elsewhere: ids of parameters whose optimizer state another stage writes.
+    """
     weights = {
         f"{index}.{key}": value.detach().cpu()
         for index, layer in enumerate(layers, first)
@@ -42,6 +47,7 @@ def save_stage(
         id(parameter): f"{index}.{key}"
         for index, layer in reversed(list(enumerate(layers, first)))
         for key, parameter in layer.named_parameters()
+        if id(parameter) not in elsewhere
     }
     state: dict[str, Any] = {}
     groups: list[dict[str, Any]] = []
@@ -97,6 +103,8 @@ def export(source: Path, out: Path) -> int:
                 f"{path} is missing: the stage wrote it on another host; copy it here and try again"
             )
         weights.update(torch.load(path, weights_only=True)["weights"])
+    for first, *others in manifest.get("ties", []):
+        weights.update((name, weights[first]) for name in others)
     partial = out.with_name(f".{out.name}.partial")
     try:
         if out.suffix == ".pt":

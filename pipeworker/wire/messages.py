@@ -115,17 +115,26 @@ class SkipRoute:
 
 
 @dataclass(frozen=True, slots=True)
+class TiedWeights:
+    """One parameter at several places: its names, and in `Plan` the stages of the places."""
+
+    names: tuple[str, ...]
+    stages: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Described:
     """What the job file's model is.
 
     Attributes:
         layers: the class of each layer, or ``"?"`` for one that is not built yet.
-        skips: from rank 0 alone.
+        skips, ties: from rank 0 alone.
     """
 
     rank: int
     layers: tuple[str, ...]
     skips: tuple[SkipRoute, ...]
+    ties: tuple[TiedWeights, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,7 +242,7 @@ class Welcome:
 class Plan:
     """What this worker owns: layers ``first`` to ``stop - 1``; channels in connection order.
 
-    `skips` are those that begin or end on the stage.
+    `skips` are those that begin or end on the stage, `ties` those with a place on it.
     """
 
     stage: int
@@ -242,6 +251,7 @@ class Plan:
     stop: int
     edges: tuple[str, ...]
     skips: tuple[SkipRoute, ...]
+    ties: tuple[TiedWeights, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

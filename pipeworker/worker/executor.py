@@ -10,12 +10,13 @@ from typing import Any
 import torch
 
 from pipeworker.plan.proof import CHANNEL_CAPACITY, UNBOUNDED
-from pipeworker.plan.schedule import COMPUTE, RECEIVES, SKIPPING, Action, Edge, Kind, Payload
+from pipeworker.plan.schedule import COMPUTE, RECEIVES, WITH_PEER, Action, Edge, Kind, Payload
 from pipeworker.wire.messages import Batch, Phase, RunStep
 from pipeworker.worker.data import MicroBatches, Reader, share, to_device
 from pipeworker.worker.evaluation import Averages, eval_mode
 from pipeworker.worker.routes import Routes
 from pipeworker.worker.stage import Stage, distinct_tensors
+from pipeworker.worker.ties import Ties
 from pipeworker.worker.transport.channel import Receiver, Sender
 from pipeworker.worker.transport.courier import Courier
 from pipeworker.worker.transport.link import Link
@@ -23,6 +24,7 @@ from pipeworker.worker.transport.link import Link
 _FRAMES_AHEAD = 16
 """Receives of activations and targets posted ahead; their buffers are kept until backward."""
 _GRADIENTS_AHEAD = 6
+_FORWARD = (Payload.ACTIVATION, Payload.TARGET, Payload.SKIP)
 _GRADIENTS = (Payload.GRADIENT, Payload.SKIP_GRADIENT)
 _BUSY = COMPUTE | {Kind.LOAD}
 
@@ -53,6 +55,7 @@ class Executor:
         links: Mapping[Edge, Link],
         reader: Reader | None,
         courier: Courier | None,
+        ties: Ties | None = None,
     ) -> None:
         self._stage = stage
         self._index = index
@@ -72,6 +75,9 @@ class Executor:
         self._receivers = [
             (p, peer, r) for p, ends in receivers.items() for peer, r in ends.items()
         ]
+        self._by_microbatch = [
+            receiver for payload, _, receiver in self._receivers if payload is not Payload.TIED
+        ]
         self._routes: Routes | None = None
         if stage.skips is not None:
             self._routes = Routes(
@@ -81,6 +87,10 @@ class Executor:
                 senders[Payload.SKIP_GRADIENT],
                 receivers[Payload.SKIP_GRADIENT],
             )
+        self._ties = ties
+        self._tied_senders = senders[Payload.TIED]
+        self._tied_receivers = receivers[Payload.TIED]
+        self._tied: dict[int, list[torch.Tensor | None]] = {}
         self._program: list[tuple[Callable[..., None], tuple[int, ...], bool]] = []
         self._order: dict[tuple[Payload, int], list[int]] = {}
         self._inputs: dict[int, tuple[Any, Sequence[bool]]] = {}
@@ -115,6 +125,8 @@ class Executor:
             Kind.RECEIVE_SKIP: self._receive_skip,
             Kind.SEND_SKIP_GRADIENT: self._send_skip_gradient,
             Kind.RECEIVE_SKIP_GRADIENT: self._receive_skip_gradient,
+            Kind.SEND_TIED: self._send_tied,
+            Kind.RECEIVE_TIED: self._receive_tied,
         }
 
     def program(self, actions: tuple[Action, ...]) -> None:
@@ -123,7 +135,7 @@ class Executor:
         self._program = [
             (
                 handlers[a.kind],
-                (a.microbatch, a.peer) if a.kind in SKIPPING else (a.microbatch,),
+                (a.microbatch, a.peer) if a.kind in WITH_PEER else (a.microbatch,),
                 a.kind in _BUSY,
             )
             for a in actions
@@ -174,6 +186,11 @@ class Executor:
                 handle(*arguments)
         self._current = None
         stage.end()
+        if self._ties:
+            self._ties.complete(self._tied)
+            self._tied.clear()
+            for receiver in self._tied_receivers.values():
+                receiver.release(0)
         tracker.set(Phase.WAITING, step)
         losses = stage.losses
         return StepResult(_as_floats(losses.values), _as_floats(losses.counts), busy)
@@ -219,7 +236,7 @@ class Executor:
                         self._routes.send(m, peer)
                     self._routes.forget(m)
                 for payload, _, receiver in self._receivers:
-                    if payload not in _GRADIENTS:
+                    if payload in _FORWARD:
                         receiver.release(m)
         if self._activation_out:
             self._activation_out.send(0, [])
@@ -275,7 +292,7 @@ class Executor:
             self._input_gradients[m] = self._routes.returned(m, gradients)
         else:
             self._input_gradients[m] = self._stage.backward(m, gradients)
-        for _, _, receiver in self._receivers:
+        for receiver in self._by_microbatch:
             receiver.release(m)
 
     def _load(self, _: int) -> None:
@@ -335,6 +352,15 @@ class Executor:
         assert self._routes
         self._stage.tracker.set(Phase.WAITING, self._step, m)
         self._routes.send_gradient(m, peer)
+
+    def _send_tied(self, _: int, peer: int) -> None:
+        assert self._ties
+        self._stage.tracker.set(Phase.WAITING, self._step)
+        self._tied_senders[peer].send(0, self._ties.outgoing(peer))
+
+    def _receive_tied(self, _: int, peer: int) -> None:
+        self._stage.tracker.set(Phase.WAITING, self._step)
+        self._tied[peer] = self._tied_receivers[peer].receive(0)
 
     def _receive_skip_gradient(self, m: int, peer: int) -> None:
         assert self._routes

@@ -53,9 +53,9 @@ def evaluation_data_seed(seed: int, _: int) -> int:
     return _derive(_EVALUATION_DATA, seed)
 
 
-def update_seed(seed: int, step: int, layer: int) -> int:
-    """Seed under which ``before_update`` is called with a layer's parameters."""
-    return _derive(_UPDATE, seed, step, layer)
+def update_seed(seed: int, step: int, layer: int, tie: int = 0) -> int:
+    """Seed under which ``before_update`` is called with a layer's parameters, or a tied one's."""
+    return _derive(_UPDATE, seed, step, layer, tie)
 
 
 def seed_all(seed: int, accelerator: torch.Generator | None = None) -> None:

@@ -6,6 +6,7 @@ import os
 import resource
 import socket
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -16,6 +17,7 @@ from pipeworker.errors import UsageError
 from pipeworker.job import file as job_file
 from pipeworker.job.options import Options
 from pipeworker.plan.schedule import Edge, parse_actions
+from pipeworker.plan.ties import Tie, declared, layer_of
 from pipeworker.record import weights
 from pipeworker.record.rundir import RunDir
 from pipeworker.wire.messages import (
@@ -34,6 +36,7 @@ from pipeworker.wire.messages import (
     Saved,
     SkipRoute,
     StepDone,
+    TiedWeights,
     Welcome,
 )
 from pipeworker.worker import rng, survey
@@ -45,6 +48,7 @@ from pipeworker.worker.failures import IN_LAYERS, failure_of
 from pipeworker.worker.position import Tracker
 from pipeworker.worker.routes import Skips
 from pipeworker.worker.stage import Stage
+from pipeworker.worker.ties import Ties, separate, shared_parameters
 from pipeworker.worker.transport import distributed
 from pipeworker.worker.transport.courier import Courier
 from pipeworker.worker.update import Updater
@@ -167,7 +171,13 @@ class _Worker:
                 for entry in self._entries
             ),
             self._survey() if stashes and self._rank == 0 else (),
+            tuple(TiedWeights(tie.names, ()) for tie in self._ties()),
         )
+
+    def _ties(self) -> tuple[Tie, ...]:
+        """Parameters that are one object in several layers, and those the job file declares."""
+        found = [*shared_parameters(self._entries), *self._job.tied]
+        return declared(found, len(self._entries))
 
     def _survey(self) -> tuple[SkipRoute, ...]:
         """The skip connections of the model; only asked for when the job mentions pipeworker."""
@@ -192,14 +202,18 @@ class _Worker:
 
     def _build(self, plan: Plan) -> Ready:
         options, tracker = self._options, self._tracker
+        tied = [Tie(tie.names, tie.stages) for tie in plan.ties]
+        later = [name for tie in tied for name in tie.names[1:]]
         layers = []
         for index in range(plan.first, plan.stop):
-            tracker.set(Phase.BUILDING, layer=index)
-            entry = self._entries[index]
-            if not isinstance(entry, torch.nn.Module):
-                rng.seed_all(rng.build_seed(options.seed, index))
-            layers.append(job_file.build(entry, index).to(self._device))
-        job_file.check_ties(self._entries, plan.first, plan.stop)
+            names = [name for name in later if layer_of(name) == index]
+            layers.append(self._build_layer(index, names).to(self._device))
+        job_file.check_buffers(self._entries, plan.first, plan.stop)
+        ties = None
+        if tied:
+            mine = dict(enumerate(layers, plan.first))
+            ties = Ties(plan.stage, tied, mine, lambda index: self._build_layer(index, ()))
+        self._elsewhere = ties.elsewhere if ties else set()
         self._entries = []
         self._is_first, self._is_last = plan.stage == 0, plan.stage == plan.stages - 1
         self._stage = Stage(
@@ -220,6 +234,7 @@ class _Worker:
             self._job,
             seed=options.seed,
             clip_value=options.clip_grad_value,
+            ties=ties,
         )
         if self._updater.wants_metric and not options.evaluate_every:
             raise UsageError(
@@ -235,7 +250,9 @@ class _Worker:
             options.backend,
         )
         reader = self._reader if self._is_first else None
-        self._executor = Executor(self._stage, plan.stage, plan.stages, links, reader, Courier())
+        self._executor = Executor(
+            self._stage, plan.stage, plan.stages, links, reader, Courier(), ties
+        )
         self._executor.load_first()
         tracker.set(Phase.WAITING)
         return Ready(
@@ -245,6 +262,15 @@ class _Worker:
             str(self._device),
             self._executor.next_batch,
         )
+
+    def _build_layer(self, index: int, tied: Sequence[str]) -> torch.nn.Module:
+        """A layer, with objects of its own for the parameters of these names."""
+        self._tracker.set(Phase.BUILDING, layer=index)
+        entry = self._entries[index]
+        if not isinstance(entry, torch.nn.Module):
+            rng.seed_all(rng.build_seed(self._options.seed, index))
+            return job_file.build(entry, index)
+        return separate(entry, [name.partition(".")[2] for name in tied]) if tied else entry
 
     def _advance(self, message: Advance) -> StepDone | EvaluationDone | None:
         if message.update is not None:
@@ -294,7 +320,13 @@ class _Worker:
         assert self._stage is not None
         self._tracker.set(Phase.SAVING, message.step)
         path = weights.stage_file(self._run_dir.partial_checkpoint(message.step), self._rank)
-        weights.save_stage(path, self._stage.layers, self._stage.first, self._updater.optimizer)
+        weights.save_stage(
+            path,
+            self._stage.layers,
+            self._stage.first,
+            self._updater.optimizer,
+            self._elsewhere,
+        )
 
 
 def _skips(plan: Plan) -> Skips:

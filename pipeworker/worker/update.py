@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
+import zlib
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
@@ -12,8 +13,10 @@ from torch import nn
 
 from pipeworker.errors import UsageError
 from pipeworker.job.file import Job
+from pipeworker.plan.ties import layer_of
 from pipeworker.wire.messages import Update
 from pipeworker.worker import rng
+from pipeworker.worker.ties import Ties
 
 
 def parameters_of(layers: Sequence[nn.Module]) -> list[nn.Parameter]:
@@ -30,6 +33,7 @@ class Updater:
             called ``named_parameters`` is given pairs of a name and a parameter; names are those of
             ``nn.Sequential(*layers).named_parameters()``.
         clip_value: bound on each element of the gradients, or None.
+        ties: of weights that have a place here, or None.
 
     Raises:
         UsageError: ``optimizer`` or ``scheduler`` gave something else.
@@ -43,8 +47,12 @@ class Updater:
         *,
         seed: int = 0,
         clip_value: float | None = None,
+        ties: Ties | None = None,
     ) -> None:
-        self.parameters = parameters_of(layers)
+        self._all = parameters_of(layers)
+        self._ties = ties
+        aliases = ties.aliases if ties else ()
+        self.parameters = [p for p in self._all if id(p) not in aliases]
         self.optimizer: torch.optim.Optimizer | None = None
         self.scheduler: Any = None
         self._by_epoch = job.scheduler_interval == "epoch"
@@ -56,8 +64,8 @@ class Updater:
             return
         given: Any = self.parameters
         if "named_parameters" in _arguments(job.optimizer):
-            given = list(nn.Sequential(*layers).named_parameters())
-            given = [(_shifted(name, first), parameter) for name, parameter in given]
+            named = nn.Sequential(*layers).named_parameters()
+            given = [(_shifted(name, first), p) for name, p in named if id(p) not in aliases]
         built = job.optimizer(given)
         if not isinstance(built, torch.optim.Optimizer):
             raise UsageError(
@@ -93,7 +101,12 @@ class Updater:
 
     def squares(self) -> tuple[float, ...]:
         """The squared 2-norm of each parameter's gradient, in float64, in model order."""
-        gradients = [p.grad for p in self.parameters if p.grad is not None]
+        if self._ties is None:
+            found = [p.grad for p in self.parameters]
+        else:
+            told = self._ties.elsewhere
+            found = [self._ties.total(p) for p in self.parameters if id(p) not in told]
+        gradients = [gradient for gradient in found if gradient is not None]
         if not gradients:
             return ()
         norms = torch.stack(
@@ -103,6 +116,8 @@ class Updater:
 
     def apply(self, update: Update) -> None:
         """Scale and clip the gradients, step the optimizer and the scheduler, clear."""
+        if self._ties is not None:
+            self._ties.take_totals()
         if self.optimizer is None:
             return
         if not update.overflow:
@@ -126,7 +141,14 @@ class Updater:
             torch.nn.utils.clip_grad_value_(self.parameters, self._clip_value)
         if self._before_update is None:
             return
-        seen: set[int] = set()
+        # By layer, and a tied weight by itself: what is drawn must not depend on the stages.
+        owners = self._ties.owners if self._ties is not None else []
+        for name, parameter in owners:
+            if parameter.grad is not None:
+                number = 1 + zlib.crc32(name.encode())
+                rng.seed_all(rng.update_seed(self._seed, update.step, layer_of(name), number))
+                self._before_update([parameter])
+        seen = {id(parameter) for _, parameter in owners}
         for index, layer in self._layers:
             own = [p for p in layer.parameters() if p.grad is not None and id(p) not in seen]
             seen.update(map(id, own))
@@ -135,7 +157,7 @@ class Updater:
                 self._before_update(own)
 
     def clear(self) -> None:
-        for parameter in self.parameters:
+        for parameter in self._all:
             parameter.grad = None
 
 

@@ -218,23 +218,16 @@ def test_a_callable_that_builds_something_else() -> None:
         job_file.build(lambda: 3, 4)  # type: ignore[arg-type,return-value]
 
 
-def test_tied_weights_must_be_on_one_stage() -> None:
-    a, b = nn.Linear(2, 2), nn.Linear(2, 2)
-    b.weight = a.weight
+def test_shared_buffers_must_be_on_one_stage() -> None:
+    a, b = nn.BatchNorm1d(2), nn.BatchNorm1d(2)
+    b.running_mean = a.running_mean
     layers: list[Any] = [nn.ReLU(), a, nn.ReLU, b]
-    job_file.check_ties(layers, 1, 4)
-    job_file.check_ties(layers, 0, 1)
-    with pytest.raises(UsageError, match="layers 1 and 3 share a parameter"):
-        job_file.check_ties(layers, 0, 2)
-    with pytest.raises(UsageError, match="layers 3 and 1 share a parameter"):
-        job_file.check_ties(layers, 3, 4)
-
-
-def test_one_layer_twice_is_tied_too_but_not_one_without_parameters() -> None:
-    a, relu = nn.Linear(2, 2), nn.ReLU()
-    job_file.check_ties([relu, a, relu], 0, 1)
-    with pytest.raises(UsageError, match="layers 0 and 2 share"):
-        job_file.check_ties([a, relu, a], 0, 1)
+    job_file.check_buffers(layers, 1, 4)
+    job_file.check_buffers(layers, 0, 1)
+    with pytest.raises(UsageError, match="layers 1 and 3 share a buffer"):
+        job_file.check_buffers(layers, 0, 2)
+    with pytest.raises(UsageError, match="layers 3 and 1 share a buffer"):
+        job_file.check_buffers(layers, 3, 4)
 
 
 def test_a_docstring_in_the_contract_is_a_job(tmp_path: Path) -> None:

@@ -1,0 +1,133 @@
+"""Tied weights over real processes: equal on all stages, and close to the plain loop."""
+
+from __future__ import annotations
+
+import subprocess
+import textwrap
+from typing import Any
+
+import pytest
+import torch
+from conftest import COMMAND, Jobs, Run
+
+EAGER = """
+    import torch
+    from torch import nn
+
+    class Tok(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.table = nn.Parameter(torch.randn(11, 8) * 0.1)
+
+        def forward(self, ids):
+            return nn.functional.embedding(ids, self.table)
+
+    class Head(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.table = nn.Parameter(torch.zeros(11, 8))
+
+        def forward(self, x):
+            return x @ self.table.t()
+
+    def model():
+        tok, head, twice = Tok(), Head(), nn.Linear(8, 8)
+        head.table = tok.table
+        return nn.Sequential(tok, twice, nn.Tanh(), nn.Linear(8, 8), twice, nn.Tanh(), twice, head)
+
+    def loss(output, target):
+        return nn.functional.cross_entropy(output.flatten(0, 1), target.flatten())
+
+    def optimizer(params):
+        return torch.optim.AdamW(params, lr=0.02)
+
+    def before_update(params):
+        for p in params:
+            p.grad += 1e-3 * torch.randn_like(p.grad)
+
+    def data():
+        generator = torch.Generator().manual_seed(3)
+        for _ in range(5):
+            ids = torch.randint(11, (6, 4), generator=generator)
+            yield ids, ids.roll(1, 1)
+"""
+
+LAZY = """
+    def model():
+        return [Tok, lambda: nn.Linear(8, 8), nn.Tanh, lambda: nn.Linear(8, 8), Head]
+
+    tied = [("4.table", "0.table"), ("1.weight", "3.weight")]
+"""
+
+
+def same(left: Run, right: Run) -> None:
+    for name in ("loss", "grad_norm"):
+        assert [r[name] for r in left.metrics] == [r[name] for r in right.metrics], name
+    assert left.weights.keys() == right.weights.keys()
+    for key, value in left.weights.items():
+        assert torch.equal(value, right.weights[key]), key
+
+
+@pytest.mark.parametrize("source", [EAGER, EAGER + LAZY], ids=["eager", "lazy"])
+def test_tied_weights_are_equal_on_all_stages(jobs: Jobs, source: str) -> None:
+    words = ("--microbatches", "3", "--clip-grad-norm", "0.7")
+    runs = [
+        jobs.train(*("--stages", str(k), *words, *more), source=source)
+        for k, more in (
+            (1, ("--accumulate", "1")),
+            (2, ("--recompute", "never")),
+            (4, ("--backend", "gloo")),
+        )
+    ]
+    for run in runs[1:]:
+        same(run, runs[0])
+    weights = runs[2].weights
+    last = max(int(key.partition(".")[0]) for key in weights)
+    assert torch.equal(weights["0.table"], weights[f"{last}.table"])
+    states = runs[2].optimizer_state
+    assert "0.table" in states
+    assert f"{last}.table" not in states  # once
+
+
+def test_they_train_as_in_the_plain_loop_and_are_saved_once(jobs: Jobs) -> None:
+    source = textwrap.dedent(EAGER).replace("before_update", "unused")
+    run = jobs.train("--stages", "4", "--microbatches", "3", source=source)
+    namespace: dict[str, Any] = {}
+    exec(source, namespace)
+    torch.manual_seed(0)
+    net = namespace["model"]()
+    optimizer = namespace["optimizer"](net.parameters())
+    losses = []
+    for x, y in namespace["data"]():
+        optimizer.zero_grad()
+        loss = namespace["loss"](net(x), y)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert [row["loss"] for row in run.metrics] == pytest.approx(losses, rel=1e-4)
+    assert run.weights.keys() == net.state_dict().keys()
+    for key, value in net.state_dict().items():
+        torch.testing.assert_close(run.weights[key], value, rtol=1e-2, atol=1e-3)
+    out = jobs.folder / "weights.pt"
+    subprocess.run([*COMMAND, "export", str(run.path), str(out)], check=True, timeout=60)
+    exported = torch.load(out, weights_only=True)
+    assert exported["0.table"].data_ptr() == exported["7.table"].data_ptr()
+    net.load_state_dict(exported)
+
+
+@pytest.mark.parametrize(
+    ("tied", "message"),
+    [
+        ("3", "tied in job file"),
+        ("[('0.table',)]", "each must be a tuple of two or more parameter names"),
+        ("[('0.table', '9.x')]", "tied names '9.x'"),
+        ("[('0.table', '4.nothing')]", "layer 4 (Head) has no parameter 'nothing'"),
+        ("[('0.table', '1.weight')]", "tied parameters differ: 0.table is (11, 8)"),
+        ("[('0.table', '4.table'), ('1.weight', '4.table')]", "tied names '4.table' twice"),
+    ],
+)
+def test_mistakes(jobs: Jobs, tied: str, message: str) -> None:
+    source = textwrap.dedent(EAGER + LAZY) + f"\ntied = {tied}\n"
+    run = jobs.run("--stages", "2", "--microbatches", "2", source=source)
+    assert run.status == 2, run.stderr
+    assert message in run.stderr
