@@ -11,7 +11,7 @@ demo: $(VENV)/.run
 	$(BIN)/pipeworker launch --stages 4 --steps 60 examples/bytelm.py
 
 test: $(VENV)/.test
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest --numprocesses auto --maxprocesses 4
 
 check: $(VENV)/.test
 	$(BIN)/ruff check .

@@ -210,12 +210,12 @@ TRAINING = {
         r"a set cannot pass from one stage to the next: only tensors and plain values .* can"
         r".*(\n.*)?stage 0, .*micro-batch 0, step 1",
     ),
-    "tied weights on two stages": (
+    "a buffer on two stages": (
         "return nn.Sequential(",
-        "tied = nn.Linear(8, 8)\n        return nn.Sequential(tied, nn.ReLU(), tied, tied, tied)"
+        "tied = nn.BatchNorm1d(8)\n        return nn.Sequential(tied, nn.ReLU(), tied, tied, tied)"
         "\n        return nn.Sequential(",
         2,
-        r"layers [0-4] and [0-4] share a parameter.* are on different stages: .* --balance",
+        r"layers [0-4] and [0-4] share a buffer but are on different stages: .* --balance",
     ),
     "job file that raises": (
         "def model",
