@@ -15,6 +15,7 @@ from pipeworker.coordinator.effects import (
     Dropped,
     Effect,
     Ended,
+    Evaluated,
     Log,
     Planned,
     Send,
@@ -31,6 +32,7 @@ from pipeworker.coordinator.machine import (
     Machine,
     State,
 )
+from pipeworker.coordinator.scaler import Scaler
 from pipeworker.job.options import Options
 from pipeworker.plan.schedule import build, format_actions
 from pipeworker.wire.messages import (
@@ -38,6 +40,8 @@ from pipeworker.wire.messages import (
     Batch,
     Cause,
     Described,
+    Evaluate,
+    EvaluationDone,
     Failed,
     Failure,
     Finish,
@@ -51,7 +55,9 @@ from pipeworker.wire.messages import (
     RunStep,
     Save,
     Saved,
+    SkipRoute,
     StepDone,
+    TiedWeights,
     ToWorker,
     Update,
     Welcome,
@@ -700,3 +706,146 @@ def test_no_order_of_events_breaks_the_machine(data: st.DataObject) -> None:
     finished = [s.peer for s in of(job.effects, Send) if isinstance(s.message, Finish)]
     for peer in job.machine.peers:
         assert finished.count(peer) >= len(ends)
+
+
+# Evaluation, accumulation, loss scale; skips and ties.
+
+
+def evaluation(job: Job, step: int, loss: float = 0.5) -> list[Effect]:
+    for rank in range(job.stages):
+        last = rank == job.stages - 1
+        message = EvaluationDone(
+            rank, step, loss if last else 0.0, ("accuracy",) if last else (), (0.75,) * last
+        )
+        effects = job.says(message)
+    return effects
+
+
+def test_an_evaluation_comes_after_the_update_and_before_the_next_step() -> None:
+    job = Job(2, evaluate_every=2).running()
+    job.step(1)
+    effects = job.step(2)
+    asked = Advance(Update(2, 1.0), None, Evaluate(2))
+    assert [sent_to(effects, rank) for rank in (0, 1)] == [[asked], [asked]]
+    assert job.says(StepDone(0, 2, (), (), (), 0.0, 0.1, 0, BATCH)) == []  # not awaited, no harm
+    job.now += 5.0
+    effects = evaluation(job, 2)
+    assert effects[0] == Evaluated(2, 0.5, (("accuracy", 0.75),))
+    assert sent_to(effects, 1) == [Advance(None, RunStep(3, BATCH, True, ""), None, 0.5)]
+    job.now += 1.0
+    row = of(job.step(3), Stepped)[0]
+    assert row.seconds == 1.0  # the evaluation is not part of the step
+
+
+def test_an_evaluation_after_the_last_step_comes_before_the_save() -> None:
+    job = Job(1, steps=1, evaluate_every=1).running()
+    job.step(1)
+    assert job.machine.state is State.RUNNING
+    assert sent_to(evaluation(job, 1), 0) == [Advance(None, None, None, 0.5), Save(1)]
+
+
+def test_an_interrupt_during_an_evaluation_ends_after_it() -> None:
+    job = Job(2, evaluate_every=1).running()
+    job.step(1)
+    job.interrupt()
+    assert job.machine.state is State.RUNNING
+    evaluation(job, 1)
+    assert job.ended.status is Status.INTERRUPTED
+
+
+def test_accumulation_updates_once_after_several_mini_batches() -> None:
+    job = Job(2, accumulate=3, steps=2).running()
+    job.now += 1.0
+    for number in (1, 2):
+        effects = job.step(1, losses=(0.5, 0.25))
+        run = RunStep(1, BATCH, False, "", 4 * number)
+        assert effects == [Send(b"w%d" % rank, Advance(None, run)) for rank in (0, 1)]
+    effects = job.step(1, losses=(0.0, 0.75))
+    (row,) = of(effects, Stepped)
+    assert (row.loss, row.samples, row.grad_norm) == (0.75, 30, math.sqrt(2.0) / 3)
+    assert sent_to(effects, 0) == [Advance(Update(1, 1 / 3), RunStep(2, BATCH, False, ""))]
+    assert [a.run.last for a in job.sent(0, Advance) if a.run] == [False] * 4
+    job.step(2)
+    job.step(2)
+    assert [a.run.last for a in job.sent(0, Advance) if a.run][-1] is True
+
+
+def test_data_that_ends_within_a_step_gives_a_smaller_step() -> None:
+    job = Job(1, accumulate=3, steps=None).running()
+    job.step(1)
+    (update,) = [a.update for a in of_messages(job.step(1, batch=None), Advance)]
+    assert update == Update(1, 0.5, epoch_ended=True)
+
+
+def of_messages(effects: list[Effect], kind: type[T]) -> list[T]:
+    return [m for m in (s.message for s in of(effects, Send)) if isinstance(m, kind)]
+
+
+def test_counts_add_up_over_the_mini_batches_of_a_step() -> None:
+    job = Job(1, accumulate=2).running()
+    job.step(1, losses=(2.0,), counts=(4.0,))
+    effects = job.step(1, losses=(4.0,), counts=(8.0,))
+    assert of(effects, Stepped)[0].loss == 0.5
+    assert of_messages(effects, Advance)[0].update == Update(1, 1 / 12)
+
+
+def test_the_loss_scale_is_one_for_all_and_falls_when_a_gradient_overflows() -> None:
+    job = Job(2, precision="fp16", clip_grad_norm=1.0).running()
+    scale = 2.0**16
+    assert [a.run.loss_scale for a in job.sent(1, Advance) if a.run] == [scale]
+    effects = job.step(1, squares=((3 * scale) ** 2,))
+    (row,) = of(effects, Stepped)
+    assert row.grad_norm == math.sqrt(18)
+    assert row.loss_scale == scale
+    (advance,) = sent_to(effects, 0)
+    assert isinstance(advance, Advance)
+    assert advance.update == Update(1, 1 / scale / (math.sqrt(18) + 1e-6))
+    effects = job.step(2, squares=(math.inf,))
+    (advance,) = sent_to(effects, 1)
+    assert isinstance(advance, Advance)
+    assert advance.update
+    assert advance.update.overflow
+    assert advance.run
+    assert advance.run.loss_scale == scale / 2
+    job.step(3)
+    assert job.saved() == [Commit(3, Scaler(scale / 2, 1))]
+
+
+def test_an_overflow_without_a_loss_scale_is_no_overflow() -> None:
+    effects = Job(1).running().step(1, squares=(math.inf,))
+    assert of_messages(effects, Advance)[0].update == Update(1, 1.0)
+
+
+def test_skips_and_ties_are_planned_between_stages() -> None:
+    job = Job(2, balance=(3, 2))
+    job.join()
+    job.says(
+        Described(
+            0,
+            LAYERS,
+            (SkipRoute(0, 4, "x"), SkipRoute(0, 1, "y")),
+            (TiedWeights(("0.weight", "4.weight"), ()), TiedWeights(("1.bias", "2.bias"), ())),
+        )
+    )
+    effects = job.says(Described(1, LAYERS, ()))
+    (first,), (second,) = (sent_to(effects, rank) for rank in (0, 1))
+    assert isinstance(first, Plan)
+    assert isinstance(second, Plan)
+    assert first.skips == (SkipRoute(0, 0, "y"), SkipRoute(0, 1, "x"))
+    assert second.skips == (SkipRoute(0, 1, "x"),)
+    both = TiedWeights(("0.weight", "4.weight"), (0, 1))
+    assert first.ties == (both, TiedWeights(("1.bias", "2.bias"), (0, 0)))
+    assert second.ties == (both,)
+    assert {"0>1/skip", "1>0/skip-gradient", "0>1/tied", "1>0/tied"} <= set(second.edges)
+
+
+def test_the_scale_doubles_after_a_long_run_of_good_steps() -> None:
+    scaler = Scaler()
+    for _ in range(1999):
+        scaler = scaler.after(overflow=False)
+    assert scaler == Scaler(2.0**16, 1999)
+    assert scaler.after(overflow=False) == Scaler(2.0**17)
+    assert scaler.after(overflow=True) == Scaler(2.0**15)
+    for _ in range(100):
+        scaler = scaler.after(overflow=True)
+    assert scaler.scale == 2.0**-24
