@@ -48,6 +48,7 @@ from pipeworker.worker.failures import IN_LAYERS, failure_of
 from pipeworker.worker.position import Tracker
 from pipeworker.worker.routes import Skips
 from pipeworker.worker.stage import Stage
+from pipeworker.worker.structures import name_classes
 from pipeworker.worker.ties import Ties, separate, shared_parameters
 from pipeworker.worker.transport import distributed
 from pipeworker.worker.transport.courier import Courier
@@ -160,7 +161,9 @@ class _Worker:
                 f"--evaluate-every {options.evaluate_every}: job file {options.job_file} has no "
                 "evaluation()"
             )
-        stashes = survey.mentions_skips(survey.new_modules(there))
+        modules = survey.new_modules(there)
+        name_classes(modules)
+        stashes = survey.mentions_skips(modules)
         self._tracker.set(Phase.BUILDING)
         rng.seed_all(options.seed, accelerator)
         self._entries = job_file.entries(self._job)

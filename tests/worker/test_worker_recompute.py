@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
+
 import pytest
 import torch
 from torch import nn
 
+import pipeworker
 from pipeworker.worker.recompute import Buffers
 
 
@@ -113,3 +116,23 @@ def test_without_buffers_nothing_is_kept() -> None:
     with buffers.second_forward(0):
         pass
     assert buffers._before == {}
+
+
+def test_a_layer_can_ask_whether_it_is_recomputed() -> None:
+    said: list[bool] = []
+
+    class Asks(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            said.append(pipeworker.is_recomputing())
+            return x
+
+    layers = [Asks(), nn.Linear(2, 2)]
+    buffers = Buffers(layers)
+    layers[0](torch.ones(1))
+    with buffers.first_forward(0):
+        layers[0](torch.ones(1))
+    with suppress(KeyError), buffers.second_forward(0):
+        layers[0](torch.ones(1))
+        raise KeyError
+    layers[0](torch.ones(1))
+    assert said == [False, False, True, False]

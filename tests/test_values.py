@@ -1,0 +1,118 @@
+"""Whatever may pass between layers, over real processes."""
+
+from __future__ import annotations
+
+from conftest import Jobs
+from test_bitwise import assert_same
+
+SOURCE = """
+    from dataclasses import dataclass
+    from typing import Any, NamedTuple
+    import torch
+    from torch import nn
+    from torch.utils import _pytree as pytree
+    import pipeworker
+
+    class Pair(NamedTuple):
+        x: torch.Tensor
+        more: Any
+
+    @dataclass
+    class State:
+        x: torch.Tensor
+        mask: torch.Tensor
+        note: str
+
+    pytree.register_dataclass(State)
+
+    class Start(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(8, 8)
+            self.register_forward_hook(lambda module, args, output: output * 1.5)
+            self.linear.weight.register_hook(lambda gradient: gradient * 0.5)
+
+        def forward(self, x):
+            return self.linear(x)
+
+    class Spread(nn.Module):
+        def forward(self, x):
+            wave = torch.complex(x, x.flip(1))
+            return Pair(x, {
+                "twice": [x, x], "view": x[:, ::2], "t": x.t().contiguous().t(), "wave": wave,
+                "none": None, "plain": (3, 2.5, True, "word"), "empty": x[:, :0],
+                "bool": x > 0, "int": torch.arange(len(x)), "half": x.half(),
+            })
+
+    class Gather(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(8, 8)
+
+        def forward(self, pair):
+            more = pair.more
+            assert more["twice"][0] is more["twice"][1] is pair.x
+            assert more["empty"].shape == (len(pair.x), 0)
+            assert more["plain"] == (3, 2.5, True, "word")
+            assert len(pair.x) == 1 or more["t"].stride() == (1, len(pair.x))
+            x = pair.x + more["twice"][1] + more["t"] + more["half"].float()
+            x = x + more["wave"].abs() + more["view"].repeat_interleave(2, 1)
+            x = x * more["bool"] + more["int"].unsqueeze(1)
+            if len(x) % 2:  # a gradient in some micro-batches only
+                x = x.detach()
+            return State(self.linear(x), more["bool"], "kept")
+
+    class Shrink(nn.Module):
+        calls = []
+
+        def forward(self, state):
+            assert state.note == "kept"
+            Shrink.calls.append(pipeworker.is_recomputing())
+            return State(state.x[:, : 4 + len(state.x) % 3], state.mask, state.note)
+
+    class End(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(8, 3)
+
+        def forward(self, state):
+            x = torch.zeros(len(state.x), 8)
+            x[:, : state.x.shape[1]] = state.x
+            print("recomputing", *Shrink.calls)
+            return self.linear(x * state.mask)
+
+    def model():
+        return nn.Sequential(Start(), Spread(), Gather(), Shrink(), End())
+
+    def loss(output, target):
+        return nn.functional.cross_entropy(output, target)
+
+    def optimizer(params):
+        return torch.optim.SGD(params, lr=0.05, momentum=0.9)
+
+    def data():
+        generator = torch.Generator().manual_seed(7)
+        for size in (10, 1, 3, 10, 7, 10):
+            x = torch.randn(size, 8, generator=generator)
+            yield x, (x[:, 0] > 0).long() + (x[:, 1] > 0).long()
+"""
+
+
+def test_any_value_passes_and_the_bits_are_the_same(jobs: Jobs) -> None:
+    runs = [
+        jobs.train(
+            *("--stages", str(k), "--microbatches", "4", "--recompute", mode, *more), source=SOURCE
+        )
+        for k, mode, *more in (
+            (1, "never"),
+            (2, "always"),
+            (5, "except_first"),
+            (5, "always", "--backend", "gloo"),
+        )
+    ]
+    for run in runs[1:]:
+        assert_same(run, runs[0])
+    assert [row["samples"] for row in runs[0].metrics] == [10, 1, 3, 10, 7, 10]
+    said = runs[1].log("stage-1")
+    assert "True" in said.splitlines()[-1]  # is_recomputing, on the second stage
+    assert "True" not in runs[0].log("stage-0")

@@ -1,0 +1,64 @@
+"""Averages over an evaluation pass, and modules put back as they were."""
+
+from __future__ import annotations
+
+import math
+from contextlib import suppress
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from pipeworker.errors import UsageError
+from pipeworker.worker.evaluation import Averages, eval_mode
+
+
+def test_means_are_weighted_by_samples_exactly() -> None:
+    averages = Averages(lambda output, target: {"sum": output.sum(), "two": 2})
+    for value, samples in ((1.0, 3), (2.0**-60, 1), (-1.0, 3)):
+        averages.add(torch.tensor(value).double(), torch.ones(samples), None, samples)
+    loss, metrics = averages.result()
+    assert loss == 2.0**-60 / 7
+    assert metrics == {"sum": (9 + 1 + 9) / 7, "two": 2.0}
+
+
+def test_sums_and_counts() -> None:
+    averages = Averages()
+    averages.add((torch.tensor(6.0), 2), None, None, 5)
+    averages.add((torch.tensor(1.0), torch.tensor(5)), None, None, 1)
+    assert averages.result() == (1.0, {})
+
+
+def test_nothing_and_nan() -> None:
+    assert math.isnan(Averages().result()[0])
+    averages = Averages()
+    averages.add(torch.tensor(math.inf), None, None, 1)
+    assert math.isnan(averages.result()[0])
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (3, "returned a int: it must return a dict of scalars"),
+        ({"loss": 1}, "named a value 'loss'"),
+        ({3: 1}, "named a value 3"),
+        ({"x": "y"}, "gave 'x' as a str"),
+        ({"x": torch.ones(2)}, r"gave 'x' as a Tensor of shape \(2,\)"),
+    ],
+)
+def test_metrics_must_be_named_scalars(given: Any, message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        Averages(lambda output, target: given).add(torch.tensor(1.0), None, None, 1)
+
+
+def test_modules_are_put_back_one_by_one() -> None:
+    net = nn.Sequential(nn.Dropout(), nn.Sequential(nn.BatchNorm1d(2), nn.Dropout()))
+    net[1][0].eval()
+    with suppress(KeyError), eval_mode([net[0], net[1]]):
+        assert not any(module.training for module in net[1].modules())
+        assert not torch.is_grad_enabled()
+        raise KeyError
+    assert torch.is_grad_enabled()
+    assert [net[0].training, net[1].training] == [True, True]
+    assert [net[1][0].training, net[1][1].training] == [False, True]
