@@ -79,16 +79,26 @@ def test_a_unet_equals_the_plain_loop_at_any_number_of_stages(jobs: Jobs) -> Non
             1,
             "'level0/other' is stashed or received here, and not popped",
         ),
+        (
+            (
+                "import pipeworker",
+                "pipeworker = __import__('types').SimpleNamespace(\n"
+                "        **{n: (lambda *a, n=n: getattr(__import__('pipeworker'), n)(*a))\n"
+                "           for n in ('stash', 'pop', 'namespace')})",
+            ),
+            1,
+            "No skip connection was planned: import pipeworker at the top of",
+        ),
     ],
-    ids=["not popped", "not stashed", "other at run time"],
+    ids=["not popped", "not stashed", "other at run time", "imported late"],
 )
 def test_a_mistake_is_named(jobs: Jobs, change: tuple[str, str], status: int, message: str) -> None:
     source = UNET.replace(*change)
-    if status == 1:  # the first mini-batch is cut small, the second is not
+    if "other" in message:  # the first mini-batch is cut small, the second is not
         source = source.replace("10 + step % 2", "6 if step == 0 else 20")
     run = jobs.run("--stages", "2", "--microbatches", "3", source=source)
     assert run.status == status, run.stderr
     assert message in run.stderr
-    if status == 1:
+    if "other" in message:
         assert "in forward: stage 0" in run.stderr
         assert "step 2" in run.stderr

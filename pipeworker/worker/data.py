@@ -146,10 +146,15 @@ class Reader:
         return self._signatures[key]
 
 
-def share(samples: int, microbatches: int) -> list[float]:
-    """Each micro-batch's share of the samples, as ``torch.tensor_split`` cuts them."""
+def sizes(samples: int, microbatches: int) -> list[int]:
+    """The samples of each micro-batch, as ``torch.tensor_split`` cuts them."""
     size, extra = divmod(samples, microbatches)
-    return [(size + (m < extra)) / samples for m in range(microbatches)]
+    return [size + (m < extra) for m in range(microbatches)]
+
+
+def share(samples: int, microbatches: int) -> list[float]:
+    """Each micro-batch's share of the samples."""
+    return [size / samples for size in sizes(samples, microbatches)]
 
 
 def _batch_size(item: Any, source: str) -> int:

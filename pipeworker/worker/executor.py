@@ -12,7 +12,7 @@ import torch
 from pipeworker.plan.proof import CHANNEL_CAPACITY, UNBOUNDED
 from pipeworker.plan.schedule import COMPUTE, RECEIVES, WITH_PEER, Action, Edge, Kind, Payload
 from pipeworker.wire.messages import Batch, Phase, RunStep
-from pipeworker.worker.data import MicroBatches, Reader, share, to_device
+from pipeworker.worker.data import MicroBatches, Reader, share, sizes, to_device
 from pipeworker.worker.evaluation import Averages, eval_mode
 from pipeworker.worker.routes import Routes
 from pipeworker.worker.stage import Stage, distinct_tensors
@@ -256,13 +256,12 @@ class Executor:
                 m += 1
         assert source
         while True:
-            stage.tracker.set(Phase.READING, self._step)
+            stage.tracker.set(Phase.EVALUATION, self._step)
             read = source.read()
             if read is None:
                 return
-            sizes = share(read.batch.samples, read.batch.microbatches)
-            for value, target, size in zip(read.inputs, read.targets, sizes, strict=True):
-                samples = round(size * read.batch.samples)
+            counts = sizes(read.batch.samples, read.batch.microbatches)
+            for value, target, samples in zip(read.inputs, read.targets, counts, strict=True):
                 yield (
                     to_device(value, stage.device),
                     target if self._target_out else to_device(target, stage.device),

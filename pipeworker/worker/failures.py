@@ -84,7 +84,7 @@ def subject(position: Position, layer_class: str) -> str:
         case Phase.UPDATE:
             return "the optimizer"
         case Phase.EVALUATION if position.layer < 0:
-            return "loss() or metrics()"
+            return "evaluation()" if position.microbatch < 0 else "loss() or metrics()"
     if position.layer >= 0:
         name = f"layer {position.layer}" + (f" ({layer_class})" if layer_class else "")
         return f"building {name}" if position.phase is Phase.BUILDING else name

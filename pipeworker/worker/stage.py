@@ -17,7 +17,7 @@ from torch import nn
 from torch.autograd import Variable
 from torch.utils import _pytree as pytree
 
-from pipeworker.errors import UsageError
+from pipeworker.errors import SkipError, UsageError
 from pipeworker.wire.messages import Phase
 from pipeworker.worker import rng
 from pipeworker.worker.batchnorm import DeferredBatchNorm
@@ -291,7 +291,13 @@ class Stage:
     def _output(self, value: Any, microbatch: int, phase: Phase) -> Any:
         """Through all layers, with a table of what is stashed where layers stash."""
         if self.skips is None:
-            return self._through_layers(value, microbatch, phase)
+            try:
+                return self._through_layers(value, microbatch, phase)
+            except SkipError as error:
+                raise SkipError(
+                    f"{error}. No skip connection was planned: import pipeworker at the top of the "
+                    "module that has the layers, not inside a function"
+                ) from None
         value, received = value
         table = Table(received)
         with table.active():
