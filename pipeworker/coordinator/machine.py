@@ -460,7 +460,7 @@ class Machine:
             )
         if self._interrupted is not None:
             return [*effects, *self._end(Status.INTERRUPTED, 130, None)]
-        epoch_ended = self._batch is None or self._batch.epoch != outcome.epoch
+        epoch_ended = self._batch is None or self._batch.epoch != outcome.first_epoch
         update = Update(step, outcome.scale, outcome.overflow, epoch_ended)
         every = self.options.evaluate_every
         if every and step % every == 0:

@@ -22,6 +22,7 @@ class Outcome:
         loss: mean over the samples, or Σsum / Σcount.
         norm: 2-norm of the whole gradient, before clipping.
         scale: what the accumulated gradients are multiplied by in the update.
+        epoch, first_epoch: of its last and of its first mini-batch.
         overflow: with a loss scale, whether a gradient is not finite.
     """
 
@@ -34,6 +35,7 @@ class Outcome:
     seconds: float
     bubble: float
     epoch: int
+    first_epoch: int
 
 
 @dataclass(slots=True)
@@ -49,6 +51,7 @@ class Tally:
     _busy: float = 0.0
     _samples: int = 0
     _epoch: int = 0
+    _first_epoch: int = 0
     _squares: tuple[float, ...] = ()
     _rates: tuple[float, ...] = ()
 
@@ -62,6 +65,8 @@ class Tally:
         self._busy += sum(d.busy for d in done) / len(done)
         self._samples += batch.samples
         self._epoch = batch.epoch
+        if not self.batches:
+            self._first_epoch = batch.epoch
         self._squares = tuple(square for d in done for square in d.squares)
         self._rates = tuple(d.learning_rate for d in done if not math.isnan(d.learning_rate))
         self.batches += 1
@@ -89,6 +94,7 @@ class Tally:
             seconds=seconds,
             bubble=min(1.0, max(0.0, 1.0 - busy)),
             epoch=self._epoch,
+            first_epoch=self._first_epoch,
         )
 
 

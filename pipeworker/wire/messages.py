@@ -260,7 +260,7 @@ class Update:
 
     Attributes:
         overflow: somewhere a gradient is not finite, so on all stages the optimizer does nothing.
-        epoch_ended: the next mini-batch belongs to another epoch.
+        epoch_ended: the next mini-batch belongs to another epoch than the step's first.
     """
 
     step: int

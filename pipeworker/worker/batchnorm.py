@@ -34,15 +34,15 @@ class DeferredBatchNorm:
             if isinstance(module, _BatchNorm) and module.track_running_stats:
                 # In training it then records nothing; in eval mode it uses what is recorded.
                 module.track_running_stats = False
-                module.register_forward_pre_hook(self._look)
+                module.register_forward_pre_hook(self._look, with_kwargs=True)
                 self._seen[module] = []
 
-    def _look(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+    def _look(self, module: nn.Module, args: tuple[Any, ...], named: dict[str, Any]) -> None:
         """Note a micro-batch's moments, in its first forward alone."""
         if not module.training or is_recomputing():
             return
         assert isinstance(module, _BatchNorm)
-        x = args[0].detach().double()
+        x = (args[0] if args else named["input"]).detach().double()
         dims = [d for d in range(x.dim()) if d != 1]
         variance, mean = torch.var_mean(x, dims, correction=0)
         self._seen[module].append((x.numel() // x.shape[1], mean, variance))

@@ -12,6 +12,7 @@ from torch.utils import _pytree as pytree
 from pipeworker.errors import UsageError
 from pipeworker.wire.messages import Batch
 from pipeworker.worker import rng
+from pipeworker.worker.transport.frame import replica
 
 _MOST_SIGNATURES = 1024
 
@@ -112,7 +113,10 @@ class Reader:
 
     def _why_empty(self) -> str:
         if self._epoch == 0:
-            return f"{self._name}() is empty: it must yield at least one (input, target) mini-batch"
+            return (
+                f"{self._name}() is empty: it must yield at least one (input, target) mini-batch, "
+                "each time it is started"
+            )
         return (
             f"{self._name}() was exhausted and gave nothing when started again: make "
             f"{self._name} a function, so that each epoch gets a fresh iterator"
@@ -174,11 +178,22 @@ def _batch_size(item: Any, source: str) -> int:
 
 
 def _split(value: Any, count: int) -> list[Any]:
-    """Cut every tensor of a nested value along dim 0; plain values go to every micro-batch."""
+    """Cut every tensor of a nested value along dim 0; plain values go to every micro-batch.
+
+    What is cut is a copy: ``data()`` may use its memory again for the next mini-batch, which is
+    read while this one is still needed, and a first layer may work in place. Each piece counts its
+    own changes in place.
+    """
     leaves, structure = pytree.tree_flatten(value)
+    copies: dict[int, tuple[torch.Tensor, ...]] = {}  # the same tensor twice stays one
+    for leaf in leaves:
+        if isinstance(leaf, torch.Tensor) and id(leaf) not in copies:
+            pieces = replica(leaf.detach()).tensor_split(count)
+            copies[id(leaf)] = tuple(
+                piece.data.requires_grad_(leaf.requires_grad) for piece in pieces
+            )
     cut = [
-        leaf.tensor_split(count) if isinstance(leaf, torch.Tensor) else [leaf] * count
-        for leaf in leaves
+        copies[id(leaf)] if isinstance(leaf, torch.Tensor) else [leaf] * count for leaf in leaves
     ]
     return [pytree.tree_unflatten([pieces[m] for pieces in cut], structure) for m in range(count)]
 

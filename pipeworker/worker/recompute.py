@@ -46,8 +46,11 @@ class Buffers:
     def first_forward(self, microbatch: int) -> Iterator[None]:
         """Keep what the forward starts from."""
         slots = self._slots if self._changing is None else self._changing
+        copies: dict[int, torch.Tensor] = {}  # a buffer that two modules share stays one
         saved = [
-            (slot, value.detach().clone()) for slot in slots if (value := _get(slot)) is not None
+            (slot, copies.setdefault(id(value), value.detach().clone()))
+            for slot in slots
+            if (value := _get(slot)) is not None
         ]
         looks = [] if self._changing is None else [(slot, _look(slot)) for slot in self._steady]
         yield

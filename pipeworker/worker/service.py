@@ -187,7 +187,9 @@ class _Worker:
         self._tracker.set(Phase.READING)
         first = self._reader.peek()
         assert first  # data that is empty has raised
-        found = survey.Survey(self._entries, self._options.seed, self._device)
+        found = survey.Survey(
+            self._entries, self._options.seed, self._device, self._options.precision
+        )
         return tuple(
             SkipRoute(skip.source, skip.target, skip.name)
             for skip in found.run(first.inputs[0], self._tracker)
@@ -216,6 +218,7 @@ class _Worker:
         if tied:
             mine = dict(enumerate(layers, plan.first))
             ties = Ties(plan.stage, tied, mine, lambda index: self._build_layer(index, ()))
+        _check_apart(layers, plan.first)
         self._elsewhere = ties.elsewhere if ties else set()
         self._entries = []
         self._is_first, self._is_last = plan.stage == 0, plan.stage == plan.stages - 1
@@ -343,6 +346,18 @@ def _skips(plan: Plan) -> Skips:
         else:
             arriving[route.source] = (*arriving.get(route.source, ()), route.name)
     return Skips(arriving, departing)
+
+
+def _check_apart(layers: Sequence[torch.nn.Module], first: int) -> None:
+    """Callables that return one module would share it on one stage and not on two."""
+    seen: dict[int, int] = {}
+    for index, layer in enumerate(layers, first):
+        for parameter in layer.parameters():
+            if seen.setdefault(id(parameter), index) != index:
+                raise UsageError(
+                    f"layers {seen[id(parameter)]} and {index} were built with one parameter in "
+                    "both: declare it with tied = [...] and build each layer anew"
+                )
 
 
 def _redirect_output(path: Path) -> None:

@@ -26,8 +26,12 @@ class Table:
         received: what other stages stashed for this one.
     """
 
-    def __init__(self, received: Mapping[str, torch.Tensor] | None = None) -> None:
-        self._held = {name: (tensor, tensor._version) for name, tensor in (received or {}).items()}
+    def __init__(self, received: Mapping[str, torch.Tensor | None] | None = None) -> None:
+        self._held = {
+            name: (tensor, tensor._version)
+            for name, tensor in (received or {}).items()
+            if tensor is not None
+        }
 
     def stash(self, name: str, tensor: torch.Tensor) -> None:
         if name in self._held:
@@ -50,8 +54,10 @@ class Table:
             )
         return tensor
 
-    def leave(self, names: Sequence[str]) -> dict[str, torch.Tensor]:
+    def leave(self, names: Sequence[str], *, strict: bool = True) -> dict[str, torch.Tensor | None]:
         """Take out what this stage sends to others; nothing else may be left.
+
+        Without `strict`, None stands for what is not there: a layer may skip in training alone.
 
         Raises:
             SkipError: something is missing, left over or changed.
@@ -59,7 +65,7 @@ class Table:
         left = [name for name in self._held if name not in names]
         if left:
             raise SkipError(f"{left[0]!r} is stashed or received here, and not popped")
-        return {name: self.pop(name) for name in names}
+        return {name: self.pop(name) if strict or name in self._held else None for name in names}
 
     @contextmanager
     def active(self) -> Iterator[None]:

@@ -141,9 +141,7 @@ class Stage:
         self._kept: dict[int, _Kept] = {}
         # Autocast is entered for each layer by itself: it keeps cast weights until it is left, and
         # what shares one must not depend on the grouping.
-        self._autocast: torch.autocast | None = None
-        if precision in _AUTOCAST:
-            self._autocast = torch.autocast(device.type, _AUTOCAST[precision])
+        self._autocast = autocast(device.type, precision)
         self._step = 0
         self._first = 0
         self._seed_of = rng.layer_seed
@@ -302,7 +300,7 @@ class Stage:
         table = Table(received)
         with table.active():
             value = self._through_layers(value, microbatch, phase)
-        left = table.leave(self.skips.leaving)
+        left = table.leave(self.skips.leaving, strict=phase is not Phase.EVALUATION)
         return value if self._loss is not None else (value, left)
 
     def _through_layers(self, value: Any, microbatch: int, phase: Phase) -> Any:
@@ -347,6 +345,13 @@ class Stage:
         root = _check_scalar(loss)
         self.losses.given[microbatch] = root.detach()
         return root
+
+
+def autocast(device_type: str, precision: str) -> torch.autocast | None:
+    """The context for a precision; None for fp32."""
+    if precision not in _AUTOCAST:
+        return None
+    return torch.autocast(device_type, _AUTOCAST[precision])
 
 
 def _backward(roots: tuple[torch.Tensor, ...], gradients: tuple[torch.Tensor | None, ...]) -> None:

@@ -9,8 +9,11 @@ surveyed once more with real ones, a micro-batch through one layer after the oth
 from __future__ import annotations
 
 import copy
+import json
+import os
+import signal
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from types import ModuleType
 from typing import Any
@@ -27,7 +30,9 @@ from pipeworker.plan.skips import Skip, match
 from pipeworker.wire.messages import Phase
 from pipeworker.worker import rng, skips
 from pipeworker.worker.data import to_device
+from pipeworker.worker.forkserver import die_with
 from pipeworker.worker.position import Tracker
+from pipeworker.worker.stage import autocast
 
 
 def mentions_skips(modules: Iterable[ModuleType]) -> bool:
@@ -42,10 +47,17 @@ def mentions_skips(modules: Iterable[ModuleType]) -> bool:
 class Survey:
     """See the module."""
 
-    def __init__(self, entries: Sequence[job_file.Entry], seed: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        entries: Sequence[job_file.Entry],
+        seed: int,
+        device: torch.device,
+        precision: str = "fp32",
+    ) -> None:
         self._entries = entries
         self._seed = seed
         self._device = device
+        self._precision = precision
 
     def run(self, value: Any, tracker: Tracker) -> tuple[Skip, ...]:
         """The skips of the model.
@@ -57,38 +69,46 @@ class Survey:
             SkipError: stashes and pops do not match.
             Exception: what a layer raises on real numbers; the tracker says which.
         """
-        try:
-            return self._pass(value, FakeTensorMode(allow_non_fake_inputs=True), Tracker())
-        except SkipError:
-            raise
-        except Exception as error:  # if the layer is broken, it will say so again
-            print(f"the survey needs real numbers: {type(error).__name__}: {error}", flush=True)
-            return self._pass(to_device(value, self._device), None, tracker)
+        said = _in_a_child(lambda: self._on_fakes(value))
+        if "error" in said:  # if the layer is broken, it will say so again
+            print(f"the survey needs real numbers: {said['error']}", flush=True)
+            said = self._pass(to_device(value, self._device), tracker, self._device)
+        events = [[(what, name) for what, name in done] for done in said["events"]]
+        return match(events, said["classes"])
 
-    def _pass(self, value: Any, fake: FakeTensorMode | None, tracker: Tracker) -> tuple[Skip, ...]:
+    def _on_fakes(self, value: Any) -> dict[str, Any]:
+        fake = FakeTensorMode(allow_non_fake_inputs=True)
+        with fake:
+            value = pytree.tree_map_only(torch.Tensor, fake.from_tensor, value)
+            return self._pass(value, Tracker(), None)
+
+    def _pass(
+        self, value: Any, tracker: Tracker, device: torch.device | None
+    ) -> dict[str, list[Any]]:
+        """What each layer did, up to the first that pops what is not there, and its class."""
         classes: list[str] = []
         events: list[list[tuple[str, str]]] = []
         table = skips.Recorder()
-        if fake is not None:
-            value = pytree.tree_map_only(torch.Tensor, fake.from_tensor, value)
-        with fake or nullcontext(), table.active():
+        kind = (device or torch.device("cpu")).type
+        with table.active():
             for index, entry in enumerate(self._entries):
                 table.events = []
                 events.append(table.events)
-                classes.append(type(entry).__name__)
                 tracker.set(Phase.BUILDING, layer=index)
                 layer = self._build(entry, index)
-                if fake is None:
-                    layer = layer.to(self._device)
-                classes[-1] = type(layer).__name__
+                if device is not None:
+                    layer = layer.to(device)
+                classes.append(type(layer).__name__)
                 tracker.set(Phase.FORWARD, 0, 0, index)
                 rng.seed_all(rng.layer_seed(self._seed, 0, 0, index))
                 try:
-                    value = layer(value)
+                    with autocast(kind, self._precision) or nullcontext():
+                        value = layer(value)
                 except SkipError:
-                    match(events, classes)  # says which layer
-                    raise
-        return match(events, classes)
+                    break  # what does not match is said when all is known
+                value = pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, value)
+        classes += [type(entry).__name__ for entry in self._entries[len(classes) :]]
+        return {"events": events, "classes": classes}
 
     def _build(self, entry: job_file.Entry, index: int) -> nn.Module:
         """The layer, or a copy: the one that will train is not touched."""
@@ -96,6 +116,37 @@ class Survey:
             return copy.deepcopy(entry)
         rng.seed_all(rng.build_seed(self._seed, index))
         return job_file.build(entry, index)
+
+
+def _in_a_child(work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """Do it in a forked process: what the user's code caches there must not reach the training.
+
+    A layer may keep a mask or a table it has made, and a fake one has no memory behind it.
+    """
+    reads, writes = os.pipe()
+    parent = os.getpid()
+    child = os.fork()
+    if not child:
+        status = 1
+        try:
+            signal.set_wakeup_fd(-1)
+            die_with(parent)
+            os.close(reads)
+            try:
+                said = work()
+            except Exception as error:
+                said = {"error": f"{type(error).__name__}: {error}"}
+            with os.fdopen(writes, "w", encoding="utf-8") as file:
+                json.dump(said, file)
+            status = 0
+        finally:
+            os._exit(status)
+    os.close(writes)
+    with os.fdopen(reads, encoding="utf-8") as file:
+        text = file.read()
+    os.waitpid(child, 0)
+    said = json.loads(text) if text else {"error": "the process that made it ended"}
+    return dict(said)
 
 
 def new_modules(before: Iterable[str]) -> list[ModuleType]:

@@ -46,7 +46,10 @@ def separate(entry: nn.Module, names: Iterable[str]) -> nn.Module:
 
 
 def _alias(parameter: nn.Parameter) -> nn.Parameter:
-    return nn.Parameter(parameter.detach(), requires_grad=parameter.requires_grad)
+    alias = nn.Parameter(parameter.detach(), requires_grad=parameter.requires_grad)
+    alias.__dict__.update(parameter.__dict__)  # marks that an optimizer may look at
+    alias._backward_hooks = parameter._backward_hooks
+    return alias
 
 
 @dataclass(slots=True)
@@ -178,3 +181,5 @@ def _check(one: str, left: torch.Tensor, other: str, right: torch.Tensor) -> Non
             f"tied parameters differ: {one} is {tuple(left.shape)} {left.dtype}, "
             f"{other} is {tuple(right.shape)} {right.dtype}"
         )
+    if left.requires_grad is not right.requires_grad:
+        raise UsageError(f"of the tied parameters {one} and {other} only one requires grad")

@@ -18,6 +18,8 @@ from pipeworker.wire.messages import Update
 from pipeworker.worker import rng
 from pipeworker.worker.ties import Ties
 
+_NO_LAYER = -1
+
 
 def parameters_of(layers: Sequence[nn.Module]) -> list[nn.Parameter]:
     """The parameters of a stage, each once, in model order."""
@@ -29,9 +31,9 @@ class Updater:
 
     Args:
         layers: of the stage; `first` is the index of the first one.
-        job: its ``optimizer`` is not called on a stage without parameters. One that has a parameter
-            called ``named_parameters`` is given pairs of a name and a parameter; names are those of
-            ``nn.Sequential(*layers).named_parameters()``.
+        job: its ``optimizer`` is not called on a stage with nothing to train. One that has a
+            parameter called ``named_parameters`` is given pairs of a name and a parameter; names
+            are those of ``nn.Sequential(*layers).named_parameters()``.
         clip_value: bound on each element of the gradients, or None.
         ties: of weights that have a place here, or None.
 
@@ -60,12 +62,17 @@ class Updater:
         self._layers = list(enumerate(layers, first))
         self._seed = seed
         self._clip_value = clip_value
-        if not self.parameters:
+        if not any(parameter.requires_grad for parameter in self.parameters):
             return
         given: Any = self.parameters
         if "named_parameters" in _arguments(job.optimizer):
             named = nn.Sequential(*layers).named_parameters()
-            given = [(_shifted(name, first), p) for name, p in named if id(p) not in aliases]
+            tied = {id(p): name for name, p in ties.owners} if ties else {}
+            given = [
+                (tied.get(id(p)) or _shifted(name, first), p)
+                for name, p in named
+                if id(p) not in aliases
+            ]
         built = job.optimizer(given)
         if not isinstance(built, torch.optim.Optimizer):
             raise UsageError(
@@ -122,6 +129,8 @@ class Updater:
             return
         if not update.overflow:
             self._finish_gradients(update)
+            # For an optimizer that draws: what ran before, an evaluation say, must not show.
+            rng.seed_all(rng.update_seed(self._seed, update.step, _NO_LAYER))
             self.optimizer.step()
         due = update.epoch_ended or not self._by_epoch
         if self.scheduler is not None and due and not self.wants_metric:

@@ -140,11 +140,22 @@ def test_nested_values_are_cut_and_plain_ones_go_to_all() -> None:
         assert cut.targets[m][1] is None
 
 
-def test_pieces_are_views_of_the_mini_batch() -> None:
-    x, y = pair(4)
-    cut = reader([(x, y)], microbatches=2).read()
+def test_pieces_are_a_copy_that_lies_as_the_mini_batch_does() -> None:
+    memory = torch.arange(100.0)
+    x = memory[3:27].view(4, 6).t().contiguous().t()
+    y = memory[1:5]
+    cut = reader([((x, x), y)], microbatches=2).read()
     assert cut is not None
-    assert cut.inputs[1].data_ptr() == x[2:].data_ptr()
+    again, twice = cut.inputs[1]
+    assert again is twice
+    assert torch.equal(again, x[2:])
+    assert again.stride() == x.stride()
+    assert again.data_ptr() % 64 == x[2:].data_ptr() % 64
+    assert cut.targets[0].data_ptr() % 64 == y.data_ptr() % 64
+    memory.zero_()
+    again.add_(1)
+    assert cut.inputs[0][0]._version == 0
+    assert cut.targets[1].tolist() == [3.0, 4.0]
 
 
 def test_signatures_number_structure_shapes_and_dtypes() -> None:

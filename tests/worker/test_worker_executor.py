@@ -262,16 +262,41 @@ def test_an_in_place_first_layer() -> None:
     check(layers, data(6, 6), balances=[(1, 4), (1, 2, 2), (1, 2, 1, 1), (3, 2)])
 
 
-def test_an_in_place_first_layer_changes_the_data_as_the_plain_loop_does() -> None:
-    layers = [Layer(lambda x: x.mul_(2)), nn.Linear(6, 2)]
+@pytest.mark.parametrize("recompute", MODES)
+@pytest.mark.parametrize("balance", [(2,), (1, 1)])
+def test_an_in_place_first_layer_leaves_the_users_data_alone(
+    recompute: str, balance: tuple[int, ...]
+) -> None:
+    layers = [nn.Hardtanh(-0.5, 0.5, inplace=True), nn.Linear(6, 2)]
     x, y = data(6)[0]
-    expected = x * 2
-    for recompute in MODES:
-        given_x = x.clone()
-        Pipeline(
-            layers, mse, [(given_x, y)], balance=(1, 1), microbatches=3, recompute=recompute
-        ).train(1)
-        assert torch.equal(given_x, expected), recompute
+    given_x = x.clone()
+    Pipeline(
+        layers, mse, [(given_x, y)], balance=balance, microbatches=3, recompute=recompute
+    ).train(1)
+    assert torch.equal(given_x, x)
+
+
+def test_data_may_use_its_memory_again() -> None:
+    """The next mini-batch is read while this one is still needed."""
+    batches = data(5, 5, 5)
+
+    def again() -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        x, y = (torch.empty_like(t) for t in batches[0])
+        for new_x, new_y in batches:
+            yield x.copy_(new_x), y.copy_(new_y)
+
+    found = []
+    for source in (batches, again()):
+        for recompute in MODES:
+            torch.manual_seed(1)
+            layers = [nn.Linear(6, 4), nn.Linear(4, 2)]
+            made = Pipeline(
+                layers, mse, source, balance=(1, 1), microbatches=3, recompute=recompute
+            ).train(3)
+            found.append(made.losses)
+            if source is not batches:
+                break
+    assert all(losses == found[0] for losses in found)
 
 
 def test_layers_that_return_their_input_and_layers_without_parameters() -> None:

@@ -36,6 +36,7 @@ _HEAD = Struct("<2q")  # length of the header, 0 for none; micro-batch
 _PIECE_BYTES = 16 << 10
 _SMALL_BYTES = 256 << 10
 _MOST_FRAMES = 4096
+_MOST_UNDER_WAY = 512
 # A link may hold some 500 messages before it makes its ends wait for each other.
 _MOST_TENSORS = 128
 _MESSAGES_AHEAD = 128
@@ -46,13 +47,14 @@ class Sender:
     """The source's end of a channel.
 
     Args:
-        capacity: frames that may be under way before the next one waits; None for no bound.
+        capacity: frames that may be under way before the next one waits; None for as many as any
+            number of stages needs, so that they only wait when they would pile up.
         courier: performs large sends; without one, the calling thread does.
     """
 
     def __init__(self, link: Link, capacity: int | None, courier: Courier | None) -> None:
         self._link = link
-        self._capacity = capacity
+        self._capacity = _MOST_UNDER_WAY if capacity is None else capacity
         self._courier = courier
         self._known: dict[tuple[int, int], Frame] = {}
         self._dynamic = False
@@ -77,7 +79,7 @@ class Sender:
             PeerLost: the other end is gone.
         """
         under_way = self._under_way
-        while under_way and self._capacity is not None and len(under_way) >= self._capacity:
+        while len(under_way) >= self._capacity:
             under_way.popleft().wait()
         expected = None
         if not self._dynamic and self._signature is not None:
