@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from conftest import Jobs
-from test_bitwise import plain_loop
+from test_bitwise import assert_same, plain_loop
 
 UNET = """
     import sys
@@ -102,3 +102,42 @@ def test_a_mistake_is_named(jobs: Jobs, change: tuple[str, str], status: int, me
     if "other" in message:
         assert "in forward: stage 0" in run.stderr
         assert "step 2" in run.stderr
+
+
+CACHED = """
+    import functools
+
+    @functools.lru_cache
+    def mask(size):
+        return torch.tril(torch.ones(size, size))
+
+    class Masks(nn.Module):
+        def forward(self, x):
+            return x @ mask(8)
+
+    class Drops(nn.Module):
+        def forward(self, x):
+            if self.training:
+                pipeworker.stash("training", x)
+            return x
+
+    class Adds(nn.Module):
+        def forward(self, x):
+            return x + pipeworker.pop("training") if self.training else x
+
+    def model():
+        return nn.Sequential(
+            Drops(), nn.Linear(8, 8), Down(0), Masks(), Up(0), Adds(), nn.Linear(8, 3)
+        )
+
+    evaluation = data
+"""
+
+
+def test_what_a_layer_caches_in_the_survey_does_not_reach_the_training(jobs: Jobs) -> None:
+    """And a skip may be there in training alone."""
+    words = ("--microbatches", "2", "--steps", "3", "--evaluate-every", "2")
+    one, three = (jobs.train("--stages", str(k), *words, source=UNET + CACHED) for k in (1, 3))
+    assert_same(one, three)
+    rows = [(run.path / "evaluation.jsonl").read_text() for run in (one, three)]
+    assert rows[0] == rows[1]

@@ -131,3 +131,33 @@ def test_mistakes(jobs: Jobs, tied: str, message: str) -> None:
     run = jobs.run("--stages", "2", "--microbatches", "2", source=source)
     assert run.status == 2, run.stderr
     assert message in run.stderr
+
+
+BY_NAME = """
+    def optimizer(named_parameters):
+        for name, p in named_parameters:
+            assert not name.endswith("7.table"), name
+        marked = [p for _, p in named_parameters if getattr(p, "plain", False)]
+        other = [p for _, p in named_parameters if not getattr(p, "plain", False)]
+        groups = [{"params": group, "weight_decay": decay}
+                  for group, decay in ((marked, 0.0), (other, 0.1)) if group]
+        return torch.optim.AdamW(groups, lr=0.02)
+
+    _model = model
+
+    def model():
+        net = _model()
+        net[0].table.plain = True
+        net[0].table.register_hook(lambda gradient: gradient * 0.5)
+        return net
+"""
+
+
+def test_names_marks_and_hooks_are_those_of_the_first_place(jobs: Jobs) -> None:
+    runs = [
+        jobs.train("--stages", str(k), "--microbatches", "3", source=EAGER + BY_NAME)
+        for k in (1, 4)
+    ]
+    same(*runs)
+    weights = runs[1].weights
+    assert torch.equal(weights["0.table"], weights["7.table"])

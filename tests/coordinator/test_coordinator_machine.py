@@ -849,3 +849,17 @@ def test_the_scale_doubles_after_a_long_run_of_good_steps() -> None:
     for _ in range(100):
         scaler = scaler.after(overflow=True)
     assert scaler.scale == 2.0**-24
+
+
+def test_an_epoch_that_ends_within_a_step_has_ended() -> None:
+    """Three mini-batches an epoch, two a step."""
+    job = Job(1, accumulate=2, steps=None).running()
+    ended = []
+    for step in range(1, 7):
+        epochs = [((2 * step - 1) // 3), (2 * step) // 3]  # of the mini-batches to come
+        for epoch in epochs:
+            effects = job.step(step, batch=dataclasses.replace(BATCH, epoch=epoch))
+        (advance,) = of_messages(effects, Advance)
+        assert advance.update
+        ended.append(advance.update.epoch_ended)
+    assert ended == [False, True, True, False, True, True]

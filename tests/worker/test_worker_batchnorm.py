@@ -40,7 +40,7 @@ def test_only_the_first_forward_in_training_counts(monkeypatch: pytest.MonkeyPat
     norm = nn.BatchNorm1d(2)
     deferred = DeferredBatchNorm([norm])
     x = torch.randn(6, 2)
-    norm(x)
+    norm(input=x)
     monkeypatch.setattr(recompute._state, "recomputing", True, raising=False)
     norm(x + 5)
     monkeypatch.undo()

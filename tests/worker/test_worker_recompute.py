@@ -136,3 +136,18 @@ def test_a_layer_can_ask_whether_it_is_recomputed() -> None:
         raise KeyError
     layers[0](torch.ones(1))
     assert said == [False, False, True, False]
+
+
+def test_a_buffer_of_two_modules_stays_one() -> None:
+    first, second = Counter(), Counter()
+    second.count = first.count
+    buffers = Buffers([first, second])
+    said = []
+    for microbatch in (0, 1):
+        with buffers.first_forward(microbatch):
+            said.append((first(), second()))
+    for microbatch in (0, 1):
+        with buffers.second_forward(microbatch):
+            assert (first(), second()) == said[microbatch]
+    assert said == [(1.0, 2.0), (3.0, 4.0)]
+    assert first.count is second.count
