@@ -161,3 +161,20 @@ def test_names_marks_and_hooks_are_those_of_the_first_place(jobs: Jobs) -> None:
     same(*runs)
     weights = runs[1].weights
     assert torch.equal(weights["0.table"], weights["7.table"])
+
+
+MANY = """
+    def model():
+        block = nn.Sequential(*(nn.Linear(8, 8) for _ in range(7)))
+        return nn.Sequential(Tok(), *[block] * 20, nn.Linear(8, 11))
+"""
+
+
+def test_more_places_than_one_frame_carries(jobs: Jobs) -> None:
+    """One block at 20 places: 280 gradients of 14 parameters."""
+    source = EAGER.replace("model()", "unused()") + MANY
+    runs = [
+        jobs.train("--stages", str(k), "--microbatches", "2", "--steps", "2", source=source)
+        for k in (1, 2)
+    ]
+    same(*runs)

@@ -149,6 +149,9 @@ class Executor:
             ]
             for payload, peer, _ in self._receivers
         }
+        if self._ties:
+            for peer in self._tied_receivers:
+                self._order[Payload.TIED, peer] = list(range(self._ties.frames(peer)))
 
     @property
     def next_batch(self) -> Batch | None:
@@ -189,8 +192,9 @@ class Executor:
         if self._ties:
             self._ties.complete(self._tied)
             self._tied.clear()
-            for receiver in self._tied_receivers.values():
-                receiver.release(0)
+            for peer, receiver in self._tied_receivers.items():
+                for number in range(self._ties.frames(peer)):
+                    receiver.release(number)
         tracker.set(Phase.WAITING, step)
         losses = stage.losses
         return StepResult(_as_floats(losses.values), _as_floats(losses.counts), busy)
@@ -355,11 +359,15 @@ class Executor:
     def _send_tied(self, _: int, peer: int) -> None:
         assert self._ties
         self._stage.tracker.set(Phase.WAITING, self._step)
-        self._tied_senders[peer].send(0, self._ties.outgoing(peer))
+        for number, gradients in enumerate(self._ties.outgoing(peer)):
+            self._tied_senders[peer].send(number, gradients)
 
     def _receive_tied(self, _: int, peer: int) -> None:
         self._stage.tracker.set(Phase.WAITING, self._step)
-        self._tied[peer] = self._tied_receivers[peer].receive(0)
+        assert self._ties
+        receiver, gradients = self._tied_receivers[peer], self._tied.setdefault(peer, [])
+        for number in range(self._ties.frames(peer)):
+            gradients += receiver.receive(number)
 
     def _receive_skip_gradient(self, m: int, peer: int) -> None:
         assert self._routes

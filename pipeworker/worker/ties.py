@@ -20,6 +20,8 @@ from pipeworker.errors import UsageError
 from pipeworker.job.file import Entry
 from pipeworker.plan.ties import Tie, layer_of
 
+_FRAME = 64
+"""Gradients that are sent at once."""
 Build = Callable[[int], nn.Module]
 
 
@@ -124,14 +126,19 @@ class Ties:
         """Each tied parameter here, and the name of its first place."""
         return [(g.tie.names[0], g.owner) for g in self._groups]
 
-    def outgoing(self, peer: int) -> list[torch.Tensor | None]:
-        """The gradients of this stage's places that another stage needs."""
-        return [
+    def outgoing(self, peer: int) -> list[list[torch.Tensor | None]]:
+        """The gradients of this stage's places that another stage needs, in frames."""
+        gradients = [
             group.mine[place].grad
             for group in self._groups
             if peer in group.tie.stages
             for place in sorted(group.mine)
         ]
+        return [gradients[i : i + _FRAME] for i in range(0, len(gradients), _FRAME)]
+
+    def frames(self, peer: int) -> int:
+        """How many frames another stage sends."""
+        return -(-sum(group.tie.stages.count(peer) for group in self._groups) // _FRAME)
 
     def complete(self, received: Mapping[int, Sequence[torch.Tensor | None]]) -> None:
         """Add up the gradients of all places, given what the other stages sent."""

@@ -54,7 +54,8 @@ def test_places_are_added_in_model_order_whoever_sent_them() -> None:
     ties = Ties(0, [tie], layers, never)
     grad(layers[0].weight, 1.0)
     grad(layers[2].weight, 2.0**-30)
-    assert ties.outgoing(1) == [layers[0].weight.grad, layers[2].weight.grad]
+    assert ties.outgoing(1) == [[layers[0].weight.grad, layers[2].weight.grad]]
+    assert ties.frames(1) == 1
     ties.complete({1: [torch.full((1, 1), -1.0)]})
     assert ties.total(layers[0].weight) == 2.0**-30  # (1 - 1) + tiny, not 1 + tiny - 1
     ties.take_totals()
