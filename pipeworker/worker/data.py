@@ -185,13 +185,13 @@ def _split(value: Any, count: int) -> list[Any]:
     own changes in place.
     """
     leaves, structure = pytree.tree_flatten(value)
-    copies: dict[int, tuple[torch.Tensor, ...]] = {}  # the same tensor twice stays one
+    copies: dict[int, list[torch.Tensor]] = {}  # the same tensor twice stays one
     for leaf in leaves:
         if isinstance(leaf, torch.Tensor) and id(leaf) not in copies:
             pieces = replica(leaf.detach()).tensor_split(count)
-            copies[id(leaf)] = tuple(
-                piece.data.requires_grad_(leaf.requires_grad) for piece in pieces
-            )
+            copies[id(leaf)] = [piece.data for piece in pieces]
+            if leaf.requires_grad:
+                copies[id(leaf)] = [piece.requires_grad_() for piece in copies[id(leaf)]]
     cut = [
         copies[id(leaf)] if isinstance(leaf, torch.Tensor) else [leaf] * count for leaf in leaves
     ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from time import perf_counter
 from typing import Any
 
@@ -91,7 +92,7 @@ class Executor:
         self._tied_senders = senders[Payload.TIED]
         self._tied_receivers = receivers[Payload.TIED]
         self._tied: dict[int, list[torch.Tensor | None]] = {}
-        self._program: list[tuple[Callable[..., None], tuple[int, ...], bool]] = []
+        self._program: list[tuple[Callable[[int], None], int, bool]] = []
         self._order: dict[tuple[Payload, int], list[int]] = {}
         self._inputs: dict[int, tuple[Any, Sequence[bool]]] = {}
         self._targets: dict[int, Any] = {}
@@ -134,8 +135,8 @@ class Executor:
         handlers = self._handlers
         self._program = [
             (
-                handlers[a.kind],
-                (a.microbatch, a.peer) if a.kind in WITH_PEER else (a.microbatch,),
+                partial(handlers[a.kind], peer=a.peer) if a.kind in WITH_PEER else handlers[a.kind],
+                a.microbatch,
                 a.kind in _BUSY,
             )
             for a in actions
@@ -180,13 +181,13 @@ class Executor:
         for payload, peer, receiver in self._receivers:
             receiver.begin(batch.signature, self._order[payload, peer])
         busy = 0.0
-        for handle, arguments, computes in self._program:
+        for handle, microbatch, computes in self._program:
             if computes:
                 start = perf_counter()
-                handle(*arguments)
+                handle(microbatch)
                 busy += perf_counter() - start
             else:
-                handle(*arguments)
+                handle(microbatch)
         self._current = None
         stage.end()
         if self._ties:
