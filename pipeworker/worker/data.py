@@ -184,18 +184,18 @@ def _split(value: Any, count: int) -> list[Any]:
     read while this one is still needed, and a first layer may work in place. Each piece counts its
     own changes in place.
     """
+    if isinstance(value, torch.Tensor):
+        return _pieces(value, count)
     leaves, structure = pytree.tree_flatten(value)
-    copies: dict[int, list[torch.Tensor]] = {}  # the same tensor twice stays one
-    for leaf in leaves:
-        if isinstance(leaf, torch.Tensor) and id(leaf) not in copies:
-            pieces = replica(leaf.detach()).tensor_split(count)
-            copies[id(leaf)] = [piece.data for piece in pieces]
-            if leaf.requires_grad:
-                copies[id(leaf)] = [piece.requires_grad_() for piece in copies[id(leaf)]]
-    cut = [
-        copies[id(leaf)] if isinstance(leaf, torch.Tensor) else [leaf] * count for leaf in leaves
-    ]
-    return [pytree.tree_unflatten([pieces[m] for pieces in cut], structure) for m in range(count)]
+    tensors = {id(leaf): leaf for leaf in leaves if isinstance(leaf, torch.Tensor)}
+    pieces = {key: _pieces(leaf, count) for key, leaf in tensors.items()}  # each once
+    cut = [pieces.get(id(leaf)) or [leaf] * count for leaf in leaves]
+    return [pytree.tree_unflatten([piece[m] for piece in cut], structure) for m in range(count)]
+
+
+def _pieces(tensor: torch.Tensor, count: int) -> list[torch.Tensor]:
+    pieces = [piece.data for piece in replica(tensor.detach()).tensor_split(count)]
+    return [piece.requires_grad_() for piece in pieces] if tensor.requires_grad else pieces
 
 
 def to_device(value: Any, device: torch.device) -> Any:
