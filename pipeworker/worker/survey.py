@@ -106,7 +106,7 @@ class Survey:
                         value = layer(value)
                 except SkipError:
                     break  # what does not match is said when all is known
-                value = pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, value)
+                value = _cut(value)
         classes += [type(entry).__name__ for entry in self._entries[len(classes) :]]
         return {"events": events, "classes": classes}
 
@@ -116,6 +116,16 @@ class Survey:
             return copy.deepcopy(entry)
         rng.seed_all(rng.build_seed(self._seed, index))
         return job_file.build(entry, index)
+
+
+def _cut(value: Any) -> Any:
+    """The value without the graph behind it; the same tensor twice stays one."""
+    cut = {
+        id(t): t.detach().requires_grad_(t.requires_grad)
+        for t in pytree.tree_leaves(value)
+        if isinstance(t, torch.Tensor)
+    }
+    return pytree.tree_map_only(torch.Tensor, lambda t: cut[id(t)], value)
 
 
 def _in_a_child(work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
