@@ -106,7 +106,8 @@ class Survey:
                         value = layer(value)
                 except SkipError:
                     break  # what does not match is said when all is known
-                value = _cut(value)
+                if device is not None:
+                    value = _cut(value)
         classes += [type(entry).__name__ for entry in self._entries[len(classes) :]]
         return {"events": events, "classes": classes}
 
@@ -119,12 +120,16 @@ class Survey:
 
 
 def _cut(value: Any) -> Any:
-    """The value without the graph behind it; the same tensor twice stays one."""
-    cut = {
-        id(t): t.detach().requires_grad_(t.requires_grad)
-        for t in pytree.tree_leaves(value)
-        if isinstance(t, torch.Tensor)
-    }
+    """The value without the graph behind it; the same tensor twice stays one.
+
+    What requires grad still does, and is no leaf, so that a layer may change it in place.
+    """
+    cut: dict[int, torch.Tensor] = {}
+    for t in pytree.tree_leaves(value):
+        if isinstance(t, torch.Tensor) and id(t) not in cut:
+            fresh = t.detach().requires_grad_(t.requires_grad)
+            unsafe_view = torch.ops.aten._unsafe_view.default
+            cut[id(t)] = unsafe_view(fresh, fresh.shape) if t.requires_grad else fresh
     return pytree.tree_map_only(torch.Tensor, lambda t: cut[id(t)], value)
 
 
