@@ -56,7 +56,7 @@ class Sender:
         self._link = link
         self._capacity = _MOST_UNDER_WAY if capacity is None else capacity
         self._courier = courier
-        self._known: dict[tuple[int, int], Frame] = {}
+        self._known: _Known = {}
         self._dynamic = False
         self._surprised = False
         self._signature: int | None = 0
@@ -82,7 +82,7 @@ class Sender:
         while len(under_way) >= self._capacity:
             under_way.popleft().wait()
         expected = None
-        if not self._dynamic and self._signature is not None:
+        if not self._dynamic:
             expected = self._known.get((self._signature, microbatch))
         tensors = None
         if expected is not None and not self._surprised:
@@ -121,12 +121,7 @@ class Sender:
         if expected is not None:
             self._surprised = True
             messages += [(_EXPECTED, _filler(layout)) for layout in expected.tensors]
-        if self._signature is None:
-            pass  # never expected
-        elif frame.moves:
-            self._known[self._signature, microbatch] = frame
-        else:
-            self._known.pop((self._signature, microbatch), None)
+        _learn(self._known, self._signature, microbatch, frame)
         return messages + [(_DESCRIBED, tensor) for tensor in tensors]
 
     def _start(self, messages: list[tuple[int, torch.Tensor]]) -> list[Pending]:
@@ -143,7 +138,19 @@ class Sender:
         return started
 
 
-def _bound(known: dict[tuple[int, int], Frame]) -> None:
+_Known = dict[tuple[int | None, int], Frame]
+"""Frames that both ends expect, by shape signature and micro-batch."""
+
+
+def _learn(known: _Known, signature: int | None, microbatch: int, frame: Frame) -> None:
+    """Expect a described frame from now on, if it has elements and its mini-batch a signature."""
+    if signature is not None and frame.moves:
+        known[signature, microbatch] = frame
+    else:
+        known.pop((signature, microbatch), None)
+
+
+def _bound(known: _Known) -> None:
     """Forget when shapes keep changing; both ends know the same frames, so they forget together."""
     if len(known) > _MOST_FRAMES:
         known.clear()
@@ -195,7 +202,7 @@ class Receiver:
         self._link = link
         self._device = device
         self._low = max(0, depth - CHANNEL_CAPACITY)
-        self._known: dict[tuple[int, int], Frame] = {}
+        self._known: _Known = {}
         self._dynamic = False
         self._surprised = False
         self._signature: int | None = 0
@@ -245,12 +252,7 @@ class Receiver:
             self._surprised = True
             self._pool.give(posted.frame.tensors, posted.buffers)
         posted = self._receive_described()
-        if self._signature is None:
-            pass  # never expected
-        elif posted.frame.moves:
-            self._known[self._signature, microbatch] = posted.frame
-        else:
-            self._known.pop((self._signature, microbatch), None)
+        _learn(self._known, self._signature, microbatch, posted.frame)
         self._held[microbatch] = posted
         return self._assemble(posted)
 
@@ -285,9 +287,7 @@ class Receiver:
             if ahead >= CHANNEL_CAPACITY and messages >= _MESSAGES_AHEAD:
                 break
             microbatch = self._ahead.popleft()
-            frame = None
-            if not self._dynamic and self._signature is not None:
-                frame = self._known.get((self._signature, microbatch))
+            frame = None if self._dynamic else self._known.get((self._signature, microbatch))
             if frame is not None:
                 chosen.append((microbatch, frame))
                 messages += len(frame.tensors)

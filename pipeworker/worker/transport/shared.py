@@ -165,7 +165,7 @@ class ReceivingLink:
 
 @dataclass(slots=True, eq=False)
 class _Sending:
-    tensor: torch.Tensor
+    tensor: torch.Tensor | None  # until it is delivered
     tag: int
     done: threading.Event = field(default_factory=threading.Event)
     error: PeerLost | None = None
@@ -273,7 +273,9 @@ class SendingLink:
             if sending.tag in blocked or not self._posts.get(sending.tag):
                 blocked.add(sending.tag)
                 continue
+            assert sending.tensor is not None
             self._deliver(sending.tensor, sending.tag)
+            sending.tensor = None  # who waits for this send later need not keep it
             self._queue.remove(sending)
             sending.done.set()
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import threading
+import time
+import weakref
 from pathlib import Path
 
 import pytest
@@ -104,6 +106,24 @@ def test_the_other_end_gone(pair: tuple[SendingLink, ReceivingLink]) -> None:
         pending.wait()
     with pytest.raises(PeerLost, match="0>1/activation closed"):
         source.send(torch.ones(3), 0).wait()
+
+
+def test_a_delivered_tensor_is_let_go_before_anyone_waits(
+    pair: tuple[SendingLink, ReceivingLink],
+) -> None:
+    source, target = pair
+    tensor = torch.ones(3)
+    alive = weakref.ref(tensor)
+    pending = source.send(tensor, 0)  # nothing is posted yet
+    del tensor
+    assert alive() is not None
+    got = buffer(target, 3)
+    target.receive([got], 0)[0].wait()
+    deadline = time.monotonic() + 20
+    while alive() is not None and time.monotonic() < deadline:
+        time.sleep(0.001)
+    assert alive() is None
+    pending.wait()
 
 
 def test_hosts_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
