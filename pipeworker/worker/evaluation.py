@@ -45,22 +45,18 @@ class Averages:
     _counted: bool = False
     _values: dict[str, list[tuple[Any, int]]] = field(default_factory=dict)
 
-    def add(self, loss: Any, output: Any, target: Any, samples: int) -> None:
+    def add(self, loss: torch.Tensor, count: Any, output: Any, target: Any, samples: int) -> None:
         """One micro-batch.
 
         Args:
-            loss: a mean over the samples, or a pair (sum, count).
+            loss: a mean over the samples if `count` is None, else a sum.
 
         Raises:
             UsageError: ``metrics`` gave something other than named scalars.
         """
-        if isinstance(loss, (tuple, list)):
-            self._counted = True
-            self._losses.append(loss[0])
-            self._weights.append(loss[1])
-        else:
-            self._losses.append(loss)
-            self._weights.append(samples)
+        self._counted = count is not None
+        self._losses.append(loss)
+        self._weights.append(samples if count is None else count)
         if self.metrics is None:
             return
         found = self.metrics(output, target)

@@ -25,6 +25,7 @@ from pipeworker.worker.transport.link import Link
 _FRAMES_AHEAD = 16
 """Receives of activations and targets posted ahead; their buffers are kept until backward."""
 _GRADIENTS_AHEAD = 6
+"""Of gradients: a little more than a channel holds, so that several are posted in one go."""
 _FORWARD = (Payload.ACTIVATION, Payload.TARGET, Payload.SKIP)
 _GRADIENTS = (Payload.GRADIENT, Payload.SKIP_GRADIENT)
 _BUSY = COMPUTE | {Kind.LOAD}
@@ -122,13 +123,26 @@ class Executor:
             Kind.RECEIVE_GRADIENT: self._receive_gradient,
             Kind.SEND_TARGET: self._send_target,
             Kind.RECEIVE_TARGET: self._receive_target,
-            Kind.SEND_SKIP: self._send_skip,
-            Kind.RECEIVE_SKIP: self._receive_skip,
-            Kind.SEND_SKIP_GRADIENT: self._send_skip_gradient,
-            Kind.RECEIVE_SKIP_GRADIENT: self._receive_skip_gradient,
             Kind.SEND_TIED: self._send_tied,
             Kind.RECEIVE_TIED: self._receive_tied,
         }
+
+        if self._routes is not None:
+            self._handlers |= {
+                Kind.SEND_SKIP: self._waiting(self._routes.send),
+                Kind.RECEIVE_SKIP: self._waiting(self._routes.receive),
+                Kind.SEND_SKIP_GRADIENT: self._waiting(self._routes.send_gradient),
+                Kind.RECEIVE_SKIP_GRADIENT: self._waiting(self._routes.receive_gradient),
+            }
+
+    def _waiting(self, act: Callable[[int, int], None]) -> Callable[[int, int], None]:
+        """The same, noting that the stage waits."""
+
+        def handle(m: int, peer: int) -> None:
+            self._stage.tracker.set(Phase.WAITING, self._step, m)
+            act(m, peer)
+
+        return handle
 
     def program(self, actions: tuple[Action, ...]) -> None:
         """The tuple to run from the next step on."""
@@ -226,8 +240,7 @@ class Executor:
                 if self._target_in:
                     samples, target = self._target_in.receive(m)
                 if self._routes:
-                    for peer in stage.skips.arriving if stage.skips else ():
-                        self._routes.receive(m, peer)
+                    self._routes.receive_all(m)
                     value, _ = self._routes.joined(m, value, ())
                 output = stage.evaluate(m, value, target, samples, averages)
                 if self._routes and self._index < self._stages - 1:
@@ -237,8 +250,7 @@ class Executor:
                 if self._target_out:
                     self._target_out.send(m, (samples, target))
                 if self._routes:
-                    for peer in stage.skips.departing if stage.skips else ():
-                        self._routes.send(m, peer)
+                    self._routes.send_all(m)
                     self._routes.forget(m)
                 for payload, _, receiver in self._receivers:
                     if payload in _FORWARD:
@@ -342,21 +354,6 @@ class Executor:
         self._stage.tracker.set(Phase.WAITING, self._step, m)
         self._targets[m] = self._target_in.receive(m)
 
-    def _send_skip(self, m: int, peer: int) -> None:
-        assert self._routes
-        self._stage.tracker.set(Phase.WAITING, self._step, m)
-        self._routes.send(m, peer)
-
-    def _receive_skip(self, m: int, peer: int) -> None:
-        assert self._routes
-        self._stage.tracker.set(Phase.WAITING, self._step, m)
-        self._routes.receive(m, peer)
-
-    def _send_skip_gradient(self, m: int, peer: int) -> None:
-        assert self._routes
-        self._stage.tracker.set(Phase.WAITING, self._step, m)
-        self._routes.send_gradient(m, peer)
-
     def _send_tied(self, _: int, peer: int) -> None:
         assert self._ties
         self._stage.tracker.set(Phase.WAITING, self._step)
@@ -369,11 +366,6 @@ class Executor:
         receiver, gradients = self._tied_receivers[peer], self._tied.setdefault(peer, [])
         for number in range(self._ties.frames(peer)):
             gradients += receiver.receive(number)
-
-    def _receive_skip_gradient(self, m: int, peer: int) -> None:
-        assert self._routes
-        self._stage.tracker.set(Phase.WAITING, self._step, m)
-        self._routes.receive_gradient(m, peer)
 
 
 def _as_floats(by_microbatch: dict[int, torch.Tensor]) -> tuple[float, ...]:

@@ -65,6 +65,14 @@ class Routes:
         self._gradients: dict[int, dict[int, Gradients]] = {}
         self._returning: dict[int, dict[int, Gradients]] = {}
 
+    def receive_all(self, microbatch: int) -> None:
+        for peer in self._skips.arriving:
+            self.receive(microbatch, peer)
+
+    def send_all(self, microbatch: int) -> None:
+        for peer in self._skips.departing:
+            self.send(microbatch, peer)
+
     def receive(self, microbatch: int, peer: int) -> None:
         receiver = self._receivers[peer]
         value = receiver.receive(microbatch)

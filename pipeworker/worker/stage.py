@@ -8,7 +8,7 @@ and whose outputs may be changed in place by the first layer.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import compress
 from typing import Any
 
@@ -22,6 +22,7 @@ from pipeworker.wire.messages import Phase
 from pipeworker.worker import rng
 from pipeworker.worker.batchnorm import DeferredBatchNorm
 from pipeworker.worker.evaluation import Averages
+from pipeworker.worker.losses import Losses, parts
 from pipeworker.worker.position import Tracker
 from pipeworker.worker.recompute import Buffers
 from pipeworker.worker.routes import Skips
@@ -70,37 +71,6 @@ class _Kept:
     caught: _Caught | None = None
 
 
-@dataclass(slots=True)
-class Losses:
-    """The last stage's losses of one step, by micro-batch.
-
-    Attributes:
-        given: what ``loss`` returned: means, or sums where there is a count.
-        weights: each micro-batch's share of the samples.
-        scale: against underflow in fp16; a power of two.
-    """
-
-    weights: Sequence[float] = ()
-    scale: float = 1.0
-    given: dict[int, torch.Tensor] = field(default_factory=dict)
-    counts: dict[int, torch.Tensor] = field(default_factory=dict)
-
-    @property
-    def values(self) -> dict[int, torch.Tensor]:
-        """What is added up to the step's loss, or to its numerator where there are counts."""
-        return {
-            m: loss if m in self.counts else loss * self.weights[m]
-            for m, loss in self.given.items()
-        }
-
-    def gradient(self, microbatch: int) -> torch.Tensor:
-        """What backward starts from, as if the loss had been multiplied by its weight."""
-        one = torch.ones_like(self.given[microbatch], memory_format=torch.preserve_format)
-        if microbatch not in self.counts:
-            one.mul_(self.weights[microbatch])
-        return one if self.scale == 1.0 else one.mul_(self.scale)
-
-
 class Stage:
     """The layers of one worker.
 
@@ -144,7 +114,6 @@ class Stage:
         self._autocast = autocast(device.type, precision)
         self._step = 0
         self._first = 0
-        self._seed_of = rng.layer_seed
         self._recomputed: frozenset[int] = frozenset()
         self.losses = Losses()
         self.refused = ""
@@ -257,7 +226,7 @@ class Stage:
             return value
         self.tracker.set(Phase.LOSS, self._step, microbatch)
         # What the loss draws goes on from the last layer's stream: they are always together.
-        return self._measure(self._loss_of(value, kept.target), microbatch)
+        return self.losses.add(microbatch, self._loss_of(value, kept.target))
 
     def evaluate(
         self, microbatch: int, value: Any, target: Any, samples: int, averages: Averages
@@ -267,17 +236,13 @@ class Stage:
         Args:
             microbatch: counts through the whole evaluation pass.
         """
-        self._seed_of = rng.evaluation_seed
-        try:
-            output = self._output(value, microbatch, Phase.EVALUATION)
-            if self._loss is None:
-                return output
-            self.tracker.set(Phase.EVALUATION, self._step, microbatch)
-            loss = self._loss_of(output, target)
-            _check_scalar(loss[0] if isinstance(loss, (tuple, list)) and len(loss) == 2 else loss)
-            averages.add(loss, output, target, samples)
-        finally:
-            self._seed_of = rng.layer_seed
+        output = self._output(value, microbatch, Phase.EVALUATION)
+        if self._loss is None:
+            return output
+        self.tracker.set(Phase.EVALUATION, self._step, microbatch)
+        loss, count = parts(self._loss_of(output, target))
+        averages.add(loss, count, output, target, samples)
+        return None
 
     def _loss_of(self, output: Any, target: Any) -> Any:
         assert self._loss
@@ -305,7 +270,8 @@ class Stage:
 
     def _through_layers(self, value: Any, microbatch: int, phase: Phase) -> Any:
         step, tracker, last_layer = self._step, self.tracker, self._last_layer
-        seed, seed_of, number = self._seed, self._seed_of, self._first + microbatch
+        seed, number = self._seed, self._first + microbatch
+        seed_of = rng.evaluation_seed if phase is Phase.EVALUATION else rng.layer_seed
         autocast = self._autocast
         node: Any = None
         try:
@@ -336,15 +302,6 @@ class Stage:
         position = (Phase.BACKWARD, self._step, microbatch, layer)
         node.register_prehook(lambda _: self.tracker.set(*position))
         return node
-
-    def _measure(self, loss: Any, microbatch: int) -> torch.Tensor:
-        """Record the loss of a micro-batch and return the root of its backward."""
-        if isinstance(loss, (tuple, list)) and len(loss) == 2:
-            loss, count = loss
-            self.losses.counts[microbatch] = torch.as_tensor(count).detach()
-        root = _check_scalar(loss)
-        self.losses.given[microbatch] = root.detach()
-        return root
 
 
 def autocast(device_type: str, precision: str) -> torch.autocast | None:
@@ -379,10 +336,10 @@ def describe(value: Any) -> str:
 
 def _copy(value: Any) -> Any:
     copies = {id(tensor): replica(tensor) for tensor in distinct_tensors(value)}
-    return _replace(value, copies)
+    return replace_tensors(value, copies)
 
 
-def _replace(value: Any, tensors: dict[int, torch.Tensor]) -> Any:
+def replace_tensors(value: Any, tensors: dict[int, torch.Tensor]) -> Any:
     """The value with each tensor whose id is a key replaced."""
     if isinstance(value, torch.Tensor):
         return tensors.get(id(value), value)
@@ -408,18 +365,4 @@ def _pass_boundary(
     tensors = distinct_tensors(value)
     chosen = [t for t, wanted in zip(tensors, wants_grad, strict=True) if wanted]
     passed = _pass(phony, caught, *chosen)
-    return _replace(value, {id(old): new for old, new in zip(chosen, passed, strict=True)})
-
-
-def _check_scalar(loss: Any) -> torch.Tensor:
-    if not isinstance(loss, torch.Tensor):
-        raise UsageError(
-            f"loss(output, target) returned a {type(loss).__name__}: it must return a scalar "
-            "tensor, or a pair (sum, count)"
-        )
-    if loss.numel() != 1:
-        raise UsageError(
-            f"loss(output, target) returned a tensor of shape {tuple(loss.shape)}: it must be a "
-            "scalar, the mean over the samples it is given"
-        )
-    return loss
+    return replace_tensors(value, {id(old): new for old, new in zip(chosen, passed, strict=True)})

@@ -32,7 +32,7 @@ from pipeworker.worker import rng, skips
 from pipeworker.worker.data import to_device
 from pipeworker.worker.forkserver import die_with
 from pipeworker.worker.position import Tracker
-from pipeworker.worker.stage import autocast
+from pipeworker.worker.stage import autocast, distinct_tensors, replace_tensors
 
 
 def mentions_skips(modules: Iterable[ModuleType]) -> bool:
@@ -124,13 +124,15 @@ def _cut(value: Any) -> Any:
 
     What requires grad still does, and is no leaf, so that a layer may change it in place.
     """
-    cut: dict[int, torch.Tensor] = {}
-    for t in pytree.tree_leaves(value):
-        if isinstance(t, torch.Tensor) and id(t) not in cut:
-            fresh = t.detach().requires_grad_(t.requires_grad)
-            unsafe_view = torch.ops.aten._unsafe_view.default
-            cut[id(t)] = unsafe_view(fresh, fresh.shape) if t.requires_grad else fresh
-    return pytree.tree_map_only(torch.Tensor, lambda t: cut[id(t)], value)
+    return replace_tensors(value, {id(t): _without_graph(t) for t in distinct_tensors(value)})
+
+
+def _without_graph(tensor: torch.Tensor) -> torch.Tensor:
+    fresh = tensor.detach()
+    if not tensor.requires_grad:
+        return fresh
+    result: torch.Tensor = torch.ops.aten._unsafe_view.default(fresh.requires_grad_(), fresh.shape)
+    return result
 
 
 def _in_a_child(work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
