@@ -184,12 +184,13 @@ def worker(**chosen: Any) -> None:
     """Train the model of JOB_FILE as one rank of a torchrun job: a rank is a stage."""
     from launcher import local, torchrun
     from pipeworker.record import rundir
+    from pipeworker.session.place import Place
 
     job_file = Path(chosen["job_file"])
     local.check_job_file(job_file)
-    rank = torchrun.Rank.from_environment()
-    options = make_options(rank.world, chosen)
-    status = torchrun.run(rank, options, lambda: rundir.create(chosen["run_dir"], job_file))
+    place = Place.from_environment()
+    options = make_options(place.world, chosen)
+    status = torchrun.run(place, options, lambda: rundir.create(chosen["run_dir"], job_file))
     sys.exit(status)
 
 

@@ -26,9 +26,9 @@ from pathlib import Path
 
 import zmq
 
-from launcher.processes import LineProcess
 from pipeworker.coordinator.report import Configuration
 from pipeworker.job.options import Options
+from pipeworker.session.processes import LineProcess
 from pipeworker.wire import codec, sockets
 from pipeworker.wire.keys import new_token
 from pipeworker.wire.messages import (

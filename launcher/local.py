@@ -12,12 +12,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from launcher.processes import LineProcess
-from launcher.show import Show, show_for
 from pipeworker.coordinator.report import Configuration
 from pipeworker.errors import UsageError
 from pipeworker.job.options import Options
 from pipeworker.record.rundir import RunDir, write_summary
+from pipeworker.session.processes import LineProcess
+from pipeworker.session.show import Show, show_for
 from pipeworker.wire.keys import new_token
 from pipeworker.worker.forkserver import kill_group
 

@@ -18,9 +18,9 @@ import pytest
 import zmq
 from conftest import JOB, Jobs, Run, processes_of, until
 
-from launcher.processes import LineProcess
 from pipeworker.coordinator.report import Configuration
 from pipeworker.job.options import Options
+from pipeworker.session.processes import LineProcess
 from pipeworker.wire import sockets
 from pipeworker.wire.codec import MAX_FRAME_BYTES, encode
 from pipeworker.wire.keys import client_keys, new_token, server_keys

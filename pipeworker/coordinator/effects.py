@@ -8,7 +8,7 @@ from enum import Enum
 from pipeworker.coordinator.scaler import Scaler
 from pipeworker.plan.proof import Proof
 from pipeworker.plan.schedule import Schedule
-from pipeworker.wire.messages import Failure, ToWorker
+from pipeworker.wire.messages import Evaluation, Failure, StepResult, ToWorker
 
 
 class Status(Enum):
@@ -64,31 +64,6 @@ class Planned:
 
 
 @dataclass(frozen=True, slots=True)
-class Stepped:
-    """One row of metrics.jsonl. `loss_scale` is there with fp16 alone."""
-
-    step: int
-    loss: float
-    samples: int
-    seconds: float
-    samples_per_second: float
-    grad_norm: float
-    lr: float
-    bubble: float
-    epoch: int
-    loss_scale: float | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Evaluated:
-    """One row of evaluation.jsonl; `metrics` are pairs of a name and a value."""
-
-    step: int
-    loss: float
-    metrics: tuple[tuple[str, float], ...]
-
-
-@dataclass(frozen=True, slots=True)
 class Commit:
     """Every stage has written its part of the checkpoint of `step`: make it complete.
 
@@ -110,4 +85,5 @@ class Ended:
     failure: Failure | None
 
 
-Effect = Send | Log | Dropped | Warn | Planned | Stepped | Evaluated | Commit | Ended
+# The results of steps and evaluation passes are there to be recorded.
+Effect = Send | Log | Dropped | Warn | Planned | Commit | Ended | StepResult | Evaluation

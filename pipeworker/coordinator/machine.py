@@ -8,6 +8,9 @@ out. Time is an argument; nothing here reads a clock, a file or a socket. The ph
 
 Every phase can end in ENDED by a failure or an interrupt. The first cause is kept; a closed
 connection reported by a neighbour only becomes the cause when nothing better arrives in time.
+
+In a job with a loop of the user's own, RUNNING waits between steps for the next call of every rank,
+and SAVING begins with the call that closes.
 """
 
 from __future__ import annotations
@@ -16,34 +19,31 @@ import math
 from dataclasses import dataclass, field, replace
 from enum import Enum
 
+from pipeworker.coordinator.blueprint import Blueprint
 from pipeworker.coordinator.effects import (
     Commit,
     Dropped,
     Effect,
     Ended,
-    Evaluated,
     Log,
-    Planned,
     Send,
-    StagePlan,
     Status,
-    Stepped,
     Warn,
 )
 from pipeworker.coordinator.scaler import Scaler
 from pipeworker.coordinator.tally import Tally
 from pipeworker.errors import UsageError
 from pipeworker.job.options import Options
-from pipeworker.plan import partition, schedule, skips, ties
-from pipeworker.plan.proof import Proof, prove
-from pipeworker.plan.skips import Skip
-from pipeworker.plan.ties import Tie
+from pipeworker.plan import schedule
 from pipeworker.wire.messages import (
     Advance,
     Batch,
+    Call,
+    CallKind,
     Cause,
     Described,
     Evaluate,
+    Evaluation,
     EvaluationDone,
     Failed,
     Failure,
@@ -52,15 +52,14 @@ from pipeworker.wire.messages import (
     Heartbeat,
     Hello,
     Phase,
-    Plan,
     Position,
     Ready,
     RunStep,
     Save,
     Saved,
-    SkipRoute,
     StepDone,
-    TiedWeights,
+    StepResult,
+    ToWorker,
     Update,
     Welcome,
 )
@@ -117,16 +116,14 @@ class Machine:
     _workers: dict[int, _Worker] = field(default_factory=dict)
     _rank_of: dict[bytes, int] = field(default_factory=dict)
     _awaited: set[int] = field(default_factory=set)
-    _ranges: tuple[tuple[int, int], ...] = ()
-    _skips: tuple[Skip, ...] = ()
-    _ties: tuple[Tie, ...] = ()
-    _schedules: dict[int, tuple[schedule.Schedule, Proof]] = field(default_factory=dict)
+    _blueprint: Blueprint | None = None
     _sent_schedule: int = 0
     _batch: Batch | None = None
     _step: int = 0
     _tally: Tally = field(default_factory=lambda: Tally(0.0))
     _scaler: Scaler | None = None
-    _evaluation: EvaluationDone | None = None
+    _evaluation: Evaluation | None = None
+    _calls: dict[int, Call] = field(default_factory=dict)
     _bubbles: list[float] = field(default_factory=list)
     _steps_done: int = 0
     _echo: tuple[Failure, float] | None = None
@@ -169,13 +166,16 @@ class Machine:
                 if self._last_awaited(message.rank):
                     return self._ran(now)
             case EvaluationDone() if self.state is State.RUNNING and message.step == self._step:
-                if message.rank == self.options.stages - 1:
-                    self._evaluation = message
+                worker.peak_memory = max(worker.peak_memory, message.peak_memory)
+                self._evaluation = message.result or self._evaluation
                 if self._last_awaited(message.rank) and self._evaluation:
                     return self._evaluated(self._evaluation, now)
+            case Call() if self.state is State.RUNNING and self.options.own_loop:
+                return self._called(message, now)
             case Saved() if self.state is State.SAVING:
                 if self._last_awaited(message.rank):
-                    names = tuple(tie.names for tie in self._ties)
+                    assert self._blueprint
+                    names = tuple(tie.names for tie in self._blueprint.ties)
                     return [Commit(self._steps_done, self._scaler, names)]
             case _:
                 return [Dropped(f"{type(message).__name__} while {self.state.value}")]
@@ -306,99 +306,51 @@ class Machine:
         # The first stage is the last to end a step, so it is the first to be told of the next.
         self._workers = dict(sorted(self._workers.items()))
         described = [w.described for w in self._workers.values() if w.described]
-        if len({d.layers for d in described}) > 1:
-            return self._fail(
-                Failure(
-                    Cause.USAGE,
-                    "model() gave different layers on different workers: it must depend on "
-                    "nothing but the job file, its arguments and the seed",
-                )
-            )
-        layers, stages = len(described[0].layers), self.options.stages
         try:
-            balance = self.options.balance or partition.even(layers, stages)
-            partition.check_balance(balance, layers, stages)
-            self._ranges = partition.ranges(balance)
-            between_layers = [Skip(s.source, s.target, s.name) for s in described[0].skips]
-            self._skips = skips.between_stages(between_layers, self._ranges)
-            self._ties = ties.placed([Tie(t.names) for t in described[0].ties], self._ranges)
-            built, _ = self._schedule(self.options.microbatches)
+            self._blueprint = blueprint = Blueprint.draw(self.options, described)
         except UsageError as error:
             return self._fail(Failure(Cause.USAGE, str(error)))
         self.state = State.BUILDING
-        effects: list[Effect] = [
-            Log(f"balance {balance} of {layers} layers; schedule {built.name} is proven"),
-            *(Log(f"tied: {' = '.join(tie.names)}") for tie in self._ties),
-            *(Log(f"skip {s.name!r} from stage {s.source} to {s.target}") for s in self._skips),
+        return [
+            *map(Log, blueprint.reasons()),
+            *(Send(worker.peer, blueprint.plan(r)) for r, worker in self._workers.items()),
         ]
-        edges = schedule.edges(built)
-        for rank, worker in self._workers.items():
-            mine = tuple(str(edge) for edge in edges if rank in (edge.source, edge.target))
-            routes = tuple(
-                SkipRoute(s.source, s.target, s.name)
-                for s in self._skips
-                if rank in (s.source, s.target)
-            )
-            tied = tuple(TiedWeights(t.names, t.stages) for t in self._ties if rank in t.stages)
-            plan = Plan(rank, stages, *self._ranges[rank], mine, routes, tied)
-            effects.append(Send(worker.peer, plan))
-        return effects
-
-    def _schedule(self, microbatches: int) -> tuple[schedule.Schedule, Proof]:
-        """The proven schedule for a mini-batch of so many micro-batches."""
-        if microbatches not in self._schedules:
-            options = self.options
-            built = schedule.build(
-                options.schedule,
-                options.stages,
-                microbatches,
-                options.recompute,
-                skips.pairs(self._skips),
-                ties.pairs(self._ties),
-            )
-            self._schedules[microbatches] = built, prove(built)
-        return self._schedules[microbatches]
 
     def _start(self, now: float) -> list[Effect]:
-        ready = [self._workers[rank].ready for rank in range(self.options.stages)]
-        self._batch = ready[0].batch if ready[0] else None
-        built, proof = self._schedule(self.options.microbatches)
-        stages = tuple(
-            StagePlan(
-                self._ranges[rank],
-                r.layers,
-                r.parameters,
-                r.device,
-                self._workers[rank].hello.host,
-                self._workers[rank].hello.pid,
-            )
-            for rank, r in enumerate(ready)
-            if r
-        )
+        assert self._blueprint
+        workers = [(w.hello, w.ready) for w in self._workers.values() if w.ready]
+        self._batch = workers[0][1].batch
         self.state = State.RUNNING
-        return [Planned(stages, proof, built), *self._advance(None, now)]
+        planned = self._blueprint.planned(workers)
+        return [planned] if self.options.own_loop else [planned, *self._advance(None, now)]
+
+    def _to_all(self, *messages: ToWorker) -> list[Effect]:
+        return [Send(worker.peer, m) for worker in self._workers.values() for m in messages]
 
     def _advance(
-        self, update: Update | None, now: float, evaluated: float | None = None
+        self, update: Update | None, now: float, evaluated: Evaluation | None = None
     ) -> list[Effect]:
         """Tell everyone to update and begin the next step, or to save when there is none."""
         if self._batch is None or self._step == self.options.steps:
             self.state = State.SAVING
-            save = Save(self._steps_done)
-            return [
-                Send(worker.peer, message)
-                for worker in self._workers.values()
-                for message in (Advance(update, None, None, evaluated), save)
-            ]
+            last = Advance(update, None, None, evaluated)
+            return self._to_all(last, Save(self._steps_done))
+        return self._begin(now, update, evaluated)
+
+    def _begin(
+        self, now: float, update: Update | None = None, evaluated: Evaluation | None = None
+    ) -> list[Effect]:
+        """The next step, with its first mini-batch."""
         self._step += 1
         self._tally = Tally(now)
         return self._run(update, evaluated)
 
-    def _run(self, update: Update | None, evaluated: float | None = None) -> list[Effect]:
+    def _run(self, update: Update | None, evaluated: Evaluation | None = None) -> list[Effect]:
         """Tell everyone to run the next mini-batch of the step."""
         options, batch = self.options, self._batch
         assert batch is not None
-        built, _ = self._schedule(batch.microbatches)
+        assert self._blueprint
+        built, _ = self._blueprint.schedule(batch.microbatches)
         fresh = self._sent_schedule != built.microbatches
         self._sent_schedule = built.microbatches
         last = self._step == options.steps and self._tally.batches + 1 == options.accumulate
@@ -419,6 +371,8 @@ class Machine:
         done = [d for rank in range(self.options.stages) if (d := self._workers[rank].done)]
         assert self._batch is not None
         self._tally.add(done, self._batch)
+        if self.options.own_loop:
+            return self._stepped(now) if self._calls[0].last else []
         self._batch = done[0].batch
         if self._tally.batches < self.options.accumulate and self._batch is not None:
             return self._run(None)
@@ -430,22 +384,21 @@ class Machine:
         outcome = self._tally.outcome(now, self.options.clip_grad_norm, scaler)
         self._steps_done = step
         self._bubbles.append(outcome.bubble)
-        effects: list[Effect] = [
-            Stepped(
-                step=step,
-                loss=outcome.loss,
-                samples=outcome.samples,
-                seconds=outcome.seconds,
-                samples_per_second=outcome.samples / outcome.seconds
-                if outcome.seconds > 0
-                else math.inf,
-                grad_norm=outcome.norm,
-                lr=outcome.learning_rate,
-                bubble=outcome.bubble,
-                epoch=outcome.epoch,
-                loss_scale=scaler.scale if scaler else None,
-            )
-        ]
+        result = StepResult(
+            step=step,
+            loss=outcome.loss,
+            samples=outcome.samples,
+            seconds=outcome.seconds,
+            samples_per_second=outcome.samples / outcome.seconds
+            if outcome.seconds > 0
+            else math.inf,
+            grad_norm=outcome.norm,
+            lr=outcome.learning_rate,
+            bubble=outcome.bubble,
+            epoch=outcome.epoch,
+            loss_scale=scaler.scale if scaler else None,
+        )
+        effects: list[Effect] = [result]
         if not math.isfinite(outcome.loss):
             text = f"loss is {outcome.loss} at step {step}"
             if self.options.stop_on_nan:
@@ -462,22 +415,52 @@ class Machine:
             return [*effects, *self._end(Status.INTERRUPTED, 130, None)]
         epoch_ended = self._batch is None or self._batch.epoch != outcome.first_epoch
         update = Update(step, outcome.scale, outcome.overflow, epoch_ended)
+        if self.options.own_loop:
+            return [*self._to_all(Advance(update, None, result=result)), *effects]
         every = self.options.evaluate_every
         if every and step % every == 0:
-            evaluate = Advance(update, None, Evaluate(step))
-            return [*effects, *(Send(w.peer, evaluate) for w in self._workers.values())]
+            return [*effects, *self._to_all(Advance(update, None, Evaluate(step)))]
         # The first stage begins at once. The others have time until its first activation: the
         # record is written meanwhile, and their cores are not wanted by all of them together.
         first, *others = self._advance(update, now)
         return [first, *effects, *others]
 
-    def _evaluated(self, done: EvaluationDone, now: float) -> list[Effect]:
-        """Every stage has ended an evaluation pass; `done` is the last stage's."""
-        pairs = tuple(zip(done.names, done.values, strict=True))
-        effects: list[Effect] = [Evaluated(done.step, done.loss, pairs)]
+    def _evaluated(self, evaluation: Evaluation, now: float) -> list[Effect]:
+        """Every stage has ended an evaluation pass."""
         if self._interrupted is not None:
-            return [*effects, *self._end(Status.INTERRUPTED, 130, None)]
-        return [*effects, *self._advance(None, now, done.loss)]
+            return [evaluation, *self._end(Status.INTERRUPTED, 130, None)]
+        if self.options.own_loop:
+            return [evaluation, *self._to_all(Advance(None, None, evaluated=evaluation))]
+        return [evaluation, *self._advance(None, now, evaluation)]
+
+    def _called(self, call: Call, now: float) -> list[Effect]:
+        """The user's loop made its next call on one rank; on the last of them it is performed."""
+        if len(self._calls) == self.options.stages:  # those of the call before
+            self._calls.clear()
+        self._calls[call.rank] = call
+        other = next(iter(self._calls.values()))
+        if replace(call, rank=0, batch=None) != replace(other, rank=0, batch=None):
+            return self._fail(
+                Failure(
+                    Cause.USAGE,
+                    f"stage {other.rank} called {_shown(other)} while stage {call.rank} called "
+                    f"{_shown(call)}: every rank makes the same calls in the same order",
+                )
+            )
+        if len(self._calls) < self.options.stages:
+            return []
+        match call.kind:
+            case CallKind.STEP:
+                self._batch = self._calls[0].batch
+                if self._batch is None:
+                    return self._fail(
+                        Failure(Cause.USAGE, "step() was given no mini-batch on the first stage")
+                    )
+                return self._begin(now) if self._step == self._steps_done else self._run(None)
+            case CallKind.CLOSE:
+                self.state = State.SAVING
+                return self._to_all(Save(self._steps_done))
+        return self._to_all(Advance(None, None, Evaluate(self._steps_done)))
 
     # Endings.
 
@@ -518,7 +501,8 @@ class Machine:
         worker = self._workers.get(rank)
         if worker is None or worker.ready is None or position.layer < 0:
             return ""
-        offset = position.layer - self._ranges[rank][0]
+        assert self._blueprint
+        offset = position.layer - self._blueprint.ranges[rank][0]
         return worker.ready.layers[offset] if 0 <= offset < len(worker.ready.layers) else ""
 
     def _fail(self, failure: Failure) -> list[Effect]:
@@ -538,3 +522,9 @@ class Machine:
             *(Send(peer, finish) for peer in self.peers),
             Ended(status, exit_status, self._steps_done, memory, bubble, failure),
         ]
+
+
+def _shown(call: Call) -> str:
+    """As the user wrote it."""
+    more = ", everywhere=True" if call.everywhere else "" if call.last else ", of several"
+    return f"{call.kind.value}({'batch' if call.kind is not CallKind.CLOSE else ''}{more})"

@@ -23,11 +23,9 @@ from pipeworker.coordinator.effects import (
     Dropped,
     Effect,
     Ended,
-    Evaluated,
     Log,
     Planned,
     Send,
-    Stepped,
     Warn,
 )
 from pipeworker.coordinator.machine import Exited, Machine
@@ -37,11 +35,13 @@ from pipeworker.errors import ProtocolError
 from pipeworker.record.rundir import RunDir, write_json, write_summary
 from pipeworker.wire import codec, sockets
 from pipeworker.wire.messages import (
+    Evaluation,
     FromWorker,
     Heartbeat,
     Hello,
     Ping,
     Position,
+    StepResult,
     StoreRequest,
     ToWorker,
 )
@@ -200,15 +200,15 @@ class Service:
                     plan = report.planned_json(effect, self._configuration.options)
                     write_json(self._run_dir.plan, plan)
                     self._tell("planned", plan)
-                case Stepped():
+                case StepResult():
                     row = dataclasses.asdict(effect)
                     if effect.loss_scale is None:
                         del row["loss_scale"]
                     self._metrics.write(json.dumps(row) + "\n")
                     self._metrics.flush()
                     self._tell("step", row)
-                case Evaluated():
-                    row = {"step": effect.step, "loss": effect.loss, **dict(effect.metrics)}
+                case Evaluation():
+                    row = {"step": effect.step, **effect.row()}
                     with self._run_dir.evaluation.open("a", encoding="utf-8") as file:
                         file.write(json.dumps(row) + "\n")
                     self._tell("evaluation", row)

@@ -77,8 +77,8 @@ class Tally:
         count = self._counts if self._counted else float(self.batches)
         loss_scale = scaler.scale if scaler else 1.0
         loss = self._losses / count if count else math.nan
-        norm = math.sqrt(exact_sum(self._squares))
-        norm = norm / (count * loss_scale) if count else math.nan
+        accumulated = math.sqrt(exact_sum(self._squares))
+        norm = accumulated / (count * loss_scale) if count else math.nan
         scale = 1.0 / (count * loss_scale) if count else 1.0 / loss_scale
         if clip is not None and norm + _CLIP_EPSILON > clip:
             scale *= clip / (norm + _CLIP_EPSILON)
@@ -88,7 +88,7 @@ class Tally:
             loss=loss,
             norm=norm,
             scale=scale,
-            overflow=scaler is not None and not math.isfinite(norm),
+            overflow=scaler is not None and not math.isfinite(accumulated),
             learning_rate=self._rates[0] if self._rates else 0.0,
             samples=self._samples,
             seconds=seconds,

@@ -15,7 +15,7 @@ from torch import nn
 from pipeworker.errors import UsageError
 
 _PACKAGE = "pipeworker_job"
-_REQUIRED = ("model", "loss", "optimizer", "data")
+REQUIRED = ("model", "loss", "optimizer", "data")
 _OPTIONAL_FUNCTIONS = ("scheduler", "before_update", "metrics")
 _INTERVALS = ("step", "epoch")
 
@@ -29,6 +29,7 @@ class Job:
         data: an iterable, or a function that returns one; `evaluation` likewise, or None.
         scheduler_interval: ``"step"`` or ``"epoch"``.
         tied: tuples of names of parameters that are one, for layers given as callables.
+        where: where the names come from, for messages.
     """
 
     model: Any
@@ -41,6 +42,7 @@ class Job:
     evaluation: Any = None
     metrics: Callable[[Any, Any], Any] | None = None
     tied: Sequence[Sequence[str]] = ()
+    where: str = "the job"
 
 
 def load(path: Path, arguments: tuple[str, ...]) -> Job:
@@ -55,7 +57,7 @@ def load(path: Path, arguments: tuple[str, ...]) -> Job:
     """
     if not path.is_file():
         raise UsageError(f"job file {path} does not exist")
-    return check(_execute(path, arguments), path)
+    return check(_execute(path, arguments), f"job file {path}")
 
 
 def _execute(path: Path, arguments: tuple[str, ...]) -> ModuleType:
@@ -82,62 +84,63 @@ def _clear_the_way() -> None:
             del sys.modules[name]
 
 
-def check(module: ModuleType, path: Path) -> Job:
-    """The job in a module.
+def check(module: Any, where: str, required: Sequence[str] = REQUIRED) -> Job:
+    """The job in a module, or in anything that has the names.
 
     Raises:
         UsageError: a name is missing or of the wrong kind.
     """
-    missing = [name for name in _REQUIRED if not hasattr(module, name)]
+    missing = [name for name in required if not hasattr(module, name)]
     if missing:
         plural = "names" if len(missing) > 1 else "name"
         raise UsageError(
-            f"job file {path} lacks the {plural} {', '.join(missing)}: it must define "
-            "model, loss, optimizer and data"
+            f"{where} lacks the {plural} {', '.join(missing)}: it must define "
+            f"{', '.join(required[:-1])} and {required[-1]}"
         )
     for name in ("loss", "optimizer", *_OPTIONAL_FUNCTIONS):
         value = getattr(module, name, None)
         if not callable(value) and not (name in _OPTIONAL_FUNCTIONS and value is None):
             raise UsageError(
-                f"{name} in job file {path} is a {type(value).__name__}: it must be a function"
+                f"{name} in {where} is a {type(value).__name__}: it must be a function"
             )
     interval = getattr(module, "scheduler_interval", "step")
     if interval not in _INTERVALS:
         raise UsageError(
-            f"scheduler_interval in job file {path} is {interval!r}: it must be "
+            f"scheduler_interval in {where} is {interval!r}: it must be "
             f"{' or '.join(map(repr, _INTERVALS))}"
         )
     tied = getattr(module, "tied", ())
     if not isinstance(tied, (list, tuple)):
         raise UsageError(
-            f"tied in job file {path} is a {type(tied).__name__}: it must be a list of tuples of "
+            f"tied in {where} is a {type(tied).__name__}: it must be a list of tuples of "
             "parameter names"
         )
     model, evaluation = module.model, getattr(module, "evaluation", None)
     if not isinstance(model, (nn.Sequential, list, tuple)) and not _is_function(model):
         raise UsageError(
-            f"model in job file {path} is a {type(model).__name__}: it must be an nn.Sequential, a "
+            f"model in {where} is a {type(model).__name__}: it must be an nn.Sequential, a "
             "list of layers, or a function returning one"
         )
-    for name, data in (("data", module.data), ("evaluation", evaluation)):
-        if name == "evaluation" and data is None:
+    for name, data in (("data", getattr(module, "data", None)), ("evaluation", evaluation)):
+        if data is None and name not in required:
             continue
         if not any(hasattr(data, what) for what in ("__call__", "__iter__", "__getitem__")):
             raise UsageError(
-                f"{name} in job file {path} is a {type(data).__name__}: it must be an iterable of "
+                f"{name} in {where} is a {type(data).__name__}: it must be an iterable of "
                 "(input, target) mini-batches, or a function returning one"
             )
     return Job(
         model=model,
         loss=module.loss,
         optimizer=module.optimizer,
-        data=module.data,
+        data=getattr(module, "data", None),
         scheduler=getattr(module, "scheduler", None),
         scheduler_interval=interval,
         before_update=getattr(module, "before_update", None),
         evaluation=evaluation,
         metrics=getattr(module, "metrics", None),
         tied=tied,
+        where=where,
     )
 
 

@@ -26,6 +26,7 @@ class Options:
         accumulate: mini-batches an optimizer step.
         threads: intra-op threads per worker.
         worker_timeout: seconds after which a worker that does not answer is given up.
+        own_loop: mini-batches come one call at a time from a loop of the user's own.
     """
 
     job_file: str
@@ -48,6 +49,7 @@ class Options:
     backend: str = "auto"
     stop_on_nan: bool = False
     worker_timeout: float = 60.0
+    own_loop: bool = False
 
     def __post_init__(self) -> None:
         for name, least in (

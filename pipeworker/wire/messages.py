@@ -95,6 +95,49 @@ class Batch:
     epoch: int
 
 
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What a step gave, over all stages: a row of metrics.jsonl.
+
+    Attributes:
+        step: counts from 1.
+        loss: mean over the samples, or Σsum / Σcount.
+        seconds: from the step's start to its last gradient.
+        grad_norm: 2-norm of the whole gradient, before clipping.
+        lr: of the first parameter group.
+        bubble: measured idle share, 0 to 1, over all stages.
+        loss_scale: with fp16 alone.
+    """
+
+    step: int
+    loss: float
+    samples: int
+    seconds: float
+    samples_per_second: float
+    grad_norm: float
+    lr: float
+    bubble: float
+    epoch: int
+    loss_scale: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluation:
+    """What an evaluation pass after `step` gave: a row of evaluation.jsonl.
+
+    The loss is averaged over samples, or Σsum / Σcount; `values` are the metrics, by `names`.
+    """
+
+    step: int
+    loss: float
+    names: tuple[str, ...] = ()
+    values: tuple[float, ...] = ()
+
+    def row(self) -> dict[str, float]:
+        """``loss`` and the metrics."""
+        return {"loss": self.loss, **dict(zip(self.names, self.values, strict=True))}
+
+
 # Worker to coordinator.
 
 
@@ -128,6 +171,7 @@ class Described:
 
     Attributes:
         layers: the class of each layer, or ``"?"`` for one that is not built yet.
+        weights: a digest of those layers' initial weights.
         skips, ties: from rank 0 alone.
     """
 
@@ -135,6 +179,7 @@ class Described:
     layers: tuple[str, ...]
     skips: tuple[SkipRoute, ...]
     ties: tuple[TiedWeights, ...] = ()
+    weights: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,17 +220,38 @@ class StepDone:
 
 @dataclass(frozen=True, slots=True)
 class EvaluationDone:
-    """A worker has run an evaluation pass to its end.
-
-    From the last stage come the loss, averaged over samples (or Σsum / Σcount), and the metrics, by
-    name; elsewhere they are 0 and empty.
-    """
+    """A worker has run an evaluation pass to its end; `result` comes from the last stage alone."""
 
     rank: int
     step: int
-    loss: float
-    names: tuple[str, ...]
-    values: tuple[float, ...]
+    peak_memory: int
+    result: Evaluation | None
+
+
+class CallKind(Enum):
+    """What the user's own loop asks for."""
+
+    STEP = "step"
+    EVALUATE = "evaluate"
+    PREDICT = "predict"
+    CLOSE = "close"
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """The user's own loop made its next call on this rank; all ranks make the same ones.
+
+    Attributes:
+        batch: of STEP, the mini-batch that the first stage was given; None from the others.
+        last: of STEP, whether the optimizer step is complete with this mini-batch.
+        everywhere: of PREDICT, whether every stage wants the output.
+    """
+
+    rank: int
+    kind: CallKind
+    batch: Batch | None = None
+    last: bool = True
+    everywhere: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -290,7 +356,7 @@ class RunStep:
 
 @dataclass(frozen=True, slots=True)
 class Evaluate:
-    """Run an evaluation pass after `step`."""
+    """Run an evaluation pass, or a prediction, after `step`."""
 
     step: int
 
@@ -299,13 +365,15 @@ class Evaluate:
 class Advance:
     """What is next, in one message: an update, then a mini-batch or an evaluation pass.
 
-    `evaluated` is the loss of the evaluation pass before, for schedulers that look at it.
+    `evaluated` is what the evaluation pass before gave, for schedulers that look at it. `result`
+    is what the step gave that `update` completes, for a loop of the user's own.
     """
 
     update: Update | None
     run: RunStep | None
     evaluate: Evaluate | None = None
-    evaluated: float | None = None
+    evaluated: Evaluation | None = None
+    result: StepResult | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -341,6 +409,7 @@ FromWorker = (
     | Ready
     | StepDone
     | EvaluationDone
+    | Call
     | Saved
     | Heartbeat
     | Failed

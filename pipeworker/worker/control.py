@@ -42,14 +42,28 @@ _HEARTBEAT_SECONDS = 0.5
 _COORDINATOR_GRACE = 4.0
 """Seconds a lost connection to the coordinator may take to come back."""
 
-Leave = Callable[[int], None]
+Leave = Callable[[Finish], None]
+
+
+def say(finish: Finish) -> None:
+    """The last words of a worker."""
+    if finish.reason:
+        print(f"the job ended: {finish.reason}", file=sys.stderr, flush=True)
+    sys.stdout.flush()
+
+
+def leave_process(finish: Finish) -> None:
+    """End the process from any thread."""
+    say(finish)
+    os._exit(finish.exit_status)
 
 
 class Control:
     """The control plane as the worker's main thread sees it.
 
     Args:
-        leave: ends the process with an exit status, from the control thread.
+        leave: called by the control thread when the job is over before the main thread knows: ends
+            the process. Where it returns, the main thread learns it from :meth:`receive`.
     """
 
     def __init__(
@@ -60,7 +74,7 @@ class Control:
         rank: int,
         generation: int,
         tracker: Tracker,
-        leave: Leave = os._exit,
+        leave: Leave = leave_process,
     ) -> None:
         self._rank = rank
         self._generation = generation
@@ -71,6 +85,8 @@ class Control:
         self._outbox: deque[FromWorker] = deque()
         self._requests = 0
         self._closing = False
+        self.over: Finish | None = None
+        """How the job ended, once it has."""
         self.sent = 0
         self.received = 0
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -80,11 +96,13 @@ class Control:
         self._wake_out.setblocking(False)
         self._thread = threading.Thread(target=self._run, name="control", daemon=True)
 
-    def start(self) -> None:
-        """Start the thread and take over SIGTERM and SIGINT (call from the main thread)."""
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, lambda *_: None)
-        signal.set_wakeup_fd(self._wake_in.fileno(), warn_on_full_buffer=False)
+    def start(self, *, signals: bool = True) -> None:
+        """Start the thread; with `signals`, take over SIGTERM and SIGINT (in the main thread)."""
+        self._signals = signals
+        if signals:
+            for number in (signal.SIGTERM, signal.SIGINT):
+                signal.signal(number, lambda *_: None)
+            signal.set_wakeup_fd(self._wake_in.fileno(), warn_on_full_buffer=False)
         self._thread.start()
 
     def send(self, message: FromWorker) -> None:
@@ -113,7 +131,8 @@ class Control:
         self._closing = True
         self._wake()
         self._thread.join()
-        signal.set_wakeup_fd(-1)
+        if self._signals:
+            signal.set_wakeup_fd(-1)
         self._wake_in.close()
         self._wake_out.close()
         self._context.term()
@@ -129,7 +148,13 @@ class Control:
             self._serve()
         except BaseException:  # without this thread nobody would hear of it: say it and leave
             traceback.print_exc()
-            self._leave(1)
+            self._end(Finish("a defect in pipeworker: the control thread failed", 1))
+
+    def _end(self, finish: Finish) -> None:
+        """The job is over for this worker."""
+        self.over = finish
+        self._inbox.put(finish)
+        self._leave(finish)
 
     def _serve(self) -> None:
         monitor = self._socket.get_monitor_socket(
@@ -157,9 +182,8 @@ class Control:
                     lost_at = time.monotonic()
             now = time.monotonic()
             if lost_at is not None and now - lost_at > _COORDINATOR_GRACE:
-                print("the coordinator is gone", file=sys.stderr, flush=True)
-                self._leave(1)
-                return
+                lost_at = None
+                self._end(Finish("the coordinator is gone", 1))
             if now >= next_beat:
                 next_beat = now + _HEARTBEAT_SECONDS
                 self._put(Heartbeat(self._rank, self._tracker.get()))
@@ -180,7 +204,8 @@ class Control:
                 )
                 self._put(Failed(self._rank, failure))
                 self._context.destroy(linger=1000)  # its monitor too, or it waits for that forever
-                self._leave(128 + number)
+                self._end(Finish("", 128 + number))
+                return
 
     def _put(self, message: FromWorker) -> None:
         if not isinstance(message, Heartbeat):
@@ -204,8 +229,6 @@ class Control:
                 if message.number in self._replies:
                     self._replies[message.number].put(message)
             elif isinstance(message, Finish) and message.reason:
-                print(f"the job ended: {message.reason}", file=sys.stderr, flush=True)
-                sys.stdout.flush()
-                self._leave(message.exit_status)
+                self._end(message)
             elif isinstance(message, ToWorker):
                 self._inbox.put(message)

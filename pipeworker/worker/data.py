@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,7 +36,7 @@ class Reader:
             map-style dataset of mini-batches.
         microbatches: M; a mini-batch of fewer samples gives as many micro-batches.
         repeat: whether exhausted data starts again (else :meth:`read` returns None).
-        name: what the job file calls it, for messages.
+        said: how a message about what was given begins.
         seed_of: the seed of an epoch's random stream, from `seed` and the epoch.
     """
 
@@ -47,11 +47,12 @@ class Reader:
         microbatches: int,
         seed: int,
         repeat: bool,
-        name: str = "data",
+        said: str = "data() gave",
         seed_of: Callable[[int, int], int] = rng.data_seed,
     ) -> None:
         self._data = data
-        self._name = name
+        self._said = said
+        self._name = said.partition("(")[0]
         self._seed_of = seed_of
         self._microbatches = microbatches
         self._seed = seed
@@ -64,9 +65,10 @@ class Reader:
         self._next_signature = 0
         self._peeked: MicroBatches | None = None
 
-    def peek(self) -> MicroBatches | None:
-        """What the next :meth:`read` will give."""
+    def first(self) -> MicroBatches:
+        """What the first :meth:`read` will give."""
         self._peeked = self._peeked or self.read()
+        assert self._peeked  # data that is empty has raised
         return self._peeked
 
     def read(self) -> MicroBatches | None:
@@ -95,7 +97,7 @@ class Reader:
                 if item is _END:
                     raise UsageError(self._why_empty())
         self._read_in_epoch += 1
-        return self._cut(item)
+        return self.cut(item)
 
     def _start_epoch(self) -> None:
         self._stream.restart(self._seed_of(self._seed, self._epoch))
@@ -122,13 +124,20 @@ class Reader:
             f"{self._name} a function, so that each epoch gets a fresh iterator"
         )
 
-    def _cut(self, item: Any) -> MicroBatches:
+    def cut(self, item: Any, said: str | None = None) -> MicroBatches:
+        """A mini-batch as micro-batches.
+
+        Raises:
+            UsageError: it is not a pair of tensors that agree in dim 0; the message begins with
+                `said`.
+        """
+        said = said or self._said
         if not isinstance(item, (tuple, list)) or len(item) != 2:
             shown = type(item).__name__
             if isinstance(item, (tuple, list)):
                 shown += f" of {len(item)}"
-            raise UsageError(f"{self._name}() gave a {shown}: it must give pairs (input, target)")
-        samples = _batch_size(item, f"{self._name}()")
+            raise UsageError(f"{said} a {shown}: it must be a pair (input, target)")
+        samples = _batch_size(item, said)
         count = min(self._microbatches, samples)
         inputs, targets = (_split(half, count) for half in item)
         batch = Batch(self._signature(item), samples, count, self._epoch)
@@ -161,19 +170,19 @@ def share(samples: int, microbatches: int) -> list[float]:
     return [size / samples for size in sizes(samples, microbatches)]
 
 
-def _batch_size(item: Any, source: str) -> int:
+def _batch_size(item: Any, said: str) -> int:
     tensors = [leaf for leaf in pytree.tree_leaves(item) if isinstance(leaf, torch.Tensor)]
     if not any(isinstance(leaf, torch.Tensor) for leaf in pytree.tree_leaves(item[0])):
-        raise UsageError(f"{source} gave an input without a tensor")
+        raise UsageError(f"{said} an input without a tensor")
     if any(tensor.dim() == 0 for tensor in tensors):
-        raise UsageError(f"{source} gave a tensor without dims: dim 0 of every tensor is the batch")
+        raise UsageError(f"{said} a tensor without dims: dim 0 of every tensor is the batch")
     sizes = {tensor.shape[0] for tensor in tensors}
     if len(sizes) > 1:
         shapes = ", ".join(str(tuple(tensor.shape)) for tensor in tensors)
-        raise UsageError(f"{source} gave tensors that disagree in dim 0, the batch: {shapes}")
+        raise UsageError(f"{said} tensors that disagree in dim 0, the batch: {shapes}")
     (samples,) = sizes
     if samples == 0:
-        raise UsageError(f"{source} gave a mini-batch without samples")
+        raise UsageError(f"{said} a mini-batch without samples")
     return int(samples)
 
 
@@ -196,6 +205,34 @@ def _split(value: Any, count: int) -> list[Any]:
 def _pieces(tensor: torch.Tensor, count: int) -> list[torch.Tensor]:
     pieces = [piece.data for piece in replica(tensor.detach()).tensor_split(count)]
     return [piece.requires_grad_() for piece in pieces] if tensor.requires_grad else pieces
+
+
+def joined(outputs: Sequence[Any]) -> Any:
+    """The outputs of micro-batches as the whole mini-batch's: tensors one after the other.
+
+    Raises:
+        UsageError: a tensor has no dim 0, or they differ in what else they hold.
+    """
+    leaves, structures = zip(*(pytree.tree_flatten(output) for output in outputs), strict=True)
+    if any(structure != structures[0] for structure in structures):
+        raise UsageError("predict(): the model's output has another structure in each micro-batch")
+
+    def whole(parts: Sequence[Any]) -> Any:
+        if isinstance(parts[0], torch.Tensor):
+            if not all(part.dim() for part in parts):
+                raise UsageError(
+                    "predict(): the model's output has a tensor without dims; dim 0 is the batch"
+                )
+            return torch.cat(list(parts))
+        if any(part != parts[0] for part in parts):
+            raise UsageError(
+                f"predict(): the model's output has a {type(parts[0]).__name__} that is not the "
+                "same in each micro-batch"
+            )
+        return parts[0]
+
+    wholes = [whole(parts) for parts in zip(*leaves, strict=True)]
+    return pytree.tree_unflatten(wholes, structures[0])
 
 
 def to_device(value: Any, device: torch.device) -> Any:

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from pipeworker.errors import UsageError
+from pipeworker.worker.losses import parts
 
 Metrics = Callable[[Any, Any], Any]
 _TAKEN = ("step", "loss")
@@ -37,23 +38,27 @@ class Averages:
 
     Sums are exact, so that nothing depends on how mini-batches were cut. Values stay on their
     device until :meth:`result`.
+
+    Attributes:
+        loss_of: gives the loss of an output and a target: a mean over the samples, or a pair
+            (sum, count).
+        metrics: gives named scalars.
     """
 
+    loss_of: Callable[[Any, Any], Any]
     metrics: Metrics | None = None
     _losses: list[torch.Tensor] = field(default_factory=list)
     _weights: list[Any] = field(default_factory=list)
     _counted: bool = False
     _values: dict[str, list[tuple[Any, int]]] = field(default_factory=dict)
 
-    def add(self, loss: torch.Tensor, count: Any, output: Any, target: Any, samples: int) -> None:
+    def add(self, output: Any, target: Any, samples: int) -> None:
         """One micro-batch.
 
-        Args:
-            loss: a mean over the samples if `count` is None, else a sum.
-
         Raises:
-            UsageError: ``metrics`` gave something other than named scalars.
+            UsageError: ``loss`` or ``metrics`` gave something other than scalars.
         """
+        loss, count = parts(self.loss_of(output, target))
         self._counted = count is not None
         self._losses.append(loss)
         self._weights.append(samples if count is None else count)

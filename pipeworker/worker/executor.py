@@ -14,7 +14,7 @@ from pipeworker.plan.proof import CHANNEL_CAPACITY, UNBOUNDED
 from pipeworker.plan.schedule import COMPUTE, RECEIVES, WITH_PEER, Action, Edge, Kind, Payload
 from pipeworker.wire.messages import Batch, Phase, RunStep
 from pipeworker.worker.data import MicroBatches, Reader, share, sizes, to_device
-from pipeworker.worker.evaluation import Averages, eval_mode
+from pipeworker.worker.evaluation import eval_mode
 from pipeworker.worker.routes import Routes
 from pipeworker.worker.stage import Stage, distinct_tensors
 from pipeworker.worker.ties import Ties
@@ -31,9 +31,12 @@ _GRADIENTS = (Payload.GRADIENT, Payload.SKIP_GRADIENT)
 _BUSY = COMPUTE | {Kind.LOAD}
 
 
+Sink = Callable[[Any, Any, int], None]
+
+
 @dataclass(frozen=True, slots=True)
-class StepResult:
-    """What a step gave on this stage; `losses` and `counts` are empty but on the last one."""
+class Ran:
+    """What a mini-batch gave on this stage; `losses` and `counts` are empty but on the last one."""
 
     losses: tuple[float, ...]
     counts: tuple[float, ...]
@@ -63,6 +66,8 @@ class Executor:
         self._index = index
         self._stages = stages
         self._reader = reader
+        self._courier = courier
+        self._links = list(links.values())
         senders: dict[Payload, dict[int, Sender]] = {payload: {} for payload in Payload}
         receivers: dict[Payload, dict[int, Receiver]] = {payload: {} for payload in Payload}
         for edge, link in links.items():
@@ -177,7 +182,7 @@ class Executor:
         """Read the first mini-batch (first stage, before step 1)."""
         self._load(0)
 
-    def run(self, run: RunStep) -> StepResult:
+    def run(self, run: RunStep) -> Ran:
         """Fill and drain one mini-batch; gradients are accumulated, nothing is updated.
 
         Raises:
@@ -212,18 +217,23 @@ class Executor:
                     receiver.release(number)
         tracker.set(Phase.WAITING, step)
         losses = stage.losses
-        return StepResult(_as_floats(losses.values), _as_floats(losses.counts), busy)
+        return Ran(_as_floats(losses.values), _as_floats(losses.counts), busy)
 
-    def evaluate(self, step: int, source: Reader | None, averages: Averages) -> None:
-        """Stream all mini-batches of an evaluation pass through the stages, forward alone.
+    def offer(self, batch: MicroBatches) -> Batch:
+        """Hold a mini-batch ready for the next step (first stage)."""
+        self._next = batch
+        return batch.batch
+
+    def stream(self, step: int, batches: Iterator[MicroBatches], sink: Sink) -> None:
+        """Stream mini-batches through the stages, forward alone, in eval mode.
 
         Nothing is between two mini-batches but their headers: frames are described, because how
         many there are and what they look like is only known on the first stage. An empty list is
         the end.
 
         Args:
-            source: gives the mini-batches, on the first stage.
-            averages: added to on the last stage.
+            batches: the mini-batches, on the first stage.
+            sink: on the last stage, is given each micro-batch's output, target and samples.
 
         Raises:
             as :meth:`run`.
@@ -236,14 +246,17 @@ class Executor:
         for _, _, receiver in self._receivers:
             receiver.begin(None, ())
         with eval_mode(stage.layers):
-            for m, (value, target, samples) in enumerate(self._evaluated(source)):
+            for m, (value, target, samples) in enumerate(self._streamed(batches)):
                 if self._target_in:
                     samples, target = self._target_in.receive(m)
                 if self._routes:
                     self._routes.receive_all(m)
                     value, _ = self._routes.joined(m, value, ())
-                output = stage.evaluate(m, value, target, samples, averages)
-                if self._routes and self._index < self._stages - 1:
+                output = stage.evaluate(m, value)
+                if self._index == self._stages - 1:
+                    stage.tracker.set(Phase.EVALUATION, step, m)
+                    sink(output, target, samples)
+                elif self._routes:
                     output = self._routes.parted(m, output)
                 if self._activation_out:
                     self._activation_out.send(m, [output])
@@ -259,7 +272,7 @@ class Executor:
             self._activation_out.send(0, [])
         stage.tracker.set(Phase.WAITING, step)
 
-    def _evaluated(self, source: Reader | None) -> Iterator[tuple[Any, Any, int]]:
+    def _streamed(self, batches: Iterator[MicroBatches]) -> Iterator[tuple[Any, Any, int]]:
         """Micro-batches (input, target, samples); what comes from elsewhere is left out."""
         stage, m = self._stage, 0
         if self._activation_in:
@@ -271,10 +284,9 @@ class Executor:
                     return
                 yield got[0], None, 0
                 m += 1
-        assert source
         while True:
             stage.tracker.set(Phase.EVALUATION, self._step)
-            read = source.read()
+            read = next(batches, None)
             if read is None:
                 return
             counts = sizes(read.batch.samples, read.batch.microbatches)
@@ -284,6 +296,25 @@ class Executor:
                     target if self._target_out else to_device(target, stage.device),
                     samples,
                 )
+
+    def hand_back(self, value: Any) -> Any:
+        """A value of the last stage's on every stage: it returns along the gradients' channels."""
+        self._stage.tracker.set(Phase.WAITING, self._step)
+        if self._gradient_in:
+            value = self._gradient_in.receive(0)
+        if self._gradient_out:
+            self._gradient_out.send(0, value)
+            self._gradient_out.flush()  # the user may change it from now on
+        if self._gradient_in:
+            self._gradient_in.release(0)
+        return value
+
+    def close(self) -> None:
+        """Let go of the channels and end the courier."""
+        if self._courier is not None:
+            self._courier.close()
+        for link in self._links:
+            link.close()
 
     def _forward(self, m: int) -> None:
         stage = self._stage

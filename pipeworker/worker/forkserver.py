@@ -82,8 +82,9 @@ class _ForkServer:
             gc.enable()
 
             from pipeworker.worker import service
+            from pipeworker.worker.worker import Settings
 
-            status = service.run(service.Settings(**settings, tracker=tracker))
+            status = service.run(Settings(**settings, tracker=tracker))
             atexit._run_exitfuncs()
         finally:
             os._exit(status)

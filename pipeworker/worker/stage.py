@@ -21,8 +21,7 @@ from pipeworker.errors import SkipError, UsageError
 from pipeworker.wire.messages import Phase
 from pipeworker.worker import rng
 from pipeworker.worker.batchnorm import DeferredBatchNorm
-from pipeworker.worker.evaluation import Averages
-from pipeworker.worker.losses import Losses, parts
+from pipeworker.worker.losses import Losses
 from pipeworker.worker.position import Tracker
 from pipeworker.worker.recompute import Buffers
 from pipeworker.worker.routes import Skips
@@ -226,25 +225,18 @@ class Stage:
             return value
         self.tracker.set(Phase.LOSS, self._step, microbatch)
         # What the loss draws goes on from the last layer's stream: they are always together.
-        return self.losses.add(microbatch, self._loss_of(value, kept.target))
+        return self.losses.add(microbatch, self.loss_of(value, kept.target))
 
-    def evaluate(
-        self, microbatch: int, value: Any, target: Any, samples: int, averages: Averages
-    ) -> Any:
-        """Forward alone, in :func:`eval_mode`; the last stage adds to `averages`.
+    def evaluate(self, microbatch: int, value: Any) -> Any:
+        """The output, forward alone, in :func:`eval_mode`.
 
         Args:
             microbatch: counts through the whole evaluation pass.
         """
-        output = self._output(value, microbatch, Phase.EVALUATION)
-        if self._loss is None:
-            return output
-        self.tracker.set(Phase.EVALUATION, self._step, microbatch)
-        loss, count = parts(self._loss_of(output, target))
-        averages.add(loss, count, output, target, samples)
-        return None
+        return self._output(value, microbatch, Phase.EVALUATION)
 
-    def _loss_of(self, output: Any, target: Any) -> Any:
+    def loss_of(self, output: Any, target: Any) -> Any:
+        """What ``loss`` returns, on the last stage."""
         assert self._loss
         if self._autocast is None:
             return self._loss(output, target)

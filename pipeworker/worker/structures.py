@@ -18,12 +18,15 @@ def name_classes(modules: Iterable[ModuleType]) -> None:
     """Name every named tuple and every registered pytree node that the modules define."""
     for module in modules:
         for value in list(vars(module).values()):
-            if isinstance(value, type) and value.__module__ == module.__name__:
+            # By its type: what pretends to be a class, a lazy proxy say, is not looked into.
+            if issubclass(type(value), type) and value.__module__ == module.__name__:
                 _name(value)
 
 
 def _name(kind: type) -> None:
-    name = f"{kind.__module__}.{kind.__qualname__}"
+    # A script's classes have another module where multiprocessing has spawned the process.
+    module = kind.__module__.replace("__mp_main__", "__main__")
+    name = f"{module}.{kind.__qualname__}"
     if issubclass(kind, tuple) and hasattr(kind, "_fields"):
         if kind not in pytree.SUPPORTED_SERIALIZED_TYPES:
             pytree._register_namedtuple(kind, serialized_type_name=name)

@@ -149,6 +149,7 @@ def _in_a_child(work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
             signal.set_wakeup_fd(-1)
             die_with(parent)
             os.close(reads)
+            torch.set_num_threads(1)  # the pool of threads did not come along
             try:
                 said = work()
             except Exception as error:
@@ -169,4 +170,14 @@ def _in_a_child(work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
 def new_modules(before: Iterable[str]) -> list[ModuleType]:
     """The modules that are imported now and were not before."""
     old = set(before)
-    return [module for name, module in list(sys.modules.items()) if name not in old]
+    return [
+        module
+        for name, module in list(sys.modules.items())
+        if name not in old and isinstance(module, ModuleType)
+    ]
+
+
+def modules_of_the_user() -> list[ModuleType]:
+    """The modules of a script: all but those of Python, torch and pipeworker."""
+    others = {*sys.stdlib_module_names, "torch", "numpy", "pipeworker", "launcher", "cli"}
+    return new_modules(name for name in list(sys.modules) if name.partition(".")[0] in others)

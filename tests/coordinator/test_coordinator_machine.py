@@ -15,12 +15,10 @@ from pipeworker.coordinator.effects import (
     Dropped,
     Effect,
     Ended,
-    Evaluated,
     Log,
     Planned,
     Send,
     Status,
-    Stepped,
     Warn,
 )
 from pipeworker.coordinator.machine import (
@@ -41,6 +39,7 @@ from pipeworker.wire.messages import (
     Cause,
     Described,
     Evaluate,
+    Evaluation,
     EvaluationDone,
     Failed,
     Failure,
@@ -57,6 +56,7 @@ from pipeworker.wire.messages import (
     Saved,
     SkipRoute,
     StepDone,
+    StepResult,
     TiedWeights,
     ToWorker,
     Update,
@@ -220,7 +220,7 @@ def test_a_whole_life() -> None:
         for rank in (0, 1)
     ]
     assert onward[1:2] == [
-        Stepped(
+        StepResult(
             step=1,
             loss=0.75,
             samples=10,
@@ -245,7 +245,7 @@ def test_a_whole_life() -> None:
         Send(b"w1", Finish("", 0)),
         Ended(Status.DONE, 0, 3, (3, 103), pytest.approx((0.75 + 0.5 + 0) / 3), None),
     ]
-    assert [row.step for row in of(job.effects, Stepped)] == [1, 2, 3]
+    assert [row.step for row in of(job.effects, StepResult)] == [1, 2, 3]
     assert job.step(4) == job.join() == job.tick(1000) == job.exited(0, -9) == []
     assert job.interrupt() == job.machine.lost("x") == job.machine.defect("x") == []
 
@@ -322,10 +322,10 @@ def test_a_given_balance_is_used() -> None:
 # What a step comes to.
 
 
-def stepped(job: Job, **more: Any) -> tuple[Stepped, float]:
+def stepped(job: Job, **more: Any) -> tuple[StepResult, float]:
     """The row of step 1 and the update's scale."""
     effects = job.step(1, **more)
-    (row,) = of(effects, Stepped)
+    (row,) = of(effects, StepResult)
     (update,) = {a.update for a in job.sent(0, Advance) if a.update}
     return row, update.scale
 
@@ -351,7 +351,7 @@ def test_the_norm_does_not_depend_on_the_grouping(squares: list[float], cut: int
     one.step(1, squares=tuple(squares))
     two.done(0, 1, squares=tuple(squares[:cut]))
     two.done(1, 1, squares=tuple(squares[cut:]))
-    (a,), (b,) = of(one.effects, Stepped), of(two.effects, Stepped)
+    (a,), (b,) = of(one.effects, StepResult), of(two.effects, StepResult)
     assert a.grad_norm == b.grad_norm
 
 
@@ -386,7 +386,7 @@ def test_a_loss_that_is_not_finite_is_a_warning() -> None:
     (warning,) = of(job.effects, Warn)
     assert "loss is nan at step 1" in warning.text
     assert "--stop-on-nan" in warning.text
-    assert math.isnan(of(job.effects, Stepped)[0].loss)
+    assert math.isnan(of(job.effects, StepResult)[0].loss)
     assert job.machine.state is State.RUNNING
 
 
@@ -399,7 +399,7 @@ def test_stop_on_nan_ends_before_the_update(loss: float) -> None:
     assert job.failure.position == Position(Phase.LOSS, 2)
     assert job.ended.exit_status == 1
     assert [a.update for a in job.sent(0, Advance)] == [None, Update(1, 1.0)]
-    assert [row.step for row in of(job.effects, Stepped)] == [1, 2]
+    assert [row.step for row in of(job.effects, StepResult)] == [1, 2]
 
 
 # Failures: the first cause is kept.
@@ -584,7 +584,7 @@ def test_an_interrupt_takes_effect_at_the_end_of_the_step() -> None:
     assert job.machine.state is State.RUNNING
     job.done(1, 2)
     assert job.ended == Ended(Status.INTERRUPTED, 130, 2, (2, 102), job.ended.bubble, None)
-    assert [row.step for row in of(job.effects, Stepped)] == [1, 2]
+    assert [row.step for row in of(job.effects, StepResult)] == [1, 2]
     assert sent_to(job.effects, 0)[-1] == Finish("interrupted", 130)
 
 
@@ -672,7 +672,7 @@ def test_no_order_of_events_breaks_the_machine(data: st.DataObject) -> None:
     causes = st.sampled_from(Cause)
     event = st.one_of(
         st.builds(Hello, ranks, st.just("host"), st.just(1)),
-        st.builds(Described, ranks, st.just(LAYERS)),
+        st.builds(Described, ranks, st.just(LAYERS), st.just(())),
         st.builds(lambda rank, batch: Ready(rank, LAYERS, 1, "cpu", batch), ranks, batches),
         st.builds(
             lambda rank, step, batch: StepDone(rank, step, (1.0,), (), (1.0,), 0.1, 0.1, 1, batch),
@@ -713,11 +713,9 @@ def test_no_order_of_events_breaks_the_machine(data: st.DataObject) -> None:
 
 def evaluation(job: Job, step: int, loss: float = 0.5) -> list[Effect]:
     for rank in range(job.stages):
+        result = Evaluation(step, loss, ("accuracy",), (0.75,))
         last = rank == job.stages - 1
-        message = EvaluationDone(
-            rank, step, loss if last else 0.0, ("accuracy",) if last else (), (0.75,) * last
-        )
-        effects = job.says(message)
+        effects = job.says(EvaluationDone(rank, step, 1000, result if last else None))
     return effects
 
 
@@ -730,10 +728,11 @@ def test_an_evaluation_comes_after_the_update_and_before_the_next_step() -> None
     assert job.says(StepDone(0, 2, (), (), (), 0.0, 0.1, 0, BATCH)) == []  # not awaited, no harm
     job.now += 5.0
     effects = evaluation(job, 2)
-    assert effects[0] == Evaluated(2, 0.5, (("accuracy", 0.75),))
-    assert sent_to(effects, 1) == [Advance(None, RunStep(3, BATCH, True, ""), None, 0.5)]
+    result = Evaluation(2, 0.5, ("accuracy",), (0.75,))
+    assert effects[0] == result
+    assert sent_to(effects, 1) == [Advance(None, RunStep(3, BATCH, True, ""), None, result)]
     job.now += 1.0
-    row = of(job.step(3), Stepped)[0]
+    row = of(job.step(3), StepResult)[0]
     assert row.seconds == 1.0  # the evaluation is not part of the step
 
 
@@ -741,7 +740,8 @@ def test_an_evaluation_after_the_last_step_comes_before_the_save() -> None:
     job = Job(1, steps=1, evaluate_every=1).running()
     job.step(1)
     assert job.machine.state is State.RUNNING
-    assert sent_to(evaluation(job, 1), 0) == [Advance(None, None, None, 0.5), Save(1)]
+    evaluated = Evaluation(1, 0.5, ("accuracy",), (0.75,))
+    assert sent_to(evaluation(job, 1), 0) == [Advance(None, None, None, evaluated), Save(1)]
 
 
 def test_an_interrupt_during_an_evaluation_ends_after_it() -> None:
@@ -761,7 +761,7 @@ def test_accumulation_updates_once_after_several_mini_batches() -> None:
         run = RunStep(1, BATCH, False, "", 4 * number)
         assert effects == [Send(b"w%d" % rank, Advance(None, run)) for rank in (0, 1)]
     effects = job.step(1, losses=(0.0, 0.75))
-    (row,) = of(effects, Stepped)
+    (row,) = of(effects, StepResult)
     assert (row.loss, row.samples, row.grad_norm) == (0.75, 30, math.sqrt(2.0) / 3)
     assert sent_to(effects, 0) == [Advance(Update(1, 1 / 3), RunStep(2, BATCH, False, ""))]
     assert [a.run.last for a in job.sent(0, Advance) if a.run] == [False] * 4
@@ -785,7 +785,7 @@ def test_counts_add_up_over_the_mini_batches_of_a_step() -> None:
     job = Job(1, accumulate=2).running()
     job.step(1, losses=(2.0,), counts=(4.0,))
     effects = job.step(1, losses=(4.0,), counts=(8.0,))
-    assert of(effects, Stepped)[0].loss == 0.5
+    assert of(effects, StepResult)[0].loss == 0.5
     assert of_messages(effects, Advance)[0].update == Update(1, 1 / 12)
 
 
@@ -794,7 +794,7 @@ def test_the_loss_scale_is_one_for_all_and_falls_when_a_gradient_overflows() -> 
     scale = 2.0**16
     assert [a.run.loss_scale for a in job.sent(1, Advance) if a.run] == [scale]
     effects = job.step(1, squares=((3 * scale) ** 2,))
-    (row,) = of(effects, Stepped)
+    (row,) = of(effects, StepResult)
     assert row.grad_norm == math.sqrt(18)
     assert row.loss_scale == scale
     (advance,) = sent_to(effects, 0)

@@ -134,7 +134,7 @@ def test_neighbours(tmp_path: Path, name: str, line: str) -> None:
 @pytest.mark.parametrize("package", [True, False])
 def test_neighbours_named_as_ours_are_the_users(tmp_path: Path, name: str, package: bool) -> None:
     import cli  # noqa: F401
-    import launcher.show  # noqa: F401
+    import launcher.local  # noqa: F401
 
     path = tmp_path / name / "__init__.py" if package else tmp_path / f"{name}.py"
     path.parent.mkdir(exist_ok=True)

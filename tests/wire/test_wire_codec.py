@@ -73,7 +73,7 @@ def test_the_frame_is_four_plain_values() -> None:
         VERSION,
         3,
         "Advance",
-        [[7, 0.5, False, False], None, None, None],
+        [[7, 0.5, False, False], None, None, None, None],
     ]
     assert msgpack.unpackb(encode(Heartbeat(0, Position(Phase.LOSS, 2)), 1))[3] == [
         0,

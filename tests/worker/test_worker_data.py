@@ -92,7 +92,7 @@ def test_a_generator_object_gives_one_epoch() -> None:
 @pytest.mark.parametrize(
     ("item", "message"),
     [
-        (torch.zeros(2), "gave a Tensor: it must give pairs"),
+        (torch.zeros(2), "gave a Tensor: it must be a pair"),
         ((torch.zeros(2),), "gave a tuple of 1"),
         ([torch.zeros(2)] * 3, "gave a list of 3"),
         ({"x": torch.zeros(2)}, "gave a dict"),

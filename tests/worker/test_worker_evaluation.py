@@ -14,26 +14,31 @@ from pipeworker.errors import UsageError
 from pipeworker.worker.evaluation import Averages, eval_mode
 
 
+def _as_given(output: Any, target: Any) -> Any:
+    """A loss: the target."""
+    return target
+
+
 def test_means_are_weighted_by_samples_exactly() -> None:
-    averages = Averages(lambda output, target: {"sum": output.sum(), "two": 2})
+    averages = Averages(_as_given, lambda output, target: {"sum": output.sum(), "two": 2})
     for value, samples in ((1.0, 3), (2.0**-60, 1), (-1.0, 3)):
-        averages.add(torch.tensor(value).double(), None, torch.ones(samples), None, samples)
+        averages.add(torch.ones(samples), torch.tensor(value).double(), samples)
     loss, metrics = averages.result()
     assert loss == 2.0**-60 / 7
     assert metrics == {"sum": (9 + 1 + 9) / 7, "two": 2.0}
 
 
 def test_sums_and_counts() -> None:
-    averages = Averages()
-    averages.add(torch.tensor(6.0), 2, None, None, 5)
-    averages.add(torch.tensor(1.0), torch.tensor(5), None, None, 1)
+    averages = Averages(_as_given)
+    averages.add(None, (torch.tensor(6.0), 2), 5)
+    averages.add(None, (torch.tensor(1.0), torch.tensor(5)), 1)
     assert averages.result() == (1.0, {})
 
 
 def test_nothing_and_nan() -> None:
-    assert math.isnan(Averages().result()[0])
-    averages = Averages()
-    averages.add(torch.tensor(math.inf), None, None, None, 1)
+    assert math.isnan(Averages(_as_given).result()[0])
+    averages = Averages(_as_given)
+    averages.add(None, torch.tensor(math.inf), 1)
     assert math.isnan(averages.result()[0])
 
 
@@ -49,7 +54,7 @@ def test_nothing_and_nan() -> None:
 )
 def test_metrics_must_be_named_scalars(given: Any, message: str) -> None:
     with pytest.raises(UsageError, match=message):
-        Averages(lambda output, target: given).add(torch.tensor(1.0), None, None, None, 1)
+        Averages(_as_given, lambda output, target: given).add(None, torch.tensor(1.0), 1)
 
 
 def test_modules_are_put_back_one_by_one() -> None:

@@ -20,7 +20,7 @@ from pipeworker.errors import UsageError
 from pipeworker.plan import partition, schedule
 from pipeworker.wire.messages import Phase, RunStep
 from pipeworker.worker.data import Reader
-from pipeworker.worker.executor import Executor, StepResult
+from pipeworker.worker.executor import Executor, Ran
 from pipeworker.worker.position import Tracker
 from pipeworker.worker.stage import Stage
 from pipeworker.worker.transport.link import MemoryLink
@@ -82,13 +82,13 @@ class Pipeline:
     def _schedule(self, microbatches: int) -> schedule.Schedule:
         return schedule.build("gpipe", len(self.balance), microbatches, self.recompute)
 
-    def step(self, step: int, last: bool) -> list[StepResult]:
+    def step(self, step: int, last: bool) -> list[Ran]:
         """Run one step on all stages; the exception of the first stage that failed, if any."""
         batch = self.executors[0].next_batch
         assert batch is not None
         actions = self._schedule(batch.microbatches).stages
 
-        def run(k: int) -> StepResult:
+        def run(k: int) -> Ran:
             self.executors[k].program(actions[k])
             return self.executors[k].run(RunStep(step, batch, last, ""))
 

@@ -99,6 +99,10 @@ class GroupLink:
         except RuntimeError as error:
             raise PeerLost(f"the channel {self.edge} closed: {error}") from error
 
+    def close(self) -> None:
+        self.group.abort()
+        self.group = None
+
 
 def connect(
     edges: Iterable[Edge], stage: int, store: Store, endpoint: str, backend: str

@@ -50,6 +50,9 @@ class Link(Protocol):
     def receive(self, tensors: Sequence[torch.Tensor], tag: int) -> list[Pending]:
         """Post buffers for the next messages of a tag, in one go."""
 
+    def close(self) -> None:
+        """Let go of the connection; nothing may be under way but what will never come."""
+
 
 @dataclass(slots=True)
 class _Slot:
@@ -112,6 +115,9 @@ class MemoryLink:
             slot.target = tensor
             slot.match()
         return _MemoryPending(slot, self.limit)
+
+    def close(self) -> None:
+        """Both ends are memory, which goes by itself."""
 
     @staticmethod
     def _take(theirs: dict[int, deque[_Slot]], mine: dict[int, deque[_Slot]], tag: int) -> _Slot:

@@ -148,6 +148,10 @@ class ReceivingLink:
             raise PeerLost(f"the channel {self._edge} closed: {error}") from error
         return pending
 
+    def close(self) -> None:
+        """The memory goes when nothing refers to it any more."""
+        self._socket.close()
+
     def take(self) -> None:
         """Wait for one message and complete the receive it is for."""
         try:
@@ -190,6 +194,7 @@ class SendingLink:
         self._queue: list[_Sending] = []  # while there is one, only the thread reads the socket
         self._work = threading.Semaphore(0)
         self._thread: threading.Thread | None = None
+        self._closing = False
 
     def allocate(self, count: int) -> torch.Tensor:
         return torch.empty(count, dtype=torch.uint8)
@@ -219,10 +224,17 @@ class SendingLink:
         self._work.release()
         return sending
 
+    def close(self) -> None:
+        """End the thread as well."""
+        self._closing = True
+        self._work.release()
+        if self._thread is not None:
+            self._thread.join()
+        self._socket.close()
+
     def _finish(self) -> None:
         """Deliver what is queued as its buffers are posted."""
-        while True:
-            self._work.acquire()
+        while self._work.acquire() and not self._closing:
             while self._queue:
                 try:
                     heard = self._hear(0)

@@ -1,0 +1,129 @@
+"""How the ranks of a job find its coordinator, which rank 0 starts.
+
+The other ranks learn its address, and the token when ``PIPEWORKER_TOKEN`` is not set, from the
+store at which the ranks meet.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from pipeworker.coordinator.report import Configuration
+from pipeworker.errors import PipeworkerError
+from pipeworker.job.options import Options
+from pipeworker.record.rundir import RunDir
+from pipeworker.session.place import Place
+from pipeworker.session.processes import LineProcess
+from pipeworker.wire.keys import TOKEN_VARIABLE, new_token
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
+
+_VERDICT_SECONDS = 8.0
+
+Hear = Callable[[str, Any], None]
+"""Is given what the coordinator says: a kind and a value."""
+
+
+@dataclass(slots=True)
+class Meeting:
+    """The coordinator as a rank knows it; `head` on rank 0 alone.
+
+    The store is kept: where rank 0 serves it, it is there for as long as this is.
+    """
+
+    endpoint: str
+    token: str
+    store: Store | None = None
+    head: Head | None = None
+
+
+def meet(
+    place: Place, name: str, options: Options, make_run_dir: Callable[[], RunDir], hear: Hear
+) -> Meeting:
+    """Start the coordinator on rank 0, learn of it on the others.
+
+    Args:
+        name: of the job among those that meet at the same store.
+        make_run_dir, hear: called on rank 0 alone.
+
+    Raises:
+        UsageError: the ranks cannot meet.
+        PipeworkerError: the coordinator did not start.
+    """
+    token = os.environ.get(TOKEN_VARIABLE)
+    if place.world == 1:
+        token = token or new_token()
+        head = Head(options, make_run_dir(), token, "127.0.0.1", hear)
+        return Meeting(head.endpoint, token, head=head)
+    store = place.store()
+    key = f"pipeworker/{place.restart}/{name}"
+    if place.rank:
+        endpoint = store.get(f"{key}/endpoint").decode()
+        return Meeting(endpoint, token or store.get(f"{key}/token").decode(), store)
+    run_dir = make_run_dir()
+    if not token:
+        token = new_token()
+        store.set(f"{key}/token", token)
+        hear(
+            "warning",
+            f"{TOKEN_VARIABLE} is not set: the token goes through torchrun's store, which "
+            "anyone who reaches its port can read",
+        )
+    head = Head(options, run_dir, token, place.coordinator_address(), hear)
+    store.set(f"{key}/endpoint", head.endpoint)
+    return Meeting(head.endpoint, token, store, head)
+
+
+class Head:
+    """Rank 0's coordinator: a child process, and a thread that passes on what it says."""
+
+    def __init__(
+        self, options: Options, run_dir: RunDir, token: str, host: str, hear: Hear
+    ) -> None:
+        self._hear = hear
+        self._verdict: dict[str, Any] | None = None
+        self._coordinator = LineProcess("pipeworker.coordinator.service")
+        configuration = Configuration(options, str(run_dir.path), token, host, starter=0)
+        self._coordinator.say(configuration.to_json())
+        self.endpoint = self._bound()
+        self._listener = threading.Thread(target=self._listen, name="coordinator", daemon=True)
+        self._listener.start()
+
+    def _bound(self) -> str:
+        while True:
+            events, more = self._coordinator.hear()
+            for event in events:
+                if "bound" in event:
+                    return str(event["bound"])
+            if not more:
+                self._coordinator.finish(1.0)
+                raise PipeworkerError(
+                    "the coordinator did not start: see its log in the run directory"
+                )
+
+    def _listen(self) -> None:
+        """Pass on what the coordinator says until it ends."""
+        more = True
+        while more:
+            events, more = self._coordinator.hear()
+            for event in events:
+                ((kind, value),) = event.items()
+                if kind == "ended":
+                    self._verdict = value
+                self._hear(kind, value)
+
+    def finish(self, status: int) -> int:
+        """Let the coordinator speak its verdict and end; returns the job's exit status.
+
+        Args:
+            status: what it is when there is no verdict.
+        """
+        self._listener.join(_VERDICT_SECONDS)
+        self._coordinator.hang_up()
+        self._coordinator.finish(1.0)
+        return int(self._verdict["exit_status"]) if self._verdict else status or 1

@@ -1,0 +1,126 @@
+"""Where this process is among those of its job, and the store at which they first meet."""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import socket
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+from pipeworker.errors import UsageError
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
+
+_JOIN_SECONDS = 300.0
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """As torchrun says it in the environment; `local_world` is 0 where nobody knows."""
+
+    rank: int
+    world: int
+    local_rank: int
+    local_world: int
+    address: str
+    port: int
+    restart: int = 0
+
+    @staticmethod
+    def from_environment() -> Place:
+        """What RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT say.
+
+        LOCAL_RANK, LOCAL_WORLD_SIZE and TORCHELASTIC_RESTART_COUNT may be left out.
+
+        Raises:
+            UsageError: a variable is not there or not a number.
+        """
+        try:
+            rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+            address = os.environ["MASTER_ADDR"]
+            all_local = world if _is_loopback(address) else 0
+            return Place(
+                rank=rank,
+                world=world,
+                local_rank=int(os.environ.get("LOCAL_RANK", rank)),
+                local_world=int(os.environ.get("LOCAL_WORLD_SIZE", all_local)),
+                address=address,
+                port=int(os.environ["MASTER_PORT"]),
+                restart=int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")),
+            )
+        except KeyError as error:
+            raise UsageError(
+                f"this is not a torchrun job: {error} is not set. In processes you start yourself, "
+                "set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT"
+            ) from None
+        except ValueError as error:
+            raise UsageError(f"the environment of a torchrun job is wrong: {error}") from None
+
+    @staticmethod
+    def found() -> Place:
+        """Of the default process group, else of the environment, else of a job of one process.
+
+        Raises:
+            UsageError: the environment says half of it.
+        """
+        if not any(name in os.environ for name in ("RANK", "WORLD_SIZE")):
+            return Place(0, 1, 0, 1, "127.0.0.1", 0)
+        return Place.from_environment()
+
+    def store(self) -> Store:
+        """Where the ranks meet: the default process group's store, torchrun's, or rank 0's own."""
+        import torch.distributed as dist
+        from torch._C._distributed_c10d import TCPStore
+
+        if dist.is_available() and dist.is_initialized():
+            return dist.distributed_c10d._get_default_store()
+        agent_serves = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        try:
+            return TCPStore(
+                self.address,
+                self.port,
+                world_size=None,
+                is_master=self.rank == 0 and not agent_serves,
+                timeout=timedelta(seconds=_JOIN_SECONDS),
+                multi_tenant=True,
+            )
+        except RuntimeError as error:
+            raise UsageError(
+                f"rank {self.rank} cannot meet the others at MASTER_ADDR {self.address}, "
+                f"MASTER_PORT {self.port}: {error}"
+            ) from None
+
+    def coordinator_address(self) -> str:
+        """Where rank 0's coordinator listens: an address that all ranks reach.
+
+        The master's when it is ours, else our own; loopback when all ranks are here.
+
+        Raises:
+            UsageError: neither is an address of this host.
+        """
+        if self.local_world == self.world:
+            return "127.0.0.1"
+        for name in (self.address, socket.gethostname()):
+            try:
+                address = str(socket.getaddrinfo(name, 0, type=socket.SOCK_STREAM)[0][4][0])
+                if ipaddress.ip_address(address).is_loopback:
+                    continue  # as some hosts resolve their own name
+                with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET) as probe:
+                    probe.bind((address, 0))
+                return address
+            except OSError:
+                continue
+        raise UsageError(
+            f"neither {self.address} nor this host's name is an address of rank 0's host that "
+            "others can reach: give torchrun a --master-addr that is"
+        )
+
+
+def _is_loopback(address: str) -> bool:
+    try:
+        return ipaddress.ip_address(address).is_loopback
+    except ValueError:
+        return address == "localhost"
