@@ -12,11 +12,9 @@ import click
 
 from pipeworker import __version__
 from pipeworker.errors import PipeworkerError
-from pipeworker.job.options import BACKENDS, DEVICES, PRECISIONS, Options
-from pipeworker.plan.partition import parse_balance
+from pipeworker.job.options import BACKENDS, DEVICES, PRECISIONS, Options, complete
 from pipeworker.plan.schedule import ORDERS, RECOMPUTE_MODES
 
-_MICROBATCHES_PER_STAGE = 4  # GPipe: the bubble is small from M >= 4 K on
 _INTERRUPTED = 130  # what a shell gives a program that SIGINT ended
 
 
@@ -117,34 +115,9 @@ def make_options(stages: int, chosen: dict[str, Any]) -> Options:
     Raises:
         UsageError: a value is out of range.
     """
-    threads = chosen["threads"]
-    if threads is None:
-        given = os.environ.get("OMP_NUM_THREADS", "1")
-        threads = int(given) if given.isdigit() and int(given) else 1
-    balance = chosen["balance"]
-    microbatches = chosen["microbatches"]
-    return Options(
-        job_file=str(Path(chosen["job_file"]).resolve()),
-        stages=stages,
-        microbatches=_MICROBATCHES_PER_STAGE * stages if microbatches is None else microbatches,
-        arguments=tuple(chosen["arguments"]),
-        steps=chosen["steps"],
-        schedule=chosen["schedule"],
-        recompute=chosen["recompute"],
-        balance=None if balance is None else parse_balance(balance),
-        clip_grad_norm=chosen["clip_grad_norm"],
-        clip_grad_value=chosen["clip_grad_value"],
-        precision=chosen["precision"],
-        accumulate=chosen["accumulate"],
-        evaluate_every=chosen["evaluate_every"],
-        deferred_batch_norm=chosen["deferred_batch_norm"],
-        seed=chosen["seed"],
-        threads=threads,
-        device=chosen["device"],
-        backend=chosen["backend"],
-        stop_on_nan=chosen["stop_on_nan"],
-        worker_timeout=chosen["worker_timeout"],
-    )
+    elsewhere = ("job_file", "run_dir")
+    given = {name: value for name, value in chosen.items() if name not in elsewhere}
+    return complete(str(Path(chosen["job_file"]).resolve()), stages, given)
 
 
 @main.command()

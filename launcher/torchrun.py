@@ -7,11 +7,11 @@ import signal
 import sys
 from collections.abc import Callable
 from functools import partial
-from typing import Any, TextIO
+from typing import TextIO
 
 from pipeworker.job.options import Options
 from pipeworker.record.rundir import RunDir
-from pipeworker.session.head import Head, meet
+from pipeworker.session.head import Head, Hear, meet
 from pipeworker.session.place import Place
 from pipeworker.session.show import Show
 from pipeworker.wire.messages import Finish
@@ -30,8 +30,11 @@ def run(place: Place, options: Options, make_run_dir: Callable[[], RunDir]) -> i
     from pipeworker.worker import service
     from pipeworker.worker.worker import Settings
 
-    shower = _Shower(options)
-    meeting = meet(place, "job", options, lambda: shower.of(make_run_dir()), shower.hear)
+    def listen(run_dir: RunDir) -> Hear:
+        # The worker's output goes to its log; what the user should see goes where it went before.
+        return Show(options, str(run_dir.path), _again(1), _again(2)).hear
+
+    meeting = meet(place, "job", options, make_run_dir, listen)
     settings = Settings(place.rank, meeting.endpoint, meeting.token, place.local_rank)
     if meeting.head is None:
         return service.run(settings)
@@ -44,21 +47,6 @@ def _leave(head: Head, finish: Finish) -> None:
 
     say(finish)
     os._exit(head.finish(finish.exit_status))
-
-
-class _Shower:
-    """Shows what the coordinator says, where it went before the worker's output went to its log."""
-
-    def __init__(self, options: Options) -> None:
-        self._options = options
-        self._show: Show | None = None
-
-    def of(self, run_dir: RunDir) -> RunDir:
-        self._show = Show(self._options, str(run_dir.path), _again(1), _again(2))
-        return run_dir
-
-    def hear(self, kind: str, value: Any) -> None:
-        getattr(self._show, kind)(value)
 
 
 def _again(descriptor: int) -> TextIO:

@@ -20,6 +20,8 @@ from pipeworker.errors import (
 )
 
 if TYPE_CHECKING:
+    from pipeworker.session.pipeline import Pipeline, train
+    from pipeworker.wire.messages import StepResult
     from pipeworker.worker.recompute import is_recomputing
     from pipeworker.worker.skips import namespace, pop, stash
 
@@ -28,19 +30,25 @@ __version__ = "0.1.0"
 __all__ = [
     "LayerError",
     "PeerLost",
+    "Pipeline",
     "PipeworkerError",
     "ProtocolError",
     "ScheduleError",
     "SkipError",
+    "StepResult",
     "UsageError",
     "__version__",
     "is_recomputing",
     "namespace",
     "pop",
     "stash",
+    "train",
 ]
 
 _LAZY = {
+    "Pipeline": "pipeworker.session.pipeline",
+    "StepResult": "pipeworker.wire.messages",
+    "train": "pipeworker.session.pipeline",
     "is_recomputing": "pipeworker.worker.recompute",
     "namespace": "pipeworker.worker.skips",
     "pop": "pipeworker.worker.skips",

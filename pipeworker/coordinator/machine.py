@@ -9,8 +9,8 @@ out. Time is an argument; nothing here reads a clock, a file or a socket. The ph
 Every phase can end in ENDED by a failure or an interrupt. The first cause is kept; a closed
 connection reported by a neighbour only becomes the cause when nothing better arrives in time.
 
-In a job with a loop of the user's own, RUNNING waits between steps for the next call of every rank,
-and SAVING begins with the call that closes.
+In a job with a loop of the user's own, RUNNING begins with an empty Advance, waits between steps
+for the next call of every rank, and SAVING begins with the call that closes.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from pipeworker.coordinator.effects import (
     Status,
     Warn,
 )
+from pipeworker.coordinator.report import place
 from pipeworker.coordinator.scaler import Scaler
 from pipeworker.coordinator.tally import Tally
 from pipeworker.errors import UsageError
@@ -98,6 +99,7 @@ class _Worker:
     peer: bytes
     hello: Hello
     heard: float
+    unreachable: float | None = None
     position: Position = field(default_factory=Position)
     described: Described | None = None
     ready: Ready | None = None
@@ -146,7 +148,7 @@ class Machine:
         worker = self._workers.get(message.rank)
         if worker is None or worker.peer != peer:
             return [Dropped(f"{type(message).__name__}: its sender is not rank {message.rank}")]
-        worker.heard = now
+        worker.heard, worker.unreachable = now, None
         match message:
             case Heartbeat():
                 worker.position = message.position
@@ -202,6 +204,12 @@ class Machine:
         )
         return self._failed(failure, now)
 
+    def unreachable(self, peer: bytes, now: float) -> None:
+        """The connection of `peer` is closed. It may come back; :meth:`tick` gives it time."""
+        if peer in self._rank_of:
+            worker = self._workers[self._rank_of[peer]]
+            worker.unreachable = worker.unreachable or now
+
     def interrupt(self, now: float) -> list[Effect]:
         """The user asked to stop: at the end of the step if there is one, else at once."""
         if self.state is State.ENDED or self._interrupted is not None:
@@ -219,6 +227,9 @@ class Machine:
             return self._end(Status.INTERRUPTED, 130, None)
         if self._echo is not None and now >= self._echo[1]:
             return self._end_by_echo(self._echo[0], now)
+        for rank, worker in self._workers.items():
+            if worker.unreachable is not None and now - worker.unreachable > ECHO_GRACE:
+                return self._fail(self._gone(rank))
         patience = self.options.worker_timeout
         for rank, worker in self._workers.items():
             if now - worker.heard > patience:
@@ -322,7 +333,9 @@ class Machine:
         self._batch = workers[0][1].batch
         self.state = State.RUNNING
         planned = self._blueprint.planned(workers)
-        return [planned] if self.options.own_loop else [planned, *self._advance(None, now)]
+        if self.options.own_loop:
+            return [planned, *self._to_all(Advance(None, None))]
+        return [planned, *self._advance(None, now)]
 
     def _to_all(self, *messages: ToWorker) -> list[Effect]:
         return [Send(worker.peer, m) for worker in self._workers.values() for m in messages]
@@ -515,7 +528,10 @@ class Machine:
             self._workers[rank].peak_memory if rank in self._workers else 0
             for rank in range(self.options.stages)
         )
-        reason = failure.message if failure else "" if status is Status.DONE else status.value
+        reason = "" if status is Status.DONE else status.value
+        if failure:
+            at = f" ({place(failure)})" if failure.position.step >= 0 else ""
+            reason = failure.message + at
         finish = Finish(reason, exit_status)
         return [
             Log(f"ended: {status.value}{': ' + reason if reason else ''}"),

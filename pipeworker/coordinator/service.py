@@ -183,6 +183,8 @@ class Service:
         except zmq.ZMQError as error:
             # The peer is gone or does not read; its silence is what the machine acts on.
             self._drop(f"{type(message).__name__} to a peer: {error}")
+            if error.errno == zmq.EHOSTUNREACH:
+                self._machine.unreachable(peer, time.monotonic())
 
     def _perform(self, effects: list[Effect]) -> None:
         for effect in effects:

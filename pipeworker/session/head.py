@@ -43,13 +43,18 @@ class Meeting:
 
 
 def meet(
-    place: Place, name: str, options: Options, make_run_dir: Callable[[], RunDir], hear: Hear
+    place: Place,
+    name: str,
+    options: Options,
+    make_run_dir: Callable[[], RunDir],
+    listen: Callable[[RunDir], Hear],
 ) -> Meeting:
     """Start the coordinator on rank 0, learn of it on the others.
 
     Args:
         name: of the job among those that meet at the same store.
-        make_run_dir, hear: called on rank 0 alone.
+        make_run_dir: called on rank 0 alone, as is
+        listen: given the run directory, gives who is told what the coordinator says.
 
     Raises:
         UsageError: the ranks cannot meet.
@@ -58,7 +63,8 @@ def meet(
     token = os.environ.get(TOKEN_VARIABLE)
     if place.world == 1:
         token = token or new_token()
-        head = Head(options, make_run_dir(), token, "127.0.0.1", hear)
+        run_dir = make_run_dir()
+        head = Head(options, run_dir, token, "127.0.0.1", listen(run_dir))
         return Meeting(head.endpoint, token, head=head)
     store = place.store()
     key = f"pipeworker/{place.restart}/{name}"
@@ -66,6 +72,7 @@ def meet(
         endpoint = store.get(f"{key}/endpoint").decode()
         return Meeting(endpoint, token or store.get(f"{key}/token").decode(), store)
     run_dir = make_run_dir()
+    hear = listen(run_dir)
     if not token:
         token = new_token()
         store.set(f"{key}/token", token)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from typing import Any, TextIO
 
 from pipeworker.job.options import Options
@@ -23,6 +24,12 @@ class Show:
         self._out = out or sys.stdout
         self._error = error or sys.stderr
         self._theory = 0.0
+
+    def hear(self, kind: str, value: Any) -> None:
+        """Show one thing the coordinator says."""
+        shown: Callable[[Any], None] | None = getattr(self, kind, None)
+        if shown is not None:
+            shown(value)
 
     def planned(self, plan: dict[str, Any]) -> None:
         self._theory = plan["bubble"]

@@ -310,11 +310,11 @@ class Executor:
         return value
 
     def close(self) -> None:
-        """Let go of the channels and end the courier."""
-        if self._courier is not None:
-            self._courier.close()
+        """Let go of the channels, which ends what is under way, and end the courier."""
         for link in self._links:
             link.close()
+        if self._courier is not None:
+            self._courier.close()
 
     def _forward(self, m: int) -> None:
         stage = self._stage

@@ -77,11 +77,47 @@ def accelerator_generator(device: torch.device) -> torch.Generator | None:
     return generator
 
 
+@contextmanager
+def undisturbed() -> Iterator[None]:
+    """Leave every generator as it was found."""
+    states = _states()
+    initialized = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    cuda = torch.cuda.get_rng_state() if initialized else None
+    try:
+        yield
+    finally:
+        _restore(states)
+        if cuda is not None:
+            torch.cuda.set_rng_state(cuda)
+
+
+_States = tuple[Any, Any, Any]
+
+
+def _states() -> _States:
+    """Of torch's CPU generator, Python's and NumPy's."""
+    numpy: Any = sys.modules.get("numpy")
+    return (
+        torch.default_generator.get_state(),
+        random.getstate(),
+        numpy.random.get_state() if numpy is not None else None,
+    )
+
+
+def _restore(states: _States) -> None:
+    torch_state, python_state, numpy_state = states
+    torch.default_generator.set_state(torch_state)
+    random.setstate(python_state)
+    numpy: Any = sys.modules.get("numpy")
+    if numpy is not None and numpy_state is not None:
+        numpy.random.set_state(numpy_state)
+
+
 class Stream:
     """A random stream that is switched in for a while and goes on where it was."""
 
     def __init__(self) -> None:
-        self._state: tuple[Any, Any, Any] | None = None
+        self._states: _States | None = None
 
     def restart(self, seed: int) -> None:
         """Begin the stream anew from a seed; only inside :meth:`active`."""
@@ -90,18 +126,9 @@ class Stream:
     @contextmanager
     def active(self) -> Iterator[None]:
         """Draw from this stream. Layers are seeded before each forward, so nothing is put back."""
-        numpy: Any = sys.modules.get("numpy")
-        if self._state is not None:
-            torch_state, python_state, numpy_state = self._state
-            torch.default_generator.set_state(torch_state)
-            random.setstate(python_state)
-            if numpy is not None and numpy_state is not None:
-                numpy.random.set_state(numpy_state)
+        if self._states is not None:
+            _restore(self._states)
         try:
             yield
         finally:
-            self._state = (
-                torch.default_generator.get_state(),
-                random.getstate(),
-                numpy.random.get_state() if (numpy := sys.modules.get("numpy")) else None,
-            )
+            self._states = _states()

@@ -251,7 +251,8 @@ class Stage:
             except SkipError as error:
                 raise SkipError(
                     f"{error}. No skip connection was planned: import pipeworker at the top of the "
-                    "module that has the layers, not inside a function"
+                    "module that has the layers, not inside a function; or give "
+                    "pipeworker.Pipeline a sample"
                 ) from None
         value, received = value
         table = Table(received)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import socket
 import sys
@@ -99,6 +100,15 @@ class Worker:
         self._tracker = settings.tracker
         self._rank = settings.rank
         self.stage: Stage | None = None
+        self._executors: list[Executor] = []  # one, once it is connected
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer | None:
+        return self._updater.optimizer
+
+    @property
+    def _executor(self) -> Executor:
+        return self._executors[0]
 
     def hello(self) -> Hello:
         return Hello(self._rank, socket.gethostname(), os.getpid())
@@ -129,9 +139,9 @@ class Worker:
         return failure_of(error, self._rank, position, layer_class, refused)
 
     def _describe(self, welcome: Welcome) -> Described:
-        self._run_dir = RunDir(Path(welcome.run_dir))
+        self.run_dir = RunDir(Path(welcome.run_dir))
         if self._settings.to_log:
-            redirect_output(self._run_dir.stage_log(self._rank))
+            redirect_output(self.run_dir.stage_log(self._rank))
         self._options = options = Options.from_json(welcome.options)
         torch.set_num_threads(options.threads)
         self._device = device_for(options.device, self._settings.local_rank)
@@ -248,19 +258,26 @@ class Worker:
             self._settings.endpoint,
             options.backend,
         )
-        reader = self._reader if self._is_first else None
-        self._executor = Executor(
-            self.stage, plan.stage, plan.stages, links, reader, Courier(), ties
+        reads = self._is_first and not options.own_loop
+        executor = Executor(
+            self.stage,
+            plan.stage,
+            plan.stages,
+            links,
+            self._reader if reads else None,
+            Courier(),
+            ties,
         )
+        self._executors.append(executor)
         if not options.own_loop:
-            self._executor.load_first()
+            executor.load_first()
         tracker.set(Phase.WAITING)
         return Ready(
             self._rank,
             tuple(type(layer).__name__ for layer in layers),
             sum(parameter.numel() for parameter in self._updater.parameters),
             str(self._device),
-            self._executor.next_batch,
+            executor.next_batch,
         )
 
     def _build_layer(self, index: int, tied: Sequence[str]) -> torch.nn.Module:
@@ -348,14 +365,15 @@ class Worker:
         return self._reader.cut(batch, said)
 
     def close(self) -> None:
-        """Let go of channels and threads."""
-        if self.stage is not None:
-            self._executor.close()
+        """Let go of channels and threads, and of the memory that channels map."""
+        while self._executors:
+            self._executors.pop().close()
+            gc.collect()  # an executor's handlers refer to it
 
     def _save(self, message: Save) -> None:
         assert self.stage is not None
         self._tracker.set(Phase.SAVING, message.step)
-        path = weights.stage_file(self._run_dir.partial_checkpoint(message.step), self._rank)
+        path = weights.stage_file(self.run_dir.partial_checkpoint(message.step), self._rank)
         weights.save_stage(
             path,
             self.stage.layers,

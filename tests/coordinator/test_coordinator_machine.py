@@ -168,10 +168,12 @@ class Job:
         assert self.ended.status is Status.FAILED
         assert self.ended.failure
         assert self.machine.state is State.ENDED
-        reason = Finish(self.ended.failure.message, self.ended.exit_status)
-        assert [s for s in of(self.effects, Send) if isinstance(s.message, Finish)] == [
-            Send(peer, reason) for peer in self.machine.peers
-        ]
+        finished = [s for s in of(self.effects, Send) if isinstance(s.message, Finish)]
+        assert [s.peer for s in finished] == self.machine.peers
+        for message in (s.message for s in finished):
+            assert isinstance(message, Finish)
+            assert message.exit_status == self.ended.exit_status
+            assert message.reason.startswith(self.ended.failure.message)
         return self.ended.failure
 
 

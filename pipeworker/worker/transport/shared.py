@@ -228,6 +228,8 @@ class SendingLink:
         """End the thread as well."""
         self._closing = True
         self._work.release()
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)  # wakes who waits on it
         if self._thread is not None:
             self._thread.join()
         self._socket.close()

@@ -1,0 +1,311 @@
+"""``pipeworker.Pipeline``, for a training loop of one's own, and ``pipeworker.train``."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import SimpleNamespace, TracebackType
+from typing import Any
+
+import torch
+from torch import nn
+
+from pipeworker.errors import UsageError
+from pipeworker.job import file as job_file
+from pipeworker.job.options import Options, complete
+from pipeworker.session.place import Place
+from pipeworker.session.session import Session, script
+from pipeworker.session.show import Show
+from pipeworker.wire.messages import Advance, Call, CallKind, Finish, StepResult
+
+_NOT_HERE = ("job_file", "stages", "arguments", "own_loop")
+_OF_TRAIN = ("steps", "accumulate", "evaluate_every")
+
+
+class Pipeline:
+    """A model as a pipeline over the processes of this job, one stage in each.
+
+    Every process makes the same calls in the same order. Only what the first stage is given counts;
+    the others may give the same, or None. Processes are those of a torchrun job; or any that have
+    RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT in their environment; or those of the default
+    process group; or, without any of these, this one alone.
+
+    The numbers are those of ``pipeworker launch`` for the same mini-batches: bitwise equal for
+    every number of stages. The process's random streams are left as they are.
+
+    Args:
+        model: a function that gives an ``nn.Sequential`` or a list of layers, called under the
+            job's seed; or one of these itself, the same on all ranks, whose modules are then the
+            ones that train. Entries of a list may be functions that build a layer.
+        loss: ``loss(output, target)``, a scalar mean over its samples or a pair (sum, count).
+        optimizer: ``optimizer(params)`` gives the optimizer of a stage.
+        microbatches: M, by default four a stage.
+        scheduler: ``scheduler(optimizer)`` gives a scheduler, stepped once a step; a
+            ``ReduceLROnPlateau`` after each :meth:`evaluate`.
+        before_update, metrics, tied: as in a job file.
+        sample: an input of the model; needed where layers stash and pop, to see where they lead.
+        run_dir: where the job is recorded, by default ``runs/<script>-<time>``.
+        options: of ``pipeworker launch``, with underscores: ``recompute="never"``, ``seed=1``.
+
+    Raises:
+        UsageError: something is wrong with these.
+        LayerError: building a layer failed here.
+        PipeworkerError: the job failed elsewhere.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        *,
+        loss: Callable[[Any, Any], Any],
+        optimizer: Callable[[Any], torch.optim.Optimizer],
+        microbatches: int | None = None,
+        scheduler: Callable[[Any], Any] | None = None,
+        before_update: Callable[[list[nn.Parameter]], Any] | None = None,
+        metrics: Callable[[Any, Any], Any] | None = None,
+        tied: Sequence[Sequence[str]] = (),
+        sample: Any = None,
+        run_dir: str | Path | None = None,
+        **options: Any,
+    ) -> None:
+        where = "pipeworker.Pipeline()"
+        job = job_file.check(
+            SimpleNamespace(
+                model=model,
+                loss=loss,
+                optimizer=optimizer,
+                scheduler=scheduler,
+                before_update=before_update,
+                metrics=metrics,
+                tied=tied,
+            ),
+            where,
+            ("model", "loss", "optimizer"),
+        )
+        _check_names(options, (*_NOT_HERE, *_OF_TRAIN), where)
+        place = Place.found()
+        given = {**options, "microbatches": microbatches, "own_loop": True}
+        self._session = Session(
+            place,
+            job,
+            complete(script(), place.world, given),
+            run_dir=None if run_dir is None else str(run_dir),
+            sample=sample,
+            listen=lambda _: _warn,
+        )
+        self.stage = place.rank
+        self.stages = place.world
+        self._steps = 0
+        self._session.join()
+
+    @property
+    def layers(self) -> dict[int, nn.Module]:
+        """The layers of this stage, by their index in the model."""
+        stage = self._session.worker.stage
+        assert stage
+        return dict(enumerate(stage.layers, stage.first))
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer | None:
+        """This stage's optimizer; None where nothing trains."""
+        return self._session.worker.optimizer
+
+    @property
+    def run_dir(self) -> Path:
+        """Where the job is recorded."""
+        return self._session.worker.run_dir.path
+
+    def step(self, *batches: Any) -> StepResult:
+        """Train on a mini-batch, or on several whose gradients are accumulated, and update.
+
+        Args:
+            batches: pairs (input, target); dim 0 of every tensor is the batch.
+
+        Returns:
+            On every stage what the whole step gave: ``loss``, ``grad_norm``, ``lr``, ``samples``,
+            ``seconds``, ``bubble`` and the rest of a row of ``metrics.jsonl``.
+
+        Raises:
+            UsageError: a mini-batch is not such a pair, or ranks made different calls.
+            LayerError: the user's code raised on this stage.
+            PipeworkerError: the job failed elsewhere.
+        """
+        session = self._session
+        with session.inside():
+            if not batches:
+                raise UsageError("step() was given no mini-batch")
+            for number, batch in enumerate(batches, 1):
+                offered = session.worker.offer(batch)
+                last = number == len(batches)
+                call = Call(self.stage, CallKind.STEP, offered, last)
+                session.perform(session.call(call))
+            update = session.receive()
+            session.perform(update)
+        assert isinstance(update, Advance)
+        assert update.result
+        self._steps = update.result.step
+        return update.result
+
+    def evaluate(self, *batches: Any) -> dict[str, float]:
+        """The loss and the metrics over one or several mini-batches, forward alone, in eval mode.
+
+        Args:
+            batches: as of :meth:`step`; they stream through the stages without a gap.
+
+        Returns:
+            On every stage ``loss`` and each metric, averaged by sample over all of them.
+
+        Raises:
+            as :meth:`step`.
+        """
+        session = self._session
+        with session.inside():
+            if not batches:
+                raise UsageError("evaluate() was given no mini-batch")
+            session.call(Call(self.stage, CallKind.EVALUATE))
+            cut = (session.worker.cut(b, "evaluate(batch) was given") for b in batches)
+            with session.working():
+                done = session.worker.evaluate(self._steps, cut)
+            session.send(done)
+            told = session.receive()
+            session.perform(told)
+        assert isinstance(told, Advance)
+        assert told.evaluated
+        return told.evaluated.row()
+
+    def predict(self, value: Any, *, everywhere: bool = False) -> Any:
+        """The model's output for a batch of inputs, in eval mode.
+
+        Args:
+            value: what the first layer is called with; dim 0 of every tensor is the batch.
+            everywhere: whether every stage wants the output.
+
+        Returns:
+            The output for the whole batch on the last stage, or on all of them; elsewhere None.
+
+        Raises:
+            UsageError: as :meth:`step`, and when the output is not a batch.
+            LayerError, PipeworkerError: as :meth:`step`.
+        """
+        session = self._session
+        with session.inside():
+            session.call(Call(self.stage, CallKind.PREDICT, everywhere=everywhere))
+            cut = (session.worker.cut((v, None), "predict(input) was given") for v in (value,))
+            with session.working():
+                return session.worker.predict(self._steps, cut, everywhere=everywhere)
+
+    def close(self) -> None:
+        """Save the weights and the optimizer's state, and end the job. Idempotent.
+
+        Raises:
+            PipeworkerError: the job failed.
+        """
+        session = self._session
+        if session.closed:
+            return
+        with session.inside():
+            session.perform(session.call(Call(self.stage, CallKind.CLOSE)))
+            session.receive()
+        session.shut()
+
+    def __enter__(self) -> Pipeline:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if error is None:
+            self.close()
+        else:
+            self._session.left_by(error)
+
+
+def train(
+    model: Any,
+    *,
+    loss: Callable[[Any, Any], Any],
+    optimizer: Callable[[Any], torch.optim.Optimizer],
+    data: Any,
+    microbatches: int | None = None,
+    scheduler: Callable[[Any], Any] | None = None,
+    scheduler_interval: str = "step",
+    before_update: Callable[[list[nn.Parameter]], Any] | None = None,
+    evaluation: Any = None,
+    metrics: Callable[[Any, Any], Any] | None = None,
+    tied: Sequence[Sequence[str]] = (),
+    run_dir: str | Path | None = None,
+    **options: Any,
+) -> Path:
+    """Train from a script, as ``pipeworker launch`` does from a job file; numbers are the same.
+
+    Every process of the job calls it; which those are is as for :class:`Pipeline`. Rank 0 prints a
+    line a step.
+
+    Args:
+        model, loss, optimizer: as for :class:`Pipeline`.
+        data, evaluation, scheduler_interval and the others: as in a job file.
+        options: of ``pipeworker launch``, with underscores: ``steps=100``, ``evaluate_every=10``.
+
+    Returns:
+        The run directory, on every stage.
+
+    Raises:
+        UsageError: something is wrong with these.
+        LayerError: the user's code raised on this stage.
+        PipeworkerError: the job failed elsewhere.
+    """
+    where = "pipeworker.train()"
+    job = job_file.check(
+        SimpleNamespace(
+            model=model,
+            loss=loss,
+            optimizer=optimizer,
+            data=data,
+            scheduler=scheduler,
+            scheduler_interval=scheduler_interval,
+            before_update=before_update,
+            evaluation=evaluation,
+            metrics=metrics,
+            tied=tied,
+        ),
+        where,
+    )
+    _check_names(options, _NOT_HERE, where)
+    place = Place.found()
+    chosen = complete(script(), place.world, {**options, "microbatches": microbatches})
+    session = Session(
+        place,
+        job,
+        chosen,
+        run_dir=None if run_dir is None else str(run_dir),
+        listen=lambda made: _Lines(chosen, str(made.path)).hear,
+    )
+    with session.inside():
+        while not isinstance(message := session.receive(), Finish):
+            session.perform(message)
+    session.shut()
+    return session.worker.run_dir.path
+
+
+def _check_names(options: dict[str, Any], elsewhere: Sequence[str], where: str) -> None:
+    known = [f.name for f in dataclasses.fields(Options) if f.name not in elsewhere]
+    for name in options:
+        if name not in known:
+            raise UsageError(f"{where} has no option {name!r}: it has {', '.join(sorted(known))}")
+
+
+class _Lines(Show):
+    """Says all but how the job failed, which is raised."""
+
+    def ended(self, verdict: dict[str, Any]) -> None:
+        super().ended({**verdict, "error": None})
+
+
+def _warn(kind: str, value: Any) -> None:
+    if kind == "warning":
+        print(f"warning: {value}", file=sys.stderr, flush=True)

@@ -1,0 +1,242 @@
+"""A rank in a process of the user's: joins a job, takes part in calls, leaves as it came.
+
+Unlike a worker that was started for the job, it leaves the process its signals, its output and its
+random streams, and an error is raised where it happened. Only a rank that is stuck in a step that
+cannot end, because another has failed, has its process ended.
+"""
+
+from __future__ import annotations
+
+import atexit
+import itertools
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+
+from pipeworker.coordinator import report
+from pipeworker.errors import LayerError, PeerLost, PipeworkerError, UsageError
+from pipeworker.job.file import Job
+from pipeworker.job.options import Options
+from pipeworker.record import rundir
+from pipeworker.session.head import Hear, meet
+from pipeworker.session.place import Place
+from pipeworker.wire.messages import (
+    Advance,
+    Call,
+    Cause,
+    Failed,
+    Failure,
+    Finish,
+    FromWorker,
+    ToWorker,
+)
+from pipeworker.worker import rng
+from pipeworker.worker.control import Control, leave_process
+from pipeworker.worker.failures import user_traceback
+from pipeworker.worker.position import Tracker
+from pipeworker.worker.worker import Settings, Worker
+
+_STUCK_SECONDS = 2.0
+"""What a rank inside a step gets to notice by itself that the job is over."""
+
+_numbers = itertools.count()
+
+
+class JobEnded(PipeworkerError):
+    """The job is over, by no fault of this rank's."""
+
+    def __init__(self, finish: Finish) -> None:
+        super().__init__(finish.reason)
+        self.finish = finish
+
+
+def script() -> str:
+    """The path of the program that runs, as the job's file."""
+    name = sys.argv[0] if sys.argv and sys.argv[0] not in ("", "-c") else "script"
+    return str(Path(name).resolve())
+
+
+class Session:
+    """One rank of one job.
+
+    Args:
+        place: its rank and how many there are.
+        run_dir: where the job is recorded; by default ``runs/<script>-<time>``.
+        sample: an input of the model, for a job without data whose layers stash and pop.
+        listen: given the run directory, gives who is told what the coordinator says, on rank 0.
+
+    Raises:
+        UsageError: the ranks cannot meet.
+    """
+
+    def __init__(
+        self,
+        place: Place,
+        job: Job,
+        options: Options,
+        *,
+        run_dir: str | None,
+        sample: Any = None,
+        listen: Callable[[rundir.RunDir], Hear],
+    ) -> None:
+        self.rank = place.rank
+        self.closed = False
+        self._idle = threading.Event()
+        self._idle.set()
+        self._meeting = meet(
+            place,
+            f"script-{next(_numbers)}",
+            options,
+            lambda: rundir.create(run_dir, Path(options.job_file)),
+            listen,
+        )
+        settings = Settings(
+            rank=place.rank,
+            endpoint=self._meeting.endpoint,
+            token=self._meeting.token,
+            local_rank=place.local_rank,
+            tracker=Tracker(),
+            to_log=False,
+            job=job,
+            sample=sample,
+        )
+        self._control = Control(
+            endpoint=settings.endpoint,
+            token=settings.token,
+            rank=settings.rank,
+            generation=settings.generation,
+            tracker=settings.tracker,
+            leave=self._leave,
+        )
+        self._control.start(signals=False)
+        self.worker = Worker(settings, self._control.ask)
+        atexit.register(self._abandoned)
+        self._control.send(self.worker.hello())
+
+    def join(self) -> None:
+        """Take part until every stage is built."""
+        with self.inside():
+            while not isinstance(message := self.receive(), Advance):
+                self.perform(message)
+
+    @contextmanager
+    def inside(self) -> Iterator[None]:
+        """Take part in the job. An error ends it, on all ranks.
+
+        Raises:
+            LayerError: the user's code raised; the message says where, the cause is its exception.
+            UsageError: something was given that cannot be.
+            PipeworkerError: the job is over: another rank failed.
+        """
+        if self.closed:
+            raise PipeworkerError("the job is over: this pipeline is closed")
+        try:
+            with rng.undisturbed(), torch.inference_mode(False), torch.enable_grad():
+                yield
+        except BaseException as error:
+            self._fail(error)
+
+    def receive(self) -> ToWorker:
+        """What the coordinator says next.
+
+        Raises:
+            JobEnded: that the job is over, and has failed.
+        """
+        message = self._control.receive()
+        if isinstance(message, Finish) and message.reason:
+            raise JobEnded(message)
+        return message
+
+    def perform(self, message: ToWorker) -> None:
+        """Do what the coordinator says, and answer."""
+        with self.working():
+            answer = self.worker.handle(message)
+        if answer is not None:
+            self.send(answer)
+
+    @contextmanager
+    def working(self) -> Iterator[None]:
+        """While this rank may be stuck because another has failed."""
+        self._idle.clear()
+        try:
+            if self._control.over is not None:
+                raise JobEnded(self._control.over)
+            yield
+        finally:
+            self._idle.set()
+
+    def send(self, message: FromWorker) -> None:
+        self._control.send(message)
+
+    def call(self, call: Call) -> ToWorker:
+        """Make a call of the user's loop; returns what the coordinator says to it."""
+        self.send(call)
+        return self.receive()
+
+    def shut(self) -> None:
+        """Leave: nothing of ours stays in the process. Idempotent."""
+        if self.closed:
+            return
+        self.closed = True
+        atexit.unregister(self._abandoned)
+        self.worker.close()
+        self._control.close()
+        if self._meeting.head is not None:
+            self._meeting.head.finish(1)
+        self._meeting.store = None
+
+    def left_by(self, error: BaseException) -> None:
+        """The user's own loop raised between two calls: the job has failed."""
+        if self.closed:
+            return
+        text = f"the script of stage {self.rank} raised {type(error).__name__}: {error}"
+        cause = Cause.USER if isinstance(error, Exception) else Cause.SIGNAL
+        failure = Failure(cause, text.rstrip(": "), self.rank, traceback=user_traceback(error))
+        self._tell(failure, wait=isinstance(error, Exception))
+
+    def _fail(self, error: BaseException) -> NoReturn:
+        if isinstance(error, JobEnded):
+            self.shut()
+            raise _error_of(error.finish) from None
+        failure = self.worker.explain(error)
+        if not isinstance(error, Exception):
+            text = f"stage {self.rank} was interrupted by {type(error).__name__}"
+            failure = replace(failure, cause=Cause.SIGNAL, message=text)
+        finish = self._tell(failure, wait=isinstance(error, Exception))
+        if isinstance(error, UsageError) or not isinstance(error, Exception):
+            raise error
+        if isinstance(error, PeerLost):
+            raise _error_of(finish) from None
+        raise LayerError(report.describe(replace(failure, traceback=""))) from error
+
+    def _tell(self, failure: Failure, *, wait: bool) -> Finish:
+        """Say why this rank fails and leave; returns how the job ended, if it was waited for."""
+        self.send(Failed(self.rank, failure))
+        message: ToWorker = Finish(failure.message, 1)
+        while wait and not isinstance(message := self._control.receive(), Finish):
+            continue
+        self.shut()
+        assert isinstance(message, Finish)
+        return message
+
+    def _leave(self, finish: Finish) -> None:
+        """Called by the control thread: the job is over. End the process if it would stay stuck."""
+        if not self._idle.wait(_STUCK_SECONDS):
+            leave_process(finish)
+
+    def _abandoned(self) -> None:
+        """The interpreter ends, and nobody has closed the pipeline."""
+        text = f"the script of stage {self.rank} ended without closing its pipeline"
+        self._tell(Failure(Cause.LOST, text, self.rank), wait=False)
+
+
+def _error_of(finish: Finish) -> PipeworkerError:
+    """How the job's end reads on a rank that did not cause it."""
+    kind = UsageError if finish.exit_status == UsageError.exit_status else PipeworkerError
+    return kind(finish.reason)
