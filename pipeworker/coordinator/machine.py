@@ -126,6 +126,7 @@ class Machine:
     _scaler: Scaler | None = None
     _evaluation: Evaluation | None = None
     _calls: dict[int, Call] = field(default_factory=dict)
+    _whole: bool = True
     _bubbles: list[float] = field(default_factory=list)
     _steps_done: int = 0
     _echo: tuple[Failure, float] | None = None
@@ -385,7 +386,7 @@ class Machine:
         assert self._batch is not None
         self._tally.add(done, self._batch)
         if self.options.own_loop:
-            return self._stepped(now) if self._calls[0].last else []
+            return self._stepped(now) if self._whole else []
         self._batch = done[0].batch
         if self._tally.batches < self.options.accumulate and self._batch is not None:
             return self._run(None)
@@ -464,6 +465,7 @@ class Machine:
             return []
         match call.kind:
             case CallKind.STEP:
+                self._whole = call.last
                 self._batch = self._calls[0].batch
                 if self._batch is None:
                     return self._fail(

@@ -10,7 +10,7 @@ import os
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from pipeworker.coordinator.report import Configuration
 from pipeworker.errors import PipeworkerError
@@ -20,9 +20,6 @@ from pipeworker.session.place import Place
 from pipeworker.session.processes import LineProcess
 from pipeworker.wire.keys import TOKEN_VARIABLE, new_token
 
-if TYPE_CHECKING:
-    from torch._C._distributed_c10d import Store
-
 _VERDICT_SECONDS = 8.0
 
 Hear = Callable[[str, Any], None]
@@ -31,14 +28,10 @@ Hear = Callable[[str, Any], None]
 
 @dataclass(slots=True)
 class Meeting:
-    """The coordinator as a rank knows it; `head` on rank 0 alone.
-
-    The store is kept: where rank 0 serves it, it is there for as long as this is.
-    """
+    """The coordinator as a rank knows it; `head` on rank 0 alone."""
 
     endpoint: str
     token: str
-    store: Store | None = None
     head: Head | None = None
 
 
@@ -65,12 +58,15 @@ def meet(
         token = token or new_token()
         run_dir = make_run_dir()
         head = Head(options, run_dir, token, "127.0.0.1", listen(run_dir))
-        return Meeting(head.endpoint, token, head=head)
+        return Meeting(head.endpoint, token, head)
     store = place.store()
     key = f"pipeworker/{place.restart}/{name}"
     if place.rank:
-        endpoint = store.get(f"{key}/endpoint").decode()
-        return Meeting(endpoint, token or store.get(f"{key}/token").decode(), store)
+        try:
+            endpoint = store.get(f"{key}/endpoint").decode()
+            return Meeting(endpoint, token or store.get(f"{key}/token").decode())
+        except RuntimeError as error:
+            raise PipeworkerError(f"rank 0 did not start the job: {error}") from None
     run_dir = make_run_dir()
     hear = listen(run_dir)
     if not token:
@@ -83,7 +79,7 @@ def meet(
         )
     head = Head(options, run_dir, token, place.coordinator_address(), hear)
     store.set(f"{key}/endpoint", head.endpoint)
-    return Meeting(head.endpoint, token, store, head)
+    return Meeting(head.endpoint, token, head)
 
 
 class Head:

@@ -7,6 +7,7 @@ import os
 import socket
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import cache
 from typing import TYPE_CHECKING
 
 from pipeworker.errors import UsageError
@@ -71,22 +72,21 @@ class Place:
         return Place.from_environment()
 
     def store(self) -> Store:
-        """Where the ranks meet: the default process group's store, torchrun's, or rank 0's own."""
+        """Where the ranks meet: the default process group's store, torchrun's, or rank 0's own.
+
+        The last stays for as long as the process: another rank may already be on its way to the
+        next job when this one's ends.
+
+        Raises:
+            UsageError: nobody answers there.
+        """
         import torch.distributed as dist
-        from torch._C._distributed_c10d import TCPStore
 
         if dist.is_available() and dist.is_initialized():
             return dist.distributed_c10d._get_default_store()
         agent_serves = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
         try:
-            return TCPStore(
-                self.address,
-                self.port,
-                world_size=None,
-                is_master=self.rank == 0 and not agent_serves,
-                timeout=timedelta(seconds=_JOIN_SECONDS),
-                multi_tenant=True,
-            )
+            return _store_at(self.address, self.port, self.rank == 0 and not agent_serves)
         except RuntimeError as error:
             raise UsageError(
                 f"rank {self.rank} cannot meet the others at MASTER_ADDR {self.address}, "
@@ -117,6 +117,16 @@ class Place:
             f"neither {self.address} nor this host's name is an address of rank 0's host that "
             "others can reach: give torchrun a --master-addr that is"
         )
+
+
+@cache
+def _store_at(address: str, port: int, serves: bool) -> Store:
+    from torch._C._distributed_c10d import TCPStore
+
+    timeout = timedelta(seconds=_JOIN_SECONDS)
+    return TCPStore(
+        address, port, world_size=None, is_master=serves, timeout=timeout, multi_tenant=True
+    )
 
 
 def _is_loopback(address: str) -> bool:

@@ -189,7 +189,6 @@ class Session:
         self._control.close()
         if self._meeting.head is not None:
             self._meeting.head.finish(1)
-        self._meeting.store = None
 
     def left_by(self, error: BaseException) -> None:
         """The user's own loop raised between two calls: the job has failed."""

@@ -134,6 +134,7 @@ def main() -> int:
     """Import torch, then serve until the launcher is gone."""
     gc.disable()
     # Optimizers import torch._dynamo when they are built: once here, rather than in every worker.
+    import torch._dynamo  # noqa: F401
 
     import pipeworker.worker.service  # noqa: F401
 
