@@ -12,7 +12,8 @@ import click
 
 from pipeworker import __version__
 from pipeworker.errors import PipeworkerError
-from pipeworker.job.options import BACKENDS, DEVICES, PRECISIONS, Options, complete
+from pipeworker.job.given import complete
+from pipeworker.job.options import BACKENDS, DEVICES, PRECISIONS, Options
 from pipeworker.plan.schedule import ORDERS, RECOMPUTE_MODES
 
 _INTERRUPTED = 130  # what a shell gives a program that SIGINT ended

@@ -393,7 +393,7 @@ def test_a_name_that_is_missing(name: str) -> None:
     module = job()
     delattr(module, name)
     with pytest.raises(UsageError, match=rf"job file j\.py lacks the name {name}: it must define"):
-        job_file.check(module, Path("j.py"))
+        job_file.check(module, "job file j.py")
 
 
 @pytest.mark.parametrize(
@@ -409,7 +409,7 @@ def test_a_name_that_is_missing(name: str) -> None:
 )
 def test_a_name_of_the_wrong_kind(name: str, value: Any, expected: str) -> None:
     with pytest.raises(UsageError, match=re.escape(expected)):
-        job_file.check(job(**{name: value}), Path("j.py"))
+        job_file.check(job(**{name: value}), "job file j.py")
 
 
 class _OwnForward(nn.Sequential):
@@ -429,7 +429,7 @@ class _OwnForward(nn.Sequential):
 )
 def test_a_model_that_is_no_sequence_of_layers(model: Any, expected: str) -> None:
     with pytest.raises(UsageError, match=re.escape(expected)):
-        job_file.entries(job_file.check(job(model=model), Path("j.py")))
+        job_file.entries(job_file.check(job(model=model), "job file j.py"))
 
 
 def test_a_layer_that_builds_something_else() -> None:
@@ -445,8 +445,8 @@ X, Y = torch.zeros(4, 2), torch.zeros(4)
     [
         ([], "data() is empty"),
         (lambda: None, "data() gave a NoneType: it must be an iterable of (input, target)"),
-        ([X], "data() gave a Tensor: it must give pairs (input, target)"),
-        ([(X, Y, Y)], "data() gave a tuple of 3: it must give pairs (input, target)"),
+        ([X], "data() gave a Tensor: it must be a pair (input, target)"),
+        ([(X, Y, Y)], "data() gave a tuple of 3: it must be a pair (input, target)"),
         ([(X, Y[:3])], "disagree in dim 0, the batch: (4, 2), (3,)"),
         ([({"a": X, "b": X[:1]}, Y)], "disagree in dim 0, the batch: (4, 2), (1, 2), (4,)"),
         ([(X, torch.tensor(1.0))], "a tensor without dims: dim 0 of every tensor is the batch"),

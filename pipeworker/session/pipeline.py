@@ -14,7 +14,8 @@ from torch import nn
 
 from pipeworker.errors import UsageError
 from pipeworker.job import file as job_file
-from pipeworker.job.options import Options, complete
+from pipeworker.job.given import complete
+from pipeworker.job.options import Options
 from pipeworker.session.place import Place
 from pipeworker.session.session import Session, script
 from pipeworker.session.show import Show

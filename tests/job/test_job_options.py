@@ -50,6 +50,9 @@ def test_json_round_trip(made: Options) -> None:
         ("clip_grad_norm", float("nan"), "--clip-grad-norm nan: must be greater than 0"),
         ("worker_timeout", 0.0, "--worker-timeout 0.0: must be greater than 0"),
         ("balance", (2, 2, 1), "--balance 2,2,1 is for 3 stages, but there are 2"),
+        ("schedule", "zigzag", "--schedule zigzag: must be one of gpipe"),
+        ("recompute", "rarely", "--recompute rarely: must be one of auto, always, except_first"),
+        ("precision", "fp8", "--precision fp8: must be one of fp32, bf16, fp16"),
     ],
 )
 def test_out_of_range(name: str, value: Any, message: str) -> None:

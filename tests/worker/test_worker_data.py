@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from pipeworker.errors import UsageError
-from pipeworker.worker.data import Reader, share
+from pipeworker.worker.data import Reader, joined, share
 
 
 def reader(data: Any, *, microbatches: int = 3, seed: int = 0, repeat: bool = True) -> Reader:
@@ -222,3 +222,24 @@ def test_what_data_raises_comes_through() -> None:
     read.read()
     with pytest.raises(KeyError, match="column"):
         read.read()
+
+
+def test_outputs_of_micro_batches_are_joined_as_they_are_nested() -> None:
+    parts = [{"y": (torch.full((n, 2), n), None), "scale": 2.0} for n in (3, 2)]
+    whole = joined(parts)
+    assert torch.equal(whole["y"][0], torch.cat([torch.full((3, 2), 3), torch.full((2, 2), 2)]))
+    assert whole["y"][1] is None
+    assert whole["scale"] == 2.0
+
+
+@pytest.mark.parametrize(
+    ("outputs", "message"),
+    [
+        ([torch.tensor(1.0)], "a tensor without dims"),
+        ([(torch.zeros(1), 1), (torch.zeros(1), 2)], "a int that is not the same"),
+        ([[torch.zeros(1)], [torch.zeros(1)] * 2], "another structure in each micro-batch"),
+    ],
+)
+def test_outputs_that_are_no_batch(outputs: list[Any], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        joined(outputs)

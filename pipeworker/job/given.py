@@ -1,0 +1,50 @@
+"""Options from what a command line or a script gave, and from the environment."""
+
+from __future__ import annotations
+
+import os
+import types
+import typing
+from collections.abc import Mapping
+from typing import Any
+
+from pipeworker.errors import UsageError
+from pipeworker.job.options import Options
+from pipeworker.plan.partition import parse_balance
+
+_MICROBATCHES_PER_STAGE = 4  # GPipe: the bubble is small from M >= 4 K on
+
+
+def complete(job_file: str, stages: int, given: Mapping[str, Any]) -> Options:
+    """Options with what was given; what is not there, or None, is the default.
+
+    Raises:
+        UsageError: a value is of the wrong type or out of range.
+    """
+    chosen = {name: value for name, value in given.items() if value is not None}
+    balance = chosen.get("balance")
+    if isinstance(balance, str):
+        chosen["balance"] = parse_balance(balance)
+    elif isinstance(balance, list):
+        chosen["balance"] = tuple(balance)
+    hints = typing.get_type_hints(Options)
+    for name, value in chosen.items():
+        if not _is(value, hints[name]):
+            raise UsageError(f"--{name.replace('_', '-')} {value!r}: a {type(value).__name__}")
+    chosen.setdefault("microbatches", _MICROBATCHES_PER_STAGE * stages)
+    if "threads" not in chosen:
+        threads = os.environ.get("OMP_NUM_THREADS", "1")
+        chosen["threads"] = int(threads) if threads.isdigit() and int(threads) else 1
+    return Options(job_file=job_file, stages=stages, **chosen)
+
+
+def _is(value: Any, kind: Any) -> bool:
+    """Whether a value is of the type that an option is declared to be; whole numbers are floats."""
+    if isinstance(kind, types.UnionType) or typing.get_origin(kind) is typing.Union:
+        return any(_is(value, one) for one in typing.get_args(kind))
+    if typing.get_origin(kind) is tuple:
+        of = typing.get_args(kind)[0]
+        return isinstance(value, tuple) and all(_is(item, of) for item in value)
+    if isinstance(value, bool) or kind is bool:
+        return isinstance(value, bool) and kind is bool
+    return isinstance(value, (float, int) if kind is float else kind)

@@ -1,0 +1,78 @@
+"""How a model is divided, and what cannot be."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from coordinator_job import (
+    LAYERS,
+    Job,
+    sent_to,
+)
+
+from pipeworker.wire.messages import (
+    Cause,
+    Described,
+    Plan,
+    SkipRoute,
+    TiedWeights,
+)
+
+
+def test_a_given_balance_is_used() -> None:
+    job = Job(2, balance=(1, 4))
+    job.join()
+    job.describe()
+    assert [(p.first, p.stop) for r in (0, 1) for p in job.sent(r, Plan)] == [(0, 1), (1, 5)]
+
+
+@pytest.mark.parametrize(
+    ("options", "layers", "why"),
+    [
+        ({"stages": 3}, LAYERS[:2], "model() has 2: use --stages 2"),
+        ({"balance": (1, 2)}, LAYERS, "adds up to 3 layers"),
+    ],
+    ids=str,
+)
+def test_a_job_that_cannot_be_planned_is_the_users_mistake(
+    options: dict[str, Any], layers: tuple[str, ...], why: str
+) -> None:
+    job = Job(**options)
+    job.join()
+    job.describe(layers)
+    assert job.failure.cause is Cause.USAGE
+    assert job.ended.exit_status == 2
+    assert why in job.failure.message
+
+
+def test_workers_must_agree_on_the_model() -> None:
+    job = Job(2)
+    job.join()
+    job.says(Described(0, LAYERS, ()))
+    job.says(Described(1, LAYERS[:4], ()))
+    assert "different layers on different workers" in job.failure.message
+    assert job.ended.exit_status == 2
+
+
+def test_skips_and_ties_are_planned_between_stages() -> None:
+    job = Job(2, balance=(3, 2))
+    job.join()
+    job.says(
+        Described(
+            0,
+            LAYERS,
+            (SkipRoute(0, 4, "x"), SkipRoute(0, 1, "y")),
+            (TiedWeights(("0.weight", "4.weight"), ()), TiedWeights(("1.bias", "2.bias"), ())),
+        )
+    )
+    effects = job.says(Described(1, LAYERS, ()))
+    (first,), (second,) = (sent_to(effects, rank) for rank in (0, 1))
+    assert isinstance(first, Plan)
+    assert isinstance(second, Plan)
+    assert first.skips == (SkipRoute(0, 0, "y"), SkipRoute(0, 1, "x"))
+    assert second.skips == (SkipRoute(0, 1, "x"),)
+    both = TiedWeights(("0.weight", "4.weight"), (0, 1))
+    assert first.ties == (both, TiedWeights(("1.bias", "2.bias"), (0, 0)))
+    assert second.ties == (both,)
+    assert {"0>1/skip", "1>0/skip-gradient", "0>1/tied", "1>0/tied"} <= set(second.edges)
