@@ -225,7 +225,7 @@ class SendingLink:
         return sending
 
     def close(self) -> None:
-        """End the thread as well."""
+        """End the thread as well; what is queued is not delivered."""
         self._closing = True
         self._work.release()
         with contextlib.suppress(OSError):
@@ -233,6 +233,7 @@ class SendingLink:
         if self._thread is not None:
             self._thread.join()
         self._socket.close()
+        self._give_up(PeerLost(f"the channel {self._edge} was closed"))
 
     def _finish(self) -> None:
         """Deliver what is queued as its buffers are posted."""
@@ -245,11 +246,14 @@ class SendingLink:
                             self._register(*heard)
                         self._deliver_posted()
                 except PeerLost as error:
-                    with self._lock:
-                        for sending in self._queue:
-                            sending.error = error
-                            sending.done.set()
-                        self._queue.clear()
+                    self._give_up(error)
+
+    def _give_up(self, error: PeerLost) -> None:
+        with self._lock:
+            for sending in self._queue:
+                sending.error = error
+                sending.done.set()
+            self._queue.clear()
 
     def _hear(self, flags: int) -> tuple[bytes, list[tuple[int, int, bytes]]] | None:
         """One record of the receiver's and what came with it; None when none has come."""

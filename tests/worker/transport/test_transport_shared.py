@@ -108,6 +108,21 @@ def test_the_other_end_gone(pair: tuple[SendingLink, ReceivingLink]) -> None:
         source.send(torch.ones(3), 0).wait()
 
 
+def test_a_close_ends_the_thread_that_waits_to_deliver(
+    pair: tuple[SendingLink, ReceivingLink],
+) -> None:
+    source, target = pair
+    before = threading.active_count()
+    pending = source.send(torch.ones(3), 0)  # nothing is posted, nor ever will be
+    assert threading.active_count() == before + 1
+    source.close()
+    assert threading.active_count() == before
+    with pytest.raises(PeerLost):
+        pending.wait()
+    target.close()
+    assert source._socket.fileno() == target._socket.fileno() == -1
+
+
 def test_a_delivered_tensor_is_let_go_before_anyone_waits(
     pair: tuple[SendingLink, ReceivingLink],
 ) -> None:
