@@ -31,6 +31,7 @@ from pipeworker.coordinator.effects import (
     Warn,
 )
 from pipeworker.coordinator.report import place
+from pipeworker.coordinator.roster import ECHO_GRACE, Exited, Member, Roster
 from pipeworker.coordinator.scaler import Scaler
 from pipeworker.coordinator.tally import Tally
 from pipeworker.errors import UsageError
@@ -65,14 +66,8 @@ from pipeworker.wire.messages import (
     Welcome,
 )
 
-ECHO_GRACE = 2.5
-"""Seconds a closed connection waits for the cause behind it."""
-SILENT_AFTER = 1.8
-"""Seconds without a heartbeat (one each half second) after which a lost peer is suspected."""
 INTERRUPT_GRACE = 4.0
 """Seconds an interrupted job may take to finish its step."""
-JOIN_FACTOR = 5
-"""Workers may take this many worker timeouts to join."""
 
 
 class State(Enum):
@@ -83,30 +78,6 @@ class State(Enum):
     ENDED = "ended"
 
 
-@dataclass(frozen=True, slots=True)
-class Exited:
-    """A worker process ended, as its parent saw. `code` is negative for a signal."""
-
-    rank: int
-    code: int
-    position: Position
-
-
-@dataclass(slots=True)
-class _Worker:
-    """What is known of one rank."""
-
-    peer: bytes
-    hello: Hello
-    heard: float
-    unreachable: float | None = None
-    position: Position = field(default_factory=Position)
-    described: Described | None = None
-    ready: Ready | None = None
-    done: StepDone | None = None
-    peak_memory: int = 0
-
-
 @dataclass(slots=True)
 class Machine:
     """See the module. One instance directs one generation of one job."""
@@ -115,8 +86,7 @@ class Machine:
     run_dir: str
     started: float
     state: State = State.GATHERING
-    _workers: dict[int, _Worker] = field(default_factory=dict)
-    _rank_of: dict[bytes, int] = field(default_factory=dict)
+    _roster: Roster = field(init=False)
     _awaited: set[int] = field(default_factory=set)
     _blueprint: Blueprint | None = None
     _sent_schedule: int = 0
@@ -134,6 +104,7 @@ class Machine:
     _interrupted: float | None = None
 
     def __post_init__(self) -> None:
+        self._roster = Roster(self.options.stages, self.started)
         self._awaited = set(range(self.options.stages))
         if self.options.precision == "fp16":
             self._scaler = Scaler()
@@ -146,8 +117,8 @@ class Machine:
             return []
         if isinstance(message, Hello):
             return self._hello(peer, message, now)
-        worker = self._workers.get(message.rank)
-        if worker is None or worker.peer != peer:
+        worker = self._roster.sender(peer, message.rank)
+        if worker is None:
             return [Dropped(f"{type(message).__name__}: its sender is not rank {message.rank}")]
         worker.heard, worker.unreachable = now, None
         match message:
@@ -191,25 +162,11 @@ class Machine:
         echo = self._echo[0] if self._echo else None
         if echo and echo.rank == report.rank and echo.cause is Cause.SIGNAL:
             return self._fail(replace(echo, cause=Cause.LOST))
-        how = (
-            f"was killed by signal {-report.code}"
-            if report.code < 0
-            else f"exited with status {report.code}"
-        )
-        failure = Failure(
-            Cause.LOST,
-            f"the worker of stage {report.rank} {how}",
-            rank=report.rank,
-            position=report.position,
-            layer_class=self._class_of(report.rank, report.position),
-        )
-        return self._failed(failure, now)
+        return self._failed(self._roster.exited(report), now)
 
     def unreachable(self, peer: bytes, now: float) -> None:
         """The connection of `peer` is closed. It may come back; :meth:`tick` gives it time."""
-        if peer in self._rank_of:
-            worker = self._workers[self._rank_of[peer]]
-            worker.unreachable = worker.unreachable or now
+        self._roster.unreachable(peer, now)
 
     def interrupt(self, now: float) -> list[Effect]:
         """The user asked to stop: at the end of the step if there is one, else at once."""
@@ -228,30 +185,8 @@ class Machine:
             return self._end(Status.INTERRUPTED, 130, None)
         if self._echo is not None and now >= self._echo[1]:
             return self._end_by_echo(self._echo[0], now)
-        for rank, worker in self._workers.items():
-            if worker.unreachable is not None and now - worker.unreachable > ECHO_GRACE:
-                return self._fail(self._gone(rank))
-        patience = self.options.worker_timeout
-        for rank, worker in self._workers.items():
-            if now - worker.heard > patience:
-                failure = Failure(
-                    Cause.HUNG,
-                    f"stage {rank} (pid {worker.hello.pid} on {worker.hello.host}) has not "
-                    f"answered for {patience:g} s",
-                    rank=rank,
-                    position=worker.position,
-                    layer_class=self._class_of(rank, worker.position),
-                )
-                return self._fail(failure)
-        if self._missing() and now - self.started > JOIN_FACTOR * patience:
-            missing = ", ".join(map(str, self._missing()))
-            return self._fail(
-                Failure(
-                    Cause.LOST,
-                    f"rank {missing} did not join within {JOIN_FACTOR * patience:g} s",
-                )
-            )
-        return []
+        failure = self._roster.overdue(now, self.options.worker_timeout)
+        return self._fail(failure) if failure else []
 
     def committed(self) -> list[Effect]:
         """The checkpoint asked for by Commit is complete."""
@@ -261,8 +196,8 @@ class Machine:
         """The process that started the coordinator is gone: a launcher, or the worker `starter`."""
         if self.state is State.ENDED:
             return []
-        if starter in self._workers:
-            return self._fail(self._gone(starter))
+        if starter in self._roster.members:
+            return self._fail(self._roster.members[starter].gone())
         return self.lost("the process that started the job is gone")
 
     def lost(self, text: str) -> list[Effect]:
@@ -278,13 +213,19 @@ class Machine:
     @property
     def peers(self) -> list[bytes]:
         """The identities of all workers that joined."""
-        return list(self._rank_of)
+        return self._roster.peers
 
     def knows(self, peer: bytes) -> bool:
         """Whether `peer` said Hello and was accepted."""
-        return peer in self._rank_of
+        return self._roster.knows(peer)
 
     # Decisions.
+
+    @property
+    def _workers(self) -> list[Member]:
+        """Those that joined, by rank: the first stage is the last to end a step, so it is the first
+        to be told of the next."""
+        return list(self._roster.members.values())
 
     def _last_awaited(self, rank: int) -> bool:
         """Whether all have done what this phase or step waits for; then all are awaited anew."""
@@ -294,43 +235,38 @@ class Machine:
         self._awaited = set(range(self.options.stages))
         return True
 
-    def _missing(self) -> list[int]:
-        return [rank for rank in range(self.options.stages) if rank not in self._workers]
-
     def _hello(self, peer: bytes, hello: Hello, now: float) -> list[Effect]:
-        if hello.rank not in range(self.options.stages) or hello.rank in self._workers:
+        if not self._roster.admit(peer, hello, now):
             reason = f"rank {hello.rank} is taken or not part of this job"
             return [
                 Dropped(f"Hello of {hello.host}/{hello.pid}: {reason}"),
                 Send(peer, Finish(reason, 1)),
             ]
-        self._workers[hello.rank] = _Worker(peer, hello, now)
-        self._rank_of[peer] = hello.rank
         effects: list[Effect] = [
             Log(f"rank {hello.rank} joined: pid {hello.pid} on {hello.host}"),
             Send(peer, Welcome(self.options.to_json(), self.run_dir)),
         ]
-        if not self._missing():
+        if not self._roster.missing:
             effects.append(Log("all ranks joined"))
         return effects
 
     def _plan(self) -> list[Effect]:
-        # The first stage is the last to end a step, so it is the first to be told of the next.
-        self._workers = dict(sorted(self._workers.items()))
-        described = [w.described for w in self._workers.values() if w.described]
+        described = [w.described for w in self._workers if w.described]
         try:
             self._blueprint = blueprint = Blueprint.draw(self.options, described)
         except UsageError as error:
             return self._fail(Failure(Cause.USAGE, str(error)))
         self.state = State.BUILDING
+        for (first, _), member in zip(blueprint.ranges, self._workers, strict=True):
+            member.first = first
         return [
             *map(Log, blueprint.reasons()),
-            *(Send(worker.peer, blueprint.plan(r)) for r, worker in self._workers.items()),
+            *(Send(m.peer, blueprint.plan(rank)) for rank, m in enumerate(self._workers)),
         ]
 
     def _start(self, now: float) -> list[Effect]:
         assert self._blueprint
-        workers = [(w.hello, w.ready) for w in self._workers.values() if w.ready]
+        workers = [(w.hello, w.ready) for w in self._workers if w.ready]
         self._batch = workers[0][1].batch
         self.state = State.RUNNING
         planned = self._blueprint.planned(workers)
@@ -339,7 +275,7 @@ class Machine:
         return [planned, *self._advance(None, now)]
 
     def _to_all(self, *messages: ToWorker) -> list[Effect]:
-        return [Send(worker.peer, m) for worker in self._workers.values() for m in messages]
+        return [Send(worker.peer, m) for worker in self._workers for m in messages]
 
     def _advance(
         self, update: Update | None, now: float, evaluated: Evaluation | None = None
@@ -372,7 +308,7 @@ class Machine:
         run = RunStep(self._step, batch, last, "", self._tally.microbatches, scale)
         advance = Advance(update, run, None, evaluated)
         effects: list[Effect] = []
-        for rank, worker in self._workers.items():
+        for rank, worker in enumerate(self._workers):
             worker.done = None
             if fresh:
                 actions = schedule.format_actions(built.stages[rank])
@@ -382,7 +318,7 @@ class Machine:
 
     def _ran(self, now: float) -> list[Effect]:
         """Every stage has run a mini-batch."""
-        done = [d for rank in range(self.options.stages) if (d := self._workers[rank].done)]
+        done = [d for worker in self._workers if (d := worker.done)]
         assert self._batch is not None
         self._tally.add(done, self._batch)
         if self.options.own_loop:
@@ -490,35 +426,12 @@ class Machine:
 
     def _end_by_echo(self, echo: Failure, now: float) -> list[Effect]:
         """No cause came behind an echo: a rank gone silent without a word is the likely one."""
-        silent = [
-            rank
-            for rank, worker in sorted(self._workers.items())
-            if now - worker.heard > SILENT_AFTER and rank not in self._echoed
-        ]
+        silent = [r for r in self._roster.silent(now) if r not in self._echoed]
         if not silent and echo.cause is Cause.SIGNAL:
             return self._end(Status.INTERRUPTED, 130, None)
         if not silent:
             return self._fail(replace(echo, message=f"{echo.message}, and nobody reported why"))
-        return self._fail(self._gone(silent[0]))
-
-    def _gone(self, rank: int) -> Failure:
-        """What is known of a worker that ended without a word."""
-        worker = self._workers[rank]
-        return Failure(
-            Cause.LOST,
-            f"the worker of stage {rank} (pid {worker.hello.pid} on {worker.hello.host}) is gone",
-            rank=rank,
-            position=worker.position,
-            layer_class=self._class_of(rank, worker.position),
-        )
-
-    def _class_of(self, rank: int, position: Position) -> str:
-        worker = self._workers.get(rank)
-        if worker is None or worker.ready is None or position.layer < 0:
-            return ""
-        assert self._blueprint
-        offset = position.layer - self._blueprint.ranges[rank][0]
-        return worker.ready.layers[offset] if 0 <= offset < len(worker.ready.layers) else ""
+        return self._fail(self._roster.members[silent[0]].gone())
 
     def _fail(self, failure: Failure) -> list[Effect]:
         return self._end(Status.FAILED, 2 if failure.cause is Cause.USAGE else 1, failure)
@@ -526,10 +439,7 @@ class Machine:
     def _end(self, status: Status, exit_status: int, failure: Failure | None) -> list[Effect]:
         self.state = State.ENDED
         bubble = sum(self._bubbles) / len(self._bubbles) if self._bubbles else 0.0
-        memory = tuple(
-            self._workers[rank].peak_memory if rank in self._workers else 0
-            for rank in range(self.options.stages)
-        )
+        memory = self._roster.peak_memory()
         reason = "" if status is Status.DONE else status.value
         if failure:
             at = f" ({place(failure)})" if failure.position.step >= 0 else ""

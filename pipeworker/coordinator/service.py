@@ -28,9 +28,10 @@ from pipeworker.coordinator.effects import (
     Send,
     Warn,
 )
-from pipeworker.coordinator.machine import Exited, Machine
+from pipeworker.coordinator.machine import Machine
 from pipeworker.coordinator.rendezvous import Rendezvous
 from pipeworker.coordinator.report import Configuration
+from pipeworker.coordinator.roster import Exited
 from pipeworker.errors import ProtocolError
 from pipeworker.record.rundir import RunDir, write_json, write_summary
 from pipeworker.wire import codec, sockets

@@ -34,7 +34,8 @@ it."""
 UNBOUNDED = frozenset({Payload.TARGET, Payload.SKIP, Payload.SKIP_GRADIENT, Payload.TIED})
 """What never makes its sender wait. Targets and skips are taken several stages, so as many
 micro-batches, later: a bound below that would hold up every fill. Activations and gradients, which
-are bounded, keep the stages together."""
+are bounded, keep the stages together. (The transport stops at 512 frames of them, more than that
+leaves under way.)"""
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,6 +27,7 @@ class Phase(IntEnum):
     UPDATE = 10
     SAVING = 11
     EVALUATION = 12
+    SURVEY = 13
 
     @property
     def label(self) -> str:

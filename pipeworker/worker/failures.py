@@ -23,6 +23,7 @@ _USER_PHASES = frozenset(
         Phase.LOSS,
         Phase.UPDATE,
         Phase.EVALUATION,
+        Phase.SURVEY,
     }
 )
 

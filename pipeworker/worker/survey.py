@@ -99,7 +99,7 @@ class Survey:
                 if device is not None:
                     layer = layer.to(device)
                 classes.append(type(layer).__name__)
-                tracker.set(Phase.FORWARD, 0, 0, index)
+                tracker.set(Phase.SURVEY, microbatch=0, layer=index)
                 rng.seed_all(rng.layer_seed(self._seed, 0, 0, index))
                 try:
                     with autocast(kind, self._precision) or nullcontext():

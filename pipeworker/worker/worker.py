@@ -100,6 +100,7 @@ class Worker:
         self._tracker = settings.tracker
         self._rank = settings.rank
         self.stage: Stage | None = None
+        self._entries: list[job_file.Entry] = []
         self._executors: list[Executor] = []  # one, once it is connected
 
     @property
@@ -136,6 +137,8 @@ class Worker:
             layer_class = type(self.stage.layers[position.layer - self.stage.first]).__name__
             if position.phase in IN_LAYERS and self.stage.refused:
                 refused = f"its input was {self.stage.refused}"
+        elif 0 <= position.layer < len(self._entries):
+            layer_class = _class_of(self._entries[position.layer]).replace("?", "")
         return failure_of(error, self._rank, position, layer_class, refused)
 
     def _describe(self, welcome: Welcome) -> Described:
@@ -168,10 +171,7 @@ class Worker:
         )
         return Described(
             self._rank,
-            tuple(
-                type(entry).__name__ if isinstance(entry, torch.nn.Module) else "?"
-                for entry in self._entries
-            ),
+            tuple(map(_class_of, self._entries)),
             self._survey() if stashes and self._rank == 0 else (),
             tuple(TiedWeights(tie.names, ()) for tie in self._ties()),
             _digest(self._entries),
@@ -186,7 +186,7 @@ class Worker:
         """The skip connections of the model; only asked for when the job mentions pipeworker."""
         self._tracker.set(Phase.READING)
         if self._options.own_loop:
-            first = self._reader.cut((self._settings.sample, None))
+            first = self._reader.cut((self._settings.sample, None), "sample is")
         else:
             first = self._reader.first()
         found = survey.Survey(
@@ -406,6 +406,10 @@ def _check_apart(layers: Sequence[torch.nn.Module], first: int) -> None:
                     f"layers {seen[id(parameter)]} and {index} were built with one parameter in "
                     "both: declare it with tied = [...] and build each layer anew"
                 )
+
+
+def _class_of(entry: job_file.Entry) -> str:
+    return type(entry).__name__ if isinstance(entry, torch.nn.Module) else "?"
 
 
 def _digest(entries: Sequence[job_file.Entry]) -> int:

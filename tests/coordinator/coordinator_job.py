@@ -11,11 +11,8 @@ from pipeworker.coordinator.effects import (
     Send,
     Status,
 )
-from pipeworker.coordinator.machine import (
-    Exited,
-    Machine,
-    State,
-)
+from pipeworker.coordinator.machine import Machine, State
+from pipeworker.coordinator.roster import Exited
 from pipeworker.job.options import Options
 from pipeworker.wire.messages import (
     Batch,

@@ -16,12 +16,8 @@ from pipeworker.coordinator.effects import (
     Log,
     Status,
 )
-from pipeworker.coordinator.machine import (
-    ECHO_GRACE,
-    JOIN_FACTOR,
-    SILENT_AFTER,
-    State,
-)
+from pipeworker.coordinator.machine import State
+from pipeworker.coordinator.roster import ECHO_GRACE, JOIN_FACTOR, SILENT_AFTER
 from pipeworker.wire.messages import (
     Cause,
     Failed,

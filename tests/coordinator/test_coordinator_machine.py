@@ -25,10 +25,7 @@ from pipeworker.coordinator.effects import (
     Send,
     Status,
 )
-from pipeworker.coordinator.machine import (
-    INTERRUPT_GRACE,
-    State,
-)
+from pipeworker.coordinator.machine import INTERRUPT_GRACE, State
 from pipeworker.plan.schedule import build, format_actions
 from pipeworker.wire.messages import (
     Advance,

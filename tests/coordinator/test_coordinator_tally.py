@@ -22,9 +22,7 @@ from pipeworker.coordinator.effects import (
     Send,
     Warn,
 )
-from pipeworker.coordinator.machine import (
-    State,
-)
+from pipeworker.coordinator.machine import State
 from pipeworker.coordinator.scaler import Scaler
 from pipeworker.wire.messages import (
     Advance,

@@ -176,7 +176,7 @@ def test_a_layer_that_fails_fails_where_it_is() -> None:
     tracker = Tracker()
     with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
         Survey([Stashes("x"), nn.Linear(5, 4), Pops("x")], 0, CPU).run(torch.randn(3, 4), tracker)
-    assert (tracker.get().phase, tracker.get().layer) == (Phase.FORWARD, 1)
+    assert (tracker.get().phase, tracker.get().layer) == (Phase.SURVEY, 1)
 
 
 def test_only_a_job_that_mentions_us_is_surveyed() -> None:

@@ -162,3 +162,97 @@ def test_the_optimizer_is_given_a_list_it_may_read_twice() -> None:
     assert updater.learning_rate == 2.0
     assert updater.optimizer is not None
     assert [len(group["params"]) for group in updater.optimizer.param_groups] == [1, 1]
+
+
+def test_elements_are_clipped_after_the_scale() -> None:
+    made = layer(2.0, -8.0)
+    make([made], clip_value=0.75).apply(Update(1, 0.25))
+    assert weights(made) == [1 - 0.5 * 0.5, 1 + 0.5 * 0.75]
+
+
+def test_before_update_sees_a_layer_at_a_time_under_a_stream_of_its_own() -> None:
+    """What it draws depends on the step and the layer, and not on what ran before."""
+
+    def drawn(*, first: int, count: int, step: int) -> list[list[float]]:
+        seen = []
+
+        def noise(params: list[nn.Parameter]) -> None:
+            seen.append([torch.rand(()).item() for _ in params])
+
+        layers = [layer(1.0, 1.0), layer(None), nn.ReLU(), layer(1.0)][first:][:count]
+        torch.manual_seed(first)
+        make(layers, first=first, before_update=noise).apply(Update(step, 1.0))
+        return seen
+
+    whole = drawn(first=0, count=4, step=3)
+    assert [len(layer) for layer in whole] == [2, 1]  # none without a gradient
+    assert whole == drawn(first=0, count=2, step=3) + drawn(first=2, count=2, step=3)
+    assert whole != drawn(first=0, count=4, step=4)
+
+
+def test_before_update_sees_gradients_scaled_and_clipped() -> None:
+    seen = []
+
+    def look(params: list[nn.Parameter]) -> None:
+        for parameter in params:
+            assert parameter.grad is not None
+            seen.append(parameter.grad.item())
+            parameter.grad.zero_()
+
+    made = layer(4.0, 100.0)
+    make([made], clip_value=2.0, before_update=look).apply(Update(1, 0.25))
+    assert seen == [1.0, 2.0]
+    assert weights(made) == [1.0, 1.0]
+
+
+def test_names_are_those_of_the_whole_model() -> None:
+    given = {}
+
+    def optimizer(named_parameters: Any) -> torch.optim.Optimizer:
+        given.update(named_parameters)
+        return torch.optim.SGD(given.values(), lr=0.5)
+
+    first, second = nn.Linear(2, 2), nn.Sequential(nn.ReLU(), nn.Linear(2, 1, bias=False))
+    make([first, second], optimizer, first=7)
+    assert list(given) == ["7.weight", "7.bias", "8.1.weight"]
+    assert given["8.1.weight"] is second[1].weight
+
+
+def test_an_overflow_skips_the_optimizer_and_not_the_scheduler() -> None:
+    made = layer(2.0)
+    updater = make([made], sgd, lambda opt: torch.optim.lr_scheduler.ExponentialLR(opt, 0.5))
+    updater.apply(Update(1, 1.0))
+    made.get_parameter("0").grad = torch.tensor([2.0])
+    updater.apply(Update(2, 1.0, overflow=True))
+    assert weights(made) == [0.0]
+    assert updater.learning_rate == 0.125
+    assert all(parameter.grad is None for parameter in made.parameters())
+
+
+def test_a_scheduler_by_epoch_steps_when_one_ends() -> None:
+    made = layer(1.0)
+    updater = make(
+        [made],
+        sgd,
+        lambda opt: torch.optim.lr_scheduler.ExponentialLR(opt, 0.5),
+        scheduler_interval="epoch",
+    )
+    rates = []
+    for step in range(1, 5):
+        updater.apply(Update(step, 1.0, epoch_ended=step % 2 == 0))
+        rates.append(updater.learning_rate)
+    assert rates == [0.5, 0.25, 0.25, 0.125]
+
+
+def test_a_plateau_looks_at_the_evaluation_alone() -> None:
+    def plateau(opt: torch.optim.Optimizer) -> Any:
+        return torch.optim.lr_scheduler.ReduceLROnPlateau(opt, factor=0.5, patience=0)
+
+    updater = make([layer(1.0)], sgd, plateau)
+    assert updater.wants_metric
+    for step in range(1, 4):
+        updater.apply(Update(step, 1.0))
+    assert updater.learning_rate == 0.5
+    for loss in (1.0, 0.9, 0.9):
+        updater.evaluated(loss)
+    assert updater.learning_rate == 0.25

@@ -1,0 +1,153 @@
+"""Who is in the job, what is known of each, and who has been silent too long. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from pipeworker.wire.messages import (
+    Cause,
+    Described,
+    Failure,
+    Hello,
+    Position,
+    Ready,
+    StepDone,
+)
+
+ECHO_GRACE = 2.5
+"""Seconds a closed connection waits for the cause behind it, or to come back."""
+SILENT_AFTER = 1.8
+"""Seconds without a heartbeat (one each half second) after which a lost peer is suspected."""
+JOIN_FACTOR = 5
+"""Workers may take this many worker timeouts to join."""
+
+
+@dataclass(frozen=True, slots=True)
+class Exited:
+    """A worker process ended, as its parent saw. `code` is negative for a signal."""
+
+    rank: int
+    code: int
+    position: Position
+
+
+@dataclass(slots=True)
+class Member:
+    """What is known of one rank. `first` is its first layer, once it is planned."""
+
+    peer: bytes
+    hello: Hello
+    heard: float
+    unreachable: float | None = None
+    position: Position = field(default_factory=Position)
+    described: Described | None = None
+    first: int = 0
+    ready: Ready | None = None
+    done: StepDone | None = None
+    peak_memory: int = 0
+
+    def class_at(self, position: Position) -> str:
+        """The class of the layer at a position; empty where it is not known."""
+        offset = position.layer - self.first
+        layers = self.ready.layers if self.ready else ()
+        return layers[offset] if position.layer >= 0 and 0 <= offset < len(layers) else ""
+
+    def failure(self, cause: Cause, what: str, position: Position | None = None) -> Failure:
+        """Something happened to it, where it was last heard of or at `position`."""
+        at = self.position if position is None else position
+        return Failure(
+            cause, what, rank=self.hello.rank, position=at, layer_class=self.class_at(at)
+        )
+
+    def gone(self) -> Failure:
+        """It ended without a word."""
+        where = f"(pid {self.hello.pid} on {self.hello.host})"
+        return self.failure(Cause.LOST, f"the worker of stage {self.hello.rank} {where} is gone")
+
+
+@dataclass(slots=True)
+class Roster:
+    """The members of a job, by rank and by peer.
+
+    Args:
+        size: how many there will be.
+        started: when the job did.
+    """
+
+    size: int
+    started: float
+    members: dict[int, Member] = field(default_factory=dict)
+    _rank_of: dict[bytes, int] = field(default_factory=dict)
+
+    @property
+    def peers(self) -> list[bytes]:
+        return list(self._rank_of)
+
+    @property
+    def missing(self) -> list[int]:
+        """The ranks that have not joined."""
+        return [rank for rank in range(self.size) if rank not in self.members]
+
+    def knows(self, peer: bytes) -> bool:
+        return peer in self._rank_of
+
+    def admit(self, peer: bytes, hello: Hello, now: float) -> bool:
+        """A rank joins, if there is such a one and it is free. Members stay in order of rank."""
+        if hello.rank not in self.missing:
+            return False
+        self.members[hello.rank] = Member(peer, hello, now)
+        self.members = dict(sorted(self.members.items()))
+        self._rank_of[peer] = hello.rank
+        return True
+
+    def sender(self, peer: bytes, rank: int) -> Member | None:
+        """The member of a rank, if `peer` may speak for it."""
+        return self.members.get(rank) if self._rank_of.get(peer) == rank else None
+
+    def unreachable(self, peer: bytes, now: float) -> None:
+        """The connection of `peer` is closed; it may come back."""
+        if peer in self._rank_of:
+            member = self.members[self._rank_of[peer]]
+            member.unreachable = member.unreachable or now
+
+    def exited(self, report: Exited) -> Failure:
+        """The process of a rank, which may not have joined, ended."""
+        how = (
+            f"was killed by signal {-report.code}"
+            if report.code < 0
+            else f"exited with status {report.code}"
+        )
+        text = f"the worker of stage {report.rank} {how}"
+        member = self.members.get(report.rank)
+        if member is None:
+            return Failure(Cause.LOST, text, rank=report.rank, position=report.position)
+        return member.failure(Cause.LOST, text, report.position)
+
+    def overdue(self, now: float, patience: float) -> Failure | None:
+        """Who has been unreachable, silent or missing for too long.
+
+        Args:
+            patience: seconds a worker may be silent.
+        """
+        for rank, member in self.members.items():
+            if member.unreachable is not None and now - member.unreachable > ECHO_GRACE:
+                return member.gone()
+            if now - member.heard > patience:
+                who = f"stage {rank} (pid {member.hello.pid} on {member.hello.host})"
+                return member.failure(Cause.HUNG, f"{who} has not answered for {patience:g} s")
+        if self.missing and now - self.started > JOIN_FACTOR * patience:
+            ranks = ", ".join(map(str, self.missing))
+            text = f"rank {ranks} did not join within {JOIN_FACTOR * patience:g} s"
+            return Failure(Cause.LOST, text)
+        return None
+
+    def silent(self, now: float) -> list[int]:
+        """Who has fallen silent, so that it may be gone."""
+        return [rank for rank, m in self.members.items() if now - m.heard > SILENT_AFTER]
+
+    def peak_memory(self) -> tuple[int, ...]:
+        """Bytes, by rank; 0 where nothing is known."""
+        return tuple(
+            self.members[rank].peak_memory if rank in self.members else 0
+            for rank in range(self.size)
+        )
