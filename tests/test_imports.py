@@ -34,6 +34,8 @@ LIGHT = [
 """What runs where torch is not, or must start at once."""
 PURE = [
     *("pipeworker.plan", "pipeworker.coordinator.machine", "pipeworker.coordinator.effects"),
+    *("pipeworker.coordinator.blueprint", "pipeworker.coordinator.roster"),
+    *("pipeworker.coordinator.tally", "pipeworker.coordinator.scaler", "pipeworker.job.options"),
     *("pipeworker.coordinator.rendezvous", "pipeworker.wire.messages", "pipeworker.errors"),
 ]
 
@@ -161,3 +163,6 @@ def test_imports_within_the_core_go_one_way() -> None:
         assert all(n.startswith(("pipeworker.wire", "pipeworker.errors")) for n in ours[module])
     for module in within(["pipeworker.worker", "pipeworker.record", "pipeworker.job"]):
         assert not [n for n in ours[module] if n.startswith("pipeworker.coordinator")]
+    for module in set(MODULES) - set(within(["pipeworker.session"])):
+        if module.startswith("pipeworker."):  # the package itself names what a script may call
+            assert not [n for n in ours[module] if n.startswith("pipeworker.session")]

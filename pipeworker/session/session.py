@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import atexit
 import itertools
+import os
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -86,6 +87,7 @@ class Session:
         listen: Callable[[rundir.RunDir], Hear],
     ) -> None:
         self.rank = place.rank
+        self._pid = os.getpid()
         self.closed = False
         self._idle = threading.Event()
         self._idle.set()
@@ -231,6 +233,8 @@ class Session:
 
     def _abandoned(self) -> None:
         """The interpreter ends, and nobody has closed the pipeline."""
+        if os.getpid() != self._pid:  # a child that the user's code has forked
+            return
         text = f"the script of stage {self.rank} ended without closing its pipeline"
         self._tell(Failure(Cause.LOST, text, self.rank), wait=False)
 
