@@ -19,7 +19,7 @@ from pipeworker.record.rundir import RunDir, write_summary
 from pipeworker.session.processes import LineProcess
 from pipeworker.session.show import Show, show_for
 from pipeworker.wire.keys import new_token
-from pipeworker.worker.forkserver import kill_group
+from pipeworker.worker.lifetime import kill_group
 
 _LEAVE_SECONDS = 3.0
 """What workers get to leave by themselves after the verdict."""

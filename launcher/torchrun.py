@@ -15,7 +15,7 @@ from pipeworker.session.head import Head, Hear, meet
 from pipeworker.session.place import Place
 from pipeworker.session.show import Show
 from pipeworker.wire.messages import Finish
-from pipeworker.worker.forkserver import die_with, kill_group
+from pipeworker.worker.lifetime import die_with, kill_group
 
 
 def run(place: Place, options: Options, make_run_dir: Callable[[], RunDir]) -> int:

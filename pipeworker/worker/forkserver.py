@@ -10,19 +10,16 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import ctypes
 import gc
 import json
 import os
 import selectors
 import signal
 import socket
-import sys
 from typing import Any
 
+from pipeworker.worker.lifetime import die_with, kill_group
 from pipeworker.worker.position import Tracker
-
-_PR_SET_PDEATHSIG = 1
 
 
 class _ForkServer:
@@ -106,22 +103,6 @@ class _ForkServer:
         for pid in self._workers:
             os.waitpid(pid, 0)
             kill_group(pid)
-
-
-def die_with(parent: int, number: int = signal.SIGKILL) -> None:
-    """On Linux, be sent a signal when the parent ends, however it ends."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number)
-        if os.getppid() != parent:
-            os._exit(1)
-
-
-def kill_group(pid: int) -> None:
-    """Kill a worker and what it started; its process group is named by its own pid."""
-    try:
-        os.killpg(pid, signal.SIGKILL)
-    except ProcessLookupError:
-        return  # nothing is left of it
 
 
 def _say(report: dict[str, Any]) -> None:

@@ -30,7 +30,7 @@ from pipeworker.plan.skips import Skip, match
 from pipeworker.wire.messages import Phase
 from pipeworker.worker import rng, skips
 from pipeworker.worker.data import to_device
-from pipeworker.worker.forkserver import die_with
+from pipeworker.worker.lifetime import die_with
 from pipeworker.worker.position import Tracker
 from pipeworker.worker.stage import autocast, distinct_tensors, replace_tensors
 

@@ -6,8 +6,7 @@ import gc
 import os
 import socket
 import sys
-import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -20,7 +19,7 @@ from pipeworker.job import file as job_file
 from pipeworker.job.file import Job
 from pipeworker.job.options import Options
 from pipeworker.plan.schedule import Edge, parse_actions
-from pipeworker.plan.ties import Tie, declared, layer_of
+from pipeworker.plan.ties import Tie
 from pipeworker.record import weights
 from pipeworker.record.rundir import RunDir
 from pipeworker.wire.messages import (
@@ -49,17 +48,14 @@ from pipeworker.worker.evaluation import Averages
 from pipeworker.worker.executor import Executor
 from pipeworker.worker.failures import IN_LAYERS, failure_of
 from pipeworker.worker.host import device_for, peak_memory, redirect_output
+from pipeworker.worker.model import Model
 from pipeworker.worker.position import Tracker
 from pipeworker.worker.routes import Skips
 from pipeworker.worker.stage import Stage
 from pipeworker.worker.structures import name_classes
-from pipeworker.worker.ties import Ties, separate, shared_parameters
 from pipeworker.worker.transport import distributed
 from pipeworker.worker.transport.courier import Courier
 from pipeworker.worker.update import Updater
-
-_DIGESTED = 16
-"""Elements of each parameter that the digest of the initial weights looks at."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +96,7 @@ class Worker:
         self._tracker = settings.tracker
         self._rank = settings.rank
         self.stage: Stage | None = None
-        self._entries: list[job_file.Entry] = []
+        self._model: Model | None = None
         self._executors: list[Executor] = []  # one, once it is connected
 
     @property
@@ -137,8 +133,8 @@ class Worker:
             layer_class = type(self.stage.layers[position.layer - self.stage.first]).__name__
             if position.phase in IN_LAYERS and self.stage.refused:
                 refused = f"its input was {self.stage.refused}"
-        elif 0 <= position.layer < len(self._entries):
-            layer_class = _class_of(self._entries[position.layer]).replace("?", "")
+        elif self._model is not None:
+            layer_class = self._model.class_of(position.layer)
         return failure_of(error, self._rank, position, layer_class, refused)
 
     def _describe(self, welcome: Welcome) -> Described:
@@ -148,10 +144,9 @@ class Worker:
         self._options = options = Options.from_json(welcome.options)
         torch.set_num_threads(options.threads)
         self._device = device_for(options.device, self._settings.local_rank)
-        accelerator = rng.accelerator_generator(self._device)
         if self._settings.job is None:
             self._tracker.set(Phase.LOADING)
-            rng.seed_all(options.seed, accelerator)
+            rng.seed_all(options.seed, rng.accelerator_generator(self._device))
             there = set(sys.modules)
             self._job = job_file.load(Path(options.job_file), options.arguments)
             modules = survey.new_modules(there)
@@ -163,39 +158,27 @@ class Worker:
                 f"--evaluate-every {options.evaluate_every}: {self._job.where} has no evaluation()"
             )
         name_classes(modules)
-        self._tracker.set(Phase.BUILDING)
-        rng.seed_all(options.seed, accelerator)
-        self._entries = job_file.entries(self._job)
+        self._model = model = Model(self._job, options.seed, self._device, self._tracker)
         stashes = self._settings.sample is not None or (
             not options.own_loop and survey.mentions_skips(modules)
         )
         return Described(
             self._rank,
-            tuple(map(_class_of, self._entries)),
-            self._survey() if stashes and self._rank == 0 else (),
-            tuple(TiedWeights(tie.names, ()) for tie in self._ties()),
-            _digest(self._entries),
+            model.classes,
+            self._survey(model) if stashes and self._rank == 0 else (),
+            tuple(TiedWeights(tie.names, ()) for tie in model.ties()),
+            model.digest(),
         )
 
-    def _ties(self) -> tuple[Tie, ...]:
-        """Parameters that are one object in several layers, and those the job file declares."""
-        found = [*shared_parameters(self._entries), *self._job.tied]
-        return declared(found, len(self._entries))
-
-    def _survey(self) -> tuple[SkipRoute, ...]:
+    def _survey(self, model: Model) -> tuple[SkipRoute, ...]:
         """The skip connections of the model; only asked for when the job mentions pipeworker."""
         self._tracker.set(Phase.READING)
         if self._options.own_loop:
             first = self._reader.cut((self._settings.sample, None), "sample is")
         else:
             first = self._reader.first()
-        found = survey.Survey(
-            self._entries, self._options.seed, self._device, self._options.precision
-        )
-        return tuple(
-            SkipRoute(skip.source, skip.target, skip.name)
-            for skip in found.run(first.inputs[0], self._tracker)
-        )
+        found = model.skips(first.inputs[0], self._options.precision)
+        return tuple(SkipRoute(skip.source, skip.target, skip.name) for skip in found)
 
     @cached_property
     def _reader(self) -> Reader:
@@ -210,20 +193,10 @@ class Worker:
 
     def _build(self, plan: Plan) -> Ready:
         options, tracker = self._options, self._tracker
+        assert self._model
         tied = [Tie(tie.names, tie.stages) for tie in plan.ties]
-        later = [name for tie in tied for name in tie.names[1:]]
-        layers = []
-        for index in range(plan.first, plan.stop):
-            names = [name for name in later if layer_of(name) == index]
-            layers.append(self._build_layer(index, names).to(self._device))
-        job_file.check_buffers(self._entries, plan.first, plan.stop)
-        ties = None
-        if tied:
-            mine = dict(enumerate(layers, plan.first))
-            ties = Ties(plan.stage, tied, mine, lambda index: self._build_layer(index, ()))
-        _check_apart(layers, plan.first)
+        layers, ties = self._model.build(plan.first, plan.stop, plan.stage, tied)
         self._elsewhere = ties.elsewhere if ties else set()
-        self._entries = []
         self._is_first, self._is_last = plan.stage == 0, plan.stage == plan.stages - 1
         self.stage = Stage(
             layers,
@@ -279,15 +252,6 @@ class Worker:
             str(self._device),
             executor.next_batch,
         )
-
-    def _build_layer(self, index: int, tied: Sequence[str]) -> torch.nn.Module:
-        """A layer, with objects of its own for the parameters of these names."""
-        self._tracker.set(Phase.BUILDING, layer=index)
-        entry = self._entries[index]
-        if not isinstance(entry, torch.nn.Module):
-            rng.seed_all(rng.build_seed(self._options.seed, index))
-            return job_file.build(entry, index)
-        return separate(entry, [name.partition(".")[2] for name in tied]) if tied else entry
 
     def _advance(self, message: Advance) -> StepDone | EvaluationDone | None:
         if message.update is not None:
@@ -394,30 +358,3 @@ def _skips(plan: Plan) -> Skips:
         else:
             arriving[route.source] = (*arriving.get(route.source, ()), route.name)
     return Skips(arriving, departing)
-
-
-def _check_apart(layers: Sequence[torch.nn.Module], first: int) -> None:
-    """Callables that return one module would share it on one stage and not on two."""
-    seen: dict[int, int] = {}
-    for index, layer in enumerate(layers, first):
-        for parameter in layer.parameters():
-            if seen.setdefault(id(parameter), index) != index:
-                raise UsageError(
-                    f"layers {seen[id(parameter)]} and {index} were built with one parameter in "
-                    "both: declare it with tied = [...] and build each layer anew"
-                )
-
-
-def _class_of(entry: job_file.Entry) -> str:
-    return type(entry).__name__ if isinstance(entry, torch.nn.Module) else "?"
-
-
-def _digest(entries: Sequence[job_file.Entry]) -> int:
-    """Of the first elements of each parameter that is there: equal for equal initial weights."""
-    digest = 0
-    for entry in entries:
-        for parameter in entry.parameters() if isinstance(entry, torch.nn.Module) else ():
-            if not (parameter.is_meta or torch.nn.parameter.is_lazy(parameter)):
-                some = parameter.detach().reshape(-1)[:_DIGESTED].cpu()
-                digest = zlib.crc32(some.view(torch.uint8).numpy().tobytes(), digest)
-    return digest
