@@ -423,7 +423,14 @@ def test_the_process_is_left_as_it_was(start: Start) -> None:
 def test_a_process_group_of_the_users_is_used_and_kept(start: Start) -> None:
     loop = """
         import torch.distributed as dist
-        dist.init_process_group("gloo")
+        if os.environ.get("PLACE") == "group":  # it alone knows the ranks
+            address = f"tcp://127.0.0.1:{os.environ.pop('MASTER_PORT')}"
+            world = int(os.environ.pop("WORLD_SIZE"))
+            dist.init_process_group("gloo", address, rank=int(os.environ.pop("RANK")),
+                                    world_size=world)
+            del os.environ["MASTER_ADDR"]
+        else:
+            dist.init_process_group("gloo")
         with pipeworker.Pipeline(
             model, loss=loss, optimizer=optimizer, microbatches=4, run_dir="run"
         ) as pipe:
@@ -433,9 +440,38 @@ def test_a_process_group_of_the_users_is_used_and_kept(start: Start) -> None:
         dist.destroy_process_group()
         tell(loss=loss.item())
     """
-    ranks = start(script(JOB, loop), 2)
-    succeed(ranks)
-    assert ranks.told(0) == ranks.told(1)
+    for place in ("environment", "group"):
+        ranks = start(script(JOB, loop), 2, PLACE=place)
+        assert succeed(ranks)[0].summary["stages"] == 2
+        assert ranks.told(0) == ranks.told(1)
+
+
+def test_modules_of_the_users_come_back_as_they_were(start: Start) -> None:
+    """Trained, but without leftovers; and what was left on them before does not count."""
+    loop = """
+        def train():
+            with pipeworker.Pipeline(
+                net, loss=loss, optimizer=optimizer, microbatches=4, deferred_batch_norm=True,
+                run_dir=f"run-{len(results)}"
+            ) as pipe:
+                results.append([pipe.step(batch).grad_norm for batch in data()])
+
+        results = []
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 3))
+        first = {key: value.clone() for key, value in net.state_dict().items()}
+        for parameter in net.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        train()
+        assert net[1].track_running_stats and not net[1]._forward_pre_hooks
+        assert net[1].num_batches_tracked == 6
+        assert all(parameter.grad is None for parameter in net.parameters())
+        net.load_state_dict(first)
+        train()
+        assert net[1].num_batches_tracked == 6
+        assert results[0] == results[1]
+    """
+    succeed(start(script(JOB, loop), 1, alone=True))
 
 
 # Failures.
@@ -465,8 +501,13 @@ FAILING = """
             pipe.predict(batch[0])
         if what == "batch":
             batch = batch[0]
+        if what == "inside":
+            within = lambda *_: pipe.predict(batch[0])
+            pipe.layers[max(pipe.layers)].register_forward_hook(within)
         if what == "none":
             batch = None
+        if what == "sysexit" and rank == 1:
+            sys.exit(3)
         if what == "exit" and rank == 1:
             os._exit(3)
         pipe.step(batch)
@@ -504,6 +545,12 @@ FAILING = """
             "UsageError: step(batch) was given a Tensor",
         ),
         ("none", "UsageError: step(batch) was given a NoneType", "UsageError: step(batch)"),
+        (
+            "inside",
+            "a call of this pipeline was made inside another one",
+            "a call of this pipeline was made inside another one",
+        ),
+        ("sysexit", "PipeworkerError: the script of stage 1 raised SystemExit: 3", "SystemExit: 3"),
         ("exit", "PipeworkerError: the worker of stage 1 (pid ", ""),
         ("closed", "PipeworkerError: the job is over", "PipeworkerError: the job is over"),
     ],
@@ -588,6 +635,52 @@ def test_what_is_wrong_is_said_before_anything_starts(
     assert message in run.stderr
     assert not run.path.exists()
     assert not (run.path.parent / "runs").exists()
+
+
+def test_what_is_wrong_on_the_first_rank_is_told_to_the_others(start: Start) -> None:
+    loop = """
+        Path("taken").mkdir(exist_ok=True)
+        try:
+            pipeworker.Pipeline(model, loss=loss, optimizer=optimizer, run_dir="taken")
+        except pipeworker.UsageError as error:
+            tell(error=str(error))
+        with pipeworker.Pipeline(model, loss=loss, optimizer=optimizer, run_dir="run") as pipe:
+            pipe.step(next(data()))
+    """
+    ranks = start(script(JOB, loop), 2)
+    succeed(ranks)
+    assert ranks.told(0) == ranks.told(1)
+    assert "run directory taken exists already" in ranks.told(1)["error"]
+
+
+def test_a_rank_that_is_busy_when_another_fails_is_not_ended(start: Start) -> None:
+    loop = """
+        import time
+        class Slow(nn.Linear):
+            def forward(self, x):
+                time.sleep(6.0)
+                return super().forward(x)
+
+        def model():
+            return nn.Sequential(Slow(8, 8), nn.Linear(8, 3))
+
+        def loss(output, target):
+            raise ValueError("of my own")
+
+        def data():
+            yield torch.zeros(2, 8), torch.zeros(2).long()
+
+        with pipeworker.Pipeline(
+            model, loss=loss, optimizer=optimizer, microbatches=2, recompute="never", run_dir="run"
+        ) as pipe:
+            try:
+                pipe.step(next(data()))
+            except pipeworker.PipeworkerError as error:
+                tell(error=str(error))
+    """
+    ranks = start(script(JOB, loop), 2)
+    succeed(ranks)
+    assert "loss() raised ValueError: of my own" in ranks.told(0)["error"]
 
 
 def test_half_an_environment_is_said(start: Start) -> None:

@@ -8,19 +8,24 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pipeworker.coordinator.report import Configuration
-from pipeworker.errors import PipeworkerError
+from pipeworker.errors import PipeworkerError, UsageError
 from pipeworker.job.options import Options
 from pipeworker.record.rundir import RunDir
-from pipeworker.session.place import Place
+from pipeworker.session.place import JOIN_SECONDS, Place
 from pipeworker.session.processes import LineProcess
 from pipeworker.wire.keys import TOKEN_VARIABLE, new_token
 
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
+
 _VERDICT_SECONDS = 8.0
+_POLL_SECONDS = 0.02
 
 Hear = Callable[[str, Any], None]
 """Is given what the coordinator says: a kind and a value."""
@@ -62,24 +67,45 @@ def meet(
     store = place.store()
     key = f"pipeworker/{place.restart}/{name}"
     if place.rank:
-        try:
-            endpoint = store.get(f"{key}/endpoint").decode()
-            return Meeting(endpoint, token or store.get(f"{key}/token").decode())
-        except RuntimeError as error:
-            raise PipeworkerError(f"rank 0 did not start the job: {error}") from None
-    run_dir = make_run_dir()
-    hear = listen(run_dir)
-    if not token:
-        token = new_token()
-        store.set(f"{key}/token", token)
-        hear(
-            "warning",
-            f"{TOKEN_VARIABLE} is not set: the token goes through torchrun's store, which "
-            "anyone who reaches its port can read",
-        )
-    head = Head(options, run_dir, token, place.coordinator_address(), hear)
+        _wait_for(store, f"{key}/endpoint")
+        endpoint = store.get(f"{key}/endpoint").decode()
+        if not endpoint:
+            raise UsageError(store.get(f"{key}/error").decode())
+        return Meeting(endpoint, token or store.get(f"{key}/token").decode())
+    try:
+        run_dir = make_run_dir()
+        hear = listen(run_dir)
+        if not token:
+            token = new_token()
+            store.set(f"{key}/token", token)
+            hear(
+                "warning",
+                f"{TOKEN_VARIABLE} is not set: the token goes through torchrun's store, which "
+                "anyone who reaches its port can read",
+            )
+        head = Head(options, run_dir, token, place.coordinator_address(), hear)
+    except PipeworkerError as error:  # the others are waiting
+        store.set(f"{key}/error", str(error))
+        store.set(f"{key}/endpoint", "")
+        raise
     store.set(f"{key}/endpoint", head.endpoint)
     return Meeting(head.endpoint, token, head)
+
+
+def _wait_for(store: Store, key: str) -> None:
+    """Wait for a key; unlike the store's own wait, it can be interrupted.
+
+    Raises:
+        PipeworkerError: rank 0 does not set it, or is gone.
+    """
+    deadline = time.monotonic() + JOIN_SECONDS
+    try:
+        while not store.check([key]):
+            if time.monotonic() > deadline:
+                raise PipeworkerError(f"rank 0 did not start the job within {JOIN_SECONDS:g} s")
+            time.sleep(_POLL_SECONDS)
+    except RuntimeError as error:
+        raise PipeworkerError(f"rank 0 did not start the job: {error}") from None
 
 
 class Head:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ipaddress
 import os
 import socket
+import time
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cache
@@ -15,7 +16,8 @@ from pipeworker.errors import UsageError
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
-_JOIN_SECONDS = 300.0
+JOIN_SECONDS = 300.0
+_POLL_SECONDS = 0.05
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +45,8 @@ class Place:
             rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
             address = os.environ["MASTER_ADDR"]
             all_local = world if _is_loopback(address) else 0
+            if not 0 <= rank < world:
+                raise UsageError(f"RANK is {rank}, and WORLD_SIZE {world}: ranks begin with 0")
             return Place(
                 rank=rank,
                 world=world,
@@ -67,9 +71,31 @@ class Place:
         Raises:
             UsageError: the environment says half of it.
         """
+        import torch.distributed as dist
+
+        if dist.is_available() and dist.is_initialized():
+            return Place._of_group(dist.get_rank(), dist.get_world_size())
         if not any(name in os.environ for name in ("RANK", "WORLD_SIZE")):
             return Place(0, 1, 0, 1, "127.0.0.1", 0)
         return Place.from_environment()
+
+    @staticmethod
+    def _of_group(rank: int, world: int) -> Place:
+        import torch.distributed as dist
+
+        store = dist.distributed_c10d._get_default_store()
+        key = "pipeworker/host/{}"
+        store.set(key.format(rank), socket.gethostname())
+        hosts = [store.get(key.format(other)) for other in range(world)]
+        before = hosts[:rank].count(hosts[rank])
+        return Place(
+            rank=rank,
+            world=world,
+            local_rank=int(os.environ.get("LOCAL_RANK", before)),
+            local_world=hosts.count(hosts[rank]),
+            address=os.environ.get("MASTER_ADDR", ""),
+            port=0,
+        )
 
     def store(self) -> Store:
         """Where the ranks meet: the default process group's store, torchrun's, or rank 0's own.
@@ -78,16 +104,19 @@ class Place:
         next job when this one's ends.
 
         Raises:
-            UsageError: nobody answers there.
+            UsageError: nobody answers there, or another program does.
         """
         import torch.distributed as dist
 
         if dist.is_available() and dist.is_initialized():
             return dist.distributed_c10d._get_default_store()
         agent_serves = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        serves = self.rank == 0 and not agent_serves
         try:
-            return _store_at(self.address, self.port, self.rank == 0 and not agent_serves)
-        except RuntimeError as error:
+            if not serves:
+                _await_server(self.address, self.port)
+            return _store_at(self.address, self.port, serves)
+        except (RuntimeError, OSError) as error:
             raise UsageError(
                 f"rank {self.rank} cannot meet the others at MASTER_ADDR {self.address}, "
                 f"MASTER_PORT {self.port}: {error}"
@@ -119,11 +148,24 @@ class Place:
         )
 
 
+def _await_server(address: str, port: int) -> None:
+    """Wait until somebody listens; unlike the store's own wait, it can be interrupted."""
+    deadline = time.monotonic() + JOIN_SECONDS
+    while True:
+        try:
+            socket.create_connection((address, port), 5).close()
+            return
+        except OSError:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(_POLL_SECONDS)
+
+
 @cache
 def _store_at(address: str, port: int, serves: bool) -> Store:
     from torch._C._distributed_c10d import TCPStore
 
-    timeout = timedelta(seconds=_JOIN_SECONDS)
+    timeout = timedelta(seconds=JOIN_SECONDS)
     return TCPStore(
         address, port, world_size=None, is_master=serves, timeout=timeout, multi_tenant=True
     )

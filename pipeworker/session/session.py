@@ -13,7 +13,7 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
@@ -35,6 +35,7 @@ from pipeworker.wire.messages import (
     Failure,
     Finish,
     FromWorker,
+    Phase,
     ToWorker,
 )
 from pipeworker.worker import rng
@@ -44,7 +45,8 @@ from pipeworker.worker.position import Tracker
 from pipeworker.worker.worker import Settings, Worker
 
 _STUCK_SECONDS = 2.0
-"""What a rank inside a step gets to notice by itself that the job is over."""
+"""What a rank that waits for another gets to notice by itself that the job is over."""
+_LOOK_SECONDS = 0.1
 
 _numbers = itertools.count()
 
@@ -89,6 +91,8 @@ class Session:
         self.rank = place.rank
         self._pid = os.getpid()
         self.closed = False
+        self._tracker = Tracker()
+        self._one = threading.Lock()
         self._idle = threading.Event()
         self._idle.set()
         self._meeting = meet(
@@ -103,7 +107,7 @@ class Session:
             endpoint=self._meeting.endpoint,
             token=self._meeting.token,
             local_rank=place.local_rank,
-            tracker=Tracker(),
+            tracker=self._tracker,
             to_log=False,
             job=job,
             sample=sample,
@@ -138,11 +142,17 @@ class Session:
         """
         if self.closed:
             raise PipeworkerError("the job is over: this pipeline is closed")
+        if not self._one.acquire(blocking=False):
+            raise UsageError(
+                "a call of this pipeline was made inside another one, or in another thread"
+            )
         try:
-            with rng.undisturbed(), torch.inference_mode(False), torch.enable_grad():
+            with rng.undisturbed(), _plain_modes():
                 yield
         except BaseException as error:
             self._fail(error)
+        finally:
+            self._one.release()
 
     def receive(self) -> ToWorker:
         """What the coordinator says next.
@@ -197,19 +207,19 @@ class Session:
         if self.closed:
             return
         text = f"the script of stage {self.rank} raised {type(error).__name__}: {error}"
-        cause = Cause.USER if isinstance(error, Exception) else Cause.SIGNAL
+        cause = Cause.SIGNAL if isinstance(error, KeyboardInterrupt) else Cause.USER
         failure = Failure(cause, text.rstrip(": "), self.rank, traceback=user_traceback(error))
-        self._tell(failure, wait=isinstance(error, Exception))
+        self._tell(failure, wait=cause is Cause.USER)
 
     def _fail(self, error: BaseException) -> NoReturn:
         if isinstance(error, JobEnded):
             self.shut()
             raise _error_of(error.finish) from None
         failure = self.worker.explain(error)
-        if not isinstance(error, Exception):
+        if isinstance(error, KeyboardInterrupt):
             text = f"stage {self.rank} was interrupted by {type(error).__name__}"
             failure = replace(failure, cause=Cause.SIGNAL, message=text)
-        finish = self._tell(failure, wait=isinstance(error, Exception))
+        finish = self._tell(failure, wait=not isinstance(error, KeyboardInterrupt))
         if isinstance(error, UsageError) or not isinstance(error, Exception):
             raise error
         if isinstance(error, PeerLost):
@@ -227,9 +237,16 @@ class Session:
         return message
 
     def _leave(self, finish: Finish) -> None:
-        """Called by the control thread: the job is over. End the process if it would stay stuck."""
-        if not self._idle.wait(_STUCK_SECONDS):
-            leave_process(finish)
+        """Called by the control thread: the job is over. End the process if it stays stuck.
+
+        A rank that is busy in a layer may go on: it learns of the end when it next waits.
+        """
+        waited = 0.0
+        while not self._idle.wait(_LOOK_SECONDS):
+            stuck = self._tracker.get().phase in (Phase.WAITING, Phase.CONNECTING)
+            waited = waited + _LOOK_SECONDS if stuck else 0.0
+            if waited >= _STUCK_SECONDS:
+                leave_process(finish)
 
     def _abandoned(self) -> None:
         """The interpreter ends, and nobody has closed the pipeline."""
@@ -237,6 +254,18 @@ class Session:
             return
         text = f"the script of stage {self.rank} ended without closing its pipeline"
         self._tell(Failure(Cause.LOST, text, self.rank), wait=False)
+
+
+@contextmanager
+def _plain_modes() -> Iterator[None]:
+    """Whatever modes the user's code has entered: the job's numbers do not depend on them."""
+    with ExitStack() as stack:
+        stack.enter_context(torch.inference_mode(False))
+        stack.enter_context(torch.enable_grad())
+        for device in ("cpu", "cuda"):
+            if torch.is_autocast_enabled(device):
+                stack.enter_context(torch.autocast(device, enabled=False))
+        yield
 
 
 def _error_of(finish: Finish) -> PipeworkerError:

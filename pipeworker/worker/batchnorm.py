@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.utils.hooks import RemovableHandle
 
 from pipeworker.worker.recompute import is_recomputing
 
@@ -29,12 +30,14 @@ class DeferredBatchNorm:
 
     def __init__(self, layers: Sequence[nn.Module]) -> None:
         self._seen: dict[_BatchNorm, list[_Moments]] = {}
+        self._hooks: list[RemovableHandle] = []
         modules = {id(m): m for layer in layers for m in layer.modules()}.values()
         for module in modules:
             if isinstance(module, _BatchNorm) and module.track_running_stats:
                 # In training it then records nothing; in eval mode it uses what is recorded.
                 module.track_running_stats = False
-                module.register_forward_pre_hook(self._look, with_kwargs=True)
+                hook = module.register_forward_pre_hook(self._look, with_kwargs=True)
+                self._hooks.append(hook)
                 self._seen[module] = []
 
     def _look(self, module: nn.Module, args: tuple[Any, ...], named: dict[str, Any]) -> None:
@@ -46,6 +49,15 @@ class DeferredBatchNorm:
         dims = [d for d in range(x.dim()) if d != 1]
         variance, mean = torch.var_mean(x, dims, correction=0)
         self._seen[module].append((x.numel() // x.shape[1], mean, variance))
+
+    def close(self) -> None:
+        """Give the modules back."""
+        for hook in self._hooks:
+            hook.remove()
+        for module in self._seen:
+            module.track_running_stats = True
+        self._hooks.clear()
+        self._seen.clear()
 
     def commit(self) -> None:
         """The mini-batch is complete: change the running statistics once."""

@@ -171,7 +171,9 @@ class Control:
             if self._wake_out.fileno() in ready:
                 self._on_wake()
             while self._outbox:
-                self._put(self._outbox.popleft())
+                message = self._outbox.popleft()
+                if self.over is None:  # else nobody listens
+                    self._put(message)
             if self._socket in ready:
                 self._get_all()
             if monitor in ready:
@@ -186,10 +188,11 @@ class Control:
                 self._end(Finish("the coordinator is gone", 1))
             if now >= next_beat:
                 next_beat = now + _HEARTBEAT_SECONDS
-                self._put(Heartbeat(self._rank, self._tracker.get()))
+                if self.over is None:
+                    self._put(Heartbeat(self._rank, self._tracker.get()))
         self._socket.disable_monitor()
         monitor.close()
-        self._socket.close()
+        self._socket.close(linger=None if self.over is None else 0)
 
     def _on_wake(self) -> None:
         """A wake-up is a zero byte; a signal's number, written by the interpreter, is not."""

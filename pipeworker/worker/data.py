@@ -174,6 +174,10 @@ def _batch_size(item: Any, said: str) -> int:
     tensors = [leaf for leaf in pytree.tree_leaves(item) if isinstance(leaf, torch.Tensor)]
     if not any(isinstance(leaf, torch.Tensor) for leaf in pytree.tree_leaves(item[0])):
         raise UsageError(f"{said} an input without a tensor")
+    for tensor in tensors:
+        if tensor.is_nested or tensor.layout is not torch.strided:
+            kind = "nested" if tensor.is_nested else "sparse"
+            raise UsageError(f"{said} a {kind} tensor, which cannot be cut into micro-batches")
     if any(tensor.dim() == 0 for tensor in tensors):
         raise UsageError(f"{said} a tensor without dims: dim 0 of every tensor is the batch")
     sizes = {tensor.shape[0] for tensor in tensors}
@@ -223,8 +227,15 @@ def joined(outputs: Sequence[Any]) -> Any:
                 raise UsageError(
                     "predict(): the model's output has a tensor without dims; dim 0 is the batch"
                 )
+            shapes = {part.shape[1:] for part in parts}
+            if len(shapes) > 1:
+                sizes = " and ".join(str(list(shape)) for shape in sorted(shapes))
+                raise UsageError(
+                    "predict(): the model's output has a tensor that is not of one size in all "
+                    f"micro-batches: {sizes} but for the batch"
+                )
             return torch.cat(list(parts))
-        if any(part != parts[0] for part in parts):
+        if any(type(part) is not type(parts[0]) or not _equal(part, parts[0]) for part in parts):
             raise UsageError(
                 f"predict(): the model's output has a {type(parts[0]).__name__} that is not the "
                 "same in each micro-batch"
@@ -233,6 +244,14 @@ def joined(outputs: Sequence[Any]) -> Any:
 
     wholes = [whole(parts) for parts in zip(*leaves, strict=True)]
     return pytree.tree_unflatten(wholes, structures[0])
+
+
+def _equal(one: Any, other: Any) -> bool:
+    """Whether two plain values are equal, as far as they say so with one truth value."""
+    try:
+        return bool(one == other)
+    except (TypeError, ValueError):
+        return False
 
 
 def to_device(value: Any, device: torch.device) -> Any:

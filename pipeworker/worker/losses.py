@@ -49,7 +49,7 @@ class Losses:
         """
         root, count = parts(loss)
         if count is not None:
-            self.counts[microbatch] = torch.as_tensor(count).detach()
+            self.counts[microbatch] = torch.as_tensor(count)
         self.given[microbatch] = root.detach()
         return root
 
@@ -61,8 +61,22 @@ def parts(loss: Any) -> tuple[torch.Tensor, Any]:
         UsageError: it is neither.
     """
     if isinstance(loss, (tuple, list)) and len(loss) == 2:
-        return _checked(loss[0]), loss[1]
+        return _checked(loss[0]), _count(loss[1])
     return _checked(loss), None
+
+
+def _count(count: Any) -> Any:
+    if isinstance(count, torch.Tensor) and count.numel() == 1 and not count.is_complex():
+        return count.detach().reshape(())
+    if isinstance(count, (int, float)):
+        return count
+    shown = type(count).__name__
+    if isinstance(count, torch.Tensor):
+        shown = f"tensor of shape {tuple(count.shape)}"
+    raise UsageError(
+        f"loss(output, target) returned a {shown} as the count of a pair (sum, count): it must be "
+        "a number"
+    )
 
 
 def _checked(loss: Any) -> torch.Tensor:

@@ -144,6 +144,11 @@ class Stage:
         if self._deferred is not None:
             self._deferred.commit()
 
+    def close(self) -> None:
+        """Leave the modules as they were, but for what they have learned."""
+        if self._deferred is not None:
+            self._deferred.close()
+
     def put_input(
         self, microbatch: int, value: Any, wants_grad: Sequence[bool], target: Any = None
     ) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import json
+import logging
 import os
 import signal
 import sys
@@ -33,6 +34,8 @@ from pipeworker.worker.data import to_device
 from pipeworker.worker.lifetime import die_with
 from pipeworker.worker.position import Tracker
 from pipeworker.worker.stage import autocast, distinct_tensors, replace_tensors
+
+log = logging.getLogger(__name__)
 
 
 def mentions_skips(modules: Iterable[ModuleType]) -> bool:
@@ -71,7 +74,7 @@ class Survey:
         """
         said = _in_a_child(lambda: self._on_fakes(value))
         if "error" in said:  # if the layer is broken, it will say so again
-            print(f"the survey needs real numbers: {said['error']}", flush=True)
+            log.info("the survey needs real numbers: %s", said["error"])
             said = self._pass(to_device(value, self._device), tracker, self._device)
         events = [[(what, name) for what, name in done] for done in said["events"]]
         return match(events, said["classes"])
@@ -114,7 +117,8 @@ class Survey:
     def _build(self, entry: job_file.Entry, index: int) -> nn.Module:
         """The layer, or a copy: the one that will train is not touched."""
         if isinstance(entry, nn.Module):
-            return copy.deepcopy(entry)
+            # A buffer's own deep copy shares its memory, which a fake one does not have.
+            return copy.deepcopy(entry, {id(b): b.detach().clone() for b in entry.buffers()})
         rng.seed_all(rng.build_seed(self._seed, index))
         return job_file.build(entry, index)
 
@@ -149,6 +153,9 @@ def _in_a_child(work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
             signal.set_wakeup_fd(-1)
             die_with(parent)
             os.close(reads)
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, 1)
+            os.dup2(nowhere, 2)
             torch.set_num_threads(1)  # the pool of threads did not come along
             try:
                 said = work()

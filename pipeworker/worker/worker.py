@@ -173,11 +173,9 @@ class Worker:
     def _survey(self, model: Model) -> tuple[SkipRoute, ...]:
         """The skip connections of the model; only asked for when the job mentions pipeworker."""
         self._tracker.set(Phase.READING)
-        if self._options.own_loop:
-            first = self._reader.cut((self._settings.sample, None), "sample is")
-        else:
-            first = self._reader.first()
-        found = model.skips(first.inputs[0], self._options.precision)
+        own = self._options.own_loop
+        value = self._settings.sample if own else self._reader.first().inputs[0]
+        found = model.skips(value, self._options.precision)
         return tuple(SkipRoute(skip.source, skip.target, skip.name) for skip in found)
 
     @cached_property
@@ -218,6 +216,7 @@ class Worker:
             clip_value=options.clip_grad_value,
             ties=ties,
         )
+        self._updater.clear()  # what the user's code may have left on modules of its own
         if self._updater.wants_metric and not (options.evaluate_every or options.own_loop):
             raise UsageError(
                 "ReduceLROnPlateau looks at the evaluation loss: give --evaluate-every and define "
@@ -333,6 +332,8 @@ class Worker:
         while self._executors:
             self._executors.pop().close()
             gc.collect()  # an executor's handlers refer to it
+        if self.stage is not None:
+            self.stage.close()
 
     def _save(self, message: Save) -> None:
         assert self.stage is not None

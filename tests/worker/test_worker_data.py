@@ -99,6 +99,7 @@ def test_a_generator_object_gives_one_epoch() -> None:
         (None, "gave a NoneType"),
         ((1, torch.zeros(2)), "an input without a tensor"),
         ((torch.zeros(2), torch.tensor(1)), "without dims"),
+        ((torch.zeros(2, 2).to_sparse(), torch.zeros(2)), "a sparse tensor, which cannot be cut"),
         ((torch.zeros(2), torch.zeros(3)), r"disagree in dim 0, the batch: \(2,\), \(3,\)"),
         (({"a": torch.zeros(2, 1), "b": torch.zeros(1)}, 0), r"\(2, 1\), \(1,\)"),
         ((torch.zeros(0, 3), torch.zeros(0)), "without samples"),
@@ -236,6 +237,7 @@ def test_outputs_of_micro_batches_are_joined_as_they_are_nested() -> None:
     ("outputs", "message"),
     [
         ([torch.tensor(1.0)], "a tensor without dims"),
+        ([torch.zeros(2, 3), torch.zeros(2, 4)], r"not of one size .* \[3\] and \[4\]"),
         ([(torch.zeros(1), 1), (torch.zeros(1), 2)], "a int that is not the same"),
         ([[torch.zeros(1)], [torch.zeros(1)] * 2], "another structure in each micro-batch"),
     ],

@@ -193,3 +193,11 @@ def test_all_is_exact() -> None:
     assert set(pipeworker._LAZY) <= set(pipeworker.__all__)
     with pytest.raises(AttributeError, match="has no attribute 'nothing'"):
         pipeworker.nothing  # noqa: B018
+
+
+def test_a_survey_of_buffers_needs_no_real_numbers(capfd: pytest.CaptureFixture[str]) -> None:
+    layers = [Stashes("x"), nn.BatchNorm1d(4), Pops("x")]
+    assert Survey(layers, 0, CPU)._on_fakes(torch.randn(3, 4))["events"][2] == [("pop", "x")]
+    assert Survey(layers, 0, CPU).run(torch.randn(3, 4), Tracker()) == (Skip(0, 2, "x"),)
+    assert layers[1].num_batches_tracked == 0
+    assert capfd.readouterr() == ("", "")
