@@ -1,6 +1,6 @@
 """pipeworker: pipeline-parallel training with the same numbers for any number of stages.
 
-What a job file may call is loaded when it is first asked for: importing this package does not
+What a job file or a script may call is loaded when it is first asked for: importing this package does not
 import torch.
 """
 

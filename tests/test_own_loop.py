@@ -599,14 +599,45 @@ def test_an_interrupt_is_the_users_own(jobs: Jobs, start: Start) -> None:
     assert runs[0].summary["status"] == "interrupted"
 
 
-def test_a_pipeline_nobody_closes_is_said(start: Start) -> None:
-    loop = """
-        pipe = pipeworker.Pipeline(model, loss=loss, optimizer=optimizer, run_dir="run")
-        pipe.step(next(data()))
-    """
-    runs = start(script(JOB, loop), 2).end()
-    assert runs[0].summary["status"] == "failed"
-    assert "ended without closing its pipeline" in runs[0].summary["error"]
+UNCLOSED = """
+    pipe = pipeworker.Pipeline(model, loss=loss, optimizer=optimizer, run_dir="run")
+    pipe.step(next(data()))
+    if rank == 1 and os.environ.get("RAISE"):
+        raise ValueError("of my own")
+"""
+
+
+def test_the_end_of_a_script_closes_its_pipeline(start: Start) -> None:
+    run = succeed(start(script(JOB, UNCLOSED), 2))[0]
+    assert run.summary["status"] == "done"
+    assert len(run.weights) == 6
+
+
+def test_a_script_that_ends_by_an_exception_has_failed(jobs: Jobs) -> None:
+    """Programs of their own, whose interpreter knows what ended it."""
+    path = jobs.write(script(JOB, UNCLOSED), "loop.py")
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    place = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "RAISE": "yes"}
+    first, second = [
+        subprocess.Popen(
+            [sys.executable, str(path)],
+            cwd=jobs.folder,
+            env={**os.environ, **place, "RANK": str(rank)},
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in (0, 1)
+    ]
+    errors = [process.communicate(timeout=60)[1] for process in (first, second)]
+    said = "the script of stage 1 raised ValueError: of my own"
+    assert f"error: {said}" in errors[0]
+    assert "ValueError: of my own" in errors[1]
+    assert second.returncode == 1
+    summary = json.loads((jobs.folder / "run" / "summary.json").read_text())
+    assert summary["status"] == "failed"
+    assert said in summary["error"]
 
 
 @pytest.mark.parametrize(

@@ -200,16 +200,13 @@ class Pipeline:
     def close(self) -> None:
         """Save the weights and the optimizer's state, and end the job. Idempotent.
 
+        A script that ends without an exception closes what it has left open.
+
         Raises:
             PipeworkerError: the job failed.
         """
-        session = self._session
-        if session.closed:
-            return
-        with session.inside():
-            session.perform(session.call(Call(self.stage, CallKind.CLOSE)))
-            session.receive()
-        session.shut()
+        if not self._session.closed:
+            self._session.finish()
 
     def __enter__(self) -> Pipeline:
         return self

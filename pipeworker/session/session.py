@@ -30,6 +30,7 @@ from pipeworker.session.place import Place
 from pipeworker.wire.messages import (
     Advance,
     Call,
+    CallKind,
     Cause,
     Failed,
     Failure,
@@ -191,6 +192,17 @@ class Session:
         self.send(call)
         return self.receive()
 
+    def finish(self) -> None:
+        """Save and end the job, with all ranks.
+
+        Raises:
+            as :meth:`inside`.
+        """
+        with self.inside():
+            self.perform(self.call(Call(self.rank, CallKind.CLOSE)))
+            self.receive()
+        self.shut()
+
     def shut(self) -> None:
         """Leave: nothing of ours stays in the process. Idempotent."""
         if self.closed:
@@ -249,11 +261,20 @@ class Session:
                 leave_process(finish)
 
     def _abandoned(self) -> None:
-        """The interpreter ends, and nobody has closed the pipeline."""
+        """The interpreter ends, and nobody has closed the pipeline: it is closed now.
+
+        Unless an exception is why: then the job has failed, on all ranks.
+        """
         if os.getpid() != self._pid:  # a child that the user's code has forked
             return
-        text = f"the script of stage {self.rank} ended without closing its pipeline"
-        self._tell(Failure(Cause.LOST, text, self.rank), wait=False)
+        error = getattr(sys, "last_value", None)
+        if error is not None:
+            self.left_by(error)
+            return
+        try:
+            self.finish()
+        except PipeworkerError as ended:
+            print(f"error: {ended}", file=sys.stderr)
 
 
 @contextmanager
