@@ -1,7 +1,7 @@
 """pipeworker: pipeline-parallel training with the same numbers for any number of stages.
 
-What a job file or a script may call is loaded when it is first asked for: importing this package does not
-import torch.
+What a job file or a script may call is loaded when it is first asked for: importing this package
+does not import torch.
 """
 
 from __future__ import annotations

@@ -140,6 +140,11 @@ def test_torch_stays_out_of_a_running_coordinator() -> None:
     assert (ran.returncode, ran.stdout.strip()) == (0, ""), ran.stderr
 
 
+def test_the_fork_server_imports_what_every_worker_would() -> None:
+    """A second for each of them: any torch optimizer imports it when it is built."""
+    assert "torch._dynamo" in imports("pipeworker.worker.forkserver")
+
+
 @pytest.mark.parametrize("module", within(PURE))
 def test_a_decision_depends_on_its_arguments_alone(module: str) -> None:
     """Directly or through any module of ours that it imports."""
