@@ -607,8 +607,9 @@ UNCLOSED = """
 """
 
 
-def test_the_end_of_a_script_closes_its_pipeline(start: Start) -> None:
-    run = succeed(start(script(JOB, UNCLOSED), 2))[0]
+@pytest.mark.parametrize("end", ["", "with pipe:\n    sys.exit()"])
+def test_the_end_of_a_script_closes_its_pipeline(start: Start, end: str) -> None:
+    run = start(script(JOB, UNCLOSED, end), 2).end()[0]
     assert run.summary["status"] == "done"
     assert len(run.weights) == 6
 
