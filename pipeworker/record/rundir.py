@@ -60,7 +60,7 @@ class RunDir:
         _sync_directory(self.checkpoints)
 
 
-def create(asked: str | None, job_file: Path) -> RunDir:
+def create(asked: str | Path | None, job_file: Path) -> RunDir:
     """Make the directory of a new run; the default is ``runs/<file stem>-<time>``.
 
     Raises:

@@ -92,13 +92,12 @@ class Pipeline:
             place,
             job,
             complete(script(), place.world, given),
-            run_dir=None if run_dir is None else str(run_dir),
+            run_dir=run_dir,
             sample=sample,
             listen=lambda _: _warn,
         )
         self.stage = place.rank
         self.stages = place.world
-        self._steps = 0
         self._session.join()
 
     @property
@@ -146,7 +145,6 @@ class Pipeline:
             session.perform(update)
         assert isinstance(update, Advance)
         assert update.result
-        self._steps = update.result.step
         return update.result
 
     def evaluate(self, *batches: Any) -> dict[str, float]:
@@ -165,10 +163,10 @@ class Pipeline:
         with session.inside():
             if not batches:
                 raise UsageError("evaluate() was given no mini-batch")
-            session.call(Call(self.stage, CallKind.EVALUATE))
+            step = self._begin(Call(self.stage, CallKind.EVALUATE))
             cut = (session.worker.cut(b, "evaluate(batch) was given") for b in batches)
             with session.working():
-                done = session.worker.evaluate(self._steps, cut)
+                done = session.worker.evaluate(step, cut)
             session.send(done)
             told = session.receive()
             session.perform(told)
@@ -192,10 +190,17 @@ class Pipeline:
         """
         session = self._session
         with session.inside():
-            session.call(Call(self.stage, CallKind.PREDICT, everywhere=everywhere))
+            step = self._begin(Call(self.stage, CallKind.PREDICT, everywhere=everywhere))
             cut = (session.worker.cut((v, None), "predict(input) was given") for v in (value,))
             with session.working():
-                return session.worker.predict(self._steps, cut, everywhere=everywhere)
+                return session.worker.predict(step, cut, everywhere=everywhere)
+
+    def _begin(self, call: Call) -> int:
+        """Wait for all ranks to make a call that changes no weight; returns the steps done."""
+        told = self._session.call(call)
+        assert isinstance(told, Advance)
+        assert told.evaluate
+        return told.evaluate.step
 
     def close(self) -> None:
         """Save the weights and the optimizer's state, and end the job. Idempotent.
@@ -280,7 +285,7 @@ def train(
         place,
         job,
         chosen,
-        run_dir=None if run_dir is None else str(run_dir),
+        run_dir=run_dir,
         listen=lambda made: _Lines(chosen, str(made.path)).hear,
     )
     with session.inside():

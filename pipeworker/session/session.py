@@ -85,7 +85,7 @@ class Session:
         job: Job,
         options: Options,
         *,
-        run_dir: str | None,
+        run_dir: str | Path | None,
         sample: Any = None,
         listen: Callable[[rundir.RunDir], Hear],
     ) -> None:
