@@ -35,6 +35,7 @@ LIGHT = [
 PURE = [
     *("pipeworker.plan", "pipeworker.coordinator.machine", "pipeworker.coordinator.effects"),
     *("pipeworker.coordinator.blueprint", "pipeworker.coordinator.roster"),
+    *("pipeworker.coordinator.calls",),
     *("pipeworker.coordinator.tally", "pipeworker.coordinator.scaler", "pipeworker.job.options"),
     *("pipeworker.coordinator.rendezvous", "pipeworker.wire.messages", "pipeworker.errors"),
 ]

@@ -20,6 +20,7 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 
 from pipeworker.coordinator.blueprint import Blueprint
+from pipeworker.coordinator.calls import Calls
 from pipeworker.coordinator.effects import (
     Commit,
     Dropped,
@@ -95,7 +96,7 @@ class Machine:
     _tally: Tally = field(default_factory=lambda: Tally(0.0))
     _scaler: Scaler | None = None
     _evaluation: Evaluation | None = None
-    _calls: dict[int, Call] = field(default_factory=dict)
+    _calls: Calls = field(init=False)
     _whole: bool = True
     _bubbles: list[float] = field(default_factory=list)
     _steps_done: int = 0
@@ -105,6 +106,7 @@ class Machine:
 
     def __post_init__(self) -> None:
         self._roster = Roster(self.options.stages, self.started)
+        self._calls = Calls(self.options.stages)
         self._awaited = set(range(self.options.stages))
         if self.options.precision == "fp16":
             self._scaler = Scaler()
@@ -385,28 +387,13 @@ class Machine:
 
     def _called(self, call: Call, now: float) -> list[Effect]:
         """The user's loop made its next call on one rank; on the last of them it is performed."""
-        if len(self._calls) == self.options.stages:  # those of the call before
-            self._calls.clear()
-        self._calls[call.rank] = call
-        other = next(iter(self._calls.values()))
-        if replace(call, rank=0, batch=None) != replace(other, rank=0, batch=None):
-            return self._fail(
-                Failure(
-                    Cause.USAGE,
-                    f"stage {other.rank} called {_shown(other)} while stage {call.rank} called "
-                    f"{_shown(call)}: every rank makes the same calls in the same order",
-                )
-            )
-        if len(self._calls) < self.options.stages:
+        if wrong := self._calls.add(call):
+            return self._fail(Failure(Cause.USAGE, wrong))
+        if not self._calls.complete:
             return []
         match call.kind:
             case CallKind.STEP:
-                self._whole = call.last
-                self._batch = self._calls[0].batch
-                if self._batch is None:
-                    return self._fail(
-                        Failure(Cause.USAGE, "step() was given no mini-batch on the first stage")
-                    )
+                self._batch, self._whole = self._calls.batch, call.last
                 return self._begin(now) if self._step == self._steps_done else self._run(None)
             case CallKind.CLOSE:
                 self.state = State.SAVING
@@ -450,9 +437,3 @@ class Machine:
             *(Send(peer, finish) for peer in self.peers),
             Ended(status, exit_status, self._steps_done, memory, bubble, failure),
         ]
-
-
-def _shown(call: Call) -> str:
-    """As the user wrote it."""
-    more = ", everywhere=True" if call.everywhere else "" if call.last else ", of several"
-    return f"{call.kind.value}({'batch' if call.kind is not CallKind.CLOSE else ''}{more})"

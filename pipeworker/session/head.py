@@ -8,30 +8,25 @@ from __future__ import annotations
 
 import os
 import threading
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from pipeworker.coordinator.report import Configuration
 from pipeworker.errors import PipeworkerError, UsageError
 from pipeworker.job.options import Options
 from pipeworker.record.rundir import RunDir
-from pipeworker.session.place import JOIN_SECONDS, Place
+from pipeworker.session.place import Place, await_others
 from pipeworker.session.processes import LineProcess
 from pipeworker.wire.keys import TOKEN_VARIABLE, new_token
 
-if TYPE_CHECKING:
-    from torch._C._distributed_c10d import Store
-
 _VERDICT_SECONDS = 8.0
-_POLL_SECONDS = 0.02
 
 Hear = Callable[[str, Any], None]
 """Is given what the coordinator says: a kind and a value."""
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class Meeting:
     """The coordinator as a rank knows it; `head` on rank 0 alone."""
 
@@ -51,7 +46,7 @@ def meet(
 
     Args:
         name: of the job among those that meet at the same store.
-        make_run_dir: called on rank 0 alone, as is
+        make_run_dir: called on rank 0 alone.
         listen: given the run directory, gives who is told what the coordinator says.
 
     Raises:
@@ -67,7 +62,10 @@ def meet(
     store = place.store()
     key = f"pipeworker/{place.restart}/{name}"
     if place.rank:
-        _wait_for(store, f"{key}/endpoint")
+        try:
+            await_others(lambda: store.check([f"{key}/endpoint"]))
+        except (RuntimeError, TimeoutError) as error:
+            raise PipeworkerError(f"rank 0 did not start the job: {error}") from None
         endpoint = store.get(f"{key}/endpoint").decode()
         if not endpoint:
             raise UsageError(store.get(f"{key}/error").decode())
@@ -90,22 +88,6 @@ def meet(
         raise
     store.set(f"{key}/endpoint", head.endpoint)
     return Meeting(head.endpoint, token, head)
-
-
-def _wait_for(store: Store, key: str) -> None:
-    """Wait for a key; unlike the store's own wait, it can be interrupted.
-
-    Raises:
-        PipeworkerError: rank 0 does not set it, or is gone.
-    """
-    deadline = time.monotonic() + JOIN_SECONDS
-    try:
-        while not store.check([key]):
-            if time.monotonic() > deadline:
-                raise PipeworkerError(f"rank 0 did not start the job within {JOIN_SECONDS:g} s")
-            time.sleep(_POLL_SECONDS)
-    except RuntimeError as error:
-        raise PipeworkerError(f"rank 0 did not start the job: {error}") from None
 
 
 class Head:

@@ -6,6 +6,7 @@ import ipaddress
 import os
 import socket
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cache
@@ -16,8 +17,8 @@ from pipeworker.errors import UsageError
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
-JOIN_SECONDS = 300.0
-_POLL_SECONDS = 0.05
+_JOIN_SECONDS = 300.0
+_POLL_SECONDS = 0.02
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +115,7 @@ class Place:
         serves = self.rank == 0 and not agent_serves
         try:
             if not serves:
-                _await_server(self.address, self.port)
+                await_others(lambda: _listens(self.address, self.port))
             return _store_at(self.address, self.port, serves)
         except (RuntimeError, OSError) as error:
             raise UsageError(
@@ -148,24 +149,32 @@ class Place:
         )
 
 
-def _await_server(address: str, port: int) -> None:
-    """Wait until somebody listens; unlike the store's own wait, it can be interrupted."""
-    deadline = time.monotonic() + JOIN_SECONDS
-    while True:
-        try:
-            socket.create_connection((address, port), 5).close()
-            return
-        except OSError:
-            if time.monotonic() > deadline:
-                raise
-            time.sleep(_POLL_SECONDS)
+def await_others(done: Callable[[], bool]) -> None:
+    """Wait until it is so; unlike the store's own waits, this one can be interrupted.
+
+    Raises:
+        TimeoutError: others that join a job take longer.
+    """
+    deadline = time.monotonic() + _JOIN_SECONDS
+    while not done():
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"not within {_JOIN_SECONDS:g} s")
+        time.sleep(_POLL_SECONDS)
+
+
+def _listens(address: str, port: int) -> bool:
+    try:
+        socket.create_connection((address, port), 5).close()
+    except OSError:
+        return False
+    return True
 
 
 @cache
 def _store_at(address: str, port: int, serves: bool) -> Store:
     from torch._C._distributed_c10d import TCPStore
 
-    timeout = timedelta(seconds=JOIN_SECONDS)
+    timeout = timedelta(seconds=_JOIN_SECONDS)
     return TCPStore(
         address, port, world_size=None, is_master=serves, timeout=timeout, multi_tenant=True
     )

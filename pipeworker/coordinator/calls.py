@@ -1,0 +1,50 @@
+"""One round of calls of the user's own loop: every rank makes the same one. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+from pipeworker.wire.messages import Batch, Call, CallKind
+
+
+@dataclass(slots=True)
+class Calls:
+    """The calls of a round as they arrive, from `size` ranks."""
+
+    size: int
+    _by_rank: dict[int, Call] = field(default_factory=dict)
+
+    def add(self, call: Call) -> str:
+        """A rank has called, in a new round where the last is complete.
+
+        Returns:
+            What is wrong with it, or nothing.
+        """
+        if self.complete:
+            self._by_rank.clear()
+        self._by_rank[call.rank] = call
+        other = next(iter(self._by_rank.values()))
+        if replace(call, rank=0, batch=None) != replace(other, rank=0, batch=None):
+            return (
+                f"stage {other.rank} called {_shown(other)} while stage {call.rank} called "
+                f"{_shown(call)}: every rank makes the same calls in the same order"
+            )
+        if self.complete and call.kind is CallKind.STEP and self.batch is None:
+            return "step() was given no mini-batch on the first stage"
+        return ""
+
+    @property
+    def complete(self) -> bool:
+        """Whether all ranks have called."""
+        return len(self._by_rank) == self.size
+
+    @property
+    def batch(self) -> Batch | None:
+        """The mini-batch that the first stage was given."""
+        return self._by_rank[0].batch
+
+
+def _shown(call: Call) -> str:
+    """As the user wrote it."""
+    more = ", everywhere=True" if call.everywhere else "" if call.last else ", of several"
+    return f"{call.kind.value}({'batch' if call.kind is not CallKind.CLOSE else ''}{more})"
