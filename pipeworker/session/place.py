@@ -114,8 +114,6 @@ class Place:
         agent_serves = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
         serves = self.rank == 0 and not agent_serves
         try:
-            if not serves:
-                await_others(lambda: _listens(self.address, self.port))
             return _store_at(self.address, self.port, serves)
         except (RuntimeError, OSError) as error:
             raise UsageError(
@@ -174,6 +172,8 @@ def _listens(address: str, port: int) -> bool:
 def _store_at(address: str, port: int, serves: bool) -> Store:
     from torch._C._distributed_c10d import TCPStore
 
+    if not serves:
+        await_others(lambda: _listens(address, port))
     timeout = timedelta(seconds=_JOIN_SECONDS)
     return TCPStore(
         address, port, world_size=None, is_master=serves, timeout=timeout, multi_tenant=True
