@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import IO, Any
@@ -11,10 +13,12 @@ from typing import IO, Any
 import click
 
 from pipeworker import __version__
+from pipeworker.environment import timings
 from pipeworker.errors import PipeworkerError
 from pipeworker.job.given import complete
 from pipeworker.job.options import BACKENDS, DEVICES, PRECISIONS, Options
-from pipeworker.plan.schedule import ORDERS, RECOMPUTE_MODES
+from pipeworker.plan.orders import ORDERS
+from pipeworker.plan.schedule import RECOMPUTE_MODES
 
 _INTERRUPTED = 130  # what a shell gives a program that SIGINT ended
 
@@ -138,14 +142,21 @@ def launch(stages: int | None, **chosen: Any) -> None:
 
 
 class _Worker(click.Command):
-    """A rank of a torchrun job. All ranks see a mistake; rank 0 alone says it."""
+    """A rank of a torchrun job. All ranks see a mistake; rank 0 alone says it.
+
+    The first rank that ends has torchrun end the others, so they give rank 0 time to speak.
+    """
 
     def main(self, *args: Any, **kwargs: Any) -> Any:
-        if os.environ.get("RANK", "0") != "0":
-            kwargs["standalone_mode"] = False
+        if os.environ.get("RANK", "0") == "0":
+            return super().main(*args, **kwargs)
+        kwargs["standalone_mode"] = False
         try:
             return super().main(*args, **kwargs)
         except click.ClickException as error:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            time.sleep(timings().verdict)
+            error.show()  # it was a mistake of this rank's alone
             sys.exit(error.exit_code)
 
     def invoke(self, ctx: click.Context) -> Any:

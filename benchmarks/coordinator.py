@@ -26,14 +26,16 @@ from pathlib import Path
 
 import zmq
 
-from pipeworker.coordinator.report import Configuration
 from pipeworker.job.options import Options
 from pipeworker.session.processes import LineProcess
+from pipeworker.session.processes import coordinator as start_coordinator
 from pipeworker.wire import codec, sockets
 from pipeworker.wire.keys import new_token
+from pipeworker.wire.lines import Bound, Configuration, FromCoordinator, ToCoordinator
 from pipeworker.wire.messages import (
     Advance,
     Batch,
+    Built,
     Described,
     Hello,
     Message,
@@ -114,15 +116,16 @@ def job(stages: int) -> Iterator[Peers]:
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "logs").mkdir()
-        process = LineProcess("pipeworker.coordinator.service")
-        process.say(Configuration(options, folder, token, "127.0.0.1").to_json())
+        process = start_coordinator()
+        process.say(Configuration(options.to_json(), folder, token, "127.0.0.1"))
         peers: list[zmq.Socket[bytes]] = []
         try:
             ((started,), _) = process.hear()
+            assert isinstance(started, Bound)
             listener = threading.Thread(target=_listen, args=(process,))
             listener.start()
             for _ in range(stages):
-                peers.append(sockets.client(context, token, started["bound"]))
+                peers.append(sockets.client(context, token, started.endpoint))
                 peers[-1].setsockopt(zmq.RCVTIMEO, 60_000)
 
             def exchange(kind: type[Message], say: list[Message]) -> None:
@@ -135,7 +138,10 @@ def job(stages: int) -> Iterator[Peers]:
             ranks = range(stages)
             exchange(Welcome, [Hello(rank, "localhost", 1000 + rank) for rank in ranks])
             exchange(Plan, [Described(rank, ("Linear",) * stages, ()) for rank in ranks])
-            ready = [Ready(r, ("Linear",), 100, "cpu", None if r else BATCH) for r in ranks]
+            ready = [
+                Ready(r, (Built(r, r, ("Linear",), 100),), "cpu", None if r else BATCH)
+                for r in ranks
+            ]
             exchange(Advance, ready)
             yield Peers(peers, process._process.pid)
         finally:
@@ -145,7 +151,7 @@ def job(stages: int) -> Iterator[Peers]:
             process.finish(5.0)
 
 
-def _listen(process: LineProcess) -> None:
+def _listen(process: LineProcess[ToCoordinator, FromCoordinator]) -> None:
     """Be the launcher that reads what the coordinator tells, to its end."""
     while process.hear()[1]:
         pass

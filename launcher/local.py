@@ -12,19 +12,31 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from pipeworker.coordinator.report import Configuration
+from pipeworker.environment import timings
 from pipeworker.errors import UsageError
+from pipeworker.host.lifetime import kill_group
 from pipeworker.job.options import Options
+from pipeworker.plan.orders import placement
 from pipeworker.record.rundir import RunDir, write_summary
-from pipeworker.session.processes import LineProcess
+from pipeworker.session.processes import coordinator, fork_server
 from pipeworker.session.show import Show, show_for
 from pipeworker.wire.keys import new_token
-from pipeworker.worker.lifetime import kill_group
+from pipeworker.wire.lines import (
+    Bound,
+    Configuration,
+    Fork,
+    Forked,
+    Interrupt,
+    Planned,
+    Unwell,
+    Verdict,
+    Warned,
+    WorkerExited,
+    never,
+)
+from pipeworker.wire.messages import Evaluation, StepResult
 
-_LEAVE_SECONDS = 3.0
-"""What workers get to leave by themselves after the verdict."""
-_INTERRUPT_SECONDS = 6.0
-"""What an interrupted job gets to end by itself."""
+_GENERATION = 1
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -68,10 +80,12 @@ def accelerators() -> int:
 class _Launch:
     def __init__(self, options: Options, run_dir: RunDir) -> None:
         self._options = options
+        self._placement = placement(options.schedule, options.stages)
         self._run_dir = run_dir
         self._token = new_token()
         self._started = time.monotonic()
-        self._verdict: dict[str, Any] | None = None
+        self._timings = timings()
+        self._verdict: Verdict | None = None
         self._deadline: float | None = None
         self._interrupts = 0
         self._steps = 0
@@ -83,20 +97,20 @@ class _Launch:
             end.setblocking(False)
         before = {number: signal.signal(number, lambda *_: None) for number in _SIGNALS}
         signal.set_wakeup_fd(self._wake_in.fileno(), warn_on_full_buffer=False)
-        self._forks = LineProcess("pipeworker.worker.forkserver")
-        self._coordinator = LineProcess("pipeworker.coordinator.service")
-        configuration = Configuration(
-            self._options, str(self._run_dir.path), self._token, "127.0.0.1"
+        self._forks = fork_server()
+        self._coordinator = coordinator()
+        options, run_dir = self._options.to_json(), str(self._run_dir.path)
+        self._coordinator.say(
+            Configuration(options, run_dir, self._token, "127.0.0.1", _GENERATION)
         )
-        self._coordinator.say(configuration.to_json())
         self._show: Show = show_for(self._options, str(self._run_dir.path))
         try:
             self._loop()
         finally:
             self._forks.hang_up()
             self._coordinator.hang_up()
-            self._forks.finish(_LEAVE_SECONDS)
-            self._coordinator.finish(_LEAVE_SECONDS)
+            self._forks.finish(self._timings.leave)
+            self._coordinator.finish(self._timings.leave)
             self._shown(self._show.close)
             signal.set_wakeup_fd(-1)
             for number, handler in before.items():
@@ -105,7 +119,7 @@ class _Launch:
             self._wake_out.close()
         verdict = self._verdict or self._verdict_of_our_own()
         self._shown(self._show.ended, verdict)
-        return int(verdict["exit_status"])
+        return verdict.exit_status
 
     def _loop(self) -> None:
         """Pass on what the processes say until the verdict is in and the workers are gone."""
@@ -124,48 +138,43 @@ class _Launch:
     def _hear_coordinator(self) -> bool:
         events, more = self._coordinator.hear()
         for event in events:
-            ((kind, value),) = event.items()
-            match kind:
-                case "bound":
-                    self._fork_all(value)
-                case "planned":
-                    self._shown(self._show.planned, value)
-                case "step":
-                    self._steps = value["step"]
-                    self._shown(self._show.step, value)
-                case "warning":
-                    self._shown(self._show.warning, value)
-                case "ended":
-                    self._verdict = value
-                    self._deadline = time.monotonic() + _LEAVE_SECONDS
+            match event:
+                case Bound():
+                    self._fork_all(event.endpoint)
+                case Verdict():
+                    self._verdict = event
+                    self._deadline = time.monotonic() + self._timings.leave
+                case StepResult():
+                    self._steps = event.step
+                    self._shown(self._show.hear, event)
+                case Planned() | Evaluation() | Warned():
+                    self._shown(self._show.hear, event)
+                case _:
+                    never(event)
         return more or self._verdict is not None
 
     def _fork_all(self, endpoint: str) -> None:
-        for rank in range(self._options.stages):
-            settings = {
-                "rank": rank,
-                "endpoint": endpoint,
-                "token": self._token,
-                "local_rank": rank,
-            }
-            self._forks.say({"fork": settings})
+        for rank in range(self._placement.ranks):
+            self._forks.say(Fork(rank, _GENERATION, endpoint, self._token, local_rank=rank))
 
     def _hear_forks(self) -> bool:
         events, more = self._forks.hear()
         for event in events:
-            if "forked" in event:
-                rank, pid = event["forked"]
-                self._pids[rank] = pid
-            else:
-                del self._pids[event["exited"][0]]
-                self._coordinator.say(event)
+            match event:
+                case Forked():
+                    self._pids[event.rank] = event.pid
+                case WorkerExited():
+                    del self._pids[event.rank]
+                    self._coordinator.say(event)
+                case _:
+                    never(event)
         if not more:
             # The kernel kills the workers when their server dies, but not what they started.
             for pid in self._pids.values():
                 kill_group(pid)
             self._pids.clear()
         if not more and self._verdict is None:
-            self._coordinator.say({"failed": "the fork server of this host was killed"})
+            self._coordinator.say(Unwell("the fork server of this host was killed"))
         return more or self._verdict is None
 
     def _on_signal(self) -> bool:
@@ -174,8 +183,8 @@ class _Launch:
             self._interrupts += 1
             if self._interrupts > 1:
                 return False
-            self._coordinator.say({"interrupt": True})
-            self._deadline = self._deadline or time.monotonic() + _INTERRUPT_SECONDS
+            self._coordinator.say(Interrupt())
+            self._deadline = self._deadline or time.monotonic() + self._timings.interrupted
             self._shown(self._show.warning, "stopping after this step; again to stop at once")
         return True
 
@@ -187,27 +196,17 @@ class _Launch:
             if not self._interrupts and self._verdict is None:
                 self._wake_in.send(bytes([signal.SIGHUP]))
 
-    def _verdict_of_our_own(self) -> dict[str, Any]:
+    def _verdict_of_our_own(self) -> Verdict:
         """The coordinator left without one: it was killed, or the user did not wait for it."""
-        seconds = time.monotonic() - self._started
-        error = None if self._interrupts else "the coordinator was killed"
-        verdict = {
-            "status": "interrupted" if self._interrupts else "failed",
-            "exit_status": 130 if self._interrupts else 1,
-            "steps": self._steps,
-            "seconds": seconds,
-            "peak_memory_bytes": [0] * self._options.stages,
-            "bubble": 0.0,
-            "error": error,
-        }
-        write_summary(
-            self._run_dir,
-            status=str(verdict["status"]),
+        interrupted = bool(self._interrupts)
+        verdict = Verdict(
+            status="interrupted" if interrupted else "failed",
+            exit_status=130 if interrupted else 1,
             steps=self._steps,
-            stages=self._options.stages,
-            seconds=seconds,
-            peak_memory=[0] * self._options.stages,
+            seconds=time.monotonic() - self._started,
+            peak_memory=(0,) * self._placement.ranks,
             bubble=0.0,
-            error=error,
+            error=None if interrupted else "the coordinator was killed",
         )
+        write_summary(self._run_dir, verdict, self._placement.stages)
         return verdict

@@ -9,13 +9,13 @@ from collections.abc import Callable
 from functools import partial
 from typing import TextIO
 
+from pipeworker.host.lifetime import die_with, kill_group
 from pipeworker.job.options import Options
 from pipeworker.record.rundir import RunDir
 from pipeworker.session.head import Head, Hear, meet
 from pipeworker.session.place import Place
 from pipeworker.session.show import Show
-from pipeworker.wire.messages import Finish
-from pipeworker.worker.lifetime import die_with, kill_group
+from pipeworker.wire.messages import Abort
 
 
 def run(place: Place, options: Options, make_run_dir: Callable[[], RunDir]) -> int:
@@ -41,12 +41,12 @@ def run(place: Place, options: Options, make_run_dir: Callable[[], RunDir]) -> i
     return meeting.head.finish(service.run(settings, partial(_leave, meeting.head)))
 
 
-def _leave(head: Head, finish: Finish) -> None:
+def _leave(head: Head, abort: Abort) -> None:
     """Called by the control thread while the main thread is inside a step."""
     from pipeworker.worker.control import say
 
-    say(finish)
-    os._exit(head.finish(finish.exit_status))
+    say(abort)
+    os._exit(head.finish(abort.exit_status))
 
 
 def _again(descriptor: int) -> TextIO:

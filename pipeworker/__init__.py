@@ -22,8 +22,8 @@ from pipeworker.errors import (
 if TYPE_CHECKING:
     from pipeworker.session.pipeline import Pipeline, train
     from pipeworker.wire.messages import StepResult
-    from pipeworker.worker.recompute import is_recomputing
-    from pipeworker.worker.skips import namespace, pop, stash
+    from pipeworker.worker.stage.recompute import is_recomputing
+    from pipeworker.worker.stage.skips import namespace, pop, stash
 
 __version__ = "0.1.0"
 
@@ -49,10 +49,10 @@ _LAZY = {
     "Pipeline": "pipeworker.session.pipeline",
     "StepResult": "pipeworker.wire.messages",
     "train": "pipeworker.session.pipeline",
-    "is_recomputing": "pipeworker.worker.recompute",
-    "namespace": "pipeworker.worker.skips",
-    "pop": "pipeworker.worker.skips",
-    "stash": "pipeworker.worker.skips",
+    "is_recomputing": "pipeworker.worker.stage.recompute",
+    "namespace": "pipeworker.worker.stage.skips",
+    "pop": "pipeworker.worker.stage.skips",
+    "stash": "pipeworker.worker.stage.skips",
 }
 
 

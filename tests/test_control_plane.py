@@ -10,22 +10,21 @@ import threading
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 from urllib.parse import urlsplit
 
 import msgpack
 import pytest
 import zmq
-from conftest import JOB, Jobs, Run, processes_of, until
 
-from pipeworker.coordinator.report import Configuration
 from pipeworker.job.options import Options
-from pipeworker.session.processes import LineProcess
+from pipeworker.session.processes import coordinator, fork_server
 from pipeworker.wire import sockets
 from pipeworker.wire.codec import MAX_FRAME_BYTES, encode
 from pipeworker.wire.keys import client_keys, new_token, server_keys
+from pipeworker.wire.lines import Bound, Configuration, Fork, Verdict, WorkerExited
 from pipeworker.wire.messages import (
     Batch,
+    Built,
     Cause,
     Described,
     Failed,
@@ -38,15 +37,27 @@ from pipeworker.wire.messages import (
     Ready,
     Saved,
     StepDone,
+    StepResult,
     StoreOperation,
     StoreRequest,
 )
+from support.jobs import Jobs, Run, processes_of, until
+from support.sources import JOB
 
-SLOW_JOB = JOB.replace(
-    "    def model():",
-    """
+SLOW_JOB = (
+    JOB.replace(
+        "    def model():",
+        """
     import sys
     import time
+    from pathlib import Path
+
+    read = []
+
+    def gate():
+        read.append(1)
+        while "slow" in sys.argv and len(read) > int(sys.argv[2]) and not Path("go").exists():
+            time.sleep(0.02)
 
     class Slow(nn.Module):
         def forward(self, x):
@@ -55,7 +66,11 @@ SLOW_JOB = JOB.replace(
             return x
 
     def model():""",
-).replace("nn.ReLU()", "nn.ReLU(), Slow()")
+    )
+    .replace("nn.ReLU()", "nn.ReLU(), Slow()")
+    .replace("x = torch.randn(10", "gate()\n            x = torch.randn(10")
+)
+"""With the words ``slow N`` it takes its time, and after N mini-batches waits for a file ``go``."""
 
 FRAMES = 10_000
 GENERATION = 1
@@ -69,40 +84,45 @@ class OwnJob:
         self.run_dir = run_dir
         self.endpoint = ""
         self.steps = 0
-        self.verdict: dict[str, Any] = {}
+        self.verdict: Verdict | None = None
         self.codes: list[int] = []
         (run_dir / "logs").mkdir(parents=True)
-        options = Options(str(job_file), 2, 2, arguments=("slow",), steps=steps, recompute="never")
-        self.forks = LineProcess("pipeworker.worker.forkserver")
-        self.coordinator = LineProcess("pipeworker.coordinator.service")
-        self.coordinator.say(
-            Configuration(options, str(run_dir), self.token, "127.0.0.1").to_json()
+        options = Options(
+            str(job_file), 2, 2, arguments=("slow", "60"), steps=steps, recompute="never"
         )
-        self.threads = [
-            threading.Thread(target=self._hear, args=(process,))
-            for process in (self.coordinator, self.forks)
-        ]
+        self.forks = fork_server()
+        self.coordinator = coordinator()
+        self.coordinator.say(
+            Configuration(options.to_json(), str(run_dir), self.token, "127.0.0.1", GENERATION)
+        )
+        hears = (self._hear_coordinator, self._hear_forks)
+        self.threads = [threading.Thread(target=hear) for hear in hears]
         for thread in self.threads:
             thread.start()
 
-    def _hear(self, process: LineProcess) -> None:
+    def _hear_coordinator(self) -> None:
         more = True
         while more:
-            events, more = process.hear()
+            events, more = self.coordinator.hear()
             for event in events:
-                ((kind, value),) = event.items()
-                match kind:
-                    case "bound":
-                        self.endpoint = value
+                match event:
+                    case Bound():
+                        self.endpoint = event.endpoint
                         for rank in (0, 1):
-                            settings = {"rank": rank, "endpoint": value, "token": self.token}
-                            self.forks.say({"fork": {**settings, "local_rank": rank}})
-                    case "exited":
-                        self.coordinator.say(event)
-                    case "step":
-                        self.steps = value["step"]
-                    case "ended":
-                        self.verdict = value
+                            fork = Fork(rank, GENERATION, event.endpoint, self.token, rank)
+                            self.forks.say(fork)
+                    case StepResult():
+                        self.steps = event.step
+                    case Verdict():
+                        self.verdict = event
+
+    def _hear_forks(self) -> None:
+        more = True
+        while more:
+            events, more = self.forks.hear()
+            for event in events:
+                if isinstance(event, WorkerExited):
+                    self.coordinator.say(event)
 
     @property
     def log(self) -> str:
@@ -138,13 +158,13 @@ def lies() -> list[Message]:
         Hello(0, "elsewhere", 1),
         Hello(7, "x" * 1000, 1),
         Described(0, ("Linear",), ()),
-        Ready(0, (), 0, "cpu", batch),
+        Ready(0, (Built(0, 0, (), 0),), "cpu", batch),
         *(StepDone(1, s, (9.0,), (), (9.0,), 0.0, 0.0, 0, None) for s in range(1, 80)),
         Saved(0, 1),
         Heartbeat(1, Position(Phase.FORWARD, 1, 1, 1)),
         Failed(0, Failure(Cause.USER, "I am stage 0 and have failed", 0)),
         Failed(1, Failure(Cause.SIGNAL, "so have I", 1)),
-        StoreRequest(0, 1, StoreOperation.SET, ("0>1/activation",), b"x"),
+        StoreRequest(0, 1, StoreOperation.SET, ("shared/replica-0/0>1/activation",), b"x"),
         StoreRequest(0, 2, StoreOperation.GET, ("never",)),
     ]
 
@@ -184,6 +204,7 @@ def strangers(context: zmq.Context[zmq.Socket[bytes]], job: OwnJob) -> list[zmq.
 def raw_garbage(endpoint: str, chance: random.Random) -> None:
     """Bytes that are no ZMTP, on connections closed in all the ways there are."""
     url = urlsplit(endpoint)
+    assert url.port
     for number in range(60):
         with (
             socket.create_connection((url.hostname, url.port), timeout=5) as made,
@@ -225,10 +246,12 @@ def test_rubbish_and_strangers_change_nothing(
         assert attacked.resident() - before < 8 << 20
         assert not any(peer.poll(0) for peer in outside)
         assert secrets_seen(attacked.token, processes_of(jobs.folder)) == []
-        until(lambda: attacked.verdict, 60)
+        (jobs.folder / "go").touch()
+        until(lambda: attacked.verdict)
     finally:
         attacked.close()
-    assert (attacked.verdict["status"], attacked.verdict["error"]) == ("done", None)
+    assert attacked.verdict
+    assert (attacked.verdict.status, attacked.verdict.error) == ("done", None)
     assert attacked.codes == [0, 0]
     assert attacked.steps == steps > during
     assert len(attacked.log) < 20_000
@@ -266,7 +289,7 @@ def test_the_command_shows_no_token(jobs: Jobs) -> None:
     assert looks_like.fullmatch(new_token().encode())
     words = ("--stages", "2", "--microbatches", "2", "--steps", "30", "--recompute", "never")
     clean = {k: v for k, v in os.environ.items() if not looks_like.search(v.encode())}
-    process, run_dir = jobs.start(*words, "--", "slow", source=SLOW_JOB, env=clean)
+    process, run_dir = jobs.start(*words, "--", "slow", "20", source=SLOW_JOB, env=clean, cold=True)
     metrics = run_dir / "metrics.jsonl"
     until(lambda: metrics.exists() and metrics.read_text().count("\n") >= 2)
     pids = processes_of(jobs.folder)
@@ -274,6 +297,7 @@ def test_the_command_shows_no_token(jobs: Jobs) -> None:
     for pid in pids:
         for name in ("cmdline", "environ"):
             assert not looks_like.search(Path(f"/proc/{pid}/{name}").read_bytes()), pids[pid]
+    (jobs.folder / "go").touch()
     shown, errors = process.communicate(timeout=60)
     assert process.returncode == 0, errors
     for file in run_dir.rglob("*"):

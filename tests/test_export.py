@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import shutil
-import subprocess
 from pathlib import Path
 
 import pytest
 import torch
 from click.testing import CliRunner
-from conftest import COMMAND, Jobs, Run
 from safetensors.torch import load_file
 from torch import nn
+
+from support.jobs import Jobs, Run
 
 # Buffers, an entry that shares memory with another of its module, and entries of no floating type.
 SOURCE = """
@@ -50,11 +50,6 @@ def run(jobs: Jobs) -> Run:
     return jobs.train("--stages", "3", "--microbatches", "4", source=SOURCE)
 
 
-def export(*words: Path) -> subprocess.CompletedProcess[str]:
-    line = [*COMMAND, "export", *map(str, words)]
-    return subprocess.run(line, capture_output=True, text=True)
-
-
 def model_of(folder: Path) -> nn.Sequential:
     names: dict[str, object] = {}
     exec((folder / "job.py").read_text(), names)
@@ -68,7 +63,7 @@ def test_weights_load_into_a_sequential(jobs: Jobs, run: Run) -> None:
         (jobs.folder / "out.pt", lambda path: torch.load(path, weights_only=True)),
         (jobs.folder / "out.safetensors", load_file),
     ):
-        done = export(run.path, out)
+        done = jobs.pipeworker("export", str(run.path), str(out))
         assert (done.returncode, done.stderr) == (0, "")
         net = model_of(jobs.folder)
         before = {key: value.clone() for key, value in net.state_dict().items()}
@@ -88,7 +83,9 @@ def test_mistakes(jobs: Jobs, run: Run) -> None:
 
     (checkpoint,) = (run.path / "checkpoints").iterdir()
     out = jobs.folder / "out.pt"
-    assert export(checkpoint, out).returncode == 0  # a checkpoint will do as well as a run
+    assert (
+        jobs.pipeworker("export", str(checkpoint), str(out)).returncode == 0
+    )  # a checkpoint will do as well as a run
     out.unlink()
     moved = jobs.folder / "moved"
     shutil.copytree(checkpoint, moved)
@@ -108,7 +105,7 @@ def test_mistakes(jobs: Jobs, run: Run) -> None:
         assert expected in result.output
         assert len(result.output.splitlines()) == 1
         assert not to.exists()
-    done = export(jobs.folder / "nothing", out)
+    done = jobs.pipeworker("export", str(jobs.folder / "nothing"), str(out))
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith("error: ")
     assert len(done.stderr.splitlines()) == 1

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from conftest import Jobs
-from test_bitwise import DROPOUT_JOB, assert_same
+
+from support.compare import assert_same
+from support.jobs import Jobs
+from support.sources import DROPOUT_JOB
 
 pytestmark = [
     pytest.mark.gpu,

@@ -6,7 +6,6 @@ import json
 import os
 import signal
 import socket
-import subprocess
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,27 +13,10 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
-from conftest import JOB, Jobs, processes_of, until
-from test_show import Terminal
 
-SLEEPERS = JOB.replace(
-    "def model",
-    """
-    import os, subprocess, time
-    from pathlib import Path
-
-    class Parent(nn.Module):
-        child = None
-
-        def forward(self, x):
-            if self.child is None:
-                self.child = subprocess.Popen(["sleep", "1000"])
-                Path(f"child-{os.getpid()}").write_text(str(self.child.pid))
-            return x
-
-    def model""",
-).replace("nn.Tanh()", "Parent(), nn.Tanh()")
-"""Layer 3, on the middle stage of three, starts a process that stays if nobody ends it."""
+from support.jobs import Jobs, Process, processes_of, until
+from support.sources import JOB, SLEEPERS
+from support.terminal import Terminal
 
 STUCK = JOB.replace(
     "def model",
@@ -51,16 +33,28 @@ STUCK = JOB.replace(
     def model""",
 ).replace("nn.ReLU()", "Stuck()")
 
+STARTING = (
+    """
+    import time
+    from pathlib import Path
+
+    Path("starting").touch()
+    while True:
+        time.sleep(1000)
+"""
+    + JOB
+)
+
 ENDLESS = ("--stages", "3", "--microbatches", "4", "--steps", "1000000")
-SECONDS = 10.0
-"""What a job may take to be gone."""
+SECONDS = 60.0
+"""What a job may take to be gone, however busy the host is."""
 
 
 @dataclass
 class Live:
     """A job in the middle of its training."""
 
-    process: subprocess.Popen[str]
+    process: Process
     path: Path
     folder: Path
     shared: set[Path]
@@ -78,15 +72,22 @@ class Live:
         stages = [stage["pid"] for stage in plan["stages"]]
         if who.startswith("stage "):
             return int(stages[int(who.split()[1])])
-        module = {"coordinator": "coordinator.service", "fork server": "worker.forkserver"}[who]
-        found = processes_of(self.folder).items()
-        (pid,) = (pid for pid, line in found if module in line and pid not in stages)
+        name, module = {
+            "coordinator": ("coordinator\n", "coordinator.service"),
+            "fork server": ("forkserver\n", "host.forkserver"),
+        }[who]  # of a forked process, of an interpreter
+        (pid,) = (
+            pid
+            for pid, line in processes_of(self.folder).items()
+            if (line.startswith(name) or module in line) and pid not in stages
+        )
         return pid
 
     def end(self) -> tuple[int, str]:
         """Wait for the launcher and for every trace of the job to go; its status and stderr."""
         _, stderr = self.process.communicate(timeout=SECONDS)
         self.check_gone()
+        assert self.process.returncode is not None
         return self.process.returncode, stderr
 
     def check_gone(self) -> None:
@@ -95,6 +96,7 @@ class Live:
         until(lambda: set(Path("/dev/shm").iterdir()) <= self.shared)
         log = (self.path / "logs" / "coordinator.log").read_text()
         address = urlsplit(log.partition("bound to ")[2].split()[0])
+        assert address.port
         with pytest.raises(ConnectionRefusedError):
             socket.create_connection((address.hostname, address.port), timeout=5)
         assert not list(self.path.rglob("*.partial"))
@@ -107,9 +109,9 @@ def start(jobs: Jobs, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Live]:
     temporary.mkdir()
     monkeypatch.setenv("TMPDIR", str(temporary))
 
-    def start(*words: str, source: str = SLEEPERS) -> Live:
+    def start(*words: str, source: str = SLEEPERS, **options: Any) -> Live:
         shared = set(Path("/dev/shm").iterdir())
-        process, path = jobs.start(*ENDLESS, *words, source=source)
+        process, path = jobs.start(*ENDLESS, *words, source=source, **options)
         live = Live(process, path, jobs.folder, shared)
         if source is SLEEPERS:
             until(lambda: rows(path) > 2)
@@ -202,10 +204,13 @@ def test_a_signal_ends_the_job_after_its_step(
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
-def test_an_end_while_the_job_starts(jobs: Jobs, number: signal.Signals) -> None:
-    process, path = jobs.start(*ENDLESS)
+@pytest.mark.parametrize("cold", [True, False], ids=["importing torch", "in the job file"])
+def test_an_end_while_the_job_starts(jobs: Jobs, number: signal.Signals, cold: bool) -> None:
+    process, path = jobs.start(*ENDLESS, source=STARTING, cold=cold)
     log = path / "logs" / "coordinator.log"
-    until(lambda: log.exists() and "bound to" in log.read_text())  # torch is being imported
+    until(lambda: log.exists() and "bound to" in log.read_text())
+    if not cold:
+        until((jobs.folder / "starting").exists)
     assert not (path / "plan.json").exists()
     process.send_signal(number)
     _, stderr = process.communicate(timeout=SECONDS)
@@ -219,13 +224,17 @@ def test_an_end_while_the_job_starts(jobs: Jobs, number: signal.Signals) -> None
 
 
 def test_a_second_interrupt_ends_the_job_at_once(start: Callable[..., Live]) -> None:
-    live = start(source=STUCK)
+    patient = {
+        **os.environ,
+        "PIPEWORKER_TIMINGS": "interrupt=1e5,interrupted=1e6,verdict=1e6,meet=2e6",
+    }
+    live = start(source=STUCK, env=patient)  # the step never ends, and is waited for
     until(lambda: (live.folder / "stuck").exists())
     live.process.send_signal(signal.SIGINT)
     assert live.process.stderr is not None
     assert "stopping after this step" in live.process.stderr.readline()
     live.process.send_signal(signal.SIGINT)
-    assert live.process.wait(2.5) == 130  # the step would never end, and its grace is longer
+    assert live.process.wait(SECONDS) == 130
     live.check_gone()
     assert live.summary["status"] == "interrupted"
 

@@ -13,6 +13,7 @@ import pytest
 import pipeworker
 
 ROOT = Path(pipeworker.__file__).parents[1]
+TESTS = Path(__file__).parent
 FILES = sorted(
     [ROOT / "cli.py", *(ROOT / "launcher").rglob("*.py"), *(ROOT / "pipeworker").rglob("*.py")]
 )
@@ -27,18 +28,76 @@ SHELL_ONLY = frozenset(
 """Clocks, files, sockets, processes, environment, randomness: what a decision may not depend on."""
 BUILTIN_SHELLS = {"open", "input", "print", "exec", "eval", "__import__"}
 
+FLOORS = [
+    *("pipeworker.errors", "pipeworker", "pipeworker.timings", "pipeworker.environment"),
+    *("pipeworker.wire", "pipeworker.plan", "pipeworker.job", "pipeworker.record"),
+    *("pipeworker.host", "pipeworker.coordinator"),
+    *("pipeworker.worker", "pipeworker.worker.internals", "pipeworker.worker.device"),
+    *("pipeworker.worker.blame", "pipeworker.worker.control", "pipeworker.worker.transport"),
+    *("pipeworker.worker.stage", "pipeworker.worker.update", "pipeworker.worker.step"),
+    *("pipeworker.worker.model", "pipeworker.worker.worker", "pipeworker.worker.service"),
+    *("pipeworker.host.forkserver", "pipeworker.session", "launcher", "cli"),
+    "pipeworker.__main__",
+]
+"""The house from the ground up: a room, or a module with a floor of its own, imports what is below
+it or beside it in its room. The fork server starts workers; ``__main__`` is the door, and leads up.
+"""
+
+ROOMS_WITHIN = {
+    "pipeworker.wire": ["messages", "codec", "lines", "keys", "sockets"],
+    "pipeworker.plan": [
+        *("actions", "placement", "schedule", "connect", "orders", "columns", "network", "check"),
+        *("simulate",),
+        *("partition", "skips", "ties"),
+    ],
+    "pipeworker.job": ["options", "given", "file"],
+    "pipeworker.record": ["rundir", "weights"],
+    "pipeworker.host": ["lifetime", "position", "forkserver"],
+    "pipeworker.coordinator": [
+        *("scaler", "calls", "rendezvous", "roster", "cause", "tally", "progress", "events"),
+        *("effects", "states", "blueprint", "loop", "report", "generation", "job", "service"),
+    ],
+    "pipeworker.worker.transport": ["link", "courier", "frame", "shared", "distributed", "channel"],
+    "pipeworker.worker.stage": [
+        *("microbatch", "rng", "recompute", "batchnorm", "losses", "skips", "split", "values"),
+        *("boundary", "stage"),
+    ],
+    "pipeworker.worker.update": ["ties", "update"],
+    "pipeworker.worker.step": ["data", "evaluation", "flow", "stream", "executor"],
+    "pipeworker.worker.model": ["structures", "survey", "model"],
+    "pipeworker.session": ["place", "processes", "show", "head", "session", "pipeline"],
+    "launcher": ["local", "torchrun"],
+}
+"""Within a room it is so too."""
+
 LIGHT = [
-    *("pipeworker.plan", "pipeworker.wire", "pipeworker.coordinator"),
-    *("pipeworker.job.options", "pipeworker.record.rundir", "pipeworker.errors"),
+    *("pipeworker.plan", "pipeworker.wire", "pipeworker.coordinator", "pipeworker.environment"),
+    *("pipeworker.job.options", "pipeworker.job.given", "pipeworker.record.rundir"),
+    *("pipeworker.host.lifetime", "pipeworker.host.position"),
+    *("pipeworker.errors", "pipeworker.timings"),
 ]
 """What runs where torch is not, or must start at once."""
 PURE = [
-    *("pipeworker.plan", "pipeworker.coordinator.machine", "pipeworker.coordinator.effects"),
-    *("pipeworker.coordinator.blueprint", "pipeworker.coordinator.roster"),
-    *("pipeworker.coordinator.calls",),
-    *("pipeworker.coordinator.tally", "pipeworker.coordinator.scaler", "pipeworker.job.options"),
-    *("pipeworker.coordinator.rendezvous", "pipeworker.wire.messages", "pipeworker.errors"),
+    *("pipeworker.plan", "pipeworker.errors", "pipeworker.timings", "pipeworker.job.options"),
+    *("pipeworker.wire.messages", "pipeworker.wire.codec", "pipeworker.wire.lines"),
+    *(
+        f"pipeworker.coordinator.{name}"
+        for name in (
+            *("job", "generation", "loop", "progress", "events", "blueprint", "roster", "calls"),
+            *("tally", "scaler", "rendezvous", "effects", "report", "states", "cause"),
+        )
+    ),
 ]
+SHELL = {"pipeworker.coordinator", "pipeworker.coordinator.service"}
+"""What is left of the coordinator: the rest decides."""
+
+PRIVATE = {
+    *("_C", "_buffers", "_parameters", "_modules", "_version", "_base", "_cdata", "_call_impl"),
+    *("_forward_hooks", "_forward_pre_hooks", "_post_accumulate_grad_hooks", "_execution_engine"),
+    *("_get_default_store", "_get_default_group", "_distributed_c10d", "_storage_Use_Count"),
+    *("_pytree", "_dynamo", "_subclasses", "_functorch", "_unsafe_view", "_backward_hooks"),
+}
+"""Names of torch's own, on whatever they are looked up. Of ``self`` they are ours."""
 
 
 def module_of(path: Path) -> str:
@@ -49,20 +108,21 @@ def module_of(path: Path) -> str:
 MODULES = {module_of(path): ast.parse(path.read_text(encoding="utf-8")) for path in FILES}
 
 
-def statements(node: ast.AST, *, lazy: bool) -> Iterator[ast.AST]:
+def statements(node: ast.AST, *, lazy: bool, typing: bool) -> Iterator[ast.AST]:
     """All of a module, or without `lazy` what runs when it is imported."""
     for child in ast.iter_child_nodes(node):
-        if not lazy and isinstance(child, ast.If) and ast.unparse(child.test) == "TYPE_CHECKING":
+        if not typing and isinstance(child, ast.If) and ast.unparse(child.test) == "TYPE_CHECKING":
             continue
         yield child
         if lazy or not isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef):
-            yield from statements(child, lazy=lazy)
+            yield from statements(child, lazy=lazy, typing=typing)
 
 
-def imports(module: str, *, lazy: bool = True) -> set[str]:
-    """What a module imports; ``if TYPE_CHECKING`` counts where functions do."""
+def imports(module: str, *, lazy: bool = True, typing: bool | None = None) -> set[str]:
+    """What a module imports, with `lazy` in functions and with `typing` for type hints alone."""
     found = set()
-    for node in statements(MODULES[module], lazy=lazy):
+    typing = lazy if typing is None else typing
+    for node in statements(MODULES[module], lazy=lazy, typing=typing):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
@@ -98,13 +158,37 @@ def within(rooms: list[str]) -> list[str]:
     return [m for m in MODULES if any(m == room or m.startswith(f"{room}.") for room in rooms)]
 
 
+def floor(module: str) -> str:
+    """The most exact of FLOORS that a module is on."""
+    found = [f for f in FLOORS if module == f or module.startswith(f"{f}.")]
+    return max(found, key=len)
+
+
+def named_for_scripts(module: str, name: str) -> bool:
+    """The package itself names, for the type checker alone, what a script may call."""
+    return module == "pipeworker" and name not in imports(module, lazy=False)
+
+
 def upward() -> Iterator[tuple[str, str]]:
-    """Every import that goes against cli -> launcher -> pipeworker."""
-    above = {"cli": set(), "launcher": {"cli"}, "pipeworker": {"cli", "launcher"}}
+    """Every import, those in functions too, of something on a higher floor."""
     for module in MODULES:
-        for name in imports(module):
-            if name.partition(".")[0] in above[module.partition(".")[0]]:
+        for name in imports(module) & MODULES.keys():
+            if FLOORS.index(floor(name)) > FLOORS.index(floor(module)) and not named_for_scripts(
+                module, name
+            ):
                 yield module, name
+
+
+def upstairs() -> Iterator[tuple[str, str]]:
+    """Every import within a room of something further up in it; type hints may look up."""
+    for module in MODULES:
+        for name in imports(module, typing=False) & MODULES.keys():
+            for room, order in ROOMS_WITHIN.items():
+                ends = [m.removeprefix(f"{room}.") for m in (module, name)]
+                if all(m.startswith(f"{room}.") for m in (module, name)):
+                    here, there = (order.index(end.partition(".")[0]) for end in ends)
+                    if there > here:
+                        yield module, name
 
 
 def test_the_files_are_found() -> None:
@@ -118,9 +202,42 @@ def test_the_files_are_found() -> None:
     }
 
 
+def test_every_module_has_a_floor() -> None:
+    assert {floor(module) for module in MODULES} == {*FLOORS}  # and no floor is empty
+    assert len({*FLOORS}) == len(FLOORS)
+    assert floor("pipeworker.host.forkserver") != floor("pipeworker.host.lifetime")
+    alone = {module for module in MODULES if floor(module) == "pipeworker"}
+    assert alone == {"pipeworker"}  # nothing has the ground floor for want of its own
+    for room, order in ROOMS_WITHIN.items():
+        inside = [m.removeprefix(f"{room}.").partition(".")[0] for m in within([room]) if m != room]
+        assert {*inside} == {*order}, room
+
+
 def test_nothing_imports_upward() -> None:
-    """``python -m pipeworker`` is the one door, made to lead up."""
-    assert {module for module, _ in upward()} == {"pipeworker.__main__"}
+    assert sorted(upward()) == []
+    assert FLOORS[-1] == "pipeworker.__main__"  # from where cli and launcher are imported
+    assert not [m for m in MODULES if "pipeworker.__main__" in imports(m)]
+
+
+def test_nothing_within_a_room_imports_upward() -> None:
+    """So no two modules need each other to be imported."""
+    assert sorted(upstairs()) == []
+
+
+def test_an_import_upward_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    wrong = {
+        "pipeworker.plan.check": "from pipeworker.wire.codec import Codec",  # below: it may
+        "pipeworker.wire.keys": "def late():\n    import pipeworker.plan.check",
+        "pipeworker.worker.stage.rng": "from pipeworker.worker.step import executor",
+        "pipeworker.coordinator.tally": "from pipeworker.coordinator.loop import Loop",
+    }
+    for module, text in wrong.items():
+        monkeypatch.setitem(MODULES, module, ast.parse(text))
+    assert sorted(upward()) == [
+        ("pipeworker.wire.keys", "pipeworker.plan.check"),
+        ("pipeworker.worker.stage.rng", "pipeworker.worker.step.executor"),
+    ]
+    assert ("pipeworker.coordinator.tally", "pipeworker.coordinator.loop") in upstairs()
 
 
 @pytest.mark.parametrize("module", within(LIGHT))
@@ -143,7 +260,70 @@ def test_torch_stays_out_of_a_running_coordinator() -> None:
 
 def test_the_fork_server_imports_what_every_worker_would() -> None:
     """A second for each of them: any torch optimizer imports it when it is built."""
-    assert "torch._dynamo" in imports("pipeworker.worker.forkserver")
+    assert "pipeworker.worker.internals" in imports("pipeworker.host.forkserver")
+    code = (
+        "from pipeworker.worker.internals import preload; preload(); "
+        "import sys; print('torch._dynamo' in sys.modules)"
+    )
+    ran = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=100
+    )
+    assert (ran.returncode, ran.stdout.strip()) == (0, "True"), ran.stderr
+
+
+def private_names(module: str) -> set[str]:
+    """What a module uses of torch that torch does not promise."""
+    found, torchs = set(), set()
+    for node in ast.walk(MODULES[module]):
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            source = node.module or "" if isinstance(node, ast.ImportFrom) else ""
+            for alias in node.names:
+                name = f"{source}.{alias.name}".removeprefix(".")
+                if name.partition(".")[0] == "torch":
+                    torchs.add((alias.asname or alias.name).partition(".")[0])
+                    found |= {name} if is_private(name) else set()
+    for node in ast.walk(MODULES[module]):
+        if isinstance(node, ast.Attribute):
+            dotted = ast.unparse(node)
+            ours = isinstance(node.value, ast.Name) and node.value.id in ("self", "cls")
+            if (node.attr in PRIVATE or node.attr.startswith("_foreach_")) and not ours:
+                found.add(dotted)
+            if dotted.partition(".")[0] in torchs and is_private(dotted):
+                found.add(dotted)
+        elif isinstance(node, ast.Constant) and node.value in PRIVATE:
+            found.add(repr(node.value))  # for getattr
+    return found
+
+
+def is_private(dotted: str) -> bool:
+    return any(part.startswith("_") and not part.startswith("__") for part in dotted.split("."))
+
+
+@pytest.mark.parametrize("module", [m for m in MODULES if m != "pipeworker.worker.internals"])
+def test_the_private_names_of_torch_are_in_one_module(module: str) -> None:
+    assert not private_names(module)
+
+
+def test_private_names_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = private_names("pipeworker.worker.internals")
+    assert {"torch._C._storage_Use_Count", "torch._dynamo", "torch._foreach_mul_"} <= seen
+    assert {"module._buffers", "tensor._version", "target._backward_hooks"} <= seen
+    assert {"Variable._execution_engine", "dist.distributed_c10d._get_default_store"} <= seen
+    text = """
+from torch.utils import _pytree as pytree
+from torch import nn, distributed as dist
+import torch.nn.functional as F
+from torch._C._distributed_c10d import Store
+x = nn.modules._functions
+y = F._canonical_mask
+getattr(z, "_buffers")
+self._buffers = dist.init_process_group(self._buffers.__class__)
+"""
+    monkeypatch.setitem(MODULES, "pipeworker.worker.blame", ast.parse(text))
+    assert private_names("pipeworker.worker.blame") == {
+        *("torch.utils._pytree", "torch._C._distributed_c10d.Store", "nn.modules._functions"),
+        *("F._canonical_mask", "'_buffers'"),
+    }
 
 
 @pytest.mark.parametrize("module", within(PURE))
@@ -160,15 +340,55 @@ def test_a_decision_depends_on_its_arguments_alone(module: str) -> None:
     assert not calls & BUILTIN_SHELLS
 
 
-def test_imports_within_the_core_go_one_way() -> None:
-    """plan knows nobody; wire and job know errors; only the service joins machine and sockets."""
-    ours = {m: {n for n in imports(m) if n.startswith("pipeworker.")} for m in MODULES}
-    for module in within(["pipeworker.plan"]):
-        assert all(n.startswith(("pipeworker.plan", "pipeworker.errors")) for n in ours[module])
-    for module in within(["pipeworker.wire"]):
-        assert all(n.startswith(("pipeworker.wire", "pipeworker.errors")) for n in ours[module])
-    for module in within(["pipeworker.worker", "pipeworker.record", "pipeworker.job"]):
-        assert not [n for n in ours[module] if n.startswith("pipeworker.coordinator")]
-    for module in set(MODULES) - set(within(["pipeworker.session"])):
-        if module.startswith("pipeworker."):  # the package itself names what a script may call
-            assert not [n for n in ours[module] if n.startswith("pipeworker.session")]
+def test_what_decides_is_apart_from_what_acts() -> None:
+    """Of the coordinator only the service has a shell around it."""
+    assert {*within(["pipeworker.coordinator"])} - {*within(PURE)} == SHELL
+
+
+def test_rooms_beside_each_other_know_nothing_of_each_other() -> None:
+    """Below or above on the list is not yet a reason to import: plan knows errors alone."""
+    ours = {
+        m: {n for n in imports(m) if n.partition(".")[0] in ("pipeworker", "launcher", "cli")}
+        for m in MODULES
+    }
+    for room, knows in (
+        ("pipeworker.plan", ["pipeworker.errors"]),
+        ("pipeworker.wire", ["pipeworker.errors", "pipeworker.timings"]),
+        ("pipeworker.host.lifetime", []),
+        ("pipeworker.host.position", ["pipeworker.wire.messages"]),
+        ("pipeworker.job", ["pipeworker.errors", "pipeworker.plan"]),
+        ("pipeworker.record", ["pipeworker.errors", "pipeworker.wire.lines"]),
+        ("pipeworker.worker.internals", []),
+        ("pipeworker.worker.transport", None),
+        ("pipeworker.worker", None),
+    ):
+        for module in within([room]):
+            others = {n for n in ours[module] if not n.startswith((room, *(knows or [])))}
+            if knows is None:
+                others = {
+                    n
+                    for n in others
+                    if n.startswith(("pipeworker.coordinator", "pipeworker.session"))
+                }
+            assert not others, module
+    for module in within(["pipeworker.session"]):
+        decides = {n for n in ours[module] if n.startswith("pipeworker.coordinator")}
+        assert decides <= {"pipeworker.coordinator.report"}, module
+
+
+def test_no_test_module_imports_another() -> None:
+    """What they share is in ``tests/support``."""
+    wrong = [
+        (path.name, name)
+        for path in TESTS.rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        for name in imported(node)
+        if any(part == "conftest" or part.startswith("test_") for part in name.split("."))
+    ]
+    assert not wrong
+
+
+def imported(node: ast.AST) -> list[str]:
+    if isinstance(node, ast.Import):
+        return [alias.name for alias in node.names]
+    return [node.module or ""] if isinstance(node, ast.ImportFrom) else []

@@ -2,76 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
-import pty
 import re
-import select
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import COMMAND, JOB, Jobs, until
 
-
-class Terminal:
-    """``pipeworker launch WORDS job.py`` on a terminal of its own."""
-
-    def __init__(self, jobs: Jobs, *words: str, source: str = JOB) -> None:
-        job_file = jobs.write(source)
-        self.path = jobs.folder / "run-terminal"
-        line = [*COMMAND, "launch", "--run-dir", str(self.path), *words, str(job_file)]
-        self._text = ""
-        self._master: int | None = None
-        self._pid, self._master = pty.fork()
-        if self._pid == 0:
-            try:
-                os.chdir(jobs.folder)
-                os.execv(sys.executable, line)
-            finally:
-                os._exit(127)
-
-    def __enter__(self) -> Terminal:
-        return self
-
-    def __exit__(self, *_: Any) -> None:
-        self.hang_up()
-
-    def read(self) -> str:
-        """Everything shown so far."""
-        while self._master is not None and select.select([self._master], [], [], 0)[0]:
-            try:
-                data = os.read(self._master, 65536)
-            except OSError:  # nobody has the terminal open
-                break
-            self._text += data.decode(errors="replace")
-        return self._text
-
-    def type(self, keys: str) -> None:
-        assert self._master is not None
-        os.write(self._master, keys.encode())
-
-    def hang_up(self) -> None:
-        if self._master is not None:
-            os.close(self._master)
-            self._master = None
-
-    def wait(self, seconds: float) -> int:
-        """The exit status."""
-        deadline = time.monotonic() + seconds
-        while True:
-            with contextlib.suppress(ChildProcessError):
-                done, status = os.waitpid(self._pid, os.WNOHANG)
-                if done:
-                    return os.waitstatus_to_exitcode(status)
-            assert time.monotonic() < deadline, f"still running after {seconds:g} s"
-            self.read()
-            time.sleep(0.02)
-
+from support.jobs import COMMAND, Jobs, until
+from support.sources import JOB
+from support.terminal import Terminal
 
 GATED = JOB.replace(
     "x = torch.randn(10",

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from conftest import Jobs
-from test_bitwise import assert_same, plain_loop
+
+from support.compare import assert_same, plain_loop
+from support.jobs import Jobs
 
 UNET = """
     import sys

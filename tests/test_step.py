@@ -5,7 +5,9 @@ from __future__ import annotations
 import re
 
 import pytest
-from conftest import JOB, Jobs
+
+from support.jobs import Jobs
+from support.sources import JOB
 
 
 def control_messages(jobs: Jobs, *words: str) -> tuple[int, int]:
@@ -37,8 +39,8 @@ def test_the_tuple_that_is_proven_is_in_the_plan(jobs: Jobs) -> None:
     run = jobs.train("--stages", "2", "--microbatches", "2", "--steps", "1", source=JOB)
     assert run.plan["actions"] == [
         "gpipe stages=2 microbatches=2",
-        "0: F0 >A0 >T0 F1 >A1 >T1 L0 R0 <G0 B0 R1 <G1 B1",
-        "1: <A0 <T0 F0 <A1 <T1 F1 R0 B0 >G0 R1 B1 >G1",
+        "0: 0F0 0>A0 0>T0@1 0F1 0>A1 0>T1@1 0L0 0R0 0<G0 0B0 0R1 0<G1 0B1",
+        "1: 1<A0 1<T0@0 1F0 1<A1 1<T1@0 1F1 1R0 1B0 1>G0 1R1 1B1 1>G1",
     ]
     assert run.plan["balance"] == [3, 2]
     assert run.plan["stages"][1]["classes"] == ["Tanh", "Linear"]

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import subprocess
 import textwrap
 from typing import Any
 
 import pytest
 import torch
-from conftest import COMMAND, Jobs, Run
+
+from support.jobs import Jobs, Run
 
 EAGER = """
     import torch
@@ -109,7 +109,7 @@ def test_they_train_as_in_the_plain_loop_and_are_saved_once(jobs: Jobs) -> None:
     for key, value in net.state_dict().items():
         torch.testing.assert_close(run.weights[key], value, rtol=1e-2, atol=1e-3)
     out = jobs.folder / "weights.pt"
-    subprocess.run([*COMMAND, "export", str(run.path), str(out)], check=True, timeout=60)
+    assert jobs.pipeworker("export", str(run.path), str(out)).returncode == 0
     exported = torch.load(out, weights_only=True)
     assert exported["0.table"].data_ptr() == exported["7.table"].data_ptr()
     net.load_state_dict(exported)

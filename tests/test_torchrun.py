@@ -13,11 +13,13 @@ import uuid
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
-from conftest import JOB, Jobs, Run, processes_of, until
-from test_bitwise import DROPOUT_JOB, assert_same
-from test_hygiene import SLEEPERS
+
+from support.compare import assert_same
+from support.jobs import Jobs, Run, processes_of, until
+from support.sources import DROPOUT_JOB, JOB, SLEEPERS
 
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
 LOCAL = ("--microbatches", "4", "--steps", "4", "--clip-grad-norm", "0.5")
@@ -146,11 +148,12 @@ def test_an_ended_torchrun_is_an_interrupt(jobs: Jobs, torchrun: Start) -> None:
     assert run.summary["error"] is None
 
 
-def training(started: Started) -> dict:
+def training(started: Started) -> dict[str, Any]:
     """Wait until a job trains; its plan."""
     metrics = started.path / "metrics.jsonl"
     until(lambda: metrics.exists() and metrics.read_text().count("\n") > 2, 40)
-    return json.loads((started.path / "plan.json").read_text())
+    plan: dict[str, Any] = json.loads((started.path / "plan.json").read_text())
+    return plan
 
 
 # Two hosts: network namespaces joined by a cable of their own.

@@ -10,10 +10,11 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import JOB, Jobs, Run
-from test_bitwise import assert_same
 
 from pipeworker.coordinator.scaler import Scaler
+from support.compare import assert_same
+from support.jobs import Jobs, Run
+from support.sources import JOB
 
 RICH = """
     import math

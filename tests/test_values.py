@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from conftest import Jobs
-from test_bitwise import assert_same
+from support.compare import assert_same
+from support.jobs import Jobs
 
 SOURCE = """
     from dataclasses import dataclass

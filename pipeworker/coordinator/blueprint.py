@@ -1,7 +1,7 @@
 """What is decided once, before the first step: who owns what, and by which schedule it runs. Pure.
 
-The schedule of a mini-batch depends on its number of micro-batches alone; each is built and proven
-when it is first needed.
+The schedule of a mini-batch depends on its number of micro-batches alone; each is built and checked
+once, when the first mini-batch of that number is announced.
 """
 
 from __future__ import annotations
@@ -12,12 +12,25 @@ from dataclasses import dataclass, field
 from pipeworker.coordinator.effects import Planned, StagePlan
 from pipeworker.errors import UsageError
 from pipeworker.job.options import Options
-from pipeworker.plan import partition, schedule, skips, ties
-from pipeworker.plan.proof import Proof, prove
-from pipeworker.plan.schedule import Edge, Schedule
+from pipeworker.plan import orders, partition, skips, ties
+from pipeworker.plan.actions import Edge, format_actions
+from pipeworker.plan.check import Kept, check
+from pipeworker.plan.connect import forward_only
+from pipeworker.plan.placement import Placement
+from pipeworker.plan.schedule import Schedule, edges
+from pipeworker.plan.simulate import simulate
 from pipeworker.plan.skips import Skip
 from pipeworker.plan.ties import Tie
-from pipeworker.wire.messages import Described, Hello, Plan, Ready, SkipRoute, TiedWeights
+from pipeworker.wire.messages import (
+    Described,
+    Hello,
+    Plan,
+    Position,
+    Ready,
+    SkipRoute,
+    StageRange,
+    TiedWeights,
+)
 
 
 @dataclass(slots=True)
@@ -28,17 +41,20 @@ class Blueprint:
         ranges: each stage's layers, from the first to before the second number.
         skips: skip connections between stages, and within one.
         ties: weights with several places, each with the stages of the places.
+        evaluation: the forward-only schedule of one micro-batch.
     """
 
     options: Options
+    placement: Placement
     ranges: tuple[tuple[int, int], ...]
     skips: tuple[Skip, ...]
     ties: tuple[Tie, ...]
+    evaluation: Schedule
     _edges: tuple[Edge, ...] = ()
-    _schedules: dict[int, tuple[Schedule, Proof]] = field(default_factory=dict)
+    _schedules: dict[int, tuple[Schedule, Kept]] = field(default_factory=dict)
 
     @staticmethod
-    def draw(options: Options, described: Sequence[Described]) -> Blueprint:
+    def draw(options: Options, placement: Placement, described: Sequence[Described]) -> Blueprint:
         """Divide the model that the workers described.
 
         Raises:
@@ -54,33 +70,38 @@ class Blueprint:
                 "the model's initial weights differ from rank to rank: give model as a function, "
                 "which is called under the job's seed, or seed torch before you build it"
             )
-        layers, stages = len(described[0].layers), options.stages
+        layers, stages = len(described[0].layers), placement.stages
         balance = options.balance or partition.even(layers, stages)
         partition.check_balance(balance, layers, stages)
         ranges = partition.ranges(balance)
         between_layers = [Skip(s.source, s.target, s.name) for s in described[0].skips]
+        between_stages = skips.between_stages(between_layers, ranges)
+        evaluation = forward_only(placement, skips.pairs(between_stages))
+        check(evaluation)
         found = Blueprint(
             options,
+            placement,
             ranges,
-            skips.between_stages(between_layers, ranges),
+            between_stages,
             ties.placed([Tie(t.names) for t in described[0].ties], ranges),
+            evaluation,
         )
-        found._edges = schedule.edges(found.schedule(options.microbatches)[0])
+        found._edges = edges(found.schedule(options.microbatches)[0])
         return found
 
-    def schedule(self, microbatches: int) -> tuple[Schedule, Proof]:
-        """The proven schedule for a mini-batch of so many micro-batches."""
+    def schedule(self, microbatches: int) -> tuple[Schedule, Kept]:
+        """The checked schedule for a mini-batch of so many micro-batches."""
         if microbatches not in self._schedules:
             options = self.options
-            built = schedule.build(
+            built = orders.build(
                 options.schedule,
-                options.stages,
+                self.placement.workers,
                 microbatches,
                 options.recompute,
                 skips.pairs(self.skips),
                 ties.pairs(self.ties),
             )
-            self._schedules[microbatches] = built, prove(built)
+            self._schedules[microbatches] = built, check(built)
         return self._schedules[microbatches]
 
     def reasons(self) -> list[str]:
@@ -95,24 +116,43 @@ class Blueprint:
 
     def plan(self, rank: int) -> Plan:
         """What the worker of this rank is told."""
+        placement = self.placement
+        held = set(placement.stages_of(rank))
         return Plan(
-            rank,
-            self.options.stages,
-            *self.ranges[rank],
-            tuple(str(edge) for edge in self._edges if rank in (edge.source, edge.target)),
+            placement.held,
+            placement.replicas,
+            tuple(StageRange(stage, *self.ranges[stage]) for stage in sorted(held)),
+            tuple(str(edge) for edge in self._edges if held & {edge.source, edge.target}),
             tuple(
                 SkipRoute(skip.source, skip.target, skip.name)
                 for skip in self.skips
-                if rank in (skip.source, skip.target)
+                if held & {skip.source, skip.target}
             ),
-            tuple(TiedWeights(tie.names, tie.stages) for tie in self.ties if rank in tie.stages),
+            tuple(TiedWeights(tie.names, tie.stages) for tie in self.ties if held & {*tie.stages}),
+            format_actions(self.evaluation.workers[placement.worker_of(rank)]),
         )
+
+    def stage_at(self, position: Position) -> int:
+        """The stage of a position's layer; -1 where it has none."""
+        for stage, (first, stop) in enumerate(self.ranges):
+            if first <= position.layer < stop:
+                return stage
+        return -1
 
     def planned(self, workers: Sequence[tuple[Hello, Ready]]) -> Planned:
         """The record of it, once every stage is built; `workers` by rank."""
-        stages = tuple(
-            StagePlan(layers, r.layers, r.parameters, r.device, hello.host, hello.pid)
-            for layers, (hello, r) in zip(self.ranges, workers, strict=True)
-        )
-        built, proof = self.schedule(self.options.microbatches)
-        return Planned(stages, proof, built)
+        stages: dict[int, StagePlan] = {}
+        for hello, ready in workers:
+            for built in ready.stages:
+                stages[built.stage] = StagePlan(
+                    self.ranges[built.stage],
+                    built.layers,
+                    built.parameters,
+                    hello.rank,
+                    ready.device,
+                    hello.host,
+                    hello.pid,
+                )
+        schedule, kept = self.schedule(self.options.microbatches)
+        ordered = tuple(stages[stage] for stage in sorted(stages))
+        return Planned(ordered, schedule, kept, simulate(schedule))

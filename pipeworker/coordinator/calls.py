@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
+from pipeworker.plan.placement import Placement
 from pipeworker.wire.messages import Batch, Call, CallKind
 
 
 @dataclass(slots=True)
 class Calls:
-    """The calls of a round as they arrive, from `size` ranks."""
+    """The calls of a round as they arrive, from every rank."""
 
-    size: int
+    placement: Placement
     _by_rank: dict[int, Call] = field(default_factory=dict)
 
     def add(self, call: Call) -> str:
@@ -26,7 +27,7 @@ class Calls:
         other = next(iter(self._by_rank.values()))
         if replace(call, rank=0, batch=None) != replace(other, rank=0, batch=None):
             return (
-                f"stage {other.rank} called {_shown(other)} while stage {call.rank} called "
+                f"{self._name(other)} called {_shown(other)} while {self._name(call)} called "
                 f"{_shown(call)}: every rank makes the same calls in the same order"
             )
         if self.complete and call.kind is CallKind.STEP and self.batch is None:
@@ -36,12 +37,20 @@ class Calls:
     @property
     def complete(self) -> bool:
         """Whether all ranks have called."""
-        return len(self._by_rank) == self.size
+        return len(self._by_rank) == self.placement.ranks
 
     @property
     def batch(self) -> Batch | None:
         """The mini-batch that the first stage was given."""
-        return self._by_rank[0].batch
+        return self._by_rank[self.placement.rank_of(0)].batch
+
+    @property
+    def last(self) -> bool:
+        """Of a step: whether it is complete with this mini-batch."""
+        return next(iter(self._by_rank.values())).last
+
+    def _name(self, call: Call) -> str:
+        return self.placement.names(call.rank)
 
 
 def _shown(call: Call) -> str:

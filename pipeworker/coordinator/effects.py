@@ -1,4 +1,4 @@
-"""What the coordinator's state machine asks of the shell around it. Facts only."""
+"""What the coordinator's decisions ask of the shell around them. Facts only."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ from dataclasses import dataclass
 from enum import Enum
 
 from pipeworker.coordinator.scaler import Scaler
-from pipeworker.plan.proof import Proof
+from pipeworker.plan.check import Kept
 from pipeworker.plan.schedule import Schedule
+from pipeworker.plan.simulate import Timing
 from pipeworker.wire.messages import Evaluation, Failure, StepResult, ToWorker
 
 
@@ -21,6 +22,7 @@ class Status(Enum):
 class Send:
     peer: bytes
     message: ToWorker
+    generation: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,9 +48,12 @@ class Warn:
 
 @dataclass(frozen=True, slots=True)
 class StagePlan:
+    """A stage that is built, and where."""
+
     layers: tuple[int, int]
     classes: tuple[str, ...]
     parameters: int
+    rank: int
     device: str
     host: str
     pid: int
@@ -59,13 +64,14 @@ class Planned:
     """All stages are built; the job starts."""
 
     stages: tuple[StagePlan, ...]
-    proof: Proof
     schedule: Schedule
+    kept: Kept
+    timing: Timing
 
 
 @dataclass(frozen=True, slots=True)
 class Commit:
-    """Every stage has written its part of the checkpoint of `step`: make it complete.
+    """Every worker has written its part of the checkpoint of `step`: make it complete.
 
     `scaler` is the state of the loss scale, with fp16; `ties` the names of tied weights.
     """
@@ -77,6 +83,8 @@ class Commit:
 
 @dataclass(frozen=True, slots=True)
 class Ended:
+    """The verdict on a job; `peak_memory` is by rank, in bytes."""
+
     status: Status
     exit_status: int
     steps: int

@@ -1,55 +1,21 @@
-"""How a failure reads to the user, and what the coordinator tells the process that started it.
-
-The coordinator's standard input and output are pipes to its starter: JSON objects, one a line.
-In: the :func:`configuration` first, then ``exited`` and ``interrupt``. Out: ``bound``,
-``planned``, ``step``, ``warning`` and at last ``ended``.
-"""
+"""How a failure, the plan and the verdict read."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 from pipeworker.coordinator.effects import Ended, Planned
 from pipeworker.job.options import Options
+from pipeworker.wire import lines
 from pipeworker.wire.messages import Cause, Failure, Phase
-
-
-@dataclass(frozen=True, slots=True)
-class Configuration:
-    """What the coordinator is started with. `token` travels in the pipe and nowhere else.
-
-    `starter` is the rank of the worker that is the coordinator's parent, -1 for a launcher.
-    """
-
-    options: Options
-    run_dir: str
-    token: str
-    host: str
-    generation: int = 1
-    starter: int = -1
-
-    def to_json(self) -> dict[str, Any]:
-        return {
-            "options": self.options.to_json(),
-            "run_dir": self.run_dir,
-            "token": self.token,
-            "host": self.host,
-            "generation": self.generation,
-            "starter": self.starter,
-        }
-
-    @staticmethod
-    def from_json(value: dict[str, Any]) -> Configuration:
-        return Configuration(**{**value, "options": Options.from_json(value["options"])})
 
 
 def place(failure: Failure) -> str:
     """``stage 1, layer 3 (Block), micro-batch 2, step 7``: what applies of it."""
     position = failure.position
     parts = []
-    if failure.rank >= 0:
-        parts.append(f"stage {failure.rank}")
+    if failure.stage or failure.rank >= 0:
+        parts.append(failure.stage or f"rank {failure.rank}")
     if position.layer >= 0:
         shown = f" ({failure.layer_class})" if failure.layer_class else ""
         parts.append(f"layer {position.layer}{shown}")
@@ -76,16 +42,21 @@ def describe(failure: Failure) -> str:
     return "\n".join(lines)
 
 
+def balance(planned: Planned) -> tuple[int, ...]:
+    """Layers per stage."""
+    return tuple(stop - first for first, stop in (stage.layers for stage in planned.stages))
+
+
 def planned_json(planned: Planned, options: Options) -> dict[str, Any]:
-    """plan.json: what each stage was given, and what the schedule's proof says."""
-    proof = planned.proof
+    """plan.json: what each stage was given, and what the checks of the schedule say."""
+    kept = planned.kept
     return {
         "job_file": options.job_file,
         "schedule": planned.schedule.name,
         "recompute": options.recompute,
         "microbatches": options.microbatches,
-        "bubble": proof.bubble,
-        "balance": [stop - first for first, stop in (s.layers for s in planned.stages)],
+        "bubble": planned.timing.bubble,
+        "balance": list(balance(planned)),
         "stages": [
             {
                 "stage": index,
@@ -95,8 +66,8 @@ def planned_json(planned: Planned, options: Options) -> dict[str, Any]:
                 "device": stage.device,
                 "host": stage.host,
                 "pid": stage.pid,
-                "live_activations": proof.live_activations[index],
-                "live_inputs": proof.live_inputs[index],
+                "live_activations": kept.activations[index],
+                "live_inputs": kept.inputs[index],
             }
             for index, stage in enumerate(planned.stages)
         ],
@@ -104,14 +75,20 @@ def planned_json(planned: Planned, options: Options) -> dict[str, Any]:
     }
 
 
-def ended_json(ended: Ended, seconds: float) -> dict[str, Any]:
-    """The verdict."""
-    return {
-        "status": ended.status.value,
-        "exit_status": ended.exit_status,
-        "steps": ended.steps,
-        "seconds": seconds,
-        "peak_memory_bytes": list(ended.peak_memory),
-        "bubble": ended.bubble,
-        "error": describe(ended.failure) if ended.failure else None,
-    }
+def planned_line(planned: Planned, options: Options) -> lines.Planned:
+    """What the user is told of the plan."""
+    name, bubble = planned.schedule.name, planned.timing.bubble
+    return lines.Planned(name, options.microbatches, balance(planned), bubble)
+
+
+def verdict(ended: Ended, seconds: float) -> lines.Verdict:
+    """What the user is told of the end."""
+    return lines.Verdict(
+        ended.status.value,
+        ended.exit_status,
+        ended.steps,
+        seconds,
+        ended.peak_memory,
+        ended.bubble,
+        describe(ended.failure) if ended.failure else None,
+    )

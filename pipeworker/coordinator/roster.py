@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from pipeworker.plan.placement import Placement
+from pipeworker.timings import Timings
+from pipeworker.wire.lines import WorkerExited
 from pipeworker.wire.messages import (
     Cause,
     Described,
@@ -14,43 +17,32 @@ from pipeworker.wire.messages import (
     StepDone,
 )
 
-ECHO_GRACE = 2.5
-"""Seconds a closed connection waits for the cause behind it, or to come back."""
-SILENT_AFTER = 1.8
-"""Seconds without a heartbeat (one each half second) after which a lost peer is suspected."""
 JOIN_FACTOR = 5
 """Workers may take this many worker timeouts to join."""
 
 
-@dataclass(frozen=True, slots=True)
-class Exited:
-    """A worker process ended, as its parent saw. `code` is negative for a signal."""
-
-    rank: int
-    code: int
-    position: Position
-
-
 @dataclass(slots=True)
 class Member:
-    """What is known of one rank. `first` is its first layer, once it is planned."""
+    """What is known of one rank; `name` is how it is called by what it holds."""
 
     peer: bytes
     hello: Hello
+    name: str
     heard: float
     unreachable: float | None = None
     position: Position = field(default_factory=Position)
     described: Described | None = None
-    first: int = 0
     ready: Ready | None = None
     done: StepDone | None = None
     peak_memory: int = 0
 
     def class_at(self, position: Position) -> str:
         """The class of the layer at a position; empty where it is not known."""
-        offset = position.layer - self.first
-        layers = self.ready.layers if self.ready else ()
-        return layers[offset] if position.layer >= 0 and 0 <= offset < len(layers) else ""
+        for built in self.ready.stages if self.ready else ():
+            offset = position.layer - built.first
+            if position.layer >= 0 and 0 <= offset < len(built.layers):
+                return built.layers[offset]
+        return ""
 
     def failure(self, cause: Cause, what: str, position: Position | None = None) -> Failure:
         """Something happened to it, where it was last heard of or at `position`."""
@@ -62,7 +54,7 @@ class Member:
     def gone(self) -> Failure:
         """It ended without a word."""
         where = f"(pid {self.hello.pid} on {self.hello.host})"
-        return self.failure(Cause.LOST, f"the worker of stage {self.hello.rank} {where} is gone")
+        return self.failure(Cause.LOST, f"the worker of {self.name} {where} is gone")
 
 
 @dataclass(slots=True)
@@ -70,12 +62,12 @@ class Roster:
     """The members of a job, by rank and by peer.
 
     Args:
-        size: how many there will be.
-        started: when the job did.
+        started: when the generation did.
     """
 
-    size: int
+    placement: Placement
     started: float
+    timings: Timings
     members: dict[int, Member] = field(default_factory=dict)
     _rank_of: dict[bytes, int] = field(default_factory=dict)
 
@@ -86,7 +78,7 @@ class Roster:
     @property
     def missing(self) -> list[int]:
         """The ranks that have not joined."""
-        return [rank for rank in range(self.size) if rank not in self.members]
+        return [rank for rank in range(self.placement.ranks) if rank not in self.members]
 
     def knows(self, peer: bytes) -> bool:
         return peer in self._rank_of
@@ -95,7 +87,8 @@ class Roster:
         """A rank joins, if there is such a one and it is free. Members stay in order of rank."""
         if hello.rank not in self.missing:
             return False
-        self.members[hello.rank] = Member(peer, hello, now)
+        name = self.placement.names(hello.rank)
+        self.members[hello.rank] = Member(peer, hello, name, now)
         self.members = dict(sorted(self.members.items()))
         self._rank_of[peer] = hello.rank
         return True
@@ -110,14 +103,14 @@ class Roster:
             member = self.members[self._rank_of[peer]]
             member.unreachable = member.unreachable or now
 
-    def exited(self, report: Exited) -> Failure:
+    def exited(self, report: WorkerExited) -> Failure:
         """The process of a rank, which may not have joined, ended."""
         how = (
             f"was killed by signal {-report.code}"
             if report.code < 0
             else f"exited with status {report.code}"
         )
-        text = f"the worker of stage {report.rank} {how}"
+        text = f"the worker of {self.placement.names(report.rank)} {how}"
         member = self.members.get(report.rank)
         if member is None:
             return Failure(Cause.LOST, text, rank=report.rank, position=report.position)
@@ -129,11 +122,11 @@ class Roster:
         Args:
             patience: seconds a worker may be silent.
         """
-        for rank, member in self.members.items():
-            if member.unreachable is not None and now - member.unreachable > ECHO_GRACE:
+        for member in self.members.values():
+            if member.unreachable is not None and now - member.unreachable > self.timings.echo:
                 return member.gone()
             if now - member.heard > patience:
-                who = f"stage {rank} (pid {member.hello.pid} on {member.hello.host})"
+                who = f"{member.name} (pid {member.hello.pid} on {member.hello.host})"
                 return member.failure(Cause.HUNG, f"{who} has not answered for {patience:g} s")
         if self.missing and now - self.started > JOIN_FACTOR * patience:
             ranks = ", ".join(map(str, self.missing))
@@ -143,11 +136,11 @@ class Roster:
 
     def silent(self, now: float) -> list[int]:
         """Who has fallen silent, so that it may be gone."""
-        return [rank for rank, m in self.members.items() if now - m.heard > SILENT_AFTER]
+        return [rank for rank, m in self.members.items() if now - m.heard > self.timings.silent]
 
     def peak_memory(self) -> tuple[int, ...]:
         """Bytes, by rank; 0 where nothing is known."""
         return tuple(
             self.members[rank].peak_memory if rank in self.members else 0
-            for rank in range(self.size)
+            for rank in range(self.placement.ranks)
         )

@@ -21,13 +21,15 @@ class Outcome:
     Attributes:
         loss: mean over the samples, or Σsum / Σcount.
         norm: 2-norm of the whole gradient, before clipping.
-        scale: what the accumulated gradients are multiplied by in the update.
+        divisor: what the accumulated gradients are divided by in the update.
+        scale: what they are then multiplied by, to clip their norm.
         epoch, first_epoch: of its last and of its first mini-batch.
         overflow: with a loss scale, whether a gradient is not finite.
     """
 
     loss: float
     norm: float
+    divisor: float
     scale: float
     overflow: bool
     learning_rate: float
@@ -55,9 +57,14 @@ class Tally:
     _squares: tuple[float, ...] = ()
     _rates: tuple[float, ...] = ()
 
-    def add(self, done: Sequence[StepDone], batch: Batch) -> None:
-        """Every stage has run a mini-batch; `done` is in stage order."""
-        losses, counts = done[-1].losses, done[-1].counts
+    def add(self, done: Sequence[StepDone], last: StepDone, batch: Batch) -> None:
+        """Every stage has run a mini-batch.
+
+        Args:
+            done: in the order of the stages.
+            last: of the worker with the last stage, which has the losses.
+        """
+        losses, counts = last.losses, last.counts
         # Left to right, as the plain loop adds: sum() compensates since Python 3.12.
         self._losses += functools.reduce(operator.add, losses, 0.0)
         self._counted = bool(counts)
@@ -78,15 +85,17 @@ class Tally:
         loss_scale = scaler.scale if scaler else 1.0
         loss = self._losses / count if count else math.nan
         accumulated = math.sqrt(exact_sum(self._squares))
-        norm = accumulated / (count * loss_scale) if count else math.nan
-        scale = 1.0 / (count * loss_scale) if count else 1.0 / loss_scale
+        divisor = (count or 1.0) * loss_scale
+        norm = accumulated / divisor if count else math.nan
+        scale = 1.0
         if clip is not None and norm + _CLIP_EPSILON > clip:
-            scale *= clip / (norm + _CLIP_EPSILON)
+            scale = clip / (norm + _CLIP_EPSILON)
         seconds = now - self.started
         busy = self._busy / seconds if seconds > 0 else 1.0
         return Outcome(
             loss=loss,
             norm=norm,
+            divisor=divisor,
             scale=scale,
             overflow=scaler is not None and not math.isfinite(accumulated),
             learning_rate=self._rates[0] if self._rates else 0.0,

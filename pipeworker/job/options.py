@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from pipeworker.errors import UsageError
+from pipeworker.plan.orders import ORDERS, placement
 from pipeworker.plan.partition import check_entries
-from pipeworker.plan.schedule import ORDERS, RECOMPUTE_MODES
+from pipeworker.plan.schedule import RECOMPUTE_MODES
 
 DEVICES = ("auto", "cpu", "cuda")
 BACKENDS = ("auto", "gloo", "nccl")
 PRECISIONS = ("fp32", "bf16", "fp16")
-_CHOICES = {
-    "schedule": tuple(ORDERS),
+_CHOICES: dict[str, Collection[str]] = {
+    "schedule": ORDERS,
     "recompute": RECOMPUTE_MODES,
     "precision": PRECISIONS,
     "device": DEVICES,
@@ -86,7 +88,7 @@ class Options:
                     f"--{name} {getattr(self, name)}: must be one of {', '.join(known)}"
                 )
         if self.balance is not None:
-            check_entries(self.balance, self.stages)
+            check_entries(self.balance, placement(self.schedule, self.stages).stages)
 
     def to_json(self) -> str:
         return json.dumps(dataclasses.asdict(self))

@@ -29,25 +29,28 @@ def parse_balance(text: str) -> tuple[int, ...]:
     """Read ``"3,5,5,3"``.
 
     Raises:
-        UsageError: an entry is not a positive whole number.
+        UsageError: an entry is not a whole number.
     """
     try:
-        balance = tuple(int(part) for part in text.split(","))
+        return tuple(int(part) for part in text.split(","))
     except ValueError:
-        balance = ()
-    if not balance or min(balance) < 1:
-        raise UsageError(
-            f"--balance {text!r} is not a list of layer counts: "
-            "write one positive number for each stage, as in 3,5,5,3"
-        )
-    return balance
+        raise UsageError(_not_a_list(repr(text))) from None
 
 
 def check_entries(balance: tuple[int, ...], stages: int) -> None:
-    """Raise UsageError unless `balance` has an entry for each stage."""
+    """Raise UsageError unless `balance` has an entry for each stage, and a layer in each entry."""
+    shown = ",".join(map(str, balance))
+    if not balance or min(balance) < 1:
+        raise UsageError(_not_a_list(repr(shown)))
     if len(balance) != stages:
-        shown = ",".join(map(str, balance))
         raise UsageError(f"--balance {shown} is for {len(balance)} stages, but there are {stages}")
+
+
+def _not_a_list(shown: str) -> str:
+    return (
+        f"--balance {shown} is not a list of layer counts: write one positive number for each "
+        "stage, as in 3,5,5,3"
+    )
 
 
 def check_balance(balance: tuple[int, ...], layers: int, stages: int) -> tuple[int, ...]:

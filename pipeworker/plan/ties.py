@@ -63,5 +63,12 @@ def placed(ties: Iterable[Tie], ranges: Sequence[tuple[int, int]]) -> tuple[Tie,
 
 
 def pairs(ties: Iterable[Tie]) -> tuple[tuple[int, int], ...]:
-    """The stages (source, target) that tell each other gradients, in both directions."""
-    return tuple(sorted({(a, b) for tie in ties for a in tie.stages for b in tie.stages if a != b}))
+    """The stages (source, target) that tell each other gradients, in both directions.
+
+    A stage that has all places of a weight is paired with itself: it has something to add up.
+    """
+    found = set()
+    for tie in ties:
+        stages = set(tie.stages)
+        found |= {(a, b) for a in stages for b in stages if a != b or len(stages) == 1}
+    return tuple(sorted(found))

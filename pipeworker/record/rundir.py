@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeworker.errors import UsageError
+from pipeworker.wire.lines import Verdict
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,8 +42,9 @@ class RunDir:
     def coordinator_log(self) -> Path:
         return self.path / "logs" / "coordinator.log"
 
-    def stage_log(self, stage: int) -> Path:
-        return self.path / "logs" / f"stage-{stage}.log"
+    def worker_log(self, rank: int) -> Path:
+        """Named by its stage, as long as it holds one."""
+        return self.path / "logs" / f"stage-{rank}.log"
 
     def checkpoint(self, step: int) -> Path:
         """A complete checkpoint, if it exists."""
@@ -96,29 +98,19 @@ def write_json(path: Path, value: Any) -> None:
     temporary.replace(path)
 
 
-def write_summary(
-    run_dir: RunDir,
-    *,
-    status: str,
-    steps: int,
-    stages: int,
-    seconds: float,
-    peak_memory: list[int],
-    bubble: float,
-    error: str | None,
-) -> None:
+def write_summary(run_dir: RunDir, verdict: Verdict, stages: int) -> None:
     """Write summary.json, the last word on a run."""
     write_json(
         run_dir.summary,
         {
-            "status": status,
-            "steps": steps,
+            "status": verdict.status,
+            "steps": verdict.steps,
             "stages": stages,
             "restarts": 0,
-            "seconds": seconds,
-            "peak_memory_bytes": peak_memory,
-            "bubble": bubble,
-            "error": error,
+            "seconds": verdict.seconds,
+            "peak_memory_bytes": list(verdict.peak_memory),
+            "bubble": verdict.bubble,
+            "error": verdict.error,
         },
     )
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,41 +22,60 @@ from torch import nn
 from pipeworker.errors import UsageError
 
 
-def stage_file(checkpoint: Path, stage: int) -> Path:
-    return checkpoint / f"stage-{stage}.pt"
+def part_file(checkpoint: Path, rank: int) -> Path:
+    """What a worker writes; named by its stage, as long as it holds one."""
+    return checkpoint / f"stage-{rank}.pt"
 
 
-def save_stage(
-    path: Path,
-    layers: Sequence[nn.Module],
-    first: int,
-    optimizer: torch.optim.Optimizer | None,
-    elsewhere: Collection[int] = (),
-) -> None:
-    """Write a stage's weights and optimizer state; on disk when this returns.
+@dataclass(frozen=True, slots=True)
+class Part:
+    """The layers of a stage, from index `first` on, and its optimizer."""
+
+    layers: Sequence[nn.Module]
+    first: int
+    optimizer: torch.optim.Optimizer | None
+
+    @property
+    def weights(self) -> dict[str, torch.Tensor]:
+        return {
+            f"{index}.{key}": value.detach().cpu()
+            for index, layer in enumerate(self.layers, self.first)
+            for key, value in layer.state_dict().items()
+            if isinstance(value, torch.Tensor)
+        }
+
+    def state(self, elsewhere: Collection[int]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+        """The optimizer's state and groups, by the names of parameters."""
+        if self.optimizer is None:
+            return {}, []
+        names = {
+            id(parameter): f"{index}.{key}"
+            for index, layer in reversed(list(enumerate(self.layers, self.first)))
+            for key, parameter in layer.named_parameters()
+            if id(parameter) not in elsewhere
+        }
+        state = {names[id(p)]: v for p, v in self.optimizer.state.items() if id(p) in names}
+        groups = [
+            {**group, "params": [names[id(p)] for p in group["params"] if id(p) in names]}
+            for group in self.optimizer.param_groups
+        ]
+        return state, groups
+
+
+def save_part(path: Path, parts: Sequence[Part], elsewhere: Collection[int] = ()) -> None:
+    """Write the weights and optimizer state of a worker's stages; on disk when this returns.
 
     Args:
         elsewhere: ids of parameters whose optimizer state another stage writes.
     """
-    weights = {
-        f"{index}.{key}": value.detach().cpu()
-        for index, layer in enumerate(layers, first)
-        for key, value in layer.state_dict().items()
-        if isinstance(value, torch.Tensor)
-    }
-    names = {
-        id(parameter): f"{index}.{key}"
-        for index, layer in reversed(list(enumerate(layers, first)))
-        for key, parameter in layer.named_parameters()
-        if id(parameter) not in elsewhere
-    }
+    weights: dict[str, torch.Tensor] = {}
     state: dict[str, Any] = {}
     groups: list[dict[str, Any]] = []
-    if optimizer is not None:
-        state = {names[id(p)]: value for p, value in optimizer.state.items() if id(p) in names}
-        for group in optimizer.param_groups:
-            members = [names[id(p)] for p in group["params"] if id(p) in names]
-            groups.append({**group, "params": members})
+    for part in parts:
+        weights |= part.weights
+        its_state, its_groups = part.state(elsewhere)
+        state |= its_state
+        groups += its_groups
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("wb") as file:
         torch.save({"weights": weights, "optimizer": {"state": state, "groups": groups}}, file)
@@ -96,8 +116,8 @@ def export(source: Path, out: Path) -> int:
     checkpoint = find_checkpoint(source)
     manifest = json.loads((checkpoint / "manifest.json").read_text(encoding="utf-8"))
     weights: dict[str, torch.Tensor] = {}
-    for stage in range(manifest["stages"]):
-        path = stage_file(checkpoint, stage)
+    for rank in range(manifest["parts"]):
+        path = part_file(checkpoint, rank)
         if not path.is_file():
             raise UsageError(
                 f"{path} is missing: the stage wrote it on another host; copy it here and try again"
@@ -105,6 +125,8 @@ def export(source: Path, out: Path) -> int:
         weights.update(torch.load(path, weights_only=True)["weights"])
     for first, *others in manifest.get("ties", []):
         weights.update((name, weights[first]) for name in others)
+    # In model order, wherever the stages were.
+    weights = dict(sorted(weights.items(), key=lambda item: int(item[0].partition(".")[0])))
     partial = out.with_name(f".{out.name}.partial")
     try:
         if out.suffix == ".pt":

@@ -10,20 +10,18 @@ import os
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
-from pipeworker.coordinator.report import Configuration
+from pipeworker.environment import timings
 from pipeworker.errors import PipeworkerError, UsageError
 from pipeworker.job.options import Options
 from pipeworker.record.rundir import RunDir
 from pipeworker.session.place import Place, await_others
-from pipeworker.session.processes import LineProcess
+from pipeworker.session.processes import coordinator
 from pipeworker.wire.keys import TOKEN_VARIABLE, new_token
+from pipeworker.wire.lines import Bound, Configuration, FromCoordinator, Verdict, Warned
 
-_VERDICT_SECONDS = 8.0
-
-Hear = Callable[[str, Any], None]
-"""Is given what the coordinator says: a kind and a value."""
+Hear = Callable[[FromCoordinator], None]
+"""Is given what the coordinator says."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,9 +75,10 @@ def meet(
             token = new_token()
             store.set(f"{key}/token", token)
             hear(
-                "warning",
-                f"{TOKEN_VARIABLE} is not set: the token goes through torchrun's store, which "
-                "anyone who reaches its port can read",
+                Warned(
+                    f"{TOKEN_VARIABLE} is not set: the token goes through torchrun's store, which "
+                    "anyone who reaches its port can read"
+                )
             )
         head = Head(options, run_dir, token, place.coordinator_address(), hear)
     except PipeworkerError as error:  # the others are waiting
@@ -97,10 +96,10 @@ class Head:
         self, options: Options, run_dir: RunDir, token: str, host: str, hear: Hear
     ) -> None:
         self._hear = hear
-        self._verdict: dict[str, Any] | None = None
-        self._coordinator = LineProcess("pipeworker.coordinator.service")
-        configuration = Configuration(options, str(run_dir.path), token, host, starter=0)
-        self._coordinator.say(configuration.to_json())
+        self._verdict: Verdict | None = None
+        self._coordinator = coordinator()
+        configuration = Configuration(options.to_json(), str(run_dir.path), token, host, starter=0)
+        self._coordinator.say(configuration)
         self.endpoint = self._bound()
         self._listener = threading.Thread(target=self._listen, name="coordinator", daemon=True)
         self._listener.start()
@@ -109,8 +108,8 @@ class Head:
         while True:
             events, more = self._coordinator.hear()
             for event in events:
-                if "bound" in event:
-                    return str(event["bound"])
+                if isinstance(event, Bound):
+                    return event.endpoint
             if not more:
                 self._coordinator.finish(1.0)
                 raise PipeworkerError(
@@ -123,10 +122,9 @@ class Head:
         while more:
             events, more = self._coordinator.hear()
             for event in events:
-                ((kind, value),) = event.items()
-                if kind == "ended":
-                    self._verdict = value
-                self._hear(kind, value)
+                if isinstance(event, Verdict):
+                    self._verdict = event
+                self._hear(event)
 
     def finish(self, status: int) -> int:
         """Let the coordinator speak its verdict and end; returns the job's exit status.
@@ -134,7 +132,7 @@ class Head:
         Args:
             status: what it is when there is no verdict.
         """
-        self._listener.join(_VERDICT_SECONDS)
+        self._listener.join(timings().verdict)
         self._coordinator.hang_up()
         self._coordinator.finish(1.0)
-        return int(self._verdict["exit_status"]) if self._verdict else status or 1
+        return self._verdict.exit_status if self._verdict else status or 1

@@ -19,7 +19,16 @@ from pipeworker.job.options import Options
 from pipeworker.session.place import Place
 from pipeworker.session.session import Session, script
 from pipeworker.session.show import Show
-from pipeworker.wire.messages import Advance, Call, CallKind, Finish, StepResult
+from pipeworker.wire.lines import FromCoordinator, Verdict, Warned
+from pipeworker.wire.messages import (
+    Advance,
+    Call,
+    CallKind,
+    Evaluate,
+    Evaluation,
+    StepResult,
+)
+from pipeworker.worker.service import over
 
 _NOT_HERE = ("job_file", "stages", "arguments", "own_loop")
 _OF_TRAIN = ("steps", "accumulate", "evaluate_every")
@@ -96,16 +105,17 @@ class Pipeline:
             sample=sample,
             listen=lambda _: _warn,
         )
-        self.stage = place.rank
-        self.stages = place.world
+        self._rank = place.rank
         self._session.join()
+        placement = self._session.worker.placement
+        self.stage = placement.stages_of(place.rank)[0]
+        self.stages = placement.stages
 
     @property
     def layers(self) -> dict[int, nn.Module]:
         """The layers of this stage, by their index in the model."""
-        stage = self._session.worker.stage
-        assert stage
-        return dict(enumerate(stage.layers, stage.first))
+        stages = self._session.worker.stages.values()
+        return {i: layer for s in stages for i, layer in enumerate(s.layers, s.first)}
 
     @property
     def optimizer(self) -> torch.optim.Optimizer | None:
@@ -139,13 +149,11 @@ class Pipeline:
             for number, batch in enumerate(batches, 1):
                 offered = session.worker.offer(batch)
                 last = number == len(batches)
-                call = Call(self.stage, CallKind.STEP, offered, last)
+                call = Call(self._rank, CallKind.STEP, offered, last)
                 session.perform(session.call(call))
-            update = session.receive()
-            session.perform(update)
-        assert isinstance(update, Advance)
-        assert update.result
-        return update.result
+            result = session.given()
+        assert isinstance(result, StepResult)
+        return result
 
     def evaluate(self, *batches: Any) -> dict[str, float]:
         """The loss and the metrics over one or several mini-batches, forward alone, in eval mode.
@@ -163,16 +171,14 @@ class Pipeline:
         with session.inside():
             if not batches:
                 raise UsageError("evaluate() was given no mini-batch")
-            step = self._begin(Call(self.stage, CallKind.EVALUATE))
+            step = self._begin(Call(self._rank, CallKind.EVALUATE))
             cut = (session.worker.cut(b, "evaluate(batch) was given") for b in batches)
             with session.working():
                 done = session.worker.evaluate(step, cut)
             session.send(done)
-            told = session.receive()
-            session.perform(told)
-        assert isinstance(told, Advance)
-        assert told.evaluated
-        return told.evaluated.row()
+            result = session.given()
+        assert isinstance(result, Evaluation)
+        return result.row()
 
     def predict(self, value: Any, *, everywhere: bool = False) -> Any:
         """The model's output for a batch of inputs, in eval mode.
@@ -190,7 +196,7 @@ class Pipeline:
         """
         session = self._session
         with session.inside():
-            step = self._begin(Call(self.stage, CallKind.PREDICT, everywhere=everywhere))
+            step = self._begin(Call(self._rank, CallKind.PREDICT, everywhere=everywhere))
             cut = (session.worker.cut((v, None), "predict(input) was given") for v in (value,))
             with session.working():
                 return session.worker.predict(step, cut, everywhere=everywhere)
@@ -199,8 +205,8 @@ class Pipeline:
         """Wait for all ranks to make a call that changes no weight; returns the steps done."""
         told = self._session.call(call)
         assert isinstance(told, Advance)
-        assert told.evaluate
-        return told.evaluate.step
+        assert isinstance(told.next, Evaluate)
+        return told.next.step
 
     def close(self) -> None:
         """Save the weights and the optimizer's state, and end the job. Idempotent.
@@ -289,7 +295,7 @@ def train(
         listen=lambda made: _Lines(chosen, str(made.path)).hear,
     )
     with session.inside():
-        while not isinstance(message := session.receive(), Finish):
+        while not over(message := session.receive()):
             session.perform(message)
     session.shut()
     return session.worker.run_dir.path
@@ -305,10 +311,10 @@ def _check_names(options: dict[str, Any], elsewhere: Sequence[str], where: str) 
 class _Lines(Show):
     """Says all but how the job failed, which is raised."""
 
-    def ended(self, verdict: dict[str, Any]) -> None:
-        super().ended({**verdict, "error": None})
+    def ended(self, verdict: Verdict) -> None:
+        super().ended(dataclasses.replace(verdict, error=None))
 
 
-def _warn(kind: str, value: Any) -> None:
-    if kind == "warning":
-        print(f"warning: {value}", file=sys.stderr, flush=True)
+def _warn(event: FromCoordinator) -> None:
+    if isinstance(event, Warned):
+        print(f"warning: {event.text}", file=sys.stderr, flush=True)

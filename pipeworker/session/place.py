@@ -12,12 +12,12 @@ from datetime import timedelta
 from functools import cache
 from typing import TYPE_CHECKING
 
+from pipeworker.environment import timings
 from pipeworker.errors import UsageError
 
 if TYPE_CHECKING:
-    from torch._C._distributed_c10d import Store
+    from pipeworker.worker.internals import Store
 
-_JOIN_SECONDS = 300.0
 _POLL_SECONDS = 0.02
 
 
@@ -82,9 +82,9 @@ class Place:
 
     @staticmethod
     def _of_group(rank: int, world: int) -> Place:
-        import torch.distributed as dist
+        from pipeworker.worker.internals import default_store
 
-        store = dist.distributed_c10d._get_default_store()
+        store = default_store()
         key = "pipeworker/host/{}"
         store.set(key.format(rank), socket.gethostname())
         hosts = [store.get(key.format(other)) for other in range(world)]
@@ -110,7 +110,9 @@ class Place:
         import torch.distributed as dist
 
         if dist.is_available() and dist.is_initialized():
-            return dist.distributed_c10d._get_default_store()
+            from pipeworker.worker.internals import default_store
+
+            return default_store()
         agent_serves = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
         serves = self.rank == 0 and not agent_serves
         try:
@@ -153,10 +155,11 @@ def await_others(done: Callable[[], bool]) -> None:
     Raises:
         TimeoutError: others that join a job take longer.
     """
-    deadline = time.monotonic() + _JOIN_SECONDS
+    limit = timings().meet
+    deadline = time.monotonic() + limit
     while not done():
         if time.monotonic() > deadline:
-            raise TimeoutError(f"not within {_JOIN_SECONDS:g} s")
+            raise TimeoutError(f"not within {limit:g} s")
         time.sleep(_POLL_SECONDS)
 
 
@@ -170,11 +173,11 @@ def _listens(address: str, port: int) -> bool:
 
 @cache
 def _store_at(address: str, port: int, serves: bool) -> Store:
-    from torch._C._distributed_c10d import TCPStore
+    from pipeworker.worker.internals import TCPStore
 
     if not serves:
         await_others(lambda: _listens(address, port))
-    timeout = timedelta(seconds=_JOIN_SECONDS)
+    timeout = timedelta(seconds=timings().meet)
     return TCPStore(
         address, port, world_size=None, is_master=serves, timeout=timeout, multi_tenant=True
     )

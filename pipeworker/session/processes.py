@@ -1,15 +1,22 @@
-"""Child processes that speak JSON lines over their standard input and output."""
+"""Child processes that speak :mod:`pipeworker.wire.lines` over standard input and output."""
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import pipeworker
+from pipeworker.wire import lines
+from pipeworker.wire.lines import (
+    FromCoordinator,
+    FromForkServer,
+    Line,
+    ToCoordinator,
+    ToForkServer,
+)
 
 _ROOT = str(Path(pipeworker.__file__).parents[1])
 # A module of the user's in the current folder must not be taken for one of ours, so the folder that
@@ -21,14 +28,17 @@ _BOOT = (
 )
 
 
-class LineProcess:
+Said = TypeVar("Said", bound=Line)
+Heard = TypeVar("Heard", bound=Line)
+
+
+class LineProcess(Generic[Said, Heard]):
     """A Python process running ``main()`` of one of our modules, in a session of its own.
 
     It does not see the terminal's Ctrl-C, so that the launcher decides what happens then.
     """
 
-    def __init__(self, module: str) -> None:
-        self.name = module.rsplit(".", 2)[1] if module.endswith("service") else "fork server"
+    def __init__(self, module: str, hears: Any) -> None:
         self._process = subprocess.Popen(
             [sys.executable, "-c", _BOOT, _ROOT, module],
             stdin=subprocess.PIPE,
@@ -39,25 +49,24 @@ class LineProcess:
         assert self._process.stdout is not None
         self._stdin = self._process.stdin
         self._stdout = self._process.stdout
-        self._buffer = b""
+        self._buffer: lines.Buffer[Heard] = lines.Buffer(hears)
 
     def fileno(self) -> int:
         """For selectors: readable when the process has said something or has ended."""
         return self._stdout.fileno()
 
-    def say(self, message: dict[str, Any]) -> None:
+    def say(self, event: Said) -> None:
         """Write one line. That the process is gone shows in :meth:`hear`, not here."""
         try:
-            self._stdin.write((json.dumps(message) + "\n").encode())
+            self._stdin.write(lines.encode(event))
             self._stdin.flush()
         except (BrokenPipeError, ValueError):
             return
 
-    def hear(self) -> tuple[list[dict[str, Any]], bool]:
-        """The lines that have arrived, and whether more can follow."""
+    def hear(self) -> tuple[list[Heard], bool]:
+        """What it has said, and whether more can follow."""
         data = os.read(self.fileno(), 1 << 20)
-        *lines, self._buffer = (self._buffer + data).split(b"\n")
-        return [json.loads(line) for line in lines], bool(data)
+        return self._buffer.feed(data), bool(data)
 
     def hang_up(self) -> None:
         """Close its input: it ends what it was doing and exits."""
@@ -75,3 +84,13 @@ class LineProcess:
             code = self._process.wait()
         self._stdout.close()
         return code
+
+
+def coordinator() -> LineProcess[ToCoordinator, FromCoordinator]:
+    """A coordinator, which waits for its Configuration."""
+    return LineProcess("pipeworker.coordinator.service", FromCoordinator)
+
+
+def fork_server() -> LineProcess[ToForkServer, FromForkServer]:
+    """A fork server, which begins to import torch."""
+    return LineProcess("pipeworker.host.forkserver", FromForkServer)

@@ -21,33 +21,33 @@ from typing import Any, NoReturn
 import torch
 
 from pipeworker.coordinator import report
+from pipeworker.environment import timings
 from pipeworker.errors import LayerError, PeerLost, PipeworkerError, UsageError
+from pipeworker.host.position import Tracker
 from pipeworker.job.file import Job
 from pipeworker.job.options import Options
 from pipeworker.record import rundir
 from pipeworker.session.head import Hear, meet
 from pipeworker.session.place import Place
 from pipeworker.wire.messages import (
+    Abort,
     Advance,
     Call,
     CallKind,
     Cause,
+    Evaluation,
     Failed,
     Failure,
-    Finish,
     FromWorker,
-    Phase,
+    StepResult,
     ToWorker,
+    Wait,
 )
-from pipeworker.worker import rng
+from pipeworker.worker.blame import Raised, user_traceback
 from pipeworker.worker.control import Control, leave_process
-from pipeworker.worker.failures import user_traceback
-from pipeworker.worker.position import Tracker
+from pipeworker.worker.service import over
+from pipeworker.worker.stage import rng
 from pipeworker.worker.worker import Settings, Worker
-
-_STUCK_SECONDS = 2.0
-"""What a rank that waits for another gets to notice by itself that the job is over."""
-_LOOK_SECONDS = 0.1
 
 _numbers = itertools.count()
 
@@ -55,9 +55,9 @@ _numbers = itertools.count()
 class JobEnded(PipeworkerError):
     """The job is over, by no fault of this rank's."""
 
-    def __init__(self, finish: Finish) -> None:
-        super().__init__(finish.reason)
-        self.finish = finish
+    def __init__(self, abort: Abort) -> None:
+        super().__init__(abort.reason)
+        self.abort = abort
 
 
 def script() -> str:
@@ -122,7 +122,7 @@ class Session:
             leave=self._leave,
         )
         self._control.start(signals=False)
-        self.worker = Worker(settings, self._control.ask)
+        self.worker = Worker(settings, self._control)
         atexit.register(self._abandoned)
         self._control.send(self.worker.hello())
 
@@ -162,7 +162,7 @@ class Session:
             JobEnded: that the job is over, and has failed.
         """
         message = self._control.receive()
-        if isinstance(message, Finish) and message.reason:
+        if isinstance(message, Abort):
             raise JobEnded(message)
         return message
 
@@ -192,6 +192,15 @@ class Session:
         self.send(call)
         return self.receive()
 
+    def given(self) -> StepResult | Evaluation | None:
+        """What a call that is complete on all ranks gave; what is due with it is done."""
+        while True:
+            message = self.receive()
+            self.perform(message)
+            assert isinstance(message, Advance)
+            if isinstance(message.next, Wait):  # else a checkpoint comes first
+                return message.next.gave
+
     def finish(self) -> None:
         """Save and end the job, with all ranks.
 
@@ -199,8 +208,9 @@ class Session:
             as :meth:`inside`.
         """
         with self.inside():
-            self.perform(self.call(Call(self.rank, CallKind.CLOSE)))
-            self.receive()
+            self.send(Call(self.rank, CallKind.CLOSE))
+            while not over(message := self.receive()):
+                self.perform(message)
         self.shut()
 
     def shut(self) -> None:
@@ -218,7 +228,7 @@ class Session:
         """The user's own loop raised between two calls: the job has failed."""
         if self.closed:
             return
-        text = f"the script of stage {self.rank} raised {type(error).__name__}: {error}"
+        text = f"the script of {self._control.name} raised {type(error).__name__}: {error}"
         cause = Cause.SIGNAL if isinstance(error, KeyboardInterrupt) else Cause.USER
         failure = Failure(cause, text.rstrip(": "), self.rank, traceback=user_traceback(error))
         self._tell(failure, wait=cause is Cause.USER)
@@ -226,39 +236,39 @@ class Session:
     def _fail(self, error: BaseException) -> NoReturn:
         if isinstance(error, JobEnded):
             self.shut()
-            raise _error_of(error.finish) from None
+            raise _error_of(error.abort) from None
         failure = self.worker.explain(error)
         if isinstance(error, KeyboardInterrupt):
-            text = f"stage {self.rank} was interrupted by {type(error).__name__}"
+            text = f"{self._control.name} was interrupted by {type(error).__name__}"
             failure = replace(failure, cause=Cause.SIGNAL, message=text)
-        finish = self._tell(failure, wait=not isinstance(error, KeyboardInterrupt))
-        if isinstance(error, UsageError) or not isinstance(error, Exception):
-            raise error
-        if isinstance(error, PeerLost):
-            raise _error_of(finish) from None
-        raise LayerError(report.describe(replace(failure, traceback=""))) from error
+        abort = self._tell(failure, wait=not isinstance(error, KeyboardInterrupt))
+        theirs = error.error if isinstance(error, Raised) else error
+        if isinstance(theirs, UsageError) or not isinstance(theirs, Exception):
+            raise theirs
+        if isinstance(theirs, PeerLost):
+            raise _error_of(abort) from None
+        raise LayerError(report.describe(replace(failure, traceback=""))) from theirs
 
-    def _tell(self, failure: Failure, *, wait: bool) -> Finish:
+    def _tell(self, failure: Failure, *, wait: bool) -> Abort:
         """Say why this rank fails and leave; returns how the job ended, if it was waited for."""
         self.send(Failed(self.rank, failure))
-        message: ToWorker = Finish(failure.message, 1)
-        while wait and not isinstance(message := self._control.receive(), Finish):
+        message: ToWorker = Abort(failure.message, 1)
+        while wait and not isinstance(message := self._control.receive(), Abort):
             continue
         self.shut()
-        assert isinstance(message, Finish)
+        assert isinstance(message, Abort)
         return message
 
-    def _leave(self, finish: Finish) -> None:
+    def _leave(self, abort: Abort) -> None:
         """Called by the control thread: the job is over. End the process if it stays stuck.
 
         A rank that is busy in a layer may go on: it learns of the end when it next waits.
         """
-        waited = 0.0
-        while not self._idle.wait(_LOOK_SECONDS):
-            stuck = self._tracker.get().phase in (Phase.WAITING, Phase.CONNECTING)
-            waited = waited + _LOOK_SECONDS if stuck else 0.0
-            if waited >= _STUCK_SECONDS:
-                leave_process(finish)
+        waited, limits = 0.0, timings()
+        while not self._idle.wait(limits.look):
+            waited = waited + limits.look if self._tracker.waits else 0.0
+            if waited >= limits.stuck:
+                leave_process(abort)
 
     def _abandoned(self) -> None:
         """The interpreter ends, and nobody has closed the pipeline: it is closed now.
@@ -289,7 +299,7 @@ def _plain_modes() -> Iterator[None]:
         yield
 
 
-def _error_of(finish: Finish) -> PipeworkerError:
+def _error_of(abort: Abort) -> PipeworkerError:
     """How the job's end reads on a rank that did not cause it."""
-    kind = UsageError if finish.exit_status == UsageError.exit_status else PipeworkerError
-    return kind(finish.reason)
+    kind = UsageError if abort.exit_status == UsageError.exit_status else PipeworkerError
+    return kind(abort.reason)

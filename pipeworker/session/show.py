@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
-from typing import Any, TextIO
+from typing import TextIO
 
 from pipeworker.job.options import Options
+from pipeworker.wire.lines import Bound, FromCoordinator, Planned, Verdict, Warned, never
+from pipeworker.wire.messages import Evaluation, StepResult
 
 
 class Show:
@@ -25,45 +26,56 @@ class Show:
         self._error = error or sys.stderr
         self._theory = 0.0
 
-    def hear(self, kind: str, value: Any) -> None:
+    def hear(self, event: FromCoordinator) -> None:
         """Show one thing the coordinator says."""
-        shown: Callable[[Any], None] | None = getattr(self, kind, None)
-        if shown is not None:
-            shown(value)
+        match event:
+            case Planned():
+                self.planned(event)
+            case StepResult():
+                self.step(event)
+            case Evaluation():
+                self.evaluation(event)
+            case Warned():
+                self.warning(event.text)
+            case Verdict():
+                self.ended(event)
+            case Bound():
+                return
+            case _:
+                never(event)
 
-    def planned(self, plan: dict[str, Any]) -> None:
-        self._theory = plan["bubble"]
-        balance = ",".join(map(str, plan["balance"]))
+    def planned(self, plan: Planned) -> None:
+        self._theory = plan.bubble
+        balance = ",".join(map(str, plan.balance))
         self.line(
-            f"{len(plan['stages'])} stages ({balance} layers), "
-            f"{plan['microbatches']} micro-batches, {plan['schedule']}; run directory "
-            f"{self._run_dir}"
+            f"{len(plan.balance)} stages ({balance} layers), {plan.microbatches} micro-batches, "
+            f"{plan.schedule}; run directory {self._run_dir}"
         )
 
-    def step(self, row: dict[str, Any]) -> None:
-        self.line(f"step {row['step']}  {_figures(row)}")
+    def step(self, row: StepResult) -> None:
+        self.line(f"step {row.step}  {_figures(row)}")
 
-    def evaluation(self, row: dict[str, Any]) -> None:
-        figures = "  ".join(f"{k} {v:.4f}" for k, v in row.items() if k != "step")
-        self.line(f"evaluation after step {row['step']}  {figures}")
+    def evaluation(self, evaluation: Evaluation) -> None:
+        figures = "  ".join(f"{name} {value:.4f}" for name, value in evaluation.row().items())
+        self.line(f"evaluation after step {evaluation.step}  {figures}")
 
     def warning(self, text: str) -> None:
         self.line(f"warning: {text}", error=True)
 
-    def ended(self, verdict: dict[str, Any]) -> None:
+    def ended(self, verdict: Verdict) -> None:
         """The final summary, and the error if there is one."""
         self.close()
-        if verdict["steps"]:
-            memory = ", ".join(f"{peak / 2**20:.0f}" for peak in verdict["peak_memory_bytes"])
+        if verdict.steps:
+            memory = ", ".join(f"{peak / 2**20:.0f}" for peak in verdict.peak_memory)
             self.line(
-                f"{verdict['status']}: {verdict['steps']} steps in {verdict['seconds']:.1f} s\n"
-                f"bubble: {verdict['bubble']:.1%} measured, {self._theory:.1%} by the schedule\n"
+                f"{verdict.status}: {verdict.steps} steps in {verdict.seconds:.1f} s\n"
+                f"bubble: {verdict.bubble:.1%} measured, {self._theory:.1%} by the schedule\n"
                 f"peak memory by stage: {memory} MiB\n"
                 f"run directory: {self._run_dir}"
             )
-        if verdict["error"]:
-            self.line(f"error: {verdict['error']}", error=True)
-        elif verdict["status"] == "interrupted":
+        if verdict.error:
+            self.line(f"error: {verdict.error}", error=True)
+        elif verdict.status == "interrupted":
             self.line("interrupted", error=True)
 
     def line(self, text: str, *, error: bool = False) -> None:
@@ -93,8 +105,8 @@ class TerminalShow(Show):
         self._task = self._progress.add_task("", total=options.steps, figures="starting")
         self._progress.start()
 
-    def step(self, row: dict[str, Any]) -> None:
-        self._progress.update(self._task, completed=row["step"], figures=_figures(row))
+    def step(self, row: StepResult) -> None:
+        self._progress.update(self._task, completed=row.step, figures=_figures(row))
 
     def line(self, text: str, *, error: bool = False) -> None:
         self._progress.console.print(text, markup=False, highlight=False, soft_wrap=True)
@@ -109,8 +121,5 @@ def show_for(options: Options, run_dir: str) -> Show:
     return kind(options, run_dir)
 
 
-def _figures(row: dict[str, Any]) -> str:
-    return (
-        f"loss {row['loss']:.4f}  {row['samples_per_second']:.1f} samples/s  "
-        f"bubble {row['bubble']:.1%}"
-    )
+def _figures(row: StepResult) -> str:
+    return f"loss {row.loss:.4f}  {row.samples_per_second:.1f} samples/s  bubble {row.bubble:.1%}"

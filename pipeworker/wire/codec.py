@@ -1,8 +1,8 @@
-"""Messages to frames and back: msgpack, every field checked, nothing pickled.
+"""Typed values to plain ones and back, every field checked, nothing pickled.
 
-A frame is the msgpack array ``[version, generation, name, [field, field, ...]]``. Reading a frame
-either yields a message whose every field has its declared type, or raises ProtocolError: a
-malformed frame cannot surface later as an odd value inside the coordinator.
+A frame of the control plane is the msgpack array ``[version, generation, name, [field, ...]]``.
+Reading one either yields a message whose every field has its declared type, or raises
+ProtocolError: a malformed frame cannot surface later as an odd value inside the coordinator.
 """
 
 from __future__ import annotations
@@ -10,21 +10,123 @@ from __future__ import annotations
 import dataclasses
 import types
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from enum import Enum
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import msgpack
 
 from pipeworker.errors import ProtocolError
 from pipeworker.wire import messages
 
-VERSION = 1
+VERSION = 2
 MAX_FRAME_BYTES = 16 << 20
 _ANY_TEXT = "surrogatepass"
 """How strings are encoded: every str comes through, file names that are not UTF-8 too."""
 
 Reader = Callable[[Any], Any]
+T = TypeVar("T")
+
+
+class Codec(Generic[T]):
+    """A closed set of dataclasses, as plain values.
+
+    A value is the list of its fields, in order. Where a field may hold one of several classes (a
+    tagged union), these are ``[name, fields]`` wherever they occur.
+
+    Args:
+        kinds: the classes that may be read by name; what they hold is found.
+    """
+
+    def __init__(self, kinds: Iterable[Any]) -> None:
+        kinds = tuple(kinds)
+        self._tagged = {kind for hint in _hints(kinds) for kind in _members(hint)}
+        self._made: dict[Any, Reader] = {}
+        self.names = {kind.__name__ for kind in kinds}
+        self._readers = {kind.__name__: self._fields(kind) for kind in kinds}
+
+    def plain(self, value: Any) -> Any:
+        """What a serializer does not know: an enum's value, the fields of a message."""
+        if isinstance(value, Enum):
+            return value.value
+        fields = self.fields(value)
+        return [type(value).__name__, fields] if type(value) in self._tagged else fields
+
+    def fields(self, message: Any) -> list[Any]:
+        """The fields of a message."""
+        return [getattr(message, name) for name in type(message).__slots__]
+
+    def read(self, name: Any, fields: Any) -> T:
+        """The message of this name.
+
+        Raises:
+            ProtocolError: there is none, or a field is not of its type.
+        """
+        if type(name) is not str or name not in self._readers:
+            raise ProtocolError("unknown message")
+        message: T = self._readers[name](fields)
+        return message
+
+    def _fields(self, kind: Any) -> Reader:
+        """Reads the fields of a class."""
+        if kind in self._made:
+            return self._made[kind]
+        hints = typing.get_type_hints(kind)
+        readers = tuple(self._reader(hints[field.name]) for field in dataclasses.fields(kind))
+
+        def read(value: Any) -> Any:
+            if type(value) is not list or len(value) != len(readers):
+                raise ProtocolError(f"not the fields of {kind.__name__}")
+            return kind(*[of(item) for of, item in zip(readers, value, strict=True)])
+
+        self._made[kind] = read
+        return read
+
+    def _reader(self, hint: Any) -> Reader:
+        origin = typing.get_origin(hint)
+        if origin is tuple:
+            (item, _) = typing.get_args(hint)
+            return _tuple(self._reader(item), item if item in (int, float, str, bytes) else None)
+        if origin in (types.UnionType, typing.Union):
+            return self._union(hint)
+        if issubclass(hint, Enum):
+            return _enum(hint)
+        if hint in self._tagged:
+            return _tag({hint.__name__: self._fields(hint)})
+        return self._fields(hint) if dataclasses.is_dataclass(hint) else _exactly(hint)
+
+    def _union(self, hint: Any) -> Reader:
+        args = [arg for arg in typing.get_args(hint) if arg is not types.NoneType]
+        if len(args) > 1:
+            read = _tag({arg.__name__: self._fields(arg) for arg in args})
+        else:
+            read = self._reader(args[0])
+        if types.NoneType not in typing.get_args(hint):
+            return read
+        return lambda value: None if value is None else read(value)
+
+
+def _hints(kinds: Iterable[Any]) -> Iterator[Any]:
+    """The types of all fields of some classes, and of the classes they hold."""
+    seen: set[Any] = set()
+    queue = list(kinds)
+    while queue:
+        hint = queue.pop()
+        if hint in seen:
+            continue
+        seen.add(hint)
+        yield hint
+        queue += typing.get_args(hint)
+        if dataclasses.is_dataclass(hint) and isinstance(hint, type):
+            queue += typing.get_type_hints(hint).values()
+
+
+def _members(hint: Any) -> list[Any]:
+    """The classes of a union of several."""
+    if typing.get_origin(hint) not in (types.UnionType, typing.Union):
+        return []
+    found = [arg for arg in typing.get_args(hint) if arg is not types.NoneType]
+    return found if len(found) > 1 else []
 
 
 def _exactly(kind: type) -> Reader:
@@ -37,7 +139,7 @@ def _exactly(kind: type) -> Reader:
 
 
 def _enum(kind: type[Enum]) -> Reader:
-    members = {(type(value), value): member for value, member in kind._value2member_map_.items()}
+    members = {(type(member.value), member.value): member for member in kind}
 
     def read(value: Any) -> Any:
         try:
@@ -61,56 +163,27 @@ def _tuple(item: Reader, kind: type | None) -> Reader:
     return read
 
 
-def _optional(item: Reader) -> Reader:
-    return lambda value: None if value is None else item(value)
-
-
-def _reader(hint: Any) -> Reader:
-    origin = typing.get_origin(hint)
-    if origin is tuple:
-        (item, _) = typing.get_args(hint)
-        return _tuple(_reader(item), item if item in (int, float, str, bytes) else None)
-    if origin in (types.UnionType, typing.Union):
-        (item,) = (arg for arg in typing.get_args(hint) if arg is not types.NoneType)
-        return _optional(_reader(item))
-    if issubclass(hint, Enum):
-        return _enum(hint)
-    if dataclasses.is_dataclass(hint) and isinstance(hint, type):
-        return _message_reader(hint)
-    return _exactly(hint)
-
-
-def _message_reader(kind: type) -> Reader:
-    hints = typing.get_type_hints(kind)
-    readers = tuple(_reader(hints[field.name]) for field in dataclasses.fields(kind))
-
+def _tag(readers: dict[str, Reader]) -> Reader:
     def read(value: Any) -> Any:
-        if type(value) is not list or len(value) != len(readers):
-            raise ProtocolError(f"not the fields of {kind.__name__}")
-        return kind(*[read_field(item) for read_field, item in zip(readers, value, strict=True)])
+        if type(value) is not list or len(value) != 2 or type(value[0]) is not str:
+            raise ProtocolError("expected a name and its fields")
+        if value[0] not in readers:
+            raise ProtocolError(f"expected one of {', '.join(readers)}")
+        return readers[value[0]](value[1])
 
     return read
 
 
-def _plain(value: Any) -> Any:
-    """The fallback of msgpack for what is not a plain value."""
-    if isinstance(value, Enum):
-        return value.value
-    return [getattr(value, name) for name in type(value).__slots__]
-
-
-_KINDS: dict[str, type] = {
-    kind.__name__: kind
-    for kind in (*typing.get_args(messages.FromWorker), *typing.get_args(messages.ToWorker))
-}
-_READERS = {name: _message_reader(kind) for name, kind in _KINDS.items()}
+_FRAMES: Codec[messages.Message] = Codec(
+    (*typing.get_args(messages.FromWorker), *typing.get_args(messages.ToWorker))
+)
 
 
 def encode(message: messages.Message, generation: int) -> bytes:
     """One frame. `generation` numbers the incarnation of the job the message belongs to."""
     frame: bytes = msgpack.packb(
-        [VERSION, generation, type(message).__name__, _plain(message)],
-        default=_plain,
+        [VERSION, generation, type(message).__name__, _FRAMES.fields(message)],
+        default=_FRAMES.plain,
         unicode_errors=_ANY_TEXT,
     )
     return frame
@@ -134,6 +207,6 @@ def decode(frame: bytes) -> tuple[int, messages.Message]:
     if type(version) is not int or version != VERSION:
         other = version if type(version) is int else type(version).__name__
         raise ProtocolError(f"version {other}, this is version {VERSION}")
-    if type(generation) is not int or type(name) is not str or name not in _READERS:
+    if type(generation) is not int:
         raise ProtocolError("unknown message")
-    return generation, _READERS[name](fields)
+    return generation, _FRAMES.read(name, fields)

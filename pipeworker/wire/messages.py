@@ -43,14 +43,6 @@ class Position:
     microbatch: int = -1
     layer: int = -1
 
-    def to_json(self) -> list[int]:
-        """As it travels between a fork server, its launcher and the coordinator."""
-        return [int(self.phase), self.step, self.microbatch, self.layer]
-
-    @staticmethod
-    def from_json(value: list[int]) -> Position:
-        return Position(Phase(value[0]), *value[1:])
-
 
 class Cause(Enum):
     """Why a job ends early."""
@@ -73,7 +65,12 @@ class Cause(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """What went wrong, whole: enough to show the user. `rank` is -1 for the job itself."""
+    """What went wrong, whole: enough to show the user.
+
+    Attributes:
+        rank: -1 for the job itself.
+        stage: how the rank is called by what it holds: ``stage 1``.
+    """
 
     cause: Cause
     message: str
@@ -81,6 +78,7 @@ class Failure:
     position: Position = Position()
     layer_class: str = ""
     traceback: str = ""
+    stage: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,14 +182,34 @@ class Described:
 
 
 @dataclass(frozen=True, slots=True)
-class Ready:
-    """The stage is built and connected. `batch` comes from the first stage alone."""
+class Built:
+    """A stage that is built: the classes of its layers, from layer `first` on."""
 
-    rank: int
+    stage: int
+    first: int
     layers: tuple[str, ...]
     parameters: int
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """A worker's stages are built and connected. `batch` comes from where stage 0 is."""
+
+    rank: int
+    stages: tuple[Built, ...]
     device: str
     batch: Batch | None
+
+
+@dataclass(frozen=True, slots=True)
+class Upcoming:
+    """Where stage 0 is, the next mini-batch is cut into a number of micro-batches that is new.
+
+    Told when it is read, within a step, so that its schedule is made before it is needed.
+    """
+
+    rank: int
+    microbatches: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,13 +217,13 @@ class StepDone:
     """A worker has run its tuple; gradients are accumulated and not applied.
 
     Attributes:
-        losses: from the last stage, each micro-batch's share of the loss (already weighted by
-            samples), or each sum where the loss function returns ``(sum, count)``.
-        counts: from the last stage, the counts of ``(sum, count)`` losses, else empty.
+        losses: from where the last stage is, each micro-batch's share of the loss (already weighted
+            by samples), or each sum where the loss function returns ``(sum, count)``.
+        counts: with `losses`, the counts of ``(sum, count)`` losses, else empty.
         squares: squared 2-norm of each parameter's gradient, in model order.
-        busy: seconds spent computing (forward, recompute, backward, data and update).
-        learning_rate: of the first parameter group; NaN where the stage has no optimizer.
-        batch: from the first stage, the next mini-batch; None when the data ended.
+        busy: seconds spent computing (forward, recompute, backward, data).
+        learning_rate: of the first parameter group; NaN where the worker has no optimizer.
+        batch: from where stage 0 is, the next mini-batch; None when the data ended.
     """
 
     rank: int
@@ -221,7 +239,7 @@ class StepDone:
 
 @dataclass(frozen=True, slots=True)
 class EvaluationDone:
-    """A worker has run an evaluation pass to its end; `result` comes from the last stage alone."""
+    """A worker has run an evaluation pass to its end; `result` comes with the last stage alone."""
 
     rank: int
     step: int
@@ -306,34 +324,58 @@ class Welcome:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
-    """What this worker owns: layers ``first`` to ``stop - 1``; channels in connection order.
-
-    `skips` are those that begin or end on the stage, `ties` those with a place on it.
-    """
+class StageRange:
+    """Layers ``first`` to ``stop - 1`` of the model are `stage`."""
 
     stage: int
-    stages: int
     first: int
     stop: int
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What this worker holds, and what it is connected to.
+
+    Attributes:
+        held: the placement: by worker of a replica, its stages.
+        ranges: this worker's stages.
+        edges: its channels, in connection order.
+        skips: those that begin or end on its stages; `ties` those with a place on them.
+        evaluation: its actions for one micro-batch of a forward-only pass.
+    """
+
+    held: tuple[tuple[int, ...], ...]
+    replicas: int
+    ranges: tuple[StageRange, ...]
     edges: tuple[str, ...]
     skips: tuple[SkipRoute, ...]
-    ties: tuple[TiedWeights, ...] = ()
+    ties: tuple[TiedWeights, ...]
+    evaluation: str
 
 
 @dataclass(frozen=True, slots=True)
 class Update:
-    """Apply the gradients of `step`, multiplied by `scale`, and step the scheduler.
+    """Apply the gradients of `step`, and step the scheduler.
 
     Attributes:
+        divisor: what gradients are divided by: Σcount, mini-batches, the loss scale.
+        scale: what they are then multiplied by, to clip their norm.
         overflow: somewhere a gradient is not finite, so on all stages the optimizer does nothing.
         epoch_ended: the next mini-batch belongs to another epoch than the step's first.
     """
 
     step: int
-    scale: float
+    divisor: float = 1.0
+    scale: float = 1.0
     overflow: bool = False
     epoch_ended: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluated:
+    """An evaluation pass gave this loss: a scheduler may look at it."""
+
+    loss: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -342,7 +384,7 @@ class RunStep:
 
     Attributes:
         last: no further mini-batch will be needed.
-        actions: the stage's tuple as text, when it differs from the last one.
+        actions: the worker's tuple as text, when it differs from the last one.
         first: the number of its first micro-batch within the step, for the random streams.
         loss_scale: what gradients are multiplied by on their way (fp16).
     """
@@ -350,7 +392,7 @@ class RunStep:
     step: int
     batch: Batch
     last: bool
-    actions: str
+    actions: str = ""
     first: int = 0
     loss_scale: float = 1.0
 
@@ -363,23 +405,33 @@ class Evaluate:
 
 
 @dataclass(frozen=True, slots=True)
-class Advance:
-    """What is next, in one message: an update, then a mini-batch or an evaluation pass.
+class Save:
+    """Write this worker's part of the checkpoint of `step`."""
 
-    `evaluated` is what the evaluation pass before gave, for schedulers that look at it. `result`
-    is what the step gave that `update` completes, for a loop of the user's own.
-    """
-
-    update: Update | None
-    run: RunStep | None
-    evaluate: Evaluate | None = None
-    evaluated: Evaluation | None = None
-    result: StepResult | None = None
+    step: int
 
 
 @dataclass(frozen=True, slots=True)
-class Save:
-    step: int
+class Wait:
+    """For the next call of the user's own loop; `gave` is what the last one gave."""
+
+    gave: StepResult | Evaluation | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Finish:
+    """All is done: leave."""
+
+
+Next = RunStep | Evaluate | Save | Wait | Finish
+
+
+@dataclass(frozen=True, slots=True)
+class Advance:
+    """What is next; before it, what is due of the last step or evaluation pass."""
+
+    next: RunStep | Evaluate | Save | Wait | Finish
+    update: Update | Evaluated | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -397,8 +449,8 @@ class Ping:
 
 
 @dataclass(frozen=True, slots=True)
-class Finish:
-    """The job is over for this worker. `reason` is empty when all went well."""
+class Abort:
+    """The job is over, and not by its own end: `reason` is why."""
 
     reason: str
     exit_status: int
@@ -408,6 +460,7 @@ FromWorker = (
     Hello
     | Described
     | Ready
+    | Upcoming
     | StepDone
     | EvaluationDone
     | Call
@@ -416,5 +469,5 @@ FromWorker = (
     | Failed
     | StoreRequest
 )
-ToWorker = Welcome | Plan | Advance | Save | StoreReply | Ping | Finish
+ToWorker = Welcome | Plan | Advance | StoreReply | Ping | Abort
 Message = FromWorker | ToWorker

@@ -13,11 +13,12 @@ from contextlib import contextmanager
 import zmq
 from zmq.auth.thread import ThreadAuthenticator
 
+from pipeworker.timings import DEFAULT, Timings
 from pipeworker.wire.codec import MAX_FRAME_BYTES
 from pipeworker.wire.keys import client_keys, server_keys
 
 _HANDSHAKE_MS = 5_000
-_LINGER_MS = 2_000
+_RECONNECT_MS = 50
 
 
 class _OnlyThisJob:
@@ -31,7 +32,9 @@ class _OnlyThisJob:
 
 
 @contextmanager
-def server(token: str, host: str) -> Iterator[tuple[zmq.Socket[bytes], str]]:
+def server(
+    token: str, host: str, timings: Timings = DEFAULT
+) -> Iterator[tuple[zmq.Socket[bytes], str]]:
     """A bound ROUTER and its endpoint, on a port the system chooses at `host`.
 
     Everything is closed at exit.
@@ -53,7 +56,7 @@ def server(token: str, host: str) -> Iterator[tuple[zmq.Socket[bytes], str]]:
         socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
         socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
-        socket.setsockopt(zmq.LINGER, _LINGER_MS)
+        socket.setsockopt(zmq.LINGER, _ms(timings.linger))
         socket.setsockopt(zmq.SNDTIMEO, 0)
         if ":" in host:
             socket.setsockopt(zmq.IPV6, 1)
@@ -66,7 +69,9 @@ def server(token: str, host: str) -> Iterator[tuple[zmq.Socket[bytes], str]]:
         context.term()
 
 
-def client(context: zmq.Context[zmq.Socket[bytes]], token: str, endpoint: str) -> zmq.Socket[bytes]:
+def client(
+    context: zmq.Context[zmq.Socket[bytes]], token: str, endpoint: str, timings: Timings = DEFAULT
+) -> zmq.Socket[bytes]:
     """A DEALER connected to the coordinator at `endpoint`; the caller closes it."""
     socket = context.socket(zmq.DEALER)
     keys = client_keys(token)
@@ -75,12 +80,16 @@ def client(context: zmq.Context[zmq.Socket[bytes]], token: str, endpoint: str) -
     socket.curve_serverkey = server_keys(token).public
     socket.setsockopt(zmq.HANDSHAKE_IVL, _HANDSHAKE_MS)
     socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
-    socket.setsockopt(zmq.LINGER, _LINGER_MS)
+    socket.setsockopt(zmq.LINGER, _ms(timings.linger))
     # The coordinator knows a peer by its identity, which must survive a reconnection.
     socket.setsockopt(zmq.IDENTITY, b"w" + secrets.token_bytes(8))
-    socket.setsockopt(zmq.RECONNECT_IVL, 50)
-    socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1_000)
+    socket.setsockopt(zmq.RECONNECT_IVL, _RECONNECT_MS)
+    socket.setsockopt(zmq.RECONNECT_IVL_MAX, _ms(timings.reconnect))
     if "[" in endpoint:
         socket.setsockopt(zmq.IPV6, 1)
     socket.connect(endpoint)
     return socket
+
+
+def _ms(seconds: float) -> int:
+    return int(1000 * seconds)

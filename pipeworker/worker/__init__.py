@@ -1,1 +1,1 @@
-"""Computes: one process, one stage. This is the only part that runs the user's code."""
+"""Computes: one process, one or more stages. The only part that runs the user's code."""

@@ -2,7 +2,7 @@
 
 The thread sends heartbeats and what the main thread gives it, hands over what the coordinator says,
 and ends the process when the job is over while the main thread is inside a step, where nothing else
-could: when the coordinator says Finish, when it is gone, or on a signal.
+could: when the coordinator says Abort, when it is gone, or on a signal.
 """
 
 from __future__ import annotations
@@ -21,13 +21,15 @@ from collections.abc import Callable
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
+from pipeworker.environment import timings
 from pipeworker.errors import PipeworkerError, ProtocolError
+from pipeworker.host.position import Tracker
 from pipeworker.wire import codec, sockets
 from pipeworker.wire.messages import (
+    Abort,
     Cause,
     Failed,
     Failure,
-    Finish,
     FromWorker,
     Heartbeat,
     Ping,
@@ -36,26 +38,21 @@ from pipeworker.wire.messages import (
     StoreRequest,
     ToWorker,
 )
-from pipeworker.worker.position import Tracker
 
-_HEARTBEAT_SECONDS = 0.5
-_COORDINATOR_GRACE = 4.0
-"""Seconds a lost connection to the coordinator may take to come back."""
-
-Leave = Callable[[Finish], None]
+Leave = Callable[[Abort], None]
 
 
-def say(finish: Finish) -> None:
+def say(abort: Abort) -> None:
     """The last words of a worker."""
-    if finish.reason:
-        print(f"the job ended: {finish.reason}", file=sys.stderr, flush=True)
+    if abort.reason:
+        print(f"the job ended: {abort.reason}", file=sys.stderr, flush=True)
     sys.stdout.flush()
 
 
-def leave_process(finish: Finish) -> None:
+def leave_process(abort: Abort) -> None:
     """End the process from any thread."""
-    say(finish)
-    os._exit(finish.exit_status)
+    say(abort)
+    os._exit(abort.exit_status)
 
 
 class Control:
@@ -80,17 +77,20 @@ class Control:
         self._generation = generation
         self._tracker = tracker
         self._leave = leave
+        self._timings = timings()
         self._inbox: queue.SimpleQueue[ToWorker] = queue.SimpleQueue()
         self._replies: dict[int, queue.SimpleQueue[StoreReply]] = {}
         self._outbox: deque[FromWorker] = deque()
         self._requests = 0
         self._closing = False
-        self.over: Finish | None = None
+        self.name = f"rank {rank}"
+        """How the worker is called, once it knows what it holds."""
+        self.over: Abort | None = None
         """How the job ended, once it has."""
         self.sent = 0
         self.received = 0
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._socket = sockets.client(self._context, token, endpoint)
+        self._socket = sockets.client(self._context, token, endpoint, self._timings)
         self._wake_in, self._wake_out = socket.socketpair()
         self._wake_in.setblocking(False)
         self._wake_out.setblocking(False)
@@ -148,13 +148,13 @@ class Control:
             self._serve()
         except BaseException:  # without this thread nobody would hear of it: say it and leave
             traceback.print_exc()
-            self._end(Finish("a defect in pipeworker: the control thread failed", 1))
+            self._end(Abort("a defect in pipeworker: the control thread failed", 1))
 
-    def _end(self, finish: Finish) -> None:
+    def _end(self, abort: Abort) -> None:
         """The job is over for this worker."""
-        self.over = finish
-        self._inbox.put(finish)
-        self._leave(finish)
+        self.over = abort
+        self._inbox.put(abort)
+        self._leave(abort)
 
     def _serve(self) -> None:
         monitor = self._socket.get_monitor_socket(
@@ -164,7 +164,7 @@ class Control:
         poller.register(self._socket, zmq.POLLIN)
         poller.register(monitor, zmq.POLLIN)
         poller.register(self._wake_out, zmq.POLLIN)
-        next_beat = time.monotonic() + _HEARTBEAT_SECONDS
+        next_beat = time.monotonic() + self._timings.heartbeat
         lost_at: float | None = None
         while not (self._closing and not self._outbox):
             ready = dict(poller.poll(1 + int(1000 * max(0.0, next_beat - time.monotonic()))))
@@ -183,11 +183,11 @@ class Control:
                 elif lost_at is None:
                     lost_at = time.monotonic()
             now = time.monotonic()
-            if lost_at is not None and now - lost_at > _COORDINATOR_GRACE:
+            if lost_at is not None and now - lost_at > self._timings.coordinator:
                 lost_at = None
-                self._end(Finish("the coordinator is gone", 1))
+                self._end(Abort("the coordinator is gone", 1))
             if now >= next_beat:
-                next_beat = now + _HEARTBEAT_SECONDS
+                next_beat = now + self._timings.heartbeat
                 if self.over is None:
                     self._put(Heartbeat(self._rank, self._tracker.get()))
         self._socket.disable_monitor()
@@ -201,13 +201,13 @@ class Control:
                 name = signal.Signals(number).name
                 failure = Failure(
                     Cause.SIGNAL,
-                    f"the worker of stage {self._rank} was ended by {name}",
+                    f"the worker of {self.name} was ended by {name}",
                     self._rank,
                     self._tracker.get(),
                 )
                 self._put(Failed(self._rank, failure))
                 self._context.destroy(linger=1000)  # its monitor too, or it waits for that forever
-                self._end(Finish("", 128 + number))
+                self._end(Abort("", 128 + number))
                 return
 
     def _put(self, message: FromWorker) -> None:
@@ -231,7 +231,7 @@ class Control:
             if isinstance(message, StoreReply):
                 if message.number in self._replies:
                     self._replies[message.number].put(message)
-            elif isinstance(message, Finish) and message.reason:
+            elif isinstance(message, Abort):
                 self._end(message)
             elif isinstance(message, ToWorker):
                 self._inbox.put(message)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from pipeworker.wire.messages import Failed, Finish
+from pipeworker.wire.messages import Abort, Advance, Failed, Finish
 from pipeworker.worker.control import Control, Leave, leave_process
 from pipeworker.worker.worker import Settings, Worker
 
@@ -24,10 +24,10 @@ def run(settings: Settings, leave: Leave = leave_process) -> int:
         leave=leave,
     )
     control.start()
-    worker = Worker(settings, control.ask)
+    worker = Worker(settings, control)
     try:
         control.send(worker.hello())
-        while not isinstance(message := control.receive(), Finish):
+        while not over(message := control.receive()):
             answer = worker.handle(message)
             if answer is not None:
                 control.send(answer)
@@ -41,3 +41,10 @@ def run(settings: Settings, leave: Leave = leave_process) -> int:
     sys.stdout.flush()
     sys.stderr.flush()
     return 0
+
+
+def over(message: object) -> bool:
+    """Whether the coordinator says that there is no more to do."""
+    if isinstance(message, Advance):
+        return isinstance(message.next, Finish)
+    return isinstance(message, Abort)

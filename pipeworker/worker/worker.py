@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 import os
 import socket
 import sys
@@ -10,52 +11,81 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
 from pipeworker.errors import UsageError
+from pipeworker.host.position import Tracker
 from pipeworker.job import file as job_file
 from pipeworker.job.file import Job
 from pipeworker.job.options import Options
-from pipeworker.plan.schedule import Edge, parse_actions
+from pipeworker.plan.actions import Action, Edge, parse_actions
+from pipeworker.plan.placement import Placement
 from pipeworker.plan.ties import Tie
 from pipeworker.record import weights
 from pipeworker.record.rundir import RunDir
+from pipeworker.wire.lines import never
 from pipeworker.wire.messages import (
+    Abort,
     Advance,
     Batch,
+    Built,
     Described,
+    Evaluate,
+    Evaluated,
     Evaluation,
     EvaluationDone,
     Failure,
+    Finish,
     FromWorker,
     Hello,
     Phase,
+    Ping,
     Plan,
     Ready,
+    RunStep,
     Save,
     Saved,
     SkipRoute,
     StepDone,
+    StoreOperation,
+    StoreReply,
     TiedWeights,
     ToWorker,
+    Upcoming,
+    Update,
+    Wait,
     Welcome,
 )
-from pipeworker.worker import rng, survey
-from pipeworker.worker.data import MicroBatches, Reader, joined
-from pipeworker.worker.evaluation import Averages
-from pipeworker.worker.executor import Executor
-from pipeworker.worker.failures import IN_LAYERS, failure_of
-from pipeworker.worker.host import device_for, peak_memory, redirect_output
-from pipeworker.worker.model import Model
-from pipeworker.worker.position import Tracker
-from pipeworker.worker.routes import Skips
-from pipeworker.worker.stage import Stage
-from pipeworker.worker.structures import name_classes
+from pipeworker.worker.blame import failure_of, users
+from pipeworker.worker.device import device_for, peak_memory, redirect_output
+from pipeworker.worker.model import survey
+from pipeworker.worker.model.model import Model
+from pipeworker.worker.model.structures import name_classes
+from pipeworker.worker.stage import rng
+from pipeworker.worker.stage.stage import Skips, Stage
+from pipeworker.worker.step.data import MicroBatches, Reader, joined
+from pipeworker.worker.step.evaluation import Averages
+from pipeworker.worker.step.executor import Executor
 from pipeworker.worker.transport import distributed
 from pipeworker.worker.transport.courier import Courier
-from pipeworker.worker.update import Updater
+from pipeworker.worker.update.ties import Ties
+from pipeworker.worker.update.update import Updater
+
+
+class Line(Protocol):
+    """A worker's line to the coordinator, as far as its main thread uses it."""
+
+    name: str
+
+    def send(self, message: FromWorker) -> None:
+        """Returns at once."""
+
+    def ask(
+        self, operation: StoreOperation, keys: tuple[str, ...], value: bytes, expected: bytes
+    ) -> StoreReply:
+        """Perform one operation on the coordinator's store."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,24 +114,25 @@ class Settings:
 
 
 class Worker:
-    """One rank.
+    """One rank."""
 
-    Args:
-        ask: performs an operation on the coordinator's store.
-    """
-
-    def __init__(self, settings: Settings, ask: distributed.Ask) -> None:
+    def __init__(self, settings: Settings, line: Line) -> None:
         self._settings = settings
-        self._ask = ask
+        self._line = line
         self._tracker = settings.tracker
         self._rank = settings.rank
-        self.stage: Stage | None = None
+        self.stages: dict[int, Stage] = {}
+        self._updaters: dict[int, Updater] = {}
+        self.placement = Placement.identity(1)
         self._model: Model | None = None
+        self._ties: dict[int, Ties] = {}
+        self._evaluation_pass: tuple[Action, ...] = ()
         self._executors: list[Executor] = []  # one, once it is connected
 
     @property
     def optimizer(self) -> torch.optim.Optimizer | None:
-        return self._updater.optimizer
+        """Of the first of its stages that trains."""
+        return next((u.optimizer for u in self._updaters.values() if u.optimizer), None)
 
     @property
     def _executor(self) -> Executor:
@@ -119,28 +150,25 @@ class Worker:
                 return self._build(message)
             case Advance():
                 return self._advance(message)
-            case Save():
-                self._save(message)
-                return Saved(self._rank, message.step)
-        raise AssertionError(message)
+            case StoreReply() | Ping() | Abort():
+                raise AssertionError(message)  # the control thread's
+        return never(message)
 
     def explain(self, error: BaseException) -> Failure:
         """What was raised, and where."""
         position = self._tracker.get()
-        layer_class = ""
-        refused = ""
-        if self.stage is not None and position.layer >= 0:
-            layer_class = type(self.stage.layers[position.layer - self.stage.first]).__name__
-            if position.phase in IN_LAYERS and self.stage.refused:
-                refused = f"its input was {self.stage.refused}"
-        elif self._model is not None:
-            layer_class = self._model.class_of(position.layer)
-        return failure_of(error, self._rank, position, layer_class, refused)
+        kinds = [stage.class_of(position.layer) for stage in self.stages.values()]
+        kind = "".join(kinds)
+        if not kind and self._model is not None:
+            kind = self._model.class_of(position.layer)
+        at = [i for i, stage in self.stages.items() if stage.class_of(position.layer)]
+        named = f"stage {at[0]}" if at else self._line.name
+        return failure_of(error, self._rank, position, kind, named)
 
     def _describe(self, welcome: Welcome) -> Described:
         self.run_dir = RunDir(Path(welcome.run_dir))
         if self._settings.to_log:
-            redirect_output(self.run_dir.stage_log(self._rank))
+            redirect_output(self.run_dir.worker_log(self._rank))
         self._options = options = Options.from_json(welcome.options)
         torch.set_num_threads(options.threads)
         self._device = device_for(options.device, self._settings.local_rank)
@@ -148,7 +176,8 @@ class Worker:
             self._tracker.set(Phase.LOADING)
             rng.seed_all(options.seed, rng.accelerator_generator(self._device))
             there = set(sys.modules)
-            self._job = job_file.load(Path(options.job_file), options.arguments)
+            with users("the job file", early=True):
+                self._job = job_file.load(Path(options.job_file), options.arguments)
             modules = survey.new_modules(there)
         else:
             self._job = self._settings.job
@@ -191,97 +220,120 @@ class Worker:
 
     def _build(self, plan: Plan) -> Ready:
         options, tracker = self._options, self._tracker
+        placement = self.placement = Placement(plan.held, plan.replicas)
+        self._line.name = placement.names(self._rank)
         assert self._model
-        tied = [Tie(tie.names, tie.stages) for tie in plan.ties]
-        layers, ties = self._model.build(plan.first, plan.stop, plan.stage, tied)
-        self._elsewhere = ties.elsewhere if ties else set()
-        self._is_first, self._is_last = plan.stage == 0, plan.stage == plan.stages - 1
-        self.stage = Stage(
-            layers,
-            plan.first,
-            seed=options.seed,
-            device=self._device,
-            tracker=tracker,
-            loss=self._job.loss if self._is_last else None,
-            skips=_skips(plan) if plan.skips else None,
-            precision=options.precision,
-            deferred_batch_norm=options.deferred_batch_norm,
-        )
-        tracker.set(Phase.UPDATE)
-        self._updater = Updater(
-            layers,
-            plan.first,
-            self._job,
-            seed=options.seed,
-            clip_value=options.clip_grad_value,
-            ties=ties,
-        )
-        self._updater.clear()  # what the user's code may have left on modules of its own
-        if self._updater.wants_metric and not (options.evaluate_every or options.own_loop):
-            raise UsageError(
-                "ReduceLROnPlateau looks at the evaluation loss: give --evaluate-every and define "
-                "evaluation() in the job file"
+        built = []
+        for part in plan.ranges:
+            tied = [Tie(t.names, t.stages) for t in plan.ties if part.stage in t.stages]
+            layers, ties = self._model.build(part.first, part.stop, part.stage, tied)
+            is_last = part.stage == placement.stages - 1
+            stage = self.stages[part.stage] = Stage(
+                layers,
+                part.first,
+                index=part.stage,
+                seed=options.seed,
+                device=self._device,
+                tracker=tracker,
+                loss=self._job.loss if is_last else None,
+                skips=Skips.of(plan.skips, part.stage),
+                precision=options.precision,
+                deferred_batch_norm=options.deferred_batch_norm,
             )
-        tracker.set(Phase.CONNECTING)
+            if ties is not None:
+                self._ties[part.stage] = ties
+            tracker.set(Phase.UPDATE)
+            updater = self._updaters[part.stage] = Updater(
+                layers,
+                part.first,
+                self._job,
+                seed=options.seed,
+                clip_value=options.clip_grad_value,
+                ties=ties,
+            )
+            updater.clear()  # what the user's code may have left on modules of its own
+            if updater.wants_metric and not (options.evaluate_every or options.own_loop):
+                raise UsageError(
+                    "ReduceLROnPlateau looks at the evaluation loss: give --evaluate-every and "
+                    "define evaluation() in the job file"
+                )
+            classes = tuple(type(layer).__name__ for layer in stage.layers)
+            count = sum(parameter.numel() for parameter in updater.parameters)
+            built.append(Built(part.stage, part.first, classes, count))
+        self._model.forget()
+        self._connect(plan)
+        return Ready(self._rank, tuple(built), str(self._device), self._executor.next_batch)
+
+    def _connect(self, plan: Plan) -> None:
+        """Join the neighbours, and read the first mini-batch."""
+        options, placement = self._options, self.placement
+        self._tracker.wait(phase=Phase.CONNECTING)
         links = distributed.connect(
             [Edge.parse(edge) for edge in plan.edges],
-            plan.stage,
-            distributed.CoordinatorStore(self._ask),
+            self._rank,
+            placement,
+            distributed.CoordinatorStore(self._line.ask),
             self._settings.endpoint,
             options.backend,
         )
-        reads = self._is_first and not options.own_loop
+        reads = 0 in self.stages and not options.own_loop
         executor = Executor(
-            self.stage,
-            plan.stage,
-            plan.stages,
+            self.stages,
+            placement,
             links,
             self._reader if reads else None,
             Courier(),
-            ties,
+            self._ties,
+            lambda microbatches: self._line.send(Upcoming(self._rank, microbatches)),
         )
         self._executors.append(executor)
+        self._evaluation_pass = parse_actions(plan.evaluation)
         if not options.own_loop:
             executor.load_first()
-        tracker.set(Phase.WAITING)
-        return Ready(
-            self._rank,
-            tuple(type(layer).__name__ for layer in layers),
-            sum(parameter.numel() for parameter in self._updater.parameters),
-            str(self._device),
-            executor.next_batch,
-        )
+        self._tracker.wait()
 
-    def _advance(self, message: Advance) -> StepDone | EvaluationDone | None:
-        if message.update is not None:
-            self._tracker.set(Phase.UPDATE, message.update.step)
-            self._updater.apply(message.update)
-        if message.evaluated is not None:
-            self._updater.evaluated(message.evaluated.loss)
-        if message.evaluate is not None:
-            return self.evaluate(message.evaluate.step, self._evaluation())
-        run = message.run
-        if run is None:
-            return None
+    def _advance(self, message: Advance) -> FromWorker | None:
+        match message.update:
+            case Update():
+                self._tracker.set(Phase.UPDATE, message.update.step)
+                for updater in self._updaters.values():
+                    updater.apply(message.update)
+            case Evaluated():
+                for updater in self._updaters.values():
+                    updater.evaluated(message.update.loss)
+        match message.next:
+            case RunStep():
+                return self._run(message.next)
+            case Evaluate():
+                return self.evaluate(message.next.step, self._evaluation())
+            case Save():
+                return self._save(message.next)
+            case Wait() | Finish():
+                return None
+        return never(message.next)
+
+    def _run(self, run: RunStep) -> StepDone:
         if run.actions:
             self._executor.program(parse_actions(run.actions))
         result = self._executor.run(run)
         next_batch: Batch | None = self._executor.next_batch
+        updaters = self._updaters.values()
+        trains = [u.learning_rate for u in updaters if u.optimizer is not None]
         return StepDone(
             self._rank,
             run.step,
             result.losses,
             result.counts,
-            self._updater.squares(),
+            tuple(square for updater in updaters for square in updater.squares()),
             result.busy,
-            self._updater.learning_rate,
+            trains[0] if trains else math.nan,
             peak_memory(self._device),
             next_batch,
         )
 
     def _evaluation(self) -> Iterator[MicroBatches]:
         """The mini-batches of ``evaluation()``, read on the first stage."""
-        if not self._is_first:
+        if 0 not in self.stages:
             return iter(())
         reader = Reader(
             self._job.evaluation,
@@ -293,35 +345,41 @@ class Worker:
         )
         return iter(reader.read, None)
 
+    @property
+    def _last(self) -> Stage | None:
+        """The last stage, if it is here."""
+        return self.stages.get(self.placement.stages - 1)
+
     def evaluate(self, step: int, batches: Iterator[MicroBatches]) -> EvaluationDone:
-        """An evaluation pass; `batches` are used on the first stage."""
-        assert self.stage
-        averages = Averages(self.stage.loss_of, self._job.metrics)
-        self._executor.stream(step, batches, averages.add)
-        result = None
-        if self._is_last:
+        """An evaluation pass; `batches` are looked at where stage 0 is."""
+        last, result = self._last, None
+        averages = Averages(last.loss_of, self._job.metrics) if last else None
+        sink = averages.add if averages else _nowhere
+        self._executor.stream(step, self._evaluation_pass, batches, sink)
+        if averages:
             loss, metrics = averages.result()
             result = Evaluation(step, loss, tuple(metrics), tuple(metrics.values()))
         return EvaluationDone(self._rank, step, peak_memory(self._device), result)
 
     def predict(self, step: int, batches: Iterator[MicroBatches], *, everywhere: bool) -> Any:
-        """The model's output in eval mode: on the last stage, or on all; None on the others.
+        """The model's output in eval mode: where the last stage is, or everywhere; else None.
 
         Raises:
             UsageError: an output is not a batch.
         """
         outputs: list[Any] = []
-        self._executor.stream(step, batches, lambda output, *_: outputs.append(output))
-        whole = joined(outputs) if self._is_last else None
+        keep = lambda output, *_: outputs.append(output)  # noqa: E731
+        self._executor.stream(step, self._evaluation_pass, batches, keep)
+        whole = joined(outputs) if self._last else None
         return self._executor.hand_back(whole) if everywhere else whole
 
     def offer(self, batch: Any) -> Batch | None:
-        """Hold a mini-batch ready for the next step, on the first stage.
+        """Hold a mini-batch ready for the next step, where stage 0 is.
 
         Raises:
             UsageError: it is not a pair of tensors that agree in dim 0.
         """
-        return self._executor.offer(self.cut(batch)) if self._is_first else None
+        return self._executor.offer(self.cut(batch)) if 0 in self.stages else None
 
     def cut(self, batch: Any, said: str | None = None) -> MicroBatches:
         """A mini-batch as micro-batches; `said` begins a message about what is wrong with it."""
@@ -332,30 +390,20 @@ class Worker:
         while self._executors:
             self._executors.pop().close()
             gc.collect()  # an executor's handlers refer to it
-        if self.stage is not None:
-            self.stage.close()
+        for stage in self.stages.values():
+            stage.close()
 
-    def _save(self, message: Save) -> None:
-        assert self.stage is not None
-        self._tracker.set(Phase.SAVING, message.step)
-        path = weights.stage_file(self.run_dir.partial_checkpoint(message.step), self._rank)
-        weights.save_stage(
-            path,
-            self.stage.layers,
-            self.stage.first,
-            self._updater.optimizer,
-            self._elsewhere,
-        )
+    def _save(self, save: Save) -> Saved:
+        self._tracker.set(Phase.SAVING, save.step)
+        elsewhere = [ties.elsewhere for ties in self._ties.values()]
+        path = weights.part_file(self.run_dir.partial_checkpoint(save.step), self._rank)
+        parts = [
+            weights.Part(stage.layers, stage.first, self._updaters[index].optimizer)
+            for index, stage in self.stages.items()
+        ]
+        weights.save_part(path, parts, set().union(*elsewhere))
+        return Saved(self._rank, save.step)
 
 
-def _skips(plan: Plan) -> Skips:
-    arriving: dict[int, tuple[str, ...]] = {}
-    departing: dict[int, tuple[str, ...]] = {}
-    for route in sorted(plan.skips, key=lambda route: (route.source, route.target, route.name)):
-        if route.source == route.target:
-            continue
-        if route.source == plan.stage:
-            departing[route.target] = (*departing.get(route.target, ()), route.name)
-        else:
-            arriving[route.source] = (*arriving.get(route.source, ()), route.name)
-    return Skips(arriving, departing)
+def _nowhere(*_: Any) -> None:
+    """Where there is no last stage, nothing comes out."""

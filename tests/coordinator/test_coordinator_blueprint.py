@@ -5,32 +5,30 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from coordinator_job import (
-    LAYERS,
-    Job,
-    sent_to,
-)
 
 from pipeworker.wire.messages import (
     Cause,
     Described,
     Plan,
     SkipRoute,
+    StageRange,
     TiedWeights,
 )
+from support.coordinator import LAYERS, Scripted, sent_to
 
 
 def test_a_given_balance_is_used() -> None:
-    job = Job(2, balance=(1, 4))
+    job = Scripted(2, balance=(1, 4))
     job.join()
     job.describe()
-    assert [(p.first, p.stop) for r in (0, 1) for p in job.sent(r, Plan)] == [(0, 1), (1, 5)]
+    ranges = [r for rank in (0, 1) for plan in job.sent(rank, Plan) for r in plan.ranges]
+    assert ranges == [StageRange(0, 0, 1), StageRange(1, 1, 5)]
 
 
 @pytest.mark.parametrize(
     ("options", "layers", "why"),
     [
-        ({"stages": 3}, LAYERS[:2], "model() has 2: use --stages 2"),
+        ({"workers": 3}, LAYERS[:2], "model() has 2: use --stages 2"),
         ({"balance": (1, 2)}, LAYERS, "adds up to 3 layers"),
     ],
     ids=str,
@@ -38,7 +36,7 @@ def test_a_given_balance_is_used() -> None:
 def test_a_job_that_cannot_be_planned_is_the_users_mistake(
     options: dict[str, Any], layers: tuple[str, ...], why: str
 ) -> None:
-    job = Job(**options)
+    job = Scripted(**options)
     job.join()
     job.describe(layers)
     assert job.failure.cause is Cause.USAGE
@@ -47,7 +45,7 @@ def test_a_job_that_cannot_be_planned_is_the_users_mistake(
 
 
 def test_workers_must_agree_on_the_model() -> None:
-    job = Job(2)
+    job = Scripted(2)
     job.join()
     job.says(Described(0, LAYERS, ()))
     job.says(Described(1, LAYERS[:4], ()))
@@ -56,7 +54,7 @@ def test_workers_must_agree_on_the_model() -> None:
 
 
 def test_skips_and_ties_are_planned_between_stages() -> None:
-    job = Job(2, balance=(3, 2))
+    job = Scripted(2, balance=(3, 2))
     job.join()
     job.says(
         Described(
@@ -76,3 +74,12 @@ def test_skips_and_ties_are_planned_between_stages() -> None:
     assert first.ties == (both, TiedWeights(("1.bias", "2.bias"), (0, 0)))
     assert second.ties == (both,)
     assert {"0>1/skip", "1>0/skip-gradient", "0>1/tied", "1>0/tied"} <= set(second.edges)
+
+
+def test_workers_must_agree_on_the_weights() -> None:
+    job = Scripted(2)
+    job.join()
+    job.says(Described(0, LAYERS, (), weights=1))
+    job.says(Described(1, LAYERS, (), weights=2))
+    assert "the model's initial weights differ from rank to rank" in job.failure.message
+    assert job.ended.exit_status == 2

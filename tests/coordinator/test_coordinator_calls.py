@@ -5,101 +5,141 @@ from __future__ import annotations
 import itertools
 
 import pytest
-from coordinator_job import BATCH, Job, evaluation, of, of_messages, sent_to
 
-from pipeworker.coordinator.effects import Dropped, Effect, Planned, Status
-from pipeworker.coordinator.machine import State
+from pipeworker.coordinator.effects import Dropped, Effect, Planned, Send, Status
+from pipeworker.coordinator.states import State
 from pipeworker.wire.messages import (
     Advance,
     Call,
     CallKind,
     Cause,
     Evaluate,
+    Evaluated,
     Evaluation,
     RunStep,
     Save,
     StepResult,
     Update,
+    Wait,
+)
+from support.coordinator import (
+    BATCH,
+    Scripted,
+    of,
+    of_messages,
+    own,
+    sent_to,
+    updates,
 )
 
 
-def own(stages: int = 2, **options: object) -> Job:
-    return Job(stages, own_loop=True, steps=None, **options).running()
-
-
-def called(job: Job, kind: CallKind, *ranks: int, **more: object) -> list[Effect]:
-    for rank in ranks or range(job.stages):
-        batch = BATCH if kind is CallKind.STEP and rank == 0 else None
-        effects = job.says(Call(rank, kind, batch, **more))  # type: ignore[arg-type]
-    return effects
-
-
-def runs(effects: list[Effect]) -> list[RunStep | None]:
-    return [advance.run for advance in of_messages(effects, Advance)]
+def runs(effects: list[Effect]) -> list[RunStep]:
+    return [a.next for a in of_messages(effects, Advance) if isinstance(a.next, RunStep)]
 
 
 def test_nothing_runs_before_it_is_called() -> None:
     job = own()
     (planned,) = of(job.effects, Planned)
     after = job.effects[job.effects.index(planned) + 1 :]
-    assert [sent_to(after, rank) for rank in (0, 1)] == [[Advance(None, None)]] * 2
+    assert [sent_to(after, rank) for rank in (0, 1)] == [[Advance(Wait())]] * 2
 
 
 def test_a_step_begins_when_all_have_called_and_ends_with_its_result_for_all() -> None:
     job = own()
-    assert called(job, CallKind.STEP, 1) == []
-    effects = called(job, CallKind.STEP, 0)
-    assert [(run.step, run.batch, run.first) for run in runs(effects) if run] == [(1, BATCH, 0)] * 2
-    assert all(run and run.actions for run in runs(effects))
+    assert job.called(CallKind.STEP, 1) == []
+    effects = job.called(CallKind.STEP, 0)
+    assert [(run.step, run.batch, run.first) for run in runs(effects)] == [(1, BATCH, 0)] * 2
+    assert all(run.actions for run in runs(effects))
     job.now += 2.0
     effects = job.step(1)
     (result,) = of(effects, StepResult)
     assert result.seconds == 2.0
-    assert of_messages(effects, Advance) == [Advance(Update(1, 1.0), None, result=result)] * 2
-    effects = called(job, CallKind.STEP)
-    assert [(run.step, run.actions) for run in runs(effects) if run] == [(2, "")] * 2
+    advance = Advance(Wait(result), Update(1))
+    assert effects == [Send(b"w0", advance, 1), result, Send(b"w1", advance, 1)]
+    effects = job.called(CallKind.STEP)
+    assert [(run.step, run.actions) for run in runs(effects)] == [(2, "")] * 2
 
 
 @pytest.mark.parametrize("first", [0, 1])
 def test_the_next_call_may_arrive_before_all_have_run(first: int) -> None:
     """Of two mini-batches of one step; what is updated is both."""
     job = own()
-    called(job, CallKind.STEP, last=False)
+    job.called(CallKind.STEP, last=False)
     assert job.done(first, 1) == []
-    assert called(job, CallKind.STEP, first) == []
+    assert job.called(CallKind.STEP, first) == []
     assert job.done(1 - first, 1) == []
-    effects = called(job, CallKind.STEP, 1 - first)
-    assert [(run.step, run.first) for run in runs(effects) if run] == [(1, 4)] * 2
+    effects = job.called(CallKind.STEP, 1 - first)
+    assert [(run.step, run.first) for run in runs(effects)] == [(1, 4)] * 2
     effects = job.step(1)
     assert of(effects, StepResult)[0].samples == 20
-    assert [advance.update for advance in of_messages(effects, Advance)] == [Update(1, 0.5)] * 2
+    assert updates(effects) == [Update(1, divisor=2.0)] * 2
+
+
+@pytest.mark.parametrize("kind", [CallKind.STEP, CallKind.CLOSE])
+def test_a_call_before_the_end_of_ones_own_step_is_dropped(kind: CallKind) -> None:
+    """Else a step could begin, or the job end, with the last one half done."""
+    job = own()
+    job.called(CallKind.STEP)
+    for rank in (0, 1):
+        (dropped,) = job.called(kind, rank)
+        assert isinstance(dropped, Dropped)
+        assert dropped.text.startswith("Call while waiting for StepDone of rank 0, 1:")
+    assert updates(job.step(1)) == [Update(1)] * 2
+    assert [run.step for run in runs(job.called(CallKind.STEP))] == [2, 2]
 
 
 def test_an_evaluation_is_told_to_all_and_a_prediction_is_not_waited_for() -> None:
     job = own()
-    called(job, CallKind.STEP)
+    job.called(CallKind.STEP)
     job.step(1)
-    assert (
-        of_messages(called(job, CallKind.EVALUATE), Advance)
-        == [Advance(None, None, Evaluate(1))] * 2
-    )
-    effects = evaluation(job, 1)
+    asked = [Advance(Evaluate(1))] * 2
+    assert of_messages(job.called(CallKind.EVALUATE), Advance) == asked
+    assert job.state() is State.EVALUATING
+    effects = job.evaluated(1)
     result = Evaluation(1, 0.5, ("accuracy",), (0.75,))
-    assert effects[0] == result
-    assert of_messages(effects, Advance) == [Advance(None, None, evaluated=result)] * 2
-    assert (
-        of_messages(called(job, CallKind.PREDICT), Advance)
-        == [Advance(None, None, Evaluate(1))] * 2
-    )
-    assert [run.step for run in runs(called(job, CallKind.STEP)) if run] == [2, 2]
+    advance = Advance(Wait(result), Evaluated(0.5))
+    assert effects == [Send(b"w0", advance, 1), result, Send(b"w1", advance, 1)]
+    assert of_messages(job.called(CallKind.PREDICT), Advance) == asked
+    assert job.state() is State.CALLING
+    assert [run.step for run in runs(job.called(CallKind.STEP))] == [2, 2]
+
+
+def test_an_evaluation_does_not_begin_a_step() -> None:
+    job = own()
+    for _ in range(2):
+        job.called(CallKind.EVALUATE)
+        job.evaluated(0)
+        job.called(CallKind.PREDICT, everywhere=True)
+    assert [run.step for run in runs(job.called(CallKind.STEP))] == [1, 1]
 
 
 def test_a_close_saves() -> None:
     job = own()
-    assert of_messages(called(job, CallKind.CLOSE), Save) == [Save(0)] * 2
-    assert job.machine.state is State.SAVING
+    assert of_messages(job.called(CallKind.CLOSE), Advance) == [Advance(Save(0))] * 2
+    assert job.state() is State.SAVING
     job.saved()
-    job.did(job.machine.committed())
+    job.committed()
+    assert job.ended.status is Status.DONE
+
+
+def test_an_interrupt_between_calls_is_overdue_when_nobody_calls() -> None:
+    job = own()
+    job.interrupt()
+    job.tick(job.job.generation.timings.interrupt + 0.1)
+    assert job.ended.status is Status.INTERRUPTED
+
+
+def test_an_interrupt_ends_after_the_step_and_a_close_goes_before_it() -> None:
+    job = own()
+    job.called(CallKind.STEP)
+    job.interrupt()
+    job.step(1)
+    assert (job.ended.status, job.ended.steps) == (Status.INTERRUPTED, 1)
+    job = own()
+    job.interrupt()
+    job.called(CallKind.CLOSE)
+    job.saved()
+    job.committed()
     assert job.ended.status is Status.DONE
 
 
@@ -137,8 +177,12 @@ def test_a_step_needs_a_mini_batch_on_the_first_stage() -> None:
     assert job.failure.message == "step() was given no mini-batch on the first stage"
 
 
-def test_a_job_file_makes_no_calls() -> None:
-    job = Job(1).running()
-    (dropped,) = job.says(Call(0, CallKind.STEP, BATCH))
-    assert dropped == Dropped("Call while running")
-    assert job.machine.state is State.RUNNING
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_job_file_makes_no_calls(rank: int) -> None:
+    """Neither before nor after its own part of the step."""
+    job = Scripted(2).running()
+    job.done(1, 1)
+    (dropped,) = job.says(Call(rank, CallKind.STEP, BATCH))
+    why = "an update happens on all stages or on none"
+    assert dropped == Dropped(f"Call while waiting for StepDone of rank 0: {why}")
+    assert job.state() is State.STEPPING

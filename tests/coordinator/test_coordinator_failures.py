@@ -5,46 +5,41 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
-from coordinator_job import (
-    NOWHERE,
-    PATIENCE,
-    Job,
-    of,
-)
 
-from pipeworker.coordinator.effects import (
-    Log,
-    Status,
-)
-from pipeworker.coordinator.machine import State
-from pipeworker.coordinator.roster import ECHO_GRACE, JOIN_FACTOR, SILENT_AFTER
+from pipeworker.coordinator.effects import Log, Status
+from pipeworker.coordinator.events import Unreachable
+from pipeworker.coordinator.roster import JOIN_FACTOR
+from pipeworker.coordinator.states import Lost, State, Verdict
 from pipeworker.wire.messages import (
+    Abort,
     Cause,
     Failed,
     Failure,
     Heartbeat,
     Phase,
     Position,
+    Saved,
 )
+from support.coordinator import NOWHERE, PATIENCE, TIMINGS, Scripted, of
 
 OURS = Position(Phase.BACKWARD, 1, 2, 3)
 
 
 def test_a_failure_ends_the_job_at_once() -> None:
-    job = Job(3).running()
+    job = Scripted(3).running()
     failure = Failure(Cause.USER, "layer 3 raised", -1, OURS, "Linear", "Traceback")
     job.says(Failed(2, failure))
-    assert job.failure == dataclasses.replace(failure, rank=2)
+    assert job.failure == dataclasses.replace(failure, rank=2, stage="stage 2")
     assert job.ended.exit_status == 1
     assert job.says(Failed(1, Failure(Cause.USER, "me too"))) == []
 
 
 def test_an_echo_waits_for_its_cause() -> None:
-    job = Job(3).running()
+    job = Scripted(3).running()
     job.says(Failed(0, Failure(Cause.PEER, "0>1 closed")))
     job.says(Failed(2, Failure(Cause.PEER, "1>2 closed")))
-    job.tick(ECHO_GRACE / 2)
-    assert job.machine.state is State.RUNNING
+    job.tick(TIMINGS.echo / 2)
+    assert job.state() is State.STEPPING
     job.exited(1, -9, Position(Phase.FORWARD, 1, 0, 1))
     assert job.failure.message == "the worker of stage 1 was killed by signal 9"
     assert job.failure.cause is Cause.LOST
@@ -53,21 +48,21 @@ def test_an_echo_waits_for_its_cause() -> None:
 
 
 def test_echoes_alone_name_who_went_silent() -> None:
-    job = Job(3).running()
-    job.now += SILENT_AFTER
+    job = Scripted(3).running()
+    job.now += TIMINGS.silent
     for rank in (0, 2):
         job.says(Failed(rank, Failure(Cause.PEER, "closed")))
-    job.tick(ECHO_GRACE - 0.1)
-    assert job.machine.state is State.RUNNING
+    job.tick(TIMINGS.echo - 0.1)
+    assert job.state() is State.STEPPING
     job.tick(0.1)
     assert job.failure.rank == 1
     assert job.failure.message == "the worker of stage 1 (pid 1001 on host) is gone"
 
 
 def test_an_echo_without_any_cause_is_shown_as_it_is() -> None:
-    job = Job(2).running()
+    job = Scripted(2).running()
     job.says(Failed(0, Failure(Cause.PEER, "0>1 closed")))
-    job.now += ECHO_GRACE
+    job.now += TIMINGS.echo
     job.says(Heartbeat(1, Position()))
     job.tick()
     assert job.failure.cause is Cause.PEER
@@ -75,16 +70,16 @@ def test_an_echo_without_any_cause_is_shown_as_it_is() -> None:
 
 
 def test_a_signal_to_all_is_an_interrupt() -> None:
-    job = Job(2).running()
+    job = Scripted(2).running()
     for rank in (0, 1):
         job.says(Failed(rank, Failure(Cause.SIGNAL, "SIGTERM")))
-    job.tick(ECHO_GRACE)
+    job.tick(TIMINGS.echo)
     assert job.ended.status is Status.INTERRUPTED
     assert job.ended.exit_status == 130
 
 
 def test_a_signal_to_one_is_a_loss() -> None:
-    job = Job(2).running()
+    job = Scripted(2).running()
     job.says(Failed(1, Failure(Cause.SIGNAL, "the worker of stage 1 was ended by SIGTERM")))
     job.exited(1, 143)
     assert job.failure.cause is Cause.LOST
@@ -96,15 +91,15 @@ def test_a_signal_to_one_is_a_loss() -> None:
     [(-11, "was killed by signal 11"), (3, "exited with status 3"), (0, "status 0")],
 )
 def test_an_exit_before_the_end_is_a_failure(code: int, how: str) -> None:
-    job = Job(2).running()
+    job = Scripted(2).running()
     job.exited(1, code, Position(Phase.FORWARD, 1, 0, 3))
     assert how in job.failure.message
-    assert (job.failure.rank, job.failure.layer_class) == (1, "Linear")
+    assert (job.failure.rank, job.failure.layer_class) == (1, "Tanh")
     assert job.ended.exit_status == 1
 
 
 def test_silence_is_a_hang_that_names_the_stage() -> None:
-    job = Job(3, worker_timeout=PATIENCE).running()
+    job = Scripted(3, worker_timeout=PATIENCE).running()
     stuck = Position(Phase.FORWARD, 1, 0, 2)
     job.says(Heartbeat(1, stuck))
     for _ in range(2):
@@ -112,7 +107,7 @@ def test_silence_is_a_hang_that_names_the_stage() -> None:
         for rank in (0, 2):
             job.says(Heartbeat(rank, Position()))
         job.tick()
-    assert job.machine.state is State.RUNNING
+    assert job.state() is State.STEPPING
     job.tick(0.1)
     assert job.failure.cause is Cause.HUNG
     assert job.failure.message == "stage 1 (pid 1001 on host) has not answered for 60 s"
@@ -120,41 +115,19 @@ def test_silence_is_a_hang_that_names_the_stage() -> None:
 
 
 def test_missing_ranks_are_named() -> None:
-    job = Job(4, worker_timeout=PATIENCE)
+    job = Scripted(4, worker_timeout=PATIENCE)
     job.join(0, 2)
     for _ in range(JOIN_FACTOR * 2):
         job.tick(PATIENCE / 2)
         job.says(Heartbeat(0, Position()))
         job.says(Heartbeat(2, Position()))
-    assert job.machine.state is State.GATHERING
+    assert job.state() is State.JOINING
     job.tick(0.1)
     assert job.failure.message == "rank 1, 3 did not join within 300 s"
 
 
-@pytest.mark.parametrize("event", ["abandoned", "lost", "defect"])
-def test_what_a_job_cannot_do_without(event: str) -> None:
-    job = Job(2).running()
-    match event:
-        case "abandoned":
-            job.did(job.machine.abandoned(-1))
-            assert job.failure.message == "the process that started the job is gone"
-        case "lost":
-            job.did(job.machine.lost("no fork server"))
-            assert (job.failure.cause, job.failure.message) == (Cause.LOST, "no fork server")
-        case "defect":
-            job.did(job.machine.defect("disk full"))
-            assert (job.failure.cause, job.failure.message) == (Cause.INTERNAL, "disk full")
-    assert job.ended.exit_status == 1
-
-
-def test_the_starter_that_is_a_worker_is_lost_as_one() -> None:
-    job = Job(2).running()
-    job.did(job.machine.abandoned(0))
-    assert job.failure.message == "the worker of stage 0 (pid 1000 on host) is gone"
-
-
 def test_a_usage_error_of_a_worker_gives_exit_status_2() -> None:
-    job = Job(2)
+    job = Scripted(2)
     job.join()
     job.says(Failed(1, Failure(Cause.USAGE, "loss is missing")))
     assert job.failure.rank == 1
@@ -162,20 +135,72 @@ def test_a_usage_error_of_a_worker_gives_exit_status_2() -> None:
 
 
 def test_a_connection_that_stays_closed_is_a_lost_worker() -> None:
-    job = Job(2).running()
-    job.machine.unreachable(b"w1", job.now)
-    job.machine.unreachable(b"stranger", job.now)
-    job.tick(ECHO_GRACE)
-    job.machine.unreachable(b"w1", job.now)  # said again with each ping
+    job = Scripted(2).running()
+    job.handle(Unreachable(b"w1"))
+    job.handle(Unreachable(b"stranger"))
+    job.tick(TIMINGS.echo)
+    job.handle(Unreachable(b"w1"))  # said again with each ping
     job.tick(0.1)
     assert job.failure.cause is Cause.LOST
     assert job.failure.message == "the worker of stage 1 (pid 1001 on host) is gone"
 
 
 def test_a_connection_that_comes_back_is_not() -> None:
-    job = Job(2).running()
-    job.machine.unreachable(b"w1", job.now)
+    job = Scripted(2).running()
+    job.handle(Unreachable(b"w1"))
     job.now += 1.0
     job.says(Heartbeat(1, NOWHERE))
-    job.tick(ECHO_GRACE + 1.0)
-    assert job.machine.state is State.RUNNING
+    job.tick(TIMINGS.echo + 1.0)
+    assert job.state() is State.STEPPING
+
+
+def test_the_reason_says_where_and_in_which_step() -> None:
+    job = Scripted(2).running()
+    job.says(Failed(1, Failure(Cause.USER, "layer 3 raised", -1, OURS, "Tanh", "Traceback")))
+    assert job.failure.stage == "stage 1"
+    (abort,) = job.sent(0, Abort)
+    assert abort.reason == "layer 3 raised (stage 1, layer 3 (Tanh), micro-batch 2, step 1)"
+
+
+@pytest.mark.parametrize("state", ["joining", "building", "stepping"])
+def test_a_worker_that_is_killed_is_named_whenever_it_is(state: str) -> None:
+    job = Scripted(2)
+    if state != "joining":
+        job.join()
+        job.describe()
+    if state == "stepping":
+        job.ready()
+    assert job.state().value == state
+    job.exited(1, -9)
+    assert job.failure.message == "the worker of stage 1 was killed by signal 9"
+    assert job.failure.stage == "stage 1"
+
+
+@pytest.mark.parametrize(
+    ("cause", "lost"),
+    [(Cause.LOST, True), (Cause.HUNG, True), (Cause.USER, False), (Cause.INTERNAL, False)],
+)
+def test_what_is_lost_is_told_from_what_is_wrong(cause: Cause, lost: bool) -> None:
+    job = Scripted(2).running()
+    job.says(Failed(1, Failure(cause, "no")))
+    assert isinstance(job.job.generation.end, Lost if lost else Verdict)
+    assert job.failure.cause is cause
+    assert job.ended.exit_status == 1
+
+
+def test_a_late_answer_ends_a_suspicion() -> None:
+    """Any message shows that the connection is there, even one that is dropped."""
+    job = Scripted(2, worker_timeout=PATIENCE).running()
+    job.handle(Unreachable(b"w1"))
+    job.says(Saved(1, 1))
+    job.tick(TIMINGS.echo + 0.1)
+    assert job.state() is State.STEPPING
+
+
+def test_the_rank_that_reported_an_echo_is_not_the_one_that_is_gone() -> None:
+    job = Scripted(2).running()
+    job.says(Failed(0, Failure(Cause.PEER, "0>1 closed")))
+    job.now += TIMINGS.silent
+    job.says(Failed(1, Failure(Cause.PEER, "1>0 closed")))
+    job.tick(TIMINGS.echo)
+    assert job.failure.message == "0>1 closed, and nobody reported why"

@@ -2,46 +2,60 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+from pathlib import Path
 
 import pytest
 
 from pipeworker.coordinator.effects import Ended, Planned, StagePlan, Status
-from pipeworker.coordinator.report import (
-    Configuration,
-    describe,
-    ended_json,
-    place,
-    planned_json,
-)
+from pipeworker.coordinator.report import describe, place, planned_json, planned_line, verdict
 from pipeworker.job.options import Options
-from pipeworker.plan.proof import prove
-from pipeworker.plan.schedule import build, parse
+from pipeworker.plan.check import check
+from pipeworker.plan.orders import build
+from pipeworker.plan.schedule import parse
+from pipeworker.plan.simulate import simulate
+from pipeworker.record.rundir import RunDir, write_summary
+from pipeworker.wire import lines
+from pipeworker.wire.lines import Configuration, WorkerExited
 from pipeworker.wire.messages import Cause, Failure, Phase, Position
 
 FORWARD = Position(Phase.FORWARD, step=7, microbatch=2, layer=3)
 
 
 @pytest.mark.parametrize(
-    ("rank", "position", "layer_class", "text"),
+    ("stage", "position", "layer_class", "text"),
     [
-        (1, FORWARD, "Block", "stage 1, layer 3 (Block), micro-batch 2, step 7"),
-        (1, FORWARD, "", "stage 1, layer 3, micro-batch 2, step 7"),
-        (0, Position(Phase.READING, step=2), "", "stage 0, step 2"),
-        (0, Position(Phase.BUILDING, layer=0), "", "stage 0, layer 0"),
-        (-1, Position(Phase.LOSS, step=0, microbatch=0), "", "micro-batch 0, step 0"),
-        (-1, Position(), "Block", ""),
+        ("stage 1", FORWARD, "Block", "stage 1, layer 3 (Block), micro-batch 2, step 7"),
+        ("stage 1", FORWARD, "", "stage 1, layer 3, micro-batch 2, step 7"),
+        ("stage 0", Position(Phase.READING, step=2), "", "stage 0, step 2"),
+        ("stage 0", Position(Phase.BUILDING, layer=0), "", "stage 0, layer 0"),
+        ("", Position(Phase.LOSS, step=0, microbatch=0), "", "micro-batch 0, step 0"),
+        ("", Position(), "Block", ""),
     ],
 )
 def test_place_says_what_applies(
-    rank: int, position: Position, layer_class: str, text: str
+    stage: str, position: Position, layer_class: str, text: str
 ) -> None:
-    assert place(Failure(Cause.USER, "m", rank, position, layer_class)) == text
+    failure = Failure(Cause.USER, "m", -1, position, layer_class, stage=stage)
+    assert place(failure) == text
+    if stage:  # what it is called by goes before its number
+        assert place(dataclasses.replace(failure, rank=7)) == text
+
+
+def test_a_rank_that_holds_nothing_known_is_called_by_its_number() -> None:
+    assert place(Failure(Cause.LOST, "m", 3, Position(step=2))) == "rank 3, step 2"
 
 
 def test_a_failure_of_the_users_code_is_whole() -> None:
     failure = Failure(
-        Cause.USER, "layer 3 (Block) raised ValueError: no", 1, FORWARD, "Block", "Traceback\n  x\n"
+        Cause.USER,
+        "layer 3 (Block) raised ValueError: no",
+        1,
+        FORWARD,
+        "Block",
+        "Traceback\n  x\n",
+        "stage 1",
     )
     assert describe(failure).splitlines() == [
         "layer 3 (Block) raised ValueError: no",
@@ -54,13 +68,13 @@ def test_a_failure_of_the_users_code_is_whole() -> None:
 
 @pytest.mark.parametrize("phase", set(Phase) - {Phase.STARTING})
 def test_the_phase_is_a_word(phase: Phase) -> None:
-    shown = describe(Failure(Cause.LOST, "gone", 0, Position(phase)))
+    shown = describe(Failure(Cause.LOST, "gone", 0, Position(phase), stage="stage 0"))
     assert shown == f"gone\n  in {phase.name.lower()}: stage 0"
 
 
 def test_nothing_is_said_that_is_not_known() -> None:
     assert describe(Failure(Cause.LOST, "gone")) == "gone"
-    assert describe(Failure(Cause.LOST, "gone", 2)) == "gone\n  stage 2"
+    assert describe(Failure(Cause.LOST, "gone", 2, stage="stage 2")) == "gone\n  stage 2"
 
 
 def test_a_mistake_of_the_user_needs_no_place() -> None:
@@ -69,40 +83,57 @@ def test_a_mistake_of_the_user_needs_no_place() -> None:
 
 def test_a_configuration_comes_through_its_pipe() -> None:
     options = Options("job.py", 4, 8, arguments=("-x", "1"), balance=(1, 2, 3, 4), steps=3)
-    sent = Configuration(options, "run", "t" * 32, "127.0.0.1", generation=2, starter=0)
-    assert Configuration.from_json(json.loads(json.dumps(sent.to_json()))) == sent
+    sent = Configuration(options.to_json(), "run", "t" * 32, "127.0.0.1", generation=2, starter=0)
+    received = lines.decode(lines.encode(sent))
+    assert received == sent
+    assert isinstance(received, Configuration)
+    assert Options.from_json(received.options) == options
 
 
 def test_a_position_comes_through_its_pipe() -> None:
-    assert Position.from_json(json.loads(json.dumps(FORWARD.to_json()))) == FORWARD
+    exited = WorkerExited(1, 2, -9, FORWARD)
+    assert lines.decode(lines.encode(exited)) == exited
+
+
+def planned() -> Planned:
+    schedule = build("gpipe", 2, 4, "never")
+    stages = (
+        StagePlan((0, 2), ("Linear", "ReLU"), 40, 0, "cpu", "here", 10),
+        StagePlan((2, 3), ("Linear",), 20, 1, "cpu", "there", 11),
+    )
+    return Planned(stages, schedule, check(schedule), simulate(schedule))
 
 
 def test_the_plan_as_json() -> None:
-    schedule = build("gpipe", 2, 4, "never")
-    stages = (
-        StagePlan((0, 2), ("Linear", "ReLU"), 40, "cpu", "here", 10),
-        StagePlan((2, 3), ("Linear",), 20, "cpu", "there", 11),
-    )
     options = Options("job.py", 2, 4, recompute="never")
-    plan = json.loads(json.dumps(planned_json(Planned(stages, prove(schedule), schedule), options)))
+    plan = json.loads(json.dumps(planned_json(planned(), options)))
     assert plan["balance"] == [2, 1]
     assert plan["bubble"] == pytest.approx(0.2)
     assert [stage["layers"] for stage in plan["stages"]] == [[0, 1], [2]]
     assert plan["stages"][1]["classes"] == ["Linear"]
     assert plan["stages"][1]["live_activations"] == 4
-    assert parse("\n".join(plan["actions"])) == schedule  # what is shown is what runs
+    # What is shown is what runs.
+    assert parse("\n".join(plan["actions"])) == planned().schedule
 
 
-def test_the_verdict_as_json() -> None:
-    failure = Failure(Cause.HUNG, "stuck", 1, FORWARD)
-    verdict = ended_json(Ended(Status.FAILED, 1, 6, (5, 7), 0.25, failure), 2.5)
-    assert verdict == {
+def test_the_plan_as_a_line() -> None:
+    line = planned_line(planned(), Options("job.py", 2, 4, recompute="never"))
+    assert line == lines.Planned("gpipe", 4, (2, 1), planned().timing.bubble)
+
+
+def test_the_verdict_as_a_line_and_as_json(tmp_path: Path) -> None:
+    failure = Failure(Cause.HUNG, "stuck", 1, FORWARD, stage="stage 1")
+    line = verdict(Ended(Status.FAILED, 1, 6, (5, 7), 0.25, failure), 2.5)
+    error = "stuck\n  in forward: stage 1, layer 3, micro-batch 2, step 7"
+    assert line == lines.Verdict("failed", 1, 6, 2.5, (5, 7), 0.25, error)
+    write_summary(RunDir(tmp_path), line, 2)
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert {
         "status": "failed",
-        "exit_status": 1,
         "steps": 6,
         "seconds": 2.5,
         "peak_memory_bytes": [5, 7],
         "bubble": 0.25,
-        "error": "stuck\n  in forward: stage 1, layer 3, micro-batch 2, step 7",
-    }
-    assert ended_json(Ended(Status.DONE, 0, 6, (), 0.0, None), 1.0)["error"] is None
+        "error": error,
+    }.items() <= summary.items()
+    assert verdict(Ended(Status.DONE, 0, 6, (), 0.0, None), 1.0).error is None

@@ -70,7 +70,7 @@ def test_a_good_file(tmp_path: Path) -> None:
     ],
 )
 def test_a_name_that_is_missing_or_wrong(
-    tmp_path: Path, lines: dict[str, str | None], message: str
+    tmp_path: Path, lines: dict[str, Any], message: str
 ) -> None:
     path = write(tmp_path, **lines)
     with pytest.raises(UsageError, match=message) as caught:

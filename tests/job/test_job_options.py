@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeworker.errors import UsageError
+from pipeworker.job.given import complete
 from pipeworker.job.options import Options
 
 
@@ -65,3 +66,31 @@ def test_out_of_range(name: str, value: Any, message: str) -> None:
 )
 def test_at_the_edge_of_the_range(name: str, value: int) -> None:
     assert getattr(options(**{name: value}), name) == value
+
+
+def given_as(how: str, balance: list[int]) -> Options:
+    """A balance for two stages, by the way it came."""
+    if how == "options":
+        return options(balance=tuple(balance))
+    shown = ",".join(map(str, balance))
+    value = {"list": balance, "tuple": tuple(balance), "text": shown}[how]
+    return complete("/jobs/job.py", 2, {"balance": value, "microbatches": 8, "threads": 1})
+
+
+@pytest.mark.parametrize("how", ["options", "list", "tuple", "text"])
+def test_a_balance_is_checked_alike_however_it_is_given(how: str) -> None:
+    assert given_as(how, [2, 1]) == options(balance=(2, 1))
+    for balance in ([0, 2], [-1, 3], [2, 0], [], [0]):
+        shown = ",".join(map(str, balance))
+        with pytest.raises(UsageError) as caught:
+            given_as(how, balance)
+        assert str(caught.value).startswith(
+            f"--balance {shown!r} is not a list of layer counts: write one positive number"
+        )
+    for balance in ([3], [1, 1, 1]):
+        shown = ",".join(map(str, balance))
+        with pytest.raises(UsageError) as caught:
+            given_as(how, balance)
+        assert str(caught.value) == (
+            f"--balance {shown} is for {len(balance)} stages, but there are 2"
+        )

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeworker.errors import UsageError
-from pipeworker.plan.partition import check_balance, even, parse_balance, ranges
+from pipeworker.plan.partition import check_balance, check_entries, even, parse_balance, ranges
 
 balances = st.lists(st.integers(1, 9), min_size=1, max_size=8).map(tuple)
 
@@ -38,10 +38,20 @@ def test_parse_reads_what_is_shown(balance: tuple[int, ...]) -> None:
     assert parse_balance(",".join(map(str, balance))) == balance
 
 
-@pytest.mark.parametrize("text", ["", "3,,5", "3,0", "-1", "a", "3;5", "2.5", "3,5,"])
+@pytest.mark.parametrize("text", ["", "3,,5", "a", "3;5", "2.5", "3,5,"])
 def test_parse_refuses(text: str) -> None:
-    with pytest.raises(UsageError, match="one positive number for each stage"):
+    with pytest.raises(UsageError, match="one positive number for each stage") as caught:
         parse_balance(text)
+    assert str(caught.value).startswith(f"--balance {text!r} is not a list of layer counts")
+
+
+@pytest.mark.parametrize("balance", [(), (0,), (3, 0), (-1, 3), (0, 0)])
+def test_every_stage_has_a_layer(balance: tuple[int, ...]) -> None:
+    shown = ",".join(map(str, balance))
+    for stages in (len(balance), 2, 5):
+        with pytest.raises(UsageError, match="one positive number for each stage") as caught:
+            check_entries(balance, stages)
+        assert str(caught.value).startswith(f"--balance {shown!r} is not a list of layer counts")
 
 
 def test_a_balance_must_fit_the_job() -> None:

@@ -1,76 +1,142 @@
-"""Schedules as data: the tuples themselves, their text, their channels."""
+"""Schedules as data: their text, their channels."""
 
 from __future__ import annotations
-
-import textwrap
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeworker.errors import ScheduleError
-from pipeworker.plan.schedule import (
-    COMPUTE,
-    ORDERS,
-    RECOMPUTE_MODES,
-    Action,
-    Edge,
-    Kind,
-    Schedule,
-    build,
-    edge_of,
-    edges,
-    parse,
-    parse_actions,
-    recomputed,
+from pipeworker.plan.actions import Edge, parse_actions
+from pipeworker.plan.connect import connect, forward_only
+from pipeworker.plan.orders import ORDERS, build
+from pipeworker.plan.orders.gpipe import gpipe
+from pipeworker.plan.placement import Placement
+from pipeworker.plan.schedule import RECOMPUTE_MODES, Pairs, Schedule, edges, parse, recomputed
+
+PLACEMENTS = [
+    Placement.identity(1),
+    Placement.identity(4),
+    Placement.looped(2, 2),
+    Placement.looped(3, 2),
+    Placement(((0, 3), (1, 2))),
+    Placement(((1,), (0,))),
+    Placement(((0, 1, 2, 3),)),
+]
+
+# Placements, skips and ties in their text.
+
+
+def test_what_is_not_the_usual_is_in_the_head() -> None:
+    v = Placement(((0, 3), (1, 2)))
+    orders = gpipe(v, 1, ())
+    skips, ties = ((0, 2), (1, 2)), ((0, 2), (2, 0))
+    made = connect("vee", 1, v, orders, skips, ties)
+    assert str(made).splitlines() == [
+        "vee stages=4 microbatches=1 placement=0,3/1,2 skips=0>2,1>2 ties=0>2,2>0",
+        "0: 0F0 0>A0 0>S0@2 3<A0 3F0 0L0 3B0 3>G0 0<G0 0<H0@2 0B0 0>TIE0@2 0<TIE0@2 0TIE0",
+        "1: 1<A0 1F0 2<S0@0 2F0 2>A0 2<G0 2B0 2>H0@0 1B0 1>G0 2>TIE0@0 2<TIE0@0 2TIE0",
+    ]
+    assert parse(str(made)) == made
+
+
+def test_a_pass_without_backward_says_so() -> None:
+    made = forward_only(Placement.identity(2), ((0, 1),))
+    assert str(made).splitlines() == [
+        "evaluation stages=2 microbatches=1 skips=0>1 forward-only",
+        "0: 0F0 0>A0 0>T0@1 0>S0@1",
+        "1: 1<A0 1<T0@0 1<S0@0 1F0",
+    ]
+    assert parse(str(made)) == made
+    assert parse(str(made)).forward_only
+
+
+def pairs(stages: int) -> st.SearchStrategy[Pairs]:
+    """Any pairs of stages (source, target), source first."""
+    several = [(a, b) for b in range(stages) for a in range(b)]
+    return (
+        st.sets(st.sampled_from(several)).map(lambda found: tuple(sorted(found)))
+        if several
+        else st.just(())
+    )
+
+
+@given(
+    placement=st.sampled_from(PLACEMENTS),
+    microbatches=st.integers(1, 12),
+    mode=st.sampled_from(RECOMPUTE_MODES),
+    only=st.booleans(),
+    data=st.data(),
 )
+def test_text_round_trips(
+    placement: Placement, microbatches: int, mode: str, only: bool, data: st.DataObject
+) -> None:
+    skips, some = data.draw(pairs(placement.stages)), data.draw(pairs(placement.stages))
+    ties = tuple(sorted({*some, *((b, a) for a, b in some)}))
+    if only:
+        schedule = forward_only(placement, skips)
+    else:
+        orders = gpipe(placement, microbatches, recomputed(mode, microbatches))
+        schedule = connect("any", microbatches, placement, orders, skips, ties)
+    assert parse(str(schedule)) == schedule
+    assert parse(f"\n  {schedule}\n\n") == schedule
 
 
-def gpipe(stages: int, microbatches: int, recompute: str = "never") -> Schedule:
-    return build("gpipe", stages, microbatches, recompute)
+@given(
+    name=st.sampled_from(sorted(ORDERS)),
+    workers=st.integers(1, 6),
+    microbatches=st.integers(1, 12),
+    mode=st.sampled_from(RECOMPUTE_MODES),
+)
+def test_text_of_every_named_schedule_round_trips(
+    name: str, workers: int, microbatches: int, mode: str
+) -> None:
+    schedule = build(name, workers, microbatches, mode)
+    assert parse(str(schedule)) == schedule
+    for actions in schedule.workers:
+        assert parse_actions(" ".join(map(str, actions))) == actions
 
 
-def staircase(schedule: Schedule) -> list[str]:
-    """The compute of each stage, moved right by one place a stage as the first forward is."""
-    return [
-        "   " * stage + " ".join(str(a) for a in actions if a.kind in COMPUTE)
-        for stage, actions in enumerate(schedule.stages)
-    ]
+@pytest.mark.parametrize(
+    ("broken", "why"),
+    [
+        ("", "not a schedule's head"),
+        ("gpipe stages=1", "not a schedule's head"),
+        ("gpipe stages=x microbatches=1\n0: 0F0", "not a schedule's head"),
+        ("gpipe stages=0 microbatches=1\n", "not a schedule's head"),
+        ("gpipe stages=1 microbatches=0\n0: 0L0", "not a schedule's head"),
+        ("gpipe stages=1 microbatches=1 skips=0\n0: 0F0", "not a schedule's head"),
+        ("gpipe stages=1 microbatches=1 ties=0>\n0: 0F0", "not a schedule's head"),
+        ("gpipe stages=1 microbatches=1 ties=0>1 skips=0>1\n0: 0F0", "not a schedule's head"),
+        ("gpipe stages=1 microbatches=1 backwards-only\n0: 0F0", "not a schedule's head"),
+        ("gpipe stages=1 microbatches=1 placement=a\n0: 0F0", "not a schedule's head"),
+        ("gpipe stages=1 microbatches=1\n1: 0F0", "expected the line of worker 0"),
+        ("gpipe stages=1 microbatches=1\n0F0 0B0", "expected the line of worker 0"),
+        ("gpipe stages=2 microbatches=1\n1: 0F0\n0: 1F0", "expected the line of worker 0"),
+        ("gpipe stages=2 microbatches=1\n0: 0F0 0B0", "says 2 workers, but 1 lines"),
+        ("g stages=2 microbatches=1 placement=0,1\n0: 0F0\n1: 1F0", "says 1 workers, but 2"),
+        ("g stages=2 microbatches=1 placement=0/2\n0:\n1:", "does not hold each of 2 stages once"),
+        ("g stages=2 microbatches=1 placement=0,1/1\n0:\n1:", "does not hold each of 2 stages"),
+        ("g stages=2 microbatches=1 placement=0\n0:", "does not hold each of 2 stages once"),
+        ("gpipe stages=1 microbatches=1\n0: 0F0 0X1", "'0X1' is not an action"),
+        ("gpipe stages=1 microbatches=1\n0: F0", "'F0' is not an action"),
+    ],
+)
+def test_malformed_text_is_refused(broken: str, why: str) -> None:
+    with pytest.raises(ScheduleError, match=why):
+        parse(broken)
 
 
-def text(schedule: Schedule) -> str:
-    return str(schedule) + "\n"
-
-
-def test_gpipe_is_fill_and_drain() -> None:
-    assert text(gpipe(2, 2)) == textwrap.dedent("""\
-        gpipe stages=2 microbatches=2
-        0: F0 >A0 >T0 F1 >A1 >T1 L0 <G0 B0 <G1 B1
-        1: <A0 <T0 F0 <A1 <T1 F1 B0 >G0 B1 >G1
-    """)
-    assert staircase(gpipe(3, 3)) == [
-        "F0 F1 F2 B0 B1 B2",
-        "   F0 F1 F2 B0 B1 B2",
-        "      F0 F1 F2 B0 B1 B2",
-    ]
-
-
-def test_recompute_comes_before_the_wait_for_the_gradient() -> None:
-    assert text(gpipe(3, 2, "always")) == textwrap.dedent("""\
-        gpipe stages=3 microbatches=2
-        0: F0 >A0 >T0 F1 >A1 >T1 L0 R0 <G0 B0 R1 <G1 B1
-        1: <A0 F0 >A0 <A1 F1 >A1 R0 <G0 B0 >G0 R1 <G1 B1 >G1
-        2: <A0 <T0 F0 <A1 <T1 F1 R0 B0 >G0 R1 B1 >G1
-    """)
-    assert staircase(gpipe(2, 3, "except_first")) == [
-        "F0 F1 F2 B0 R1 B1 R2 B2",
-        "   F0 F1 F2 B0 R1 B1 R2 B2",
-    ]
-
-
-def test_one_stage_sends_nothing() -> None:
-    assert text(gpipe(1, 2)) == "gpipe stages=1 microbatches=2\n0: F0 F1 L0 B0 B1\n"
-    assert edges(gpipe(1, 2)) == ()
+@given(
+    head=st.text(alphabet="placementskiptfrwd-only=>,/0123 ", max_size=40),
+    body=st.text(alphabet="FRBIWLAGT<>@0123 :\n", max_size=40),
+)
+def test_any_text_is_a_schedule_or_refused(head: str, body: str) -> None:
+    try:
+        schedule = parse(f"any stages=2 microbatches=1 {head}\n{body}")
+    except ScheduleError:
+        return
+    assert parse(str(schedule)) == schedule
 
 
 @pytest.mark.parametrize(
@@ -81,91 +147,43 @@ def test_recompute_modes(mode: str, again: list[int]) -> None:
     assert list(recomputed(mode, 3)) == again
 
 
-def test_unknown_names_are_refused_with_the_choice() -> None:
+def test_an_unknown_recompute_mode_is_refused_with_the_choice() -> None:
     with pytest.raises(ScheduleError, match="'sometimes': choose from auto, always"):
         recomputed("sometimes", 1)
-    with pytest.raises(ScheduleError, match="'zigzag': choose from gpipe"):
-        build("zigzag", 1, 1, "never")
-    for counts in ((0, 1), (1, 0), (-1, 1)):
-        with pytest.raises(ScheduleError, match="at least one stage and one micro-batch"):
-            build("gpipe", *counts, "never")
 
 
-@given(
-    name=st.sampled_from(sorted(ORDERS)),
-    stages=st.integers(1, 6),
-    microbatches=st.integers(1, 12),
-    mode=st.sampled_from(RECOMPUTE_MODES),
-)
-def test_text_round_trips(name: str, stages: int, microbatches: int, mode: str) -> None:
-    schedule = build(name, stages, microbatches, mode)
-    assert parse(str(schedule)) == schedule
-    for actions in schedule.stages:
-        assert parse_actions(" ".join(map(str, actions))) == actions
+# Channels.
 
 
-@pytest.mark.parametrize(
-    ("broken", "why"),
-    [
-        ("", "not a schedule's head"),
-        ("gpipe stages=1", "not a schedule's head"),
-        ("gpipe stages=x microbatches=1\n0: F0", "not a schedule's head"),
-        ("gpipe stages=1 microbatches=1\n1: F0", "expected the line of stage 0"),
-        ("gpipe stages=1 microbatches=1\nF0 B0", "expected the line of stage 0"),
-        ("gpipe stages=2 microbatches=1\n0: F0 B0", "says 2 stages, but 1 lines"),
-        ("gpipe stages=1 microbatches=1\n0: F0 X1", "'X1' is not an action"),
-        ("gpipe stages=1 microbatches=1\n0: F", "'F' is not an action"),
-        ("gpipe stages=1 microbatches=1\n0: F-1", "'F-1' is not an action"),
-        ("gpipe stages=1 microbatches=1\n0: F0B0", "'F0B0' is not an action"),
-    ],
-)
-def test_malformed_text_is_refused(broken: str, why: str) -> None:
-    with pytest.raises(ScheduleError, match=why):
-        parse(broken)
-
-
-@given(st.text(alphabet="FRBLAGT<>0123456789 :=\nx", max_size=60))
-def test_any_text_is_a_schedule_or_refused(noise: str) -> None:
-    try:
-        actions = parse_actions(noise)
-    except ScheduleError:
-        return
-    assert parse_actions(" ".join(map(str, actions))) == actions
+def shown(schedule: Schedule) -> list[str]:
+    return [str(edge) for edge in edges(schedule)]
 
 
 def test_edges_join_neighbours_and_the_ends() -> None:
-    shown = [str(edge) for edge in edges(gpipe(3, 2))]
-    assert shown == [
+    found = shown(build("gpipe", 3, 2, "never"))
+    assert found == [
         "0>1/activation",
         "0>2/target",
         "1>0/gradient",
         "1>2/activation",
         "2>1/gradient",
     ]
-    assert [str(Edge.parse(edge)) for edge in shown] == shown
-    assert [str(edge) for edge in edges(gpipe(2, 1))] == [
+    assert [str(Edge.parse(edge)) for edge in found] == found
+    assert shown(build("gpipe", 2, 1, "never")) == [
         "0>1/activation",
         "0>1/target",
         "1>0/gradient",
     ]
 
 
-@given(stages=st.integers(2, 9), stage=st.integers(0, 7))
-def test_both_ends_name_the_channel_alike(stages: int, stage: int) -> None:
-    stage = min(stage, stages - 2)
-    for sends, receives, source, target in (
-        (Kind.SEND_ACTIVATION, Kind.RECEIVE_ACTIVATION, stage, stage + 1),
-        (Kind.SEND_GRADIENT, Kind.RECEIVE_GRADIENT, stage + 1, stage),
-        (Kind.SEND_TARGET, Kind.RECEIVE_TARGET, 0, stages - 1),
-    ):
-        edge = edge_of(Action(sends, 0), source, stages)
-        assert (edge.source, edge.target) == (source, target)
-        assert edge_of(Action(receives, 0), target, stages) == edge
-
-
-def test_an_action_reads_as_its_kind_and_microbatch() -> None:
-    assert str(Action(Kind.RECEIVE_GRADIENT, 12)) == "<G12"
-    assert parse_actions(" <G12  F0\n") == (
-        Action(Kind.RECEIVE_GRADIENT, 12),
-        Action(Kind.FORWARD, 0),
-    )
+def test_stages_of_one_worker_have_no_channel() -> None:
+    """In a V the ends are on one worker, and so are the two stages at its turn."""
+    v = Placement(((0, 3), (1, 2)))
+    assert shown(connect("vee", 2, v, gpipe(v, 2, ()))) == [
+        "0>1/activation",
+        "1>0/gradient",
+        "2>3/activation",
+        "3>2/gradient",
+    ]
+    alone = Placement(((0, 1, 2),))
+    assert shown(connect("alone", 2, alone, gpipe(alone, 2, ()), ((0, 2),), ((0, 2), (2, 0)))) == []

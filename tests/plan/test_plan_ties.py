@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from pipeworker.errors import ScheduleError, UsageError
-from pipeworker.plan.proof import prove
-from pipeworker.plan.schedule import Schedule, build, parse, parse_actions
+from pipeworker.plan.actions import parse_actions
+from pipeworker.plan.check import check
+from pipeworker.plan.orders import build
+from pipeworker.plan.schedule import parse
 from pipeworker.plan.ties import Tie, declared, pairs, placed
 
 RANGES = [(0, 2), (2, 4), (4, 5)]
@@ -39,35 +42,51 @@ def test_mistakes_are_named(groups: Any, message: str) -> None:
 
 
 def test_stages_that_share_tell_each_other() -> None:
-    ties = placed([Tie(("0.w", "1.w", "4.w")), Tie(("2.w", "3.w"))], RANGES)
-    assert [tie.stages for tie in ties] == [(0, 0, 2), (1, 1)]
-    assert pairs(ties) == ((0, 2), (2, 0))
+    ties = placed([Tie(("0.w", "1.w", "4.w")), Tie(("2.w", "4.v"))], RANGES)
+    assert [tie.stages for tie in ties] == [(0, 0, 2), (1, 2)]
+    assert pairs(ties) == ((0, 2), (1, 2), (2, 0), (2, 1))
     assert pairs(placed([Tie(("0.w", "2.w", "4.w"))], RANGES)) == (
         *((0, 1), (0, 2), (1, 0)),
         *((1, 2), (2, 0), (2, 1)),
     )
 
 
+def test_a_stage_with_all_places_of_a_weight_is_paired_with_itself() -> None:
+    """It has something to add up, and nobody to tell."""
+    assert pairs(placed([Tie(("2.w", "3.w"))], RANGES)) == ((1, 1),)
+
+
 @pytest.mark.parametrize("microbatches", [1, 5])
-def test_the_exchange_is_proven(microbatches: int) -> None:
-    ties = ((0, 2), (2, 0))
-    built = build("gpipe", 3, microbatches, "always", (), ties)
-    prove(built)
+def test_the_exchange_is_checked(microbatches: int) -> None:
+    built = build("gpipe", 3, microbatches, "always", (), ((0, 2), (1, 1), (2, 0)))
+    check(built)
     assert parse(str(built)) == built
-    assert str(built.stages[0][-2]) == ">W0@2"
-    broken = list(built.stages)
-    broken[2] = broken[2][:-1]
-    with pytest.raises(ScheduleError, match="stage 2: <W0@0 is missing"):
-        prove(Schedule("gpipe", microbatches, tuple(broken), (), ties))
-    with pytest.raises(ScheduleError, match="belongs to no tied weights"):
-        prove(Schedule("gpipe", microbatches, built.stages))
+    assert [str(a) for a in built.workers[0][-3:]] == ["0>TIE0@2", "0<TIE0@2", "0TIE0"]
+    assert str(built.workers[1][-1]) == "1TIE0"
+    first, second, third = built.workers
+    for index, what in ((-1, "2TIE0"), (-2, "2<TIE0@0"), (-3, "2>TIE0@0")):
+        lacking = tuple(a for a in third if a != third[index])
+        with pytest.raises(ScheduleError, match=rf"worker 2: .*{what}"):
+            check(replace(built, workers=(first, second, lacking)))
+    with pytest.raises(ScheduleError, match="worker 1: 1TIE0 is missing"):
+        check(replace(built, workers=(first, second[:-1], third)))
+    with pytest.raises(ScheduleError, match="0>TIE0@2 has nothing at its other end"):
+        check(replace(built, ties=()))
     with pytest.raises(ScheduleError, match="tie 0>2 has no 2>0"):
-        prove(Schedule("gpipe", microbatches, built.stages, (), ((0, 2),)))
+        check(replace(built, ties=((0, 2),)))
 
 
-def test_the_exchange_comes_after_the_last_backward() -> None:
+@pytest.mark.parametrize("word", ["0>TIE0@1", "0TIE0"])
+def test_the_exchange_comes_after_the_last_backward(word: str) -> None:
     built = build("gpipe", 2, 2, "never", (), ((0, 1), (1, 0)))
-    (early,) = parse_actions(">W0@1")
-    first = tuple(a for a in built.stages[0] if a != early)
-    with pytest.raises(ScheduleError, match="comes before the last backward"):
-        prove(Schedule("gpipe", 2, ((early, *first), built.stages[1]), (), built.ties))
+    (early,) = parse_actions(word)
+    first = tuple(a for a in built.workers[0] if a != early)
+    with pytest.raises(ScheduleError, match=f"{word} comes before the last backward"):
+        check(replace(built, workers=((early, *first), built.workers[1])))
+
+
+def test_gradients_are_added_when_all_are_in() -> None:
+    built = build("gpipe", 2, 2, "never", (), ((0, 1), (1, 0)))
+    *rest, receive, add = built.workers[0]
+    with pytest.raises(ScheduleError, match="0TIE0 comes before its 0<TIE0@1"):
+        check(replace(built, workers=((*rest, add, receive), built.workers[1])))

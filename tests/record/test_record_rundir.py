@@ -10,6 +10,7 @@ import pytest
 from pipeworker.errors import UsageError
 from pipeworker.record import rundir
 from pipeworker.record.rundir import RunDir
+from pipeworker.wire.lines import Verdict
 
 
 def test_where_things_are() -> None:
@@ -19,7 +20,7 @@ def test_where_things_are() -> None:
         run.metrics,
         run.summary,
         run.coordinator_log(),
-        run.stage_log(2),
+        run.worker_log(2),
         run.checkpoint(100),
     ]
     assert [str(path.relative_to("r")) for path in found] == [
@@ -83,16 +84,7 @@ def test_a_json_file_is_whole_or_not_there(tmp_path: Path) -> None:
 
 def test_the_summary(tmp_path: Path) -> None:
     run = RunDir(tmp_path)
-    rundir.write_summary(
-        run,
-        status="failed",
-        steps=4,
-        stages=2,
-        seconds=1.5,
-        peak_memory=[1, 2],
-        bubble=0.25,
-        error="lost",
-    )
+    rundir.write_summary(run, Verdict("failed", 1, 4, 1.5, (1, 2), 0.25, "lost"), 2)
     assert json.loads(run.summary.read_text()) == {
         "status": "failed",
         "steps": 4,

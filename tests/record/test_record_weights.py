@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +14,9 @@ from torch import nn
 
 from pipeworker.errors import UsageError
 from pipeworker.plan.partition import ranges
+from pipeworker.plan.placement import Placement
 from pipeworker.record import weights
+from pipeworker.record.weights import Part
 
 
 def model() -> list[nn.Module]:
@@ -27,13 +30,20 @@ def model() -> list[nn.Module]:
     ]
 
 
-def save(layers: Sequence[nn.Module], balance: tuple[int, ...], run: Path, step: int = 1) -> Path:
+def save(
+    layers: Sequence[nn.Module],
+    balance: tuple[int, ...],
+    run: Path,
+    step: int = 1,
+    placement: Placement | None = None,
+) -> Path:
     """A complete checkpoint of a run."""
     checkpoint = run / "checkpoints" / f"step-{step:08d}"
-    for stage, (first, stop) in enumerate(ranges(balance)):
-        path = weights.stage_file(checkpoint, stage)
-        weights.save_stage(path, layers[first:stop], first, None)
-    (checkpoint / "manifest.json").write_text(json.dumps({"stages": len(balance)}))
+    bounds, placement = ranges(balance), placement or Placement.identity(len(balance))
+    for rank, held in enumerate(placement.held):
+        parts = [Part(layers[slice(*bounds[stage])], bounds[stage][0], None) for stage in held]
+        weights.save_part(weights.part_file(checkpoint, rank), parts)
+    (checkpoint / "manifest.json").write_text(json.dumps({"parts": placement.workers}))
     return checkpoint
 
 
@@ -44,11 +54,11 @@ def read(path: Path) -> dict[str, torch.Tensor]:
     return load_file(path)
 
 
-def assert_exported(layers: Sequence[nn.Module], path: Path) -> None:
+def assert_exported(layers: Sequence[nn.Module], path: Path, *, in_order: bool = True) -> None:
     expected = nn.Sequential(*layers).state_dict()
     found = read(path)
     assert set(found) == set(expected)
-    if path.suffix == ".pt":
+    if path.suffix == ".pt" and in_order:
         assert list(found) == list(expected)
     for key, value in expected.items():
         assert found[key].dtype is value.dtype
@@ -67,6 +77,18 @@ def test_keys_and_values_are_those_of_a_sequential(
     assert_exported(layers, out)
     nn.Sequential(*model()).load_state_dict(read(out))
     assert sorted(p.name for p in tmp_path.iterdir()) == ["run", out.name]
+
+
+@pytest.mark.parametrize("suffix", [".pt", ".safetensors"])
+@pytest.mark.parametrize("held", [((0, 2), (1, 3)), ((0, 3), (1, 2)), ((0, 1, 2, 3),)])
+def test_several_stages_of_a_worker_are_one_part(
+    tmp_path: Path, suffix: str, held: tuple[tuple[int, ...], ...]
+) -> None:
+    layers = model()
+    save(layers, (2, 1, 1, 1), tmp_path / "run", placement=Placement(held))
+    out = tmp_path / f"weights{suffix}"
+    weights.export(tmp_path / "run", out)
+    assert_exported(layers, out, in_order=False)  # a worker's stages come together
 
 
 @pytest.mark.parametrize("suffix", [".pt", ".safetensors"])
@@ -103,7 +125,7 @@ def test_no_checkpoint(tmp_path: Path, make: bool) -> None:
 
 def test_a_missing_stage_file(tmp_path: Path) -> None:
     checkpoint = save(model(), (2, 3), tmp_path)
-    weights.stage_file(checkpoint, 1).unlink()
+    weights.part_file(checkpoint, 1).unlink()
     with pytest.raises(UsageError, match=r"stage-1\.pt is missing: .* on another host"):
         weights.export(tmp_path, tmp_path / "out.pt")
 
@@ -136,11 +158,12 @@ def test_optimizer_state_is_kept_by_parameter_name(tmp_path: Path) -> None:
     layers = [nn.Linear(2, 2), nn.Linear(2, 1)]
     layers[1].bias = nn.Parameter(torch.zeros(1), requires_grad=False)
     params = [p for layer in layers for p in layer.parameters()]
-    optimizer = torch.optim.AdamW([{"params": params[:2], "lr": 0.5}, {"params": params[2:]}])
+    groups: list[dict[str, Any]] = [{"params": params[:2], "lr": 0.5}, {"params": params[2:]}]
+    optimizer = torch.optim.AdamW(groups)
     nn.Sequential(*layers)(torch.ones(1, 2)).sum().backward()
     optimizer.step()
     path = tmp_path / "stage-0.pt"
-    weights.save_stage(path, layers, 3, optimizer)
+    weights.save_part(path, [Part(layers, 3, optimizer)])
     saved = torch.load(path, weights_only=True)["optimizer"]
     assert list(saved["state"]) == ["3.weight", "3.bias", "4.weight"]
     assert torch.equal(saved["state"]["3.bias"]["exp_avg"], optimizer.state[params[1]]["exp_avg"])
@@ -158,7 +181,25 @@ def test_a_tied_parameter_has_the_name_of_its_first_place(tmp_path: Path) -> Non
     b(a(torch.ones(1, 2))).sum().backward()
     optimizer.step()
     path = tmp_path / "stage-0.pt"
-    weights.save_stage(path, [a, b], 0, optimizer)
+    weights.save_part(path, [Part([a, b], 0, optimizer)])
     saved = torch.load(path, weights_only=True)
     assert list(saved["optimizer"]["state"]) == ["0.weight"]
     assert list(saved["weights"]) == ["0.weight", "1.weight"]
+
+
+def test_optimizers_of_several_stages_are_joined_and_what_is_elsewhere_is_left_out(
+    tmp_path: Path,
+) -> None:
+    layers = [nn.Linear(2, 2, bias=False) for _ in range(3)]
+    first, third = (torch.optim.Adam(layers[index].parameters()) for index in (0, 2))
+    nn.Sequential(*layers)(torch.ones(1, 2)).sum().backward()
+    first.step(), third.step()
+    parts = [Part([layers[0]], 0, first), Part([layers[1]], 1, None), Part([layers[2]], 2, third)]
+    other = id(layers[2].weight)
+    for elsewhere, names in (((), ["0.weight", "2.weight"]), ({other}, ["0.weight"])):
+        path = tmp_path / f"{len(names)}.pt"
+        weights.save_part(path, parts, elsewhere)
+        saved = torch.load(path, weights_only=True)
+        assert list(saved["weights"]) == ["0.weight", "1.weight", "2.weight"]
+        assert list(saved["optimizer"]["state"]) == names
+        assert [name for g in saved["optimizer"]["groups"] for name in g["params"]] == names

@@ -16,10 +16,14 @@ from hypothesis import strategies as st
 
 from pipeworker.errors import ProtocolError
 from pipeworker.wire import messages
-from pipeworker.wire.codec import MAX_FRAME_BYTES, VERSION, decode, encode
+from pipeworker.wire.codec import MAX_FRAME_BYTES, VERSION, Codec, decode, encode
 from pipeworker.wire.messages import (
+    Abort,
+    Advance,
     Batch,
     Cause,
+    Evaluation,
+    EvaluationDone,
     Failed,
     Failure,
     Finish,
@@ -28,9 +32,16 @@ from pipeworker.wire.messages import (
     Message,
     Phase,
     Ping,
+    Plan,
     Position,
+    RunStep,
+    SkipRoute,
+    StageRange,
     StepDone,
+    StepResult,
+    TiedWeights,
     Update,
+    Wait,
 )
 
 KINDS = [*typing.get_args(messages.FromWorker), *typing.get_args(messages.ToWorker)]
@@ -52,6 +63,19 @@ DONE = StepDone(
     peak_memory=1 << 40,
     batch=Batch(signature=2, samples=10, microbatches=4, epoch=0),
 )
+ADVANCE = Advance(
+    RunStep(8, Batch(2, 10, 4, 1), True, "0F0 0>A0 0>T0@1 0L0 0<G0 0B0", loss_scale=1024.0),
+    Update(7, 40.0, 0.5, epoch_ended=True),
+)
+PLAN = Plan(
+    held=((0, 3), (1, 2)),
+    replicas=2,
+    ranges=(StageRange(0, 0, 3), StageRange(3, 9, 12)),
+    edges=("0>1/activation", "2>3/activation"),
+    skips=(SkipRoute(0, 2, "x"),),
+    ties=(TiedWeights(("0.weight", "11.weight"), (0, 3)),),
+    evaluation="0F0 0>A0 3<A0 3F0",
+)
 FAILED = Failed(2, Failure(Cause.USER, "no", 2, Position(Phase.FORWARD, 3, 1, 4), "Linear", "tb"))
 
 
@@ -69,11 +93,11 @@ def test_nan_round_trips() -> None:
 
 
 def test_the_frame_is_four_plain_values() -> None:
-    assert msgpack.unpackb(encode(_update(), 3)) == [
+    assert msgpack.unpackb(encode(Advance(Finish(), Update(7, 0.5)), 3)) == [
         VERSION,
         3,
         "Advance",
-        [[7, 0.5, False, False], None, None, None, None],
+        [["Finish", []], ["Update", [7, 0.5, 1.0, False, False]]],
     ]
     assert msgpack.unpackb(encode(Heartbeat(0, Position(Phase.LOSS, 2)), 1))[3] == [
         0,
@@ -81,8 +105,15 @@ def test_the_frame_is_four_plain_values() -> None:
     ]
 
 
-def _update() -> Message:
-    return messages.Advance(Update(7, 0.5), None)
+def test_what_is_next_is_called_by_its_name() -> None:
+    """And what is one of several here is so everywhere, where it stands alone too."""
+    gave = StepResult(1, 0.5, 8, 0.25, 32.0, 1.5, 0.1, 0.4, 0)
+    (what, due) = msgpack.unpackb(encode(Advance(Wait(gave)), 1))[3]
+    assert (what, due) == (["Wait", [["StepResult", [*dataclasses.astuple(gave)]]]], None)
+    result = Evaluation(3, 0.5, ("accuracy",), (0.75,))
+    fields = msgpack.unpackb(encode(EvaluationDone(1, 3, 0, result), 1))[3]
+    assert fields == [1, 3, 0, ["Evaluation", [3, 0.5, ["accuracy"], [0.75]]]]
+    assert msgpack.unpackb(encode(EvaluationDone(1, 3, 0, None), 1))[3] == [1, 3, 0, None]
 
 
 @given(st.binary(max_size=200))
@@ -108,7 +139,7 @@ def test_well_formed_values_that_are_no_message_are_refused(value: Any) -> None:
             decode(msgpack.packb(frame))
 
 
-@pytest.mark.parametrize("message", [DONE, FAILED], ids=lambda m: type(m).__name__)
+@pytest.mark.parametrize("message", [DONE, FAILED, ADVANCE, PLAN], ids=lambda m: type(m).__name__)
 @pytest.mark.parametrize("seed", range(4))
 def test_a_mutated_frame_is_a_message_or_refused(message: Message, seed: int) -> None:
     """What a mutation yields is either refused or a message that encodes to the same meaning."""
@@ -136,12 +167,12 @@ def test_a_mutated_frame_is_a_message_or_refused(message: Message, seed: int) ->
 
 
 def test_every_shorter_or_longer_frame_is_refused() -> None:
-    frame = encode(DONE, 1)
-    for length in range(len(frame)):
+    for frame in (encode(message, 1) for message in (DONE, ADVANCE, PLAN)):
+        for length in range(len(frame)):
+            with pytest.raises(ProtocolError):
+                decode(frame[:length])
         with pytest.raises(ProtocolError):
-            decode(frame[:length])
-    with pytest.raises(ProtocolError):
-        decode(frame + b"\0")
+            decode(frame + b"\0")
 
 
 @pytest.mark.parametrize(
@@ -194,7 +225,25 @@ def test_a_wrong_head_is_refused(frame: Any, why: str) -> None:
         ("StepDone", [0, 1, [0.5, True], [], [], 0.0, 0.0, 0, None]),
         ("StepDone", [0, 1, [], [], [], 0, 0.0, 0, None]),
         ("StepDone", [0, 1, [], [], [], 0.0, 0.0, 0, [1, 2, 3]]),
+        # one of several
         ("Advance", [[1, 1], None]),
+        ("Advance", [None, None]),
+        ("Advance", [[], None]),
+        ("Advance", [["Finish"], None]),
+        ("Advance", [["Finish", [], []], None]),
+        ("Advance", [["Finish", [1]], None]),
+        ("Advance", [["Finish", None], None]),
+        ("Advance", ["Finish", None]),
+        ("Advance", [["Machine", []], None]),
+        ("Advance", [["Update", [1, 1.0, 1.0, False, False]], None]),  # of the other field
+        ("Advance", [["Finish", []], ["Finish", []]]),
+        ("Advance", [[b"Finish", []], None]),
+        ("Advance", [[["Finish"], []], None]),
+        ("EvaluationDone", [0, 1, 0, [3, 0.5, [], []]]),  # without its name
+        ("EvaluationDone", [0, 1, 0, ["StepResult", [3, 0.5, [], []]]]),
+        ("Plan", [[0, 1], 1, [], [], [], [], ""]),
+        ("Plan", [[[0], [1.0]], 1, [], [], [], [], ""]),
+        ("Plan", [[[0]], 1, [[0, 0]], [], [], [], ""]),
     ],
 )
 def test_a_field_of_another_type_is_refused(name: str, fields: Any) -> None:
@@ -203,7 +252,7 @@ def test_a_field_of_another_type_is_refused(name: str, fields: Any) -> None:
 
 
 def test_a_frame_too_large_is_not_even_read() -> None:
-    largest = encode(Finish("x" * (MAX_FRAME_BYTES - 100), 1), 1)
+    largest = encode(Abort("x" * (MAX_FRAME_BYTES - 100), 1), 1)
     assert decode(largest)[0] == 1
     with pytest.raises(ProtocolError, match="too large"):
         decode(largest + b"\0" * 100)
@@ -233,9 +282,95 @@ def test_messages_are_frozen_plain_and_unpickled(kind: type) -> None:
 def test_text_that_is_not_utf8_comes_through() -> None:
     """A file name with a stray byte reaches Python as a lone surrogate."""
     name = str(Path(b"caf\xe9.py".decode("utf-8", "surrogateescape")))
-    assert decode(encode(Finish(name, 1), 1))[1] == Finish(name, 1)
+    assert decode(encode(Abort(name, 1), 1))[1] == Abort(name, 1)
 
 
 def test_ping_is_small() -> None:
     assert len(encode(Ping(), 1)) < 10
     assert len(encode(Hello(0, "host", 1), 1)) < 30
+
+
+# Any closed set of classes.
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Circle:
+    radius: float
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Square:
+    side: int
+    cause: Cause = Cause.LOST
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Point:
+    x: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Drawing:
+    shapes: tuple[Circle | Square, ...]
+    frame: Circle
+    best: Circle | Square | None
+    origin: Point | None
+    points: tuple[Point, ...] = ()
+
+
+SHAPES: Codec[Drawing | Circle] = Codec((Drawing, Circle))
+DRAWING = Drawing((Square(2), Circle(1.0)), Circle(3.0), None, Point(1), (Point(2),))
+
+
+def through(codec: Codec[Any], value: Any) -> Any:
+    name, fields = type(value).__name__, codec.fields(value)
+    return codec.read(name, msgpack.unpackb(msgpack.packb(fields, default=codec.plain)))
+
+
+def test_a_class_of_a_union_has_its_name_wherever_it_is_held() -> None:
+    plain = msgpack.unpackb(msgpack.packb(SHAPES.fields(DRAWING), default=SHAPES.plain))
+    circle = ["Circle", [3.0]]
+    assert plain == [[["Square", [2, "lost"]], ["Circle", [1.0]]], circle, None, [1], [[2]]]
+    assert through(SHAPES, DRAWING) == DRAWING
+    assert through(SHAPES, Circle(1.0)) == Circle(1.0)  # its name is told beside it already
+
+
+@given(st.from_type(Drawing))
+def test_what_holds_several_classes_comes_through(drawing: Drawing) -> None:
+    read = through(SHAPES, drawing)
+    assert repr(read) == repr(drawing)
+
+
+@pytest.mark.parametrize(
+    ("at", "value", "why"),
+    [
+        (0, [["Point", [1]]], "expected one of Circle, Square"),
+        (0, [["Circle", [1]]], "expected float, got int"),
+        (0, [["Circle", []]], "not the fields of Circle"),
+        (0, [[1.0]], "expected a name and its fields"),
+        (0, [None], "expected a name and its fields"),
+        (0, [["Square", [2, "none"]]], "not a Cause"),
+        (0, "Circle", "expected an array"),
+        (1, ["Square", [2, "lost"]], "expected one of Circle"),
+        (1, [3.0], "expected a name and its fields"),
+        (1, None, "expected a name and its fields"),
+        (2, ["Point", [1]], "expected one of Circle, Square"),
+        (2, [], "expected a name and its fields"),
+        (3, ["Point", [1]], "not the fields of Point"),  # it is of no union: it has no name
+        (4, [["Point", [1]]], "not the fields of Point"),
+        (4, [None], "not the fields of Point"),
+    ],
+)
+def test_what_is_no_member_of_a_union_is_refused(at: int, value: Any, why: str) -> None:
+    fields = msgpack.unpackb(msgpack.packb(SHAPES.fields(DRAWING), default=SHAPES.plain))
+    fields[at] = value
+    with pytest.raises(ProtocolError, match=why):
+        SHAPES.read("Drawing", fields)
+
+
+@pytest.mark.parametrize("name", ["Square", "Point", "drawing", "", None, 1, b"Circle", ["Circle"]])
+def test_only_what_a_codec_is_for_is_read_by_name(name: Any) -> None:
+    """What they hold is found, and is not read by itself."""
+    assert SHAPES.names == {"Drawing", "Circle"}
+    with pytest.raises(ProtocolError, match="unknown message"):
+        SHAPES.read(name, [1.0])

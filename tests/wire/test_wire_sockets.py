@@ -183,5 +183,6 @@ def test_leaving_frees_the_port_and_the_thread() -> None:
         assert threading.active_count() == threads + 1
     assert threading.active_count() == threads
     url = urlsplit(endpoint)
+    assert url.port
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection((url.hostname, url.port), timeout=5)

@@ -8,8 +8,9 @@ receiver would have nothing to wait for.
 When a value nevertheless differs from what is expected (a shape that depends on data, a plain value
 that changes), the sender still fills the posted buffers, after a header that says what is really
 sent and for which micro-batch. The receiver finds the header filled when the posted receive
-completes, because messages of one connection arrive in order. The edge is *dynamic* from then on,
-and described every time.
+completes, because messages of one connection arrive in order. Over a link with two lanes, which
+have no order between them, a notice on the control lane says it instead, one byte for each frame
+that is expected. The edge is *dynamic* from then on, and described every time.
 """
 
 from __future__ import annotations
@@ -24,13 +25,14 @@ from typing import Any
 import torch
 
 from pipeworker.errors import PipeworkerError
-from pipeworker.plan.proof import CHANNEL_CAPACITY
+from pipeworker.plan.network import CHANNEL_CAPACITY
+from pipeworker.worker.internals import storage_uses
 from pipeworker.worker.transport import frame as frames
 from pipeworker.worker.transport.courier import Courier, Errand
 from pipeworker.worker.transport.frame import Frame, Layout
 from pipeworker.worker.transport.link import COMPLETE, Link, Pending
 
-_EXPECTED, _HEADER, _DESCRIBED = 0, 1, 2  # tags
+_EXPECTED, _HEADER, _DESCRIBED, _NOTICE = 0, 1, 2, 3  # tags; the first goes over the bulk lane
 _HEADER_BYTES = 1024
 _HEAD = Struct("<2q")  # length of the header, 0 for none; micro-batch
 _PIECE_BYTES = 16 << 10
@@ -53,7 +55,7 @@ class Sender:
     """
 
     def __init__(self, link: Link, capacity: int | None, courier: Courier | None) -> None:
-        self._link = link
+        self._control, self._bulk = link.control, link.bulk
         self._capacity = _MOST_UNDER_WAY if capacity is None else capacity
         self._courier = courier
         self._known: _Known = {}
@@ -91,6 +93,8 @@ class Sender:
             messages = [(_EXPECTED, tensor) for tensor in tensors]
         else:
             messages = self._describe(microbatch, value, expected)
+        if expected is not None and self._control is not self._bulk:
+            messages.insert(0, (_NOTICE, _bytes_tensor(b"\0" if tensors is not None else b"\1")))
         # A small send costs less than waking a thread for it; sends keep their order.
         if self._courier is None or (
             sum([tensor.nbytes for _, tensor in messages]) <= _SMALL_BYTES
@@ -106,6 +110,7 @@ class Sender:
         """Wait until everything has left."""
         while self._under_way:
             self._under_way.popleft().wait()
+        self._errand = None
 
     def _describe(
         self, microbatch: int, value: Any, expected: Frame | None
@@ -125,14 +130,14 @@ class Sender:
         return messages + [(_DESCRIBED, tensor) for tensor in tensors]
 
     def _start(self, messages: list[tuple[int, torch.Tensor]]) -> list[Pending]:
-        link = self._link
         started: list[Pending] = []
         for tag, tensor in messages:
             if tensor.numel():
+                lane = self._control if tag else self._bulk
                 packed = frames.pack(tensor)
-                if packed.device != link.device:
-                    packed = packed.to(link.device)
-                pending = link.send(packed, tag)
+                if packed.device != lane.device:
+                    packed = packed.to(lane.device)
+                pending = lane.send(packed, tag)
                 if pending is not COMPLETE:
                     started.append(pending)
         return started
@@ -183,11 +188,15 @@ def _filler(layout: Layout) -> torch.Tensor:
 
 @dataclass(slots=True)
 class _Posted:
-    """A receive under way and its buffers, one a distinct tensor."""
+    """A receive under way and its buffers, one a distinct tensor, from a pool."""
 
     frame: Frame
     buffers: list[torch.Tensor]
     pending: list[Pending]
+    pool: BufferPool
+
+    def give_back(self) -> None:
+        self.pool.give(self.frame.tensors, self.buffers)
 
 
 class Receiver:
@@ -199,7 +208,7 @@ class Receiver:
     """
 
     def __init__(self, link: Link, device: torch.device, depth: int) -> None:
-        self._link = link
+        self._control, self._bulk = link.control, link.bulk
         self._device = device
         self._low = max(0, depth - CHANNEL_CAPACITY)
         self._known: _Known = {}
@@ -209,10 +218,15 @@ class Receiver:
         self._ahead: deque[int] = deque()
         self._posted: dict[int, _Posted] = {}
         self._held: dict[int, _Posted] = {}
-        self._pool = BufferPool(link.allocate)
+        self._pools = {_EXPECTED: BufferPool(self._bulk.allocate)}
+        self._pools[_DESCRIBED] = self._pools[_EXPECTED]
+        self._notices: deque[tuple[bytearray, Pending]] | None = None
+        if self._control is not self._bulk:
+            self._pools[_DESCRIBED] = BufferPool(self._control.allocate)
+            self._notices = deque()
         self._header = bytearray(_HEADER_BYTES)
         self._header_tensor = torch.frombuffer(self._header, dtype=torch.uint8)
-        (self._header_pending,) = link.receive([self._header_tensor], _HEADER)
+        (self._header_pending,) = self._control.receive([self._header_tensor], _HEADER)
         self.wants_grad: Sequence[bool] = ()
         """Which distinct tensors of the value received last require grad at the other end."""
 
@@ -225,7 +239,8 @@ class Receiver:
         self._dynamic |= self._surprised
         self._surprised = False
         _bound(self._known)
-        self._pool.bound()
+        for pool in self._pools.values():
+            pool.bound()
         self._ahead = deque(microbatches)
         self._post_ahead()
 
@@ -241,16 +256,17 @@ class Receiver:
         value: Any = None
         if posted is not None:
             # What needs no data is done before the wait, when there is time for it.
-            early = self._device == self._link.device and posted.frame.dense
+            early = self._device == self._bulk.device and posted.frame.dense
             if early:
                 value = self._assemble(posted)
             for pending in posted.pending:
                 pending.wait()
-            if not self._surprised and not self._surprised_at(microbatch):
+            surprised = self._surprised_at(microbatch)
+            if not self._surprised and not surprised:
                 self._held[microbatch] = posted
                 return value if early else self._assemble(posted)
             self._surprised = True
-            self._pool.give(posted.frame.tensors, posted.buffers)
+            posted.give_back()
         posted = self._receive_described()
         _learn(self._known, self._signature, microbatch, posted.frame)
         self._held[microbatch] = posted
@@ -268,13 +284,17 @@ class Receiver:
     def release(self, microbatch: int) -> None:
         """The value is no longer needed: its buffers may be used again."""
         posted = self._held.pop(microbatch)
-        self._pool.give(posted.frame.tensors, posted.buffers)
+        posted.pool.give(posted.frame.tensors, posted.buffers)
 
     def _placed(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor if tensor.device == self._device else tensor.to(self._device)
 
     def _surprised_at(self, microbatch: int) -> bool:
         """Whether a header for this micro-batch has arrived; the next one's may have, too."""
+        if self._notices is not None:
+            notice, pending = self._notices.popleft()
+            pending.wait()
+            return bool(notice[0])
         length, about = _HEAD.unpack_from(self._header)
         return bool(length) and bool(about == microbatch)
 
@@ -295,13 +315,21 @@ class Receiver:
         self._posted.update(zip([m for m, _ in chosen], posted, strict=True))
 
     def _post(self, chosen: Sequence[Frame], tag: int) -> list[_Posted]:
-        buffers = [[self._pool.take(layout) for layout in frame.tensors] for frame in chosen]
+        lane, pool = self._control if tag else self._bulk, self._pools[tag]
+        buffers = [[pool.take(layout) for layout in frame.tensors] for frame in chosen]
         moving = [[buffer for buffer in some if buffer.numel()] for some in buffers]
-        pending = iter(self._link.receive(list(chain.from_iterable(moving)), tag))
+        if self._notices is not None and tag == _EXPECTED:
+            self._post_notices(self._notices, len(chosen))
+        pending = iter(lane.receive(list(chain.from_iterable(moving)), tag))
         return [
-            _Posted(frame, some, list(islice(pending, len(those))))
+            _Posted(frame, some, list(islice(pending, len(those))), pool)
             for frame, some, those in zip(chosen, buffers, moving, strict=True)
         ]
+
+    def _post_notices(self, notices: deque[tuple[bytearray, Pending]], count: int) -> None:
+        memory = [bytearray(1) for _ in range(count)]
+        tensors = [torch.frombuffer(one, dtype=torch.uint8) for one in memory]
+        notices += zip(memory, self._control.receive(tensors, _NOTICE), strict=True)
 
     def _receive_described(self) -> _Posted:
         self._header_pending.wait()
@@ -309,13 +337,13 @@ class Receiver:
         header = bytes(self._header[_HEAD.size : _HEAD.size + length])
         while len(header) < length:
             piece = bytearray(min(_PIECE_BYTES, length - len(header)))
-            (pending,) = self._link.receive(
+            (pending,) = self._control.receive(
                 [torch.frombuffer(piece, dtype=torch.uint8)], _DESCRIBED
             )
             pending.wait()
             header += piece
         _HEAD.pack_into(self._header, 0, 0, 0)
-        (self._header_pending,) = self._link.receive([self._header_tensor], _HEADER)
+        (self._header_pending,) = self._control.receive([self._header_tensor], _HEADER)
         (posted,) = self._post([frames.from_bytes(header)], _DESCRIBED)
         for pending in posted.pending:
             pending.wait()
@@ -343,10 +371,10 @@ class BufferPool:
         free = self._free.get(layout.memory)
         while free:
             buffer = free.pop()
-            if frames.uses(buffer) <= self._alone:
+            if storage_uses(buffer) <= self._alone:
                 return buffer
         buffer = frames.buffer_for(layout, self._allocate)
-        self._alone = frames.uses(buffer)
+        self._alone = storage_uses(buffer)
         return buffer
 
     def give(self, layouts: Sequence[Layout], buffers: Sequence[torch.Tensor]) -> None:

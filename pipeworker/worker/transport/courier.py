@@ -50,6 +50,7 @@ class Errand:
                 raise self._error
         for pending in self._pending:
             pending.wait()
+        self._pending = []  # the thread keeps the errand, but not what it sent
 
 
 class Courier:

@@ -15,13 +15,14 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import torch
-from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, Store, Work
 
 from pipeworker.errors import PeerLost, UsageError
-from pipeworker.plan.schedule import Edge
+from pipeworker.plan.actions import Edge
+from pipeworker.plan.placement import Placement
 from pipeworker.wire.messages import StoreOperation, StoreReply
+from pipeworker.worker.internals import PrefixStore, ProcessGroupGloo, Store, Work, gloo_options
 from pipeworker.worker.transport import shared
-from pipeworker.worker.transport.link import Link, Pending
+from pipeworker.worker.transport.link import Link, OneLane, Pending
 
 Ask = Callable[[StoreOperation, tuple[str, ...], bytes, bytes], StoreReply]
 
@@ -77,7 +78,7 @@ class _WorkPending:
 
 
 @dataclass(slots=True)
-class GroupLink:
+class GroupLink(OneLane):
     """An end of an edge: rank 0 of its group sends, rank 1 receives."""
 
     edge: Edge
@@ -105,14 +106,21 @@ class GroupLink:
 
 
 def connect(
-    edges: Iterable[Edge], stage: int, store: Store, endpoint: str, backend: str
+    edges: Iterable[Edge],
+    rank: int,
+    placement: Placement,
+    store: Store,
+    endpoint: str,
+    backend: str,
 ) -> dict[Edge, Link]:
-    """Connect this stage's end of every edge; all stages go through the edges in one order.
+    """Connect this worker's end of every edge; all workers go through the edges in one order.
+
+    Replicas have edges of the same names, so what meets in the store is named by replica as well.
 
     Args:
         endpoint: the coordinator's address; the interface that reaches it carries the tensors,
             unless ``GLOO_SOCKET_IFNAME`` names another.
-        backend: ``auto`` for shared memory between stages of one host and gloo between hosts,
+        backend: ``auto`` for shared memory between workers of one host and gloo between hosts,
             ``gloo`` for gloo everywhere. Tensors on an accelerator are staged through the host.
 
     Raises:
@@ -121,20 +129,20 @@ def connect(
     """
     if backend not in ("auto", "gloo"):
         raise UsageError(f"--backend {backend} is not available yet: use gloo")
-    options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-    options._timeout = _FOREVER
-    options._devices = [_device(endpoint)]
+    options = gloo_options(_device(endpoint), _FOREVER)
     identity = shared.host_identity()
-    store.set(f"host/{stage}", identity)
+    store.set(f"host/{rank}", identity)
+    held, replica = placement.stages_of(rank), placement.replica_of(rank)
     links: dict[Edge, Link] = {}
     for edge in edges:
-        rank = 0 if edge.source == stage else 1
-        peer = edge.target if edge.source == stage else edge.source
+        sends = edge.source in held
+        peer = placement.rank_of(edge.target if sends else edge.source, replica)
+        key = f"replica-{replica}/{edge}"
         if backend == "auto" and store.get(f"host/{peer}") == identity.encode():
-            links[edge] = shared.connect(edge, stage, store)
+            links[edge] = shared.connect(edge, sends=sends, key=f"shared/{key}", store=store)
             continue
         try:
-            group = ProcessGroupGloo(PrefixStore(f"{edge}", store), rank, 2, options)
+            group = ProcessGroupGloo(PrefixStore(key, store), 0 if sends else 1, 2, options)
         except RuntimeError as error:
             raise PeerLost(f"the channel {edge} could not be connected: {error}") from error
         links[edge] = GroupLink(edge, group, torch.device("cpu"))

@@ -15,9 +15,9 @@ from typing import Any
 
 import msgpack
 import torch
-from torch.utils import _pytree as pytree
 
 from pipeworker.errors import PipeworkerError
+from pipeworker.worker.internals import pytree
 
 _PLAIN = (bool, int, float, str, bytes, type(None))
 _DTYPES = {
@@ -218,11 +218,6 @@ def buffer_for(layout: Layout, allocate: Callable[[int], torch.Tensor]) -> torch
     memory = allocate(size + ALIGNMENT)
     start = (layout.start - memory.data_ptr()) % ALIGNMENT
     return memory[start : start + size].view(layout.dtype).view(layout.packed)
-
-
-def uses(tensor: torch.Tensor) -> int:
-    """How many tensors refer to the memory of this one (the look itself counts as one)."""
-    return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))
 
 
 def replica(tensor: torch.Tensor) -> torch.Tensor:

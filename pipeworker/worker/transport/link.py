@@ -1,12 +1,18 @@
-"""One directed edge that moves raw, dense tensors in order; and one in memory, for tests."""
+"""One directed edge that moves raw, dense tensors in order; and one in memory, for tests.
+
+A link has two *lanes*: control, for headers and whatever a header describes, and bulk, for tensors
+that both ends expect. Where one connection does both they are one, and its order tells the two
+apart. Where they are two (nccl has neither tags nor a receive that may never come, so its control
+lane is another connection) a notice on the control lane precedes every tensor that is expected.
+"""
 
 from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -33,8 +39,8 @@ COMPLETE = _Complete()
 """What a send gives whose tensor may be reused at once."""
 
 
-class Link(Protocol):
-    """One end of a directed edge. Messages of one tag arrive in the order they were sent.
+class Lane(Protocol):
+    """Moves tensors one way. Messages of one tag arrive in the order they were sent.
 
     Tensors are contiguous, on :attr:`device`, and never of size zero. Both calls return at once.
     """
@@ -50,8 +56,48 @@ class Link(Protocol):
     def receive(self, tensors: Sequence[torch.Tensor], tag: int) -> list[Pending]:
         """Post buffers for the next messages of a tag, in one go."""
 
+
+class Link(Protocol):
+    """One end of a directed edge."""
+
+    @property
+    def control(self) -> Lane:
+        """Where a receive may stay posted for ever."""
+
+    @property
+    def bulk(self) -> Lane:
+        """Where each receive that is posted is sent to."""
+
     def close(self) -> None:
         """Let go of the connection; nothing may be under way but what will never come."""
+
+
+class OneLane:
+    """A lane that is a link by itself: both lanes are this one."""
+
+    __slots__ = ()
+
+    @property
+    def control(self: Any) -> Lane:
+        lane: Lane = self
+        return lane
+
+    @property
+    def bulk(self: Any) -> Lane:
+        lane: Lane = self
+        return lane
+
+
+@dataclass(frozen=True, slots=True)
+class TwoLanes:
+    """A link of two connections, without an order between them."""
+
+    control: Lane
+    bulk: Lane
+    closing: Callable[[], None] = lambda: None
+
+    def close(self) -> None:
+        self.closing()
 
 
 @dataclass(slots=True)
@@ -85,7 +131,7 @@ class _MemoryPending:
 
 
 @dataclass(slots=True)
-class MemoryLink:
+class MemoryLink(OneLane):
     """Both ends of an edge between two threads of one process."""
 
     limit: float = 30.0

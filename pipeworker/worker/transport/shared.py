@@ -27,12 +27,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
-from torch._C._distributed_c10d import Store
 
 from pipeworker.errors import PeerLost
-from pipeworker.plan.schedule import Edge
-from pipeworker.worker.transport.frame import uses
-from pipeworker.worker.transport.link import COMPLETE, Pending
+from pipeworker.plan.actions import Edge
+from pipeworker.worker.internals import Store, storage_uses
+from pipeworker.worker.transport.link import COMPLETE, OneLane, Pending
 
 _POST = struct.Struct("<4q")  # tag, arena (-1: inline), offset in it, bytes
 _DONE = struct.Struct("<q")  # tag; an inline payload follows
@@ -76,7 +75,7 @@ class _Receiving:
             self.link.take()
 
 
-class ReceivingLink:
+class ReceivingLink(OneLane):
     """The target's end. One thread posts and waits."""
 
     device = torch.device("cpu")
@@ -96,7 +95,7 @@ class ReceivingLink:
         """So many bytes that the sender can write to; given out again when nobody uses them."""
         size = _rounded(count)
         known = self._blocks.setdefault(size, [])
-        free = next((block for block in known if uses(block) <= _UNUSED), None)
+        free = next((block for block in known if storage_uses(block) <= _UNUSED), None)
         if free is None:
             free = self._new_block(size)
             known.append(free)
@@ -180,7 +179,7 @@ class _Sending:
             raise self.error
 
 
-class SendingLink:
+class SendingLink(OneLane):
     """The source's end. A send that finds no posted buffer is finished by a thread."""
 
     device = torch.device("cpu")
@@ -311,15 +310,17 @@ class SendingLink:
             raise PeerLost(f"the channel {self._edge} closed: {error}") from error
 
 
-def connect(edge: Edge, stage: int, store: Store) -> ReceivingLink | SendingLink:
-    """Connect this stage's end of an edge whose other end is on the same host.
+def connect(edge: Edge, *, sends: bool, key: str, store: Store) -> ReceivingLink | SendingLink:
+    """Connect this worker's end of an edge whose other end is on the same host.
+
+    Args:
+        key: where the two ends meet in the store.
 
     Raises:
         PeerLost: the other end cannot be reached, or is not ours.
     """
-    key = f"shared/{edge}"
     family, kind = socket.AF_UNIX, socket.SOCK_SEQPACKET
-    if edge.source == stage:
+    if sends:
         connection = socket.socket(family, kind)
         try:
             connection.connect(b"\0" + store.get(key))

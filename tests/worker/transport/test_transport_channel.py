@@ -2,33 +2,55 @@
 
 from __future__ import annotations
 
+import gc
 import threading
+import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from pipeworker.errors import PeerLost, PipeworkerError
 from pipeworker.worker.transport.channel import BufferPool, Receiver, Sender
 from pipeworker.worker.transport.courier import Courier
 from pipeworker.worker.transport.frame import layout_of
-from pipeworker.worker.transport.link import MemoryLink
+from pipeworker.worker.transport.link import Link, MemoryLink, TwoLanes
+from support.transport import two_lanes
 
 CPU = torch.device("cpu")
 allocate = MemoryLink().allocate
+LINKS: dict[str, Callable[[float], Link]] = {
+    "one lane": MemoryLink,
+    "two lanes": lambda limit: TwoLanes(MemoryLink(limit), MemoryLink(limit)),
+    "strict": two_lanes,
+}
 
 
 class Channel:
     """Both ends of a channel over one link in memory."""
 
+    make: Callable[[float], Link] = MemoryLink
+
     def __init__(self, capacity: int | None = None, depth: int = 2, limit: float = 0.5) -> None:
-        self.link = MemoryLink(limit)
+        self.link = Channel.make(limit)
         self.sender = Sender(self.link, capacity, None)
         self.receiver = Receiver(self.link, CPU, depth)
+
+    @property
+    def one(self) -> bool:
+        return self.link.control is self.link.bulk
+
+    @property
+    def sent(self) -> int:
+        """Messages, but for the notices of two lanes."""
+        lanes: list[Any] = [self.link.control] if self.one else [self.link.control, self.link.bulk]
+        return sum(int(lane.sent) for lane in lanes) - self.notices
+
+    notices = 0
 
     def begin(self, microbatches: Sequence[int], signature: int = 0) -> None:
         self.sender.begin(signature)
@@ -36,8 +58,11 @@ class Channel:
 
     def step(self, values: Sequence[Any], signature: int = 0) -> tuple[list[Any], int]:
         """Send one step's values, one a micro-batch; what arrived, and messages it took."""
-        before = self.link.sent
+        before = self.sent
         self.begin(range(len(values)), signature)
+        if not self.one and not self.sender._dynamic | self.sender._surprised:
+            known = self.sender._known
+            self.notices += sum((signature, m) in known for m in range(len(values)))
         arrived = []
         for m, value in enumerate(values):
             self.sender.send(m, value)
@@ -45,7 +70,17 @@ class Channel:
             arrived.append(_copy(got))
             del got
             self.receiver.release(m)
-        return arrived, self.link.sent - before
+        assert self.receiver._held == self.receiver._posted == {}
+        assert not self.receiver._notices
+        self.sender.flush()
+        self.link.close()  # nothing may be posted on a strict lane
+        return arrived, self.sent - before
+
+
+@pytest.fixture(autouse=True, params=LINKS)
+def _link(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every test runs over every kind of link in memory."""
+    monkeypatch.setattr(Channel, "make", staticmethod(LINKS[request.param]))
 
 
 def _copy(value: Any) -> Any:
@@ -154,8 +189,9 @@ def pointers(channel: Channel, count: int) -> list[int]:
 
 def test_buffers_are_used_again_from_step_to_step() -> None:
     channel = Channel()
-    first = set(pointers(channel, 3))
-    assert len(first) == 3
+    described = set(pointers(channel, 3))
+    first = described if channel.one else set(pointers(channel, 3))  # or those of the bulk lane
+    assert len(described) == len(first) == 3
     assert set(pointers(channel, 3)) == first
     assert set(pointers(channel, 3)) == first
 
@@ -290,8 +326,9 @@ def test_what_was_posted_for_a_surprise_is_not_lost() -> None:
     channel.step(values)
     arrived, _ = channel.step([x(1.0), *values[1:]])
     assert equal(arrived, [x(1.0), *values[1:]])
-    unreceived = {tag: len(slots) for tag, slots in channel.link._unreceived.items() if slots}
-    unsent = {tag: len(slots) for tag, slots in channel.link._unsent.items() if slots}
+    control: Any = channel.link.control
+    unreceived = {tag: len(slots) for tag, slots in control._unreceived.items() if slots}
+    unsent = {tag: len(slots) for tag, slots in control._unsent.items() if slots}
     assert (unreceived, unsent) == ({}, {1: 1})  # the receive of the next header
 
 
@@ -300,6 +337,7 @@ leaf = st.builds(lambda shape, k: torch.full(shape, float(k)), shapes, st.intege
 values = st.one_of(leaf, st.tuples(leaf, leaf), st.tuples(leaf, st.integers(0, 2)))
 
 
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
 @given(
     st.lists(st.tuples(st.integers(0, 2), st.lists(values, min_size=3, max_size=3)), max_size=6),
     st.integers(1, 4),
@@ -317,7 +355,7 @@ def test_whatever_is_sent_arrives(steps: list[tuple[int, list[Any]]], depth: int
 @pytest.mark.parametrize("capacity", [1, 2, None])
 def test_two_threads_and_a_courier(capacity: int | None) -> None:
     courier = Courier()
-    link = MemoryLink(10.0)
+    link = Channel.make(10.0)
     sender, receiver = Sender(link, capacity, courier), Receiver(link, CPU, 2)
     large = 1 << 17  # more than what is sent on the calling thread
     steps = [
@@ -397,3 +435,27 @@ def test_more_tensors_than_a_link_holds_are_refused() -> None:
     for _ in range(2):
         arrived, _ = channel.step(many)
         assert [t.item() for t in arrived[0]] == list(range(128))
+
+
+@pytest.mark.parametrize("courier", [False, True])
+def test_what_has_left_is_let_go(courier: bool) -> None:
+    thread = Courier() if courier else None
+    link = Channel.make(10.0)
+    sender, receiver = Sender(link, 4, thread), Receiver(link, CPU, 2)
+    for _ in range(2):
+        sender.begin(0)
+        receiver.begin(0, range(3))
+        alive = []
+        for m in range(3):
+            value = torch.full((1 << 17,), float(m))  # more than is sent on the calling thread
+            alive.append(weakref.ref(value.untyped_storage()))
+            sender.send(m, value)
+            del value
+        for m in range(3):
+            assert receiver.receive(m)[0].item() == m
+            receiver.release(m)
+        sender.flush()
+        gc.collect()
+        assert [what() for what in alive] == [None] * 3
+    if thread is not None:
+        thread.close()

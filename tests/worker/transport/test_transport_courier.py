@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from functools import partial
 
 import pytest
 
@@ -39,7 +40,7 @@ def test_errands_run_in_order_on_one_other_thread(courier: Courier) -> None:
         ran.append((number, threading.current_thread().name))
         return []
 
-    errands = [courier.submit(lambda n=n: note(n)) for n in range(20)]
+    errands = [courier.submit(partial(note, n)) for n in range(20)]
     for errand in reversed(errands):
         errand.wait()
     assert ran == [(n, "courier") for n in range(20)]
@@ -95,7 +96,7 @@ def test_close_performs_what_was_submitted() -> None:
         ran.append(number)
         return []
 
-    errands: list[Errand] = [courier.submit(lambda n=n: slow(n)) for n in range(50)]
+    errands: list[Errand] = [courier.submit(partial(slow, n)) for n in range(50)]
     courier.close()
     assert ran == list(range(50))
     assert all(errand.issued for errand in errands)

@@ -4,75 +4,30 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-import queue
 import signal
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 from torch._C._distributed_c10d import PrefixStore
 
-from pipeworker.coordinator.rendezvous import Rendezvous
 from pipeworker.errors import PeerLost, UsageError
-from pipeworker.plan import schedule
-from pipeworker.plan.schedule import Edge
-from pipeworker.wire.messages import StoreOperation, StoreReply, StoreRequest
+from pipeworker.plan import orders
+from pipeworker.plan.actions import Edge, Payload
+from pipeworker.plan.placement import Placement
+from pipeworker.plan.schedule import edges as edges_of
+from pipeworker.wire.messages import StoreReply
 from pipeworker.worker.transport.channel import Receiver, Sender
 from pipeworker.worker.transport.courier import Courier
-from pipeworker.worker.transport.distributed import Ask, CoordinatorStore, connect
+from pipeworker.worker.transport.distributed import CoordinatorStore, connect
 from pipeworker.worker.transport.link import Link
+from support.transport import BACK, ENDPOINT, FORTH, Meeting, connect_all
 
-ENDPOINT = "tcp://127.0.0.1:1"
-FORTH, BACK = Edge(0, 1, "activation"), Edge(1, 0, "gradient")
-
-
-class Meeting:
-    """The coordinator's store, for the threads of this process; each asks one thing at a time."""
-
-    def __init__(self) -> None:
-        self._rendezvous = Rendezvous()
-        self._lock = threading.Lock()
-        self._replies: dict[bytes, queue.SimpleQueue[StoreReply]] = {}
-
-    def ask(self) -> Ask:
-        """A new peer's way to ask."""
-        peer = str(len(self._replies)).encode()
-        mine = self._replies[peer] = queue.SimpleQueue()
-
-        def ask(
-            operation: StoreOperation, keys: tuple[str, ...], value: bytes, expected: bytes
-        ) -> StoreReply:
-            request = StoreRequest(0, 1, operation, keys, value, expected)
-            with self._lock:
-                for other, reply in self._rendezvous.handle(peer, request):
-                    self._replies[other].put(reply)
-            return mine.get(timeout=20)
-
-        return ask
-
-    def store(self) -> CoordinatorStore:
-        return CoordinatorStore(self.ask())
-
-
-def connect_all(
-    edges: tuple[Edge, ...], stages: int, backend: str = "auto"
-) -> list[dict[Edge, Link]]:
-    """Every stage's links, each connected on a thread of its own."""
-    meeting = Meeting()
-    stores = [meeting.store() for _ in range(stages)]
-    with ThreadPoolExecutor(stages) as pool:
-        made = [
-            pool.submit(connect, mine, k, store, ENDPOINT, backend)
-            for k, store in enumerate(stores)
-            if (mine := [edge for edge in edges if k in (edge.source, edge.target)])
-        ]
-        return [future.result() for future in made]
-
-
+TWO = Placement.identity(2)
 BACKENDS = ["auto", "gloo"]
 """Shared memory, as both ends are on one host, and sockets."""
 
@@ -90,7 +45,7 @@ def test_the_store_does_what_a_store_does(prefix: str) -> None:
     stores = [meeting.store(), meeting.store()]  # a prefix does not keep the Python object alive
     mine, yours = [PrefixStore(prefix, store) if prefix else store for store in stores]
     mine.set("a", "1")
-    mine.set("b", b"\0\xff")
+    mine.set("b", cast("str", b"\0\xff"))  # torch says bytes as well
     assert (yours.get("a"), yours.get("b")) == (b"1", b"\0\xff")
     assert [mine.add("n", 2), yours.add("n", 3)] == [2, 5]
     assert yours.check(["a", "b"])
@@ -118,45 +73,19 @@ def test_getting_waits_until_the_key_is_set() -> None:
         assert got.result(20) == b"2"
 
 
-@pytest.mark.parametrize(
-    "dtype", [torch.bool, torch.int64, torch.bfloat16, torch.float64, torch.complex64]
-)
-def test_tensors_arrive(pair: tuple[Link, Link], dtype: torch.dtype) -> None:
-    source, target = pair
-    sent = torch.arange(6).reshape(2, 3).to(dtype)
-    got = torch.empty(2, 3, dtype=dtype)
-    receiving = target.receive([got], 0)[0]
-    source.send(sent, 0).wait()
-    receiving.wait()
-    assert torch.equal(got, sent)
-
-
-def test_tags_are_separate_queues_in_the_order_sent(pair: tuple[Link, Link]) -> None:
-    source, target = pair
-    messages = ((2, 1.0), (1, 2.0), (2, 3.0))
-    sending = [source.send(torch.full((5,), value), tag) for tag, value in messages]
-    got = [torch.empty(5) for _ in range(3)]
-    for tensor, tag in zip(got, (1, 2, 2), strict=True):
-        target.receive([tensor], tag)[0].wait()
-    for pending in sending:
-        pending.wait()
-    assert [tensor[0].item() for tensor in got] == [2.0, 1.0, 3.0]
-
-
 def test_no_default_process_group_is_made(pair: tuple[Link, Link]) -> None:
     assert not torch.distributed.is_initialized()
-    assert all(link.device == torch.device("cpu") for link in pair)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_every_edge_of_a_pipeline_is_connected(backend: str) -> None:
-    edges = schedule.edges(schedule.build("gpipe", 4, 2, "always"))
+    edges = edges_of(orders.build("gpipe", 4, 2, "always"))
     links = connect_all(edges, 4, backend)
     assert len(edges) == 7  # three forth, three back, one for targets
     for number, edge in enumerate(edges):
         got = torch.empty(3)
-        receiving = links[edge.target][edge].receive([got], 0)[0]
-        links[edge.source][edge].send(torch.full((3,), float(number)), 0).wait()
+        receiving = links[edge.target][edge].bulk.receive([got], 0)[0]
+        links[edge.source][edge].bulk.send(torch.full((3,), float(number)), 0).wait()
         receiving.wait()
         assert got.tolist() == [float(number)] * 3
 
@@ -189,17 +118,40 @@ def test_values_over_a_channel(pair: tuple[Link, Link]) -> None:
     courier.close()
 
 
+def test_stages_of_one_worker_and_replicas_are_connected_by_where_they_are() -> None:
+    """Edges name stages; who connects is the rank that holds them, within its replica."""
+    placement = Placement(((0, 3), (1, 2)), replicas=2)
+    edges = [FORTH, BACK, Edge(2, 3, Payload.ACTIVATION)]
+    meeting = Meeting()
+    stores = [meeting.store() for _ in range(4)]
+    with ThreadPoolExecutor(4) as pool:
+        made = [
+            pool.submit(connect, edges, rank, placement, store, ENDPOINT, "auto")
+            for rank, store in enumerate(stores)
+        ]
+        links = [future.result(20) for future in made]
+    for replica in (0, 1):
+        for edge in edges:
+            source = links[placement.rank_of(edge.source, replica)][edge]
+            target = links[placement.rank_of(edge.target, replica)][edge]
+            got = torch.empty(2)
+            receiving = target.bulk.receive([got], 0)[0]
+            source.bulk.send(torch.full((2,), float(replica)), 0).wait()
+            receiving.wait()
+            assert got.tolist() == [replica, replica]
+
+
 def test_a_backend_that_is_not_there_is_named() -> None:
     with pytest.raises(UsageError, match="--backend nccl is not available yet: use gloo"):
-        connect([FORTH], 0, Meeting().store(), ENDPOINT, "nccl")
+        connect([FORTH], 0, TWO, Meeting().store(), ENDPOINT, "nccl")
 
 
 def test_the_interface_may_be_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
     source, target = connect_all((FORTH,), 2, "gloo")
     got = torch.zeros(1)
-    receiving = target[FORTH].receive([got], 0)[0]
-    source[FORTH].send(torch.ones(1), 0).wait()
+    receiving = target[FORTH].bulk.receive([got], 0)[0]
+    source[FORTH].bulk.send(torch.ones(1), 0).wait()
     receiving.wait()
     assert got.item() == 1
 
@@ -215,10 +167,10 @@ def _neighbour(questions: Connection, backend: str) -> None:
         reply: StoreReply = questions.recv()
         return reply
 
-    links = connect([FORTH, BACK], 1, CoordinatorStore(ask), ENDPOINT, backend)
+    links = connect([FORTH, BACK], 1, TWO, CoordinatorStore(ask), ENDPOINT, backend)
     tensor = torch.empty(4)
-    links[FORTH].receive([tensor], 0)[0].wait()
-    links[BACK].send(tensor * 2, 0).wait()
+    links[FORTH].bulk.receive([tensor], 0)[0].wait()
+    links[BACK].bulk.send(tensor * 2, 0).wait()
     questions.send(None)
     signal.pause()
 
@@ -244,15 +196,16 @@ def neighbour(
 
     thread = threading.Thread(target=answer, daemon=True)
     thread.start()
-    links = connect([FORTH, BACK], 0, meeting.store(), ENDPOINT, request.param)
+    links = connect([FORTH, BACK], 0, TWO, meeting.store(), ENDPOINT, request.param)
     got = torch.empty(4)
-    sending = links[FORTH].send(torch.ones(4), 0)
-    links[BACK].receive([got], 0)[0].wait()
+    sending = links[FORTH].bulk.send(torch.ones(4), 0)
+    links[BACK].bulk.receive([got], 0)[0].wait()
     sending.wait()
     assert got.tolist() == [2.0] * 4
     assert answering.wait(20)
 
     def kill() -> None:
+        assert process.pid
         os.kill(process.pid, signal.SIGKILL)
         process.join(20)
         assert process.exitcode == -signal.SIGKILL
@@ -270,13 +223,13 @@ def test_a_killed_peer_ends_a_wait_and_all_that_follows(
     neighbour: tuple[dict[Edge, Link], Callable[[], None]],
 ) -> None:
     links, kill = neighbour
-    receiving = links[BACK].receive([torch.empty(4)], 0)[0]
+    receiving = links[BACK].bulk.receive([torch.empty(4)], 0)[0]
     with ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(receiving.wait)
         kill()
         with pytest.raises(PeerLost, match="the channel 1>0/gradient closed"):
             waiting.result(20)
     with pytest.raises(PeerLost, match="the channel 1>0/gradient closed"):
-        links[BACK].receive([torch.empty(4)], 0)[0].wait()
+        links[BACK].bulk.receive([torch.empty(4)], 0)[0].wait()
     with pytest.raises(PeerLost, match="the channel 0>1/activation closed"):
-        links[FORTH].send(torch.ones(4), 0).wait()
+        links[FORTH].bulk.send(torch.ones(4), 0).wait()

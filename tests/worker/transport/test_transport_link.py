@@ -1,8 +1,9 @@
-"""A link in memory: order, pairing and the end of waiting."""
+"""What every link does, whatever moves its tensors; and links in memory."""
 
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -10,66 +11,184 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeworker.errors import PeerLost
-from pipeworker.worker.transport.link import MemoryLink, Pending
+from pipeworker.worker.transport.link import Lane, Link, MemoryLink, Pending, TwoLanes
+from support.transport import FORTH, StrictLane, connect_all, two_lanes
+
+Ends = tuple[Link, Link]
+
+
+def in_memory(make: Callable[[], Link]) -> Callable[[], Ends]:
+    def ends() -> Ends:
+        link = make()
+        return link, link
+
+    return ends
+
+
+def connected(backend: str) -> Callable[[], Ends]:
+    def ends() -> Ends:
+        source, target = connect_all((FORTH,), 2, backend)
+        return source[FORTH], target[FORTH]
+
+    return ends
+
+
+LINKS: dict[str, Callable[[], Ends]] = {
+    "memory": in_memory(MemoryLink),
+    "two lanes in memory": in_memory(lambda: TwoLanes(MemoryLink(), MemoryLink())),
+    "a strict bulk lane": in_memory(two_lanes),
+    "shared memory": connected("auto"),
+    "gloo": connected("gloo"),
+}
+
+
+@pytest.fixture(params=LINKS)
+def ends(request: pytest.FixtureRequest) -> Ends:
+    return LINKS[request.param]()
+
+
+@pytest.fixture(params=["control", "bulk"])
+def lanes(request: pytest.FixtureRequest, ends: Ends) -> tuple[Lane, Lane]:
+    """Both ends of one lane."""
+    source, target = ends
+    return getattr(source, request.param), getattr(target, request.param)
 
 
 def number(value: float = 0.0) -> torch.Tensor:
     return torch.tensor([value])
 
 
-@given(st.permutations(["send"] * 3 + ["receive"] * 3), st.integers(0, 2))
-def test_messages_arrive_in_order_whoever_comes_first(order: list[str], tag: int) -> None:
-    link = MemoryLink()
+def buffer(lane: Lane, *shape: int) -> torch.Tensor:
+    count = torch.Size(shape).numel()
+    return lane.allocate(4 * count)[: 4 * count].view(torch.float32).view(shape)
+
+
+def test_lanes_are_the_same_objects_each_time(ends: Ends) -> None:
+    """A channel asks whether they are one."""
+    for link in ends:
+        assert link.control is link.control
+        assert link.bulk is link.bulk
+        for lane in (link.control, link.bulk):
+            assert lane.device == torch.device("cpu")
+            assert lane.allocate(100).numel() >= 100
+            assert lane.allocate(100).dtype is torch.uint8
+    one = [link.control is link.bulk for link in ends]
+    assert one[0] is one[1]
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.bool, torch.int64, torch.bfloat16, torch.float64, torch.complex64]
+)
+def test_every_bit_arrives(lanes: tuple[Lane, Lane], dtype: torch.dtype) -> None:
+    source, target = lanes
+    sent = torch.arange(6).reshape(2, 3).to(dtype)
+    got = torch.empty(2, 3, dtype=dtype)
+    receiving = target.receive([got], 0)[0]
+    source.send(sent, 0).wait()
+    receiving.wait()
+    assert torch.equal(got, sent)
+
+
+@pytest.mark.parametrize("first", ["send", "receive"])
+def test_messages_of_a_tag_arrive_in_order(lanes: tuple[Lane, Lane], first: str) -> None:
+    source, target = lanes
+    got = [buffer(target, 7) for _ in range(5)]
+    pending: list[Pending] = []
+    if first == "receive":
+        pending += target.receive(got, 0)
+    pending += [source.send(torch.full((7,), float(n)), 0) for n in range(5)]
+    if first == "send":
+        pending += target.receive(got, 0)
+    for one in pending:
+        one.wait()
+    assert [tensor[6].item() for tensor in got] == [0, 1, 2, 3, 4]
+
+
+def test_tags_are_separate_queues_in_the_order_sent(ends: Ends) -> None:
+    """On the control lane; the bulk lane has one queue."""
+    source, target = (link.control for link in ends)
+    messages = ((2, 1.0), (1, 2.0), (2, 3.0))
+    sending = [source.send(torch.full((5,), value), tag) for tag, value in messages]
+    got = [torch.empty(5) for _ in range(3)]
+    for tensor, tag in zip(got, (1, 2, 2), strict=True):
+        target.receive([tensor], tag)[0].wait()
+    for pending in sending:
+        pending.wait()
+    assert [tensor[0].item() for tensor in got] == [2.0, 1.0, 3.0]
+
+
+def test_a_large_tensor_and_one_element(lanes: tuple[Lane, Lane]) -> None:
+    source, target = lanes
+    for shape in ((1 << 20,), (1,), (300, 500)):
+        got, sent = buffer(target, *shape), torch.randn(shape)
+        receiving = target.receive([got], 0)[0]
+        source.send(sent, 0).wait()
+        receiving.wait()
+        assert torch.equal(got, sent)
+
+
+def test_a_posted_receive_is_filled_from_another_thread(lanes: tuple[Lane, Lane]) -> None:
+    source, target = lanes
+    got = number()
+    pending = target.receive([got], 0)[0]
+    thread = threading.Thread(target=lambda: source.send(number(7.0), 0).wait())
+    thread.start()
+    pending.wait()
+    thread.join()
+    assert got.item() == 7.0
+
+
+def test_hundreds_of_messages_are_under_way(lanes: tuple[Lane, Lane]) -> None:
+    source, target = lanes
+    got = [buffer(target, 3) for _ in range(256)]
+    receiving = target.receive(got, 0)
+    sending = [source.send(torch.full((3,), float(n)), 0) for n in range(256)]
+    for pending in [*sending, *receiving]:
+        pending.wait()
+    assert [tensor[2].item() for tensor in got] == list(range(256))
+
+
+def test_the_lanes_do_not_meet(ends: Ends) -> None:
+    """With other tags, as channels use them."""
+    source, target = ends
+    bulk, control = number(), number()
+    pending = [*target.bulk.receive([bulk], 0), *target.control.receive([control], 1)]
+    pending += [source.control.send(number(1.0), 1), source.bulk.send(number(2.0), 0)]
+    for one in pending:
+        one.wait()
+    assert (control.item(), bulk.item()) == (1.0, 2.0)
+
+
+def test_a_control_lane_may_be_closed_with_a_receive_that_never_comes(ends: Ends) -> None:
+    source, target = ends
+    target.control.receive([number()], 1)
+    target.close()
+    if source is not target:
+        source.close()
+
+
+# In memory.
+
+
+@given(st.permutations(["send"] * 3 + ["receive"] * 3), st.integers(0, 2), st.booleans())
+def test_messages_arrive_in_order_whoever_comes_first(
+    order: list[str], tag: int, strict: bool
+) -> None:
+    lane = StrictLane() if strict else MemoryLink()
     targets: list[torch.Tensor] = []
     pending: list[Pending] = []
     sent = 0
     for word in order:
         if word == "send":
             sent += 1
-            pending.append(link.send(number(float(sent)), tag))
+            pending.append(lane.send(number(float(sent)), tag))
         else:
             targets.append(number())
-            pending.append(link.receive([targets[-1]], tag)[0])
+            pending.append(lane.receive([targets[-1]], tag)[0])
     for item in pending:
         item.wait()
     assert [target.item() for target in targets] == [1, 2, 3]
-    assert link.sent == 3
-
-
-def test_tags_are_separate_queues() -> None:
-    link = MemoryLink()
-    for tag, value in ((5, 1.0), (6, 2.0), (5, 3.0)):
-        link.send(number(value), tag)
-    got = {}
-    for name, tag in (("six", 6), ("five", 5), ("five again", 5)):
-        got[name] = number()
-        link.receive([got[name]], tag)[0].wait()
-    assert {name: tensor.item() for name, tensor in got.items()} == {
-        "six": 2.0,
-        "five": 1.0,
-        "five again": 3.0,
-    }
-
-
-def test_a_posted_receive_is_filled_from_another_thread() -> None:
-    link = MemoryLink()
-    target = number()
-    pending = link.receive([target], 0)[0]
-    thread = threading.Thread(target=lambda: link.send(number(7.0), 0).wait())
-    thread.start()
-    pending.wait()
-    thread.join()
-    assert target.item() == 7.0
-
-
-@pytest.mark.parametrize("dtype", [torch.bool, torch.complex64, torch.bfloat16, torch.int64])
-def test_every_bit_of_a_message_is_copied(dtype: torch.dtype) -> None:
-    source = torch.arange(6).reshape(2, 3).to(dtype)
-    target = torch.empty(3, 2, dtype=dtype)
-    link = MemoryLink()
-    link.send(source, 0)
-    link.receive([target], 0)[0].wait()
-    assert torch.equal(target.view(2, 3), source)
+    assert lane.sent == 3
 
 
 def test_a_longer_buffer_takes_a_shorter_message() -> None:
@@ -86,3 +205,22 @@ def test_without_a_peer_both_ends_are_lost() -> None:
         link.send(number(), 0).wait()
     with pytest.raises(PeerLost, match=r"within 0\.01 s"):
         link.receive([number()], 1)[0].wait()
+
+
+def test_a_strict_lane_says_where_nccl_would_hang() -> None:
+    lane = StrictLane(limit=0.01)
+    (pending,) = lane.receive([number()], 0)
+    with pytest.raises(AssertionError, match="nothing was ever sent"):
+        pending.wait()
+    with pytest.raises(AssertionError, match="closed with 1 receives"):
+        lane.close()
+    with pytest.raises(AssertionError, match="other sizes"):
+        lane.send(torch.ones(2), 0)
+
+
+def test_two_lanes_are_closed_by_what_made_them() -> None:
+    closed = []
+    link = TwoLanes(MemoryLink(), MemoryLink(), lambda: closed.append(True))
+    link.close()
+    assert closed == [True]
+    TwoLanes(MemoryLink(), MemoryLink()).close()

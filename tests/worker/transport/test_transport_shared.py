@@ -3,25 +3,26 @@
 from __future__ import annotations
 
 import threading
-import time
 import weakref
 from pathlib import Path
 
 import pytest
 import torch
-from test_transport_distributed import FORTH, connect_all
 
 from pipeworker.errors import PeerLost
 from pipeworker.worker.transport import shared
 from pipeworker.worker.transport.shared import ReceivingLink, SendingLink
+from support.jobs import until
+from support.transport import FORTH, connect_all
 
 
 @pytest.fixture
 def pair() -> tuple[SendingLink, ReceivingLink]:
     source, target = connect_all((FORTH,), 2)
-    assert isinstance(source[FORTH], SendingLink)
-    assert isinstance(target[FORTH], ReceivingLink)
-    return source[FORTH], target[FORTH]
+    sending, receiving = source[FORTH], target[FORTH]
+    assert isinstance(sending, SendingLink)
+    assert isinstance(receiving, ReceivingLink)
+    return sending, receiving
 
 
 def descriptors() -> int:
@@ -54,7 +55,7 @@ def test_a_send_before_its_buffer_waits_and_the_caller_does_not(
     for n in range(5):
         got = buffer(target, 20_000)
         target.receive([got], 0)[0].wait()
-        assert got.unique().tolist() == [n]
+        assert torch.unique(got).tolist() == [n]
     waiting.join(20)
     assert not waiting.is_alive()
     source.send(torch.ones(3), 1)  # and the next ones are delivered again
@@ -134,10 +135,7 @@ def test_a_delivered_tensor_is_let_go_before_anyone_waits(
     assert alive() is not None
     got = buffer(target, 3)
     target.receive([got], 0)[0].wait()
-    deadline = time.monotonic() + 20
-    while alive() is not None and time.monotonic() < deadline:
-        time.sleep(0.001)
-    assert alive() is None
+    until(lambda: alive() is None)
     pending.wait()
 
 

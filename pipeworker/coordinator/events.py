@@ -1,0 +1,69 @@
+"""What happens to a job, as frozen facts: a recorded sequence of them replays."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from pipeworker.wire.lines import Interrupt, Unwell, WorkerExited
+from pipeworker.wire.messages import FromWorker
+
+
+@dataclass(frozen=True, slots=True)
+class Arrived:
+    """A message from `peer`, a transport identity, in a frame of this generation."""
+
+    peer: bytes
+    generation: int
+    message: FromWorker
+
+
+@dataclass(frozen=True, slots=True)
+class Unreachable:
+    """The connection of `peer` is closed. It may come back."""
+
+    peer: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class SaveAsked:
+    """Somebody wants a checkpoint at the end of this step."""
+
+
+@dataclass(frozen=True, slots=True)
+class Committed:
+    """The checkpoint of `step`, asked for by Commit, is complete."""
+
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
+class Ticked:
+    """Time passed: something may be overdue."""
+
+
+@dataclass(frozen=True, slots=True)
+class StarterGone:
+    """The coordinator's parent is gone: the worker of this rank, or a launcher (-1)."""
+
+    starter: int
+
+
+@dataclass(frozen=True, slots=True)
+class Broken:
+    """The shell around the machine could not perform an effect (a full disk, say)."""
+
+    text: str
+
+
+Event = (
+    Arrived
+    | Unreachable
+    | SaveAsked
+    | Committed
+    | Ticked
+    | StarterGone
+    | Broken
+    | WorkerExited
+    | Unwell
+    | Interrupt
+)

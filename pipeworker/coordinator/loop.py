@@ -1,0 +1,252 @@
+"""What a job does next: the loop of a job file, or the calls of the user's own. Pure.
+
+A loop is told what every worker has done, and says what is due by it: a record, an update. Then it
+is asked what is next. Between the two there may be a checkpoint, of which it knows nothing, nor of
+workers and messages.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from pipeworker.coordinator.calls import Calls
+from pipeworker.coordinator.effects import Effect, Log, Warn
+from pipeworker.coordinator.progress import Progress
+from pipeworker.coordinator.tally import Tally
+from pipeworker.job.options import Options
+from pipeworker.plan.placement import Placement
+from pipeworker.wire.messages import (
+    Batch,
+    Call,
+    CallKind,
+    Cause,
+    Evaluate,
+    Evaluated,
+    Evaluation,
+    Failure,
+    Finish,
+    Phase,
+    Position,
+    RunStep,
+    StepDone,
+    StepResult,
+    Update,
+    Wait,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Due:
+    """What comes before what is next.
+
+    Attributes:
+        boundary: no step is half done: the job may stop or save here.
+        failure: the job ends by it.
+    """
+
+    update: Update | Evaluated | None = None
+    effects: tuple[Effect, ...] = ()
+    boundary: bool = False
+    failure: Failure | None = None
+
+
+class Loop(Protocol):
+    """The one that feeds a generation."""
+
+    @property
+    def finished(self) -> bool:
+        """Whether there is nothing more to do."""
+
+    @property
+    def answered(self) -> bool:
+        """Whether workers say when they have done what is next; a prediction they do not."""
+
+    def begin(self, batch: Batch | None) -> None:
+        """Every stage is built; `batch` is ready where stage 0 is."""
+
+    def ran(self, done: Sequence[StepDone], now: float) -> Due:
+        """Every worker has run a mini-batch; `done` is by rank."""
+
+    def evaluated(self, evaluation: Evaluation) -> Due:
+        """Every worker has ended an evaluation pass."""
+
+    def called(self, call: Call) -> Due | None:
+        """The user's own loop made its next call on one rank; None while others have not."""
+
+    def next(self, now: float) -> RunStep | Evaluate | Wait | Finish | None:
+        """What is next; None while nobody is told anything: calls are waited for."""
+
+
+@dataclass(slots=True)
+class _Steps:
+    """The mini-batches of steps: begun, added up, completed."""
+
+    options: Options
+    placement: Placement
+    progress: Progress
+    step: int = 0
+    tally: Tally = field(default_factory=lambda: Tally(0.0))
+
+    def begin(self, batch: Batch, now: float) -> RunStep:
+        """The first mini-batch of the next step."""
+        self.step += 1
+        self.tally = Tally(now)
+        return self.run(batch)
+
+    def run(self, batch: Batch) -> RunStep:
+        """One more mini-batch of the step."""
+        options, tally, scaler = self.options, self.tally, self.progress.scaler
+        return RunStep(
+            step=self.step,
+            batch=batch,
+            last=self.step == options.steps and tally.batches + 1 == options.accumulate,
+            first=tally.microbatches,
+            loss_scale=scaler.scale if scaler else 1.0,
+        )
+
+    def add(self, done: Sequence[StepDone], batch: Batch) -> None:
+        placement = self.placement
+        stage_order = sorted(done, key=lambda d: placement.stages_of(d.rank))
+        self.tally.add(stage_order, done[placement.rank_of(placement.stages - 1)], batch)
+
+    def complete(self, following: Batch | None, now: float) -> tuple[StepResult, Due]:
+        """The gradients of the step are there: its row, and all that is due."""
+        step = self.step
+        outcome = self.tally.outcome(now, self.options.clip_grad_norm, self.progress.scaler)
+        result = self.progress.done(step, outcome)
+        effects: list[Effect] = [result]
+        failure = None
+        if not math.isfinite(outcome.loss):
+            text = f"loss is {outcome.loss} at step {step}"
+            if self.options.stop_on_nan:
+                failure = Failure(Cause.USER, text, position=Position(Phase.LOSS, step))
+            else:
+                again = "training goes on (--stop-on-nan would stop here)"
+                effects.append(Warn(f"{text}; {again}"))
+        if outcome.overflow:
+            scale = self.progress.scaler
+            effects.append(Log(f"step {step}: a gradient overflowed; no update, scale {scale}"))
+        epoch_ended = following is None or following.epoch != outcome.first_epoch
+        update = Update(step, outcome.divisor, outcome.scale, outcome.overflow, epoch_ended)
+        return result, Due(update, tuple(effects), boundary=True, failure=failure)
+
+
+class FileLoop:
+    """Steps until ``--steps`` or the data ends, with evaluation passes between them."""
+
+    answered = True
+
+    def __init__(self, options: Options, placement: Placement, progress: Progress) -> None:
+        self._options = options
+        self._steps = _Steps(options, placement, progress, progress.steps)
+        self._batch: Batch | None = None
+        self._half_done = False
+        self._evaluate = False
+
+    @property
+    def finished(self) -> bool:
+        ended = self._batch is None or self._steps.step == self._options.steps
+        return ended and not self._half_done and not self._evaluate
+
+    def begin(self, batch: Batch | None) -> None:
+        self._batch = batch
+
+    def ran(self, done: Sequence[StepDone], now: float) -> Due:
+        assert self._batch
+        steps = self._steps
+        steps.add(done, self._batch)
+        self._batch = done[steps.placement.rank_of(0)].batch
+        self._half_done = bool(self._batch) and steps.tally.batches < self._options.accumulate
+        if self._half_done:
+            return Due()
+        every = self._options.evaluate_every
+        self._evaluate = bool(every) and steps.step % (every or 1) == 0
+        return steps.complete(self._batch, now)[1]
+
+    def evaluated(self, evaluation: Evaluation) -> Due:
+        return Due(Evaluated(evaluation.loss), (evaluation,), boundary=True)
+
+    def called(self, call: Call) -> Due | None:
+        raise AssertionError(call)  # not legal in a job file's generation
+
+    def next(self, now: float) -> RunStep | Evaluate | Wait | Finish | None:
+        if self._evaluate:
+            self._evaluate = False
+            return Evaluate(self._steps.step)
+        if self.finished:
+            return Finish()
+        assert self._batch
+        return (
+            self._steps.run(self._batch) if self._half_done else self._steps.begin(self._batch, now)
+        )
+
+
+class CallLoop:
+    """What the user's own loop calls, when all ranks have called it."""
+
+    def __init__(self, options: Options, placement: Placement, progress: Progress) -> None:
+        self._steps = _Steps(options, placement, progress, progress.steps)
+        self._progress = progress
+        self._calls = Calls(placement)
+        self._batch: Batch | None = None
+        self._asked: CallKind | None = None
+        self._half_done = False
+        self._gave: Wait | None = Wait()
+
+    @property
+    def finished(self) -> bool:
+        return self._asked is CallKind.CLOSE
+
+    @property
+    def answered(self) -> bool:
+        return self._asked is not CallKind.PREDICT
+
+    def begin(self, batch: Batch | None) -> None:
+        """Mini-batches come with calls."""
+
+    def ran(self, done: Sequence[StepDone], now: float) -> Due:
+        assert self._batch
+        self._steps.add(done, self._batch)
+        self._asked = None
+        if self._half_done:
+            return Due()
+        result, due = self._steps.complete(self._batch, now)
+        self._gave = Wait(result)
+        return due
+
+    def evaluated(self, evaluation: Evaluation) -> Due:
+        self._asked, self._gave = None, Wait(evaluation)
+        return Due(Evaluated(evaluation.loss), (evaluation,), boundary=not self._half_done)
+
+    def called(self, call: Call) -> Due | None:
+        if wrong := self._calls.add(call):
+            return Due(failure=Failure(Cause.USAGE, wrong))
+        if not self._calls.complete:
+            return None
+        self._asked = call.kind
+        return Due()
+
+    def next(self, now: float) -> RunStep | Evaluate | Wait | Finish | None:
+        match self._asked:
+            case CallKind.STEP:
+                batch = self._batch = self._calls.batch
+                assert batch
+                more = self._half_done
+                self._half_done = not self._calls.last
+                return self._steps.run(batch) if more else self._steps.begin(batch, now)
+            case CallKind.CLOSE:
+                return Finish()
+            case CallKind.EVALUATE | CallKind.PREDICT:
+                return Evaluate(self._progress.steps)
+            case None:
+                gave, self._gave = self._gave, None
+                return gave
+
+
+def loop_for(options: Options, placement: Placement, progress: Progress) -> Loop:
+    """The job file's, or the user's own."""
+    kind = CallLoop if options.own_loop else FileLoop
+    return kind(options, placement, progress)

@@ -1,0 +1,130 @@
+"""Imports torch once and forks the workers of one host.
+
+Standard input and output are pipes to the launcher; what is said there is in
+:mod:`pipeworker.wire.lines`. When input ends, every worker still there is killed with its process
+group and the server ends. The kernel kills the workers when the server itself is killed.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import gc
+import os
+import selectors
+import signal
+import socket
+
+from pipeworker.host.lifetime import die_with, kill_group
+from pipeworker.host.position import Tracker
+from pipeworker.wire import lines
+from pipeworker.wire.lines import Fork, Forked, FromForkServer, ToForkServer, WorkerExited
+
+
+class _ForkServer:
+    def __init__(self) -> None:
+        self._workers: dict[int, tuple[Fork, Tracker]] = {}  # by pid: as it was asked for
+        self._input: lines.Buffer[ToForkServer] = lines.Buffer(ToForkServer)
+        self._wake_in, self._wake_out = socket.socketpair()
+
+    def serve(self) -> None:
+        for end in (self._wake_in, self._wake_out):
+            end.setblocking(False)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        signal.set_wakeup_fd(self._wake_in.fileno(), warn_on_full_buffer=False)
+        with selectors.DefaultSelector() as selector:
+            selector.register(0, selectors.EVENT_READ)
+            selector.register(self._wake_out, selectors.EVENT_READ)
+            while True:
+                for key, _ in selector.select():
+                    if key.fd == 0 and not self._read():
+                        self._kill_all()
+                        return
+                    if key.fd == self._wake_out.fileno():
+                        self._wake_out.recv(4096)
+                        self._reap()
+
+    def _read(self) -> bool:
+        """Do what the launcher says; False when it is gone."""
+        data = os.read(0, 65536)
+        for event in self._input.feed(data):
+            self._fork(event)
+        return bool(data)
+
+    def _fork(self, asked: Fork) -> None:
+        tracker = Tracker()
+        parent = os.getpid()
+        pid = os.fork()
+        if pid == 0:
+            self._become_worker(parent, asked, tracker)
+        self._workers[pid] = asked, tracker
+        _say(Forked(asked.rank, asked.generation, pid))
+
+    def _become_worker(self, parent: int, asked: Fork, tracker: Tracker) -> None:
+        """In the child: never returns."""
+        status = 1
+        try:
+            signal.set_wakeup_fd(-1)
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            die_with(parent)
+            os.setsid()
+            self._wake_in.close()
+            self._wake_out.close()
+            nothing = os.open(os.devnull, os.O_RDWR)
+            os.dup2(nothing, 0)
+            os.dup2(2, 1)  # until the worker's log is known
+            os.close(nothing)
+            gc.enable()
+
+            from pipeworker.worker import service
+            from pipeworker.worker.worker import Settings
+
+            settings = Settings(
+                rank=asked.rank,
+                endpoint=asked.endpoint,
+                token=asked.token,
+                local_rank=asked.local_rank,
+                generation=asked.generation,
+                tracker=tracker,
+            )
+            status = service.run(settings)
+            atexit._run_exitfuncs()
+        finally:
+            os._exit(status)
+
+    def _reap(self) -> None:
+        for pid in list(self._workers):
+            done, wait_status = os.waitpid(pid, os.WNOHANG)
+            if done:
+                asked, tracker = self._workers.pop(pid)
+                kill_group(pid)  # what the worker started, a data loader's processes say
+                position = tracker.get()
+                tracker.close()
+                code = os.waitstatus_to_exitcode(wait_status)
+                _say(WorkerExited(asked.rank, asked.generation, code, position))
+
+    def _kill_all(self) -> None:
+        for pid in self._workers:
+            kill_group(pid)
+            os.kill(pid, signal.SIGKILL)
+        for pid in self._workers:
+            os.waitpid(pid, 0)
+            kill_group(pid)
+
+
+def _say(event: FromForkServer) -> None:
+    """One line to the launcher; when it is gone, the end of standard input says so."""
+    with contextlib.suppress(BrokenPipeError):
+        os.write(1, lines.encode(event))
+
+
+def main() -> int:
+    """Import torch, then serve until the launcher is gone."""
+    gc.disable()
+    from pipeworker.worker.internals import preload
+
+    preload()
+
+    gc.freeze()
+    _ForkServer().serve()
+    return 0

@@ -1,0 +1,172 @@
+"""Plays a schedule with costs: how long a step is, who is busy, and what idle workers wait for."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from pipeworker.errors import ScheduleError
+from pipeworker.plan.actions import RECEIVES, SENDS, Edge, Kind, Payload, channel
+from pipeworker.plan.network import CHANNEL_CAPACITY, UNBOUNDED
+from pipeworker.plan.schedule import Schedule
+
+FULL = "full"
+"""Why a worker is idle, besides the payload it waits for: the channel it sends on is full."""
+END = "end"
+"""Another worker is not done yet."""
+
+
+@dataclass(frozen=True, slots=True)
+class Costs:
+    """Seconds of one micro-batch, by stage, or relative to each other.
+
+    Attributes:
+        forward, backward: of one stage; recompute costs what forward costs.
+        backward_input: of the first part of a split backward; the rest is that of the weights.
+        transfer: from send to receive, by what is sent.
+    """
+
+    forward: tuple[float, ...]
+    backward: tuple[float, ...]
+    backward_input: tuple[float, ...]
+    transfer: Mapping[Payload, float] = field(default_factory=dict)
+
+    @staticmethod
+    def even(stages: int, forward: float = 1.0, backward: float = 2.0) -> Costs:
+        """The same for every stage, with free transfers and a backward of two equal parts."""
+        return Costs((forward,) * stages, (backward,) * stages, (backward / 2,) * stages)
+
+    def of(self, kind: Kind, stage: int) -> float:
+        match kind:
+            case Kind.FORWARD | Kind.RECOMPUTE:
+                return self.forward[stage]
+            case Kind.BACKWARD:
+                return self.backward[stage]
+            case Kind.BACKWARD_INPUT:
+                return self.backward_input[stage]
+            case Kind.BACKWARD_WEIGHT:
+                return self.backward[stage] - self.backward_input[stage]
+        return 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """How a step goes, in the unit of the costs.
+
+    Attributes:
+        makespan: length of the step.
+        busy: seconds of computing, by stage.
+        idle: seconds of waiting, by worker and by cause: a payload, ``full`` or ``end``.
+    """
+
+    makespan: float
+    busy: tuple[float, ...]
+    idle: tuple[Mapping[str, float], ...]
+
+    @property
+    def bubble(self) -> float:
+        """Idle share of all workers over the step, 0..1."""
+        total = self.makespan * len(self.idle)
+        return 1 - sum(self.busy) / total if total else 0.0
+
+
+def simulate(
+    schedule: Schedule, costs: Costs | None = None, *, capacity: int = CHANNEL_CAPACITY
+) -> Timing:
+    """Play a schedule that :func:`~pipeworker.plan.check.check` has passed.
+
+    Raises:
+        ScheduleError: it deadlocks.
+    """
+    stages = schedule.placement.stages
+    costs = costs or Costs.even(stages)
+    count = len(schedule.workers)
+    at, clock = [0] * count, [0.0] * count
+    busy = [0.0] * stages
+    idle: list[dict[str, float]] = [{} for _ in range(count)]
+    channels: dict[Edge, _Channel] = {}
+    known: dict[tuple[Kind, int, int], _Act] = {}
+    ready = deque(range(count))
+    while ready:
+        worker = ready.popleft()
+        actions, place, now, waits = (
+            schedule.workers[worker],
+            at[worker],
+            clock[worker],
+            idle[worker],
+        )
+        while place < len(actions):
+            kind, stage, _, peer = actions[place]
+            act = known.get((kind, stage, peer))
+            if act is None:
+                act = known[kind, stage, peer] = _Act(kind, stage, peer, costs, channels, capacity)
+            through = act.channel
+            if through is None:
+                now += act.cost
+                busy[stage] += act.cost
+            else:
+                times = through.slots if act.sends else through.frames
+                if not times:
+                    through.waiting = worker
+                    break
+                then = times.popleft()
+                if then > now:
+                    cause = FULL if act.sends else through.payload
+                    waits[cause] = waits.get(cause, 0.0) + then - now
+                    now = then
+                if act.sends:
+                    through.frames.append(now + through.transfer)
+                    if through.unbounded:
+                        times.append(0.0)
+                elif not through.unbounded:
+                    through.slots.append(now)
+                if through.waiting >= 0:
+                    ready.append(through.waiting)
+                    through.waiting = -1
+            place += 1
+        at[worker], clock[worker] = place, now
+    stuck = [w for w, actions in enumerate(schedule.workers) if at[w] < len(actions)]
+    if stuck:
+        raise ScheduleError(f"schedule {schedule.name} deadlocks at workers {stuck}")
+    makespan = max(clock)
+    for worker, now in enumerate(clock):
+        if now < makespan:
+            idle[worker][END] = makespan - now
+    return Timing(makespan, tuple(busy), tuple(idle))
+
+
+class _Channel:
+    """The times at which its frames arrive, and at which its slots became free."""
+
+    __slots__ = ("frames", "payload", "slots", "transfer", "unbounded", "waiting")
+
+    def __init__(self, edge: Edge, capacity: int, costs: Costs) -> None:
+        self.payload = edge.payload.value
+        self.unbounded = edge.payload in UNBOUNDED
+        self.transfer = costs.transfer.get(edge.payload, 0.0)
+        self.frames: deque[float] = deque()
+        self.slots: deque[float] = deque([0.0] * (1 if self.unbounded else capacity))
+        self.waiting = -1  # the worker that waits at it
+
+
+class _Act:
+    """What all actions of one kind, stage and peer come to."""
+
+    __slots__ = ("channel", "cost", "sends")
+
+    def __init__(
+        self,
+        kind: Kind,
+        stage: int,
+        peer: int,
+        costs: Costs,
+        channels: dict[Edge, _Channel],
+        capacity: int,
+    ) -> None:
+        self.cost = costs.of(kind, stage)
+        self.sends = kind in SENDS
+        self.channel: _Channel | None = None
+        if self.sends or kind in RECEIVES:
+            edge = channel(kind, stage, peer)
+            self.channel = channels.setdefault(edge, _Channel(edge, capacity, costs))

@@ -1,0 +1,200 @@
+"""What processes say to each other over pipes: one JSON array a line, ``[name, [field, ...]]``.
+
+Pipes end when a process ends, which is what they are there for. Who speaks to whom:
+
+========================  =====================  ================================================
+from                      to                     events
+========================  =====================  ================================================
+launcher, or rank 0       coordinator            Configuration first, WorkerExited, Unwell,
+                                                 Interrupt
+coordinator               launcher, or rank 0    Bound, Planned, StepResult, Evaluation, Warned,
+                                                 Verdict last
+launcher                  fork server            Fork
+fork server               launcher               Forked, WorkerExited
+========================  =====================  ================================================
+
+A reader matches on the event and ends with :func:`never`, so that one which lacks a case does not
+pass the type checker.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import Any, Generic, NoReturn, TypeVar, get_args
+
+from pipeworker.errors import ProtocolError
+from pipeworker.wire.codec import Codec
+from pipeworker.wire.messages import Evaluation, Position, StepResult
+
+
+@dataclass(frozen=True, slots=True)
+class Configuration:
+    """What the coordinator is started with. `token` travels in the pipe and nowhere else.
+
+    Attributes:
+        options: as JSON.
+        host: where it listens.
+        starter: the rank of the worker that is its parent; -1 for a launcher.
+    """
+
+    options: str
+    run_dir: str
+    token: str
+    host: str
+    generation: int = 1
+    starter: int = -1
+
+    def __repr__(self) -> str:  # never the token
+        return f"Configuration(run_dir={self.run_dir!r}, host={self.host!r})"
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerExited:
+    """A worker process ended, as its parent saw. `code` is negative for a signal."""
+
+    rank: int
+    generation: int
+    code: int
+    position: Position
+
+
+@dataclass(frozen=True, slots=True)
+class Unwell:
+    """Something the job cannot do without is gone."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Interrupt:
+    """The user asks the job to stop."""
+
+
+ToCoordinator = Configuration | WorkerExited | Unwell | Interrupt
+
+
+@dataclass(frozen=True, slots=True)
+class Bound:
+    """The coordinator listens."""
+
+    endpoint: str
+
+
+@dataclass(frozen=True, slots=True)
+class Planned:
+    """All stages are built. `bubble` is the schedule's own, 0..1."""
+
+    schedule: str
+    microbatches: int
+    balance: tuple[int, ...]
+    bubble: float
+
+
+@dataclass(frozen=True, slots=True)
+class Warned:
+    """Something the user should see at once, though the job goes on."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """How the job ended; `status` is ``done``, ``failed`` or ``interrupted``."""
+
+    status: str
+    exit_status: int
+    steps: int
+    seconds: float
+    peak_memory: tuple[int, ...]
+    bubble: float
+    error: str | None
+
+
+FromCoordinator = Bound | Planned | StepResult | Evaluation | Warned | Verdict
+
+
+@dataclass(frozen=True, slots=True)
+class Fork:
+    """Start a worker; `local_rank` is its number on this host."""
+
+    rank: int
+    generation: int
+    endpoint: str
+    token: str
+    local_rank: int
+
+    def __repr__(self) -> str:  # never the token
+        return f"Fork(rank={self.rank}, generation={self.generation})"
+
+
+ToForkServer = Fork
+
+
+@dataclass(frozen=True, slots=True)
+class Forked:
+    """A worker runs."""
+
+    rank: int
+    generation: int
+    pid: int
+
+
+FromForkServer = Forked | WorkerExited
+
+Line = ToCoordinator | FromCoordinator | ToForkServer | FromForkServer
+_LINES: Codec[Line] = Codec(get_args(Line))
+
+
+def encode(event: Line) -> bytes:
+    """One line."""
+    name = type(event).__name__
+    return (json.dumps([name, _LINES.fields(event)], default=_LINES.plain) + "\n").encode()
+
+
+def decode(line: bytes) -> Line:
+    """Read a line.
+
+    Raises:
+        ProtocolError: it is not an event.
+    """
+    try:
+        name, fields = json.loads(line)
+    except (ValueError, TypeError, RecursionError) as error:
+        # Without what it holds, which may be a token.
+        raise ProtocolError(f"a line of {len(line)} bytes is not an event") from error
+    return _LINES.read(name, fields)
+
+
+E = TypeVar("E")
+
+
+class Buffer(Generic[E]):
+    """Cuts what arrives into events.
+
+    Args:
+        kinds: those that may arrive: ``Buffer[FromForkServer](FromForkServer)``.
+    """
+
+    def __init__(self, kinds: Any) -> None:
+        self._kinds = get_args(kinds) or (kinds,)
+        self._rest = b""
+
+    def feed(self, data: bytes) -> list[E]:
+        """The events that are complete now.
+
+        Raises:
+            ProtocolError: a line is not an event, or not one that may arrive here.
+        """
+        *lines, self._rest = (self._rest + data).split(b"\n")
+        events: list[Any] = [decode(line) for line in lines]
+        for event in events:
+            if not isinstance(event, self._kinds):
+                raise ProtocolError(f"{type(event).__name__} is not said here")
+        return events
+
+
+def never(value: NoReturn) -> NoReturn:
+    """The end of a match that has a case for everything: the type checker sees to it."""
+    shown: Any = value
+    raise AssertionError(f"no case for {shown!r}")

@@ -1,0 +1,116 @@
+"""Whose fault it is, caught where it happens.
+
+Every call of the user's code is made inside :func:`users`, or says :func:`raised` itself where a
+context manager would cost too much. What comes out of it is the user's. Any other exception is a
+defect of ours, and is shown with our frames.
+"""
+
+from __future__ import annotations
+
+import os
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import NoReturn
+
+import pipeworker
+from pipeworker.errors import PeerLost, PipeworkerError, SkipError, UsageError
+from pipeworker.wire.messages import Cause, Failure, Position
+
+_OURS = f"{Path(pipeworker.__file__).parent}{os.sep}"
+_MOST_CHARACTERS = 20_000
+THEIRS = (Exception, SystemExit)
+"""What the user's code may raise: an exception, or the end of its script."""
+
+
+class Raised(Exception):
+    """The user's code raised; the cause is its own exception.
+
+    Attributes:
+        who: of the user's: ``layer 3 (Linear)``, ``data()``.
+        early: what cannot be loaded or built is wrong; what fails in a step has failed.
+        note: what it was given.
+    """
+
+    def __init__(self, who: str, error: BaseException, *, early: bool, note: str) -> None:
+        super().__init__(f"{who} raised {_text(error)}{note and f' ({note})'}")
+        self.early = early
+        self.error = error
+
+
+def raised(who: str, error: BaseException, *, early: bool = False, note: str = "") -> NoReturn:
+    """Say that the user's code raised; what is an error of ours already stays as it is."""
+    if isinstance(error, (PipeworkerError, Raised)):
+        raise error
+    raise Raised(who, error, early=early, note=note) from error
+
+
+@contextmanager
+def users(who: str, *, early: bool = False) -> Iterator[None]:
+    """Run code of the user's."""
+    try:
+        yield
+    except THEIRS as error:
+        raised(who, error, early=early)
+
+
+def layer(index: int, kind: str) -> str:
+    """``layer 3 (Linear)``."""
+    return f"layer {index} ({kind})" if kind else f"layer {index}"
+
+
+def failure_of(
+    error: BaseException, rank: int, position: Position, layer_class: str = "", stage: str = ""
+) -> Failure:
+    """Describe `error`, raised while the worker was at `position`."""
+
+    def failure(cause: Cause, message: str, shown: str = "") -> Failure:
+        return Failure(cause, message, rank, position, layer_class, _cut(shown), stage)
+
+    if isinstance(error, Raised):
+        cause = Cause.USAGE if error.early else Cause.USER
+        return failure(cause, str(error), user_traceback(error.error))
+    if isinstance(error, PeerLost):
+        return failure(Cause.PEER, str(error))
+    if isinstance(error, UsageError) and not (isinstance(error, SkipError) and position.step > 0):
+        return failure(Cause.USAGE, str(error))
+    if isinstance(error, PipeworkerError):
+        return failure(Cause.USER, str(error))
+    whole = "".join(traceback.format_exception(error))
+    return failure(Cause.INTERNAL, f"a defect in pipeworker: {_text(error)}", whole)
+
+
+def _text(error: BaseException) -> str:
+    return _cut(f"{type(error).__name__}: {error}".rstrip(": "))
+
+
+def _cut(text: str) -> str:
+    """A message that a tensor or a whole file got into must still fit a frame and a screen."""
+    if len(text) <= _MOST_CHARACTERS:
+        return text
+    half = _MOST_CHARACTERS // 2
+    return f"{text[:half]}\n[... {len(text) - 2 * half} characters ...]\n{text[-half:]}"
+
+
+def user_traceback(error: BaseException) -> str:
+    """The traceback without our frames, nor those of the import machinery."""
+    shown = traceback.TracebackException.from_exception(error)
+    _strip(shown, set())
+    return "".join(shown.format())
+
+
+def _strip(shown: traceback.TracebackException, seen: set[int]) -> None:
+    if id(shown) in seen:
+        return
+    seen.add(id(shown))
+    shown.stack = traceback.StackSummary.from_list(
+        [
+            frame
+            for frame in shown.stack
+            if not frame.filename.startswith((_OURS, "<frozen importlib"))
+        ]
+    )
+    for other in (shown.__cause__, shown.__context__):
+        if other is not None:
+            _strip(other, seen)

@@ -1,0 +1,1 @@
+"""The job's model: described as a whole, built in part."""

@@ -1,0 +1,1 @@
+"""Forward, recompute and backward of one stage."""

@@ -1,0 +1,1 @@
+"""The executor, and what flows through it in a step."""

@@ -1,0 +1,260 @@
+"""Reads the mini-batches, on the first stage alone, and cuts them into micro-batches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from pipeworker.errors import UsageError
+from pipeworker.wire.messages import Batch
+from pipeworker.worker.blame import users
+from pipeworker.worker.internals import pytree
+from pipeworker.worker.stage import rng
+from pipeworker.worker.transport.frame import replica
+
+_MOST_SIGNATURES = 1024
+
+_END = object()
+
+
+@dataclass(frozen=True, slots=True)
+class MicroBatches:
+    """One mini-batch, cut: `inputs` and `targets` by micro-batch."""
+
+    batch: Batch
+    inputs: list[Any]
+    targets: list[Any]
+
+
+class Reader:
+    """Mini-batches from ``data()``.
+
+    Args:
+        data: the job file's ``data``: an iterable, or a function that returns one, or a
+            map-style dataset of mini-batches.
+        microbatches: M; a mini-batch of fewer samples gives as many micro-batches.
+        repeat: whether exhausted data starts again (else :meth:`read` returns None).
+        said: how a message about what was given begins.
+        seed_of: the seed of an epoch's random stream, from `seed` and the epoch.
+    """
+
+    def __init__(
+        self,
+        data: Any,
+        *,
+        microbatches: int,
+        seed: int,
+        repeat: bool,
+        said: str = "data() gave",
+        seed_of: Callable[[int, int], int] = rng.data_seed,
+    ) -> None:
+        self._data = data
+        self._said = said
+        self._name = said.partition("(")[0]
+        self._seed_of = seed_of
+        self._microbatches = microbatches
+        self._seed = seed
+        self._repeat = repeat
+        self._epoch = 0
+        self._read_in_epoch = 0
+        self._stream = rng.Stream()
+        self._iterator: Iterator[Any] | None = None
+        self._signatures: dict[Any, int] = {}
+        self._next_signature = 0
+        self._peeked: MicroBatches | None = None
+
+    def first(self) -> MicroBatches:
+        """What the first :meth:`read` will give."""
+        self._peeked = self._peeked or self.read()
+        assert self._peeked  # data that is empty has raised
+        return self._peeked
+
+    def read(self) -> MicroBatches | None:
+        """The next mini-batch; None when the data is exhausted and does not repeat.
+
+        Raises:
+            UsageError: the data is empty or not pairs of tensors that agree in dim 0.
+            Raised: what the data raised.
+        """
+        if self._peeked is not None:
+            peeked, self._peeked = self._peeked, None
+            return peeked
+        with self._stream.active():
+            if self._iterator is None:
+                self._start_epoch()
+            item = self._take()
+            if item is _END:
+                if self._read_in_epoch == 0:
+                    raise UsageError(self._why_empty())
+                if not self._repeat:
+                    return None
+                self._epoch += 1
+                self._read_in_epoch = 0
+                self._start_epoch()
+                item = self._take()
+                if item is _END:
+                    raise UsageError(self._why_empty())
+        self._read_in_epoch += 1
+        return self.cut(item)
+
+    def _take(self) -> Any:
+        assert self._iterator is not None
+        with users(f"{self._name}()"):
+            return next(self._iterator, _END)
+
+    def _start_epoch(self) -> None:
+        self._stream.restart(self._seed_of(self._seed, self._epoch))
+        with users(f"{self._name}()"):
+            source = self._data() if callable(self._data) else self._data
+            if hasattr(source, "__iter__"):
+                self._iterator = iter(source)
+            elif hasattr(source, "__getitem__"):
+                self._iterator = (source[index] for index in range(len(source)))
+            else:
+                raise UsageError(
+                    f"{self._name}() gave a {type(source).__name__}: it must be an iterable of "
+                    "(input, target) mini-batches"
+                )
+
+    def _why_empty(self) -> str:
+        if self._epoch == 0:
+            return (
+                f"{self._name}() is empty: it must yield at least one (input, target) mini-batch, "
+                "each time it is started"
+            )
+        return (
+            f"{self._name}() was exhausted and gave nothing when started again: make "
+            f"{self._name} a function, so that each epoch gets a fresh iterator"
+        )
+
+    def cut(self, item: Any, said: str | None = None) -> MicroBatches:
+        """A mini-batch as micro-batches.
+
+        Raises:
+            UsageError: it is not a pair of tensors that agree in dim 0; the message begins with
+                `said`.
+        """
+        said = said or self._said
+        if not isinstance(item, (tuple, list)) or len(item) != 2:
+            shown = type(item).__name__
+            if isinstance(item, (tuple, list)):
+                shown += f" of {len(item)}"
+            raise UsageError(f"{said} a {shown}: it must be a pair (input, target)")
+        samples = _batch_size(item, said)
+        count = min(self._microbatches, samples)
+        inputs, targets = (_split(half, count) for half in item)
+        batch = Batch(self._signature(item), samples, count, self._epoch)
+        return MicroBatches(batch, inputs, targets)
+
+    def _signature(self, item: Any) -> int:
+        """A number for the structure, shapes and dtypes of a mini-batch."""
+        leaves, structure = pytree.tree_flatten(item)
+        looks = tuple(
+            (tuple(leaf.shape), leaf.dtype) if isinstance(leaf, torch.Tensor) else type(leaf)
+            for leaf in leaves
+        )
+        if len(self._signatures) > _MOST_SIGNATURES:
+            self._signatures.clear()
+        key = (structure, looks)
+        if key not in self._signatures:
+            self._signatures[key] = self._next_signature
+            self._next_signature += 1
+        return self._signatures[key]
+
+
+def sizes(samples: int, microbatches: int) -> list[int]:
+    """The samples of each micro-batch, as ``torch.tensor_split`` cuts them."""
+    size, extra = divmod(samples, microbatches)
+    return [size + (m < extra) for m in range(microbatches)]
+
+
+def share(samples: int, microbatches: int) -> list[float]:
+    """Each micro-batch's share of the samples."""
+    return [size / samples for size in sizes(samples, microbatches)]
+
+
+def _batch_size(item: Any, said: str) -> int:
+    tensors = [leaf for leaf in pytree.tree_leaves(item) if isinstance(leaf, torch.Tensor)]
+    if not any(isinstance(leaf, torch.Tensor) for leaf in pytree.tree_leaves(item[0])):
+        raise UsageError(f"{said} an input without a tensor")
+    for tensor in tensors:
+        if tensor.is_nested or tensor.layout is not torch.strided:
+            kind = "nested" if tensor.is_nested else "sparse"
+            raise UsageError(f"{said} a {kind} tensor, which cannot be cut into micro-batches")
+    if any(tensor.dim() == 0 for tensor in tensors):
+        raise UsageError(f"{said} a tensor without dims: dim 0 of every tensor is the batch")
+    sizes = {tensor.shape[0] for tensor in tensors}
+    if len(sizes) > 1:
+        shapes = ", ".join(str(tuple(tensor.shape)) for tensor in tensors)
+        raise UsageError(f"{said} tensors that disagree in dim 0, the batch: {shapes}")
+    (samples,) = sizes
+    if samples == 0:
+        raise UsageError(f"{said} a mini-batch without samples")
+    return int(samples)
+
+
+def _split(value: Any, count: int) -> list[Any]:
+    """Cut every tensor of a nested value along dim 0; plain values go to every micro-batch.
+
+    What is cut is a copy: ``data()`` may use its memory again for the next mini-batch, which is
+    read while this one is still needed, and a first layer may work in place. Each piece counts its
+    own changes in place.
+    """
+    if isinstance(value, torch.Tensor):
+        return _pieces(value, count)
+    leaves, structure = pytree.tree_flatten(value)
+    tensors = {id(leaf): leaf for leaf in leaves if isinstance(leaf, torch.Tensor)}
+    pieces = {key: _pieces(leaf, count) for key, leaf in tensors.items()}  # each once
+    cut = [pieces.get(id(leaf)) or [leaf] * count for leaf in leaves]
+    return [pytree.tree_unflatten([piece[m] for piece in cut], structure) for m in range(count)]
+
+
+def _pieces(tensor: torch.Tensor, count: int) -> list[torch.Tensor]:
+    pieces = [piece.data for piece in replica(tensor.detach()).tensor_split(count)]
+    return [piece.requires_grad_() for piece in pieces] if tensor.requires_grad else pieces
+
+
+def joined(outputs: Sequence[Any]) -> Any:
+    """The outputs of micro-batches as the whole mini-batch's: tensors one after the other.
+
+    Raises:
+        UsageError: a tensor has no dim 0, or they differ in what else they hold.
+    """
+    leaves, structures = zip(*(pytree.tree_flatten(output) for output in outputs), strict=True)
+    if any(structure != structures[0] for structure in structures):
+        raise UsageError("predict(): the model's output has another structure in each micro-batch")
+
+    def whole(parts: Sequence[Any]) -> Any:
+        if isinstance(parts[0], torch.Tensor):
+            if not all(part.dim() for part in parts):
+                raise UsageError(
+                    "predict(): the model's output has a tensor without dims; dim 0 is the batch"
+                )
+            shapes = {part.shape[1:] for part in parts}
+            if len(shapes) > 1:
+                sizes = " and ".join(str(list(shape)) for shape in sorted(shapes))
+                raise UsageError(
+                    "predict(): the model's output has a tensor that is not of one size in all "
+                    f"micro-batches: {sizes} but for the batch"
+                )
+            return torch.cat(list(parts))
+        if any(type(part) is not type(parts[0]) or not _equal(part, parts[0]) for part in parts):
+            raise UsageError(
+                f"predict(): the model's output has a {type(parts[0]).__name__} that is not the "
+                "same in each micro-batch"
+            )
+        return parts[0]
+
+    wholes = [whole(parts) for parts in zip(*leaves, strict=True)]
+    return pytree.tree_unflatten(wholes, structures[0])
+
+
+def _equal(one: Any, other: Any) -> bool:
+    """Whether two plain values are equal, as far as they say so with one truth value."""
+    try:
+        return bool(one == other)
+    except (TypeError, ValueError):
+        return False

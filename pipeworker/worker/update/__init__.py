@@ -1,0 +1,1 @@
+"""From gradients to weights: norms, ties, optimizer."""

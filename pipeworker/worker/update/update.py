@@ -1,0 +1,205 @@
+"""The optimizer step of a stage: gradient norms out, scaled update in."""
+
+from __future__ import annotations
+
+import inspect
+import math
+import zlib
+from collections.abc import Callable, Collection, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from pipeworker.errors import UsageError
+from pipeworker.job.file import Job
+from pipeworker.plan.ties import layer_of
+from pipeworker.wire.messages import Update
+from pipeworker.worker.blame import users
+from pipeworker.worker.internals import divide, multiply
+from pipeworker.worker.stage import rng
+from pipeworker.worker.update.ties import Ties
+
+_NO_LAYER = -1
+
+
+def parameters_of(layers: Sequence[nn.Module]) -> list[nn.Parameter]:
+    """The parameters of a stage, each once, in model order."""
+    return list({id(p): p for layer in layers for p in layer.parameters()}.values())
+
+
+class Updater:
+    """The stage's optimizer and learning-rate scheduler.
+
+    Args:
+        layers: of the stage; `first` is the index of the first one.
+        job: its ``optimizer`` is not called on a stage with nothing to train. One that has a
+            parameter called ``named_parameters`` is given pairs of a name and a parameter; names
+            are those of ``nn.Sequential(*layers).named_parameters()``.
+        clip_value: bound on each element of the gradients, or None.
+        ties: of weights that have a place here, or None.
+
+    Raises:
+        UsageError: ``optimizer`` or ``scheduler`` gave something else.
+    """
+
+    def __init__(
+        self,
+        layers: Sequence[nn.Module],
+        first: int,
+        job: Job,
+        *,
+        seed: int = 0,
+        clip_value: float | None = None,
+        ties: Ties | None = None,
+    ) -> None:
+        self._all = parameters_of(layers)
+        self._ties = ties
+        aliases = ties.aliases if ties else ()
+        self.parameters = [p for p in self._all if id(p) not in aliases]
+        self.optimizer: torch.optim.Optimizer | None = None
+        self.scheduler: Any = None
+        self._by_epoch = job.scheduler_interval == "epoch"
+        self._before_update = job.before_update
+        self._layers = list(enumerate(layers, first))
+        self._seed = seed
+        self._clip_value = clip_value
+        if not any(parameter.requires_grad for parameter in self.parameters):
+            return
+        given: Any = self.parameters
+        if "named_parameters" in _arguments(job.optimizer):
+            named = nn.Sequential(*layers).named_parameters()
+            tied = {id(p): name for name, p in ties.owners} if ties else {}
+            given = [
+                (tied.get(id(p)) or _shifted(name, first), p)
+                for name, p in named
+                if id(p) not in aliases
+            ]
+        with users("the optimizer"):
+            built = job.optimizer(given)
+        if not isinstance(built, torch.optim.Optimizer):
+            raise UsageError(
+                f"optimizer(params) returned a {type(built).__name__}: "
+                "it must return a torch.optim.Optimizer"
+            )
+        closure = inspect.signature(built.step).parameters.get("closure")
+        if isinstance(built, torch.optim.LBFGS) or (
+            closure is not None and closure.default is inspect.Parameter.empty
+        ):
+            raise UsageError(
+                f"{type(built).__name__} evaluates the model inside its step, which a pipeline "
+                "cannot do"
+            )
+        self.optimizer = built
+        if job.scheduler is not None:
+            with users("scheduler()"):
+                self.scheduler = job.scheduler(built)
+            if not hasattr(self.scheduler, "step"):
+                raise UsageError(
+                    f"scheduler(optimizer) returned a {type(self.scheduler).__name__}: "
+                    "it must return a learning-rate scheduler"
+                )
+
+    @property
+    def wants_metric(self) -> bool:
+        """Whether the scheduler looks at the evaluation loss."""
+        return isinstance(self.scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau)
+
+    @property
+    def learning_rate(self) -> float:
+        """Of the first parameter group; NaN without an optimizer."""
+        return float(self.optimizer.param_groups[0]["lr"]) if self.optimizer else math.nan
+
+    def squares(self) -> tuple[float, ...]:
+        """The squared 2-norm of each parameter's gradient, in float64, in model order."""
+        if self._ties is None:
+            found = [p.grad for p in self.parameters]
+        else:
+            told = self._ties.elsewhere
+            found = [self._ties.total(p) for p in self.parameters if id(p) not in told]
+        gradients = [gradient for gradient in found if gradient is not None]
+        if not gradients:
+            return ()
+        norms = torch.stack(
+            [torch.linalg.vector_norm(_elements(g), dtype=torch.float64) for g in gradients]
+        )
+        return tuple(norms.square_().tolist())
+
+    def apply(self, update: Update) -> None:
+        """Scale and clip the gradients, step the optimizer and the scheduler, clear."""
+        if self._ties is not None:
+            self._ties.take_totals()
+        if self.optimizer is None:
+            return
+        if not update.overflow:
+            self._finish_gradients(update)
+            # For an optimizer that draws: what ran before, an evaluation say, must not show.
+            rng.seed_all(rng.update_seed(self._seed, update.step, _NO_LAYER))
+            with users("the optimizer"):
+                self.optimizer.step()
+        due = update.epoch_ended or not self._by_epoch
+        if self.scheduler is not None and due and not self.wants_metric:
+            with users("the scheduler"):
+                self.scheduler.step()
+        self.clear()
+
+    def evaluated(self, loss: float) -> None:
+        """An evaluation pass gave this loss."""
+        if self.wants_metric:
+            with users("the scheduler"):
+                self.scheduler.step(loss)
+
+    def _finish_gradients(self, update: Update) -> None:
+        gradients = [p.grad for p in self.parameters if p.grad is not None]
+        # Divided as a loop would, not multiplied by the reciprocal: that differs in the last bit.
+        if gradients and update.divisor != 1.0:
+            divide(gradients, update.divisor)
+        if gradients and update.scale != 1.0:
+            multiply(gradients, update.scale)
+        if self._clip_value is not None:
+            torch.nn.utils.clip_grad_value_(self.parameters, self._clip_value)
+        if self._before_update is None:
+            return
+        # By layer, and a tied weight by itself: what is drawn must not depend on the stages.
+        owners = self._ties.owners if self._ties is not None else []
+        for name, parameter in owners:
+            if parameter.grad is not None:
+                number = 1 + zlib.crc32(name.encode())
+                rng.seed_all(rng.update_seed(self._seed, update.step, layer_of(name), number))
+                self._hook([parameter])
+        seen = {id(parameter) for _, parameter in owners}
+        for index, layer in self._layers:
+            own = [p for p in layer.parameters() if p.grad is not None and id(p) not in seen]
+            seen.update(map(id, own))
+            if own:
+                rng.seed_all(rng.update_seed(self._seed, update.step, index))
+                self._hook(own)
+
+    def _hook(self, parameters: list[nn.Parameter]) -> None:
+        assert self._before_update
+        with users("before_update()"):
+            self._before_update(parameters)
+
+    def clear(self) -> None:
+        for parameter in self._all:
+            parameter.grad = None
+
+
+def _arguments(function: Callable[..., Any]) -> Collection[str]:
+    try:
+        return inspect.signature(function).parameters
+    except ValueError:  # some built-in callables have none
+        return ()
+
+
+def _shifted(name: str, first: int) -> str:
+    index, _, rest = name.partition(".")
+    return f"{int(index) + first}.{rest}"
+
+
+def _elements(gradient: torch.Tensor) -> torch.Tensor:
+    """The real numbers of a gradient that may be sparse or complex."""
+    values = gradient.detach()
+    if values.is_sparse:
+        values = values.coalesce().values()
+    return torch.view_as_real(values) if values.is_complex() else values

@@ -1,0 +1,242 @@
+"""A job from its first Hello to the verdict: events in, effects out, time by hand."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import pickle
+
+import pytest
+
+from pipeworker.coordinator.effects import (
+    Commit,
+    Dropped,
+    Ended,
+    Log,
+    Planned,
+    Send,
+    Status,
+)
+from pipeworker.coordinator.events import Arrived, Broken, StarterGone, Unreachable
+from pipeworker.coordinator.states import State
+from pipeworker.plan.actions import format_actions
+from pipeworker.plan.orders import build
+from pipeworker.wire.lines import Unwell, WorkerExited
+from pipeworker.wire.messages import (
+    Abort,
+    Advance,
+    Built,
+    Cause,
+    Described,
+    Failed,
+    Failure,
+    Finish,
+    FromWorker,
+    Heartbeat,
+    Hello,
+    Plan,
+    Ready,
+    RunStep,
+    Save,
+    Saved,
+    StageRange,
+    StepDone,
+    StepResult,
+    StoreOperation,
+    StoreReply,
+    StoreRequest,
+    Update,
+    Welcome,
+)
+from support.coordinator import BATCH, LAYERS, NOWHERE, Scripted, ends, of, sent_to
+
+
+def test_a_whole_life() -> None:
+    job = Scripted(2, recompute="never")
+    assert job.join(0)[1] == Send(b"w0", Welcome(job.options.to_json(), "runs/x"), 1)
+    assert job.join(1)[-1] == Log("all ranks joined")
+
+    assert job.says(Described(0, LAYERS, ())) == []
+    plans = job.says(Described(1, LAYERS, ()))
+    edges = ("0>1/activation", "0>1/target", "1>0/gradient")
+    held = ((0,), (1,))
+    layers = (StageRange(0, 0, 3),), (StageRange(1, 3, 5),)
+    evaluation = ("0F0 0>A0 0>T0@1", "1<A0 1<T0@0 1F0")
+    assert of(plans, Send) == [
+        Send(b"w%d" % rank, Plan(held, 1, layers[rank], edges, (), (), evaluation[rank]), 1)
+        for rank in (0, 1)
+    ]
+    assert "schedule gpipe is proven" in of(plans, Log)[0].text
+
+    job.now += 5
+    assert job.says(Ready(0, (Built(0, 0, LAYERS[:3], 40),), "cpu", BATCH)) == []
+    planned, *first = job.says(Ready(1, (Built(1, 3, LAYERS[3:], 20),), "cpu", None))
+    assert isinstance(planned, Planned)
+    assert [stage.layers for stage in planned.stages] == [(0, 3), (3, 5)]
+    assert [stage.parameters for stage in planned.stages] == [40, 20]
+    assert planned.timing.bubble == pytest.approx(1 / 5)
+    actions = [format_actions(worker) for worker in build("gpipe", 2, 4, "never").workers]
+    assert first == [
+        Send(b"w%d" % rank, Advance(RunStep(1, BATCH, False, actions[rank])), 1) for rank in (0, 1)
+    ]
+
+    job.now += 2.0
+    assert job.done(1, 1) == []
+    onward = job.done(0, 1)
+    row = StepResult(
+        step=1,
+        loss=0.75,
+        samples=10,
+        seconds=2.0,
+        samples_per_second=5.0,
+        grad_norm=math.sqrt(2.0),
+        lr=0.1,
+        bubble=0.75,
+        epoch=0,
+    )
+    advance = Advance(RunStep(2, BATCH, False, ""), Update(1))
+    assert onward == [Send(b"w0", advance, 1), row, Send(b"w1", advance, 1)]
+
+    job.now += 1.0
+    assert sent_to(job.step(2), 0) == [Advance(RunStep(3, BATCH, True, ""), Update(2))]
+    assert sent_to(job.step(3), 1) == [Advance(Save(3), Update(3))]
+    assert job.state() is State.SAVING
+
+    assert job.says(Saved(1, 3)) == []
+    assert job.says(Saved(0, 3)) == [Commit(3)]
+    assert job.state() is State.COMMITTING
+    assert job.committed() == [
+        Log("ended: done"),
+        Send(b"w0", Advance(Finish()), 1),
+        Send(b"w1", Advance(Finish()), 1),
+        Ended(Status.DONE, 0, 3, (3, 103), job.ended.bubble, None),
+    ]
+    assert job.ended.bubble == pytest.approx((0.75 + 0.5 + 0) / 3)
+    assert [row.step for row in of(job.effects, StepResult)] == [1, 2, 3]
+
+
+def test_nothing_happens_after_the_end() -> None:
+    job = Scripted(2).running()
+    job.exited(1, 1)
+    assert job.job.over
+    assert job.step(4) == job.join() == job.tick(1000) == job.exited(0, -9) == []
+    assert job.interrupt() == job.handle(Unwell("x")) == job.handle(Broken("x")) == []
+    assert job.save_asked() == job.committed() == job.handle(StarterGone(-1)) == []
+    assert job.handle(Unreachable(b"w0")) == []
+    assert job.handle(Arrived(b"w0", 7, Heartbeat(0, NOWHERE))) == []
+
+
+@pytest.mark.parametrize("microbatches", [1, 4, 64])
+@pytest.mark.parametrize("workers", [1, 2, 5])
+def test_two_messages_a_worker_a_step(workers: int, microbatches: int) -> None:
+    job = Scripted(workers, microbatches=microbatches, steps=50)
+    batch = dataclasses.replace(BATCH, microbatches=microbatches)
+    job.join()
+    job.describe()
+    job.ready(batch)
+    for step in range(1, 11):
+        before = len(of(job.effects, Send))
+        for rank in range(workers):  # one in
+            job.done(rank, step, batch=batch if rank == 0 else None)
+        assert len(of(job.effects, Send)) - before == workers  # one out
+        for rank in range(workers):
+            advance = job.sent(rank, Advance)[-1]
+            assert advance == Advance(RunStep(step + 1, batch, False, ""), Update(step))
+
+
+def test_two_ranks_meet_in_the_store() -> None:
+    job = Scripted(2)
+    job.join()
+    get = StoreRequest(0, 1, StoreOperation.GET, ("k",))
+    assert job.says(get) == []
+    assert job.says(StoreRequest(1, 1, StoreOperation.SET, ("k",), b"v")) == [
+        Send(b"w1", StoreReply(1, (), 0), 1),
+        Send(b"w0", StoreReply(1, (b"v",), 0), 1),
+    ]
+    (dropped,) = job.says(StoreRequest(1, 2, StoreOperation.ADD, ("k",), b"x"))
+    assert isinstance(dropped, Dropped)
+    assert dropped.text.startswith("a store request: ADD needs a number")
+
+
+@pytest.mark.parametrize("event", ["abandoned", "lost", "defect"])
+def test_what_a_job_cannot_do_without(event: str) -> None:
+    job = Scripted(2).running()
+    match event:
+        case "abandoned":
+            job.handle(StarterGone(-1))
+            assert job.failure.message == "the process that started the job is gone"
+        case "lost":
+            job.handle(Unwell("no fork server"))
+            assert (job.failure.cause, job.failure.message) == (Cause.LOST, "no fork server")
+        case "defect":
+            job.handle(Broken("disk full"))
+            assert (job.failure.cause, job.failure.message) == (Cause.INTERNAL, "disk full")
+    assert job.ended.exit_status == 1
+
+
+def test_the_starter_that_is_a_worker_is_lost_as_one() -> None:
+    job = Scripted(2).running()
+    job.handle(StarterGone(0))
+    assert job.failure.message == "the worker of stage 0 (pid 1000 on host) is gone"
+
+
+# Generations.
+
+
+def test_every_message_bears_the_generation() -> None:
+    job = Scripted(2, generation=2).running()
+    job.says(StoreRequest(0, 1, StoreOperation.SET, ("k",)))
+    job.says(Hello(0, "elsewhere", 5), peer=b"late")
+    for step in (1, 2, 3):
+        job.step(step)
+    job.saved()
+    job.committed()
+    assert job.ended.status is Status.DONE
+    assert {send.generation for send in of(job.effects, Send)} == {2}
+
+
+OF_ANOTHER: list[FromWorker] = [
+    Hello(0, "host", 1),
+    Heartbeat(0, NOWHERE),
+    StepDone(0, 1, (), (), (), 0.0, 0.0, 0, BATCH),
+    Failed(0, Failure(Cause.USER, "no")),
+    StoreRequest(0, 1, StoreOperation.SET, ("k",)),
+]
+
+
+@pytest.mark.parametrize("message", OF_ANOTHER, ids=lambda m: type(m).__name__)
+@pytest.mark.parametrize("number", [1, 3])
+def test_a_message_of_another_generation_is_dropped(message: FromWorker, number: int) -> None:
+    job = Scripted(2, generation=2).running()
+    before = pickle.dumps(job.job)
+    job.now += 1.0
+    effects = job.handle(Arrived(b"w0", number, message))
+    assert effects == [Dropped(f"{type(message).__name__} of generation {number}")]
+    assert pickle.dumps(job.job) == before
+
+
+def test_a_late_exit_of_another_generation_touches_nothing() -> None:
+    job = Scripted(2, generation=2).running()
+    before = pickle.dumps(job.job)
+    effects = job.handle(WorkerExited(0, 1, -9, NOWHERE))
+    assert effects == [Dropped("an exit of generation 1")]
+    assert pickle.dumps(job.job) == before
+    job.handle(WorkerExited(0, 2, -9, NOWHERE))
+    assert job.failure.message == "the worker of stage 0 was killed by signal 9"
+
+
+def test_a_worker_of_another_generation_cannot_join() -> None:
+    job = Scripted(1, generation=2)
+    assert of(job.handle(Arrived(b"w0", 1, Hello(0, "host", 1))), Send) == []
+    assert job.job.peers == []
+    job.join()
+    assert job.job.peers == [b"w0"]
+
+
+def test_the_end_is_told_to_who_joined_and_to_nobody_else() -> None:
+    job = Scripted(3)
+    job.join(2, 0)
+    job.says(Hello(0, "host", 1), peer=b"late")
+    told = job.handle(Unwell("x"))
+    assert [send.peer for send in ends(told)] == [b"w2", b"w0"]
+    assert of(told, Send) == [Send(peer, Abort("x", 1), 1) for peer in (b"w2", b"w0")]

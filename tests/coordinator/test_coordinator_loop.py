@@ -1,0 +1,196 @@
+"""The loop of a job file: steps, mini-batches of several sizes, evaluation passes."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+
+import pytest
+
+from pipeworker.coordinator import blueprint
+from pipeworker.coordinator.effects import Commit, Send, Status
+from pipeworker.coordinator.states import State
+from pipeworker.plan import orders
+from pipeworker.plan.actions import format_actions
+from pipeworker.plan.check import Kept, check
+from pipeworker.plan.orders import build
+from pipeworker.plan.schedule import Schedule
+from pipeworker.wire.messages import (
+    Advance,
+    Cause,
+    Evaluate,
+    Evaluated,
+    Evaluation,
+    EvaluationDone,
+    RunStep,
+    Save,
+    StepDone,
+    StepResult,
+    Upcoming,
+    Update,
+)
+from support.coordinator import BATCH, Scripted, of, sent_to
+
+SMALL = dataclasses.replace(BATCH, microbatches=2, samples=2)
+
+
+# Mini-batches.
+
+
+def test_the_first_step_ends_the_data_of_one_pass() -> None:
+    """Without --steps the job ends where the first stage has no next mini-batch."""
+    job = Scripted(2, steps=None).running()
+    advance = Advance(Save(1), Update(1, epoch_ended=True))
+    assert job.step(1, batch=None)[0] == Send(b"w0", advance, 1)
+    assert job.state() is State.SAVING
+
+
+def test_without_any_data_the_job_is_done_at_once() -> None:
+    job = Scripted(2)
+    job.join()
+    job.describe()
+    job.ready(batch=None)
+    assert job.sent(1, Advance) == [Advance(Save(0))]
+    assert job.saved() == [Commit(0)]
+    job.committed()
+    assert (job.ended.status, job.ended.steps) == (Status.DONE, 0)
+
+
+def test_a_smaller_batch_gets_its_own_actions_and_a_larger_one_again() -> None:
+    job = Scripted(2, steps=None, recompute="never").running()
+    job.step(1, batch=SMALL)
+    job.step(2, batch=SMALL)
+    job.step(3)
+    four, two = (format_actions(build("gpipe", 2, m, "never").workers[0]) for m in (4, 2))
+    assert [run.actions for run in job.runs(0)] == [four, two, "", four]
+
+
+@pytest.mark.parametrize("save", [False, True])
+def test_actions_are_sent_where_they_differ_from_those_that_ran(save: bool) -> None:
+    """Also when a checkpoint or an evaluation stands between two steps."""
+    job = Scripted(2, steps=None, evaluate_every=1).running()
+    for step, batch in ((1, BATCH), (2, SMALL), (3, SMALL)):
+        if save:
+            job.save_asked()
+        job.step(step, batch=batch)
+        if save:
+            job.saved()
+            job.committed()
+        job.evaluated(step)
+    assert [bool(run.actions) for run in job.runs(1)] == [True, False, True, False]
+
+
+@pytest.fixture
+def made(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[str, int]]]:
+    """What is built and checked, and for how many micro-batches."""
+    calls: list[tuple[str, int]] = []
+    real = orders.build
+
+    def built(*arguments: object, **more: object) -> Schedule:
+        schedule = real(*arguments, **more)  # type: ignore[arg-type]
+        calls.append(("build", schedule.microbatches))
+        return schedule
+
+    def checked(schedule: Schedule) -> Kept:
+        if not schedule.forward_only:
+            calls.append(("check", schedule.microbatches))
+        return check(schedule)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(orders, "build", built)
+        patch.setattr(blueprint, "check", checked)
+        yield calls
+
+
+def test_a_schedule_is_made_when_its_mini_batch_is_announced(made: list[tuple[str, int]]) -> None:
+    job = Scripted(2).running()
+    assert made == [("build", 4), ("check", 4)]
+    assert job.says(Upcoming(0, 2)) == []
+    assert made[2:] == [("build", 2), ("check", 2)]  # within the step
+    assert job.state() is State.STEPPING
+    job.step(1, batch=SMALL)
+    assert job.runs(0)[-1].actions
+    job.step(2)
+    job.says(Upcoming(0, 2))  # said again: it is there
+    assert len(made) == 4
+
+
+def test_a_mini_batch_that_nobody_announced_runs_all_the_same(made: list[tuple[str, int]]) -> None:
+    job = Scripted(2).running()
+    job.step(1, batch=SMALL)
+    assert made[2:] == [("build", 2), ("check", 2)]
+    assert job.runs(1)[-1].batch == SMALL
+
+
+def test_an_announcement_does_not_stand_for_the_end_of_the_step() -> None:
+    job = Scripted(1).running()
+    job.says(Upcoming(0, 2))
+    assert len(job.runs(0)) == 1
+    job.step(1)
+    assert [run.step for run in job.runs(0)] == [1, 2]
+
+
+# Evaluation passes.
+
+
+def test_an_evaluation_comes_after_the_update_and_before_the_next_step() -> None:
+    job = Scripted(2, evaluate_every=2).running()
+    job.step(1)
+    effects = job.step(2)
+    asked = Advance(Evaluate(2), Update(2))
+    assert [sent_to(effects, rank) for rank in (0, 1)] == [[asked], [asked]]
+    late = StepDone(0, 2, (), (), (), 0.0, 0.1, 0, BATCH)
+    assert of(job.says(late), Send) == []  # not awaited, no harm
+    job.now += 5.0
+    effects = job.evaluated(2)
+    result = Evaluation(2, 0.5, ("accuracy",), (0.75,))
+    advance = Advance(RunStep(3, BATCH, True, ""), Evaluated(0.5))
+    assert effects == [Send(b"w0", advance, 1), result, Send(b"w1", advance, 1)]
+    job.now += 1.0
+    row = of(job.step(3), StepResult)[0]
+    assert row.seconds == 1.0  # the evaluation is not part of the step
+
+
+def test_an_evaluation_after_the_last_step_comes_before_the_save() -> None:
+    job = Scripted(1, steps=1, evaluate_every=1).running()
+    job.step(1)
+    assert job.state() is State.EVALUATING
+    assert sent_to(job.evaluated(1), 0) == [Advance(Save(1), Evaluated(0.5))]
+
+
+def test_an_interrupt_during_an_evaluation_ends_after_it() -> None:
+    job = Scripted(2, evaluate_every=1).running()
+    job.step(1)
+    job.interrupt()
+    assert job.state() is State.EVALUATING
+    job.evaluated(1)
+    assert job.ended.status is Status.INTERRUPTED
+    assert of(job.effects, Evaluation)
+
+
+def test_no_step_begins_before_every_worker_has_evaluated() -> None:
+    job = Scripted(3, evaluate_every=1).running()
+    job.step(1)
+    for rank in (2, 0, 2):
+        result = Evaluation(1, 0.5) if rank == 2 else None
+        assert job.says(EvaluationDone(rank, 1, 0, result)) == []
+    job.says(EvaluationDone(1, 1, 7000, None))
+    assert [run.step for run in job.runs(0)] == [1, 2]
+    assert job.job.generation.roster.peak_memory()[1] == 7000
+
+
+def test_an_evaluation_without_a_result_is_a_defect() -> None:
+    job = Scripted(1, evaluate_every=1).running()
+    job.step(1)
+    job.says(EvaluationDone(0, 1, 0, None))
+    assert job.failure.cause is Cause.INTERNAL
+    assert job.failure.message == "no worker gave the evaluation's result"
+
+
+def test_the_result_of_one_evaluation_is_not_that_of_the_next() -> None:
+    job = Scripted(1, evaluate_every=1).running()
+    job.step(1)
+    job.evaluated(1)
+    job.step(2)
+    job.says(EvaluationDone(0, 2, 0, None))
+    assert job.failure.cause is Cause.INTERNAL

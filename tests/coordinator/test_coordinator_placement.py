@@ -1,0 +1,214 @@
+"""Several stages a worker: who is told what, who is asked for what, and how it is called."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+
+from pipeworker.coordinator.effects import Dropped, Planned, Status
+from pipeworker.coordinator.report import balance, planned_json
+from pipeworker.plan import orders
+from pipeworker.plan.actions import format_actions
+from pipeworker.wire.messages import (
+    Call,
+    CallKind,
+    Cause,
+    Failed,
+    Failure,
+    Heartbeat,
+    Phase,
+    Plan,
+    Position,
+    Ready,
+    StageRange,
+    StepResult,
+    Upcoming,
+)
+from support.coordinator import (
+    BATCH,
+    LOOPED,
+    NOWHERE,
+    PATIENCE,
+    TIMINGS,
+    Scripted,
+    of,
+)
+
+LAYERS = ("Linear", "ReLU", "Linear", "Tanh", "Linear", "GELU", "Linear", "Softmax")
+
+
+@pytest.fixture(autouse=True)
+def looped(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(orders.ORDERS, "looped", LOOPED)
+
+
+def two(**options: Any) -> Scripted:
+    """Worker 0 holds stages 0 and 2, worker 1 stages 1 and 3, of two layers each."""
+    return Scripted(2, layers=LAYERS, schedule="looped", **options)
+
+
+def test_a_worker_builds_all_its_stages() -> None:
+    job = two()
+    job.join()
+    job.describe()
+    (first,), (second,) = job.sent(0, Plan), job.sent(1, Plan)
+    assert first.held == second.held == ((0, 2), (1, 3))
+    assert first.ranges == (StageRange(0, 0, 2), StageRange(2, 4, 6))
+    assert second.ranges == (StageRange(1, 2, 4), StageRange(3, 6, 8))
+    assert {"0>1/activation", "1>2/activation", "2>3/activation"} <= set(first.edges)
+    assert first.evaluation.startswith("0F0 0>A0 ")
+    assert {"0F0", "2F0"} <= set(first.evaluation.split())
+    assert {"1F0", "3F0"} <= set(second.evaluation.split())
+
+
+def test_the_plan_names_every_stage_with_its_rank() -> None:
+    job = two().running()
+    (planned,) = of(job.effects, Planned)
+    assert [stage.rank for stage in planned.stages] == [0, 1, 0, 1]
+    assert [stage.pid for stage in planned.stages] == [1000, 1001, 1000, 1001]
+    assert balance(planned) == (2, 2, 2, 2)
+    shown = planned_json(planned, job.options)
+    assert [stage["classes"] for stage in shown["stages"]] == [
+        list(LAYERS[first : first + 2]) for first in (0, 2, 4, 6)
+    ]
+
+
+@pytest.mark.parametrize("workers", [1, 2, 4])
+def test_a_job_with_two_stages_a_worker_runs_to_its_end(workers: int) -> None:
+    job = Scripted(workers, layers=LAYERS, schedule="looped", evaluate_every=2).running()
+    assert job.placement.stages == 2 * workers
+    built = orders.build("looped", workers, 4, "auto")
+    for rank, actions in enumerate(built.workers):
+        assert job.runs(rank)[0].actions == format_actions(actions)
+    for step in (1, 2, 3):
+        job.step(step)
+        if step == 2:
+            job.evaluated(2)
+    job.saved()
+    job.committed()
+    assert (job.ended.status, job.ended.steps) == (Status.DONE, 3)
+    assert len(job.ended.peak_memory) == workers
+
+
+def test_losses_come_from_where_the_last_stage_is() -> None:
+    """And from there alone, though every worker holds one."""
+    job = two().running()
+    job.done(0, 1, losses=(100.0,))
+    (row,) = of(job.done(1, 1, losses=(0.5, 0.25)), StepResult)
+    assert row.loss == 0.75
+
+
+def test_the_next_mini_batch_comes_from_where_stage_0_is() -> None:
+    job = two().running()
+    other = dataclasses.replace(BATCH, signature=9)
+    job.done(1, 1, batch=other)
+    job.done(0, 1)
+    assert [run.batch for run in job.runs(1)] == [BATCH, BATCH]
+    job.done(1, 2, batch=other)
+    job.done(0, 2, batch=None)
+    assert len(job.runs(0)) == 2  # the data ended
+
+
+def test_a_first_mini_batch_from_elsewhere_is_not_looked_at() -> None:
+    job = two()
+    job.join()
+    job.describe()
+    job.says(Ready(1, (), "cpu", dataclasses.replace(BATCH, signature=9)))
+    job.says(Ready(0, (), "cpu", BATCH))
+    assert [run.batch for run in job.runs(1)] == [BATCH]
+
+
+def test_a_call_needs_its_mini_batch_where_stage_0_is() -> None:
+    job = two(own_loop=True, steps=None).running()
+    job.says(Call(1, CallKind.STEP, BATCH))
+    job.says(Call(0, CallKind.STEP))
+    assert job.failure.message == "step() was given no mini-batch on the first stage"
+
+
+def test_different_calls_name_all_stages() -> None:
+    job = two(own_loop=True, steps=None).running()
+    job.called(CallKind.CLOSE, 0)
+    job.called(CallKind.EVALUATE, 1)
+    assert job.failure.message.startswith(
+        "stages 0, 2 called close() while stages 1, 3 called evaluate(batch)"
+    )
+
+
+def test_a_worker_is_called_by_all_its_stages() -> None:
+    job = two().running()
+    job.exited(0, -9)
+    assert job.failure.message == "the worker of stages 0, 2 was killed by signal 9"
+    assert job.failure.stage == "stages 0, 2"
+    silent = two(worker_timeout=PATIENCE).running()
+    silent.now += PATIENCE + 0.1
+    silent.says(Heartbeat(0, NOWHERE))
+    silent.tick()
+    assert silent.failure.message == "stages 1, 3 (pid 1001 on host) has not answered for 60 s"
+    gone = two().running()
+    gone.now += TIMINGS.silent
+    gone.says(Failed(1, Failure(Cause.PEER, "closed")))
+    gone.tick(TIMINGS.echo)
+    assert gone.failure.message == "the worker of stages 0, 2 (pid 1000 on host) is gone"
+
+
+@pytest.mark.parametrize(
+    ("rank", "layer", "stage"),
+    [
+        *((0, 0, "stage 0"), (0, 5, "stage 2"), (1, 2, "stage 1"), (1, 7, "stage 3")),
+        *((0, -1, "stages 0, 2"), (1, -1, "stages 1, 3")),
+        (0, 3, "stages 0, 2"),  # a layer that is not there
+        (0, 8, "stages 0, 2"),
+    ],
+)
+def test_a_failure_at_a_layer_names_the_stage_that_has_it(
+    rank: int, layer: int, stage: str
+) -> None:
+    job = two().running()
+    at = Position(Phase.FORWARD, 1, 0, layer)
+    job.says(Failed(rank, Failure(Cause.USER, "no", position=at)))
+    assert job.failure.stage == stage
+
+
+@pytest.mark.parametrize(("rank", "layer"), [(0, 1), (0, 4), (1, 3), (1, 6)])
+def test_the_class_of_a_layer_is_found_in_whichever_stage(rank: int, layer: int) -> None:
+    job = two().running()
+    job.exited(rank, 1, Position(Phase.BACKWARD, 1, 0, layer))
+    assert job.failure.layer_class == LAYERS[layer]
+    assert job.failure.stage == f"stage {layer // 2}"
+
+
+def test_the_norm_is_taken_in_the_order_of_the_stages() -> None:
+    """The rows are the same for any placement: exact sums, whoever says what."""
+    rows = []
+    for squares in ((0.1, 0.2), (0.2, 0.1)):
+        job = two().running()
+        for rank, square in enumerate(squares):
+            effects = job.done(rank, 1, squares=(square, 1e16))
+        rows.append(of(effects, StepResult)[0].grad_norm)
+    assert rows[0] == rows[1]
+
+
+def test_one_worker_may_hold_the_first_and_the_last_stage() -> None:
+    job = Scripted(1, layers=LAYERS, schedule="looped", steps=1).running()
+    assert (job.first, job.last) == (0, 0)
+    job.step(1)
+    job.saved()
+    job.committed()
+    assert job.ended.status is Status.DONE
+
+
+@pytest.mark.parametrize("upcoming", [Upcoming(0, 64), Upcoming(0, 0), Upcoming(1, 2)])
+def test_a_mini_batch_that_cannot_be_is_not_prepared_for(upcoming: Upcoming) -> None:
+    """It has more micro-batches than were asked for, or none, or is where stage 0 is not."""
+    assert [type(effect) for effect in two().running().says(upcoming)] == [Dropped]
+
+
+def test_a_mini_batch_without_a_legal_schedule_is_the_users_mistake() -> None:
+    """It ends the job, not the coordinator."""
+    job = two().running()
+    job.step(1, batch=dataclasses.replace(BATCH, microbatches=64))
+    assert job.failure.cause is Cause.USAGE
+    assert "deadlocks with 4 frames" in job.failure.message
+    assert job.ended.exit_status == 2

@@ -1,0 +1,1 @@
+"""What test modules share."""

@@ -1,0 +1,163 @@
+"""A forked process becomes what a fresh interpreter would be, given the same command line."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import ctypes
+import gc
+import importlib
+import os
+import runpy
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any, NoReturn
+
+from pipeworker.host.lifetime import die_with
+
+MAXIMUM = 1 << 17
+"""Bytes of a request, as it arrives at the server."""
+PRELOAD = "PIPEWORKER_TESTS_PRELOAD"
+"""Of the environment: a module to import first, in what is forked and in what that starts."""
+_PR_SET_NAME = 15
+_IGNORED = (signal.SIGPIPE, signal.SIGXFSZ)
+"""By every Python interpreter."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """What to become.
+
+    Attributes:
+        words: a command line of the interpreter's, without its own name.
+        name: of the process, as the kernel shows it.
+        streams: standard input, output and error.
+        parent: the server.
+    """
+
+    words: list[str]
+    folder: str
+    environment: dict[str, str]
+    name: str
+    streams: tuple[int, ...]
+    parent: int
+
+
+def become(request: Request, server: bytes) -> NoReturn:
+    """Run the command line to the end of the process.
+
+    Args:
+        server: its address, for the processes that this one starts.
+    """
+    status = 1
+    try:
+        _take_over(request)
+        run = _program(request.words)
+        _fork_line_processes(server)
+        if preload := os.environ.get(PRELOAD):
+            importlib.import_module(preload)
+        for name in [name for name in sys.modules if name.partition(".")[0] == "support"]:
+            del sys.modules[name]
+        status = _status_of(run)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        os._exit(status)
+
+
+def _take_over(request: Request) -> None:
+    """Be a process that the server has no part in."""
+    die_with(request.parent)
+    os.setsid()
+    ctypes.CDLL(None).prctl(_PR_SET_NAME, request.name.encode())
+    for target, descriptor in enumerate(request.streams):
+        os.dup2(descriptor, target)
+        os.close(descriptor)
+    for number in signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}:
+        with contextlib.suppress(OSError, ValueError):  # some are the C library's own
+            ignored = number in _IGNORED
+            signal.signal(number, signal.SIG_IGN if ignored else signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.pthread_sigmask(signal.SIG_SETMASK, [])
+    os.environ.clear()
+    os.environ.update(request.environment)
+    os.chdir(request.folder)
+    tempfile.tempdir = None
+    np = sys.modules["numpy"]
+    np.random.seed()  # Python's own generator does so by itself
+    gc.enable()
+
+
+def _program(words: list[str]) -> Callable[[], Any]:
+    """What a command line runs; arguments, import path and ``__main__`` are in place."""
+    main = ModuleType("__main__")
+    rest = sys.path[1:]
+    what = words[0]
+    if what == "-m":
+        sys.argv[:] = words[1:]
+        sys.path[:] = [str(Path.cwd()), *rest]
+        return lambda: runpy.run_module(words[1], run_name="__main__", alter_sys=True)
+    if what == "-c":
+        sys.argv[:] = ["-c", *words[2:]]
+        sys.path[:] = ["", *rest]
+        code = compile(words[1], "<string>", "exec")
+    else:
+        sys.argv[:] = words
+        sys.path[:] = [str(Path(what).resolve().parent), *rest]
+        main.__file__ = str(Path(what).absolute())
+        code = compile(Path(what).read_bytes(), main.__file__, "exec")
+    sys.modules["__main__"] = main
+    return lambda: exec(code, vars(main))
+
+
+def _fork_line_processes(server: bytes) -> None:
+    """What this process starts as interpreters of ours, is forked by the server as well."""
+    from pipeworker.session import processes
+    from support import forked
+
+    def start(command: list[str], **options: Any) -> forked.Forked:
+        assert options.pop("start_new_session")
+        return forked.Forked(server, command, bound=False, text=False, **options)
+
+    replaced = SimpleNamespace(**{**vars(subprocess), "Popen": start})
+    vars(processes)["subprocess"] = replaced
+
+
+def _status_of(run: Callable[[], Any]) -> int:
+    """Run it, and what an interpreter does at its end; returns the exit status."""
+    status = 0
+    try:
+        run()
+    except SystemExit as error:
+        if isinstance(error.code, int):
+            status = error.code
+        elif error.code is not None:
+            print(error.code, file=sys.stderr)
+            status = 1
+    except BaseException as error:
+        status = 1
+        while error.__traceback__ and error.__traceback__.tb_frame.f_code.co_filename == __file__:
+            error.__traceback__ = error.__traceback__.tb_next
+        sys.last_exc = sys.last_value = error  # type: ignore[attr-defined, unused-ignore]
+        sys.last_type, sys.last_traceback = type(error), error.__traceback__
+        sys.excepthook(type(error), error, error.__traceback__)
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    try:
+        sys.stdout.flush()
+    except OSError:
+        status = 120
+    with contextlib.suppress(OSError):
+        sys.stderr.flush()
+    if isinstance(getattr(sys, "last_value", None), KeyboardInterrupt):
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGINT)
+    return status & 0xFF

@@ -1,0 +1,176 @@
+"""Jobs run for real: the command, its processes, its sockets, its files."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from support.forked import Forked, Server
+from support.sources import JOB
+
+COMMAND = [sys.executable, "-m", "pipeworker"]
+
+Process = subprocess.Popen[str] | Forked
+
+
+@dataclass(frozen=True)
+class Run:
+    """A finished job."""
+
+    status: int
+    stdout: str
+    stderr: str
+    path: Path
+
+    @property
+    def metrics(self) -> list[dict[str, Any]]:
+        return [json.loads(line) for line in (self.path / "metrics.jsonl").open()]
+
+    @property
+    def summary(self) -> dict[str, Any]:
+        loaded: dict[str, Any] = json.loads((self.path / "summary.json").read_text())
+        return loaded
+
+    @property
+    def plan(self) -> dict[str, Any]:
+        loaded: dict[str, Any] = json.loads((self.path / "plan.json").read_text())
+        return loaded
+
+    def log(self, name: str) -> str:
+        return (self.path / "logs" / f"{name}.log").read_text()
+
+    def parts(self) -> list[dict[str, Any]]:
+        """What the stages saved at the end, by stage."""
+        (checkpoint,) = (self.path / "checkpoints").glob("step-*")
+        files = sorted(checkpoint.glob("stage-*.pt"), key=lambda p: int(p.stem.split("-")[1]))
+        return [torch.load(file, weights_only=True) for file in files]
+
+    @property
+    def weights(self) -> dict[str, torch.Tensor]:
+        return {key: value for part in self.parts() for key, value in part["weights"].items()}
+
+    @property
+    def optimizer_state(self) -> dict[str, dict[str, Any]]:
+        return {
+            key: value for part in self.parts() for key, value in part["optimizer"]["state"].items()
+        }
+
+
+class Jobs:
+    """Writes job files into a folder of the test's own and runs them there.
+
+    Processes are forked by a server that has imported torch; *cold* ones are interpreters of their
+    own, for what is about the start of one, its command line or its environment as others see it.
+    """
+
+    def __init__(self, folder: Path, server: Server | None) -> None:
+        self.folder = folder
+        self._server = server
+        self._started: list[Process] = []
+        self._count = 0
+
+    def write(self, source: str, name: str = "job.py") -> Path:
+        path = self.folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(textwrap.dedent(source))
+        return path
+
+    def python(
+        self,
+        *words: str,
+        folder: Path | None = None,
+        env: Mapping[str, str] | None = None,
+        cold: bool = False,
+    ) -> Process:
+        """Start an interpreter with these words."""
+        line = [sys.executable, *words]
+        streams: dict[str, Any] = {
+            "stdin": subprocess.DEVNULL,
+            "stdout": subprocess.PIPE,
+            "stderr": subprocess.PIPE,
+        }
+        process: Process
+        if cold or self._server is None:
+            folder = folder or self.folder
+            process = subprocess.Popen(line, cwd=folder, env=env, text=True, **streams)
+        else:
+            process = self._server.start(line, cwd=folder or self.folder, env=env, **streams)
+        self._started.append(process)
+        return process
+
+    def pipeworker(self, *words: str, **options: Any) -> subprocess.CompletedProcess[str]:
+        """Run the command to its end."""
+        process = self.python(*COMMAND[1:], *words, **options)
+        stdout, stderr = process.communicate(timeout=90)
+        assert process.returncode is not None
+        return subprocess.CompletedProcess(process.args, process.returncode, stdout, stderr)
+
+    def start(self, *words: str, source: str = JOB, **options: Any) -> tuple[Process, Path]:
+        """Start ``pipeworker launch WORDS job.py``; returns the process and its run directory."""
+        job_file = self.write(source)
+        self._count += 1
+        run_dir = self.folder / f"run-{self._count}"
+        line = [*COMMAND[1:], "launch", "--run-dir", str(run_dir)]
+        line += [*_before(words), str(job_file), *_after(words)]
+        return self.python(*line, **options), run_dir
+
+    def run(self, *words: str, source: str = JOB, timeout: float = 90, **options: Any) -> Run:
+        """Run a job to its end."""
+        process, run_dir = self.start(*words, source=source, **options)
+        stdout, stderr = process.communicate(timeout=timeout)
+        assert process.returncode is not None
+        return Run(process.returncode, stdout, stderr, run_dir)
+
+    def train(self, *words: str, source: str = JOB, **options: Any) -> Run:
+        """Run a job that must succeed."""
+        run = self.run(*words, source=source, **options)
+        assert run.status == 0, run.stderr
+        return run
+
+    def close(self) -> None:
+        for process in self._started:
+            if process.poll() is None:
+                process.kill()
+                process.communicate()
+
+
+def _before(words: tuple[str, ...]) -> list[str]:
+    return list(words[: words.index("--")] if "--" in words else words)
+
+
+def _after(words: tuple[str, ...]) -> list[str]:
+    return list(words[words.index("--") :] if "--" in words else ())
+
+
+def processes_of(folder: Path) -> dict[int, str]:
+    """The processes that work in a folder (Linux), by pid: their names and command lines.
+
+    A forked one has the command line of the process that forked it, and a name of its own.
+    """
+    found = {}
+    for entry in Path("/proc").glob("[0-9]*"):
+        try:
+            if (entry / "cwd").readlink().is_relative_to(folder):
+                line = (entry / "cmdline").read_bytes().decode(errors="replace")
+                found[int(entry.name)] = (entry / "comm").read_text() + line
+        except OSError:
+            continue  # it ended while we looked
+    return found
+
+
+def until(condition: Callable[[], Any], seconds: float = 60.0) -> Any:
+    """Poll until `condition` is true; returns its value."""
+    deadline = time.monotonic() + seconds
+    while not (value := condition()):
+        assert time.monotonic() < deadline, f"not so within {seconds:g} s"
+        time.sleep(0.02)
+    return value

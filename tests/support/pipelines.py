@@ -1,0 +1,394 @@
+"""Whole pipelines in one process, a thread a worker, and the plain loop they are held against."""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+import pipeworker
+from pipeworker.errors import PeerLost
+from pipeworker.host.position import Tracker
+from pipeworker.job.file import Job
+from pipeworker.plan import partition, ties
+from pipeworker.plan.check import check as check_schedule
+from pipeworker.plan.connect import connect, forward_only
+from pipeworker.plan.orders.gpipe import gpipe
+from pipeworker.plan.placement import Placement
+from pipeworker.plan.schedule import Schedule, edges, recomputed
+from pipeworker.plan.skips import Skip, between_stages, pairs
+from pipeworker.wire.messages import RunStep, SkipRoute, Update
+from pipeworker.worker.model.model import Model
+from pipeworker.worker.stage import rng
+from pipeworker.worker.stage.stage import Skips, Stage
+from pipeworker.worker.step.data import MicroBatches, Reader, joined
+from pipeworker.worker.step.executor import Executor, Ran
+from pipeworker.worker.transport.link import MemoryLink
+from pipeworker.worker.update.ties import Ties
+from pipeworker.worker.update.update import Updater
+from support.orders import Orders
+from support.transport import TakingTurns, two_lanes
+
+CPU = torch.device("cpu")
+MODES = ("always", "except_first", "never")
+Batches = Sequence[tuple[Any, Any]]
+Grads = dict[str, "torch.Tensor | None"]
+Loss = Callable[[Any, Any], Any]
+
+
+@dataclass(frozen=True)
+class Way:
+    """Where stages are, and in which order they compute, by the number of micro-batches."""
+
+    placement: Placement
+    compute: Callable[[Placement, int], Orders]
+
+
+def filled(placement: Placement, mode: str = "never") -> Way:
+    """Fill and drain."""
+    return Way(placement, lambda where, m: gpipe(where, m, recomputed(mode, m)))
+
+
+@dataclass
+class Trained:
+    """Losses and gradients of every step; weights at the end. A tied gradient is the whole one."""
+
+    losses: list[tuple[float, ...]] = field(default_factory=list)
+    counts: list[tuple[float, ...]] = field(default_factory=list)
+    grads: list[Grads] = field(default_factory=list)
+    weights: dict[str, torch.Tensor] = field(default_factory=dict)
+
+
+class Pipeline:
+    """The stages of one model, joined by links in memory.
+
+    Workers take turns: one computes until it waits, for the random generators are the process's.
+
+    Attributes:
+        layers: as they were built, each worker's from a copy of its own.
+    """
+
+    def __init__(
+        self,
+        layers: Sequence[nn.Module],
+        loss: Loss,
+        batches: Any,
+        way: Way,
+        *,
+        microbatches: int,
+        balance: tuple[int, ...] | None = None,
+        skips: Sequence[Skip] = (),
+        tied: Sequence[Sequence[str]] = (),
+        optimizer: Callable[[Any], torch.optim.Optimizer] | None = None,
+        lanes: int = 1,
+        limit: float = 20.0,
+    ) -> None:
+        placement, self.way, self.microbatches = way.placement, way, microbatches
+        self._ranges = partition.ranges(balance or partition.even(len(layers), placement.stages))
+        self._turn = threading.Lock()
+        job = Job(list(layers), loss, optimizer or _nothing, None, None, tied=tied)
+        found = Model(job, 0, CPU, Tracker()).ties()
+        self._tied = ties.placed(found, self._ranges)
+        self._routes = between_stages(skips, self._ranges)
+        self._links = {
+            edge: TakingTurns(MemoryLink(limit) if lanes == 1 else two_lanes(limit), self._turn)
+            for edge in edges(self.schedule(microbatches))
+        }
+        self.layers: list[nn.Module] = [nn.Identity()] * len(layers)
+        self.stages: dict[int, Stage] = {}
+        self.updaters: dict[int, Updater] = {}
+        self.ties: dict[int, Ties] = {}
+        self.executors: list[Executor] = []
+        reader = Reader(batches, microbatches=microbatches, seed=0, repeat=True)
+        for worker in range(placement.workers):
+            self._worker(worker, copy.deepcopy(job), loss, reader)
+        self._first.load_first()
+
+    def _worker(self, worker: int, job: Job, loss: Loss, reader: Reader) -> None:
+        placement, tracker = self.way.placement, Tracker()
+        held = placement.held[worker]
+        model = Model(job, 0, CPU, tracker)
+        for index in held:
+            first, stop = self._ranges[index]
+            mine = [tie for tie in self._tied if index in tie.stages]
+            built, tied = model.build(first, stop, index, mine)
+            self.layers[first:stop] = built
+            self.stages[index] = Stage(
+                built,
+                first,
+                index=index,
+                seed=0,
+                device=CPU,
+                tracker=tracker,
+                loss=loss if index == placement.stages - 1 else None,
+                skips=Skips.of(
+                    [SkipRoute(s.source, s.target, s.name) for s in self._routes], index
+                ),
+            )
+            if tied is not None:
+                self.ties[index] = tied
+            if job.optimizer is not _nothing:
+                self.updaters[index] = Updater(built, first, job, ties=tied)
+        links = {e: k for e, k in self._links.items() if {e.source, e.target} & set(held)}
+        own = {index: self.stages[index] for index in held}
+        mine_tied = {index: self.ties[index] for index in held if index in self.ties}
+        self.executors.append(
+            Executor(own, placement, links, reader if 0 in held else None, None, mine_tied)
+        )
+
+    @property
+    def _first(self) -> Executor:
+        return self.executors[self.way.placement.owners[0]]
+
+    @property
+    def _last(self) -> int:
+        return self.way.placement.owners[-1]
+
+    def schedule(self, microbatches: int) -> Schedule:
+        """What runs for a number of micro-batches; it has been checked."""
+        placement = self.way.placement
+        compute = self.way.compute(placement, microbatches)
+        skips, tied = pairs(self._routes), ties.pairs(self._tied)
+        made = connect("test", microbatches, placement, compute, skips, tied)
+        check_schedule(made)
+        return made
+
+    def _all(self, run: Callable[[int], Any]) -> list[Any]:
+        """On every worker; raises what one raised by itself, not as an echo of another."""
+
+        def alone(worker: int) -> Any:
+            with self._turn:
+                return run(worker)
+
+        with ThreadPoolExecutor(len(self.executors)) as pool:
+            futures = [pool.submit(alone, worker) for worker in range(len(self.executors))]
+        errors = [error for future in futures if (error := future.exception())]
+        for error in sorted(errors, key=lambda error: isinstance(error, PeerLost)):
+            raise error
+        return [future.result() for future in futures]
+
+    def step(self, step: int, last: bool) -> list[Ran]:
+        """Run one step on all workers."""
+        batch = self._first.next_batch
+        assert batch is not None
+        schedule = self.schedule(batch.microbatches)
+
+        def run(worker: int) -> Ran:
+            self.executors[worker].program(schedule.workers[worker])
+            return self.executors[worker].run(RunStep(step, batch, last, ""))
+
+        return self._all(run)
+
+    def train(self, steps: int) -> Trained:
+        trained = Trained()
+        for step in range(1, steps + 1):
+            results = self.step(step, last=step == steps)
+            for worker, result in enumerate(results):
+                assert result.busy > 0
+                assert worker == self._last or result.losses == result.counts == ()
+            losses, counts = results[self._last].losses, results[self._last].counts
+            trained.losses.append(losses)
+            trained.counts.append(counts)
+            trained.grads.append(self.grads())
+            for updater in self.updaters.values():
+                updater.apply(Update(step, divisor=sum(counts) or 1.0))
+            if not self.updaters:
+                self.clear()
+        assert self._first.next_batch is None
+        trained.weights = _copied(self._named())
+        return trained
+
+    def _named(self) -> Iterator[tuple[str, nn.Parameter]]:
+        for index, layer in enumerate(self.layers):
+            for name, parameter in layer.named_parameters():
+                yield f"{index}.{name}", parameter
+
+    def grads(self) -> Grads:
+        """By name; each place of a tied weight has the sum of all."""
+        found: Grads = {name: _copy(parameter.grad) for name, parameter in self._named()}
+        for index, held in self.ties.items():
+            for tie, (_, owner) in zip(held.ties, held.owners, strict=True):
+                total = _copy(held.total(owner))
+                for name, stage in zip(tie.names, tie.stages, strict=True):
+                    if stage == index:
+                        found[name] = total
+        return found
+
+    def clear(self) -> None:
+        for _, parameter in self._named():
+            parameter.grad = None
+
+    def stream(self, step: int, batches: Iterable[Any]) -> list[tuple[Any, Any, int]]:
+        """An evaluation pass: each micro-batch's output, target and samples."""
+        schedule = forward_only(self.way.placement, pairs(self._routes))
+        check_schedule(schedule)
+        seen: list[tuple[Any, Any, int]] = []
+
+        def run(worker: int) -> None:
+            read: Iterator[MicroBatches] = iter(())
+            if self.executors[worker] is self._first:
+                source = Reader(batches, microbatches=self.microbatches, seed=0, repeat=False)
+                read = iter(source.read, None)
+            sink = _refuse if worker != self._last else lambda *given: seen.append(given)
+            self.executors[worker].stream(step, schedule.workers[worker], read, sink)
+
+        self._all(run)
+        return seen
+
+    def predict(self, step: int, batches: Iterable[Any]) -> list[Any]:
+        """The whole output, as every worker gets it."""
+        outputs = [output for output, _, _ in self.stream(step, batches)]
+        return self._all(
+            lambda w: self.executors[w].hand_back(joined(outputs) if w == self._last else None)
+        )
+
+
+def _nothing(parameters: Any) -> Any:
+    raise AssertionError("nothing is updated")
+
+
+def _refuse(*_: Any) -> None:
+    raise AssertionError("an output where the last stage is not")
+
+
+def _copy(grad: torch.Tensor | None) -> torch.Tensor | None:
+    return None if grad is None else grad.clone()
+
+
+def _copied(named: Iterable[tuple[str, nn.Parameter]]) -> dict[str, torch.Tensor]:
+    return {name: parameter.detach().clone() for name, parameter in named}
+
+
+def split(value: Any, count: int) -> list[Any]:
+    leaves, structure = pytree.tree_flatten(value)
+    cut = [
+        leaf.tensor_split(count) if isinstance(leaf, torch.Tensor) else [leaf] * count
+        for leaf in leaves
+    ]
+    return [pytree.tree_unflatten([piece[m] for piece in cut], structure) for m in range(count)]
+
+
+def plain(
+    layers: Sequence[nn.Module],
+    loss: Loss,
+    batches: Batches,
+    microbatches: int,
+    optimizer: Callable[[Any], torch.optim.Optimizer] | None = None,
+) -> Trained:
+    """The loop of the contract; without an optimizer nothing is updated."""
+    net = nn.Sequential(*layers)
+    opt = optimizer(net.parameters()) if optimizer else None
+    trained = Trained()
+    for step, (x, y) in enumerate(batches, 1):
+        net.zero_grad()
+        samples = len(pytree.tree_leaves(x)[0])
+        losses: list[float] = []
+        counts: list[float] = []
+        count = min(microbatches, samples)
+        for m, (xm, ym) in enumerate(zip(split(x, count), split(y, count), strict=True)):
+            share = len(pytree.tree_leaves(xm)[0]) / samples
+            for index, layer in enumerate(net):
+                rng.seed_all(rng.layer_seed(0, step, m, index))
+                xm = layer(xm)
+            given = loss(xm, ym)
+            if isinstance(given, tuple):
+                root = given[0]
+                counts.append(float(given[1]))
+            else:
+                root = given * share
+            root.backward()
+            losses.append(root.item())
+        trained.losses.append(tuple(losses))
+        trained.counts.append(tuple(counts))
+        trained.grads.append({name: _copy(p.grad) for name, p in net.named_parameters()})
+        if opt is not None:
+            for parameter in net.parameters():
+                if counts and parameter.grad is not None:
+                    parameter.grad /= sum(counts)
+            opt.step()
+    trained.weights = _copied(net.named_parameters())
+    return trained
+
+
+def assert_equal(ours: Trained, theirs: Trained, case: str = "") -> None:
+    """Without tolerance."""
+    assert ours.losses == theirs.losses, case
+    assert ours.counts == theirs.counts, case
+    for step, (mine, yours) in enumerate(zip(ours.grads, theirs.grads, strict=True)):
+        assert mine.keys() == yours.keys()
+        for name, a in mine.items():
+            b = yours[name]
+            assert (a is None) == (b is None), (case, step, name)
+            if a is not None and b is not None:
+                assert torch.equal(a, b), (case, step, name)
+    assert ours.weights.keys() == theirs.weights.keys()
+    for name, weight in ours.weights.items():
+        assert torch.equal(weight, theirs.weights[name]), (case, name)
+
+
+def mse(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return nn.functional.mse_loss(output, target)
+
+
+def data(*sizes: int, width: int = 6, out: int = 2) -> Batches:
+    return [(torch.randn(n, width), torch.randn(n, out)) for n in sizes]
+
+
+class Layer(nn.Module):
+    """A layer from a function."""
+
+    def __init__(self, function: Callable[[Any], Any]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, value: Any) -> Any:
+        return self.function(value)
+
+
+class Apply(nn.Module):
+    """A linear layer applied to one key of a dict."""
+
+    def __init__(self, source: str, target: str, width: int = 6, out: int = 6) -> None:
+        super().__init__()
+        self.linear = nn.Linear(width, out)
+        self.source, self.target = source, target
+
+    def forward(self, value: dict[str, Any]) -> dict[str, Any]:
+        return {**value, self.target: self.linear(value[self.source])}
+
+
+class Noise(nn.Module):
+    """As dropout does: another draw in each micro-batch, the same when it is recomputed."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.dropout(x, 0.3) + torch.rand(x.shape[1]) if self.training else x
+
+
+class Stash(nn.Module):
+    """Keeps what passes."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.name = name
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        pipeworker.stash(self.name, x)
+        return x
+
+
+class Pop(nn.Module):
+    """Adds what was kept."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.name = name
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * 0.5 + pipeworker.pop(self.name)

@@ -1,0 +1,127 @@
+"""Job files that several test modules run."""
+
+from __future__ import annotations
+
+JOB = """
+    import torch
+    from torch import nn
+
+    def model():
+        return nn.Sequential(
+            nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 3)
+        )
+
+    def loss(output, target):
+        return nn.functional.cross_entropy(output, target)
+
+    def optimizer(params):
+        return torch.optim.SGD(params, lr=0.1)
+
+    def data():
+        generator = torch.Generator().manual_seed(7)
+        for _ in range(6):
+            x = torch.randn(10, 8, generator=generator)
+            yield x, (x[:, 0] > 0).long() + (x[:, 1] > 0).long()
+"""
+"""A small job of five layers and six mini-batches of ten samples."""
+
+DROPOUT = JOB.replace("nn.ReLU(),", "nn.ReLU(), nn.Dropout(0.3),")
+
+DROPOUT_JOB = """
+    import random
+    import torch
+    from torch import nn
+
+    class Noise(nn.Module):
+        def forward(self, x):
+            return x * (1 + 0.1 * random.random())
+
+    def model():
+        return [
+            lambda: nn.Linear(8, 16), nn.ReLU, lambda: nn.Dropout(0.3),
+            lambda: nn.BatchNorm1d(16), Noise, lambda: nn.Linear(16, 16),
+            lambda: nn.Dropout(0.2), lambda: nn.Linear(16, 3),
+        ]
+
+    def loss(output, target):
+        return nn.functional.cross_entropy(output, target)
+
+    def optimizer(params):
+        return torch.optim.AdamW(params, lr=0.01)
+
+    def scheduler(optimizer):
+        return torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
+
+    def data():
+        for _ in range(5):
+            x = torch.randn(11, 8)
+            yield x, (x[:, 0] > 0).long() + (x[:, 1] > 0).long()
+"""
+"""Lazy layers, everything random, batch norm, a scheduler, data from the global stream."""
+
+NESTED_JOB = """
+    import torch
+    from torch import nn
+
+    class Split(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = nn.Linear(6, 8), nn.Linear(6, 8)
+
+        def forward(self, batch):
+            x, mask = batch["x"], batch["mask"]
+            a = self.a(x)
+            return {"a": a, "both": (a.t(), self.b(x)), "mask": mask, "scale": 2, "again": a}
+
+    class Mix(nn.Module):
+        def forward(self, value):
+            left, b = value["both"]
+            summed = value["a"] + left.t() * value["scale"] + value["again"]
+            return summed, b, value["mask"], None
+
+    class Join(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.out = nn.Linear(8, 1)
+
+        def forward(self, value):
+            a, b, mask, nothing = value
+            assert nothing is None and mask.dtype is torch.bool
+            return self.out(torch.where(mask, a, b).relu_())
+
+    def model():
+        return nn.Sequential(Split(), nn.Identity(), Mix(), Join())
+
+    def loss(output, target):
+        return nn.functional.mse_loss(output, target["y"])
+
+    def optimizer(params):
+        return torch.optim.SGD(params, lr=0.05, momentum=0.9)
+
+    def data():
+        g = torch.Generator().manual_seed(3)
+        for step in range(4):
+            n = 9 if step % 2 else 5
+            x = torch.randn(n, 6, generator=g)
+            yield {"x": x, "mask": x[:, :1] > 0}, {"y": x.sum(1, keepdim=True)}
+"""
+"""Nested values, masks, one tensor twice, transposed tensors, in-place, changing batch sizes."""
+
+SLEEPERS = JOB.replace(
+    "def model",
+    """
+    import os, subprocess, time
+    from pathlib import Path
+
+    class Parent(nn.Module):
+        child = None
+
+        def forward(self, x):
+            if self.child is None:
+                self.child = subprocess.Popen(["sleep", "1000"])
+                Path(f"child-{os.getpid()}").write_text(str(self.child.pid))
+            return x
+
+    def model""",
+).replace("nn.Tanh()", "Parent(), nn.Tanh()")
+"""Layer 3, on the middle stage of three, starts a process that stays if nobody ends it."""

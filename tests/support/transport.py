@@ -1,0 +1,166 @@
+"""Links between the workers of one process: real ones, which meet, and ones in memory."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+import torch
+
+from pipeworker.coordinator.rendezvous import Rendezvous
+from pipeworker.errors import PeerLost
+from pipeworker.plan.actions import Edge, Payload
+from pipeworker.plan.placement import Placement
+from pipeworker.wire.messages import StoreOperation, StoreReply, StoreRequest
+from pipeworker.worker.transport.distributed import Ask, CoordinatorStore, connect
+from pipeworker.worker.transport.link import Lane, Link, MemoryLink, Pending, TwoLanes
+
+ENDPOINT = "tcp://127.0.0.1:1"
+FORTH, BACK = Edge(0, 1, Payload.ACTIVATION), Edge(1, 0, Payload.GRADIENT)
+
+
+class Meeting:
+    """The coordinator's store, for the threads of this process; each asks one thing at a time."""
+
+    def __init__(self) -> None:
+        self._rendezvous = Rendezvous()
+        self._lock = threading.Lock()
+        self._replies: dict[bytes, queue.SimpleQueue[StoreReply]] = {}
+
+    def ask(self) -> Ask:
+        """A new peer's way to ask."""
+        peer = str(len(self._replies)).encode()
+        mine = self._replies[peer] = queue.SimpleQueue()
+
+        def ask(
+            operation: StoreOperation, keys: tuple[str, ...], value: bytes, expected: bytes
+        ) -> StoreReply:
+            request = StoreRequest(0, 1, operation, keys, value, expected)
+            with self._lock:
+                for other, reply in self._rendezvous.handle(peer, request):
+                    self._replies[other].put(reply)
+            return mine.get(timeout=20)
+
+        return ask
+
+    def store(self) -> CoordinatorStore:
+        return CoordinatorStore(self.ask())
+
+
+def connect_all(
+    edges: tuple[Edge, ...], stages: int, backend: str = "auto"
+) -> list[dict[Edge, Link]]:
+    """The links of each worker, which has one stage; each connects on a thread of its own."""
+    meeting = Meeting()
+    stores = [meeting.store() for _ in range(stages)]
+    placement = Placement.identity(stages)
+    with ThreadPoolExecutor(stages) as pool:
+        made = [
+            pool.submit(connect, mine, k, placement, store, ENDPOINT, backend)
+            for k, store in enumerate(stores)
+            if (mine := [edge for edge in edges if k in (edge.source, edge.target)])
+        ]
+        return [future.result() for future in made]
+
+
+class StrictLane:
+    """A bulk lane in memory as nccl's are: no tags, equal sizes, and every receive is sent to.
+
+    Where nccl would hang, or mix up messages, this fails.
+    """
+
+    device = torch.device("cpu")
+
+    def __init__(self, limit: float = 20.0) -> None:
+        self._link = MemoryLink(limit)
+        self._lock = threading.Lock()
+        self._sent: list[int] = []
+        self._posted: list[int] = []
+
+    @property
+    def sent(self) -> int:
+        return self._link.sent
+
+    @property
+    def waiting(self) -> int:
+        """Receives that nothing was sent to."""
+        return len(self._posted) - len(self._sent)
+
+    def allocate(self, count: int) -> torch.Tensor:
+        return self._link.allocate(count)
+
+    def send(self, tensor: torch.Tensor, tag: int) -> Pending:
+        self._note(self._sent, [tensor])
+        return self._link.send(tensor, 0)
+
+    def receive(self, tensors: Sequence[torch.Tensor], tag: int) -> list[Pending]:
+        self._note(self._posted, tensors)
+        return [_Awaited(pending) for pending in self._link.receive(tensors, 0)]
+
+    def _note(self, mine: list[int], tensors: Sequence[torch.Tensor]) -> None:
+        with self._lock:
+            mine += [tensor.nbytes for tensor in tensors]
+            count = min(len(self._sent), len(self._posted))
+            assert self._sent[:count] == self._posted[:count], "messages of other sizes meet"
+
+    def close(self) -> None:
+        assert self.waiting <= 0, f"closed with {self.waiting} receives that nothing was sent to"
+
+
+@dataclass(frozen=True)
+class _Awaited:
+    pending: Pending
+
+    def wait(self) -> None:
+        try:
+            self.pending.wait()
+        except PeerLost:
+            raise AssertionError("nothing was ever sent to a receive") from None
+
+
+def two_lanes(limit: float = 20.0) -> TwoLanes:
+    """One link in memory for both ends: the bulk lane is strict."""
+    bulk = StrictLane(limit)
+    return TwoLanes(MemoryLink(limit), bulk, bulk.close)
+
+
+class TakingTurns:
+    """A link between workers of which one runs at a time: a turn is given up only to wait."""
+
+    def __init__(self, link: Link, turn: threading.Lock) -> None:
+        self.control: Lane = _Turns(link.control, turn)
+        self.bulk = self.control if link.bulk is link.control else _Turns(link.bulk, turn)
+        self._link = link
+
+    def close(self) -> None:
+        self._link.close()
+
+
+class _Turns:
+    def __init__(self, lane: Lane, turn: threading.Lock) -> None:
+        self._lane, self._turn, self.device = lane, turn, lane.device
+
+    def allocate(self, count: int) -> torch.Tensor:
+        return self._lane.allocate(count)
+
+    def send(self, tensor: torch.Tensor, tag: int) -> Pending:
+        return _Turn(self._lane.send(tensor, tag), self._turn)
+
+    def receive(self, tensors: Sequence[torch.Tensor], tag: int) -> list[Pending]:
+        return [_Turn(pending, self._turn) for pending in self._lane.receive(tensors, tag)]
+
+
+@dataclass(frozen=True)
+class _Turn:
+    pending: Pending
+    turn: threading.Lock
+
+    def wait(self) -> None:
+        self.turn.release()
+        try:
+            self.pending.wait()
+        finally:
+            self.turn.acquire()

@@ -1,0 +1,249 @@
+"""A loop of the user's own that fails: every rank is told, and nothing is left."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+import pytest
+
+from support.jobs import Jobs, processes_of, until
+from support.ranks import LOOP, Scripts, script
+from support.sources import JOB
+
+FAILING = """
+    class Bad(nn.Module):
+        def forward(self, x):
+            if os.environ["WHAT"] == "layer":
+                raise ValueError("as asked")
+            return x
+
+    def model():
+        return nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 3), Bad())
+
+    what = os.environ["WHAT"]
+    if what == "weights":
+        torch.manual_seed(rank)
+        model = model()
+    with pipeworker.Pipeline(
+        model, loss=loss, optimizer=optimizer, microbatches=2, run_dir="run"
+    ) as pipe:
+        print("joined", flush=True)
+        batch = next(data())
+        if what == "loop" and rank == 1:
+            raise RuntimeError("of my own")
+        if what == "calls" and rank == 1:
+            pipe.predict(batch[0])
+        if what == "batch":
+            batch = batch[0]
+        if what == "inside":
+            within = lambda *_: pipe.predict(batch[0])
+            pipe.layers[max(pipe.layers)].register_forward_hook(within)
+        if what == "none":
+            batch = None
+        if what == "sysexit" and rank == 1:
+            sys.exit(3)
+        if what == "exit" and rank == 1:
+            os._exit(3)
+        pipe.step(batch)
+        if what == "closed":
+            pipe.close()
+            pipe.step(batch)
+        while what == "endless":
+            pipe.step(batch)
+"""
+
+
+@pytest.mark.parametrize(
+    ("what", "first", "second"),
+    [
+        (
+            "layer",
+            "PipeworkerError: layer 3 (Bad) raised ValueError: as asked",
+            "LayerError: layer 3 (Bad) raised ValueError: as asked (its input was Tensor[5, 3] "
+            "float32)\n  in forward: stage 1, layer 3 (Bad), micro-batch 0, step 1",
+        ),
+        ("weights", "UsageError: the model's initial weights differ", "UsageError: the model's"),
+        (
+            "loop",
+            "PipeworkerError: the script of stage 1 raised RuntimeError: of my own",
+            "RuntimeError: of my own",
+        ),
+        (
+            "calls",
+            "UsageError: stage 1 called predict(batch) while stage 0 called step(batch)",
+            "UsageError: stage 1 called predict(batch) while stage 0 called step(batch)",
+        ),
+        (
+            "batch",
+            "UsageError: step(batch) was given a Tensor: it must be a pair (input, target)",
+            "UsageError: step(batch) was given a Tensor",
+        ),
+        ("none", "UsageError: step(batch) was given a NoneType", "UsageError: step(batch)"),
+        (
+            "inside",
+            "a call of this pipeline was made inside another one",
+            "a call of this pipeline was made inside another one",
+        ),
+        ("sysexit", "PipeworkerError: the script of stage 1 raised SystemExit: 3", ""),
+        ("exit", "PipeworkerError: the worker of stage 1 (pid ", ""),
+        ("closed", "PipeworkerError: the job is over", "PipeworkerError: the job is over"),
+    ],
+)
+def test_a_failure_is_raised_on_every_rank(
+    scripts: Scripts, what: str, first: str, second: str
+) -> None:
+    ranks = scripts.start(script(JOB, FAILING), 2, WHAT=what)
+    runs = ranks.end()
+    assert [run.status for run in runs] == [1, 3 if what in ("exit", "sysexit") else 1]
+    for run, message in zip(runs, (first, second), strict=True):
+        assert message in run.stderr.replace(
+            "stage 0 called step(batch) while stage 1 called predict(batch)",
+            "stage 1 called predict(batch) while stage 0 called step(batch)",
+        )
+    status = "done" if what == "closed" else "failed"
+    assert runs[0].summary["status"] == status
+    if what == "layer":
+        assert 'raise ValueError("as asked")' in runs[1].stderr
+        assert "stage 1, layer 3 (Bad), micro-batch 0, step 1" in runs[0].stderr
+
+
+@pytest.mark.parametrize("rank", [0, 1, 2])
+def test_a_killed_rank_ends_the_others(jobs: Jobs, scripts: Scripts, rank: int) -> None:
+    ranks = scripts.start(script(JOB, FAILING), 3, WHAT="endless")
+    until((ranks.run_dir / "metrics.jsonl").exists)
+    until(lambda: (ranks.run_dir / "metrics.jsonl").read_text(), 30)
+    os.kill(ranks.pids[rank], signal.SIGKILL)
+    runs = ranks.end(20)
+    assert [run.status for run in runs] == [-signal.SIGKILL if r == rank else 1 for r in range(3)]
+    until(lambda: not processes_of(jobs.folder), 10)
+    assert runs[0].summary["status"] == "failed"
+    if rank:
+        assert f"the worker of stage {rank} (pid " in runs[0].summary["error"]
+
+
+def test_an_interrupt_is_the_users_own(jobs: Jobs, scripts: Scripts) -> None:
+    ranks = scripts.start(script(JOB, FAILING), 3, WHAT="endless")
+    until((ranks.run_dir / "metrics.jsonl").exists)
+    until(lambda: (ranks.run_dir / "metrics.jsonl").read_text(), 30)
+    for pid in ranks.pids:
+        os.kill(pid, signal.SIGINT)
+    runs = ranks.end(20)
+    assert all("KeyboardInterrupt" in run.stderr or "the job ended" in run.stderr for run in runs)
+    until(lambda: not processes_of(jobs.folder), 10)
+    assert runs[0].summary["status"] == "interrupted"
+
+
+UNCLOSED = """
+    import time
+    pipe = pipeworker.Pipeline(model, loss=loss, optimizer=optimizer, run_dir="run")
+    pipe.step(next(data()))
+    if rank == 0:
+        Path("stepped").touch()
+    if rank == 1 and os.environ.get("RAISE"):
+        while not Path("stepped").exists():  # else it is the step of rank 0 that fails
+            time.sleep(0.02)
+        raise ValueError("of my own")
+"""
+
+
+@pytest.mark.parametrize("end", ["", "with pipe:\n    sys.exit()"])
+def test_the_end_of_a_script_closes_its_pipeline(scripts: Scripts, end: str) -> None:
+    run = scripts.start(script(JOB, UNCLOSED, end), 2).end()[0]
+    assert run.summary["status"] == "done"
+    assert len(run.weights) == 6
+
+
+def test_a_script_that_ends_by_an_exception_has_failed(scripts: Scripts) -> None:
+    """Programs of their own, whose interpreter knows what ended it."""
+    first, second = scripts.start(script(JOB, UNCLOSED), 2, cold=True, RAISE="yes").end()
+    said = "the script of stage 1 raised ValueError: of my own"
+    assert f"error: {said}" in first.stderr
+    assert "ValueError: of my own" in second.stderr
+    assert second.status == 1
+    assert first.summary["status"] == "failed"
+    assert said in first.summary["error"]
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        ("Pipeline(model, loss=3, optimizer=optimizer)", "loss in pipeworker.Pipeline() is a int"),
+        ("Pipeline(model, loss=loss, optimizer=optimizer, colour=1)", "has no option 'colour'"),
+        ("Pipeline(model, loss=loss, optimizer=optimizer, steps=1)", "has no option 'steps'"),
+        ("Pipeline(3, loss=loss, optimizer=optimizer)", "model in pipeworker.Pipeline() is a int"),
+        (
+            "Pipeline(model, loss=loss, optimizer=optimizer, recompute='some')",
+            "--recompute some: must be one of auto, always, except_first, never",
+        ),
+        ("Pipeline(model, loss=loss, optimizer=optimizer, seed='0')", "--seed '0': a str"),
+        (
+            "train(model, loss=loss, optimizer=optimizer, data=None)",
+            "data in pipeworker.train() is a NoneType",
+        ),
+    ],
+)
+def test_what_is_wrong_is_said_before_anything_starts(
+    scripts: Scripts, call: str, message: str
+) -> None:
+    (run,) = scripts.start(script(JOB, f"pipeworker.{call}"), 1, alone=True).end()
+    assert run.status == 1
+    assert message in run.stderr
+    assert not run.path.exists()
+    assert not (run.path.parent / "runs").exists()
+
+
+def test_what_is_wrong_on_the_first_rank_is_told_to_the_others(scripts: Scripts) -> None:
+    loop = """
+        Path("taken").mkdir(exist_ok=True)
+        try:
+            pipeworker.Pipeline(model, loss=loss, optimizer=optimizer, run_dir="taken")
+        except pipeworker.UsageError as error:
+            tell(error=str(error))
+        with pipeworker.Pipeline(model, loss=loss, optimizer=optimizer, run_dir="run") as pipe:
+            pipe.step(next(data()))
+    """
+    ranks = scripts.start(script(JOB, loop), 2)
+    ranks.succeed()
+    assert ranks.told(0) == ranks.told(1)
+    assert "run directory taken exists already" in ranks.told(1)["error"]
+
+
+def test_a_rank_that_is_busy_when_another_fails_is_not_ended(scripts: Scripts) -> None:
+    loop = """
+        import time
+        class Slow(nn.Linear):
+            calls = 0
+
+            def forward(self, x):
+                self.calls += 1
+                while self.calls == 2 and not Path("run/summary.json").exists():
+                    time.sleep(0.02)
+                time.sleep(1.0 if self.calls == 2 else 0.0)  # longer than who is stuck may wait
+                return super().forward(x)
+
+        def model():
+            return nn.Sequential(Slow(8, 8), nn.Linear(8, 3))
+
+        def loss(output, target):
+            raise ValueError("of my own")
+
+        def data():
+            yield torch.zeros(2, 8), torch.zeros(2).long()
+
+        with pipeworker.Pipeline(
+            model, loss=loss, optimizer=optimizer, microbatches=2, recompute="never", run_dir="run"
+        ) as pipe:
+            try:
+                pipe.step(next(data()))
+            except pipeworker.PipeworkerError as error:
+                tell(error=str(error))
+    """
+    ranks = scripts.start(script(JOB, loop), 2, PIPEWORKER_TIMINGS="stuck=0.2")
+    ranks.succeed()
+    assert "loss() raised ValueError: of my own" in ranks.told(0)["error"]
+
+
+def test_half_an_environment_is_said(scripts: Scripts) -> None:
+    (run,) = scripts.start(script(JOB, LOOP), 1, alone=True, RANK="0", WORLD_SIZE="2").end()
+    assert "'MASTER_ADDR' is not set" in run.stderr

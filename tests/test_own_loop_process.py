@@ -1,0 +1,99 @@
+"""``pipeworker.Pipeline`` in a process that is the user's: what it leaves as it was."""
+
+from __future__ import annotations
+
+import torch
+
+from support.ranks import Scripts, script
+from support.sources import DROPOUT, JOB
+
+
+def test_the_process_is_left_as_it_was(scripts: Scripts) -> None:
+    """Random streams, signals, threads, descriptors, grad mode; one job after another."""
+    loop = """
+        import gc, random, signal, threading
+        def mine():
+            return [torch.rand(()).item(), random.random()]
+        torch.manual_seed(5); random.seed(5)
+        drawn, before = [mine()], None
+        for attempt in range(3):
+            with torch.no_grad(), pipeworker.Pipeline(
+                model, loss=loss, optimizer=optimizer, microbatches=4, run_dir=f"run-{attempt}",
+                backend=os.environ["BACKEND"]
+            ) as pipe:
+                drawn.append(mine())
+                pipe.step(next(data()))
+                drawn.append(mine())
+                pipe.evaluate(next(data()))
+                assert not torch.is_grad_enabled()
+            del pipe
+            gc.collect()
+            left = (len(os.listdir("/proc/self/fd")), threading.active_count())
+            assert before is None or max(left, before) == before, (before, left)
+            before = left
+        assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+        tell(drawn=drawn, threads=threading.active_count())
+    """
+    torch.manual_seed(5)
+    expected = [torch.rand(()).item() for _ in range(7)]
+    for stages, backend in ((1, "auto"), (2, "gloo"), (3, "auto")):
+        ranks = scripts.start(script(DROPOUT, loop), stages, BACKEND=backend)
+        ranks.succeed()
+        for rank in range(stages):
+            assert [drawn[0] for drawn in ranks.told(rank)["drawn"]] == expected
+            assert ranks.told(rank)["threads"] == 1
+
+
+def test_a_process_group_of_the_users_is_used_and_kept(scripts: Scripts) -> None:
+    loop = """
+        import torch.distributed as dist
+        if os.environ.get("PLACE") == "group":  # it alone knows the ranks
+            address = f"tcp://127.0.0.1:{os.environ.pop('MASTER_PORT')}"
+            world = int(os.environ.pop("WORLD_SIZE"))
+            dist.init_process_group("gloo", address, rank=int(os.environ.pop("RANK")),
+                                    world_size=world)
+            del os.environ["MASTER_ADDR"]
+        else:
+            dist.init_process_group("gloo")
+        with pipeworker.Pipeline(
+            model, loss=loss, optimizer=optimizer, microbatches=4, run_dir="run"
+        ) as pipe:
+            loss = torch.tensor(pipe.step(next(data())).loss)
+            dist.all_reduce(loss)
+        dist.barrier()
+        dist.destroy_process_group()
+        tell(loss=loss.item())
+    """
+    for place in ("environment", "group"):
+        ranks = scripts.start(script(JOB, loop), 2, PLACE=place)
+        assert ranks.succeed()[0].summary["stages"] == 2
+        assert ranks.told(0) == ranks.told(1)
+
+
+def test_modules_of_the_users_come_back_as_they_were(scripts: Scripts) -> None:
+    """Trained, but without leftovers; and what was left on them before does not count."""
+    loop = """
+        def train():
+            with pipeworker.Pipeline(
+                net, loss=loss, optimizer=optimizer, microbatches=4, deferred_batch_norm=True,
+                run_dir=f"run-{len(results)}"
+            ) as pipe:
+                results.append([pipe.step(batch).grad_norm for batch in data()])
+
+        results = []
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 3))
+        first = {key: value.clone() for key, value in net.state_dict().items()}
+        for parameter in net.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        train()
+        assert net[1].track_running_stats and not net[1]._forward_pre_hooks
+        assert net[1].num_batches_tracked == 6
+        assert all(parameter.grad is None for parameter in net.parameters())
+        net.load_state_dict(first)
+        train()
+        assert net[1].num_batches_tracked == 6
+        assert results[0] == results[1]
+    """
+    scripts.start(script(JOB, loop), 1, alone=True).succeed()

@@ -1,0 +1,134 @@
+"""Processes that the tests fork are like interpreters of their own, and leave nothing behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from support.forked import Server
+from support.jobs import Jobs, processes_of, until
+
+PROBE = """
+    import gc, json, logging, os, random, signal, sys, tempfile, threading
+    import neighbour
+    kept = [n for n in range(64) if os.path.exists(f"/proc/self/fd/{n}")]
+    names = [name for name in sys.modules if name.partition(".")[0] == "support"]
+    print(json.dumps({
+        "arguments": sys.argv, "path": sys.path, "folder": os.getcwd(), "file": __file__,
+        "environment": dict(os.environ), "descriptors": kept, "main": __name__, "ours": names,
+        "main module": vars(sys.modules["__main__"])["PROBE"],
+        "signals": [str(signal.getsignal(n)) for n in sorted(signal.valid_signals())],
+        "blocked": [int(n) for n in signal.pthread_sigmask(signal.SIG_BLOCK, [])],
+        "wakeup": signal.set_wakeup_fd(-1), "handlers": len(logging.root.handlers),
+        "threads": threading.active_count(), "temporary": tempfile.gettempdir(),
+        "collector": [gc.isenabled(), gc.get_threshold()], "input": sys.stdin.read(),
+        "streams": [[f.encoding, f.errors, f.line_buffering] for f in (sys.stdout, sys.stderr)],
+    }, indent=1)) if (PROBE := "is there") else None
+"""
+
+ENDS = [
+    "pass",
+    "sys.exit()",
+    "sys.exit(3)",
+    "sys.exit('in words')",
+    "1 / 0",
+    "raise KeyboardInterrupt",
+    "os._exit(4)",
+    "os.kill(os.getpid(), signal.SIGTERM)",
+    "os.kill(os.getpid(), signal.SIGINT)",
+    "import atexit; atexit.register(print, 'the end'); print('first')",
+    "import threading; threading.Timer(0.1, print, ['later']).start(); print('first')",
+    "os.close(1); print('nowhere')",
+]
+
+needs_server = pytest.mark.skipif(sys.platform != "linux", reason="the server is for Linux")
+
+
+@pytest.fixture(autouse=True)
+def interruptible() -> Iterator[None]:
+    """A shell's background jobs ignore Ctrl-C and the like, and an interpreter inherits that."""
+    before = {n: signal.signal(n, signal.SIG_DFL) for n in (signal.SIGINT, signal.SIGQUIT)}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+def shown(jobs: Jobs, path: Path, cold: bool) -> tuple[int | None, str, str]:
+    env = {**os.environ, "TMPDIR": str(jobs.folder), "WORD": "of the test"}
+    process = jobs.python(path.name, "one", "-x", folder=path.parent, env=env, cold=cold)
+    stdout, stderr = process.communicate(timeout=60)
+    return process.returncode, stdout, stderr
+
+
+def test_a_forked_script_finds_what_a_fresh_one_does(jobs: Jobs) -> None:
+    jobs.write("", "folder/neighbour.py")
+    path = jobs.write(PROBE, "folder/probe.py")
+    forked, fresh = (shown(jobs, path, cold) for cold in (False, True))
+    assert fresh[0] == 0, fresh[2]
+    assert forked[1].splitlines() == fresh[1].splitlines()
+    assert forked == fresh
+
+
+@pytest.mark.parametrize("end", ENDS)
+def test_a_forked_script_ends_as_a_fresh_one_does(jobs: Jobs, end: str) -> None:
+    path = jobs.write(f"import os, signal, sys\n{end}\n", "folder/end.py")
+    forked, fresh = (shown(jobs, path, cold) for cold in (False, True))
+    assert forked == fresh
+
+
+def test_randomness_is_fresh_in_each_process(jobs: Jobs) -> None:
+    path = jobs.write("import random, numpy; print(random.random(), numpy.random.rand())")
+    (_, first, _), (_, second, _) = (shown(jobs, path, cold=False) for _ in range(2))
+    assert not set(first.split()) & set(second.split())
+
+
+@needs_server
+def test_nothing_outlives_the_server(tmp_path: Path) -> None:
+    """It is one for all who name it alike, ends with the last, and takes along what it forked."""
+    name = uuid.uuid4().hex
+    first, second = Server(name), Server(name)
+    assert first.pid == second.pid
+    first.close()
+    line = [sys.executable, "-c", "import time; print('there', flush=True); time.sleep(1000)"]
+    process = second.start(line, cwd=tmp_path, stdout=subprocess.PIPE)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "there\n"
+    assert list(processes_of(tmp_path)) == [process.pid]
+    second.close()
+    until(lambda: not processes_of(tmp_path))
+    until(lambda: not Path(f"/proc/{first.pid}").exists() or state(first.pid) == "Z")
+    with pytest.raises(ConnectionError):
+        process.wait()
+
+
+def state(pid: int) -> str:
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+
+
+@needs_server
+def test_a_process_ends_with_who_asked_for_it(jobs: Jobs) -> None:
+    asks = """
+        import subprocess, sys, time
+        from support.forked import Server
+        server = Server(sys.argv[1])
+        line = [sys.executable, "-c", "import time; print('there', flush=True); time.sleep(1000)"]
+        process = server.start(line, stdout=subprocess.PIPE)
+        print(server.pid, process.pid, process.stdout.readline(), flush=True)
+        time.sleep(1000)
+    """
+    path = jobs.write(asks)
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
+    asking = jobs.python(str(path), uuid.uuid4().hex, env=env, cold=True)
+    assert asking.stdout is not None
+    server, child, _ = asking.stdout.readline().split()
+    assert int(child) in processes_of(jobs.folder)
+    asking.kill()
+    assert asking.wait(60) == -signal.SIGKILL
+    until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in (server, child)))

@@ -1,0 +1,211 @@
+"""stash and pop in a plain model, in tables, and as a survey of the layers finds them."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any, cast
+
+import pytest
+import torch
+from torch import nn
+
+import pipeworker
+from pipeworker.errors import SkipError
+from pipeworker.host.position import Tracker
+from pipeworker.plan.skips import Skip
+from pipeworker.wire.messages import Phase
+from pipeworker.worker.blame import Raised
+from pipeworker.worker.model import survey
+from pipeworker.worker.model.survey import Survey
+from pipeworker.worker.stage import skips
+from pipeworker.worker.stage.skips import Table
+
+CPU = torch.device("cpu")
+
+
+class Stashes(nn.Module):
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.name = name
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        pipeworker.stash(self.name, x)
+        y: torch.Tensor = self.linear(x)
+        return y
+
+
+class Pops(nn.Module):
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.name = name
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + pipeworker.pop(self.name)
+
+
+class Looks(nn.Module):
+    """Needs real numbers."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x if x.sum().item() > 0 else -x
+
+
+class Down(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for level in ("a", "b"):
+            with pipeworker.namespace("net"), pipeworker.namespace(level):
+                pipeworker.stash("x", x)
+        return x
+
+
+class Up(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with pipeworker.namespace("net"):
+            with pipeworker.namespace("a"):
+                first = pipeworker.pop("x")
+            return first + pipeworker.pop("b/x")
+
+
+def test_a_plain_model_needs_no_pipeline() -> None:
+    net = nn.Sequential(nn.Linear(4, 4), Stashes("x"), nn.Tanh(), Pops("x"))
+    for _ in range(2):
+        x = torch.randn(3, 4)
+        middle = net[0](x)
+        expected = torch.tanh(net[1].get_submodule("linear")(middle)) + middle
+        assert torch.equal(net(x), expected)
+    net(x).sum().backward()
+    assert net[0].weight.grad is not None
+
+
+def test_threads_have_tables_of_their_own() -> None:
+    pipeworker.stash("mine", torch.ones(1))
+    errors = []
+
+    def other() -> None:
+        try:
+            pipeworker.pop("mine")
+        except SkipError as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=other)
+    thread.start()
+    thread.join()
+    assert errors
+    pipeworker.pop("mine")
+
+
+@pytest.mark.parametrize(
+    ("use", "message"),
+    [
+        (lambda: pipeworker.pop("x"), "'x' is popped, but nobody stashed it"),
+        (lambda: list(map(pipeworker.stash, "xx", torch.ones(2, 1))), "'x' is stashed twice"),
+        (lambda: pipeworker.stash("x", cast("Any", 3)), "takes a tensor, not a int"),
+        (
+            lambda: pipeworker.stash(cast("Any", 3), torch.ones(1)),
+            "named by a string, not by a int",
+        ),
+    ],
+)
+def test_misuse_is_named(use: Callable[[], Any], message: str) -> None:
+    with Table().active(), pytest.raises(SkipError, match=message):
+        use()
+
+
+def test_a_stash_changed_in_place_is_refused() -> None:
+    x = torch.ones(2)
+    with Table().active():
+        pipeworker.stash("x", x)
+        x.add_(1)
+        with pytest.raises(SkipError, match="'x' was changed in place after it was stashed"):
+            pipeworker.pop("x")
+
+
+def test_a_table_leaves_what_is_planned_and_nothing_else() -> None:
+    table = Table({"in": torch.ones(1)})
+    with table.active():
+        pipeworker.stash("out", torch.ones(2))
+        with pytest.raises(SkipError, match="'in' is stashed or received here, and not popped"):
+            table.leave(["out"])
+        pipeworker.pop("in")
+        with pytest.raises(SkipError, match="'more' is popped, but nobody stashed it"):
+            table.leave(["more", "out"])
+    out = table.leave(["out"])["out"]
+    assert out is not None
+    assert out.tolist() == [1.0, 1.0]
+
+
+def test_a_scope_does_not_leak_into_a_stage() -> None:
+    with pipeworker.namespace("user"), Table().active():
+        pipeworker.stash("x", torch.ones(1))
+        pipeworker.pop("x")
+        assert skips._local.scope == ""
+    assert skips._local.scope == ""
+
+
+@pytest.mark.parametrize("real", [False, True], ids=["shapes only", "real numbers"])
+@pytest.mark.parametrize("lazy", [False, True])
+def test_a_survey_finds_the_skips(real: bool, lazy: bool) -> None:
+    layers: list[nn.Module] = [Stashes("x"), Down(), nn.BatchNorm1d(4), Up(), Pops("x")]
+    if real:
+        layers.insert(1, Looks())
+    entries: list[Any] = [(lambda layer=layer: layer) for layer in layers] if lazy else layers
+    found = Survey(entries, 0, CPU).run(torch.randn(3, 4), Tracker())
+    shift = int(real)
+    assert found == (
+        Skip(0, 4 + shift, "x"),
+        Skip(1 + shift, 3 + shift, "net/a/x"),
+        Skip(1 + shift, 3 + shift, "net/b/x"),
+    )
+    assert layers[2 + shift].num_batches_tracked == 0 or lazy  # the model itself is not touched
+
+
+def test_a_survey_builds_without_memory() -> None:
+    size = 1 << 20  # the weight in the middle would take 4 TiB
+    entries = [
+        lambda: nn.Linear(4, size),
+        lambda: nn.Linear(size, size),
+        lambda: nn.Linear(size, 4),
+        lambda: Stashes("x"),
+        lambda: Pops("x"),
+    ]
+    assert Survey(entries, 0, CPU).run(torch.randn(3, 4), Tracker()) == (Skip(3, 4, "x"),)
+
+
+def test_a_survey_says_which_layer() -> None:
+    with pytest.raises(SkipError, match=r"layer 1 \(Pops\) pops 'y', which no layer before it"):
+        Survey([Stashes("x"), Pops("y"), Pops("x")], 0, CPU).run(torch.randn(3, 4), Tracker())
+
+
+def test_a_layer_that_fails_fails_where_it_is() -> None:
+    tracker = Tracker()
+    said = r"layer 1 \(Linear\) raised RuntimeError: .*shapes cannot be multiplied"
+    with pytest.raises(Raised, match=said):
+        Survey([Stashes("x"), nn.Linear(5, 4), Pops("x")], 0, CPU).run(torch.randn(3, 4), tracker)
+    assert (tracker.get().phase, tracker.get().layer) == (Phase.SURVEY, 1)
+
+
+def test_only_a_job_that_mentions_us_is_surveyed() -> None:
+    job = ModuleType("job")
+    assert not survey.mentions_skips([job])
+    for name, value in (("pipeworker", pipeworker), ("keep", pipeworker.stash)):
+        job = ModuleType("job")
+        setattr(job, name, value)
+        assert survey.mentions_skips([job])
+
+
+def test_all_is_exact() -> None:
+    assert all(hasattr(pipeworker, name) for name in pipeworker.__all__)
+    assert set(pipeworker._LAZY) <= set(pipeworker.__all__)
+    with pytest.raises(AttributeError, match="has no attribute 'nothing'"):
+        pipeworker.nothing  # noqa: B018
+
+
+def test_a_survey_of_buffers_needs_no_real_numbers(capfd: pytest.CaptureFixture[str]) -> None:
+    layers = [Stashes("x"), nn.BatchNorm1d(4), Pops("x")]
+    assert Survey(layers, 0, CPU)._on_fakes(torch.randn(3, 4))["events"][2] == [("pop", "x")]
+    assert Survey(layers, 0, CPU).run(torch.randn(3, 4), Tracker()) == (Skip(0, 2, "x"),)
+    assert layers[1].num_batches_tracked == 0
+    assert capfd.readouterr() == ("", "")

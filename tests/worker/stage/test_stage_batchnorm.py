@@ -1,0 +1,61 @@
+"""Deferred batch norm against batch norm on the whole mini-batch."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from pipeworker.worker.stage import recompute
+from pipeworker.worker.stage.batchnorm import DeferredBatchNorm
+
+
+@pytest.mark.parametrize("momentum", [0.1, None])
+@pytest.mark.parametrize("shape", [(11, 3), (11, 3, 4), (11, 3, 2, 5)])
+@pytest.mark.parametrize("pieces", [1, 3, 4])
+def test_statistics_are_those_of_the_whole(
+    momentum: float | None, shape: tuple[int, ...], pieces: int
+) -> None:
+    kind = {2: nn.BatchNorm1d, 3: nn.BatchNorm1d, 4: nn.BatchNorm2d}[len(shape)]
+    whole, cut = kind(3, momentum=momentum), kind(3, momentum=momentum)
+    deferred = DeferredBatchNorm([nn.Sequential(nn.ReLU(), cut)])
+    for step in range(3):
+        x = torch.randn(shape) * (step + 1) + step
+        whole(x)
+        for piece in x.tensor_split(pieces):
+            plain = kind(3)
+            assert torch.equal(cut(piece), plain(piece))
+        assert cut.running_mean is not None
+        before = cut.running_mean.clone()
+        deferred.commit()
+        assert not torch.equal(cut.running_mean, before)
+    assert whole.num_batches_tracked == cut.num_batches_tracked == 3
+    torch.testing.assert_close(cut.running_mean, whole.running_mean)
+    torch.testing.assert_close(cut.running_var, whole.running_var)
+    whole.eval(), cut.eval()
+    torch.testing.assert_close(cut(x), whole(x))
+    assert cut.state_dict().keys() == whole.state_dict().keys()
+
+
+def test_only_the_first_forward_in_training_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    norm = nn.BatchNorm1d(2)
+    deferred = DeferredBatchNorm([norm])
+    x = torch.randn(6, 2)
+    norm(input=x)
+    monkeypatch.setattr(recompute._state, "recomputing", True, raising=False)
+    norm(x + 5)
+    monkeypatch.undo()
+    norm.eval()
+    norm(x + 7)
+    deferred.commit()
+    torch.testing.assert_close(norm.running_mean, 0.1 * x.mean(0))
+    assert norm.running_mean is not None
+    after = norm.running_mean.clone()
+    deferred.commit()  # nothing seen, nothing changed
+    assert torch.equal(norm.running_mean, after)
+
+
+def test_a_norm_without_statistics_is_left_alone() -> None:
+    norm = nn.BatchNorm1d(2, track_running_stats=False)
+    DeferredBatchNorm([norm])
+    assert not norm._forward_pre_hooks

@@ -1,0 +1,170 @@
+"""Buffers change once, though the forward runs twice."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+
+import pytest
+import torch
+from torch import nn
+
+import pipeworker
+from pipeworker.worker.stage.microbatch import MicroBatch
+from pipeworker.worker.stage.recompute import Buffers
+
+
+class Counter(nn.Module):
+    """Counts its forwards, and gives the count."""
+
+    count: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("count", torch.zeros(()))
+        self.register_buffer("table", torch.arange(3.0))
+        self.register_buffer("nothing", None)
+
+    def forward(self) -> float:
+        self.count += 1
+        return self.count.item()
+
+
+class Replacing(Counter):
+    """The same by assignment."""
+
+    def forward(self) -> float:
+        self.count = self.count + 1
+        return self.count.item()
+
+
+def microbatches(count: int) -> list[MicroBatch]:
+    return [MicroBatch(m) for m in range(count)]
+
+
+@pytest.mark.parametrize("kind", [Counter, Replacing])
+def test_the_second_forward_sees_what_the_first_saw(kind: type[Counter]) -> None:
+    layer = kind()
+    buffers = Buffers([layer])
+    for step in range(3):
+        first, second = [], []
+        mbs = microbatches(4)
+        for mb in mbs:
+            with buffers.first_forward(mb):
+                first.append(layer())
+        for mb in mbs:
+            with buffers.second_forward(mb):
+                second.append(layer())
+        assert first == second == [4.0 * step + m + 1 for m in range(4)]
+        assert layer.count.item() == 4 * (step + 1)
+
+
+def test_only_what_changes_is_copied() -> None:
+    layer = Counter()
+    buffers = Buffers([layer])
+    table = layer.table
+    mbs = microbatches(2)
+    for mb in mbs:
+        with buffers.first_forward(mb):
+            layer()
+        assert mb.before is not None
+        assert [slot[1] for slot, _ in mb.before] == ["count"]
+    for mb in mbs:
+        with buffers.second_forward(mb):
+            assert layer.table is table
+            layer()
+    assert [mb.before for mb in mbs] == [None, None]
+
+
+def test_batch_norm_is_found_though_it_leaves_no_trace() -> None:
+    norm = nn.BatchNorm1d(2)
+    buffers = Buffers([nn.Sequential(nn.Linear(2, 2), norm)])
+    x = torch.randn(5, 2)
+    mb = MicroBatch(0)
+    with buffers.first_forward(mb):
+        norm(x)
+    after = {name: value.clone() for name, value in norm.named_buffers()}
+    with buffers.second_forward(mb):
+        assert norm.running_mean is not None
+        assert norm.running_mean.tolist() == [0, 0]
+        norm(x)
+    assert norm.num_batches_tracked is not None
+    assert norm.num_batches_tracked.item() == 1
+    for name, value in norm.named_buffers():
+        assert torch.equal(value, after[name])
+
+
+def test_a_module_shared_by_two_layers_is_kept_once() -> None:
+    layer = Counter()
+    buffers = Buffers([layer, nn.Sequential(layer)])
+    mb = MicroBatch(0)
+    with buffers.first_forward(mb):
+        first = [layer(), layer()]
+    with buffers.second_forward(mb):
+        assert [layer(), layer()] == first
+    assert layer.count.item() == 2
+
+
+def test_buffers_come_back_after_an_error() -> None:
+    layer = Counter()
+    buffers = Buffers([layer])
+    mbs = microbatches(2)
+    for mb in mbs:
+        with buffers.first_forward(mb):
+            layer()
+
+    def fail() -> None:
+        with buffers.second_forward(mbs[0]):
+            layer()
+            raise ValueError("no")
+
+    with pytest.raises(ValueError, match="no"):
+        fail()
+    assert layer.count.item() == 2
+
+
+def test_without_buffers_nothing_is_kept() -> None:
+    buffers = Buffers([nn.Linear(2, 2)])
+    mb = MicroBatch(0)
+    with buffers.first_forward(mb):
+        pass
+    assert mb.before is None
+    with buffers.second_forward(mb):
+        pass
+    assert mb.before is None
+
+
+def test_a_layer_can_ask_whether_it_is_recomputed() -> None:
+    said: list[bool] = []
+
+    class Asks(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            said.append(pipeworker.is_recomputing())
+            return x
+
+    layers = [Asks(), nn.Linear(2, 2)]
+    buffers = Buffers(layers)
+    layers[0](torch.ones(1))
+    mb = MicroBatch(0)
+    with buffers.first_forward(mb):
+        layers[0](torch.ones(1))
+    with suppress(KeyError), buffers.second_forward(mb):
+        layers[0](torch.ones(1))
+        raise KeyError
+    layers[0](torch.ones(1))
+    assert said == [False, False, True, False]
+
+
+def test_a_buffer_of_two_modules_stays_one() -> None:
+    first, second = Counter(), Counter()
+    second.count = first.count
+    buffers = Buffers([first, second])
+    said = []
+    mbs = microbatches(2)
+    for mb in mbs:
+        with buffers.first_forward(mb):
+            said.append((first(), second()))
+    for mb in mbs:
+        with buffers.second_forward(mb):
+            assert (first(), second()) == said[mb.number]
+    assert said == [(1.0, 2.0), (3.0, 4.0)]
+    assert first.count is second.count

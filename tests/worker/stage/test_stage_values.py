@@ -1,0 +1,88 @@
+"""Nested values: the tensors in them, and how they are shown."""
+
+from __future__ import annotations
+
+from collections import namedtuple
+from typing import Any
+
+import pytest
+import torch
+
+from pipeworker.worker.stage.values import (
+    copied,
+    describe,
+    detached,
+    distinct_tensors,
+    first_in_graph,
+    replace_tensors,
+    versions,
+)
+
+Pair = namedtuple("Pair", "left right")
+x, y = torch.zeros(4, 8), torch.ones(3)
+
+
+@pytest.mark.parametrize(
+    ("value", "shown"),
+    [
+        (x, "Tensor[4, 8] float32"),
+        ((x, None), "(Tensor[4, 8], None) float32"),
+        ((x,), "(Tensor[4, 8],) float32"),
+        ([x, (y, 2, 0.5, True)], "[Tensor[4, 8], (Tensor[3], 2, 0.5, True)] float32"),
+        (
+            {"a": x, "b": (x, torch.tensor(True), 3)},
+            "{'a': Tensor[4, 8] float32, 'b': (Tensor[4, 8] float32, Tensor[] bool, 3)}",
+        ),
+        (Pair(x, "text"), "Pair(left=Tensor[4, 8], right=str) float32"),
+        ({}, "{}"),
+        ((), "()"),
+        (3, "3"),
+        (None, "None"),
+        (object(), "object"),
+    ],
+)
+def test_describe(value: Any, shown: str) -> None:
+    assert describe(value) == shown
+
+
+def test_a_long_container_is_shown_in_part() -> None:
+    assert describe([x] * 20) == f"[{', '.join(['Tensor[4, 8]'] * 16)}, ... 4 more] float32"
+    assert describe(dict.fromkeys(range(17), 1)).endswith("15: 1, ... 1 more}")
+
+
+def test_distinct_tensors_come_once_and_in_order() -> None:
+    found = distinct_tensors({"a": [y, x], "b": (y, 1, None)})
+    assert [id(t) for t in found] == [id(y), id(x)]
+    assert distinct_tensors(x)[0] is x
+    assert distinct_tensors(3) == []
+
+
+def test_one_tensor_at_two_places_stays_one() -> None:
+    leaf = torch.ones(2, requires_grad=True)
+    value = [leaf * 1, x]
+    value.append(value[0])
+    for change in (copied, detached):
+        made = change(value)
+        assert made[0] is made[2]
+        assert made[0] is not value[0]
+        assert not made[0].requires_grad
+        assert torch.equal(made[0], value[0])
+    assert detached(value)[0].data_ptr() == value[0].data_ptr()
+    assert copied(value)[0].data_ptr() != value[0].data_ptr()
+    assert detached(x) is not x
+    assert replace_tensors(value, {id(x): y})[1] is y
+    assert replace_tensors(x, {}) is x
+
+
+def test_changes_in_place_are_seen() -> None:
+    value = (torch.ones(2), [torch.ones(2)])
+    before = versions(value)
+    value[1][0].add_(1)
+    assert [now - old for now, old in zip(versions(value), before, strict=True)] == [0, 1]
+
+
+def test_the_first_tensor_with_a_graph() -> None:
+    leaf = torch.ones(2, requires_grad=True)
+    made = leaf * 1
+    assert first_in_graph([x, leaf, made, made * 1]) is made
+    assert first_in_graph([x, leaf]) is None

@@ -1,0 +1,109 @@
+"""Losses as (sum, count): gradients of the sums, divided by all counts at the end."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from pipeworker.plan.placement import Placement
+from support.orders import always, zero_bubble
+from support.pipelines import (
+    MODES,
+    Noise,
+    Pipeline,
+    Way,
+    assert_equal,
+    data,
+    filled,
+    mse,
+    plain,
+)
+
+PLACEMENTS = [
+    *(Placement.identity(k) for k in (1, 2, 4)),
+    Placement.looped(2, 2),
+    Placement(((0, 3), (1, 2))),
+]
+
+
+def mlp() -> list[nn.Module]:
+    return [nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 8), Noise(), nn.GELU(), nn.Linear(8, 2)]
+
+
+def sgd(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+
+
+def adam(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.Adam(parameters, lr=0.1)
+
+
+def counting(count: int, tensor: bool) -> Callable[[Any, Any], Any]:
+    """A loss whose counts add up to `count`, over four micro-batches."""
+
+    def loss(output: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, Any]:
+        kept = int(target[0, 0].item())
+        assert kept <= count
+        return ((output - target[:, 1:]) ** 2).sum(), torch.tensor(kept) if tensor else kept
+
+    return loss
+
+
+@pytest.mark.parametrize("tensor", [True, False], ids=["tensor", "number"])
+@pytest.mark.parametrize("optimizer", [sgd, adam])
+@pytest.mark.parametrize("count", [3, 7, 48])
+def test_bits_are_those_of_a_loop_that_divides_at_the_end(
+    count: int, optimizer: Any, tensor: bool
+) -> None:
+    shares = torch.tensor([len(part) for part in torch.arange(count).tensor_split(4)])
+    batches = [
+        (x, torch.cat([shares.repeat_interleave(2)[:, None].float(), y], 1))
+        for x, y in data(8, 8, 8)
+    ]
+    layers, loss = mlp(), counting(count, tensor)
+    theirs = plain(copy.deepcopy(layers), loss, batches, 4, optimizer)
+    assert [sum(counts) for counts in theirs.counts] == [count] * 3
+    # Multiplying by the reciprocal would not do.
+    for placement in PLACEMENTS:
+        ways = [filled(placement, mode) for mode in MODES]
+        ways.append(Way(placement, lambda p, m: zero_bubble(p, m, always)))
+        for way in ways:
+            made = Pipeline(layers, loss, batches, way, microbatches=4, optimizer=optimizer)
+            assert_equal(made.train(3), theirs, f"{placement}")
+
+
+def test_a_mean_is_weighted_by_samples_and_not_divided() -> None:
+    layers, batches = mlp(), data(7, 5, 7)
+    theirs = plain(copy.deepcopy(layers), mse, batches, 3, adam)
+    for placement in PLACEMENTS:
+        made = Pipeline(layers, mse, batches, filled(placement), microbatches=3, optimizer=adam)
+        assert_equal(made.train(3), theirs, f"{placement}")
+
+
+def test_sums_and_counts() -> None:
+    """Losses as (sum, count): the gradient of the sums, over all counts, is the whole batch's."""
+
+    def loss(output: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, Any]:
+        kept = target[:, :1] > 0
+        return ((output - target) ** 2 * kept).sum(), kept.sum()
+
+    layers, batches = [*mlp()[:3], *mlp()[4:]], data(7)
+    x, y = batches[0]
+    net = nn.Sequential(*copy.deepcopy(layers))
+    total, count = loss(net(x), y)
+    (total / count).backward()
+    for k in (1, 3):
+        for recompute in MODES:
+            way = filled(Placement.identity(k), recompute)
+            trained = Pipeline(layers, loss, batches, way, microbatches=3).train(1)
+            counted = sum(trained.counts[0])
+            assert counted == count.item()
+            assert sum(trained.losses[0]) / counted == pytest.approx((total / count).item())
+            for mine, theirs in zip(trained.grads[0].values(), net.parameters(), strict=True):
+                assert mine is not None
+                torch.testing.assert_close(mine / counted, theirs.grad)

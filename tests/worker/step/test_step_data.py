@@ -1,0 +1,249 @@
+"""Mini-batches: read under a stream of their own, checked, and cut as torch.tensor_split does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.utils.data import DataLoader, Dataset, TensorDataset
+
+from pipeworker.errors import UsageError
+from pipeworker.worker.blame import Raised
+from pipeworker.worker.step.data import Reader, joined, share
+
+
+def reader(data: Any, *, microbatches: int = 3, seed: int = 0, repeat: bool = True) -> Reader:
+    return Reader(data, microbatches=microbatches, seed=seed, repeat=repeat)
+
+
+def pair(samples: int = 4, start: float = 0.0) -> tuple[torch.Tensor, torch.Tensor]:
+    x = torch.arange(start, start + samples)
+    return x[:, None], x
+
+
+def first(read: Reader) -> list[tuple[int, float]]:
+    """The first sample of each of the next five mini-batches, with its epoch."""
+    found = []
+    for _ in range(5):
+        cut = read.read()
+        assert cut is not None
+        found.append((cut.batch.epoch, cut.targets[0][0].item()))
+    return found
+
+
+def two() -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    yield pair(start=0)
+    yield pair(start=10)
+
+
+class Mapped(Dataset[Any]):
+    def __len__(self) -> int:
+        return 2
+
+    def __getitem__(self, index: int) -> Any:
+        return pair(start=10 * index)
+
+
+EPOCHS = [(0, 0), (0, 10), (1, 0), (1, 10), (2, 0)]
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        two,
+        lambda: list(two()),
+        list(two()),
+        tuple(two()),
+        Mapped(),
+        lambda: Mapped(),
+        DataLoader(TensorDataset(*map(torch.cat, zip(*two(), strict=True))), batch_size=4),
+    ],
+    ids=["generator", "function", "list", "tuple", "map-style", "function map-style", "DataLoader"],
+)
+def test_exhausted_data_starts_again_as_a_new_epoch(data: Any) -> None:
+    assert first(reader(data)) == EPOCHS
+
+
+def test_without_repeat_it_ends() -> None:
+    read = reader(two, repeat=False)
+    assert [read.read() is None for _ in range(3)] == [False, False, True]
+
+
+@pytest.mark.parametrize("repeat", [True, False])
+@pytest.mark.parametrize("data", [list, [], lambda: iter(())])
+def test_empty_data(data: Any, repeat: bool) -> None:
+    with pytest.raises(UsageError, match=r"data\(\) is empty"):
+        reader(data, repeat=repeat).read()
+
+
+def test_a_generator_object_gives_one_epoch() -> None:
+    read = reader(two())
+    for _ in range(2):
+        read.read()
+    with pytest.raises(UsageError, match="exhausted and gave nothing when started again"):
+        read.read()
+    read = reader(two(), repeat=False)
+    assert [read.read() is None for _ in range(3)] == [False, False, True]
+
+
+@pytest.mark.parametrize(
+    ("item", "message"),
+    [
+        (torch.zeros(2), "gave a Tensor: it must be a pair"),
+        ((torch.zeros(2),), "gave a tuple of 1"),
+        ([torch.zeros(2)] * 3, "gave a list of 3"),
+        ({"x": torch.zeros(2)}, "gave a dict"),
+        (None, "gave a NoneType"),
+        ((1, torch.zeros(2)), "an input without a tensor"),
+        ((torch.zeros(2), torch.tensor(1)), "without dims"),
+        ((torch.zeros(2, 2).to_sparse(), torch.zeros(2)), "a sparse tensor, which cannot be cut"),
+        ((torch.zeros(2), torch.zeros(3)), r"disagree in dim 0, the batch: \(2,\), \(3,\)"),
+        (({"a": torch.zeros(2, 1), "b": torch.zeros(1)}, 0), r"\(2, 1\), \(1,\)"),
+        ((torch.zeros(0, 3), torch.zeros(0)), "without samples"),
+    ],
+)
+def test_a_mini_batch_that_is_wrong(item: Any, message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        reader([item]).read()
+
+
+@pytest.mark.parametrize("source", [3, None, object()])
+def test_a_function_that_returns_no_iterable(source: Any) -> None:
+    with pytest.raises(UsageError, match=f"gave a {type(source).__name__}: it must be an iterable"):
+        reader(lambda: source).read()
+
+
+@given(st.integers(1, 40), st.integers(1, 12))
+def test_cut_as_tensor_split_does(samples: int, microbatches: int) -> None:
+    x, y = pair(samples)
+    cut = reader([(x, y)], microbatches=microbatches).read()
+    assert cut is not None
+    count = min(samples, microbatches)
+    assert (cut.batch.samples, cut.batch.microbatches) == (samples, count)
+    assert all(map(torch.equal, cut.inputs, x.tensor_split(count)))
+    assert all(map(torch.equal, cut.targets, y.tensor_split(count)))
+    assert len(cut.inputs) == len(cut.targets) == count
+    assert share(samples, count) == [len(piece) / samples for piece in cut.inputs]
+
+
+def test_nested_values_are_cut_and_plain_ones_go_to_all() -> None:
+    x, y = pair(4)
+    cut = reader([({"x": x, "more": [y, "text"]}, (y, None))], microbatches=2).read()
+    assert cut is not None
+    for m, (xm, ym) in enumerate(zip(x.tensor_split(2), y.tensor_split(2), strict=True)):
+        assert torch.equal(cut.inputs[m]["x"], xm)
+        assert torch.equal(cut.inputs[m]["more"][0], ym)
+        assert cut.inputs[m]["more"][1] == "text"
+        assert torch.equal(cut.targets[m][0], ym)
+        assert cut.targets[m][1] is None
+
+
+def test_pieces_are_a_copy_that_lies_as_the_mini_batch_does() -> None:
+    memory = torch.arange(100.0)
+    x = memory[3:27].view(4, 6).t().contiguous().t()
+    y = memory[1:5]
+    cut = reader([((x, x), y)], microbatches=2).read()
+    assert cut is not None
+    again, twice = cut.inputs[1]
+    assert again is twice
+    assert torch.equal(again, x[2:])
+    assert again.stride() == x.stride()
+    assert again.data_ptr() % 64 == x[2:].data_ptr() % 64
+    assert cut.targets[0].data_ptr() % 64 == y.data_ptr() % 64
+    memory.zero_()
+    again.add_(1)
+    assert cut.inputs[0][0]._version == 0
+    assert cut.targets[1].tolist() == [3.0, 4.0]
+
+
+def test_signatures_number_structure_shapes_and_dtypes() -> None:
+    x, y = pair(4)
+    items = [
+        (x, y),
+        (x + 1, y),
+        (x[:3], y[:3]),
+        (x.double(), y),
+        ([x], y),
+        (x, (y, 1)),
+        (x, (y, 2)),
+        (x, (y, "1")),
+        (x, y),
+    ]
+    read = reader(items)
+    numbers = [cut.batch.signature for _ in items if (cut := read.read())]
+    assert numbers == [0, 0, 1, 2, 3, 4, 4, 5, 0]
+
+
+# The stream.
+
+
+def drawn() -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    for _ in range(2):
+        x = torch.rand(2)
+        yield x, x
+
+
+def numbers(data: Callable[[], Any], *, between: bool = False, seed: int = 0) -> list[float]:
+    torch.manual_seed(99)
+    read, found = reader(data, seed=seed), []
+    for step in range(4):
+        cut = read.read()
+        assert cut is not None
+        found.append(cut.inputs[0][0].item())
+        if between:
+            torch.manual_seed(step)
+            torch.rand(5)
+    return found
+
+
+def test_nothing_that_layers_draw_shifts_the_data() -> None:
+    assert numbers(drawn) == numbers(drawn, between=True)
+
+
+def test_every_epoch_and_seed_draws_anew() -> None:
+    assert len(set(numbers(drawn) + numbers(drawn, seed=1))) == 8
+
+
+def test_a_loader_that_shuffles_does_so_by_the_seed() -> None:
+    x = torch.arange(8.0)
+    loader = DataLoader(TensorDataset(x, x), batch_size=4, shuffle=True)
+    assert numbers(lambda: loader) == numbers(lambda: loader, between=True)
+    assert numbers(lambda: loader) != numbers(lambda: loader, seed=1)
+
+
+def test_what_data_raises_comes_through() -> None:
+    def broken() -> Iterator[Any]:
+        yield pair()
+        raise KeyError("column")
+
+    read = reader(broken)
+    read.read()
+    with pytest.raises(Raised, match=r"^data\(\) raised KeyError: 'column'$") as caught:
+        read.read()
+    assert isinstance(caught.value.__cause__, KeyError)
+
+
+def test_outputs_of_micro_batches_are_joined_as_they_are_nested() -> None:
+    parts = [{"y": (torch.full((n, 2), n), None), "scale": 2.0} for n in (3, 2)]
+    whole = joined(parts)
+    assert torch.equal(whole["y"][0], torch.cat([torch.full((3, 2), 3), torch.full((2, 2), 2)]))
+    assert whole["y"][1] is None
+    assert whole["scale"] == 2.0
+
+
+@pytest.mark.parametrize(
+    ("outputs", "message"),
+    [
+        ([torch.tensor(1.0)], "a tensor without dims"),
+        ([torch.zeros(2, 3), torch.zeros(2, 4)], r"not of one size .* \[3\] and \[4\]"),
+        ([(torch.zeros(1), 1), (torch.zeros(1), 2)], "a int that is not the same"),
+        ([[torch.zeros(1)], [torch.zeros(1)] * 2], "another structure in each micro-batch"),
+    ],
+)
+def test_outputs_that_are_no_batch(outputs: list[Any], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        joined(outputs)

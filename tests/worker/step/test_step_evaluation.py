@@ -1,0 +1,70 @@
+"""Averages over an evaluation pass, and modules put back as they were."""
+
+from __future__ import annotations
+
+import math
+from contextlib import suppress
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from pipeworker.errors import UsageError
+from pipeworker.worker.step.evaluation import Averages, eval_mode
+
+
+def _as_given(output: Any, target: Any) -> Any:
+    """A loss: the target."""
+    return target
+
+
+def test_means_are_weighted_by_samples_exactly() -> None:
+    averages = Averages(_as_given, lambda output, target: {"sum": output.sum(), "two": 2})
+    for value, samples in ((1.0, 3), (2.0**-60, 1), (-1.0, 3)):
+        averages.add(torch.ones(samples), torch.tensor(value).double(), samples)
+    loss, metrics = averages.result()
+    assert loss == 2.0**-60 / 7
+    assert metrics == {"sum": (9 + 1 + 9) / 7, "two": 2.0}
+
+
+def test_sums_and_counts() -> None:
+    averages = Averages(_as_given)
+    averages.add(None, (torch.tensor(6.0), 2), 5)
+    averages.add(None, (torch.tensor(1.0), torch.tensor(5)), 1)
+    assert averages.result() == (1.0, {})
+
+
+def test_nothing_and_nan() -> None:
+    assert math.isnan(Averages(_as_given).result()[0])
+    averages = Averages(_as_given)
+    averages.add(None, torch.tensor(math.inf), 1)
+    assert math.isnan(averages.result()[0])
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (3, "returned a int: it must return a dict of scalars"),
+        ({"loss": 1}, "named a value 'loss'"),
+        ({3: 1}, "named a value 3"),
+        ({"x": "y"}, "gave 'x' as a str"),
+        ({"x": torch.ones(2)}, r"gave 'x' as a Tensor of shape \(2,\)"),
+    ],
+)
+def test_metrics_must_be_named_scalars(given: Any, message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        Averages(_as_given, lambda output, target: given).add(None, torch.tensor(1.0), 1)
+
+
+def test_modules_are_put_back_one_by_one() -> None:
+    inner = nn.Sequential(nn.BatchNorm1d(2), nn.Dropout())
+    net = nn.Sequential(nn.Dropout(), inner)
+    inner[0].eval()
+    with suppress(KeyError), eval_mode([net[0], net[1]]):
+        assert not any(module.training for module in net[1].modules())
+        assert not torch.is_grad_enabled()
+        raise KeyError
+    assert torch.is_grad_enabled()
+    assert [net[0].training, net[1].training] == [True, True]
+    assert [inner[0].training, inner[1].training] == [False, True]

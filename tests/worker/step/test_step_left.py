@@ -1,0 +1,154 @@
+"""At the end of a step nothing of it is kept: no micro-batch, no tensor, no frame."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import pipeworker
+from pipeworker.plan.placement import Placement
+from pipeworker.plan.skips import Skip
+from pipeworker.worker.stage.microbatch import MicroBatch
+from pipeworker.worker.transport.channel import Receiver
+from support.orders import Which, always, depth_first, never, zero_bubble
+from support.pipelines import MODES, Pipeline, Way, data, filled, mse
+
+PLACEMENTS = [
+    *(Placement.identity(k) for k in (1, 2, 4)),
+    Placement.looped(2, 2),
+    Placement(((0, 3), (1, 2))),
+    Placement(((0, 1, 2, 3),)),
+]
+
+
+class Watched(nn.Module):
+    """Notes every tensor that passes, and its gradient."""
+
+    seen: list[weakref.ref[Any]] = []  # noqa: RUF012 - one for all copies
+
+    def __init__(self, name: str = "", pops: bool = False) -> None:
+        super().__init__()
+        self.linear, self.name, self.pops = nn.Linear(6, 6), name, pops
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.linear(x)
+        if self.name and self.pops:
+            other = pipeworker.pop(self.name)
+            self.seen.append(weakref.ref(other))
+            y = y + other
+        elif self.name:
+            pipeworker.stash(self.name, y)
+        note = self.seen.append
+        if y.requires_grad:
+            y.register_hook(lambda grad: note(weakref.ref(grad)))  # type: ignore[no-untyped-call]
+        self.seen += [weakref.ref(x), weakref.ref(y), weakref.ref(y.untyped_storage())]
+        return y
+
+
+def watched() -> list[nn.Module]:
+    return [
+        Watched(),
+        Watched("a"),
+        nn.Tanh(),
+        Watched("b"),
+        Watched(),
+        Watched("b", True),
+        Watched("a", True),
+        nn.Linear(6, 2),
+    ]
+
+
+SKIPS = (Skip(1, 6, "a"), Skip(3, 5, "b"))
+
+
+@pytest.fixture(autouse=True)
+def _empty() -> None:
+    Watched.seen.clear()
+
+
+def assert_nothing_left(pipeline: Pipeline, least: int) -> None:
+    gc.collect()
+    assert len(Watched.seen) >= least
+    alive = [what() for what in Watched.seen if what() is not None]
+    assert alive == []
+    assert not [found for found in gc.get_objects() if isinstance(found, MicroBatch)]
+    for executor in pipeline.executors:
+        for receiver in executor._receivers.values():
+            assert_empty(receiver)
+        for flow in executor._flows.values():
+            assert flow.microbatches == ()
+        assert executor._tied == {}
+        assert executor._current is None
+    for parameter in pipeline.grads().values():
+        assert parameter is not None
+        assert parameter.grad_fn is None
+
+
+def assert_empty(receiver: Receiver) -> None:
+    assert receiver._held == {}
+    assert receiver._posted == {}
+    assert not receiver._ahead
+    assert not receiver._notices
+
+
+def pipeline_of(way: Way, lanes: int = 1) -> Pipeline:
+    made = Pipeline(watched(), mse, data(8, 8, 8), way, microbatches=4, skips=SKIPS, lanes=lanes)
+    Watched.seen.clear()
+    return made
+
+
+@pytest.mark.parametrize("lanes", [1, 2])
+@pytest.mark.parametrize("recompute", MODES)
+@pytest.mark.parametrize("placement", PLACEMENTS, ids=str)
+def test_after_a_step(placement: Placement, recompute: str, lanes: int) -> None:
+    made = pipeline_of(filled(placement, recompute), lanes)
+    for step in (1, 2):  # all is described in the first, and expected in the second
+        made.step(step, last=step == 2)
+    assert_nothing_left(made, 6 * 4 * 2 * 2)
+
+
+@pytest.mark.parametrize("again", [never, always])
+@pytest.mark.parametrize("order", ["zero bubble", "depth first"])
+@pytest.mark.parametrize("placement", PLACEMENTS, ids=str)
+def test_after_backwards_in_halves(placement: Placement, order: str, again: Which) -> None:
+    if order == "zero bubble":
+        way = Way(placement, lambda p, m: zero_bubble(p, m, again))
+    else:
+        way = Way(placement, lambda p, m: depth_first(p, m, again, lambda s, mb: s % 2 == mb % 2))
+    made = pipeline_of(way)
+    for step in (1, 2):  # all is described in the first, and expected in the second
+        made.step(step, last=step == 2)
+    assert_nothing_left(made, 6 * 4 * 2 * 2)
+
+
+@pytest.mark.parametrize("lanes", [1, 2])
+@pytest.mark.parametrize("placement", PLACEMENTS, ids=str)
+def test_after_an_evaluation_pass(placement: Placement, lanes: int) -> None:
+    made = pipeline_of(filled(placement), lanes)
+    made.step(1, last=False)
+    for step in (1, 2):
+        Watched.seen.clear()
+        seen = made.stream(step, data(8, 5))
+        assert len(seen) == 8
+        seen.clear()
+        assert_nothing_left(made, 6 * 8 * 2)
+        given = made.predict(step, data(8, 5))
+        given.clear()
+        assert_nothing_left(made, 6 * 8 * 2)
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS, ids=str)
+def test_a_closed_executor_keeps_no_layer(placement: Placement) -> None:
+    made = pipeline_of(filled(placement), lanes=2)
+    made.step(1, last=True)
+    layers = [weakref.ref(layer) for layer in made.layers]
+    for executor in made.executors:
+        executor.close()
+    del made, executor
+    gc.collect()
+    assert [layer() for layer in layers if layer() is not None] == []

@@ -1,0 +1,373 @@
+"""Several stages a worker: local neighbours hand over in memory, and nothing else changes."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import pipeworker
+from pipeworker.errors import SkipError
+from pipeworker.plan.actions import Kind
+from pipeworker.plan.placement import Placement
+from pipeworker.plan.schedule import recomputed
+from pipeworker.plan.skips import Skip
+from support.orders import Orders, Which, by, depth_first, legal, written
+from support.pipelines import (
+    MODES,
+    Apply,
+    Batches,
+    Layer,
+    Noise,
+    Pipeline,
+    Pop,
+    Stash,
+    Trained,
+    Way,
+    assert_equal,
+    data,
+    filled,
+    mse,
+    plain,
+)
+
+LOOPED, VEE = Placement.looped(2, 2), Placement(((0, 3), (1, 2)))
+TOGETHER = Placement(((0, 1, 2, 3),))
+PLACEMENTS = {"looped": LOOPED, "vee": VEE, "halves": Placement(((0, 1), (2, 3)))}
+FOUR = 4
+
+
+def mode_of(mode: str) -> Which:
+    return lambda stage, m: m in recomputed(mode, FOUR)
+
+
+def breadth_first(placement: Placement, microbatches: int, again: Which) -> Orders:
+    """Every micro-batch through a stage before the next stage."""
+    pick = by(Kind.FORWARD, Kind.RECOMPUTE, Kind.BACKWARD, deep=False)
+    return legal(placement, microbatches, pick, again=again)
+
+
+def one_forward_one_backward(placement: Placement, microbatches: int, again: Which) -> Orders:
+    """With few micro-batches under way."""
+    pick = by(Kind.BACKWARD, Kind.RECOMPUTE, Kind.FORWARD, limit=placement.stages)
+    return legal(placement, microbatches, pick, again=again)
+
+
+ORDERS: dict[str, Callable[[Placement, int, Which], Orders]] = {
+    "breadth first": breadth_first,
+    "depth first": depth_first,
+    "one forward, one backward": one_forward_one_backward,
+}
+INTERLEAVED = written(
+    "0F0 0F1 2F0 2F1 0F2 2B0 0F3 2B1 2F2 0B0 2F3 0B1 2B2 2B3 0B2 0B3",
+    "1F0 1F1 3F0 3B0 3F1 3B1 1F2 1B0 1F3 1B1 3F2 3B2 3F3 3B3 1B2 1B3",
+)
+"""As Megatron-LM's interleaved schedule (Narayanan et al. 2021, section 2.2)."""
+THERE_AND_BACK = written(
+    "0F0 0F1 0F2 3F0 3B0 0F3 3F1 3B1 0B0 3F2 3B2 0B1 3F3 3B3 0B2 0B3",
+    "1F0 2F0 1F1 2F1 1F2 2F2 2B0 1B0 1F3 2B1 1B1 2F3 2B2 1B2 2B3 1B3",
+)
+
+
+def _made(
+    make: Callable[[Placement, int, Which], Orders], again: Which, placement: Placement, m: int
+) -> Orders:
+    return make(placement, m, again)
+
+
+def ways(mode: str = "never") -> list[tuple[str, Way]]:
+    """Everything that has several stages a worker."""
+    again = mode_of(mode)
+    found = [
+        (f"{where} {name} {mode}", Way(placement, partial(_made, make, again)))
+        for where, placement in PLACEMENTS.items()
+        for name, make in ORDERS.items()
+    ]
+    found += [(f"{where} filled {mode}", filled(p, mode)) for where, p in PLACEMENTS.items()]
+    found.append((f"together filled {mode}", filled(TOGETHER, mode)))
+    if mode == "never":
+        found.append(("interleaved", Way(LOOPED, lambda p, m: INTERLEAVED)))
+        found.append(("there and back", Way(VEE, lambda p, m: THERE_AND_BACK)))
+    return found
+
+
+def check(
+    layers: Sequence[nn.Module],
+    batches: Batches,
+    *,
+    skips: Sequence[Skip] = (),
+    balance: tuple[int, ...] | None = None,
+    modes: Sequence[str] = MODES,
+    lanes: int = 1,
+) -> Trained:
+    """Compare every way and mode with the plain loop, and that with one worker."""
+    expected = plain(copy.deepcopy(layers), mse, copy.deepcopy(batches), FOUR)
+    one = Pipeline(
+        layers,
+        mse,
+        batches,
+        filled(Placement.identity(1)),
+        microbatches=FOUR,
+        skips=skips,
+    )
+    assert_equal(one.train(len(batches)), expected, "one worker")
+    for mode in modes:
+        for case, way in ways(mode):
+            made = Pipeline(
+                layers,
+                mse,
+                copy.deepcopy(batches),
+                way,
+                balance=balance,
+                microbatches=FOUR,
+                skips=skips,
+                lanes=lanes,
+            )
+            assert_equal(made.train(len(batches)), expected, case)
+    return expected
+
+
+def mlp() -> list[nn.Module]:
+    return [nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 8), Noise(), nn.GELU(), nn.Linear(8, 2)]
+
+
+@pytest.mark.parametrize("lanes", [1, 2])
+def test_equals_the_plain_loop(lanes: int) -> None:
+    check(mlp(), data(8, 8), lanes=lanes)
+
+
+def test_mini_batches_of_changing_size() -> None:
+    """As many micro-batches each time, of other shapes."""
+    check(mlp(), data(8, 5, 11, 8), modes=["never", "except_first"])
+
+
+SKIPPING: dict[str, tuple[list[Callable[[], nn.Module]], tuple[Skip, ...]]] = {
+    "everywhere": (
+        [
+            lambda: nn.Linear(6, 6),
+            lambda: Stash("a"),
+            lambda: nn.Linear(6, 6),
+            lambda: Stash("b"),
+            Noise,
+            lambda: Pop("b"),
+            lambda: Pop("a"),
+            lambda: nn.Linear(6, 2),
+        ],
+        (Skip(1, 6, "a"), Skip(3, 5, "b")),
+    ),
+    "from the first stage to all": (
+        [
+            lambda: nn.Linear(6, 6),
+            lambda: nn.Sequential(Stash("a"), Stash("b"), Stash("c")),
+            lambda: nn.Linear(6, 6),
+            lambda: Pop("c"),
+            lambda: nn.Tanh(),
+            lambda: Pop("a"),
+            lambda: Pop("b"),
+            lambda: nn.Linear(6, 2),
+        ],
+        (Skip(1, 5, "a"), Skip(1, 6, "b"), Skip(1, 3, "c")),
+    ),
+    "of the data": (
+        [
+            lambda: Stash("a"),
+            lambda: nn.Linear(6, 6),
+            lambda: nn.Linear(6, 6),
+            lambda: Pop("a"),
+            lambda: nn.Linear(6, 6),
+            lambda: nn.Linear(6, 2),
+        ],
+        (Skip(0, 3, "a"),),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SKIPPING)
+def test_skip_connections_on_one_worker_and_across(name: str) -> None:
+    """Every pair of stages is on one worker in one placement, and on two in another."""
+    makers, skips = SKIPPING[name]
+    check([make() for make in makers], data(8, 8), skips=skips)
+
+
+def test_skip_connections_over_two_lanes() -> None:
+    makers, skips = SKIPPING["everywhere"]
+    check([make() for make in makers], data(8, 8, 8), skips=skips, lanes=2, modes=["always"])
+
+
+def sgd(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+
+
+def tied() -> list[nn.Module]:
+    """A weight at four places, one at two, and a layer that is there twice."""
+    layers = [nn.Linear(6, 6) for _ in range(7)]
+    for place in (2, 4, 6):
+        layers[place].weight = layers[0].weight
+    layers[5].bias = layers[1].bias
+    layers[3] = layers[1]
+    return [*layers, Noise(), nn.Linear(6, 2)]
+
+
+@pytest.mark.parametrize("recompute", MODES)
+def test_tied_weights_on_one_worker_and_across(recompute: str) -> None:
+    """Places are added in model order, wherever they are."""
+    batches = data(8, 8, 8)
+
+    def train(way: Way) -> Trained:
+        made = Pipeline(tied(), mse, batches, way, microbatches=FOUR, optimizer=sgd)
+        return made.train(3)
+
+    torch.manual_seed(1)
+    expected = train(filled(Placement.identity(1), recompute))
+    assert not torch.equal(expected.weights["0.weight"], tied()[0].get_parameter("weight"))
+    for places in ("0.weight 2.weight 4.weight 6.weight", "1.bias 3.bias 5.bias"):
+        first, *others = places.split()
+        assert all(torch.equal(expected.weights[first], expected.weights[o]) for o in others)
+    for case, way in [
+        *((f"{k} workers", filled(Placement.identity(k), recompute)) for k in (2, 3, 4)),
+        *ways(recompute),
+    ]:
+        torch.manual_seed(1)
+        assert_equal(train(way), expected, case)
+
+
+def test_nested_values_at_a_local_handover() -> None:
+    layers = [
+        Apply("x", "h"),
+        Apply("h", "h"),
+        Layer(lambda v: {**v, "h": v["h"] + v["x"], "t": v["h"].t(), "same": v["h"], "n": 3}),
+        Layer(lambda v: v["h"] * v["t"].t() + v["same"] * v["n"]),
+        nn.Linear(6, 2),
+    ]
+    check(layers, [({"x": x}, y) for x, y in data(8, 8)])
+
+
+def test_a_gradient_that_comes_and_goes_and_one_that_never_does() -> None:
+    def choose(value: dict[str, Any]) -> torch.Tensor:
+        out: torch.Tensor = value["a"]
+        return out + value["b"] if value["flag"].any() else out
+
+    layers = [
+        Apply("x", "a", 6, 2),
+        Apply("x", "b", 6, 2),
+        Apply("x", "unused"),
+        nn.Identity(),
+        Layer(choose),
+    ]
+    flags = [torch.zeros(8), torch.ones(8), torch.tensor([0, 0, 1.0, 0, 0, 0, 0, 0])]
+    batches = [
+        ({"x": x, "flag": flag}, y) for (x, y), flag in zip(data(8, 8, 8), flags, strict=True)
+    ]
+    check(layers, batches)
+
+
+def test_an_in_place_first_layer_after_a_local_handover() -> None:
+    """It works on the very memory that the stage before gave, which recompute needs again."""
+    relu = nn.ReLU(inplace=True)
+    layers = [nn.Linear(6, 8), relu, nn.Linear(8, 8), relu, nn.Linear(8, 2)]
+    check(layers, data(8, 8), balance=(1, 2, 1, 1))
+    check([nn.Hardtanh(-0.5, 0.5, inplace=True), *layers], data(8, 8), balance=(1, 1, 2, 2))
+
+
+class PopInPlace(nn.Module):
+    """Works on what was kept."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return pipeworker.pop("a").mul_(2) + x
+
+
+@pytest.mark.parametrize("linear", [True, False], ids=["saved", "not saved"])
+def test_what_was_stashed_may_be_changed_in_place_when_it_is_popped(linear: bool) -> None:
+    """Recompute needs it again as it was."""
+    layers = [
+        nn.Linear(6, 6),
+        Stash("a"),
+        Layer(lambda x: x * 0.5),  # which keeps nothing of its input
+        nn.Sequential(PopInPlace(), nn.Linear(6, 6) if linear else nn.Identity()),
+        nn.Linear(6, 2),
+    ]
+    check(layers, data(8, 8), skips=[Skip(1, 3, "a")])
+    for balance in ((5,), (3, 2), (2, 1, 2)):
+        for mode in MODES:
+            way = filled(Placement.identity(len(balance)), mode)
+            made = Pipeline(
+                layers,
+                mse,
+                (batches := data(8, 8)),
+                way,
+                balance=balance,
+                microbatches=FOUR,
+                skips=[Skip(1, 3, "a")],
+            )
+            expected = plain(copy.deepcopy(layers), mse, batches, FOUR)
+            assert_equal(made.train(2), expected, f"{balance} {mode}")
+
+
+def changed_after_the_stash(inplace: bool) -> list[nn.Module]:
+    torch.manual_seed(1)
+    return [
+        nn.Linear(6, 6),
+        Stash("a"),
+        nn.Sequential(nn.ReLU(inplace=inplace), nn.Linear(6, 6)),
+        nn.Sequential(Pop("a"), nn.Linear(6, 2)),
+    ]
+
+
+@pytest.mark.parametrize("recompute", MODES)
+@pytest.mark.parametrize("placement", [TOGETHER, LOOPED, VEE, Placement.identity(4)], ids=str)
+def test_what_is_stashed_and_then_changed_in_place_by_another_stage(
+    placement: Placement, recompute: str
+) -> None:
+    """What leaves a stage twice is two tensors, on one worker as on two."""
+    batches = data(8, 8)
+    expected = plain(changed_after_the_stash(False), mse, batches, FOUR)
+    made = Pipeline(
+        changed_after_the_stash(True),
+        mse,
+        batches,
+        filled(placement, recompute),
+        microbatches=FOUR,
+        skips=[Skip(1, 3, "a")],
+    )
+    assert_equal(made.train(2), expected)
+
+
+def test_what_is_stashed_and_then_changed_in_place_by_the_same_stage() -> None:
+    made = Pipeline(
+        changed_after_the_stash(True),
+        mse,
+        data(8),
+        filled(Placement.identity(2)),
+        balance=(3, 1),
+        microbatches=FOUR,
+        skips=[Skip(1, 3, "a")],
+        limit=0.2,
+    )
+    with pytest.raises(SkipError, match="was changed in place after it was stashed"):
+        made.step(1, last=True)
+
+
+@pytest.mark.parametrize("placement", [*PLACEMENTS.values(), TOGETHER], ids=str)
+@pytest.mark.parametrize("recompute", MODES)
+def test_batch_norm_statistics_change_once(placement: Placement, recompute: str) -> None:
+    layers = [nn.Linear(6, 4), nn.BatchNorm1d(4), nn.ReLU(inplace=True), nn.Linear(4, 2)]
+    batches = data(8, 8, 8)
+    reference = copy.deepcopy(layers)
+    plain(reference, mse, batches, FOUR)
+    made = Pipeline(layers, mse, batches, filled(placement, recompute), microbatches=FOUR)
+    made.train(3)
+    for name, buffer in reference[1].named_buffers():
+        assert torch.equal(made.layers[1].get_buffer(name), buffer), name
+
+
+def test_ways_are_different() -> None:
+    texts = [
+        str(Pipeline(mlp(), mse, data(8), way, microbatches=FOUR).schedule(FOUR))
+        for _, way in [*ways("never"), *ways("always")]
+    ]
+    assert len(set(texts)) > 0.8 * len(texts)

@@ -1,0 +1,169 @@
+"""What the user sees of an exception: whose fault, where, and only their own frames."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from pipeworker.errors import PeerLost, PipeworkerError, SkipError, UsageError
+from pipeworker.host.position import Tracker
+from pipeworker.job import file as job_file
+from pipeworker.wire.messages import Cause, Failure, Phase, Position
+from pipeworker.worker.blame import Raised, failure_of, layer, raised, user_traceback, users
+from pipeworker.worker.stage.microbatch import MicroBatch
+from pipeworker.worker.stage.stage import Stage
+
+FORWARD = Position(Phase.FORWARD, 3, 1, 5)
+
+
+def raised_by(error: BaseException, who: str, *, early: bool = False, note: str = "") -> Raised:
+    with pytest.raises(Raised) as caught:
+        raised(who, error, early=early, note=note)
+    assert caught.value.__cause__ is error
+    return caught.value
+
+
+@pytest.mark.parametrize(
+    ("error", "step", "cause", "message"),
+    [
+        (UsageError("write it so"), 3, Cause.USAGE, "write it so"),
+        (SkipError("popped twice"), 0, Cause.USAGE, "popped twice"),
+        (SkipError("popped twice"), 3, Cause.USER, "popped twice"),
+        (PeerLost("closed"), 3, Cause.PEER, "closed"),
+        (PipeworkerError("a set cannot pass"), 3, Cause.USER, "a set cannot pass"),
+        (ValueError("no"), 3, Cause.INTERNAL, "a defect in pipeworker: ValueError: no"),
+        (KeyError(), 3, Cause.INTERNAL, "a defect in pipeworker: KeyError"),
+        (KeyboardInterrupt(), 3, Cause.INTERNAL, "a defect in pipeworker: KeyboardInterrupt"),
+    ],
+)
+def test_whose_fault(error: BaseException, step: int, cause: Cause, message: str) -> None:
+    position = Position(Phase.FORWARD, step, 1, 5)
+    failure = failure_of(error, 2, position, "Linear", "stage 1")
+    assert (failure.cause, failure.message) == (cause, message)
+    assert (failure.rank, failure.position, failure.layer_class) == (2, position, "Linear")
+    assert failure.stage == "stage 1"
+    assert bool(failure.traceback) is (cause is Cause.INTERNAL)
+
+
+@pytest.mark.parametrize(
+    ("error", "who", "early", "cause", "message"),
+    [
+        (ValueError("no"), layer(5, "Linear"), False, Cause.USER, "layer 5 (Linear) raised Val"),
+        (KeyError(), layer(5, ""), False, Cause.USER, "layer 5 raised KeyError"),
+        (ValueError("no"), "the job file", True, Cause.USAGE, "the job file raised ValueError: no"),
+        (SystemExit(3), "the job file", True, Cause.USAGE, "the job file raised SystemExit: 3"),
+    ],
+)
+def test_what_the_users_code_raised_is_the_users_wherever_we_are(
+    error: BaseException, who: str, early: bool, cause: Cause, message: str
+) -> None:
+    for phase in Phase:
+        failure = failure_of(raised_by(error, who, early=early), 0, Position(phase, 3))
+        assert failure.cause is cause
+        assert failure.message.startswith(message)
+        assert type(error).__name__ in failure.traceback
+
+
+def test_what_the_layer_was_given_is_added() -> None:
+    error = raised_by(ValueError("no"), "layer 5 (Linear)", note="its input was Tensor[2]")
+    assert str(error) == "layer 5 (Linear) raised ValueError: no (its input was Tensor[2])"
+
+
+@pytest.mark.parametrize("error", [UsageError("x"), PeerLost("x"), SkipError("x")])
+def test_an_error_of_ours_passes_through_the_users_code(error: PipeworkerError) -> None:
+    with pytest.raises(type(error)) as caught, users("data()"), users("layer 3"):
+        raise error
+    assert caught.value is error
+
+
+def test_the_innermost_of_the_users_is_named() -> None:
+    said = r"^loss\(\) raised ValueError: no$"
+    with pytest.raises(Raised, match=said), users("the script"), users("loss()"):
+        raise ValueError("no")
+
+
+def test_an_interrupt_is_nobodys() -> None:
+    with pytest.raises(KeyboardInterrupt), users("data()"):
+        raise KeyboardInterrupt
+
+
+class Broken(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        try:
+            raise KeyError("inner")
+        except KeyError as error:
+            raise ValueError("outer") from error
+
+
+def test_only_frames_of_the_user_are_shown() -> None:
+    stage = Stage([Broken()], 0, seed=0, device=torch.device("cpu"), tracker=Tracker())
+    stage.begin(1)
+    mb = MicroBatch(0, value=torch.ones(1), wants_grad=[False])
+    with pytest.raises(Raised, match="ValueError: outer") as caught:
+        stage.forward(mb)
+    shown = failure_of(caught.value, 0, FORWARD).traceback
+    assert Path(__file__).name in shown
+    assert "/pipeworker/worker/" not in shown
+    assert "KeyError: 'inner'" in shown
+    assert "direct cause" in shown
+    assert shown.rstrip().endswith("ValueError: outer")
+
+
+def test_a_job_file_that_fails_shows_its_line_alone(tmp_path: Path) -> None:
+    path = tmp_path / "job.py"
+    path.write_text("import math\n\nmath.sqrt(-1)\n")
+    with pytest.raises(ValueError, match=r"math domain|nonnegative") as caught:
+        job_file.load(path, ())
+    shown = user_traceback(caught.value)
+    assert 'job.py", line 3' in shown
+    assert "math.sqrt(-1)" in shown
+    assert "importlib" not in shown
+    assert "pipeworker/job" not in shown
+
+
+def test_a_syntax_error_shows_its_line(tmp_path: Path) -> None:
+    path = tmp_path / "job.py"
+    path.write_text("x = 1\ny = = 2\n")
+    with pytest.raises(SyntaxError) as caught:
+        job_file.load(path, ())
+    assert "y = = 2" in user_traceback(caught.value)
+
+
+def test_a_defect_of_ours_shows_all_frames() -> None:
+    def ours() -> None:
+        raise ValueError("no")
+
+    with pytest.raises(ValueError, match="no") as caught:
+        ours()
+    failure = failure_of(caught.value, 0, Position(Phase.WAITING), "")
+    assert "in ours" in failure.traceback
+
+
+def test_an_echo_and_a_mistake_have_no_traceback() -> None:
+    for error in (PeerLost("closed"), UsageError("write it so")):
+        assert failure_of(error, 0, FORWARD, "").traceback == ""
+
+
+def test_an_error_that_is_its_own_context_is_shown_once() -> None:
+    error = ValueError("loop")
+    error.__context__ = KeyError("other")
+    error.__context__.__context__ = error
+    assert "ValueError: loop" in user_traceback(error)
+
+
+def test_a_message_of_any_length_still_fits_a_frame() -> None:
+    position = Position(Phase.FORWARD, 1, 0, 2)
+    for error in (
+        ValueError("x" * (17 << 20)),
+        raised_by(ValueError("x" * (17 << 20)), "layer 2 (Linear)"),
+    ):
+        failure = failure_of(error, 0, position, "Linear")
+        _assert_short(failure)
+
+
+def _assert_short(failure: Failure) -> None:
+    assert len(failure.message) + len(failure.traceback) < 50_000
+    assert "characters ..." in failure.message

@@ -1,0 +1,372 @@
+"""One worker through a whole job: whatever raises, the right one is blamed."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipeworker.job.options import Options
+from pipeworker.plan import orders
+from pipeworker.plan.actions import format_actions
+from pipeworker.plan.connect import forward_only
+from pipeworker.plan.placement import Placement
+from pipeworker.wire.messages import (
+    Advance,
+    Cause,
+    Evaluate,
+    Evaluated,
+    Failure,
+    FromWorker,
+    Phase,
+    Plan,
+    Ready,
+    RunStep,
+    Save,
+    StageRange,
+    StepDone,
+    StoreOperation,
+    StoreReply,
+    Update,
+    Wait,
+    Welcome,
+)
+from pipeworker.worker.worker import Settings, Worker
+from support.transport import ENDPOINT, Meeting
+
+BASE = {
+    "model": """
+class Fine(nn.Linear):
+    pass
+def model():
+    return [Fine(6, 6), nn.Tanh(), nn.Linear(6, 2)]
+""",
+    "loss": "loss = nn.functional.mse_loss",
+    "optimizer": "def optimizer(params): return torch.optim.SGD(params, lr=0.1)",
+    "scheduler": "def scheduler(opt): return torch.optim.lr_scheduler.ExponentialLR(opt, 0.5)",
+    "data": """
+def data():
+    while True:
+        yield torch.ones(4, 6), torch.ones(4, 2)
+""",
+    "evaluation": "def evaluation(): return [(torch.ones(4, 6), torch.ones(4, 2))] * 2",
+    "metrics": "def metrics(output, target): return {'m': output.mean()}",
+    "before_update": "def before_update(params): pass",
+    "more": "",
+}
+MICROBATCHES = 2
+
+
+class _Line:
+    name = "rank 0"
+
+    def __init__(self) -> None:
+        self._ask = Meeting().ask()
+
+    def send(self, message: FromWorker) -> None: ...
+
+    def ask(
+        self, operation: StoreOperation, keys: tuple[str, ...], value: bytes, expected: bytes
+    ) -> StoreReply:
+        return self._ask(operation, keys, value, expected)
+
+
+@pytest.fixture(autouse=True)
+def _as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Loading a job file changes what Python finds."""
+    monkeypatch.setattr(sys, "path", sys.path[:])
+    monkeypatch.setattr(sys, "argv", sys.argv[:])
+    monkeypatch.setattr("pipeworker.job.file._clear_the_way", lambda: None)
+    monkeypatch.setattr("torch.set_num_threads", lambda _: None)
+
+
+def source(**changed: str) -> str:
+    parts = {**BASE, **changed}
+    return "\n".join(["import torch", "from torch import nn", "", *parts.values(), ""])
+
+
+def job(folder: Path, text: str, recompute: str = "always") -> Failure | None:
+    """Run two steps with all that can come between them; what went wrong, if anything."""
+    path = folder / "job.py"
+    path.write_text(text)
+    settings = Settings(0, ENDPOINT, "", 0, to_log=False)
+    worker = Worker(settings, _Line())
+    try:
+        _run(worker, path, folder, recompute)
+    except BaseException as error:
+        return worker.explain(error)
+    finally:
+        worker.close()
+    return None
+
+
+def _run(worker: Worker, path: Path, folder: Path, recompute: str) -> None:
+    options = Options(str(path), 1, microbatches=MICROBATCHES, steps=5, evaluate_every=1)
+    described: Any = worker.handle(Welcome(options.to_json(), str(folder / "run")))
+    alone = Placement.identity(1)
+    evaluation = format_actions(forward_only(alone).workers[0])
+    layers = StageRange(0, 0, len(described.layers))
+    ready = worker.handle(Plan(alone.held, 1, (layers,), (), (), (), evaluation))
+    assert isinstance(ready, Ready)
+    batch = ready.batch
+    actions = format_actions(orders.build("gpipe", 1, MICROBATCHES, recompute).workers[0])
+    for step in (1, 2):
+        assert batch is not None
+        done = worker.handle(Advance(RunStep(step, batch, False, actions)))
+        assert isinstance(done, StepDone)
+        batch = done.batch
+        worker.handle(Advance(Evaluate(step), Update(step)))
+        worker.handle(Advance(Save(step), Evaluated(1.0)))
+    worker.handle(Advance(Wait()))
+
+
+def layer_of(body: str, more: str = "") -> dict[str, str]:
+    model = f"""
+import pipeworker
+class Bad(nn.Module):
+    calls = 0
+    def forward(self, x):
+        self.calls += 1
+{body}
+def model():
+    return [nn.Linear(6, 6), Bad(), nn.Linear(6, 2)]
+"""
+    return {"more": more, "model": model}
+
+
+NO = 'raise ValueError("no")'
+FUNCTION = f"""
+class Function(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x * 1
+    @staticmethod
+    def backward(ctx, gradient):
+        {NO}
+"""
+CASES: dict[str, tuple[dict[str, str], Cause, str, Phase]] = {
+    "job file": ({"more": NO}, Cause.USAGE, "the job file raised ValueError: no", Phase.LOADING),
+    "model": (
+        {"model": f"def model(): {NO}"},
+        Cause.USAGE,
+        "model() raised ValueError: no",
+        Phase.BUILDING,
+    ),
+    "layer builder": (
+        {"model": f"def bad(): {NO}\ndef model(): return [lambda: nn.Linear(6, 2), bad]"},
+        Cause.USAGE,
+        "building layer 1 raised ValueError: no",
+        Phase.BUILDING,
+    ),
+    "optimizer": (
+        {"optimizer": f"def optimizer(params): {NO}"},
+        Cause.USER,
+        "the optimizer raised ValueError: no",
+        Phase.UPDATE,
+    ),
+    "optimizer step": (
+        {
+            "optimizer": f"""
+class Bad(torch.optim.SGD):
+    def step(self, closure=None):
+        {NO}
+def optimizer(params): return Bad(params, lr=0.1)
+"""
+        },
+        Cause.USER,
+        "the optimizer raised ValueError: no",
+        Phase.UPDATE,
+    ),
+    "scheduler": (
+        {"scheduler": f"def scheduler(opt): {NO}"},
+        Cause.USER,
+        "scheduler() raised ValueError: no",
+        Phase.UPDATE,
+    ),
+    "scheduler step": (
+        {
+            "scheduler": f"""
+class Bad:
+    def step(self):
+        {NO}
+def scheduler(opt): return Bad()
+"""
+        },
+        Cause.USER,
+        "the scheduler raised ValueError: no",
+        Phase.UPDATE,
+    ),
+    "before_update": (
+        {"before_update": f"def before_update(params): {NO}"},
+        Cause.USER,
+        "before_update() raised ValueError: no",
+        Phase.UPDATE,
+    ),
+    "data": (
+        {"data": f"def data(): {NO}"},
+        Cause.USER,
+        "data() raised ValueError: no",
+        Phase.READING,
+    ),
+    "data later": (
+        {"data": f"def data():\n    yield torch.ones(4, 6), torch.ones(4, 2)\n    {NO}"},
+        Cause.USER,
+        "data() raised ValueError: no",
+        Phase.READING,
+    ),
+    "data's iterator": (
+        {"data": f"class Data:\n    def __iter__(self):\n        {NO}\ndata = Data()"},
+        Cause.USER,
+        "data() raised ValueError: no",
+        Phase.READING,
+    ),
+    "data's length": (
+        {
+            "data": "class Data:\n    def __getitem__(self, i): return None\n"
+            f"    def __len__(self):\n        {NO}\ndata = Data()"
+        },
+        Cause.USER,
+        "data() raised ValueError: no",
+        Phase.READING,
+    ),
+    "evaluation": (
+        {"evaluation": f"def evaluation(): {NO}"},
+        Cause.USER,
+        "evaluation() raised ValueError: no",
+        Phase.EVALUATION,
+    ),
+    "metrics": (
+        {"metrics": f"def metrics(output, target): {NO}"},
+        Cause.USER,
+        "metrics() raised ValueError: no",
+        Phase.EVALUATION,
+    ),
+    "loss": (
+        {"loss": f"def loss(output, target): {NO}"},
+        Cause.USER,
+        "loss() raised ValueError: no",
+        Phase.LOSS,
+    ),
+    "loss in evaluation": (
+        {
+            "loss": "def loss(output, target):\n    if not output.requires_grad:\n"
+            f"        {NO}\n    return output.mean()"
+        },
+        Cause.USER,
+        "loss() raised ValueError: no",
+        Phase.EVALUATION,
+    ),
+    "forward": (
+        layer_of(f"        {NO}"),
+        Cause.USER,
+        "layer 1 (Bad) raised ValueError: no (its input was Tensor[2, 6] float32)",
+        Phase.FORWARD,
+    ),
+    "evaluation's forward": (
+        layer_of(f"        if self.training: return x\n        {NO}"),
+        Cause.USER,
+        "layer 1 (Bad) raised ValueError: no (its input was Tensor[2, 6] float32)",
+        Phase.EVALUATION,
+    ),
+    "forward of nested values": (
+        {
+            "model": f"""
+class First(nn.Linear):
+    def forward(self, x): return super().forward(x), None
+class Bad(nn.Module):
+    def forward(self, x):
+        {NO}
+def model():
+    return [First(6, 8), Bad()]
+"""
+        },
+        Cause.USER,
+        "layer 1 (Bad) raised ValueError: no (its input was (Tensor[2, 8], None) float32)",
+        Phase.FORWARD,
+    ),
+    "recompute": (
+        layer_of(f"        if not pipeworker.is_recomputing(): return x\n        {NO}"),
+        Cause.USER,
+        "layer 1 (Bad) raised ValueError: no (its input was Tensor[2, 6] float32)",
+        Phase.RECOMPUTE,
+    ),
+    "a Function's backward": (
+        layer_of("        return Function.apply(x)", FUNCTION),
+        Cause.USER,
+        "layer 1 (Bad) raised ValueError: no",
+        Phase.BACKWARD,
+    ),
+    "a hook": (
+        layer_of(
+            "        x = x * 1\n        x.register_hook(bad)\n        return x * 1",
+            f"def bad(gradient): {NO}",
+        ),
+        Cause.USER,
+        "layer 1 (Bad) raised ValueError: no",
+        Phase.BACKWARD,
+    ),
+    "the end of the script": (
+        layer_of('        raise SystemExit(3)  # raise ValueError("no")'),
+        Cause.USER,
+        "layer 1 (Bad) raised SystemExit: 3 (its input was Tensor[2, 6] float32)",
+        Phase.FORWARD,
+    ),
+}
+
+
+def test_a_job_that_is_right(tmp_path: Path) -> None:
+    assert job(tmp_path, source()) is None
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_user_is_blamed(tmp_path: Path, name: str) -> None:
+    changed, cause, message, phase = CASES[name]
+    failure = job(tmp_path, source(**changed))
+    assert failure is not None
+    assert (failure.cause, failure.message) == (cause, message)
+    assert failure.position.phase is phase
+    assert 'job.py", line' in failure.traceback
+    assert NO in failure.traceback
+    assert "/pipeworker/" not in failure.traceback
+    assert failure.stage in ("stage 0", "rank 0")
+
+
+OURS: dict[str, tuple[str, Phase]] = {
+    "pipeworker.worker.step.data._split": ("", Phase.READING),
+    "pipeworker.worker.step.flow.Flow.forward": ("always", Phase.WAITING),
+    "pipeworker.worker.stage.stage.rng.layer_seed": ("never", Phase.FORWARD),
+    "pipeworker.worker.stage.stage.Stage._mark": ("never", Phase.FORWARD),
+    "pipeworker.worker.stage.recompute.Buffers.first_forward": ("always", Phase.WAITING),
+    "pipeworker.worker.stage.stage.copied": ("always", Phase.WAITING),
+    "pipeworker.worker.stage.stage.losses.record": ("never", Phase.LOSS),
+    "pipeworker.worker.stage.stage.losses.gradient": ("always", Phase.BACKWARD),
+    "pipeworker.worker.stage.stage.Stage._give": ("always", Phase.BACKWARD),
+    "pipeworker.worker.update.update._elements": ("always", Phase.WAITING),
+    "pipeworker.worker.update.update.Updater._finish_gradients": ("always", Phase.UPDATE),
+    "pipeworker.worker.update.update.rng.update_seed": ("always", Phase.UPDATE),
+    "pipeworker.worker.step.stream.sizes": ("always", Phase.EVALUATION),
+    "pipeworker.worker.step.evaluation._scalar": ("always", Phase.EVALUATION),
+    "pipeworker.worker.worker.weights.save_part": ("always", Phase.SAVING),
+    "pipeworker.worker.worker.Executor": ("always", Phase.CONNECTING),
+    "pipeworker.worker.model.model._check_apart": ("always", Phase.BUILDING),
+    "pipeworker.worker.worker.name_classes": ("always", Phase.LOADING),
+}
+
+
+@pytest.mark.parametrize("name", OURS)
+def test_we_are_blamed(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def defect(*_: Any, **__: Any) -> Any:
+        raise KeyError("ours")
+
+    monkeypatch.setattr(name, defect)
+    recompute, phase = OURS[name]
+    text = source(model=layer_of("        return x")["model"])
+    failure = job(tmp_path, text, recompute or "always")
+    assert failure is not None
+    assert failure.cause is Cause.INTERNAL, failure.message
+    assert failure.message == "a defect in pipeworker: KeyError: 'ours'"
+    assert "/pipeworker/worker/" in failure.traceback
+    assert "in defect" in failure.traceback
+    assert failure.position.phase is phase

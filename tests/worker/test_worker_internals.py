@@ -1,0 +1,230 @@
+"""The names that torch does not promise: each is there, and does what we take it to do."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch._C._distributed_c10d import HashStore
+
+from pipeworker.worker import internals
+
+
+@pytest.mark.parametrize("name", internals.__all__)
+def test_it_is_there(name: str) -> None:
+    assert getattr(internals, name, None) is not None, f"torch lacks what {name} stands for"
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "torch._C._storage_Use_Count",
+        "torch._C._functions.AccumulateGrad",
+        "torch._foreach_mul_",
+        "torch._foreach_div_",
+        "torch._C._distributed_c10d.ProcessGroupGloo",
+        "torch.utils._pytree",
+    ],
+)
+def test_a_torch_that_lacks_one_says_its_name(name: str) -> None:
+    """At import, plainly."""
+    holder, _, last = name.rpartition(".")
+    script = f"""
+import sys, torch, torch.distributed, torch.utils._pytree, torch._subclasses.fake_tensor
+import torch.nn.modules.batchnorm
+class Without:
+    def __init__(self, module): self.module = module
+    def __getattr__(self, attribute):
+        if attribute == {last!r}:
+            raise AttributeError(f"no {{attribute}}")
+        return getattr(self.module, attribute)
+holder = {holder!r}
+sys.modules.pop({name!r}, None)
+if holder in sys.modules:
+    sys.modules[holder] = Without(sys.modules[holder])
+parts = holder.split(".")
+if len(parts) > 1:
+    setattr(eval(".".join(parts[:-1])), parts[-1], Without(eval(holder)))
+if {name!r} == "torch.utils._pytree":
+    sys.modules[{name!r}] = None
+import pipeworker.worker.internals
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert done.returncode == 1
+    assert last in done.stderr.splitlines()[-1]
+
+
+def test_run_backward_accumulates_as_backward() -> None:
+    found = []
+    for run in (internals.run_backward, torch.autograd.backward):
+        torch.manual_seed(0)
+        layer = nn.Linear(3, 2)
+        for _ in range(2):
+            y = layer(torch.randn(4, 3))
+            run((y, y * 2), (torch.ones(4, 2), torch.ones(4, 2)))
+        found.append([p.grad for p in layer.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True) if a is not None)
+
+
+def test_the_engine_gives_gradients_and_leaves_the_rest() -> None:
+    x = torch.ones(2, requires_grad=True)
+    weight = torch.full((2,), 3.0, requires_grad=True)
+    (grad,) = internals.engine((x * weight,), (torch.ones(2),), False, False, (x,), True, False)
+    assert grad.tolist() == [3, 3]
+    assert x.grad is weight.grad is None
+
+
+class _Twice(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, factor: int) -> torch.Tensor:
+        ctx.factor = factor
+        return x * factor
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        return gradient * ctx.factor, None
+
+
+def test_apply_of_equals_apply() -> None:
+    for apply in (internals.apply_of(_Twice), _Twice.apply):
+        x = torch.ones(2, requires_grad=True)
+        y = apply(x, 5)
+        torch.autograd.backward(y.sum())
+        assert y.tolist() == [5, 5]
+        assert x.grad is not None
+        assert x.grad.tolist() == [5, 5]
+
+
+def test_storage_uses_counts_those_who_refer_to_the_memory() -> None:
+    x = torch.zeros(4)
+    alone = internals.storage_uses(x)
+    views = [x[1:], x.detach(), x.view(2, 2)]
+    assert internals.storage_uses(x) == alone + 3
+    array = x.numpy()
+    assert internals.storage_uses(x) > alone + 3
+    del views, array
+    assert internals.storage_uses(x) == alone
+
+
+def test_buffers_of_is_the_live_dict() -> None:
+    norm = nn.BatchNorm1d(2)
+    internals.buffers_of(norm)["running_mean"] = torch.ones(2)
+    assert norm.running_mean is not None
+    assert norm.running_mean.tolist() == [1, 1]
+    assert isinstance(norm, internals.BatchNorm)
+    assert all(
+        isinstance(kind(2), internals.BatchNorm)
+        for kind in (nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+    )
+
+
+def test_version_of_counts_changes_in_place() -> None:
+    x = torch.zeros(2)
+    before = internals.version_of(x)
+    x.add_(1)
+    x.detach().mul_(2)
+    assert internals.version_of(x) == before + 2
+    assert internals.version_of(x + 1) == 0
+
+
+def test_alias_of_is_a_view_with_a_node_of_its_own() -> None:
+    y = torch.ones(2, requires_grad=True) * 2
+    alias = internals.alias_of(y)
+    assert alias.data_ptr() == y.data_ptr()
+    assert alias.grad_fn is not None
+    assert alias.grad_fn is not y.grad_fn
+    y.add_(1)
+    assert internals.version_of(alias) == internals.version_of(y)
+
+
+def test_view_of_may_be_changed_in_place() -> None:
+    leaf = torch.ones(2, requires_grad=True)
+    view = internals.view_of(leaf)
+    assert view.data_ptr() == leaf.data_ptr()
+    assert not view.is_leaf
+    assert view.requires_grad
+    view.add_(1)
+    assert leaf.tolist() == [2, 2]
+
+
+def test_multiply_and_divide_work_in_place() -> None:
+    tensors = [torch.tensor([3.0, 7.0]), torch.tensor(1.0)]
+    expected = [(t / 3).mul(0.1) for t in tensors]
+    addresses = [t.data_ptr() for t in tensors]
+    internals.divide(tensors, 3.0)
+    internals.multiply(tensors, 0.1)
+    assert all(map(torch.equal, tensors, expected))
+    assert [t.data_ptr() for t in tensors] == addresses
+
+
+def test_a_leaf_is_accumulated_into_by_a_node_that_can_be_called() -> None:
+    x = torch.ones(2, requires_grad=True)
+    product = (x * 2).grad_fn
+    assert product is not None
+    node: Any = product.next_functions[0][0]
+    kind = type(node)
+    assert kind is internals.AccumulateGrad
+    with torch.no_grad():
+        node(torch.full((2,), 4.0))
+    assert x.grad is not None
+    assert x.grad.tolist() == [4, 4]
+
+
+def test_the_prefix_finds_what_a_node_saved() -> None:
+    x = torch.ones(2, requires_grad=True)
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t):
+        hooked = torch.tanh(x).grad_fn
+    for node, expected in ((torch.tanh(x).grad_fn, False), (hooked, True)):
+        saved = [n for n in dir(type(node)) if n.startswith(internals.SAVED_PREFIX)]
+        assert saved == ["_raw_saved_result"]
+        assert (getattr(getattr(node, saved[0]), "unpack_hook", None) is not None) is expected
+
+
+def test_hooks_are_moved() -> None:
+    one, other = (nn.Parameter(torch.ones(2)) for _ in range(2))
+    seen: list[float] = []
+    one.register_hook(lambda grad: seen.append(grad[0].item()))  # type: ignore[no-untyped-call]
+    internals.move_hooks(one, other)
+    torch.autograd.backward((other * 3).sum())
+    assert seen == [3.0]
+
+
+def test_gloo_options_have_a_timeout_and_a_device() -> None:
+    device = internals.ProcessGroupGloo.create_device(hostname="127.0.0.1")
+    options = internals.gloo_options(device, timedelta(days=3))
+    assert options._timeout == timedelta(days=3)
+    assert options._devices == [device]
+
+
+def test_the_default_store_needs_a_process_group() -> None:
+    assert not dist.is_initialized()
+    with pytest.raises(ValueError, match="process group has not been initialized"):
+        internals.default_store()
+    store = HashStore()
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        internals.default_store().set("a", "1")
+        assert isinstance(internals.default_store(), internals.Store)
+        assert internals.default_store().get("a") == b"1"
+    finally:
+        dist.destroy_process_group()
+
+
+def test_stores_and_fakes() -> None:
+    prefixed = internals.PrefixStore("p", HashStore())
+    prefixed.set("a", "1")
+    assert prefixed.get("a") == b"1"
+    assert issubclass(internals.TCPStore, internals.Store)
+    with internals.FakeTensorMode() as fake:
+        assert fake.from_tensor(torch.ones(2)).shape == (2,)
+        assert torch.empty(1 << 45).shape == (1 << 45,)
+    assert internals.pytree.tree_leaves({"a": [1, (2,)]}) == [1, 2]
+    assert hasattr(internals.Work, "wait")
+    internals.preload()
+    assert "torch._dynamo" in sys.modules

@@ -1,0 +1,115 @@
+"""One parameter at several places, as one stage sees it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from pipeworker.errors import UsageError
+from pipeworker.plan.ties import Tie
+from pipeworker.worker.update.ties import Ties, separate, shared_parameters
+
+
+def never(_: int) -> nn.Module:
+    raise AssertionError("nothing is to be built")
+
+
+def grad(parameter: torch.Tensor, value: float) -> None:
+    parameter.grad = torch.full_like(parameter, value)
+
+
+def test_shared_parameters_are_found_by_identity() -> None:
+    a, b = nn.Linear(2, 2), nn.Linear(2, 2)
+    b.weight = a.weight
+    entries: list[Any] = [a, nn.ReLU(), lambda: nn.Linear(2, 2), b, a]
+    assert shared_parameters(entries) == [
+        ["0.weight", "3.weight", "4.weight"],
+        ["0.bias", "4.bias"],
+    ]
+
+
+def test_a_separated_layer_has_objects_of_its_own_and_the_same_memory() -> None:
+    a = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+    a[0].get_parameter("bias").requires_grad_(False)
+    copied = separate(a, ["0.weight", "0.bias"])
+    assert isinstance(copied, nn.Sequential)
+    for name in ("weight", "bias"):
+        one, other = getattr(a[0], name), getattr(copied[0], name)
+        assert one is not other
+        assert one.data_ptr() == other.data_ptr()
+        assert one.requires_grad is other.requires_grad
+    assert copied[1].weight is a[1].weight
+    assert copied[1].running_mean is a[1].running_mean
+    with torch.no_grad():
+        a[0].get_parameter("weight").zero_()
+    assert copied[0].get_parameter("weight").count_nonzero() == 0
+
+
+def test_places_are_added_in_model_order_whoever_sent_them() -> None:
+    layers = {n: nn.Linear(1, 1, bias=False) for n in (0, 2)}
+    tie = Tie(("0.weight", "1.weight", "2.weight"), (0, 1, 0))
+    ties = Ties(0, [tie], layers, never)
+    grad(layers[0].weight, 1.0)
+    grad(layers[2].weight, 2.0**-30)
+    assert ties.outgoing(1) == [[layers[0].weight.grad, layers[2].weight.grad]]
+    assert ties.frames(1) == 1
+    ties.complete({1: [torch.full((1, 1), -1.0)]})
+    total = ties.total(layers[0].get_parameter("weight"))
+    assert total == 2.0**-30  # (1 - 1) + tiny, not 1 + tiny - 1
+    ties.take_totals()
+    assert layers[0].weight.grad == 2.0**-30
+    assert layers[2].weight.grad is None
+    assert ties.aliases == {id(layers[2].weight)}
+    assert ties.elsewhere == set()
+
+
+def test_a_place_without_a_gradient_is_left_out() -> None:
+    layer = nn.Linear(1, 1, bias=False)
+    ties = Ties(1, [Tie(("0.weight", "1.weight"), (0, 1))], {1: layer}, lambda _: nn.Linear(1, 1))
+    assert ties.elsewhere == {id(layer.weight)}
+    ties.complete({0: [None]})
+    assert ties.total(layer.get_parameter("weight")) is None
+    sent = torch.ones(1, 1)
+    ties.complete({0: [sent]})
+    sent.zero_()  # its buffer is used again
+    assert ties.total(layer.get_parameter("weight")) == 1.0
+
+
+def test_the_first_place_gives_the_value() -> None:
+    origin = nn.Linear(2, 2)
+    here, again = nn.Linear(2, 2), nn.Linear(2, 2)
+    tie = Tie(("0.weight", "3.weight", "4.weight"), (0, 1, 1))
+    Ties(1, [tie], {3: here, 4: again}, lambda index: [origin][index])
+    assert torch.equal(here.weight, origin.weight)
+    assert here.weight.data_ptr() != origin.weight.data_ptr()
+    assert again.weight.data_ptr() == here.weight.data_ptr()
+
+
+def test_stages_of_one_worker_have_memory_of_their_own() -> None:
+    """Each makes the update to its own copy, so there must be two."""
+    origin = nn.Linear(2, 2)
+    here = separate(origin, ["weight"])
+    assert _weight(here).data_ptr() == origin.weight.data_ptr()
+    Ties(1, [Tie(("0.weight", "1.weight"), (0, 1))], {1: here}, lambda index: origin)
+    assert torch.equal(_weight(here), origin.weight)
+    assert _weight(here).data_ptr() != origin.weight.data_ptr()
+
+
+def _weight(layer: nn.Module) -> torch.Tensor:
+    return layer.get_parameter("weight")
+
+
+@pytest.mark.parametrize(
+    ("names", "message"),
+    [
+        (("0.weight", "1.nothing"), r"layer 1 \(Linear\) has no parameter 'nothing'"),
+        (("0.weight", "1.bias"), r"tied parameters differ: 0.weight is \(2, 2\) torch.float32"),
+    ],
+)
+def test_mistakes_are_named(names: tuple[str, ...], message: str) -> None:
+    layers = {0: nn.Linear(2, 2), 1: nn.Linear(2, 2)}
+    with pytest.raises(UsageError, match=message):
+        Ties(0, [Tie(names, (0, 0))], layers, never)

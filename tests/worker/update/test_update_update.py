@@ -1,0 +1,266 @@
+"""The optimizer step of a stage."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from pipeworker.errors import UsageError
+from pipeworker.job.file import Job
+from pipeworker.wire.messages import Update
+from pipeworker.worker.update.update import Updater, parameters_of
+
+
+def sgd(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(params, lr=0.5)
+
+
+def make(
+    layers: Sequence[nn.Module],
+    optimizer: Any = sgd,
+    scheduler: Any = None,
+    *,
+    first: int = 0,
+    clip_value: float | None = None,
+    **job: Any,
+) -> Updater:
+    made = Job(None, never, optimizer, None, scheduler, **job)
+    return Updater(layers, first, made, seed=5, clip_value=clip_value)
+
+
+def never(*_: Any) -> Any:
+    raise AssertionError("not to be called")
+
+
+def layer(*gradients: float | None) -> nn.Module:
+    """A layer of one parameter of one element (1.0) for each gradient."""
+    made = nn.ParameterList([nn.Parameter(torch.ones(1)) for _ in gradients])
+    for parameter, gradient in zip(made.parameters(), gradients, strict=True):
+        parameter.grad = None if gradient is None else torch.tensor([gradient])
+    return made
+
+
+def weights(made: nn.Module) -> list[float]:
+    return [parameter.item() for parameter in made.parameters()]
+
+
+def test_parameters_are_each_once_in_model_order() -> None:
+    a, b = nn.Linear(2, 3), nn.Linear(3, 3)
+    assert parameters_of([a, nn.ReLU(), b, a]) == [a.weight, a.bias, b.weight, b.bias]
+
+
+def test_the_update_is_scaled_and_clears() -> None:
+    made = layer(2.0, None, 4.0)
+    updater = make([made], sgd)
+    updater.apply(Update(1, scale=0.25))
+    assert weights(made) == [0.75, 1.0, 0.5]
+    assert all(parameter.grad is None for parameter in made.parameters())
+
+
+def test_a_scale_of_one_leaves_the_gradients_alone() -> None:
+    made = layer(1.0)
+    (parameter,) = made.parameters()
+    gradient = parameter.grad
+    assert gradient is not None
+    version = gradient._version
+    make([made], sgd, None).apply(Update(1, scale=1.0))
+    assert weights(made) == [0.5]
+    assert gradient._version == version
+
+
+def test_what_divides_comes_before_what_scales() -> None:
+    made = layer(3.0, 7.0)
+    make([made]).apply(Update(1, divisor=3.0, scale=0.5))
+    expected = [1 - 0.5 * (torch.tensor(g) / 3 * 0.5).item() for g in (3.0, 7.0)]
+    assert weights(made) == [torch.tensor(w).item() for w in expected]
+
+
+def test_clear_forgets_without_an_update() -> None:
+    made = layer(1.0)
+    make([made], sgd, None).clear()
+    assert weights(made) == [1.0]
+    assert [parameter.grad for parameter in made.parameters()] == [None]
+
+
+def test_squares_are_taken_in_float64_and_in_model_order() -> None:
+    made = layer(3.0, None, 1e-30, 1e30)
+    assert make([made], sgd, None).squares() == pytest.approx((9.0, 1e-60, 1e60), rel=1e-6)
+
+
+def test_squares_of_low_precision() -> None:
+    linear = nn.Linear(100, 1, bias=False).half()
+    linear.weight.grad = torch.full((1, 100), 300.0, dtype=torch.float16)
+    assert make([linear], sgd, None).squares() == pytest.approx((9e6,))
+
+
+def test_squares_of_sparse_and_complex_gradients() -> None:
+    embedding = nn.Embedding(5, 2, sparse=True)
+    embedding(torch.tensor([1, 1, 3])).sum().backward()
+    wave = nn.ParameterList([nn.Parameter(torch.ones(2, dtype=torch.complex64))])
+    wave[0].grad = torch.tensor([3 + 4j, 0])
+    updater = make([embedding, wave], sgd, None)
+    assert updater.squares() == pytest.approx((2 * 4 + 2 * 1, 25))
+    before = embedding.weight.detach().clone()
+    updater.apply(Update(1, scale=0.5))
+    assert torch.equal(before[1] - embedding.weight[1], torch.full((2,), 0.5))
+
+
+def test_without_gradients_there_are_no_squares() -> None:
+    updater = make([layer(None)], sgd, None)
+    assert updater.squares() == ()
+    updater.apply(Update(1, scale=0.5))
+
+
+def test_a_stage_without_parameters_has_no_optimizer() -> None:
+    def never(_: Any) -> Any:
+        pytest.fail("called")
+
+    updater = make([nn.ReLU(), nn.Identity()], never, never)
+    assert updater.optimizer is None
+    assert math.isnan(updater.learning_rate)
+    assert updater.squares() == ()
+    updater.apply(Update(1, scale=0.5))
+    updater.clear()
+
+
+def test_the_scheduler_steps_after_the_optimizer_once_a_step() -> None:
+    made = layer(1.0)
+    updater = make(
+        [made], sgd, lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 2, gamma=0.1)
+    )
+    rates = []
+    for _ in range(4):
+        for parameter in made.parameters():
+            parameter.grad = torch.ones(1)
+        rates.append(updater.learning_rate)
+        updater.apply(Update(1, scale=1.0))
+    assert rates == pytest.approx([0.5, 0.5, 0.05, 0.05])
+    assert weights(made) == pytest.approx([1 - 2 * 0.5 - 2 * 0.05])
+
+
+@pytest.mark.parametrize("built", [None, 3, [sgd]])
+def test_an_optimizer_that_is_none(built: Any) -> None:
+    with pytest.raises(UsageError, match=rf"returned a {type(built).__name__}: it must return a"):
+        make([nn.Linear(1, 1)], lambda params: built)
+
+
+def test_a_scheduler_that_is_none() -> None:
+    with pytest.raises(UsageError, match=r"scheduler\(optimizer\) returned a NoneType"):
+        make([nn.Linear(1, 1)], sgd, lambda optimizer: None)
+
+
+def test_lbfgs_is_refused() -> None:
+    with pytest.raises(UsageError, match="LBFGS evaluates the model inside its step"):
+        make([nn.Linear(1, 1)], torch.optim.LBFGS, None)
+
+
+def test_the_optimizer_is_given_a_list_it_may_read_twice() -> None:
+    def groups(params: Any) -> torch.optim.Optimizer:
+        large = [p for p in params if p.dim() > 1]
+        small = [p for p in params if p.dim() < 2]
+        both: list[dict[str, Any]] = [{"params": large, "lr": 2.0}, {"params": small}]
+        return torch.optim.SGD(both, lr=1.0)
+
+    updater = make([nn.Linear(2, 2)], groups, None)
+    assert updater.learning_rate == 2.0
+    assert updater.optimizer is not None
+    assert [len(group["params"]) for group in updater.optimizer.param_groups] == [1, 1]
+
+
+def test_elements_are_clipped_after_the_scale() -> None:
+    made = layer(2.0, -8.0)
+    make([made], clip_value=0.75).apply(Update(1, scale=0.25))
+    assert weights(made) == [1 - 0.5 * 0.5, 1 + 0.5 * 0.75]
+
+
+def test_before_update_sees_a_layer_at_a_time_under_a_stream_of_its_own() -> None:
+    """What it draws depends on the step and the layer, and not on what ran before."""
+
+    def drawn(*, first: int, count: int, step: int) -> list[list[float]]:
+        seen = []
+
+        def noise(params: list[nn.Parameter]) -> None:
+            seen.append([torch.rand(()).item() for _ in params])
+
+        layers = [layer(1.0, 1.0), layer(None), nn.ReLU(), layer(1.0)][first:][:count]
+        torch.manual_seed(first)
+        make(layers, first=first, before_update=noise).apply(Update(step, scale=1.0))
+        return seen
+
+    whole = drawn(first=0, count=4, step=3)
+    assert [len(layer) for layer in whole] == [2, 1]  # none without a gradient
+    assert whole == drawn(first=0, count=2, step=3) + drawn(first=2, count=2, step=3)
+    assert whole != drawn(first=0, count=4, step=4)
+
+
+def test_before_update_sees_gradients_scaled_and_clipped() -> None:
+    seen = []
+
+    def look(params: list[nn.Parameter]) -> None:
+        for parameter in params:
+            assert parameter.grad is not None
+            seen.append(parameter.grad.item())
+            parameter.grad.zero_()
+
+    made = layer(4.0, 100.0)
+    make([made], clip_value=2.0, before_update=look).apply(Update(1, scale=0.25))
+    assert seen == [1.0, 2.0]
+    assert weights(made) == [1.0, 1.0]
+
+
+def test_names_are_those_of_the_whole_model() -> None:
+    given = {}
+
+    def optimizer(named_parameters: Any) -> torch.optim.Optimizer:
+        given.update(named_parameters)
+        return torch.optim.SGD(given.values(), lr=0.5)
+
+    first, second = nn.Linear(2, 2), nn.Sequential(nn.ReLU(), nn.Linear(2, 1, bias=False))
+    make([first, second], optimizer, first=7)
+    assert list(given) == ["7.weight", "7.bias", "8.1.weight"]
+    assert given["8.1.weight"] is second[1].weight
+
+
+def test_an_overflow_skips_the_optimizer_and_not_the_scheduler() -> None:
+    made = layer(2.0)
+    updater = make([made], sgd, lambda opt: torch.optim.lr_scheduler.ExponentialLR(opt, 0.5))
+    updater.apply(Update(1, scale=1.0))
+    made.get_parameter("0").grad = torch.tensor([2.0])
+    updater.apply(Update(2, scale=1.0, overflow=True))
+    assert weights(made) == [0.0]
+    assert updater.learning_rate == 0.125
+    assert all(parameter.grad is None for parameter in made.parameters())
+
+
+def test_a_scheduler_by_epoch_steps_when_one_ends() -> None:
+    made = layer(1.0)
+    updater = make(
+        [made],
+        sgd,
+        lambda opt: torch.optim.lr_scheduler.ExponentialLR(opt, 0.5),
+        scheduler_interval="epoch",
+    )
+    rates = []
+    for step in range(1, 5):
+        updater.apply(Update(step, scale=1.0, epoch_ended=step % 2 == 0))
+        rates.append(updater.learning_rate)
+    assert rates == [0.5, 0.25, 0.25, 0.125]
+
+
+def test_a_plateau_looks_at_the_evaluation_alone() -> None:
+    def plateau(opt: torch.optim.Optimizer) -> Any:
+        return torch.optim.lr_scheduler.ReduceLROnPlateau(opt, factor=0.5, patience=0)
+
+    updater = make([layer(1.0)], sgd, plateau)
+    assert updater.wants_metric
+    for step in range(1, 4):
+        updater.apply(Update(step, scale=1.0))
+    assert updater.learning_rate == 0.5
+    for loss in (1.0, 0.9, 0.9):
+        updater.evaluated(loss)
+    assert updater.learning_rate == 0.25
