@@ -13,12 +13,12 @@ from typing import IO, Any
 import click
 
 from pipeworker import __version__
-from pipeworker.environment import timings
 from pipeworker.errors import PipeworkerError
 from pipeworker.job.given import complete
 from pipeworker.job.options import BACKENDS, DEVICES, PRECISIONS, Options
 from pipeworker.plan.orders import ORDERS
 from pipeworker.plan.schedule import RECOMPUTE_MODES
+from pipeworker.timings import DEFAULT
 
 _INTERRUPTED = 130  # what a shell gives a program that SIGINT ended
 
@@ -155,7 +155,7 @@ class _Worker(click.Command):
             return super().main(*args, **kwargs)
         except click.ClickException as error:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
-            time.sleep(timings().verdict)
+            time.sleep(DEFAULT.speak)
             error.show()  # it was a mistake of this rank's alone
             sys.exit(error.exit_code)
 

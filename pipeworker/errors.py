@@ -27,6 +27,9 @@ class ScheduleError(UsageError):
 class SkipError(UsageError):
     """Stashes and pops of skip connections do not match."""
 
+    in_step = False
+    """Whether that shows in a step: the plan was right, and the run has failed."""
+
 
 class LayerError(PipeworkerError):
     """The user's code raised; the cause is the user's exception."""

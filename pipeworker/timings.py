@@ -22,6 +22,7 @@ class Timings:
         ping: between two of the coordinator's, which find connections that have closed.
         tick: between two looks of the coordinator at what is overdue.
         burst: what arriving messages may keep the coordinator from all else.
+        handshake: what a connection may take to prove itself.
         reconnect: until a closed control connection is tried again, at most.
         echo: what a closed connection waits for the cause behind it, or to come back.
         coordinator: what a worker's lost connection to the coordinator may take to come back.
@@ -29,6 +30,7 @@ class Timings:
         interrupted: what the launcher gives it before it ends the job itself.
         linger: what the last messages get to leave.
         leave: what workers get to leave by themselves after the verdict.
+        speak: what other ranks of a torchrun job give rank 0 to say a mistake that all see.
         verdict: what rank 0 waits for the coordinator's verdict.
         stuck: what a rank that waits for another gets to notice that the job is over.
         look: between two looks at whether it has.
@@ -40,6 +42,7 @@ class Timings:
     ping: float = 1.0
     tick: float = 0.25
     burst: float = 0.2
+    handshake: float = 5.0
     reconnect: float = 1.0
     echo: float = 2.5
     coordinator: float = 4.0
@@ -47,6 +50,7 @@ class Timings:
     interrupted: float = 6.0
     linger: float = 2.0
     leave: float = 3.0
+    speak: float = 8.0
     verdict: float = 8.0
     stuck: float = 2.0
     look: float = 0.1
@@ -59,6 +63,7 @@ class Timings:
             (self.echo > 2 * self.ping, "a closed connection is found by pings"),
             (self.echo > self.silent + self.tick, "an echo knows who is silent when it ends"),
             (self.echo > 2 * self.reconnect, "a connection may come back"),
+            (self.handshake > self.reconnect, "a slow handshake is not taken for a lost one"),
             (self.coordinator > self.echo, "the coordinator speaks before it is given up"),
             (self.interrupted > self.interrupt + self.tick, "the coordinator ends first"),
             (self.leave > self.linger, "the last words leave before the process"),
@@ -66,6 +71,7 @@ class Timings:
             (self.verdict > self.echo + self.linger, "rank 0 hears the cause"),
             (self.stuck > self.look, "who is stuck is looked at"),
             (self.meet > self.verdict, "ranks that meet outlast an old job"),
+            (self.meet > self.speak, "a mistake is said before who meets gives up"),
         ):
             if not holds:
                 raise ValueError(f"timings contradict each other: {why}")

@@ -1,1 +1,1 @@
-"""Decides: a pure state machine (:mod:`machine`) and the loop around it (:mod:`service`)."""
+"""Decides: pure nouns (:mod:`job`, :mod:`generation`, :mod:`loop`), and a shell around them."""

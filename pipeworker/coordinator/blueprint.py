@@ -74,7 +74,8 @@ class Blueprint:
         balance = options.balance or partition.even(layers, stages)
         partition.check_balance(balance, layers, stages)
         ranges = partition.ranges(balance)
-        between_layers = [Skip(s.source, s.target, s.name) for s in described[0].skips]
+        surveyed = described[placement.rank_of(0)]
+        between_layers = [Skip(s.source, s.target, s.name) for s in surveyed.skips]
         between_stages = skips.between_stages(between_layers, ranges)
         evaluation = forward_only(placement, skips.pairs(between_stages))
         check(evaluation)
@@ -83,7 +84,7 @@ class Blueprint:
             placement,
             ranges,
             between_stages,
-            ties.placed([Tie(t.names) for t in described[0].ties], ranges),
+            ties.placed([Tie(t.names) for t in surveyed.ties], ranges),
             evaluation,
         )
         found._edges = edges(found.schedule(options.microbatches)[0])
@@ -93,9 +94,9 @@ class Blueprint:
         """The checked schedule for a mini-batch of so many micro-batches."""
         if microbatches not in self._schedules:
             options = self.options
-            built = orders.build(
+            built = orders.arrange(
                 options.schedule,
-                self.placement.workers,
+                self.placement,
                 microbatches,
                 options.recompute,
                 skips.pairs(self.skips),
@@ -119,8 +120,6 @@ class Blueprint:
         placement = self.placement
         held = set(placement.stages_of(rank))
         return Plan(
-            placement.held,
-            placement.replicas,
             tuple(StageRange(stage, *self.ranges[stage]) for stage in sorted(held)),
             tuple(str(edge) for edge in self._edges if held & {edge.source, edge.target}),
             tuple(

@@ -83,7 +83,7 @@ class Commit:
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """The verdict on a job; `peak_memory` is by rank, in bytes."""
+    """The verdict on a job; `peak_memory` is by rank, in bytes, `restarts` those of generations."""
 
     status: Status
     exit_status: int
@@ -91,6 +91,7 @@ class Ended:
     peak_memory: tuple[int, ...]
     bubble: float
     failure: Failure | None
+    restarts: int = 0
 
 
 # The results of steps and evaluation passes are there to be recorded.

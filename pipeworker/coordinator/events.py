@@ -50,7 +50,7 @@ class StarterGone:
 
 @dataclass(frozen=True, slots=True)
 class Broken:
-    """The shell around the machine could not perform an effect (a full disk, say)."""
+    """The shell around the job could not perform an effect (a full disk, say)."""
 
     text: str
 

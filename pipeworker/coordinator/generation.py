@@ -188,11 +188,15 @@ class Generation:
             ]
         effects: list[Effect] = [
             Log(f"rank {hello.rank} joined: pid {hello.pid} on {hello.host}"),
-            self._send(peer, Welcome(self.options.to_json(), self.run_dir)),
+            self._send(peer, self._welcome()),
         ]
         if not self.roster.missing:
             effects.append(Log("all ranks joined"))
         return effects
+
+    def _welcome(self) -> Welcome:
+        placement = self.placement
+        return Welcome(self.options.to_json(), self.run_dir, placement.held, placement.replicas)
 
     def _on_heartbeat(self, member: Member, message: Heartbeat, now: float) -> list[Effect]:
         member.position = message.position
@@ -284,7 +288,7 @@ class Generation:
         """What is due, and then what the loop says is next; an end or a checkpoint comes first."""
         if due.failure:
             return [*due.effects, *self.fail(due.failure)]
-        if due.boundary and self._interrupted is not None and not self.loop.finished:
+        if due.boundary and self._interrupted is not None:
             return [*due.effects, *self._over(Verdict(Status.INTERRUPTED, 130))]
         saved = self._saved == self.progress.steps
         wanted = self.loop.finished or (due.boundary and self._save_asked)
@@ -313,18 +317,19 @@ class Generation:
         return self._tell([following] * len(self._members), due)
 
     def _tell(self, following: Sequence[Next], due: Due) -> list[Effect]:
-        """Tell each worker what is next, the first before what has been is recorded.
+        """Tell each worker what is next, where stage 0 is before what has been is recorded.
 
         It begins at once; the others have time until its first activation.
         """
         told = [Advance(following[0], due.update)]
         for one in following[1:]:  # often, all get the same: it is encoded once
             told.append(told[-1] if one is told[-1].next else Advance(one, due.update))
-        first, *others = [
+        sends = [
             self._send(member.peer, message)
             for member, message in zip(self._members, told, strict=True)
         ]
-        return [first, *due.effects, *others]
+        first = sends.pop(self.placement.rank_of(0))
+        return [first, *due.effects, *sends]
 
     def _runs(self, run: RunStep) -> list[RunStep]:
         """By rank; with its actions where they are not those of the step before."""

@@ -80,6 +80,7 @@ class Job:
             self.generation.roster.peak_memory(),
             self.progress.bubble,
             verdict.failure,
+            self.progress.attempts - 1,
         )
 
     def _begin(self, number: int, now: float) -> Generation:

@@ -91,4 +91,5 @@ def verdict(ended: Ended, seconds: float) -> lines.Verdict:
         ended.peak_memory,
         ended.bubble,
         describe(ended.failure) if ended.failure else None,
+        ended.restarts,
     )

@@ -1,1 +1,1 @@
-"""What will run: partition, schedules and their proof. Pure: no clock, file, socket or torch."""
+"""What will run: partition, placement, schedules, checks. Pure: no clock, file, socket, torch."""

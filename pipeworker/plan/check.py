@@ -8,7 +8,7 @@ writing a full one form a bounded Kahn network: whether it deadlocks does not de
 one run decides it.
 
 The actions of one kind and stage are a column: their micro-batches, and their places in the tuple.
-Laws compare whole columns, so that half a million actions take a third of a second.
+Laws compare whole columns, so that half a million actions take half a second.
 """
 
 from __future__ import annotations

@@ -106,7 +106,7 @@ def write_summary(run_dir: RunDir, verdict: Verdict, stages: int) -> None:
             "status": verdict.status,
             "steps": verdict.steps,
             "stages": stages,
-            "restarts": 0,
+            "restarts": verdict.restarts,
             "seconds": verdict.seconds,
             "peak_memory_bytes": list(verdict.peak_memory),
             "bubble": verdict.bubble,

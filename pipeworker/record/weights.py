@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,18 +29,19 @@ def part_file(checkpoint: Path, rank: int) -> Path:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """The layers of a stage, from index `first` on, and its optimizer."""
+    """The layers of a stage, from index `first` on, their state dicts, and its optimizer."""
 
     layers: Sequence[nn.Module]
     first: int
+    states: Sequence[Mapping[str, Any]]
     optimizer: torch.optim.Optimizer | None
 
     @property
     def weights(self) -> dict[str, torch.Tensor]:
         return {
             f"{index}.{key}": value.detach().cpu()
-            for index, layer in enumerate(self.layers, self.first)
-            for key, value in layer.state_dict().items()
+            for index, state in enumerate(self.states, self.first)
+            for key, value in state.items()
             if isinstance(value, torch.Tensor)
         }
 
@@ -116,7 +117,8 @@ def export(source: Path, out: Path) -> int:
     checkpoint = find_checkpoint(source)
     manifest = json.loads((checkpoint / "manifest.json").read_text(encoding="utf-8"))
     weights: dict[str, torch.Tensor] = {}
-    for rank in range(manifest["parts"]):
+    # Where a checkpoint does not say its parts, there is one of each stage.
+    for rank in range(manifest["parts"] if "parts" in manifest else manifest["stages"]):
         path = part_file(checkpoint, rank)
         if not path.is_file():
             raise UsageError(

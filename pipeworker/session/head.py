@@ -111,7 +111,7 @@ class Head:
                 if isinstance(event, Bound):
                     return event.endpoint
             if not more:
-                self._coordinator.finish(1.0)
+                self._coordinator.finish(timings().leave)
                 raise PipeworkerError(
                     "the coordinator did not start: see its log in the run directory"
                 )
@@ -134,5 +134,5 @@ class Head:
         """
         self._listener.join(timings().verdict)
         self._coordinator.hang_up()
-        self._coordinator.finish(1.0)
+        self._coordinator.finish(timings().leave)
         return self._verdict.exit_status if self._verdict else status or 1

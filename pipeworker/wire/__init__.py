@@ -1,1 +1,1 @@
-"""How processes talk on the control plane: messages, codec, keys and sockets."""
+"""How processes talk: messages and frames, lines over pipes, keys and sockets."""

@@ -42,7 +42,6 @@ class Codec(Generic[T]):
         kinds = tuple(kinds)
         self._tagged = {kind for hint in _hints(kinds) for kind in _members(hint)}
         self._made: dict[Any, Reader] = {}
-        self.names = {kind.__name__ for kind in kinds}
         self._readers = {kind.__name__: self._fields(kind) for kind in kinds}
 
     def plain(self, value: Any) -> Any:

@@ -109,6 +109,7 @@ class Verdict:
     peak_memory: tuple[int, ...]
     bubble: float
     error: str | None
+    restarts: int = 0
 
 
 FromCoordinator = Bound | Planned | StepResult | Evaluation | Warned | Verdict

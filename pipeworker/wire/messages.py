@@ -171,7 +171,7 @@ class Described:
     Attributes:
         layers: the class of each layer, or ``"?"`` for one that is not built yet.
         weights: a digest of those layers' initial weights.
-        skips, ties: from rank 0 alone.
+        skips: from the rank with stage 0, which reads the data.
     """
 
     rank: int
@@ -317,10 +317,17 @@ class StoreRequest:
 
 @dataclass(frozen=True, slots=True)
 class Welcome:
-    """The job's options as JSON, and where the run directory is."""
+    """What the job is.
+
+    Attributes:
+        options: as JSON.
+        held: the placement: by worker of a replica, its stages.
+    """
 
     options: str
     run_dir: str
+    held: tuple[tuple[int, ...], ...]
+    replicas: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -337,15 +344,12 @@ class Plan:
     """What this worker holds, and what it is connected to.
 
     Attributes:
-        held: the placement: by worker of a replica, its stages.
         ranges: this worker's stages.
         edges: its channels, in connection order.
         skips: those that begin or end on its stages; `ties` those with a place on them.
         evaluation: its actions for one micro-batch of a forward-only pass.
     """
 
-    held: tuple[tuple[int, ...], ...]
-    replicas: int
     ranges: tuple[StageRange, ...]
     edges: tuple[str, ...]
     skips: tuple[SkipRoute, ...]
@@ -430,7 +434,7 @@ Next = RunStep | Evaluate | Save | Wait | Finish
 class Advance:
     """What is next; before it, what is due of the last step or evaluation pass."""
 
-    next: RunStep | Evaluate | Save | Wait | Finish
+    next: Next
     update: Update | Evaluated | None = None
 
 

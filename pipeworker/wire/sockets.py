@@ -17,7 +17,6 @@ from pipeworker.timings import DEFAULT, Timings
 from pipeworker.wire.codec import MAX_FRAME_BYTES
 from pipeworker.wire.keys import client_keys, server_keys
 
-_HANDSHAKE_MS = 5_000
 _RECONNECT_MS = 50
 
 
@@ -52,7 +51,7 @@ def server(
         socket.curve_publickey = keys.public
         socket.curve_secretkey = keys.secret
         socket.zap_domain = b"pipeworker"
-        socket.setsockopt(zmq.HANDSHAKE_IVL, _HANDSHAKE_MS)
+        socket.setsockopt(zmq.HANDSHAKE_IVL, _ms(timings.handshake))
         socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
         socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
@@ -78,7 +77,7 @@ def client(
     socket.curve_publickey = keys.public
     socket.curve_secretkey = keys.secret
     socket.curve_serverkey = server_keys(token).public
-    socket.setsockopt(zmq.HANDSHAKE_IVL, _HANDSHAKE_MS)
+    socket.setsockopt(zmq.HANDSHAKE_IVL, _ms(timings.handshake))
     socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
     socket.setsockopt(zmq.LINGER, _ms(timings.linger))
     # The coordinator knows a peer by its identity, which must survive a reconnection.

@@ -20,8 +20,8 @@ from pipeworker.wire.messages import Cause, Failure, Position
 
 _OURS = f"{Path(pipeworker.__file__).parent}{os.sep}"
 _MOST_CHARACTERS = 20_000
-THEIRS = (Exception, SystemExit)
-"""What the user's code may raise: an exception, or the end of its script."""
+THEIRS = BaseException
+"""What the user's code may raise; an interrupt from the keyboard passes through it."""
 
 
 class Raised(Exception):
@@ -41,7 +41,7 @@ class Raised(Exception):
 
 def raised(who: str, error: BaseException, *, early: bool = False, note: str = "") -> NoReturn:
     """Say that the user's code raised; what is an error of ours already stays as it is."""
-    if isinstance(error, (PipeworkerError, Raised)):
+    if isinstance(error, (PipeworkerError, Raised, KeyboardInterrupt, GeneratorExit)):
         raise error
     raise Raised(who, error, early=early, note=note) from error
 
@@ -73,10 +73,12 @@ def failure_of(
         return failure(cause, str(error), user_traceback(error.error))
     if isinstance(error, PeerLost):
         return failure(Cause.PEER, str(error))
-    if isinstance(error, UsageError) and not (isinstance(error, SkipError) and position.step > 0):
+    if isinstance(error, UsageError) and not (isinstance(error, SkipError) and error.in_step):
         return failure(Cause.USAGE, str(error))
     if isinstance(error, PipeworkerError):
         return failure(Cause.USER, str(error))
+    if isinstance(error, KeyboardInterrupt):
+        return failure(Cause.USER, "KeyboardInterrupt", user_traceback(error))
     whole = "".join(traceback.format_exception(error))
     return failure(Cause.INTERNAL, f"a defect in pipeworker: {_text(error)}", whole)
 

@@ -206,7 +206,8 @@ class Control:
                     self._tracker.get(),
                 )
                 self._put(Failed(self._rank, failure))
-                self._context.destroy(linger=1000)  # its monitor too, or it waits for that forever
+                linger = int(1000 * self._timings.linger)
+                self._context.destroy(linger)  # its monitor too, or it waits for that forever
                 self._end(Abort("", 128 + number))
                 return
 

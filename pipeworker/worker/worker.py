@@ -170,6 +170,8 @@ class Worker:
         if self._settings.to_log:
             redirect_output(self.run_dir.worker_log(self._rank))
         self._options = options = Options.from_json(welcome.options)
+        self.placement = Placement(welcome.held, welcome.replicas)
+        self._line.name = self.placement.names(self._rank)
         torch.set_num_threads(options.threads)
         self._device = device_for(options.device, self._settings.local_rank)
         if self._settings.job is None:
@@ -191,13 +193,11 @@ class Worker:
         stashes = self._settings.sample is not None or (
             not options.own_loop and survey.mentions_skips(modules)
         )
-        return Described(
-            self._rank,
-            model.classes,
-            self._survey(model) if stashes and self._rank == 0 else (),
-            tuple(TiedWeights(tie.names, ()) for tie in model.ties()),
-            model.digest(),
-        )
+        reads = self._rank == self.placement.rank_of(0)
+        skips = self._survey(model) if stashes and reads else ()
+        with users("model()", early=True):
+            ties = tuple(TiedWeights(tie.names, ()) for tie in model.ties())
+            return Described(self._rank, model.classes, skips, ties, model.digest())
 
     def _survey(self, model: Model) -> tuple[SkipRoute, ...]:
         """The skip connections of the model; only asked for when the job mentions pipeworker."""
@@ -219,14 +219,13 @@ class Worker:
         )
 
     def _build(self, plan: Plan) -> Ready:
-        options, tracker = self._options, self._tracker
-        placement = self.placement = Placement(plan.held, plan.replicas)
-        self._line.name = placement.names(self._rank)
+        options, tracker, placement = self._options, self._tracker, self.placement
+        held = placement.stages_of(self._rank)
         assert self._model
         built = []
         for part in plan.ranges:
             tied = [Tie(t.names, t.stages) for t in plan.ties if part.stage in t.stages]
-            layers, ties = self._model.build(part.first, part.stop, part.stage, tied)
+            layers, ties = self._model.build(part.first, part.stop, part.stage, tied, held)
             is_last = part.stage == placement.stages - 1
             stage = self.stages[part.stage] = Stage(
                 layers,
@@ -398,7 +397,9 @@ class Worker:
         elsewhere = [ties.elsewhere for ties in self._ties.values()]
         path = weights.part_file(self.run_dir.partial_checkpoint(save.step), self._rank)
         parts = [
-            weights.Part(stage.layers, stage.first, self._updaters[index].optimizer)
+            weights.Part(
+                stage.layers, stage.first, stage.state_dicts(), self._updaters[index].optimizer
+            )
             for index, stage in self.stages.items()
         ]
         weights.save_part(path, parts, set().union(*elsewhere))

@@ -53,17 +53,17 @@ from support.coordinator import BATCH, LAYERS, NOWHERE, Scripted, ends, of, sent
 
 def test_a_whole_life() -> None:
     job = Scripted(2, recompute="never")
-    assert job.join(0)[1] == Send(b"w0", Welcome(job.options.to_json(), "runs/x"), 1)
+    held = ((0,), (1,))
+    assert job.join(0)[1] == Send(b"w0", Welcome(job.options.to_json(), "runs/x", held, 1), 1)
     assert job.join(1)[-1] == Log("all ranks joined")
 
     assert job.says(Described(0, LAYERS, ())) == []
     plans = job.says(Described(1, LAYERS, ()))
     edges = ("0>1/activation", "0>1/target", "1>0/gradient")
-    held = ((0,), (1,))
     layers = (StageRange(0, 0, 3),), (StageRange(1, 3, 5),)
     evaluation = ("0F0 0>A0 0>T0@1", "1<A0 1<T0@0 1F0")
     assert of(plans, Send) == [
-        Send(b"w%d" % rank, Plan(held, 1, layers[rank], edges, (), (), evaluation[rank]), 1)
+        Send(b"w%d" % rank, Plan(layers[rank], edges, (), (), evaluation[rank]), 1)
         for rank in (0, 1)
     ]
     assert "schedule gpipe is proven" in of(plans, Log)[0].text

@@ -84,7 +84,7 @@ def test_actions_are_sent_where_they_differ_from_those_that_ran(save: bool) -> N
 def made(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[str, int]]]:
     """What is built and checked, and for how many micro-batches."""
     calls: list[tuple[str, int]] = []
-    real = orders.build
+    real = orders.arrange
 
     def built(*arguments: object, **more: object) -> Schedule:
         schedule = real(*arguments, **more)  # type: ignore[arg-type]
@@ -97,7 +97,7 @@ def made(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[str, int]]]:
         return check(schedule)
 
     with monkeypatch.context() as patch:
-        patch.setattr(orders, "build", built)
+        patch.setattr(orders, "arrange", built)
         patch.setattr(blueprint, "check", checked)
         yield calls
 

@@ -25,6 +25,7 @@ from pipeworker.wire.messages import (
     StageRange,
     StepResult,
     Upcoming,
+    Welcome,
 )
 from support.coordinator import (
     BATCH,
@@ -53,8 +54,9 @@ def test_a_worker_builds_all_its_stages() -> None:
     job = two()
     job.join()
     job.describe()
+    for rank in (0, 1):
+        assert [welcome.held for welcome in job.sent(rank, Welcome)] == [((0, 2), (1, 3))]
     (first,), (second,) = job.sent(0, Plan), job.sent(1, Plan)
-    assert first.held == second.held == ((0, 2), (1, 3))
     assert first.ranges == (StageRange(0, 0, 2), StageRange(2, 4, 6))
     assert second.ranges == (StageRange(1, 2, 4), StageRange(3, 6, 8))
     assert {"0>1/activation", "1>2/activation", "2>3/activation"} <= set(first.edges)

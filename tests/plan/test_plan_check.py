@@ -722,7 +722,7 @@ def slow_verdict(schedule: Schedule, capacity: int) -> Kept | str:
         return f"refused: {error}"
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(st.integers(0, 2**48))
 def test_any_order_that_meets_all_needs_is_legal(seed: int) -> None:
     schedule = any_schedule(random.Random(seed))
@@ -731,7 +731,7 @@ def test_any_order_that_meets_all_needs_is_legal(seed: int) -> None:
     assert simulate(schedule, capacity=64).makespan > 0
 
 
-@settings(max_examples=700, deadline=None)
+@settings(max_examples=300, deadline=None)
 @given(seed=st.integers(0, 2**48), mutations=st.integers(1, 3), capacity=st.integers(1, 4))
 def test_what_the_fast_checker_says_the_slow_one_says(
     seed: int, mutations: int, capacity: int

@@ -30,6 +30,10 @@ def model() -> list[nn.Module]:
     ]
 
 
+def part(layers: Sequence[nn.Module], first: int, optimizer: torch.optim.Optimizer | None) -> Part:
+    return Part(layers, first, [layer.state_dict() for layer in layers], optimizer)
+
+
 def save(
     layers: Sequence[nn.Module],
     balance: tuple[int, ...],
@@ -41,7 +45,7 @@ def save(
     checkpoint = run / "checkpoints" / f"step-{step:08d}"
     bounds, placement = ranges(balance), placement or Placement.identity(len(balance))
     for rank, held in enumerate(placement.held):
-        parts = [Part(layers[slice(*bounds[stage])], bounds[stage][0], None) for stage in held]
+        parts = [part(layers[slice(*bounds[stage])], bounds[stage][0], None) for stage in held]
         weights.save_part(weights.part_file(checkpoint, rank), parts)
     (checkpoint / "manifest.json").write_text(json.dumps({"parts": placement.workers}))
     return checkpoint
@@ -89,6 +93,15 @@ def test_several_stages_of_a_worker_are_one_part(
     out = tmp_path / f"weights{suffix}"
     weights.export(tmp_path / "run", out)
     assert_exported(layers, out, in_order=False)  # a worker's stages come together
+
+
+def test_a_checkpoint_that_counts_stages_is_read_too(tmp_path: Path) -> None:
+    """Where a checkpoint does not say its parts, there is one of each stage."""
+    layers = model()
+    checkpoint = save(layers, (2, 3), tmp_path / "run")
+    (checkpoint / "manifest.json").write_text(json.dumps({"stages": 2}))
+    weights.export(tmp_path / "run", tmp_path / "out.pt")
+    assert_exported(layers, tmp_path / "out.pt")
 
 
 @pytest.mark.parametrize("suffix", [".pt", ".safetensors"])
@@ -163,7 +176,7 @@ def test_optimizer_state_is_kept_by_parameter_name(tmp_path: Path) -> None:
     nn.Sequential(*layers)(torch.ones(1, 2)).sum().backward()
     optimizer.step()
     path = tmp_path / "stage-0.pt"
-    weights.save_part(path, [Part(layers, 3, optimizer)])
+    weights.save_part(path, [part(layers, 3, optimizer)])
     saved = torch.load(path, weights_only=True)["optimizer"]
     assert list(saved["state"]) == ["3.weight", "3.bias", "4.weight"]
     assert torch.equal(saved["state"]["3.bias"]["exp_avg"], optimizer.state[params[1]]["exp_avg"])
@@ -181,7 +194,7 @@ def test_a_tied_parameter_has_the_name_of_its_first_place(tmp_path: Path) -> Non
     b(a(torch.ones(1, 2))).sum().backward()
     optimizer.step()
     path = tmp_path / "stage-0.pt"
-    weights.save_part(path, [Part([a, b], 0, optimizer)])
+    weights.save_part(path, [part([a, b], 0, optimizer)])
     saved = torch.load(path, weights_only=True)
     assert list(saved["optimizer"]["state"]) == ["0.weight"]
     assert list(saved["weights"]) == ["0.weight", "1.weight"]
@@ -194,7 +207,7 @@ def test_optimizers_of_several_stages_are_joined_and_what_is_elsewhere_is_left_o
     first, third = (torch.optim.Adam(layers[index].parameters()) for index in (0, 2))
     nn.Sequential(*layers)(torch.ones(1, 2)).sum().backward()
     first.step(), third.step()
-    parts = [Part([layers[0]], 0, first), Part([layers[1]], 1, None), Part([layers[2]], 2, third)]
+    parts = [part([layers[0]], 0, first), part([layers[1]], 1, None), part([layers[2]], 2, third)]
     other = id(layers[2].weight)
     for elsewhere, names in (((), ["0.weight", "2.weight"]), ({other}, ["0.weight"])):
         path = tmp_path / f"{len(names)}.pt"

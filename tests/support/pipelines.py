@@ -118,7 +118,7 @@ class Pipeline:
         for index in held:
             first, stop = self._ranges[index]
             mine = [tie for tie in self._tied if index in tie.stages]
-            built, tied = model.build(first, stop, index, mine)
+            built, tied = model.build(first, stop, index, mine, held)
             self.layers[first:stop] = built
             self.stages[index] = Stage(
                 built,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 import torch
@@ -19,6 +20,11 @@ from pipeworker.worker.stage.stage import Stage
 FORWARD = Position(Phase.FORWARD, 3, 1, 5)
 
 
+def in_step(error: SkipError) -> SkipError:
+    error.in_step = True
+    return error
+
+
 def raised_by(error: BaseException, who: str, *, early: bool = False, note: str = "") -> Raised:
     with pytest.raises(Raised) as caught:
         raised(who, error, early=early, note=note)
@@ -31,12 +37,12 @@ def raised_by(error: BaseException, who: str, *, early: bool = False, note: str 
     [
         (UsageError("write it so"), 3, Cause.USAGE, "write it so"),
         (SkipError("popped twice"), 0, Cause.USAGE, "popped twice"),
-        (SkipError("popped twice"), 3, Cause.USER, "popped twice"),
+        (in_step(SkipError("popped twice")), 3, Cause.USER, "popped twice"),
         (PeerLost("closed"), 3, Cause.PEER, "closed"),
         (PipeworkerError("a set cannot pass"), 3, Cause.USER, "a set cannot pass"),
         (ValueError("no"), 3, Cause.INTERNAL, "a defect in pipeworker: ValueError: no"),
         (KeyError(), 3, Cause.INTERNAL, "a defect in pipeworker: KeyError"),
-        (KeyboardInterrupt(), 3, Cause.INTERNAL, "a defect in pipeworker: KeyboardInterrupt"),
+        (KeyboardInterrupt(), 3, Cause.USER, "KeyboardInterrupt"),
     ],
 )
 def test_whose_fault(error: BaseException, step: int, cause: Cause, message: str) -> None:
@@ -45,7 +51,7 @@ def test_whose_fault(error: BaseException, step: int, cause: Cause, message: str
     assert (failure.cause, failure.message) == (cause, message)
     assert (failure.rank, failure.position, failure.layer_class) == (2, position, "Linear")
     assert failure.stage == "stage 1"
-    assert bool(failure.traceback) is (cause is Cause.INTERNAL)
+    assert bool(failure.traceback) is not isinstance(error, PipeworkerError)
 
 
 @pytest.mark.parametrize(
@@ -88,6 +94,17 @@ def test_the_innermost_of_the_users_is_named() -> None:
 def test_an_interrupt_is_nobodys() -> None:
     with pytest.raises(KeyboardInterrupt), users("data()"):
         raise KeyboardInterrupt
+
+
+class Unsaved(nn.Module):
+    def state_dict(self, *_: object, **__: object) -> NoReturn:
+        raise KeyError("where")
+
+
+def test_a_layer_that_cannot_be_saved_is_named() -> None:
+    stage = Stage([nn.ReLU(), Unsaved()], 2, seed=0, device=torch.device("cpu"), tracker=Tracker())
+    with pytest.raises(Raised, match=r"state_dict\(\) of layer 3 \(Unsaved\) raised KeyError"):
+        stage.state_dicts()
 
 
 class Broken(nn.Module):

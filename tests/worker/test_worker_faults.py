@@ -104,11 +104,12 @@ def job(folder: Path, text: str, recompute: str = "always") -> Failure | None:
 
 def _run(worker: Worker, path: Path, folder: Path, recompute: str) -> None:
     options = Options(str(path), 1, microbatches=MICROBATCHES, steps=5, evaluate_every=1)
-    described: Any = worker.handle(Welcome(options.to_json(), str(folder / "run")))
     alone = Placement.identity(1)
+    welcome = Welcome(options.to_json(), str(folder / "run"), alone.held, alone.replicas)
+    described: Any = worker.handle(welcome)
     evaluation = format_actions(forward_only(alone).workers[0])
     layers = StageRange(0, 0, len(described.layers))
-    ready = worker.handle(Plan(alone.held, 1, (layers,), (), (), (), evaluation))
+    ready = worker.handle(Plan((layers,), (), (), (), evaluation))
     assert isinstance(ready, Ready)
     batch = ready.batch
     actions = format_actions(orders.build("gpipe", 1, MICROBATCHES, recompute).workers[0])

@@ -63,7 +63,19 @@ def build(
     skips: Pairs = (),
     ties: Pairs = (),
 ) -> Schedule:
-    """Make the named schedule for a number of workers and micro-batches.
+    """Make the named schedule where it puts stages by itself; see :func:`arrange`."""
+    return arrange(name, placement(name, workers), microbatches, recompute, skips, ties)
+
+
+def arrange(
+    name: str,
+    where: Placement,
+    microbatches: int,
+    recompute: str,
+    skips: Pairs = (),
+    ties: Pairs = (),
+) -> Schedule:
+    """Make the named schedule for a placement and a number of micro-batches.
 
     Args:
         skips, ties: see :class:`Schedule`.
@@ -72,8 +84,7 @@ def build(
         ScheduleError: the name or the recompute mode is unknown, or a count is not positive.
     """
     chosen = order(name)
-    if workers < 1 or microbatches < 1:
+    if where.workers < 1 or microbatches < 1:
         raise ScheduleError("a schedule needs at least one stage and one micro-batch")
-    where = chosen.place(workers)
     compute = chosen.compute(where, microbatches, recomputed(recompute, microbatches))
     return connect(name, microbatches, where, compute, skips, ties)

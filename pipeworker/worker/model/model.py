@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
@@ -84,12 +84,18 @@ class Model:
         return survey.run(value, self._tracker)
 
     def build(
-        self, first: int, stop: int, stage: int, tied: Sequence[Tie]
+        self,
+        first: int,
+        stop: int,
+        stage: int,
+        tied: Sequence[Tie],
+        held: Collection[int] = (),
     ) -> tuple[list[nn.Module], Ties | None]:
         """The layers ``first`` to ``stop - 1``, on the device.
 
         Args:
             tied: the weights that have a place on `stage`.
+            held: the stages of this worker.
 
         Raises:
             UsageError: layers share what stages cannot.
@@ -104,7 +110,7 @@ class Model:
         ties = None
         if tied:
             mine = dict(enumerate(layers, first))
-            ties = Ties(stage, tied, mine, lambda index: self._build(index, (), None))
+            ties = Ties(stage, tied, mine, lambda index: self._build(index, (), None), held)
         _check_apart(layers, first)
         return layers, ties
 

@@ -1,7 +1,7 @@
 """What makes a second forward equal the first: the buffers it sees and the input it starts from.
 
-Random numbers repeat by themselves (:mod:`pipeworker.worker.rng`), and both forwards run in the
-same grad mode, because kernels may be chosen by it.
+Random numbers repeat by themselves (:mod:`pipeworker.worker.stage.rng`), and both forwards run in
+the same grad mode, because kernels may be chosen by it.
 """
 
 from __future__ import annotations

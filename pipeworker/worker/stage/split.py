@@ -21,7 +21,7 @@ hook on a tensor that a source made fires in both parts, each time given the sam
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
@@ -52,8 +52,12 @@ class Deferred:
         self._groups = groups
         self._early = early
 
-    def run(self) -> None:
-        """Accumulate into ``.grad`` and let go of the graph. A second call does nothing."""
+    def run(self, call: Callable[..., Any] = engine) -> None:
+        """Accumulate into ``.grad`` and let go of the graph. A second call does nothing.
+
+        Args:
+            call: calls the engine, which runs the nodes of layers and the user's.
+        """
         with torch.no_grad():
             while self._early:
                 accumulate, gradient = self._early.pop()
@@ -62,11 +66,14 @@ class Deferred:
             group = self._groups.pop()
             edges, gradients, leaves = group.edges, group.gradients, group.leaves
             if edges:
-                engine(tuple(edges), tuple(gradients), False, False, tuple(leaves), True, True)
+                call(tuple(edges), tuple(gradients), False, False, tuple(leaves), True, True)
 
 
 def backward_input(
-    roots: Sequence[Tensor], gradients: Sequence[Tensor], inputs: Sequence[Tensor | GradientEdge]
+    roots: Sequence[Tensor],
+    gradients: Sequence[Tensor],
+    inputs: Sequence[Tensor | GradientEdge],
+    call: Callable[..., Any] = engine,
 ) -> tuple[list[Tensor | None], Deferred]:
     """Run the first part.
 
@@ -77,6 +84,7 @@ def backward_input(
         inputs: where the graph is cut. One that a layer may change in place is given as the
             :func:`torch.autograd.graph.get_gradient_edge` it had before. Nothing behind the nodes
             that made them is reached; no other input may lie there.
+        call: calls the engine, which runs the nodes of layers and the user's.
 
     Returns:
         The gradients of the inputs, None for an unused one, and the second part.
@@ -100,7 +108,7 @@ def backward_input(
     asked = (*wanted, *at_once, *caught)
     # A source's gradient is caught before the hooks of its tensor, which the second part will fire
     # again; that of an input or a leaf after them.
-    found = engine(tuple(roots), tuple(gradients), bool(groups), False, asked, True, False)
+    found = call(tuple(roots), tuple(gradients), bool(groups), False, asked, True, False)
     entries = [e for e in zip(starts, gradients, strict=True) if e[0].node not in graph.through]
     entries += zip(caught, found[len(wanted) + len(at_once) :], strict=True)
     for edge, gradient in entries:

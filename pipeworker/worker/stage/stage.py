@@ -15,7 +15,7 @@ from pipeworker.errors import PipeworkerError, SkipError, UsageError
 from pipeworker.host.position import Tracker
 from pipeworker.wire.messages import Phase, SkipRoute
 from pipeworker.worker import blame
-from pipeworker.worker.internals import run_backward
+from pipeworker.worker.internals import engine, run_backward
 from pipeworker.worker.stage import losses, rng, split
 from pipeworker.worker.stage.batchnorm import DeferredBatchNorm
 from pipeworker.worker.stage.boundary import Caught, pass_boundary
@@ -31,6 +31,7 @@ from pipeworker.worker.stage.values import (
 )
 
 Loss = Callable[[Any, Any], Any]
+"""The seed of a layer's forward: of the job's seed, the step, the micro-batch and the layer."""
 _AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -197,10 +198,7 @@ class Stage:
         caught = None
         if roots:
             begins, mb.edges = mb.edges, ()
-            try:
-                caught, mb.deferred = split.backward_input(roots, gradients, begins)
-            except blame.THEIRS as error:
-                self._blame(error)
+            caught, mb.deferred = split.backward_input(roots, gradients, begins, self._engine)
         self._give(mb, caught)
 
     def backward_weight(self, mb: MicroBatch) -> None:
@@ -208,10 +206,7 @@ class Stage:
         self.tracker.set(Phase.BACKWARD, self._step, mb.number, self.last_layer)
         deferred, mb.deferred = mb.deferred, None
         if deferred is not None:
-            try:
-                deferred.run()
-            except blame.THEIRS as error:
-                self._blame(error)
+            deferred.run(self._engine)
 
     def _start(self, mb: MicroBatch) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]:
         """What backward starts from; the micro-batch lets go of it."""
@@ -235,6 +230,13 @@ class Stage:
             )
         used = [gradient is not None for gradient in gradients]
         return tuple(compress(roots, used)), tuple(g for g in gradients if g is not None)
+
+    def _engine(self, *given: Any) -> Any:
+        """Call the engine; what its nodes raise is the user's."""
+        try:
+            return engine(*given)
+        except blame.THEIRS as error:
+            self._blame(error)
 
     def _blame(self, error: BaseException) -> NoReturn:
         """The engine ran the layers' nodes and the user's: what it raised is theirs."""
@@ -300,7 +302,7 @@ class Stage:
         The number of the micro-batch counts through the whole evaluation pass.
         """
         value = mb.value if self.skips is None else self._joined(mb, mb.value, mb.arrived)[0]
-        output = self._output(value, mb.number, Phase.EVALUATION)
+        output = self._output(value, mb.number, Phase.EVALUATION, train=False)
         if self._loss is not None:
             return output
         if self.skips is None:
@@ -308,6 +310,14 @@ class Stage:
         else:
             mb.outgoing, mb.departing = output
         return None
+
+    def state_dicts(self) -> list[dict[str, Any]]:
+        """Of its layers, in order."""
+        found = []
+        for index, layer in enumerate(self.layers, self.first):
+            with blame.users(f"state_dict() of {blame.layer(index, self.class_of(index))}"):
+                found.append(layer.state_dict())
+        return found
 
     def loss_of(self, output: Any, target: Any) -> Any:
         """What ``loss`` returns, on the last stage."""
@@ -320,29 +330,34 @@ class Stage:
         except blame.THEIRS as error:
             blame.raised("loss()", error)
 
-    def _output(self, value: Any, microbatch: int, phase: Phase) -> Any:
+    def _output(self, value: Any, microbatch: int, phase: Phase, *, train: bool = True) -> Any:
         """Through all layers, with a table of what is stashed where layers stash."""
-        if self.skips is None:
-            try:
-                return self._through_layers(value, microbatch, phase)
-            except SkipError as error:
-                raise SkipError(
-                    f"{error}. No skip connection was planned: import pipeworker at the top of the "
-                    "module that has the layers, not inside a function; or give "
-                    "pipeworker.Pipeline a sample"
-                ) from None
-        value, received = value
-        table = Table(received)
-        with table.active():
-            value = self._through_layers(value, microbatch, phase)
-        left = table.leave(self.skips.leaving, strict=phase is not Phase.EVALUATION)
+        try:
+            if self.skips is None:
+                return self._through_layers(value, microbatch, phase, train)
+            value, received = value
+            table = Table(received)
+            with table.active():
+                value = self._through_layers(value, microbatch, phase, train)
+            left = table.leave(self.skips.leaving, strict=train)
+        except SkipError as error:
+            hint = ""
+            if self.skips is None:
+                hint = (
+                    ". No skip connection was planned: import pipeworker at the top of the module "
+                    "that has the layers, not inside a function; or give pipeworker.Pipeline a "
+                    "sample"
+                )
+            shown = SkipError(f"{error}{hint}")
+            shown.in_step = True
+            raise shown from None
         return value if self._loss is not None else (value, left)
 
-    def _through_layers(self, value: Any, microbatch: int, phase: Phase) -> Any:
+    def _through_layers(self, value: Any, microbatch: int, phase: Phase, train: bool) -> Any:
         step, tracker, last_layer = self._step, self.tracker, self.last_layer
         seed, number = self._seed, self._number + microbatch
-        seed_of = rng.evaluation_seed if phase is Phase.EVALUATION else rng.layer_seed
         autocast = self._autocast
+        seed_of = rng.layer_seed if train else rng.evaluation_seed
         node: Any = None
         for index, layer in enumerate(self.layers, self.first):
             tracker.set(phase, step, microbatch, index)

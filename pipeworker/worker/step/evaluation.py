@@ -24,7 +24,8 @@ def eval_mode(layers: Sequence[nn.Module]) -> Iterator[None]:
     """No gradients, and every module in eval mode; then each as it was."""
     training = [module for layer in layers for module in layer.modules() if module.training]
     for layer in layers:
-        layer.eval()
+        with users("eval()"):
+            layer.eval()
     try:
         with torch.no_grad():
             yield

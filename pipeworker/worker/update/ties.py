@@ -10,7 +10,7 @@ update to its own copy.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -76,6 +76,7 @@ class Ties:
     Args:
         layers: of the stage, by index in the model.
         build: builds any layer of the model, for the values of a first place elsewhere.
+        held: the stages of this worker.
 
     Raises:
         UsageError: a name is not a parameter's, or shapes differ.
@@ -85,6 +86,7 @@ class Ties:
     ties: Sequence[Tie]
     layers: Mapping[int, nn.Module]
     build: Build
+    held: Collection[int] = ()
     _groups: list[_Group] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -104,8 +106,9 @@ class Ties:
         if 0 not in group.mine:
             origin = _parameter(self.build(layer_of(names[0])), names[0])
             _check(names[0], origin, names[min(group.mine)], owner)
-            # In memory of its own: another stage of this worker may have that of the origin.
-            owner.data = torch.empty_like(owner.data)
+            if any(stage in self.held and stage < self.stage for stage in group.tie.stages):
+                # Another stage of this worker updates the memory that a module's places share.
+                owner.data = torch.empty_like(owner.data)
             with torch.no_grad():
                 owner.copy_(origin)
         for place, parameter in list(group.mine.items()):

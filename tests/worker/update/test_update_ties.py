@@ -93,7 +93,10 @@ def test_stages_of_one_worker_have_memory_of_their_own() -> None:
     origin = nn.Linear(2, 2)
     here = separate(origin, ["weight"])
     assert _weight(here).data_ptr() == origin.weight.data_ptr()
-    Ties(1, [Tie(("0.weight", "1.weight"), (0, 1))], {1: here}, lambda index: origin)
+    tie = Tie(("0.weight", "1.weight"), (0, 1))
+    Ties(1, [tie], {1: here}, lambda index: origin, held=(1,))  # nobody else's here
+    assert _weight(here).data_ptr() == origin.weight.data_ptr()
+    Ties(1, [tie], {1: here}, lambda index: origin, held=(0, 1))
     assert torch.equal(_weight(here), origin.weight)
     assert _weight(here).data_ptr() != origin.weight.data_ptr()
 
