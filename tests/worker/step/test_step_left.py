@@ -76,7 +76,7 @@ def assert_nothing_left(pipeline: Pipeline, least: int) -> None:
     assert len(Watched.seen) >= least
     alive = [what() for what in Watched.seen if what() is not None]
     assert alive == []
-    assert not [found for found in gc.get_objects() if isinstance(found, MicroBatch)]
+    assert not [found for found in gc.get_objects() if type(found) is MicroBatch]
     for executor in pipeline.executors:
         for receiver in executor._receivers.values():
             assert_empty(receiver)
