@@ -155,7 +155,7 @@ class _Worker(click.Command):
             return super().main(*args, **kwargs)
         except click.ClickException as error:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
-            time.sleep(DEFAULT.speak)
+            time.sleep(DEFAULT.speak)  # the mistake may be in what changes the timings
             error.show()  # it was a mistake of this rank's alone
             sys.exit(error.exit_code)
 

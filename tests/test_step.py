@@ -69,7 +69,7 @@ MANY_JOB = """
         return torch.optim.SGD(params, lr=0.1)
 
     def data():
-        for _ in range(2):
+        for _ in range(3):
             yield torch.ones(160, 2), torch.zeros(160)
 """
 """Sixty tensors at each boundary, times many micro-batches."""
@@ -83,4 +83,4 @@ def test_many_tensors_and_many_micro_batches(jobs: Jobs, backend: str) -> None:
         for stages in ("1", "3")
     ]
     assert losses[0] == losses[1]
-    assert len(losses[0]) == 2
+    assert len(losses[0]) == 3

@@ -54,9 +54,9 @@ def counting(count: int, tensor: bool) -> Callable[[Any, Any], Any]:
     return loss
 
 
-@pytest.mark.parametrize(
-    ("count", "optimizer", "tensor"), [(3, sgd, False), (7, adam, True), (48, sgd, True)]
-)
+@pytest.mark.parametrize("tensor", [True, False], ids=["tensor", "number"])
+@pytest.mark.parametrize("optimizer", [sgd, adam])
+@pytest.mark.parametrize("count", [3, 7, 48])
 def test_bits_are_those_of_a_loop_that_divides_at_the_end(
     count: int, optimizer: Any, tensor: bool
 ) -> None:
