@@ -40,6 +40,7 @@ _INLINE_BYTES = 32 << 10
 _QUEUE_BYTES = 4 << 20
 _ARENA_BYTES = 1 << 20
 _UNUSED = 2  # references to memory nobody else has: ours and the look
+_LOOKS = 16  # at blocks that may be free again, before a new one is made: thousands may be in use
 _HANDLE_BYTES = socket.CMSG_LEN(struct.calcsize("i"))
 
 
@@ -85,7 +86,7 @@ class ReceivingLink(OneLane):
         self._socket = _roomy(connection)
         self._arenas: list[mmap.mmap] = []
         self._used = 0  # bytes of the last arena
-        self._blocks: dict[int, list[torch.Tensor]] = {}  # by size
+        self._blocks: dict[int, deque[torch.Tensor]] = {}  # by size, last looked at last
         self._places: dict[int, tuple[int, int]] = {}  # arena and offset, by address of the block
         self._posted: dict[int, deque[_Receiving]] = {}
         self._record = bytearray(_DONE.size + _INLINE_BYTES)
@@ -94,12 +95,13 @@ class ReceivingLink(OneLane):
     def allocate(self, count: int) -> torch.Tensor:
         """So many bytes that the sender can write to; given out again when nobody uses them."""
         size = _rounded(count)
-        known = self._blocks.setdefault(size, [])
-        free = next((block for block in known if storage_uses(block) <= _UNUSED), None)
-        if free is None:
-            free = self._new_block(size)
-            known.append(free)
-        return free[:count]
+        known = self._blocks.setdefault(size, deque())
+        for _ in range(min(_LOOKS, len(known))):
+            known.rotate(-1)
+            if storage_uses(known[-1]) <= _UNUSED:
+                return known[-1][:count]
+        known.append(self._new_block(size))
+        return known[-1][:count]
 
     def _new_block(self, size: int) -> torch.Tensor:
         """A part of an arena, with a storage of its own. Each arena is twice the last."""
