@@ -11,7 +11,7 @@ demo: $(VENV)/.run
 	$(BIN)/pipeworker launch --stages 4 --steps 60 examples/bytelm.py
 
 test: $(VENV)/.test
-	$(BIN)/python -m pytest --numprocesses auto --maxprocesses 4
+	$(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --dist worksteal
 
 check: $(VENV)/.test
 	$(BIN)/ruff check .
@@ -19,14 +19,15 @@ check: $(VENV)/.test
 	$(BIN)/mypy
 
 # torch comes first and by its version: a range would bring a build with gigabytes of CUDA.
+# Python compiles what it imports; pip would compile all of torch, which takes longer than the rest.
 $(VENV)/.run: setup.cfg pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet $(TORCH)
-	$(BIN)/pip install --quiet --editable .
+	$(BIN)/pip install --quiet --no-compile $(TORCH)
+	$(BIN)/pip install --quiet --no-compile --editable .
 	touch $@
 
 $(VENV)/.test: $(VENV)/.run
-	$(BIN)/pip install --quiet --editable '.[test]'
+	$(BIN)/pip install --quiet --no-compile --editable '.[test]'
 	touch $@
 
 clean:

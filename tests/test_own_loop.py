@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -67,12 +65,11 @@ def test_train_under_torchrun(jobs: Jobs) -> None:
     train = "pipeworker.train(model, loss=loss, optimizer=optimizer, data=data, run_dir='run')"
     path = jobs.write(script(JOB, train), "loop.py")
     line = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(path)]
-    ran = subprocess.run(
-        [sys.executable, *line], cwd=jobs.folder, capture_output=True, text=True, timeout=90
-    )
-    assert ran.returncode == 0, ran.stderr
+    process = jobs.python(*line)
+    stdout, stderr = process.communicate(timeout=90)
+    assert process.returncode == 0, stderr
     launched = jobs.train("--stages", "1", "--microbatches", "8")
-    assert_same(Run(0, ran.stdout, ran.stderr, jobs.folder / "run"), launched)
+    assert_same(Run(0, stdout, stderr, jobs.folder / "run"), launched)
 
 
 def test_several_mini_batches_make_one_step(jobs: Jobs, scripts: Scripts) -> None:

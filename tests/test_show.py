@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from support.interpreter import COLD_RANKS
 from support.jobs import COMMAND, Jobs, until
 from support.sources import JOB
 from support.terminal import Terminal
@@ -141,8 +141,7 @@ def test_a_bar_on_a_terminal(jobs: Jobs) -> None:
 
 def test_the_default_run_directory(jobs: Jobs) -> None:
     job_file = jobs.write(JOB, "folder/train.py")
-    line = [*COMMAND, "launch", "--stages", "1", "--steps", "1", str(job_file)]
-    done = subprocess.run(line, cwd=jobs.folder, capture_output=True, text=True)
+    done = jobs.pipeworker("launch", "--stages", "1", "--steps", "1", str(job_file))
     assert done.returncode == 0, done.stderr
     (made,) = (jobs.folder / "runs").iterdir()
     assert re.fullmatch(r"train-\d{8}-\d{6}", made.name)
@@ -160,15 +159,16 @@ WITH_NEIGHBOURS = (
 """
     + JOB
 )
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "-m", "pipeworker"]
+TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "-m", "pipeworker"]
+LAUNCH = ["launch", "--stages", "1"]
 
 
 @pytest.mark.parametrize("beside", [True, False], ids=["beside", "elsewhere"])
 @pytest.mark.parametrize(
     "command",
     [
-        [*COMMAND, "launch", "--stages", "1"],
-        [str(Path(sys.executable).with_name("pipeworker")), "launch", "--stages", "1"],
+        [*COMMAND[1:], *LAUNCH],
+        [str(Path(sys.executable).with_name("pipeworker")), *LAUNCH],
         TORCHRUN,
     ],
     ids=["module", "script", "torchrun"],
@@ -177,6 +177,7 @@ def test_neighbours_with_our_names(
     jobs: Jobs, command: list[str], beside: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setenv(COLD_RANKS, "1")
     for name in NEIGHBOURS:
         jobs.write("MINE = 'is mine'\n", name)
     folder = jobs.folder if beside else jobs.folder / "elsewhere"
@@ -184,7 +185,8 @@ def test_neighbours_with_our_names(
     job_file = jobs.write(WITH_NEIGHBOURS)
     run_dir = jobs.folder / "run"
     words = ["--steps", "1", "--run-dir", str(run_dir), str(job_file)]
-    done = subprocess.run([*command, *words], cwd=folder, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert "done: 1 steps" in done.stdout
+    process = jobs.python(*command, *words, folder=folder, cold=command is not TORCHRUN)
+    stdout, stderr = process.communicate(timeout=90)
+    assert process.returncode == 0, stderr
+    assert "done: 1 steps" in stdout
     assert "mine" + " is mine" * 5 in (run_dir / "logs" / "stage-0.log").read_text()

@@ -8,7 +8,6 @@ import re
 import shutil
 import signal
 import subprocess
-import sys
 import uuid
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -18,10 +17,11 @@ from typing import Any
 import pytest
 
 from support.compare import assert_same
-from support.jobs import Jobs, Run, processes_of, until
+from support.interpreter import COLD_RANKS
+from support.jobs import Jobs, Process, Run, processes_of, until
 from support.sources import DROPOUT_JOB, JOB, SLEEPERS
 
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
+TORCHRUN = ("-m", "torch.distributed.run")
 LOCAL = ("--microbatches", "4", "--steps", "4", "--clip-grad-norm", "0.5")
 ENDLESS = ("--microbatches", "4", "--steps", "1000000")
 TOKEN = "PIPEWORKER_TOKEN"
@@ -29,11 +29,12 @@ TOKEN = "PIPEWORKER_TOKEN"
 
 @dataclass
 class Started:
-    process: subprocess.Popen[str]
+    process: Process
     path: Path
 
     def end(self, seconds: float = 60) -> Run:
         stdout, stderr = self.process.communicate(timeout=seconds)
+        assert self.process.returncode is not None
         return Run(self.process.returncode, stdout, stderr, self.path)
 
 
@@ -42,7 +43,11 @@ Start = Callable[..., Started]
 
 @pytest.fixture
 def torchrun(jobs: Jobs, monkeypatch: pytest.MonkeyPatch) -> Start:
-    """Start ``torchrun OPTIONS -m pipeworker job.py WORDS``."""
+    """Start ``torchrun OPTIONS -m pipeworker job.py WORDS``.
+
+    With `cold`, ranks are interpreters of their own, and torchrun's children; in a network
+    namespace they are so, and torchrun as well.
+    """
     monkeypatch.setenv("OMP_NUM_THREADS", "1")  # torchrun says so at length where it is not set
     monkeypatch.delenv(TOKEN, raising=False)
 
@@ -51,21 +56,16 @@ def torchrun(jobs: Jobs, monkeypatch: pytest.MonkeyPatch) -> Start:
         ranks: int = 2,
         source: str = JOB,
         options: tuple[str, ...] = ("--standalone",),
-        before: tuple[str, ...] = (),
+        namespace: str = "",
         run_dir: str = "run-torchrun",
+        cold: bool = False,
     ) -> Started:
         job_file = jobs.write(source)
         path = jobs.folder / run_dir
-        line = [*before, *TORCHRUN, *options, "--nproc-per-node", str(ranks), "-m", "pipeworker"]
-        process = subprocess.Popen(
-            [*line, str(job_file), "--run-dir", str(path), *words],
-            cwd=jobs.folder,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        return Started(process, path)
+        line = [*TORCHRUN, *options, "--nproc-per-node", str(ranks), "-m", "pipeworker"]
+        line += [str(job_file), "--run-dir", str(path), *words]
+        env = {**os.environ, **({COLD_RANKS: "1"} if cold else {})}
+        return Started(jobs.python(*line, env=env, namespace=namespace), path)
 
     return start
 
@@ -129,7 +129,7 @@ def test_a_killed_worker_ends_the_job(jobs: Jobs, torchrun: Start, stage: int) -
 
 
 def test_a_killed_torchrun_ends_the_job(jobs: Jobs, torchrun: Start) -> None:
-    started = torchrun(*ENDLESS, ranks=3, source=SLEEPERS)
+    started = torchrun(*ENDLESS, ranks=3, source=SLEEPERS, cold=True)
     training(started)
     started.process.kill()
     assert started.end().status == -signal.SIGKILL
@@ -203,7 +203,7 @@ def test_two_hosts_give_the_numbers_of_the_local_run(
             *LOCAL,
             source=DROPOUT_JOB,
             options=("--nnodes", "2", "--node-rank", str(index), *ports),
-            before=("ip", "netns", "exec", host),
+            namespace=host,
         )
         for index, host in enumerate(hosts)
     ]

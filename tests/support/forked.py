@@ -135,6 +135,8 @@ def _ends(given: int | None, number: int) -> tuple[int | None, int]:
         return None, number
     if given == subprocess.DEVNULL:
         return None, os.open(os.devnull, os.O_RDWR)
+    if given >= 0:
+        return None, os.dup(given)
     assert given == subprocess.PIPE
     read, write = os.pipe()
     return (write, read) if number == 0 else (read, write)
@@ -142,10 +144,11 @@ def _ends(given: int | None, number: int) -> tuple[int | None, int]:
 
 def _name(command: list[str]) -> str:
     """Of a process: what of ours it runs, as ``coordinator``, or the script's own name."""
-    if command[1] == "-c":
-        program = command[-1] if len(command) > 3 else "python"
+    words = [word for word in command[1:] if word != "-u"]
+    if words[0] == "-c":
+        program = words[-1] if len(words) > 2 else "python"
     else:
-        program = Path(command[2 if command[1] == "-m" else 1]).stem
+        program = Path(words[1 if words[0] == "-m" else 0]).stem
     return program.removesuffix(".service").rpartition(".")[2]
 
 

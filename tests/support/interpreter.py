@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import ctypes
+import fcntl
 import gc
 import importlib
 import os
@@ -13,6 +14,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import termios
 import threading
 import traceback
 from collections.abc import Callable
@@ -27,6 +29,9 @@ MAXIMUM = 1 << 17
 """Bytes of a request, as it arrives at the server."""
 PRELOAD = "PIPEWORKER_TESTS_PRELOAD"
 """Of the environment: a module to import first, in what is forked and in what that starts."""
+COLD_RANKS = "PIPEWORKER_TESTS_COLD_RANKS"
+"""Of torchrun's environment: its ranks are interpreters of their own, and its children."""
+_TORCHRUN = "torch.distributed.run"
 _PR_SET_NAME = 15
 _IGNORED = (signal.SIGPIPE, signal.SIGXFSZ)
 """By every Python interpreter."""
@@ -62,6 +67,8 @@ def become(request: Request, server: bytes) -> NoReturn:
         _take_over(request)
         run = _program(request.words)
         _fork_line_processes(server)
+        if request.words[:2] == ["-m", _TORCHRUN] and COLD_RANKS not in os.environ:
+            _fork_ranks(server)
         if preload := os.environ.get(PRELOAD):
             importlib.import_module(preload)
         for name in [name for name in sys.modules if name.partition(".")[0] == "support"]:
@@ -76,11 +83,11 @@ def become(request: Request, server: bytes) -> NoReturn:
 def _take_over(request: Request) -> None:
     """Be a process that the server has no part in."""
     die_with(request.parent)
-    os.setsid()
     ctypes.CDLL(None).prctl(_PR_SET_NAME, request.name.encode())
     for target, descriptor in enumerate(request.streams):
         os.dup2(descriptor, target)
         os.close(descriptor)
+    take_terminal()
     for number in signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}:
         with contextlib.suppress(OSError, ValueError):  # some are the C library's own
             ignored = number in _IGNORED
@@ -96,8 +103,20 @@ def _take_over(request: Request) -> None:
     gc.enable()
 
 
+def take_terminal() -> None:
+    """Begin a session; standard input, if it is a terminal that nobody has, is its terminal."""
+    os.setsid()
+    if os.isatty(0):
+        with contextlib.suppress(PermissionError):
+            fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+
+
 def _program(words: list[str]) -> Callable[[], Any]:
     """What a command line runs; arguments, import path and ``__main__`` are in place."""
+    if words[0] == "-u":
+        words = words[1:]
+        for stream in (sys.stdout, sys.stderr):
+            stream.reconfigure(write_through=True)  # type: ignore[union-attr]
     main = ModuleType("__main__")
     rest = sys.path[1:]
     what = words[0]
@@ -129,6 +148,19 @@ def _fork_line_processes(server: bytes) -> None:
 
     replaced = SimpleNamespace(**{**vars(subprocess), "Popen": start})
     vars(processes)["subprocess"] = replaced
+
+
+def _fork_ranks(server: bytes) -> None:
+    """What torchrun starts, is forked by the server; only its parent is another."""
+    from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
+
+    from support import forked
+
+    def start(args: tuple[str, ...], **options: Any) -> forked.Forked:
+        assert options.pop("start_new_session")
+        return forked.Forked(server, list(args), bound=False, **options)
+
+    vars(subprocess_handler)["Popen"] = start
 
 
 def _status_of(run: Callable[[], Any]) -> int:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from support.forked import Forked, Server
+from support.interpreter import take_terminal
 from support.sources import JOB
 
 COMMAND = [sys.executable, "-m", "pipeworker"]
@@ -90,17 +91,31 @@ class Jobs:
         folder: Path | None = None,
         env: Mapping[str, str] | None = None,
         cold: bool = False,
+        namespace: str = "",
+        terminal: int | None = None,
     ) -> Process:
-        """Start an interpreter with these words."""
+        """Start an interpreter with these words.
+
+        Args:
+            namespace: of the network. In it the interpreter is a cold one: the server, whose socket
+                has no path, cannot be reached from there.
+            terminal: to be its controlling terminal and all its streams.
+        """
         line = [sys.executable, *words]
         streams: dict[str, Any] = {
             "stdin": subprocess.DEVNULL,
             "stdout": subprocess.PIPE,
             "stderr": subprocess.PIPE,
         }
+        if terminal is not None:
+            streams = dict.fromkeys(streams, terminal)
         process: Process
-        if cold or self._server is None:
+        if cold or namespace or self._server is None:
             folder = folder or self.folder
+            if namespace:
+                line = ["ip", "netns", "exec", namespace, *line]
+            if terminal is not None:
+                streams["preexec_fn"] = take_terminal
             process = subprocess.Popen(line, cwd=folder, env=env, text=True, **streams)
         else:
             process = self._server.start(line, cwd=folder or self.folder, env=env, **streams)

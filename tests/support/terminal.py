@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import pty
 import select
-import sys
 import time
 from typing import Any
 
@@ -20,16 +18,14 @@ class Terminal:
     def __init__(self, jobs: Jobs, *words: str, source: str = JOB) -> None:
         job_file = jobs.write(source)
         self.path = jobs.folder / "run-terminal"
-        line = [*COMMAND, "launch", "--run-dir", str(self.path), *words, str(job_file)]
+        line = [*COMMAND[1:], "launch", "--run-dir", str(self.path), *words, str(job_file)]
         self._text = ""
         self._master: int | None = None
-        self._pid, self._master = pty.fork()
-        if self._pid == 0:
-            try:
-                os.chdir(jobs.folder)
-                os.execv(sys.executable, line)
-            finally:
-                os._exit(127)
+        self._master, theirs = pty.openpty()
+        try:
+            self._process = jobs.python(*line, terminal=theirs)
+        finally:
+            os.close(theirs)
 
     def __enter__(self) -> Terminal:
         return self
@@ -59,11 +55,8 @@ class Terminal:
     def wait(self, seconds: float) -> int:
         """The exit status."""
         deadline = time.monotonic() + seconds
-        while True:
-            with contextlib.suppress(ChildProcessError):
-                done, status = os.waitpid(self._pid, os.WNOHANG)
-                if done:
-                    return os.waitstatus_to_exitcode(status)
+        while (status := self._process.poll()) is None:
             assert time.monotonic() < deadline, f"still running after {seconds:g} s"
             self.read()
             time.sleep(0.02)
+        return status

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import signal
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Listener
 from typing import Any, cast
 
 import pytest
@@ -20,11 +19,11 @@ from pipeworker.plan import orders
 from pipeworker.plan.actions import Edge, Payload
 from pipeworker.plan.placement import Placement
 from pipeworker.plan.schedule import edges as edges_of
-from pipeworker.wire.messages import StoreReply
 from pipeworker.worker.transport.channel import Receiver, Sender
 from pipeworker.worker.transport.courier import Courier
-from pipeworker.worker.transport.distributed import CoordinatorStore, connect
+from pipeworker.worker.transport.distributed import connect
 from pipeworker.worker.transport.link import Link
+from support.jobs import Jobs
 from support.transport import BACK, ENDPOINT, FORTH, Meeting, connect_all
 
 TWO = Placement.identity(2)
@@ -159,64 +158,70 @@ def test_the_interface_may_be_named(monkeypatch: pytest.MonkeyPatch) -> None:
 # A peer that dies.
 
 
-def _neighbour(questions: Connection, backend: str) -> None:
-    """Stage 1 in a process of its own: answers one tensor, then holds still."""
+NEIGHBOUR = """
+    import signal, sys
+    from multiprocessing.connection import Client
 
-    def ask(*question: Any) -> StoreReply:
-        questions.send(question)
-        reply: StoreReply = questions.recv()
-        return reply
+    import torch
+    from pipeworker.plan.actions import Edge, Payload
+    from pipeworker.plan.placement import Placement
+    from pipeworker.worker.transport.distributed import CoordinatorStore, connect
 
-    links = connect([FORTH, BACK], 1, TWO, CoordinatorStore(ask), ENDPOINT, backend)
-    tensor = torch.empty(4)
-    links[FORTH].bulk.receive([tensor], 0)[0].wait()
-    links[BACK].bulk.send(tensor * 2, 0).wait()
-    questions.send(None)
-    signal.pause()
+    address, endpoint, backend = sys.argv[1:]
+    forth, back = Edge(0, 1, Payload.ACTIVATION), Edge(1, 0, Payload.GRADIENT)
+    with Client(address) as questions:
+
+        def ask(*question):
+            questions.send(question)
+            return questions.recv()
+
+        placement = Placement.identity(2)
+        links = connect([forth, back], 1, placement, CoordinatorStore(ask), endpoint, backend)
+        tensor = torch.empty(4)
+        links[forth].bulk.receive([tensor], 0)[0].wait()
+        links[back].bulk.send(tensor * 2, 0).wait()
+        questions.send(None)
+        signal.pause()
+"""
+"""Stage 1 in a process of its own: answers one tensor, then holds still."""
 
 
 @pytest.fixture(params=BACKENDS)
 def neighbour(
-    request: pytest.FixtureRequest,
+    request: pytest.FixtureRequest, jobs: Jobs
 ) -> Iterator[tuple[dict[Edge, Link], Callable[[], None]]]:
     """Links to a process, and how to kill it."""
-    context = multiprocessing.get_context("spawn")
-    ours, theirs = context.Pipe()
-    process = context.Process(target=_neighbour, args=(theirs, request.param), daemon=True)
-    process.start()
-    theirs.close()
+    address = str(jobs.folder / "questions")
+    script = jobs.write(NEIGHBOUR, "neighbour.py")
     meeting = Meeting()
     ask = meeting.ask()
-    answering = threading.Event()
+    answered = threading.Event()
+    with Listener(address) as listener:
 
-    def answer() -> None:
-        while (question := ours.recv()) is not None:
-            ours.send(ask(*question))
-        answering.set()
+        def answer() -> None:
+            with listener.accept() as questions:
+                while (question := questions.recv()) is not None:
+                    questions.send(ask(*question))
+                answered.set()
 
-    thread = threading.Thread(target=answer, daemon=True)
-    thread.start()
-    links = connect([FORTH, BACK], 0, TWO, meeting.store(), ENDPOINT, request.param)
-    got = torch.empty(4)
-    sending = links[FORTH].bulk.send(torch.ones(4), 0)
-    links[BACK].bulk.receive([got], 0)[0].wait()
-    sending.wait()
-    assert got.tolist() == [2.0] * 4
-    assert answering.wait(20)
+        thread = threading.Thread(target=answer, daemon=True)
+        thread.start()
+        process = jobs.python(str(script), address, ENDPOINT, request.param)
+        links = connect([FORTH, BACK], 0, TWO, meeting.store(), ENDPOINT, request.param)
+        got = torch.empty(4)
+        sending = links[FORTH].bulk.send(torch.ones(4), 0)
+        links[BACK].bulk.receive([got], 0)[0].wait()
+        sending.wait()
+        assert got.tolist() == [2.0] * 4
+        thread.join(20)
+        assert answered.is_set()
 
     def kill() -> None:
-        assert process.pid
         os.kill(process.pid, signal.SIGKILL)
-        process.join(20)
-        assert process.exitcode == -signal.SIGKILL
+        assert process.wait(20) == -signal.SIGKILL
 
     yield links, kill
-    if process.is_alive():
-        process.kill()
-    process.join(20)
-    process.close()
-    thread.join(20)
-    ours.close()
+    process.kill()
 
 
 def test_a_killed_peer_ends_a_wait_and_all_that_follows(
