@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -22,7 +23,7 @@ from pipeworker.plan.check import check as check_schedule
 from pipeworker.plan.connect import connect, forward_only
 from pipeworker.plan.orders.gpipe import gpipe
 from pipeworker.plan.placement import Placement
-from pipeworker.plan.schedule import Schedule, edges, recomputed
+from pipeworker.plan.schedule import Pairs, Schedule, edges, recomputed
 from pipeworker.plan.skips import Skip, between_stages, pairs
 from pipeworker.wire.messages import RunStep, SkipRoute, Update
 from pipeworker.worker.model.model import Model
@@ -51,9 +52,19 @@ class Way:
     compute: Callable[[Placement, int], Orders]
 
 
+@functools.cache
 def filled(placement: Placement, mode: str = "never") -> Way:
     """Fill and drain."""
     return Way(placement, lambda where, m: gpipe(where, m, recomputed(mode, m)))
+
+
+@functools.lru_cache(maxsize=1024)
+def checked(way: Way, microbatches: int, skips: Pairs, tied: Pairs) -> Schedule:
+    """What runs for a number of micro-batches. Ways that are made once are checked once."""
+    compute = way.compute(way.placement, microbatches)
+    made = connect("test", microbatches, way.placement, compute, skips, tied)
+    check_schedule(made)
+    return made
 
 
 @dataclass
@@ -153,12 +164,7 @@ class Pipeline:
 
     def schedule(self, microbatches: int) -> Schedule:
         """What runs for a number of micro-batches; it has been checked."""
-        placement = self.way.placement
-        compute = self.way.compute(placement, microbatches)
-        skips, tied = pairs(self._routes), ties.pairs(self._tied)
-        made = connect("test", microbatches, placement, compute, skips, tied)
-        check_schedule(made)
-        return made
+        return checked(self.way, microbatches, pairs(self._routes), ties.pairs(self._tied))
 
     def _all(self, run: Callable[[int], Any]) -> list[Any]:
         """On every worker; raises what one raised by itself, not as an echo of another."""

@@ -7,6 +7,7 @@ import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import Protocol, cast
 
 import torch
 
@@ -16,7 +17,14 @@ from pipeworker.plan.actions import Edge, Payload
 from pipeworker.plan.placement import Placement
 from pipeworker.wire.messages import StoreOperation, StoreReply, StoreRequest
 from pipeworker.worker.transport.distributed import Ask, CoordinatorStore, connect
-from pipeworker.worker.transport.link import Lane, Link, MemoryLink, Pending, TwoLanes
+from pipeworker.worker.transport.link import (
+    Lane,
+    Link,
+    MemoryLink,
+    MemoryPending,
+    Pending,
+    TwoLanes,
+)
 
 ENDPOINT = "tcp://127.0.0.1:1"
 FORTH, BACK = Edge(0, 1, Payload.ACTIVATION), Edge(1, 0, Payload.GRADIENT)
@@ -96,7 +104,7 @@ class StrictLane:
         self._note(self._sent, [tensor])
         return self._link.send(tensor, 0)
 
-    def receive(self, tensors: Sequence[torch.Tensor], tag: int) -> list[Pending]:
+    def receive(self, tensors: Sequence[torch.Tensor], tag: int) -> Sequence[Pending]:
         self._note(self._posted, tensors)
         return [_Awaited(pending) for pending in self._link.receive(tensors, 0)]
 
@@ -112,7 +120,10 @@ class StrictLane:
 
 @dataclass(frozen=True)
 class _Awaited:
-    pending: Pending
+    pending: MemoryPending
+
+    def done(self) -> bool:
+        return self.pending.done()
 
     def wait(self) -> None:
         try:
@@ -147,18 +158,25 @@ class _Turns:
         return self._lane.allocate(count)
 
     def send(self, tensor: torch.Tensor, tag: int) -> Pending:
-        return _Turn(self._lane.send(tensor, tag), self._turn)
+        return _Turn(cast("_InMemory", self._lane.send(tensor, tag)), self._turn)
 
-    def receive(self, tensors: Sequence[torch.Tensor], tag: int) -> list[Pending]:
-        return [_Turn(pending, self._turn) for pending in self._lane.receive(tensors, tag)]
+    def receive(self, tensors: Sequence[torch.Tensor], tag: int) -> Sequence[Pending]:
+        pending = cast("Sequence[_InMemory]", self._lane.receive(tensors, tag))
+        return [_Turn(one, self._turn) for one in pending]
+
+
+class _InMemory(Pending, Protocol):
+    def done(self) -> bool: ...
 
 
 @dataclass(frozen=True)
 class _Turn:
-    pending: Pending
+    pending: _InMemory
     turn: threading.Lock
 
     def wait(self) -> None:
+        if self.pending.done():
+            return
         self.turn.release()
         try:
             self.pending.wait()

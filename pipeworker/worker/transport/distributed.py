@@ -94,7 +94,7 @@ class GroupLink(OneLane):
         except RuntimeError as error:
             raise PeerLost(f"the channel {self.edge} closed: {error}") from error
 
-    def receive(self, tensors: Sequence[torch.Tensor], tag: int) -> list[Pending]:
+    def receive(self, tensors: Sequence[torch.Tensor], tag: int) -> Sequence[Pending]:
         try:
             return [_WorkPending(self.group.recv([t], 0, tag), self.edge, t) for t in tensors]
         except RuntimeError as error:

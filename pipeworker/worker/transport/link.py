@@ -53,7 +53,7 @@ class Lane(Protocol):
     def send(self, tensor: torch.Tensor, tag: int) -> Pending:
         """The tensor's memory is kept until the send is complete."""
 
-    def receive(self, tensors: Sequence[torch.Tensor], tag: int) -> list[Pending]:
+    def receive(self, tensors: Sequence[torch.Tensor], tag: int) -> Sequence[Pending]:
         """Post buffers for the next messages of a tag, in one go."""
 
 
@@ -121,9 +121,15 @@ def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 @dataclass(slots=True)
-class _MemoryPending:
+class MemoryPending:
+    """A send or receive in memory."""
+
     slot: _Slot
     limit: float
+
+    def done(self) -> bool:
+        """Whether :meth:`wait` would return at once."""
+        return self.slot.done.is_set()
 
     def wait(self) -> None:
         if not self.slot.done.wait(self.limit):
@@ -144,23 +150,23 @@ class MemoryLink(OneLane):
     def allocate(self, count: int) -> torch.Tensor:
         return torch.empty(count, dtype=torch.uint8)
 
-    def send(self, tensor: torch.Tensor, tag: int) -> Pending:
+    def send(self, tensor: torch.Tensor, tag: int) -> MemoryPending:
         self.sent += 1
         with self._lock:
             slot = self._take(self._unsent, self._unreceived, tag)
             slot.source = tensor
             slot.match()
-        return _MemoryPending(slot, self.limit)
+        return MemoryPending(slot, self.limit)
 
-    def receive(self, tensors: Sequence[torch.Tensor], tag: int) -> list[Pending]:
+    def receive(self, tensors: Sequence[torch.Tensor], tag: int) -> Sequence[MemoryPending]:
         return [self._receive(tensor, tag) for tensor in tensors]
 
-    def _receive(self, tensor: torch.Tensor, tag: int) -> Pending:
+    def _receive(self, tensor: torch.Tensor, tag: int) -> MemoryPending:
         with self._lock:
             slot = self._take(self._unreceived, self._unsent, tag)
             slot.target = tensor
             slot.match()
-        return _MemoryPending(slot, self.limit)
+        return MemoryPending(slot, self.limit)
 
     def close(self) -> None:
         """Both ends are memory, which goes by itself."""

@@ -129,7 +129,7 @@ class ReceivingLink(OneLane):
     def send(self, tensor: torch.Tensor, tag: int) -> Pending:
         raise AssertionError(f"{self._edge} ends here")
 
-    def receive(self, tensors: Sequence[torch.Tensor], tag: int) -> list[Pending]:
+    def receive(self, tensors: Sequence[torch.Tensor], tag: int) -> Sequence[Pending]:
         posts: list[bytes] = []
         pending: list[Pending] = []
         for tensor in tensors:
@@ -200,7 +200,7 @@ class SendingLink(OneLane):
     def allocate(self, count: int) -> torch.Tensor:
         return torch.empty(count, dtype=torch.uint8)
 
-    def receive(self, tensors: Sequence[torch.Tensor], tag: int) -> list[Pending]:
+    def receive(self, tensors: Sequence[torch.Tensor], tag: int) -> Sequence[Pending]:
         raise AssertionError(f"{self._edge} begins here")
 
     def send(self, tensor: torch.Tensor, tag: int) -> Pending:

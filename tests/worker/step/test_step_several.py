@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -80,6 +81,7 @@ def _made(
     return make(placement, m, again)
 
 
+@functools.cache
 def ways(mode: str = "never") -> list[tuple[str, Way]]:
     """Everything that has several stages a worker."""
     again = mode_of(mode)

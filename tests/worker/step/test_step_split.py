@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -51,6 +52,7 @@ def some(stage: int, microbatch: int) -> bool:
     return (stage + microbatch) % 2 == 0
 
 
+@functools.cache
 def ways(again: Which = never) -> list[tuple[str, Way]]:
     found = []
     for placement in PLACEMENTS:
