@@ -138,15 +138,10 @@ class Service:
         until = time.monotonic() + self._timings.burst
         while time.monotonic() < until:
             try:
-                parts = self._socket.recv_multipart(zmq.NOBLOCK)
+                peer, frame = sockets.receive(self._socket)
+                generation, message = codec.decode(frame)
             except zmq.Again:
                 return True
-            if len(parts) != 2:
-                self._drop("a frame of the wrong form")
-                continue
-            peer, frame = parts
-            try:
-                generation, message = codec.decode(frame)
             except ProtocolError as error:
                 self._drop(f"a malformed frame: {error}")
                 continue
@@ -181,7 +176,7 @@ class Service:
         if self._encoded is None or self._encoded[0] is not message:  # often, all get the same
             self._encoded = message, codec.encode(message, send.generation)
         try:
-            self._socket.send_multipart([peer, self._encoded[1]])
+            sockets.send(self._socket, peer, self._encoded[1])
             self._sent += not isinstance(message, Ping)
         except zmq.ZMQError as error:
             # The peer is gone or does not read; its silence is what the job acts on.

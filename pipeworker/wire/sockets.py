@@ -13,6 +13,7 @@ from contextlib import contextmanager
 import zmq
 from zmq.auth.thread import ThreadAuthenticator
 
+from pipeworker.errors import ProtocolError
 from pipeworker.timings import DEFAULT, Timings
 from pipeworker.wire.codec import MAX_FRAME_BYTES
 from pipeworker.wire.keys import client_keys, server_keys
@@ -88,6 +89,31 @@ def client(
         socket.setsockopt(zmq.IPV6, 1)
     socket.connect(endpoint)
     return socket
+
+
+def send(router: zmq.Socket[bytes], peer: bytes, frame: bytes) -> None:
+    """A frame to a peer. Without send_multipart, which takes twice as long.
+
+    Raises:
+        zmq.ZMQError: the peer is gone or does not read; nothing is sent.
+    """
+    router.send(peer, zmq.SNDMORE)
+    router.send(frame)
+
+
+def receive(router: zmq.Socket[bytes]) -> tuple[bytes, bytes]:
+    """A frame that has arrived, after its peer.
+
+    Raises:
+        zmq.Again: there is none.
+        ProtocolError: a message is not one frame; the rest of it is thrown away.
+    """
+    peer = router.recv(zmq.NOBLOCK)
+    frame = router.recv(copy=False)  # it knows whether more belong to it
+    if frame.more:
+        router.recv_multipart()
+        raise ProtocolError("not one frame")
+    return peer, frame.bytes
 
 
 def _ms(seconds: float) -> int:
