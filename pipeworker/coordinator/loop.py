@@ -89,6 +89,11 @@ class _Steps:
     progress: Progress
     step: int = 0
     tally: Tally = field(default_factory=lambda: Tally(0.0))
+    _stage_order: tuple[int, ...] = field(init=False)
+
+    def __post_init__(self) -> None:
+        ranks = range(self.placement.ranks)
+        self._stage_order = tuple(sorted(ranks, key=self.placement.stages_of))
 
     def begin(self, batch: Batch, now: float) -> RunStep:
         """The first mini-batch of the next step."""
@@ -109,7 +114,7 @@ class _Steps:
 
     def add(self, done: Sequence[StepDone], batch: Batch) -> None:
         placement = self.placement
-        stage_order = sorted(done, key=lambda d: placement.stages_of(d.rank))
+        stage_order = [done[rank] for rank in self._stage_order]
         self.tally.add(stage_order, done[placement.rank_of(placement.stages - 1)], batch)
 
     def complete(self, following: Batch | None, now: float) -> tuple[StepResult, Due]:

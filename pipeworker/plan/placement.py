@@ -6,7 +6,7 @@ one copy of the pipeline. Ranks count through the workers of replica 0, then of 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,10 +16,17 @@ class Placement:
     Attributes:
         held: by worker of a replica, the stages it holds, ascending.
         replicas: copies of the pipeline; all are placed alike.
+        owners: by stage, the worker of a replica that holds it.
     """
 
     held: tuple[tuple[int, ...], ...]
     replicas: int = 1
+    owners: tuple[int, ...] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        owner = {stage: worker for worker, held in enumerate(self.held) for stage in held}
+        # Found once: what asks for it is often asked itself.
+        object.__setattr__(self, "owners", tuple(owner[stage] for stage in range(len(owner))))
 
     @staticmethod
     def identity(stages: int) -> Placement:
@@ -44,18 +51,12 @@ class Placement:
     @property
     def stages(self) -> int:
         """Of one replica."""
-        return sum(map(len, self.held))
+        return len(self.owners)
 
     @property
     def ranks(self) -> int:
         """Workers of all replicas."""
         return self.workers * self.replicas
-
-    @property
-    def owners(self) -> tuple[int, ...]:
-        """By stage, the worker of a replica that holds it."""
-        owner = {stage: worker for worker, held in enumerate(self.held) for stage in held}
-        return tuple(owner[stage] for stage in range(self.stages))
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
         """What a rank holds, ascending."""
