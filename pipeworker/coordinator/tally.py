@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 import operator
 from collections.abc import Sequence
@@ -55,7 +56,7 @@ class Tally:
     _epoch: int = 0
     _first_epoch: int = 0
     _squares: tuple[float, ...] = ()
-    _rates: tuple[float, ...] = ()
+    _rate: float = 0.0
 
     def add(self, done: Sequence[StepDone], last: StepDone, batch: Batch) -> None:
         """Every stage has run a mini-batch.
@@ -74,8 +75,9 @@ class Tally:
         self._epoch = batch.epoch
         if not self.batches:
             self._first_epoch = batch.epoch
-        self._squares = tuple(square for d in done for square in d.squares)
-        self._rates = tuple(d.learning_rate for d in done if not math.isnan(d.learning_rate))
+        self._squares = tuple(itertools.chain.from_iterable(d.squares for d in done))
+        rates = (d.learning_rate for d in done if not math.isnan(d.learning_rate))
+        self._rate = next(rates, 0.0)
         self.batches += 1
         self.microbatches += batch.microbatches
 
@@ -98,7 +100,7 @@ class Tally:
             divisor=divisor,
             scale=scale,
             overflow=scaler is not None and not math.isfinite(accumulated),
-            learning_rate=self._rates[0] if self._rates else 0.0,
+            learning_rate=self._rate,
             samples=self._samples,
             seconds=seconds,
             bubble=min(1.0, max(0.0, 1.0 - busy)),
@@ -109,9 +111,8 @@ class Tally:
 
 def exact_sum(values: Sequence[float]) -> float:
     """The sum, in any order the same, so that the grouping of layers does not show; or NaN."""
-    if not all(map(math.isfinite, values)):
-        return math.nan
     try:
-        return math.fsum(values)
-    except OverflowError:
+        total = math.fsum(values)
+    except (OverflowError, ValueError):  # too large, or of both infinities
         return math.nan
+    return total if math.isfinite(total) else math.nan
