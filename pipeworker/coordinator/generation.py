@@ -297,7 +297,7 @@ class Generation:
         if wanted and not saved:
             self._step = self.progress.steps
             self._await(State.SAVING)
-            return self._tell([Save(self._step)] * len(self._members), due)
+            return self._tell(self._alike(Save(self._step), due), due)
         following = self.loop.next(now)
         match following:
             case Finish():
@@ -308,39 +308,40 @@ class Generation:
             case RunStep():
                 self._step = following.step
                 self._await(State.STEPPING)
-                return self._tell(self._runs(following), due)
+                return self._tell(self._runs(following, due), due)
             case Evaluate():
                 self._step, self._evaluation = following.step, None
                 self._await(State.EVALUATING if self.loop.answered else State.CALLING)
             case Wait():
                 self._await(State.CALLING)
-        return self._tell([following] * len(self._members), due)
+        return self._tell(self._alike(following, due), due)
 
-    def _tell(self, following: Sequence[Next], due: Due) -> list[Effect]:
+    def _tell(self, told: Sequence[Advance], due: Due) -> list[Effect]:
         """Tell each worker what is next, where stage 0 is before what has been is recorded.
 
         It begins at once; the others have time until its first activation.
         """
-        told = [Advance(following[0], due.update)]
-        for one in following[1:]:  # often, all get the same: it is encoded once
-            told.append(told[-1] if one is told[-1].next else Advance(one, due.update))
         sends = [
-            self._send(member.peer, message)
-            for member, message in zip(self._members, told, strict=True)
+            self._send(member.peer, advance)
+            for member, advance in zip(self._members, told, strict=True)
         ]
         first = sends.pop(self.placement.rank_of(0))
         return [first, *due.effects, *sends]
 
-    def _runs(self, run: RunStep) -> list[RunStep]:
+    def _alike(self, following: Next, due: Due) -> list[Advance]:
+        """The same for all: one object, which is encoded once."""
+        return [Advance(following, due.update)] * self.placement.ranks
+
+    def _runs(self, run: RunStep, due: Due) -> list[Advance]:
         """By rank; with its actions where they are not those of the step before."""
         assert self.blueprint
         built, _ = self.blueprint.schedule(run.batch.microbatches)
         if self._sent_schedule == built.microbatches:
-            return [run] * len(self._members)
+            return self._alike(run, due)
         self._sent_schedule = built.microbatches
         texts = [format_actions(actions) for actions in built.workers]
         return [
-            replace(run, actions=texts[self.placement.worker_of(rank)])
+            Advance(replace(run, actions=texts[self.placement.worker_of(rank)]), due.update)
             for rank in self.roster.members
         ]
 

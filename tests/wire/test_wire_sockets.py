@@ -11,6 +11,7 @@ from urllib.parse import urlsplit
 import pytest
 import zmq
 
+from pipeworker.errors import ProtocolError
 from pipeworker.wire import sockets
 from pipeworker.wire.keys import client_keys, new_token, server_keys
 
@@ -80,6 +81,31 @@ def test_peers_are_told_apart(server: Server, context: zmq.Context[zmq.Socket[by
     for number, peer in enumerate(peers):
         router.send_multipart([identity[b"%d" % number], b"you are %d" % number])
         assert peer.recv() == b"you are %d" % number
+
+
+def test_a_frame_has_a_peer_and_one_part(
+    server: Server, context: zmq.Context[zmq.Socket[bytes]]
+) -> None:
+    router, endpoint = server
+    with pytest.raises(zmq.Again):
+        sockets.receive(router)
+    peer = sockets.client(context, TOKEN, endpoint)
+    peer.setsockopt(zmq.RCVTIMEO, 10_000)
+    for parts in ([b"one"], [b"two", b"parts"], [b"", b"", b"three"], [b""]):
+        peer.send_multipart(parts)
+        assert router.poll(10_000)
+        if len(parts) > 1:
+            with pytest.raises(ProtocolError):
+                sockets.receive(router)
+            continue
+        identity, frame = sockets.receive(router)
+        assert frame == parts[0]
+        sockets.send(router, identity, frame + b"!")
+        assert peer.recv_multipart() == [frame + b"!"]
+    with pytest.raises(zmq.ZMQError):
+        sockets.send(router, b"stranger", b"hello")
+    sockets.send(router, identity, b"still there")
+    assert peer.recv() == b"still there"
 
 
 def test_another_token_gets_nothing(
