@@ -19,15 +19,14 @@ check: $(VENV)/.test
 	$(BIN)/mypy
 
 # torch comes first and by its version: a range would bring a build with gigabytes of CUDA.
-# Python compiles what it imports; pip would compile all of torch, which takes longer than the rest.
 $(VENV)/.run: setup.cfg pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --no-compile $(TORCH)
-	$(BIN)/pip install --quiet --no-compile --editable .
+	$(BIN)/pip install --quiet $(TORCH)
+	$(BIN)/pip install --quiet --editable .
 	touch $@
 
 $(VENV)/.test: $(VENV)/.run
-	$(BIN)/pip install --quiet --no-compile --editable '.[test]'
+	$(BIN)/pip install --quiet --editable '.[test]'
 	touch $@
 
 clean:
