@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from pipeworker.errors import PeerLost
+from pipeworker.worker.internals import storage_uses
 from pipeworker.worker.transport import shared
 from pipeworker.worker.transport.shared import ReceivingLink, SendingLink
 from support.jobs import until
@@ -74,6 +75,27 @@ def test_memory_nobody_uses_is_given_out_again(pair: tuple[SendingLink, Receivin
     assert target.allocate(10_000).data_ptr() != address
     del kept
     assert target.allocate(10_100).data_ptr() == address
+
+
+def test_a_block_is_found_with_few_looks_however_many_are_in_use(
+    pair: tuple[SendingLink, ReceivingLink], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, target = pair
+    count, looks = 2000, 0
+
+    def looked_at(tensor: torch.Tensor) -> int:
+        nonlocal looks
+        looks += 1
+        return storage_uses(tensor)
+
+    monkeypatch.setattr(shared, "storage_uses", looked_at)
+    held = [target.allocate(4000) for _ in range(count)]
+    assert looks < 20 * count
+    addresses = {block.data_ptr() for block in held}
+    assert len(addresses) == count
+    del held[::2]  # half is free again, between what is in use
+    again = [target.allocate(4000) for _ in range(count // 2)]
+    assert {block.data_ptr() for block in again} <= addresses  # nothing new was made
 
 
 def test_memory_has_no_name_and_few_descriptors(
