@@ -18,16 +18,19 @@ check: $(VENV)/.test
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-# torch comes first and by its version: a range would bring a build with gigabytes of CUDA.
+# torch is asked for by its version: a range would bring a build with gigabytes of CUDA. Whatever is
+# imported is compiled then, once; pip would compile all of torch, which takes longer than the rest.
+export PYTHONDONTWRITEBYTECODE =
+INSTALL = test -x $(BIN)/python || $(PYTHON) -m venv $(VENV); \
+	$(BIN)/pip install --quiet --no-compile $(TORCH) --editable
+
 $(VENV)/.run: setup.cfg pyproject.toml
-	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet $(TORCH)
-	$(BIN)/pip install --quiet --editable .
+	$(INSTALL) .
 	touch $@
 
-$(VENV)/.test: $(VENV)/.run
-	$(BIN)/pip install --quiet --editable '.[test]'
-	touch $@
+$(VENV)/.test: setup.cfg pyproject.toml
+	$(INSTALL) '.[test]'
+	touch $(VENV)/.run $@
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -45,8 +45,7 @@ Start = Callable[..., Started]
 def torchrun(jobs: Jobs, monkeypatch: pytest.MonkeyPatch) -> Start:
     """Start ``torchrun OPTIONS -m pipeworker job.py WORDS``.
 
-    With `cold`, ranks are interpreters of their own, and torchrun's children; in a network
-    namespace they are so, and torchrun as well.
+    With `cold`, ranks are interpreters of their own, and torchrun's children.
     """
     monkeypatch.setenv("OMP_NUM_THREADS", "1")  # torchrun says so at length where it is not set
     monkeypatch.delenv(TOKEN, raising=False)

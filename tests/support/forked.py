@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import select
@@ -11,8 +12,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
 
@@ -21,6 +22,9 @@ from support.interpreter import MAXIMUM
 _TESTS = Path(__file__).parents[1]
 _PATIENCE = 120.0
 """Seconds that the server may take to import what it imports."""
+_CLONE_NEWNET = 0x40000000
+_entered: list[tuple[str, int]] = []
+"""The namespace of the network that this process has entered, and a descriptor of the server's."""
 
 
 class Forked:
@@ -41,12 +45,14 @@ class Forked:
         env: Mapping[str, str] | None = None,
         text: bool = True,
         bound: bool = True,
+        namespace: str = "",
     ) -> None:
         """Start it.
 
         Args:
             command: the interpreter, then what it is given.
             bound: it is killed when this object's process is gone.
+            namespace: of the network, where it is not that of this process.
         """
         self.args = command
         self.returncode: int | None = None
@@ -59,6 +65,7 @@ class Forked:
             "environment": dict(os.environ if env is None else env),
             "name": _name(command),
             "bound": bound,
+            "namespace": namespace or (_entered[0][0] if _entered else ""),
         }
         self._connection = _connect(server)
         data = json.dumps(request).encode()
@@ -153,13 +160,45 @@ def _name(command: list[str]) -> str:
 
 
 def _connect(address: bytes) -> socket.socket:
-    connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with _home():
+        connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:
         connection.connect(address)
     except OSError:
         connection.close()
         raise
     return connection
+
+
+def enter(namespace: str) -> None:
+    """Make this thread, and what it starts, part of a namespace of the network (``ip netns``)."""
+    _entered[:] = [(namespace, os.open("/proc/self/ns/net", os.O_RDONLY | os.O_CLOEXEC))]
+    _enter(namespace)
+
+
+def _enter(namespace: str) -> None:
+    with Path("/run/netns", namespace).open() as file:
+        _set(file.fileno())
+
+
+def _set(descriptor: int) -> None:
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.setns(descriptor, _CLONE_NEWNET) != 0:
+        raise OSError(ctypes.get_errno(), "setns")
+
+
+@contextmanager
+def _home() -> Iterator[None]:
+    """Sockets made here are in the server's namespace, which its address belongs to."""
+    if not _entered:
+        yield
+        return
+    namespace, home = _entered[0]
+    _set(home)
+    try:
+        yield
+    finally:
+        _enter(namespace)
 
 
 class Server:

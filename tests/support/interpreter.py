@@ -46,6 +46,7 @@ class Request:
         name: of the process, as the kernel shows it.
         streams: standard input, output and error.
         parent: the server.
+        namespace: of the network, to be in.
     """
 
     words: list[str]
@@ -54,6 +55,7 @@ class Request:
     name: str
     streams: tuple[int, ...]
     parent: int
+    namespace: str = ""
 
 
 def become(request: Request, server: bytes) -> NoReturn:
@@ -83,6 +85,10 @@ def become(request: Request, server: bytes) -> NoReturn:
 def _take_over(request: Request) -> None:
     """Be a process that the server has no part in."""
     die_with(request.parent)
+    if request.namespace:
+        from support import forked
+
+        forked.enter(request.namespace)
     ctypes.CDLL(None).prctl(_PR_SET_NAME, request.name.encode())
     for target, descriptor in enumerate(request.streams):
         os.dup2(descriptor, target)

@@ -9,6 +9,7 @@ import textwrap
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -32,16 +33,16 @@ class Run:
     stderr: str
     path: Path
 
-    @property
+    @cached_property
     def metrics(self) -> list[dict[str, Any]]:
         return [json.loads(line) for line in (self.path / "metrics.jsonl").open()]
 
-    @property
+    @cached_property
     def summary(self) -> dict[str, Any]:
         loaded: dict[str, Any] = json.loads((self.path / "summary.json").read_text())
         return loaded
 
-    @property
+    @cached_property
     def plan(self) -> dict[str, Any]:
         loaded: dict[str, Any] = json.loads((self.path / "plan.json").read_text())
         return loaded
@@ -49,20 +50,21 @@ class Run:
     def log(self, name: str) -> str:
         return (self.path / "logs" / f"{name}.log").read_text()
 
+    @cached_property
     def parts(self) -> list[dict[str, Any]]:
         """What the stages saved at the end, by stage."""
         (checkpoint,) = (self.path / "checkpoints").glob("step-*")
         files = sorted(checkpoint.glob("stage-*.pt"), key=lambda p: int(p.stem.split("-")[1]))
         return [torch.load(file, weights_only=True) for file in files]
 
-    @property
+    @cached_property
     def weights(self) -> dict[str, torch.Tensor]:
-        return {key: value for part in self.parts() for key, value in part["weights"].items()}
+        return {key: value for part in self.parts for key, value in part["weights"].items()}
 
-    @property
+    @cached_property
     def optimizer_state(self) -> dict[str, dict[str, Any]]:
         return {
-            key: value for part in self.parts() for key, value in part["optimizer"]["state"].items()
+            key: value for part in self.parts for key, value in part["optimizer"]["state"].items()
         }
 
 
@@ -97,8 +99,7 @@ class Jobs:
         """Start an interpreter with these words.
 
         Args:
-            namespace: of the network. In it the interpreter is a cold one: the server, whose socket
-                has no path, cannot be reached from there.
+            namespace: of the network.
             terminal: to be its controlling terminal and all its streams.
         """
         line = [sys.executable, *words]
@@ -110,7 +111,7 @@ class Jobs:
         if terminal is not None:
             streams = dict.fromkeys(streams, terminal)
         process: Process
-        if cold or namespace or self._server is None:
+        if cold or self._server is None:
             folder = folder or self.folder
             if namespace:
                 line = ["ip", "netns", "exec", namespace, *line]
@@ -118,7 +119,8 @@ class Jobs:
                 streams["preexec_fn"] = take_terminal
             process = subprocess.Popen(line, cwd=folder, env=env, text=True, **streams)
         else:
-            process = self._server.start(line, cwd=folder or self.folder, env=env, **streams)
+            place: dict[str, Any] = {"cwd": folder or self.folder, "namespace": namespace}
+            process = self._server.start(line, env=env, **place, **streams)
         self._started.append(process)
         return process
 
