@@ -30,6 +30,7 @@ from pipeworker.job.options import Options
 from pipeworker.session.processes import LineProcess
 from pipeworker.session.processes import coordinator as start_coordinator
 from pipeworker.wire import codec, sockets
+from pipeworker.wire.exchange import OUTSIDE, numbered
 from pipeworker.wire.keys import new_token
 from pipeworker.wire.lines import Bound, Configuration, FromCoordinator, ToCoordinator
 from pipeworker.wire.messages import (
@@ -51,7 +52,7 @@ PARAMETERS = 16
 """Of each stage: a StepDone carries one squared norm for each."""
 MICROBATCHES = 32
 BATCH = Batch(signature=1, samples=64, microbatches=MICROBATCHES, epoch=0)
-PING = codec.encode(Ping(), GENERATION)
+PING = codec.encode(Ping(), GENERATION)[:-5]  # up to its counts
 
 STEP_TARGET = 50e-3
 CPU_TARGET = 1e-3
@@ -99,13 +100,17 @@ def _done(rank: int, step: int, stages: int) -> bytes:
         peak_memory=1 << 30,
         batch=BATCH if rank == 0 else None,
     )
-    return codec.encode(message, GENERATION)
+    return _framed(message)
+
+
+def _framed(message: Message) -> bytes:
+    return numbered(OUTSIDE, codec.encode(message, GENERATION))
 
 
 def _answer(peer: zmq.Socket[bytes]) -> bytes:
-    while (frame := peer.recv()) == PING:
+    while (data := peer.recv())[8:].startswith(PING):
         pass
-    return frame
+    return data[8:]
 
 
 @contextmanager
@@ -130,7 +135,7 @@ def job(stages: int) -> Iterator[Peers]:
 
             def exchange(kind: type[Message], say: list[Message]) -> None:
                 for peer, message in zip(peers, say, strict=True):
-                    peer.send(codec.encode(message, GENERATION))
+                    peer.send(_framed(message))
                 for peer in peers:
                     answer = codec.decode(_answer(peer))[1]
                     assert isinstance(answer, kind), answer

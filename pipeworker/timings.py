@@ -26,6 +26,7 @@ class Timings:
         reconnect: until a closed control connection is tried again, at most.
         echo: what a closed connection waits for the cause behind it, or to come back.
         coordinator: what a worker's lost connection to the coordinator may take to come back.
+        reach: what a worker waits for the coordinator's first answer.
         interrupt: what an interrupted job may take to finish its step.
         interrupted: what the launcher gives it before it ends the job itself.
         linger: what the last messages get to leave.
@@ -46,6 +47,7 @@ class Timings:
     reconnect: float = 1.0
     echo: float = 2.5
     coordinator: float = 4.0
+    reach: float = 30.0
     interrupt: float = 4.0
     interrupted: float = 6.0
     linger: float = 2.0
@@ -65,6 +67,7 @@ class Timings:
             (self.echo > 2 * self.reconnect, "a connection may come back"),
             (self.handshake > self.reconnect, "a slow handshake is not taken for a lost one"),
             (self.coordinator > self.echo, "the coordinator speaks before it is given up"),
+            (self.reach > self.coordinator, "a connection may come back before the first answer"),
             (self.interrupted > self.interrupt + self.tick, "the coordinator ends first"),
             (self.leave > self.linger, "the last words leave before the process"),
             (self.verdict > self.interrupt + self.linger, "rank 0 hears the verdict"),

@@ -7,6 +7,7 @@ import random
 import re
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -20,6 +21,7 @@ from pipeworker.job.options import Options
 from pipeworker.session.processes import coordinator, fork_server
 from pipeworker.wire import sockets
 from pipeworker.wire.codec import MAX_FRAME_BYTES, encode
+from pipeworker.wire.exchange import OUTSIDE, numbered
 from pipeworker.wire.keys import client_keys, new_token, server_keys
 from pipeworker.wire.lines import Bound, Configuration, Fork, Verdict, WorkerExited
 from pipeworker.wire.messages import (
@@ -42,6 +44,7 @@ from pipeworker.wire.messages import (
     StoreRequest,
 )
 from support.jobs import Jobs, Run, processes_of, until
+from support.proxy import Proxy
 from support.sources import JOB
 
 SLOW_JOB = (
@@ -79,8 +82,10 @@ GENERATION = 1
 class OwnJob:
     """A job of two stages started as the local launcher does, with a token known here."""
 
-    def __init__(self, job_file: Path, run_dir: Path, steps: int) -> None:
+    def __init__(self, job_file: Path, run_dir: Path, steps: int, *, proxied: bool = False) -> None:
         self.token = new_token()
+        self.proxied = proxied
+        self.proxy: Proxy | None = None
         self.run_dir = run_dir
         self.endpoint = ""
         self.steps = 0
@@ -107,9 +112,13 @@ class OwnJob:
             for event in events:
                 match event:
                     case Bound():
-                        self.endpoint = event.endpoint
+                        self.endpoint = endpoint = event.endpoint
+                        if self.proxied:
+                            url = urlsplit(endpoint)
+                            self.proxy = Proxy((url.hostname or "", url.port or 0))
+                            endpoint = f"tcp://127.0.0.1:{self.proxy.address[1]}"
                         for rank in (0, 1):
-                            fork = Fork(rank, GENERATION, event.endpoint, self.token, rank)
+                            fork = Fork(rank, GENERATION, endpoint, self.token, rank)
                             self.forks.say(fork)
                     case StepResult():
                         self.steps = event.step
@@ -142,6 +151,8 @@ class OwnJob:
         for thread in self.threads:
             thread.join(10)
         self.codes = [process.finish(5.0) for process in (self.forks, self.coordinator)]
+        if self.proxy is not None:
+            self.proxy.close()
 
 
 @pytest.fixture
@@ -169,9 +180,14 @@ def lies() -> list[Message]:
     ]
 
 
+def framed(message: Message, generation: int = GENERATION) -> bytes:
+    """As it crosses the wire, outside the numbers."""
+    return numbered(OUTSIDE, encode(message, generation))
+
+
 def rubbish(chance: random.Random) -> Iterator[bytes]:
     """Lies as they are, lies with a few bytes changed, and bytes at random."""
-    frames = [encode(lie, GENERATION) for lie in lies()]
+    frames = [framed(lie) for lie in lies()]
     for number in range(FRAMES):
         frame = bytearray(chance.choice(frames))
         match number % 3:
@@ -197,7 +213,7 @@ def strangers(context: zmq.Context[zmq.Socket[bytes]], job: OwnJob) -> list[zmq.
         peer.setsockopt(zmq.LINGER, 0)
         for lie in lies():
             with suppress(zmq.Again):
-                peer.send(encode(lie, GENERATION))
+                peer.send(framed(lie))
     return [other_job, bare, own_key]
 
 
@@ -232,12 +248,13 @@ def test_rubbish_and_strangers_change_nothing(
         inside.setsockopt(zmq.SNDTIMEO, 10_000)
         inside.setsockopt(zmq.LINGER, 0)
         for lie in lies():
-            inside.send(encode(lie, GENERATION - 1))  # a replay of an older generation
+            inside.send(framed(lie, GENERATION - 1))  # a replay of an older generation
         until(lambda: "of generation 0 (" in attacked.log)
         for frame in rubbish(chance):
             inside.send(frame)
         for _ in range(20):
-            inside.send(msgpack.packb(["1" * 1_000_000, 1, "Ping", []]))  # wants into the log
+            wants_into_the_log = msgpack.packb(["1" * 1_000_000, 1, "Ping", []])
+            inside.send(numbered(OUTSIDE, wants_into_the_log))
             inside.send_multipart([b"two", b"parts"])
         until(lambda: f"({FRAMES} so far)" in attacked.log)
         inside.send(bytes(MAX_FRAME_BYTES + 1))  # costs the sender its connection
@@ -265,6 +282,46 @@ def test_rubbish_and_strangers_change_nothing(
         assert [row[name] for row in run.metrics] == [row[name] for row in quiet.metrics]
     assert len(run.metrics) == steps
     assert all((run.weights[key] == value).all() for key, value in quiet.weights.items())
+
+
+def test_what_a_broken_connection_had_under_way_is_not_lost(
+    jobs: Jobs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Control connections are reset while messages are under way: the job goes on with each."""
+    monkeypatch.chdir(jobs.folder)
+    job_file = jobs.write(SLOW_JOB)
+    (jobs.folder / "go").touch()
+    broken = OwnJob(job_file, jobs.folder / "broken", 30, proxied=True)
+    try:
+        for least in (3, 12):
+            until(lambda least=least: broken.steps >= least)  # type: ignore[misc]
+            assert broken.proxy
+            broken.proxy.swallow()
+            stopped = until(lambda: stands_still(broken))
+            assert broken.proxy.lost > 0
+            assert stopped < 30
+            broken.proxy.reset()
+        until(lambda: broken.verdict)
+    finally:
+        broken.close()
+    assert broken.verdict
+    assert (broken.verdict.status, broken.verdict.error) == ("done", None)
+    assert broken.codes == [0, 0]
+    assert re.search("messages of rank . are lost: asked for again|are sent again", broken.log)
+
+    words = ("--stages", "2", "--microbatches", "2", "--recompute", "never", "--steps", "30")
+    quiet = jobs.train(*words, source=SLOW_JOB)
+    run = Run(0, "", "", jobs.folder / "broken")
+    for name in ("step", "loss", "grad_norm"):
+        assert [row[name] for row in run.metrics] == [row[name] for row in quiet.metrics]
+    assert all((run.weights[key] == value).all() for key, value in quiet.weights.items())
+
+
+def stands_still(job: OwnJob) -> int:
+    """The step that no step follows for a while; 0 when one does."""
+    before = job.steps
+    time.sleep(0.6)  # a step takes a tenth of it
+    return before if job.steps == before else 0
 
 
 def holds_secret(token: str, data: bytes) -> bool:

@@ -53,8 +53,9 @@ needs_server = pytest.mark.skipif(sys.platform != "linux", reason="the server is
 
 @pytest.fixture(autouse=True)
 def interruptible() -> Iterator[None]:
-    """A shell's background jobs ignore Ctrl-C and the like, and an interpreter inherits that."""
-    before = {n: signal.signal(n, signal.SIG_DFL) for n in (signal.SIGINT, signal.SIGQUIT)}
+    """A shell's background jobs ignore Ctrl-C, nohup's SIGHUP; an interpreter inherits that."""
+    ignored = (signal.SIGINT, signal.SIGQUIT, signal.SIGHUP)
+    before = {number: signal.signal(number, signal.SIG_DFL) for number in ignored}
     yield
     for number, handler in before.items():
         signal.signal(number, handler)

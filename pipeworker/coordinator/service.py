@@ -26,6 +26,7 @@ from pipeworker.coordinator.effects import (
     Log,
     Planned,
     Send,
+    Status,
     Warn,
 )
 from pipeworker.coordinator.events import (
@@ -42,7 +43,8 @@ from pipeworker.environment import timings
 from pipeworker.errors import ProtocolError
 from pipeworker.job.options import Options
 from pipeworker.record.rundir import RunDir, write_json, write_summary
-from pipeworker.wire import codec, lines, sockets
+from pipeworker.wire import codec, exchange, lines, sockets
+from pipeworker.wire.exchange import Exchange
 from pipeworker.wire.lines import (
     Bound,
     Configuration,
@@ -91,6 +93,7 @@ class Service:
         self._received = 0
         self._sent = 0
         self._encoded: tuple[ToWorker, bytes] | None = None
+        self._exchanges: dict[bytes, Exchange] = {}  # with those that have joined
         self._interrupted = False
         self._ended: Ended | None = None
 
@@ -116,9 +119,8 @@ class Service:
                 self._handle(Ticked())
             if now >= next_ping:
                 next_ping = now + self._timings.ping
-                ping, generation = Ping(), self._job.generation.number
-                for peer in self._job.peers:
-                    self._send(Send(peer, ping, generation))
+                self._ping_all()
+        self._let_finish()
         self._metrics.close()
         log.info("control messages: %d received, %d sent", self._received, self._sent)
         return self._ended.exit_status
@@ -138,7 +140,8 @@ class Service:
         until = time.monotonic() + self._timings.burst
         while time.monotonic() < until:
             try:
-                peer, frame = sockets.receive(self._socket)
+                peer, data = sockets.receive(self._socket)
+                number, frame = exchange.taken_apart(data)
                 generation, message = codec.decode(frame)
             except zmq.Again:
                 return True
@@ -148,9 +151,60 @@ class Service:
             if not isinstance(message, FromWorker):
                 self._drop(f"{type(message).__name__}, which no worker sends")
                 continue
-            self._received += not isinstance(message, Heartbeat)
+            if isinstance(message, Heartbeat):
+                if generation == self._job.generation.number:
+                    self._on_heartbeat(peer, message)
+            elif self._exchange_with(peer).receive(number):
+                self._received += 1
+            else:
+                self._drop(f"{type(message).__name__} out of turn")
+                continue
             self._handle(Arrived(peer, generation, message))
         return False
+
+    def _exchange_with(self, peer: bytes) -> Exchange:
+        """What was said so far; kept from when the peer's first message has made it a member."""
+        found = self._exchanges.get(peer)
+        if found is None:
+            found = self._exchanges[peer] = Exchange()
+        return found
+
+    def _on_heartbeat(self, peer: bytes, beat: Heartbeat) -> None:
+        """Send again what a closed connection has lost, and ask for what it has lost of theirs."""
+        known = self._exchange_with(peer)
+        known.heard(beat.received)
+        if beat.again:
+            log.info("%d messages to rank %d are sent again", len(known.again()), beat.rank)
+            for data in known.again():
+                self._put(peer, data, "a message that is sent again")
+        if known.lacks(beat.sent):
+            log.info("messages of rank %d are lost: asked for again", beat.rank)
+            self._ping(peer, again=True)
+
+    def _ping_all(self) -> None:
+        members = set(self._job.peers)
+        for peer in [peer for peer in self._exchanges if peer not in members]:
+            del self._exchanges[peer]
+        for peer in members:
+            self._ping(peer)
+
+    def _ping(self, peer: bytes, *, again: bool = False) -> None:
+        known = self._exchange_with(peer)
+        frame = codec.encode(Ping(known.sent, known.received, again), self._job.generation.number)
+        self._put(peer, exchange.numbered(exchange.OUTSIDE, frame), "Ping")
+
+    def _let_finish(self) -> None:
+        """A worker that does not hear that all is done takes the coordinator's end for a loss."""
+        assert self._ended
+        if self._ended.status is not Status.DONE:
+            return
+        until = time.monotonic() + self._timings.linger
+        while any(known.awaited for known in self._exchanges.values()):
+            if time.monotonic() > until:
+                return
+            self._ping_all()
+            if self._socket.poll(int(1000 * self._timings.tick)):
+                self._receive()
 
     def _drop(self, what: str) -> None:
         self._dropped += 1
@@ -175,12 +229,18 @@ class Service:
         peer, message = send.peer, send.message
         if self._encoded is None or self._encoded[0] is not message:  # often, all get the same
             self._encoded = message, codec.encode(message, send.generation)
+        self._sent += 1
+        known = self._exchanges.get(peer)
+        frame = self._encoded[1]
+        numbered = known.send(frame) if known else exchange.numbered(exchange.OUTSIDE, frame)
+        self._put(peer, numbered, type(message).__name__)
+
+    def _put(self, peer: bytes, data: bytes, what: str) -> None:
         try:
-            sockets.send(self._socket, peer, self._encoded[1])
-            self._sent += not isinstance(message, Ping)
+            sockets.send(self._socket, peer, data)
         except zmq.ZMQError as error:
             # The peer is gone or does not read; its silence is what the job acts on.
-            self._drop(f"{type(message).__name__} to a peer: {error}")
+            self._drop(f"{what} to a peer: {error}")
             if error.errno == zmq.EHOSTUNREACH:
                 self._handle(Unreachable(peer))
 

@@ -281,8 +281,19 @@ class Saved:
 
 @dataclass(frozen=True, slots=True)
 class Heartbeat:
+    """A worker is alive, and where it is.
+
+    Attributes:
+        sent: how many numbered messages it has sent (:mod:`pipeworker.wire.exchange`).
+        received: how many it has.
+        again: it lacks some that were sent to it.
+    """
+
     rank: int
     position: Position
+    sent: int = 0
+    received: int = 0
+    again: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -449,7 +460,11 @@ class StoreReply:
 
 @dataclass(frozen=True, slots=True)
 class Ping:
-    """The coordinator is alive."""
+    """The coordinator is alive; the counts are those of Heartbeat, the other way."""
+
+    sent: int = 0
+    received: int = 0
+    again: bool = False
 
 
 @dataclass(frozen=True, slots=True)

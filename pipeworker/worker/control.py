@@ -24,7 +24,8 @@ from zmq.utils.monitor import recv_monitor_message
 from pipeworker.environment import timings
 from pipeworker.errors import PipeworkerError, ProtocolError
 from pipeworker.host.position import Tracker
-from pipeworker.wire import codec, sockets
+from pipeworker.wire import codec, exchange, sockets
+from pipeworker.wire.exchange import Exchange
 from pipeworker.wire.messages import (
     Abort,
     Cause,
@@ -87,8 +88,11 @@ class Control:
         """How the worker is called, once it knows what it holds."""
         self.over: Abort | None = None
         """How the job ended, once it has."""
-        self.sent = 0
-        self.received = 0
+        self.patience: float | None = None
+        """Seconds that the coordinator may be silent, once the job has said how many."""
+        self._endpoint = endpoint
+        self._exchange = Exchange()
+        self._heard = time.monotonic()
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._socket = sockets.client(self._context, token, endpoint, self._timings)
         self._wake_in, self._wake_out = socket.socketpair()
@@ -180,16 +184,20 @@ class Control:
                 event = recv_monitor_message(monitor)["event"]
                 if event == zmq.Event.HANDSHAKE_SUCCEEDED:
                     lost_at = None
+                    next_beat = 0.0  # which tells what the last connection had under way
                 elif lost_at is None:
                     lost_at = time.monotonic()
             now = time.monotonic()
             if lost_at is not None and now - lost_at > self._timings.coordinator:
                 lost_at = None
                 self._end(Abort("the coordinator is gone", 1))
+            elif now - self._heard > self._limit:
+                self._heard = now
+                self._end(Abort(self._silence(), 1))
             if now >= next_beat:
                 next_beat = now + self._timings.heartbeat
-                if self.over is None:
-                    self._put(Heartbeat(self._rank, self._tracker.get()))
+                self._beat()
+        self._beat()  # the coordinator waits to hear that the last message has arrived
         self._socket.disable_monitor()
         monitor.close()
         self._socket.close(linger=None if self.over is None else 0)
@@ -211,25 +219,59 @@ class Control:
                 self._end(Abort("", 128 + number))
                 return
 
+    @property
+    def _limit(self) -> float:
+        """Seconds that the coordinator may be silent."""
+        if self.patience is None:
+            return self._timings.reach
+        return max(self.patience, 3 * self._timings.ping)  # pings may be late
+
+    def _silence(self) -> str:
+        """What it means that nothing is heard."""
+        lacking = f"has not answered for {self._limit:g} s"
+        if self.patience is None:
+            here = f"{self.name} on {socket.gethostname()}"
+            return f"{here} cannot reach the coordinator: {self._endpoint} {lacking}"
+        return f"the coordinator at {self._endpoint} {lacking}"
+
     def _put(self, message: FromWorker) -> None:
-        if not isinstance(message, Heartbeat):
-            self.sent += 1
-        self._socket.send(codec.encode(message, self._generation))
+        self._socket.send(self._exchange.send(codec.encode(message, self._generation)))
+
+    def _beat(self, *, again: bool = False) -> None:
+        """Say that this worker is alive, while there is somebody to say it to."""
+        if self.over is None:
+            counts = self._exchange.sent, self._exchange.received
+            beat = Heartbeat(self._rank, self._tracker.get(), *counts, again)
+            frame = codec.encode(beat, self._generation)
+            self._socket.send(exchange.numbered(exchange.OUTSIDE, frame))
+
+    def _on_ping(self, ping: Ping) -> None:
+        self._exchange.heard(ping.received)
+        if ping.again:
+            for data in self._exchange.again():
+                self._socket.send(data)
+        if self._exchange.lacks(ping.sent):
+            self._beat(again=True)
 
     def _get_all(self) -> None:
         while True:
             try:
-                frame = self._socket.recv(zmq.NOBLOCK)
+                data = self._socket.recv(zmq.NOBLOCK)
             except zmq.Again:
                 return
             try:
+                number, frame = exchange.taken_apart(data)
                 generation, message = codec.decode(frame)
             except ProtocolError as error:
                 raise PipeworkerError(f"the coordinator sent {error}") from error
-            if generation != self._generation or isinstance(message, Ping):
+            if generation != self._generation:
                 continue
-            self.received += 1
-            if isinstance(message, StoreReply):
+            self._heard = time.monotonic()
+            if isinstance(message, Ping):
+                self._on_ping(message)
+            elif not self._exchange.receive(number):
+                continue
+            elif isinstance(message, StoreReply):
                 if message.number in self._replies:
                     self._replies[message.number].put(message)
             elif isinstance(message, Abort):

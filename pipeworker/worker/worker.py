@@ -78,6 +78,7 @@ class Line(Protocol):
     """A worker's line to the coordinator, as far as its main thread uses it."""
 
     name: str
+    patience: float | None
 
     def send(self, message: FromWorker) -> None:
         """Returns at once."""
@@ -172,6 +173,7 @@ class Worker:
         self._options = options = Options.from_json(welcome.options)
         self.placement = Placement(welcome.held, welcome.replicas)
         self._line.name = self.placement.names(self._rank)
+        self._line.patience = options.worker_timeout
         torch.set_num_threads(options.threads)
         self._device = device_for(options.device, self._settings.local_rank)
         if self._settings.job is None:

@@ -61,6 +61,7 @@ MICROBATCHES = 2
 
 class _Line:
     name = "rank 0"
+    patience: float | None = None
 
     def __init__(self) -> None:
         self._ask = Meeting().ask()

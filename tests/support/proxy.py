@@ -1,0 +1,96 @@
+"""A line between two processes that a test can cut: a relay of TCP connections."""
+
+from __future__ import annotations
+
+import selectors
+import socket
+import struct
+import threading
+from contextlib import suppress
+
+
+class Proxy:
+    """Relays every connection to `target`, until it is told otherwise.
+
+    Attributes:
+        lost: bytes that were taken and not passed on.
+    """
+
+    def __init__(self, target: tuple[str, int]) -> None:
+        self._target = target
+        self.lost = 0
+        self.swallows = False
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.address: tuple[str, int] = self._listener.getsockname()
+        self._selector = selectors.DefaultSelector()
+        self._wake_in, self._wake_out = socket.socketpair()
+        self._other: dict[socket.socket, socket.socket] = {}
+        self._said = b""
+        self._answered = threading.Event()
+        self._selector.register(self._listener, selectors.EVENT_READ)
+        self._selector.register(self._wake_out, selectors.EVENT_READ)
+        self._thread = threading.Thread(target=self._run, name="proxy")
+        self._thread.start()
+
+    def swallow(self) -> None:
+        """Take what both ends send, as a working connection does, and pass nothing on."""
+        self.swallows = True
+
+    def reset(self) -> None:
+        """Break all connections, as a router that has forgotten them; new ones are relayed."""
+        self._say(b"r")
+
+    def close(self) -> None:
+        self._say(b"c")
+        self._thread.join()
+
+    def _say(self, word: bytes) -> None:
+        self._answered.clear()
+        self._wake_in.send(word)
+        assert self._answered.wait(10)
+
+    def _run(self) -> None:
+        with self._listener, self._wake_in, self._wake_out, self._selector:
+            while self._said != b"c":
+                for key, _ in self._selector.select():
+                    if key.fileobj is self._listener:
+                        self._accept()
+                    elif key.fileobj is self._wake_out:
+                        self._said = self._wake_out.recv(1)
+                        self._break_all()
+                        self._answered.set()
+                    elif isinstance(key.fileobj, socket.socket) and key.fileobj in self._other:
+                        self._relay(key.fileobj)
+
+    def _accept(self) -> None:
+        client, _ = self._listener.accept()
+        server = socket.create_connection(self._target)
+        for one, other in ((client, server), (server, client)):
+            one.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            self._other[one] = other
+            self._selector.register(one, selectors.EVENT_READ)
+
+    def _relay(self, source: socket.socket) -> None:
+        try:
+            data = source.recv(1 << 16)
+            if self.swallows:
+                self.lost += len(data)
+            elif data:
+                self._other[source].sendall(data)
+        except OSError:
+            data = b""
+        if not data:
+            for end in (source, self._other[source]):
+                self._forget(end)
+
+    def _forget(self, end: socket.socket) -> None:
+        if self._other.pop(end, None) is not None:
+            self._selector.unregister(end)
+            end.close()
+
+    def _break_all(self) -> None:
+        for end in list(self._other):
+            with suppress(OSError):
+                end.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            self._forget(end)
+        self.swallows = False
