@@ -144,7 +144,10 @@ class Generation:
         """Time passed: look for what is overdue."""
         if self._interrupted is not None and now - self._interrupted > self.timings.interrupt:
             return self._over(Verdict(Status.INTERRUPTED, 130))
-        failure = self._cause.overdue(now, self.options.worker_timeout)
+        patience = self.options.worker_timeout
+        failure = self._cause.overdue(now, patience)
+        if failure is None and self.state is not State.CALLING:
+            failure = self.roster.stuck(self._awaited, now, patience)
         if failure is None:
             return []
         if failure.cause is Cause.SIGNAL:
@@ -199,7 +202,7 @@ class Generation:
         return Welcome(self.options.to_json(), self.run_dir, placement.held, placement.replicas)
 
     def _on_heartbeat(self, member: Member, message: Heartbeat, now: float) -> list[Effect]:
-        member.position = message.position
+        member.beats(message, now)
         return []
 
     def _on_failed(self, member: Member, message: Failed, now: float) -> list[Effect]:

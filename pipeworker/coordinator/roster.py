@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from pipeworker.plan.placement import Placement
@@ -11,6 +12,7 @@ from pipeworker.wire.messages import (
     Cause,
     Described,
     Failure,
+    Heartbeat,
     Hello,
     Position,
     Ready,
@@ -23,7 +25,12 @@ JOIN_FACTOR = 5
 
 @dataclass(slots=True)
 class Member:
-    """What is known of one rank; `name` is how it is called by what it holds."""
+    """What is known of one rank.
+
+    Attributes:
+        name: how it is called by what it holds.
+        waits: for others, at its position, `since` when.
+    """
 
     peer: bytes
     hello: Hello
@@ -31,6 +38,8 @@ class Member:
     heard: float
     unreachable: float | None = None
     position: Position = field(default_factory=Position)
+    waits: bool = False
+    since: float = 0.0
     described: Described | None = None
     ready: Ready | None = None
     done: StepDone | None = None
@@ -43,6 +52,11 @@ class Member:
             if position.layer >= 0 and 0 <= offset < len(built.layers):
                 return built.layers[offset]
         return ""
+
+    def beats(self, beat: Heartbeat, now: float) -> None:
+        """It is alive, and says where."""
+        if (beat.position, beat.waits) != (self.position, self.waits):
+            self.position, self.waits, self.since = beat.position, beat.waits, now
 
     def failure(self, cause: Cause, what: str, position: Position | None = None) -> Failure:
         """Something happened to it, where it was last heard of or at `position`."""
@@ -133,6 +147,16 @@ class Roster:
             text = f"rank {ranks} did not join within {JOIN_FACTOR * patience:g} s"
             return Failure(Cause.LOST, text)
         return None
+
+    def stuck(self, ranks: Iterable[int], now: float, patience: float) -> Failure | None:
+        """All of these wait, none has moved for so long: what they wait for never comes."""
+        members = [self.members[rank] for rank in sorted(ranks) if rank in self.members]
+        if not members or not all(m.waits and now - m.since > patience for m in members):
+            return None
+        names = " and ".join(member.name for member in members)
+        who = f"{names} wait{'s' if len(members) == 1 else ''} for what does not come"
+        text = f"{who}: nothing has moved for {patience:g} s"
+        return members[0].failure(Cause.HUNG, text)
 
     def silent(self, now: float) -> list[int]:
         """Who has fallen silent, so that it may be gone."""

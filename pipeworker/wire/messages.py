@@ -287,6 +287,7 @@ class Heartbeat:
         sent: how many numbered messages it has sent (:mod:`pipeworker.wire.exchange`).
         received: how many it has.
         again: it lacks some that were sent to it.
+        waits: for another worker, or to be told what is next.
     """
 
     rank: int
@@ -294,6 +295,7 @@ class Heartbeat:
     sent: int = 0
     received: int = 0
     again: bool = False
+    waits: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -241,7 +241,8 @@ class Control:
         """Say that this worker is alive, while there is somebody to say it to."""
         if self.over is None:
             counts = self._exchange.sent, self._exchange.received
-            beat = Heartbeat(self._rank, self._tracker.get(), *counts, again)
+            tracker = self._tracker
+            beat = Heartbeat(self._rank, tracker.get(), *counts, again, tracker.waits)
             frame = codec.encode(beat, self._generation)
             self._socket.send(exchange.numbered(exchange.OUTSIDE, frame))
 

@@ -114,6 +114,39 @@ def test_silence_is_a_hang_that_names_the_stage() -> None:
     assert (job.failure.position, job.failure.layer_class) == (stuck, "Linear")
 
 
+def waiting(rank: int, microbatch: int = 0) -> Heartbeat:
+    return Heartbeat(rank, Position(Phase.WAITING, 1, microbatch), waits=True)
+
+
+def test_who_wait_for_each_other_are_named() -> None:
+    job = Scripted(3, worker_timeout=PATIENCE).running()
+    job.done(0, 1)  # it has done its part, and waits to be told what is next
+    for microbatch in (0, 1):  # while one moves, the others may wait
+        for _ in range(3):
+            for message in (waiting(0), waiting(1, microbatch), waiting(2)):
+                job.says(message)
+            job.tick(PATIENCE / 3)
+    assert job.state() is State.STEPPING
+    for _ in range(2):
+        for message in (waiting(0), waiting(1, 1), waiting(2)):
+            job.says(message)
+        job.tick(0.1)
+    assert job.failure.cause is Cause.HUNG
+    assert job.failure.message == (
+        "stage 1 and stage 2 wait for what does not come: nothing has moved for 60 s"
+    )
+    assert job.failure.position == Position(Phase.WAITING, 1, 1)
+
+
+def test_who_computes_may_take_its_time() -> None:
+    job = Scripted(2, worker_timeout=PATIENCE).running()
+    for _ in range(20):
+        job.says(Heartbeat(0, Position(Phase.FORWARD, 1, 0, 0)))
+        job.says(waiting(1))
+        job.tick(PATIENCE / 2)
+    assert job.state() is State.STEPPING
+
+
 def test_missing_ranks_are_named() -> None:
     job = Scripted(4, worker_timeout=PATIENCE)
     job.join(0, 2)
