@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import selectors
 import signal
 import socket
@@ -10,23 +11,26 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic
 
+from pipeworker.coordinator.roster import JOIN_FACTOR
 from pipeworker.environment import timings
 from pipeworker.errors import UsageError
 from pipeworker.host.lifetime import kill_group
 from pipeworker.job.options import Options
 from pipeworker.plan.orders import placement
 from pipeworker.record.rundir import RunDir, write_summary
-from pipeworker.session.processes import coordinator, fork_server
+from pipeworker.session.processes import Heard, LineProcess, Said, coordinator, fork_server
 from pipeworker.session.show import Show, show_for
 from pipeworker.wire.keys import new_token
 from pipeworker.wire.lines import (
+    Beat,
     Bound,
     Configuration,
     Fork,
     Forked,
     Interrupt,
+    Joined,
     Planned,
     Unwell,
     Verdict,
@@ -37,6 +41,8 @@ from pipeworker.wire.lines import (
 from pipeworker.wire.messages import Evaluation, StepResult
 
 _GENERATION = 1
+_AT_ONCE = 8
+"""Workers that may be starting, on a host with fewer cores."""
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -77,6 +83,38 @@ def accelerators() -> int:
     return count
 
 
+class _Child(Generic[Said, Heard]):
+    """A process of the launcher's own, and when it was last heard of.
+
+    Args:
+        name: what it is called when it does not answer.
+        patience: seconds it may be silent; its first word may take `start` seconds.
+    """
+
+    def __init__(
+        self, process: LineProcess[Said, Heard], name: str, patience: float, start: float
+    ) -> None:
+        self.process = process
+        self._name = f"{name} (pid {process.pid})"
+        self._patience = patience
+        self._start = start
+        self._heard: float | None = None
+        self._began = time.monotonic()
+
+    def hear(self) -> tuple[list[Heard], bool]:
+        self._heard = time.monotonic()
+        return self.process.hear()
+
+    def silence(self) -> str:
+        """What to say of it when it has not been heard of for too long, else nothing."""
+        since, limit = self._heard, self._patience
+        if since is None:
+            since, limit = self._began, self._start
+        if time.monotonic() - since <= limit:
+            return ""
+        return f"{self._name} has not answered for {limit:g} s"
+
+
 class _Launch:
     def __init__(self, options: Options, run_dir: RunDir) -> None:
         self._options = options
@@ -86,9 +124,13 @@ class _Launch:
         self._started = time.monotonic()
         self._timings = timings()
         self._verdict: Verdict | None = None
+        self._failure = "the coordinator was killed"
+        self._lost_forks = "the fork server of this host was killed"
         self._deadline: float | None = None
         self._interrupts = 0
         self._steps = 0
+        self._endpoint = ""
+        self._asked = self._joined = 0  # workers
         self._pids: dict[int, int] = {}  # by rank, of the workers that run
         self._wake_in, self._wake_out = socket.socketpair()
 
@@ -97,20 +139,22 @@ class _Launch:
             end.setblocking(False)
         before = {number: signal.signal(number, lambda *_: None) for number in _SIGNALS}
         signal.set_wakeup_fd(self._wake_in.fileno(), warn_on_full_buffer=False)
-        self._forks = fork_server()
-        self._coordinator = coordinator()
+        patience = self._options.worker_timeout
+        importing = JOIN_FACTOR * patience
+        self._forks = _Child(fork_server(), "the fork server of this host", patience, importing)
+        self._coordinator = _Child(coordinator(), "the coordinator", patience, importing)
         options, run_dir = self._options.to_json(), str(self._run_dir.path)
-        self._coordinator.say(
+        self._coordinator.process.say(
             Configuration(options, run_dir, self._token, "127.0.0.1", _GENERATION)
         )
         self._show: Show = show_for(self._options, str(self._run_dir.path))
         try:
             self._loop()
         finally:
-            self._forks.hang_up()
-            self._coordinator.hang_up()
-            self._forks.finish(self._timings.leave)
-            self._coordinator.finish(self._timings.leave)
+            self._forks.process.hang_up()
+            self._coordinator.process.hang_up()
+            self._forks.process.finish(self._timings.leave)
+            self._coordinator.process.finish(self._timings.leave)
             self._shown(self._show.close)
             signal.set_wakeup_fd(-1)
             for number, handler in before.items():
@@ -124,23 +168,58 @@ class _Launch:
     def _loop(self) -> None:
         """Pass on what the processes say until the verdict is in and the workers are gone."""
         with selectors.DefaultSelector() as selector:
-            selector.register(self._coordinator, selectors.EVENT_READ, self._hear_coordinator)
-            selector.register(self._forks, selectors.EVENT_READ, self._hear_forks)
+            forks, coordinator = self._forks.process, self._coordinator.process
+            selector.register(coordinator, selectors.EVENT_READ, self._hear_coordinator)
+            selector.register(forks, selectors.EVENT_READ, self._hear_forks)
             selector.register(self._wake_out, selectors.EVENT_READ, self._on_signal)
+            next_beat = time.monotonic()
             while self._verdict is None or self._pids:
-                left = None if self._deadline is None else self._deadline - time.monotonic()
-                if left is not None and left <= 0:
-                    return
-                for key, _ in selector.select(left):
+                now = time.monotonic()
+                if now >= next_beat:
+                    next_beat = now + self._timings.ping
+                    beat = Beat(self._options.worker_timeout)
+                    forks.say(beat)
+                    coordinator.say(beat)
+                until = next_beat if self._deadline is None else min(next_beat, self._deadline)
+                ready = selector.select(max(0.0, until - now))
+                for key, _ in ready:
                     if not key.data():
                         return
+                if not self._are_alive({key.fileobj for key, _ in ready}):
+                    return
+                if self._deadline is not None and time.monotonic() >= self._deadline:
+                    return
+
+    def _are_alive(self, heard: set[Any]) -> bool:
+        """Give up who has been silent; False when that is the coordinator.
+
+        Args:
+            heard: who has just been, and what may have been while this process was stopped.
+        """
+        forks, coordinator = self._forks, self._coordinator
+        if forks.process not in heard and (silence := forks.silence()):
+            self._lost_forks = silence
+            self._forks.process.kill()
+        if self._verdict or coordinator.process in heard:
+            return True
+        if silence := coordinator.silence():
+            self._failure = silence
+            self._coordinator.process.kill()
+            return False
+        return True
 
     def _hear_coordinator(self) -> bool:
         events, more = self._coordinator.hear()
         for event in events:
             match event:
+                case Beat():
+                    continue
                 case Bound():
-                    self._fork_all(event.endpoint)
+                    self._endpoint = event.endpoint
+                    self._fork_more()
+                case Joined():
+                    self._joined += 1
+                    self._fork_more()
                 case Verdict():
                     self._verdict = event
                     self._deadline = time.monotonic() + self._timings.leave
@@ -153,9 +232,16 @@ class _Launch:
                     never(event)
         return more or self._verdict is not None
 
-    def _fork_all(self, endpoint: str) -> None:
-        for rank in range(self._placement.ranks):
-            self._forks.say(Fork(rank, _GENERATION, endpoint, self._token, local_rank=rank))
+    def _fork_more(self) -> None:
+        """A few workers at a time, of many; the first shows whether there are layers for all."""
+        ranks = self._placement.ranks
+        few = max(_AT_ONCE, os.cpu_count() or 1)
+        most = 1 if ranks > few and not self._joined else few
+        while self._asked < ranks and self._asked - self._joined < most:
+            rank = self._asked
+            fork = Fork(rank, _GENERATION, self._endpoint, self._token, local_rank=rank)
+            self._forks.process.say(fork)
+            self._asked += 1
 
     def _hear_forks(self) -> bool:
         events, more = self._forks.hear()
@@ -165,7 +251,11 @@ class _Launch:
                     self._pids[event.rank] = event.pid
                 case WorkerExited():
                     del self._pids[event.rank]
-                    self._coordinator.say(event)
+                    self._coordinator.process.say(event)
+                case Unwell():
+                    self._coordinator.process.say(event)
+                case Beat():
+                    continue
                 case _:
                     never(event)
         if not more:
@@ -174,7 +264,7 @@ class _Launch:
                 kill_group(pid)
             self._pids.clear()
         if not more and self._verdict is None:
-            self._coordinator.say(Unwell("the fork server of this host was killed"))
+            self._coordinator.process.say(Unwell(self._lost_forks))
         return more or self._verdict is None
 
     def _on_signal(self) -> bool:
@@ -183,7 +273,7 @@ class _Launch:
             self._interrupts += 1
             if self._interrupts > 1:
                 return False
-            self._coordinator.say(Interrupt())
+            self._coordinator.process.say(Interrupt())
             self._deadline = self._deadline or time.monotonic() + self._timings.interrupted
             self._shown(self._show.warning, "stopping after this step; again to stop at once")
         return True
@@ -206,7 +296,7 @@ class _Launch:
             seconds=time.monotonic() - self._started,
             peak_memory=(0,) * self._placement.ranks,
             bubble=0.0,
-            error=None if interrupted else "the coordinator was killed",
+            error=None if interrupted else self._failure,
         )
         write_summary(self._run_dir, verdict, self._placement.stages)
         return verdict

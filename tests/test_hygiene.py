@@ -285,3 +285,53 @@ def test_a_hung_worker_is_noticed_and_named(start: Callable[..., Live], stage: i
     assert "for 3 s" in stderr
     assert live.summary["status"] == "failed"
     assert f"stage {stage}" in live.summary["error"]
+
+
+STOPPED = {
+    "coordinator": "the coordinator (pid {pid}) has not answered for 3 s",
+    "fork server": "the fork server of this host (pid {pid}) has not answered for 3 s",
+}
+
+
+@pytest.mark.parametrize("who", STOPPED)
+def test_who_is_stopped_is_noticed_and_named(start: Callable[..., Live], who: str) -> None:
+    live = start("--worker-timeout", "3")
+    pid = live.pid(who)
+    os.kill(pid, signal.SIGSTOP)
+    status, stderr = live.end()
+    assert status == 1
+    error = STOPPED[who].format(pid=pid)
+    assert f"error: {error}" in stderr
+    assert error in live.summary["error"]
+
+
+def test_a_stopped_launcher_holds_nobody(start: Callable[..., Live]) -> None:
+    """It is paused for longer than a worker may be silent: the others end; then it says so."""
+    live = start("--worker-timeout", "3")
+    os.kill(live.pid("launcher"), signal.SIGSTOP)
+    until(lambda: set(processes_of(live.folder)) == {live.process.pid}, SECONDS)
+    error = "the launcher has not answered for 3 s"
+    assert live.summary["error"] == error
+    os.kill(live.pid("launcher"), signal.SIGCONT)
+    status, stderr = live.end()
+    assert status == 1
+    assert f"error: {error}" in stderr
+
+
+def test_more_stages_than_layers_start_one_worker(jobs: Jobs) -> None:
+    run = jobs.run("--stages", "1000")
+    assert run.status == 2
+    assert run.stderr.startswith("error: 1000 stages need at least 1000 layers, but model() has 5")
+    log = run.log("coordinator")
+    assert log.count(" joined: pid") == 1
+
+
+def test_a_launcher_killed_while_it_starts_many(jobs: Jobs) -> None:
+    source = JOB.replace("nn.Linear(16, 3)", "*[nn.Identity()] * 64, nn.Linear(16, 3)")
+    process, path = jobs.start("--stages", "64", source=source)
+    log = path / "logs" / "coordinator.log"
+    until(lambda: log.exists() and "rank 1 joined" in log.read_text())
+    process.kill()
+    until(lambda: len(processes_of(jobs.folder)) == 0, 10.0)
+    assert "all ranks joined" not in log.read_text()
+    process.communicate()

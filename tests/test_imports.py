@@ -44,7 +44,7 @@ it or beside it in its room. The fork server starts workers; ``__main__`` is the
 """
 
 ROOMS_WITHIN = {
-    "pipeworker.wire": ["messages", "codec", "lines", "keys", "sockets"],
+    "pipeworker.wire": ["messages", "codec", "lines", "keys", "exchange", "sockets"],
     "pipeworker.plan": [
         *("actions", "placement", "schedule", "connect", "orders", "columns", "network", "check"),
         *("simulate",),
@@ -55,7 +55,8 @@ ROOMS_WITHIN = {
     "pipeworker.host": ["lifetime", "position", "forkserver"],
     "pipeworker.coordinator": [
         *("scaler", "calls", "rendezvous", "roster", "cause", "tally", "progress", "events"),
-        *("effects", "states", "blueprint", "loop", "report", "generation", "job", "service"),
+        *("effects", "states", "blueprint", "loop", "report", "generation", "job"),
+        *("starter", "service"),
     ],
     "pipeworker.worker.transport": ["link", "courier", "frame", "shared", "distributed", "channel"],
     "pipeworker.worker.stage": [
@@ -88,7 +89,10 @@ PURE = [
         )
     ),
 ]
-SHELL = {"pipeworker.coordinator", "pipeworker.coordinator.service"}
+SHELL = {
+    *("pipeworker.coordinator", "pipeworker.coordinator.service"),
+    "pipeworker.coordinator.starter",
+}
 """What is left of the coordinator: the rest decides."""
 
 PRIVATE = {
@@ -342,7 +346,7 @@ def test_a_decision_depends_on_its_arguments_alone(module: str) -> None:
 
 
 def test_what_decides_is_apart_from_what_acts() -> None:
-    """Of the coordinator only the service has a shell around it."""
+    """Of the coordinator only the service, with its line to the starter, is a shell."""
     assert {*within(["pipeworker.coordinator"])} - {*within(PURE)} == SHELL
 
 

@@ -136,6 +136,22 @@ def test_a_killed_torchrun_ends_the_job(jobs: Jobs, torchrun: Start) -> None:
     assert json.loads((started.path / "summary.json").read_text())["status"] == "failed"
 
 
+def test_a_stopped_coordinator_is_noticed_and_named(jobs: Jobs, torchrun: Start) -> None:
+    started = torchrun(*ENDLESS, "--worker-timeout", "3", ranks=2)
+    training(started)
+    (pid,) = (
+        p for p, line in processes_of(jobs.folder).items() if line.startswith("coordinator\n")
+    )
+    os.kill(pid, signal.SIGSTOP)
+    run = started.end()
+    assert run.status == 1
+    error = f"the coordinator (pid {pid}) has not answered"
+    assert f"error: {error}" in run.stderr
+    assert run.summary["error"] == error
+    assert "has not answered for 3 s" in run.log("stage-1")
+    until(lambda: not processes_of(jobs.folder), 10)
+
+
 def test_an_ended_torchrun_is_an_interrupt(jobs: Jobs, torchrun: Start) -> None:
     started = torchrun(*ENDLESS, ranks=2)
     training(started)
@@ -188,6 +204,36 @@ def hosts() -> Iterator[list[str]]:
     finally:
         for name in names:
             subprocess.run(["ip", "netns", "delete", name], capture_output=True)
+
+
+@pytest.mark.root
+def test_a_cable_that_is_pulled_out_ends_both_hosts(
+    jobs: Jobs, torchrun: Start, hosts: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing closes: what is not heard any more is what both go by."""
+    monkeypatch.setenv(TOKEN, uuid.uuid4().hex)
+    ports = ("--master-addr", ADDRESSES[0], "--master-port", "29500")
+    both = [
+        torchrun(
+            *ENDLESS,
+            *("--worker-timeout", "3"),
+            options=("--nnodes", "2", "--node-rank", str(index), *ports),
+            namespace=host,
+        )
+        for index, host in enumerate(hosts)
+    ]
+    workers = {stage["pid"] for stage in training(both[0])["stages"]}
+    assert len(workers & processes_of(jobs.folder).keys()) == 4
+    ip("-n", hosts[0], "link", "set", "cable", "down")
+    until(lambda: not workers & processes_of(jobs.folder).keys(), 30)
+    head = both[0].end()
+    assert head.status == 1
+    assert re.search(r"error: .*stage [23] .*(is gone|has not answered)", head.stderr)
+    assert head.summary["status"] == "failed"
+    for rank in (2, 3):
+        assert "the coordinator at tcp://10.77.0.1:" in head.log(f"stage-{rank}")
+    both[1].process.kill()  # torchrun itself waits for its store, for minutes
+    both[1].end()
 
 
 @pytest.mark.root

@@ -70,10 +70,7 @@ class Blueprint:
                 "the model's initial weights differ from rank to rank: give model as a function, "
                 "which is called under the job's seed, or seed torch before you build it"
             )
-        layers, stages = len(described[0].layers), placement.stages
-        balance = options.balance or partition.even(layers, stages)
-        partition.check_balance(balance, layers, stages)
-        ranges = partition.ranges(balance)
+        ranges = partition.ranges(Blueprint.balance(options, placement, len(described[0].layers)))
         surveyed = described[placement.rank_of(0)]
         between_layers = [Skip(s.source, s.target, s.name) for s in surveyed.skips]
         between_stages = skips.between_stages(between_layers, ranges)
@@ -89,6 +86,16 @@ class Blueprint:
         )
         found._edges = edges(found.schedule(options.microbatches)[0])
         return found
+
+    @staticmethod
+    def balance(options: Options, placement: Placement, layers: int) -> tuple[int, ...]:
+        """How many of so many layers each stage is given.
+
+        Raises:
+            UsageError: they cannot be divided as the options ask.
+        """
+        chosen = options.balance or partition.even(layers, placement.stages)
+        return partition.check_balance(chosen, layers, placement.stages)
 
     def schedule(self, microbatches: int) -> tuple[Schedule, Kept]:
         """The checked schedule for a mini-batch of so many micro-batches."""

@@ -9,6 +9,7 @@ from pipeworker.coordinator.scaler import Scaler
 from pipeworker.plan.check import Kept
 from pipeworker.plan.schedule import Schedule
 from pipeworker.plan.simulate import Timing
+from pipeworker.wire.lines import Joined
 from pipeworker.wire.messages import Evaluation, Failure, StepResult, ToWorker
 
 
@@ -95,4 +96,4 @@ class Ended:
 
 
 # The results of steps and evaluation passes are there to be recorded.
-Effect = Send | Log | Dropped | Warn | Planned | Commit | Ended | StepResult | Evaluation
+Effect = Send | Log | Dropped | Warn | Joined | Planned | Commit | Ended | StepResult | Evaluation

@@ -39,7 +39,7 @@ from pipeworker.job.options import Options
 from pipeworker.plan.actions import format_actions
 from pipeworker.plan.placement import Placement
 from pipeworker.timings import Timings
-from pipeworker.wire.lines import WorkerExited
+from pipeworker.wire.lines import Joined, WorkerExited
 from pipeworker.wire.messages import (
     Abort,
     Advance,
@@ -216,9 +216,11 @@ class Generation:
         return [self._send(peer, reply) for peer, reply in answers]
 
     def _on_described(self, member: Member, message: Described, now: float) -> list[Effect]:
+        if len(self._awaited) == self.placement.ranks:  # refused before all others are started
+            Blueprint.balance(self.options, self.placement, len(message.layers))
         member.described = message
         if not self._last_awaited(message.rank):
-            return []
+            return [Joined(message.rank)]
         described = [m.described for m in self._members if m.described]
         self.blueprint = Blueprint.draw(self.options, self.placement, described)
         self._await(State.BUILDING)

@@ -10,7 +10,6 @@ import json
 import logging
 import os
 import signal
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -39,6 +38,7 @@ from pipeworker.coordinator.events import (
     Unreachable,
 )
 from pipeworker.coordinator.job import Job
+from pipeworker.coordinator.starter import Starter
 from pipeworker.environment import timings
 from pipeworker.errors import ProtocolError
 from pipeworker.job.options import Options
@@ -46,11 +46,11 @@ from pipeworker.record.rundir import RunDir, write_json, write_summary
 from pipeworker.wire import codec, exchange, lines, sockets
 from pipeworker.wire.exchange import Exchange
 from pipeworker.wire.lines import (
+    Beat,
     Bound,
     Configuration,
-    FromCoordinator,
     Interrupt,
-    ToCoordinator,
+    Joined,
     Unwell,
     Warned,
     WorkerExited,
@@ -88,7 +88,7 @@ class Service:
             generation=configuration.generation,
         )
         self._metrics = self._run_dir.metrics.open("a", encoding="utf-8")
-        self._input: lines.Buffer[ToCoordinator] = lines.Buffer(ToCoordinator)
+        self._starter = Starter()
         self._dropped = 0
         self._received = 0
         self._sent = 0
@@ -99,19 +99,25 @@ class Service:
 
     def run(self, endpoint: str) -> int:
         """Direct the job to its end; returns the exit status."""
-        self._tell(Bound(endpoint))
+        starter = self._starter
+        starter.tell(Bound(endpoint))
         signal.signal(signal.SIGTERM, self._on_signal)
         signal.signal(signal.SIGINT, self._on_signal)
         poller = zmq.Poller()
         poller.register(self._socket, zmq.POLLIN)
-        poller.register(sys.stdin.fileno(), zmq.POLLIN)
+        poller.register(starter.reads, zmq.POLLIN)
         next_tick = next_ping = time.monotonic()
         while self._ended is None:
+            poller.register(starter.writes, zmq.POLLOUT if starter.pending else 0)
             ready = dict(poller.poll(int(1000 * self._timings.tick)))
             heard_all = self._socket not in ready or self._receive()
-            if sys.stdin.fileno() in ready:
-                self._read_starter()
+            if starter.writes in ready:
+                starter.flush()
             now = time.monotonic()
+            if starter.reads in ready:
+                self._hear_starter()
+            elif (silent := starter.silence(now)) is not None:
+                self._handle(Unwell(f"the launcher has not answered for {silent:g} s"))
             if self._interrupted:
                 self._handle(Interrupt())
             if now >= next_tick and heard_all:
@@ -120,8 +126,10 @@ class Service:
             if now >= next_ping:
                 next_ping = now + self._timings.ping
                 self._ping_all()
+                starter.tell(Beat(self._options.worker_timeout))
         self._let_finish()
         self._metrics.close()
+        starter.finish(self._timings.linger)
         log.info("control messages: %d received, %d sent", self._received, self._sent)
         return self._ended.exit_status
 
@@ -211,19 +219,18 @@ class Service:
         if self._dropped <= _SHOWN_DROPS or self._dropped % 1000 == 0:
             log.warning("dropped %s (%d so far)", what[:_SHOWN_CHARACTERS], self._dropped)
 
-    def _read_starter(self) -> None:
-        """Lines from the process that started this one; its end is the end of the job."""
-        data = os.read(sys.stdin.fileno(), 65536)
-        if not data:
-            self._handle(StarterGone(self._configuration.starter))
-        for event in self._input.feed(data):
+    def _hear_starter(self) -> None:
+        """Its end is the end of the job."""
+        for event in self._starter.hear():
             match event:
                 case WorkerExited() | Unwell() | Interrupt():
                     self._handle(event)
-                case Configuration():
-                    raise ProtocolError("a second Configuration")
+                case Configuration() | Beat():
+                    raise ProtocolError(f"{type(event).__name__} out of place")
                 case _:
                     lines.never(event)
+        if self._starter.gone:
+            self._handle(StarterGone(self._configuration.starter))
 
     def _send(self, send: Send) -> None:
         peer, message = send.peer, send.message
@@ -252,24 +259,26 @@ class Service:
                 log.info("%s", effect.text)
             case Dropped():
                 self._drop(effect.text)
+            case Joined():
+                self._starter.tell(effect)
             case Warn():
                 log.warning("%s", effect.text)
-                self._tell(Warned(effect.text))
+                self._starter.tell(Warned(effect.text))
             case Planned():
                 write_json(self._run_dir.plan, report.planned_json(effect, self._options))
-                self._tell(report.planned_line(effect, self._options))
+                self._starter.tell(report.planned_line(effect, self._options))
             case StepResult():
                 row = dataclasses.asdict(effect)
                 if effect.loss_scale is None:
                     del row["loss_scale"]
                 self._metrics.write(json.dumps(row) + "\n")
                 self._metrics.flush()
-                self._tell(effect)
+                self._starter.tell(effect)
             case Evaluation():
                 row = {"step": effect.step, **effect.row()}
                 with self._run_dir.evaluation.open("a", encoding="utf-8") as file:
                     file.write(json.dumps(row) + "\n")
-                self._tell(effect)
+                self._starter.tell(effect)
             case Commit():
                 self._commit(effect)
             case Ended():
@@ -300,15 +309,7 @@ class Service:
         self._ended = ended
         verdict = report.verdict(ended, time.monotonic() - self._started)
         write_summary(self._run_dir, verdict, self._job.placement.stages)
-        self._tell(verdict)
-
-    def _tell(self, event: FromCoordinator) -> None:
-        """One line to the starter; when it is gone, its end on standard input says so."""
-        try:
-            sys.stdout.buffer.write(lines.encode(event))
-            sys.stdout.buffer.flush()
-        except BrokenPipeError:
-            log.info("the process that started the job does not listen: %s", type(event).__name__)
+        self._starter.tell(verdict)
 
 
 def main() -> int:

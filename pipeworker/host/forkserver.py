@@ -2,7 +2,8 @@
 
 Standard input and output are pipes to the launcher; what is said there is in
 :mod:`pipeworker.wire.lines`. When input ends, every worker still there is killed with its process
-group and the server ends. The kernel kills the workers when the server itself is killed.
+group and the server ends; so when a launcher that beats has been silent for too long. The kernel
+kills the workers when the server itself is killed.
 """
 
 from __future__ import annotations
@@ -15,11 +16,21 @@ import os
 import selectors
 import signal
 import socket
+import time
 
+from pipeworker.environment import timings
 from pipeworker.host.lifetime import die_with, kill_group
 from pipeworker.host.position import Tracker
 from pipeworker.wire import lines
-from pipeworker.wire.lines import Fork, Forked, FromForkServer, ToForkServer, WorkerExited
+from pipeworker.wire.lines import (
+    Beat,
+    Fork,
+    Forked,
+    FromForkServer,
+    ToForkServer,
+    Unwell,
+    WorkerExited,
+)
 
 
 class _ForkServer:
@@ -36,26 +47,42 @@ class _ForkServer:
         with selectors.DefaultSelector() as selector:
             selector.register(0, selectors.EVENT_READ)
             selector.register(self._wake_out, selectors.EVENT_READ)
+            heard, patience = time.monotonic(), 0.0  # none, until the launcher says how long
+            _say(Beat(patience))
             while True:
-                for key, _ in selector.select():
-                    if key.fd == 0 and not self._read():
+                ready = {key.fd for key, _ in selector.select(timings().ping)}
+                if 0 in ready:
+                    data = os.read(0, 65536)
+                    heard = time.monotonic()
+                    for event in self._input.feed(data):
+                        match event:
+                            case Fork():
+                                self._fork(event)
+                            case Beat():
+                                patience = event.patience
+                            case _:
+                                lines.never(event)
+                    if not data:
                         self._kill_all()
                         return
-                    if key.fd == self._wake_out.fileno():
-                        self._wake_out.recv(4096)
-                        self._reap()
-
-    def _read(self) -> bool:
-        """Do what the launcher says; False when it is gone."""
-        data = os.read(0, 65536)
-        for event in self._input.feed(data):
-            self._fork(event)
-        return bool(data)
+                elif patience and time.monotonic() - heard > patience:
+                    self._kill_all()
+                    return
+                if self._wake_out.fileno() in ready:
+                    self._wake_out.recv(4096)
+                    self._reap()
+                if patience:
+                    _say(Beat(patience))
 
     def _fork(self, asked: Fork) -> None:
         tracker = Tracker()
         parent = os.getpid()
-        pid = os.fork()
+        try:
+            pid = os.fork()
+        except OSError as error:
+            _say(Unwell(f"cannot start the worker of rank {asked.rank}: {error.strerror}"))
+            tracker.close()
+            return
         if pid == 0:
             self._become_worker(parent, asked, tracker)
         self._workers[pid] = asked, tracker

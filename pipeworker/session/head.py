@@ -8,17 +8,19 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from pipeworker.environment import timings
 from pipeworker.errors import PipeworkerError, UsageError
 from pipeworker.job.options import Options
-from pipeworker.record.rundir import RunDir
+from pipeworker.record.rundir import RunDir, write_summary
 from pipeworker.session.place import Place, await_others
 from pipeworker.session.processes import coordinator
 from pipeworker.wire.keys import TOKEN_VARIABLE, new_token
 from pipeworker.wire.lines import Bound, Configuration, FromCoordinator, Verdict, Warned
+from pipeworker.wire.messages import StepResult
 
 Hear = Callable[[FromCoordinator], None]
 """Is given what the coordinator says."""
@@ -96,6 +98,9 @@ class Head:
         self, options: Options, run_dir: RunDir, token: str, host: str, hear: Hear
     ) -> None:
         self._hear = hear
+        self._options, self._run_dir = options, run_dir
+        self._started = time.monotonic()
+        self._steps = 0
         self._verdict: Verdict | None = None
         self._coordinator = coordinator()
         configuration = Configuration(options.to_json(), str(run_dir.path), token, host, starter=0)
@@ -124,6 +129,8 @@ class Head:
             for event in events:
                 if isinstance(event, Verdict):
                     self._verdict = event
+                if isinstance(event, StepResult):
+                    self._steps = event.step
                 self._hear(event)
 
     def finish(self, status: int) -> int:
@@ -133,6 +140,19 @@ class Head:
             status: what it is when there is no verdict.
         """
         self._listener.join(timings().verdict)
+        silent = self._listener.is_alive()
         self._coordinator.hang_up()
         self._coordinator.finish(timings().leave)
-        return self._verdict.exit_status if self._verdict else status or 1
+        if self._verdict is None:
+            how = "has not answered" if silent else "was killed"
+            self._say_ourselves(status or 1, f"the coordinator (pid {self._coordinator.pid}) {how}")
+        assert self._verdict
+        return self._verdict.exit_status
+
+    def _say_ourselves(self, status: int, error: str) -> None:
+        """The verdict that the coordinator could not speak."""
+        seconds, workers = time.monotonic() - self._started, self._options.stages
+        verdict = Verdict("failed", status, self._steps, seconds, (0,) * workers, 0.0, error)
+        self._verdict = verdict
+        write_summary(self._run_dir, verdict, workers)
+        self._hear(verdict)

@@ -51,6 +51,14 @@ class LineProcess(Generic[Said, Heard]):
         self._stdout = self._process.stdout
         self._buffer: lines.Buffer[Heard] = lines.Buffer(hears)
 
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def kill(self) -> None:
+        """End it, whatever it is doing; that shows in :meth:`hear`."""
+        self._process.kill()
+
     def fileno(self) -> int:
         """For selectors: readable when the process has said something or has ended."""
         return self._stdout.fileno()

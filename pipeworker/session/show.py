@@ -6,7 +6,16 @@ import sys
 from typing import TextIO
 
 from pipeworker.job.options import Options
-from pipeworker.wire.lines import Bound, FromCoordinator, Planned, Verdict, Warned, never
+from pipeworker.wire.lines import (
+    Beat,
+    Bound,
+    FromCoordinator,
+    Joined,
+    Planned,
+    Verdict,
+    Warned,
+    never,
+)
 from pipeworker.wire.messages import Evaluation, StepResult
 
 
@@ -39,7 +48,7 @@ class Show:
                 self.warning(event.text)
             case Verdict():
                 self.ended(event)
-            case Bound():
+            case Bound() | Joined() | Beat():
                 return
             case _:
                 never(event)

@@ -6,12 +6,15 @@ Pipes end when a process ends, which is what they are there for. Who speaks to w
 from                      to                     events
 ========================  =====================  ================================================
 launcher, or rank 0       coordinator            Configuration first, WorkerExited, Unwell,
-                                                 Interrupt
-coordinator               launcher, or rank 0    Bound, Planned, StepResult, Evaluation, Warned,
-                                                 Verdict last
-launcher                  fork server            Fork
-fork server               launcher               Forked, WorkerExited
+                                                 Interrupt, Beat (the launcher alone)
+coordinator               launcher, or rank 0    Bound, Joined, Planned, StepResult, Evaluation,
+                                                 Warned, Beat, Verdict last
+launcher                  fork server            Fork, Beat
+fork server               launcher               Forked, WorkerExited, Unwell, Beat
 ========================  =====================  ================================================
+
+A pipe does not end when a process is stopped, so each says Beat about once a second; who hears
+nothing for as long as a worker may be silent gives the other up.
 
 A reader matches on the event and ends with :func:`never`, so that one which lacks a case does not
 pass the type checker.
@@ -71,7 +74,14 @@ class Interrupt:
     """The user asks the job to stop."""
 
 
-ToCoordinator = Configuration | WorkerExited | Unwell | Interrupt
+@dataclass(frozen=True, slots=True)
+class Beat:
+    """Its sender is alive; `patience` seconds without a word would mean that it is not."""
+
+    patience: float
+
+
+ToCoordinator = Configuration | WorkerExited | Unwell | Interrupt | Beat
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +89,13 @@ class Bound:
     """The coordinator listens."""
 
     endpoint: str
+
+
+@dataclass(frozen=True, slots=True)
+class Joined:
+    """The worker of a rank has described its model: others may be started."""
+
+    rank: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +129,7 @@ class Verdict:
     restarts: int = 0
 
 
-FromCoordinator = Bound | Planned | StepResult | Evaluation | Warned | Verdict
+FromCoordinator = Beat | Bound | Joined | Planned | StepResult | Evaluation | Warned | Verdict
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +146,7 @@ class Fork:
         return f"Fork(rank={self.rank}, generation={self.generation})"
 
 
-ToForkServer = Fork
+ToForkServer = Fork | Beat
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,7 +158,7 @@ class Forked:
     pid: int
 
 
-FromForkServer = Forked | WorkerExited
+FromForkServer = Forked | WorkerExited | Unwell | Beat
 
 Line = ToCoordinator | FromCoordinator | ToForkServer | FromForkServer
 _LINES: Codec[Line] = Codec(get_args(Line))

@@ -21,7 +21,7 @@ from pipeworker.coordinator.events import Arrived, Broken, StarterGone, Unreacha
 from pipeworker.coordinator.states import State
 from pipeworker.plan.actions import format_actions
 from pipeworker.plan.orders import build
-from pipeworker.wire.lines import Unwell, WorkerExited
+from pipeworker.wire.lines import Joined, Unwell, WorkerExited
 from pipeworker.wire.messages import (
     Abort,
     Advance,
@@ -57,7 +57,7 @@ def test_a_whole_life() -> None:
     assert job.join(0)[1] == Send(b"w0", Welcome(job.options.to_json(), "runs/x", held, 1), 1)
     assert job.join(1)[-1] == Log("all ranks joined")
 
-    assert job.says(Described(0, LAYERS, ())) == []
+    assert job.says(Described(0, LAYERS, ())) == [Joined(0)]
     plans = job.says(Described(1, LAYERS, ()))
     edges = ("0>1/activation", "0>1/target", "1>0/gradient")
     layers = (StageRange(0, 0, 3),), (StageRange(1, 3, 5),)
