@@ -52,7 +52,7 @@ ROOMS_WITHIN = {
         *("partition", "skips", "ties"),
     ],
     "pipeworker.job": ["options", "given", "file"],
-    "pipeworker.record": ["rundir", "weights"],
+    "pipeworker.record": ["rundir", "manifest", "weights"],
     "pipeworker.host": ["lifetime", "position", "forkserver"],
     "pipeworker.coordinator": [
         *("scaler", "calls", "rendezvous", "roster", "cause", "tally", "progress", "events"),
@@ -74,6 +74,7 @@ ROOMS_WITHIN = {
 LIGHT = [
     *("pipeworker.plan", "pipeworker.wire", "pipeworker.coordinator", "pipeworker.environment"),
     *("pipeworker.job.options", "pipeworker.job.given", "pipeworker.record.rundir"),
+    "pipeworker.record.manifest",
     *("pipeworker.host.lifetime", "pipeworker.host.position"),
     *("pipeworker.errors", "pipeworker.timings", "pipeworker.exact"),
 ]
