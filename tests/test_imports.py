@@ -30,6 +30,7 @@ BUILTIN_SHELLS = {"open", "input", "print", "exec", "eval", "__import__"}
 
 FLOORS = [
     *("pipeworker.errors", "pipeworker", "pipeworker.timings", "pipeworker.environment"),
+    "pipeworker.exact",
     *("pipeworker.wire", "pipeworker.plan", "pipeworker.job", "pipeworker.record"),
     *("pipeworker.host", "pipeworker.coordinator"),
     *("pipeworker.worker", "pipeworker.worker.internals", "pipeworker.worker.device"),
@@ -51,7 +52,7 @@ ROOMS_WITHIN = {
         *("partition", "skips", "ties"),
     ],
     "pipeworker.job": ["options", "given", "file"],
-    "pipeworker.record": ["rundir", "weights"],
+    "pipeworker.record": ["rundir", "manifest", "weights"],
     "pipeworker.host": ["lifetime", "position", "forkserver"],
     "pipeworker.coordinator": [
         *("scaler", "calls", "rendezvous", "roster", "cause", "tally", "progress", "events"),
@@ -63,7 +64,7 @@ ROOMS_WITHIN = {
         *("microbatch", "rng", "recompute", "batchnorm", "losses", "skips", "split", "values"),
         *("boundary", "stage"),
     ],
-    "pipeworker.worker.update": ["ties", "update"],
+    "pipeworker.worker.update": ["ties", "condense", "update"],
     "pipeworker.worker.step": ["data", "evaluation", "flow", "stream", "executor"],
     "pipeworker.worker.model": ["structures", "survey", "model"],
     "pipeworker.session": ["place", "processes", "show", "head", "session", "pipeline"],
@@ -74,12 +75,14 @@ ROOMS_WITHIN = {
 LIGHT = [
     *("pipeworker.plan", "pipeworker.wire", "pipeworker.coordinator", "pipeworker.environment"),
     *("pipeworker.job.options", "pipeworker.job.given", "pipeworker.record.rundir"),
+    "pipeworker.record.manifest",
     *("pipeworker.host.lifetime", "pipeworker.host.position"),
-    *("pipeworker.errors", "pipeworker.timings"),
+    *("pipeworker.errors", "pipeworker.timings", "pipeworker.exact"),
 ]
 """What runs where torch is not, or must start at once."""
 PURE = [
     *("pipeworker.plan", "pipeworker.errors", "pipeworker.timings", "pipeworker.job.options"),
+    "pipeworker.exact",
     *("pipeworker.wire.messages", "pipeworker.wire.codec", "pipeworker.wire.lines"),
     *(
         f"pipeworker.coordinator.{name}"

@@ -34,6 +34,7 @@ from pipeworker.coordinator.rendezvous import Rendezvous
 from pipeworker.coordinator.report import place
 from pipeworker.coordinator.roster import Member, Roster
 from pipeworker.coordinator.states import End, Lost, State, Verdict, Waiting
+from pipeworker.coordinator.tally import possible
 from pipeworker.errors import ProtocolError, UsageError
 from pipeworker.job.options import Options
 from pipeworker.plan.actions import format_actions
@@ -250,6 +251,8 @@ class Generation:
     def _on_step_done(self, member: Member, message: StepDone, now: float) -> list[Effect]:
         if message.step != self._step:
             return [Dropped(f"StepDone of step {message.step} in step {self._step}")]
+        if not possible(message):
+            return [Dropped(f"StepDone of rank {message.rank}: a negative sum of squares")]
         member.done = message
         member.peak_memory = max(member.peak_memory, message.peak_memory)
         if not self._last_awaited(message.rank):

@@ -42,6 +42,7 @@ from pipeworker.coordinator.starter import Starter
 from pipeworker.environment import timings
 from pipeworker.errors import ProtocolError
 from pipeworker.job.options import Options
+from pipeworker.record.manifest import VERSION
 from pipeworker.record.rundir import RunDir, write_json, write_summary
 from pipeworker.wire import codec, exchange, lines, sockets
 from pipeworker.wire.exchange import Exchange
@@ -289,7 +290,7 @@ class Service:
     def _commit(self, commit: Commit) -> None:
         placement = self._job.placement
         manifest: dict[str, Any] = {
-            "version": 1,
+            "version": VERSION,
             "step": commit.step,
             "stages": placement.stages,
             "parts": placement.ranks,

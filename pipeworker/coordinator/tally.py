@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from pipeworker.coordinator.scaler import Scaler
+from pipeworker.exact import total
 from pipeworker.wire.messages import Batch, StepDone
 
 _CLIP_EPSILON = 1e-6  # as torch.nn.utils.clip_grad_norm_
@@ -69,7 +70,7 @@ class Tally:
         # Left to right, as the plain loop adds: sum() compensates since Python 3.12.
         self._losses += functools.reduce(operator.add, losses, 0.0)
         self._counted = bool(counts)
-        self._counts += exact_sum(counts)
+        self._counts += total(counts)
         self._busy += sum(d.busy for d in done) / len(done)
         self._samples += batch.samples
         self._epoch = batch.epoch
@@ -86,7 +87,7 @@ class Tally:
         count = self._counts if self._counted else float(self.batches)
         loss_scale = scaler.scale if scaler else 1.0
         loss = self._losses / count if count else math.nan
-        accumulated = math.sqrt(exact_sum(self._squares))
+        accumulated = math.sqrt(total(self._squares))
         divisor = (count or 1.0) * loss_scale
         norm = accumulated / divisor if count else math.nan
         scale = 1.0
@@ -109,10 +110,6 @@ class Tally:
         )
 
 
-def exact_sum(values: Sequence[float]) -> float:
-    """The sum, in any order the same, so that the grouping of layers does not show; or NaN."""
-    try:
-        total = math.fsum(values)
-    except (OverflowError, ValueError):  # too large, or of both infinities
-        return math.nan
-    return total if math.isfinite(total) else math.nan
+def possible(done: StepDone) -> bool:
+    """Whether its squares can be such: a sum of squares may be NaN, but not negative."""
+    return not total(done.squares) < 0.0

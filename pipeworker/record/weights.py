@@ -2,17 +2,22 @@
 
 A checkpoint is a folder with ``manifest.json`` and a file ``stage-0.pt``, ... a stage. Keys of
 weights are those of ``nn.Sequential(*layers).state_dict()``; optimizer state is kept by parameter
-name, so that it does not depend on how layers were grouped. No file needs pickle to be read.
+name, so that it does not depend on how layers were grouped. No file needs pickle to be read, and no
+name in a file becomes a path: whoever wrote it, reading it gives weights or a message.
 """
 
 from __future__ import annotations
 
-import json
 import os
+import pickle
+import re
+import reprlib
+import secrets
+import warnings
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 from safetensors import SafetensorError
@@ -20,6 +25,11 @@ from safetensors.torch import save_file
 from torch import nn
 
 from pipeworker.errors import UsageError
+from pipeworker.record.manifest import Manifest
+
+_ZIP = b"PK\x03\x04"
+_WEIGHT = re.compile(r"[0-9]{1,9}\..+", re.DOTALL)
+"""The name of a weight: the index of a layer, and its name there."""
 
 
 def part_file(checkpoint: Path, rank: int) -> Path:
@@ -89,58 +99,144 @@ def find_checkpoint(source: Path) -> Path:
 
     Raises:
         UsageError: there is none.
+        OSError: a directory cannot be read.
     """
     if (source / "manifest.json").is_file():
         return source
-    complete = sorted(source.glob("checkpoints/step-*/manifest.json"))
+    folder = source / "checkpoints"
+    found = sorted(folder.iterdir()) if folder.is_dir() else []
+    complete = [
+        path for path in found if path.match("step-*") and (path / "manifest.json").is_file()
+    ]
     if not complete:
         raise UsageError(
             f"{source} has no complete checkpoint: give the directory of a finished run, or one of "
             "its checkpoints"
         )
-    return complete[-1].parent
+    return complete[-1]
 
 
 def export(source: Path, out: Path) -> int:
     """Write the weights of a run or checkpoint as one ``.safetensors`` or ``.pt`` file.
 
+    It is there, whole, when this returns; else what was there before is as it was.
+
     Returns:
         How many tensors were written.
 
     Raises:
-        UsageError: there is no complete checkpoint, or the file's ending is another one.
+        UsageError: there is no complete checkpoint, or it cannot be read; the file's ending is
+            another one, or it cannot be written.
     """
     if out.suffix not in (".safetensors", ".pt"):
         raise UsageError(f"cannot write {out}: its name must end in .safetensors or .pt")
-    if not out.parent.is_dir():
-        raise UsageError(f"cannot write {out}: there is no directory {out.parent}")
-    checkpoint = find_checkpoint(source)
-    manifest = json.loads((checkpoint / "manifest.json").read_text(encoding="utf-8"))
+    try:
+        if not out.parent.is_dir():
+            raise UsageError(f"cannot write {out}: there is no directory {out.parent}")
+        if out.is_dir():
+            raise UsageError(f"cannot write {out}: it is a directory")
+    except OSError as error:
+        raise UsageError(f"cannot write {out}: {_reason(error)}") from None
+    try:
+        weights = _read(find_checkpoint(source), out)
+    except OSError as error:
+        raise UsageError(f"cannot read {error.filename or source}: {_reason(error)}") from None
+    partial = out.with_name(f".{secrets.token_hex(8)}.partial")
+    try:
+        with partial.open("xb") as file:
+            try:
+                _write(weights, file, partial, out.suffix)
+                partial.replace(out)
+            except BaseException:
+                partial.unlink()
+                raise
+    except (OSError, SafetensorError, RuntimeError, ValueError) as error:
+        raise UsageError(f"cannot write {out}: {_reason(error)}") from None
+    return len(weights)
+
+
+def _read(checkpoint: Path, out: Path) -> dict[str, torch.Tensor]:
+    """All weights, in model order, wherever the stages were."""
+    manifest = Manifest.read(checkpoint / "manifest.json")
     weights: dict[str, torch.Tensor] = {}
-    # Where a checkpoint does not say its parts, there is one of each stage.
-    for rank in range(manifest["parts"] if "parts" in manifest else manifest["stages"]):
+    for path in _part_files(checkpoint, manifest.parts):
+        if out.exists() and out.samefile(path):
+            raise UsageError(f"cannot write {out}: it is a part of the checkpoint")
+        part = _read_part(path)
+        if twice := weights.keys() & part.keys():
+            shown = reprlib.repr(min(twice))
+            raise UsageError(f"cannot read {path}: {shown} is in another part as well")
+        weights |= part
+    for first, *others in manifest.ties:
+        for name in (first, *others):
+            if first not in weights or not _WEIGHT.fullmatch(name):
+                shown = reprlib.repr(name)
+                raise UsageError(f"cannot read {checkpoint}: no part has {shown}, a tied weight")
+            weights[name] = weights[first]
+    return dict(sorted(weights.items(), key=lambda item: int(item[0].partition(".")[0])))
+
+
+def _part_files(checkpoint: Path, parts: int) -> list[Path]:
+    """All of them, before the first is read."""
+    found: list[Path] = []
+    for rank in range(parts):
         path = part_file(checkpoint, rank)
-        if not path.is_file():
+        if not path.exists():
             raise UsageError(
                 f"{path} is missing: the stage wrote it on another host; copy it here and try again"
             )
-        weights.update(torch.load(path, weights_only=True)["weights"])
-    for first, *others in manifest.get("ties", []):
-        weights.update((name, weights[first]) for name in others)
-    # In model order, wherever the stages were.
-    weights = dict(sorted(weights.items(), key=lambda item: int(item[0].partition(".")[0])))
-    partial = out.with_name(f".{out.name}.partial")
+        if not path.is_file():
+            raise UsageError(f"cannot read {path}: it is not a file")
+        found.append(path)
+    return found
+
+
+def _read_part(path: Path) -> dict[str, torch.Tensor]:
+    """The weights of a part. Only tensors and plain values are made of what the file says."""
+    with path.open("rb") as file:
+        if file.read(len(_ZIP)) != _ZIP:  # torch would try older formats: bare pickles
+            raise UsageError(f"cannot read {path}: it is not what a stage writes")
     try:
-        if out.suffix == ".pt":
-            torch.save(weights, partial)
-        else:
-            # The format knows neither entries that share memory nor strides.
-            layout = torch.contiguous_format
-            save_file({k: v.clone(memory_format=layout) for k, v in weights.items()}, partial)
-        partial.replace(out)
-    except (OSError, SafetensorError, RuntimeError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise UsageError(f"cannot write {out}: {reason}") from None
-    finally:
-        partial.unlink(missing_ok=True)
-    return len(weights)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of other kinds of files, which are refused
+            part = torch.load(path, map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError as error:  # its text advises to trust the file
+        refused = re.search(r"GLOBAL ([\w.]+)", str(error))
+        what = f"{refused[1]}, which" if refused else "what"
+        shown = f"it holds {what} is neither a tensor nor a plain value"
+        raise UsageError(f"cannot read {path}: {shown}") from None
+    except Exception as error:  # of any kind: torch trusts the form of what it reads
+        raise UsageError(f"cannot read {path}: it is damaged ({_reason(error)})") from None
+    weights = part.get("weights") if isinstance(part, dict) else None
+    if not isinstance(weights, dict):
+        raise UsageError(f"cannot read {path}: it has no weights")
+    for name, value in weights.items():
+        named = isinstance(name, str) and _WEIGHT.fullmatch(name)
+        if not named or not isinstance(value, torch.Tensor):
+            shown = f"{reprlib.repr(name)} is not a weight of a layer"
+            raise UsageError(f"cannot read {path}: {shown}")
+    return dict(weights)
+
+
+def _write(weights: Mapping[str, torch.Tensor], file: IO[bytes], path: Path, suffix: str) -> None:
+    """Fill a new file; on disk when this returns."""
+    if suffix == ".pt":
+        torch.save(weights, file)
+        file.flush()
+    else:
+        # The format knows neither entries that share memory nor strides.
+        layout = torch.contiguous_format
+        try:
+            save_file({k: v.clone(memory_format=layout) for k, v in weights.items()}, path)
+        except (KeyError, RuntimeError) as error:  # sparse, quantized, complex128, ...
+            said = f"the format does not know such a tensor ({_reason(error)}); .pt does"
+            raise ValueError(said) from None
+    os.fsync(file.fileno())
+
+
+def _reason(error: Exception) -> str:
+    """In a line that a terminal can show: a file may have a say in it."""
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror
+    shown = "".join(c if c.isprintable() else " " for c in str(error)[:200].partition("\n")[0])
+    return shown or type(error).__name__

@@ -153,7 +153,7 @@ def _tuple(item: Reader, kind: type | None) -> Reader:
     def read(value: Any) -> Any:
         if type(value) is not list:
             raise ProtocolError("expected an array")
-        if kind is not None:  # one pass in C for the long case, gradient norms
+        if kind is not None:  # one pass in C, for losses of many micro-batches
             if value and set(map(type, value)) != {kind}:
                 raise ProtocolError(f"expected an array of {kind.__name__}")
             return tuple(value)

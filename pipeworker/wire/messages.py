@@ -220,7 +220,8 @@ class StepDone:
         losses: from where the last stage is, each micro-batch's share of the loss (already weighted
             by samples), or each sum where the loss function returns ``(sum, count)``.
         counts: with `losses`, the counts of ``(sum, count)`` losses, else empty.
-        squares: squared 2-norm of each parameter's gradient, in model order.
+        squares: their exact sum is the squared 2-norm of this worker's gradient; a few, however
+            many parameters there are (:func:`pipeworker.exact.partials`).
         busy: seconds spent computing (forward, recompute, backward, data).
         learning_rate: of the first parameter group; NaN where the worker has no optimizer.
         batch: from where stage 0 is, the next mini-batch; None when the data ended.

@@ -16,6 +16,7 @@ from typing import Any, Protocol
 import torch
 
 from pipeworker.errors import UsageError
+from pipeworker.exact import partials
 from pipeworker.host.position import Tracker
 from pipeworker.job import file as job_file
 from pipeworker.job.file import Job
@@ -325,7 +326,7 @@ class Worker:
             run.step,
             result.losses,
             result.counts,
-            tuple(square for updater in updaters for square in updater.squares()),
+            partials(square for updater in updaters for square in updater.squares()),
             result.busy,
             trains[0] if trains else math.nan,
             peak_memory(self._device),

@@ -10,9 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeworker.coordinator.effects import Commit, Send, Warn
+from pipeworker.coordinator.effects import Commit, Dropped, Send, Warn
 from pipeworker.coordinator.scaler import Scaler
 from pipeworker.coordinator.states import State
+from pipeworker.exact import partials
 from pipeworker.wire.messages import (
     Advance,
     Phase,
@@ -68,11 +69,39 @@ def test_the_norm_that_is_clipped_is_that_of_the_divided_gradient() -> None:
 @given(st.lists(st.floats(0, 1e300), min_size=4, max_size=12), st.integers(1, 3))
 def test_the_norm_does_not_depend_on_the_grouping(squares: list[float], cut: int) -> None:
     one, two = Scripted(1).running(), Scripted(2).running()
-    one.step(1, squares=tuple(squares))
-    two.done(0, 1, squares=tuple(squares[:cut]))
-    two.done(1, 1, squares=tuple(squares[cut:]))
+    one.step(1, squares=partials(squares))
+    two.done(0, 1, squares=partials(squares[:cut]))
+    two.done(1, 1, squares=partials(squares[cut:]))
     (a,), (b,) = of(one.effects, StepResult), of(two.effects, StepResult)
-    assert a.grad_norm == b.grad_norm
+    assert a.grad_norm == b.grad_norm == math.sqrt(math.fsum(squares))
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+@pytest.mark.parametrize(
+    "squares", [(math.inf, 1.0), (math.nan, 1.0), (math.inf, math.nan), (1e308, 1e308)], ids=str
+)
+def test_a_gradient_that_is_not_finite_is_so_wherever_it_is(
+    squares: tuple[float, float], precision: str
+) -> None:
+    """Terms one by one on one worker, or partials of them, on one worker or two."""
+    together = tuple((terms, terms) for terms in (squares, partials(squares)))
+    apart = (partials(squares[:1]), partials(squares[1:]))
+    for first, second in (*together, apart, apart[::-1]):
+        job = Scripted(2, precision=precision, clip_grad_norm=1.0).running()
+        job.done(0, 1, squares=first)
+        effects = job.done(1, 1, squares=second)
+        assert math.isnan(of(effects, StepResult)[0].grad_norm)
+        assert [update.overflow for update in updates(effects)] == [precision == "fp16"] * 2
+        assert job.state() is State.STEPPING
+
+
+def test_a_negative_sum_of_squares_is_dropped() -> None:
+    """A partial may be negative; what it is a part of may not."""
+    job = Scripted(1).running()
+    (dropped,) = job.step(1, squares=(1.0, -1.5))
+    assert dropped == Dropped("StepDone of rank 0: a negative sum of squares")
+    row, _ = stepped(job, squares=(1.0, -(2.0**-60)))
+    assert row.grad_norm == 1.0
 
 
 def test_losses_add_left_to_right() -> None:

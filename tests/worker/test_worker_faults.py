@@ -13,6 +13,7 @@ from pipeworker.plan import orders
 from pipeworker.plan.actions import format_actions
 from pipeworker.plan.connect import forward_only
 from pipeworker.plan.placement import Placement
+from pipeworker.wire.codec import encode
 from pipeworker.wire.messages import (
     Advance,
     Cause,
@@ -118,6 +119,7 @@ def _run(worker: Worker, path: Path, folder: Path, recompute: str) -> None:
         assert batch is not None
         done = worker.handle(Advance(RunStep(step, batch, False, actions)))
         assert isinstance(done, StepDone)
+        assert len(encode(done, 1)) < 250  # two control messages a step, and small ones
         batch = done.batch
         worker.handle(Advance(Evaluate(step), Update(step)))
         worker.handle(Advance(Save(step), Evaluated(1.0)))
@@ -320,6 +322,23 @@ def model():
 
 def test_a_job_that_is_right(tmp_path: Path) -> None:
     assert job(tmp_path, source()) is None
+
+
+def test_what_a_step_says_does_not_grow_with_the_parameters(tmp_path: Path) -> None:
+    """Three hundred of them; the size of what is said is looked at in every step."""
+    model = """
+class Many(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.all = nn.ParameterList(torch.full((1,), 1 + 0.1 * n) for n in range(300))
+    def forward(self, x):
+        for parameter in self.all:
+            x = x * parameter
+        return x / x.detach()
+def model():
+    return [nn.Linear(6, 2), Many()]
+"""
+    assert job(tmp_path, source(model=model)) is None
 
 
 @pytest.mark.parametrize("name", CASES)

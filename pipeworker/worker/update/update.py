@@ -18,6 +18,7 @@ from pipeworker.wire.messages import Update
 from pipeworker.worker.blame import users
 from pipeworker.worker.internals import divide, multiply
 from pipeworker.worker.stage import rng
+from pipeworker.worker.update.condense import condensed
 from pipeworker.worker.update.ties import Ties
 
 _NO_LAYER = -1
@@ -110,8 +111,11 @@ class Updater:
         """Of the first parameter group; NaN without an optimizer."""
         return float(self.optimizer.param_groups[0]["lr"]) if self.optimizer else math.nan
 
-    def squares(self) -> tuple[float, ...]:
-        """The squared 2-norm of each parameter's gradient, in float64, in model order."""
+    def squares(self) -> list[float]:
+        """Their exact sum is the squared 2-norm of the gradient: each parameter's, in float64.
+
+        Long ones are condensed.
+        """
         if self._ties is None:
             found = [p.grad for p in self.parameters]
         else:
@@ -119,11 +123,11 @@ class Updater:
             found = [self._ties.total(p) for p in self.parameters if id(p) not in told]
         gradients = [gradient for gradient in found if gradient is not None]
         if not gradients:
-            return ()
+            return []
         norms = torch.stack(
             [torch.linalg.vector_norm(_elements(g), dtype=torch.float64) for g in gradients]
         )
-        return tuple(norms.square_().tolist())
+        return condensed(norms.square_())
 
     def apply(self, update: Update) -> None:
         """Scale and clip the gradients, step the optimizer and the scheduler, clear."""

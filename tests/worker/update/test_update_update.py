@@ -89,13 +89,22 @@ def test_clear_forgets_without_an_update() -> None:
 
 def test_squares_are_taken_in_float64_and_in_model_order() -> None:
     made = layer(3.0, None, 1e-30, 1e30)
-    assert make([made], sgd, None).squares() == pytest.approx((9.0, 1e-60, 1e60), rel=1e-6)
+    assert make([made], sgd, None).squares() == pytest.approx([9.0, 1e-60, 1e60], rel=1e-6)
+
+
+def test_squares_of_many_parameters_are_a_few_with_the_same_sum() -> None:
+    gradients = [0.1 * n for n in range(2000)]
+    parts = [gradients[n : n + 500] for n in range(0, 2000, 500)]
+    one = make([layer(*gradients)], sgd, None).squares()
+    each = [s for part in parts for s in make([layer(*part)], sgd, None).squares()]
+    assert len(one) < 10 < len(each) == 2000
+    assert math.fsum(one) == math.fsum(each)
 
 
 def test_squares_of_low_precision() -> None:
     linear = nn.Linear(100, 1, bias=False).half()
     linear.weight.grad = torch.full((1, 100), 300.0, dtype=torch.float16)
-    assert make([linear], sgd, None).squares() == pytest.approx((9e6,))
+    assert make([linear], sgd, None).squares() == pytest.approx([9e6])
 
 
 def test_squares_of_sparse_and_complex_gradients() -> None:
@@ -104,7 +113,7 @@ def test_squares_of_sparse_and_complex_gradients() -> None:
     wave = nn.ParameterList([nn.Parameter(torch.ones(2, dtype=torch.complex64))])
     wave[0].grad = torch.tensor([3 + 4j, 0])
     updater = make([embedding, wave], sgd, None)
-    assert updater.squares() == pytest.approx((2 * 4 + 2 * 1, 25))
+    assert updater.squares() == pytest.approx([2 * 4 + 2 * 1, 25])
     before = embedding.weight.detach().clone()
     updater.apply(Update(1, scale=0.5))
     assert torch.equal(before[1] - embedding.weight[1], torch.full((2,), 0.5))
@@ -112,7 +121,7 @@ def test_squares_of_sparse_and_complex_gradients() -> None:
 
 def test_without_gradients_there_are_no_squares() -> None:
     updater = make([layer(None)], sgd, None)
-    assert updater.squares() == ()
+    assert updater.squares() == []
     updater.apply(Update(1, scale=0.5))
 
 
@@ -123,7 +132,7 @@ def test_a_stage_without_parameters_has_no_optimizer() -> None:
     updater = make([nn.ReLU(), nn.Identity()], never, never)
     assert updater.optimizer is None
     assert math.isnan(updater.learning_rate)
-    assert updater.squares() == ()
+    assert updater.squares() == []
     updater.apply(Update(1, scale=0.5))
     updater.clear()
 
