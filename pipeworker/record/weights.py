@@ -101,6 +101,30 @@ def find_checkpoint(source: Path) -> Path:
     return complete[-1].parent
 
 
+def read_manifest(path: Path) -> tuple[int, list[list[str]]]:
+    """How many parts a checkpoint has, and the names of tied weights.
+
+    Raises:
+        UsageError: it says neither.
+    """
+    damaged = UsageError(f"{path} is damaged: take another checkpoint")
+    try:
+        manifest = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise damaged from error
+    if type(manifest) is not dict:
+        raise damaged
+    # Where a checkpoint does not say its parts, there is one of each stage.
+    parts = manifest.get("parts", manifest.get("stages"))
+    ties = manifest.get("ties", [])
+    if type(parts) is not int or parts < 1 or type(ties) is not list:
+        raise damaged
+    for names in ties:
+        if type(names) is not list or not names or set(map(type, names)) != {str}:
+            raise damaged
+    return parts, ties
+
+
 def export(source: Path, out: Path) -> int:
     """Write the weights of a run or checkpoint as one ``.safetensors`` or ``.pt`` file.
 
@@ -115,17 +139,16 @@ def export(source: Path, out: Path) -> int:
     if not out.parent.is_dir():
         raise UsageError(f"cannot write {out}: there is no directory {out.parent}")
     checkpoint = find_checkpoint(source)
-    manifest = json.loads((checkpoint / "manifest.json").read_text(encoding="utf-8"))
+    parts, ties = read_manifest(checkpoint / "manifest.json")
     weights: dict[str, torch.Tensor] = {}
-    # Where a checkpoint does not say its parts, there is one of each stage.
-    for rank in range(manifest["parts"] if "parts" in manifest else manifest["stages"]):
+    for rank in range(parts):
         path = part_file(checkpoint, rank)
         if not path.is_file():
             raise UsageError(
                 f"{path} is missing: the stage wrote it on another host; copy it here and try again"
             )
         weights.update(torch.load(path, weights_only=True)["weights"])
-    for first, *others in manifest.get("ties", []):
+    for first, *others in ties:
         weights.update((name, weights[first]) for name in others)
     # In model order, wherever the stages were.
     weights = dict(sorted(weights.items(), key=lambda item: int(item[0].partition(".")[0])))
