@@ -220,6 +220,21 @@ def test_headers_of_channels(head: tuple[int, int] | None, data: bytes) -> None:
     reads(read, data, PipeworkerError)
 
 
+@pytest.mark.parametrize(
+    ("length", "microbatch"),
+    [(0, 0), (-1, 0), (frames.MOST_HEADER_BYTES + 1, 0), (2**63 - 1, 0), (len(HEADERS[0]), 1)],
+)
+def test_a_header_says_how_long_it_is_before_memory_is_taken(length: int, microbatch: int) -> None:
+    link = SmallLink()
+    receiver = Receiver(link, CPU, 1, KINDS)
+    head = channel._HEAD.pack(length, microbatch) + HEADERS[0]
+    data = bytearray(head.ljust(channel._HEADER_BYTES, b"\0"))
+    link.send(torch.frombuffer(data, dtype=torch.uint8), channel._HEADER)
+    receiver.begin(0, [0])
+    with pytest.raises(ProtocolError, match=f"a header of {length} bytes for micro-batch"):
+        receiver.receive(0)
+
+
 @given(msgpacked(MESSAGES))
 def test_frames_of_the_control_plane(data: bytes) -> None:
     reads(codec.decode, data, ProtocolError)
