@@ -59,7 +59,9 @@ ROOMS_WITHIN = {
         *("effects", "states", "blueprint", "loop", "report", "generation", "job"),
         *("starter", "service"),
     ],
-    "pipeworker.worker.transport": ["link", "courier", "frame", "shared", "distributed", "channel"],
+    "pipeworker.worker.transport": [
+        *("link", "courier", "structure", "frame", "shared", "distributed", "channel"),
+    ],
     "pipeworker.worker.stage": [
         *("microbatch", "rng", "recompute", "batchnorm", "losses", "skips", "split", "values"),
         *("boundary", "stage"),

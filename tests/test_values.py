@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from support.compare import assert_same
 from support.jobs import Jobs
+from support.sources import JOB
 
 SOURCE = """
     from dataclasses import dataclass
+    from enum import Enum
     from typing import Any, NamedTuple
     import torch
     from torch import nn
@@ -17,11 +19,14 @@ SOURCE = """
         x: torch.Tensor
         more: Any
 
+    class Mode(str, Enum):
+        KEPT = "kept"
+
     @dataclass
     class State:
         x: torch.Tensor
         mask: torch.Tensor
-        note: str
+        note: dict
 
     pytree.register_dataclass(State)
 
@@ -60,13 +65,13 @@ SOURCE = """
             x = x * more["bool"] + more["int"].unsqueeze(1)
             if len(x) % 2:  # a gradient in some micro-batches only
                 x = x.detach()
-            return State(self.linear(x), more["bool"], "kept")
+            return State(self.linear(x), more["bool"], {Mode.KEPT: x.shape})
 
     class Shrink(nn.Module):
         calls = []
 
         def forward(self, state):
-            assert state.note == "kept"
+            assert type(*state.note) is Mode
             Shrink.calls.append(pipeworker.is_recomputing())
             return State(state.x[:, : 4 + len(state.x) % 3], state.mask, state.note)
 
@@ -116,3 +121,31 @@ def test_any_value_passes_and_the_bits_are_the_same(jobs: Jobs) -> None:
     said = runs[1].log("stage-1")
     assert "True" in said.splitlines()[-1]  # is_recomputing, on the second stage
     assert "True" not in runs[0].log("stage-0")
+
+
+LATE = JOB.replace(
+    "def model",
+    """
+    from dataclasses import dataclass
+
+    class Wrap(nn.Module):
+        def forward(self, x):
+            @dataclass
+            class Late:
+                x: torch.Tensor
+            torch.export.register_dataclass(Late)
+            return Late(x)
+
+    class Unwrap(nn.Module):
+        def forward(self, late):
+            return late.x
+
+    def model""",
+).replace("nn.ReLU()", "Wrap(), Unwrap()")
+
+
+def test_a_class_that_is_registered_too_late_is_named(jobs: Jobs) -> None:
+    run = jobs.run("--stages", "2", "--balance", "2,4", source=LATE)
+    assert run.status == 1
+    assert "Wrap.forward.<locals>.Late cannot pass from one stage to the next" in run.stderr
+    assert "Define it at the top of the job file" in run.stderr

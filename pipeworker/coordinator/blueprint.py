@@ -42,6 +42,7 @@ class Blueprint:
         skips: skip connections between stages, and within one.
         ties: weights with several places, each with the stages of the places.
         evaluation: the forward-only schedule of one micro-batch.
+        types: the classes that every worker knows.
     """
 
     options: Options
@@ -50,6 +51,7 @@ class Blueprint:
     skips: tuple[Skip, ...]
     ties: tuple[Tie, ...]
     evaluation: Schedule
+    types: tuple[str, ...] = ()
     _edges: tuple[Edge, ...] = ()
     _schedules: dict[int, tuple[Schedule, Kept]] = field(default_factory=dict)
 
@@ -83,6 +85,7 @@ class Blueprint:
             between_stages,
             ties.placed([Tie(t.names) for t in surveyed.ties], ranges),
             evaluation,
+            tuple(sorted(set.intersection(*({*d.types} for d in described)))),
         )
         found._edges = edges(found.schedule(options.microbatches)[0])
         return found
@@ -136,6 +139,7 @@ class Blueprint:
             ),
             tuple(TiedWeights(tie.names, tie.stages) for tie in self.ties if held & {*tie.stages}),
             format_actions(self.evaluation.workers[placement.worker_of(rank)]),
+            self.types,
         )
 
     def stage_at(self, position: Position) -> int:

@@ -6,8 +6,9 @@ import dataclasses
 import json
 from collections.abc import Collection
 from dataclasses import dataclass
+from typing import Any
 
-from pipeworker.errors import UsageError
+from pipeworker.errors import ProtocolError, UsageError
 from pipeworker.plan.orders import ORDERS, placement
 from pipeworker.plan.partition import check_entries
 from pipeworker.plan.schedule import RECOMPUTE_MODES
@@ -15,6 +16,7 @@ from pipeworker.plan.schedule import RECOMPUTE_MODES
 DEVICES = ("auto", "cpu", "cuda")
 BACKENDS = ("auto", "gloo", "nccl")
 PRECISIONS = ("fp32", "bf16", "fp16")
+MOST_STAGES = 1 << 16
 _CHOICES: dict[str, Collection[str]] = {
     "schedule": ORDERS,
     "recompute": RECOMPUTE_MODES,
@@ -68,6 +70,8 @@ class Options:
         ):
             if getattr(self, name) < least:
                 raise UsageError(f"--{name} {getattr(self, name)}: must be {least} or more")
+        if self.stages > MOST_STAGES:
+            raise UsageError(f"--stages {self.stages}: must be {MOST_STAGES} or less")
         if self.seed >= 1 << 63:
             raise UsageError(f"--seed {self.seed}: must be less than 2**63")
         if self.steps is not None and self.steps < 1:
@@ -95,8 +99,31 @@ class Options:
 
     @staticmethod
     def from_json(text: str) -> Options:
-        fields = json.loads(text)
-        for name in ("arguments", "balance"):
-            if fields[name] is not None:
-                fields[name] = tuple(fields[name])
-        return Options(**fields)
+        """Read :meth:`to_json`.
+
+        Raises:
+            ProtocolError: it is not that.
+            UsageError: an option is out of its range.
+        """
+        try:
+            fields = json.loads(text)
+        except (ValueError, RecursionError) as error:
+            raise ProtocolError("not a job's options") from error
+        if type(fields) is not dict or fields.keys() != _HINTS.keys():
+            raise ProtocolError("not a job's options")
+        return Options(**{name: _read(value, _HINTS[name]) for name, value in fields.items()})
+
+
+_HINTS: dict[str, str] = {field.name: str(field.type) for field in dataclasses.fields(Options)}
+
+
+def _read(value: Any, hint: str) -> Any:
+    """A value as JSON gave it, for a field with this annotation."""
+    kind, _, optional = hint.partition(" | ")
+    if value is None and optional:
+        return None
+    if kind.startswith("tuple[") and type(value) is list:
+        return tuple([_read(item, kind[len("tuple[") : -len(", ...]")]) for item in value])
+    if type(value).__name__ == kind or (kind == "float" and type(value) is int):
+        return value
+    raise ProtocolError(f"an option is a {type(value).__name__}, not a {kind}")

@@ -108,6 +108,11 @@ class Action(NamedTuple):
         return f"{self.stage}{self.kind.value}{self.microbatch}{where}"
 
 
+_EDGE = re.compile(
+    r"(\d{1,9})>(\d{1,9})/(" + "|".join(payload.value for payload in Payload) + ")", re.ASCII
+)
+
+
 @dataclass(frozen=True, slots=True, order=True)
 class Edge:
     """A directed channel: `payload` goes from stage `source` to stage `target`."""
@@ -121,10 +126,15 @@ class Edge:
 
     @staticmethod
     def parse(text: str) -> Edge:
-        """Read the text form."""
-        ends, _, payload = text.partition("/")
-        source, _, target = ends.partition(">")
-        return Edge(int(source), int(target), Payload(payload))
+        """Read the text form.
+
+        Raises:
+            ScheduleError: it is not an edge.
+        """
+        match = _EDGE.fullmatch(text)
+        if match is None:
+            raise ScheduleError(f"{text!r} is not an edge: 0>1/activation is")
+        return Edge(int(match[1]), int(match[2]), Payload(match[3]))
 
     def other(self, stage: int) -> int:
         """The stage at the other end."""

@@ -177,7 +177,7 @@ def decode(line: bytes) -> Line:
         ProtocolError: it is not an event.
     """
     try:
-        name, fields = json.loads(line)
+        name, fields = json.loads(line.decode())  # of bytes, json guesses
     except (ValueError, TypeError, RecursionError) as error:
         # Without what it holds, which may be a token.
         raise ProtocolError(f"a line of {len(line)} bytes is not an event") from error

@@ -10,6 +10,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum, IntEnum
 
+from pipeworker.errors import ProtocolError
+
+MOST_TYPES = 1 << 14
+LONGEST_TYPE = 512
+"""How many names of types a message may have, and characters each."""
+
+
+def _check_types(names: tuple[str, ...]) -> None:
+    if len(names) > MOST_TYPES or max(map(len, names), default=0) > LONGEST_TYPE:
+        raise ProtocolError("too many names of types, or too long ones")
+
 
 class Phase(IntEnum):
     """What a worker is doing; shown in failure messages. A number, because it is written often."""
@@ -172,6 +183,7 @@ class Described:
         layers: the class of each layer, or ``"?"`` for one that is not built yet.
         weights: a digest of those layers' initial weights.
         skips: from the rank with stage 0, which reads the data.
+        types: the classes of the user's that this worker can tell others of, by name.
     """
 
     rank: int
@@ -179,6 +191,10 @@ class Described:
     skips: tuple[SkipRoute, ...]
     ties: tuple[TiedWeights, ...] = ()
     weights: int = 0
+    types: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        _check_types(self.types)
 
 
 @dataclass(frozen=True, slots=True)
@@ -362,6 +378,7 @@ class Plan:
         edges: its channels, in connection order.
         skips: those that begin or end on its stages; `ties` those with a place on them.
         evaluation: its actions for one micro-batch of a forward-only pass.
+        types: the classes that all workers know; a channel says their numbers in this list.
     """
 
     ranges: tuple[StageRange, ...]
@@ -369,6 +386,10 @@ class Plan:
     skips: tuple[SkipRoute, ...]
     ties: tuple[TiedWeights, ...]
     evaluation: str
+    types: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        _check_types(self.types)
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,15 +7,15 @@ import math
 import os
 import socket
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 
-from pipeworker.errors import UsageError
+from pipeworker.errors import ProtocolError, UsageError
 from pipeworker.exact import partials
 from pipeworker.host.position import Tracker
 from pipeworker.job import file as job_file
@@ -63,7 +63,7 @@ from pipeworker.worker.blame import failure_of, users
 from pipeworker.worker.device import device_for, peak_memory, redirect_output
 from pipeworker.worker.model import survey
 from pipeworker.worker.model.model import Model
-from pipeworker.worker.model.structures import name_classes
+from pipeworker.worker.model.structures import classes_of
 from pipeworker.worker.stage import rng
 from pipeworker.worker.stage.stage import Skips, Stage
 from pipeworker.worker.step.data import MicroBatches, Reader, joined
@@ -71,6 +71,7 @@ from pipeworker.worker.step.evaluation import Averages
 from pipeworker.worker.step.executor import Executor
 from pipeworker.worker.transport import distributed
 from pipeworker.worker.transport.courier import Courier
+from pipeworker.worker.transport.structure import Kinds
 from pipeworker.worker.update.ties import Ties
 from pipeworker.worker.update.update import Updater
 
@@ -128,6 +129,7 @@ class Worker:
         self.placement = Placement.identity(1)
         self._model: Model | None = None
         self._ties: dict[int, Ties] = {}
+        self._classes: dict[str, type] = {}
         self._evaluation_pass: tuple[Action, ...] = ()
         self._executors: list[Executor] = []  # one, once it is connected
 
@@ -183,24 +185,25 @@ class Worker:
             there = set(sys.modules)
             with users("the job file", early=True):
                 self._job = job_file.load(Path(options.job_file), options.arguments)
-            modules = survey.new_modules(there)
+            modules = partial(survey.new_modules, there)
         else:
             self._job = self._settings.job
-            modules = survey.modules_of_the_user()
+            modules = partial(survey.modules_of_the_user)
         if options.evaluate_every and self._job.evaluation is None:
             raise UsageError(
                 f"--evaluate-every {options.evaluate_every}: {self._job.where} has no evaluation()"
             )
-        name_classes(modules)
         self._model = model = Model(self._job, options.seed, self._device, self._tracker)
         stashes = self._settings.sample is not None or (
-            not options.own_loop and survey.mentions_skips(modules)
+            not options.own_loop and survey.mentions_skips(modules())
         )
         reads = self._rank == self.placement.rank_of(0)
         skips = self._survey(model) if stashes and reads else ()
         with users("model()", early=True):
             ties = tuple(TiedWeights(tie.names, ()) for tie in model.ties())
-            return Described(self._rank, model.classes, skips, ties, model.digest())
+            digest = model.digest()
+        self._classes = classes_of(modules())  # those that model() imported among them
+        return Described(self._rank, model.classes, skips, ties, digest, tuple(self._classes))
 
     def _survey(self, model: Model) -> tuple[SkipRoute, ...]:
         """The skip connections of the model; only asked for when the job mentions pipeworker."""
@@ -287,12 +290,18 @@ class Worker:
             Courier(),
             self._ties,
             lambda microbatches: self._line.send(Upcoming(self._rank, microbatches)),
+            self._agreed(plan.types),
         )
         self._executors.append(executor)
         self._evaluation_pass = parse_actions(plan.evaluation)
         if not options.own_loop:
             executor.load_first()
         self._tracker.wait()
+
+    def _agreed(self, names: Sequence[str]) -> Kinds:
+        if not {*names} <= {*self._classes}:
+            raise ProtocolError("the plan has a type that this worker did not name")
+        return Kinds(self._classes[name] for name in names)
 
     def _advance(self, message: Advance) -> FromWorker | None:
         match message.update:

@@ -83,3 +83,14 @@ def test_workers_must_agree_on_the_weights() -> None:
     job.says(Described(1, LAYERS, (), weights=2))
     assert "the model's initial weights differ from rank to rank" in job.failure.message
     assert job.ended.exit_status == 2
+
+
+def test_the_types_that_all_workers_know_get_their_numbers() -> None:
+    job = Scripted(2)
+    job.join()
+    job.says(Described(0, LAYERS, (), types=("job.B", "job.C", "job.A")))
+    effects = job.says(Described(1, LAYERS, (), types=("job.A", "job.B", "lib.D")))
+    for rank in (0, 1):
+        (plan,) = sent_to(effects, rank)
+        assert isinstance(plan, Plan)
+        assert plan.types == ("job.A", "job.B")

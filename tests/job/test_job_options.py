@@ -42,6 +42,7 @@ def test_json_round_trip(made: Options) -> None:
     ("name", "value", "message"),
     [
         ("stages", 0, "--stages 0: must be 1 or more"),
+        ("stages", 2**64, "--stages 18446744073709551616: must be 65536 or less"),
         ("microbatches", -1, "--microbatches -1: must be 1 or more"),
         ("threads", 0, "--threads 0: must be 1 or more"),
         ("seed", -1, "--seed -1: must be 0 or more"),

@@ -18,6 +18,8 @@ from pipeworker.errors import ProtocolError
 from pipeworker.wire import messages
 from pipeworker.wire.codec import MAX_FRAME_BYTES, VERSION, Codec, decode, encode
 from pipeworker.wire.messages import (
+    LONGEST_TYPE,
+    MOST_TYPES,
     Abort,
     Advance,
     Batch,
@@ -371,3 +373,15 @@ def test_only_what_a_codec_is_for_is_read_by_name(name: Any) -> None:
     """What they hold is found, and is not read by itself."""
     with pytest.raises(ProtocolError, match="unknown message"):
         SHAPES.read(name, [1.0])
+
+
+@pytest.mark.parametrize("types", [["x"] * (MOST_TYPES + 1), ["x" * (LONGEST_TYPE + 1)], [1], "x"])
+def test_names_of_types_are_bounded(types: Any) -> None:
+    for name, fields in (
+        ("Described", [0, ["Linear"], [], [], 0, types]),
+        ("Plan", [[[0, 0, 1]], [], [], [], "0F0", types]),
+    ):
+        with pytest.raises(ProtocolError):
+            decode(msgpack.packb([VERSION, 1, name, fields]))
+        fields[-1] = ["x" * LONGEST_TYPE] * 2
+        assert decode(msgpack.packb([VERSION, 1, name, fields]))

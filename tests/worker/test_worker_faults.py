@@ -372,7 +372,7 @@ OURS: dict[str, tuple[str, Phase]] = {
     "pipeworker.worker.worker.weights.save_part": ("always", Phase.SAVING),
     "pipeworker.worker.worker.Executor": ("always", Phase.CONNECTING),
     "pipeworker.worker.model.model._check_apart": ("always", Phase.BUILDING),
-    "pipeworker.worker.worker.name_classes": ("always", Phase.LOADING),
+    "pipeworker.worker.worker.classes_of": ("always", Phase.BUILDING),
 }
 
 

@@ -1,37 +1,41 @@
-"""Named tuples and registered dataclasses of the job may pass between stages: they get names.
+"""Which classes may pass between stages: named tuples, registered pytree nodes, enums as keys.
 
-A value's structure crosses the wire by name, never pickled, so torch's pytree wants a serialized
-name for each class. Those that come with the job file get theirs here: module and class name, which
-are the same on every worker.
+They are found where the job defines them, and where they were registered under a name. A worker
+tells the others their names; those that all know get numbers, and channels say numbers.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from enum import Enum
 from types import ModuleType
-from typing import Any
 
+from pipeworker.wire.messages import LONGEST_TYPE, MOST_TYPES
 from pipeworker.worker.internals import pytree
+from pipeworker.worker.transport.structure import is_named
 
 
-def name_classes(modules: Iterable[ModuleType]) -> None:
-    """Name every named tuple and every registered pytree node that the modules define."""
+def classes_of(modules: Iterable[ModuleType]) -> dict[str, type]:
+    """By name, the classes of the modules, and those registered under a name; sorted."""
+    found: dict[str, type] = {}
+    for kind, entry in list(pytree.SUPPORTED_SERIALIZED_TYPES.items()):
+        named = entry.serialized_type_name != pytree.NO_SERIALIZED_TYPE_NAME_FOUND
+        if named and kind not in pytree.BUILTIN_TYPES:
+            found[_name(kind)] = kind
     for module in modules:
         for value in list(vars(module).values()):
             # By its type: what pretends to be a class, a lazy proxy say, is not looked into.
-            if issubclass(type(value), type) and value.__module__ == module.__name__:
-                _name(value)
+            if (
+                issubclass(type(value), type)
+                and value.__module__ == module.__name__
+                and (is_named(value) or value in pytree.SUPPORTED_NODES or issubclass(value, Enum))
+            ):
+                found[_name(value)] = value
+    short = sorted(name for name in found if len(name) <= LONGEST_TYPE)
+    return {name: found[name] for name in short[:MOST_TYPES]}
 
 
-def _name(kind: type) -> None:
+def _name(kind: type) -> str:
     # A script's classes have another module where multiprocessing has spawned the process.
-    module = kind.__module__.replace("__mp_main__", "__main__")
-    name = f"{module}.{kind.__qualname__}"
-    if issubclass(kind, tuple) and hasattr(kind, "_fields"):
-        if kind not in pytree.SUPPORTED_SERIALIZED_TYPES:
-            pytree._register_namedtuple(kind, serialized_type_name=name)
-        return
-    known: Any = pytree.SUPPORTED_SERIALIZED_TYPES.get(kind)
-    if known is not None and known.serialized_type_name == pytree.NO_SERIALIZED_TYPE_NAME_FOUND:
-        pytree.SUPPORTED_SERIALIZED_TYPES[kind] = known._replace(serialized_type_name=name)
-        pytree.SERIALIZED_TYPE_TO_PYTHON_TYPE[name] = kind
+    module = "__main__" if kind.__module__ == "__mp_main__" else kind.__module__
+    return f"{module}.{kind.__qualname__}"

@@ -24,6 +24,7 @@ from pipeworker.worker.step.stream import Pass, Sink
 from pipeworker.worker.transport.channel import Receiver, Sender
 from pipeworker.worker.transport.courier import Courier
 from pipeworker.worker.transport.link import Link
+from pipeworker.worker.transport.structure import NONE, Kinds
 from pipeworker.worker.update.ties import Ties
 
 _FRAMES_AHEAD = 16
@@ -67,6 +68,7 @@ class Executor:
         courier: Courier | None,
         ties: Mapping[int, Ties] | None = None,
         announce: Callable[[int], None] = lambda microbatches: None,
+        kinds: Kinds = NONE,
     ) -> None:
         self._flows = {index: Flow(stage) for index, stage in stages.items()}
         self._tracker: Tracker = next(iter(stages.values())).tracker
@@ -75,6 +77,7 @@ class Executor:
         self._last_stage = placement.stages - 1
         self._reader = reader
         self._courier = courier
+        self._kinds = kinds
         self._announce = announce
         self._known: set[int] = set()
         self._links = list(links.values())
@@ -115,11 +118,11 @@ class Executor:
         take, put = payload_of(edge, source, target)
         if here:
             capacity = None if edge.payload in UNBOUNDED else CHANNEL_CAPACITY
-            sender = self._senders[edge] = Sender(link, capacity, self._courier)
+            sender = self._senders[edge] = Sender(link, capacity, self._courier, self._kinds)
             self._outgoing[edge] = Outgoing(edge, here, take, sender)
         elif there:
             depth = _GRADIENTS_AHEAD if edge.payload in _BACKWARDS else _FRAMES_AHEAD
-            receiver = self._receivers[edge] = Receiver(link, self._device, depth)
+            receiver = self._receivers[edge] = Receiver(link, self._device, depth, self._kinds)
             self._incoming[edge] = Incoming(there, put, receiver)
             if edge.payload is not Payload.TIED:
                 there.receivers.append(receiver)

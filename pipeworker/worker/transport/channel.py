@@ -24,13 +24,14 @@ from typing import Any
 
 import torch
 
-from pipeworker.errors import PipeworkerError
+from pipeworker.errors import ProtocolError
 from pipeworker.plan.network import CHANNEL_CAPACITY
 from pipeworker.worker.internals import storage_uses
 from pipeworker.worker.transport import frame as frames
 from pipeworker.worker.transport.courier import Courier, Errand
 from pipeworker.worker.transport.frame import Frame, Layout
 from pipeworker.worker.transport.link import COMPLETE, Link, Pending
+from pipeworker.worker.transport.structure import NONE, Kinds
 
 _EXPECTED, _HEADER, _DESCRIBED, _NOTICE = 0, 1, 2, 3  # tags; the first goes over the bulk lane
 _HEADER_BYTES = 1024
@@ -40,7 +41,6 @@ _SMALL_BYTES = 256 << 10
 _MOST_FRAMES = 4096
 _MOST_UNDER_WAY = 512
 # A link may hold some 500 messages before it makes its ends wait for each other.
-_MOST_TENSORS = 128
 _MESSAGES_AHEAD = 128
 _MOST_SHAPES = 64
 
@@ -52,12 +52,16 @@ class Sender:
         capacity: frames that may be under way before the next one waits; None for as many as any
             number of stages needs, so that they only wait when they would pile up.
         courier: performs large sends; without one, the calling thread does.
+        kinds: the classes of the job that may pass.
     """
 
-    def __init__(self, link: Link, capacity: int | None, courier: Courier | None) -> None:
+    def __init__(
+        self, link: Link, capacity: int | None, courier: Courier | None, kinds: Kinds = NONE
+    ) -> None:
         self._control, self._bulk = link.control, link.bulk
         self._capacity = _MOST_UNDER_WAY if capacity is None else capacity
         self._courier = courier
+        self._kinds = kinds
         self._known: _Known = {}
         self._dynamic = False
         self._surprised = False
@@ -88,7 +92,7 @@ class Sender:
             expected = self._known.get((self._signature, microbatch))
         tensors = None
         if expected is not None and not self._surprised:
-            tensors = frames.matches(expected, value)
+            tensors = frames.matches(expected, value, self._kinds)
         if tensors is not None:
             messages = [(_EXPECTED, tensor) for tensor in tensors]
         else:
@@ -116,12 +120,7 @@ class Sender:
         self, microbatch: int, value: Any, expected: Frame | None
     ) -> list[tuple[int, torch.Tensor]]:
         """The messages for a value that the receiver does not expect."""
-        frame, tensors = frames.describe(value)
-        if len(tensors) > _MOST_TENSORS:
-            raise PipeworkerError(
-                f"{len(tensors)} tensors cannot pass from one stage to the next at once: "
-                f"{_MOST_TENSORS} can; stack some, or cut the model elsewhere with --balance"
-            )
+        frame, tensors = frames.describe(value, self._kinds)
         messages = _header_messages(microbatch, frames.to_bytes(frame))
         if expected is not None:
             self._surprised = True
@@ -205,11 +204,13 @@ class Receiver:
     Args:
         device: where received tensors are wanted.
         depth: frames whose receives are posted ahead of need, fewer when they have many tensors.
+        kinds: the classes of the job that may pass; at both ends the same.
     """
 
-    def __init__(self, link: Link, device: torch.device, depth: int) -> None:
+    def __init__(self, link: Link, device: torch.device, depth: int, kinds: Kinds = NONE) -> None:
         self._control, self._bulk = link.control, link.bulk
         self._device = device
+        self._kinds = kinds
         self._low = max(0, depth - CHANNEL_CAPACITY)
         self._known: _Known = {}
         self._dynamic = False
@@ -249,6 +250,8 @@ class Receiver:
 
         Raises:
             PeerLost: the other end is gone.
+            ProtocolError: a header is not one.
+            PipeworkerError: a class of the user's does not take what arrived.
         """
         posted = self._posted.pop(microbatch, None)
         if len(self._posted) <= self._low:
@@ -267,7 +270,7 @@ class Receiver:
                 return value if early else self._assemble(posted)
             self._surprised = True
             posted.give_back()
-        posted = self._receive_described()
+        posted = self._receive_described(microbatch)
         _learn(self._known, self._signature, microbatch, posted.frame)
         self._held[microbatch] = posted
         return self._assemble(posted)
@@ -279,7 +282,7 @@ class Receiver:
             self._placed(frames.unpack(buffer, layout))
             for buffer, layout in zip(posted.buffers, layouts, strict=True)
         ]
-        return frames.assemble(posted.frame, tensors)
+        return frames.assemble(posted.frame, tensors, self._kinds)
 
     def release(self, microbatch: int) -> None:
         """The value is no longer needed: its buffers may be used again."""
@@ -331,10 +334,14 @@ class Receiver:
         tensors = [torch.frombuffer(one, dtype=torch.uint8) for one in memory]
         notices += zip(memory, self._control.receive(tensors, _NOTICE), strict=True)
 
-    def _receive_described(self) -> _Posted:
+    def _receive_described(self, microbatch: int) -> _Posted:
         self._header_pending.wait()
-        length, _ = _HEAD.unpack_from(self._header)
-        header = bytes(self._header[_HEAD.size : _HEAD.size + length])
+        length, about = _HEAD.unpack_from(self._header)
+        if not 0 < length <= frames.MOST_HEADER_BYTES or about != microbatch:
+            raise ProtocolError(
+                f"a header of {length} bytes for micro-batch {about} came for {microbatch}"
+            )
+        header = self._header[_HEAD.size : _HEAD.size + length]
         while len(header) < length:
             piece = bytearray(min(_PIECE_BYTES, length - len(header)))
             (pending,) = self._control.receive(
@@ -344,7 +351,7 @@ class Receiver:
             header += piece
         _HEAD.pack_into(self._header, 0, 0, 0)
         (self._header_pending,) = self._control.receive([self._header_tensor], _HEADER)
-        (posted,) = self._post([frames.from_bytes(header)], _DESCRIBED)
+        (posted,) = self._post([frames.from_bytes(bytes(header), self._kinds)], _DESCRIBED)
         for pending in posted.pending:
             pending.wait()
         return posted

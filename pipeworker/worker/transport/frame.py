@@ -10,20 +10,27 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any
 
 import msgpack
 import torch
 
-from pipeworker.errors import PipeworkerError
-from pipeworker.worker.internals import pytree
+from pipeworker.errors import PipeworkerError, ProtocolError
+from pipeworker.worker.transport import structure as structures
+from pipeworker.worker.transport.structure import LEAF, NONE, Coded, Kinds, Structure
 
-_PLAIN = (bool, int, float, str, bytes, type(None))
+MOST_TENSORS = 128
+MOST_HEADER_BYTES = 16 << 20
+_MOST_DIMS = 64
+_REMEMBERED_BYTES = 16 << 10
+_WORD = 1 << 63  # bytes, and torch counts no further
 _DTYPES = {
-    str(d).removeprefix("torch."): d for d in vars(torch).values() if isinstance(d, torch.dtype)
+    str(d).removeprefix("torch."): d
+    for d in vars(torch).values()
+    if isinstance(d, torch.dtype) and not str(d).startswith("torch.q")
 }
-
+_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
 ALIGNMENT = 64
 """Bytes: what the allocators align to, and the most that a kernel may look at."""
@@ -84,13 +91,13 @@ class Frame:
     """What both ends of a channel must agree on before tensors can move without a header.
 
     Attributes:
-        structure: how the leaves nest; None for a bare tensor.
+        structure: how the leaves nest.
         leaves: for each leaf the index of its tensor, or its plain value with what makes it exact.
         tensors: the distinct tensors.
     """
 
-    structure: pytree.TreeSpec | None
-    leaves: tuple[int | tuple[Any, str, str], ...]
+    structure: Structure
+    leaves: tuple[int | Coded, ...]
     tensors: tuple[Layout, ...]
 
     @cached_property
@@ -118,71 +125,101 @@ def _plain_stride(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 def _overlaps(tensor: torch.Tensor) -> bool:
     """Whether two elements share memory other than by a dim of stride 0."""
-    if tensor.is_contiguous():
-        return False
+    return not tensor.is_contiguous() and _reach(tensor.shape, tensor.stride()) is None
+
+
+def _reach(shape: Sequence[int], strides: Sequence[int]) -> int | None:
+    """From the first element to the last; None where two lie on each other, of strides but 0."""
     reach = 0
-    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+    for stride, size in sorted(zip(strides, shape, strict=True)):
         if stride and size > 1:
             if stride <= reach:
-                return True
+                return None
             reach += stride * (size - 1)
-    return False
+    return reach
 
 
-def describe(value: Any) -> tuple[Frame, list[torch.Tensor]]:
+def describe(value: Any, kinds: Kinds = NONE) -> tuple[Frame, list[torch.Tensor]]:
     """The frame of a value and its distinct tensors.
 
+    Args:
+        kinds: the classes of the job that may pass.
+
     Raises:
-        PipeworkerError: a leaf is neither a tensor nor a plain value.
+        PipeworkerError: it holds what cannot pass.
     """
     if isinstance(value, torch.Tensor):
         _check_dense(value)
-        return Frame(None, (0,), (layout_of(value),)), [value]
-    items, structure = pytree.tree_flatten(value)
+        return Frame(LEAF, (0,), (layout_of(value),)), [value]
+    leaves, tensors, structure = _parts(value, kinds)
+    for tensor in tensors:
+        _check_dense(tensor)
+    return Frame(structure, leaves, tuple(map(layout_of, tensors))), tensors
+
+
+def _parts(
+    value: Any, kinds: Kinds
+) -> tuple[tuple[int | Coded, ...], list[torch.Tensor], Structure]:
+    items, structure = structures.take_apart(value, kinds)
     tensors: list[torch.Tensor] = []
     places: dict[int, int] = {}
-    leaves: list[int | tuple[Any, str, str]] = []
+    leaves: list[int | Coded] = []
     for item in items:
         if isinstance(item, torch.Tensor):
-            _check_dense(item)
-            if id(item) not in places:
-                places[id(item)] = len(tensors)
+            place = places.setdefault(id(item), len(tensors))
+            if place == len(tensors):
                 tensors.append(item)
-            leaves.append(places[id(item)])
-        elif type(item) in _PLAIN:
-            # The type and the bits count: 1, 1.0 and True are equal, and so are 0.0 and -0.0.
-            bits = item.hex() if isinstance(item, float) else ""
-            leaves.append((item, type(item).__name__, bits))
+            leaves.append(place)
+        elif type(item) in structures.PLAIN:
+            leaves.append(structures.coded_scalar(item))
         else:
             raise PipeworkerError(
                 f"a {type(item).__name__} cannot pass from one stage to the next: only tensors and "
                 "plain values (numbers, strings, bytes, None) can, in tuples, lists and dicts"
             )
-    return Frame(structure, tuple(leaves), tuple(map(layout_of, tensors))), tensors
+    return tuple(leaves), tensors, structure
 
 
-def matches(frame: Frame, value: Any) -> list[torch.Tensor] | None:
-    """The distinct tensors of `value` if it looks as `frame` says, else None; quick when bare."""
-    if frame.structure is not None or not isinstance(value, torch.Tensor):
-        found, tensors = describe(value)
-        return tensors if found == frame else None
-    (layout,) = frame.tensors
-    same = (
-        value.shape == layout.shape
-        and value.stride() == layout.stride
-        and value.dtype is layout.dtype
-        and value.requires_grad is layout.requires_grad
-        and value.data_ptr() % ALIGNMENT == layout.offset
+def matches(frame: Frame, value: Any, kinds: Kinds = NONE) -> list[torch.Tensor] | None:
+    """The distinct tensors of `value` if it looks as `frame` says, else None."""
+    if isinstance(value, torch.Tensor):
+        if frame.structure != LEAF or not frame.tensors:
+            return None
+        return [value] if _looks(value, frame.tensors[0]) else None
+    leaves, tensors, structure = _parts(value, kinds)
+    if structure != frame.structure or leaves != frame.leaves:
+        return None
+    for tensor, layout in zip(tensors, frame.tensors, strict=True):
+        if not _looks(tensor, layout):
+            return None
+    return tensors
+
+
+def _looks(tensor: torch.Tensor, layout: Layout) -> bool:
+    """Whether the layout is that of the tensor; quicker than to make its own."""
+    return (
+        tensor.shape == layout.shape
+        and tensor.dtype is layout.dtype
+        and tensor.requires_grad is layout.requires_grad
+        and tensor.layout is torch.strided
+        and tensor.data_ptr() % ALIGNMENT == layout.offset
+        and (tensor.stride() == layout.stride or layout_of(tensor) == layout)
     )
-    return [value] if same else None
 
 
-def assemble(frame: Frame, tensors: Sequence[torch.Tensor]) -> Any:
-    """The value of a frame from its distinct tensors."""
-    if frame.structure is None:
+def assemble(frame: Frame, tensors: Sequence[torch.Tensor], kinds: Kinds = NONE) -> Any:
+    """The value of a frame from its distinct tensors.
+
+    Raises:
+        PipeworkerError: what the user registered for a class does not take what arrived.
+    """
+    if frame.structure == LEAF and tensors:
         return tensors[0]
-    items = [tensors[leaf] if isinstance(leaf, int) else leaf[0] for leaf in frame.leaves]
-    return pytree.tree_unflatten(items, frame.structure)
+    items = [
+        tensors[leaf] if type(leaf) is int else structures.decoded(leaf, NONE, 0)
+        for leaf in frame.leaves
+    ]
+    return structures.put_together(frame.structure, iter(items), kinds)
 
 
 def pack(tensor: torch.Tensor) -> torch.Tensor:
@@ -246,33 +283,104 @@ def to_bytes(frame: Frame) -> bytes:
     """The header of a frame that the receiver does not expect.
 
     Raises:
-        PipeworkerError: the value's structure cannot be described without pickling.
+        PipeworkerError: it has too many tensors or dimensions, or its plain values are too long.
     """
+    if len(frame.tensors) > MOST_TENSORS:
+        raise PipeworkerError(
+            f"{len(frame.tensors)} tensors cannot pass from one stage to the next at once: "
+            f"{MOST_TENSORS} can; stack some, or cut the model elsewhere with --balance"
+        )
+    tensors = [
+        (t.shape, t.stride, _NAMES[t.dtype], t.requires_grad, t.offset) for t in frame.tensors
+    ]
+    if any(len(t.shape) > _MOST_DIMS for t in frame.tensors):
+        raise PipeworkerError(
+            f"a tensor of more than {_MOST_DIMS} dimensions cannot pass from one stage to the next"
+        )
     try:
-        structure = None if frame.structure is None else pytree.treespec_dumps(frame.structure)
-        tensors = [
-            [t.shape, t.stride, str(t.dtype).removeprefix("torch."), t.requires_grad, t.offset]
-            for t in frame.tensors
-        ]
-        header: bytes = msgpack.packb([structure, frame.leaves, tensors])
-        if from_bytes(header).structure != frame.structure:
-            raise ValueError(f"{frame.structure} has keys that are not plain values")
-    except (NotImplementedError, TypeError, OverflowError, ValueError) as error:
+        header: bytes = msgpack.packb((frame.structure, frame.leaves, tensors))
+    except (OverflowError, ValueError) as error:  # a number beyond 64 bits, half of a surrogate
         raise PipeworkerError(f"the output of a stage cannot be described: {error}") from error
+    if len(header) > MOST_HEADER_BYTES:
+        raise PipeworkerError(
+            f"plain values of {len(header)} bytes cannot pass from one stage to the next: make "
+            "tensors of them"
+        )
     return header
 
 
-def from_bytes(header: bytes) -> Frame:
-    """Read :func:`to_bytes`."""
-    structure, leaves, tensors = msgpack.unpackb(header, use_list=False)
-    return Frame(
-        None if structure is None else pytree.treespec_loads(structure),
-        leaves,
-        tuple(
-            Layout(shape, stride, _DTYPES[dtype], grad, offset)
-            for shape, stride, dtype, grad, offset in tensors
-        ),
-    )
+def from_bytes(header: bytes, kinds: Kinds = NONE) -> Frame:
+    """Read :func:`to_bytes`; every number of it is checked, and nothing is allocated by them.
+
+    Raises:
+        ProtocolError: it is not a header, or has a class that was not agreed on.
+    """
+    # Where shapes change, they often change together for all micro-batches.
+    return (_remembered if len(header) <= _REMEMBERED_BYTES else _read)(header, kinds)
+
+
+def _read(header: bytes, kinds: Kinds) -> Frame:
+    try:
+        parts = msgpack.unpackb(
+            header, use_list=False, max_array_len=structures.MOST_ITEMS + 2, ext_hook=_no_extension
+        )
+    except Exception as error:  # msgpack raises ValueError, UnicodeDecodeError and its own kinds
+        raise ProtocolError(f"not a frame's header: {type(error).__name__}") from error
+    if type(parts) is not tuple or len(parts) != 3:
+        raise ProtocolError("not a frame's header")
+    structure, leaves, tensors = parts
+    if type(leaves) is not tuple or structures.check(structure, kinds) != len(leaves):
+        raise ProtocolError("a frame's leaves are not those of its structure")
+    if type(tensors) is not tuple or len(tensors) > MOST_TENSORS:
+        raise ProtocolError("a frame has too many tensors")
+    count = 0
+    for leaf in leaves:
+        if type(leaf) is not int:
+            structures.decoded(leaf, NONE, 0)
+        elif not 0 <= leaf <= count:
+            raise ProtocolError("a frame's leaf is none of its tensors")
+        else:
+            count += leaf == count
+    if count != len(tensors):
+        raise ProtocolError("a frame's leaves are not its tensors")
+    return Frame(structure, leaves, tuple(map(_layout, tensors)))
+
+
+_remembered = lru_cache(64)(_read)
+
+
+def _no_extension(code: int, data: bytes) -> None:
+    raise ValueError(f"extension {code}")
+
+
+def _layout(plain: Any) -> Layout:
+    if type(plain) is not tuple or len(plain) != 5:
+        raise ProtocolError("not a tensor's layout")
+    shape, stride, name, grad, offset = plain
+    dtype = _DTYPES.get(name) if type(name) is str else None
+    if (
+        dtype is None
+        or type(shape) is not tuple
+        or type(stride) is not tuple
+        or len(shape) != len(stride)
+        or len(shape) > _MOST_DIMS
+        or not set(map(type, shape + stride)) <= {int}
+        or min(shape + stride, default=0) < 0
+        or type(grad) is not bool
+        or type(offset) is not int
+        or not 0 <= offset < ALIGNMENT
+    ):
+        raise ProtocolError("not a tensor's layout")
+    count, plain = 1, True
+    for size, step in zip(reversed(shape), reversed(stride), strict=True):
+        plain &= step == count
+        count *= size or 1  # as torch does for an empty tensor
+    reach = count if plain or 0 in shape else _reach(shape, stride)
+    if reach is None:
+        raise ProtocolError("the elements of a tensor overlap")
+    if (max(reach, count) + ALIGNMENT) * dtype.itemsize >= _WORD:
+        raise ProtocolError("a tensor is too large")
+    return Layout(shape, stride, dtype, grad, offset)
 
 
 def _check_dense(tensor: torch.Tensor) -> None:

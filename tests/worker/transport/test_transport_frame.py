@@ -293,14 +293,29 @@ def test_what_cannot_pass_is_named(value: Any, message: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "value",
-    [Pair(filled((1,)), 1), [2**64], {Thing: 1}, {(0, 1): filled((1,))}],
-    ids=["namedtuple", "large number", "key that is a class", "key that is a tuple"],
+    ("value", "message"),
+    [
+        (
+            Pair(filled((1,)), 1),
+            r"Pair cannot pass.*not every worker knew it\. Define it at the top",
+        ),
+        ({Thing: 1}, "a dict has the key <class .*Thing.*only plain values"),
+        ({(0, 1): filled((1,))}, r"a dict has the key \(0, 1\)"),
+        ([2**64], "the output of a stage cannot be described: "),
+        (["\ud800"], "the output of a stage cannot be described: "),
+        ([None] * (1 << 17) + [1], "a list cannot pass.*has 131073 parts"),
+        (["x" * (17 << 20)], "plain values of 178[0-9]+ bytes cannot pass.*make tensors of them"),
+        ([filled(())] * 2 + [filled(()) for _ in range(128)], "129 tensors cannot pass"),
+        (filled((1,) * 65), "a tensor of more than 64 dimensions cannot pass"),
+    ],
+    ids=[
+        *("namedtuple", "key that is a class", "key that is a tuple", "large number"),
+        *("half a surrogate", "many parts", "long text", "many tensors", "many dimensions"),
+    ],
 )
-def test_what_has_no_description_is_refused_when_it_is_sent(value: Any) -> None:
-    frame, _ = frames.describe(value)
-    with pytest.raises(PipeworkerError, match="the output of a stage cannot be described"):
-        frames.to_bytes(frame)
+def test_what_has_no_description_is_refused_when_it_is_sent(value: Any, message: str) -> None:
+    with pytest.raises(PipeworkerError, match=message):
+        frames.to_bytes(frames.describe(value)[0])
 
 
 def test_frames_are_equal_by_what_they_say() -> None:

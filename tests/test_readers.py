@@ -1,0 +1,318 @@
+"""Whatever bytes arrive from outside: a reader gives a value, or the error it documents.
+
+Nothing else is raised, nothing is imported and nothing is called by them.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from collections import OrderedDict, defaultdict, deque, namedtuple
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import msgpack
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pipeworker.errors import PeerLost, PipeworkerError, ProtocolError, ScheduleError, UsageError
+from pipeworker.job.options import Options
+from pipeworker.plan.actions import Edge, Payload, parse_actions
+from pipeworker.record.manifest import Manifest
+from pipeworker.wire import codec, lines
+from pipeworker.wire.messages import (
+    Abort,
+    Described,
+    Heartbeat,
+    Plan,
+    Position,
+    SkipRoute,
+    StageRange,
+    TiedWeights,
+)
+from pipeworker.worker.internals import pytree
+from pipeworker.worker.transport import channel
+from pipeworker.worker.transport import frame as frames
+from pipeworker.worker.transport.channel import Receiver
+from pipeworker.worker.transport.frame import Layout
+from pipeworker.worker.transport.link import MemoryLink
+from pipeworker.worker.transport.structure import Kinds
+from support.transport import FORTH, connect_all
+
+CPU = torch.device("cpu")
+Pair = namedtuple("Pair", "left right")
+
+
+class Mode(Enum):
+    PLAIN = 1
+
+
+@dataclass
+class State:
+    x: Any
+    note: Any
+
+
+pytree.register_dataclass(State)
+KINDS = Kinds((Pair, State, Mode))
+X = torch.arange(6.0).reshape(2, 3)
+VALUES: list[Any] = [
+    X,
+    X.t(),
+    (X, [X, 1, "word"], {"a": X[:, ::2], 2: None, Mode.PLAIN: 2.5}),
+    Pair(State(X.expand(4, 2, 3), None), OrderedDict(a=True, b=b"\xff")),
+    [defaultdict(list, {"k": X[:0]}), deque([X, -0.0], 3), torch.zeros(())],
+]
+HEADERS = [frames.to_bytes(frames.describe(value, KINDS)[0]) for value in VALUES]
+MESSAGES = [
+    codec.encode(message, 1)
+    for message in (
+        Heartbeat(0, Position()),
+        Abort("no", 1),
+        Described(0, ("Linear",), (SkipRoute(0, 1, "x"),), types=("job.Pair",)),
+        Plan((StageRange(0, 0, 1),), (str(FORTH),), (), (TiedWeights(("a",), (0,)),), "0F0"),
+    )
+]
+LINES = [
+    lines.encode(lines.Configuration("{}", "runs/x", "token", "host")),
+    lines.encode(lines.WorkerExited(1, 1, -9, Position())),
+]
+MANIFESTS = [b'{"stages": 2, "parts": 1, "ties": [["0.weight", "1.weight"]]}']
+OPTIONS = [Options("job.py", 2, 4, ("a",), balance=(1, 2), clip_grad_norm=1).to_json().encode()]
+
+plain = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-(2**63), 2**64 - 1)
+    | st.integers(0, 20)
+    | st.floats()
+    | st.sampled_from(["", "float32", "int4", "quint8", "0x1p+0", "PLAIN", "os", "os:system"])
+    | st.text(max_size=3)
+    | st.binary(max_size=3),
+    lambda inside: st.lists(inside, max_size=6) | st.dictionaries(st.text(max_size=2), inside),
+    max_leaves=12,
+)
+
+
+@st.composite
+def mutated(draw: st.DrawFn, some: list[bytes]) -> bytes:
+    """What is right but for a few bytes."""
+    data = bytearray(draw(st.sampled_from(some)))
+    for _ in range(draw(st.integers(0, 4))):
+        at = draw(st.integers(0, len(data)))
+        data[at : at + draw(st.integers(0, 3))] = draw(st.binary(max_size=3))
+    return bytes(data)
+
+
+@st.composite
+def replaced(draw: st.DrawFn, some: list[Any]) -> Any:
+    """What is right but for one thing in it."""
+
+    def put(value: Any) -> Any:
+        if isinstance(value, (list, dict)) and value and draw(st.integers(0, 5)):
+            places = list(value) if isinstance(value, dict) else list(range(len(value)))
+            at = draw(st.sampled_from(places))
+            copy = value.copy()
+            copy[at] = put(value[at])
+            return copy
+        return draw(plain)
+
+    return put(draw(st.sampled_from(some)))
+
+
+def msgpacked(some: list[bytes]) -> st.SearchStrategy[bytes]:
+    right = [msgpack.unpackb(data, strict_map_key=False) for data in some]
+    return st.binary(max_size=60) | mutated(some) | (replaced(right) | plain).map(msgpack.packb)
+
+
+def jsons(some: list[bytes]) -> st.SearchStrategy[bytes]:
+    def dump(value: Any) -> bytes:
+        return json.dumps(value, default=lambda _: "bytes").encode()
+
+    right = [json.loads(data) for data in some]
+    deep = st.integers(1, 10_000).map(lambda n: b"[" * n)
+    long = st.just(b"1" * 5000)
+    return (
+        st.binary(max_size=60) | mutated(some) | (replaced(right) | plain).map(dump) | deep | long
+    )
+
+
+def texts(some: list[str]) -> st.SearchStrategy[str]:
+    return st.text(max_size=30) | mutated([text.encode() for text in some]).map(
+        lambda data: data.decode(errors="replace")
+    )
+
+
+def reads(reader: Callable[[Any], Any], data: Any, *allowed: type[Exception]) -> None:
+    """It gives a value or one of these errors, and imports nothing."""
+    before = set(sys.modules)
+    with suppress(*allowed):
+        reader(data)
+    assert set(sys.modules) == before
+
+
+@given(msgpacked(HEADERS))
+def test_headers_of_frames(data: bytes) -> None:
+    """What is read can also be received, unpacked and put together."""
+
+    def read(header: bytes) -> None:
+        frame = frames.from_bytes(header, KINDS)
+        if any(_span(layout) > 1 << 20 or layout.dtype in NOT_COPIED for layout in frame.tensors):
+            return
+        buffers = [frames.buffer_for(layout, _zeros) for layout in frame.tensors]
+        value = frames.assemble(frame, list(map(frames.unpack, buffers, frame.tensors)), KINDS)
+        frames.describe(value, KINDS)
+
+    reads(read, data, PipeworkerError)
+
+
+NOT_COPIED = {getattr(torch, f"{sign}int{bits}") for sign in ("", "u") for bits in range(1, 8)}
+"""Torch knows their names and little else."""
+
+
+def _span(layout: Layout) -> int:
+    reach = sum(s * n for s, n in zip(layout.stride, layout.shape, strict=True))
+    return max(reach, math.prod(layout.shape)) * layout.dtype.itemsize
+
+
+def _zeros(count: int) -> torch.Tensor:
+    return torch.zeros(count, dtype=torch.uint8)
+
+
+class SmallLink(MemoryLink):
+    """What is not sent does not come, and what is too large is not waited for."""
+
+    def __init__(self) -> None:
+        super().__init__(0.001)
+
+    def allocate(self, count: int) -> torch.Tensor:
+        if count > 1 << 20:
+            raise PeerLost("too large for a test")
+        return super().allocate(count)
+
+
+heads = st.tuples(st.integers(-(2**63), 2**63 - 1) | st.integers(0, 2000), st.integers(0, 1))
+
+
+@given(st.none() | heads, msgpacked(HEADERS))
+def test_headers_of_channels(head: tuple[int, int] | None, data: bytes) -> None:
+    def read(header: bytes) -> None:
+        link = SmallLink()
+        receiver = Receiver(link, CPU, 1, KINDS)
+        for tag, tensor in channel._header_messages(0, header):
+            if head is not None and tag == channel._HEADER:
+                size = channel._HEAD.size
+                tensor[:size] = torch.frombuffer(
+                    bytearray(channel._HEAD.pack(*head)), dtype=torch.uint8
+                )
+            link.send(tensor, tag)
+        receiver.begin(None, [0])
+        receiver.receive(0)
+
+    reads(read, data, PipeworkerError)
+
+
+@pytest.mark.parametrize(
+    ("length", "microbatch"),
+    [(0, 0), (-1, 0), (frames.MOST_HEADER_BYTES + 1, 0), (2**63 - 1, 0), (len(HEADERS[0]), 1)],
+)
+def test_a_header_says_how_long_it_is_before_memory_is_taken(length: int, microbatch: int) -> None:
+    link = SmallLink()
+    receiver = Receiver(link, CPU, 1, KINDS)
+    head = channel._HEAD.pack(length, microbatch) + HEADERS[0]
+    data = bytearray(head.ljust(channel._HEADER_BYTES, b"\0"))
+    link.send(torch.frombuffer(data, dtype=torch.uint8), channel._HEADER)
+    receiver.begin(0, [0])
+    with pytest.raises(ProtocolError, match=f"a header of {length} bytes for micro-batch"):
+        receiver.receive(0)
+
+
+@given(msgpacked(MESSAGES))
+def test_frames_of_the_control_plane(data: bytes) -> None:
+    reads(codec.decode, data, ProtocolError)
+
+
+@given(jsons(LINES))
+def test_lines(data: bytes) -> None:
+    reads(lines.decode, data, ProtocolError)
+
+
+@given(jsons(MANIFESTS))
+def test_manifests(data: bytes) -> None:
+    with TemporaryDirectory() as folder:
+        path = Path(folder) / "manifest.json"
+        path.write_bytes(data)
+        reads(Manifest.read, path, UsageError)
+
+
+@given(jsons(OPTIONS))
+def test_options(data: bytes) -> None:
+    reads(Options.from_json, data.decode(errors="replace"), ProtocolError, UsageError)
+
+
+@given(texts(["0F0 0>A0 0>T0@1 3<TIE0@1", "1<G3 1I3"]))
+def test_actions(text: str) -> None:
+    reads(parse_actions, text, ScheduleError)
+
+
+@given(texts([str(Edge(0, 12, payload)) for payload in Payload]))
+def test_edges(text: str) -> None:
+    reads(Edge.parse, text, ScheduleError)
+
+
+CALLS = [
+    ("os", "system"),
+    ("TRAP", "spring"),  # a module that nobody has imported
+]
+
+
+@pytest.mark.parametrize(("module", "name"), CALLS)
+@pytest.mark.parametrize("backend", ["auto", "gloo"])
+def test_a_header_that_names_a_function_runs_nothing(
+    module: str, name: str, backend: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As torch's own format has them: what makes a defaultdict's values, or what an enum is."""
+    trap = f"trap_{backend}_{tmp_path.name.replace('-', '_')}"
+    (tmp_path / f"{trap}.py").write_text("import sys\nspring = sys.sprung = len\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    module = module.replace("TRAP", trap)
+    factory = {"default_factory_module": module, "default_factory_name": name, "dict_context": []}
+    enum = json.dumps([{"__enum__": True, "fqn": f"{module}:{name}", "name": "x"}])
+    leaf: dict[str, Any] = {"type": None, "context": None, "children_spec": []}
+    ran: list[str] = []
+    monkeypatch.setattr("os.system", ran.append)
+    for structure in (
+        {"type": "collections.defaultdict", "context": factory, "children_spec": []},
+        {"type": "builtins.dict", "context": enum, "children_spec": [leaf]},
+        f"{module}:{name}",
+        (5, (f"{module}:{name}", ()), 0),
+        (16, (f"{module}:{name}",), 0),
+        (16, (f"{module}:{name}", "true"), 0),
+        (3, ((3, f"{module}:{name}", "x"),), 0),
+    ):
+        if isinstance(structure, dict):
+            structure = json.dumps([1, structure])
+        header = msgpack.packb((structure, [None], []))
+        (source, target) = (links[FORTH] for links in connect_all((FORTH,), 2, backend))
+        receiver = Receiver(target, CPU, 1, KINDS)
+        pending = [
+            source.control.send(tensor, tag) for tag, tensor in channel._header_messages(0, header)
+        ]
+        receiver.begin(0, [0])
+        with pytest.raises(ProtocolError, match="what a neighbour sent"):
+            receiver.receive(0)
+        for one in pending:
+            one.wait()
+        source.close()
+        target.close()
+    assert not ran
+    assert trap not in sys.modules
+    assert not hasattr(sys, "sprung")
