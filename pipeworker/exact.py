@@ -12,11 +12,14 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 
+MOST = 40
+"""Partials: they share the 2,098 bits of a finite float's range, 53 or more each."""
+
 
 def partials(terms: Iterable[float]) -> tuple[float, ...]:
     """A few floats with the exact sum of `terms`, the largest first, none of them zero.
 
-    There are at most 40: they share the 2,098 bits of a finite float's range, 53 or more each.
+    There are at most MOST.
 
     Returns:
         ``(nan,)`` where :func:`total` is NaN.

@@ -167,7 +167,7 @@ def lies() -> list[Message]:
     batch = Batch(9, 1, 1, 9)
     return [
         Hello(0, "elsewhere", 1),
-        Hello(7, "x" * 1000, 1),
+        Hello(7, "x" * 500, 1),
         Described(0, ("Linear",), ()),
         Ready(0, (Built(0, 0, (), 0),), "cpu", batch),
         *(StepDone(1, s, (9.0,), (), (9.0,), 0.0, 0.0, 0, None) for s in range(1, 80)),

@@ -363,7 +363,8 @@ def test_rooms_beside_each_other_know_nothing_of_each_other() -> None:
     }
     for room, knows in (
         ("pipeworker.plan", ["pipeworker.errors"]),
-        ("pipeworker.wire", ["pipeworker.errors", "pipeworker.timings"]),
+        ("pipeworker.exact", []),
+        ("pipeworker.wire", ["pipeworker.errors", "pipeworker.exact", "pipeworker.timings"]),
         ("pipeworker.host.lifetime", []),
         ("pipeworker.host.position", ["pipeworker.wire.messages"]),
         ("pipeworker.job", ["pipeworker.errors", "pipeworker.plan"]),

@@ -77,7 +77,7 @@ MESSAGES = [
     for message in (
         Heartbeat(0, Position()),
         Abort("no", 1),
-        Described(0, ("Linear",), (SkipRoute(0, 1, "x"),), types=("job.Pair",)),
+        Described(0, ("Linear", "Linear"), (SkipRoute(0, 1, "x"),), types=("job.Pair",)),
         Plan((StageRange(0, 0, 1),), (str(FORTH),), (), (TiedWeights(("a",), (0,)),), "0F0"),
     )
 ]

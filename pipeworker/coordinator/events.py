@@ -18,6 +18,14 @@ class Arrived:
 
 
 @dataclass(frozen=True, slots=True)
+class Garbled:
+    """A frame of `peer` is not a message."""
+
+    peer: bytes
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
 class Unreachable:
     """The connection of `peer` is closed. It may come back."""
 
@@ -57,6 +65,7 @@ class Broken:
 
 Event = (
     Arrived
+    | Garbled
     | Unreachable
     | SaveAsked
     | Committed

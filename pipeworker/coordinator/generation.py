@@ -34,7 +34,6 @@ from pipeworker.coordinator.rendezvous import Rendezvous
 from pipeworker.coordinator.report import place
 from pipeworker.coordinator.roster import Member, Roster
 from pipeworker.coordinator.states import End, Lost, State, Verdict, Waiting
-from pipeworker.coordinator.tally import possible
 from pipeworker.errors import ProtocolError, UsageError
 from pipeworker.job.options import Options
 from pipeworker.plan.actions import format_actions
@@ -44,6 +43,7 @@ from pipeworker.wire.lines import Joined, WorkerExited
 from pipeworker.wire.messages import (
     Abort,
     Advance,
+    Batch,
     Call,
     Cause,
     Described,
@@ -118,7 +118,8 @@ class Generation:
             return self._hello(peer, message, now)
         member = self.roster.sender(peer, message.rank)
         if member is None:
-            return [Dropped(f"{type(message).__name__}: its sender is not rank {message.rank}")]
+            said = f"{type(message).__name__} as rank {message.rank}"
+            return self.lied(peer, said) or [Dropped(f"{said}, which its sender is not")]
         member.heard, member.unreachable = now, None
         handler = self._ALWAYS.get(type(message)) or self._LEGAL[self.state].get(type(message))
         if handler is None:
@@ -127,6 +128,16 @@ class Generation:
             return handler(self, member, message, now)
         except UsageError as error:  # no plan, or no schedule for a mini-batch of this size
             return self.fail(Failure(Cause.USAGE, str(error)))
+        except ProtocolError as error:
+            return self.lied(peer, f"{type(message).__name__}: {error}")
+
+    def lied(self, peer: bytes, what: str) -> list[Effect]:
+        """Something arrived that cannot be: a member is named, and the job ends; else nothing."""
+        member = self.roster.member(peer)
+        if member is None:
+            return []
+        who = f"{member.name} (pid {member.hello.pid} on {member.hello.host})"
+        return self.fail(member.failure(Cause.INTERNAL, f"{who} sent what cannot be: {what}"))
 
     def exited(self, report: WorkerExited, now: float) -> list[Effect]:
         """The process of a worker ended before it was told to."""
@@ -210,10 +221,7 @@ class Generation:
         return self._reported(replace(message.failure, rank=message.rank), now)
 
     def _on_store(self, member: Member, message: StoreRequest, now: float) -> list[Effect]:
-        try:
-            answers = self._rendezvous.handle(member.peer, message)
-        except ProtocolError as error:
-            return [Dropped(f"a store request: {error}")]
+        answers = self._rendezvous.handle(member.peer, message)
         return [self._send(peer, reply) for peer, reply in answers]
 
     def _on_described(self, member: Member, message: Described, now: float) -> list[Effect]:
@@ -231,6 +239,13 @@ class Generation:
         ]
 
     def _on_ready(self, member: Member, message: Ready, now: float) -> list[Effect]:
+        assert self.blueprint
+        self._check_batch(message.batch)
+        held = self.placement.stages_of(message.rank)
+        ranges = {stage: self.blueprint.ranges[stage] for stage in held}
+        built = {b.stage: (b.first, b.first + len(b.layers)) for b in message.stages}
+        if built != ranges:
+            raise ProtocolError(f"stages {built} where {ranges} were planned")
         member.ready = message
         if not self._last_awaited(message.rank):
             return []
@@ -242,17 +257,16 @@ class Generation:
     def _on_upcoming(self, member: Member, message: Upcoming, now: float) -> list[Effect]:
         """A mini-batch of another size is read: its schedule is made while this one drains."""
         assert self.blueprint
-        known = 1 <= message.microbatches <= self.options.microbatches
-        if not known or message.rank != self.placement.rank_of(0):
-            return [Dropped(f"{message} of a mini-batch that cannot be")]
+        most = self.options.microbatches
+        if message.rank != self.placement.rank_of(0) or message.microbatches > most:
+            raise ProtocolError(f"a mini-batch of {message.microbatches} micro-batches, not {most}")
         self.blueprint.schedule(message.microbatches)
         return []
 
     def _on_step_done(self, member: Member, message: StepDone, now: float) -> list[Effect]:
         if message.step != self._step:
             return [Dropped(f"StepDone of step {message.step} in step {self._step}")]
-        if not possible(message):
-            return [Dropped(f"StepDone of rank {message.rank}: a negative sum of squares")]
+        self._check_batch(message.batch)
         member.done = message
         member.peak_memory = max(member.peak_memory, message.peak_memory)
         if not self._last_awaited(message.rank):
@@ -263,6 +277,8 @@ class Generation:
     def _on_evaluated(self, member: Member, message: EvaluationDone, now: float) -> list[Effect]:
         if message.step != self._step:
             return [Dropped(f"EvaluationDone of step {message.step} in step {self._step}")]
+        if message.result and message.rank != self.placement.rank_of(self.placement.stages - 1):
+            raise ProtocolError("a result where the last stage is not")
         member.peak_memory = max(member.peak_memory, message.peak_memory)
         self._evaluation = message.result or self._evaluation
         if not self._last_awaited(message.rank):
@@ -275,6 +291,7 @@ class Generation:
         early = self.state is State.STEPPING and message.rank in self._awaited
         if early or not self.options.own_loop:
             return [Dropped(f"Call while {self.waiting}")]
+        self._check_batch(message.batch)
         if self.state is State.CALLING:
             self._awaited.discard(message.rank)
         due = self.loop.called(message)
@@ -289,6 +306,12 @@ class Generation:
         self.state = State.COMMITTING
         names = tuple(tie.names for tie in self.blueprint.ties)
         return [Commit(self._step, self.progress.scaler, names)]
+
+    def _check_batch(self, batch: Batch | None) -> None:
+        """Raise ProtocolError when it has more micro-batches than the job."""
+        most = self.options.microbatches
+        if batch is not None and batch.microbatches > most:
+            raise ProtocolError(f"a mini-batch of {batch.microbatches} micro-batches: not {most}")
 
     # Decisions.
 

@@ -12,6 +12,7 @@ from pipeworker.coordinator.events import (
     Broken,
     Committed,
     Event,
+    Garbled,
     SaveAsked,
     StarterGone,
     Ticked,
@@ -104,6 +105,8 @@ class Job:
                     name = type(event.message).__name__
                     return [Dropped(f"{name} of generation {event.generation}")]
                 return generation.arrived(event.peer, event.message, now)
+            case Garbled():
+                return generation.lied(event.peer, event.text) or [Dropped(event.text)]
             case WorkerExited():
                 if event.generation != generation.number:
                     return [Dropped(f"an exit of generation {event.generation}")]

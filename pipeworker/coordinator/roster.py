@@ -94,6 +94,10 @@ class Roster:
         """The ranks that have not joined."""
         return [rank for rank in range(self.placement.ranks) if rank not in self.members]
 
+    def member(self, peer: bytes) -> Member | None:
+        """The one whose transport identity this is."""
+        return self.members.get(self._rank_of.get(peer, -1))
+
     def knows(self, peer: bytes) -> bool:
         return peer in self._rank_of
 

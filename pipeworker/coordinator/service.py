@@ -33,6 +33,7 @@ from pipeworker.coordinator.events import (
     Broken,
     Committed,
     Event,
+    Garbled,
     StarterGone,
     Ticked,
     Unreachable,
@@ -150,15 +151,15 @@ class Service:
         while time.monotonic() < until:
             try:
                 peer, data = sockets.receive(self._socket)
-                number, frame = exchange.taken_apart(data)
-                generation, message = codec.decode(frame)
             except zmq.Again:
                 return True
+            try:
+                number, frame = exchange.taken_apart(data)
+                generation, message = codec.decode(frame)
+                if not isinstance(message, FromWorker):
+                    raise ProtocolError(f"{type(message).__name__}, which no worker sends")
             except ProtocolError as error:
-                self._drop(f"a malformed frame: {error}")
-                continue
-            if not isinstance(message, FromWorker):
-                self._drop(f"{type(message).__name__}, which no worker sends")
+                self._handle(Garbled(peer, f"a malformed frame: {error}"))
                 continue
             if isinstance(message, Heartbeat):
                 if generation == self._job.generation.number:

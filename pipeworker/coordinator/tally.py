@@ -108,8 +108,3 @@ class Tally:
             epoch=self._epoch,
             first_epoch=self._first_epoch,
         )
-
-
-def possible(done: StepDone) -> bool:
-    """Whether its squares can be such: a sum of squares may be NaN, but not negative."""
-    return not total(done.squares) < 0.0

@@ -10,16 +10,25 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum, IntEnum
 
+from pipeworker import exact
 from pipeworker.errors import ProtocolError
 
 MOST_TYPES = 1 << 14
-LONGEST_TYPE = 512
-"""How many names of types a message may have, and characters each."""
+LONGEST_NAME = 512
+LONGEST_TEXT = 1 << 20
+MOST_MICROBATCHES = 1 << 20
+"""What a message may hold. Each checks its own ranges where it is made, and so where it is read;
+what depends on the job, the coordinator checks."""
 
 
-def _check_types(names: tuple[str, ...]) -> None:
-    if len(names) > MOST_TYPES or max(map(len, names), default=0) > LONGEST_TYPE:
-        raise ProtocolError("too many names of types, or too long ones")
+def _check(holds: bool, what: str) -> None:
+    if not holds:
+        raise ProtocolError(what)
+
+
+def _check_names(names: tuple[str, ...], what: str, most: int = MOST_TYPES) -> None:
+    if len(names) > most or max(map(len, names), default=0) > LONGEST_NAME:
+        raise ProtocolError(f"too many {what}, or too long ones")
 
 
 class Phase(IntEnum):
@@ -53,6 +62,10 @@ class Position:
     step: int = -1
     microbatch: int = -1
     layer: int = -1
+
+    def __post_init__(self) -> None:
+        least = min(self.step, self.microbatch, self.layer)
+        _check(least >= -1, f"a position of {least}")
 
 
 class Cause(Enum):
@@ -91,6 +104,10 @@ class Failure:
     traceback: str = ""
     stage: str = ""
 
+    def __post_init__(self) -> None:
+        longest = max(len(self.message), len(self.traceback))
+        _check(longest <= LONGEST_TEXT, f"a failure of {longest} characters")
+
 
 @dataclass(frozen=True, slots=True)
 class Batch:
@@ -103,6 +120,12 @@ class Batch:
     samples: int
     microbatches: int
     epoch: int
+
+    def __post_init__(self) -> None:
+        count = self.microbatches
+        possible = self.samples >= 1 and 1 <= count <= MOST_MICROBATCHES
+        _check(possible, f"a mini-batch of {self.samples} samples in {count} micro-batches")
+        _check(self.epoch >= 0, f"epoch {self.epoch}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,6 +166,11 @@ class Evaluation:
     names: tuple[str, ...] = ()
     values: tuple[float, ...] = ()
 
+    def __post_init__(self) -> None:
+        _check_names(self.names, "metrics")
+        names, values = len(self.names), len(self.values)
+        _check(names == values, f"{names} names of metrics for {values} values")
+
     def row(self) -> dict[str, float]:
         """``loss`` and the metrics."""
         return {"loss": self.loss, **dict(zip(self.names, self.values, strict=True))}
@@ -156,6 +184,9 @@ class Hello:
     rank: int
     host: str
     pid: int
+
+    def __post_init__(self) -> None:
+        _check(self.pid >= 0 and len(self.host) <= LONGEST_NAME, "a host or pid that cannot be")
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,7 +225,13 @@ class Described:
     types: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        _check_types(self.types)
+        _check_names(self.types, "names of types")
+        count = len(self.layers)
+        for skip in self.skips:
+            _check(0 <= skip.source <= skip.target < count, f"a skip to layer {skip.target}")
+            _check_names((skip.name,), "names of skips")
+        for tie in self.ties:
+            _check(bool(tie.names), "tied weights without a name")
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,6 +242,10 @@ class Built:
     first: int
     layers: tuple[str, ...]
     parameters: int
+
+    def __post_init__(self) -> None:
+        least = min(self.stage, self.first, self.parameters)
+        _check(least >= 0, f"a stage of {least}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,6 +267,10 @@ class Upcoming:
 
     rank: int
     microbatches: int
+
+    def __post_init__(self) -> None:
+        count = self.microbatches
+        _check(1 <= count <= MOST_MICROBATCHES, f"a mini-batch of {count} micro-batches")
 
 
 @dataclass(frozen=True, slots=True)
@@ -253,6 +298,15 @@ class StepDone:
     peak_memory: int
     batch: Batch | None
 
+    def __post_init__(self) -> None:
+        losses, counts = len(self.losses), len(self.counts)
+        _check(losses <= MOST_MICROBATCHES, f"{losses} losses")
+        _check(counts in (0, losses), f"{counts} counts for {losses} losses")
+        _check(len(self.squares) <= exact.MOST, f"{len(self.squares)} squares")
+        _check(not exact.total(self.squares) < 0.0, "a negative sum of squares")
+        _check(self.busy >= 0.0, f"{self.busy} seconds of work")
+        _check(self.peak_memory >= 0, f"{self.peak_memory} bytes of memory")
+
 
 @dataclass(frozen=True, slots=True)
 class EvaluationDone:
@@ -262,6 +316,9 @@ class EvaluationDone:
     step: int
     peak_memory: int
     result: Evaluation | None
+
+    def __post_init__(self) -> None:
+        _check(self.peak_memory >= 0, f"{self.peak_memory} bytes of memory")
 
 
 class CallKind(Enum):
@@ -314,6 +371,9 @@ class Heartbeat:
     again: bool = False
     waits: bool = False
 
+    def __post_init__(self) -> None:
+        _check(min(self.sent, self.received) >= 0, "a negative number of messages")
+
 
 @dataclass(frozen=True, slots=True)
 class Failed:
@@ -340,6 +400,11 @@ class StoreRequest:
     keys: tuple[str, ...]
     value: bytes = b""
     expected: bytes = b""
+
+    def __post_init__(self) -> None:
+        _check_names(self.keys, "keys", 1 << 10)
+        longest = max(len(self.value), len(self.expected))
+        _check(longest <= LONGEST_TEXT, f"a value of {longest} bytes")
 
 
 # Coordinator to worker.
@@ -389,7 +454,7 @@ class Plan:
     types: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        _check_types(self.types)
+        _check_names(self.types, "names of types")
 
 
 @dataclass(frozen=True, slots=True)

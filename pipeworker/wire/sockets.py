@@ -13,7 +13,6 @@ from contextlib import contextmanager
 import zmq
 from zmq.auth.thread import ThreadAuthenticator
 
-from pipeworker.errors import ProtocolError
 from pipeworker.timings import DEFAULT, Timings
 from pipeworker.wire.codec import MAX_FRAME_BYTES
 from pipeworker.wire.keys import client_keys, server_keys
@@ -102,17 +101,16 @@ def send(router: zmq.Socket[bytes], peer: bytes, frame: bytes) -> None:
 
 
 def receive(router: zmq.Socket[bytes]) -> tuple[bytes, bytes]:
-    """A frame that has arrived, after its peer.
+    """What has arrived, after its peer; nothing, of a message that is not one frame.
 
     Raises:
         zmq.Again: there is none.
-        ProtocolError: a message is not one frame; the rest of it is thrown away.
     """
     peer = router.recv(zmq.NOBLOCK)
     frame = router.recv(copy=False)  # it knows whether more belong to it
     if frame.more:
         router.recv_multipart()
-        raise ProtocolError("not one frame")
+        return peer, b""
     return peer, frame.bytes
 
 

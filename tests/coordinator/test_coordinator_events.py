@@ -254,14 +254,14 @@ def perform(world: World, happening: Happening) -> None:
 
 
 def stolen(world: World, happening: Stolen) -> None:
-    """A worker speaks for its own rank alone."""
+    """Nobody else speaks for a worker. (A member that does ends the job: it lies.)"""
     speakers = [worker for worker in world.workers if worker.outbox]
     if not speakers:
         return
     worker = speakers[happening.choice % len(speakers)]
     message = worker.outbox[0]
     if worker.rank != happening.rank and not isinstance(message, Hello):
-        effects = world.happens(Arrived(identity(happening.rank), NUMBER, message))
+        effects = world.happens(Arrived(b"not a member", NUMBER, message))
         assert [type(effect) for effect in effects] == ([] if world.watch.ended else [Dropped])
 
 

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
 
-from pipeworker.coordinator.effects import Dropped, Planned, Status
+from pipeworker.coordinator.effects import Planned, Status
 from pipeworker.coordinator.report import balance, planned_json
+from pipeworker.errors import ScheduleError
 from pipeworker.plan import orders
 from pipeworker.plan.actions import format_actions
+from pipeworker.plan.orders.gpipe import gpipe
+from pipeworker.plan.placement import Placement
 from pipeworker.wire.messages import (
     Call,
     CallKind,
@@ -21,7 +25,6 @@ from pipeworker.wire.messages import (
     Phase,
     Plan,
     Position,
-    Ready,
     StageRange,
     StepResult,
     Upcoming,
@@ -35,6 +38,7 @@ from support.coordinator import (
     TIMINGS,
     Scripted,
     of,
+    ready_of,
 )
 
 LAYERS = ("Linear", "ReLU", "Linear", "Tanh", "Linear", "GELU", "Linear", "Softmax")
@@ -117,8 +121,9 @@ def test_a_first_mini_batch_from_elsewhere_is_not_looked_at() -> None:
     job = two()
     job.join()
     job.describe()
-    job.says(Ready(1, (), "cpu", dataclasses.replace(BATCH, signature=9)))
-    job.says(Ready(0, (), "cpu", BATCH))
+    (first,), (second,) = job.sent(0, Plan), job.sent(1, Plan)
+    job.says(ready_of(1, second, LAYERS, dataclasses.replace(BATCH, signature=9)))
+    job.says(ready_of(0, first, LAYERS, BATCH))
     assert [run.batch for run in job.runs(1)] == [BATCH]
 
 
@@ -201,16 +206,30 @@ def test_one_worker_may_hold_the_first_and_the_last_stage() -> None:
     assert job.ended.status is Status.DONE
 
 
-@pytest.mark.parametrize("upcoming", [Upcoming(0, 64), Upcoming(0, 0), Upcoming(1, 2)])
-def test_a_mini_batch_that_cannot_be_is_not_prepared_for(upcoming: Upcoming) -> None:
-    """It has more micro-batches than were asked for, or none, or is where stage 0 is not."""
-    assert [type(effect) for effect in two().running().says(upcoming)] == [Dropped]
-
-
-def test_a_mini_batch_without_a_legal_schedule_is_the_users_mistake() -> None:
-    """It ends the job, not the coordinator."""
+@pytest.mark.parametrize("upcoming", [Upcoming(0, 64), Upcoming(1, 2)])
+def test_a_mini_batch_that_cannot_be_ends_the_job(upcoming: Upcoming) -> None:
+    """It has more micro-batches than were asked for, or is where stage 0 is not."""
     job = two().running()
-    job.step(1, batch=dataclasses.replace(BATCH, microbatches=64))
+    job.says(upcoming)
+    who = f"{job.placement.names(upcoming.rank)} (pid {1000 + upcoming.rank} on host)"
+    assert job.failure.message.startswith(f"{who} sent what cannot be: Upcoming: a mini-batch ")
+
+
+def test_a_mini_batch_without_a_legal_schedule_is_the_users_mistake(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It ends the job, not the coordinator."""
+
+    def whole(placement: Placement, microbatches: int, again: Iterable[int]) -> orders.Compute:
+        if microbatches < 4:
+            raise ScheduleError("only for four micro-batches")
+        return gpipe(placement, microbatches, again)
+
+    monkeypatch.setitem(orders.ORDERS, "looped", dataclasses.replace(LOOPED, compute=whole))
+    job = two().running()
+    for rank in job.ranks:
+        batch = dataclasses.replace(BATCH, microbatches=3) if rank == job.first else None
+        job.done(rank, 1, batch=batch)
     assert job.failure.cause is Cause.USAGE
-    assert "deadlocks with 4 frames" in job.failure.message
+    assert job.failure.message == "only for four micro-batches"
     assert job.ended.exit_status == 2

@@ -10,9 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeworker.coordinator.effects import Commit, Dropped, Send, Warn
+from pipeworker.coordinator.effects import Commit, Send, Warn
 from pipeworker.coordinator.scaler import Scaler
 from pipeworker.coordinator.states import State
+from pipeworker.errors import ProtocolError
 from pipeworker.exact import partials
 from pipeworker.wire.messages import (
     Advance,
@@ -53,17 +54,19 @@ def test_token_weighted_losses_divide_by_the_count() -> None:
 
 def test_without_clipping_a_count_divides_and_nothing_scales() -> None:
     """The plain loop divides by the count too: a product with 1/count would differ in a bit."""
-    _, update = stepped(Scripted(2).running(), losses=(6.0,), counts=(3.0, 4.0))
+    _, update = stepped(Scripted(2).running(), losses=(6.0, 0.0), counts=(3.0, 4.0))
     assert update == Update(1, divisor=7.0, scale=1.0)
 
 
 def test_the_norm_that_is_clipped_is_that_of_the_divided_gradient() -> None:
     job = Scripted(1, clip_grad_norm=1.0).running()
-    assert stepped(job, counts=(8.0,), squares=(64.0,))[1] == Update(
+    assert stepped(job, losses=(0.75,), counts=(8.0,), squares=(64.0,))[1] == Update(
         1, divisor=8.0, scale=1.0 / (1.0 + 1e-6)
     )
     job = Scripted(1, clip_grad_norm=1.0).running()
-    assert stepped(job, counts=(9.0,), squares=(64.0,))[1] == Update(1, divisor=9.0, scale=1.0)
+    assert stepped(job, losses=(0.75,), counts=(9.0,), squares=(64.0,))[1] == Update(
+        1, divisor=9.0, scale=1.0
+    )
 
 
 @given(st.lists(st.floats(0, 1e300), min_size=4, max_size=12), st.integers(1, 3))
@@ -95,11 +98,11 @@ def test_a_gradient_that_is_not_finite_is_so_wherever_it_is(
         assert job.state() is State.STEPPING
 
 
-def test_a_negative_sum_of_squares_is_dropped() -> None:
+def test_a_sum_of_squares_is_not_negative() -> None:
     """A partial may be negative; what it is a part of may not."""
     job = Scripted(1).running()
-    (dropped,) = job.step(1, squares=(1.0, -1.5))
-    assert dropped == Dropped("StepDone of rank 0: a negative sum of squares")
+    with pytest.raises(ProtocolError, match="a negative sum of squares"):
+        job.step(1, squares=(1.0, -1.5))
     row, _ = stepped(job, squares=(1.0, -(2.0**-60)))
     assert row.grad_norm == 1.0
 
@@ -116,8 +119,8 @@ def test_losses_add_left_to_right() -> None:
         {"squares": (math.inf,)},
         {"squares": (math.nan,)},
         {"squares": (1.7e308, 1.7e308)},  # finite, with a sum that is not
-        {"counts": (math.inf, -math.inf)},
-        {"counts": (0.0,)},
+        {"losses": (1.0, 2.0), "counts": (math.inf, -math.inf)},
+        {"losses": (1.0,), "counts": (0.0,)},
         {"losses": ()},
         {"learning_rate": math.nan},
     ],

@@ -18,7 +18,7 @@ from pipeworker.errors import ProtocolError
 from pipeworker.wire import messages
 from pipeworker.wire.codec import MAX_FRAME_BYTES, VERSION, Codec, decode, encode
 from pipeworker.wire.messages import (
-    LONGEST_TYPE,
+    LONGEST_NAME,
     MOST_TYPES,
     Abort,
     Advance,
@@ -45,6 +45,7 @@ from pipeworker.wire.messages import (
     Update,
     Wait,
 )
+from support.messages import MADE
 
 KINDS = [*typing.get_args(messages.FromWorker), *typing.get_args(messages.ToWorker)]
 
@@ -52,7 +53,7 @@ st.register_type_strategy(int, st.integers(-(2**63), 2**63 - 1))
 st.register_type_strategy(float, st.floats(allow_nan=False))
 st.register_type_strategy(str, st.text(st.characters(codec=None), max_size=20))
 
-any_message = st.sampled_from(KINDS).flatmap(st.from_type)
+any_message = st.sampled_from(KINDS).flatmap(lambda kind: MADE.get(kind, st.from_type(kind)))
 
 DONE = StepDone(
     rank=1,
@@ -375,7 +376,7 @@ def test_only_what_a_codec_is_for_is_read_by_name(name: Any) -> None:
         SHAPES.read(name, [1.0])
 
 
-@pytest.mark.parametrize("types", [["x"] * (MOST_TYPES + 1), ["x" * (LONGEST_TYPE + 1)], [1], "x"])
+@pytest.mark.parametrize("types", [["x"] * (MOST_TYPES + 1), ["x" * (LONGEST_NAME + 1)], [1], "x"])
 def test_names_of_types_are_bounded(types: Any) -> None:
     for name, fields in (
         ("Described", [0, ["Linear"], [], [], 0, types]),
@@ -383,5 +384,5 @@ def test_names_of_types_are_bounded(types: Any) -> None:
     ):
         with pytest.raises(ProtocolError):
             decode(msgpack.packb([VERSION, 1, name, fields]))
-        fields[-1] = ["x" * LONGEST_TYPE] * 2
+        fields[-1] = ["x" * LONGEST_NAME] * 2
         assert decode(msgpack.packb([VERSION, 1, name, fields]))

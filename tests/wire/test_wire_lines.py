@@ -34,6 +34,7 @@ from pipeworker.wire.lines import (
     never,
 )
 from pipeworker.wire.messages import Evaluation, Phase, Position, StepResult
+from support.messages import MADE
 
 KINDS: list[Any] = list(typing.get_args(Line))
 TOKEN = "0123456789abcdef" * 4
@@ -48,6 +49,8 @@ simple: dict[Any, st.SearchStrategy[Any]] = {
 
 def any_of(kind: Any) -> st.SearchStrategy[Any]:
     """What a field of this type may hold."""
+    if kind in MADE:
+        return MADE[kind]
     if kind in simple:
         return simple[kind]
     if typing.get_origin(kind) is tuple:

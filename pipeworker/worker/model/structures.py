@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from enum import Enum
 from types import ModuleType
 
-from pipeworker.wire.messages import LONGEST_TYPE, MOST_TYPES
+from pipeworker.wire.messages import LONGEST_NAME, MOST_TYPES
 from pipeworker.worker.internals import pytree
 from pipeworker.worker.transport.structure import is_named
 
@@ -31,7 +31,7 @@ def classes_of(modules: Iterable[ModuleType]) -> dict[str, type]:
                 and (is_named(value) or value in pytree.SUPPORTED_NODES or issubclass(value, Enum))
             ):
                 found[_name(value)] = value
-    short = sorted(name for name in found if len(name) <= LONGEST_TYPE)
+    short = sorted(name for name in found if len(name) <= LONGEST_NAME)
     return {name: found[name] for name in short[:MOST_TYPES]}
 
 

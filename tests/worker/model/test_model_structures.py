@@ -10,7 +10,7 @@ from types import ModuleType
 import pytest
 from torch.utils import _pytree as pytree
 
-from pipeworker.wire.messages import LONGEST_TYPE
+from pipeworker.wire.messages import LONGEST_NAME
 from pipeworker.worker.model.structures import classes_of
 
 SOURCE = """
@@ -50,7 +50,7 @@ SOURCE = """
 def module(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     made = ModuleType("job_of_classes")
     monkeypatch.setitem(sys.modules, made.__name__, made)
-    exec(textwrap.dedent(SOURCE).replace("LENGTH", str(LONGEST_TYPE)), vars(made))
+    exec(textwrap.dedent(SOURCE).replace("LENGTH", str(LONGEST_NAME)), vars(made))
     return made
 
 

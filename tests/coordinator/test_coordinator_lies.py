@@ -1,0 +1,121 @@
+"""A worker of the job that sends what cannot be: it is named, and the job ends; nothing else does.
+
+Each of these reads as a message; what is wrong with them the job alone knows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import msgpack
+import pytest
+
+from pipeworker.coordinator.events import Garbled
+from pipeworker.coordinator.states import State
+from pipeworker.errors import ProtocolError
+from pipeworker.wire import codec
+from pipeworker.wire.messages import (
+    Batch,
+    Built,
+    Described,
+    EvaluationDone,
+    FromWorker,
+    Heartbeat,
+    Plan,
+    Position,
+    Ready,
+    StepDone,
+    StoreOperation,
+    StoreRequest,
+    Upcoming,
+)
+from support.coordinator import BATCH, LAYERS, Scripted, ready_of
+
+WHO = "stage 1 (pid 1001 on host) sent what cannot be: "
+DONE = StepDone(1, 1, (0.5,), (), (1.0,), 0.0, 0.1, 0, None)
+
+
+def described() -> Scripted:
+    job = Scripted(2)
+    job.join()
+    job.describe()
+    return job
+
+
+def running() -> Scripted:
+    return Scripted(2).running()
+
+
+@pytest.mark.parametrize(
+    ("begin", "lie"),
+    [
+        (described, Ready(1, (Built(5, 3, LAYERS[3:], 8),), "cpu", None)),
+        (described, Ready(1, (), "cpu", None)),
+        (described, Ready(1, (Built(1, 0, LAYERS, 8),), "cpu", None)),
+        (running, replace(DONE, batch=replace(BATCH, microbatches=5))),
+        (running, Upcoming(1, 2)),
+        (running, replace(DONE, rank=0)),
+        (running, StoreRequest(1, 1, StoreOperation.ADD, ("k",), b"many")),
+    ],
+    ids=lambda value: getattr(value, "__name__", None) or type(value).__name__,
+)
+def test_a_lie_names_its_teller(begin: Callable[[], Scripted], lie: FromWorker) -> None:
+    job = begin()
+    job.says(lie, b"w1")
+    assert job.failure.message.startswith(f"{WHO}{type(lie).__name__}")
+    assert job.failure.stage == "stage 1"
+    assert job.ended.exit_status == 1
+
+
+def test_the_truth_does_not() -> None:
+    job = described()
+    (plan,) = job.sent(1, Plan)
+    assert job.says(ready_of(1, plan, LAYERS, None)) == []
+    assert job.state() is State.BUILDING
+
+
+def test_what_is_no_message_names_its_sender_too() -> None:
+    job = running()
+    job.handle(Garbled(b"stranger", "a malformed frame: not msgpack"))
+    assert job.state() is State.STEPPING
+    job.handle(Garbled(b"w1", "a malformed frame: not msgpack"))
+    assert job.failure.message == f"{WHO}a malformed frame: not msgpack"
+
+
+WRONG = [
+    ("StepDone", [1, 1, [], [], [-4.0], 0.0, 0.1, 0, None], "a negative sum of squares"),
+    ("StepDone", [1, 1, [], [], [1.0] * 41, 0.0, 0.1, 0, None], "41 squares"),
+    ("StepDone", [1, 1, [1.0], [1.0, 2.0], [], 0.0, 0.1, 0, None], "2 counts for 1 losses"),
+    ("StepDone", [1, 1, [], [], [], -1.0, 0.1, 0, None], "-1.0 seconds of work"),
+    ("StepDone", [1, 1, [], [], [], 0.0, 0.1, 0, [1, 10, 0, 0]], "in 0 micro-batches"),
+    ("StepDone", [1, 1, [], [], [], 0.0, 0.1, 0, [1, 10, 10**7, 0]], "in 10000000 micro-batches"),
+    ("StepDone", [1, 1, [], [], [], 0.0, 0.1, 0, [1, -3, 1, 0]], "a mini-batch of -3 samples"),
+    ("Upcoming", [0, 0], "a mini-batch of 0 micro-batches"),
+    (
+        "EvaluationDone",
+        [1, 1, 0, ["Evaluation", [1, 0.5, ["a", "b"], [1.0]]]],
+        "2 names of metrics",
+    ),
+    ("EvaluationDone", [1, 1, -1, None], "-1 bytes of memory"),
+    ("Described", [0, ["Linear"], [[0, 99, "x"]], [], 0, []], "a skip to layer 99"),
+    ("Described", [0, ["Linear"], [], [[[], []]], 0, []], "tied weights without a name"),
+    ("Heartbeat", [0, [5, -7, 0, 0], 0, 0, False, False], "a position of -7"),
+    ("Heartbeat", [0, [5, 0, 0, 0], -1, 0, False, False], "a negative number of messages"),
+    ("Hello", [0, "x" * 1000, 1], "a host or pid that cannot be"),
+    ("StoreRequest", [0, 1, "get", ["k" * 1000], b"", b""], "too many keys, or too long ones"),
+]
+
+
+@pytest.mark.parametrize(("name", "fields", "what"), WRONG, ids=[what for *_, what in WRONG])
+def test_messages_check_their_own_ranges(name: str, fields: list[object], what: str) -> None:
+    frame = msgpack.packb([codec.VERSION, 1, name, fields])
+    with pytest.raises(ProtocolError, match=what):
+        codec.decode(frame)
+
+
+def test_what_is_in_range_passes() -> None:
+    assert Batch(0, 1, 4, 0)
+    assert Described(0, ("Linear",), ())
+    assert EvaluationDone(0, 1, 0, None)
+    assert Heartbeat(0, Position())

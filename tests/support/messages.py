@@ -1,0 +1,102 @@
+"""Messages as hypothesis makes them: any that can be made, for each checks its own ranges."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from hypothesis import strategies as st
+
+from pipeworker.wire.messages import (
+    Batch,
+    Built,
+    Described,
+    Evaluation,
+    EvaluationDone,
+    Heartbeat,
+    Hello,
+    Phase,
+    Position,
+    SkipRoute,
+    StepDone,
+    StoreOperation,
+    StoreRequest,
+    TiedWeights,
+    Upcoming,
+)
+
+_MOST = 2**63 - 1
+_counts = st.integers(0, _MOST)
+_places = st.integers(-1, _MOST)
+_floats = st.floats(allow_nan=False)
+_texts = st.text(st.characters(codec=None), max_size=20)
+_ints = st.integers(-_MOST - 1, _MOST)
+_bytes = st.binary(max_size=20)
+
+
+def _some(of: st.SearchStrategy[Any], least: int = 0) -> st.SearchStrategy[Any]:
+    return st.lists(of, min_size=least, max_size=4).map(tuple)
+
+
+_batch = st.builds(Batch, _ints, st.integers(1, _MOST), st.integers(1, 1 << 20), _counts)
+_position = st.builds(Position, st.sampled_from(Phase), _places, _places, _places)
+_evaluation = st.lists(st.tuples(_texts, _floats), max_size=4).flatmap(
+    lambda pairs: st.builds(
+        Evaluation,
+        _ints,
+        _floats,
+        st.just(tuple(name for name, _ in pairs)),
+        st.just(tuple(value for _, value in pairs)),
+    )
+)
+_route = st.tuples(st.integers(0, 2), st.integers(2, 3), _texts).map(lambda r: SkipRoute(*r))
+_squares = _some(st.floats(0.0)) | st.just((math.inf, -math.inf))
+
+MADE: dict[Any, st.SearchStrategy[Any]] = {
+    Batch: _batch,
+    Position: _position,
+    Evaluation: _evaluation,
+    Hello: st.builds(Hello, _ints, _texts, _counts),
+    Built: st.builds(Built, _counts, _counts, _some(_texts), _counts),
+    Described: st.builds(
+        Described,
+        _ints,
+        st.lists(_texts, min_size=4, max_size=6).map(tuple),
+        _some(_route),
+        _some(st.builds(TiedWeights, _some(_texts, 1), _some(_ints))),
+        _ints,
+        _some(_texts),
+    ),
+    Upcoming: st.builds(Upcoming, _ints, st.integers(1, 1 << 20)),
+    StepDone: st.lists(st.tuples(_floats, _floats), max_size=4).flatmap(
+        lambda pairs: st.builds(
+            StepDone,
+            _ints,
+            _ints,
+            st.just(tuple(loss for loss, _ in pairs)),
+            st.sampled_from([(), tuple(count for _, count in pairs)]),
+            _squares,
+            st.floats(0.0),
+            _floats,
+            _counts,
+            st.none() | _batch,
+        )
+    ),
+    EvaluationDone: st.builds(EvaluationDone, _ints, _ints, _counts, st.none() | _evaluation),
+    Heartbeat: st.builds(
+        Heartbeat, _ints, _position, _counts, _counts, st.booleans(), st.booleans()
+    ),
+    StoreRequest: st.builds(
+        StoreRequest,
+        _ints,
+        _ints,
+        st.sampled_from(StoreOperation),
+        _some(_texts),
+        _bytes,
+        _bytes,
+    ),
+}
+"""How to make those that not any values of the right types make."""
+
+for _kind, _made in MADE.items():
+    st.register_type_strategy(_kind, _made)
