@@ -43,6 +43,7 @@ from pipeworker.worker.transport.proof import (
 # Waits for tensors end when a peer is lost or the coordinator ends the job, which knows who is
 # silent and who computes; no clock here can tell a long computation from a hang.
 _FOREVER = timedelta(days=30)
+_BROKEN = 3  # connections that fail before a word is said, until the network is to blame
 _INTERFACE = "GLOO_SOCKET_IFNAME"
 _ADDRESS_OF_INTERFACE = 0x8915  # SIOCGIFADDR
 
@@ -223,24 +224,38 @@ class _Gloo:
     device: ProcessGroupGloo.Device | None = None
 
     def connect(self, edge: Edge, secret: bytes, key: str, *, sends: bool) -> GroupLink:
-        """The sender has rank 0 of its group."""
+        """The sender has rank 0 of its group.
+
+        Raises:
+            TimeoutError: the peer does not come before the deadline.
+            RuntimeError: it cannot be reached.
+        """
         rank = 0 if sends else 1
-        for attempt in itertools.count():
-            if self.device is None:
-                self.device = _device(self.endpoint)
+        for attempt in itertools.count(1):
             prefix = f"{key}/{attempt}"
-            left = timedelta(seconds=max(0.001, self.deadline - time.monotonic()))
-            options = gloo_options(self.device, left)
-            group: Any = ProcessGroupGloo(PrefixStore(prefix, self.store), rank, 2, options)
-            wrong = _proof_over(group, proving(secret, sends=sends), rank)
+            try:
+                group: Any = self._group(prefix, rank)
+                wrong = _proof_over(group, proving(secret, sends=sends), rank)
+            except RuntimeError as error:  # a stranger may have broken it, but not again and again
+                if attempt == _BROKEN:
+                    raise
+                group, wrong = None, str(error)
             # One end may know long before the other, which is silent until its time is over.
             self.store.set(f"{prefix}/proven-{rank}", "no" if wrong else "yes")
             if self.store.get(f"{prefix}/proven-{1 - rank}") == b"yes" and not wrong:
                 return GroupLink(edge, group, torch.device("cpu"))
             turn_away(edge, wrong or "at the other end")
-            group.abort()
+            if group is not None:
+                group.abort()
             self.device = None
-        raise AssertionError("attempts end with the store's patience")
+        raise AssertionError("there is always another attempt")
+
+    def _group(self, prefix: str, rank: int) -> Any:
+        if self.device is None:
+            self.device = _device(self.endpoint)
+        left = timedelta(seconds=max(0.001, self.deadline - time.monotonic()))
+        options = gloo_options(self.device, left)
+        return ProcessGroupGloo(PrefixStore(prefix, self.store), rank, 2, options)
 
 
 def _proof_over(group: Any, part: Proving, rank: int) -> str:

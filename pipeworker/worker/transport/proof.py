@@ -194,11 +194,11 @@ def admit(
         selector.register(listener, selectors.EVENT_READ)
 
         def drop(descriptor: int, why: object) -> None:
+            if why:
+                turn_away(edge, why)
             steps, _ = guests.pop(descriptor)
             selector.unregister(descriptor)
             steps.close()
-            if why:
-                turn_away(edge, why)
 
         def drop_all() -> None:
             for descriptor in list(guests):

@@ -330,8 +330,12 @@ def connect(edge: Edge, secret: bytes, where: Place, *, sends: bool) -> Receivin
         steps = proof.over(connection, proof.proving(secret, sends=True))
         try:
             name = where.store.get(where.key)
-            connection.settimeout(where.left())
+            # A timeout of Python's would not wait while strangers fill the queue at the door.
+            seconds, rest = divmod(where.left(), 1)
+            limit = struct.pack("2l", int(seconds), int(1e6 * rest))
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
             connection.connect(b"\0" + name)
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("2l", 0, 0))
         except OSError:
             connection.close()
             raise
