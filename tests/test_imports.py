@@ -58,7 +58,8 @@ ROOMS_WITHIN = {
         *("effects", "states", "blueprint", "loop", "report", "generation", "job", "service"),
     ],
     "pipeworker.worker.transport": [
-        *("link", "courier", "frame", "proof", "shared", "tls", "distributed", "channel"),
+        *("link", "courier", "frame", "proof", "shared", "credentials", "tls"),
+        *("distributed", "channel"),
     ],
     "pipeworker.worker.stage": [
         *("microbatch", "rng", "recompute", "batchnorm", "losses", "skips", "split", "values"),

@@ -30,6 +30,7 @@ from pipeworker.plan.placement import Placement
 from pipeworker.wire.messages import StoreOperation, StoreReply
 from pipeworker.worker.internals import PrefixStore, ProcessGroupGloo, Store, Work, gloo_options
 from pipeworker.worker.transport import shared, tls
+from pipeworker.worker.transport.credentials import Credentials
 from pipeworker.worker.transport.link import Link, OneLane, Pending
 from pipeworker.worker.transport.proof import (
     Membership,
@@ -177,7 +178,7 @@ def connect(
     deadline = time.monotonic() + timings().connect
     store.deadline = deadline
     gloo = _Gloo(store, endpoint, deadline)
-    secure = tls.Credentials.of(membership.token) if backend == "tls" else None
+    secure = Credentials.of(membership.token) if backend == "tls" else None
     identity = shared.host_identity()
     store.set(f"host/{rank}", identity)
     held, replica = placement.stages_of(rank), placement.replica_of(rank)

@@ -1,9 +1,7 @@
 """Links over TLS between hosts, for a network that is not trusted.
 
-Every worker of a job has the same certificate and key, made from the job's token; either end shows
-it and takes nothing else. So who is not of the job cannot connect, read or change anything, and no
-key is kept in a file. In the encrypted connection the ends prove which edge they are for, as over
-any link.
+Who is not of the job can neither connect nor read or change anything (:mod:`credentials`). In the
+encrypted connection the ends prove which edge they are for, as over any link.
 
 One message is a head (tag and length) and the tensor's bytes. A send writes what the socket takes
 at once and leaves the rest to a thread. Who waits for a tensor reads the connection, straight into
@@ -15,131 +13,30 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import datetime
-import os
 import select
-import selectors
 import socket
 import ssl
 import struct
 import sys
-import tempfile
 import threading
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import torch
 
 from pipeworker.errors import PeerLost, PipeworkerError
 from pipeworker.plan.actions import Edge
-from pipeworker.wire.keys import secret_of
 from pipeworker.worker.transport import proof
+from pipeworker.worker.transport.credentials import Credentials
 from pipeworker.worker.transport.link import COMPLETE, OneLane, Pending
-from pipeworker.worker.transport.proof import Place, Steps, Stranger
+from pipeworker.worker.transport.proof import Place, Steps
 
 _HEAD = struct.Struct("<2q")  # tag, bytes
 _RECORD_BYTES = 16 << 10  # what TLS encrypts at once: a small message is one
 _LARGE_BYTES = 256 << 10  # less takes as long to read as to wake a thread that does
 _IDLE = 30  # seconds until the kernel asks whether a silent peer is there
 _AGAIN = (ssl.SSLWantReadError, ssl.SSLWantWriteError)
-
-
-@dataclass(frozen=True, slots=True)
-class Credentials:
-    """What the workers of a job show each other, and the only thing they accept."""
-
-    client: ssl.SSLContext
-    server: ssl.SSLContext
-    certificate: bytes
-
-    @staticmethod
-    def of(token: str) -> Credentials:
-        """They are the same on every host, whatever its clock says.
-
-        Raises:
-            UsageError: the token is no secret.
-        """
-        key, certificate = _made_from(secret_of(token, b"pipeworker-tls"))
-        der = ssl.PEM_cert_to_DER_cert(certificate)
-        client = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-        server = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-        server.num_tickets = 0  # a source only writes: what it does not read would reset the link
-        client.check_hostname = False
-        with _readable(key + certificate.encode()) as path:
-            for context in (client, server):
-                context.minimum_version = ssl.TLSVersion.TLSv1_3
-                context.verify_mode = ssl.CERT_REQUIRED
-                context.load_verify_locations(cadata=der)
-                context.load_cert_chain(path)
-        return Credentials(client, server, der)
-
-    def steps(
-        self, connection: socket.socket, edge_proof: proof.Proving, *, connects: bool
-    ) -> Steps:
-        """From a TCP connection to one that is encrypted and proven."""
-        context = self.client if connects else self.server
-        with contextlib.ExitStack() as unless_proven:
-            unless_proven.callback(connection.close)
-            secure = context.wrap_socket(
-                connection, server_side=not connects, do_handshake_on_connect=False
-            )
-            unless_proven.callback(secure.close)
-            while True:
-                try:
-                    secure.do_handshake()
-                    break
-                except ssl.SSLWantReadError:
-                    yield selectors.EVENT_READ
-                except ssl.SSLWantWriteError:
-                    yield selectors.EVENT_WRITE
-            if secure.getpeercert(binary_form=True) != self.certificate:
-                raise Stranger("its certificate is not the job's")
-            yield from proof.converse(secure, edge_proof)
-            unless_proven.pop_all()
-        return secure
-
-
-def _made_from(seed: bytes) -> tuple[bytes, str]:
-    """An Ed25519 key and a certificate it signs, as PEM: its signatures are always the same."""
-    from cryptography import x509
-    from cryptography.hazmat.primitives import serialization
-    from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
-    from cryptography.x509.oid import NameOID
-
-    key = Ed25519PrivateKey.from_private_bytes(seed)
-    name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "pipeworker")])
-    certificate = (
-        x509.CertificateBuilder(name, name, key.public_key(), serial_number=1)
-        .not_valid_before(datetime.datetime(1970, 1, 1))
-        .not_valid_after(datetime.datetime(9999, 12, 31, 23, 59, 59))
-        .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
-        .sign(key, None)
-    )
-    form = serialization.Encoding.PEM
-    private = key.private_bytes(
-        form, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
-    )
-    return private, certificate.public_bytes(form).decode()
-
-
-@contextlib.contextmanager
-def _readable(data: bytes) -> Iterator[str]:
-    """A path to read it from, which is what ssl wants: on Linux of memory that has no name."""
-    if sys.platform == "linux":
-        handle = os.memfd_create("pipeworker", os.MFD_CLOEXEC)
-        path = f"/proc/self/fd/{handle}"
-    else:
-        handle, path = tempfile.mkstemp()  # its owner's alone
-    with os.fdopen(handle, "wb") as file:
-        try:
-            file.write(data)
-            file.flush()
-            yield path
-        finally:
-            if sys.platform != "linux":
-                Path(path).unlink()
 
 
 def _memory_of(tensor: torch.Tensor) -> memoryview:

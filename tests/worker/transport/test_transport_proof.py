@@ -22,7 +22,8 @@ from pipeworker import environment
 from pipeworker.errors import PeerLost, UsageError
 from pipeworker.plan.placement import Placement
 from pipeworker.timings import VARIABLE
-from pipeworker.worker.transport import distributed, proof, shared, tls
+from pipeworker.worker.transport import credentials, distributed, proof, shared
+from pipeworker.worker.transport.credentials import Credentials
 from pipeworker.worker.transport.link import Link
 from pipeworker.worker.transport.proof import Membership, Stranger, proving
 from support.strangers import Strangers, listening
@@ -290,12 +291,12 @@ class Door:
         self._stack.callback(stranger.close)
         return stranger
 
-    def prove(self, secret: bytes, credentials: tls.Credentials) -> None:
+    def prove(self, secret: bytes, certificate: Credentials) -> None:
         """What a source would do, with another secret or certificate."""
         part = proving(secret, sends=True)
         stranger = self.knock()
         if self._kind == "tls":
-            steps = credentials.steps(stranger, part, connects=True)
+            steps = certificate.steps(stranger, part, connects=True)
         else:
             steps = proof.over(stranger, part)
         with pytest.raises((Stranger, OSError)):
@@ -328,11 +329,11 @@ def test_strangers_at_the_door_keep_nobody_waiting(
     for garbage in (b"GET / HTTP/1.1\r\n\r\n", os.urandom(200)):
         door.knock().sendall(garbage)
     door.knock().close()
-    ours = tls.Credentials.of(MEMBERSHIP.token)
+    ours = Credentials.of(MEMBERSHIP.token)
     door.prove(Membership(MEMBERSHIP.token, 2).key(FORTH, 0), ours)
     door.prove(MEMBERSHIP.key(BACK, 0), ours)
     if door._kind == "tls":
-        door.prove(KEY, tls.Credentials.of("another secret of these tests"))
+        door.prove(KEY, Credentials.of("another secret of these tests"))
     assert door.let_in()
     err = capfd.readouterr().err
     assert err.count(TURNED_AWAY) >= 4
@@ -414,11 +415,11 @@ def test_the_door_is_closed_behind_the_peer() -> None:
 
 
 def test_every_host_makes_the_same_certificate_and_each_job_its_own() -> None:
-    one, again = (tls.Credentials.of(MEMBERSHIP.token) for _ in range(2))
+    one, again = (Credentials.of(MEMBERSHIP.token) for _ in range(2))
     assert one.certificate == again.certificate
-    assert one.certificate != tls.Credentials.of("another secret of these tests").certificate
+    assert one.certificate != Credentials.of("another secret of these tests").certificate
     with pytest.raises(UsageError, match="too short"):
-        tls.Credentials.of("short")
+        Credentials.of("short")
 
 
 def test_an_older_tls_is_refused() -> None:
@@ -438,7 +439,7 @@ def test_the_key_is_in_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     for platform in ("linux", "darwin"):
         monkeypatch.setattr("sys.platform", platform)
         seen: list[tuple[int, bytes]] = []
-        with tls._readable(b"a key") as path:
+        with credentials._readable(b"a key") as path:
             seen.append((Path(path).stat().st_mode & 0o077, Path(path).read_bytes()))
         assert seen == [(0, b"a key")] if platform == "darwin" else seen[0][1] == b"a key"
         assert not list(tmp_path.iterdir())
