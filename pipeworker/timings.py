@@ -23,6 +23,7 @@ class Timings:
         tick: between two looks of the coordinator at what is overdue.
         burst: what arriving messages may keep the coordinator from all else.
         handshake: what a connection may take to prove itself.
+        connect: what a worker gives its neighbours to build their parts and connect.
         reconnect: until a closed control connection is tried again, at most.
         echo: what a closed connection waits for the cause behind it, or to come back.
         coordinator: what a worker's lost connection to the coordinator may take to come back.
@@ -44,6 +45,7 @@ class Timings:
     tick: float = 0.25
     burst: float = 0.2
     handshake: float = 5.0
+    connect: float = 900.0
     reconnect: float = 1.0
     echo: float = 2.5
     coordinator: float = 4.0
@@ -66,6 +68,7 @@ class Timings:
             (self.echo > self.silent + self.tick, "an echo knows who is silent when it ends"),
             (self.echo > 2 * self.reconnect, "a connection may come back"),
             (self.handshake > self.reconnect, "a slow handshake is not taken for a lost one"),
+            (self.connect > 4 * self.handshake, "strangers leave time for the peer"),
             (self.coordinator > self.echo, "the coordinator speaks before it is given up"),
             (self.reach > self.coordinator, "a connection may come back before the first answer"),
             (self.interrupted > self.interrupt + self.tick, "the coordinator ends first"),

@@ -60,7 +60,8 @@ ROOMS_WITHIN = {
         *("starter", "service"),
     ],
     "pipeworker.worker.transport": [
-        *("link", "courier", "structure", "frame", "shared", "distributed", "channel"),
+        *("link", "courier", "structure", "frame", "proof", "shared", "credentials", "tls"),
+        *("distributed", "channel"),
     ],
     "pipeworker.worker.stage": [
         *("microbatch", "rng", "recompute", "batchnorm", "losses", "skips", "split", "values"),

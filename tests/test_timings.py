@@ -39,6 +39,8 @@ def test_the_defaults_are_a_set() -> None:
         ("ping", DEFAULT.echo / 2, "a closed connection is found by pings"),
         ("silent", DEFAULT.echo, "an echo knows who is silent when it ends"),
         ("tick", DEFAULT.echo - DEFAULT.silent, "an echo knows who is silent when it ends"),
+        ("connect", 4 * DEFAULT.handshake, "strangers leave time for the peer"),
+        ("handshake", DEFAULT.connect / 4, "strangers leave time for the peer"),
         ("reconnect", DEFAULT.echo / 2, "a connection may come back"),
         ("echo", DEFAULT.coordinator, "the coordinator speaks before it is given up"),
         ("coordinator", DEFAULT.echo, "the coordinator speaks before it is given up"),

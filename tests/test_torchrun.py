@@ -11,6 +11,7 @@ import subprocess
 import uuid
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -263,3 +264,71 @@ def test_two_hosts_give_the_numbers_of_the_local_run(
     assert f"bound to tcp://{ADDRESSES[0]}:" in log  # where the other host can reach it
     for written in head.path.rglob("*"):
         assert not written.is_file() or secret.encode() not in written.read_bytes()
+
+
+MARKER = b"an activation that anybody may read, sixty-four bytes in a row: "
+MARKED_JOB = (
+    JOB.replace("nn.Linear(8, 16), nn.ReLU()", "nn.Linear(8, 16), Marked(), Unmarked(), nn.ReLU()")
+    + f"""
+    MARKER = torch.frombuffer(bytearray({MARKER!r}), dtype=torch.float32)
+
+    class Marked(nn.Module):
+        def forward(self, x):
+            return torch.cat((x, MARKER.expand(len(x), -1)), 1)
+
+    class Unmarked(nn.Module):
+        def forward(self, x):
+            return x[:, :-len(MARKER)]
+"""
+)
+CAPTURE = """
+    import socket, sys
+    from pathlib import Path
+
+    wire = socket.socket(socket.AF_PACKET, socket.SOCK_RAW, socket.htons(3))
+    wire.bind(("cable", 0))
+    with Path(sys.argv[1]).open("wb", buffering=0) as file:
+        file.write(b"open")
+        while True:
+            file.write(wire.recv(1 << 17))
+"""
+
+
+def is_begun(file: Path) -> bool:
+    return file.exists() and file.stat().st_size > 0
+
+
+@pytest.mark.root
+def test_what_two_hosts_say_over_tls_cannot_be_read_and_gives_the_same_numbers(
+    jobs: Jobs, torchrun: Start, hosts: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(TOKEN, uuid.uuid4().hex)
+    words = ("--microbatches", "4", "--steps", "3", "--balance", "2,5")
+    local = jobs.train("--stages", "2", *words, source=MARKED_JOB)
+    capture = jobs.write(CAPTURE, "capture.py")
+    read = {}
+    for port, backend in (("29501", "tls"), ("29502", "auto")):
+        seen = jobs.folder / f"wire-{backend}"
+        listener = jobs.python(str(capture), str(seen), namespace=hosts[1])
+        until(partial(is_begun, seen))
+        ports = ("--nnodes", "2", "--master-addr", ADDRESSES[0], "--master-port", port)
+        both = [
+            torchrun(
+                *(*words, "--backend", backend),
+                ranks=1,
+                source=MARKED_JOB,
+                options=(*ports, "--node-rank", str(index)),
+                namespace=host,
+                run_dir=f"run-{backend}",
+            )
+            for index, host in enumerate(hosts)
+        ]
+        head, other = (started.end() for started in both)
+        listener.kill()
+        listener.wait()
+        assert head.status == other.status == 0, head.stderr + other.stderr
+        assert_same(head, local)
+        read[backend] = seen.read_bytes()
+    assert MARKER in read["auto"]  # gloo, between hosts: the capture works
+    assert MARKER not in read["tls"]
+    assert len(read["tls"]) > 3 * 10 * len(MARKER)  # samples: what carried it was seen

@@ -14,7 +14,7 @@ from pipeworker.plan.partition import check_entries
 from pipeworker.plan.schedule import RECOMPUTE_MODES
 
 DEVICES = ("auto", "cpu", "cuda")
-BACKENDS = ("auto", "gloo", "nccl")
+BACKENDS = ("auto", "gloo", "nccl", "tls")
 PRECISIONS = ("fp32", "bf16", "fp16")
 MOST_STAGES = 1 << 16
 _CHOICES: dict[str, Collection[str]] = {

@@ -1,4 +1,4 @@
-"""CURVE keys from the job's token.
+"""CURVE keys, and whatever else is secret, from the job's token.
 
 Whoever holds the token can be, and can recognise, either side; nobody else gets past the
 handshake. The token is 32 random bytes, written as hexadecimal.
@@ -32,11 +32,19 @@ class KeyPair:
         return f"KeyPair(public={self.public!r})"
 
 
-def _derive(token: str, role: bytes) -> KeyPair:
+def secret_of(token: str, role: bytes) -> bytes:
+    """32 bytes for one use, which is named in 16 bytes at most; they tell nothing of the others.
+
+    Raises:
+        UsageError: the token is no secret.
+    """
     if len(token) < 16:
         raise UsageError(f"{TOKEN_VARIABLE} is too short to be a secret: use 16 characters or more")
-    seed = hashlib.blake2b(token.encode(), digest_size=32, person=role).digest()
-    secret = z85.encode(seed)
+    return hashlib.blake2b(token.encode(), digest_size=32, person=role).digest()
+
+
+def _derive(token: str, role: bytes) -> KeyPair:
+    secret = z85.encode(secret_of(token, role))
     return KeyPair(zmq.curve_public(secret), secret)
 
 

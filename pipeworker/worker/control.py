@@ -119,16 +119,28 @@ class Control:
         return self._inbox.get()
 
     def ask(
-        self, operation: StoreOperation, keys: tuple[str, ...], value: bytes, expected: bytes
+        self,
+        operation: StoreOperation,
+        keys: tuple[str, ...],
+        value: bytes,
+        expected: bytes,
+        seconds: float | None = None,
     ) -> StoreReply:
-        """Perform one operation on the coordinator's store."""
+        """Perform one operation on the coordinator's store.
+
+        Raises:
+            TimeoutError: it is not done within so many seconds.
+        """
         self._requests += 1
         number = self._requests
         answer = self._replies[number] = queue.SimpleQueue()
         self.send(StoreRequest(self._rank, number, operation, keys, value, expected))
-        reply = answer.get()
-        del self._replies[number]
-        return reply
+        try:
+            return answer.get(timeout=seconds)
+        except queue.Empty:
+            raise TimeoutError(f"nobody has set {', '.join(keys)}") from None
+        finally:
+            del self._replies[number]
 
     def close(self) -> None:
         """Send what is left and end the thread."""
@@ -273,8 +285,8 @@ class Control:
             elif not self._exchange.receive(number):
                 continue
             elif isinstance(message, StoreReply):
-                if message.number in self._replies:
-                    self._replies[message.number].put(message)
+                if waiting := self._replies.get(message.number):
+                    waiting.put(message)
             elif isinstance(message, Abort):
                 self._end(message)
             elif isinstance(message, ToWorker):

@@ -71,6 +71,7 @@ from pipeworker.worker.step.evaluation import Averages
 from pipeworker.worker.step.executor import Executor
 from pipeworker.worker.transport import distributed
 from pipeworker.worker.transport.courier import Courier
+from pipeworker.worker.transport.proof import Membership
 from pipeworker.worker.transport.structure import Kinds
 from pipeworker.worker.update.ties import Ties
 from pipeworker.worker.update.update import Updater
@@ -86,7 +87,12 @@ class Line(Protocol):
         """Returns at once."""
 
     def ask(
-        self, operation: StoreOperation, keys: tuple[str, ...], value: bytes, expected: bytes
+        self,
+        operation: StoreOperation,
+        keys: tuple[str, ...],
+        value: bytes,
+        expected: bytes,
+        seconds: float | None = None,
     ) -> StoreReply:
         """Perform one operation on the coordinator's store."""
 
@@ -280,6 +286,7 @@ class Worker:
             distributed.CoordinatorStore(self._line.ask),
             self._settings.endpoint,
             options.backend,
+            Membership(self._settings.token, self._settings.generation),
         )
         reads = 0 in self.stages and not options.own_loop
         executor = Executor(

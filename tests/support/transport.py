@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 import queue
 import threading
+import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Protocol, cast
+from unittest import mock
 
 import torch
 
@@ -16,6 +20,7 @@ from pipeworker.errors import PeerLost
 from pipeworker.plan.actions import Edge, Payload
 from pipeworker.plan.placement import Placement
 from pipeworker.wire.messages import StoreOperation, StoreReply, StoreRequest
+from pipeworker.worker.transport import shared
 from pipeworker.worker.transport.distributed import Ask, CoordinatorStore, connect
 from pipeworker.worker.transport.link import (
     Lane,
@@ -25,8 +30,10 @@ from pipeworker.worker.transport.link import (
     Pending,
     TwoLanes,
 )
+from pipeworker.worker.transport.proof import Membership
 
 ENDPOINT = "tcp://127.0.0.1:1"
+MEMBERSHIP = Membership("the secret of these tests", 1)
 FORTH, BACK = Edge(0, 1, Payload.ACTIVATION), Edge(1, 0, Payload.GRADIENT)
 
 
@@ -42,15 +49,27 @@ class Meeting:
         """A new peer's way to ask."""
         peer = str(len(self._replies)).encode()
         mine = self._replies[peer] = queue.SimpleQueue()
+        numbers = itertools.count()
 
         def ask(
-            operation: StoreOperation, keys: tuple[str, ...], value: bytes, expected: bytes
+            operation: StoreOperation,
+            keys: tuple[str, ...],
+            value: bytes,
+            expected: bytes,
+            seconds: float | None = None,
         ) -> StoreReply:
-            request = StoreRequest(0, 1, operation, keys, value, expected)
+            request = StoreRequest(0, next(numbers), operation, keys, value, expected)
             with self._lock:
                 for other, reply in self._rendezvous.handle(peer, request):
                     self._replies[other].put(reply)
-            return mine.get(timeout=20)
+            deadline = time.monotonic() + min(20.0, 20.0 if seconds is None else seconds)
+            try:
+                while True:
+                    reply = mine.get(timeout=max(0.0, deadline - time.monotonic()))
+                    if reply.number == request.number:
+                        return reply
+            except queue.Empty:
+                raise TimeoutError(f"nobody has set {', '.join(keys)}") from None
 
         return ask
 
@@ -59,15 +78,27 @@ class Meeting:
 
 
 def connect_all(
-    edges: tuple[Edge, ...], stages: int, backend: str = "auto"
+    edges: tuple[Edge, ...],
+    stages: int,
+    backend: str = "auto",
+    memberships: Sequence[Membership] = (),
 ) -> list[dict[Edge, Link]]:
-    """The links of each worker, which has one stage; each connects on a thread of its own."""
+    """The links of each worker, which has one stage; each connects on a thread of its own.
+
+    With ``tls`` each is on a host of its own, as far as they can tell.
+
+    Args:
+        memberships: of each, where they are not all of one job.
+    """
     meeting = Meeting()
     stores = [meeting.store() for _ in range(stages)]
     placement = Placement.identity(stages)
-    with ThreadPoolExecutor(stages) as pool:
+    members = memberships or [MEMBERSHIP] * stages
+    hosts = iter(range(stages))
+    apart = mock.patch.object(shared, "host_identity", side_effect=lambda: f"host {next(hosts)}")
+    with ThreadPoolExecutor(stages) as pool, apart if backend == "tls" else nullcontext():
         made = [
-            pool.submit(connect, mine, k, placement, store, ENDPOINT, backend)
+            pool.submit(connect, mine, k, placement, store, ENDPOINT, backend, members[k])
             for k, store in enumerate(stores)
             if (mine := [edge for edge in edges if k in (edge.source, edge.target)])
         ]

@@ -70,9 +70,14 @@ class _Line:
     def send(self, message: FromWorker) -> None: ...
 
     def ask(
-        self, operation: StoreOperation, keys: tuple[str, ...], value: bytes, expected: bytes
+        self,
+        operation: StoreOperation,
+        keys: tuple[str, ...],
+        value: bytes,
+        expected: bytes,
+        seconds: float | None = None,
     ) -> StoreReply:
-        return self._ask(operation, keys, value, expected)
+        return self._ask(operation, keys, value, expected, seconds)
 
 
 @pytest.fixture(autouse=True)

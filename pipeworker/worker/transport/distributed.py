@@ -6,43 +6,80 @@ have one. They meet through :class:`CoordinatorStore`, over the control plane.
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
+import itertools
+import math
 import os
 import socket
-from collections.abc import Callable, Iterable, Sequence
+import struct
+import sys
+import time
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, Protocol
 from urllib.parse import urlsplit
 
 import torch
 
+from pipeworker.environment import timings
 from pipeworker.errors import PeerLost, UsageError
 from pipeworker.plan.actions import Edge
 from pipeworker.plan.placement import Placement
 from pipeworker.wire.messages import StoreOperation, StoreReply
 from pipeworker.worker.internals import PrefixStore, ProcessGroupGloo, Store, Work, gloo_options
-from pipeworker.worker.transport import shared
+from pipeworker.worker.transport import shared, tls
+from pipeworker.worker.transport.credentials import Credentials
 from pipeworker.worker.transport.link import Link, OneLane, Pending
+from pipeworker.worker.transport.proof import (
+    Membership,
+    Place,
+    Proving,
+    Stranger,
+    proving,
+    turn_away,
+)
 
-Ask = Callable[[StoreOperation, tuple[str, ...], bytes, bytes], StoreReply]
-
-# Waits end when a peer is lost or the coordinator ends the job, not by a clock of their own.
+# Waits for tensors end when a peer is lost or the coordinator ends the job, which knows who is
+# silent and who computes; no clock here can tell a long computation from a hang.
 _FOREVER = timedelta(days=30)
+_BROKEN = 3  # connections that fail before a word is said, until the network is to blame
+_INTERFACE = "GLOO_SOCKET_IFNAME"
+_ADDRESS_OF_INTERFACE = 0x8915  # SIOCGIFADDR
+
+
+class Ask(Protocol):
+    """Performs one operation of the store; raises TimeoutError when that takes too long."""
+
+    def __call__(
+        self,
+        operation: StoreOperation,
+        keys: tuple[str, ...],
+        value: bytes,
+        expected: bytes,
+        seconds: float | None = None,
+        /,
+    ) -> StoreReply: ...
 
 
 class CoordinatorStore(Store):
-    """A c10d store whose keys are kept by the coordinator; `ask` performs one operation."""
+    """A c10d store whose keys are kept by the coordinator; `ask` performs one operation.
 
-    def __init__(self, ask: Ask) -> None:
+    Nobody waits for a key beyond the deadline (monotonic): that raises TimeoutError.
+    """
+
+    def __init__(self, ask: Ask, deadline: float = math.inf) -> None:
         super().__init__()
         self._ask = ask
+        self.deadline = deadline
 
     def set(self, key: str, value: str | bytes) -> None:
         data = value.encode() if isinstance(value, str) else bytes(value)
         self._ask(StoreOperation.SET, (key,), data, b"")
 
     def get(self, key: str) -> bytes:
-        return self._ask(StoreOperation.GET, (key,), b"", b"").values[0]
+        return self._wait_for((key,)).values[0]
 
     def add(self, key: str, amount: int) -> int:
         return self._ask(StoreOperation.ADD, (key,), str(amount).encode(), b"").result
@@ -59,7 +96,13 @@ class CoordinatorStore(Store):
         return bool(self._ask(StoreOperation.DELETE, (key,), b"", b"").result)
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
-        self._ask(StoreOperation.GET, tuple(keys), b"", b"")
+        self._wait_for(tuple(keys))
+
+    def _wait_for(self, keys: tuple[str, ...]) -> StoreReply:
+        left = None
+        if self.deadline < math.inf:
+            left = max(0.0, self.deadline - time.monotonic())
+        return self._ask(StoreOperation.GET, keys, b"", b"", left)
 
 
 @dataclass(slots=True)
@@ -72,7 +115,7 @@ class _WorkPending:
 
     def wait(self) -> None:
         try:
-            self.work.wait()
+            self.work.wait(_FOREVER)
         except RuntimeError as error:
             raise PeerLost(f"the channel {self.edge} closed: {error}") from error
 
@@ -109,9 +152,10 @@ def connect(
     edges: Iterable[Edge],
     rank: int,
     placement: Placement,
-    store: Store,
+    store: CoordinatorStore,
     endpoint: str,
     backend: str,
+    membership: Membership,
 ) -> dict[Edge, Link]:
     """Connect this worker's end of every edge; all workers go through the edges in one order.
 
@@ -121,39 +165,152 @@ def connect(
         endpoint: the coordinator's address; the interface that reaches it carries the tensors,
             unless ``GLOO_SOCKET_IFNAME`` names another.
         backend: ``auto`` for shared memory between workers of one host and gloo between hosts,
-            ``gloo`` for gloo everywhere. Tensors on an accelerator are staged through the host.
+            ``tls`` for TLS between hosts, ``gloo`` for gloo everywhere. Tensors on an accelerator
+            are staged through the host.
+        membership: what both ends of an edge prove to each other.
 
     Raises:
-        PeerLost: a neighbour cannot be reached.
+        PeerLost: a neighbour cannot be reached, or does not come in time.
         UsageError: the backend is not available.
     """
-    if backend not in ("auto", "gloo"):
+    if backend not in ("auto", "gloo", "tls"):
         raise UsageError(f"--backend {backend} is not available yet: use gloo")
-    options = gloo_options(_device(endpoint), _FOREVER)
+    deadline = time.monotonic() + timings().connect
+    store.deadline = deadline
+    gloo = _Gloo(store, endpoint, deadline)
+    secure = Credentials.of(membership.token) if backend == "tls" else None
     identity = shared.host_identity()
     store.set(f"host/{rank}", identity)
     held, replica = placement.stages_of(rank), placement.replica_of(rank)
     links: dict[Edge, Link] = {}
-    for edge in edges:
-        sends = edge.source in held
-        peer = placement.rank_of(edge.target if sends else edge.source, replica)
-        key = f"replica-{replica}/{edge}"
-        if backend == "auto" and store.get(f"host/{peer}") == identity.encode():
-            links[edge] = shared.connect(edge, sends=sends, key=f"shared/{key}", store=store)
-            continue
-        try:
-            group = ProcessGroupGloo(PrefixStore(key, store), 0 if sends else 1, 2, options)
-        except RuntimeError as error:
-            raise PeerLost(f"the channel {edge} could not be connected: {error}") from error
-        links[edge] = GroupLink(edge, group, torch.device("cpu"))
+    with contextlib.ExitStack() as unless_all:
+        for edge in edges:
+            sends = edge.source in held
+            peer = placement.rank_of(edge.target if sends else edge.source, replica)
+            secret = membership.key(edge, replica)
+            key = f"replica-{replica}/{edge}"
+            try:
+                if backend != "gloo" and store.get(f"host/{peer}") == identity.encode():
+                    where = Place(store, f"shared/{key}", deadline)
+                    links[edge] = shared.connect(edge, secret, where, sends=sends)
+                elif secure is not None:
+                    where = Place(store, f"tls/{key}", deadline)
+                    host = _own_address(endpoint)
+                    links[edge] = tls.connect(edge, secret, where, secure, host, sends=sends)
+                else:
+                    links[edge] = gloo.connect(edge, secret, key, sends=sends)
+            except (OSError, RuntimeError, Stranger) as error:
+                late = isinstance(error, TimeoutError)
+                why = f"it did not come within {timings().connect:g} s" if late else error
+                raise PeerLost(
+                    f"the channel {edge} could not be connected to the worker of "
+                    f"{placement.names(peer)} (rank {peer}): {why}"
+                ) from error
+            unless_all.callback(links[edge].close)
+        unless_all.pop_all()
     return links
 
 
+@dataclass(slots=True)
+class _Gloo:
+    """Connects by gloo, whose port gives a stage's place to whoever knows a small number.
+
+    So the ends of a group prove themselves over it. When they do not, a stranger has a place in it,
+    and both try again with another group, which meets at another port.
+    """
+
+    store: CoordinatorStore
+    endpoint: str
+    deadline: float
+    device: ProcessGroupGloo.Device | None = None
+
+    def connect(self, edge: Edge, secret: bytes, key: str, *, sends: bool) -> GroupLink:
+        """The sender has rank 0 of its group.
+
+        Raises:
+            TimeoutError: the peer does not come before the deadline.
+            RuntimeError: it cannot be reached.
+        """
+        rank = 0 if sends else 1
+        for attempt in itertools.count(1):
+            prefix = f"{key}/{attempt}"
+            try:
+                group: Any = self._group(prefix, rank)
+                wrong = _proof_over(group, proving(secret, sends=sends), rank)
+            except RuntimeError as error:  # a stranger may have broken it, but not again and again
+                if attempt == _BROKEN:
+                    raise
+                group, wrong = None, str(error)
+            # One end may know long before the other, which is silent until its time is over.
+            self.store.set(f"{prefix}/proven-{rank}", "no" if wrong else "yes")
+            if self.store.get(f"{prefix}/proven-{1 - rank}") == b"yes" and not wrong:
+                return GroupLink(edge, group, torch.device("cpu"))
+            turn_away(edge, wrong or "at the other end")
+            if group is not None:
+                group.abort()
+            self.device = None
+        raise AssertionError("there is always another attempt")
+
+    def _group(self, prefix: str, rank: int) -> Any:
+        if self.device is None:
+            self.device = _device(self.endpoint)
+        left = timedelta(seconds=max(0.001, self.deadline - time.monotonic()))
+        options = gloo_options(self.device, left)
+        return ProcessGroupGloo(PrefixStore(prefix, self.store), rank, 2, options)
+
+
+def _proof_over(group: Any, part: Proving, rank: int) -> str:
+    """Prove over a group of two; returns what was wrong, if anything."""
+    deadline = time.monotonic() + timings().handshake
+    kept = []  # gloo reads or writes it until the group is gone
+
+    def wait(work: Work) -> None:
+        left = timedelta(seconds=max(0.001, deadline - time.monotonic()))
+        work.wait(left)
+
+    try:
+        message, count = next(part)
+        while True:
+            if message:
+                kept.append(torch.frombuffer(bytearray(message), dtype=torch.uint8))
+                wait(group.send([kept[-1]], 1 - rank, 0))
+            memory = bytearray(count)
+            if count:
+                kept.append(torch.frombuffer(memory, dtype=torch.uint8))
+                wait(group.recv([kept[-1]], 1 - rank, 0))
+            message, count = part.send(bytes(memory))
+    except StopIteration:
+        return ""
+    except (Stranger, RuntimeError) as error:
+        group.abort()
+        return str(error)
+
+
 def _device(endpoint: str) -> ProcessGroupGloo.Device:
-    interface = os.environ.get("GLOO_SOCKET_IFNAME")
+    interface = os.environ.get(_INTERFACE)
     if interface:
         return ProcessGroupGloo.create_device(interface=interface)
     return ProcessGroupGloo.create_device(hostname=_address_towards(endpoint))
+
+
+def _own_address(endpoint: str) -> str:
+    """Of the interface that carries tensors: gloo does not say which one it took.
+
+    Raises:
+        UsageError: the one that is named has none.
+    """
+    interface = os.environ.get(_INTERFACE)
+    if not interface:
+        return _address_towards(endpoint)
+    if sys.platform != "linux":
+        raise UsageError(f"{_INTERFACE} can be used with --backend tls on Linux only")
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            asked = struct.pack("256s", interface.encode()[:15])
+            answer = fcntl.ioctl(probe, _ADDRESS_OF_INTERFACE, asked)
+        except OSError as error:
+            raise UsageError(f"{_INTERFACE} is {interface!r}: {error.strerror}") from error
+    return socket.inet_ntoa(answer[20:24])
 
 
 def _address_towards(endpoint: str) -> str:

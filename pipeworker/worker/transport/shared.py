@@ -30,8 +30,10 @@ import torch
 
 from pipeworker.errors import PeerLost
 from pipeworker.plan.actions import Edge
-from pipeworker.worker.internals import Store, storage_uses
+from pipeworker.worker.internals import storage_uses
+from pipeworker.worker.transport import proof
 from pipeworker.worker.transport.link import COMPLETE, OneLane, Pending
+from pipeworker.worker.transport.proof import Place
 
 _POST = struct.Struct("<4q")  # tag, arena (-1: inline), offset in it, bytes
 _DONE = struct.Struct("<q")  # tag; an inline payload follows
@@ -312,32 +314,42 @@ class SendingLink(OneLane):
             raise PeerLost(f"the channel {self._edge} closed: {error}") from error
 
 
-def connect(edge: Edge, *, sends: bool, key: str, store: Store) -> ReceivingLink | SendingLink:
+def connect(edge: Edge, secret: bytes, where: Place, *, sends: bool) -> ReceivingLink | SendingLink:
     """Connect this worker's end of an edge whose other end is on the same host.
 
     Args:
-        key: where the two ends meet in the store.
+        secret: what the two ends alone know.
 
     Raises:
-        PeerLost: the other end cannot be reached, or is not ours.
+        OSError: the other end cannot be reached.
+        Stranger: who listens in its place is not the peer.
     """
     family, kind = socket.AF_UNIX, socket.SOCK_SEQPACKET
     if sends:
         connection = socket.socket(family, kind)
+        steps = proof.over(connection, proof.proving(secret, sends=True))
         try:
-            connection.connect(b"\0" + store.get(key))
-        except OSError as error:
+            name = where.store.get(where.key)
+            # A timeout of Python's would not wait while strangers fill the queue at the door.
+            seconds, rest = divmod(where.left(), 1)
+            limit = struct.pack("2l", int(seconds), int(1e6 * rest))
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
+            connection.connect(b"\0" + name)
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("2l", 0, 0))
+        except OSError:
             connection.close()
-            raise PeerLost(f"the channel {edge} could not be connected: {error}") from error
-        return SendingLink(edge, connection)
-    name = f"pipeworker-{secrets.token_hex(16)}"
+            raise
+        return SendingLink(edge, proof.finish(steps, connection, where.deadline))
+
+    def steps_of(connection: socket.socket) -> proof.Steps:
+        credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
+        if struct.unpack("3i", credentials)[1] == os.getuid():
+            return proof.over(connection, proof.proving(secret, sends=False))
+        return proof.refused(connection, "it is another user's")
+
+    ours = f"pipeworker-{secrets.token_hex(16)}"
     with contextlib.closing(socket.socket(family, kind)) as listener:
-        listener.bind(f"\0{name}")
-        listener.listen(1)
-        store.set(key, name)
-        while True:
-            connection, _ = listener.accept()
-            credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
-            if struct.unpack("3i", credentials)[1] == os.getuid():
-                return ReceivingLink(edge, connection)
-            connection.close()
+        listener.bind(f"\0{ours}")
+        listener.listen(proof.GUESTS)
+        where.store.set(where.key, ours)
+        return ReceivingLink(edge, proof.admit(listener, edge, where.deadline, steps_of))

@@ -24,11 +24,11 @@ from pipeworker.worker.transport.courier import Courier
 from pipeworker.worker.transport.distributed import connect
 from pipeworker.worker.transport.link import Link
 from support.jobs import Jobs
-from support.transport import BACK, ENDPOINT, FORTH, Meeting, connect_all
+from support.transport import BACK, ENDPOINT, FORTH, MEMBERSHIP, Meeting, connect_all
 
 TWO = Placement.identity(2)
-BACKENDS = ["auto", "gloo"]
-"""Shared memory, as both ends are on one host, and sockets."""
+BACKENDS = ["auto", "gloo", "tls"]
+"""Shared memory, as both ends are on one host, and sockets, bare or encrypted."""
 
 
 @pytest.fixture(params=BACKENDS)
@@ -125,7 +125,7 @@ def test_stages_of_one_worker_and_replicas_are_connected_by_where_they_are() -> 
     stores = [meeting.store() for _ in range(4)]
     with ThreadPoolExecutor(4) as pool:
         made = [
-            pool.submit(connect, edges, rank, placement, store, ENDPOINT, "auto")
+            pool.submit(connect, edges, rank, placement, store, ENDPOINT, "auto", MEMBERSHIP)
             for rank, store in enumerate(stores)
         ]
         links = [future.result(20) for future in made]
@@ -142,7 +142,7 @@ def test_stages_of_one_worker_and_replicas_are_connected_by_where_they_are() -> 
 
 def test_a_backend_that_is_not_there_is_named() -> None:
     with pytest.raises(UsageError, match="--backend nccl is not available yet: use gloo"):
-        connect([FORTH], 0, TWO, Meeting().store(), ENDPOINT, "nccl")
+        connect([FORTH], 0, TWO, Meeting().store(), ENDPOINT, "nccl", MEMBERSHIP)
 
 
 def test_the_interface_may_be_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -165,9 +165,13 @@ NEIGHBOUR = """
     import torch
     from pipeworker.plan.actions import Edge, Payload
     from pipeworker.plan.placement import Placement
+    from pipeworker.worker.transport import shared
     from pipeworker.worker.transport.distributed import CoordinatorStore, connect
+    from pipeworker.worker.transport.proof import Membership
 
-    address, endpoint, backend = sys.argv[1:]
+    address, endpoint, backend, token = sys.argv[1:]
+    if backend == "tls":
+        shared.host_identity = lambda: "another host"
     forth, back = Edge(0, 1, Payload.ACTIVATION), Edge(1, 0, Payload.GRADIENT)
     with Client(address) as questions:
 
@@ -176,7 +180,8 @@ NEIGHBOUR = """
             return questions.recv()
 
         placement = Placement.identity(2)
-        links = connect([forth, back], 1, placement, CoordinatorStore(ask), endpoint, backend)
+        store, member = CoordinatorStore(ask), Membership(token, 1)
+        links = connect([forth, back], 1, placement, store, endpoint, backend, member)
         tensor = torch.empty(4)
         links[forth].bulk.receive([tensor], 0)[0].wait()
         links[back].bulk.send(tensor * 2, 0).wait()
@@ -206,8 +211,10 @@ def neighbour(
 
         thread = threading.Thread(target=answer, daemon=True)
         thread.start()
-        process = jobs.python(str(script), address, ENDPOINT, request.param)
-        links = connect([FORTH, BACK], 0, TWO, meeting.store(), ENDPOINT, request.param)
+        words = (address, ENDPOINT, request.param, MEMBERSHIP.token)
+        process = jobs.python(str(script), *words)
+        store = meeting.store()
+        links = connect([FORTH, BACK], 0, TWO, store, ENDPOINT, request.param, MEMBERSHIP)
         got = torch.empty(4)
         sending = links[FORTH].bulk.send(torch.ones(4), 0)
         links[BACK].bulk.receive([got], 0)[0].wait()

@@ -39,6 +39,7 @@ LINKS: dict[str, Callable[[], Ends]] = {
     "a strict bulk lane": in_memory(two_lanes),
     "shared memory": connected("auto"),
     "gloo": connected("gloo"),
+    "tls": connected("tls"),
 }
 
 
