@@ -57,7 +57,9 @@ ROOMS_WITHIN = {
         *("scaler", "calls", "rendezvous", "roster", "cause", "tally", "progress", "events"),
         *("effects", "states", "blueprint", "loop", "report", "generation", "job", "service"),
     ],
-    "pipeworker.worker.transport": ["link", "courier", "frame", "shared", "distributed", "channel"],
+    "pipeworker.worker.transport": [
+        *("link", "courier", "frame", "heap", "shared", "distributed", "pool", "channel"),
+    ],
     "pipeworker.worker.stage": [
         *("microbatch", "rng", "recompute", "batchnorm", "losses", "skips", "split", "values"),
         *("boundary", "stage"),
