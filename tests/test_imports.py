@@ -44,7 +44,7 @@ it or beside it in its room. The fork server starts workers; ``__main__`` is the
 """
 
 ROOMS_WITHIN = {
-    "pipeworker.wire": ["messages", "codec", "lines", "keys", "sockets"],
+    "pipeworker.wire": ["messages", "codec", "lines", "keys", "strangers", "sockets"],
     "pipeworker.plan": [
         *("actions", "placement", "schedule", "connect", "orders", "columns", "network", "check"),
         *("simulate",),
