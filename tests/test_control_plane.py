@@ -5,10 +5,11 @@ from __future__ import annotations
 import os
 import random
 import re
+import resource
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -43,6 +44,7 @@ from pipeworker.wire.messages import (
     StoreOperation,
     StoreRequest,
 )
+from support.crowd import Crowd, descriptors
 from support.jobs import Jobs, Run, processes_of, until
 from support.proxy import Proxy
 from support.sources import JOB
@@ -76,13 +78,30 @@ SLOW_JOB = (
 """With the words ``slow N`` it takes its time, and after N mini-batches waits for a file ``go``."""
 
 FRAMES = 10_000
+STRANGERS = 2000
 GENERATION = 1
 
 
 class OwnJob:
-    """A job of two stages started as the local launcher does, with a token known here."""
+    """A job of two stages started as the local launcher does, with a token known here.
 
-    def __init__(self, job_file: Path, run_dir: Path, steps: int, *, proxied: bool = False) -> None:
+    Args:
+        descriptors: what the coordinator may have.
+        bound: called with the endpoint before there are workers.
+        proxied: workers reach the coordinator through a proxy.
+    """
+
+    def __init__(
+        self,
+        job_file: Path,
+        run_dir: Path,
+        steps: int,
+        descriptors: int | None = None,
+        bound: Callable[[str], object] = lambda endpoint: None,
+        *,
+        proxied: bool = False,
+    ) -> None:
+        self._bound = bound
         self.token = new_token()
         self.proxied = proxied
         self.proxy: Proxy | None = None
@@ -97,6 +116,9 @@ class OwnJob:
         )
         self.forks = fork_server()
         self.coordinator = coordinator()
+        if descriptors is not None:
+            limits = (descriptors, descriptors)
+            resource.prlimit(self.coordinator._process.pid, resource.RLIMIT_NOFILE, limits)
         self.coordinator.say(
             Configuration(options.to_json(), str(run_dir), self.token, "127.0.0.1", GENERATION)
         )
@@ -113,6 +135,7 @@ class OwnJob:
                 match event:
                     case Bound():
                         self.endpoint = endpoint = event.endpoint
+                        self._bound(event.endpoint)
                         if self.proxied:
                             url = urlsplit(endpoint)
                             self.proxy = Proxy((url.hostname or "", url.port or 0))
@@ -275,12 +298,17 @@ def test_rubbish_and_strangers_change_nothing(
     for file in (jobs.folder / "attacked").rglob("*"):
         assert not file.is_file() or not holds_secret(attacked.token, file.read_bytes()), file
 
+    as_without_an_attack(jobs, attacked)
+
+
+def as_without_an_attack(jobs: Jobs, attacked: OwnJob) -> None:
+    """The numbers are those of a quiet run."""
     words = ("--stages", "2", "--microbatches", "2", "--recompute", "never")
-    quiet = jobs.train(*words, "--steps", str(steps), source=SLOW_JOB)
-    run = Run(0, "", "", jobs.folder / "attacked")
+    quiet = jobs.train(*words, "--steps", str(attacked.steps), source=SLOW_JOB)
+    run = Run(0, "", "", attacked.run_dir)
     for name in ("step", "loss", "grad_norm", "samples", "epoch"):
         assert [row[name] for row in run.metrics] == [row[name] for row in quiet.metrics]
-    assert len(run.metrics) == steps
+    assert len(run.metrics) == attacked.steps
     assert all((run.weights[key] == value).all() for key, value in quiet.weights.items())
 
 
@@ -322,6 +350,55 @@ def stands_still(job: OwnJob) -> int:
     before = job.steps
     time.sleep(0.6)  # a step takes a tenth of it
     return before if job.steps == before else 0
+
+
+def test_silent_connections_cost_no_worker_its_place_and_no_file_its_descriptor(
+    jobs: Jobs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(jobs.folder)
+    crowds: list[Crowd] = []
+
+    def gather(endpoint: str) -> None:
+        crowds.append(Crowd(endpoint, STRANGERS))
+        until(lambda: crowds[0].cut > STRANGERS)
+
+    with descriptors(2 * STRANGERS):
+        attacked = OwnJob(jobs.write(SLOW_JOB), jobs.folder / "attacked", 20, 256, gather)
+        try:
+            until(lambda: attacked.steps >= 10)
+            before = crowds[0].cut
+            until(lambda: crowds[0].cut > before + STRANGERS)
+            (jobs.folder / "go").touch()
+            until(lambda: attacked.verdict)
+        finally:
+            attacked.close()
+            for crowd in crowds:
+                crowd.close()
+    assert attacked.verdict
+    assert (attacked.verdict.status, attacked.verdict.error) == ("done", None)
+    assert (attacked.codes, attacked.steps) == ([0, 0], 20)
+    (cut,) = re.findall(r"(\d+) connections that had not proven themselves", attacked.log)
+    assert int(cut) > 2 * STRANGERS
+    assert len(attacked.log) < 5000
+    assert (attacked.run_dir / "summary.json").exists()
+    as_without_an_attack(jobs, attacked)
+
+
+def test_a_file_that_cannot_be_written_is_named(
+    jobs: Jobs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(jobs.folder)
+    plan = jobs.folder / "own" / "plan.json"
+    plan.mkdir(parents=True)
+    own = OwnJob(jobs.write(SLOW_JOB), plan.parent, 20)
+    try:
+        until(lambda: own.verdict)
+    finally:
+        own.close()
+    assert own.verdict
+    assert own.verdict.status == "failed"
+    assert own.verdict.error
+    assert f"cannot write {plan}: Is a directory" in own.verdict.error
 
 
 def holds_secret(token: str, data: bytes) -> bool:

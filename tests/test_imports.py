@@ -45,7 +45,7 @@ it or beside it in its room. The fork server starts workers; ``__main__`` is the
 """
 
 ROOMS_WITHIN = {
-    "pipeworker.wire": ["messages", "codec", "lines", "keys", "exchange", "sockets"],
+    "pipeworker.wire": ["messages", "codec", "lines", "keys", "exchange", "strangers", "sockets"],
     "pipeworker.plan": [
         *("actions", "placement", "schedule", "connect", "orders", "columns", "network", "check"),
         *("simulate",),
@@ -60,8 +60,8 @@ ROOMS_WITHIN = {
         *("starter", "service"),
     ],
     "pipeworker.worker.transport": [
-        *("link", "courier", "structure", "frame", "proof", "shared", "credentials", "tls"),
-        *("distributed", "channel"),
+        *("link", "courier", "structure", "frame", "proof", "heap", "shared", "credentials"),
+        *("tls", "distributed", "pool", "channel"),
     ],
     "pipeworker.worker.stage": [
         *("microbatch", "rng", "recompute", "batchnorm", "losses", "skips", "split", "values"),

@@ -11,6 +11,7 @@ import logging
 import os
 import signal
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +66,7 @@ from pipeworker.wire.messages import (
     StepResult,
     ToWorker,
 )
+from pipeworker.wire.strangers import Descriptors
 
 _SHOWN_DROPS = 20
 _SHOWN_CHARACTERS = 200
@@ -75,7 +77,12 @@ log = logging.getLogger("pipeworker.coordinator")
 class Service:
     """One job, from the first Hello to the verdict."""
 
-    def __init__(self, configuration: Configuration, socket: zmq.Socket[bytes]) -> None:
+    def __init__(
+        self,
+        configuration: Configuration,
+        socket: zmq.Socket[bytes],
+        descriptors: Descriptors,
+    ) -> None:
         self._configuration = configuration
         self._options = Options.from_json(configuration.options)
         self._timings = timings()
@@ -89,7 +96,9 @@ class Service:
             timings=self._timings,
             generation=configuration.generation,
         )
-        self._metrics = self._run_dir.metrics.open("a", encoding="utf-8")
+        self._descriptors = descriptors
+        metrics = self._run_dir.metrics
+        self._rows = {metrics: metrics.open("a", encoding="utf-8")}
         self._starter = Starter()
         self._dropped = 0
         self._received = 0
@@ -130,7 +139,8 @@ class Service:
                 self._ping_all()
                 starter.tell(Beat(self._options.worker_timeout))
         self._let_finish()
-        self._metrics.close()
+        for file in self._rows.values():
+            file.close()
         starter.finish(self._timings.linger)
         log.info("control messages: %d received, %d sent", self._received, self._sent)
         return self._ended.exit_status
@@ -267,19 +277,18 @@ class Service:
                 log.warning("%s", effect.text)
                 self._starter.tell(Warned(effect.text))
             case Planned():
-                write_json(self._run_dir.plan, report.planned_json(effect, self._options))
+                plan = report.planned_json(effect, self._options)
+                self._write(self._run_dir.plan, lambda: write_json(self._run_dir.plan, plan))
                 self._starter.tell(report.planned_line(effect, self._options))
             case StepResult():
                 row = dataclasses.asdict(effect)
                 if effect.loss_scale is None:
                     del row["loss_scale"]
-                self._metrics.write(json.dumps(row) + "\n")
-                self._metrics.flush()
+                self._append(self._run_dir.metrics, row)
                 self._starter.tell(effect)
             case Evaluation():
                 row = {"step": effect.step, **effect.row()}
-                with self._run_dir.evaluation.open("a", encoding="utf-8") as file:
-                    file.write(json.dumps(row) + "\n")
+                self._append(self._run_dir.evaluation, row)
                 self._starter.tell(effect)
             case Commit():
                 self._commit(effect)
@@ -287,6 +296,29 @@ class Service:
                 self._end(effect)
             case _:
                 lines.never(effect)
+
+    def _append(self, path: Path, row: dict[str, Any]) -> None:
+        """A line more, in a file that is opened once."""
+
+        def write() -> None:
+            if path not in self._rows:
+                self._rows[path] = path.open("a", encoding="utf-8")
+            self._rows[path].write(json.dumps(row) + "\n")
+            self._rows[path].flush()
+
+        self._write(path, write)
+
+    def _write(self, path: Path, write: Callable[[], None]) -> None:
+        """With room to open the file; that it cannot be written ends the job, and is said."""
+        try:
+            self._descriptors.spare(write)
+        except OSError as error:
+            text = f"cannot write {path}: {error.strerror}"
+            log.error("%s", text)
+            if self._ended is None:
+                self._handle(Broken(text))
+            else:
+                self._starter.tell(Warned(text))
 
     def _commit(self, commit: Commit) -> None:
         placement = self._job.placement
@@ -301,7 +333,7 @@ class Service:
         if commit.scaler:
             manifest["scaler"] = dataclasses.asdict(commit.scaler)
         try:
-            self._run_dir.commit_checkpoint(commit.step, manifest)
+            self._descriptors.spare(lambda: self._run_dir.commit_checkpoint(commit.step, manifest))
         except OSError as error:
             self._handle(Broken(f"cannot complete the checkpoint: {error}"))
         else:
@@ -310,7 +342,8 @@ class Service:
     def _end(self, ended: Ended) -> None:
         self._ended = ended
         verdict = report.verdict(ended, time.monotonic() - self._started)
-        write_summary(self._run_dir, verdict, self._job.placement.stages)
+        stages = self._job.placement.stages
+        self._write(self._run_dir.summary, lambda: write_summary(self._run_dir, verdict, stages))
         self._starter.tell(verdict)
 
 
@@ -324,6 +357,7 @@ def main() -> int:
         line += byte
     configuration = lines.decode(line)
     assert isinstance(configuration, Configuration)
+    descriptors = Descriptors()
     logging.basicConfig(
         filename=RunDir(Path(configuration.run_dir)).coordinator_log(),
         level=logging.INFO,
@@ -333,7 +367,7 @@ def main() -> int:
         with sockets.server(configuration.token, configuration.host, timings()) as bound:
             socket, endpoint = bound
             log.info("bound to %s", endpoint)
-            return Service(configuration, socket).run(endpoint)
+            return Service(configuration, socket, descriptors).run(endpoint)
     except Exception:
         log.exception("the coordinator failed")
         raise

@@ -57,9 +57,13 @@ class RunDir:
     def commit_checkpoint(self, step: int, manifest: dict[str, Any]) -> None:
         """Make the checkpoint of `step` complete: from now on it is there, whole, or never was."""
         partial = self.partial_checkpoint(step)
-        write_json(partial / "manifest.json", manifest)
-        partial.rename(self.checkpoint(step))
-        _sync_directory(self.checkpoints)
+        handle = os.open(self.checkpoints, os.O_RDONLY)  # before anything has changed
+        try:
+            write_json(partial / "manifest.json", manifest)
+            partial.rename(self.checkpoint(step))
+            os.fsync(handle)
+        finally:
+            os.close(handle)
 
 
 def create(asked: str | Path | None, job_file: Path) -> RunDir:
@@ -113,11 +117,3 @@ def write_summary(run_dir: RunDir, verdict: Verdict, stages: int) -> None:
             "error": verdict.error,
         },
     )
-
-
-def _sync_directory(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

@@ -7,6 +7,7 @@ without it does not complete the handshake, so nothing it sends is ever read.
 from __future__ import annotations
 
 import secrets
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -16,8 +17,10 @@ from zmq.auth.thread import ThreadAuthenticator
 from pipeworker.timings import DEFAULT, Timings
 from pipeworker.wire.codec import MAX_FRAME_BYTES
 from pipeworker.wire.keys import client_keys, server_keys
+from pipeworker.wire.strangers import Strangers
 
 _RECONNECT_MS = 50
+_BACKLOG = 4096  # connections that wait to be accepted, before the kernel makes them try again
 
 
 class _OnlyThisJob:
@@ -36,7 +39,8 @@ def server(
 ) -> Iterator[tuple[zmq.Socket[bytes], str]]:
     """A bound ROUTER and its endpoint, on a port the system chooses at `host`.
 
-    Everything is closed at exit.
+    Everything is closed at exit. Of connections that have not proven themselves there are few
+    (:mod:`pipeworker.wire.strangers`).
     """
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     authenticator = ThreadAuthenticator(context)
@@ -45,6 +49,7 @@ def server(
         domain="pipeworker", credentials_provider=_OnlyThisJob(client_keys(token).public)
     )
     socket = context.socket(zmq.ROUTER)
+    strangers = Strangers(socket) if sys.platform == "linux" else None
     try:
         keys = server_keys(token)
         socket.curve_server = True
@@ -52,6 +57,7 @@ def server(
         socket.curve_secretkey = keys.secret
         socket.zap_domain = b"pipeworker"
         socket.setsockopt(zmq.HANDSHAKE_IVL, _ms(timings.handshake))
+        socket.setsockopt(zmq.BACKLOG, _BACKLOG)
         socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
         socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
@@ -63,6 +69,8 @@ def server(
         port = socket.bind_to_random_port(f"tcp://{host}")
         yield socket, f"tcp://{host}:{port}"
     finally:
+        if strangers is not None:
+            strangers.close()
         socket.close()
         authenticator.stop()
         context.term()

@@ -16,7 +16,7 @@ that is expected. The edge is *dynamic* from then on, and described every time.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain, islice
 from struct import Struct
@@ -26,11 +26,11 @@ import torch
 
 from pipeworker.errors import ProtocolError
 from pipeworker.plan.network import CHANNEL_CAPACITY
-from pipeworker.worker.internals import storage_uses
 from pipeworker.worker.transport import frame as frames
 from pipeworker.worker.transport.courier import Courier, Errand
 from pipeworker.worker.transport.frame import Frame, Layout
 from pipeworker.worker.transport.link import COMPLETE, Link, Pending
+from pipeworker.worker.transport.pool import BufferPool
 from pipeworker.worker.transport.structure import NONE, Kinds
 
 _EXPECTED, _HEADER, _DESCRIBED, _NOTICE = 0, 1, 2, 3  # tags; the first goes over the bulk lane
@@ -42,7 +42,6 @@ _MOST_FRAMES = 4096
 _MOST_UNDER_WAY = 512
 # A link may hold some 500 messages before it makes its ends wait for each other.
 _MESSAGES_AHEAD = 128
-_MOST_SHAPES = 64
 
 
 class Sender:
@@ -149,7 +148,8 @@ _Known = dict[tuple[int | None, int], Frame]
 def _learn(known: _Known, signature: int | None, microbatch: int, frame: Frame) -> None:
     """Expect a described frame from now on, if it has elements and its mini-batch a signature."""
     if signature is not None and frame.moves:
-        known[signature, microbatch] = frame
+        last = next(reversed(known.values()), frame)
+        known[signature, microbatch] = last if last == frame else frame  # most are alike: keep one
     else:
         known.pop((signature, microbatch), None)
 
@@ -241,7 +241,7 @@ class Receiver:
         self._surprised = False
         _bound(self._known)
         for pool in self._pools.values():
-            pool.bound()
+            pool.begin()
         self._ahead = deque(microbatches)
         self._post_ahead()
 
@@ -355,39 +355,6 @@ class Receiver:
         for pending in posted.pending:
             pending.wait()
         return posted
-
-
-class BufferPool:
-    """Buffers to receive into, by shape, dtype and alignment.
-
-    A buffer is used again only when nothing refers to its storage any more: what the user's code
-    kept of a received tensor stays as it was.
-    """
-
-    def __init__(self, allocate: Callable[[int], torch.Tensor]) -> None:
-        self._allocate = allocate
-        self._alone = 0
-        self._free: dict[Hashable, list[torch.Tensor]] = {}
-
-    def bound(self) -> None:
-        """Let go of everything when there have been too many shapes."""
-        if len(self._free) > _MOST_SHAPES:
-            self._free.clear()
-
-    def take(self, layout: Layout) -> torch.Tensor:
-        free = self._free.get(layout.memory)
-        while free:
-            buffer = free.pop()
-            if storage_uses(buffer) <= self._alone:
-                return buffer
-        buffer = frames.buffer_for(layout, self._allocate)
-        self._alone = storage_uses(buffer)
-        return buffer
-
-    def give(self, layouts: Sequence[Layout], buffers: Sequence[torch.Tensor]) -> None:
-        """Take buffers back that were taken for these layouts."""
-        for layout, buffer in zip(layouts, buffers, strict=True):
-            self._free.setdefault(layout.memory, []).append(buffer)
 
 
 def _bytes_tensor(data: bytes) -> torch.Tensor:

@@ -5,6 +5,11 @@ left behind). The receiver says over a Unix socket which buffer it has posted; t
 tensor straight into it and says so. That is one copy and one wake-up a message, where a socket of
 the network costs two copies through the kernel and a thread of its own at either end.
 
+A range of that memory is free when no tensor refers to it any more, and then serves any size that
+fits. However the sizes change, no more is held than an eighth above what was in use at once: what
+is free beyond that goes back to the system, page by page, for both ends. Memory that is free has
+no receive posted into it, so the sender does not write there.
+
 Linux only; elsewhere, between hosts, and with ``--backend gloo``, torch.distributed moves the
 tensors (:mod:`pipeworker.worker.transport.distributed`).
 """
@@ -14,6 +19,7 @@ from __future__ import annotations
 import array
 import contextlib
 import ctypes
+import itertools
 import mmap
 import os
 import secrets
@@ -21,6 +27,7 @@ import socket
 import struct
 import sys
 import threading
+import weakref
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -30,19 +37,19 @@ import torch
 
 from pipeworker.errors import PeerLost
 from pipeworker.plan.actions import Edge
-from pipeworker.worker.internals import storage_uses
 from pipeworker.worker.transport import proof
+from pipeworker.worker.transport.frame import ALIGNMENT
+from pipeworker.worker.transport.heap import Heap
 from pipeworker.worker.transport.link import COMPLETE, OneLane, Pending
 from pipeworker.worker.transport.proof import Place
 
-_POST = struct.Struct("<4q")  # tag, arena (-1: inline), offset in it, bytes
+_POST = struct.Struct("<4q")  # tag, arena (-1: inline), offset in it, bytes (-1: forget the arena)
 _DONE = struct.Struct("<q")  # tag; an inline payload follows
 _POSTS_AT_ONCE = 64
 _INLINE_BYTES = 32 << 10
 _QUEUE_BYTES = 4 << 20
 _ARENA_BYTES = 1 << 20
-_UNUSED = 2  # references to memory nobody else has: ours and the look
-_LOOKS = 16  # at blocks that may be free again, before a new one is made: thousands may be in use
+_SPARE = 8  # what is held besides what was in use at once: this part of it
 _HANDLE_BYTES = socket.CMSG_LEN(struct.calcsize("i"))
 
 
@@ -54,10 +61,8 @@ def host_identity() -> str:
     return f"{boot}/{Path('/proc/self/ns/net').stat().st_ino}/{os.getuid()}"
 
 
-def _rounded(count: int) -> int:
-    """Up to a size that memory of other counts can share, within an eighth."""
-    step = max(4096, 1 << max(0, count.bit_length() - 4))
-    return -(-count // step) * step
+def _address(memory: mmap.mmap) -> int:
+    return ctypes.addressof(ctypes.c_char.from_buffer(memory))
 
 
 def _roomy(connection: socket.socket) -> socket.socket:
@@ -78,6 +83,41 @@ class _Receiving:
             self.link.take()
 
 
+class _Arena:
+    """Memory that both ends map; the system holds only those of its pages that were written to."""
+
+    def __init__(self, number: int, size: int) -> None:
+        count = -(-size // mmap.PAGESIZE)
+        self.number, self.size = number, count * mmap.PAGESIZE
+        self.handle = os.memfd_create("pipeworker", os.MFD_CLOEXEC)
+        os.ftruncate(self.handle, self.size)
+        self.memory = mmap.mmap(self.handle, self.size)
+        self.start = _address(self.memory)
+        self._pages = bytearray(count)  # 1 for each that may have been written to
+
+    @property
+    def held(self) -> int:
+        """Bytes of memory, at most."""
+        return self._pages.count(1) * mmap.PAGESIZE
+
+    def use(self, start: int, size: int) -> memoryview:
+        """A range that will be written to."""
+        first = start - self.start
+        pages = slice(first // mmap.PAGESIZE, -(-(first + size) // mmap.PAGESIZE))
+        self._pages[pages] = b"\1" * (pages.stop - pages.start)
+        return memoryview(self.memory)[first : first + size]
+
+    def clear(self, start: int, size: int) -> None:
+        """Give the whole pages of a free range back to the system."""
+        first = -(-(start - self.start) // mmap.PAGESIZE)
+        count = (start - self.start + size) // mmap.PAGESIZE - first
+        if count > 0:
+            with contextlib.suppress(OSError):  # what the user locked into memory stays there
+                where = first * mmap.PAGESIZE, count * mmap.PAGESIZE
+                self.memory.madvise(mmap.MADV_REMOVE, *where)
+            self._pages[first : first + count] = bytes(count)
+
+
 class ReceivingLink(OneLane):
     """The target's end. One thread posts and waits."""
 
@@ -86,47 +126,77 @@ class ReceivingLink(OneLane):
     def __init__(self, edge: Edge, connection: socket.socket) -> None:
         self._edge = edge
         self._socket = _roomy(connection)
-        self._arenas: list[mmap.mmap] = []
-        self._used = 0  # bytes of the last arena
-        self._blocks: dict[int, deque[torch.Tensor]] = {}  # by size, last looked at last
-        self._places: dict[int, tuple[int, int]] = {}  # arena and offset, by address of the block
+        self._arenas: dict[int, _Arena] = {}  # by start
+        self._numbers = itertools.count()
+        self._heap = Heap()
+        self._limit = 0  # bytes: the most that was in use at once, and some
+        self._touched = 0  # bytes, at most, of pages that were written to
+        # What is in use, by address: arena and offset; size, and what notes that it is free again.
+        self._places: dict[int, tuple[int, int]] = {}
+        self._blocks: dict[int, tuple[int, weakref.ref[memoryview]]] = {}
+        self._freed: deque[int] = deque()  # by whatever thread lets go last
         self._posted: dict[int, deque[_Receiving]] = {}
         self._record = bytearray(_DONE.size + _INLINE_BYTES)
         self._inline = ctypes.addressof(ctypes.c_char.from_buffer(self._record, _DONE.size))
 
     def allocate(self, count: int) -> torch.Tensor:
         """So many bytes that the sender can write to; given out again when nobody uses them."""
-        size = _rounded(count)
-        known = self._blocks.setdefault(size, deque())
-        for _ in range(min(_LOOKS, len(known))):
-            known.rotate(-1)
-            if storage_uses(known[-1]) <= _UNUSED:
-                return known[-1][:count]
-        known.append(self._new_block(size))
-        return known[-1][:count]
+        while self._freed:
+            start = self._freed.popleft()
+            del self._places[start]
+            self._heap.give(start, self._blocks.pop(start)[0])
+        size = max(1, -(-count // ALIGNMENT)) * ALIGNMENT
+        if not self._heap.used and self._heap.total > max(self._limit, _ARENA_BYTES):
+            self._drop_arenas()
+        start = self._heap.take(size) or self._add_arena(size)
+        self._limit = max(self._limit, self._heap.used + self._heap.used // _SPARE)
+        self._touched += size
+        if self._touched > self._limit:
+            self._trim()
+        return self._block(start, size)[:count]
 
-    def _new_block(self, size: int) -> torch.Tensor:
-        """A part of an arena, with a storage of its own. Each arena is twice the last."""
-        if not self._arenas or self._used + size > len(self._arenas[-1]):
-            last = len(self._arenas[-1]) if self._arenas else _ARENA_BYTES // 2
-            self._add_arena(max(size, 2 * last))
-        arena, offset = self._arenas[-1], self._used
-        self._used += size
-        block = torch.frombuffer(arena, dtype=torch.uint8, offset=offset, count=size)
-        self._places[block.data_ptr()] = len(self._arenas) - 1, offset
-        return block
+    def _block(self, start: int, size: int) -> torch.Tensor:
+        """Memory with a storage of its own, which says when nothing refers to it any more."""
+        arena, freed = self._arenas[self._heap.region(start)], self._freed
+        view = arena.use(start, size)
+        self._blocks[start] = size, weakref.ref(view, lambda _: freed.append(start))
+        self._places[start] = arena.number, start - arena.start
+        return torch.frombuffer(view, dtype=torch.uint8)
 
-    def _add_arena(self, size: int) -> None:
-        handle = os.memfd_create("pipeworker", os.MFD_CLOEXEC)
+    def _add_arena(self, size: int) -> int:
+        """Take so many bytes of a new arena, which also replaces those that nobody uses."""
+        self._drop_arenas()
+        heap = self._heap
+        room = max(size, self._limit - heap.total, heap.used, _ARENA_BYTES)  # few, as each doubles
         try:
-            os.ftruncate(handle, size)
-            self._arenas.append(mmap.mmap(handle, size))
-            self._used = 0
-            socket.send_fds(self._socket, [_POST.pack(-1, -1, 0, size)], [handle])
+            arena = _Arena(next(self._numbers), room)
+            try:
+                socket.send_fds(self._socket, [_POST.pack(-1, -1, 0, arena.size)], [arena.handle])
+            finally:
+                os.close(arena.handle)
         except OSError as error:
             raise PeerLost(f"the channel {self._edge} closed: {error}") from error
-        finally:
-            os.close(handle)
+        self._arenas[arena.start] = arena
+        heap.add(arena.start, arena.size)
+        return heap.take(size) or 0
+
+    def _drop_arenas(self) -> None:
+        """Forget those that nobody uses, at both ends."""
+        for arena in [a for start, a in self._arenas.items() if self._heap.remove(start)]:
+            arena.clear(arena.start, arena.size)  # the other end may take its time
+            del self._arenas[arena.start]
+            try:
+                self._socket.send(_POST.pack(-1, arena.number, 0, -1))
+            except OSError as error:
+                raise PeerLost(f"the channel {self._edge} closed: {error}") from error
+
+    def _trim(self) -> None:
+        """Give the system back what is free, if more is held than was in use, and some."""
+        self._touched = sum(arena.held for arena in self._arenas.values())
+        if self._touched > self._limit:
+            for start, size in self._heap.free():
+                self._arenas[self._heap.region(start)].clear(start, size)
+            self._touched = self._heap.used
 
     def send(self, tensor: torch.Tensor, tag: int) -> Pending:
         raise AssertionError(f"{self._edge} ends here")
@@ -191,7 +261,8 @@ class SendingLink(OneLane):
     def __init__(self, edge: Edge, connection: socket.socket) -> None:
         self._edge = edge
         self._socket = _roomy(connection)
-        self._arenas: list[tuple[mmap.mmap, int]] = []  # and their addresses
+        self._arenas: dict[int, tuple[mmap.mmap, int]] = {}  # by number, with their addresses
+        self._mapped = itertools.count()  # numbers, as at the other end
         self._posts: dict[int, deque[tuple[int, int]]] = {}  # by tag: address (0: inline), bytes
         self._lock = threading.Lock()
         self._queue: list[_Sending] = []  # while there is one, only the thread reads the socket
@@ -273,9 +344,12 @@ class SendingLink(OneLane):
         return record, ancillary
 
     def _register(self, record: bytes, ancillary: list[tuple[int, int, bytes]]) -> None:
-        """Note posted buffers, or map a new arena."""
+        """Note posted buffers, map a new arena, or forget one."""
         if not ancillary:
             for tag, number, offset, count in _POST.iter_unpack(record):
+                if count < 0:
+                    del self._arenas[number]
+                    return
                 address = 0 if number < 0 else self._arenas[number][1] + offset
                 self._posts.setdefault(tag, deque()).append((address, count))
             return
@@ -285,7 +359,7 @@ class SendingLink(OneLane):
             arena = mmap.mmap(handle, count)
         finally:
             os.close(handle)
-        self._arenas.append((arena, ctypes.addressof(ctypes.c_char.from_buffer(arena))))
+        self._arenas[next(self._mapped)] = arena, _address(arena)
 
     def _deliver_posted(self) -> None:
         """Deliver, in order within each tag, every queued send whose buffer is posted."""

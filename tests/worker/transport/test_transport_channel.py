@@ -15,14 +15,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from pipeworker.errors import PeerLost, PipeworkerError
-from pipeworker.worker.transport.channel import BufferPool, Receiver, Sender
+from pipeworker.worker.transport.channel import Receiver, Sender
 from pipeworker.worker.transport.courier import Courier
-from pipeworker.worker.transport.frame import layout_of
 from pipeworker.worker.transport.link import Link, MemoryLink, TwoLanes
 from support.transport import two_lanes
 
 CPU = torch.device("cpu")
-allocate = MemoryLink().allocate
 LINKS: dict[str, Callable[[float], Link]] = {
     "one lane": MemoryLink,
     "two lanes": lambda limit: TwoLanes(MemoryLink(limit), MemoryLink(limit)),
@@ -228,17 +226,13 @@ def test_a_buffer_that_was_kept_for_a_while_is_given_up() -> None:
     assert kept.data_ptr() not in pointers(channel, 2)
 
 
-def test_a_pool_gives_buffers_by_shape_and_dtype() -> None:
-    pool = BufferPool(allocate)
-    layout = layout_of(torch.zeros(2, 3))
-    buffer = pool.take(layout)
-    pointer = buffer.data_ptr()
-    pool.give([layout], [buffer])
-    del buffer
-    for other in (torch.zeros(3, 2), torch.zeros(2, 3, dtype=torch.int32), torch.zeros(6)):
-        assert pool.take(layout_of(other)).data_ptr() != pointer
-    assert pool.take(layout).data_ptr() == pointer
-    assert pool.take(layout).data_ptr() != pointer
+def test_equal_frames_are_kept_once() -> None:
+    channel = Channel()
+    for signature in range(3):
+        channel.step([[torch.zeros(signature + 2), 1.5] for _ in range(8)], signature)
+    for known in (channel.sender._known, channel.receiver._known):
+        assert len(known) == 24
+        assert len({id(frame) for frame in known.values()}) == 3
 
 
 # A value that is not what was expected.

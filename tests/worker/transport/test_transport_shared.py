@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import random
+import sys
 import threading
 import weakref
 from pathlib import Path
@@ -10,10 +13,10 @@ import pytest
 import torch
 
 from pipeworker.errors import PeerLost
-from pipeworker.worker.internals import storage_uses
 from pipeworker.worker.transport import shared
 from pipeworker.worker.transport.shared import ReceivingLink, SendingLink
 from support.jobs import until
+from support.memory import shared_memory
 from support.transport import FORTH, connect_all
 
 
@@ -77,25 +80,82 @@ def test_memory_nobody_uses_is_given_out_again(pair: tuple[SendingLink, Receivin
     assert target.allocate(10_100).data_ptr() == address
 
 
-def test_a_block_is_found_with_few_looks_however_many_are_in_use(
-    pair: tuple[SendingLink, ReceivingLink], monkeypatch: pytest.MonkeyPatch
+def test_ranges_between_what_is_in_use_are_given_out_again(
+    pair: tuple[SendingLink, ReceivingLink],
 ) -> None:
     _, target = pair
-    count, looks = 2000, 0
-
-    def looked_at(tensor: torch.Tensor) -> int:
-        nonlocal looks
-        looks += 1
-        return storage_uses(tensor)
-
-    monkeypatch.setattr(shared, "storage_uses", looked_at)
+    count = 2000
     held = [target.allocate(4000) for _ in range(count)]
-    assert looks < 20 * count
     addresses = {block.data_ptr() for block in held}
     assert len(addresses) == count
-    del held[::2]  # half is free again, between what is in use
+    del held[::2]
     again = [target.allocate(4000) for _ in range(count // 2)]
     assert {block.data_ptr() for block in again} <= addresses  # nothing new was made
+
+
+def test_a_range_is_found_in_as_few_calls_however_many_are_in_use(
+    pair: tuple[SendingLink, ReceivingLink],
+) -> None:
+    _, target = pair
+
+    def calls() -> int:
+        count = 0
+
+        def note(*_: object) -> None:
+            nonlocal count
+            count += 1
+
+        sys.setprofile(note)
+        try:
+            held.append(target.allocate(4000))
+        finally:
+            sys.setprofile(None)
+        return count
+
+    held = [target.allocate(4000) for _ in range(10)]
+    few = calls()
+    held += [target.allocate(4000) for _ in range(4000)]
+    del held[::2]
+    held.append(target.allocate(4000))  # notes what is free again
+    assert 0 < calls() < few + 10
+
+
+def test_memory_goes_back_to_the_system_when_sizes_change(
+    pair: tuple[SendingLink, ReceivingLink],
+) -> None:
+    source, target = pair
+    chance = random.Random(1)
+    gc.collect()
+    before = shared_memory()
+    most = 0
+    for step in range(40):
+        buffers = []
+        for _ in range(6):
+            got = buffer(target, chance.randint(10_000, 500_000))
+            receiving = target.receive([got], 0)[0]
+            source.send(torch.full_like(got, float(step)), 0).wait()
+            receiving.wait()
+            buffers.append(got)
+        most = max(most, sum(b.nbytes for b in buffers))
+        assert all(bool((b == step).all()) for b in buffers)
+        del got, receiving
+        assert most // 3 < shared_memory() - before < 1.2 * most
+    assert len(target._arenas) == len(source._arenas) < 4
+
+
+def test_holes_between_what_is_in_use_go_back_to_the_system(
+    pair: tuple[SendingLink, ReceivingLink],
+) -> None:
+    _, target = pair
+    gc.collect()
+    before = shared_memory()
+    held = [buffer(target, 25_000).fill_(number) for number in range(100)]
+    del held[1::2]
+    held += [buffer(target, 30_000).fill_(number) for number in range(100, 140)]  # fit in no hole
+    assert all(bool((b == b[0]).all()) for b in held)
+    assert [int(b[0]) for b in held] == [*range(0, 100, 2), *range(100, 140)]
+    most = 100 * 100_000
+    assert most * 0.9 < shared_memory() - before < 1.2 * most
 
 
 def test_memory_has_no_name_and_few_descriptors(
