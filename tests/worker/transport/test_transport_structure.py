@@ -56,6 +56,9 @@ class Bag:
     def __init__(self, items: list[Any], context: Any) -> None:
         self.items, self.context = items, context
 
+    def __repr__(self) -> str:
+        return f"Bag({self.items}, {self.context})"
+
 
 class Dumped:
     """A node whose context is no plain data, with functions that make it so."""
