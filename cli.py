@@ -38,6 +38,9 @@ def _clearly(invoke: Callable[[click.Context], Any], ctx: click.Context) -> Any:
         return invoke(ctx)
     except PipeworkerError as error:
         raise _Shown(error) from None
+    except OSError as error:  # what the system refuses: descriptors, processes, a file
+        where = f"{error.filename}: " if error.filename else ""
+        raise _Shown(PipeworkerError(f"{where}{error.strerror or error}")) from None
     except KeyboardInterrupt:
         click.echo("interrupted", err=True)
         sys.exit(_INTERRUPTED)

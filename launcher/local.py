@@ -12,10 +12,11 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Generic
+from urllib.parse import urlsplit
 
 from pipeworker.coordinator.roster import JOIN_FACTOR
 from pipeworker.environment import timings
-from pipeworker.errors import UsageError
+from pipeworker.errors import PipeworkerError, RecordError, UsageError
 from pipeworker.host.lifetime import kill_group
 from pipeworker.job.options import Options
 from pipeworker.plan.orders import placement
@@ -141,8 +142,15 @@ class _Launch:
         signal.set_wakeup_fd(self._wake_in.fileno(), warn_on_full_buffer=False)
         patience = self._options.worker_timeout
         importing = JOIN_FACTOR * patience
-        self._forks = _Child(fork_server(), "the fork server of this host", patience, importing)
-        self._coordinator = _Child(coordinator(), "the coordinator", patience, importing)
+        server = fork_server()
+        try:
+            director = coordinator()
+        except PipeworkerError:
+            server.hang_up()
+            server.finish(self._timings.leave)
+            raise
+        self._forks = _Child(server, "the fork server of this host", patience, importing)
+        self._coordinator = _Child(director, "the coordinator", patience, importing)
         options, run_dir = self._options.to_json(), str(self._run_dir.path)
         self._coordinator.process.say(
             Configuration(options, run_dir, self._token, "127.0.0.1", _GENERATION)
@@ -216,6 +224,8 @@ class _Launch:
                     continue
                 case Bound():
                     self._endpoint = event.endpoint
+                    if not self._reaches():
+                        return False
                     self._fork_more()
                 case Joined():
                     self._joined += 1
@@ -231,6 +241,18 @@ class _Launch:
                 case _:
                     never(event)
         return more or self._verdict is not None
+
+    def _reaches(self) -> bool:
+        """Whether workers of this host will reach the coordinator; if not, the job has failed."""
+        url = urlsplit(self._endpoint)
+        address = url.hostname or "", url.port or 0
+        try:
+            socket.create_connection(address, self._timings.handshake).close()
+        except OSError as error:
+            where = f"{address[0]}:{address[1]} ({socket.gethostname()})"
+            self._failure = f"the coordinator cannot be reached at {where}: {error.strerror}"
+            return False
+        return True
 
     def _fork_more(self) -> None:
         """A few workers at a time, of many; the first shows whether there are layers for all."""
@@ -298,5 +320,8 @@ class _Launch:
             bubble=0.0,
             error=None if interrupted else self._failure,
         )
-        write_summary(self._run_dir, verdict, self._placement.stages)
+        try:
+            write_summary(self._run_dir, verdict, self._placement.stages)
+        except OSError as error:
+            self._shown(self._show.warning, str(RecordError(self._run_dir.summary, error)))
         return verdict

@@ -13,20 +13,29 @@ from pathlib import Path
 _ROOT = str(Path(__file__).parents[1])
 
 
-def main() -> None:
-    """Import our own ``cli`` and run it: a stage of a torchrun job, or the command line."""
+def main(name: str, *, rank: bool) -> None:
+    """Import our own ``cli`` and run it: as a rank of a torchrun job, or the command line."""
     sys.path[0] = _ROOT
     import cli
     import launcher.local
     import launcher.torchrun  # noqa: F401
 
     sys.path[:] = [*sys.path[1:], *([] if _ROOT in sys.path[1:] else [_ROOT])]
-    command = cli.worker if "TORCHELASTIC_RUN_ID" in os.environ else cli.main
-    command(prog_name="python -m pipeworker")
+    command = cli.worker if rank else cli.main
+    command(prog_name=name)
+
+
+def script() -> None:
+    """The ``pipeworker`` command."""
+    _run("pipeworker", rank=False)
+
+
+def _run(name: str, *, rank: bool) -> None:
+    try:
+        main(name, rank=rank)
+    except KeyboardInterrupt:  # before the command line could take it
+        sys.exit(130)
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except KeyboardInterrupt:  # before the command line could take it
-        sys.exit(130)
+    _run("python -m pipeworker", rank="TORCHELASTIC_RUN_ID" in os.environ)

@@ -39,5 +39,13 @@ class PeerLost(PipeworkerError):
     """A neighbour's connection closed: nearly always the echo of a failure elsewhere."""
 
 
+class RecordError(PipeworkerError):
+    """A file of the run cannot be written; the message has its path and the system's reason."""
+
+    def __init__(self, path: object, error: Exception) -> None:
+        named = getattr(error, "filename", None) or path
+        super().__init__(f"cannot write {named}: {getattr(error, 'strerror', None) or error}")
+
+
 class ProtocolError(PipeworkerError):
     """A frame on the control plane is not a message of this version."""

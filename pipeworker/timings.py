@@ -54,7 +54,7 @@ class Timings:
     interrupted: float = 6.0
     linger: float = 2.0
     leave: float = 3.0
-    speak: float = 8.0
+    speak: float = 30.0
     verdict: float = 8.0
     stuck: float = 2.0
     look: float = 0.1

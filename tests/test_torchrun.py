@@ -137,7 +137,10 @@ def test_a_killed_torchrun_ends_the_job(jobs: Jobs, torchrun: Start) -> None:
     assert json.loads((started.path / "summary.json").read_text())["status"] == "failed"
 
 
-def test_a_stopped_coordinator_is_noticed_and_named(jobs: Jobs, torchrun: Start) -> None:
+def test_a_stopped_coordinator_is_noticed_and_named(
+    jobs: Jobs, torchrun: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PIPEWORKER_TIMINGS", "0.5")
     started = torchrun(*ENDLESS, "--worker-timeout", "3", ranks=2)
     training(started)
     (pid,) = (

@@ -6,7 +6,6 @@ Run as a process of its own (:func:`main`). It imports neither torch nor the use
 from __future__ import annotations
 
 import dataclasses
-import json
 import logging
 import os
 import signal
@@ -42,10 +41,10 @@ from pipeworker.coordinator.events import (
 from pipeworker.coordinator.job import Job
 from pipeworker.coordinator.starter import Starter
 from pipeworker.environment import timings
-from pipeworker.errors import ProtocolError
+from pipeworker.errors import ProtocolError, RecordError
 from pipeworker.job.options import Options
 from pipeworker.record.manifest import VERSION
-from pipeworker.record.rundir import RunDir, write_json, write_summary
+from pipeworker.record.rundir import Rows, RunDir, write_json, write_summary
 from pipeworker.wire import codec, exchange, lines, sockets
 from pipeworker.wire.exchange import Exchange
 from pipeworker.wire.lines import (
@@ -55,6 +54,7 @@ from pipeworker.wire.lines import (
     Interrupt,
     Joined,
     Unwell,
+    Verdict,
     Warned,
     WorkerExited,
 )
@@ -82,6 +82,7 @@ class Service:
         configuration: Configuration,
         socket: zmq.Socket[bytes],
         descriptors: Descriptors,
+        starter: Starter,
     ) -> None:
         self._configuration = configuration
         self._options = Options.from_json(configuration.options)
@@ -98,8 +99,8 @@ class Service:
         )
         self._descriptors = descriptors
         metrics = self._run_dir.metrics
-        self._rows = {metrics: metrics.open("a", encoding="utf-8")}
-        self._starter = Starter()
+        self._rows = {metrics: Rows(metrics)}
+        self._starter = starter
         self._dropped = 0
         self._received = 0
         self._sent = 0
@@ -302,9 +303,8 @@ class Service:
 
         def write() -> None:
             if path not in self._rows:
-                self._rows[path] = path.open("a", encoding="utf-8")
-            self._rows[path].write(json.dumps(row) + "\n")
-            self._rows[path].flush()
+                self._rows[path] = Rows(path)
+            self._rows[path].add(row)
 
         self._write(path, write)
 
@@ -357,17 +357,27 @@ def main() -> int:
         line += byte
     configuration = lines.decode(line)
     assert isinstance(configuration, Configuration)
-    descriptors = Descriptors()
-    logging.basicConfig(
-        filename=RunDir(Path(configuration.run_dir)).coordinator_log(),
-        level=logging.INFO,
-        format="%(asctime)s %(levelname)s %(message)s",
-    )
+    descriptors, starter = Descriptors(), Starter()
+    logging.raiseExceptions = False  # a log that cannot be written is no reason to end a job
+    host = configuration.host
     try:
-        with sockets.server(configuration.token, configuration.host, timings()) as bound:
+        logging.basicConfig(
+            filename=RunDir(Path(configuration.run_dir)).coordinator_log(),
+            level=logging.INFO,
+            format="%(asctime)s %(levelname)s %(message)s",
+        )
+        with sockets.server(configuration.token, host, timings()) as bound:
             socket, endpoint = bound
             log.info("bound to %s", endpoint)
-            return Service(configuration, socket, descriptors).run(endpoint)
+            return Service(configuration, socket, descriptors, starter).run(endpoint)
+    except (OSError, zmq.ZMQError) as error:  # a file or a port that nothing is possible without
+        log.exception("the coordinator failed")
+        text = f"the coordinator cannot listen at {host}: {error.strerror}"
+        if isinstance(error, OSError):
+            text = str(RecordError(f"in {configuration.run_dir}", error))
+        starter.tell(Verdict("failed", 1, 0, 0.0, (), 0.0, text))
+        starter.finish(timings().linger)
+        return 1
     except Exception:
         log.exception("the coordinator failed")
         raise

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import time
@@ -89,6 +90,31 @@ def create(asked: str | Path | None, job_file: Path) -> RunDir:
             path = stem.with_name(f"{stem.name}-{attempt}")
         except OSError as error:
             raise UsageError(f"cannot make run directory {path}: {error.strerror}") from None
+
+
+class Rows:
+    """A file of JSON objects, one a line, opened once; a row is there whole or not at all."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+
+    def add(self, row: dict[str, Any]) -> None:
+        """Write a row.
+
+        Raises:
+            OSError: the disk is full, or the file is not there any more.
+        """
+        found = os.fstat(self._file)
+        if not found.st_nlink:
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(self._path))
+        data = (json.dumps(row) + "\n").encode()
+        if os.write(self._file, data) < len(data):
+            os.ftruncate(self._file, found.st_size)
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self._path))
+
+    def close(self) -> None:
+        os.close(self._file)
 
 
 def write_json(path: Path, value: Any) -> None:

@@ -24,7 +24,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import nn
 
-from pipeworker.errors import UsageError
+from pipeworker.errors import RecordError, UsageError
 from pipeworker.record.manifest import Manifest
 
 _ZIP = b"PK\x03\x04"
@@ -78,6 +78,9 @@ def save_part(path: Path, parts: Sequence[Part], elsewhere: Collection[int] = ()
 
     Args:
         elsewhere: ids of parameters whose optimizer state another stage writes.
+
+    Raises:
+        RecordError: the file cannot be written.
     """
     weights: dict[str, torch.Tensor] = {}
     state: dict[str, Any] = {}
@@ -87,11 +90,18 @@ def save_part(path: Path, parts: Sequence[Part], elsewhere: Collection[int] = ()
         its_state, its_groups = part.state(elsewhere)
         state |= its_state
         groups += its_groups
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("wb") as file:
-        torch.save({"weights": weights, "optimizer": {"state": state, "groups": groups}}, file)
-        file.flush()
-        os.fsync(file.fileno())
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("wb") as file:
+            torch.save({"weights": weights, "optimizer": {"state": state, "groups": groups}}, file)
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        raise RecordError(path, error) from None
+    except RuntimeError as error:  # torch's writer hides the system's
+        if isinstance(error.__context__, OSError):
+            raise RecordError(path, error.__context__) from None
+        raise
 
 
 def find_checkpoint(source: Path) -> Path:

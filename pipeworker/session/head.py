@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from pipeworker.environment import timings
-from pipeworker.errors import PipeworkerError, UsageError
+from pipeworker.errors import PipeworkerError, RecordError, UsageError
 from pipeworker.job.options import Options
 from pipeworker.record.rundir import RunDir, write_summary
 from pipeworker.session.place import Place, await_others
@@ -115,6 +115,9 @@ class Head:
             for event in events:
                 if isinstance(event, Bound):
                     return event.endpoint
+                if isinstance(event, Verdict):
+                    self._coordinator.finish(timings().leave)
+                    raise PipeworkerError(event.error or event.status)
             if not more:
                 self._coordinator.finish(timings().leave)
                 raise PipeworkerError(
@@ -154,5 +157,8 @@ class Head:
         seconds, workers = time.monotonic() - self._started, self._options.stages
         verdict = Verdict("failed", status, self._steps, seconds, (0,) * workers, 0.0, error)
         self._verdict = verdict
-        write_summary(self._run_dir, verdict, workers)
+        try:
+            write_summary(self._run_dir, verdict, workers)
+        except OSError as failed:
+            self._hear(Warned(str(RecordError(self._run_dir.summary, failed))))
         self._hear(verdict)

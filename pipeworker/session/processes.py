@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 import pipeworker
+from pipeworker.errors import PipeworkerError
 from pipeworker.wire import lines
 from pipeworker.wire.lines import (
     FromCoordinator,
@@ -21,7 +22,9 @@ from pipeworker.wire.lines import (
 _ROOT = str(Path(pipeworker.__file__).parents[1])
 # A module of the user's in the current folder must not be taken for one of ours, so the folder that
 # `-c` puts first on the path goes, and where pipeworker was found comes last.
+# An interrupt that comes before anybody can take it ends the process without a traceback.
 _BOOT = (
+    "import signal; signal.signal(signal.SIGINT, signal.SIG_DFL); "
     "import sys; sys.path.pop(0); root, name = sys.argv[1:3]; "
     "root in sys.path or sys.path.append(root); "
     "import importlib; sys.exit(importlib.import_module(name).main())"
@@ -36,15 +39,21 @@ class LineProcess(Generic[Said, Heard]):
     """A Python process running ``main()`` of one of our modules, in a session of its own.
 
     It does not see the terminal's Ctrl-C, so that the launcher decides what happens then.
+
+    Raises:
+        PipeworkerError: it cannot be started.
     """
 
     def __init__(self, module: str, hears: Any) -> None:
-        self._process = subprocess.Popen(
-            [sys.executable, "-c", _BOOT, _ROOT, module],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            start_new_session=True,
-        )
+        try:
+            self._process = subprocess.Popen(
+                [sys.executable, "-c", _BOOT, _ROOT, module],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                start_new_session=True,
+            )
+        except OSError as error:  # too few processes or descriptors
+            raise PipeworkerError(f"cannot start a process ({module}): {error.strerror}") from None
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._stdin = self._process.stdin

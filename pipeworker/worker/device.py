@@ -16,16 +16,23 @@ from typing import Any, Protocol
 
 import torch
 
-from pipeworker.errors import UsageError
+from pipeworker.errors import RecordError, UsageError
 from pipeworker.worker.internals import pytree
 
 
 def redirect_output(path: Path) -> None:
-    """Everything the worker prints, C code included, goes to its log."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+    """Everything the worker prints, C code included, goes to its log.
+
+    Raises:
+        RecordError: there can be none.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    except OSError as error:
+        raise RecordError(path, error) from None
     sys.stdout.flush()
     sys.stderr.flush()
-    log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     os.dup2(log, 1)
     os.dup2(log, 2)
     os.close(log)

@@ -50,6 +50,7 @@ def warm_up() -> None:
 class _Child:
     connection: socket.socket
     bound: bool  # to the connection: it is killed when that closes
+    ended: bool = False  # and not reaped before its client knows: until then its pid is its own
 
 
 @dataclass
@@ -123,16 +124,28 @@ class _Server:
         self.selector.unregister(connection)
         connection.close()
         self.leases.discard(connection)
-        for pid, child in self.children.items():
-            if child.connection is connection and child.bound:
-                os.kill(pid, signal.SIGKILL)
+        for pid, child in list(self.children.items()):
+            if child.connection is connection:
+                if child.ended:
+                    self._forget(pid)
+                elif child.bound:
+                    os.kill(pid, signal.SIGKILL)
 
     def _reap(self) -> None:
-        for pid in list(self.children):
-            done, status = os.waitpid(pid, os.WNOHANG)
-            if done:
-                child = self.children.pop(pid)
-                _say(child.connection, {"exited": os.waitstatus_to_exitcode(status)})
+        for pid, child in list(self.children.items()):
+            end = None
+            if not child.ended:
+                end = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+            if end is not None:
+                child.ended = True
+                exited = end.si_code == os.CLD_EXITED
+                _say(child.connection, {"exited": end.si_status if exited else -end.si_status})
+                if child.connection.fileno() < 0:  # its client is gone
+                    self._forget(pid)
+
+    def _forget(self, pid: int) -> None:
+        os.waitpid(pid, 0)
+        del self.children[pid]
 
     def _kill_all(self) -> None:
         for pid in self.children:

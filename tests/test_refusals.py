@@ -1,0 +1,136 @@
+"""What the system refuses: a file, a descriptor, a process, a port. One line says it."""
+
+from __future__ import annotations
+
+import os
+import resource
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from support.jobs import COMMAND, Jobs, Run, processes_of, until
+from support.sources import JOB
+
+WORDS = ("--stages", "2", "--microbatches", "2")
+root = pytest.mark.skipif(os.geteuid() != 0, reason="mounts and namespaces are for root")
+
+
+def one_error(run: Run, *parts: str) -> str:
+    """The one line that says what was refused; there is no traceback."""
+    assert run.status == 1, (run.stdout, run.stderr)
+    errors = [line for line in run.stderr.splitlines() if line.startswith("error: ")]
+    assert len(errors) == 1, run.stderr
+    assert "Traceback" not in run.stderr
+    assert "a defect in pipeworker" not in run.stderr
+    for part in parts:
+        assert part in errors[0]
+    return errors[0]
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """An empty file system of two pages."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=8k,nr_inodes=64", "none", str(disk)],
+        capture_output=True,
+        text=True,
+    )
+    if mounted.returncode:
+        pytest.skip(f"no file system can be mounted here: {mounted.stderr.strip()}")
+    try:
+        yield disk
+    finally:
+        until(lambda: subprocess.run(["umount", str(disk)], capture_output=True).returncode == 0)
+
+
+@root
+def test_a_full_disk(jobs: Jobs, small_disk: Path) -> None:
+    """Logs, plan, metrics, checkpoint, summary: whatever does not fit is named."""
+    path = small_disk / "run"
+    job_file = jobs.write(JOB)
+    done = jobs.pipeworker("launch", *WORDS, "--run-dir", str(path), str(job_file))
+    run = Run(done.returncode, done.stdout, done.stderr, path)
+    one_error(run, "cannot write", str(path), "No space left on device")
+    assert not list((path / "checkpoints").glob("step-*"))
+
+
+@root
+def test_a_disk_that_is_full_from_the_start(jobs: Jobs, small_disk: Path) -> None:
+    (small_disk / "other").write_bytes(b"x" * 8192)
+    job_file = jobs.write(JOB)
+    done = jobs.pipeworker("launch", *WORDS, "--run-dir", str(small_disk / "r"), str(job_file))
+    assert done.returncode in (1, 2)
+    assert done.stderr.count("error: ") == 1
+    assert "No space left on device" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_run_directory_that_goes_away(jobs: Jobs) -> None:
+    source = JOB.replace(
+        "x = torch.randn(10",
+        """if _ == 3:
+                import pathlib, shutil
+                shutil.rmtree("run-1")
+            x = torch.randn(10""",
+    )
+    run = jobs.run(*WORDS, source=source)
+    one_error(run, "cannot write", str(run.path), "No such file or directory")
+
+
+@pytest.mark.parametrize("most", [10, 14, 20])
+def test_too_few_descriptors(jobs: Jobs, most: int) -> None:
+    """Whoever meets the limit first says so."""
+    job_file = jobs.write(JOB)
+    line = [*COMMAND, "launch", *WORDS, "--run-dir", str(jobs.folder / "run"), str(job_file)]
+    done = subprocess.run(
+        line,
+        cwd=jobs.folder,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (most, most)),
+    )
+    assert done.returncode == 1, done.stderr
+    assert done.stderr.count("error: ") == 1, done.stderr
+    assert "Traceback" not in done.stderr, done.stderr
+    assert "Too many open files" in done.stderr
+    until(lambda: not processes_of(jobs.folder))
+
+
+@root
+def test_no_way_to_the_coordinator(jobs: Jobs) -> None:
+    """In a network without even a loopback."""
+    name = f"pipeworker-{uuid.uuid4().hex[:8]}"
+    made = subprocess.run(["ip", "netns", "add", name], capture_output=True, text=True)
+    if made.returncode:
+        pytest.skip(f"no network namespace can be made here: {made.stderr.strip()}")
+    try:
+        began = time.monotonic()
+        run = jobs.run(*WORDS, namespace=name)
+        assert time.monotonic() - began < 30
+        one_error(run, "the coordinator cannot be reached at 127.0.0.1:", "unreachable")
+    finally:
+        subprocess.run(["ip", "netns", "delete", name], check=True, capture_output=True)
+
+
+@pytest.mark.parametrize("seconds", [0.1, 0.2, 0.4])
+def test_an_early_interrupt_shows_no_traceback(jobs: Jobs, seconds: float) -> None:
+    job_file = jobs.write(JOB)
+    line = [str(Path(sys.executable).with_name("pipeworker")), "launch", *WORDS, str(job_file)]
+    process = subprocess.Popen(
+        line, cwd=jobs.folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    time.sleep(seconds)  # of its life, whatever it has come to by then
+    process.send_signal(signal.SIGINT)
+    _, stderr = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert "Traceback" not in stderr
+    until(lambda: not processes_of(jobs.folder))
