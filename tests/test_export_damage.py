@@ -16,12 +16,15 @@ from typing import Any
 
 import pytest
 import torch
+from click.testing import CliRunner
 from torch import nn
 
+import cli
 from pipeworker.errors import UsageError
 from pipeworker.record import weights
 from support.jobs import Jobs
 
+Done = subprocess.CompletedProcess[str]
 PARTS = 2
 UNPRIVILEGED = """
 import os
@@ -65,6 +68,18 @@ def write_manifest(checkpoint: Path, **fields: Any) -> None:
 def everything(folder: Path) -> dict[Path, bytes | None]:
     """All files below a folder, with what is in them."""
     return {p: p.read_bytes() if p.is_file() else None for p in folder.rglob("*")}
+
+
+@pytest.fixture
+def here(jobs: Jobs, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Done]:
+    """The command without a process of its own: a row of many cases does not need one each."""
+    monkeypatch.chdir(jobs.folder)
+
+    def run(*words: str) -> Done:
+        done = CliRunner().invoke(cli.main, words)
+        return subprocess.CompletedProcess(words, done.exit_code, done.stdout, done.stderr)
+
+    return run
 
 
 def assert_refused(done: subprocess.CompletedProcess[str], *expected: str) -> None:
@@ -155,13 +170,15 @@ PARTS_OF: dict[str, tuple[Callable[[bytes], bytes], str]] = {
 
 
 @pytest.mark.parametrize("name", PARTS_OF)
-def test_a_part_that_no_stage_wrote(jobs: Jobs, checkpoint: Path, name: str) -> None:
+def test_a_part_that_no_stage_wrote(
+    jobs: Jobs, here: Callable[..., Done], checkpoint: Path, name: str
+) -> None:
     part = checkpoint / "stage-0.pt"
     make, expected = PARTS_OF[name]
     part.write_bytes(make(part.read_bytes()))
     before = everything(jobs.folder)
     path = "stage-1.pt" if name == "the other part" else "stage-0.pt"
-    done = jobs.pipeworker("export", "checkpoint", "out.pt")
+    done = here("export", "checkpoint", "out.pt")
     assert_refused(done, f"cannot read checkpoint/{path}: ", expected)
     assert everything(jobs.folder) == before
 
@@ -230,19 +247,23 @@ MANIFESTS: dict[str, tuple[bytes, str]] = {
 
 
 @pytest.mark.parametrize("name", MANIFESTS)
-def test_a_manifest_that_is_none(jobs: Jobs, checkpoint: Path, name: str) -> None:
+def test_a_manifest_that_is_none(
+    jobs: Jobs, here: Callable[..., Done], checkpoint: Path, name: str
+) -> None:
     text, expected = MANIFESTS[name]
     (checkpoint / "manifest.json").write_bytes(text)
     before = everything(jobs.folder)
-    done = jobs.pipeworker("export", "checkpoint", "out.safetensors")
+    done = here("export", "checkpoint", "out.safetensors")
     assert_refused(done, "cannot read checkpoint", expected)
     assert everything(jobs.folder) == before
 
 
 @pytest.mark.parametrize("parts", [3, 10**9, 10**30])
-def test_more_parts_than_there_are(jobs: Jobs, checkpoint: Path, parts: int) -> None:
+def test_more_parts_than_there_are(
+    jobs: Jobs, here: Callable[..., Done], checkpoint: Path, parts: int
+) -> None:
     write_manifest(checkpoint, version=1, parts=parts)
-    done = jobs.pipeworker("export", "checkpoint", "out.pt")
+    done = here("export", "checkpoint", "out.pt")
     assert_refused(done, "checkpoint/stage-2.pt is missing")
     assert not (jobs.folder / "out.pt").exists()
 

@@ -85,7 +85,7 @@ def test_a_run_directory_that_goes_away(jobs: Jobs) -> None:
     one_error(run, "cannot write", str(run.path), "No such file or directory")
 
 
-@pytest.mark.parametrize("most", [10, 14, 20])
+@pytest.mark.parametrize("most", [10, 20])
 def test_too_few_descriptors(jobs: Jobs, most: int) -> None:
     """Whoever meets the limit first says so."""
     job_file = jobs.write(JOB)
@@ -121,7 +121,7 @@ def test_no_way_to_the_coordinator(jobs: Jobs) -> None:
         subprocess.run(["ip", "netns", "delete", name], check=True, capture_output=True)
 
 
-@pytest.mark.parametrize("seconds", [0.1, 0.2, 0.4])
+@pytest.mark.parametrize("seconds", [0.1, 0.3])
 def test_an_early_interrupt_shows_no_traceback(jobs: Jobs, seconds: float) -> None:
     job_file = jobs.write(JOB)
     line = [str(Path(sys.executable).with_name("pipeworker")), "launch", *WORDS, str(job_file)]
