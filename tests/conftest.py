@@ -9,10 +9,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 from support.forked import Server
 from support.jobs import Jobs, processes_of, until
 from support.ranks import Scripts
+
+settings.register_profile("pipeworker", deadline=None)  # a busy machine is no defect
+settings.load_profile("pipeworker")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
