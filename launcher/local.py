@@ -124,6 +124,7 @@ class _Launch:
         self._token = new_token()
         self._started = time.monotonic()
         self._timings = timings()
+        self._patience = self._timings.patience(options.worker_timeout)
         self._verdict: Verdict | None = None
         self._failure = "the coordinator was killed"
         self._lost_forks = "the fork server of this host was killed"
@@ -140,7 +141,7 @@ class _Launch:
             end.setblocking(False)
         before = {number: signal.signal(number, lambda *_: None) for number in _SIGNALS}
         signal.set_wakeup_fd(self._wake_in.fileno(), warn_on_full_buffer=False)
-        patience = self._options.worker_timeout
+        patience = self._patience
         importing = JOIN_FACTOR * patience
         server = fork_server()
         try:
@@ -185,7 +186,7 @@ class _Launch:
                 now = time.monotonic()
                 if now >= next_beat:
                     next_beat = now + self._timings.ping
-                    beat = Beat(self._options.worker_timeout)
+                    beat = Beat(self._patience)
                     forks.say(beat)
                     coordinator.say(beat)
                 until = next_beat if self._deadline is None else min(next_beat, self._deadline)

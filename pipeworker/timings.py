@@ -82,6 +82,10 @@ class Timings:
             if not holds:
                 raise ValueError(f"timings contradict each other: {why}")
 
+    def patience(self, worker_timeout: float) -> float:
+        """What silence of who beats means its end, however impatient the user is: three pings."""
+        return max(worker_timeout, 3 * self.ping)
+
     def scaled(self, factor: float) -> Timings:
         """All of them, by a factor."""
         return Timings(**{name: factor * value for name, value in dataclasses.asdict(self).items()})

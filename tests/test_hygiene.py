@@ -318,6 +318,13 @@ def test_a_stopped_launcher_holds_nobody(start: Callable[..., Live]) -> None:
     assert f"error: {error}" in stderr
 
 
+def test_an_impatient_user_does_not_outrun_the_beats(jobs: Jobs) -> None:
+    """A limit below what beats are apart takes nobody alive for dead."""
+    source = JOB.replace("x = torch.randn(10", "import time; time.sleep(0.4); x = torch.randn(10")
+    run = jobs.train("--stages", "2", "--worker-timeout", "0.9", source=source)
+    assert run.summary["seconds"] > 1.5
+
+
 def test_more_stages_than_layers_start_one_worker(jobs: Jobs) -> None:
     run = jobs.run("--stages", "1000")
     assert run.status == 2

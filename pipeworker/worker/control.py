@@ -203,8 +203,7 @@ class Control:
             if lost_at is not None and now - lost_at > self._timings.coordinator:
                 lost_at = None
                 self._end(Abort("the coordinator is gone", 1))
-            elif now - self._heard > self._limit:
-                self._heard = now
+            elif self.over is None and now - self._heard > self._limit:
                 self._end(Abort(self._silence(), 1))
             if now >= next_beat:
                 next_beat = now + self._timings.heartbeat
@@ -236,7 +235,7 @@ class Control:
         """Seconds that the coordinator may be silent."""
         if self.patience is None:
             return self._timings.reach
-        return max(self.patience, 3 * self._timings.ping)  # pings may be late
+        return self._timings.patience(self.patience)
 
     def _silence(self) -> str:
         """What it means that nothing is heard."""
