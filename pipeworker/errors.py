@@ -43,8 +43,7 @@ class RecordError(PipeworkerError):
     """A file of the run cannot be written; the message has its path and the system's reason."""
 
     def __init__(self, path: object, error: Exception) -> None:
-        named = getattr(error, "filename", None) or path
-        super().__init__(f"cannot write {named}: {getattr(error, 'strerror', None) or error}")
+        super().__init__(f"cannot write {path}: {getattr(error, 'strerror', None) or error}")
 
 
 class ProtocolError(PipeworkerError):

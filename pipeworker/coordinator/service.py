@@ -301,19 +301,23 @@ class Service:
     def _append(self, path: Path, row: dict[str, Any]) -> None:
         """A line more, in a file that is opened once."""
 
-        def write() -> None:
-            if path not in self._rows:
-                self._rows[path] = Rows(path)
-            self._rows[path].add(row)
+        def begin() -> None:
+            self._rows[path] = Rows(path)
 
-        self._write(path, write)
+        if path not in self._rows:
+            self._write(path, begin)
+        if path in self._rows:
+            self._write(path, lambda: self._rows[path].add(row), opens=False)
 
-    def _write(self, path: Path, write: Callable[[], None]) -> None:
-        """With room to open the file; that it cannot be written ends the job, and is said."""
+    def _write(self, path: Path, write: Callable[[], None], *, opens: bool = True) -> None:
+        """That it cannot be written ends the job, and is said; who opens a file is given room."""
         try:
-            self._descriptors.spare(write)
+            if opens:
+                self._descriptors.spare(write)
+            else:
+                write()
         except OSError as error:
-            text = f"cannot write {path}: {error.strerror}"
+            text = str(RecordError(path, error))
             log.error("%s", text)
             if self._ended is None:
                 self._handle(Broken(text))
@@ -374,7 +378,7 @@ def main() -> int:
         log.exception("the coordinator failed")
         text = f"the coordinator cannot listen at {host}: {error.strerror}"
         if isinstance(error, OSError):
-            text = str(RecordError(f"in {configuration.run_dir}", error))
+            text = str(RecordError(error.filename or configuration.run_dir, error))
         starter.tell(Verdict("failed", 1, 0, 0.0, (), 0.0, text))
         starter.finish(timings().linger)
         return 1
