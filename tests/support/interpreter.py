@@ -119,10 +119,11 @@ def take_terminal() -> None:
 
 def _program(words: list[str]) -> Callable[[], Any]:
     """What a command line runs; arguments, import path and ``__main__`` are in place."""
-    if words[0] == "-u":
-        words = words[1:]
-        for stream in (sys.stdout, sys.stderr):
-            stream.reconfigure(write_through=True)  # type: ignore[union-attr]
+    unbuffered = words[0] == "-u"
+    words = words[unbuffered:]
+    for stream in (sys.stdout, sys.stderr):
+        through = unbuffered or bool(os.environ.get("PYTHONUNBUFFERED"))
+        stream.reconfigure(write_through=through)  # type: ignore[union-attr]
     main = ModuleType("__main__")
     rest = sys.path[1:]
     what = words[0]
@@ -191,7 +192,9 @@ def _status_of(run: Callable[[], Any]) -> int:
     atexit._run_exitfuncs()
     try:
         sys.stdout.flush()
-    except OSError:
+    except OSError as error:
+        print(f"Exception ignored in: {sys.stdout!r}", file=sys.stderr)
+        traceback.print_exception(error.with_traceback(None))
         status = 120
     with contextlib.suppress(OSError):
         sys.stderr.flush()
