@@ -12,6 +12,7 @@ import pytest
 from hypothesis import settings
 
 from support.forked import Server
+from support.interpreter import fork_line_processes
 from support.jobs import Jobs, processes_of, until
 from support.ranks import Scripts
 
@@ -32,6 +33,7 @@ def server(pytestconfig: pytest.Config) -> Iterator[Server | None]:
         yield None
         return
     made = Server(os.environ.get("PYTEST_XDIST_TESTRUNUID", str(os.getpid())))
+    fork_line_processes(made.address)
     yield made
     made.close()
 

@@ -5,49 +5,23 @@ from __future__ import annotations
 import os
 import random
 import re
-import resource
-import socket
-import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import suppress
+from collections.abc import Iterator
 from pathlib import Path
-from urllib.parse import urlsplit
 
 import msgpack
 import pytest
 import zmq
 
 from pipeworker.job.options import Options
-from pipeworker.session.processes import coordinator, fork_server
 from pipeworker.wire import sockets
-from pipeworker.wire.codec import MAX_FRAME_BYTES, encode
+from pipeworker.wire.codec import MAX_FRAME_BYTES
 from pipeworker.wire.exchange import OUTSIDE, numbered
 from pipeworker.wire.keys import client_keys, new_token, server_keys
-from pipeworker.wire.lines import Bound, Configuration, Fork, Verdict, WorkerExited
-from pipeworker.wire.messages import (
-    Batch,
-    Built,
-    Cause,
-    Described,
-    Failed,
-    Failure,
-    Heartbeat,
-    Hello,
-    Message,
-    Phase,
-    Position,
-    Ready,
-    Saved,
-    StepDone,
-    StepResult,
-    StoreOperation,
-    StoreRequest,
-)
-from support.crowd import Crowd, descriptors
 from support.jobs import Jobs, Run, processes_of, until
-from support.proxy import Proxy
+from support.own import GENERATION, OwnJob
 from support.sources import JOB
+from support.strangers import Crowd, descriptors, framed, lies, outsiders, raw_garbage, rubbish
 
 SLOW_JOB = (
     JOB.replace(
@@ -79,103 +53,11 @@ SLOW_JOB = (
 
 FRAMES = 10_000
 STRANGERS = 2000
-GENERATION = 1
 
 
-class OwnJob:
-    """A job of two stages started as the local launcher does, with a token known here.
-
-    Args:
-        descriptors: what the coordinator may have.
-        bound: called with the endpoint before there are workers.
-        proxied: workers reach the coordinator through a proxy.
-    """
-
-    def __init__(
-        self,
-        job_file: Path,
-        run_dir: Path,
-        steps: int,
-        descriptors: int | None = None,
-        bound: Callable[[str], object] = lambda endpoint: None,
-        *,
-        proxied: bool = False,
-    ) -> None:
-        self._bound = bound
-        self.token = new_token()
-        self.proxied = proxied
-        self.proxy: Proxy | None = None
-        self.run_dir = run_dir
-        self.endpoint = ""
-        self.steps = 0
-        self.verdict: Verdict | None = None
-        self.codes: list[int] = []
-        (run_dir / "logs").mkdir(parents=True)
-        options = Options(
-            str(job_file), 2, 2, arguments=("slow", "60"), steps=steps, recompute="never"
-        )
-        self.forks = fork_server()
-        self.coordinator = coordinator()
-        if descriptors is not None:
-            limits = (descriptors, descriptors)
-            resource.prlimit(self.coordinator._process.pid, resource.RLIMIT_NOFILE, limits)
-        self.coordinator.say(
-            Configuration(options.to_json(), str(run_dir), self.token, "127.0.0.1", GENERATION)
-        )
-        hears = (self._hear_coordinator, self._hear_forks)
-        self.threads = [threading.Thread(target=hear) for hear in hears]
-        for thread in self.threads:
-            thread.start()
-
-    def _hear_coordinator(self) -> None:
-        more = True
-        while more:
-            events, more = self.coordinator.hear()
-            for event in events:
-                match event:
-                    case Bound():
-                        self.endpoint = endpoint = event.endpoint
-                        self._bound(event.endpoint)
-                        if self.proxied:
-                            url = urlsplit(endpoint)
-                            self.proxy = Proxy((url.hostname or "", url.port or 0))
-                            endpoint = f"tcp://127.0.0.1:{self.proxy.address[1]}"
-                        for rank in (0, 1):
-                            fork = Fork(rank, GENERATION, endpoint, self.token, rank)
-                            self.forks.say(fork)
-                    case StepResult():
-                        self.steps = event.step
-                    case Verdict():
-                        self.verdict = event
-
-    def _hear_forks(self) -> None:
-        more = True
-        while more:
-            events, more = self.forks.hear()
-            for event in events:
-                if isinstance(event, WorkerExited):
-                    self.coordinator.say(event)
-
-    @property
-    def log(self) -> str:
-        return (self.run_dir / "logs" / "coordinator.log").read_text()
-
-    def resident(self) -> int:
-        """Bytes of memory the coordinator holds."""
-        (pid,) = (
-            pid for pid, line in processes_of(Path.cwd()).items() if "coordinator.service" in line
-        )
-        status = Path(f"/proc/{pid}/status").read_text()
-        return int(status.partition("VmRSS:")[2].split()[0]) * 1024
-
-    def close(self) -> None:
-        for process in (self.forks, self.coordinator):
-            process.hang_up()
-        for thread in self.threads:
-            thread.join(10)
-        self.codes = [process.finish(5.0) for process in (self.forks, self.coordinator)]
-        if self.proxy is not None:
-            self.proxy.close()
+def slow(job_file: Path, steps: int) -> Options:
+    words = ("slow", "60")
+    return Options(str(job_file), 2, 2, arguments=words, steps=steps, recompute="never")
 
 
 @pytest.fixture
@@ -185,75 +67,6 @@ def context() -> Iterator[zmq.Context[zmq.Socket[bytes]]]:
     made.destroy(linger=0)
 
 
-def lies() -> list[Message]:
-    """Well-formed messages that would end or derail the job, were they believed."""
-    batch = Batch(9, 1, 1, 9)
-    return [
-        Hello(0, "elsewhere", 1),
-        Hello(7, "x" * 500, 1),
-        Described(0, ("Linear",), ()),
-        Ready(0, (Built(0, 0, (), 0),), "cpu", batch),
-        *(StepDone(1, s, (9.0,), (), (9.0,), 0.0, 0.0, 0, None) for s in range(1, 80)),
-        Saved(0, 1),
-        Heartbeat(1, Position(Phase.FORWARD, 1, 1, 1)),
-        Failed(0, Failure(Cause.USER, "I am stage 0 and have failed", 0)),
-        Failed(1, Failure(Cause.SIGNAL, "so have I", 1)),
-        StoreRequest(0, 1, StoreOperation.SET, ("shared/replica-0/0>1/activation",), b"x"),
-        StoreRequest(0, 2, StoreOperation.GET, ("never",)),
-    ]
-
-
-def framed(message: Message, generation: int = GENERATION) -> bytes:
-    """As it crosses the wire, outside the numbers."""
-    return numbered(OUTSIDE, encode(message, generation))
-
-
-def rubbish(chance: random.Random) -> Iterator[bytes]:
-    """Lies as they are, lies with a few bytes changed, and bytes at random."""
-    frames = [framed(lie) for lie in lies()]
-    for number in range(FRAMES):
-        frame = bytearray(chance.choice(frames))
-        match number % 3:
-            case 1:
-                for _ in range(chance.randint(1, 4)):
-                    frame[chance.randrange(len(frame))] = chance.randrange(256)
-            case 2:
-                frame = bytearray(chance.randbytes(chance.randrange(300)))
-        yield bytes(frame)
-
-
-def strangers(context: zmq.Context[zmq.Socket[bytes]], job: OwnJob) -> list[zmq.Socket[bytes]]:
-    """Peers without the job's key, each having sent what would be believed of a right one."""
-    other_job = sockets.client(context, new_token(), job.endpoint)
-    bare = context.socket(zmq.DEALER)
-    bare.connect(job.endpoint)
-    own_key = context.socket(zmq.DEALER)
-    own_key.curve_publickey, own_key.curve_secretkey = zmq.curve_keypair()
-    own_key.curve_serverkey = server_keys(job.token).public
-    own_key.connect(job.endpoint)
-    for peer in (other_job, bare, own_key):
-        peer.setsockopt(zmq.SNDTIMEO, 0)
-        peer.setsockopt(zmq.LINGER, 0)
-        for lie in lies():
-            with suppress(zmq.Again):
-                peer.send(framed(lie))
-    return [other_job, bare, own_key]
-
-
-def raw_garbage(endpoint: str, chance: random.Random) -> None:
-    """Bytes that are no ZMTP, on connections closed in all the ways there are."""
-    url = urlsplit(endpoint)
-    assert url.port
-    for number in range(60):
-        with (
-            socket.create_connection((url.hostname, url.port), timeout=5) as made,
-            suppress(OSError),  # the server has closed it already
-        ):
-            made.sendall(chance.randbytes(chance.randrange(2000)) if number % 3 else b"\xff" * 10)
-            if number % 2:
-                made.shutdown(socket.SHUT_WR)
-
-
 def test_rubbish_and_strangers_change_nothing(
     jobs: Jobs, context: zmq.Context[zmq.Socket[bytes]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -261,11 +74,11 @@ def test_rubbish_and_strangers_change_nothing(
     steps = 70
     job_file = jobs.write(SLOW_JOB)
     chance = random.Random(1)
-    attacked = OwnJob(job_file, jobs.folder / "attacked", steps)
+    attacked = OwnJob(slow(job_file, steps), jobs.folder / "attacked")
     try:
         until(lambda: attacked.steps >= 5)
         before = attacked.resident()
-        outside = strangers(context, attacked)
+        outside = outsiders(context, attacked.token, attacked.endpoint)
         raw_garbage(attacked.endpoint, chance)
         inside = sockets.client(context, attacked.token, attacked.endpoint)
         inside.setsockopt(zmq.SNDTIMEO, 10_000)
@@ -273,7 +86,7 @@ def test_rubbish_and_strangers_change_nothing(
         for lie in lies():
             inside.send(framed(lie, GENERATION - 1))  # a replay of an older generation
         until(lambda: "of generation 0 (" in attacked.log)
-        for frame in rubbish(chance):
+        for frame in rubbish(chance, FRAMES):
             inside.send(frame)
         for _ in range(20):
             wants_into_the_log = msgpack.packb(["1" * 100_000, 1, "Ping", []])
@@ -285,7 +98,6 @@ def test_rubbish_and_strangers_change_nothing(
         assert during < steps, "the job was over before the attack was"
         assert attacked.resident() - before < 8 << 20
         assert not any(peer.poll(0) for peer in outside)
-        assert secrets_seen(attacked.token, processes_of(jobs.folder)) == []
         (jobs.folder / "go").touch()
         until(lambda: attacked.verdict)
     finally:
@@ -319,7 +131,7 @@ def test_what_a_broken_connection_had_under_way_is_not_lost(
     monkeypatch.chdir(jobs.folder)
     job_file = jobs.write(SLOW_JOB)
     (jobs.folder / "go").touch()
-    broken = OwnJob(job_file, jobs.folder / "broken", 30, proxied=True)
+    broken = OwnJob(slow(job_file, 30), jobs.folder / "broken", proxied=True)
     try:
         for least in (3, 12):
             until(lambda least=least: broken.steps >= least)  # type: ignore[misc]
@@ -363,7 +175,8 @@ def test_silent_connections_cost_no_worker_its_place_and_no_file_its_descriptor(
         until(lambda: crowds[0].cut > STRANGERS)
 
     with descriptors(2 * STRANGERS):
-        attacked = OwnJob(jobs.write(SLOW_JOB), jobs.folder / "attacked", 20, 256, gather)
+        options = slow(jobs.write(SLOW_JOB), 20)
+        attacked = OwnJob(options, jobs.folder / "attacked", 256, gather)
         try:
             until(lambda: attacked.steps >= 10)
             before = crowds[0].cut
@@ -390,7 +203,7 @@ def test_a_file_that_cannot_be_written_is_named(
     monkeypatch.chdir(jobs.folder)
     plan = jobs.folder / "own" / "plan.json"
     plan.mkdir(parents=True)
-    own = OwnJob(jobs.write(SLOW_JOB), plan.parent, 20)
+    own = OwnJob(slow(jobs.write(SLOW_JOB), 20), plan.parent)
     try:
         until(lambda: own.verdict)
     finally:
@@ -404,17 +217,6 @@ def test_a_file_that_cannot_be_written_is_named(
 def holds_secret(token: str, data: bytes) -> bool:
     keys = server_keys(token).secret, client_keys(token).secret
     return any(secret in data for secret in (token.encode(), *keys))
-
-
-def secrets_seen(token: str, pids: dict[int, str]) -> list[str]:
-    """Where the token shows to who may look at the processes."""
-    assert len(pids) >= 4  # coordinator, fork server, two workers
-    return [
-        f"/proc/{pid}/{name}"
-        for pid in pids
-        for name in ("cmdline", "environ")
-        if holds_secret(token, Path(f"/proc/{pid}/{name}").read_bytes())
-    ]
 
 
 def test_the_command_shows_no_token(jobs: Jobs) -> None:

@@ -124,7 +124,8 @@ def test_no_way_to_the_coordinator(jobs: Jobs) -> None:
 @pytest.mark.parametrize("seconds", [0.12])
 def test_an_early_interrupt_shows_no_traceback(jobs: Jobs, seconds: float) -> None:
     job_file = jobs.write(JOB)
-    line = [str(Path(sys.executable).with_name("pipeworker")), "launch", *WORDS, str(job_file)]
+    command = str(Path(sys.executable).with_name("pipeworker"))
+    line = [command, "launch", *WORDS, "--steps", "1000000", str(job_file)]
     process = subprocess.Popen(
         line, cwd=jobs.folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )

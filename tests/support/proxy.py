@@ -14,11 +14,12 @@ class Proxy:
 
     Attributes:
         lost: bytes that were taken and not passed on.
+        broken: ends of connections that it has reset.
     """
 
     def __init__(self, target: tuple[str, int]) -> None:
         self._target = target
-        self.lost = 0
+        self.lost = self.broken = 0
         self.swallows = False
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.address: tuple[str, int] = self._listener.getsockname()
@@ -93,4 +94,5 @@ class Proxy:
             with suppress(OSError):
                 end.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
             self._forget(end)
+            self.broken += 1
         self.swallows = False

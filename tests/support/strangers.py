@@ -1,14 +1,49 @@
-"""Strangers: connections to the ports of workers that no peer has made."""
+"""Strangers at the ports of a job, and peers that are no better."""
 
 from __future__ import annotations
 
 import contextlib
+import random
+import resource
+import select
 import socket
 import struct
+import threading
+from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
+from urllib.parse import urlsplit
+
+import zmq
+
+from pipeworker.wire import sockets
+from pipeworker.wire.codec import encode
+from pipeworker.wire.exchange import OUTSIDE, numbered
+from pipeworker.wire.keys import new_token, server_keys
+from pipeworker.wire.messages import (
+    Batch,
+    Built,
+    Cause,
+    Described,
+    Failed,
+    Failure,
+    Heartbeat,
+    Hello,
+    Message,
+    Phase,
+    Position,
+    Ready,
+    Saved,
+    StepDone,
+    StoreOperation,
+    StoreRequest,
+)
+from support.own import GENERATION
 
 _SEQUENCE = struct.Struct("<Q")
 _NUMBERS = 16
+
+_ROUND = 0.02  # seconds between two looks at who was cut off
 
 
 def listening(pid: int | str = "self") -> set[int]:
@@ -63,3 +98,124 @@ class Strangers:
     def close(self) -> None:
         for stranger in self._sockets:
             stranger.close()
+
+
+class Crowd:
+    """So many connections to an endpoint, kept open and renewed on a thread."""
+
+    def __init__(self, endpoint: str, count: int) -> None:
+        url = urlsplit(endpoint)
+        self._address = url.hostname, url.port
+        self._poll = select.epoll()
+        self._open: dict[int, socket.socket] = {}
+        self._stop = threading.Event()
+        self.cut = 0
+        """How often one of them lost its connection."""
+        for _ in range(count):
+            self._connect()
+        self._thread = threading.Thread(target=self._renew, name="crowd")
+        self._thread.start()
+
+    def _connect(self) -> None:
+        made = socket.socket()
+        made.setblocking(False)
+        with contextlib.suppress(BlockingIOError):
+            made.connect(self._address)
+        self._open[made.fileno()] = made
+        self._poll.register(made, select.EPOLLRDHUP)
+
+    def _renew(self) -> None:
+        while not self._stop.wait(_ROUND):
+            for descriptor, _ in self._poll.poll(0):
+                self._open.pop(descriptor).close()
+                self.cut += 1
+                self._connect()
+
+    def close(self) -> None:
+        self._stop.set()
+        self._thread.join()
+        for made in self._open.values():
+            made.close()
+        self._poll.close()
+
+
+@contextlib.contextmanager
+def descriptors(count: int) -> Iterator[None]:
+    """This process may have so many."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(count, hard)), hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def lies() -> list[Message]:
+    """Well-formed messages that would end or derail the job, were they believed."""
+    batch = Batch(9, 1, 1, 9)
+    return [
+        Hello(0, "elsewhere", 1),
+        Hello(7, "x" * 500, 1),
+        Described(0, ("Linear",), ()),
+        Ready(0, (Built(0, 0, (), 0),), "cpu", batch),
+        *(StepDone(1, s, (9.0,), (), (9.0,), 0.0, 0.0, 0, None) for s in range(1, 80)),
+        Saved(0, 1),
+        Heartbeat(1, Position(Phase.FORWARD, 1, 1, 1)),
+        Failed(0, Failure(Cause.USER, "I am stage 0 and have failed", 0)),
+        Failed(1, Failure(Cause.SIGNAL, "so have I", 1)),
+        StoreRequest(0, 1, StoreOperation.SET, ("shared/replica-0/0>1/activation",), b"x"),
+        StoreRequest(0, 2, StoreOperation.GET, ("never",)),
+    ]
+
+
+def framed(message: Message, generation: int) -> bytes:
+    """As it crosses the wire, outside the numbers."""
+    return numbered(OUTSIDE, encode(message, generation))
+
+
+def rubbish(chance: random.Random, count: int) -> Iterator[bytes]:
+    """Lies as they are, lies with a few bytes changed, and bytes at random."""
+    frames = [framed(lie, GENERATION) for lie in lies()]
+    for number in range(count):
+        frame = bytearray(chance.choice(frames))
+        match number % 3:
+            case 1:
+                for _ in range(chance.randint(1, 4)):
+                    frame[chance.randrange(len(frame))] = chance.randrange(256)
+            case 2:
+                frame = bytearray(chance.randbytes(chance.randrange(300)))
+        yield bytes(frame)
+
+
+def outsiders(
+    context: zmq.Context[zmq.Socket[bytes]], token: str, endpoint: str
+) -> list[zmq.Socket[bytes]]:
+    """Peers without the job's key, each having sent what would be believed of a right one."""
+    other_job = sockets.client(context, new_token(), endpoint)
+    bare = context.socket(zmq.DEALER)
+    bare.connect(endpoint)
+    own_key = context.socket(zmq.DEALER)
+    own_key.curve_publickey, own_key.curve_secretkey = zmq.curve_keypair()
+    own_key.curve_serverkey = server_keys(token).public
+    own_key.connect(endpoint)
+    for peer in (other_job, bare, own_key):
+        peer.setsockopt(zmq.SNDTIMEO, 0)
+        peer.setsockopt(zmq.LINGER, 0)
+        for lie in lies():
+            with suppress(zmq.Again):
+                peer.send(framed(lie, GENERATION))
+    return [other_job, bare, own_key]
+
+
+def raw_garbage(endpoint: str, chance: random.Random) -> None:
+    """Bytes that are no ZMTP, on connections closed in all the ways there are."""
+    url = urlsplit(endpoint)
+    assert url.port
+    for number in range(60):
+        with (
+            socket.create_connection((url.hostname, url.port), timeout=5) as made,
+            suppress(OSError),  # the server has closed it already
+        ):
+            made.sendall(chance.randbytes(chance.randrange(2000)) if number % 3 else b"\xff" * 10)
+            if number % 2:
+                made.shutdown(socket.SHUT_WR)

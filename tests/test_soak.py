@@ -1,0 +1,232 @@
+"""A long life among faults: ``make soak`` lasts half an hour, a test run one round of each.
+
+Nothing here ends a job: what is stopped goes on, what is cut comes back, strangers stay strangers.
+Two spinning processes take the cores away, shapes change at every step. The weights are those of a
+quiet run, and no process has grown.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import statistics
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+import zmq
+
+from pipeworker.job.options import Options
+from pipeworker.wire import sockets
+from support.compare import assert_same
+from support.jobs import Jobs, Run, until
+from support.memory import resident
+from support.own import OwnJob
+from support.strangers import Crowd, outsiders, raw_garbage, rubbish
+
+SECONDS = float(os.environ.get("SOAK_SECONDS", 0))
+SEED = int(os.environ.get("SOAK_SEED", 0))
+STAGES, MICROBATCHES, PACE = 3, 4, 0.25
+STEPS = int(max(SECONDS, 8) / PACE)
+PAUSE = 2.0 if SECONDS else 0.3
+"""Seconds that a fault lasts, at most, and that lie between two."""
+STRANGERS = 300
+FRAMES = 200
+COUNTED = ("fd", "task")
+
+SHAPES = f"""
+    import random
+    import sys
+    import time
+    from pathlib import Path
+
+    import torch
+    from torch import nn
+
+    GO = Path("go")
+    QUIET = "quiet" in sys.argv
+
+    class Pool(nn.Module):
+        def forward(self, x):
+            return x.mean(1)
+
+    def model():
+        return nn.Sequential(
+            nn.Linear(32, 128), nn.ReLU(), nn.Dropout(0.1), nn.Linear(128, 128), nn.Tanh(),
+            nn.Linear(128, 128), Pool(), nn.Linear(128, 3),
+        )
+
+    def loss(output, target):
+        return nn.functional.cross_entropy(output, target)
+
+    def optimizer(params):
+        return torch.optim.AdamW(params, lr=1e-3)
+
+    def data():
+        begun = time.monotonic()
+        for number in range({STEPS}):
+            last = number >= {STEPS - 4}
+            while not QUIET and not GO.exists() and (
+                last or time.monotonic() < begun + {PACE} * number
+            ):
+                time.sleep(0.02)
+            length = int(2 ** random.uniform(0, 10))
+            x = torch.randn(random.randint(1, 12), length, 32)
+            yield x, (x[:, 0, 0] > 0).long()
+"""
+"""Paced, and short of its last steps, until there is a file ``go``."""
+
+
+@dataclass
+class Soak:
+    """One job, what is done to it, and what its processes hold meanwhile."""
+
+    job: OwnJob
+    context: zmq.Context[zmq.Socket[bytes]]
+    chance: random.Random
+    pids: dict[str, int]
+    fired: Counter[str] = field(default_factory=Counter)
+    held: list[dict[str, tuple[int, int, int]]] = field(default_factory=list)
+
+    @property
+    def faults(self) -> dict[str, Callable[[], None]]:
+        return {
+            **{f"{who} stopped": lambda pid=pid: self._stop(pid) for who, pid in self.pids.items()},
+            "control connections reset": self._reset,
+            "control messages lost": self._lose,
+            "rubbish from a peer": self._rubbish,
+            "strangers with other keys": self._outsiders,
+            "silent strangers": self._crowd,
+        }
+
+    def round(self) -> None:
+        """Each fault once, in some order."""
+        for name in self.chance.sample(sorted(self.faults), len(self.faults)):
+            assert self.job.verdict is None, f"over after {dict(self.fired)}: {self.job.verdict}"
+            self.faults[name]()
+            self.fired[name] += 1
+            self.held.append({who: _held(pid) for who, pid in self.pids.items()})
+            time.sleep(self.chance.uniform(0, PAUSE))
+
+    def _stop(self, pid: int) -> None:
+        os.kill(pid, signal.SIGSTOP)
+        until(lambda: Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T")
+        time.sleep(self.chance.uniform(0, PAUSE))
+        os.kill(pid, signal.SIGCONT)
+
+    def _reset(self) -> None:
+        assert self.job.proxy
+        before = self.job.proxy.broken
+        self.job.proxy.reset()
+        assert self.job.proxy.broken > before
+
+    def _lose(self) -> None:
+        assert self.job.proxy
+        before = self.job.proxy.lost
+        self.job.proxy.swallow()
+        until(lambda: self.job.proxy and self.job.proxy.lost > before)  # heartbeats at least
+        time.sleep(self.chance.uniform(0, PAUSE))
+        self.job.proxy.reset()
+
+    def _rubbish(self) -> None:
+        inside = sockets.client(self.context, self.job.token, self.job.endpoint)
+        inside.setsockopt(zmq.SNDTIMEO, 20_000)
+        for frame in rubbish(self.chance, FRAMES):
+            inside.send(frame)
+        inside.close(linger=1000)
+
+    def _outsiders(self) -> None:
+        peers = outsiders(self.context, self.job.token, self.job.endpoint)
+        raw_garbage(self.job.endpoint, self.chance)
+        assert not any(peer.poll(0) for peer in peers)
+        for peer in peers:
+            peer.close(linger=0)
+
+    def _crowd(self) -> None:
+        crowd = Crowd(self.job.endpoint, STRANGERS)
+        try:
+            until(lambda: crowd.cut)
+        finally:
+            crowd.close()
+
+    def check_flat(self) -> None:
+        """The last quarter holds what the second did; memory may breathe."""
+        quarter = max(1, len(self.held) // 4)
+        for who in self.pids:
+            early, late = (
+                [
+                    statistics.median(values)
+                    for values in zip(*(row[who] for row in rows), strict=True)
+                ]
+                for rows in (self.held[quarter : 2 * quarter], self.held[-quarter:])
+            )
+            print(f"{who}: {early[0] / 2**20:.1f} -> {late[0] / 2**20:.1f} MB", end=", ")
+            print(f"{early[1]:g} -> {late[1]:g} descriptors, {early[2]:g} -> {late[2]:g} threads")
+            if SECONDS:
+                assert late[0] <= 1.1 * early[0] + (4 << 20), who
+            assert late[1] <= early[1] + 2, who
+            assert late[2] <= early[2], who
+
+
+def _held(pid: int) -> tuple[int, int, int]:
+    """Bytes, descriptors and threads of a process."""
+    descriptors, threads = (len(list(Path(f"/proc/{pid}", what).iterdir())) for what in COUNTED)
+    return resident(pid), descriptors, threads
+
+
+@contextmanager
+def burners() -> Iterator[None]:
+    """Two processes that want a core each."""
+    with ExitStack() as stack:
+        for _ in range(2 if SECONDS else 0):
+            burner = stack.enter_context(
+                subprocess.Popen([sys.executable, "-c", "while True: pass"])
+            )
+            stack.callback(burner.kill)
+        yield
+
+
+@pytest.mark.timeout(4 * SECONDS + 120)
+def test_among_faults_as_without_them(
+    jobs: Jobs, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(jobs.folder)
+    path = jobs.folder / "attacked"
+    options = Options(
+        str(jobs.write(SHAPES)), STAGES, MICROBATCHES, clip_grad_norm=1.0, worker_timeout=30.0
+    )
+    job = OwnJob(options, path, proxied=True)
+    try:
+        until(lambda: job.steps >= 2)
+        workers = {
+            f"stage {stage['stage']}": stage["pid"] for stage in Run(0, "", "", path).plan["stages"]
+        }
+        pids = {"coordinator": job.coordinator.pid, "fork server": job.forks.pid, **workers}
+        end = time.monotonic() + SECONDS
+        with burners(), zmq.Context() as context:
+            soak = Soak(job, context, random.Random(SEED), pids)
+            soak.round()
+            while time.monotonic() < end:
+                soak.round()
+        reached = job.steps
+        (jobs.folder / "go").touch()
+        until(lambda: job.verdict, 60 + 2 * SECONDS)
+    finally:
+        job.close()
+    print(f"\nseed {SEED}: {sum(soak.fired.values())} faults in the first {reached} steps")
+    for name, count in sorted(soak.fired.items()):
+        print(f"{count:6} {name}")
+    assert job.verdict
+    assert (job.verdict.status, job.verdict.error) == ("done", None)
+    assert (job.codes, job.steps) == ([0, 0], STEPS)
+    soak.check_flat()
+    words = ("--stages", str(STAGES), "--microbatches", str(MICROBATCHES), "--clip-grad-norm", "1")
+    quiet = jobs.train(*words, "--", "quiet", source=SHAPES, timeout=60 + 2 * SECONDS)
+    assert_same(Run(0, "", "", path), quiet)
