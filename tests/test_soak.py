@@ -18,6 +18,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -98,7 +99,7 @@ class Soak:
     @property
     def faults(self) -> dict[str, Callable[[], None]]:
         return {
-            **{f"{who} stopped": lambda pid=pid: self._stop(pid) for who, pid in self.pids.items()},
+            **{f"{who} stopped": partial(self._stop, pid) for who, pid in self.pids.items()},
             "control connections reset": self._reset,
             "control messages lost": self._lose,
             "rubbish from a peer": self._rubbish,

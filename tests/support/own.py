@@ -11,7 +11,8 @@ from urllib.parse import urlsplit
 from pipeworker.job.options import Options
 from pipeworker.session.processes import coordinator, fork_server
 from pipeworker.wire.keys import new_token
-from pipeworker.wire.lines import Bound, Configuration, Fork, StepResult, Verdict, WorkerExited
+from pipeworker.wire.lines import Bound, Configuration, Fork, Verdict, WorkerExited
+from pipeworker.wire.messages import StepResult
 from support.memory import resident
 from support.proxy import Proxy
 
