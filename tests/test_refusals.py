@@ -127,7 +127,12 @@ def test_an_early_interrupt_shows_no_traceback(jobs: Jobs, seconds: float) -> No
     command = str(Path(sys.executable).with_name("pipeworker"))
     line = [command, "launch", *WORDS, "--steps", "1000000", str(job_file)]
     process = subprocess.Popen(
-        line, cwd=jobs.folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        line,
+        cwd=jobs.folder,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a shell may ignore it
     )
     until(lambda: worked(process.pid) >= seconds)  # whatever it has come to by then
     process.send_signal(signal.SIGINT)

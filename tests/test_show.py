@@ -163,15 +163,14 @@ TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "-m", "pipeworker"]
 LAUNCH = ["launch", "--stages", "1"]
 
 
-@pytest.mark.parametrize("beside", [True, False], ids=["beside", "elsewhere"])
+MODULE = [*COMMAND[1:], *LAUNCH]
+SCRIPT = [str(Path(sys.executable).with_name("pipeworker")), *LAUNCH]
+
+
 @pytest.mark.parametrize(
-    "command",
-    [
-        [*COMMAND[1:], *LAUNCH],
-        [str(Path(sys.executable).with_name("pipeworker")), *LAUNCH],
-        TORCHRUN,
-    ],
-    ids=["module", "script", "torchrun"],
+    ("command", "beside"),
+    [(MODULE, True), (SCRIPT, True), (SCRIPT, False), (TORCHRUN, True)],
+    ids=["module beside them", "script beside them", "script elsewhere", "torchrun beside them"],
 )
 def test_neighbours_with_our_names(
     jobs: Jobs, command: list[str], beside: bool, monkeypatch: pytest.MonkeyPatch

@@ -129,7 +129,7 @@ def test_a_killed_worker_ends_the_job(jobs: Jobs, torchrun: Start, stage: int) -
 
 
 def test_a_killed_torchrun_ends_the_job(jobs: Jobs, torchrun: Start) -> None:
-    started = torchrun(*ENDLESS, ranks=3, source=SLEEPERS, cold=True)
+    started = torchrun(*ENDLESS, ranks=2, source=SLEEPERS, cold=True)
     training(started)
     started.process.kill()
     assert started.end().status == -signal.SIGKILL
