@@ -139,7 +139,10 @@ class _Launch:
     def run(self) -> int:
         for end in (self._wake_in, self._wake_out):
             end.setblocking(False)
-        before = {number: signal.signal(number, lambda *_: None) for number in _SIGNALS}
+        taken = set(_SIGNALS)
+        if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:  # under nohup
+            taken.remove(signal.SIGHUP)
+        before = {number: signal.signal(number, lambda *_: None) for number in taken}
         signal.set_wakeup_fd(self._wake_in.fileno(), warn_on_full_buffer=False)
         patience = self._patience
         importing = JOIN_FACTOR * patience

@@ -203,6 +203,23 @@ def test_a_signal_ends_the_job_after_its_step(
     assert live.summary["steps"] == rows(live.path)
 
 
+def test_a_job_under_nohup_outlives_its_terminal(jobs: Jobs) -> None:
+    path = jobs.folder / "run"
+    words = ["pipeworker", "launch", *ENDLESS, "--run-dir", str(path), str(jobs.write(SLEEPERS))]
+    process = jobs.python(
+        "-c",
+        "import runpy, signal, sys; signal.signal(signal.SIGHUP, signal.SIG_IGN); "
+        f"sys.argv = {words}; runpy.run_module('pipeworker', run_name='__main__')",
+    )
+    until(lambda: rows(path) > 2)
+    process.send_signal(signal.SIGHUP)
+    before = rows(path)
+    until(lambda: rows(path) > before + 2)
+    process.send_signal(signal.SIGINT)
+    _, stderr = process.communicate(timeout=SECONDS)
+    assert (process.returncode, stderr.count("stopping after this step")) == (130, 1)
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
 @pytest.mark.parametrize("cold", [True, False], ids=["importing torch", "in the job file"])
 def test_an_end_while_the_job_starts(jobs: Jobs, number: signal.Signals, cold: bool) -> None:

@@ -36,10 +36,20 @@ def one_error(run: Run, *parts: str) -> str:
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
     """An empty file system of two pages."""
+    yield from disk_of("8k", tmp_path)
+
+
+@pytest.fixture
+def big_disk(tmp_path: Path) -> Iterator[Path]:
+    """One that has room for a small run."""
+    yield from disk_of("1m", tmp_path)
+
+
+def disk_of(size: str, tmp_path: Path) -> Iterator[Path]:
     disk = tmp_path / "disk"
     disk.mkdir()
     mounted = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=8k,nr_inodes=64", "none", str(disk)],
+        ["mount", "-t", "tmpfs", "-o", f"size={size},nr_inodes=64", "none", str(disk)],
         capture_output=True,
         text=True,
     )
@@ -71,6 +81,68 @@ def test_a_disk_that_is_full_from_the_start(jobs: Jobs, small_disk: Path) -> Non
     assert done.stderr.count("error: ") == 1
     assert "No space left on device" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+FILLS = """
+    import sys
+    from pathlib import Path
+
+    import torch
+    from torch import nn
+
+    WHERE, DISK = sys.argv[1], Path(sys.argv[2])
+
+    def fill(where):
+        if where == WHERE:
+            with open(DISK / "filler", "ab", buffering=0) as file:
+                try:
+                    while file.write(bytes(1 << 12)):
+                        pass
+                except OSError:
+                    pass
+
+    class Saved(nn.Linear):
+        def state_dict(self, *words, **names):
+            fill("stage-")
+            if WHERE == "summary.json":  # that place alone is taken
+                (DISK / "run" / ".summary.json.partial").mkdir(exist_ok=True)
+            return super().state_dict(*words, **names)
+
+    fill("plan.json")
+    model = [lambda: nn.Linear(8, 8), nn.Tanh, lambda: Saved(8, 3)]
+
+    def loss(output, target):
+        fill("metrics.jsonl")
+        return nn.functional.cross_entropy(output, target)
+
+    def optimizer(params):
+        return torch.optim.SGD(params, lr=0.1)
+
+    def data():
+        for _ in range(3):
+            yield torch.randn(4, 8), torch.zeros(4, dtype=torch.long)
+
+    def evaluation():
+        fill("evaluation.jsonl")
+        yield from data()
+"""
+"""With the words WHERE DISK it fills the disk just before that file is written."""
+
+
+@root
+@pytest.mark.parametrize(
+    "where", ["plan.json", "metrics.jsonl", "evaluation.jsonl", "stage-", "summary.json"]
+)
+def test_a_disk_that_fills_up(jobs: Jobs, big_disk: Path, where: str) -> None:
+    path = big_disk / "run"
+    job_file = jobs.write(FILLS)
+    words = (*WORDS, "--evaluate-every", "2", "--run-dir", str(path), str(job_file))
+    done = jobs.pipeworker("launch", *words, "--", where, str(big_disk))
+    run = Run(done.returncode, done.stdout, done.stderr, path)
+    error = one_error(run, "cannot write", str(path), where)
+    assert ("Is a directory" if where == "summary.json" else "No space left on device") in error
+    assert bool(list((path / "checkpoints").glob("step-*"))) == (where == "summary.json")
+    assert (big_disk / "filler").exists() == (where != "summary.json")
 
 
 def test_a_run_directory_that_goes_away(jobs: Jobs) -> None:

@@ -12,6 +12,8 @@ from pipeworker.errors import ProtocolError
 from pipeworker.wire.messages import StoreOperation, StoreReply, StoreRequest
 
 Answer = tuple[bytes, StoreReply]
+MOST = 1 << 26
+"""Bytes that keys, values and those who wait may take: those of thousands of workers."""
 
 
 @dataclass(slots=True)
@@ -19,47 +21,69 @@ class Rendezvous:
     """Keys, values, and who waits for what. Peers are transport identities."""
 
     _values: dict[str, bytes] = field(default_factory=dict)
-    _waiting: list[tuple[bytes, StoreRequest]] = field(default_factory=list)
+    _waiting: dict[str, list[tuple[bytes, StoreRequest]]] = field(default_factory=dict)  # by a key
+    _held: int = 0
 
     def handle(self, peer: bytes, request: StoreRequest) -> list[Answer]:
         """Perform `request`; returns every answer that is due now, to `peer` and to waiters.
 
         Raises:
-            ProtocolError: ADD of, or to, what is no number of 62 bits; nothing has changed.
+            ProtocolError: ADD of, or to, what is no number of 62 bits, or no room for it; nothing
+                has changed.
         """
         operation, values = request.operation, self._values
         if operation is StoreOperation.GET:
-            self._waiting.append((peer, request))
-            return self._release()
+            self._hold(_size(request))
+            return self._get([(peer, request)])
         key = request.keys[0] if request.keys else ""
         result = 0
         found: tuple[bytes, ...] = ()
         if operation is StoreOperation.SET:
-            values[key] = request.value
+            self._set(key, request.value)
         elif operation is StoreOperation.ADD:
             result = _number(values.get(key, b"0")) + _number(request.value)
-            values[key] = str(result).encode()
+            self._set(key, str(result).encode())
         elif operation is StoreOperation.CHECK:
             result = int(all(name in values for name in request.keys))
         elif operation is StoreOperation.COMPARE_SET:
             if values.get(key, b"") == request.expected:
-                values[key] = request.value
+                self._set(key, request.value)
             found = (values.get(key, request.expected),)
         elif operation is StoreOperation.DELETE:
-            result = int(values.pop(key, None) is not None)
-        return [(peer, StoreReply(request.number, found, result)), *self._release()]
+            gone = values.pop(key, None)
+            result = int(gone is not None)
+            if gone is not None:
+                self._held -= len(key) + len(gone)
+        due = self._get(self._waiting.pop(key, [])) if key in values else []
+        return [(peer, StoreReply(request.number, found, result)), *due]
 
-    def _release(self) -> list[Answer]:
+    def _set(self, key: str, value: bytes) -> None:
+        old = self._values.get(key)
+        self._hold(len(value) + (len(key) if old is None else -len(old)))
+        self._values[key] = value
+
+    def _hold(self, more: int) -> None:
+        if self._held + more > MOST:
+            raise ProtocolError(f"the store is full: {MOST} bytes")
+        self._held += more
+
+    def _get(self, asked: list[tuple[bytes, StoreRequest]]) -> list[Answer]:
+        """Answer those whose keys are all there; the others wait for one that is not."""
         ready: list[Answer] = []
-        waiting: list[tuple[bytes, StoreRequest]] = []
-        for peer, request in self._waiting:
-            if all(key in self._values for key in request.keys):
+        for peer, request in asked:
+            missing = next((key for key in request.keys if key not in self._values), None)
+            if missing is None:
                 found = tuple(self._values[key] for key in request.keys)
                 ready.append((peer, StoreReply(request.number, found, 0)))
+                self._held -= _size(request)
             else:
-                waiting.append((peer, request))
-        self._waiting = waiting
+                self._waiting.setdefault(missing, []).append((peer, request))
         return ready
+
+
+def _size(request: StoreRequest) -> int:
+    """Bytes that one who waits takes, the request itself included."""
+    return 200 + sum(map(len, request.keys))
 
 
 def _number(value: bytes) -> int:

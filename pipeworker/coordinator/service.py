@@ -9,6 +9,7 @@ import dataclasses
 import logging
 import os
 import signal
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -319,10 +320,7 @@ class Service:
         except OSError as error:
             text = str(RecordError(path, error))
             log.error("%s", text)
-            if self._ended is None:
-                self._handle(Broken(text))
-            else:
-                self._starter.tell(Warned(text))
+            self._handle(Broken(text))
 
     def _commit(self, commit: Commit) -> None:
         placement = self._job.placement
@@ -347,8 +345,34 @@ class Service:
         self._ended = ended
         verdict = report.verdict(ended, time.monotonic() - self._started)
         stages = self._job.placement.stages
-        self._write(self._run_dir.summary, lambda: write_summary(self._run_dir, verdict, stages))
+        try:
+            self._descriptors.spare(lambda: write_summary(self._run_dir, verdict, stages))
+        except OSError as error:
+            text = str(RecordError(self._run_dir.summary, error))
+            log.error("%s", text)
+            if verdict.status == "done":
+                verdict = dataclasses.replace(verdict, status="failed", exit_status=1, error=text)
+            else:
+                self._starter.tell(Warned(text))
         self._starter.tell(verdict)
+
+
+class _LogFile(logging.FileHandler):
+    """That it cannot be written is no reason to end a job; it is said once."""
+
+    def __init__(self, path: Path, starter: Starter) -> None:
+        super().__init__(path, encoding="utf-8")
+        self.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+        self._path, self._starter = path, starter
+        self._said = False
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        error = sys.exc_info()[1]
+        if not isinstance(error, OSError):
+            super().handleError(record)
+        elif not self._said:
+            self._said = True
+            self._starter.tell(Warned(str(RecordError(self._path, error))))
 
 
 def main() -> int:
@@ -362,14 +386,10 @@ def main() -> int:
     configuration = lines.decode(line)
     assert isinstance(configuration, Configuration)
     descriptors, starter = Descriptors(), Starter()
-    logging.raiseExceptions = False  # a log that cannot be written is no reason to end a job
     host = configuration.host
     try:
-        logging.basicConfig(
-            filename=RunDir(Path(configuration.run_dir)).coordinator_log(),
-            level=logging.INFO,
-            format="%(asctime)s %(levelname)s %(message)s",
-        )
+        path = RunDir(Path(configuration.run_dir)).coordinator_log()
+        logging.basicConfig(level=logging.INFO, handlers=[_LogFile(path, starter)])
         with sockets.server(configuration.token, host, timings()) as bound:
             socket, endpoint = bound
             log.info("bound to %s", endpoint)

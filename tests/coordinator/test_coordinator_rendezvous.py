@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeworker.coordinator.rendezvous import Answer, Rendezvous
+from pipeworker.coordinator.rendezvous import MOST, Answer, Rendezvous
 from pipeworker.errors import ProtocolError
 from pipeworker.wire.codec import encode
 from pipeworker.wire.messages import StoreOperation, StoreReply, StoreRequest
@@ -164,3 +164,29 @@ def test_each_request_is_answered_at_most_once(asked: list[tuple[bytes, StoreReq
             assert (peer, number) in answered
     assert len(answered) == len(set(answered))
     assert set(answered) <= {(peer, number) for number, (peer, _) in enumerate(asked)}
+
+
+def test_it_does_not_swell(store: Store) -> None:
+    """Neither by what is set nor by who waits; what goes makes room."""
+    big = bytes(1 << 12)
+    count = MOST // len(big)
+    with pytest.raises(ProtocolError, match="the store is full"):
+        for number in range(count + 1):
+            store.reply(SET, str(number), value=big)
+    assert store.reply(SET, "0", value=big)  # in its own place
+    with pytest.raises(ProtocolError, match="the store is full"):
+        store.ask(GET, *["never" * 100] * 10)
+    with pytest.raises(ProtocolError, match="the store is full"):
+        store.reply(COMPARE_SET, "new", value=big)
+    assert store.reply(CHECK, "new").result == 0
+    assert store.reply(DELETE, "1").result == 1
+    assert store.ask(GET, "never", peer=b"b") == []
+    assert len(store.ask(SET, "never", value=b"")) == 2
+
+
+def test_many_who_wait_cost_nobody_else(store: Store) -> None:
+    for _ in range(20_000):
+        assert store.ask(GET, "never") == []
+    for number in range(20_000):
+        assert len(store.ask(SET, str(number), value=b"x")) == 1
+    assert len(store.ask(SET, "never", value=b"x")) == 20_001
