@@ -26,22 +26,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Each of pytest's processes mixes tests that wait with tests that compute; these end it."""
-    processes: int = getattr(config, "workerinput", {}).get("workercount", 1)
-    if processes == 1:
-        return
-    waits, computes = [], []
-    for item in items:
-        (waits if "jobs" in getattr(item, "fixturenames", ()) else computes).append(item)
-    mixed = []
-    for first in range(processes):
-        for some, until_part in ((waits[first::processes], 0.9), (computes[first::processes], 1.0)):
-            step = until_part / max(1, len(some))
-            mixed += [(first + number * step, item) for number, item in enumerate(some)]
-    items[:] = [item for _, item in sorted(mixed, key=lambda pair: pair[0])]
-
-
 @pytest.fixture(scope="session")
 def server(pytestconfig: pytest.Config) -> Iterator[Server | None]:
     """What forks the processes of tests: one for all of pytest's own processes."""

@@ -169,17 +169,18 @@ def test_each_request_is_answered_at_most_once(asked: list[tuple[bytes, StoreReq
 def test_it_does_not_swell(store: Store) -> None:
     """Neither by what is set nor by who waits; what goes makes room."""
     big = bytes(1 << 12)
-    count = MOST // len(big)
+    count, left = divmod(MOST, len(big) + 5)
+    for number in range(count):
+        store.reply(SET, f"{number:05}", value=big)
     with pytest.raises(ProtocolError, match="the store is full"):
-        for number in range(count + 1):
-            store.reply(SET, str(number), value=big)
-    assert store.reply(SET, "0", value=big)  # in its own place
+        store.reply(SET, "over", value=bytes(left))
+    assert store.reply(SET, "00000", value=big)  # in its own place
     with pytest.raises(ProtocolError, match="the store is full"):
         store.ask(GET, *["never" * 100] * 10)
     with pytest.raises(ProtocolError, match="the store is full"):
         store.reply(COMPARE_SET, "new", value=big)
     assert store.reply(CHECK, "new").result == 0
-    assert store.reply(DELETE, "1").result == 1
+    assert store.reply(DELETE, "00001").result == 1
     assert store.ask(GET, "never", peer=b"b") == []
     assert len(store.ask(SET, "never", value=b"")) == 2
 

@@ -109,6 +109,7 @@ def test_squares_of_low_precision() -> None:
 
 def test_squares_of_sparse_and_complex_gradients() -> None:
     embedding = nn.Embedding(5, 2, sparse=True)
+    nn.init.ones_(embedding.weight)
     embedding(torch.tensor([1, 1, 3])).sum().backward()
     wave = nn.ParameterList([nn.Parameter(torch.ones(2, dtype=torch.complex64))])
     wave[0].grad = torch.tensor([3 + 4j, 0])
