@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
+import os
 import shutil
+import stat
 from pathlib import Path
 
 import pytest
 import torch
 from click.testing import CliRunner
+from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import nn
 
@@ -75,7 +79,43 @@ def test_weights_load_into_a_sequential(jobs: Jobs, run: Run) -> None:
             assert torch.equal(value, run.weights[key]), key
         assert not torch.equal(net.state_dict()["4.weight"], before["4.weight"])  # it trained
         assert net.state_dict()["1.num_batches_tracked"] == 3 * 4
+        assert stat.S_IMODE(out.stat().st_mode) == 0o666 & ~umask()
     assert not list(jobs.folder.glob(".*"))
+
+
+def umask() -> int:
+    os.umask(found := os.umask(0))
+    return found
+
+
+@pytest.mark.parametrize("stages", ["1", "3"])
+def test_names_are_those_of_the_users_own_module(jobs: Jobs, stages: str) -> None:
+    named = SOURCE.replace("nn.Sequential(", "nn.Sequential(OrderedDict(zip(NAMES, [").replace(
+        "nn.Linear(8, 3)\n        )", "nn.Linear(8, 3)\n        ])))"
+    )
+    names = ("embed", "norm", "both", "act", "head")
+    named = f"    from collections import OrderedDict\n    NAMES = {names}\n" + named
+    run = jobs.train("--stages", stages, "--microbatches", "4", source=named)
+    out = jobs.folder / "out.safetensors"
+    assert jobs.pipeworker("export", str(run.path), str(out)).returncode == 0
+    net = model_of(jobs.folder)
+    assert "embed.weight" in net.state_dict()
+    assert net.load_state_dict(load_file(out), strict=True)
+    assert {name.partition(".")[0] for name in run.optimizer_state} == {*names} - {"act"}
+
+
+def test_the_weights_open_in_other_tools(run: Run) -> None:
+    """By the index, as Hugging Face's tools read it."""
+    folder = run.checkpoint.path
+    index = json.loads((folder / "model.safetensors.index.json").read_text())
+    found = {}
+    for name, file in index["weight_map"].items():
+        with safe_open(folder / file, "pt") as opened:
+            assert opened.metadata()["format"] == "pt"
+            found[name] = opened.get_tensor(name)
+    assert found.keys() == run.weights.keys()
+    assert all(torch.equal(found[name], value) for name, value in run.weights.items())
+    assert index["metadata"]["total_size"] == sum(value.nbytes for value in found.values())
 
 
 def test_mistakes(jobs: Jobs, run: Run) -> None:
@@ -89,7 +129,7 @@ def test_mistakes(jobs: Jobs, run: Run) -> None:
     out.unlink()
     moved = jobs.folder / "moved"
     shutil.copytree(checkpoint, moved)
-    (moved / "stage-1.pt").unlink()
+    (moved / "model-00002-of-00003.safetensors").unlink()
     (jobs.folder / "empty").mkdir()
     for source, to, expected in (
         (jobs.folder / "nothing", out, "nothing has no complete checkpoint: give the directory"),
@@ -97,7 +137,7 @@ def test_mistakes(jobs: Jobs, run: Run) -> None:
         (run.path, jobs.folder / "out.bin", "its name must end in .safetensors or .pt"),
         (run.path, jobs.folder / "no" / "out.pt", "cannot write"),
         (run.path, jobs.folder / "no" / "out.safetensors", "cannot write"),
-        (moved, out, "stage-1.pt is missing: the stage wrote it on another host; copy it here"),
+        (moved, out, "safetensors is missing: the stage wrote it on another host; copy it here"),
     ):
         result = CliRunner().invoke(cli.main, ["export", str(source), str(to)])
         assert result.exit_code == 2

@@ -52,7 +52,7 @@ ROOMS_WITHIN = {
         *("partition", "skips", "ties"),
     ],
     "pipeworker.job": ["options", "given", "file"],
-    "pipeworker.record": ["rundir", "manifest", "weights"],
+    "pipeworker.record": ["manifest", "rundir", "plain", "checkpoint", "weights"],
     "pipeworker.host": ["lifetime", "position", "forkserver"],
     "pipeworker.coordinator": [
         *("scaler", "calls", "rendezvous", "roster", "cause", "tally", "progress", "events"),
@@ -369,7 +369,7 @@ def test_rooms_beside_each_other_know_nothing_of_each_other() -> None:
         ("pipeworker.host.lifetime", []),
         ("pipeworker.host.position", ["pipeworker.wire.messages"]),
         ("pipeworker.job", ["pipeworker.errors", "pipeworker.plan"]),
-        ("pipeworker.record", ["pipeworker.errors", "pipeworker.wire.lines"]),
+        ("pipeworker.record", ["pipeworker.errors", "pipeworker.wire"]),
         ("pipeworker.worker.internals", []),
         ("pipeworker.worker.transport", None),
         ("pipeworker.worker", None),

@@ -43,6 +43,7 @@ class Blueprint:
         ties: weights with several places, each with the stages of the places.
         evaluation: the forward-only schedule of one micro-batch.
         types: the classes that every worker knows.
+        names: of the layers in the user's module.
     """
 
     options: Options
@@ -52,6 +53,7 @@ class Blueprint:
     ties: tuple[Tie, ...]
     evaluation: Schedule
     types: tuple[str, ...] = ()
+    names: tuple[str, ...] = ()
     _edges: tuple[Edge, ...] = ()
     _schedules: dict[int, tuple[Schedule, Kept]] = field(default_factory=dict)
 
@@ -62,7 +64,7 @@ class Blueprint:
         Raises:
             UsageError: they do not agree, or it cannot be divided as the options ask.
         """
-        if len({d.layers for d in described}) > 1:
+        if len({(d.layers, d.names) for d in described}) > 1:
             raise UsageError(
                 "model() gave different layers on different workers: it must depend on nothing but "
                 "the job file, its arguments and the seed"
@@ -86,6 +88,7 @@ class Blueprint:
             ties.placed([Tie(t.names) for t in surveyed.ties], ranges),
             evaluation,
             tuple(sorted(set.intersection(*({*d.types} for d in described)))),
+            surveyed.names or tuple(map(str, range(len(surveyed.layers)))),
         )
         found._edges = edges(found.schedule(options.microbatches)[0])
         return found
@@ -141,6 +144,11 @@ class Blueprint:
             format_actions(self.evaluation.workers[placement.worker_of(rank)]),
             self.types,
         )
+
+    def named(self, weight: str) -> str:
+        """A weight, as ``3.bias``, by its name in the user's module."""
+        layer, _, rest = weight.partition(".")
+        return f"{self.names[int(layer)]}.{rest}"
 
     def stage_at(self, position: Position) -> int:
         """The stage of a position's layer; -1 where it has none."""

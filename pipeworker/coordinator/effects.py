@@ -10,7 +10,7 @@ from pipeworker.plan.check import Kept
 from pipeworker.plan.schedule import Schedule
 from pipeworker.plan.simulate import Timing
 from pipeworker.wire.lines import Joined
-from pipeworker.wire.messages import Evaluation, Failure, StepResult, ToWorker
+from pipeworker.wire.messages import Evaluation, Failure, File, StepResult, ToWorker
 
 
 class Status(Enum):
@@ -74,12 +74,18 @@ class Planned:
 class Commit:
     """Every worker has written its part of the checkpoint of `step`: make it complete.
 
-    `scaler` is the state of the loss scale, with fp16; `ties` the names of tied weights.
+    Attributes:
+        scaler: the state of the loss scale, with fp16.
+        ties: the names of tied weights.
+        layers: their names.
+        files: what the workers have written.
     """
 
     step: int
     scaler: Scaler | None = None
     ties: tuple[tuple[str, ...], ...] = ()
+    layers: tuple[str, ...] = ()
+    files: tuple[File, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -300,12 +300,14 @@ class Generation:
     def _on_saved(self, member: Member, message: Saved, now: float) -> list[Effect]:
         if message.step != self._step:
             return [Dropped(f"Saved of step {message.step} in step {self._step}")]
+        member.saved = message.files
         if not self._last_awaited(message.rank):
             return []
         assert self.blueprint
         self.state = State.COMMITTING
-        names = tuple(tie.names for tie in self.blueprint.ties)
-        return [Commit(self._step, self.progress.scaler, names)]
+        ties = tuple(tuple(map(self.blueprint.named, t.names)) for t in self.blueprint.ties)
+        files = tuple(file for m in self._members for file in m.saved)
+        return [Commit(self._step, self.progress.scaler, ties, self.blueprint.names, files)]
 
     def _check_batch(self, batch: Batch | None) -> None:
         """Raise ProtocolError when it has more micro-batches than the job."""

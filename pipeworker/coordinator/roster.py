@@ -12,6 +12,7 @@ from pipeworker.wire.messages import (
     Cause,
     Described,
     Failure,
+    File,
     Heartbeat,
     Hello,
     Position,
@@ -43,6 +44,7 @@ class Member:
     described: Described | None = None
     ready: Ready | None = None
     done: StepDone | None = None
+    saved: tuple[File, ...] = ()
     peak_memory: int = 0
 
     def class_at(self, position: Position) -> str:

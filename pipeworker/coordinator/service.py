@@ -44,7 +44,7 @@ from pipeworker.coordinator.starter import Starter
 from pipeworker.environment import timings
 from pipeworker.errors import ProtocolError, RecordError
 from pipeworker.job.options import Options
-from pipeworker.record.manifest import VERSION
+from pipeworker.record.manifest import Manifest
 from pipeworker.record.rundir import Rows, RunDir, write_json, write_summary
 from pipeworker.wire import codec, exchange, lines, sockets
 from pipeworker.wire.exchange import Exchange
@@ -323,20 +323,12 @@ class Service:
             self._handle(Broken(text))
 
     def _commit(self, commit: Commit) -> None:
-        placement = self._job.placement
-        manifest: dict[str, Any] = {
-            "version": VERSION,
-            "step": commit.step,
-            "stages": placement.stages,
-            "parts": placement.ranks,
-        }
-        if commit.ties:
-            manifest["ties"] = commit.ties
-        if commit.scaler:
-            manifest["scaler"] = dataclasses.asdict(commit.scaler)
+        scaler = dataclasses.asdict(commit.scaler) if commit.scaler else None
+        stages = self._job.placement.stages
+        manifest = Manifest(commit.step, stages, commit.layers, commit.files, commit.ties, scaler)
         try:
-            self._descriptors.spare(lambda: self._run_dir.commit_checkpoint(commit.step, manifest))
-        except OSError as error:
+            self._descriptors.spare(lambda: self._run_dir.commit_checkpoint(manifest))
+        except (OSError, ValueError) as error:
             self._handle(Broken(f"cannot complete the checkpoint: {error}"))
         else:
             self._handle(Committed(commit.step))

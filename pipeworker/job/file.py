@@ -151,8 +151,8 @@ def _is_function(value: Any) -> bool:
 Entry = nn.Module | Callable[[], nn.Module]
 
 
-def entries(job: Job) -> list[Entry]:
-    """The layers of the model, those given as callables not yet built.
+def entries(job: Job) -> dict[str, Entry]:
+    """The layers of the model by their names in it, those given as callables not yet built.
 
     Raises:
         UsageError: ``model`` gave something that is not a sequence of layers.
@@ -164,21 +164,26 @@ def entries(job: Job) -> list[Entry]:
                 f"model is a {type(model).__name__} with a forward of its own, which a pipeline "
                 "cannot cut: give a plain nn.Sequential or a list of layers"
             )
-        model = list(model)
+        named = model.named_modules(remove_duplicate=False)
+        return _checked({name: layer for name, layer in named if name and "." not in name})
     if not isinstance(model, (list, tuple)):
         raise UsageError(
             f"model() returned a {type(model).__name__}: it must return an nn.Sequential or a list "
             "of layers"
         )
-    if not model:
+    return _checked({str(index): entry for index, entry in enumerate(model)})
+
+
+def _checked(layers: dict[str, Any]) -> dict[str, Entry]:
+    if not layers:
         raise UsageError("model() returned no layers")
-    for index, entry in enumerate(model):
+    for index, entry in enumerate(layers.values()):
         if not isinstance(entry, nn.Module) and not callable(entry):
             raise UsageError(
                 f"layer {index} of model() is a {type(entry).__name__}: each must be an nn.Module "
                 "or a function that builds one"
             )
-    return list(model)
+    return layers
 
 
 def build(entry: Entry, index: int) -> nn.Module:

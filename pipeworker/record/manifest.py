@@ -1,17 +1,53 @@
-"""``manifest.json``: what a checkpoint consists of. Read as a file that anybody may have made."""
+"""What a checkpoint consists of: its files' names, and ``manifest.json``. Imports no torch.
+
+A manifest is read as a file that anybody may have made: no name in it becomes a path unless it is
+one of ours.
+"""
 
 from __future__ import annotations
 
 import json
+import re
 import reprlib
+import zlib
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from pipeworker.errors import UsageError
+from pipeworker.wire.messages import File
 
-VERSION = 1
+VERSION = 2
+NAME = "manifest.json"
+INDEX = "model.safetensors.index.json"
 _MOST_BYTES = 16 << 20
+_MOST_HEADER = 100 << 20
+_CHUNK = 1 << 20
+_NAME = re.compile(r"(model|optimizer|state)-\d{5,9}-of-\d{5,9}\.(safetensors|json)")
+
+
+def file_names(rank: int, ranks: int) -> tuple[str, str, str]:
+    """Of what a worker writes: weights, the tensors of all other state, the rest of it.
+
+    The weights are named as Hugging Face names the shards of a model.
+    """
+    which = f"{rank + 1:05}-of-{ranks:05}"
+    return f"model-{which}.safetensors", f"optimizer-{which}.safetensors", f"state-{which}.json"
+
+
+def described(path: Path) -> File:
+    """A file that is written, by its size and checksum.
+
+    Raises:
+        OSError: it cannot be read.
+    """
+    size = checksum = 0
+    with path.open("rb") as file:
+        while chunk := file.read(_CHUNK):
+            size += len(chunk)
+            checksum = zlib.crc32(chunk, checksum)
+    return File(path.name, size, checksum)
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,12 +55,30 @@ class Manifest:
     """What is needed to put a checkpoint together.
 
     Attributes:
-        parts: how many workers wrote a file.
+        stages: that there were.
+        layers: their names, in order.
+        files: of all workers.
         ties: by tied parameter, its names; the first one is in a file.
+        scaler: the state of the loss scale, with fp16.
     """
 
-    parts: int
+    step: int
+    stages: int
+    layers: tuple[str, ...]
+    files: tuple[File, ...]
     ties: tuple[tuple[str, ...], ...] = ()
+    scaler: dict[str, Any] | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "version": VERSION,
+            "step": self.step,
+            "stages": self.stages,
+            "layers": list(self.layers),
+            "files": {f.name: {"bytes": f.bytes, "crc32": f.crc32} for f in self.files},
+            **({"ties": [list(names) for names in self.ties]} if self.ties else {}),
+            **({"scaler": self.scaler} if self.scaler else {}),
+        }
 
     @classmethod
     def read(cls, path: Path) -> Manifest:
@@ -42,20 +96,88 @@ class Manifest:
             found = None
         if not isinstance(found, dict):
             raise UsageError(f"cannot read {path}: it is not the manifest of a checkpoint")
-        version = found.get("version", VERSION)
-        if version != VERSION:
+        version = found.get("version")
+        if type(version) is not int or version != VERSION:
             shown = f"version {reprlib.repr(version)}, this pipeworker reads version {VERSION}"
             raise UsageError(f"cannot read {path}: it is of {shown}")
-        # Where a checkpoint does not say its parts, there is one of each stage.
-        key = "parts" if "parts" in found else "stages"
-        parts, ties = found.get(key), found.get("ties", [])
-        if type(parts) is not int or parts < 1:
-            shown = f"{key} is {reprlib.repr(parts)}, not a number of files"
-            raise UsageError(f"cannot read {path}: {shown}")
-        if not isinstance(ties, list) or not all(map(_is_tie, ties)):
-            raise UsageError(f"cannot read {path}: ties are not lists of names")
-        return cls(parts, tuple(map(tuple, ties)))
+        for key, fits in _FIELDS.items():
+            value = found.setdefault(key, [] if key == "ties" else None)
+            if not fits(value):
+                raise UsageError(f"cannot read {path}: {key} is {reprlib.repr(value)}")
+        return cls(
+            found["step"],
+            found["stages"],
+            tuple(found["layers"]),
+            tuple(File(n, f["bytes"], f["crc32"]) for n, f in found["files"].items()),
+            tuple(map(tuple, found["ties"])),
+            found["scaler"],
+        )
 
 
-def _is_tie(names: Any) -> bool:
-    return isinstance(names, list) and bool(names) and all(type(name) is str for name in names)
+def _is_count(value: Any) -> bool:
+    return type(value) is int and 0 <= value < 1 << 63
+
+
+def _are_names(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and all(type(name) is str for name in value)
+
+
+def _are_layers(value: Any) -> bool:
+    return _are_names(value) and len({*value}) == len(value) and not any("." in n for n in value)
+
+
+def _are_files(value: Any) -> bool:
+    return (
+        isinstance(value, dict)
+        and bool(value)
+        and all(map(_NAME.fullmatch, value))
+        and all(
+            isinstance(file, dict) and all(_is_count(file.get(key)) for key in ("bytes", "crc32"))
+            for file in value.values()
+        )
+    )
+
+
+def _are_ties(value: Any) -> bool:
+    return isinstance(value, list) and all(map(_are_names, value))
+
+
+def _is_scaler(value: Any) -> bool:
+    return value is None or isinstance(value, dict)
+
+
+_FIELDS: dict[str, Callable[[Any], bool]] = {
+    "step": _is_count,
+    "stages": _is_count,
+    "layers": _are_layers,
+    "files": _are_files,
+    "ties": _are_ties,
+    "scaler": _is_scaler,
+}
+
+
+def index_of(folder: Path, files: Sequence[File]) -> dict[str, Any] | None:
+    """Which weight is in which file, as tools that read Hugging Face's layout want to know.
+
+    None where a file is not there: its stage wrote it on another host.
+
+    Raises:
+        OSError: a file cannot be read.
+        ValueError: it is not what a stage writes.
+    """
+    where: dict[str, str] = {}
+    size = 0
+    for file in files:
+        if file.name.startswith("model-"):
+            path = folder / file.name
+            if not path.exists():
+                return None
+            with path.open("rb") as opened:
+                length = int.from_bytes(opened.read(8), "little")
+                if length > _MOST_HEADER:
+                    raise ValueError(f"{path} has a header of {length} bytes")
+                header = json.loads(opened.read(length))
+            header.pop("__metadata__", None)
+            where |= dict.fromkeys(header, file.name)
+            size += sum(e["data_offsets"][1] - e["data_offsets"][0] for e in header.values())
+    return {"metadata": {"total_size": size}, "weight_map": where}

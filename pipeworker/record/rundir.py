@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeworker.errors import UsageError
+from pipeworker.record.manifest import INDEX, NAME, Manifest, index_of
 from pipeworker.wire.lines import Verdict
 
 
@@ -55,13 +56,15 @@ class RunDir:
         """Where the stages write before :meth:`commit_checkpoint`."""
         return self.checkpoints / f".step-{step:08d}.partial"
 
-    def commit_checkpoint(self, step: int, manifest: dict[str, Any]) -> None:
-        """Make the checkpoint of `step` complete: from now on it is there, whole, or never was."""
-        partial = self.partial_checkpoint(step)
+    def commit_checkpoint(self, manifest: Manifest) -> None:
+        """Make a checkpoint complete: from now on it is there, whole, or never was."""
+        partial = self.partial_checkpoint(manifest.step)
         handle = os.open(self.checkpoints, os.O_RDONLY)  # before anything has changed
         try:
-            write_json(partial / "manifest.json", manifest)
-            partial.rename(self.checkpoint(step))
+            if index := index_of(partial, manifest.files):
+                write_json(partial / INDEX, index)
+            write_json(partial / NAME, manifest.to_json())
+            partial.rename(self.checkpoint(manifest.step))
             os.fsync(handle)
         finally:
             os.close(handle)

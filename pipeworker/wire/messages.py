@@ -215,6 +215,7 @@ class Described:
         weights: a digest of those layers' initial weights.
         skips: from the rank with stage 0, which reads the data.
         types: the classes of the user's that this worker can tell others of, by name.
+        names: of the layers in the user's module, where they are not their indices.
     """
 
     rank: int
@@ -223,10 +224,14 @@ class Described:
     ties: tuple[TiedWeights, ...] = ()
     weights: int = 0
     types: tuple[str, ...] = ()
+    names: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         _check_names(self.types, "names of types")
         count = len(self.layers)
+        _check_names(self.names, "names of layers", count)
+        right = len({*self.names}) in (0, count) and not any("." in name for name in self.names)
+        _check(right, "names that are not those of the layers")
         for skip in self.skips:
             _check(0 <= skip.source <= skip.target < count, f"a skip to layer {skip.target}")
             _check_names((skip.name,), "names of skips")
@@ -348,9 +353,26 @@ class Call:
 
 
 @dataclass(frozen=True, slots=True)
+class File:
+    """A file of a checkpoint, its size and the CRC-32 of what is in it."""
+
+    name: str
+    bytes: int
+    crc32: int
+
+    def __post_init__(self) -> None:
+        _check_names((self.name,), "names of files")
+        _check("/" not in self.name, "a file in another folder")
+        _check(self.bytes >= 0 and 0 <= self.crc32 < 1 << 32, "a file that cannot be")
+
+
+@dataclass(frozen=True, slots=True)
 class Saved:
+    """A worker's part of the checkpoint of `step` is on disk."""
+
     rank: int
     step: int
+    files: tuple[File, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

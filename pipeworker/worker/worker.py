@@ -24,7 +24,7 @@ from pipeworker.job.options import Options
 from pipeworker.plan.actions import Action, Edge, parse_actions
 from pipeworker.plan.placement import Placement
 from pipeworker.plan.ties import Tie
-from pipeworker.record import weights
+from pipeworker.record import checkpoint
 from pipeworker.record.rundir import RunDir
 from pipeworker.wire.lines import never
 from pipeworker.wire.messages import (
@@ -209,7 +209,9 @@ class Worker:
             ties = tuple(TiedWeights(tie.names, ()) for tie in model.ties())
             digest = model.digest()
         self._classes = classes_of(modules())  # those that model() imported among them
-        return Described(self._rank, model.classes, skips, ties, digest, tuple(self._classes))
+        names = model.names if model.names != tuple(map(str, range(len(model.names)))) else ()
+        types = tuple(self._classes)
+        return Described(self._rank, model.classes, skips, ties, digest, types, names)
 
     def _survey(self, model: Model) -> tuple[SkipRoute, ...]:
         """The skip connections of the model; only asked for when the job mentions pipeworker."""
@@ -272,6 +274,7 @@ class Worker:
             count = sum(parameter.numel() for parameter in updater.parameters)
             built.append(Built(part.stage, part.first, classes, count))
         self._model.forget()
+        checkpoint.check(self._parts(), self._elsewhere)
         self._connect(plan)
         return Ready(self._rank, tuple(built), str(self._device), self._executor.next_batch)
 
@@ -413,16 +416,25 @@ class Worker:
 
     def _save(self, save: Save) -> Saved:
         self._tracker.set(Phase.SAVING, save.step)
-        elsewhere = [ties.elsewhere for ties in self._ties.values()]
-        path = weights.part_file(self.run_dir.partial_checkpoint(save.step), self._rank)
-        parts = [
-            weights.Part(
-                stage.layers, stage.first, stage.state_dicts(), self._updaters[index].optimizer
-            )
-            for index, stage in self.stages.items()
-        ]
-        weights.save_part(path, parts, set().union(*elsewhere))
-        return Saved(self._rank, save.step)
+        ranks, folder = self.placement.ranks, self.run_dir.partial_checkpoint(save.step)
+        files = checkpoint.save_part(folder, self._rank, ranks, self._parts(), self._elsewhere)
+        return Saved(self._rank, save.step, files)
+
+    def _parts(self) -> list[checkpoint.Part]:
+        """What its stages hold."""
+        assert self._model
+        found = []
+        for index, stage in self.stages.items():
+            updater, layers = self._updaters[index], stage.layers
+            names = self._model.names[stage.first : stage.first + len(layers)]
+            update = updater.optimizer, updater.schedule
+            found.append(checkpoint.Part(names, layers, stage.state_dicts(), *update))
+        return found
+
+    @property
+    def _elsewhere(self) -> set[int]:
+        """The ids of parameters whose optimizer state another stage writes."""
+        return set().union(*(ties.elsewhere for ties in self._ties.values()))
 
 
 def _nowhere(*_: Any) -> None:

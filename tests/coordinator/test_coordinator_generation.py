@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeworker.coordinator.effects import Commit, Dropped, Ended, Send, Status
+from pipeworker.coordinator.effects import Dropped, Ended, Send, Status
 from pipeworker.coordinator.generation import Generation
 from pipeworker.coordinator.states import _WHY, State, Waiting
 from pipeworker.timings import DEFAULT
@@ -30,7 +30,7 @@ from pipeworker.wire.messages import (
     Upcoming,
     Update,
 )
-from support.coordinator import BATCH, LAYERS, Scripted, of, own, sent_to, updates
+from support.coordinator import BATCH, LAYERS, Scripted, commit, of, own, sent_to, updates
 
 # All or none.
 
@@ -105,7 +105,7 @@ def test_an_interrupt_while_saving_lets_the_checkpoint_complete() -> None:
     job = Scripted(1, steps=1).running()
     job.step(1)
     job.interrupt()
-    assert job.saved() == [Commit(1)]
+    assert job.saved() == [commit(1)]
     job.committed()
     assert job.ended.status is Status.DONE
 
@@ -194,7 +194,7 @@ def test_what_is_said_of_another_step_is_dropped(step: int) -> None:
     assert dropped == Dropped(f"EvaluationDone of step {step} in step 1")
     job.evaluated(1)
     assert job.saved(step) == [Dropped(f"Saved of step {step} in step 1")]
-    assert job.saved() == [Commit(1)]
+    assert job.saved() == [commit(1)]
     assert [type(effect) for effect in job.committed(step)] == [Dropped]
     assert job.committed()[-1] == job.ended
 

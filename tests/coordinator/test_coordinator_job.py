@@ -9,7 +9,6 @@ import pickle
 import pytest
 
 from pipeworker.coordinator.effects import (
-    Commit,
     Dropped,
     Ended,
     Log,
@@ -48,7 +47,7 @@ from pipeworker.wire.messages import (
     Update,
     Welcome,
 )
-from support.coordinator import BATCH, LAYERS, NOWHERE, Scripted, ends, of, sent_to
+from support.coordinator import BATCH, LAYERS, NOWHERE, Scripted, commit, ends, of, sent_to
 
 
 def test_a_whole_life() -> None:
@@ -103,7 +102,7 @@ def test_a_whole_life() -> None:
     assert job.state() is State.SAVING
 
     assert job.says(Saved(1, 3)) == []
-    assert job.says(Saved(0, 3)) == [Commit(3)]
+    assert job.says(Saved(0, 3)) == [commit(3)]
     assert job.state() is State.COMMITTING
     assert job.committed() == [
         Log("ended: done"),

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from pipeworker.coordinator import blueprint
-from pipeworker.coordinator.effects import Commit, Send, Status
+from pipeworker.coordinator.effects import Send, Status
 from pipeworker.coordinator.states import State
 from pipeworker.plan import orders
 from pipeworker.plan.actions import format_actions
@@ -29,7 +29,7 @@ from pipeworker.wire.messages import (
     Upcoming,
     Update,
 )
-from support.coordinator import BATCH, Scripted, of, sent_to
+from support.coordinator import BATCH, Scripted, commit, of, sent_to
 
 SMALL = dataclasses.replace(BATCH, microbatches=2, samples=2)
 
@@ -51,7 +51,7 @@ def test_without_any_data_the_job_is_done_at_once() -> None:
     job.describe()
     job.ready(batch=None)
     assert job.sent(1, Advance) == [Advance(Save(0))]
-    assert job.saved() == [Commit(0)]
+    assert job.saved() == [commit(0)]
     job.committed()
     assert (job.ended.status, job.ended.steps) == (Status.DONE, 0)
 

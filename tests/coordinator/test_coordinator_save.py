@@ -19,7 +19,7 @@ from pipeworker.wire.messages import (
     Update,
     Wait,
 )
-from support.coordinator import BATCH, Scripted, of, of_messages, own
+from support.coordinator import BATCH, Scripted, commit, of, of_messages, own
 
 
 def saves(effects: list[Effect]) -> list[Advance]:
@@ -33,7 +33,7 @@ def test_a_checkpoint_that_is_asked_for_stands_between_two_steps() -> None:
     effects = job.step(1)
     assert of_messages(effects, Advance) == [Advance(Save(1), Update(1))] * 2
     assert of(effects, StepResult)
-    assert job.saved() == [Commit(1)]
+    assert job.saved() == [commit(1)]
     assert job.state() is State.COMMITTING
     following = Advance(RunStep(2, BATCH, False))
     assert of_messages(job.committed(), Advance) == [following] * 2
@@ -109,7 +109,7 @@ def test_asked_for_in_the_last_step_it_is_the_last_one() -> None:
     job.saved()
     job.committed()
     assert job.ended.status is Status.DONE
-    assert of(job.effects, Commit) == [Commit(1)]
+    assert of(job.effects, Commit) == [commit(1)]
 
 
 def test_asked_for_while_saving_it_is_taken_after_the_next_step() -> None:
@@ -125,7 +125,7 @@ def test_asked_for_while_saving_it_is_taken_after_the_next_step() -> None:
     job.committed()
     job.step(3)
     job.saved()
-    assert of(job.effects, Commit) == [Commit(1), Commit(2), Commit(3)]
+    assert of(job.effects, Commit) == [commit(1), commit(2), commit(3)]
 
 
 def test_an_interrupt_while_a_checkpoint_is_taken_ends_after_it() -> None:
@@ -133,7 +133,7 @@ def test_an_interrupt_while_a_checkpoint_is_taken_ends_after_it() -> None:
     job.save_asked()
     job.step(1)
     job.interrupt()
-    assert job.saved() == [Commit(1)]
+    assert job.saved() == [commit(1)]
     job.committed()
     assert job.ended.status is Status.INTERRUPTED
     assert job.ended.steps == 1
@@ -152,7 +152,7 @@ def test_the_loss_scale_is_in_every_checkpoint() -> None:
     job = Scripted(1, precision="fp16").running()
     job.save_asked()
     job.step(1)
-    assert job.saved() == [Commit(1, Scaler(2.0**16, 1))]
+    assert job.saved() == [commit(1, Scaler(2.0**16, 1))]
 
 
 def test_a_loop_of_the_users_own_waits_for_its_checkpoint() -> None:
@@ -187,7 +187,7 @@ def test_the_checkpoint_of_a_step_is_made_once_though_it_is_asked_for_twice() ->
     job.evaluated(1)
     if job.state() is State.SAVING:
         job.saved()
-    assert of(job.effects, Commit) == [Commit(1)]
+    assert of(job.effects, Commit) == [commit(1)]
 
 
 def test_a_close_does_not_make_a_checkpoint_that_is_there() -> None:
@@ -200,4 +200,4 @@ def test_a_close_does_not_make_a_checkpoint_that_is_there() -> None:
     job.called(CallKind.CLOSE)
     if job.state() is State.SAVING:
         job.saved()
-    assert of(job.effects, Commit) == [Commit(1)]
+    assert of(job.effects, Commit) == [commit(1)]

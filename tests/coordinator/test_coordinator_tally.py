@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeworker.coordinator.effects import Commit, Send, Warn
+from pipeworker.coordinator.effects import Send, Warn
 from pipeworker.coordinator.scaler import Scaler
 from pipeworker.coordinator.states import State
 from pipeworker.errors import ProtocolError
@@ -23,7 +23,7 @@ from pipeworker.wire.messages import (
     StepResult,
     Update,
 )
-from support.coordinator import BATCH, Scripted, of, of_messages, updates
+from support.coordinator import BATCH, Scripted, commit, of, of_messages, updates
 
 
 def stepped(job: Scripted, **more: Any) -> tuple[StepResult, Update]:
@@ -201,7 +201,7 @@ def test_the_loss_scale_is_one_for_all_and_falls_when_a_gradient_overflows() -> 
     assert second.overflow
     assert [run.loss_scale for run in job.runs(1)] == [scale, scale, scale / 2]
     job.step(3)
-    assert job.saved() == [Commit(3, Scaler(scale / 2, 1))]
+    assert job.saved() == [commit(3, Scaler(scale / 2, 1))]
 
 
 def test_an_overflow_without_a_loss_scale_is_no_overflow() -> None:

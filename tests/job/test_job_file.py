@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import textwrap
+from collections import OrderedDict
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -195,7 +196,9 @@ def test_a_model_that_is_no_sequence_of_layers(model: Any, message: str) -> None
 def test_entries_are_the_layers_in_order() -> None:
     layers = [nn.Linear(1, 1), nn.ReLU(), nn.Linear(1, 1)]
     for model in (layers, tuple(layers), nn.Sequential(*layers), lambda: nn.Sequential(*layers)):
-        assert job_file.entries(job(model)) == layers
+        assert job_file.entries(job(model)) == dict(zip("012", layers, strict=True))
+    named = nn.Sequential(OrderedDict(embed=layers[0], head=layers[2]))
+    assert job_file.entries(job(named)) == {"embed": layers[0], "head": layers[2]}
 
 
 def test_callables_are_built_only_when_asked() -> None:
@@ -205,7 +208,7 @@ def test_callables_are_built_only_when_asked() -> None:
         built.append(1)
         return nn.ReLU()
 
-    (entry,) = job_file.entries(job([make]))
+    (entry,) = job_file.entries(job([make])).values()
     assert built == []
     assert isinstance(job_file.build(entry, 0), nn.ReLU)
     assert built == [1]
@@ -253,5 +256,5 @@ def test_a_docstring_in_the_contract_is_a_job(tmp_path: Path) -> None:
         )
     )
     made = load(path)
-    assert [type(entry) for entry in job_file.entries(made)] == [nn.Linear, nn.ReLU]
+    assert [type(entry) for entry in job_file.entries(made).values()] == [nn.Linear, nn.ReLU]
     assert isinstance(made.optimizer([nn.Parameter(torch.ones(1))]), torch.optim.AdamW)

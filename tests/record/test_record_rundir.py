@@ -6,9 +6,12 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from pipeworker.errors import UsageError
-from pipeworker.record import rundir
+from pipeworker.record import manifest, rundir
+from pipeworker.record.manifest import Manifest
 from pipeworker.record.rundir import RunDir
 from pipeworker.wire.lines import Verdict
 
@@ -63,12 +66,14 @@ def test_a_checkpoint_is_there_once_it_is_committed(tmp_path: Path) -> None:
     run = RunDir(tmp_path)
     partial = run.partial_checkpoint(3)
     partial.mkdir(parents=True)
-    (partial / "stage-0.pt").touch()
+    save_file({"0.w": torch.ones(2)}, partial / "model-00001-of-00001.safetensors")
+    file = manifest.described(partial / "model-00001-of-00001.safetensors")
     assert not run.checkpoint(3).exists()
-    run.commit_checkpoint(3, {"stages": 1})
+    run.commit_checkpoint(made := Manifest(3, 1, ("0",), (file,)))
     assert not partial.exists()
-    assert json.loads((run.checkpoint(3) / "manifest.json").read_text()) == {"stages": 1}
-    assert (run.checkpoint(3) / "stage-0.pt").exists()
+    assert Manifest.read(run.checkpoint(3) / "manifest.json") == made
+    index = json.loads((run.checkpoint(3) / "model.safetensors.index.json").read_text())
+    assert index == {"metadata": {"total_size": 8}, "weight_map": {"0.w": file.name}}
 
 
 def test_a_json_file_is_whole_or_not_there(tmp_path: Path) -> None:

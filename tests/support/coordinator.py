@@ -7,9 +7,10 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Any, TypeVar
 
-from pipeworker.coordinator.effects import Effect, Ended, Send, Status
+from pipeworker.coordinator.effects import Commit, Effect, Ended, Send, Status
 from pipeworker.coordinator.events import Arrived, Committed, Event, SaveAsked, Ticked
 from pipeworker.coordinator.job import Job
+from pipeworker.coordinator.scaler import Scaler
 from pipeworker.coordinator.states import State
 from pipeworker.job.options import Options
 from pipeworker.plan.orders import Order
@@ -55,6 +56,11 @@ NOWHERE = Position()
 TIMINGS = DEFAULT
 LOOPED = Order(gpipe, lambda workers: Placement.looped(workers, 2))
 """Two stages a worker. Tests register it under a name of their own."""
+
+
+def commit(step: int, scaler: Scaler | None = None) -> Commit:
+    """Of a job of the usual layers."""
+    return Commit(step, scaler, layers=tuple(map(str, range(len(LAYERS)))))
 
 
 def ready_of(rank: int, plan: Plan, layers: tuple[str, ...], batch: Batch | None) -> Ready:

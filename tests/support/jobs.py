@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from pipeworker.record.checkpoint import Checkpoint
 from support.forked import Forked, Server
 from support.interpreter import take_terminal
 from support.sources import JOB
@@ -51,21 +52,18 @@ class Run:
         return (self.path / "logs" / f"{name}.log").read_text()
 
     @cached_property
-    def parts(self) -> list[dict[str, Any]]:
-        """What the stages saved at the end, by stage."""
-        (checkpoint,) = (self.path / "checkpoints").glob("step-*")
-        files = sorted(checkpoint.glob("stage-*.pt"), key=lambda p: int(p.stem.split("-")[1]))
-        return [torch.load(file, weights_only=True) for file in files]
+    def checkpoint(self) -> Checkpoint:
+        """The only one."""
+        (path,) = (self.path / "checkpoints").glob("step-*")
+        return Checkpoint(path)
 
     @cached_property
     def weights(self) -> dict[str, torch.Tensor]:
-        return {key: value for part in self.parts for key, value in part["weights"].items()}
+        return self.checkpoint.weights()
 
     @cached_property
     def optimizer_state(self) -> dict[str, dict[str, Any]]:
-        return {
-            key: value for part in self.parts for key, value in part["optimizer"]["state"].items()
-        }
+        return self.checkpoint.optimizer_state()
 
 
 class Jobs:

@@ -13,6 +13,7 @@ from pipeworker.wire.messages import (
     Described,
     Evaluation,
     EvaluationDone,
+    File,
     Heartbeat,
     Hello,
     Phase,
@@ -83,6 +84,7 @@ MADE: dict[Any, st.SearchStrategy[Any]] = {
         )
     ),
     EvaluationDone: st.builds(EvaluationDone, _ints, _ints, _counts, st.none() | _evaluation),
+    File: st.builds(File, _texts.map(lambda t: t.replace("/", "")), _counts, st.integers(0, 9)),
     Heartbeat: st.builds(
         Heartbeat, _ints, _position, _counts, _counts, st.booleans(), st.booleans()
     ),

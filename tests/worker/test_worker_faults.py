@@ -374,7 +374,7 @@ OURS: dict[str, tuple[str, Phase]] = {
     "pipeworker.worker.update.update.rng.update_seed": ("always", Phase.UPDATE),
     "pipeworker.worker.step.stream.sizes": ("always", Phase.EVALUATION),
     "pipeworker.worker.step.evaluation._scalar": ("always", Phase.EVALUATION),
-    "pipeworker.worker.worker.weights.save_part": ("always", Phase.SAVING),
+    "pipeworker.worker.worker.checkpoint.save_part": ("always", Phase.SAVING),
     "pipeworker.worker.worker.Executor": ("always", Phase.CONNECTING),
     "pipeworker.worker.model.model._check_apart": ("always", Phase.BUILDING),
     "pipeworker.worker.worker.classes_of": ("always", Phase.BUILDING),

@@ -40,7 +40,10 @@ class Model:
         tracker.set(Phase.BUILDING)
         rng.seed_all(seed, rng.accelerator_generator(device))
         with blame.users("model()", early=True):
-            self._entries = job_file.entries(job)
+            named = job_file.entries(job)
+        self.names = tuple(named)
+        """Of the layers, in the user's module."""
+        self._entries = list(named.values())
         self._declared = job.tied
 
     @property

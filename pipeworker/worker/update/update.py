@@ -147,6 +147,14 @@ class Updater:
                 self.scheduler.step()
         self.clear()
 
+    @property
+    def schedule(self) -> Any:
+        """The state of the scheduler; None where there is none."""
+        if not hasattr(self.scheduler, "state_dict"):
+            return None
+        with users("state_dict() of the scheduler"):
+            return self.scheduler.state_dict()
+
     def evaluated(self, loss: float) -> None:
         """An evaluation pass gave this loss."""
         if self.wants_metric:

@@ -1,0 +1,244 @@
+"""What stages save, and what is read of it."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+from collections import Counter, OrderedDict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from pipeworker.errors import UsageError
+from pipeworker.record import checkpoint
+from pipeworker.record.checkpoint import Checkpoint, Part
+from pipeworker.record.manifest import Manifest
+from pipeworker.record.plain import Refused, pack, unpack
+from support.checkpoints import part
+
+
+def saved(folder: Path, *parts: Part, elsewhere: frozenset[int] = frozenset()) -> Checkpoint:
+    """One worker's checkpoint."""
+    files = checkpoint.save_part(folder, 0, 1, parts, elsewhere)
+    layers = tuple(name for part in parts for name in part.names)
+    manifest = Manifest(1, len(parts), layers, files)
+    (folder / "manifest.json").write_text(json.dumps(manifest.to_json()))
+    return Checkpoint(folder)
+
+
+def updates(of: Checkpoint) -> list[dict[str, Any]]:
+    (path,) = of.files("state")
+    found: list[dict[str, Any]] = json.loads(path.read_text())["updates"]
+    return found
+
+
+def test_optimizer_state_is_kept_by_parameter_name(tmp_path: Path) -> None:
+    layers = [nn.Linear(2, 2), nn.Linear(2, 1)]
+    layers[1].bias = nn.Parameter(torch.zeros(1), requires_grad=False)
+    params = [p for layer in layers for p in layer.parameters()]
+    groups: list[dict[str, Any]] = [{"params": params[:2], "lr": 0.5}, {"params": params[2:]}]
+    optimizer = torch.optim.AdamW(groups)
+    nn.Sequential(*layers)(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    found = saved(tmp_path, part(layers, 3, optimizer))
+    state = found.optimizer_state()
+    assert list(state) == ["3.weight", "3.bias", "4.weight"]
+    for name, parameter in zip(state, params, strict=False):
+        assert state[name].keys() == optimizer.state[parameter].keys()
+        for key, value in optimizer.state[parameter].items():
+            assert torch.equal(state[name][key], value)
+    (update,) = updates(found)
+    assert [group["params"] for group in update["groups"]] == [
+        ["3.weight", "3.bias"],
+        ["4.weight", "4.bias"],
+    ]
+    assert update["groups"][0]["lr"] == 0.5
+
+
+def test_a_tied_parameter_has_the_name_of_its_first_place(tmp_path: Path) -> None:
+    a, b = nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False)
+    b.weight = a.weight
+    optimizer = torch.optim.Adam([a.weight])
+    b(a(torch.ones(1, 2))).sum().backward()
+    optimizer.step()
+    found = saved(tmp_path, part([a, b], 0, optimizer))
+    assert list(found.optimizer_state()) == ["0.weight"]
+    assert list(found.weights()) == ["0.weight", "1.weight"]
+
+
+def test_optimizers_of_several_stages_are_joined_and_what_is_elsewhere_is_left_out(
+    tmp_path: Path,
+) -> None:
+    layers = [nn.Linear(2, 2, bias=False) for _ in range(3)]
+    first, third = (torch.optim.Adam(layers[index].parameters()) for index in (0, 2))
+    nn.Sequential(*layers)(torch.ones(1, 2)).sum().backward()
+    first.step(), third.step()
+    parts = [part([layers[0]], 0, first), part([layers[1]], 1), part([layers[2]], 2, third)]
+    other = frozenset({id(layers[2].weight)})
+    for elsewhere, names in ((frozenset(), ["0.weight", "2.weight"]), (other, ["0.weight"])):
+        found = saved(tmp_path / str(len(names)), *parts, elsewhere=elsewhere)
+        assert list(found.weights()) == ["0.weight", "1.weight", "2.weight"]
+        assert list(found.optimizer_state()) == names
+        assert [n for update in updates(found) for g in update["groups"] for n in g["params"]] == (
+            names
+        )
+
+
+class Odd(nn.Module):
+    """Entries of all kinds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wave = nn.Parameter(torch.randn(3, dtype=torch.complex128))
+        self.small = nn.Parameter(torch.randn(3).bfloat16())
+        self.register_buffer("wide", torch.randn(1, 3).expand(4, 3))
+        self.register_buffer("turned", torch.randn(3, 4).T)
+        self.register_buffer("number", torch.tensor(7))
+        self.register_buffer("none", torch.ones(0, 3))
+
+    def get_extra_state(self) -> Any:
+        return {"seen": 3, "at": torch.ones(2)}
+
+
+def test_weights_of_all_kinds(tmp_path: Path) -> None:
+    layer = Odd()
+    found = saved(tmp_path, part([layer], 0))
+    weights = found.weights()
+    state = {f"0.{key}": value for key, value in layer.state_dict().items()}
+    del state["0._extra_state"]
+    assert weights.keys() == state.keys()
+    for name, value in state.items():
+        assert weights[name].dtype is value.dtype
+        assert torch.equal(weights[name], value), name
+    (path,) = found.files("state")
+    packed = json.loads(path.read_text())["extra"]["0._extra_state"]
+    assert packed == {"seen": 3, "at": {"$tensor": "0._extra_state/at"}}
+
+
+@pytest.mark.parametrize(
+    ("scheduled", "group", "message"),
+    [
+        ({"best": {1, 2}}, {}, "scheduler/best is a builtins.set: a checkpoint holds"),
+        ({}, {"hook": print}, "groups/0/hook is a builtins.builtin_function_or_method: "),
+    ],
+)
+def test_what_cannot_be_held_is_refused_before_it_is_too_late(
+    scheduled: Any, group: Any, message: str
+) -> None:
+    layer = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD([{"params": list(layer.parameters()), **group}], lr=0.1)
+    with pytest.raises(UsageError, match=message):
+        checkpoint.check([part([layer], 0, optimizer, scheduled)])
+
+
+def test_state_that_is_no_parameters_is_refused() -> None:
+    layer = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+    optimizer.state["calls"] = 3  # type: ignore[index]
+    with pytest.raises(UsageError, match="the optimizer's state has the key 'calls', which is no"):
+        checkpoint.check([part([layer], 0, optimizer)])
+
+
+@pytest.mark.parametrize("name", ["model", "optimizer", "state"])
+def test_a_flipped_bit_is_named(tmp_path: Path, name: str) -> None:
+    layer = nn.Linear(2, 2)
+    optimizer = torch.optim.Adam(layer.parameters())
+    layer(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    found = saved(tmp_path, part([layer], 0, optimizer))
+    (path,) = found.files(name)
+    whole = path.read_bytes()
+    for at in range(len(whole)):
+        path.write_bytes(whole[:at] + bytes([whole[at] ^ 4]) + whole[at + 1 :])
+        with pytest.raises(UsageError, match=f"cannot read {path}: .*its checksum is another"):
+            found.files(name)
+
+
+# Values as JSON.
+
+numbers = st.integers() | st.floats(allow_nan=False) | st.booleans() | st.none()
+keys = st.text(max_size=3) | st.integers() | st.sampled_from(["$tuple", "$tensor"])
+values = st.recursive(
+    numbers | st.text(max_size=3) | st.binary(max_size=3) | st.floats(width=32).map(torch.tensor),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.lists(inner, max_size=3).map(tuple)
+        | st.dictionaries(keys, inner, max_size=3)
+    ),
+    max_leaves=10,
+)
+
+
+def alike(one: Any, other: Any) -> bool:
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, torch.Tensor):
+        return torch.equal(one.nan_to_num(7), other.nan_to_num(7))
+    if isinstance(one, dict):
+        return list(one) == list(other) and all(alike(one[key], other[key]) for key in one)
+    if isinstance(one, (list, tuple)):
+        return len(one) == len(other) and all(map(alike, one, other))
+    return bool(one == other)
+
+
+@given(values)
+def test_any_plain_value_comes_back(value: Any) -> None:
+    tensors: dict[str, torch.Tensor] = {}
+    text = json.dumps(pack(value, tensors, "x"), allow_nan=False)
+    assert alike(unpack(json.loads(text), tensors), value)
+
+
+def test_special_values_come_back() -> None:
+    value = [
+        *(math.inf, -math.inf, Counter({3: 2}), OrderedDict(b=1, a=2), torch.Size([2, 3])),
+        *(torch.bfloat16, np.arange(3, dtype=np.uint32), np.float32(0.1), -0.0, b"\0\xff"),
+        torch.tensor([1 + 2j], dtype=torch.complex128),
+    ]
+    tensors: dict[str, torch.Tensor] = {}
+    found = unpack(json.loads(json.dumps(pack(value, tensors, "x"), allow_nan=False)), tensors)
+    for one, other in zip(value, found, strict=True):
+        assert type(one) is type(other)
+        assert repr(one) == repr(other)
+    (nan,) = unpack(pack([math.nan], {}, "x"), {})
+    assert math.isnan(nan)
+
+
+KINDS = "tuple items Counter OrderedDict float bytes size dtype tensor complex array scalar dict"
+WORDS = ["$", *(f"${kind}" for kind in KINDS.split())]
+hostile = st.recursive(
+    st.none() | st.integers() | st.text(max_size=3) | st.floats(),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(st.text(max_size=3), inner, max_size=3)
+        | st.dictionaries(
+            st.sampled_from(WORDS),
+            inner | st.sampled_from(["t", "nan", "torch.float32", [["a", 1]], [[[], 1]]]),
+            max_size=1,
+        )
+    ),
+    max_leaves=8,
+)
+
+
+@given(hostile)
+def test_what_no_stage_wrote_is_refused_or_plain(packed: Any) -> None:
+    """Nothing but Refused is raised, and nothing is made but plain values."""
+    with contextlib.suppress(Refused):
+        unpack(packed, {"t": torch.ones(2)})
+
+
+def test_what_is_nested_too_deeply_is_refused() -> None:
+    deep: Any = []
+    for _ in range(300):
+        deep = [deep]
+    with pytest.raises(UsageError, match="nested too deeply"):
+        pack(deep, {}, "x")
+    with pytest.raises(Refused, match="nested too deeply"):
+        unpack(deep, {})
