@@ -177,6 +177,30 @@ def test_too_few_descriptors(jobs: Jobs, most: int) -> None:
     until(lambda: not processes_of(jobs.folder))
 
 
+@pytest.mark.parametrize("closed", [(0,), (1,), (2,), (0, 1, 2)])
+def test_closed_streams(jobs: Jobs, closed: tuple[int, ...]) -> None:
+    """Nothing that is opened takes their place, and nothing that prints fails."""
+    run_dir = jobs.folder / "run"
+
+    def close() -> None:
+        for descriptor in closed:
+            os.close(descriptor)
+
+    done = subprocess.run(
+        [*COMMAND, "launch", *WORDS, "--run-dir", str(run_dir), str(jobs.write(JOB))],
+        cwd=jobs.folder,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        preexec_fn=close,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+    assert ("done: 6 steps" in done.stdout) == (1 not in closed)
+    run = Run(done.returncode, done.stdout, done.stderr, run_dir)
+    assert run.summary["status"] == "done"
+
+
 @root
 def test_no_way_to_the_coordinator(jobs: Jobs) -> None:
     """In a network without even a loopback."""
