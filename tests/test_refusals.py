@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -157,7 +158,7 @@ def test_a_run_directory_that_goes_away(jobs: Jobs) -> None:
     one_error(run, "cannot write", str(run.path), "No such file or directory")
 
 
-@pytest.mark.parametrize("most", [10, 20])
+@pytest.mark.parametrize("most", [10, 14, 20, 26, 40])
 def test_too_few_descriptors(jobs: Jobs, most: int) -> None:
     """Whoever meets the limit first says so."""
     job_file = jobs.write(JOB)
@@ -174,6 +175,29 @@ def test_too_few_descriptors(jobs: Jobs, most: int) -> None:
     assert done.stderr.count("error: ") == 1, done.stderr
     assert "Traceback" not in done.stderr, done.stderr
     assert "Too many open files" in done.stderr
+    until(lambda: not processes_of(jobs.folder))
+
+
+@root
+@pytest.mark.parametrize("most", [4, 6, 10])
+def test_too_few_processes(jobs: Jobs, most: int) -> None:
+    """Threads count: ZeroMQ ends a process that gets none. The limit does not bind root."""
+    program = shutil.which("setpriv")
+    if program is None:
+        pytest.skip("there is no setpriv here")
+    reads = "+dac_override,+dac_read_search"
+    user = ["--reuid", str(100_000 + os.getpid()), "--clear-groups"]
+    line = [program, *user, "--inh-caps", reads, "--ambient-caps", reads, *COMMAND, "launch"]
+    done = subprocess.run(
+        [*line, *WORDS, "--run-dir", str(jobs.folder / "run"), str(jobs.write(JOB))],
+        cwd=jobs.folder,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_NPROC, (most, most)),
+    )
+    run = Run(done.returncode, done.stdout, done.stderr, jobs.folder / "run")
+    one_error(run, "cannot start the", "Resource temporarily unavailable")
     until(lambda: not processes_of(jobs.folder))
 
 

@@ -21,6 +21,7 @@ from pipeworker.session.processes import coordinator
 from pipeworker.wire.keys import TOKEN_VARIABLE, new_token
 from pipeworker.wire.lines import Bound, Configuration, FromCoordinator, Verdict, Warned
 from pipeworker.wire.messages import StepResult
+from pipeworker.wire.sockets import WORKER, check_room
 
 Hear = Callable[[FromCoordinator], None]
 """Is given what the coordinator says."""
@@ -55,6 +56,7 @@ def meet(
     """
     token = os.environ.get(TOKEN_VARIABLE)
     if place.world == 1:
+        _check_room(place)
         token = token or new_token()
         run_dir = make_run_dir()
         head = Head(options, run_dir, token, "127.0.0.1", listen(run_dir))
@@ -62,6 +64,7 @@ def meet(
     store = place.store()
     key = f"pipeworker/{place.restart}/{name}"
     if place.rank:
+        _check_room(place)
         try:
             await_others(lambda: store.check([f"{key}/endpoint"]))
         except (RuntimeError, TimeoutError) as error:
@@ -71,6 +74,7 @@ def meet(
             raise UsageError(store.get(f"{key}/error").decode())
         return Meeting(endpoint, token or store.get(f"{key}/token").decode())
     try:
+        _check_room(place)
         run_dir = make_run_dir()
         hear = listen(run_dir)
         if not token:
@@ -89,6 +93,13 @@ def meet(
         raise
     store.set(f"{key}/endpoint", head.endpoint)
     return Meeting(head.endpoint, token, head)
+
+
+def _check_room(place: Place) -> None:
+    try:
+        check_room(*WORKER)
+    except OSError as error:
+        raise PipeworkerError(f"rank {place.rank} cannot start: {error.strerror}") from None
 
 
 class Head:
