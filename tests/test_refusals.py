@@ -19,6 +19,7 @@ from support.jobs import COMMAND, Jobs, Run, processes_of, until
 from support.sources import JOB
 
 WORDS = ("--stages", "2", "--microbatches", "2")
+FULL = Path("/dev/full")
 root = pytest.mark.skipif(os.geteuid() != 0, reason="mounts and namespaces are for root")
 
 
@@ -223,6 +224,22 @@ def test_closed_streams(jobs: Jobs, closed: tuple[int, ...]) -> None:
     assert ("done: 6 steps" in done.stdout) == (1 not in closed)
     run = Run(done.returncode, done.stdout, done.stderr, run_dir)
     assert run.summary["status"] == "done"
+
+
+@pytest.mark.skipif(not FULL.exists(), reason="needs a device that is always full")
+def test_a_full_standard_output_ends_no_job(jobs: Jobs) -> None:
+    run_dir = jobs.folder / "run"
+    with FULL.open("w") as full:
+        done = subprocess.run(
+            [*COMMAND, "launch", *WORDS, "--run-dir", str(run_dir), str(jobs.write(JOB))],
+            cwd=jobs.folder,
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            timeout=60,
+        )
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == "warning: cannot write standard output: No space left on device\n"
 
 
 @root
