@@ -242,6 +242,23 @@ def test_a_full_standard_output_ends_no_job(jobs: Jobs) -> None:
     assert done.stderr == "warning: cannot write standard output: No space left on device\n"
 
 
+@pytest.mark.parametrize("absolute", [True, False])
+def test_a_current_folder_that_is_gone(jobs: Jobs, absolute: bool) -> None:
+    job_file = jobs.write(JOB)
+    gone = jobs.folder / "gone"
+    gone.mkdir()
+    words = ["launch", *WORDS, str(job_file) if absolute else f"../{job_file.name}"]
+    done = subprocess.run(
+        ["sh", "-c", 'rmdir ../gone; exec "$@"', "sh", *COMMAND, *words],
+        cwd=gone,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 2
+    assert done.stderr == "error: the current folder is gone: No such file or directory\n"
+
+
 @root
 def test_no_way_to_the_coordinator(jobs: Jobs) -> None:
     """In a network without even a loopback."""
