@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
+import re
 import resource
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -15,6 +18,9 @@ from pathlib import Path
 
 import pytest
 
+from pipeworker.errors import UsageError
+from pipeworker.session import place
+from pipeworker.timings import DEFAULT
 from support.jobs import COMMAND, Jobs, Run, processes_of, until
 from support.sources import JOB
 
@@ -273,6 +279,26 @@ def test_no_way_to_the_coordinator(jobs: Jobs) -> None:
         one_error(run, "the coordinator cannot be reached at 127.0.0.1:", "unreachable")
     finally:
         subprocess.run(["ip", "netns", "delete", name], check=True, capture_output=True)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_master_without_an_address(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No rank waits for it as long as for ranks that start late."""
+
+    def unknown(*_: object) -> None:
+        raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+
+    limits = dataclasses.replace(DEFAULT, coordinator=2.6, reach=2.7, meet=31.0)
+    monkeypatch.setattr(place, "timings", lambda: limits)
+    monkeypatch.setattr(socket, "getaddrinfo", unknown)
+    expected = (
+        f"rank {rank} cannot meet the others at MASTER_ADDR no-such-host.invalid, "
+        "MASTER_PORT 29500: Name or service not known"
+    )
+    began = time.monotonic()
+    with pytest.raises(UsageError, match=re.escape(expected)):
+        place.Place(rank, 2, rank, 2, "no-such-host.invalid", 29500).store()
+    assert limits.reach < time.monotonic() - began < DEFAULT.reach
 
 
 @pytest.mark.parametrize("seconds", [0.12])

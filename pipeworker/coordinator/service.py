@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import os
+import platform
 import signal
 import sys
 import time
@@ -416,7 +417,8 @@ def main() -> int:
             case OSError():
                 text = str(RecordError(error.filename or configuration.run_dir, error))
             case _:
-                text = f"the coordinator cannot listen at {host}: {error.strerror}"
+                name = platform.node()
+                text = f"the coordinator cannot listen at {host} ({name}): {error.strerror}"
         starter.tell(Verdict("failed", 1, 0, 0.0, (), 0.0, text))
         starter.finish(timings().linger)
         return 1
