@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import os
+import platform
 import signal
 import sys
 import time
@@ -42,7 +43,7 @@ from pipeworker.coordinator.events import (
 from pipeworker.coordinator.job import Job
 from pipeworker.coordinator.starter import Starter
 from pipeworker.environment import timings
-from pipeworker.errors import ProtocolError, RecordError
+from pipeworker.errors import PipeworkerError, ProtocolError, RecordError
 from pipeworker.job.options import Options
 from pipeworker.record.manifest import VERSION
 from pipeworker.record.rundir import Rows, RunDir, write_json, write_summary
@@ -375,6 +376,19 @@ class _LogFile(logging.FileHandler):
             self._starter.tell(Warned(str(RecordError(self._path, error))))
 
 
+def check_room(options: Options) -> None:
+    """Whether this process can have what a coordinator of so many workers takes.
+
+    Raises:
+        PipeworkerError: the system refuses.
+    """
+    descriptors, threads = sockets.SERVER
+    try:
+        sockets.check_room(descriptors + options.stages, threads)
+    except OSError as error:
+        raise PipeworkerError(f"cannot start the coordinator: {error.strerror}") from None
+
+
 def main() -> int:
     """Read the configuration from standard input and direct the job."""
     line = b""
@@ -390,15 +404,21 @@ def main() -> int:
     try:
         path = RunDir(Path(configuration.run_dir)).coordinator_log()
         logging.basicConfig(level=logging.INFO, handlers=[_LogFile(path, starter)])
+        check_room(Options.from_json(configuration.options))
         with sockets.server(configuration.token, host, timings()) as bound:
             socket, endpoint = bound
             log.info("bound to %s", endpoint)
             return Service(configuration, socket, descriptors, starter).run(endpoint)
-    except (OSError, zmq.ZMQError) as error:  # a file or a port that nothing is possible without
+    except (PipeworkerError, OSError, zmq.ZMQError) as error:  # nothing is possible without it
         log.exception("the coordinator failed")
-        text = f"the coordinator cannot listen at {host}: {error.strerror}"
-        if isinstance(error, OSError):
-            text = str(RecordError(error.filename or configuration.run_dir, error))
+        match error:
+            case PipeworkerError():
+                text = str(error)
+            case OSError():
+                text = str(RecordError(error.filename or configuration.run_dir, error))
+            case _:
+                name = platform.node()
+                text = f"the coordinator cannot listen at {host} ({name}): {error.strerror}"
         starter.tell(Verdict("failed", 1, 0, 0.0, (), 0.0, text))
         starter.finish(timings().linger)
         return 1

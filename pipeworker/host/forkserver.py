@@ -21,7 +21,7 @@ import time
 from pipeworker.environment import timings
 from pipeworker.host.lifetime import die_with, kill_group
 from pipeworker.host.position import Tracker
-from pipeworker.wire import lines
+from pipeworker.wire import lines, sockets
 from pipeworker.wire.lines import (
     Beat,
     Fork,
@@ -80,7 +80,7 @@ class _ForkServer:
         try:
             pid = os.fork()
         except OSError as error:
-            _say(Unwell(f"cannot start the worker of rank {asked.rank}: {error.strerror}"))
+            _say(_cannot_start(asked, error))
             tracker.close()
             return
         if pid == 0:
@@ -92,6 +92,11 @@ class _ForkServer:
         """In the child: never returns."""
         status = 1
         try:
+            try:
+                sockets.check_room(*sockets.WORKER)
+            except OSError as error:  # said here: without them nobody else would hear of it
+                _say(_cannot_start(asked, error))
+                return
             signal.set_wakeup_fd(-1)
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             die_with(parent)
@@ -138,6 +143,10 @@ class _ForkServer:
         for pid in self._workers:
             os.waitpid(pid, 0)
             kill_group(pid)
+
+
+def _cannot_start(asked: Fork, error: OSError) -> Unwell:
+    return Unwell(f"cannot start the worker of rank {asked.rank}: {error.strerror}")
 
 
 def _say(event: FromForkServer) -> None:
