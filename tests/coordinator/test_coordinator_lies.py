@@ -15,10 +15,12 @@ from pipeworker.coordinator.events import Garbled
 from pipeworker.coordinator.rendezvous import Rendezvous
 from pipeworker.coordinator.states import State
 from pipeworker.errors import ProtocolError
+from pipeworker.job import options
 from pipeworker.wire import codec
 from pipeworker.wire.messages import (
     LONGEST_VALUE,
     MOST_KEYS,
+    MOST_MICROBATCHES,
     Batch,
     Built,
     Described,
@@ -133,6 +135,7 @@ def test_an_answer_of_the_store_fits_a_frame() -> None:
 
 
 def test_what_is_in_range_passes() -> None:
+    assert options.MOST_MICROBATCHES == MOST_MICROBATCHES
     assert Batch(0, 1, 4, 0)
     assert Described(0, ("Linear",), ())
     assert EvaluationDone(0, 1, 0, None)
