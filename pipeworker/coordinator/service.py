@@ -104,6 +104,7 @@ class Service:
         self._rows = {metrics: Rows(metrics)}
         self._starter = starter
         self._dropped = 0
+        self._repaired = 0
         self._received = 0
         self._sent = 0
         self._encoded: tuple[ToWorker, bytes] | None = None
@@ -197,11 +198,11 @@ class Service:
         known = self._exchange_with(peer)
         known.heard(beat.received)
         if beat.again:
-            log.info("%d messages to rank %d are sent again", len(known.again()), beat.rank)
+            self._repair(f"{len(known.again())} messages to rank {beat.rank} are sent again")
             for data in known.again():
                 self._put(peer, data, "a message that is sent again")
         if known.lacks(beat.sent):
-            log.info("messages of rank %d are lost: asked for again", beat.rank)
+            self._repair(f"messages of rank {beat.rank} are lost: asked for again")
             self._ping(peer, again=True)
 
     def _ping_all(self) -> None:
@@ -229,9 +230,14 @@ class Service:
             if self._socket.poll(int(1000 * self._timings.tick)):
                 self._receive()
 
+    def _repair(self, what: str) -> None:
+        self._repaired += 1
+        if _shown(self._repaired):
+            log.info("%s (%d so far)", what, self._repaired)
+
     def _drop(self, what: str) -> None:
         self._dropped += 1
-        if self._dropped <= _SHOWN_DROPS or self._dropped % 1000 == 0:
+        if _shown(self._dropped):
             log.warning("dropped %s (%d so far)", what[:_SHOWN_CHARACTERS], self._dropped)
 
     def _hear_starter(self) -> None:
@@ -256,6 +262,9 @@ class Service:
         frame = self._encoded[1]
         numbered = known.send(frame) if known else exchange.numbered(exchange.OUTSIDE, frame)
         self._put(peer, numbered, type(message).__name__)
+        if known and known.overfull:
+            del self._exchanges[peer]
+            self._handle(Garbled(peer, "it asks, and never says that it has the answers"))
 
     def _put(self, peer: bytes, data: bytes, what: str) -> None:
         try:
@@ -358,11 +367,16 @@ class Service:
         self._starter.tell(verdict)
 
 
+def _shown(count: int) -> bool:
+    """Whether the log has this one of what a peer can do without end."""
+    return count <= _SHOWN_DROPS or count % 1000 == 0
+
+
 class _LogFile(logging.FileHandler):
     """That it cannot be written is no reason to end a job; it is said once."""
 
     def __init__(self, path: Path, starter: Starter) -> None:
-        super().__init__(path, encoding="utf-8")
+        super().__init__(path, encoding="utf-8", errors="backslashreplace")
         self.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
         self._path, self._starter = path, starter
         self._said = False
