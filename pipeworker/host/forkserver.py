@@ -19,7 +19,7 @@ import socket
 import time
 
 from pipeworker.environment import timings
-from pipeworker.host.lifetime import die_with, kill_group
+from pipeworker.host.lifetime import die_with, dying_with, kill_group
 from pipeworker.host.position import Tracker
 from pipeworker.wire import lines, sockets
 from pipeworker.wire.lines import (
@@ -158,9 +158,10 @@ def _say(event: FromForkServer) -> None:
 def main() -> int:
     """Import torch, then serve until the launcher is gone."""
     gc.disable()
-    # For its effect, and by name: a linter takes out an import that nothing refers to.
-    importlib.import_module("pipeworker.worker.service")
-    importlib.import_module("pipeworker.worker.internals").preload()
+    with dying_with(os.getppid()):
+        # For its effect, and by name: a linter takes out an import that nothing refers to.
+        importlib.import_module("pipeworker.worker.service")
+        importlib.import_module("pipeworker.worker.internals").preload()
     gc.freeze()
     _ForkServer().serve()
     return 0
