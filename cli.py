@@ -13,7 +13,7 @@ from typing import IO, Any
 import click
 
 from pipeworker import __version__
-from pipeworker.errors import PipeworkerError
+from pipeworker.errors import PipeworkerError, UsageError
 from pipeworker.job.given import complete
 from pipeworker.job.options import BACKENDS, DEVICES, PRECISIONS, Options
 from pipeworker.plan.orders import ORDERS
@@ -121,11 +121,16 @@ def make_options(stages: int, chosen: dict[str, Any]) -> Options:
     """Options from what click parsed.
 
     Raises:
-        UsageError: a value is out of range.
+        UsageError: a value is out of range, or the current folder is gone.
     """
     elsewhere = ("job_file", "run_dir")
     given = {name: value for name, value in chosen.items() if name not in elsewhere}
-    return complete(str(Path(chosen["job_file"]).resolve()), stages, given)
+    try:
+        Path.cwd()  # even where no path needs it: math libraries of torch end the process without
+        job_file = str(Path(chosen["job_file"]).resolve())
+    except OSError as error:
+        raise UsageError(f"the current folder is gone: {error.strerror}") from None
+    return complete(job_file, stages, given)
 
 
 @main.command()

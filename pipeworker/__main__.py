@@ -10,6 +10,8 @@ import os
 import sys
 from pathlib import Path
 
+from pipeworker.host import streams
+
 _ROOT = str(Path(__file__).parents[1])
 
 
@@ -31,6 +33,7 @@ def script() -> None:
 
 
 def _run(name: str, *, rank: bool) -> None:
+    streams.stand_in()
     try:
         main(name, rank=rank)
     except KeyboardInterrupt:  # before the command line could take it
@@ -43,8 +46,7 @@ def _let_go() -> None:
     """What a reader who has gone did not take is no error of the interpreter's (its status 120)."""
     for stream in (sys.stdout, sys.stderr):
         try:
-            if stream is not None:
-                stream.flush()
+            stream.flush()
         except OSError:
             nowhere = os.open(os.devnull, os.O_WRONLY)
             os.dup2(nowhere, stream.fileno())

@@ -14,10 +14,24 @@ import pytest
 import zmq
 
 from pipeworker.job.options import Options
+from pipeworker.session.processes import coordinator
 from pipeworker.wire import sockets
 from pipeworker.wire.codec import MAX_FRAME_BYTES
-from pipeworker.wire.exchange import OUTSIDE, numbered
+from pipeworker.wire.exchange import MOST_KEPT, OUTSIDE, numbered
 from pipeworker.wire.keys import client_keys, new_token, server_keys
+from pipeworker.wire.lines import Bound, Configuration, FromCoordinator, Verdict
+from pipeworker.wire.messages import (
+    LONGEST_VALUE,
+    MOST_KEYS,
+    Cause,
+    Failed,
+    Failure,
+    Heartbeat,
+    Hello,
+    Position,
+    StoreOperation,
+    StoreRequest,
+)
 from support.jobs import Jobs, Run, processes_of, until
 from support.own import GENERATION, OwnJob
 from support.sources import JOB
@@ -212,6 +226,55 @@ def test_a_file_that_cannot_be_written_is_named(
     assert own.verdict.status == "failed"
     assert own.verdict.error
     assert f"cannot write {plan}: Is a directory" in own.verdict.error
+
+
+def test_a_member_that_asks_without_end_is_named(
+    tmp_path: Path, context: zmq.Context[zmq.Socket[bytes]]
+) -> None:
+    """It never says what it has, and so all that it was answered is kept for it."""
+    run_dir, token = tmp_path / "own", new_token()
+    (run_dir / "logs").mkdir(parents=True)
+    process = coordinator()
+    try:
+        options = Options("job.py", 1, 1).to_json()
+        process.say(Configuration(options, str(run_dir), token, "127.0.0.1", GENERATION))
+        heard: list[FromCoordinator] = []
+
+        def hear(kind: type[FromCoordinator]) -> FromCoordinator:
+            while not (found := [event for event in heard if isinstance(event, kind)]):
+                events, more = process.hear()
+                heard.extend(events)
+                assert more
+            return found[0]
+
+        bound = hear(Bound)
+        assert isinstance(bound, Bound)
+        member = sockets.client(context, token, bound.endpoint)
+        keys = tuple(map(str, range(MOST_KEYS)))
+        value = bytes(LONGEST_VALUE)
+        member.send(framed(Hello(0, "half \ud800", 1), GENERATION))
+        for again in (False, True) * 500:
+            beat = Heartbeat(0, Position(), 1 << 40, 0, again)
+            member.send(framed(beat, GENERATION))
+        for _ in range(500):
+            echo = Failure(Cause.PEER, "no more " * 1000, 0)
+            member.send(framed(Failed(0, echo), GENERATION))
+        for key in keys:
+            request = StoreRequest(0, 1, StoreOperation.SET, (key,), value)
+            member.send(framed(request, GENERATION))
+        for number in range(2 + MOST_KEPT // (MOST_KEYS * LONGEST_VALUE)):
+            member.send(framed(StoreRequest(0, number, StoreOperation.GET, keys), GENERATION))
+        verdict = hear(Verdict)
+    finally:
+        process.hang_up()
+        code = process.finish(5.0)
+    assert isinstance(verdict, Verdict)
+    assert verdict.error
+    assert "sent what cannot be: it asks, and never says that it has" in verdict.error
+    assert code == 1
+    log = (run_dir / "logs" / "coordinator.log").read_text()
+    assert len(log) < 40_000
+    assert r"rank 0 joined: pid 1 on half \ud800" in log
 
 
 def holds_secret(token: str, data: bytes) -> bool:

@@ -53,7 +53,7 @@ ROOMS_WITHIN = {
     ],
     "pipeworker.job": ["options", "given", "file"],
     "pipeworker.record": ["manifest", "rundir", "plain", "checkpoint", "weights"],
-    "pipeworker.host": ["lifetime", "position", "forkserver"],
+    "pipeworker.host": ["lifetime", "streams", "position", "forkserver"],
     "pipeworker.coordinator": [
         *("scaler", "calls", "rendezvous", "roster", "cause", "tally", "progress", "events"),
         *("effects", "states", "blueprint", "loop", "report", "generation", "job"),

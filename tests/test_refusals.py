@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
+import re
 import resource
+import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -14,10 +18,14 @@ from pathlib import Path
 
 import pytest
 
+from pipeworker.errors import UsageError
+from pipeworker.session import place
+from pipeworker.timings import DEFAULT
 from support.jobs import COMMAND, Jobs, Run, processes_of, until
 from support.sources import JOB
 
 WORDS = ("--stages", "2", "--microbatches", "2")
+FULL = Path("/dev/full")
 root = pytest.mark.skipif(os.geteuid() != 0, reason="mounts and namespaces are for root")
 
 
@@ -159,7 +167,7 @@ def test_a_run_directory_that_goes_away(jobs: Jobs) -> None:
     one_error(run, "cannot write", str(run.path), "No such file or directory")
 
 
-@pytest.mark.parametrize("most", [10, 20])
+@pytest.mark.parametrize("most", [10, 14, 20, 26, 40])
 def test_too_few_descriptors(jobs: Jobs, most: int) -> None:
     """Whoever meets the limit first says so."""
     job_file = jobs.write(JOB)
@@ -180,6 +188,86 @@ def test_too_few_descriptors(jobs: Jobs, most: int) -> None:
 
 
 @root
+@pytest.mark.parametrize("most", [4, 6, 10])
+def test_too_few_processes(jobs: Jobs, most: int) -> None:
+    """Threads count: ZeroMQ ends a process that gets none. The limit does not bind root."""
+    program = shutil.which("setpriv")
+    if program is None:
+        pytest.skip("there is no setpriv here")
+    reads = "+dac_override,+dac_read_search"
+    user = ["--reuid", str(100_000 + os.getpid()), "--clear-groups"]
+    line = [program, *user, "--inh-caps", reads, "--ambient-caps", reads, *COMMAND, "launch"]
+    done = subprocess.run(
+        [*line, *WORDS, "--run-dir", str(jobs.folder / "run"), str(jobs.write(JOB))],
+        cwd=jobs.folder,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_NPROC, (most, most)),
+    )
+    run = Run(done.returncode, done.stdout, done.stderr, jobs.folder / "run")
+    one_error(run, "cannot start the", "Resource temporarily unavailable")
+    until(lambda: not processes_of(jobs.folder))
+
+
+@pytest.mark.parametrize("closed", [(0,), (1,), (2,), (0, 1, 2)])
+def test_closed_streams(jobs: Jobs, closed: tuple[int, ...]) -> None:
+    """Nothing that is opened takes their place, and nothing that prints fails."""
+    run_dir = jobs.folder / "run"
+
+    def close() -> None:
+        for descriptor in closed:
+            os.close(descriptor)
+
+    done = subprocess.run(
+        [*COMMAND, "launch", *WORDS, "--run-dir", str(run_dir), str(jobs.write(JOB))],
+        cwd=jobs.folder,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        preexec_fn=close,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+    assert ("done: 6 steps" in done.stdout) == (1 not in closed)
+    run = Run(done.returncode, done.stdout, done.stderr, run_dir)
+    assert run.summary["status"] == "done"
+
+
+@pytest.mark.skipif(not FULL.exists(), reason="needs a device that is always full")
+def test_a_full_standard_output_ends_no_job(jobs: Jobs) -> None:
+    run_dir = jobs.folder / "run"
+    with FULL.open("w") as full:
+        done = subprocess.run(
+            [*COMMAND, "launch", *WORDS, "--run-dir", str(run_dir), str(jobs.write(JOB))],
+            cwd=jobs.folder,
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            timeout=60,
+        )
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == "warning: cannot write standard output: No space left on device\n"
+
+
+@pytest.mark.parametrize("absolute", [True, False])
+def test_a_current_folder_that_is_gone(jobs: Jobs, absolute: bool) -> None:
+    job_file = jobs.write(JOB)
+    gone = jobs.folder / "gone"
+    gone.mkdir()
+    words = ["launch", *WORDS, str(job_file) if absolute else f"../{job_file.name}"]
+    done = subprocess.run(
+        ["sh", "-c", 'rmdir ../gone; exec "$@"', "sh", *COMMAND, *words],
+        cwd=gone,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 2
+    assert done.stderr == "error: the current folder is gone: No such file or directory\n"
+
+
+@root
 def test_no_way_to_the_coordinator(jobs: Jobs) -> None:
     """In a network without even a loopback."""
     name = f"pipeworker-{uuid.uuid4().hex[:8]}"
@@ -193,6 +281,26 @@ def test_no_way_to_the_coordinator(jobs: Jobs) -> None:
         one_error(run, "the coordinator cannot be reached at 127.0.0.1:", "unreachable")
     finally:
         subprocess.run(["ip", "netns", "delete", name], check=True, capture_output=True)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_master_without_an_address(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No rank waits for it as long as for ranks that start late."""
+
+    def unknown(*_: object) -> None:
+        raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+
+    limits = dataclasses.replace(DEFAULT, coordinator=2.6, reach=2.7, meet=31.0)
+    monkeypatch.setattr(place, "timings", lambda: limits)
+    monkeypatch.setattr(socket, "getaddrinfo", unknown)
+    expected = (
+        f"rank {rank} cannot meet the others at MASTER_ADDR no-such-host.invalid, "
+        "MASTER_PORT 29500: Name or service not known"
+    )
+    began = time.monotonic()
+    with pytest.raises(UsageError, match=re.escape(expected)):
+        place.Place(rank, 2, rank, 2, "no-such-host.invalid", 29500).store()
+    assert limits.reach < time.monotonic() - began < DEFAULT.reach
 
 
 @pytest.mark.parametrize("seconds", [0.12])

@@ -30,6 +30,7 @@ from support.compare import assert_same
 from support.jobs import Jobs, Run, until
 from support.memory import resident
 from support.own import OwnJob
+from support.proxy import Proxy
 from support.strangers import Crowd, outsiders, raw_garbage, rubbish
 
 SECONDS = float(os.environ.get("SOAK_SECONDS", 0))
@@ -123,18 +124,25 @@ class Soak:
         os.kill(pid, signal.SIGCONT)
 
     def _reset(self) -> None:
-        assert self.job.proxy
-        before = self.job.proxy.broken
-        self.job.proxy.reset()
-        assert self.job.proxy.broken > before
+        proxy = self._proxy()
+        before = proxy.broken
+        proxy.reset()
+        assert proxy.broken > before
 
     def _lose(self) -> None:
-        assert self.job.proxy
-        before = self.job.proxy.lost
-        self.job.proxy.swallow()
-        until(lambda: self.job.proxy and self.job.proxy.lost > before)  # heartbeats at least
+        proxy = self._proxy()
+        before = proxy.lost
+        proxy.swallow()
+        until(lambda: proxy.lost > before)  # heartbeats at least
         time.sleep(self.chance.uniform(0, PAUSE))
-        self.job.proxy.reset()
+        proxy.reset()
+
+    def _proxy(self) -> Proxy:
+        """When all workers are connected."""
+        proxy = self.job.proxy
+        assert proxy
+        until(lambda: proxy.ends >= 2 * STAGES)
+        return proxy
 
     def _rubbish(self) -> None:
         inside = sockets.client(self.context, self.job.token, self.job.endpoint)

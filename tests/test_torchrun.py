@@ -167,6 +167,17 @@ def test_an_ended_torchrun_is_an_interrupt(jobs: Jobs, torchrun: Start) -> None:
     assert run.summary["error"] is None
 
 
+def test_a_reader_that_goes_away_ends_the_job(jobs: Jobs, torchrun: Start) -> None:
+    """As in ``torchrun ... | head``, and as under ``pipeworker launch``."""
+    started = torchrun(*ENDLESS, source=SLEEPERS)
+    training(started)
+    assert started.process.stdout is not None
+    started.process.stdout.close()
+    until(lambda: not processes_of(jobs.folder))
+    summary = json.loads((started.path / "summary.json").read_text())
+    assert (summary["status"], summary["error"]) == ("interrupted", None)
+
+
 def training(started: Started) -> dict[str, Any]:
     """Wait until a job trains; its plan."""
     metrics = started.path / "metrics.jsonl"

@@ -29,6 +29,10 @@ class FirstCause:
             self._echo = failure, now + self.roster.timings.echo
         return None
 
+    def echoed(self, rank: int) -> bool:
+        """Whether this rank has reported an echo."""
+        return rank in self._echoed
+
     def exited(self, report: WorkerExited) -> Failure:
         """The process of a worker ended before it was told to."""
         echo = self._echo[0] if self._echo else None

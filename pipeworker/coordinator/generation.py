@@ -400,9 +400,11 @@ class Generation:
     # Endings.
 
     def _reported(self, failure: Failure, now: float) -> list[Effect]:
+        known = self._cause.echoed(failure.rank)
         cause = self._cause.reported(failure, now)
         if cause is None:
-            return [Log(f"echo from rank {failure.rank}: {failure.message}")]
+            echo = f"echo from rank {failure.rank}: {failure.message}"
+            return [Dropped(echo) if known else Log(echo)]
         return self._ended_by(cause)
 
     def _ended_by(self, failure: Failure) -> list[Effect]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import os
+import platform
 import signal
 import sys
 import time
@@ -42,7 +43,7 @@ from pipeworker.coordinator.events import (
 from pipeworker.coordinator.job import Job
 from pipeworker.coordinator.starter import Starter
 from pipeworker.environment import timings
-from pipeworker.errors import ProtocolError, RecordError
+from pipeworker.errors import PipeworkerError, ProtocolError, RecordError
 from pipeworker.job.options import Options
 from pipeworker.record.manifest import Manifest
 from pipeworker.record.rundir import Rows, RunDir, write_json, write_summary
@@ -103,6 +104,7 @@ class Service:
         self._rows = {metrics: Rows(metrics)}
         self._starter = starter
         self._dropped = 0
+        self._repaired = 0
         self._received = 0
         self._sent = 0
         self._encoded: tuple[ToWorker, bytes] | None = None
@@ -196,11 +198,11 @@ class Service:
         known = self._exchange_with(peer)
         known.heard(beat.received)
         if beat.again:
-            log.info("%d messages to rank %d are sent again", len(known.again()), beat.rank)
+            self._repair(f"{len(known.again())} messages to rank {beat.rank} are sent again")
             for data in known.again():
                 self._put(peer, data, "a message that is sent again")
         if known.lacks(beat.sent):
-            log.info("messages of rank %d are lost: asked for again", beat.rank)
+            self._repair(f"messages of rank {beat.rank} are lost: asked for again")
             self._ping(peer, again=True)
 
     def _ping_all(self) -> None:
@@ -228,9 +230,14 @@ class Service:
             if self._socket.poll(int(1000 * self._timings.tick)):
                 self._receive()
 
+    def _repair(self, what: str) -> None:
+        self._repaired += 1
+        if _shown(self._repaired):
+            log.info("%s (%d so far)", what, self._repaired)
+
     def _drop(self, what: str) -> None:
         self._dropped += 1
-        if self._dropped <= _SHOWN_DROPS or self._dropped % 1000 == 0:
+        if _shown(self._dropped):
             log.warning("dropped %s (%d so far)", what[:_SHOWN_CHARACTERS], self._dropped)
 
     def _hear_starter(self) -> None:
@@ -255,6 +262,9 @@ class Service:
         frame = self._encoded[1]
         numbered = known.send(frame) if known else exchange.numbered(exchange.OUTSIDE, frame)
         self._put(peer, numbered, type(message).__name__)
+        if known and known.overfull:
+            del self._exchanges[peer]
+            self._handle(Garbled(peer, "it asks, and never says that it has the answers"))
 
     def _put(self, peer: bytes, data: bytes, what: str) -> None:
         try:
@@ -349,11 +359,16 @@ class Service:
         self._starter.tell(verdict)
 
 
+def _shown(count: int) -> bool:
+    """Whether the log has this one of what a peer can do without end."""
+    return count <= _SHOWN_DROPS or count % 1000 == 0
+
+
 class _LogFile(logging.FileHandler):
     """That it cannot be written is no reason to end a job; it is said once."""
 
     def __init__(self, path: Path, starter: Starter) -> None:
-        super().__init__(path, encoding="utf-8")
+        super().__init__(path, encoding="utf-8", errors="backslashreplace")
         self.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
         self._path, self._starter = path, starter
         self._said = False
@@ -365,6 +380,19 @@ class _LogFile(logging.FileHandler):
         elif not self._said:
             self._said = True
             self._starter.tell(Warned(str(RecordError(self._path, error))))
+
+
+def check_room(options: Options) -> None:
+    """Whether this process can have what a coordinator of so many workers takes.
+
+    Raises:
+        PipeworkerError: the system refuses.
+    """
+    descriptors, threads = sockets.SERVER
+    try:
+        sockets.check_room(descriptors + options.stages, threads)
+    except OSError as error:
+        raise PipeworkerError(f"cannot start the coordinator: {error.strerror}") from None
 
 
 def main() -> int:
@@ -382,15 +410,21 @@ def main() -> int:
     try:
         path = RunDir(Path(configuration.run_dir)).coordinator_log()
         logging.basicConfig(level=logging.INFO, handlers=[_LogFile(path, starter)])
+        check_room(Options.from_json(configuration.options))
         with sockets.server(configuration.token, host, timings()) as bound:
             socket, endpoint = bound
             log.info("bound to %s", endpoint)
             return Service(configuration, socket, descriptors, starter).run(endpoint)
-    except (OSError, zmq.ZMQError) as error:  # a file or a port that nothing is possible without
+    except (PipeworkerError, OSError, zmq.ZMQError) as error:  # nothing is possible without it
         log.exception("the coordinator failed")
-        text = f"the coordinator cannot listen at {host}: {error.strerror}"
-        if isinstance(error, OSError):
-            text = str(RecordError(error.filename or configuration.run_dir, error))
+        match error:
+            case PipeworkerError():
+                text = str(error)
+            case OSError():
+                text = str(RecordError(error.filename or configuration.run_dir, error))
+            case _:
+                name = platform.node()
+                text = f"the coordinator cannot listen at {host} ({name}): {error.strerror}"
         starter.tell(Verdict("failed", 1, 0, 0.0, (), 0.0, text))
         starter.finish(timings().linger)
         return 1

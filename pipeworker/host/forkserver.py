@@ -19,9 +19,9 @@ import socket
 import time
 
 from pipeworker.environment import timings
-from pipeworker.host.lifetime import die_with, kill_group
+from pipeworker.host.lifetime import die_with, dying_with, kill_group
 from pipeworker.host.position import Tracker
-from pipeworker.wire import lines
+from pipeworker.wire import lines, sockets
 from pipeworker.wire.lines import (
     Beat,
     Fork,
@@ -80,7 +80,7 @@ class _ForkServer:
         try:
             pid = os.fork()
         except OSError as error:
-            _say(Unwell(f"cannot start the worker of rank {asked.rank}: {error.strerror}"))
+            _say(_cannot_start(asked, error))
             tracker.close()
             return
         if pid == 0:
@@ -92,6 +92,11 @@ class _ForkServer:
         """In the child: never returns."""
         status = 1
         try:
+            try:
+                sockets.check_room(*sockets.WORKER)
+            except OSError as error:  # said here: without them nobody else would hear of it
+                _say(_cannot_start(asked, error))
+                return
             signal.set_wakeup_fd(-1)
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             die_with(parent)
@@ -140,6 +145,10 @@ class _ForkServer:
             kill_group(pid)
 
 
+def _cannot_start(asked: Fork, error: OSError) -> Unwell:
+    return Unwell(f"cannot start the worker of rank {asked.rank}: {error.strerror}")
+
+
 def _say(event: FromForkServer) -> None:
     """One line to the launcher; when it is gone, the end of standard input says so."""
     with contextlib.suppress(BrokenPipeError):
@@ -149,9 +158,10 @@ def _say(event: FromForkServer) -> None:
 def main() -> int:
     """Import torch, then serve until the launcher is gone."""
     gc.disable()
-    # For its effect, and by name: a linter takes out an import that nothing refers to.
-    importlib.import_module("pipeworker.worker.service")
-    importlib.import_module("pipeworker.worker.internals").preload()
+    with dying_with(os.getppid()):
+        # For its effect, and by name: a linter takes out an import that nothing refers to.
+        importlib.import_module("pipeworker.worker.service")
+        importlib.import_module("pipeworker.worker.internals").preload()
     gc.freeze()
     _ForkServer().serve()
     return 0

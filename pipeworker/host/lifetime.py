@@ -6,6 +6,8 @@ import ctypes
 import os
 import signal
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 _PR_SET_PDEATHSIG = 1
 
@@ -16,6 +18,15 @@ def die_with(parent: int, number: int = signal.SIGKILL) -> None:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number)
         if os.getppid() != parent:
             os._exit(1)
+
+
+@contextmanager
+def dying_with(parent: int) -> Iterator[None]:
+    """Meanwhile a process does not look who is there: on Linux it is killed with its parent."""
+    die_with(parent)
+    yield
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, 0)
 
 
 def kill_group(pid: int) -> None:

@@ -17,6 +17,7 @@ DEVICES = ("auto", "cpu", "cuda")
 BACKENDS = ("auto", "gloo", "nccl", "tls")
 PRECISIONS = ("fp32", "bf16", "fp16")
 MOST_STAGES = 1 << 16
+MOST_MICROBATCHES = 1 << 20  # that messages can speak of
 _CHOICES: dict[str, Collection[str]] = {
     "schedule": ORDERS,
     "recompute": RECOMPUTE_MODES,
@@ -70,8 +71,9 @@ class Options:
         ):
             if getattr(self, name) < least:
                 raise UsageError(f"--{name} {getattr(self, name)}: must be {least} or more")
-        if self.stages > MOST_STAGES:
-            raise UsageError(f"--stages {self.stages}: must be {MOST_STAGES} or less")
+        for name, most in (("stages", MOST_STAGES), ("microbatches", MOST_MICROBATCHES)):
+            if getattr(self, name) > most:
+                raise UsageError(f"--{name} {getattr(self, name)}: must be {most} or less")
         if self.seed >= 1 << 63:
             raise UsageError(f"--seed {self.seed}: must be less than 2**63")
         if self.steps is not None and self.steps < 1:

@@ -10,6 +10,7 @@ import os
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 
 from pipeworker.environment import timings
@@ -19,8 +20,9 @@ from pipeworker.record.rundir import RunDir, write_summary
 from pipeworker.session.place import Place, await_others
 from pipeworker.session.processes import coordinator
 from pipeworker.wire.keys import TOKEN_VARIABLE, new_token
-from pipeworker.wire.lines import Bound, Configuration, FromCoordinator, Verdict, Warned
+from pipeworker.wire.lines import Bound, Configuration, FromCoordinator, Interrupt, Verdict, Warned
 from pipeworker.wire.messages import StepResult
+from pipeworker.wire.sockets import WORKER, check_room
 
 Hear = Callable[[FromCoordinator], None]
 """Is given what the coordinator says."""
@@ -55,6 +57,7 @@ def meet(
     """
     token = os.environ.get(TOKEN_VARIABLE)
     if place.world == 1:
+        _check_room(place)
         token = token or new_token()
         run_dir = make_run_dir()
         head = Head(options, run_dir, token, "127.0.0.1", listen(run_dir))
@@ -62,6 +65,7 @@ def meet(
     store = place.store()
     key = f"pipeworker/{place.restart}/{name}"
     if place.rank:
+        _check_room(place)
         try:
             await_others(lambda: store.check([f"{key}/endpoint"]))
         except (RuntimeError, TimeoutError) as error:
@@ -71,17 +75,18 @@ def meet(
             raise UsageError(store.get(f"{key}/error").decode())
         return Meeting(endpoint, token or store.get(f"{key}/token").decode())
     try:
+        _check_room(place)
         run_dir = make_run_dir()
         hear = listen(run_dir)
         if not token:
             token = new_token()
             store.set(f"{key}/token", token)
-            hear(
-                Warned(
-                    f"{TOKEN_VARIABLE} is not set: the token goes through torchrun's store, which "
-                    "anyone who reaches its port can read"
-                )
+            open_to_all = Warned(
+                f"{TOKEN_VARIABLE} is not set: the token goes through torchrun's store, which "
+                "anyone who reaches its port can read"
             )
+            with suppress(OSError):  # that nobody reads it shows again
+                hear(open_to_all)
         head = Head(options, run_dir, token, place.coordinator_address(), hear)
     except PipeworkerError as error:  # the others are waiting
         store.set(f"{key}/error", str(error))
@@ -89,6 +94,13 @@ def meet(
         raise
     store.set(f"{key}/endpoint", head.endpoint)
     return Meeting(head.endpoint, token, head)
+
+
+def _check_room(place: Place) -> None:
+    try:
+        check_room(*WORKER)
+    except OSError as error:
+        raise PipeworkerError(f"rank {place.rank} cannot start: {error.strerror}") from None
 
 
 class Head:
@@ -102,6 +114,7 @@ class Head:
         self._started = time.monotonic()
         self._steps = 0
         self._verdict: Verdict | None = None
+        self._unheard = False
         self._coordinator = coordinator()
         configuration = Configuration(options.to_json(), str(run_dir.path), token, host, starter=0)
         self._coordinator.say(configuration)
@@ -134,7 +147,16 @@ class Head:
                     self._verdict = event
                 if isinstance(event, StepResult):
                     self._steps = event.step
-                self._hear(event)
+                self._tell(event)
+
+    def _tell(self, event: FromCoordinator) -> None:
+        """Show something; a terminal that is gone ends the job as an interrupt does."""
+        try:
+            self._hear(event)
+        except OSError:
+            if not self._unheard and self._verdict is None:
+                self._coordinator.say(Interrupt())
+            self._unheard = True
 
     def finish(self, status: int) -> int:
         """Let the coordinator speak its verdict and end; returns the job's exit status.
@@ -160,5 +182,5 @@ class Head:
         try:
             write_summary(self._run_dir, verdict, workers)
         except OSError as failed:
-            self._hear(Warned(str(RecordError(self._run_dir.summary, failed))))
-        self._hear(verdict)
+            self._tell(Warned(str(RecordError(self._run_dir.summary, failed))))
+        self._tell(verdict)

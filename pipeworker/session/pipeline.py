@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import sys
 from collections.abc import Callable, Sequence
@@ -317,4 +318,5 @@ class _Lines(Show):
 
 def _warn(event: FromCoordinator) -> None:
     if isinstance(event, Warned):
-        print(f"warning: {event.text}", file=sys.stderr, flush=True)
+        with contextlib.suppress(OSError):  # the output is the script's
+            print(f"warning: {event.text}", file=sys.stderr, flush=True)

@@ -163,6 +163,24 @@ def await_others(done: Callable[[], bool]) -> None:
         time.sleep(_POLL_SECONDS)
 
 
+def _await_name(address: str) -> None:
+    """Wait until a host's name is known; where hosts are started together it may be late.
+
+    Raises:
+        OSError: it is not, in the time that any way to others is found in.
+    """
+    deadline = time.monotonic() + timings().reach
+    while True:
+        try:
+            socket.getaddrinfo(address, None)
+        except socket.gaierror as error:
+            if time.monotonic() > deadline:
+                raise OSError(error.strerror) from None
+            time.sleep(_POLL_SECONDS)
+        else:
+            return
+
+
 def _listens(address: str, port: int) -> bool:
     try:
         socket.create_connection((address, port), 5).close()
@@ -175,12 +193,16 @@ def _listens(address: str, port: int) -> bool:
 def _store_at(address: str, port: int, serves: bool) -> Store:
     from pipeworker.worker.internals import TCPStore
 
+    _await_name(address)
     if not serves:
         await_others(lambda: _listens(address, port))
-    timeout = timedelta(seconds=timings().meet)
-    return TCPStore(
-        address, port, world_size=None, is_master=serves, timeout=timeout, multi_tenant=True
+    # Whoever serves here reaches it soon or never; who does not has just seen that it is there.
+    soon = timedelta(seconds=timings().reach)
+    store = TCPStore(
+        address, port, world_size=None, is_master=serves, timeout=soon, multi_tenant=True
     )
+    store.set_timeout(timedelta(seconds=timings().meet))
+    return store
 
 
 def _is_loopback(address: str) -> bool:

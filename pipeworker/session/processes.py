@@ -50,6 +50,7 @@ class LineProcess(Generic[Said, Heard]):
                 [sys.executable, "-c", _BOOT, _ROOT, module],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
+                stderr=None if sys.stderr else subprocess.DEVNULL,  # it may be closed
                 start_new_session=True,
             )
         except OSError as error:  # too few processes or descriptors

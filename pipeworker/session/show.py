@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import sys
 from typing import TextIO
 
+from pipeworker.errors import RecordError
 from pipeworker.job.options import Options
 from pipeworker.wire.lines import (
     Beat,
@@ -18,9 +20,15 @@ from pipeworker.wire.lines import (
 )
 from pipeworker.wire.messages import Evaluation, StepResult
 
+_GONE = (errno.EPIPE, errno.EIO)  # a reader, a terminal
+
 
 class Show:
-    """Plain lines on standard output, one a step."""
+    """Plain lines on standard output, one a step.
+
+    That a file cannot take them is no reason to end a job; it is said once. A reader or a terminal
+    that is gone raises OSError.
+    """
 
     def __init__(
         self,
@@ -34,6 +42,7 @@ class Show:
         self._out = out or sys.stdout
         self._error = error or sys.stderr
         self._theory = 0.0
+        self._refused = False
 
     def hear(self, event: FromCoordinator) -> None:
         """Show one thing the coordinator says."""
@@ -88,7 +97,14 @@ class Show:
             self.line("interrupted", error=True)
 
     def line(self, text: str, *, error: bool = False) -> None:
-        print(text, file=self._error if error else self._out, flush=True)
+        try:
+            print(text, file=self._error if error else self._out, flush=True)
+        except OSError as failed:
+            if failed.errno in _GONE:
+                raise
+            if not error and not self._refused:
+                self._refused = True
+                self.warning(str(RecordError("standard output", failed)))
 
     def close(self) -> None:
         """Leave the terminal as it was."""

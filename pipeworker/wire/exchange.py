@@ -17,6 +17,8 @@ from struct import Struct
 from pipeworker.errors import ProtocolError
 
 _NUMBER = Struct("<q")
+MOST_KEPT = 64 << 20
+"""Bytes that may wait for the other end to say that it has them."""
 OUTSIDE = 0
 """The number of a message that stands outside: it is taken as it comes."""
 
@@ -42,11 +44,13 @@ class Exchange:
     """One end of what two processes say to each other; `sent` and `received` count from its start.
 
     Nothing is kept for longer than the other end takes to say that it has it: a heartbeat or two.
+    One that never says it has too much kept for it (`overfull`), and is no end to go on with.
     """
 
     sent: int = 0
     received: int = 0
     _kept: deque[bytes] = field(default_factory=deque)
+    _bytes: int = 0
     _speaks: bool = False
 
     def send(self, frame: bytes) -> bytes:
@@ -54,6 +58,7 @@ class Exchange:
         self.sent += 1
         data = numbered(self.sent, frame)
         self._kept.append(data)
+        self._bytes += len(data)
         return data
 
     def receive(self, number: int) -> bool:
@@ -82,7 +87,12 @@ class Exchange:
         self._speaks |= received > 0
         first = self.sent - len(self._kept)  # of those that were let go, the last
         for _ in range(min(received, self.sent) - first):
-            self._kept.popleft()
+            self._bytes -= len(self._kept.popleft())
+
+    @property
+    def overfull(self) -> bool:
+        """Whether more is kept than any end that listens would leave."""
+        return self._bytes > MOST_KEPT
 
     def again(self) -> list[bytes]:
         """What the other end does not have, in order."""

@@ -16,7 +16,10 @@ from pipeworker.errors import ProtocolError
 MOST_TYPES = 1 << 14
 LONGEST_NAME = 512
 LONGEST_TEXT = 1 << 20
+LONGEST_VALUE = 1 << 13
+MOST_KEYS = 1 << 6
 MOST_MICROBATCHES = 1 << 20
+MOST_SAMPLES = 1 << 40
 """What a message may hold. Each checks its own ranges where it is made, and so where it is read;
 what depends on the job, the coordinator checks."""
 
@@ -123,7 +126,7 @@ class Batch:
 
     def __post_init__(self) -> None:
         count = self.microbatches
-        possible = self.samples >= 1 and 1 <= count <= MOST_MICROBATCHES
+        possible = 1 <= self.samples <= MOST_SAMPLES and 1 <= count <= MOST_MICROBATCHES
         _check(possible, f"a mini-batch of {self.samples} samples in {count} micro-batches")
         _check(self.epoch >= 0, f"epoch {self.epoch}")
 
@@ -237,6 +240,10 @@ class Described:
             _check_names((skip.name,), "names of skips")
         for tie in self.ties:
             _check(bool(tie.names), "tied weights without a name")
+            _check_names(tie.names, "names of tied weights")
+            for name in tie.names:
+                layer = name.partition(".")[0]
+                _check(layer.isdecimal() and int(layer) < count, f"a tied weight {name!r}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -414,7 +421,10 @@ class StoreOperation(Enum):
 
 @dataclass(frozen=True, slots=True)
 class StoreRequest:
-    """One operation of torch.distributed's rendezvous store; GET waits until every key is set."""
+    """One operation of torch.distributed's rendezvous store; GET waits until every key is set.
+
+    So few keys, and such short values, that every answer fits a frame many times.
+    """
 
     rank: int
     number: int
@@ -424,9 +434,9 @@ class StoreRequest:
     expected: bytes = b""
 
     def __post_init__(self) -> None:
-        _check_names(self.keys, "keys", 1 << 10)
+        _check_names(self.keys, "keys", MOST_KEYS)
         longest = max(len(self.value), len(self.expected))
-        _check(longest <= LONGEST_TEXT, f"a value of {longest} bytes")
+        _check(longest <= LONGEST_VALUE, f"a value of {longest} bytes")
 
 
 # Coordinator to worker.

@@ -6,8 +6,11 @@ without it does not complete the handshake, so nothing it sends is ever read.
 
 from __future__ import annotations
 
+import errno
+import os
 import secrets
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -21,6 +24,40 @@ from pipeworker.wire.strangers import Strangers
 
 _RECONNECT_MS = 50
 _BACKLOG = 4096  # connections that wait to be accepted, before the kernel makes them try again
+
+
+SERVER = 16, 5
+"""Descriptors, without those of connections, and threads that a coordinator's sockets take."""
+WORKER = 20, 4
+"""Those of a worker, with its logs and its first links."""
+
+
+def check_room(descriptors: int, threads: int) -> None:
+    """Find out whether the system grants these. ZeroMQ ends a process that lacks one, unasked.
+
+    Raises:
+        OSError: it does not.
+    """
+    held: list[int] = []
+    started: list[threading.Thread] = []
+    go = threading.Event()
+    try:
+        for _ in range(descriptors):
+            held.append(os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC))
+        for _ in range(threads):
+            thread = threading.Thread(target=go.wait)
+            thread.start()
+            started.append(thread)
+    except RuntimeError:  # it has no number, and no other cause
+        raise OSError(errno.EAGAIN, os.strerror(errno.EAGAIN)) from None
+    except OSError as error:
+        raise OSError(error.errno, error.strerror) from None  # it is not about this file
+    finally:
+        go.set()
+        for thread in started:
+            thread.join()
+        for descriptor in held:
+            os.close(descriptor)
 
 
 class _OnlyThisJob:

@@ -7,6 +7,7 @@ could: when the coordinator says Abort, when it is gone, or on a signal.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import queue
 import signal
@@ -23,6 +24,7 @@ from zmq.utils.monitor import recv_monitor_message
 
 from pipeworker.environment import timings
 from pipeworker.errors import PipeworkerError, ProtocolError
+from pipeworker.host import streams
 from pipeworker.host.position import Tracker
 from pipeworker.wire import codec, exchange, sockets
 from pipeworker.wire.exchange import Exchange
@@ -45,9 +47,10 @@ Leave = Callable[[Abort], None]
 
 def say(abort: Abort) -> None:
     """The last words of a worker."""
-    if abort.reason:
-        print(f"the job ended: {abort.reason}", file=sys.stderr, flush=True)
-    sys.stdout.flush()
+    with contextlib.suppress(OSError):  # the disk of the log may be full
+        if abort.reason:
+            print(f"the job ended: {abort.reason}", file=sys.stderr, flush=True)
+    streams.flush()
 
 
 def leave_process(abort: Abort) -> None:

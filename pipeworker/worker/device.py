@@ -17,6 +17,7 @@ from typing import Any, Protocol
 import torch
 
 from pipeworker.errors import RecordError, UsageError
+from pipeworker.host import streams
 from pipeworker.worker.internals import pytree
 
 
@@ -31,8 +32,7 @@ def redirect_output(path: Path) -> None:
         log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     except OSError as error:
         raise RecordError(path, error) from None
-    sys.stdout.flush()
-    sys.stderr.flush()
+    streams.flush()
     os.dup2(log, 1)
     os.dup2(log, 2)
     os.close(log)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import sys
-
+from pipeworker.host import streams
 from pipeworker.wire.messages import Abort, Advance, Failed, Finish
 from pipeworker.worker.control import Control, Leave, leave_process
 from pipeworker.worker.worker import Settings, Worker
@@ -38,8 +37,7 @@ def run(settings: Settings, leave: Leave = leave_process) -> int:
         while True:
             control.receive()
     control.close()
-    sys.stdout.flush()
-    sys.stderr.flush()
+    streams.flush()
     return 0
 
 

@@ -12,10 +12,15 @@ import msgpack
 import pytest
 
 from pipeworker.coordinator.events import Garbled
+from pipeworker.coordinator.rendezvous import Rendezvous
 from pipeworker.coordinator.states import State
 from pipeworker.errors import ProtocolError
+from pipeworker.job import options
 from pipeworker.wire import codec
 from pipeworker.wire.messages import (
+    LONGEST_VALUE,
+    MOST_KEYS,
+    MOST_MICROBATCHES,
     Batch,
     Built,
     Described,
@@ -91,6 +96,7 @@ WRONG = [
     ("StepDone", [1, 1, [], [], [], 0.0, 0.1, 0, [1, 10, 0, 0]], "in 0 micro-batches"),
     ("StepDone", [1, 1, [], [], [], 0.0, 0.1, 0, [1, 10, 10**7, 0]], "in 10000000 micro-batches"),
     ("StepDone", [1, 1, [], [], [], 0.0, 0.1, 0, [1, -3, 1, 0]], "a mini-batch of -3 samples"),
+    ("Call", [0, "step", [1, 2**63, 1, 0], False, False], "a mini-batch of 9223372036854775808"),
     ("Upcoming", [0, 0], "a mini-batch of 0 micro-batches"),
     (
         "EvaluationDone",
@@ -107,10 +113,15 @@ WRONG = [
     ("Saved", [0, 1, [["../x", 1, 1]]], "a file in another folder"),
     ("Saved", [0, 1, [["x", -1, 1]]], "a file that cannot be"),
     ("Saved", [0, 1, [["x", 1, 1 << 32]]], "a file that cannot be"),
+    ("Described", [0, ["Linear"], [], [[["1.weight"], []]], 0, [], []], "a tied weight '1.weight'"),
+    ("Described", [0, ["Linear"], [], [[["weight"], []]], 0, [], []], "a tied weight 'weight'"),
+    ("Described", [0, ["Linear"], [], [[["0" * 5000], []]], 0, [], []], "names of tied weights"),
     ("Heartbeat", [0, [5, -7, 0, 0], 0, 0, False, False], "a position of -7"),
     ("Heartbeat", [0, [5, 0, 0, 0], -1, 0, False, False], "a negative number of messages"),
     ("Hello", [0, "x" * 1000, 1], "a host or pid that cannot be"),
     ("StoreRequest", [0, 1, "get", ["k" * 1000], b"", b""], "too many keys, or too long ones"),
+    ("StoreRequest", [0, 1, "get", ["k"] * 65, b"", b""], "too many keys"),
+    ("StoreRequest", [0, 1, "set", ["k"], bytes(8193), b""], "a value of 8193 bytes"),
 ]
 
 
@@ -121,7 +132,17 @@ def test_messages_check_their_own_ranges(name: str, fields: list[object], what: 
         codec.decode(frame)
 
 
+def test_an_answer_of_the_store_fits_a_frame() -> None:
+    store = Rendezvous()
+    keys = tuple(map(str, range(MOST_KEYS)))
+    for key in keys:
+        store.handle(b"w", StoreRequest(0, 1, StoreOperation.SET, (key,), bytes(LONGEST_VALUE)))
+    ((_, reply),) = store.handle(b"w", StoreRequest(0, 2, StoreOperation.GET, keys))
+    assert len(codec.encode(reply, 1)) < codec.MAX_FRAME_BYTES / 16
+
+
 def test_what_is_in_range_passes() -> None:
+    assert options.MOST_MICROBATCHES == MOST_MICROBATCHES
     assert Batch(0, 1, 4, 0)
     assert Described(0, ("Linear",), ())
     assert EvaluationDone(0, 1, 0, None)

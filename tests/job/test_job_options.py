@@ -44,6 +44,7 @@ def test_json_round_trip(made: Options) -> None:
         ("stages", 0, "--stages 0: must be 1 or more"),
         ("stages", 2**64, "--stages 18446744073709551616: must be 65536 or less"),
         ("microbatches", -1, "--microbatches -1: must be 1 or more"),
+        ("microbatches", 2**20 + 1, "--microbatches 1048577: must be 1048576 or less"),
         ("threads", 0, "--threads 0: must be 1 or more"),
         ("seed", -1, "--seed -1: must be 0 or more"),
         ("seed", 2**63, "--seed 9223372036854775808: must be less than"),

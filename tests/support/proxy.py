@@ -33,6 +33,11 @@ class Proxy:
         self._thread = threading.Thread(target=self._run, name="proxy")
         self._thread.start()
 
+    @property
+    def ends(self) -> int:
+        """Of connections that it relays; two are one."""
+        return len(self._other)
+
     def swallow(self) -> None:
         """Take what both ends send, as a working connection does, and pass nothing on."""
         self.swallows = True

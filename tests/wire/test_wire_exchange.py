@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeworker.errors import ProtocolError
+from pipeworker.wire import exchange
 from pipeworker.wire.exchange import OUTSIDE, Exchange, numbered, taken_apart
 
 
@@ -93,3 +94,18 @@ def test_counts_that_cannot_be_change_nothing() -> None:
         assert len(end.again()) == 1
     end.heard(1 << 62)
     assert end.again() == []
+
+
+def test_an_end_that_never_says_what_it_has_is_told_from_one_that_does(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(exchange, "MOST_KEPT", 100)
+    silent, listens = Exchange(), Exchange()
+    for number in range(1, 10):
+        for end in (silent, listens):
+            end.send(bytes(20))
+        listens.heard(number)
+    assert silent.overfull
+    assert not listens.overfull
+    silent.heard(9)
+    assert not silent.overfull

@@ -268,7 +268,7 @@ def _moving(tensor: torch.Tensor, layout: Layout) -> torch.Tensor:
     rest = [d for d in range(tensor.dim()) if d not in dims]
     for dim in rest:
         tensor = tensor.narrow(dim, 0, 1)
-    return tensor.permute(*dims, *rest)
+    return tensor.permute((*dims, *rest))
 
 
 def _aligned(count: int, layout: Layout, device: torch.device) -> torch.Tensor:

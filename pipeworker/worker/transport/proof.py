@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import hmac
+import itertools
 import secrets
 import selectors
 import socket
@@ -32,6 +33,7 @@ from pipeworker.worker.internals import Store
 _NONCE = _PROOF = 32
 _SOURCE, _TARGET = b"source", b"target"
 GUESTS = 64  # who may be at the door at once
+_SHOWN = 20  # of those turned away; then each thousandth
 
 Proving = Generator[tuple[bytes, int], bytes, None]
 """One end of a proof: gives what to send and how many bytes to hear next, and is sent those."""
@@ -56,6 +58,10 @@ class Place:
 
 class Stranger(Exception):
     """Who is at the other end is not the peer."""
+
+
+class Left(Stranger):
+    """Who was at the other end closed the connection, or never was there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +133,7 @@ def converse(connection: socket.socket, proof: Proving) -> Generator[int, None, 
                     yield selectors.EVENT_READ
                     continue
                 if not data:
-                    raise Stranger("it left")
+                    raise Left("it left")
                 heard += data
             message, count = proof.send(heard)
 
@@ -179,7 +185,8 @@ def admit(
     """The first to prove that it is the peer; it blocks afterwards. All others are turned away.
 
     They are heard at the same time, so that who is silent keeps nobody waiting; each may take what
-    a handshake may.
+    a handshake may. When too many are there the oldest is cut off, of those that have said nothing
+    if there are any.
 
     Args:
         deadline: when the peer is no longer waited for (monotonic).
@@ -190,13 +197,16 @@ def admit(
     seconds = timings().handshake
     listener.setblocking(False)
     guests: dict[int, tuple[Steps, float]] = {}  # by descriptor, with their deadlines; oldest first
+    spoke: set[int] = set()
+    turned_away = itertools.count(1)
     with selectors.DefaultSelector() as selector, contextlib.ExitStack() as leaving:
         selector.register(listener, selectors.EVENT_READ)
 
         def drop(descriptor: int, why: object) -> None:
-            if why:
-                turn_away(edge, why)
+            if why and ((count := next(turned_away)) <= _SHOWN or count % 1000 == 0):
+                turn_away(edge, why if count <= _SHOWN else f"{why} ({count} so far)")
             steps, _ = guests.pop(descriptor)
+            spoke.discard(descriptor)
             selector.unregister(descriptor)
             steps.close()
 
@@ -221,8 +231,9 @@ def admit(
             for descriptor, (_, until) in list(guests.items()):
                 if until <= now:
                     drop(descriptor, f"it proved nothing within {seconds:g} s")
-                elif len(guests) > GUESTS:
-                    drop(descriptor, f"it proved nothing before {GUESTS} others came")
+            while len(guests) > GUESTS:
+                oldest = min(guests, key=spoke.__contains__)
+                drop(oldest, f"it proved nothing before {GUESTS} others came")
             soonest = min([deadline, *(until for _, until in guests.values())])
             for key, _ in selector.select(max(0.0, soonest - now)):
                 descriptor = key.fd
@@ -235,6 +246,8 @@ def admit(
                     descriptor = connection.fileno()
                     guests[descriptor] = steps_of(connection), time.monotonic() + seconds
                     selector.register(descriptor, selectors.EVENT_READ)
+                elif descriptor in guests:
+                    spoke.add(descriptor)
                 if descriptor in guests and (proven := advance(descriptor)) is not None:
                     proven.setblocking(True)
                     return proven

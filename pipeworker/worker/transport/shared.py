@@ -19,6 +19,7 @@ from __future__ import annotations
 import array
 import contextlib
 import ctypes
+import fcntl
 import itertools
 import mmap
 import os
@@ -35,7 +36,7 @@ from pathlib import Path
 
 import torch
 
-from pipeworker.errors import PeerLost
+from pipeworker.errors import PeerLost, PipeworkerError, ProtocolError
 from pipeworker.plan.actions import Edge
 from pipeworker.worker.transport import proof
 from pipeworker.worker.transport.frame import ALIGNMENT
@@ -89,8 +90,9 @@ class _Arena:
     def __init__(self, number: int, size: int) -> None:
         count = -(-size // mmap.PAGESIZE)
         self.number, self.size = number, count * mmap.PAGESIZE
-        self.handle = os.memfd_create("pipeworker", os.MFD_CLOEXEC)
+        self.handle = os.memfd_create("pipeworker", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         os.ftruncate(self.handle, self.size)
+        fcntl.fcntl(self.handle, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)  # or no sender trusts it
         self.memory = mmap.mmap(self.handle, self.size)
         self.start = _address(self.memory)
         self._pages = bytearray(count)  # 1 for each that may have been written to
@@ -234,9 +236,13 @@ class ReceivingLink(OneLane):
         if not size:
             raise PeerLost(f"the channel {self._edge} closed: the sender is gone")
         (tag,) = _DONE.unpack_from(self._record)
-        pending = self._posted[tag].popleft()
-        if pending.inline:
-            ctypes.memmove(pending.tensor.data_ptr(), self._inline, size - _DONE.size)
+        posted, count = self._posted.get(tag), size - _DONE.size
+        pending = posted.popleft() if posted else None
+        if pending is None or not 0 <= count <= (pending.tensor.nbytes if pending.inline else 0):
+            raise ProtocolError(
+                f"the channel {self._edge}: {size} bytes that nothing was posted for"
+            )
+        ctypes.memmove(pending.tensor.data_ptr(), self._inline, count)
         pending.done = True
 
 
@@ -245,7 +251,7 @@ class _Sending:
     tensor: torch.Tensor | None  # until it is delivered
     tag: int
     done: threading.Event = field(default_factory=threading.Event)
-    error: PeerLost | None = None
+    error: PipeworkerError | None = None
 
     def wait(self) -> None:
         self.done.wait()
@@ -263,7 +269,8 @@ class SendingLink(OneLane):
         self._socket = _roomy(connection)
         self._arenas: dict[int, tuple[mmap.mmap, int]] = {}  # by number, with their addresses
         self._mapped = itertools.count()  # numbers, as at the other end
-        self._posts: dict[int, deque[tuple[int, int]]] = {}  # by tag: address (0: inline), bytes
+        # By tag: address (0: inline) and bytes, and what keeps that memory.
+        self._posts: dict[int, deque[tuple[int, int, mmap.mmap | None]]] = {}
         self._lock = threading.Lock()
         self._queue: list[_Sending] = []  # while there is one, only the thread reads the socket
         self._work = threading.Semaphore(0)
@@ -319,10 +326,10 @@ class SendingLink(OneLane):
                         if heard:
                             self._register(*heard)
                         self._deliver_posted()
-                except PeerLost as error:
+                except PipeworkerError as error:
                     self._give_up(error)
 
-    def _give_up(self, error: PeerLost) -> None:
+    def _give_up(self, error: PipeworkerError) -> None:
         with self._lock:
             for sending in self._queue:
                 sending.error = error
@@ -345,21 +352,40 @@ class SendingLink(OneLane):
 
     def _register(self, record: bytes, ancillary: list[tuple[int, int, bytes]]) -> None:
         """Note posted buffers, map a new arena, or forget one."""
-        if not ancillary:
-            for tag, number, offset, count in _POST.iter_unpack(record):
-                if count < 0:
-                    del self._arenas[number]
-                    return
-                address = 0 if number < 0 else self._arenas[number][1] + offset
-                self._posts.setdefault(tag, deque()).append((address, count))
+        if ancillary:
+            self._map(record, ancillary[0][2])
             return
-        _, _, _, count = _POST.unpack(record)
-        (handle,) = array.array("i", ancillary[0][2])
+        if len(record) % _POST.size:
+            raise self._wrong(f"{len(record)} bytes")
+        for tag, number, offset, count in _POST.iter_unpack(record):
+            memory, start = self._arenas.get(number, (None, 0))
+            if memory is None and number != -1:
+                raise self._wrong(f"arena {number}")
+            if memory is not None and count < 0:
+                del self._arenas[number]
+                continue
+            room = _INLINE_BYTES if memory is None else len(memory) - offset
+            if offset < 0 or not 0 <= count <= room:
+                raise self._wrong(f"{count} bytes at {offset}, where there is room for {room}")
+            address = 0 if memory is None else start + offset
+            self._posts.setdefault(tag, deque()).append((address, count, memory))
+
+    def _map(self, record: bytes, handles: bytes) -> None:
+        """Memory that the receiver has made, and can no longer make smaller under our hands."""
+        (handle,) = array.array("i", handles)
         try:
+            _, _, _, count = _POST.unpack(record)
+            if not fcntl.fcntl(handle, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
+                raise self._wrong("memory that may shrink")
             arena = mmap.mmap(handle, count)
+        except (OSError, ValueError, OverflowError, struct.error) as error:
+            raise self._wrong(f"memory: {error}") from error
         finally:
             os.close(handle)
         self._arenas[next(self._mapped)] = arena, _address(arena)
+
+    def _wrong(self, what: str) -> ProtocolError:
+        return ProtocolError(f"the channel {self._edge}: the receiver posted {what}")
 
     def _deliver_posted(self) -> None:
         """Deliver, in order within each tag, every queued send whose buffer is posted."""
@@ -375,7 +401,7 @@ class SendingLink(OneLane):
             sending.done.set()
 
     def _deliver(self, tensor: torch.Tensor, tag: int) -> None:
-        address, count = self._posts[tag].popleft()
+        address, count, _memory = self._posts[tag].popleft()
         record = _DONE.pack(tag)
         size = min(count, tensor.nbytes)
         if address:

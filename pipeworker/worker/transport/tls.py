@@ -19,18 +19,20 @@ import ssl
 import struct
 import sys
 import threading
+import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
 
-from pipeworker.errors import PeerLost, PipeworkerError
+from pipeworker.environment import timings
+from pipeworker.errors import PeerLost, PipeworkerError, ProtocolError
 from pipeworker.plan.actions import Edge
 from pipeworker.worker.transport import proof
 from pipeworker.worker.transport.credentials import Credentials
 from pipeworker.worker.transport.link import COMPLETE, OneLane, Pending
-from pipeworker.worker.transport.proof import Place, Steps
+from pipeworker.worker.transport.proof import Left, Place, Steps
 
 _HEAD = struct.Struct("<2q")  # tag, bytes
 _RECORD_BYTES = 16 << 10  # what TLS encrypts at once: a small message is one
@@ -309,7 +311,10 @@ class ReceivingLink(OneLane):
 
     def _keep(self, tag: int, count: int) -> None:
         """Read what nobody has posted for yet."""
-        memory = bytearray(count)
+        try:
+            memory = bytearray(count)  # the system gives what is written to
+        except (ValueError, OverflowError, MemoryError) as error:
+            raise ProtocolError(f"the channel {self._edge}: {count} bytes were to come") from error
         self._read(memoryview(memory))
         with self._turn:
             if queue := self._posted.get(tag):
@@ -364,11 +369,16 @@ def connect(
     """
     if sends:
         theirs, _, port = where.store.get(where.key).decode().rpartition(" ")
-        connection = socket.create_connection((theirs, int(port)), timeout=where.left())
-        steps = credentials.steps(
-            _set_up(connection), proof.proving(secret, sends=True), connects=True
-        )
-        return SendingLink(edge, proof.finish(steps, connection, where.deadline))
+        while True:
+            connection = socket.create_connection((theirs, int(port)), timeout=where.left())
+            part = proof.proving(secret, sends=True)
+            steps = credentials.steps(_set_up(connection), part, connects=True)
+            try:
+                return SendingLink(edge, proof.finish(steps, connection, where.deadline))
+            except (Left, ConnectionError, ssl.SSLEOFError):
+                if time.monotonic() > where.deadline:
+                    raise
+            time.sleep(timings().look)  # it was cut off, because of others or by them
 
     def steps_of(connection: socket.socket) -> Steps:
         part = proof.proving(secret, sends=False)

@@ -121,6 +121,14 @@ def test_overlapping_elements_arrive_as_a_plain_tensor(
     assert arrived.stride() == tensor.stride() or arrived.is_contiguous()
 
 
+def test_one_element_keeps_its_place_too() -> None:
+    tensor = filled((4,))[3]
+    copy = frames.replica(tensor)
+    assert same_bits(copy, tensor)
+    assert (copy.data_ptr() - tensor.data_ptr()) % frames.ALIGNMENT == 0
+    assert same_bits(cross(tensor), tensor)
+
+
 def test_windows_that_overlap() -> None:
     windows = filled((8,)).unfold(0, 4, 2)
     assert windows.stride() == (2, 1)

@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -351,6 +351,61 @@ def test_a_silent_stranger_is_shown_the_door(
     for stranger in crowd:
         stranger.close()
     assert door.let_in()
+
+
+@pytest.mark.parametrize("door", ["tls"], indirect=True)
+def test_who_has_said_something_is_not_cut_off_for_those_that_have_not(door: Door) -> None:
+    client = Credentials.of(MEMBERSHIP.token).client
+    with client.wrap_socket(door.knock(), do_handshake_on_connect=False) as source:
+        source.setblocking(False)
+        with suppress(ssl.SSLWantReadError):
+            source.do_handshake()
+        crowd = [door.knock() for _ in range(proof.GUESTS + 2)]
+        for stranger in crowd[:2]:
+            assert stranger.recv(100) == b""
+        source.settimeout(20)
+        source.do_handshake()
+        part = proving(KEY, sends=True)
+        _, count = next(part)
+        with suppress(StopIteration):
+            while True:
+                message, count = part.send(source.recv(count))
+                source.sendall(message)
+        door.target.result(20).close()
+
+
+def test_the_log_does_not_grow_with_every_stranger(
+    door: Door, capfd: pytest.CaptureFixture[str]
+) -> None:
+    for _ in range(100):
+        door.knock().close()
+    assert door.let_in()
+    assert capfd.readouterr().err.count(TURNED_AWAY) == 20
+
+
+def test_a_source_that_is_cut_off_comes_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before it was heard, or in the middle: a crowd of strangers may be the reason."""
+    with ExitStack() as stack:
+        meeting, hosts = Meeting(), iter("a")
+        monkeypatch.setattr(shared, "host_identity", lambda: next(hosts))
+        listener = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
+        listener.settimeout(20)
+        meeting.store().set("host/1", "b")
+        address = f"127.0.0.1 {listener.getsockname()[1]}"
+        meeting.store().set(f"tls/replica-0/{FORTH}", address)
+        pool = stack.enter_context(ThreadPoolExecutor(1))
+        source = pool.submit(join, 0, meeting, "tls")
+        for heard in (0, 1):
+            connection, _ = listener.accept()
+            if heard:
+                connection.recv(heard)
+            connection.close()
+        connection, _ = listener.accept()
+        steps = Credentials.of(MEMBERSHIP.token).steps(
+            connection, proving(KEY, sends=False), connects=False
+        )
+        stack.callback(proof.finish(steps, connection, time.monotonic() + 20).close)
+        source.result(20).close()
 
 
 def test_silence_has_its_time(impatient: None, capfd: pytest.CaptureFixture[str]) -> None:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import fcntl
 import gc
+import os
 import random
+import socket
 import sys
 import threading
 import weakref
@@ -12,8 +15,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from pipeworker.errors import PeerLost
+from pipeworker.errors import PeerLost, ProtocolError
 from pipeworker.worker.transport import shared
+from pipeworker.worker.transport.link import COMPLETE
 from pipeworker.worker.transport.shared import ReceivingLink, SendingLink
 from support.jobs import until
 from support.memory import shared_memory
@@ -189,6 +193,104 @@ def test_the_other_end_gone(pair: tuple[SendingLink, ReceivingLink]) -> None:
         pending.wait()
     with pytest.raises(PeerLost, match="0>1/activation closed"):
         source.send(torch.ones(3), 0).wait()
+
+
+@pytest.mark.parametrize(
+    "posts",
+    [
+        [(0, 0, 0, 2 << 20)],  # more than the arena has
+        [(0, 0, -64, 64)],
+        [(0, 0, 1 << 62, 64)],
+        [(0, 0, 0, -(1 << 62)), (0, 0, 0, 4)],  # forgotten, and posted nonetheless
+        [(0, 7, 0, 4)],
+        [(0, -2, 0, 4)],
+        [(0, -1, 0, 1 << 20)],
+        [(0, -1, 0, -1)],
+    ],
+)
+@pytest.mark.parametrize("waits", [True, False], ids=["by the thread", "by who sends"])
+def test_the_sender_writes_nowhere_else_than_into_the_memory_it_was_given(
+    pair: tuple[SendingLink, ReceivingLink], posts: list[tuple[int, ...]], waits: bool
+) -> None:
+    source, target = pair
+    target.receive([buffer(target, 10_000)], 1)  # there is an arena
+    source.send(torch.ones(10_000), 1).wait()
+    pending = [source.send(torch.ones(3), 2)] if waits else []
+    target._socket.send(b"".join(shared._POST.pack(*post) for post in posts))
+    with pytest.raises(ProtocolError, match="0>1/activation: the receiver posted"):
+        (pending or [source.send(torch.ones(3), 0)])[0].wait()
+
+
+def test_memory_that_is_posted_stays_though_the_receiver_forgets_it(
+    pair: tuple[SendingLink, ReceivingLink],
+) -> None:
+    source, target = pair
+    target.receive([buffer(target, 10_000)], 1)
+    source.send(torch.ones(10_000), 1).wait()
+    for post in ((0, 0, 0, 4), (0, 0, 0, -1), (0, -1, 0, 4)):
+        target._socket.send(shared._POST.pack(*post))
+    (memory, _), gone = source._arenas[0], threading.Event()
+    weakref.finalize(memory, gone.set)
+    del memory
+    while len(source._posts.get(0, ())) < 2:
+        heard = source._hear(0)
+        assert heard
+        source._register(*heard)
+    assert not source._arenas
+    assert not gone.is_set()
+    for _ in range(2):
+        assert source.send(torch.ones(1), 0) is COMPLETE
+    assert gone.is_set()
+
+
+@pytest.mark.parametrize("length", [4096, 0, -1, 1 << 40])
+@pytest.mark.parametrize("sealed", [True, False])
+def test_the_sender_maps_no_memory_that_can_be_made_smaller(
+    pair: tuple[SendingLink, ReceivingLink], length: int, sealed: bool
+) -> None:
+    source, target = pair
+    handle = os.memfd_create("test", os.MFD_ALLOW_SEALING)
+    os.ftruncate(handle, 4096)
+    if sealed:
+        fcntl.fcntl(handle, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
+    socket.send_fds(target._socket, [shared._POST.pack(-1, -1, 0, length)], [handle])
+    os.close(handle)
+    before = descriptors()
+    target._socket.send(shared._POST.pack(0, -1, 0, 12))
+    if sealed and 0 <= length <= 4096:
+        assert source.send(torch.ones(3), 0) is COMPLETE
+        return
+    with pytest.raises(ProtocolError, match="the receiver posted memory"):
+        source.send(torch.ones(3), 0)
+    assert descriptors() == before
+
+
+@pytest.mark.parametrize(
+    ("tag", "count"), [(0, 13), (0, 32 << 10), (1, 12), (-1, 0), (2, 1)], ids=str
+)
+def test_the_receiver_takes_no_more_than_it_has_posted(
+    pair: tuple[SendingLink, ReceivingLink], tag: int, count: int
+) -> None:
+    source, target = pair
+    got = torch.zeros(8)
+    pending = target.receive([got[:3]], 0)
+    target.receive([buffer(target, 10_000)], 2)
+    source._socket.send(shared._DONE.pack(tag) + b"\1" * count)
+    with pytest.raises(ProtocolError, match="bytes that nothing was posted for"):
+        pending[0].wait()
+    assert not got.any()
+
+
+def test_what_is_too_short_for_a_message_is_none(pair: tuple[SendingLink, ReceivingLink]) -> None:
+    source, target = pair
+    pending = target.receive([torch.zeros(3)], 0)
+    source._socket.send(b"short")
+    with pytest.raises(ProtocolError, match="5 bytes that nothing was posted for"):
+        pending[0].wait()
+    target._socket.send(b"short")
+    source.send(torch.ones(3), 0).wait()  # what was posted before comes first
+    with pytest.raises(ProtocolError, match="the receiver posted 5 bytes"):
+        source.send(torch.ones(3), 0)
 
 
 def test_a_close_ends_the_thread_that_waits_to_deliver(

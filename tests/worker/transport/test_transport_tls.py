@@ -13,7 +13,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeworker.errors import PeerLost, PipeworkerError
+from pipeworker.errors import PeerLost, PipeworkerError, ProtocolError
 from pipeworker.worker.transport import tls
 from pipeworker.worker.transport.link import COMPLETE, Pending
 from pipeworker.worker.transport.tls import ReceivingLink, SendingLink
@@ -148,6 +148,18 @@ def test_another_length_than_was_posted_is_an_error_and_writes_nothing(
         receive()
     assert not isinstance(caught.value, PeerLost)  # no echo: it is the cause
     assert not memory.any()
+
+
+@pytest.mark.parametrize("count", [-1, -(1 << 63), (1 << 63) - 1])
+@pytest.mark.parametrize("reads", ["who waits", "the thread"])
+def test_a_length_that_cannot_be_is_an_error_and_takes_no_memory(
+    pair: Pair, count: int, reads: str
+) -> None:
+    source, target = pair
+    (receiving,) = target.receive([torch.empty(3 if reads == "who waits" else LARGE)], 7)
+    source._socket.sendall(tls._HEAD.pack(1, count))
+    with pytest.raises(ProtocolError, match=f"0>1/activation: {count} bytes were to come"):
+        receiving.wait()
 
 
 def test_a_close_in_the_middle_of_a_tensor_ends_both_ends(pair: Pair) -> None:

@@ -1,0 +1,41 @@
+"""Processes that end with those they belong to."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from support.jobs import until
+
+CHILD = """
+import os, sys
+from pipeworker.host.lifetime import dying_with
+
+with dying_with(os.getppid()):
+    if sys.argv[1] == "within":
+        print(os.getpid(), flush=True)
+        sys.stdin.read()
+print(os.getpid(), flush=True)
+sys.stdin.read()
+"""
+PARENT = "import subprocess, sys; subprocess.run([sys.executable, '-c', *sys.argv[1:]])"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the kernel's signal is Linux's")
+@pytest.mark.parametrize("where", ["within", "behind"])
+def test_a_process_dies_with_its_parent_while_it_is_bound(where: str) -> None:
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
+    line = [sys.executable, "-c", PARENT, CHILD, where]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen(line, env=env, **pipes) as parent:  # type: ignore[call-overload]
+        child = Path("/proc", parent.stdout.readline().decode().strip())
+        parent.kill()
+        parent.wait()
+        if where == "behind":
+            assert child.exists()
+            parent.stdin.close()
+        until(lambda: not child.exists())
