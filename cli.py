@@ -90,6 +90,14 @@ def job_options(function: Callable[..., Any]) -> Callable[..., Any]:
                 "--evaluate-every", type=int, help="Steps between evaluation passes. [default: off]"
             ),
             click.option(
+                "--checkpoint-every",
+                metavar="N",
+                help="Steps between checkpoints, or time, as 30m. [default: at the end alone]",
+            ),
+            click.option(
+                "--keep", type=int, default=2, show_default=True, help="Checkpoints that stay."
+            ),
+            click.option(
                 "--deferred-batch-norm",
                 is_flag=True,
                 help="Batch-norm statistics of the whole mini-batch.",

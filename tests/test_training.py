@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from pipeworker.coordinator.scaler import Scaler
+from pipeworker.record.checkpoint import Checkpoint
 from support.compare import assert_same
 from support.jobs import Jobs, Run
 from support.sources import JOB
@@ -349,3 +350,15 @@ def test_deferred_batch_norm(jobs: Jobs) -> None:
         assert_same(run, runs[0])
         assert evaluations(run) == evaluations(runs[0])
     assert runs[0].weights["2.norm.num_batches_tracked"] == 3
+
+
+def test_checkpoints_on_the_way(jobs: Jobs) -> None:
+    """The last ones stay, each with the weights of its step."""
+    words = ("--stages", "2", "--microbatches", "4")
+    run = jobs.train(*words, "--steps", "5", "--checkpoint-every", "2", "--keep", "2")
+    folder = run.path / "checkpoints"
+    assert sorted(p.name for p in folder.iterdir()) == ["step-00000004", "step-00000005"]
+    there = Checkpoint(folder / "step-00000004").weights()
+    four = jobs.train(*words, "--steps", "4").weights
+    assert there.keys() == four.keys()
+    assert all(torch.equal(there[name], value) for name, value in four.items())

@@ -35,7 +35,7 @@ from pipeworker.coordinator.report import place
 from pipeworker.coordinator.roster import Member, Roster
 from pipeworker.coordinator.states import End, Lost, State, Verdict, Waiting
 from pipeworker.errors import ProtocolError, UsageError
-from pipeworker.job.options import Options
+from pipeworker.job.options import Every, Options
 from pipeworker.plan.actions import format_actions
 from pipeworker.plan.placement import Placement
 from pipeworker.timings import Timings
@@ -103,11 +103,13 @@ class Generation:
     _cause: FirstCause = field(init=False)
     _save_asked: bool = False
     _saved: int = -1
+    _saved_at: float = 0.0
     _interrupted: float | None = None
 
     def __post_init__(self) -> None:
         self.roster = Roster(self.placement, self.started, self.timings)
         self._cause = FirstCause(self.roster)
+        self._saved_at = self.started
         self._await(State.JOINING)
 
     # Events.
@@ -175,7 +177,7 @@ class Generation:
         """The checkpoint of `step` is complete: go on."""
         if self.state is not State.COMMITTING or step != self._step:
             return [Dropped(f"the checkpoint of step {step} while {self.waiting}")]
-        self._saved = step
+        self._saved, self._saved_at = step, now
         if self._interrupted is not None and not self.loop.finished:
             return self._over(Verdict(Status.INTERRUPTED, 130))
         return self._go_on(Due(), now)
@@ -324,7 +326,8 @@ class Generation:
         if due.boundary and self._interrupted is not None:
             return [*due.effects, *self._over(Verdict(Status.INTERRUPTED, 130))]
         saved = self._saved == self.progress.steps
-        wanted = self.loop.finished or (due.boundary and self._save_asked)
+        asked = self._save_asked or self._save_due(now)
+        wanted = self.loop.finished or (due.boundary and not due.evaluates and asked)
         if wanted:
             self._save_asked = False
         if wanted and not saved:
@@ -348,6 +351,15 @@ class Generation:
             case Wait():
                 self._await(State.CALLING)
         return self._tell(self._alike(following, due), due)
+
+    def _save_due(self, now: float) -> bool:
+        """Whether it is time for another checkpoint."""
+        if self.options.checkpoint_every is None:
+            return False
+        every = Every.parse(self.options.checkpoint_every)
+        if every.seconds is not None:
+            return now - self._saved_at >= every.seconds
+        return bool(every.steps) and self.progress.steps % (every.steps or 1) == 0
 
     def _tell(self, told: Sequence[Advance], due: Due) -> list[Effect]:
         """Tell each worker what is next, where stage 0 is before what has been is recorded.

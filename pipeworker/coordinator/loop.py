@@ -7,6 +7,7 @@ workers and messages.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -44,12 +45,14 @@ class Due:
 
     Attributes:
         boundary: no step is half done: the job may stop or save here.
+        evaluates: an evaluation pass of this step comes first; a checkpoint is taken behind it.
         failure: the job ends by it.
     """
 
     update: Update | Evaluated | None = None
     effects: tuple[Effect, ...] = ()
     boundary: bool = False
+    evaluates: bool = False
     failure: Failure | None = None
 
 
@@ -169,7 +172,8 @@ class FileLoop:
             return Due()
         every = self._options.evaluate_every
         self._evaluate = bool(every) and steps.step % (every or 1) == 0
-        return steps.complete(self._batch, now)[1]
+        due = steps.complete(self._batch, now)[1]
+        return dataclasses.replace(due, evaluates=self._evaluate)
 
     def evaluated(self, evaluation: Evaluation) -> Due:
         return Due(Evaluated(evaluation.loss), (evaluation,), boundary=True)

@@ -342,6 +342,16 @@ class Service:
             self._handle(Broken(f"cannot complete the checkpoint: {error}"))
         else:
             self._handle(Committed(commit.step))
+            self._let_go()
+
+    def _let_go(self) -> None:
+        """Of old checkpoints; that one stays is no reason to end a job."""
+        try:
+            self._run_dir.let_go(self._options.keep)
+        except OSError as error:
+            text = f"cannot remove an old checkpoint: {error}"
+            log.warning("%s", text)
+            self._starter.tell(Warned(text))
 
     def _end(self, ended: Ended) -> None:
         self._ended = ended

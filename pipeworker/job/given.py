@@ -27,6 +27,8 @@ def complete(job_file: str, stages: int, given: Mapping[str, Any]) -> Options:
         chosen["balance"] = parse_balance(balance)
     elif isinstance(balance, list):
         chosen["balance"] = tuple(balance)
+    if type(chosen.get("checkpoint_every")) is int:
+        chosen["checkpoint_every"] = str(chosen["checkpoint_every"])
     hints = typing.get_type_hints(Options)
     for name, value in chosen.items():
         if not _is(value, hints[name]):

@@ -18,6 +18,7 @@ BACKENDS = ("auto", "gloo", "nccl", "tls")
 PRECISIONS = ("fp32", "bf16", "fp16")
 MOST_STAGES = 1 << 16
 MOST_MICROBATCHES = 1 << 20  # that messages can speak of
+_UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0}
 _CHOICES: dict[str, Collection[str]] = {
     "schedule": ORDERS,
     "recompute": RECOMPUTE_MODES,
@@ -25,6 +26,28 @@ _CHOICES: dict[str, Collection[str]] = {
     "device": DEVICES,
     "backend": BACKENDS,
 }
+
+
+@dataclass(frozen=True, slots=True)
+class Every:
+    """How often: after so many steps, or so many seconds."""
+
+    steps: int | None = None
+    seconds: float | None = None
+
+    @staticmethod
+    def parse(text: str) -> Every:
+        """Read ``100`` (steps), ``90s``, ``30m`` or ``2h``.
+
+        Raises:
+            UsageError: it is nothing of that.
+        """
+        number, unit = (text[:-1], text[-1]) if text[-1:] in _UNITS else (text, "")
+        if not (number.isascii() and number.isdigit() and len(number) < 10 and int(number)):
+            raise UsageError(
+                f"--checkpoint-every {text}: must be a number of steps, as 100, or a time, as 30m"
+            )
+        return Every(seconds=int(number) * _UNITS[unit]) if unit else Every(int(number))
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +62,8 @@ class Options:
         accumulate: mini-batches an optimizer step.
         threads: intra-op threads per worker.
         worker_timeout: seconds after which a worker that does not answer is given up.
+        checkpoint_every: steps between checkpoints, or time, as ``30m``; None: at the end alone.
+        keep: checkpoints that stay; the oldest go.
         own_loop: mini-batches come one call at a time from a loop of the user's own.
     """
 
@@ -62,12 +87,14 @@ class Options:
     backend: str = "auto"
     stop_on_nan: bool = False
     worker_timeout: float = 60.0
+    checkpoint_every: str | None = None
+    keep: int = 2
     own_loop: bool = False
 
     def __post_init__(self) -> None:
         for name, least in (
             *(("stages", 1), ("microbatches", 1), ("threads", 1)),
-            *(("accumulate", 1), ("seed", 0)),
+            *(("accumulate", 1), ("seed", 0), ("keep", 1)),
         ):
             if getattr(self, name) < least:
                 raise UsageError(f"--{name} {getattr(self, name)}: must be {least} or more")
@@ -80,6 +107,8 @@ class Options:
             raise UsageError(f"--steps {self.steps}: must be 1 or more")
         if self.evaluate_every is not None and self.evaluate_every < 1:
             raise UsageError(f"--evaluate-every {self.evaluate_every}: must be 1 or more")
+        if self.checkpoint_every is not None:
+            Every.parse(self.checkpoint_every)
         for name in ("clip_grad_norm", "clip_grad_value"):
             bound = getattr(self, name)
             if bound is not None and not bound > 0:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import shutil
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -68,6 +69,17 @@ class RunDir:
             os.fsync(handle)
         finally:
             os.close(handle)
+
+    def let_go(self, keep: int) -> None:
+        """Remove the oldest complete checkpoints but so many.
+
+        Raises:
+            OSError: one cannot be removed.
+        """
+        for path in sorted(self.checkpoints.glob("step-*"))[:-keep]:
+            gone = path.with_name(f".{path.name}.gone")
+            path.rename(gone)  # at once: what is half removed must not look whole
+            shutil.rmtree(gone)
 
 
 def create(asked: str | Path | None, job_file: Path) -> RunDir:

@@ -32,7 +32,7 @@ from pipeworker.wire.messages import (
 from pipeworker.worker.service import over
 
 _NOT_HERE = ("job_file", "stages", "arguments", "own_loop")
-_OF_TRAIN = ("steps", "accumulate", "evaluate_every")
+_OF_TRAIN = ("steps", "accumulate", "evaluate_every", "checkpoint_every", "keep")
 
 
 class Pipeline:

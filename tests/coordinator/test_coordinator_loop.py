@@ -73,10 +73,10 @@ def test_actions_are_sent_where_they_differ_from_those_that_ran(save: bool) -> N
         if save:
             job.save_asked()
         job.step(step, batch=batch)
+        job.evaluated(step)
         if save:
             job.saved()
             job.committed()
-        job.evaluated(step)
     assert [bool(run.actions) for run in job.runs(1)] == [True, False, True, False]
 
 

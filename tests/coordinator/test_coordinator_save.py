@@ -81,13 +81,38 @@ def test_all_mini_batches_of_the_step_come_first() -> None:
     assert saves(job.step(1)) == [Advance(Save(1), Update(1, 2.0))] * 2
 
 
-def test_a_checkpoint_comes_before_the_evaluation_of_its_step() -> None:
+def test_a_checkpoint_comes_behind_the_evaluation_of_its_step() -> None:
+    """What a scheduler made of its loss is in it, and who resumes has none to make up for."""
     job = Scripted(2, evaluate_every=1).running()
     job.save_asked()
-    assert saves(job.step(1)) == [Advance(Save(1), Update(1))] * 2
-    job.saved()
-    assert of_messages(job.committed(), Advance) == [Advance(Evaluate(1))] * 2
-    assert of_messages(job.evaluated(1), Advance)[0].update == Evaluated(0.5)
+    assert of_messages(job.step(1), Advance) == [Advance(Evaluate(1), Update(1))] * 2
+    assert saves(job.evaluated(1)) == [Advance(Save(1), Evaluated(0.5))] * 2
+
+
+@pytest.mark.parametrize("evaluate", [None, 2])
+def test_every_so_many_steps(evaluate: int | None) -> None:
+    job = Scripted(2, steps=5, checkpoint_every="2", evaluate_every=evaluate).running()
+    for step in range(1, 6):
+        job.step(step)
+        if job.state() is State.EVALUATING:
+            job.evaluated(step)
+        if job.state() is State.SAVING:
+            job.saved()
+            job.committed()
+    assert of(job.effects, Commit) == [commit(2), commit(4), commit(5)]
+    assert job.ended.status is Status.DONE
+
+
+def test_every_so_many_minutes() -> None:
+    job = Scripted(1, steps=9, checkpoint_every="2m").running()
+    for step in range(1, 10):
+        job.now += 50.0
+        job.step(step)
+        if job.state() is State.SAVING:
+            job.now += 15.0  # what it takes does not count
+            job.saved()
+            job.committed()
+    assert of(job.effects, Commit) == [commit(3), commit(6), commit(9)]
 
 
 def test_asked_for_during_an_evaluation_it_comes_after_it() -> None:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from pipeworker.errors import UsageError
 from pipeworker.job.given import complete
-from pipeworker.job.options import Options
+from pipeworker.job.options import Every, Options
 
 
 def options(**fields: Any) -> Options:
@@ -47,6 +47,11 @@ def test_json_round_trip(made: Options) -> None:
         ("microbatches", 2**20 + 1, "--microbatches 1048577: must be 1048576 or less"),
         ("threads", 0, "--threads 0: must be 1 or more"),
         ("seed", -1, "--seed -1: must be 0 or more"),
+        ("keep", 0, "--keep 0: must be 1 or more"),
+        *(
+            ("checkpoint_every", text, f"--checkpoint-every {text}: must be a number of steps")
+            for text in ("", "0", "-1", "m", "0m", "1.5", "5d", "\u0661", "9" * 10, "5 m")
+        ),
         ("seed", 2**63, "--seed 9223372036854775808: must be less than"),
         ("steps", 0, "--steps 0: must be 1 or more"),
         ("clip_grad_norm", 0.0, "--clip-grad-norm 0.0: must be greater than 0"),
@@ -96,3 +101,15 @@ def test_a_balance_is_checked_alike_however_it_is_given(how: str) -> None:
         assert str(caught.value) == (
             f"--balance {shown} is for {len(balance)} stages, but there are 2"
         )
+
+
+@pytest.mark.parametrize(
+    ("text", "every"),
+    [
+        *(("1", Every(1)), ("007", Every(7)), ("90s", Every(seconds=90))),
+        *(("30m", Every(seconds=1800)), ("2h", Every(seconds=7200))),
+    ],
+)
+def test_how_often(text: str, every: Every) -> None:
+    assert Every.parse(text) == every
+    assert Options("job.py", 1, 1, checkpoint_every=text).checkpoint_every == text

@@ -51,6 +51,7 @@ _evaluation = st.lists(st.tuples(_texts, _floats), max_size=4).flatmap(
     )
 )
 _route = st.tuples(st.integers(0, 2), st.integers(2, 3), _texts).map(lambda r: SkipRoute(*r))
+_weight = st.tuples(st.integers(0, 3), _texts).map(lambda w: f"{w[0]}.{w[1]}")
 _squares = _some(st.floats(0.0)) | st.just((math.inf, -math.inf))
 
 MADE: dict[Any, st.SearchStrategy[Any]] = {
@@ -64,7 +65,7 @@ MADE: dict[Any, st.SearchStrategy[Any]] = {
         _ints,
         st.lists(_texts, min_size=4, max_size=6).map(tuple),
         _some(_route),
-        _some(st.builds(TiedWeights, _some(_texts, 1), _some(_ints))),
+        _some(st.builds(TiedWeights, _some(_weight, 1), _some(_ints))),
         _ints,
         _some(_texts),
     ),
