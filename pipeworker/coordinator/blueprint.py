@@ -32,6 +32,9 @@ from pipeworker.wire.messages import (
     TiedWeights,
 )
 
+_MOST_SCHEDULES = 16
+"""Of mini-batches with fewer micro-batches, that are kept at once: data may have any number."""
+
 
 @dataclass(slots=True)
 class Blueprint:
@@ -116,6 +119,9 @@ class Blueprint:
                 ties.pairs(self.ties),
             )
             self._schedules[microbatches] = built, check(built)
+            others = [count for count in self._schedules if count != options.microbatches]
+            for count in others[:-_MOST_SCHEDULES]:
+                del self._schedules[count]
         return self._schedules[microbatches]
 
     def reasons(self) -> list[str]:

@@ -115,6 +115,19 @@ def test_a_schedule_is_made_when_its_mini_batch_is_announced(made: list[tuple[st
     assert len(made) == 4
 
 
+def test_schedules_of_many_sizes_are_not_all_kept(made: list[tuple[str, int]]) -> None:
+    job = Scripted(2, microbatches=40).running()
+    for _ in range(2):
+        for count in range(5, 40):
+            job.says(Upcoming(0, count))
+            job.says(Upcoming(0, count))
+    built = [count for what, count in made if what == "build"]
+    assert built == [40, 4, *range(5, 40), *range(5, 40)]  # 4: the step that runs
+    job.says(Upcoming(0, 40))
+    job.says(Upcoming(0, 39 - 8))
+    assert len(made) == 2 * len(built)
+
+
 def test_a_mini_batch_that_nobody_announced_runs_all_the_same(made: list[tuple[str, int]]) -> None:
     job = Scripted(2).running()
     job.step(1, batch=SMALL)
