@@ -113,7 +113,7 @@ FILLS = """
         def state_dict(self, *words, **names):
             metrics = DISK / "run" / "metrics.jsonl"
             if metrics.exists() and metrics.stat().st_size:  # it is asked for at the start as well
-                fill("model-")
+                fill("checkpoints/")
             if WHERE == "summary.json":  # that place alone is taken
                 (DISK / "run" / ".summary.json.partial").mkdir(exist_ok=True)
             return super().state_dict(*words, **names)
@@ -141,7 +141,7 @@ FILLS = """
 
 @root
 @pytest.mark.parametrize(
-    "where", ["plan.json", "metrics.jsonl", "evaluation.jsonl", "model-", "summary.json"]
+    "where", ["plan.json", "metrics.jsonl", "evaluation.jsonl", "checkpoints/", "summary.json"]
 )
 def test_a_disk_that_fills_up(jobs: Jobs, big_disk: Path, where: str) -> None:
     path = big_disk / "run"

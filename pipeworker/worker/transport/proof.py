@@ -246,9 +246,19 @@ def admit(
                     descriptor = connection.fileno()
                     guests[descriptor] = steps_of(connection), time.monotonic() + seconds
                     selector.register(descriptor, selectors.EVENT_READ)
+                    if _speaks(connection):
+                        spoke.add(descriptor)
                 elif descriptor in guests:
                     spoke.add(descriptor)
                 if descriptor in guests and (proven := advance(descriptor)) is not None:
                     proven.setblocking(True)
                     return proven
     raise TimeoutError("it did not come")
+
+
+def _speaks(connection: socket.socket) -> bool:
+    """Whether something can be read, which stays there."""
+    try:
+        return bool(connection.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT))
+    except OSError:
+        return False
