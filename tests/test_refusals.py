@@ -167,7 +167,7 @@ def test_a_run_directory_that_goes_away(jobs: Jobs) -> None:
     one_error(run, "cannot write", str(run.path), "No such file or directory")
 
 
-@pytest.mark.parametrize("most", [10, 14, 20, 26, 40])
+@pytest.mark.parametrize("most", [10, 20, 26])
 def test_too_few_descriptors(jobs: Jobs, most: int) -> None:
     """Whoever meets the limit first says so."""
     job_file = jobs.write(JOB)
@@ -188,7 +188,7 @@ def test_too_few_descriptors(jobs: Jobs, most: int) -> None:
 
 
 @root
-@pytest.mark.parametrize("most", [4, 6, 10])
+@pytest.mark.parametrize("most", [6, 10])
 def test_too_few_processes(jobs: Jobs, most: int) -> None:
     """Threads count: ZeroMQ ends a process that gets none. The limit does not bind root."""
     program = shutil.which("setpriv")
@@ -210,7 +210,7 @@ def test_too_few_processes(jobs: Jobs, most: int) -> None:
     until(lambda: not processes_of(jobs.folder))
 
 
-@pytest.mark.parametrize("closed", [(0,), (1,), (2,), (0, 1, 2)])
+@pytest.mark.parametrize("closed", [(1,), (0, 1, 2)])
 def test_closed_streams(jobs: Jobs, closed: tuple[int, ...]) -> None:
     """Nothing that is opened takes their place, and nothing that prints fails."""
     run_dir = jobs.folder / "run"

@@ -143,5 +143,5 @@ def gloo_options(device: ProcessGroupGloo.Device, timeout: Any) -> Any:
 
 
 def preload() -> None:
-    """Import what building any torch optimizer imports: a second, once rather than a worker."""
+    """Import what fake tensors and building any torch optimizer import: a second, once."""
     import torch._dynamo  # noqa: F401

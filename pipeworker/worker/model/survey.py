@@ -31,7 +31,7 @@ from pipeworker.plan.skips import Skip, match
 from pipeworker.wire.messages import Phase
 from pipeworker.worker import blame
 from pipeworker.worker.device import to_device
-from pipeworker.worker.internals import FakeTensorMode, pytree, view_of
+from pipeworker.worker.internals import FakeTensorMode, preload, pytree, view_of
 from pipeworker.worker.stage import rng, skips
 from pipeworker.worker.stage.stage import autocast
 from pipeworker.worker.stage.values import distinct_tensors, replace_tensors
@@ -151,6 +151,7 @@ def _in_a_child(work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
     """
     reads, writes = os.pipe()
     parent = os.getpid()
+    preload()  # what fake tensors import as well as an optimizer: once, and not in the child alone
     child = os.fork()
     if not child:
         status = 1
@@ -180,12 +181,12 @@ def _in_a_child(work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
 
 
 def new_modules(before: Iterable[str]) -> list[ModuleType]:
-    """The modules that are imported now and were not before."""
+    """The modules that are imported now and were not before; torch brings its own when it likes."""
     old = set(before)
     return [
         module
         for name, module in list(sys.modules.items())
-        if name not in old and isinstance(module, ModuleType)
+        if name not in old and isinstance(module, ModuleType) and name.partition(".")[0] != "torch"
     ]
 
 
