@@ -74,7 +74,7 @@ class Part:
         ]
         packed = {
             "state": {name: pack(value, tensors, name) for name, value in state.items()},
-            "groups": pack(groups, tensors, "groups"),
+            "groups": pack(groups, tensors, "optimizer/groups"),
         }
         if self.scheduler is not None:
             packed["scheduler"] = pack(self.scheduler, tensors, "scheduler")
