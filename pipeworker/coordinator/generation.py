@@ -357,9 +357,7 @@ class Generation:
         if self.options.checkpoint_every is None:
             return False
         every = Every.parse(self.options.checkpoint_every)
-        if every.seconds is not None:
-            return now - self._saved_at >= every.seconds
-        return bool(every.steps) and self.progress.steps % (every.steps or 1) == 0
+        return every.due(self.progress.steps, now - self._saved_at)
 
     def _tell(self, told: Sequence[Advance], due: Due) -> list[Effect]:
         """Tell each worker what is next, where stage 0 is before what has been is recorded.

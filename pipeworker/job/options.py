@@ -30,10 +30,14 @@ _CHOICES: dict[str, Collection[str]] = {
 
 @dataclass(frozen=True, slots=True)
 class Every:
-    """How often: after so many steps, or so many seconds."""
+    """How often: after so many steps, or else after so many seconds."""
 
-    steps: int | None = None
-    seconds: float | None = None
+    steps: int = 0
+    seconds: float = 0.0
+
+    def due(self, step: int, seconds: float) -> bool:
+        """Whether it is time again, at this step and so long after the last time."""
+        return step % self.steps == 0 if self.steps else seconds >= self.seconds
 
     @staticmethod
     def parse(text: str) -> Every:

@@ -172,12 +172,25 @@ def index_of(folder: Path, files: Sequence[File]) -> dict[str, Any] | None:
             path = folder / file.name
             if not path.exists():
                 return None
-            with path.open("rb") as opened:
-                length = int.from_bytes(opened.read(8), "little")
-                if length > _MOST_HEADER:
-                    raise ValueError(f"{path} has a header of {length} bytes")
-                header = json.loads(opened.read(length))
-            header.pop("__metadata__", None)
-            where |= dict.fromkeys(header, file.name)
-            size += sum(e["data_offsets"][1] - e["data_offsets"][0] for e in header.values())
+            try:
+                sizes = _sizes(path)
+            except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+                raise ValueError(f"{path} is not what a stage writes") from None
+            where |= dict.fromkeys(sizes, file.name)
+            size += sum(sizes.values())
     return {"metadata": {"total_size": size}, "weight_map": where}
+
+
+def _sizes(path: Path) -> dict[str, int]:
+    """The bytes of each tensor, by name, as the header of a safetensors file has it."""
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        if length > _MOST_HEADER:
+            raise ValueError(f"a header of {length} bytes")
+        header = json.loads(file.read(length))
+    header.pop("__metadata__", None)
+    found = {}
+    for name, entry in header.items():
+        first, last = entry["data_offsets"]
+        found[name] = last - first
+    return found

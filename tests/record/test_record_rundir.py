@@ -76,6 +76,20 @@ def test_a_checkpoint_is_there_once_it_is_committed(tmp_path: Path) -> None:
     assert index == {"metadata": {"total_size": 8}, "weight_map": {"0.w": file.name}}
 
 
+@pytest.mark.parametrize(
+    "header", [b"", b"[]", b"x", b'{"0.w": 3}', b'{"0.w": {}}', b'{"0.w": {"data_offsets": [1]}}']
+)
+def test_weights_that_no_stage_wrote_complete_no_checkpoint(tmp_path: Path, header: bytes) -> None:
+    run = RunDir(tmp_path)
+    partial = run.partial_checkpoint(3)
+    partial.mkdir(parents=True)
+    path = partial / "model-00001-of-00001.safetensors"
+    path.write_bytes(len(header).to_bytes(8, "little") + header)
+    with pytest.raises(ValueError, match=f"{path} is not what a stage writes"):
+        run.commit_checkpoint(Manifest(3, 1, ("0",), (manifest.described(path),)))
+    assert not run.checkpoint(3).exists()
+
+
 def test_a_json_file_is_whole_or_not_there(tmp_path: Path) -> None:
     path = tmp_path / "x.json"
     rundir.write_json(path, {"a": [1]})
