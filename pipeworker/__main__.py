@@ -39,18 +39,7 @@ def _run(name: str, *, rank: bool) -> None:
     except KeyboardInterrupt:  # before the command line could take it
         sys.exit(130)
     finally:
-        _let_go()
-
-
-def _let_go() -> None:
-    """What a reader who has gone did not take is no error of the interpreter's (its status 120)."""
-    for stream in (sys.stdout, sys.stderr):
-        try:
-            stream.flush()
-        except OSError:
-            nowhere = os.open(os.devnull, os.O_WRONLY)
-            os.dup2(nowhere, stream.fileno())
-            os.close(nowhere)
+        streams.let_go()
 
 
 if __name__ == "__main__":

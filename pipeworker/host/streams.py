@@ -27,3 +27,14 @@ def flush() -> None:
         if stream is not None:
             with contextlib.suppress(OSError):
                 stream.flush()
+
+
+def let_go() -> None:
+    """What a reader who has gone did not take is no error of the interpreter's (its status 120)."""
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except OSError:
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, stream.fileno())
+            os.close(nowhere)
