@@ -8,6 +8,7 @@ from typing import Any
 from hypothesis import strategies as st
 
 from pipeworker.wire.messages import (
+    MOST_SAMPLES,
     Batch,
     Built,
     Described,
@@ -39,7 +40,7 @@ def _some(of: st.SearchStrategy[Any], least: int = 0) -> st.SearchStrategy[Any]:
     return st.lists(of, min_size=least, max_size=4).map(tuple)
 
 
-_batch = st.builds(Batch, _ints, st.integers(1, _MOST), st.integers(1, 1 << 20), _counts)
+_batch = st.builds(Batch, _ints, st.integers(1, MOST_SAMPLES), st.integers(1, 1 << 20), _counts)
 _position = st.builds(Position, st.sampled_from(Phase), _places, _places, _places)
 _evaluation = st.lists(st.tuples(_texts, _floats), max_size=4).flatmap(
     lambda pairs: st.builds(
