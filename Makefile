@@ -1,5 +1,5 @@
 # Two commands: `make demo` sets up and trains a small language model, `make test` sets up and tests.
-# `make soak` trains for half an hour among faults.
+# `make soak` trains for half an hour among faults that end nothing, `make chaos` among hundreds that do.
 
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
@@ -8,7 +8,7 @@ BIN := $(VENV)/bin
 # Some tests wait rather than compute: one process more than there are cores, up to four.
 PROCESSES := $(shell n=$$(($$(getconf _NPROCESSORS_ONLN) + 1)); echo $$((n < 4 ? n : 4)))
 
-.PHONY: demo test check soak clean
+.PHONY: demo test check soak chaos clean
 
 demo: $(VENV)/.run
 	$(BIN)/pipeworker launch --stages 4 --steps 60 examples/bytelm.py
@@ -23,6 +23,9 @@ check: $(VENV)/.test
 
 soak: $(VENV)/.test
 	SOAK_SECONDS=1800 $(BIN)/python -m pytest --cold --capture no tests/test_soak.py
+
+chaos: $(VENV)/.test
+	CHAOS_FAULTS=220 $(BIN)/python -m pytest --cold --capture no tests/test_chaos.py
 
 # torch is asked for by its version: a range would bring a build with gigabytes of CUDA. Whatever is
 # imported is compiled then, once; pip would compile all of torch, which takes longer than the rest.

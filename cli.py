@@ -7,18 +7,22 @@ import signal
 import sys
 import time
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING, Any
 
 import click
+from click.core import ParameterSource
 
 from pipeworker import __version__
 from pipeworker.errors import PipeworkerError, UsageError
-from pipeworker.job.given import complete
-from pipeworker.job.options import BACKENDS, DEVICES, PRECISIONS, Options
+from pipeworker.job.options import BACKENDS, DEVICES, PRECISIONS, WHEN_BUSY
 from pipeworker.plan.orders import ORDERS
 from pipeworker.plan.schedule import RECOMPUTE_MODES
 from pipeworker.timings import DEFAULT
+
+if TYPE_CHECKING:
+    from pipeworker.session.begin import Asked
 
 _INTERRUPTED = 130  # what a shell gives a program that SIGINT ended
 
@@ -94,13 +98,36 @@ def job_options(function: Callable[..., Any]) -> Callable[..., Any]:
                 metavar="N",
                 help="Steps between checkpoints, or time, as 30m. [default: at the end alone]",
             ),
+            _choice("--checkpoint-busy", WHEN_BUSY, "skip"),
             click.option(
                 "--keep", type=int, default=2, show_default=True, help="Checkpoints that stay."
             ),
             click.option(
-                "--deferred-batch-norm",
-                is_flag=True,
+                "--restarts",
+                type=int,
+                default=3,
+                show_default=True,
+                help="Losses of workers within an hour that the job goes on after.",
+            ),
+            click.option(
+                "--elastic",
+                type=int,
+                metavar="MIN",
+                help="Go on with fewer stages, down to MIN, when a worker cannot be replaced.",
+            ),
+            click.option(
+                "--snapshot-every",
+                type=int,
+                help="Steps between copies of the state in memory. [default: by their cost]",
+            ),
+            click.option(
+                "--deferred-batch-norm/--no-deferred-batch-norm",
                 help="Batch-norm statistics of the whole mini-batch.",
+            ),
+            click.option("--init-from", metavar="FILE", help="Weights that training begins with."),
+            click.option(
+                "--init-partial/--no-init-partial",
+                help="Take of them what the model has too, and leave the rest as it is.",
             ),
             click.option("--seed", type=int, default=0, show_default=True),
             click.option(
@@ -110,7 +137,18 @@ def job_options(function: Callable[..., Any]) -> Callable[..., Any]:
             _choice("--backend", BACKENDS, "auto"),
             click.option("--run-dir", help="Where to record. [default: runs/<file stem>-<time>]"),
             click.option(
-                "--stop-on-nan", is_flag=True, help="End the run when the loss is not finite."
+                "--resume",
+                is_flag=True,
+                help="Go on with the run in --run-dir, with its options where none are given.",
+            ),
+            click.option(
+                "--allow",
+                multiple=True,
+                metavar="NAME",
+                help="An option that may be another than the run's, as seed. Repeatable.",
+            ),
+            click.option(
+                "--stop-on-nan/--no-stop-on-nan", help="End the run when the loss is not finite."
             ),
             click.option(
                 "--worker-timeout",
@@ -125,20 +163,29 @@ def job_options(function: Callable[..., Any]) -> Callable[..., Any]:
     return function
 
 
-def make_options(stages: int, chosen: dict[str, Any]) -> Options:
-    """Options from what click parsed.
+def asked(stages: int | None, chosen: dict[str, Any]) -> Asked:
+    """What the words of the command ask for, from what click made of them.
 
     Raises:
         UsageError: a value is out of range, or the current folder is gone.
     """
-    elsewhere = ("job_file", "run_dir")
-    given = {name: value for name, value in chosen.items() if name not in elsewhere}
+    from pipeworker.session.begin import Asked
+
+    source = click.get_current_context().get_parameter_source
+    elsewhere = ("job_file", "run_dir", "resume", "allow")
+    said = {
+        name: value
+        for name, value in chosen.items()
+        if name not in elsewhere and source(name) is ParameterSource.COMMANDLINE
+    }
     try:
         Path.cwd()  # even where no path needs it: math libraries of torch end the process without
         job_file = str(Path(chosen["job_file"]).resolve())
     except OSError as error:
         raise UsageError(f"the current folder is gone: {error.strerror}") from None
-    return complete(job_file, stages, given)
+    found = Asked(job_file, stages, said, chosen["run_dir"], chosen["resume"], chosen["allow"])
+    found.check()
+    return found
 
 
 @main.command()
@@ -147,14 +194,13 @@ def make_options(stages: int, chosen: dict[str, Any]) -> Options:
 def launch(stages: int | None, **chosen: Any) -> None:
     """Train the model of JOB_FILE. Words after -- reach the file as sys.argv[1:]."""
     from launcher import local
-    from pipeworker.record import rundir
 
-    if stages is None:
+    if stages is None and not chosen["resume"]:
         stages = local.accelerators()
-    options = make_options(stages, chosen)
-    local.check_job_file(Path(options.job_file))
-    run_dir = rundir.create(chosen["run_dir"], Path(options.job_file))
-    sys.exit(local.run(options, run_dir))
+    request = asked(stages, chosen)
+    local.check_job_file(Path(request.job_file))
+    with closing(request.begin()) as begun:
+        sys.exit(local.run(begun.options, begun.run_dir, begun.warnings))
 
 
 class _Worker(click.Command):
@@ -184,15 +230,20 @@ class _Worker(click.Command):
 def worker(**chosen: Any) -> None:
     """Train the model of JOB_FILE as one rank of a torchrun job: a rank is a stage."""
     from launcher import local, torchrun
-    from pipeworker.record import rundir
     from pipeworker.session.place import Place
 
-    job_file = Path(chosen["job_file"])
-    local.check_job_file(job_file)
+    local.check_job_file(Path(chosen["job_file"]))
     place = Place.from_environment()
-    options = make_options(place.world, chosen)
-    status = torchrun.run(place, options, lambda: rundir.create(chosen["run_dir"], job_file))
-    sys.exit(status)
+    sys.exit(torchrun.run(place, asked(place.world, chosen)))
+
+
+@main.command()
+@click.argument("run", type=click.Path(path_type=Path))
+def checkpoint(run: Path) -> None:
+    """Have the job that runs in RUN save at the end of its step, and wait until it has."""
+    from pipeworker.session import ask
+
+    click.echo(ask.for_checkpoint(run))
 
 
 @main.command()

@@ -1,4 +1,7 @@
-"""Eight equal transformer blocks on random vectors; the word is the number of micro-batches."""
+"""Eight equal transformer blocks on random vectors; the word is the number of micro-batches.
+
+A further one, ``adamw``, chooses an optimizer with more state.
+"""
 
 from __future__ import annotations
 
@@ -25,6 +28,8 @@ def loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
 
 
 def optimizer(params: Any) -> torch.optim.Optimizer:
+    if "adamw" in sys.argv:
+        return torch.optim.AdamW(params, lr=1e-4)
     return torch.optim.SGD(params, lr=0.01)
 
 

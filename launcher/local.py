@@ -9,11 +9,12 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Generic
 from urllib.parse import urlsplit
 
+from pipeworker.coordinator.job import SLOTS
 from pipeworker.coordinator.roster import JOIN_FACTOR
 from pipeworker.environment import timings
 from pipeworker.errors import PipeworkerError, RecordError, UsageError
@@ -25,14 +26,18 @@ from pipeworker.session.processes import Heard, LineProcess, Said, coordinator, 
 from pipeworker.session.show import Show, show_for
 from pipeworker.wire.keys import new_token
 from pipeworker.wire.lines import (
+    Again,
     Beat,
     Bound,
+    CannotStart,
     Configuration,
     Fork,
     Forked,
     Interrupt,
     Joined,
     Planned,
+    SaveAsked,
+    Snapshot,
     Unwell,
     Verdict,
     Warned,
@@ -41,15 +46,21 @@ from pipeworker.wire.lines import (
 )
 from pipeworker.wire.messages import Evaluation, StepResult
 
-_GENERATION = 1
 _AT_ONCE = 8
 """Workers that may be starting, on a host with fewer cores."""
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_KILLED = "the coordinator was killed"
+_NOTICE = signal.SIGUSR1
+"""Of a cluster that is about to take this host: a checkpoint now, and the job goes on."""
 
 
-def run(options: Options, run_dir: RunDir) -> int:
-    """Run a job on this host to its end; returns the exit status."""
-    return _Launch(options, run_dir).run()
+def run(options: Options, run_dir: RunDir, warnings: Sequence[str] = ()) -> int:
+    """Run a job on this host to its end; returns the exit status.
+
+    Args:
+        warnings: to be shown first.
+    """
+    return _Launch(options, run_dir, warnings).run()
 
 
 def check_job_file(path: Path) -> None:
@@ -106,6 +117,10 @@ class _Child(Generic[Said, Heard]):
         self._heard = time.monotonic()
         return self.process.hear()
 
+    @property
+    def has_spoken(self) -> bool:
+        return self._heard is not None
+
     def silence(self) -> str:
         """What to say of it when it has not been heard of for too long, else nothing."""
         since, limit = self._heard, self._patience
@@ -117,8 +132,9 @@ class _Child(Generic[Said, Heard]):
 
 
 class _Launch:
-    def __init__(self, options: Options, run_dir: RunDir) -> None:
+    def __init__(self, options: Options, run_dir: RunDir, warnings: Sequence[str]) -> None:
         self._options = options
+        self._warnings = warnings
         self._placement = placement(options.schedule, options.stages)
         self._run_dir = run_dir
         self._token = new_token()
@@ -126,20 +142,26 @@ class _Launch:
         self._timings = timings()
         self._patience = self._timings.patience(options.worker_timeout)
         self._verdict: Verdict | None = None
-        self._failure = "the coordinator was killed"
+        self._failure = _KILLED
         self._lost_forks = "the fork server of this host was killed"
         self._deadline: float | None = None
         self._interrupts = 0
         self._steps = 0
         self._endpoint = ""
-        self._asked = self._joined = 0  # workers
+        self._generation = 1
+        self._slots = SLOTS if options.restarts else 1
+        self._asked = self._joined = 0  # workers of it
+        self._lost = 0  # coordinators
+        self._causes: list[str] = []
+        self._snapshot: Snapshot | None = None
+        self._balance: tuple[int, ...] = ()
         self._pids: dict[int, int] = {}  # by rank, of the workers that run
         self._wake_in, self._wake_out = socket.socketpair()
 
     def run(self) -> int:
         for end in (self._wake_in, self._wake_out):
             end.setblocking(False)
-        taken = set(_SIGNALS)
+        taken = {*_SIGNALS, _NOTICE}
         if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:  # under nohup
             taken.remove(signal.SIGHUP)
         before = {number: signal.signal(number, lambda *_: None) for number in taken}
@@ -147,22 +169,21 @@ class _Launch:
         patience = self._patience
         importing = JOIN_FACTOR * patience
         server = fork_server()
+        self._forks = _Child(server, "the fork server of this host", patience, importing)
         try:
-            director = coordinator()
+            self._direct()
         except PipeworkerError:
-            server.hang_up()
+            server.kill()
             server.finish(self._timings.leave)
             raise
-        self._forks = _Child(server, "the fork server of this host", patience, importing)
-        self._coordinator = _Child(director, "the coordinator", patience, importing)
-        options, run_dir = self._options.to_json(), str(self._run_dir.path)
-        self._coordinator.process.say(
-            Configuration(options, run_dir, self._token, "127.0.0.1", _GENERATION)
-        )
         self._show: Show = show_for(self._options, str(self._run_dir.path))
+        for text in self._warnings:
+            self._shown(self._show.warning, text)
         try:
             self._loop()
         finally:
+            if not self._forks.has_spoken:  # it imports torch: it has no workers, and hears nothing
+                self._forks.process.kill()
             self._forks.process.hang_up()
             self._coordinator.process.hang_up()
             self._forks.process.finish(self._timings.leave)
@@ -177,9 +198,50 @@ class _Launch:
         self._shown(self._show.ended, verdict)
         return verdict.exit_status
 
+    def _direct(self) -> None:
+        """Start a coordinator, the first one or one that goes on where another was lost.
+
+        Raises:
+            PipeworkerError: it cannot be started.
+        """
+        process = coordinator()
+        patience = self._patience
+        self._coordinator = _Child(process, "the coordinator", patience, JOIN_FACTOR * patience)
+        options, run_dir = self._options.to_json(), str(self._run_dir.path)
+        where = self._token, "127.0.0.1", self._generation, -1, self._slots
+        snapshot, causes = self._snapshot, tuple(self._causes)
+        process.say(Configuration(options, run_dir, *where, snapshot, causes))
+
+    def _direct_again(self) -> bool:
+        """Go on with another coordinator in the place of one that is gone; False when it is over.
+
+        Its workers are ended as soon as the next ones are started.
+        """
+        if self._verdict or self._interrupts or self._lost >= self._options.restarts:
+            return False
+        if not self._endpoint and not self._lost:  # none has ever come so far
+            return False
+        self._lost += 1
+        failure, self._failure = self._failure, _KILLED
+        self._causes.append(failure)
+        if self._coordinator.process in self._selector.get_map():  # it is silent, not gone
+            self._selector.unregister(self._coordinator.process)
+        self._coordinator.process.hang_up()
+        self._coordinator.process.finish(0.0)
+        self._generation += 1
+        self._asked = self._joined = 0
+        self._endpoint = ""
+        self._direct()
+        process = self._coordinator.process
+        self._selector.register(process, selectors.EVENT_READ, self._hear_coordinator)
+        step = self._snapshot.step if self._snapshot else self._options.resume_step
+        self._shown(self._show.warning, f"{failure}; another one goes on after step {step}")
+        return True
+
     def _loop(self) -> None:
         """Pass on what the processes say until the verdict is in and the workers are gone."""
-        with selectors.DefaultSelector() as selector:
+        with selectors.DefaultSelector() as self._selector:
+            selector = self._selector
             forks, coordinator = self._forks.process, self._coordinator.process
             selector.register(coordinator, selectors.EVENT_READ, self._hear_coordinator)
             selector.register(forks, selectors.EVENT_READ, self._hear_forks)
@@ -194,11 +256,16 @@ class _Launch:
                     coordinator.say(beat)
                 until = next_beat if self._deadline is None else min(next_beat, self._deadline)
                 ready = selector.select(max(0.0, until - now))
+                heard = {key.fileobj for key, _ in ready}
                 for key, _ in ready:
                     if not key.data():
+                        if key.fileobj is coordinator and self._direct_again():
+                            break
                         return
-                if not self._are_alive({key.fileobj for key, _ in ready}):
-                    return
+                else:
+                    if not self._are_alive(heard) and not self._direct_again():
+                        return
+                forks, coordinator = self._forks.process, self._coordinator.process
                 if self._deadline is not None and time.monotonic() >= self._deadline:
                     return
 
@@ -231,8 +298,16 @@ class _Launch:
                     if not self._reaches():
                         return False
                     self._fork_more()
+                case Snapshot():
+                    self._snapshot = event
                 case Joined():
                     self._joined += 1
+                    self._fork_more()
+                case Again():
+                    self._generation = event.generation
+                    self._causes.append(event.cause)
+                    self._placement = placement(self._options.schedule, event.stages)
+                    self._asked = self._joined = 0
                     self._fork_more()
                 case Verdict():
                     self._verdict = event
@@ -240,10 +315,16 @@ class _Launch:
                 case StepResult():
                     self._steps = event.step
                     self._shown(self._show.hear, event)
-                case Planned() | Evaluation() | Warned():
+                case Planned():
+                    if event.balance != self._balance:
+                        self._balance = event.balance
+                        self._shown(self._show.hear, event)
+                case Evaluation() | Warned():
                     self._shown(self._show.hear, event)
                 case _:
                     never(event)
+        if not more:
+            self._selector.unregister(self._coordinator.process)
         return more or self._verdict is not None
 
     def _reaches(self) -> bool:
@@ -255,6 +336,7 @@ class _Launch:
         except OSError as error:
             where = f"{address[0]}:{address[1]} ({socket.gethostname()})"
             self._failure = f"the coordinator cannot be reached at {where}: {error.strerror}"
+            self._endpoint = ""  # nor will another one be
             return False
         return True
 
@@ -265,8 +347,8 @@ class _Launch:
         most = 1 if ranks > few and not self._joined else few
         while self._asked < ranks and self._asked - self._joined < most:
             rank = self._asked
-            fork = Fork(rank, _GENERATION, self._endpoint, self._token, local_rank=rank)
-            self._forks.process.say(fork)
+            where = self._endpoint, self._token
+            self._forks.process.say(Fork(rank, self._generation, *where, rank, self._slots))
             self._asked += 1
 
     def _hear_forks(self) -> bool:
@@ -278,13 +360,14 @@ class _Launch:
                 case WorkerExited():
                     del self._pids[event.rank]
                     self._coordinator.process.say(event)
-                case Unwell():
+                case CannotStart():
                     self._coordinator.process.say(event)
                 case Beat():
                     continue
                 case _:
                     never(event)
         if not more:
+            self._selector.unregister(self._forks.process)
             # The kernel kills the workers when their server dies, but not what they started.
             for pid in self._pids.values():
                 kill_group(pid)
@@ -294,14 +377,16 @@ class _Launch:
         return more or self._verdict is None
 
     def _on_signal(self) -> bool:
-        numbers = [n for n in self._wake_out.recv(4096) if n in _SIGNALS]
-        for _ in numbers:
+        numbers = self._wake_out.recv(4096)
+        if _NOTICE in numbers:
+            self._coordinator.process.say(SaveAsked())
+        for _ in filter(_SIGNALS.__contains__, numbers):
             self._interrupts += 1
             if self._interrupts > 1:
                 return False
             self._coordinator.process.say(Interrupt())
-            self._deadline = self._deadline or time.monotonic() + self._timings.interrupted
-            self._shown(self._show.warning, "stopping after this step; again to stop at once")
+            text = "stopping after this step, with a checkpoint; again to stop at once"
+            self._shown(self._show.warning, text)
         return True
 
     def _shown(self, show: Callable[..., None], *values: Any) -> None:

@@ -2,43 +2,57 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import signal
 import sys
-from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import TextIO
 
 from pipeworker.host.lifetime import die_with, kill_group
-from pipeworker.job.options import Options
 from pipeworker.record.rundir import RunDir
+from pipeworker.session.begin import Asked, Begun
 from pipeworker.session.head import Head, Hear, meet
 from pipeworker.session.place import Place
 from pipeworker.session.show import Show
 from pipeworker.wire.messages import Abort
 
+_RUN_DIR = "pipeworker/run_dir"
+"""In torchrun's store, which outlives the ranks that it starts again."""
 
-def run(place: Place, options: Options, make_run_dir: Callable[[], RunDir]) -> int:
-    """Be this rank's worker to the end of the job; returns the exit status.
 
-    Args:
-        make_run_dir: called on rank 0 alone.
-    """
+def run(place: Place, asked: Asked) -> int:
+    """Be this rank's worker to the end of the job; returns the exit status."""
     die_with(os.getppid())
     _guard()
 
     from pipeworker.worker import service
     from pipeworker.worker.worker import Settings
 
-    def listen(run_dir: RunDir) -> Hear:
+    def listen(begun: Begun) -> Hear:
         # The worker's output goes to its log; what the user should see goes where it went before.
-        return Show(options, str(run_dir.path), _again(1), _again(2)).hear
+        return Show(begun.options, str(begun.run_dir.path), _again(1), _again(2)).hear
 
-    meeting = meet(place, "job", options, make_run_dir, listen)
+    meeting = meet(place, "job", lambda: _begin(place, asked), listen)
     settings = Settings(place.rank, meeting.endpoint, meeting.token, place.local_rank)
     if meeting.head is None:
         return service.run(settings)
     return meeting.head.finish(service.run(settings, partial(_leave, meeting.head)))
+
+
+def _begin(place: Place, asked: Asked) -> Begun:
+    """On rank 0: a new run, or where torchrun has started the ranks again, the one there was."""
+    store = place.store() if place.world > 1 else None
+    where = str(asked.run_dir) if asked.run_dir else ""
+    if store and not where and place.restart and store.check([_RUN_DIR]):
+        where = store.get(_RUN_DIR).decode()
+    if place.restart and where and RunDir(Path(where)).run.exists():
+        asked = dataclasses.replace(asked, run_dir=where, resume=True)
+    begun = asked.begin()
+    if store:
+        store.set(_RUN_DIR, str(begun.run_dir.path))
+    return begun
 
 
 def _leave(head: Head, abort: Abort) -> None:

@@ -1,10 +1,16 @@
-"""What the environment says to every process of a job."""
+"""What the environment says to every process of a job, and what it is."""
 
 from __future__ import annotations
 
 import os
+import platform
+import socket
+import sys
+from datetime import datetime, timezone
 from functools import cache
+from typing import Any
 
+from pipeworker import __version__
 from pipeworker.errors import UsageError
 from pipeworker.timings import DEFAULT, VARIABLE, Timings
 
@@ -21,3 +27,25 @@ def timings() -> Timings:
         return DEFAULT.changed(text) if text else DEFAULT
     except ValueError as error:
         raise UsageError(f"{VARIABLE} is {text!r}: {error}") from None
+
+
+def facts() -> dict[str, Any]:
+    """What there is to know of this process, for who reads of its run later."""
+    from importlib import metadata  # a process that records nothing does not wait for it
+
+    try:
+        torch = metadata.version("torch")
+    except metadata.PackageNotFoundError:
+        torch = None
+    return {
+        "started": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "command": list(sys.argv),
+        "versions": {
+            "pipeworker": __version__,
+            "torch": torch,
+            "python": platform.python_version(),
+        },
+        "host": socket.gethostname(),
+        "platform": platform.platform(),
+        "pid": os.getpid(),
+    }

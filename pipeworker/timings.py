@@ -28,8 +28,7 @@ class Timings:
         echo: what a closed connection waits for the cause behind it, or to come back.
         coordinator: what a worker's lost connection to the coordinator may take to come back.
         reach: what a worker waits for the coordinator's first answer.
-        interrupt: what an interrupted job may take to finish its step.
-        interrupted: what the launcher gives it before it ends the job itself.
+        interrupt: what an interrupted loop of the user's own may take to finish its step.
         linger: what the last messages get to leave.
         leave: what workers get to leave by themselves after the verdict.
         speak: what other ranks of a torchrun job give rank 0 to say a mistake that all see.
@@ -37,6 +36,7 @@ class Timings:
         stuck: what a rank that waits for another gets to notice that the job is over.
         look: between two looks at whether it has.
         meet: what the ranks of a job have to meet.
+        grow: what a job with fewer stages than asked for waits until it tries with all again.
     """
 
     heartbeat: float = 0.5
@@ -51,7 +51,6 @@ class Timings:
     coordinator: float = 4.0
     reach: float = 30.0
     interrupt: float = 4.0
-    interrupted: float = 6.0
     linger: float = 2.0
     leave: float = 3.0
     speak: float = 30.0
@@ -59,6 +58,7 @@ class Timings:
     stuck: float = 2.0
     look: float = 0.1
     meet: float = 300.0
+    grow: float = 60.0
 
     def __post_init__(self) -> None:
         for holds, why in (
@@ -71,13 +71,13 @@ class Timings:
             (self.connect > 4 * self.handshake, "strangers leave time for the peer"),
             (self.coordinator > self.echo, "the coordinator speaks before it is given up"),
             (self.reach > self.coordinator, "a connection may come back before the first answer"),
-            (self.interrupted > self.interrupt + self.tick, "the coordinator ends first"),
             (self.leave > self.linger, "the last words leave before the process"),
             (self.verdict > self.interrupt + self.linger, "rank 0 hears the verdict"),
             (self.verdict > self.echo + self.linger, "rank 0 hears the cause"),
             (self.stuck > self.look, "who is stuck is looked at"),
             (self.meet > self.verdict, "ranks that meet outlast an old job"),
             (self.meet > self.speak, "a mistake is said before who meets gives up"),
+            (self.grow > self.tick, "a job with fewer stages runs before it tries with more"),
         ):
             if not holds:
                 raise ValueError(f"timings contradict each other: {why}")

@@ -219,6 +219,9 @@ FILES: list[Any] = [
     {FIRST: {"bytes": -1, "crc32": 1}},
     {FIRST: {"bytes": 1, "crc32": "1"}},
 ]
+EVALUATIONS: list[Any] = [
+    *(1, [], {"loss": "1"}, {"loss": None}, {"loss": True}, {"loss": 1 << 70})
+]
 MANIFESTS: dict[str, tuple[dict[str, Any] | bytes, str]] = {
     **{
         f"{key} {shown}": ({key: value}, f"{key} is {shown}")
@@ -261,6 +264,10 @@ MANIFESTS: dict[str, tuple[dict[str, Any] | bytes, str]] = {
         )
     },
     "a scaler": ({"scaler": 1}, "scaler is 1"),
+    **{
+        f"evaluation {json.dumps(row)}": ({"evaluation": row}, "evaluation is ")
+        for row in EVALUATIONS
+    },
 }
 
 

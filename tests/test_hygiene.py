@@ -14,7 +14,10 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from support.jobs import Jobs, Process, processes_of, until
+from pipeworker.errors import UsageError
+from pipeworker.session.begin import Asked
+from pipeworker.timings import DEFAULT
+from support.jobs import Jobs, Process, cpu_seconds, processes_of, until
 from support.sources import JOB, SLEEPERS
 from support.terminal import Terminal
 
@@ -79,7 +82,8 @@ class Live:
         (pid,) = (
             pid
             for pid, line in processes_of(self.folder).items()
-            if (line.startswith(name) or module in line) and pid not in stages
+            if (line.startswith(name) or module in line.partition("support.server")[0])
+            and pid not in stages
         )
         return pid
 
@@ -144,7 +148,7 @@ def rows(path: Path) -> int:
 def test_a_killed_worker(
     start: Callable[..., Live], stage: int, number: signal.Signals, how: str
 ) -> None:
-    live = start()
+    live = start("--restarts", "0")
     os.kill(live.pid(f"stage {stage}"), number)
     status, stderr = live.end()
     assert status == 1
@@ -157,7 +161,7 @@ def test_a_killed_worker(
 
 
 def test_a_killed_coordinator(start: Callable[..., Live]) -> None:
-    live = start()
+    live = start("--restarts", "0")
     os.kill(live.pid("coordinator"), signal.SIGKILL)
     status, stderr = live.end()
     assert status == 1
@@ -185,6 +189,27 @@ def test_a_killed_launcher(start: Callable[..., Live]) -> None:
     assert status == -signal.SIGKILL
     assert live.summary["status"] == "failed"
     assert "the process that started the job is gone" in live.summary["error"]
+
+
+def test_a_run_directory_is_in_use_until_all_who_write_there_are_gone(
+    start: Callable[..., Live], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    live = start()
+    again = Asked(str(live.folder / "job.py"), None, {}, live.path, resume=True)
+    coordinator = live.pid("coordinator")
+    monkeypatch.setattr("pipeworker.session.begin.timings", lambda: DEFAULT.scaled(0.01))
+    for _ in range(2):  # with the launcher, and without
+        with pytest.raises(UsageError, match=f"is in use: process {live.process.pid} on "):
+            again.begin()
+        os.kill(coordinator, signal.SIGSTOP)
+        os.kill(live.pid("launcher"), signal.SIGKILL)
+    os.kill(coordinator, signal.SIGCONT)
+    monkeypatch.setattr("pipeworker.session.begin.timings", lambda: DEFAULT.scaled(20))
+    begun = again.begin()
+    assert not live.path.joinpath("summary.json").exists()
+    assert rows(live.path) == 0
+    begun.close()
+    live.process.communicate(timeout=SECONDS)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
@@ -243,7 +268,7 @@ def test_an_end_while_the_job_starts(jobs: Jobs, number: signal.Signals, cold: b
 def test_a_second_interrupt_ends_the_job_at_once(start: Callable[..., Live]) -> None:
     patient = {
         **os.environ,
-        "PIPEWORKER_TIMINGS": "interrupt=1e5,interrupted=1e6,verdict=1e6,meet=2e6",
+        "PIPEWORKER_TIMINGS": "interrupt=1e5,verdict=1e6,meet=2e6",
     }
     live = start(source=STUCK, env=patient)  # the step never ends, and is waited for
     until(lambda: (live.folder / "stuck").exists())
@@ -259,7 +284,7 @@ def test_a_second_interrupt_ends_the_job_at_once(start: Callable[..., Live]) -> 
 def test_an_interrupt_from_the_keyboard_while_a_layer_hangs(
     jobs: Jobs, start: Callable[..., Live]
 ) -> None:
-    with Terminal(jobs, *ENDLESS, source=STUCK) as terminal:
+    with Terminal(jobs, *ENDLESS, "--worker-timeout", "3", source=STUCK) as terminal:
         until(lambda: terminal.read() and (jobs.folder / "stuck").exists())
         terminal.type("\x03")
         until(lambda: "interrupted" in terminal.read(), SECONDS)
@@ -292,10 +317,15 @@ def test_a_reader_that_goes_away(start: Callable[..., Live]) -> None:
 
 @pytest.mark.parametrize("stage", [0, 2])
 def test_a_hung_worker_is_noticed_and_named(start: Callable[..., Live], stage: int) -> None:
-    live = start("--worker-timeout", "3")
+    live = start("--worker-timeout", "3", "--restarts", "0")
     pid = live.pid(f"stage {stage}")
     os.kill(pid, signal.SIGSTOP)
     until(lambda: f"{pid} (" in (stat := Path(f"/proc/{pid}/stat").read_text()) and ") T " in stat)
+    until((live.path / "summary.json").exists)
+    launcher = live.pid("launcher")
+    before = cpu_seconds(launcher)
+    until(lambda: ") Z " in Path(f"/proc/{launcher}/stat").read_text())
+    assert cpu_seconds(launcher) - before < 0.3  # it waited for the worker, and did not spin
     status, stderr = live.end()
     assert status == 1
     assert f"stage {stage} (pid {pid} on {socket.gethostname()}) has not answered" in stderr
@@ -312,7 +342,7 @@ STOPPED = {
 
 @pytest.mark.parametrize("who", STOPPED)
 def test_who_is_stopped_is_noticed_and_named(start: Callable[..., Live], who: str) -> None:
-    live = start("--worker-timeout", "3")
+    live = start("--worker-timeout", "3", "--restarts", "0")
     pid = live.pid(who)
     os.kill(pid, signal.SIGSTOP)
     status, stderr = live.end()

@@ -36,7 +36,8 @@ FLOORS = [
     *("pipeworker.worker", "pipeworker.worker.internals", "pipeworker.worker.device"),
     *("pipeworker.worker.blame", "pipeworker.worker.control", "pipeworker.worker.transport"),
     *("pipeworker.worker.stage", "pipeworker.worker.update", "pipeworker.worker.step"),
-    *("pipeworker.worker.model", "pipeworker.worker.worker", "pipeworker.worker.service"),
+    *("pipeworker.worker.model", "pipeworker.worker.keeper"),
+    *("pipeworker.worker.worker", "pipeworker.worker.service"),
     *("pipeworker.host.forkserver", "pipeworker.session", "launcher", "cli"),
     "pipeworker.__main__",
 ]
@@ -51,12 +52,18 @@ ROOMS_WITHIN = {
         *("simulate",),
         *("partition", "skips", "ties"),
     ],
-    "pipeworker.job": ["options", "given", "file"],
-    "pipeworker.record": ["manifest", "rundir", "plain", "checkpoint", "weights"],
-    "pipeworker.host": ["lifetime", "streams", "position", "forkserver"],
+    "pipeworker.job": ["options", "given", "recorded", "file"],
+    "pipeworker.record": [
+        *("manifest", "memory", "writer", "rundir", "lock", "run", "resume", "plain", "image"),
+        *("source", "tensors", "misfits", "checkpoint", "regroup", "restore", "initial"),
+        "weights",
+    ],
+    "pipeworker.host": ["lifetime", "spawn", "streams", "position", "forkserver"],
     "pipeworker.coordinator": [
-        *("scaler", "calls", "rendezvous", "roster", "cause", "tally", "progress", "events"),
-        *("effects", "states", "blueprint", "loop", "report", "generation", "job"),
+        *("scaler", "calls", "rendezvous", "roster", "cause", "tally", "snapshots", "progress"),
+        "events",
+        *("effects", "states", "blueprint", "loop", "report", "restarts", "hands"),
+        *("generation", "job"),
         *("starter", "service"),
     ],
     "pipeworker.worker.transport": [
@@ -68,23 +75,30 @@ ROOMS_WITHIN = {
         *("boundary", "stage"),
     ],
     "pipeworker.worker.update": ["ties", "condense", "update"],
-    "pipeworker.worker.step": ["data", "evaluation", "flow", "stream", "executor"],
+    "pipeworker.worker.step": [
+        *("generators", "epoch", "data", "evaluation", "flow", "stream", "executor"),
+    ],
     "pipeworker.worker.model": ["structures", "survey", "model"],
-    "pipeworker.session": ["place", "processes", "show", "head", "session", "pipeline"],
+    "pipeworker.session": [
+        *("ask", "place", "processes", "show", "begin", "head", "session", "pipeline"),
+    ],
     "launcher": ["local", "torchrun"],
 }
 """Within a room it is so too."""
 
 LIGHT = [
     *("pipeworker.plan", "pipeworker.wire", "pipeworker.coordinator", "pipeworker.environment"),
-    *("pipeworker.job.options", "pipeworker.job.given", "pipeworker.record.rundir"),
-    "pipeworker.record.manifest",
-    *("pipeworker.host.lifetime", "pipeworker.host.position"),
+    *("pipeworker.job.options", "pipeworker.job.given", "pipeworker.job.recorded"),
+    *("pipeworker.record.rundir", "pipeworker.record.manifest", "pipeworker.record.lock"),
+    *("pipeworker.record.run", "pipeworker.record.resume", "pipeworker.session.begin"),
+    *("pipeworker.record.memory", "pipeworker.record.writer", "pipeworker.record.source"),
+    *("pipeworker.host.spawn", "pipeworker.host.lifetime", "pipeworker.host.position"),
     *("pipeworker.errors", "pipeworker.timings", "pipeworker.exact"),
 ]
 """What runs where torch is not, or must start at once."""
 PURE = [
     *("pipeworker.plan", "pipeworker.errors", "pipeworker.timings", "pipeworker.job.options"),
+    "pipeworker.job.recorded",
     "pipeworker.exact",
     *("pipeworker.wire.messages", "pipeworker.wire.codec", "pipeworker.wire.lines"),
     *(
@@ -92,6 +106,7 @@ PURE = [
         for name in (
             *("job", "generation", "loop", "progress", "events", "blueprint", "roster", "calls"),
             *("tally", "scaler", "rendezvous", "effects", "report", "states", "cause"),
+            *("snapshots", "restarts", "hands"),
         )
     ),
 ]
@@ -247,7 +262,10 @@ def test_an_import_upward_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> None
         ("pipeworker.wire.keys", "pipeworker.plan.check"),
         ("pipeworker.worker.stage.rng", "pipeworker.worker.step.executor"),
     ]
-    assert ("pipeworker.coordinator.tally", "pipeworker.coordinator.loop") in upstairs()
+    assert (
+        "pipeworker.coordinator.tally",
+        "pipeworker.coordinator.loop",
+    ) in upstairs()
 
 
 @pytest.mark.parametrize("module", within(LIGHT))
@@ -266,20 +284,6 @@ def test_torch_stays_out_of_a_running_coordinator() -> None:
         [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60
     )
     assert (ran.returncode, ran.stdout.strip()) == (0, ""), ran.stderr
-
-
-def test_the_fork_server_imports_what_every_worker_would() -> None:
-    """A second for each of them: any torch optimizer imports it when it is built."""
-    code = (
-        "from pipeworker.host import forkserver; import sys; "
-        "forkserver._ForkServer.serve = lambda self: print("
-        "{'torch._dynamo', 'pipeworker.worker.service'} <= sys.modules.keys()); "
-        "forkserver.main()"
-    )
-    ran = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=100
-    )
-    assert (ran.returncode, ran.stdout.strip()) == (0, "True"), ran.stderr
 
 
 def private_names(module: str) -> set[str]:

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import io
 import re
+import subprocess
+import sys
 import textwrap
+from contextlib import redirect_stdout
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -95,10 +99,19 @@ def test_a_run_directory_that_exists_is_left_alone(tmp_path: Path) -> None:
     assert "cannot make run directory" in result.output
 
 
+def runs_here(command: list[str], **_: Any) -> subprocess.CompletedProcess[str]:
+    """As an interpreter of its own would, without importing torch again."""
+    assert command[:2] == [sys.executable, "-c"]
+    with redirect_stdout(io.StringIO()) as output:
+        exec(command[2], {})
+    return subprocess.CompletedProcess(command, 0, output.getvalue(), "")
+
+
 def test_stages_must_be_said_without_accelerators(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.setattr(subprocess, "run", runs_here)
     result = launch(tmp_path, str(tmp_path / "job.py"))
     assert result.exit_code == 2
     assert "no accelerator: say how many stages with --stages" in result.output

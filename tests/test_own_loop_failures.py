@@ -12,6 +12,8 @@ from support.ranks import LOOP, Scripts, script
 from support.sources import JOB
 
 FAILING = """
+    import time
+
     class Bad(nn.Module):
         def forward(self, x):
             if os.environ["WHAT"] == "layer":
@@ -50,6 +52,7 @@ FAILING = """
             pipe.close()
             pipe.step(batch)
         while what == "endless":
+            time.sleep(0.01)
             pipe.step(batch)
 """
 
@@ -155,8 +158,7 @@ def test_the_end_of_a_script_closes_its_pipeline(scripts: Scripts, end: str) -> 
 
 
 def test_a_script_that_ends_by_an_exception_has_failed(scripts: Scripts) -> None:
-    """Programs of their own, whose interpreter knows what ended it."""
-    first, second = scripts.start(script(JOB, UNCLOSED), 2, cold=True, RAISE="yes").end()
+    first, second = scripts.start(script(JOB, UNCLOSED), 2, RAISE="yes").end()
     said = "the script of stage 1 raised ValueError: of my own"
     assert f"error: {said}" in first.stderr
     assert "ValueError: of my own" in second.stderr

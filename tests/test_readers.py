@@ -27,16 +27,32 @@ from pipeworker.errors import PeerLost, PipeworkerError, ProtocolError, Schedule
 from pipeworker.job.options import Options
 from pipeworker.plan.actions import Edge, Payload, parse_actions
 from pipeworker.record.manifest import Manifest
+from pipeworker.record.run import Record
+from pipeworker.record.rundir import RunDir
 from pipeworker.wire import codec, lines
 from pipeworker.wire.messages import (
     Abort,
+    Advance,
+    Batch,
+    Call,
+    CallKind,
+    Copy,
     Described,
+    File,
     Heartbeat,
+    Loaded,
     Plan,
     Position,
+    Restore,
+    Save,
+    Saved,
+    Signalled,
     SkipRoute,
     StageRange,
+    StepDone,
     TiedWeights,
+    Update,
+    Welcome,
 )
 from pipeworker.worker.internals import pytree
 from pipeworker.worker.transport import channel
@@ -79,14 +95,35 @@ MESSAGES = [
         Abort("no", 1),
         Described(0, ("Linear", "Linear"), (SkipRoute(0, 1, "x"),), types=("job.Pair",)),
         Plan((StageRange(0, 0, 1),), (str(FORTH),), (), (TiedWeights(("a",), (0,)),), "0F0"),
+        Welcome("{}", "runs/x", ((0,), (1,)), 1, Restore(3, slot=1, ranks=2)),
+        Advance(Save(2, 1), Update(2), Copy(2, 0, save=True)),
+        StepDone(0, 2, (0.5,), (1.0,), (0.5,), 0.1, 0.1, 1, Batch(0, 4, 4, 0), 1, 0.1),
+        Saved(0, 2, (File("model.safetensors", 9, 9),), "no space left"),
+        Call(0, CallKind.LOAD, loaded=Loaded(2, 1024.0, 3)),
+        Signalled(0, "SIGTERM"),
     )
 ]
 LINES = [
     lines.encode(lines.Configuration("{}", "runs/x", "token", "host")),
+    lines.encode(
+        lines.Configuration(
+            "{}", "runs/x", "token", "host", 2, -1, 2, lines.Snapshot(3, 1, 2), ("it was killed",)
+        )
+    ),
+    lines.encode(lines.Again(2, "it was killed", 2)),
+    lines.encode(lines.Verdict("done", 0, 3, 1.0, (1, 2), 0.5, None, 1, ("it was killed",))),
     lines.encode(lines.WorkerExited(1, 1, -9, Position())),
 ]
-MANIFESTS = [b'{"stages": 2, "parts": 1, "ties": [["0.weight", "1.weight"]]}']
+MANIFEST = Manifest(
+    *(3, 2, ("0", "1"), (File("model-00001-of-00001.safetensors", 1, 1),)),
+    *((("0.weight", "1.weight"),), {"scale": 2.0}, {"step": 3, "loss": 0.5}),
+)
+MANIFESTS = [json.dumps(MANIFEST.to_json()).encode()]
 OPTIONS = [Options("job.py", 2, 4, ("a",), balance=(1, 2), clip_grad_norm=1).to_json().encode()]
+RECORDS = [
+    b'{"version": 1, "options": %s, "resumed": [{"options": {"seed": 3}}]}' % text
+    for text in OPTIONS
+]
 
 plain = st.recursive(
     st.none()
@@ -251,6 +288,14 @@ def test_manifests(data: bytes) -> None:
         path = Path(folder) / "manifest.json"
         path.write_bytes(data)
         reads(Manifest.read, path, UsageError)
+
+
+@given(jsons(RECORDS))
+def test_records_of_runs(data: bytes) -> None:
+    with TemporaryDirectory() as folder:
+        run = RunDir(Path(folder))
+        run.run.write_bytes(data)
+        reads(lambda _: Options.of(Record.read(run).options), run, ProtocolError, UsageError)
 
 
 @given(jsons(OPTIONS))

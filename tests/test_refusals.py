@@ -21,7 +21,7 @@ import pytest
 from pipeworker.errors import UsageError
 from pipeworker.session import place
 from pipeworker.timings import DEFAULT
-from support.jobs import COMMAND, Jobs, Run, processes_of, until
+from support.jobs import COMMAND, Jobs, Run, cpu_seconds, processes_of, until
 from support.sources import JOB
 
 WORDS = ("--stages", "2", "--microbatches", "2")
@@ -146,8 +146,8 @@ FILLS = """
 def test_a_disk_that_fills_up(jobs: Jobs, big_disk: Path, where: str) -> None:
     path = big_disk / "run"
     job_file = jobs.write(FILLS)
-    words = (*WORDS, "--evaluate-every", "2", "--run-dir", str(path), str(job_file))
-    done = jobs.pipeworker("launch", *words, "--", where, str(big_disk))
+    words = (*WORDS, "--evaluate-every", "2", "--restarts", "0", "--run-dir", str(path))
+    done = jobs.pipeworker("launch", *words, str(job_file), "--", where, str(big_disk))
     run = Run(done.returncode, done.stdout, done.stderr, path)
     error = one_error(run, "cannot write", str(path), where)
     assert ("Is a directory" if where == "summary.json" else "No space left on device") in error
@@ -210,8 +210,8 @@ def test_too_few_processes(jobs: Jobs, most: int) -> None:
     until(lambda: not processes_of(jobs.folder))
 
 
-@pytest.mark.parametrize("closed", [(1,), (0, 1, 2)])
-def test_closed_streams(jobs: Jobs, closed: tuple[int, ...]) -> None:
+@pytest.mark.parametrize(("closed", "forking"), [((1,), True), ((0, 1, 2), False)])
+def test_closed_streams(jobs: Jobs, closed: tuple[int, ...], forking: bool) -> None:
     """Nothing that is opened takes their place, and nothing that prints fails."""
     run_dir = jobs.folder / "run"
 
@@ -225,6 +225,7 @@ def test_closed_streams(jobs: Jobs, closed: tuple[int, ...]) -> None:
         capture_output=True,
         text=True,
         timeout=60,
+        env=jobs.forking if forking else None,
         preexec_fn=close,
     )
     assert done.returncode == 0, done.stderr
@@ -245,6 +246,7 @@ def test_a_full_standard_output_ends_no_job(jobs: Jobs) -> None:
             stderr=subprocess.PIPE,
             text=True,
             timeout=60,
+            env=jobs.forking,
         )
     assert done.returncode == 0, done.stderr
     assert done.stderr == "warning: cannot write standard output: No space left on device\n"
@@ -316,15 +318,9 @@ def test_an_early_interrupt_shows_no_traceback(jobs: Jobs, seconds: float) -> No
         text=True,
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a shell may ignore it
     )
-    until(lambda: worked(process.pid) >= seconds)  # whatever it has come to by then
+    until(lambda: cpu_seconds(process.pid) >= seconds)  # whatever it has come to by then
     process.send_signal(signal.SIGINT)
     _, stderr = process.communicate(timeout=60)
     assert process.returncode == 130, stderr
     assert "Traceback" not in stderr
     until(lambda: not processes_of(jobs.folder))
-
-
-def worked(pid: int) -> float:
-    """Seconds of CPU that a process has had."""
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")

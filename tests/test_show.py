@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import json
 import re
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from support.interpreter import COLD_RANKS
-from support.jobs import COMMAND, Jobs, until
+from support.jobs import Jobs, until
 from support.sources import JOB
 from support.terminal import Terminal
 
@@ -30,7 +28,7 @@ METRICS = [
     *("grad_norm", "lr", "bubble", "epoch"),
 ]
 SUMMARY = [
-    *("status", "steps", "stages", "restarts", "seconds"),
+    *("status", "steps", "stages", "restarts", "causes", "seconds"),
     *("peak_memory_bytes", "bubble", "error"),
 ]
 STEP = re.compile(r"step (\d+)  loss (\d\.\d{4})  (\d+\.\d) samples/s  bubble (\d+\.\d)%")
@@ -146,46 +144,3 @@ def test_the_default_run_directory(jobs: Jobs) -> None:
     (made,) = (jobs.folder / "runs").iterdir()
     assert re.fullmatch(r"train-\d{8}-\d{6}", made.name)
     assert f"run directory: {made}" in done.stdout
-
-
-# Files of the user's with the names of ours.
-
-NEIGHBOURS = ("cli.py", "launcher/__init__.py", "launcher/local.py", "plan.py", "worker.py")
-WITH_NEIGHBOURS = (
-    """
-    import cli, launcher.local, plan, worker
-
-    print("mine", cli.MINE, launcher.MINE, launcher.local.MINE, plan.MINE, worker.MINE)
-"""
-    + JOB
-)
-TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "-m", "pipeworker"]
-LAUNCH = ["launch", "--stages", "1"]
-
-
-MODULE = [*COMMAND[1:], *LAUNCH]
-SCRIPT = [str(Path(sys.executable).with_name("pipeworker")), *LAUNCH]
-
-
-@pytest.mark.parametrize(
-    ("command", "beside"),
-    [(MODULE, True), (SCRIPT, True), (SCRIPT, False), (TORCHRUN, True)],
-    ids=["module beside them", "script beside them", "script elsewhere", "torchrun beside them"],
-)
-def test_neighbours_with_our_names(
-    jobs: Jobs, command: list[str], beside: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    monkeypatch.setenv(COLD_RANKS, "1")
-    for name in NEIGHBOURS:
-        jobs.write("MINE = 'is mine'\n", name)
-    folder = jobs.folder if beside else jobs.folder / "elsewhere"
-    folder.mkdir(exist_ok=True)
-    job_file = jobs.write(WITH_NEIGHBOURS)
-    run_dir = jobs.folder / "run"
-    words = ["--steps", "1", "--run-dir", str(run_dir), str(job_file)]
-    process = jobs.python(*command, *words, folder=folder, cold=command is not TORCHRUN)
-    stdout, stderr = process.communicate(timeout=90)
-    assert process.returncode == 0, stderr
-    assert "done: 1 steps" in stdout
-    assert "mine" + " is mine" * 5 in (run_dir / "logs" / "stage-0.log").read_text()

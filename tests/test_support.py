@@ -44,6 +44,7 @@ ENDS = [
     "os.kill(os.getpid(), signal.SIGTERM)",
     "os.kill(os.getpid(), signal.SIGINT)",
     "import atexit; atexit.register(print, 'the end'); print('first')",
+    "import atexit; atexit.register(lambda: print(repr(sys.last_value))); 1 / 0",
     "import threading; threading.Timer(0.1, print, ['later']).start(); print('first')",
     "os.close(1); print('nowhere')",
 ]
@@ -94,7 +95,7 @@ def test_randomness_is_fresh_in_each_process(jobs: Jobs) -> None:
 def test_nothing_outlives_the_server(tmp_path: Path) -> None:
     """It is one for all who name it alike, ends with the last, and takes along what it forked."""
     name = uuid.uuid4().hex
-    first, second = Server(name), Server(name)
+    first, second = Server(name, warm=False), Server(name)
     assert first.pid == second.pid
     first.close()
     line = [sys.executable, "-c", "import time; print('there', flush=True); time.sleep(1000)"]
@@ -118,7 +119,7 @@ def test_a_process_ends_with_who_asked_for_it(jobs: Jobs) -> None:
     asks = """
         import subprocess, sys, time
         from support.forked import Server
-        server = Server(sys.argv[1])
+        server = Server(sys.argv[1], warm=False)
         line = [sys.executable, "-c", "import time; print('there', flush=True); time.sleep(1000)"]
         process = server.start(line, stdout=subprocess.PIPE)
         print(server.pid, process.pid, process.stdout.readline(), flush=True)

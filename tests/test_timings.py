@@ -44,8 +44,6 @@ def test_the_defaults_are_a_set() -> None:
         ("reconnect", DEFAULT.echo / 2, "a connection may come back"),
         ("echo", DEFAULT.coordinator, "the coordinator speaks before it is given up"),
         ("coordinator", DEFAULT.echo, "the coordinator speaks before it is given up"),
-        ("interrupted", DEFAULT.interrupt + DEFAULT.tick, "the coordinator ends first"),
-        ("interrupt", DEFAULT.interrupted, "the coordinator ends first"),
         ("leave", DEFAULT.linger, "the last words leave before the process"),
         ("linger", DEFAULT.leave, "the last words leave before the process"),
         ("verdict", DEFAULT.interrupt + DEFAULT.linger, "rank 0 hears the verdict"),
@@ -53,6 +51,7 @@ def test_the_defaults_are_a_set() -> None:
         ("stuck", DEFAULT.look, "who is stuck is looked at"),
         ("look", DEFAULT.stuck, "who is stuck is looked at"),
         ("meet", DEFAULT.verdict, "ranks that meet outlast an old job"),
+        ("grow", DEFAULT.tick, "a job with fewer stages runs before it tries with more"),
     ],
 )
 def test_a_change_that_contradicts_the_others_is_refused(name: str, value: float, why: str) -> None:

@@ -20,7 +20,8 @@ import pytest
 from support.compare import assert_same
 from support.interpreter import COLD_RANKS
 from support.jobs import Jobs, Process, Run, processes_of, until
-from support.sources import DROPOUT_JOB, JOB, SLEEPERS
+from support.neighbours import IMPORTS, SAID, write_neighbours
+from support.sources import CALM, DIES, DROPOUT_JOB, JOB, SLEEPERS
 
 TORCHRUN = ("-m", "torch.distributed.run")
 LOCAL = ("--microbatches", "4", "--steps", "4", "--clip-grad-norm", "0.5")
@@ -88,6 +89,7 @@ def test_mistakes_are_said_once(jobs: Jobs, torchrun: Start) -> None:
         (("--microbatchess", "4"), "No such option", {}),
         (("--microbatches", "0"), "--microbatches 0: must be 1 or more", {}),
         (("--steps", "1"), "exists already: choose another --run-dir", {"run_dir": "taken"}),
+        (("--resume",), "taken is not the directory of a run", {"run_dir": "taken"}),
     ):
         run = torchrun(*words, **options).end()
         assert run.status == 1  # torchrun's own
@@ -129,8 +131,11 @@ def test_a_killed_worker_ends_the_job(jobs: Jobs, torchrun: Start, stage: int) -
 
 
 def test_a_killed_torchrun_ends_the_job(jobs: Jobs, torchrun: Start) -> None:
-    started = torchrun(*ENDLESS, ranks=2, source=SLEEPERS, cold=True)
+    """Its ranks are interpreters of their own here, beside files with the names of ours."""
+    write_neighbours(jobs)
+    started = torchrun(*ENDLESS, ranks=2, source=IMPORTS + SLEEPERS, cold=True)
     training(started)
+    assert all(SAID in (started.path / f"logs/stage-{rank}.log").read_text() for rank in (0, 1))
     started.process.kill()
     assert started.end().status == -signal.SIGKILL
     until(lambda: not processes_of(jobs.folder), 10)
@@ -141,7 +146,7 @@ def test_a_stopped_coordinator_is_noticed_and_named(
     jobs: Jobs, torchrun: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PIPEWORKER_TIMINGS", "0.5")
-    started = torchrun(*ENDLESS, "--worker-timeout", "3", ranks=2)
+    started = torchrun(*ENDLESS, "--worker-timeout", "3", ranks=2, source=CALM)
     training(started)
     (pid,) = (
         p for p, line in processes_of(jobs.folder).items() if line.startswith("coordinator\n")
@@ -157,7 +162,7 @@ def test_a_stopped_coordinator_is_noticed_and_named(
 
 
 def test_an_ended_torchrun_is_an_interrupt(jobs: Jobs, torchrun: Start) -> None:
-    started = torchrun(*ENDLESS, ranks=2)
+    started = torchrun(*ENDLESS, ranks=2, source=CALM)
     training(started)
     started.process.send_signal(signal.SIGTERM)
     run = started.end()
@@ -165,6 +170,18 @@ def test_an_ended_torchrun_is_an_interrupt(jobs: Jobs, torchrun: Start) -> None:
     until(lambda: not processes_of(jobs.folder), 10)
     assert run.summary["status"] == "interrupted"
     assert run.summary["error"] is None
+    assert run.checkpoint.manifest.step == run.summary["steps"] > 2
+
+
+def test_ranks_that_torchrun_starts_again_go_on(jobs: Jobs, torchrun: Start) -> None:
+    words = ("--microbatches", "4", "--steps", "7", "--checkpoint-every", "1")
+    options = ("--standalone", "--max-restarts", "1")
+    busy = ("--checkpoint-busy", "wait")
+    run = torchrun(*words, *busy, "--", "kill", ranks=3, source=DIES, options=options).end()
+    assert run.status == 0, run.stderr
+    assert (jobs.folder / "died").exists()
+    assert_same(run, jobs.train("--stages", "3", *words[:4], source=DIES))
+    assert re.search("from step [23]\n", run.stdout)
 
 
 def test_a_reader_that_goes_away_ends_the_job(jobs: Jobs, torchrun: Start) -> None:
@@ -232,6 +249,7 @@ def test_a_cable_that_is_pulled_out_ends_both_hosts(
         torchrun(
             *ENDLESS,
             *("--worker-timeout", "3"),
+            source=CALM,
             options=("--nnodes", "2", "--node-rank", str(index), *ports),
             namespace=host,
         )

@@ -355,7 +355,7 @@ def test_deferred_batch_norm(jobs: Jobs) -> None:
 def test_checkpoints_on_the_way(jobs: Jobs) -> None:
     """The last ones stay, each with the weights of its step."""
     words = ("--stages", "2", "--microbatches", "4")
-    run = jobs.train(*words, "--steps", "5", "--checkpoint-every", "2", "--keep", "2")
+    run = jobs.train(*words, "--steps", "5", "--checkpoint-every", "2", "--checkpoint-busy", "wait")
     folder = run.path / "checkpoints"
     assert sorted(p.name for p in folder.iterdir()) == ["step-00000004", "step-00000005"]
     there = Checkpoint(folder / "step-00000004").weights()

@@ -55,5 +55,9 @@ class Calls:
 
 def _shown(call: Call) -> str:
     """As the user wrote it."""
+    if call.loaded is not None:
+        return f"load(a checkpoint of step {call.loaded.step})"
+    if call.kind in (CallKind.SAVE, CallKind.CLOSE):
+        return f"{call.kind.value}()"
     more = ", everywhere=True" if call.everywhere else "" if call.last else ", of several"
-    return f"{call.kind.value}({'batch' if call.kind is not CallKind.CLOSE else ''}{more})"
+    return f"{call.kind.value}(batch{more})"

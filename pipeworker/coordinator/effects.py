@@ -9,7 +9,7 @@ from pipeworker.coordinator.scaler import Scaler
 from pipeworker.plan.check import Kept
 from pipeworker.plan.schedule import Schedule
 from pipeworker.plan.simulate import Timing
-from pipeworker.wire.lines import Joined
+from pipeworker.wire.lines import Again, Joined, Snapshot
 from pipeworker.wire.messages import Evaluation, Failure, File, StepResult, ToWorker
 
 
@@ -79,6 +79,7 @@ class Commit:
         ties: the names of tied weights.
         layers: their names.
         files: what the workers have written.
+        evaluation: of this very step, if there was one.
     """
 
     step: int
@@ -86,11 +87,24 @@ class Commit:
     ties: tuple[tuple[str, ...], ...] = ()
     layers: tuple[str, ...] = ()
     files: tuple[File, ...] = ()
+    evaluation: Evaluation | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Discard:
+    """The checkpoint of `step` will not be complete: what is there of it goes."""
+
+    step: int
 
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """The verdict on a job; `peak_memory` is by rank, in bytes, `restarts` those of generations."""
+    """The verdict on a job.
+
+    Attributes:
+        peak_memory: bytes, by rank.
+        causes: why generations had to start again.
+    """
 
     status: Status
     exit_status: int
@@ -98,8 +112,22 @@ class Ended:
     peak_memory: tuple[int, ...]
     bubble: float
     failure: Failure | None
-    restarts: int = 0
+    causes: tuple[str, ...] = ()
 
 
 # The results of steps and evaluation passes are there to be recorded.
-Effect = Send | Log | Dropped | Warn | Joined | Planned | Commit | Ended | StepResult | Evaluation
+Effect = (
+    Send
+    | Log
+    | Dropped
+    | Warn
+    | Joined
+    | Again
+    | Snapshot
+    | Planned
+    | Commit
+    | Discard
+    | Ended
+    | StepResult
+    | Evaluation
+)

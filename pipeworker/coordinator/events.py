@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from pipeworker.wire.lines import Interrupt, Unwell, WorkerExited
+from pipeworker.wire.lines import CannotStart, Interrupt, SaveAsked, Unwell, WorkerExited
 from pipeworker.wire.messages import FromWorker
 
 
@@ -33,15 +33,19 @@ class Unreachable:
 
 
 @dataclass(frozen=True, slots=True)
-class SaveAsked:
-    """Somebody wants a checkpoint at the end of this step."""
+class Committed:
+    """The checkpoint of `step`, asked for by Commit, is complete, at `path`."""
+
+    step: int
+    path: str = ""
 
 
 @dataclass(frozen=True, slots=True)
-class Committed:
-    """The checkpoint of `step`, asked for by Commit, is complete."""
+class Uncommitted:
+    """It cannot be completed, and why."""
 
     step: int
+    text: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,10 +73,12 @@ Event = (
     | Unreachable
     | SaveAsked
     | Committed
+    | Uncommitted
     | Ticked
     | StarterGone
     | Broken
     | WorkerExited
+    | CannotStart
     | Unwell
     | Interrupt
 )

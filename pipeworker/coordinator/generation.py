@@ -7,9 +7,9 @@ Everything else is dropped. The usual life::
     ── the loop says Finish ──▶ SAVING ── all Saved ──▶ COMMITTING ── Committed ──▶ OVER
 
 EVALUATING stands between two steps, CALLING while the user's own loop is to make its next call.
-SAVING and COMMITTING may follow any step, and then the loop goes on. Any state ends in OVER by a
-failure or an interrupt. The first cause is kept: a closed connection that a neighbour reports
-becomes the cause only when nothing better arrives in time.
+SAVING and COMMITTING hold up the loop; a checkpoint that is written beside steps has no state.
+Any state ends in OVER by a failure or an interrupt. The first cause is kept: a closed connection
+that a neighbour reports becomes the cause only when nothing better arrives in time.
 """
 
 from __future__ import annotations
@@ -22,30 +22,34 @@ from pipeworker.coordinator.blueprint import Blueprint
 from pipeworker.coordinator.cause import FirstCause
 from pipeworker.coordinator.effects import (
     Commit,
+    Discard,
     Dropped,
     Effect,
     Log,
     Send,
     Status,
+    Warn,
 )
 from pipeworker.coordinator.loop import Due, Loop
 from pipeworker.coordinator.progress import Progress
 from pipeworker.coordinator.rendezvous import Rendezvous
 from pipeworker.coordinator.report import place
 from pipeworker.coordinator.roster import Member, Roster
+from pipeworker.coordinator.snapshots import Snapshots, Writing
 from pipeworker.coordinator.states import End, Lost, State, Verdict, Waiting
 from pipeworker.errors import ProtocolError, UsageError
 from pipeworker.job.options import Every, Options
 from pipeworker.plan.actions import format_actions
 from pipeworker.plan.placement import Placement
 from pipeworker.timings import Timings
-from pipeworker.wire.lines import Joined, WorkerExited
+from pipeworker.wire.lines import CannotStart, Joined, WorkerExited
 from pipeworker.wire.messages import (
     Abort,
     Advance,
     Batch,
     Call,
     Cause,
+    Copy,
     Described,
     Evaluate,
     Evaluation,
@@ -58,9 +62,11 @@ from pipeworker.wire.messages import (
     Hello,
     Next,
     Ready,
+    Restore,
     RunStep,
     Save,
     Saved,
+    Signalled,
     StepDone,
     StoreRequest,
     ToWorker,
@@ -71,6 +77,8 @@ from pipeworker.wire.messages import (
 
 _AT_ONCE = (State.JOINING, State.BUILDING)
 """Where an interrupt finds no step that could be completed."""
+_NOTICE = "SIGUSR1"
+"""What clusters send before they take a node."""
 
 
 @dataclass(slots=True)
@@ -80,7 +88,10 @@ class Generation:
     Args:
         number: marks every message of it; another number's are not its own.
         loop: says what is next.
-        progress: of the job, which outlasts it.
+        progress, snapshots: of the job, which outlast it.
+        restore: what its workers begin with; `layers`, the names that are in it.
+        launched: whether a worker that is told from outside to end is lost; else the job ends,
+            with a checkpoint.
     """
 
     number: int
@@ -91,6 +102,10 @@ class Generation:
     loop: Loop
     progress: Progress
     started: float
+    snapshots: Snapshots = field(default_factory=Snapshots)
+    restore: Restore | None = None
+    layers: tuple[str, ...] = ()
+    launched: bool = False
     state: State = State.JOINING
     end: End | None = None
     roster: Roster = field(init=False)
@@ -101,15 +116,14 @@ class Generation:
     _sent_schedule: int = 0
     _evaluation: Evaluation | None = None
     _cause: FirstCause = field(init=False)
-    _save_asked: bool = False
-    _saved: int = -1
-    _saved_at: float = 0.0
-    _interrupted: float | None = None
+    interrupted: float | None = None
+    """When the user asked to stop."""
+    state_before: State = State.JOINING
+    """What it waited for when it ended."""
 
     def __post_init__(self) -> None:
         self.roster = Roster(self.placement, self.started, self.timings)
         self._cause = FirstCause(self.roster)
-        self._saved_at = self.started
         self._await(State.JOINING)
 
     # Events.
@@ -145,40 +159,88 @@ class Generation:
         """The process of a worker ended before it was told to."""
         return self._reported(self._cause.exited(report), now)
 
+    def cannot_start(self, report: CannotStart) -> list[Effect]:
+        """The system does not start the worker of a rank."""
+        return self._over(Lost(self._named(Failure(Cause.LOST, report.text, rank=report.rank))))
+
     def interrupt(self, now: float) -> list[Effect]:
         """The user asked to stop: at the end of the step if there is one, else at once."""
-        if self._interrupted is not None:
+        if self.interrupted is not None:
             return []
-        self._interrupted = now
-        if self.state in _AT_ONCE:
+        self.interrupted = now
+        if self.state in _AT_ONCE and not self.progress.unsaved_at(self.progress.steps):
             return self._over(Verdict(Status.INTERRUPTED, 130))
         return [Log(f"interrupted: stopping at the end of the step, {self.waiting}")]
 
     def ticked(self, now: float) -> list[Effect]:
         """Time passed: look for what is overdue."""
-        if self._interrupted is not None and now - self._interrupted > self.timings.interrupt:
-            return self._over(Verdict(Status.INTERRUPTED, 130))
         patience = self.options.worker_timeout
+        if self.interrupted is not None and self._stands_still(now - self.interrupted, now):
+            return self._over(Verdict(Status.INTERRUPTED, 130))
         failure = self._cause.overdue(now, patience)
         if failure is None and self.state is not State.CALLING:
             failure = self.roster.stuck(self._awaited, now, patience)
         if failure is None:
             return []
         if failure.cause is Cause.SIGNAL:
-            return self._over(Verdict(Status.INTERRUPTED, 130))
+            return self._signalled(failure, now)
         return self._ended_by(failure)
+
+    def _signalled(self, failure: Failure, now: float) -> list[Effect]:
+        """Nothing is behind a worker's signal: that worker, or all of them, are not wanted."""
+        if self.interrupted is not None and failure.rank not in self.roster.silent(now):
+            return []  # the signal was the whole job's, and the worker stays to the end of the step
+        if self.launched and self.interrupted is None:
+            return self._over(Lost(self._named(failure)))
+        return self._over(Verdict(Status.INTERRUPTED, 130))
+
+    def _stands_still(self, since: float, now: float) -> bool:
+        """Whether an interrupted job does not come to the end of its step.
+
+        A loop of the user's own may never make another call.
+        """
+        if self.state in (State.SAVING, State.COMMITTING):
+            return False
+        if self.options.own_loop:
+            return since > self.timings.interrupt
+        return since > self.options.worker_timeout and self.roster.still(
+            now, self.options.worker_timeout
+        )
 
     def save_asked(self) -> list[Effect]:
         """Somebody wants a checkpoint: it is taken at the end of this step."""
-        self._save_asked = True
+        self.progress.asked = True
         return [Log("a checkpoint is asked for")]
 
-    def committed(self, step: int, now: float) -> list[Effect]:
-        """The checkpoint of `step` is complete: go on."""
-        if self.state is not State.COMMITTING or step != self._step:
+    def committed(self, step: int, path: str, now: float) -> list[Effect]:
+        """The checkpoint of `step` is complete, at `path`."""
+        if not self.snapshots.saved(step, path):
             return [Dropped(f"the checkpoint of step {step} while {self.waiting}")]
-        self._saved, self._saved_at = step, now
-        if self._interrupted is not None and not self.loop.finished:
+        self.progress.saved, self.progress.unsaved = step, 0
+        if self.state is not State.COMMITTING or step != self._step:
+            return [Log(f"the checkpoint of step {step} is complete")]
+        return self._behind_save(now)
+
+    def uncommitted(self, step: int, text: str, now: float) -> list[Effect]:
+        """The checkpoint of `step` cannot be completed."""
+        if not self.snapshots.saved(step, ""):
+            return [Dropped(f"the checkpoint of step {step} while {self.waiting}")]
+        return self._failed_to_save(step, text, now)
+
+    def _failed_to_save(self, step: int, text: str, now: float) -> list[Effect]:
+        """There is no checkpoint of `step`: the job ends when that happens again."""
+        self.progress.unsaved += 1
+        again = self.progress.unsaved > 1
+        effects: list[Effect] = [Discard(step)]
+        if again:
+            return [*effects, *self.fail(Failure(Cause.INTERNAL, text))]
+        waits = self.state in (State.SAVING, State.COMMITTING) and step == self._step
+        more = "it is tried again" if waits else "the job goes on until the next one"
+        effects.append(Warn(f"there is no checkpoint of step {step}: {text}; {more}"))
+        return [*effects, *self._save(Due(), now)] if waits else effects
+
+    def _behind_save(self, now: float) -> list[Effect]:
+        if self.interrupted is not None and not self.loop.finished:
             return self._over(Verdict(Status.INTERRUPTED, 130))
         return self._go_on(Due(), now)
 
@@ -213,7 +275,8 @@ class Generation:
 
     def _welcome(self) -> Welcome:
         placement = self.placement
-        return Welcome(self.options.to_json(), self.run_dir, placement.held, placement.replicas)
+        options = self.options.to_json()
+        return Welcome(options, self.run_dir, placement.held, placement.replicas, self.restore)
 
     def _on_heartbeat(self, member: Member, message: Heartbeat, now: float) -> list[Effect]:
         member.beats(message, now)
@@ -221,6 +284,15 @@ class Generation:
 
     def _on_failed(self, member: Member, message: Failed, now: float) -> list[Effect]:
         return self._reported(replace(message.failure, rank=message.rank), now)
+
+    def _on_signalled(self, member: Member, message: Signalled, now: float) -> list[Effect]:
+        """A notice, when it comes to the job as a whole; else somebody wants this worker gone."""
+        if message.signal == _NOTICE:
+            return self.save_asked()
+        text = f"the worker of {member.name} was ended by {message.signal}"
+        if self.launched or self.state in _AT_ONCE:
+            return self._reported(member.failure(Cause.SIGNAL, text), now)
+        return self.interrupt(now)
 
     def _on_store(self, member: Member, message: StoreRequest, now: float) -> list[Effect]:
         answers = self._rendezvous.handle(member.peer, message)
@@ -234,11 +306,24 @@ class Generation:
             return [Joined(message.rank)]
         described = [m.described for m in self._members if m.described]
         self.blueprint = Blueprint.draw(self.options, self.placement, described)
+        if self.layers and self.blueprint.names != self.layers:
+            return self.fail(Failure(Cause.USAGE, self._other_layers(self.blueprint.names)))
         self._await(State.BUILDING)
         return [
             *map(Log, self.blueprint.reasons()),
             *(self._send(m.peer, self.blueprint.plan(m.hello.rank)) for m in self._members),
         ]
+
+    def _other_layers(self, names: Sequence[str]) -> str:
+        """Of another model than the one that is gone on with."""
+        was, now = len(self.layers), len(names)
+        if was != now:
+            what = f"{now} layers, and {was} in the checkpoint"
+        else:
+            pairs = zip(self.layers, names, strict=True)
+            old, new = next(pair for pair in pairs if pair[0] != pair[1])
+            what = f"a layer {new!r}, which is {old!r} in the checkpoint"
+        return f"cannot go on from step {self.progress.steps}: model() gives {what}"
 
     def _on_ready(self, member: Member, message: Ready, now: float) -> list[Effect]:
         assert self.blueprint
@@ -254,7 +339,12 @@ class Generation:
         assert self.blueprint
         workers = [(m.hello, m.ready) for m in self._members if m.ready]
         self.loop.begin(workers[self.placement.rank_of(0)][1].batch)
-        return [self.blueprint.planned(workers), *self._go_on(Due(), now)]
+        effects: list[Effect] = [self.blueprint.planned(workers)]
+        if left_out := sum(ready.left_out for _, ready in workers):
+            text = f"--init-partial: {left_out} names of the model or of --init-from are left out"
+            effects.append(Warn(f"{text}: the stages' logs have them"))
+        due = Due(boundary=self.interrupted is not None)
+        return [*effects, *self._go_on(due, now)]
 
     def _on_upcoming(self, member: Member, message: Upcoming, now: float) -> list[Effect]:
         """A mini-batch of another size is read: its schedule is made while this one drains."""
@@ -274,6 +364,7 @@ class Generation:
         if not self._last_awaited(message.rank):
             return []
         done = [m.done for m in self._members if m.done]
+        self.snapshots.ran(done)
         return self._go_on(self.loop.ran(done, now), now)
 
     def _on_evaluated(self, member: Member, message: EvaluationDone, now: float) -> list[Effect]:
@@ -300,16 +391,30 @@ class Generation:
         return [] if due is None else self._go_on(due, now)
 
     def _on_saved(self, member: Member, message: Saved, now: float) -> list[Effect]:
-        if message.step != self._step:
-            return [Dropped(f"Saved of step {message.step} in step {self._step}")]
-        member.saved = message.files
-        if not self._last_awaited(message.rank):
+        writing = self.snapshots.wrote(message.rank, message.step, message.files, message.error)
+        if writing is None:
+            return [Dropped(f"Saved of step {message.step}, which is not being written")]
+        if self.state is State.SAVING and message.step == self._step:
+            self._awaited.discard(message.rank)
+        if writing.awaited:
             return []
+        if writing.errors:
+            return self._failed_to_save(message.step, writing.errors[0], now)
+        if self.state is State.SAVING and message.step == self._step:
+            self.state = State.COMMITTING
+        return [self._commit(writing)]
+
+    def _commit(self, writing: Writing) -> Commit:
         assert self.blueprint
-        self.state = State.COMMITTING
-        ties = tuple(tuple(map(self.blueprint.named, t.names)) for t in self.blueprint.ties)
-        files = tuple(file for m in self._members for file in m.saved)
-        return [Commit(self._step, self.progress.scaler, ties, self.blueprint.names, files)]
+        mark, named = writing.mark, self.blueprint.named
+        return Commit(
+            mark.step,
+            mark.scaler,
+            tuple(tuple(map(named, tie.names)) for tie in self.blueprint.ties),
+            self.blueprint.names,
+            tuple(file for rank in sorted(writing.files) for file in writing.files[rank]),
+            mark.evaluation,
+        )
 
     def _check_batch(self, batch: Batch | None) -> None:
         """Raise ProtocolError when it has more micro-batches than the job."""
@@ -323,17 +428,17 @@ class Generation:
         """What is due, and then what the loop says is next; an end or a checkpoint comes first."""
         if due.failure:
             return [*due.effects, *self.fail(due.failure)]
-        if due.boundary and self._interrupted is not None:
+        boundary = due.boundary and not due.evaluates
+        stops = boundary and self.interrupted is not None
+        saved = self.progress.saved >= self.progress.steps
+        if stops and saved:
             return [*due.effects, *self._over(Verdict(Status.INTERRUPTED, 130))]
-        saved = self._saved == self.progress.steps
-        asked = self._save_asked or self._save_due(now)
-        wanted = self.loop.finished or (due.boundary and not due.evaluates and asked)
-        if wanted:
-            self._save_asked = False
-        if wanted and not saved:
-            self._step = self.progress.steps
-            self._await(State.SAVING)
-            return self._tell(self._alike(Save(self._step), due), due)
+        if boundary and saved:
+            self.progress.asked = False
+        wanted = boundary and not saved and self._save_due(now)
+        holds_up = stops or self.loop.finished or (wanted and self._waits_for_disk)
+        if due.saves or (holds_up and not saved):
+            return self._save(due, now)
         following = self.loop.next(now)
         match following:
             case Finish():
@@ -344,7 +449,11 @@ class Generation:
             case RunStep():
                 self._step = following.step
                 self._await(State.STEPPING)
-                return self._tell(self._runs(following, due), due)
+                copy = self._copy(now, save=wanted) if boundary else None
+                if wanted and copy is None:
+                    text = f"no checkpoint of step {self.progress.steps}: others are still written"
+                    due = replace(due, effects=(*due.effects, Log(text)))
+                return self._tell(self._runs(following, due, copy), due)
             case Evaluate():
                 self._step, self._evaluation = following.step, None
                 self._await(State.EVALUATING if self.loop.answered else State.CALLING)
@@ -352,12 +461,48 @@ class Generation:
                 self._await(State.CALLING)
         return self._tell(self._alike(following, due), due)
 
+    def _save(self, due: Due, now: float) -> list[Effect]:
+        """Nothing goes on until the checkpoint of this step is complete."""
+        slot = self.snapshots.take()
+        self._step = self.progress.steps
+        self._write(slot, now)
+        self._await(State.SAVING)
+        return self._tell(self._alike(Save(self._step, slot), due), due)
+
+    def _write(self, slot: int, now: float) -> None:
+        """A checkpoint of what is done is on its way."""
+        self.progress.asked, self.progress.saved_at = False, now
+        self.snapshots.write(self.progress.mark, slot, self.placement.ranks)
+
+    @property
+    def _waits_for_disk(self) -> bool:
+        """Whether a checkpoint that is due holds up training.
+
+        A loop of the user's own may change weights between two calls.
+        """
+        busy = bool(self.snapshots.writing) and self.options.checkpoint_busy == "wait"
+        return busy or self.options.own_loop
+
+    def _copy(self, now: float, *, save: bool) -> Copy | None:
+        """What is copied while the next step runs; a checkpoint that finds no room is not."""
+        snapshots, mark = self.snapshots, self.progress.mark
+        due = snapshots.due(mark.step, self.progress.seconds)
+        slot = snapshots.room if save else snapshots.free if due else None
+        if slot is None:
+            return None
+        snapshots.copy(mark, slot)
+        if save:
+            self._write(slot, now)
+        return Copy(mark.step, slot, save)
+
     def _save_due(self, now: float) -> bool:
-        """Whether it is time for another checkpoint."""
+        """Whether it is time for another checkpoint, or one is asked for."""
+        if self.progress.asked:
+            return True
         if self.options.checkpoint_every is None:
             return False
         every = Every.parse(self.options.checkpoint_every)
-        return every.due(self.progress.steps, now - self._saved_at)
+        return every.due(self.progress.steps, now - self.progress.saved_at)
 
     def _tell(self, told: Sequence[Advance], due: Due) -> list[Effect]:
         """Tell each worker what is next, where stage 0 is before what has been is recorded.
@@ -375,16 +520,16 @@ class Generation:
         """The same for all: one object, which is encoded once."""
         return [Advance(following, due.update)] * self.placement.ranks
 
-    def _runs(self, run: RunStep, due: Due) -> list[Advance]:
+    def _runs(self, run: RunStep, due: Due, copy: Copy | None) -> list[Advance]:
         """By rank; with its actions where they are not those of the step before."""
         assert self.blueprint
         built, _ = self.blueprint.schedule(run.batch.microbatches)
         if self._sent_schedule == built.microbatches:
-            return self._alike(run, due)
+            return [Advance(run, due.update, copy)] * self.placement.ranks
         self._sent_schedule = built.microbatches
         texts = [format_actions(actions) for actions in built.workers]
         return [
-            Advance(replace(run, actions=texts[self.placement.worker_of(rank)]), due.update)
+            Advance(replace(run, actions=texts[self.placement.worker_of(rank)]), due.update, copy)
             for rank in self.roster.members
         ]
 
@@ -419,7 +564,7 @@ class Generation:
 
     def _ended_by(self, failure: Failure) -> list[Effect]:
         """By a worker: what it reports, or that it is gone."""
-        if failure.cause in (Cause.LOST, Cause.HUNG):
+        if failure.cause in (Cause.LOST, Cause.HUNG, Cause.PEER, Cause.TRANSIENT):
             return self._over(Lost(self._named(failure)))
         return self.fail(failure)
 
@@ -434,7 +579,8 @@ class Generation:
         return replace(failure, stage=self.placement.names(failure.rank))
 
     def _over(self, end: End) -> list[Effect]:
-        was, self.state, self.end = self.waiting, State.OVER, end
+        was, self.state_before = self.waiting, self.state
+        self.state, self.end = State.OVER, end
         peers = self.roster.peers
         if isinstance(end, Verdict) and end.status is Status.DONE:
             finish = Advance(Finish())
@@ -454,6 +600,8 @@ class Generation:
     _ALWAYS: ClassVar[dict[type, _Handler]] = {
         Heartbeat: _on_heartbeat,
         Failed: _on_failed,
+        Signalled: _on_signalled,
+        Saved: _on_saved,
         StoreRequest: _on_store,
     }
     _LEGAL: ClassVar[dict[State, dict[type, _Handler]]] = {
@@ -462,7 +610,7 @@ class Generation:
         State.STEPPING: {StepDone: _on_step_done, Upcoming: _on_upcoming, Call: _on_call},
         State.EVALUATING: {EvaluationDone: _on_evaluated},
         State.CALLING: {Call: _on_call},
-        State.SAVING: {Saved: _on_saved},
+        State.SAVING: {},
         State.COMMITTING: {},
         State.OVER: {},
     }

@@ -16,6 +16,8 @@ from typing import Protocol
 from pipeworker.coordinator.calls import Calls
 from pipeworker.coordinator.effects import Effect, Log, Warn
 from pipeworker.coordinator.progress import Progress
+from pipeworker.coordinator.scaler import Scaler
+from pipeworker.coordinator.snapshots import Mark
 from pipeworker.coordinator.tally import Tally
 from pipeworker.job.options import Options
 from pipeworker.plan.placement import Placement
@@ -29,6 +31,7 @@ from pipeworker.wire.messages import (
     Evaluation,
     Failure,
     Finish,
+    Loaded,
     Phase,
     Position,
     RunStep,
@@ -46,6 +49,7 @@ class Due:
     Attributes:
         boundary: no step is half done: the job may stop or save here.
         evaluates: an evaluation pass of this step comes first; a checkpoint is taken behind it.
+        saves: a checkpoint is taken here, whether or not there is one of this step.
         failure: the job ends by it.
     """
 
@@ -53,6 +57,7 @@ class Due:
     effects: tuple[Effect, ...] = ()
     boundary: bool = False
     evaluates: bool = False
+    saves: bool = False
     failure: Failure | None = None
 
 
@@ -125,13 +130,15 @@ class _Steps:
         step = self.step
         outcome = self.tally.outcome(now, self.options.clip_grad_norm, self.progress.scaler)
         result = self.progress.done(step, outcome)
-        effects: list[Effect] = [result]
+        new = step > self.progress.recorded  # else it is done again, behind a loss
+        effects: list[Effect] = [result] if new else []
+        self.progress.recorded = max(step, self.progress.recorded)
         failure = None
         if not math.isfinite(outcome.loss):
             text = f"loss is {outcome.loss} at step {step}"
             if self.options.stop_on_nan:
                 failure = Failure(Cause.USER, text, position=Position(Phase.LOSS, step))
-            else:
+            elif new:
                 again = "training goes on (--stop-on-nan would stop here)"
                 effects.append(Warn(f"{text}; {again}"))
         if outcome.overflow:
@@ -176,7 +183,13 @@ class FileLoop:
         return dataclasses.replace(due, evaluates=self._evaluate)
 
     def evaluated(self, evaluation: Evaluation) -> Due:
-        return Due(Evaluated(evaluation.loss), (evaluation,), boundary=True)
+        progress = self._steps.progress
+        new = evaluation.step > progress.evaluated
+        progress.evaluation, progress.evaluated = (
+            evaluation,
+            max(evaluation.step, progress.evaluated),
+        )
+        return Due(Evaluated(evaluation.loss), (evaluation,) if new else (), boundary=True)
 
     def called(self, call: Call) -> Due | None:
         raise AssertionError(call)  # not legal in a job file's generation
@@ -228,6 +241,7 @@ class CallLoop:
 
     def evaluated(self, evaluation: Evaluation) -> Due:
         self._asked, self._gave = None, Wait(evaluation)
+        self._progress.evaluation = evaluation
         return Due(Evaluated(evaluation.loss), (evaluation,), boundary=not self._half_done)
 
     def called(self, call: Call) -> Due | None:
@@ -236,7 +250,16 @@ class CallLoop:
         if not self._calls.complete:
             return None
         self._asked = call.kind
-        return Due()
+        if call.loaded is not None:
+            self._go_on_from(call.loaded)
+        return Due(saves=call.kind is CallKind.SAVE)
+
+    def _go_on_from(self, loaded: Loaded) -> None:
+        progress = self._progress
+        scaler = progress.scaler and Scaler(loaded.scale or Scaler().scale, loaded.good_steps)
+        progress.back_to(Mark(loaded.step, scaler))
+        progress.saved = -1  # what is there of the same step may be another run's
+        self._steps.step = progress.recorded = progress.evaluated = loaded.step
 
     def next(self, now: float) -> RunStep | Evaluate | Wait | Finish | None:
         match self._asked:
@@ -250,6 +273,9 @@ class CallLoop:
                 return Finish()
             case CallKind.EVALUATE | CallKind.PREDICT:
                 return Evaluate(self._progress.steps)
+            case CallKind.SAVE | CallKind.LOAD:
+                self._asked = None
+                return Wait()
             case None:
                 gave, self._gave = self._gave, None
                 return gave

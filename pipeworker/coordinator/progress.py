@@ -6,8 +6,9 @@ import math
 from dataclasses import dataclass, field
 
 from pipeworker.coordinator.scaler import Scaler
+from pipeworker.coordinator.snapshots import Mark
 from pipeworker.coordinator.tally import Outcome
-from pipeworker.wire.messages import StepResult
+from pipeworker.wire.messages import Evaluation, StepResult
 
 
 @dataclass(slots=True)
@@ -17,18 +18,49 @@ class Progress:
     Attributes:
         steps: that are done.
         scaler: with fp16.
+        evaluation: the last one.
         attempts: generations begun.
+        recorded, evaluated: the last step whose row, and whose evaluation, is recorded; what is
+            repeated behind a loss gives the same, and is not recorded again.
+        saved: the step of the last checkpoint, -1 for none.
+        saved_at: when the last one was begun.
+        asked: somebody wants one, and it is not begun.
+        unsaved: attempts at a checkpoint that failed since the last that did not.
+        seconds: that the last step took.
     """
 
     steps: int = 0
     scaler: Scaler | None = None
+    evaluation: Evaluation | None = None
     attempts: int = 0
+    recorded: int = 0
+    evaluated: int = 0
+    saved: int = -1
+    saved_at: float = 0.0
+    asked: bool = False
+    unsaved: int = 0
+    seconds: float = 0.0
     _bubbles: list[float] = field(default_factory=list)
 
     @property
     def bubble(self) -> float:
         """The mean over the steps."""
         return sum(self._bubbles) / len(self._bubbles) if self._bubbles else 0.0
+
+    @property
+    def mark(self) -> Mark:
+        """Where the job stands."""
+        this = self.evaluation and self.evaluation.step == self.steps
+        return Mark(self.steps, self.scaler, self.evaluation if this else None)
+
+    def unsaved_at(self, step: int) -> bool:
+        """Whether something was done up to a step that is in no checkpoint."""
+        return step > max(0, self.saved)
+
+    def back_to(self, mark: Mark) -> None:
+        """What was done since is to be done again."""
+        self.steps, self.scaler = mark.step, mark.scaler
+        self.evaluation = mark.evaluation
 
     def done(self, step: int, outcome: Outcome) -> StepResult:
         """A step is complete; returns its row."""
@@ -37,7 +69,7 @@ class Progress:
         self._bubbles.append(outcome.bubble)
         if scaler:
             self.scaler = scaler.after(overflow=outcome.overflow)
-        seconds = outcome.seconds
+        seconds = self.seconds = outcome.seconds
         return StepResult(
             step=step,
             loss=outcome.loss,

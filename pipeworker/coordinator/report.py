@@ -91,5 +91,6 @@ def verdict(ended: Ended, seconds: float) -> lines.Verdict:
         ended.peak_memory,
         ended.bubble,
         describe(ended.failure) if ended.failure else None,
-        ended.restarts,
+        len(ended.causes),
+        ended.causes,
     )

@@ -12,7 +12,6 @@ from pipeworker.wire.messages import (
     Cause,
     Described,
     Failure,
-    File,
     Heartbeat,
     Hello,
     Position,
@@ -44,7 +43,6 @@ class Member:
     described: Described | None = None
     ready: Ready | None = None
     done: StepDone | None = None
-    saved: tuple[File, ...] = ()
     peak_memory: int = 0
 
     def class_at(self, position: Position) -> str:
@@ -163,6 +161,10 @@ class Roster:
         who = f"{names} wait{'s' if len(members) == 1 else ''} for what does not come"
         text = f"{who}: nothing has moved for {patience:g} s"
         return members[0].failure(Cause.HUNG, text)
+
+    def still(self, now: float, patience: float) -> bool:
+        """Whether nobody has moved for so long."""
+        return all(now - member.since > patience for member in self.members.values())
 
     def silent(self, now: float) -> list[int]:
         """Who has fallen silent, so that it may be gone."""

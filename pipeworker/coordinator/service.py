@@ -13,6 +13,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ import zmq
 from pipeworker.coordinator import report
 from pipeworker.coordinator.effects import (
     Commit,
+    Discard,
     Dropped,
     Effect,
     Ended,
@@ -38,23 +40,31 @@ from pipeworker.coordinator.events import (
     Garbled,
     StarterGone,
     Ticked,
+    Uncommitted,
     Unreachable,
 )
-from pipeworker.coordinator.job import Job
+from pipeworker.coordinator.job import Job, Start
+from pipeworker.coordinator.scaler import Scaler
+from pipeworker.coordinator.snapshots import Mark
 from pipeworker.coordinator.starter import Starter
 from pipeworker.environment import timings
 from pipeworker.errors import PipeworkerError, ProtocolError, RecordError
 from pipeworker.job.options import Options
-from pipeworker.record.manifest import Manifest
+from pipeworker.record.lock import Lock
+from pipeworker.record.manifest import NAME, Manifest
 from pipeworker.record.rundir import Rows, RunDir, write_json, write_summary
 from pipeworker.wire import codec, exchange, lines, sockets
 from pipeworker.wire.exchange import Exchange
 from pipeworker.wire.lines import (
+    Again,
     Beat,
     Bound,
+    CannotStart,
     Configuration,
     Interrupt,
     Joined,
+    SaveAsked,
+    Snapshot,
     Unwell,
     Verdict,
     Warned,
@@ -65,6 +75,7 @@ from pipeworker.wire.messages import (
     FromWorker,
     Heartbeat,
     Ping,
+    Restore,
     StepResult,
     ToWorker,
 )
@@ -98,6 +109,10 @@ class Service:
             self._started,
             timings=self._timings,
             generation=configuration.generation,
+            replaceable=configuration.slots > 1,
+            launched=configuration.starter < 0,
+            start=_start(configuration, self._options, self._run_dir),
+            cores=os.cpu_count() or 1,
         )
         self._descriptors = descriptors
         metrics = self._run_dir.metrics
@@ -118,6 +133,7 @@ class Service:
         starter.tell(Bound(endpoint))
         signal.signal(signal.SIGTERM, self._on_signal)
         signal.signal(signal.SIGINT, self._on_signal)
+        signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # to the whole job: others act on it
         poller = zmq.Poller()
         poller.register(self._socket, zmq.POLLIN)
         poller.register(starter.reads, zmq.POLLIN)
@@ -138,6 +154,8 @@ class Service:
             if now >= next_tick and heard_all:
                 next_tick = now + self._timings.tick
                 self._handle(Ticked())
+                if self._run_dir.asked_for_checkpoint():
+                    self._handle(SaveAsked())
             if now >= next_ping:
                 next_ping = now + self._timings.ping
                 self._ping_all()
@@ -244,7 +262,7 @@ class Service:
         """Its end is the end of the job."""
         for event in self._starter.hear():
             match event:
-                case WorkerExited() | Unwell() | Interrupt():
+                case WorkerExited() | CannotStart() | Unwell() | Interrupt() | SaveAsked():
                     self._handle(event)
                 case Configuration() | Beat():
                     raise ProtocolError(f"{type(event).__name__} out of place")
@@ -283,12 +301,13 @@ class Service:
                 log.info("%s", effect.text)
             case Dropped():
                 self._drop(effect.text)
-            case Joined():
+            case Joined() | Again() | Snapshot():
                 self._starter.tell(effect)
             case Warn():
                 log.warning("%s", effect.text)
                 self._starter.tell(Warned(effect.text))
-            case Planned():
+            case Planned():  # the workers before these are gone, and these do not save yet
+                self._sweep()
                 plan = report.planned_json(effect, self._options)
                 self._write(self._run_dir.plan, lambda: write_json(self._run_dir.plan, plan))
                 self._starter.tell(report.planned_line(effect, self._options))
@@ -304,6 +323,8 @@ class Service:
                 self._starter.tell(effect)
             case Commit():
                 self._commit(effect)
+            case Discard():
+                self._run_dir.discard(effect.step)
             case Ended():
                 self._end(effect)
             case _:
@@ -335,21 +356,38 @@ class Service:
     def _commit(self, commit: Commit) -> None:
         scaler = dataclasses.asdict(commit.scaler) if commit.scaler else None
         stages = self._job.placement.stages
-        manifest = Manifest(commit.step, stages, commit.layers, commit.files, commit.ties, scaler)
+        evaluation = commit.evaluation
+        manifest = Manifest(
+            commit.step,
+            stages,
+            commit.layers,
+            commit.files,
+            commit.ties,
+            scaler,
+            {"step": evaluation.step, **evaluation.row()} if evaluation else None,
+        )
         try:
             self._descriptors.spare(lambda: self._run_dir.commit_checkpoint(manifest))
         except (OSError, ValueError) as error:
-            self._handle(Broken(f"cannot complete the checkpoint: {error}"))
+            text = f"cannot complete the checkpoint: {error}"
+            self._handle(Uncommitted(commit.step, text))
         else:
-            self._handle(Committed(commit.step))
+            self._handle(Committed(commit.step, str(self._run_dir.checkpoint(commit.step))))
             self._let_go()
 
     def _let_go(self) -> None:
         """Of old checkpoints; that one stays is no reason to end a job."""
+        self._remove("an old checkpoint", lambda: self._run_dir.let_go(self._options.keep))
+
+    def _sweep(self) -> None:
+        """Away with what those who are gone have begun."""
+        self._remove("an unfinished checkpoint", self._run_dir.sweep)
+
+    def _remove(self, what: str, remove: Callable[[], None]) -> None:
         try:
-            self._run_dir.let_go(self._options.keep)
+            remove()
         except OSError as error:
-            text = f"cannot remove an old checkpoint: {error}"
+            text = f"cannot remove {what}: {error}"
             log.warning("%s", text)
             self._starter.tell(Warned(text))
 
@@ -392,6 +430,42 @@ class _LogFile(logging.FileHandler):
             self._starter.tell(Warned(str(RecordError(self._path, error))))
 
 
+def _start(configuration: Configuration, options: Options, run_dir: RunDir) -> Start:
+    """Where the job goes on: by what the coordinator before this one left, or by a checkpoint.
+
+    Raises:
+        UsageError: that cannot be read.
+        OSError: the system does not let it be read.
+    """
+    start = Start(causes=configuration.causes)
+    if options.resume:
+        found = Manifest.read(Path(options.resume) / NAME)
+        step = found.step
+        scaler = Scaler(**found.scaler) if found.scaler else None
+        restore = Restore(step, options.resume)
+        start = dataclasses.replace(
+            start,
+            mark=Mark(step, scaler if options.precision == "fp16" else None),
+            restore=restore,
+            layers=found.layers,
+            recorded=step,
+            evaluated=step,
+            saved=step,
+        )
+    if not configuration.causes:
+        return start
+    if snapshot := configuration.snapshot:
+        scaler = Scaler(snapshot.scale, snapshot.good_steps) if snapshot.scale else None
+        memory = Restore(snapshot.step, slot=snapshot.slot, ranks=snapshot.ranks)
+        start = dataclasses.replace(start, mark=Mark(snapshot.step, scaler), restore=memory)
+    return dataclasses.replace(
+        start,
+        recorded=run_dir.last_step(run_dir.metrics),
+        evaluated=run_dir.last_step(run_dir.evaluation),
+        saved=run_dir.last_saved(),
+    )
+
+
 def check_room(options: Options) -> None:
     """Whether this process can have what a coordinator of so many workers takes.
 
@@ -418,10 +492,12 @@ def main() -> int:
     descriptors, starter = Descriptors(), Starter()
     host = configuration.host
     try:
-        path = RunDir(Path(configuration.run_dir)).coordinator_log()
-        logging.basicConfig(level=logging.INFO, handlers=[_LogFile(path, starter)])
+        run_dir = RunDir(Path(configuration.run_dir))
+        log_file = _LogFile(run_dir.coordinator_log(), starter)
+        logging.basicConfig(level=logging.INFO, handlers=[log_file])
         check_room(Options.from_json(configuration.options))
-        with sockets.server(configuration.token, host, timings()) as bound:
+        server = sockets.server(configuration.token, host, timings())
+        with closing(Lock(run_dir.lock, alone=False)), server as bound:
             socket, endpoint = bound
             log.info("bound to %s", endpoint)
             return Service(configuration, socket, descriptors, starter).run(endpoint)

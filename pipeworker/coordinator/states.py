@@ -58,7 +58,7 @@ class Verdict:
 
 @dataclass(frozen=True, slots=True)
 class Lost:
-    """A worker is gone, by nothing the user wrote: the job may start again with another one."""
+    """A worker is gone, by nothing that is sure to happen again: the job may go on without it."""
 
     failure: Failure
 

@@ -13,29 +13,35 @@ import contextlib
 import gc
 import importlib
 import os
+import resource
 import selectors
 import signal
 import socket
 import time
+from collections.abc import Sequence
 
 from pipeworker.environment import timings
 from pipeworker.host.lifetime import die_with, dying_with, kill_group
 from pipeworker.host.position import Tracker
+from pipeworker.record.memory import Memory
 from pipeworker.wire import lines, sockets
 from pipeworker.wire.lines import (
     Beat,
+    CannotStart,
     Fork,
     Forked,
     FromForkServer,
     ToForkServer,
-    Unwell,
     WorkerExited,
 )
+
+_DESCRIPTORS = 1 << 16
 
 
 class _ForkServer:
     def __init__(self) -> None:
         self._workers: dict[int, tuple[Fork, Tracker]] = {}  # by pid: as it was asked for
+        self._memories: dict[int, list[Memory]] = {}  # by rank: copies of the state of its workers
         self._input: lines.Buffer[ToForkServer] = lines.Buffer(ToForkServer)
         self._wake_in, self._wake_out = socket.socketpair()
 
@@ -43,6 +49,8 @@ class _ForkServer:
         for end in (self._wake_in, self._wake_out):
             end.setblocking(False)
         signal.signal(signal.SIGCHLD, lambda *_: None)
+        for number in (signal.SIGTERM, signal.SIGUSR1):  # to the whole job; it ends with its input
+            signal.signal(number, signal.SIG_IGN)
         signal.set_wakeup_fd(self._wake_in.fileno(), warn_on_full_buffer=False)
         with selectors.DefaultSelector() as selector:
             selector.register(0, selectors.EVENT_READ)
@@ -75,9 +83,13 @@ class _ForkServer:
                     _say(Beat(patience))
 
     def _fork(self, asked: Fork) -> None:
+        self._end_before(asked.generation)
         tracker = Tracker()
         parent = os.getpid()
         try:
+            memories = self._memories.setdefault(asked.rank, [])
+            while len(memories) < asked.slots:
+                memories.append(Memory())
             pid = os.fork()
         except OSError as error:
             _say(_cannot_start(asked, error))
@@ -119,15 +131,23 @@ class _ForkServer:
                 local_rank=asked.local_rank,
                 generation=asked.generation,
                 tracker=tracker,
+                memories=self._memories,
             )
             status = service.run(settings)
             atexit._run_exitfuncs()
         finally:
             os._exit(status)
 
-    def _reap(self) -> None:
-        for pid in list(self._workers):
-            done, wait_status = os.waitpid(pid, os.WNOHANG)
+    def _end_before(self, generation: int) -> None:
+        """Workers of earlier generations have nothing left to do, and may be stuck."""
+        old = [pid for pid, (asked, _) in self._workers.items() if asked.generation < generation]
+        for pid in old:
+            os.kill(pid, signal.SIGKILL)
+        self._reap(old, 0)
+
+    def _reap(self, pids: Sequence[int] | None = None, how: int = os.WNOHANG) -> None:
+        for pid in list(self._workers) if pids is None else pids:
+            done, wait_status = os.waitpid(pid, how)
             if done:
                 asked, tracker = self._workers.pop(pid)
                 kill_group(pid)  # what the worker started, a data loader's processes say
@@ -145,8 +165,17 @@ class _ForkServer:
             kill_group(pid)
 
 
-def _cannot_start(asked: Fork, error: OSError) -> Unwell:
-    return Unwell(f"cannot start the worker of rank {asked.rank}: {error.strerror}")
+def _make_room() -> None:
+    """The memories of many workers take more descriptors than a process has at first."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = _DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, _DESCRIPTORS)
+    if soft != resource.RLIM_INFINITY and soft < most:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+
+
+def _cannot_start(asked: Fork, error: OSError) -> CannotStart:
+    text = f"cannot start the worker of rank {asked.rank}: {error.strerror}"
+    return CannotStart(asked.rank, asked.generation, text)
 
 
 def _say(event: FromForkServer) -> None:
@@ -163,5 +192,6 @@ def main() -> int:
         importlib.import_module("pipeworker.worker.service")
         importlib.import_module("pipeworker.worker.internals").preload()
     gc.freeze()
+    _make_room()
     _ForkServer().serve()
     return 0

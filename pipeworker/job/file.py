@@ -29,6 +29,7 @@ class Job:
         data: an iterable, or a function that returns one; `evaluation` likewise, or None.
         scheduler_interval: ``"step"`` or ``"epoch"``.
         tied: tuples of names of parameters that are one, for layers given as callables.
+        transient: exceptions that are worth another try.
         where: where the names come from, for messages.
     """
 
@@ -42,6 +43,7 @@ class Job:
     evaluation: Any = None
     metrics: Callable[[Any, Any], Any] | None = None
     tied: Sequence[Sequence[str]] = ()
+    transient: tuple[type[BaseException], ...] = ()
     where: str = "the job"
 
 
@@ -140,8 +142,20 @@ def check(module: Any, where: str, required: Sequence[str] = REQUIRED) -> Job:
         evaluation=evaluation,
         metrics=getattr(module, "metrics", None),
         tied=tied,
+        transient=_exceptions(getattr(module, "transient", ()), where),
         where=where,
     )
+
+
+def _exceptions(given: Any, where: str) -> tuple[type[BaseException], ...]:
+    found = tuple(given) if isinstance(given, (list, tuple)) else (given,)
+    for kind in found:
+        if not (isinstance(kind, type) and issubclass(kind, BaseException)):
+            raise UsageError(
+                f"transient in {where} has a {type(kind).__name__}: it must be exception "
+                "types, in a tuple"
+            )
+    return found
 
 
 def _is_function(value: Any) -> bool:

@@ -6,6 +6,7 @@ import os
 import types
 import typing
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from pipeworker.errors import UsageError
@@ -29,6 +30,8 @@ def complete(job_file: str, stages: int, given: Mapping[str, Any]) -> Options:
         chosen["balance"] = tuple(balance)
     if type(chosen.get("checkpoint_every")) is int:
         chosen["checkpoint_every"] = str(chosen["checkpoint_every"])
+    if isinstance(chosen.get("init_from"), (str, Path)):
+        chosen["init_from"] = str(Path(chosen["init_from"]).absolute())
     hints = typing.get_type_hints(Options)
     for name, value in chosen.items():
         if not _is(value, hints[name]):

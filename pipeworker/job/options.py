@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Collection
+import reprlib
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +16,7 @@ from pipeworker.plan.schedule import RECOMPUTE_MODES
 
 DEVICES = ("auto", "cpu", "cuda")
 BACKENDS = ("auto", "gloo", "nccl", "tls")
+WHEN_BUSY = ("skip", "wait")
 PRECISIONS = ("fp32", "bf16", "fp16")
 MOST_STAGES = 1 << 16
 MOST_MICROBATCHES = 1 << 20  # that messages can speak of
@@ -25,6 +27,7 @@ _CHOICES: dict[str, Collection[str]] = {
     "precision": PRECISIONS,
     "device": DEVICES,
     "backend": BACKENDS,
+    "checkpoint_busy": WHEN_BUSY,
 }
 
 
@@ -67,8 +70,16 @@ class Options:
         threads: intra-op threads per worker.
         worker_timeout: seconds after which a worker that does not answer is given up.
         checkpoint_every: steps between checkpoints, or time, as ``30m``; None: at the end alone.
+        checkpoint_busy: what becomes of a checkpoint that is due while one is still being written.
         keep: checkpoints that stay; the oldest go.
+        snapshot_every: steps between copies of the state in memory; None to choose by their cost.
+        restarts: losses of workers within an hour that the job goes on after.
+        elastic: stages that the job may go on with when a worker cannot be replaced; None: all.
+        init_from: absolute path of the weights that training begins with.
+        init_partial: they may be others than those of the model; what is of both is taken.
         own_loop: mini-batches come one call at a time from a loop of the user's own.
+        resume: absolute path of the checkpoint that the run goes on from; empty at its beginning.
+        resume_step: the step which that one holds.
     """
 
     job_file: str
@@ -92,13 +103,21 @@ class Options:
     stop_on_nan: bool = False
     worker_timeout: float = 60.0
     checkpoint_every: str | None = None
+    checkpoint_busy: str = "skip"
     keep: int = 2
+    snapshot_every: int | None = None
+    restarts: int = 3
+    elastic: int | None = None
+    init_from: str | None = None
+    init_partial: bool = False
     own_loop: bool = False
+    resume: str = ""
+    resume_step: int = 0
 
     def __post_init__(self) -> None:
         for name, least in (
             *(("stages", 1), ("microbatches", 1), ("threads", 1)),
-            *(("accumulate", 1), ("seed", 0), ("keep", 1)),
+            *(("accumulate", 1), ("seed", 0), ("keep", 1), ("restarts", 0)),
         ):
             if getattr(self, name) < least:
                 raise UsageError(f"--{name} {getattr(self, name)}: must be {least} or more")
@@ -109,10 +128,16 @@ class Options:
             raise UsageError(f"--seed {self.seed}: must be less than 2**63")
         if self.steps is not None and self.steps < 1:
             raise UsageError(f"--steps {self.steps}: must be 1 or more")
-        if self.evaluate_every is not None and self.evaluate_every < 1:
-            raise UsageError(f"--evaluate-every {self.evaluate_every}: must be 1 or more")
+        for name in ("evaluate_every", "snapshot_every"):
+            every = getattr(self, name)
+            if every is not None and every < 1:
+                raise UsageError(f"--{name.replace('_', '-')} {every}: must be 1 or more")
+        if self.init_partial and self.init_from is None:
+            raise UsageError("--init-partial is of --init-from: there is no file")
         if self.checkpoint_every is not None:
             Every.parse(self.checkpoint_every)
+        if self.elastic is not None and not 1 <= self.elastic <= self.stages:
+            raise UsageError(f"--elastic {self.elastic}: must be 1 to --stages {self.stages}")
         for name in ("clip_grad_norm", "clip_grad_value"):
             bound = getattr(self, name)
             if bound is not None and not bound > 0:
@@ -146,10 +171,25 @@ class Options:
             raise ProtocolError("not a job's options") from error
         if type(fields) is not dict or fields.keys() != _HINTS.keys():
             raise ProtocolError("not a job's options")
+        return Options.of(fields)
+
+    @staticmethod
+    def of(fields: Mapping[str, Any]) -> Options:
+        """Of values as JSON gave them; what is not there is the default.
+
+        Raises:
+            ProtocolError: one is of the wrong type, unknown, or one without a default is missing.
+            UsageError: an option is out of its range.
+        """
+        if unknown := sorted(fields.keys() - _HINTS.keys()):
+            raise ProtocolError(f"there is no option {reprlib.repr(unknown[0])}")
+        if missing := sorted(_REQUIRED - fields.keys()):
+            raise ProtocolError(f"the option {missing[0]} is missing")
         return Options(**{name: _read(value, _HINTS[name]) for name, value in fields.items()})
 
 
 _HINTS: dict[str, str] = {field.name: str(field.type) for field in dataclasses.fields(Options)}
+_REQUIRED = {f.name for f in dataclasses.fields(Options) if f.default is dataclasses.MISSING}
 
 
 def _read(value: Any, hint: str) -> Any:

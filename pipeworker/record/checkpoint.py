@@ -9,38 +9,43 @@ on how layers were grouped. The weights and their index are laid out as Hugging 
 from __future__ import annotations
 
 import json
-import os
-import re
 import reprlib
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import nn
 
-from pipeworker.errors import RecordError, UsageError
-from pipeworker.record.manifest import NAME, Manifest, described, file_names
-from pipeworker.record.plain import Refused, Tensors, as_complex, pack, unpack
+from pipeworker.errors import PipeworkerError, UsageError
+from pipeworker.record import image
+from pipeworker.record.image import Image, Pairs
+from pipeworker.record.manifest import NAME, Manifest, Shard, file_names
+from pipeworker.record.memory import Memory, write
+from pipeworker.record.plain import Refused, Tensors, pack, unpack
+from pipeworker.record.tensors import COMPLEX, NAMES, TensorFile
 from pipeworker.wire.messages import File
 
 _HEADER = {"format": "pt"}
-_NAMES, _COMPLEX = "names", "complex128"
-"""In the header: the order of names, which the format loses, and which weights are complex."""
+_PLAIN = {"extra": dict, "buffers": dict, "updates": list}
+_WORTH = 1 << 12  # bytes; less is copied at once
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A stage: its layers, their names and state dicts, its optimizer, its scheduler's state."""
+    """A stage: its layers, their names and state dicts, its optimizer, its scheduler.
+
+    Attributes:
+        schedule: the scheduler's state.
+    """
 
     names: Sequence[str]
     layers: Sequence[nn.Module]
     states: Sequence[Mapping[str, Any]]
     optimizer: torch.optim.Optimizer | None = None
+    schedule: Any = None
     scheduler: Any = None
 
     def entries(self) -> dict[str, Any]:
@@ -51,16 +56,37 @@ class Part:
             for key, value in state.items()
         }
 
+    def still(self) -> Iterator[torch.Tensor]:
+        """What changes in an update alone."""
+        for layer in self.layers:
+            yield from (p for p in layer.parameters() if p.requires_grad)
+        if self.optimizer is not None:
+            for state in self.optimizer.state.values():
+                held = state.values() if isinstance(state, dict) else ()
+                yield from (value for value in held if isinstance(value, torch.Tensor))
+
+    def unlisted(self) -> dict[str, torch.Tensor]:
+        """Buffers that are in no state dict, likewise: caches, tables, what is not persistent."""
+        return {
+            f"{name}.{key}": buffer
+            for name, layer, state in zip(self.names, self.layers, self.states, strict=True)
+            for key, buffer in layer.named_buffers(remove_duplicate=False)
+            if key not in state
+        }
+
+    def parameters(self) -> dict[str, nn.Parameter]:
+        """Each parameter once, in model order, by the first of its names."""
+        found: dict[int, tuple[str, nn.Parameter]] = {}
+        for name, layer in zip(self.names, self.layers, strict=True):
+            for key, parameter in layer.named_parameters():
+                found.setdefault(id(parameter), (f"{name}.{key}", parameter))
+        return dict(found.values())
+
     def update(self, elsewhere: Collection[int], tensors: Tensors) -> dict[str, Any] | None:
         """The optimizer's state and groups, by the names of parameters, and the scheduler's."""
         if self.optimizer is None:
             return None
-        names = {
-            id(parameter): f"{name}.{key}"
-            for name, layer in reversed(list(zip(self.names, self.layers, strict=True)))
-            for key, parameter in layer.named_parameters()
-            if id(parameter) not in elsewhere
-        }
+        names = {id(p): name for name, p in self.parameters().items() if id(p) not in elsewhere}
         for key in self.optimizer.state:
             if not isinstance(key, torch.Tensor):
                 raise UsageError(
@@ -76,8 +102,8 @@ class Part:
             "state": {name: pack(value, tensors, name) for name, value in state.items()},
             "groups": pack(groups, tensors, "optimizer/groups"),
         }
-        if self.scheduler is not None:
-            packed["scheduler"] = pack(self.scheduler, tensors, "scheduler")
+        if self.schedule is not None:
+            packed["scheduler"] = pack(self.schedule, tensors, "scheduler")
         return packed
 
 
@@ -90,10 +116,22 @@ class _Content:
     plain: dict[str, Any] = field(default_factory=dict)
     complex: list[str] = field(default_factory=list)  # weights, kept as pairs of real numbers
 
+    def metadata(self) -> tuple[dict[str, str], dict[str, str]]:
+        """Of the two files with tensors."""
+        weights, others = (
+            {**_HEADER, NAMES: json.dumps(list(t))} for t in (self.weights, self.others)
+        )
+        return {**weights, COMPLEX: json.dumps(self.complex)}, others
 
-def _content(parts: Sequence[Part], elsewhere: Collection[int]) -> _Content:
+
+def _content(
+    parts: Sequence[Part],
+    elsewhere: Collection[int],
+    position: Mapping[str, Any] | None = None,
+) -> _Content:
     content = _Content()
     extra: dict[str, Any] = {}
+    buffers: dict[str, Any] = {}
     for part in parts:
         for name, value in part.entries().items():
             held: Tensors = {}
@@ -105,18 +143,113 @@ def _content(parts: Sequence[Part], elsewhere: Collection[int]) -> _Content:
                 content.complex.append(name)
             else:
                 extra[name] = pack(value, content.others, name)
+        for name, buffer in part.unlisted().items():
+            with suppress(UsageError):  # a sparse one, which the layer builds again
+                buffers[name] = pack(buffer, content.others, f"buffers/{name}")
     updates = [part.update(elsewhere, content.others) for part in parts]
-    content.plain = {"extra": extra, "updates": [u for u in updates if u is not None]}
+    updates = [update for update in updates if update is not None]
+    content.plain = {"extra": extra, "buffers": buffers, "updates": updates}
+    if position is not None:
+        content.plain["data"] = pack(dict(position), content.others, "data")
+    image.check(content.weights | content.others)
     return content
 
 
-def check(parts: Sequence[Part], elsewhere: Collection[int] = ()) -> None:
+def check(
+    parts: Sequence[Part],
+    elsewhere: Collection[int] = (),
+    position: Mapping[str, Any] | None = None,
+) -> None:
     """Refuse at once what could not be saved later.
 
     Raises:
         UsageError: a state holds something else than tensors and plain values; it is named.
     """
-    _content(parts, elsewhere)
+    _content(parts, elsewhere, position)
+
+
+class Album:
+    """The images of one memory, and what is no tensor: that is there once they are whole."""
+
+    def __init__(self, memory: Memory) -> None:
+        self.memory = memory
+        self._images = Image(memory, 0), Image(memory, 1)
+        self._plain: dict[str, Any] = {}
+
+    def take(
+        self,
+        parts: Sequence[Part],
+        elsewhere: Collection[int] = (),
+        position: Mapping[str, Any] | None = None,
+        room: int | None = None,
+    ) -> Pairs | None:
+        """Begin a copy of what a worker's stages hold; returns the copies that are left to do.
+
+        These are of weights and optimizer state, which stand still until the next update; all else
+        is copied at once.
+
+        Args:
+            elsewhere: ids of parameters whose optimizer state another stage writes.
+            position: in the data, where stage 0 is.
+            room: bytes that the memory may grow by; None as many as it takes. Where that is too
+                little nothing is copied, and None is returned.
+
+        Raises:
+            OSError: there is not enough memory.
+            UsageError: a state holds something else than tensors and plain values.
+        """
+        content = _content(parts, elsewhere, position)
+        size = sum(t.nbytes for held in (content.weights, content.others) for t in held.values())
+        if room is not None and size - self.memory.size > room:
+            return None
+        self.memory.put(2, b"")
+        self._plain = content.plain
+        still = {p.data_ptr() for part in parts for p in part.still()}
+        later: Pairs = []
+        for one, tensors, metadata in zip(
+            self._images, (content.weights, content.others), content.metadata(), strict=True
+        ):
+            for view, tensor in one.lay(tensors, metadata):
+                if tensor.nbytes >= _WORTH and tensor.data_ptr() in still:
+                    later.append((view, tensor))
+                else:
+                    view.copy_(tensor)
+        return later
+
+    def seal(self, step: int) -> None:
+        """The copy is whole: it is the state after `step`."""
+        self.memory.put(2, json.dumps({**self._plain, "step": step}).encode())
+
+    def fill(
+        self,
+        step: int,
+        parts: Sequence[Part],
+        elsewhere: Collection[int] = (),
+        position: Mapping[str, Any] | None = None,
+    ) -> None:
+        """The whole of a copy, at once.
+
+        Raises:
+            as :meth:`take`.
+        """
+        for view, tensor in self.take(parts, elsewhere, position) or ():
+            view.copy_(tensor)
+        self.seal(step)
+
+
+def remembered(memories: Iterable[Memory], step: int) -> list[Shard]:
+    """The state after `step`, as its workers left it in memory.
+
+    Raises:
+        PipeworkerError: it is not that, or not whole.
+    """
+    shards = [Shard(*memory.paths) for memory in memories]
+    for shard in shards:
+        plain = shard.state.read_bytes()
+        if not plain or json.loads(plain)["step"] != step:
+            text = f"the copy of step {step} in memory is gone: go on from disk, by --resume"
+            raise PipeworkerError(text)
+    return shards
 
 
 def save_part(
@@ -125,80 +258,20 @@ def save_part(
     ranks: int,
     parts: Sequence[Part],
     elsewhere: Collection[int] = (),
+    position: Mapping[str, Any] | None = None,
 ) -> tuple[File, ...]:
     """Write what a worker's stages hold; on disk when this returns.
-
-    Args:
-        elsewhere: ids of parameters whose optimizer state another stage writes.
 
     Raises:
         RecordError: a file cannot be written.
         UsageError: a state holds something else than tensors and plain values.
     """
-    content = _content(parts, elsewhere)
-    model, optimizer, state = (folder / name for name in file_names(rank, ranks))
-    path = model
+    memory = Memory()
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        for path, tensors in ((model, content.weights), (optimizer, content.others)):
-            more = {_NAMES: json.dumps(list(tensors))}
-            if path is model:
-                more[_COMPLEX] = json.dumps(content.complex)
-            path.touch()
-            mode = path.stat().st_mode  # what others may read, the umask says, not the library
-            save_file(_apart(tensors), path, {**_HEADER, **more})
-            path.chmod(mode)
-        path = state
-        state.write_text(json.dumps(content.plain), encoding="utf-8")
-        for path in (model, optimizer, state):
-            with path.open("rb") as file:
-                os.fsync(file.fileno())
-        return tuple(map(described, (model, optimizer, state)))
-    except OSError as error:
-        raise RecordError(path, error) from None
-    except SafetensorError as error:
-        raise RecordError(path, _of_the_system(error)) from None
-
-
-def _apart(tensors: Tensors) -> Tensors:
-    """On the CPU, dense, each with memory of its own: the format knows nothing else."""
-    found: Tensors = {}
-    seen: set[int] = set()
-    for name, tensor in tensors.items():
-        value = tensor.detach().cpu()
-        storage = value.untyped_storage()
-        whole = storage.nbytes() == value.nbytes and value.is_contiguous()
-        if not whole or storage.data_ptr() in seen:
-            value = value.clone(memory_format=torch.contiguous_format)
-        seen.add(value.untyped_storage().data_ptr())
-        found[name] = value
-    return found
-
-
-def _of_the_system(error: SafetensorError) -> Exception:
-    """The library hides the system's error in a text."""
-    number = re.search(r"os error (\d+)", str(error))
-    return OSError(int(number[1]), os.strerror(int(number[1]))) if number else error
-
-
-def find(source: Path) -> Path:
-    """The checkpoint itself, or the last complete one of a run directory.
-
-    Raises:
-        UsageError: there is none.
-        OSError: a directory cannot be read.
-    """
-    if (source / NAME).is_file():
-        return source
-    folder = source / "checkpoints"
-    found = sorted(folder.iterdir()) if folder.is_dir() else []
-    complete = [path for path in found if path.match("step-*") and (path / NAME).is_file()]
-    if not complete:
-        raise UsageError(
-            f"{source} has no complete checkpoint: give the directory of a finished run, or one of "
-            "its checkpoints"
-        )
-    return complete[-1]
+        Album(memory).fill(0, parts, elsewhere, position)
+        return write(memory.handles, folder, file_names(rank, ranks))
+    finally:
+        memory.close()
 
 
 class Checkpoint:
@@ -213,32 +286,27 @@ class Checkpoint:
         self.path = path
         self.manifest = Manifest.read(path / NAME)
 
-    def files(self, kind: str) -> list[Path]:
-        """Those of a kind, as ``model``: all there, none damaged."""
-        found = [file for file in self.manifest.files if file.name.startswith(f"{kind}-")]
-        paths = [self.path / file.name for file in found]
-        for path in paths:
-            if not path.exists():
-                raise UsageError(
-                    f"{path} is missing: the stage wrote it on another host; copy it here and try "
-                    "again"
-                )
-            if not path.is_file():
-                raise UsageError(f"cannot read {path}: it is not a file")
-        for path, file in zip(paths, found, strict=True):
-            size = path.stat().st_size
-            if size != file.bytes:
-                raise UsageError(f"cannot read {path}: it has {size} bytes, not {file.bytes}")
-            if described(path) != file:
-                raise UsageError(f"cannot read {path}: it is damaged (its checksum is another one)")
-        return paths
+    def shards(self) -> list[Shard]:
+        """What each worker wrote: all there, of the right sizes; see :meth:`verify`."""
+        paths = {f.name: self.manifest.there(self.path, f) for f in self.manifest.files}
+        ranks = sum(name.startswith("model-") for name in paths)
+        named = [file_names(rank, ranks) for rank in range(ranks)]
+        if paths.keys() != {name for names in named for name in names}:
+            raise UsageError(f"cannot read {self.path}: its files are not those of {ranks} workers")
+        return [Shard(*(paths[name] for name in names)) for names in named]
+
+    def verify(self) -> None:
+        """Read all files: none is missing or damaged."""
+        self.manifest.check_files(self.path)
 
     def weights(self) -> Tensors:
         """All weights, in model order, tied ones under each of their names."""
         found: Tensors = {}
         order = {name: number for number, name in enumerate(self.manifest.layers)}
-        for path in self.files("model"):
-            tensors = _tensors(path)
+        self.manifest.check_files(self.path, "model-")
+        for path in [shard.model for shard in self.shards()]:
+            file = TensorFile(path)
+            tensors = {name: file.mapped(name) for name in file}
             for name in tensors:
                 if name.partition(".")[0] not in order:
                     shown = f"{reprlib.repr(name)} is not a weight of a layer"
@@ -259,40 +327,28 @@ class Checkpoint:
     def optimizer_state(self) -> dict[str, dict[str, Any]]:
         """Of all optimizers, by the name of the parameter."""
         found: dict[str, dict[str, Any]] = {}
-        for path, plain, tensors in self._states:
+        self.verify()
+        for shard in self.shards():
+            tensors, plain = TensorFile(shard.optimizer), read_plain(shard.state)
             for update in plain["updates"]:
                 try:
                     found |= {name: unpack(v, tensors) for name, v in update["state"].items()}
                 except (Refused, KeyError, TypeError, AttributeError) as error:
-                    raise UsageError(f"cannot read {path}: {error}") from None
-        return found
-
-    @cached_property
-    def _states(self) -> list[tuple[Path, dict[str, Any], Tensors]]:
-        found = []
-        paths, others = self.files("state"), self.files("optimizer")
-        if len(paths) != len(others):
-            raise UsageError(f"cannot read {self.path}: files of state and optimizers do not match")
-        for path, other in zip(paths, others, strict=True):
-            try:
-                plain = json.loads(path.read_text(encoding="utf-8"))
-            except (ValueError, RecursionError):
-                plain = None
-            known = isinstance(plain, dict) and isinstance(plain.get("extra"), dict)
-            if not known or not isinstance(plain.get("updates"), list):
-                raise UsageError(f"cannot read {path}: it is not what a stage writes")
-            found.append((path, plain, _tensors(other)))
+                    raise UsageError(f"cannot read {shard.state}: {error}") from None
         return found
 
 
-def _tensors(path: Path) -> Tensors:
+def read_plain(path: Path) -> dict[str, Any]:
+    """What a worker's JSON file holds.
+
+    Raises:
+        UsageError: it is something else.
+        OSError: it cannot be read.
+    """
     try:
-        with safe_open(path, "pt") as file:
-            header = file.metadata() or {}
-            names, complex_ = (json.loads(header.get(key, "[]")) for key in (_NAMES, _COMPLEX))
-            if sorted(names) != sorted(file.keys()):
-                raise ValueError("its header does not match what it holds")
-            found = {name: file.get_tensor(name) for name in names}
-            return found | {name: as_complex(found[name]) for name in complex_}
-    except (SafetensorError, ValueError, RuntimeError, KeyError, TypeError) as error:
-        raise UsageError(f"cannot read {path}: it is damaged ({error!s:.200})") from None
+        plain = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError):
+        plain = None
+    if not (isinstance(plain, dict) and all(type(plain.get(k)) is t for k, t in _PLAIN.items())):
+        raise UsageError(f"cannot read {path}: it is not what a stage writes")
+    return plain

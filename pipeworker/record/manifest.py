@@ -36,6 +36,15 @@ def file_names(rank: int, ranks: int) -> tuple[str, str, str]:
     return f"model-{which}.safetensors", f"optimizer-{which}.safetensors", f"state-{which}.json"
 
 
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """What one worker wrote: three files."""
+
+    model: Path
+    optimizer: Path
+    state: Path
+
+
 def described(path: Path) -> File:
     """A file that is written, by its size and checksum.
 
@@ -60,6 +69,7 @@ class Manifest:
         files: of all workers.
         ties: by tied parameter, its names; the first one is in a file.
         scaler: the state of the loss scale, with fp16.
+        evaluation: the row of the pass after exactly this step, if there was one.
     """
 
     step: int
@@ -68,6 +78,7 @@ class Manifest:
     files: tuple[File, ...]
     ties: tuple[tuple[str, ...], ...] = ()
     scaler: dict[str, Any] | None = None
+    evaluation: dict[str, float] | None = None
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -78,6 +89,7 @@ class Manifest:
             "files": {f.name: {"bytes": f.bytes, "crc32": f.crc32} for f in self.files},
             **({"ties": [list(names) for names in self.ties]} if self.ties else {}),
             **({"scaler": self.scaler} if self.scaler else {}),
+            **({"evaluation": self.evaluation} if self.evaluation else {}),
         }
 
     @classmethod
@@ -111,7 +123,38 @@ class Manifest:
             tuple(File(n, f["bytes"], f["crc32"]) for n, f in found["files"].items()),
             tuple(map(tuple, found["ties"])),
             found["scaler"],
+            found["evaluation"],
         )
+
+    def check_files(self, folder: Path, kind: str = "") -> None:
+        """That those of a kind, as ``model``, or all, are there and none is damaged.
+
+        Raises:
+            UsageError: one is missing or damaged; it is named.
+            OSError: one cannot be read.
+        """
+        found = [file for file in self.files if file.name.startswith(kind)]
+        for path, file in [(self.there(folder, file), file) for file in found]:
+            if described(path) != file:
+                raise UsageError(f"cannot read {path}: it is damaged (its checksum is another one)")
+
+    def there(self, folder: Path, file: File) -> Path:
+        """Where a file is, if it is, with the right size.
+
+        Raises:
+            as :meth:`check_files`.
+        """
+        path = folder / file.name
+        if not path.exists():
+            raise UsageError(
+                f"{path} is missing: the stage wrote it on another host; copy it here and try again"
+            )
+        if not path.is_file():
+            raise UsageError(f"cannot read {path}: it is not a file")
+        size = path.stat().st_size
+        if size != file.bytes:
+            raise UsageError(f"cannot read {path}: it has {size} bytes, not {file.bytes}")
+        return path
 
 
 def _is_count(value: Any) -> bool:
@@ -146,6 +189,13 @@ def _is_scaler(value: Any) -> bool:
     return value is None or isinstance(value, dict)
 
 
+def _is_evaluation(value: Any) -> bool:
+    return value is None or (
+        isinstance(value, dict)
+        and all(type(figure) is float or _is_count(figure) for figure in value.values())
+    )
+
+
 _FIELDS: dict[str, Callable[[Any], bool]] = {
     "step": _is_count,
     "stages": _is_count,
@@ -153,6 +203,7 @@ _FIELDS: dict[str, Callable[[Any], bool]] = {
     "files": _are_files,
     "ties": _are_ties,
     "scaler": _is_scaler,
+    "evaluation": _is_evaluation,
 }
 
 

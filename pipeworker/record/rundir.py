@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import errno
 import json
+import math
 import os
+import re
 import shutil
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,12 +18,26 @@ from pipeworker.errors import UsageError
 from pipeworker.record.manifest import INDEX, NAME, Manifest, index_of
 from pipeworker.wire.lines import Verdict
 
+_ASKED = ".checkpoint"
+_LEFT = (".step-*.partial", ".*.gone")
+_LONGEST = 1 << 16  # bytes of a row
+_STEP = re.compile(r"step-(\d{8,19})", re.ASCII)
+
 
 @dataclass(frozen=True, slots=True)
 class RunDir:
     """The layout of a run directory."""
 
     path: Path
+
+    @property
+    def run(self) -> Path:
+        return self.path / "run.json"
+
+    @property
+    def lock(self) -> Path:
+        """See :class:`pipeworker.record.lock.Lock`."""
+        return self.path / ".lock"
 
     @property
     def plan(self) -> Path:
@@ -65,21 +82,118 @@ class RunDir:
             if index := index_of(partial, manifest.files):
                 write_json(partial / INDEX, index)
             write_json(partial / NAME, manifest.to_json())
-            partial.rename(self.checkpoint(manifest.step))
+            whole = self.checkpoint(manifest.step)
+            if whole.exists():  # a loop of the user's own may save a step again
+                _remove(whole)
+            partial.rename(whole)
             os.fsync(handle)
         finally:
             os.close(handle)
 
+    def discard(self, step: int) -> None:
+        """Remove what there is of a checkpoint that will not be complete."""
+        shutil.rmtree(self.partial_checkpoint(step), ignore_errors=True)
+
+    def sweep(self) -> None:
+        """Remove what processes left behind that ended while they wrote or removed a checkpoint.
+
+        Raises:
+            OSError: it cannot be removed.
+        """
+        for pattern in _LEFT:
+            for path in self.checkpoints.glob(pattern):
+                shutil.rmtree(path)
+
+    def saved(self) -> list[Path]:
+        """What looks like a complete checkpoint, the oldest first.
+
+        Raises:
+            OSError: the folder cannot be read.
+        """
+        entries = self.checkpoints.iterdir() if self.checkpoints.is_dir() else ()
+        found = {int(m[1]): path for path in entries if (m := _STEP.fullmatch(path.name))}
+        return [path for _, path in sorted(found.items())]
+
+    def last_saved(self) -> int:
+        """The step of the newest checkpoint; -1 where there is none.
+
+        Raises:
+            OSError: the folder cannot be read.
+        """
+        saved = self.saved()
+        return int(saved[-1].name.removeprefix("step-")) if saved else -1
+
+    def last_step(self, rows: Path) -> int:
+        """Of the last whole row of a file; 0 where there is none.
+
+        Raises:
+            OSError: the file cannot be read.
+        """
+        try:
+            *lines, _ = rows.read_bytes().split(b"\n")
+        except FileNotFoundError:
+            return 0
+        return int(json.loads(lines[-1])["step"]) if lines else 0
+
     def let_go(self, keep: int) -> None:
-        """Remove the oldest complete checkpoints but so many.
+        """Remove the oldest complete checkpoints but so many, and but the best.
+
+        That is the one with the least loss in an evaluation; of equal ones, the newest.
 
         Raises:
             OSError: one cannot be removed.
         """
-        for path in sorted(self.checkpoints.glob("step-*"))[:-keep]:
-            gone = path.with_name(f".{path.name}.gone")
-            path.rename(gone)  # at once: what is half removed must not look whole
-            shutil.rmtree(gone)
+        saved = self.saved()
+        if len(saved) <= keep:
+            return
+        best = min(reversed(saved), key=_loss)
+        for path in saved[:-keep]:
+            if path != best:
+                _remove(path)
+
+    def ask_for_checkpoint(self) -> None:
+        """Have the job that runs here save; :meth:`asked_for_checkpoint` is how it knows.
+
+        A file, because the folder is what all hosts of a job and who looks after it have in common.
+
+        Raises:
+            OSError: it cannot be written.
+        """
+        (self.path / _ASKED).touch()
+
+    def asked_for_checkpoint(self) -> bool:
+        """Whether somebody has asked since it was last asked here."""
+        try:
+            (self.path / _ASKED).unlink()
+        except OSError:
+            return False
+        return True
+
+
+def _loss(checkpoint: Path) -> float:
+    """Of the evaluation after its step; infinite where there is none that says something."""
+    with suppress(UsageError, OSError):
+        loss = (Manifest.read(checkpoint / NAME).evaluation or {}).get("loss", math.inf)
+        return loss if math.isfinite(loss) else math.inf
+    return math.inf
+
+
+def find(source: Path) -> Path:
+    """The checkpoint itself, or the last complete one of a run directory.
+
+    Raises:
+        UsageError: there is none.
+        OSError: a directory cannot be read.
+    """
+    if (source / NAME).is_file():
+        return source
+    complete = [path for path in RunDir(source).saved() if (path / NAME).is_file()]
+    if not complete:
+        raise UsageError(
+            f"{source} has no complete checkpoint: give the directory of a finished run, or one of "
+            "its checkpoints"
+        )
+    return complete[-1]
 
 
 def create(asked: str | Path | None, job_file: Path) -> RunDir:
@@ -99,7 +213,8 @@ def create(asked: str | Path | None, job_file: Path) -> RunDir:
         except FileExistsError:
             if asked:
                 raise UsageError(
-                    f"run directory {asked} exists already: choose another --run-dir, or remove it"
+                    f"run directory {asked} exists already: choose another --run-dir, or go on "
+                    "with it by --resume"
                 ) from None
             attempt += 1
             path = stem.with_name(f"{stem.name}-{attempt}")
@@ -107,12 +222,25 @@ def create(asked: str | Path | None, job_file: Path) -> RunDir:
             raise UsageError(f"cannot make run directory {path}: {error.strerror}") from None
 
 
+def _remove(checkpoint: Path) -> None:
+    gone = checkpoint.with_name(f".{checkpoint.name}.gone")
+    checkpoint.rename(gone)  # at once: what is half removed must not look whole
+    shutil.rmtree(gone)
+
+
 class Rows:
-    """A file of JSON objects, one a line, opened once; a row is there whole or not at all."""
+    """A file of JSON objects, one a line, opened once; a row is there whole or not at all.
+
+    That of a process which was killed while it wrote it goes.
+    """
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+        self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+        size = os.fstat(self._file).st_size
+        end = os.pread(self._file, _LONGEST, max(0, size - _LONGEST))
+        if not end.endswith(b"\n"):
+            os.ftruncate(self._file, size - len(end) + end.rfind(b"\n") + 1)
 
     def add(self, row: dict[str, Any]) -> None:
         """Write a row.
@@ -134,10 +262,14 @@ class Rows:
 
 def write_json(path: Path, value: Any) -> None:
     """Write a JSON file that is there whole or not at all."""
+    write_whole(path, (json.dumps(value, indent=2) + "\n").encode())
+
+
+def write_whole(path: Path, data: bytes) -> None:
+    """Write a file that is there whole or not at all."""
     temporary = path.with_name(f".{path.name}.partial")
-    with temporary.open("w", encoding="utf-8") as file:
-        json.dump(value, file, indent=2)
-        file.write("\n")
+    with temporary.open("wb") as file:
+        file.write(data)
         file.flush()
         os.fsync(file.fileno())
     temporary.replace(path)
@@ -152,6 +284,7 @@ def write_summary(run_dir: RunDir, verdict: Verdict, stages: int) -> None:
             "steps": verdict.steps,
             "stages": stages,
             "restarts": verdict.restarts,
+            "causes": list(verdict.causes),
             "seconds": verdict.seconds,
             "peak_memory_bytes": list(verdict.peak_memory),
             "bubble": verdict.bubble,

@@ -13,7 +13,8 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from pipeworker.errors import UsageError
-from pipeworker.record.checkpoint import Checkpoint, find
+from pipeworker.record.checkpoint import Checkpoint
+from pipeworker.record.rundir import find
 
 
 def export(source: Path, out: Path) -> int:

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 
 from pipeworker.environment import timings
 from pipeworker.errors import PipeworkerError, RecordError, UsageError
-from pipeworker.job.options import Options
-from pipeworker.record.rundir import RunDir, write_summary
+from pipeworker.record.rundir import write_summary
+from pipeworker.session.begin import Begun
 from pipeworker.session.place import Place, await_others
 from pipeworker.session.processes import coordinator
 from pipeworker.wire.keys import TOKEN_VARIABLE, new_token
@@ -40,16 +40,15 @@ class Meeting:
 def meet(
     place: Place,
     name: str,
-    options: Options,
-    make_run_dir: Callable[[], RunDir],
-    listen: Callable[[RunDir], Hear],
+    begin: Callable[[], Begun],
+    listen: Callable[[Begun], Hear],
 ) -> Meeting:
     """Start the coordinator on rank 0, learn of it on the others.
 
     Args:
         name: of the job among those that meet at the same store.
-        make_run_dir: called on rank 0 alone.
-        listen: given the run directory, gives who is told what the coordinator says.
+        begin: begins the run; called on rank 0 alone.
+        listen: given the run, gives who is told what the coordinator says.
 
     Raises:
         UsageError: the ranks cannot meet.
@@ -59,8 +58,8 @@ def meet(
     if place.world == 1:
         _check_room(place)
         token = token or new_token()
-        run_dir = make_run_dir()
-        head = Head(options, run_dir, token, "127.0.0.1", listen(run_dir))
+        begun = begin()
+        head = Head(begun, token, "127.0.0.1", _told(begun, listen))
         return Meeting(head.endpoint, token, head)
     store = place.store()
     key = f"pipeworker/{place.restart}/{name}"
@@ -76,24 +75,36 @@ def meet(
         return Meeting(endpoint, token or store.get(f"{key}/token").decode())
     try:
         _check_room(place)
-        run_dir = make_run_dir()
-        hear = listen(run_dir)
+        begun = begin()
+        hear = _told(begun, listen)
         if not token:
             token = new_token()
             store.set(f"{key}/token", token)
-            open_to_all = Warned(
+            _warn(
                 f"{TOKEN_VARIABLE} is not set: the token goes through torchrun's store, which "
-                "anyone who reaches its port can read"
+                "anyone who reaches its port can read",
+                hear,
             )
-            with suppress(OSError):  # that nobody reads it shows again
-                hear(open_to_all)
-        head = Head(options, run_dir, token, place.coordinator_address(), hear)
+        head = Head(begun, token, place.coordinator_address(), hear)
     except PipeworkerError as error:  # the others are waiting
         store.set(f"{key}/error", str(error))
         store.set(f"{key}/endpoint", "")
         raise
     store.set(f"{key}/endpoint", head.endpoint)
     return Meeting(head.endpoint, token, head)
+
+
+def _told(begun: Begun, listen: Callable[[Begun], Hear]) -> Hear:
+    """Who listens, and has been told how the run begins."""
+    hear = listen(begun)
+    for text in begun.warnings:
+        _warn(text, hear)
+    return hear
+
+
+def _warn(text: str, hear: Hear) -> None:
+    with suppress(OSError):  # that nobody reads it shows again
+        hear(Warned(text))
 
 
 def _check_room(place: Place) -> None:
@@ -106,19 +117,21 @@ def _check_room(place: Place) -> None:
 class Head:
     """Rank 0's coordinator: a child process, and a thread that passes on what it says."""
 
-    def __init__(
-        self, options: Options, run_dir: RunDir, token: str, host: str, hear: Hear
-    ) -> None:
+    def __init__(self, begun: Begun, token: str, host: str, hear: Hear) -> None:
         self._hear = hear
-        self._options, self._run_dir = options, run_dir
+        self._begun = begun
         self._started = time.monotonic()
         self._steps = 0
         self._verdict: Verdict | None = None
         self._unheard = False
-        self._coordinator = coordinator()
-        configuration = Configuration(options.to_json(), str(run_dir.path), token, host, starter=0)
-        self._coordinator.say(configuration)
-        self.endpoint = self._bound()
+        options, run_dir = begun.options.to_json(), str(begun.run_dir.path)
+        try:
+            self._coordinator = coordinator()
+            self._coordinator.say(Configuration(options, run_dir, token, host, starter=0))
+            self.endpoint = self._bound()
+        except PipeworkerError:
+            begun.close()
+            raise
         self._listener = threading.Thread(target=self._listen, name="coordinator", daemon=True)
         self._listener.start()
 
@@ -171,16 +184,17 @@ class Head:
         if self._verdict is None:
             how = "has not answered" if silent else "was killed"
             self._say_ourselves(status or 1, f"the coordinator (pid {self._coordinator.pid}) {how}")
+        self._begun.close()
         assert self._verdict
         return self._verdict.exit_status
 
     def _say_ourselves(self, status: int, error: str) -> None:
         """The verdict that the coordinator could not speak."""
-        seconds, workers = time.monotonic() - self._started, self._options.stages
+        seconds, workers = time.monotonic() - self._started, self._begun.options.stages
         verdict = Verdict("failed", status, self._steps, seconds, (0,) * workers, 0.0, error)
         self._verdict = verdict
         try:
-            write_summary(self._run_dir, verdict, workers)
+            write_summary(self._begun.run_dir, verdict, workers)
         except OSError as failed:
-            self._tell(Warned(str(RecordError(self._run_dir.summary, failed))))
+            self._tell(Warned(str(RecordError(self._begun.run_dir.summary, failed))))
         self._tell(verdict)

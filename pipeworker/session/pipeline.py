@@ -15,8 +15,10 @@ from torch import nn
 
 from pipeworker.errors import UsageError
 from pipeworker.job import file as job_file
-from pipeworker.job.given import complete
 from pipeworker.job.options import Options
+from pipeworker.record.checkpoint import Checkpoint
+from pipeworker.record.rundir import find
+from pipeworker.session.begin import Asked
 from pipeworker.session.place import Place
 from pipeworker.session.session import Session, script
 from pipeworker.session.show import Show
@@ -27,12 +29,14 @@ from pipeworker.wire.messages import (
     CallKind,
     Evaluate,
     Evaluation,
+    Loaded,
     StepResult,
 )
 from pipeworker.worker.service import over
 
-_NOT_HERE = ("job_file", "stages", "arguments", "own_loop")
-_OF_TRAIN = ("steps", "accumulate", "evaluate_every", "checkpoint_every", "keep")
+_OF_LAUNCH = ("restarts", "snapshot_every", "elastic")  # which can start a worker again
+_NOT_HERE = ("job_file", "stages", "arguments", "own_loop", "resume", "resume_step", *_OF_LAUNCH)
+_OF_TRAIN = ("steps", "accumulate", "evaluate_every", "checkpoint_every", "checkpoint_busy", "keep")
 
 
 class Pipeline:
@@ -97,12 +101,11 @@ class Pipeline:
         )
         _check_names(options, (*_NOT_HERE, *_OF_TRAIN), where)
         place = Place.found()
-        given = {**options, "microbatches": microbatches, "own_loop": True}
+        said = {**options, "microbatches": microbatches, "own_loop": True}
         self._session = Session(
             place,
             job,
-            complete(script(), place.world, given),
-            run_dir=run_dir,
+            Asked(script(), place.world, said, run_dir),
             sample=sample,
             listen=lambda _: _warn,
         )
@@ -202,6 +205,49 @@ class Pipeline:
             with session.working():
                 return session.worker.predict(step, cut, everywhere=everywhere)
 
+    def save(self) -> Path:
+        """Write a checkpoint of the state as it is, on all ranks together.
+
+        Returns:
+            Its folder, which is there, whole, on every rank that sees rank 0's disk.
+
+        Raises:
+            PipeworkerError: it cannot be written, or the job failed.
+        """
+        session = self._session
+        with session.inside():
+            session.perform(session.call(Call(self._rank, CallKind.SAVE)))
+            session.given()
+            return session.worker.run_dir.checkpoint(session.worker.saved)
+
+    def load(self, checkpoint: str | Path) -> int:
+        """Go on from a checkpoint, whatever number of stages has written it.
+
+        Weights, optimizer, scheduler and loss scale are then those of its step; where the loop is
+        in its data is its own business.
+
+        Args:
+            checkpoint: its folder, or a run directory, of which the last complete one is taken.
+
+        Returns:
+            The steps that were done.
+
+        Raises:
+            UsageError: there is none, it is damaged, or it is of another model.
+            PipeworkerError: the job failed elsewhere.
+        """
+        session = self._session
+        with session.inside():
+            source = Checkpoint(find(Path(checkpoint)))
+            source.verify()
+            scaler = source.manifest.scaler or {}
+            step = source.manifest.step
+            loaded = Loaded(step, scaler.get("scale", 0.0), scaler.get("good_steps", 0))
+            session.perform(session.call(Call(self._rank, CallKind.LOAD, loaded=loaded)))
+            with session.working():
+                session.worker.restore(source.shards())
+            return step
+
     def _begin(self, call: Call) -> int:
         """Wait for all ranks to make a call that changes no weight; returns the steps done."""
         told = self._session.call(call)
@@ -249,6 +295,8 @@ def train(
     metrics: Callable[[Any, Any], Any] | None = None,
     tied: Sequence[Sequence[str]] = (),
     run_dir: str | Path | None = None,
+    resume: bool = False,
+    allow: str | Sequence[str] = (),
     **options: Any,
 ) -> Path:
     """Train from a script, as ``pipeworker launch`` does from a job file; numbers are the same.
@@ -259,6 +307,8 @@ def train(
     Args:
         model, loss, optimizer: as for :class:`Pipeline`.
         data, evaluation, scheduler_interval and the others: as in a job file.
+        resume: the run in `run_dir` goes on, with its options where none are given here.
+        allow: options of it that may change although its numbers do, as ``["seed"]``.
         options: of ``pipeworker launch``, with underscores: ``steps=100``, ``evaluate_every=10``.
 
     Returns:
@@ -287,13 +337,13 @@ def train(
     )
     _check_names(options, _NOT_HERE, where)
     place = Place.found()
-    chosen = complete(script(), place.world, {**options, "microbatches": microbatches})
+    said = {**options, "microbatches": microbatches}
+    allowed = (allow,) if isinstance(allow, str) else tuple(allow)
     session = Session(
         place,
         job,
-        chosen,
-        run_dir=run_dir,
-        listen=lambda made: _Lines(chosen, str(made.path)).hear,
+        Asked(script(), place.world, said, run_dir, resume, allowed),
+        listen=lambda begun: _Lines(begun.options, str(begun.run_dir.path)).hear,
     )
     with session.inside():
         while not over(message := session.receive()):

@@ -5,11 +5,10 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from pathlib import Path
 from typing import Any, Generic, TypeVar
 
-import pipeworker
 from pipeworker.errors import PipeworkerError
+from pipeworker.host.spawn import command
 from pipeworker.wire import lines
 from pipeworker.wire.lines import (
     FromCoordinator,
@@ -18,18 +17,6 @@ from pipeworker.wire.lines import (
     ToCoordinator,
     ToForkServer,
 )
-
-_ROOT = str(Path(pipeworker.__file__).parents[1])
-# A module of the user's in the current folder must not be taken for one of ours, so the folder that
-# `-c` puts first on the path goes, and where pipeworker was found comes last.
-# An interrupt that comes before anybody can take it ends the process without a traceback.
-_BOOT = (
-    "import signal; signal.signal(signal.SIGINT, signal.SIG_DFL); "
-    "import sys; sys.path.pop(0); root, name = sys.argv[1:3]; "
-    "root in sys.path or sys.path.append(root); "
-    "import importlib; sys.exit(importlib.import_module(name).main())"
-)
-
 
 Said = TypeVar("Said", bound=Line)
 Heard = TypeVar("Heard", bound=Line)
@@ -47,7 +34,7 @@ class LineProcess(Generic[Said, Heard]):
     def __init__(self, module: str, hears: Any) -> None:
         try:
             self._process = subprocess.Popen(
-                [sys.executable, "-c", _BOOT, _ROOT, module],
+                command(module),
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=None if sys.stderr else subprocess.DEVNULL,  # it may be closed

@@ -25,8 +25,7 @@ from pipeworker.environment import timings
 from pipeworker.errors import LayerError, PeerLost, PipeworkerError, UsageError
 from pipeworker.host.position import Tracker
 from pipeworker.job.file import Job
-from pipeworker.job.options import Options
-from pipeworker.record import rundir
+from pipeworker.session.begin import Asked, Begun
 from pipeworker.session.head import Hear, meet
 from pipeworker.session.place import Place
 from pipeworker.wire.messages import (
@@ -71,24 +70,24 @@ class Session:
 
     Args:
         place: its rank and how many there are.
-        run_dir: where the job is recorded; by default ``runs/<script>-<time>``.
+        asked: what the script asks for.
         sample: an input of the model, for a job without data whose layers stash and pop.
-        listen: given the run directory, gives who is told what the coordinator says, on rank 0.
+        listen: given the run, gives who is told what the coordinator says, on rank 0.
 
     Raises:
-        UsageError: the ranks cannot meet.
+        UsageError: what is asked for is wrong, or the ranks cannot meet.
     """
 
     def __init__(
         self,
         place: Place,
         job: Job,
-        options: Options,
+        asked: Asked,
         *,
-        run_dir: str | Path | None,
         sample: Any = None,
-        listen: Callable[[rundir.RunDir], Hear],
+        listen: Callable[[Begun], Hear],
     ) -> None:
+        asked.check()
         self.rank = place.rank
         self._pid = os.getpid()
         self.closed = False
@@ -99,8 +98,7 @@ class Session:
         self._meeting = meet(
             place,
             f"script-{next(_numbers)}",
-            options,
-            lambda: rundir.create(run_dir, Path(options.job_file)),
+            asked.begin,
             listen,
         )
         settings = Settings(

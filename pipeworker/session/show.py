@@ -9,11 +9,13 @@ from typing import TextIO
 from pipeworker.errors import RecordError
 from pipeworker.job.options import Options
 from pipeworker.wire.lines import (
+    Again,
     Beat,
     Bound,
     FromCoordinator,
     Joined,
     Planned,
+    Snapshot,
     Verdict,
     Warned,
     never,
@@ -57,7 +59,7 @@ class Show:
                 self.warning(event.text)
             case Verdict():
                 self.ended(event)
-            case Bound() | Joined() | Beat():
+            case Bound() | Joined() | Again() | Snapshot() | Beat():
                 return
             case _:
                 never(event)
@@ -65,9 +67,10 @@ class Show:
     def planned(self, plan: Planned) -> None:
         self._theory = plan.bubble
         balance = ",".join(map(str, plan.balance))
+        done = self._options.resume_step
         self.line(
             f"{len(plan.balance)} stages ({balance} layers), {plan.microbatches} micro-batches, "
-            f"{plan.schedule}; run directory {self._run_dir}"
+            f"{plan.schedule}; run directory {self._run_dir}{f', from step {done}' if done else ''}"
         )
 
     def step(self, row: StepResult) -> None:
@@ -127,7 +130,9 @@ class TerminalShow(Show):
             Elapsed(),
             console=Console(),
         )
-        self._task = self._progress.add_task("", total=options.steps, figures="starting")
+        self._task = self._progress.add_task(
+            "", total=options.steps, completed=options.resume_step, figures="starting"
+        )
         self._progress.start()
 
     def step(self, row: StepResult) -> None:

@@ -5,12 +5,13 @@ Pipes end when a process ends, which is what they are there for. Who speaks to w
 ========================  =====================  ================================================
 from                      to                     events
 ========================  =====================  ================================================
-launcher, or rank 0       coordinator            Configuration first, WorkerExited, Unwell,
-                                                 Interrupt, Beat (the launcher alone)
-coordinator               launcher, or rank 0    Bound, Joined, Planned, StepResult, Evaluation,
-                                                 Warned, Beat, Verdict last
+launcher, or rank 0       coordinator            Configuration first, WorkerExited, CannotStart,
+                                                 Unwell, Interrupt, SaveAsked, Beat
+                                                 (all but Interrupt from the launcher alone)
+coordinator               launcher, or rank 0    Bound, Joined, Again, Snapshot, Planned,
+                                                 StepResult, Evaluation, Warned, Beat, Verdict last
 launcher                  fork server            Fork, Beat
-fork server               launcher               Forked, WorkerExited, Unwell, Beat
+fork server               launcher               Forked, WorkerExited, CannotStart, Beat
 ========================  =====================  ================================================
 
 A pipe does not end when a process is stopped, so each says Beat about once a second; who hears
@@ -32,6 +33,21 @@ from pipeworker.wire.messages import Evaluation, Position, StepResult
 
 
 @dataclass(frozen=True, slots=True)
+class Snapshot:
+    """The state after `step` is in the memories `slot` of so many workers.
+
+    Attributes:
+        scale, good_steps: the loss scale, 0 where there is none.
+    """
+
+    step: int
+    slot: int
+    ranks: int
+    scale: float = 0.0
+    good_steps: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class Configuration:
     """What the coordinator is started with. `token` travels in the pipe and nowhere else.
 
@@ -39,6 +55,10 @@ class Configuration:
         options: as JSON.
         host: where it listens.
         starter: the rank of the worker that is its parent; -1 for a launcher.
+        slots: memories for copies of the state of each worker; more than one where workers that
+            are lost are started again.
+        snapshot: where the job goes on whose coordinator was lost.
+        causes: of the losses so far.
     """
 
     options: str
@@ -47,6 +67,9 @@ class Configuration:
     host: str
     generation: int = 1
     starter: int = -1
+    slots: int = 1
+    snapshot: Snapshot | None = None
+    causes: tuple[str, ...] = ()
 
     def __repr__(self) -> str:  # never the token
         return f"Configuration(run_dir={self.run_dir!r}, host={self.host!r})"
@@ -63,6 +86,15 @@ class WorkerExited:
 
 
 @dataclass(frozen=True, slots=True)
+class CannotStart:
+    """The system does not start the worker of a rank."""
+
+    rank: int
+    generation: int
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
 class Unwell:
     """Something the job cannot do without is gone."""
 
@@ -75,13 +107,18 @@ class Interrupt:
 
 
 @dataclass(frozen=True, slots=True)
+class SaveAsked:
+    """Somebody asks for a checkpoint, and the job to go on."""
+
+
+@dataclass(frozen=True, slots=True)
 class Beat:
     """Its sender is alive; `patience` seconds without a word would mean that it is not."""
 
     patience: float
 
 
-ToCoordinator = Configuration | WorkerExited | Unwell | Interrupt | Beat
+ToCoordinator = Configuration | WorkerExited | CannotStart | Unwell | Interrupt | SaveAsked | Beat
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +133,18 @@ class Joined:
     """The worker of a rank has described its model: others may be started."""
 
     rank: int
+
+
+@dataclass(frozen=True, slots=True)
+class Again:
+    """What is left of the workers is to end; those of this generation are to be started.
+
+    So many that there are `stages`.
+    """
+
+    generation: int
+    cause: str
+    stages: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,20 +176,28 @@ class Verdict:
     bubble: float
     error: str | None
     restarts: int = 0
+    causes: tuple[str, ...] = ()
 
 
-FromCoordinator = Beat | Bound | Joined | Planned | StepResult | Evaluation | Warned | Verdict
+FromCoordinator = (
+    Beat | Bound | Joined | Again | Snapshot | Planned | StepResult | Evaluation | Warned | Verdict
+)
 
 
 @dataclass(frozen=True, slots=True)
 class Fork:
-    """Start a worker; `local_rank` is its number on this host."""
+    """Start a worker; `local_rank` is its number on this host.
+
+    Workers of earlier generations are killed first. `slots` memories for copies of its state stay
+    when it ends.
+    """
 
     rank: int
     generation: int
     endpoint: str
     token: str
     local_rank: int
+    slots: int = 0
 
     def __repr__(self) -> str:  # never the token
         return f"Fork(rank={self.rank}, generation={self.generation})"
@@ -158,7 +215,7 @@ class Forked:
     pid: int
 
 
-FromForkServer = Forked | WorkerExited | Unwell | Beat
+FromForkServer = Forked | WorkerExited | CannotStart | Beat
 
 Line = ToCoordinator | FromCoordinator | ToForkServer | FromForkServer
 _LINES: Codec[Line] = Codec(get_args(Line))

@@ -51,6 +51,7 @@ class Phase(IntEnum):
     SAVING = 11
     EVALUATION = 12
     SURVEY = 13
+    RESTORING = 14
 
     @property
     def label(self) -> str:
@@ -86,6 +87,8 @@ class Cause(Enum):
     """A process ended that should not have."""
     HUNG = "hung"
     """A process stopped answering."""
+    TRANSIENT = "transient"
+    """The user's code raised what the job file declares to be worth another try."""
     INTERNAL = "internal"
     """A defect in pipeworker."""
 
@@ -262,12 +265,18 @@ class Built:
 
 @dataclass(frozen=True, slots=True)
 class Ready:
-    """A worker's stages are built and connected. `batch` comes from where stage 0 is."""
+    """A worker's stages are built and connected.
+
+    Attributes:
+        batch: from where stage 0 is.
+        left_out: how many names of ``--init-from`` and of its stages had no counterpart.
+    """
 
     rank: int
     stages: tuple[Built, ...]
     device: str
     batch: Batch | None
+    left_out: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -298,6 +307,8 @@ class StepDone:
         busy: seconds spent computing (forward, recompute, backward, data).
         learning_rate: of the first parameter group; NaN where the worker has no optimizer.
         batch: from where stage 0 is, the next mini-batch; None when the data ended.
+        copied: the last step whose state is copied as a whole (:class:`Copy`), -1 for none.
+        copying: seconds of work that copy took.
     """
 
     rank: int
@@ -309,6 +320,8 @@ class StepDone:
     learning_rate: float
     peak_memory: int
     batch: Batch | None
+    copied: int = -1
+    copying: float = 0.0
 
     def __post_init__(self) -> None:
         losses, counts = len(self.losses), len(self.counts)
@@ -317,6 +330,7 @@ class StepDone:
         _check(len(self.squares) <= exact.MOST, f"{len(self.squares)} squares")
         _check(not exact.total(self.squares) < 0.0, "a negative sum of squares")
         _check(self.busy >= 0.0, f"{self.busy} seconds of work")
+        _check(self.copied >= -1 and self.copying >= 0.0, "a copy that cannot be")
         _check(self.peak_memory >= 0, f"{self.peak_memory} bytes of memory")
 
 
@@ -339,7 +353,21 @@ class CallKind(Enum):
     STEP = "step"
     EVALUATE = "evaluate"
     PREDICT = "predict"
+    SAVE = "save"
+    LOAD = "load"
     CLOSE = "close"
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """The checkpoint that a loop of the user's own goes on from: its step and loss scale."""
+
+    step: int
+    scale: float = 0.0
+    good_steps: int = 0
+
+    def __post_init__(self) -> None:
+        _check(min(self.step, self.scale, self.good_steps) >= 0, "a checkpoint that cannot be")
 
 
 @dataclass(frozen=True, slots=True)
@@ -350,6 +378,7 @@ class Call:
         batch: of STEP, the mini-batch that the first stage was given; None from the others.
         last: of STEP, whether the optimizer step is complete with this mini-batch.
         everywhere: of PREDICT, whether every stage wants the output.
+        loaded: of LOAD, what was.
     """
 
     rank: int
@@ -357,6 +386,11 @@ class Call:
     batch: Batch | None = None
     last: bool = True
     everywhere: bool = False
+    loaded: Loaded | None = None
+
+    def __post_init__(self) -> None:
+        right = (self.loaded is not None) == (self.kind is CallKind.LOAD)
+        _check(right, "a checkpoint is loaded by LOAD")
 
 
 @dataclass(frozen=True, slots=True)
@@ -375,11 +409,15 @@ class File:
 
 @dataclass(frozen=True, slots=True)
 class Saved:
-    """A worker's part of the checkpoint of `step` is on disk."""
+    """A worker's part of the checkpoint of `step` is on disk; or it is not, for this reason."""
 
     rank: int
     step: int
     files: tuple[File, ...] = ()
+    error: str = ""
+
+    def __post_init__(self) -> None:
+        _check(len(self.error) <= LONGEST_TEXT, f"a reason of {len(self.error)} characters")
 
 
 @dataclass(frozen=True, slots=True)
@@ -408,6 +446,17 @@ class Heartbeat:
 class Failed:
     rank: int
     failure: Failure
+
+
+@dataclass(frozen=True, slots=True)
+class Signalled:
+    """A worker was sent a signal from outside; it goes on until it hears what then."""
+
+    rank: int
+    signal: str
+
+    def __post_init__(self) -> None:
+        _check_names((self.signal,), "names of signals")
 
 
 class StoreOperation(Enum):
@@ -443,18 +492,35 @@ class StoreRequest:
 
 
 @dataclass(frozen=True, slots=True)
+class Restore:
+    """The state that a generation begins with, which is that after `step`.
+
+    Attributes:
+        path: of a checkpoint; or, where that is empty,
+        slot: of the memories that `ranks` workers of an earlier generation left behind.
+    """
+
+    step: int
+    path: str = ""
+    slot: int = 0
+    ranks: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class Welcome:
     """What the job is.
 
     Attributes:
         options: as JSON.
         held: the placement: by worker of a replica, its stages.
+        restore: what to begin with; None for the initial weights.
     """
 
     options: str
     run_dir: str
     held: tuple[tuple[int, ...], ...]
     replicas: int
+    restore: Restore | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -541,10 +607,25 @@ class Evaluate:
 
 
 @dataclass(frozen=True, slots=True)
-class Save:
-    """Write this worker's part of the checkpoint of `step`."""
+class Copy:
+    """Copy the state after `step` into a memory of this worker's, while the next step runs.
+
+    Attributes:
+        slot: the number of the memory.
+        save: write the copy to disk as well, as the worker's part of a checkpoint.
+    """
 
     step: int
+    slot: int
+    save: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Save:
+    """Write this worker's part of the checkpoint of `step`, by way of the memory `slot`."""
+
+    step: int
+    slot: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -564,10 +645,11 @@ Next = RunStep | Evaluate | Save | Wait | Finish
 
 @dataclass(frozen=True, slots=True)
 class Advance:
-    """What is next; before it, what is due of the last step or evaluation pass."""
+    """What is next; before it, what is due of the last step or pass, and what is copied then."""
 
     next: Next
     update: Update | Evaluated | None = None
+    copy: Copy | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -607,6 +689,7 @@ FromWorker = (
     | Saved
     | Heartbeat
     | Failed
+    | Signalled
     | StoreRequest
 )
 ToWorker = Welcome | Plan | Advance | StoreReply | Ping | Abort

@@ -36,6 +36,7 @@ from pipeworker.wire.messages import (
     FromWorker,
     Heartbeat,
     Ping,
+    Signalled,
     StoreOperation,
     StoreReply,
     StoreRequest,
@@ -43,6 +44,8 @@ from pipeworker.wire.messages import (
 )
 
 Leave = Callable[[Abort], None]
+_ENDS = (signal.SIGTERM, signal.SIGINT)
+_NOTICE = signal.SIGUSR1
 
 
 def say(abort: Abort) -> None:
@@ -87,6 +90,7 @@ class Control:
         self._outbox: deque[FromWorker] = deque()
         self._requests = 0
         self._closing = False
+        self._signalled: set[int] = set()
         self.name = f"rank {rank}"
         """How the worker is called, once it knows what it holds."""
         self.over: Abort | None = None
@@ -104,10 +108,14 @@ class Control:
         self._thread = threading.Thread(target=self._run, name="control", daemon=True)
 
     def start(self, *, signals: bool = True) -> None:
-        """Start the thread; with `signals`, take over SIGTERM and SIGINT (in the main thread)."""
+        """Start the thread; with `signals`, take over SIGTERM, SIGINT and SIGUSR1.
+
+        That is done in the main thread. The coordinator is told of a signal and says what then; a
+        second one ends the process.
+        """
         self._signals = signals
         if signals:
-            for number in (signal.SIGTERM, signal.SIGINT):
+            for number in (*_ENDS, _NOTICE):
                 signal.signal(number, lambda *_: None)
             signal.set_wakeup_fd(self._wake_in.fileno(), warn_on_full_buffer=False)
         self._thread.start()
@@ -219,8 +227,13 @@ class Control:
     def _on_wake(self) -> None:
         """A wake-up is a zero byte; a signal's number, written by the interpreter, is not."""
         for number in self._wake_out.recv(4096):
-            if number in (signal.SIGTERM, signal.SIGINT):
-                name = signal.Signals(number).name
+            if number not in (*_ENDS, _NOTICE):
+                continue
+            name = signal.Signals(number).name
+            if self.patience is not None and number not in self._signalled:
+                self._signalled.add(number if number in _ENDS else 0)
+                self._put(Signalled(self._rank, name))
+            elif number in _ENDS:
                 failure = Failure(
                     Cause.SIGNAL,
                     f"the worker of {self.name} was ended by {name}",

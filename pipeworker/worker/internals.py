@@ -39,6 +39,7 @@ __all__ = [
     "divide",
     "engine",
     "gloo_options",
+    "loads_itself",
     "move_hooks",
     "multiply",
     "preload",
@@ -94,6 +95,16 @@ def storage_uses(tensor: torch.Tensor) -> int:
 def buffers_of(module: nn.Module) -> MutableMapping[str, torch.Tensor | None]:
     """A module's own buffers, to be put back: ``named_buffers`` gives no place to put to."""
     return module._buffers
+
+
+def loads_itself(module: nn.Module) -> bool:
+    """Whether the user, or a library, has given a module a way of its own to load its tensors.
+
+    Batch norm has one that gives no buffer another shape.
+    """
+    kind = type(module)
+    other = kind._load_from_state_dict is not nn.Module._load_from_state_dict
+    return other and not kind.__module__.startswith("torch.nn.modules.")
 
 
 def version_of(tensor: torch.Tensor) -> int:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import math
 import os
 import socket
 import sys
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Protocol
@@ -25,6 +26,11 @@ from pipeworker.plan.actions import Action, Edge, parse_actions
 from pipeworker.plan.placement import Placement
 from pipeworker.plan.ties import Tie
 from pipeworker.record import checkpoint
+from pipeworker.record.checkpoint import Checkpoint
+from pipeworker.record.initial import Initial
+from pipeworker.record.manifest import Shard
+from pipeworker.record.memory import Memory
+from pipeworker.record.restore import position, restore
 from pipeworker.record.rundir import RunDir
 from pipeworker.wire.lines import never
 from pipeworker.wire.messages import (
@@ -32,6 +38,7 @@ from pipeworker.wire.messages import (
     Advance,
     Batch,
     Built,
+    Cause,
     Described,
     Evaluate,
     Evaluated,
@@ -45,6 +52,7 @@ from pipeworker.wire.messages import (
     Ping,
     Plan,
     Ready,
+    Restore,
     RunStep,
     Save,
     Saved,
@@ -59,8 +67,10 @@ from pipeworker.wire.messages import (
     Wait,
     Welcome,
 )
-from pipeworker.worker.blame import failure_of, users
+from pipeworker.worker.blame import Raised, failure_of, users
 from pipeworker.worker.device import device_for, peak_memory, redirect_output
+from pipeworker.worker.internals import loads_itself
+from pipeworker.worker.keeper import Keeper
 from pipeworker.worker.model import survey
 from pipeworker.worker.model.model import Model
 from pipeworker.worker.model.structures import classes_of
@@ -104,6 +114,8 @@ class Settings:
     Attributes:
         local_rank: which accelerator of this host is the worker's.
         to_log: send what is printed to the stage's log in the run directory.
+        memories: by rank, for copies of a worker's state, of all workers of the host; none where
+            they would not outlive it.
         job: what a script gave; None for a job file.
         sample: with a job that has no data, an input of the model, if its layers stash and pop.
     """
@@ -115,6 +127,7 @@ class Settings:
     generation: int = 1
     tracker: Tracker = field(default_factory=Tracker)
     to_log: bool = True
+    memories: Mapping[int, Sequence[Memory]] = field(default_factory=dict)
     job: Job | None = None
     sample: Any = None
 
@@ -134,10 +147,16 @@ class Worker:
         self._updaters: dict[int, Updater] = {}
         self.placement = Placement.identity(1)
         self._model: Model | None = None
+        self._transient: tuple[type[BaseException], ...] = ()
         self._ties: dict[int, Ties] = {}
+        self._ties_of: dict[str, str] = {}  # each further name of a tied weight, and the first
+        self._restored: Restore | None = None
+        self.saved = -1
+        """The step of the last checkpoint."""
         self._classes: dict[str, type] = {}
         self._evaluation_pass: tuple[Action, ...] = ()
         self._executors: list[Executor] = []  # one, once it is connected
+        self._keepers: list[Keeper] = []  # likewise
 
     @property
     def optimizer(self) -> torch.optim.Optimizer | None:
@@ -147,6 +166,14 @@ class Worker:
     @property
     def _executor(self) -> Executor:
         return self._executors[0]
+
+    @property
+    def _keeper(self) -> Keeper:
+        if not self._keepers:
+            memories = self._settings.memories.get(self._rank, ())
+            ranks, folder = self.placement.ranks, self.run_dir.partial_checkpoint
+            self._keepers.append(Keeper(self._rank, ranks, memories, folder, self._line.send))
+        return self._keepers[0]
 
     def hello(self) -> Hello:
         return Hello(self._rank, socket.gethostname(), os.getpid())
@@ -173,13 +200,17 @@ class Worker:
             kind = self._model.class_of(position.layer)
         at = [i for i, stage in self.stages.items() if stage.class_of(position.layer)]
         named = f"stage {at[0]}" if at else self._line.name
-        return failure_of(error, self._rank, position, kind, named)
+        failure = failure_of(error, self._rank, position, kind, named)
+        if isinstance(error, Raised) and isinstance(error.error, self._transient):
+            return replace(failure, cause=Cause.TRANSIENT)
+        return failure
 
     def _describe(self, welcome: Welcome) -> Described:
         self.run_dir = RunDir(Path(welcome.run_dir))
         if self._settings.to_log:
             redirect_output(self.run_dir.worker_log(self._rank))
         self._options = options = Options.from_json(welcome.options)
+        self._restored = welcome.restore
         self.placement = Placement(welcome.held, welcome.replicas)
         self._line.name = self.placement.names(self._rank)
         self._line.patience = options.worker_timeout
@@ -195,6 +226,7 @@ class Worker:
         else:
             self._job = self._settings.job
             modules = partial(survey.modules_of_the_user)
+        self._transient = self._job.transient
         if options.evaluate_every and self._job.evaluation is None:
             raise UsageError(
                 f"--evaluate-every {options.evaluate_every}: {self._job.where} has no evaluation()"
@@ -230,6 +262,7 @@ class Worker:
             seed=self._options.seed,
             repeat=self._options.steps is not None,
             said="step(batch) was given" if self._options.own_loop else "data() gave",
+            accelerator=rng.accelerator_generator(self._device),
         )
 
     def _build(self, plan: Plan) -> Ready:
@@ -237,6 +270,7 @@ class Worker:
         held = placement.stages_of(self._rank)
         assert self._model
         built = []
+        initial = self._initial(plan)
         for part in plan.ranges:
             tied = [Tie(t.names, t.stages) for t in plan.ties if part.stage in t.stages]
             layers, ties = self._model.build(part.first, part.stop, part.stage, tied, held)
@@ -255,6 +289,9 @@ class Worker:
             )
             if ties is not None:
                 self._ties[part.stage] = ties
+            if initial is not None:  # what an optimizer copies when it is built
+                tracker.set(Phase.RESTORING)
+                initial.load(self._part(stage), users)
             tracker.set(Phase.UPDATE)
             updater = self._updaters[part.stage] = Updater(
                 layers,
@@ -273,10 +310,66 @@ class Worker:
             classes = tuple(type(layer).__name__ for layer in stage.layers)
             count = sum(parameter.numel() for parameter in updater.parameters)
             built.append(Built(part.stage, part.first, classes, count))
+        left_out = 0 if initial is None else self._settle(initial)
+        del initial  # and what it has mapped
         self._model.forget()
+        self._ties_of = {
+            self._named(name): self._named(tie.names[0])
+            for tie in plan.ties
+            for name in tie.names[1:]
+        }
+        if self._restored is not None:
+            self._go_on_from(self._restored)
         checkpoint.check(self._parts(), self._elsewhere)
         self._connect(plan)
-        return Ready(self._rank, tuple(built), str(self._device), self._executor.next_batch)
+        batch = self._executor.next_batch
+        return Ready(self._rank, tuple(built), str(self._device), batch, left_out)
+
+    def _initial(self, plan: Plan) -> Initial | None:
+        """The weights to begin with, if it is the beginning."""
+        assert self._model
+        if self._options.init_from is None or self._restored is not None:
+            return None
+        self._tracker.set(Phase.RESTORING)
+        ties = [tuple(map(self._named, tie.names)) for tie in plan.ties]
+        return Initial(Path(self._options.init_from), self._model.names, ties)
+
+    def _settle(self, initial: Initial) -> int:
+        """Log what of the weights to begin with does not fit; returns how many names."""
+        partial, first = self._options.init_partial, 0 in self.stages
+        left_out = initial.settle(partial=partial, first=first)
+        if left_out:
+            text = f"--init-from {self._options.init_from}: {initial.misfits.listed()}"
+            print(f"warning: {text}", file=sys.stderr, flush=True)
+        return left_out
+
+    def _go_on_from(self, told: Restore) -> None:
+        """Begin with the state that a checkpoint, or workers before this one, left behind."""
+        self._tracker.set(Phase.RESTORING)
+        if told.path:
+            shards = Checkpoint(Path(told.path)).shards()
+        else:
+            held = self._settings.memories
+            slots = (held[rank][told.slot] for rank in range(told.ranks))
+            shards = checkpoint.remembered(slots, told.step)
+        self.restore(shards)
+        if 0 in self.stages and not self._options.own_loop:
+            self._reader.restore(position(shards))
+
+    def restore(self, shards: Sequence[Shard]) -> None:
+        """Put back what workers wrote, whatever stages they held.
+
+        Raises:
+            UsageError: it is of another model, or damaged.
+            Raised: what the user's code raised.
+        """
+        restore(shards, self._parts(), self._ties_of, users, loads_itself)
+
+    def _named(self, weight: str) -> str:
+        """A weight, as ``3.bias``, by its name in the user's module."""
+        assert self._model
+        layer, _, rest = weight.partition(".")
+        return f"{self._model.names[int(layer)]}.{rest}"
 
     def _connect(self, plan: Plan) -> None:
         """Join the neighbours, and read the first mini-batch."""
@@ -306,6 +399,7 @@ class Worker:
         self._evaluation_pass = parse_actions(plan.evaluation)
         if not options.own_loop:
             executor.load_first()
+            checkpoint.check((), (), self.position())
         self._tracker.wait()
 
     def _agreed(self, names: Sequence[str]) -> Kinds:
@@ -317,11 +411,15 @@ class Worker:
         match message.update:
             case Update():
                 self._tracker.set(Phase.UPDATE, message.update.step)
+                for keeper in self._keepers:
+                    keeper.settle()
                 for updater in self._updaters.values():
                     updater.apply(message.update)
             case Evaluated():
                 for updater in self._updaters.values():
                     updater.evaluated(message.update.loss)
+        if message.copy is not None:
+            self._keeper.copy(message.copy, self._parts(), self._elsewhere, self.position())
         match message.next:
             case RunStep():
                 return self._run(message.next)
@@ -334,6 +432,10 @@ class Worker:
         return never(message.next)
 
     def _run(self, run: RunStep) -> StepDone:
+        if self._job.scheduler is not None and self._job.scheduler_interval == "epoch":
+            # Whether the epoch ends with this step: one more mini-batch tells, and a run that goes
+            # on has the same rates.
+            run = dataclasses.replace(run, last=False)
         if run.actions:
             self._executor.program(parse_actions(run.actions))
         result = self._executor.run(run)
@@ -350,6 +452,7 @@ class Worker:
             trains[0] if trains else math.nan,
             peak_memory(self._device),
             next_batch,
+            *(self._keepers[0].whole if self._keepers else ()),
         )
 
     def _evaluation(self) -> Iterator[MicroBatches]:
@@ -363,8 +466,9 @@ class Worker:
             repeat=False,
             said="evaluation() gave",
             seed_of=rng.evaluation_data_seed,
+            accelerator=rng.accelerator_generator(self._device),
         )
-        return iter(reader.read, None)
+        return reader.once()
 
     @property
     def _last(self) -> Stage | None:
@@ -406,8 +510,16 @@ class Worker:
         """A mini-batch as micro-batches; `said` begins a message about what is wrong with it."""
         return self._reader.cut(batch, said)
 
+    def position(self) -> dict[str, Any] | None:
+        """Where the data is, before the mini-batch that is held ready; None where none is read."""
+        if 0 not in self.stages or self._options.own_loop:
+            return None
+        return self._reader.position(held=self._executor.next_batch is not None)
+
     def close(self) -> None:
         """Let go of channels and threads, and of the memory that channels map."""
+        while self._keepers:
+            self._keepers.pop().close()
         while self._executors:
             self._executors.pop().close()
             gc.collect()  # an executor's handlers refer to it
@@ -416,20 +528,20 @@ class Worker:
 
     def _save(self, save: Save) -> Saved:
         self._tracker.set(Phase.SAVING, save.step)
-        ranks, folder = self.placement.ranks, self.run_dir.partial_checkpoint(save.step)
-        files = checkpoint.save_part(folder, self._rank, ranks, self._parts(), self._elsewhere)
-        return Saved(self._rank, save.step, files)
+        self.saved = save.step
+        return self._keeper.save(
+            save.step, save.slot, self._parts(), self._elsewhere, self.position()
+        )
 
     def _parts(self) -> list[checkpoint.Part]:
         """What its stages hold."""
+        return [self._part(stage, self._updaters[i]) for i, stage in self.stages.items()]
+
+    def _part(self, stage: Stage, updater: Updater | None = None) -> checkpoint.Part:
         assert self._model
-        found = []
-        for index, stage in self.stages.items():
-            updater, layers = self._updaters[index], stage.layers
-            names = self._model.names[stage.first : stage.first + len(layers)]
-            update = updater.optimizer, updater.schedule
-            found.append(checkpoint.Part(names, layers, stage.state_dicts(), *update))
-        return found
+        names = self._model.names[stage.first : stage.first + len(stage.layers)]
+        update = (updater.optimizer, updater.schedule, updater.scheduler) if updater else ()
+        return checkpoint.Part(names, stage.layers, stage.state_dicts(), *update)
 
     @property
     def _elsewhere(self) -> set[int]:

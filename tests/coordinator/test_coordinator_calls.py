@@ -6,7 +6,8 @@ import itertools
 
 import pytest
 
-from pipeworker.coordinator.effects import Dropped, Effect, Planned, Send, Status
+from pipeworker.coordinator.effects import Commit, Dropped, Effect, Planned, Send, Status
+from pipeworker.coordinator.scaler import Scaler
 from pipeworker.coordinator.states import State
 from pipeworker.wire.messages import (
     Advance,
@@ -16,6 +17,7 @@ from pipeworker.wire.messages import (
     Evaluate,
     Evaluated,
     Evaluation,
+    Loaded,
     RunStep,
     Save,
     StepResult,
@@ -25,16 +27,15 @@ from pipeworker.wire.messages import (
 from support.coordinator import (
     BATCH,
     Scripted,
+    commit,
     of,
     of_messages,
     own,
+    runs,
+    saves,
     sent_to,
     updates,
 )
-
-
-def runs(effects: list[Effect]) -> list[RunStep]:
-    return [a.next for a in of_messages(effects, Advance) if isinstance(a.next, RunStep)]
 
 
 def test_nothing_runs_before_it_is_called() -> None:
@@ -133,7 +134,9 @@ def test_an_interrupt_ends_after_the_step_and_a_close_goes_before_it() -> None:
     job = own()
     job.called(CallKind.STEP)
     job.interrupt()
-    job.step(1)
+    assert saves(job.step(1)) == [Advance(Save(1), Update(1))] * 2
+    job.saved()
+    job.committed()
     assert (job.ended.status, job.ended.steps) == (Status.INTERRUPTED, 1)
     job = own()
     job.interrupt()
@@ -156,6 +159,16 @@ def test_an_interrupt_ends_after_the_step_and_a_close_goes_before_it() -> None:
             Call(0, CallKind.PREDICT, everywhere=True),
             Call(1, CallKind.PREDICT),
             ("predict(batch, everywhere=True)", "predict(batch)"),
+        ),
+        (
+            Call(0, CallKind.SAVE),
+            Call(1, CallKind.LOAD, loaded=Loaded(7)),
+            ("save()", "load(a checkpoint of step 7)"),
+        ),
+        (
+            Call(0, CallKind.LOAD, loaded=Loaded(6)),
+            Call(1, CallKind.LOAD, loaded=Loaded(7)),
+            ("load(a checkpoint of step 6)", "load(a checkpoint of step 7)"),
         ),
     ],
 )
@@ -186,3 +199,132 @@ def test_a_job_file_makes_no_calls(rank: int) -> None:
     why = "an update happens on all stages or on none"
     assert dropped == Dropped(f"Call while waiting for StepDone of rank 0: {why}")
     assert job.state() is State.STEPPING
+
+
+# Checkpoints.
+
+
+def test_a_loop_of_the_users_own_waits_for_its_checkpoint() -> None:
+    job = own()
+    job.called(CallKind.STEP)
+    job.save_asked()
+    effects = job.step(1)
+    (row,) = of(effects, StepResult)
+    assert saves(effects) == [Advance(Save(1), Update(1))] * 2
+    job.saved()
+    assert of_messages(job.committed(), Advance) == [Advance(Wait(row))] * 2
+    assert job.state() is State.CALLING
+    effects = job.called(CallKind.STEP)
+    assert [a.next for a in of_messages(effects, Advance)] == [RunStep(2, BATCH, False)] * 2
+
+
+def test_between_two_calls_it_is_taken_after_the_next_step() -> None:
+    job = own()
+    job.save_asked()
+    assert saves(job.called(CallKind.PREDICT)) == []
+    assert saves(job.called(CallKind.STEP)) == []
+    assert saves(job.step(1)) == [Advance(Save(1), Update(1))] * 2
+
+
+def test_save_saves_the_state_as_it_is_each_time() -> None:
+    """Between two of them the loop may have changed a weight."""
+    job = own()
+    for _ in range(2):
+        assert saves(job.called(CallKind.SAVE)) == [Advance(Save(0))] * 2
+        assert job.saved() == [commit(0)]
+        assert of_messages(job.committed(), Advance) == [Advance(Wait())] * 2
+    job.called(CallKind.STEP)
+    job.step(1)
+    assert saves(job.called(CallKind.SAVE)) == [Advance(Save(1))] * 2
+    job.saved()
+    job.committed()
+    assert job.state() is State.CALLING
+
+
+def test_the_checkpoint_of_a_step_is_made_once_though_it_is_asked_for_twice() -> None:
+    job = own()
+    job.called(CallKind.STEP)
+    job.save_asked()
+    job.step(1)
+    job.saved()
+    job.committed()
+    job.save_asked()
+    job.called(CallKind.EVALUATE)
+    assert saves(job.evaluated(1)) == []
+    assert of(job.effects, Commit) == [commit(1)]
+
+
+def closed(job: Scripted) -> list[Effect]:
+    """What it does until it is over."""
+    effects = job.called(CallKind.CLOSE)
+    if job.state() is State.SAVING:
+        effects += [*job.saved(), *job.committed()]
+    assert job.ended.status is Status.DONE
+    return effects
+
+
+def test_a_close_does_not_make_a_checkpoint_that_is_there() -> None:
+    job = own()
+    job.called(CallKind.STEP)
+    job.save_asked()
+    job.step(1)
+    job.saved()
+    job.committed()
+    assert saves(closed(job)) == []
+
+
+def test_steps_go_on_from_what_was_loaded() -> None:
+    job = own()
+    job.called(CallKind.STEP)
+    job.step(1)
+    loaded = Loaded(7)
+    assert of_messages(job.called(CallKind.LOAD, loaded=loaded), Advance) == [Advance(Wait())] * 2
+    effects = job.called(CallKind.STEP)
+    assert [a.next for a in of_messages(effects, Advance)] == [RunStep(8, BATCH, False)] * 2
+    assert [row.step for row in of(job.step(8), StepResult)] == [8]
+    assert saves(closed(job)) == [Advance(Save(8))] * 2
+    assert job.ended.steps == 8
+
+
+def test_steps_that_are_done_again_behind_a_load_are_recorded_again() -> None:
+    """With other mini-batches they are other steps."""
+    job = own()
+    for step in (1, 2):
+        job.called(CallKind.STEP)
+        job.step(step)
+    job.called(CallKind.LOAD, loaded=Loaded(1))
+    job.called(CallKind.STEP)
+    assert [row.step for row in of(job.step(2), StepResult)] == [2]
+
+
+@pytest.mark.parametrize(
+    ("loaded", "scale"),
+    [(Loaded(3, 8.0, 5), Scaler(8.0, 5)), (Loaded(3), Scaler(2.0**16, 0))],
+)
+def test_the_loss_scale_is_loaded_where_there_is_one(loaded: Loaded, scale: Scaler) -> None:
+    job = own(precision="fp16")
+    job.called(CallKind.LOAD, loaded=loaded)
+    job.called(CallKind.SAVE)
+    assert job.saved() == [commit(3, scale)]
+    job.committed()
+    job.called(CallKind.STEP)
+    assert job.runs(0)[-1].loss_scale == scale.scale
+    plain = own()
+    plain.called(CallKind.LOAD, loaded=Loaded(3, 8.0))
+    plain.called(CallKind.STEP)
+    assert plain.runs(0)[-1].loss_scale == 1.0
+
+
+@pytest.mark.parametrize("step", [1, 2, 3])
+def test_what_was_loaded_is_not_in_a_checkpoint_of_this_job_yet(step: int) -> None:
+    """Whatever is there of the same step, or of a later one."""
+    job = own()
+    for number in (1, 2):
+        job.called(CallKind.STEP)
+        job.step(number)
+    job.called(CallKind.SAVE)
+    job.saved()
+    job.committed()
+    job.called(CallKind.LOAD, loaded=Loaded(step))
+    assert saves(closed(job)) == [Advance(Save(step))] * 2
+    assert job.ended.steps == step

@@ -22,7 +22,10 @@ from pipeworker.wire.messages import (
     Failed,
     Failure,
     FromWorker,
+    Heartbeat,
     Hello,
+    Phase,
+    Position,
     Ready,
     Saved,
     StepDone,
@@ -30,7 +33,18 @@ from pipeworker.wire.messages import (
     Upcoming,
     Update,
 )
-from support.coordinator import BATCH, LAYERS, Scripted, commit, of, own, sent_to, updates
+from support.coordinator import (
+    BATCH,
+    LAYERS,
+    PATIENCE,
+    Scripted,
+    commit,
+    of,
+    own,
+    passed,
+    sent_to,
+    updates,
+)
 
 # All or none.
 
@@ -69,18 +83,60 @@ def test_an_interrupt_takes_effect_at_the_end_of_the_step() -> None:
     job.tick(DEFAULT.interrupt)
     assert job.state() is State.STEPPING
     job.done(1, 2)
+    assert job.state() is State.SAVING
+    assert job.saved() == [commit(2)]
+    job.committed()
     assert job.ended == Ended(Status.INTERRUPTED, 130, 2, (2, 102), job.ended.bubble, None)
     assert [row.step for row in of(job.effects, StepResult)] == [1, 2]
     assert sent_to(job.effects, 0)[-1] == Abort("interrupted", 130)
 
 
-def test_an_interrupt_that_is_overdue_ends_the_step() -> None:
-    job = Scripted(2).running()
+def test_an_interrupt_waits_for_as_long_as_somebody_moves() -> None:
+    """However long the step is: `worker_timeout` is what tells work from a standstill."""
+    job = Scripted(2, worker_timeout=PATIENCE).running()
     job.interrupt()
     job.done(0, 1)
-    job.tick(DEFAULT.interrupt + 0.1)
+    for microbatch in range(4):
+        job.says(Heartbeat(0, Position(Phase.WAITING, 1), waits=True))
+        job.says(Heartbeat(1, Position(Phase.FORWARD, 1, microbatch)))
+        job.tick(PATIENCE - 1.0)
+        assert job.state() is State.STEPPING
+    for rank in job.ranks:
+        job.says(Heartbeat(rank, Position(Phase.FORWARD, 1, 3)))
+    for _ in range(3):
+        job.tick(PATIENCE / 2)
+        for rank in job.ranks:
+            job.says(Heartbeat(rank, Position(Phase.FORWARD, 1, 3)))
     assert job.ended.status is Status.INTERRUPTED
     assert job.ended.steps == 0
+
+
+def test_an_interrupt_that_is_overdue_ends_a_loop_of_the_users_own_within_its_step() -> None:
+    job = own()
+    job.called(CallKind.STEP)
+    job.interrupt()
+    job.done(0, 1)
+    job.tick(DEFAULT.interrupt)
+    assert job.state() is State.STEPPING
+    job.tick(0.1)
+    assert job.ended.status is Status.INTERRUPTED
+    assert job.ended.steps == 0
+
+
+@pytest.mark.parametrize("held", [State.SAVING, State.COMMITTING])
+def test_a_checkpoint_may_take_longer_than_an_interrupt(held: State) -> None:
+    for job in (own(), Scripted(2, worker_timeout=PATIENCE).running()):
+        if job.options.own_loop:
+            job.called(CallKind.STEP)
+        job.interrupt()
+        job.step(1)
+        if held is State.COMMITTING:
+            job.saved()
+        for _ in range(4):
+            for rank in job.ranks:
+                job.says(Heartbeat(rank, Position(Phase.SAVING, 1)))
+            job.tick(PATIENCE / 2)
+        assert job.state() is held
 
 
 @pytest.mark.parametrize("joined", [0, 1, 2])
@@ -116,6 +172,8 @@ def test_an_interrupt_within_a_step_of_several_mini_batches_waits_for_all_of_the
     job.step(1)
     assert job.state() is State.STEPPING
     job.step(1)
+    job.saved()
+    job.committed()
     assert job.ended.status is Status.INTERRUPTED
     assert job.ended.steps == 1
 
@@ -161,7 +219,6 @@ def test_a_worker_that_says_hello_again_is_not_told_to_leave(rank: int) -> None:
     [
         Described(0, LAYERS, ()),
         Ready(0, (), "cpu", BATCH),
-        Saved(0, 1),
         StepDone(0, 2, (), (), (), 0.0, 0.0, 0, BATCH),
         StepDone(0, 0, (), (), (), 0.0, 0.0, 0, BATCH),
     ],
@@ -193,8 +250,9 @@ def test_what_is_said_of_another_step_is_dropped(step: int) -> None:
     (dropped,) = job.evaluated(step)
     assert dropped == Dropped(f"EvaluationDone of step {step} in step 1")
     job.evaluated(1)
-    assert job.saved(step) == [Dropped(f"Saved of step {step} in step 1")]
-    assert job.saved() == [commit(1)]
+    (dropped,) = job.saved(step)
+    assert dropped == Dropped(f"Saved of step {step}, which is not being written")
+    assert job.saved() == [commit(1, evaluation=passed(1))]
     assert [type(effect) for effect in job.committed(step)] == [Dropped]
     assert job.committed()[-1] == job.ended
 
@@ -210,7 +268,6 @@ MESSAGES: dict[type, FromWorker] = {
     StepDone: StepDone(0, 1, (1.0,), (), (1.0,), 0.0, 0.1, 0, BATCH),
     EvaluationDone: EvaluationDone(0, 1, 0, None),
     Call: Call(0, CallKind.STEP, BATCH),
-    Saved: Saved(0, 1),
 }
 
 
@@ -246,7 +303,8 @@ def test_every_state_can_be_reached_and_has_a_reason(state: State) -> None:
     assert in_state(state).state() is state
     what, why = _WHY[state]
     assert why
-    assert (what in {kind.__name__ for kind in TABLE[state]}) if what else not TABLE[state]
+    legal = {kind.__name__ for kind in TABLE[state]} or {"Saved"} & {what}
+    assert what in legal if what else not legal
 
 
 def test_the_table_has_what_workers_say_and_nothing_else() -> None:
@@ -294,4 +352,15 @@ def test_a_checkpoint_nobody_asked_for_changes_nothing() -> None:
         (dropped,) = job.committed(7)
         assert isinstance(dropped, Dropped)
         assert dropped.text.startswith("the checkpoint of step 7 while waiting for ")
+        assert job.state() is state
+        assert job.job.progress.saved == -1
+
+
+def test_a_part_nobody_asked_for_is_dropped_whenever_it_comes() -> None:
+    for state in State:
+        if state is State.OVER:
+            continue
+        job = in_state(state)
+        (dropped,) = job.says(Saved(0, 7))
+        assert dropped == Dropped("Saved of step 7, which is not being written")
         assert job.state() is state

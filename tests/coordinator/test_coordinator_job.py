@@ -120,7 +120,7 @@ def test_nothing_happens_after_the_end() -> None:
     assert job.job.over
     assert job.step(4) == job.join() == job.tick(1000) == job.exited(0, -9) == []
     assert job.interrupt() == job.handle(Unwell("x")) == job.handle(Broken("x")) == []
-    assert job.save_asked() == job.committed() == job.handle(StarterGone(-1)) == []
+    assert job.save_asked() == job.committed(1) == job.handle(StarterGone(-1)) == []
     assert job.handle(Unreachable(b"w0")) == []
     assert job.handle(Arrived(b"w0", 7, Heartbeat(0, NOWHERE))) == []
 

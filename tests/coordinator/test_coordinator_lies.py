@@ -6,7 +6,7 @@ Each of these reads as a message; what is wrong with them the job alone knows.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import msgpack
 import pytest
@@ -88,15 +88,28 @@ def test_what_is_no_message_names_its_sender_too() -> None:
     assert job.failure.message == f"{WHO}a malformed frame: not msgpack"
 
 
+def step_done(**wrong: object) -> list[object]:
+    """The fields of one, but for what is wrong."""
+    right = [1, 1, [], [], [], 0.0, 0.1, 0, None, -1, 0.0]
+    names = [field.name for field in fields(StepDone)]
+    return [wrong.get(name, value) for name, value in zip(names, right, strict=True)]
+
+
 WRONG = [
-    ("StepDone", [1, 1, [], [], [-4.0], 0.0, 0.1, 0, None], "a negative sum of squares"),
-    ("StepDone", [1, 1, [], [], [1.0] * 41, 0.0, 0.1, 0, None], "41 squares"),
-    ("StepDone", [1, 1, [1.0], [1.0, 2.0], [], 0.0, 0.1, 0, None], "2 counts for 1 losses"),
-    ("StepDone", [1, 1, [], [], [], -1.0, 0.1, 0, None], "-1.0 seconds of work"),
-    ("StepDone", [1, 1, [], [], [], 0.0, 0.1, 0, [1, 10, 0, 0]], "in 0 micro-batches"),
-    ("StepDone", [1, 1, [], [], [], 0.0, 0.1, 0, [1, 10, 10**7, 0]], "in 10000000 micro-batches"),
-    ("StepDone", [1, 1, [], [], [], 0.0, 0.1, 0, [1, -3, 1, 0]], "a mini-batch of -3 samples"),
-    ("Call", [0, "step", [1, 2**63, 1, 0], False, False], "a mini-batch of 9223372036854775808"),
+    ("StepDone", step_done(squares=[-4.0]), "a negative sum of squares"),
+    ("StepDone", step_done(squares=[1.0] * 41), "41 squares"),
+    ("StepDone", step_done(losses=[1.0], counts=[1.0, 2.0]), "2 counts for 1 losses"),
+    ("StepDone", step_done(busy=-1.0), "-1.0 seconds of work"),
+    ("StepDone", step_done(batch=[1, 10, 0, 0]), "in 0 micro-batches"),
+    ("StepDone", step_done(batch=[1, 10, 10**7, 0]), "in 10000000 micro-batches"),
+    ("StepDone", step_done(batch=[1, -3, 1, 0]), "a mini-batch of -3 samples"),
+    ("StepDone", step_done(copied=-2), "a copy that cannot be"),
+    ("StepDone", step_done(copying=-1.0), "a copy that cannot be"),
+    ("Call", [0, "step", [1, 2**63, 1, 0], False, False, None], "of 9223372036854775808 samples"),
+    ("Call", [0, "load", None, True, False, None], "a checkpoint is loaded by LOAD"),
+    ("Call", [0, "save", None, True, False, [1, 0.0, 0]], "a checkpoint is loaded by LOAD"),
+    ("Call", [0, "load", None, True, False, [-1, 0.0, 0]], "a checkpoint that cannot be"),
+    ("Call", [0, "load", None, True, False, [1, -1.0, 0]], "a checkpoint that cannot be"),
     ("Upcoming", [0, 0], "a mini-batch of 0 micro-batches"),
     (
         "EvaluationDone",
@@ -110,9 +123,11 @@ WRONG = [
     ("Described", [0, ["A", "B"], [], [], 0, [], ["a"]], "names that are not those of the layers"),
     ("Described", [0, ["A", "B"], [], [], 0, [], ["a", "a"]], "names that are not those of the"),
     ("Described", [0, ["A"], [], [], 0, [], ["a.b"]], "names that are not those of the layers"),
-    ("Saved", [0, 1, [["../x", 1, 1]]], "a file in another folder"),
-    ("Saved", [0, 1, [["x", -1, 1]]], "a file that cannot be"),
-    ("Saved", [0, 1, [["x", 1, 1 << 32]]], "a file that cannot be"),
+    ("Saved", [0, 1, [["../x", 1, 1]], ""], "a file in another folder"),
+    ("Saved", [0, 1, [["x", -1, 1]], ""], "a file that cannot be"),
+    ("Saved", [0, 1, [["x", 1, 1 << 32]], ""], "a file that cannot be"),
+    ("Saved", [0, 1, [], "x" * ((1 << 20) + 1)], "a reason of 1048577 characters"),
+    ("Signalled", [0, "S" * 513], "too many names of signals, or too long ones"),
     ("Described", [0, ["Linear"], [], [[["1.weight"], []]], 0, [], []], "a tied weight '1.weight'"),
     ("Described", [0, ["Linear"], [], [[["weight"], []]], 0, [], []], "a tied weight 'weight'"),
     ("Described", [0, ["Linear"], [], [[["0" * 5000], []]], 0, [], []], "names of tied weights"),
@@ -125,9 +140,9 @@ WRONG = [
 ]
 
 
-@pytest.mark.parametrize(("name", "fields", "what"), WRONG, ids=[what for *_, what in WRONG])
-def test_messages_check_their_own_ranges(name: str, fields: list[object], what: str) -> None:
-    frame = msgpack.packb([codec.VERSION, 1, name, fields])
+@pytest.mark.parametrize(("name", "values", "what"), WRONG, ids=[what for *_, what in WRONG])
+def test_messages_check_their_own_ranges(name: str, values: list[object], what: str) -> None:
+    frame = msgpack.packb([codec.VERSION, 1, name, values])
     with pytest.raises(ProtocolError, match=what):
         codec.decode(frame)
 

@@ -177,8 +177,11 @@ def test_an_interrupt_during_an_evaluation_ends_after_it() -> None:
     job.interrupt()
     assert job.state() is State.EVALUATING
     job.evaluated(1)
-    assert job.ended.status is Status.INTERRUPTED
     assert of(job.effects, Evaluation)
+    assert job.state() is State.SAVING
+    job.saved()
+    job.committed()
+    assert job.ended.status is Status.INTERRUPTED
 
 
 def test_no_step_begins_before_every_worker_has_evaluated() -> None:

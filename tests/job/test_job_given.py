@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -35,11 +36,20 @@ def test_a_balance_may_be_written_in_several_ways(balance: Any) -> None:
         ("stop_on_nan", 1, "--stop-on-nan 1: a int"),
         ("balance", [1, "2"], "--balance"),
         ("clip_grad_norm", "1", "--clip-grad-norm '1': a str"),
+        ("init_from", {"0.weight": 1}, "--init-from {'0.weight': 1}: a dict"),
     ],
 )
 def test_a_value_of_the_wrong_type(name: str, value: Any, message: str) -> None:
     with pytest.raises(UsageError, match=message):
         complete("job.py", 2, {name: value})
+
+
+@pytest.mark.parametrize("kind", [str, Path])
+def test_a_file_is_named_from_where_the_command_is(
+    kind: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert complete("job.py", 2, {"init_from": kind("a.pt")}).init_from == str(tmp_path / "a.pt")
 
 
 def test_a_whole_number_is_a_float_too() -> None:

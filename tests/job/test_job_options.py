@@ -54,6 +54,7 @@ def test_json_round_trip(made: Options) -> None:
         ),
         ("seed", 2**63, "--seed 9223372036854775808: must be less than"),
         ("steps", 0, "--steps 0: must be 1 or more"),
+        ("init_partial", True, "--init-partial is of --init-from: there is no file"),
         ("clip_grad_norm", 0.0, "--clip-grad-norm 0.0: must be greater than 0"),
         ("clip_grad_norm", float("nan"), "--clip-grad-norm nan: must be greater than 0"),
         ("worker_timeout", 0.0, "--worker-timeout 0.0: must be greater than 0"),

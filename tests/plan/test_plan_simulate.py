@@ -390,4 +390,6 @@ def test_half_a_million_actions_are_looked_at_in_a_second() -> None:
         check(schedule)
         simulate(schedule)
         took.append(time.process_time() - began)
-    assert min(took) < 2.0, took
+        if took[-1] < 2.0:
+            return
+    pytest.fail(f"it took {took} s")

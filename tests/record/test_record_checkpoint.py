@@ -34,8 +34,8 @@ def saved(folder: Path, *parts: Part, elsewhere: frozenset[int] = frozenset()) -
 
 
 def updates(of: Checkpoint) -> list[dict[str, Any]]:
-    (path,) = of.files("state")
-    found: list[dict[str, Any]] = json.loads(path.read_text())["updates"]
+    (shard,) = of.shards()
+    found: list[dict[str, Any]] = json.loads(shard.state.read_text())["updates"]
     return found
 
 
@@ -117,8 +117,8 @@ def test_weights_of_all_kinds(tmp_path: Path) -> None:
     for name, value in state.items():
         assert weights[name].dtype is value.dtype
         assert torch.equal(weights[name], value), name
-    (path,) = found.files("state")
-    packed = json.loads(path.read_text())["extra"]["0._extra_state"]
+    (shard,) = found.shards()
+    packed = json.loads(shard.state.read_text())["extra"]["0._extra_state"]
     assert packed == {"seen": 3, "at": {"$tensor": "0._extra_state/at"}}
 
 
@@ -153,12 +153,15 @@ def test_a_flipped_bit_is_named(tmp_path: Path, name: str) -> None:
     layer(torch.ones(1, 2)).sum().backward()
     optimizer.step()
     found = saved(tmp_path, part([layer], 0, optimizer))
-    (path,) = found.files(name)
+    (shard,) = found.shards()
+    path: Path = getattr(shard, name)
+    found.verify()
     whole = path.read_bytes()
     for at in range(len(whole)):
         path.write_bytes(whole[:at] + bytes([whole[at] ^ 4]) + whole[at + 1 :])
         with pytest.raises(UsageError, match=f"cannot read {path}: .*its checksum is another"):
-            found.files(name)
+            found.verify()
+        found.shards()  # which leaves that to others
 
 
 # Values as JSON.

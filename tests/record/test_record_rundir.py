@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 
 import pytest
@@ -12,8 +13,11 @@ from safetensors.torch import save_file
 from pipeworker.errors import UsageError
 from pipeworker.record import manifest, rundir
 from pipeworker.record.manifest import Manifest
-from pipeworker.record.rundir import RunDir
+from pipeworker.record.rundir import Rows, RunDir
 from pipeworker.wire.lines import Verdict
+from pipeworker.wire.messages import File
+
+_LATE = [100_000_000, 100_000_001]
 
 
 def test_where_things_are() -> None:
@@ -76,6 +80,49 @@ def test_a_checkpoint_is_there_once_it_is_committed(tmp_path: Path) -> None:
     assert index == {"metadata": {"total_size": 8}, "weight_map": {"0.w": file.name}}
 
 
+def saved(run: RunDir, losses: dict[int, float | str | None]) -> list[int]:
+    """Checkpoints as the last one is complete and two are kept: the steps of those that stay."""
+    for step, loss in losses.items():
+        run.checkpoint(step).mkdir(parents=True)
+        row = None if loss is None or isinstance(loss, str) else {"step": step, "loss": loss}
+        made = Manifest(step, 1, ("0",), (File("state-00001-of-00001.json", 1, 1),), evaluation=row)
+        rundir.write_json(run.checkpoint(step) / "manifest.json", made.to_json())
+        if isinstance(loss, str):
+            (run.checkpoint(step) / "manifest.json").write_text(loss)
+    run.let_go(2)
+    return [int(path.name.removeprefix("step-")) for path in run.saved()]
+
+
+@pytest.mark.parametrize(
+    ("losses", "stay"),
+    [
+        ({}, []),
+        ({1: 1.0, 2: 2.0}, [1, 2]),
+        ({1: None, 2: None, 3: None}, [2, 3]),
+        ({1: 3.0, 2: 1.0, 3: 2.0, 4: 5.0, 5: None}, [2, 4, 5]),
+        ({1: 3.0, 2: 2.0, 3: 1.0}, [2, 3]),
+        ({1: 1.0, 2: 1.0, 3: 2.0, 4: 2.0}, [2, 3, 4]),  # of equal ones, the newest
+        ({1: math.nan, 2: -math.inf, 3: 7.0, 4: None, 5: math.nan}, [3, 4, 5]),
+        ({1: "damaged", 2: 7.0, 3: "", 4: None, 5: None}, [2, 4, 5]),
+        ({99_999_999: 1.0, 100_000_000: 2.0, 100_000_001: 3.0}, [99_999_999, *_LATE]),
+        ({99_999_999: 3.0, 100_000_000: 2.0, 100_000_001: 1.0}, _LATE),
+    ],
+)
+def test_the_newest_checkpoints_stay_and_the_best(
+    tmp_path: Path, losses: dict[int, float | str | None], stay: list[int]
+) -> None:
+    assert saved(RunDir(tmp_path), losses) == stay
+    assert {path.name for path in tmp_path.glob("checkpoints/*")} == {
+        RunDir(tmp_path).checkpoint(step).name for step in stay
+    }
+
+
+def test_the_best_goes_when_there_is_a_better_one(tmp_path: Path) -> None:
+    run = RunDir(tmp_path)
+    assert saved(run, {1: 1.0, 2: 2.0, 3: 3.0, 4: 4.0}) == [1, 3, 4]
+    assert saved(run, {5: 0.5}) == [4, 5]
+
+
 @pytest.mark.parametrize(
     "header", [b"", b"[]", b"x", b'{"0.w": 3}', b'{"0.w": {}}', b'{"0.w": {"data_offsets": [1]}}']
 )
@@ -109,8 +156,23 @@ def test_the_summary(tmp_path: Path) -> None:
         "steps": 4,
         "stages": 2,
         "restarts": 0,
+        "causes": [],
         "seconds": 1.5,
         "peak_memory_bytes": [1, 2],
         "bubble": 0.25,
         "error": "lost",
     }
+
+
+def test_a_row_that_a_killed_process_has_begun_goes(tmp_path: Path) -> None:
+    run = RunDir(tmp_path)
+    assert run.last_step(run.metrics) == 0
+    for whole, torn in ((0, '{"st'), (0, "{"), (2, '{"step": 33'), (3, "")):
+        rows = [json.dumps({"step": step}) + "\n" for step in range(1, whole + 1)]
+        run.metrics.write_text("".join(rows) + torn)
+        assert run.last_step(run.metrics) == whole
+        file = Rows(run.metrics)
+        file.add({"step": whole + 1})
+        file.close()
+        found = [json.loads(line)["step"] for line in run.metrics.read_text().splitlines()]
+        assert found == [*range(1, whole + 2)]

@@ -14,7 +14,7 @@ from torch import nn
 from pipeworker.errors import UsageError
 from pipeworker.plan.partition import ranges
 from pipeworker.plan.placement import Placement
-from pipeworker.record import checkpoint, weights
+from pipeworker.record import checkpoint, rundir, weights
 from pipeworker.record.manifest import Manifest
 from pipeworker.wire.messages import File
 from support.checkpoints import part
@@ -112,9 +112,9 @@ def test_the_last_complete_checkpoint_is_taken(tmp_path: Path) -> None:
         save(model(), (5,), tmp_path, step)
     late = save(model(), (5,), tmp_path, 30)
     (late / "manifest.json").unlink()
-    assert checkpoint.find(tmp_path).name == "step-00000010"
+    assert rundir.find(tmp_path).name == "step-00000010"
     early = tmp_path / "checkpoints" / "step-00000002"
-    assert checkpoint.find(early) == early
+    assert rundir.find(early) == early
 
 
 @pytest.mark.parametrize("make", [True, False])

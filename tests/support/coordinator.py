@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-from collections import deque
-from collections.abc import Sequence
 from typing import Any, TypeVar
 
 from pipeworker.coordinator.effects import Commit, Effect, Ended, Send, Status
-from pipeworker.coordinator.events import Arrived, Committed, Event, SaveAsked, Ticked
-from pipeworker.coordinator.job import Job
+from pipeworker.coordinator.events import Arrived, Committed, Event, Ticked, Uncommitted
+from pipeworker.coordinator.job import Job, Start
 from pipeworker.coordinator.scaler import Scaler
 from pipeworker.coordinator.states import State
 from pipeworker.job.options import Options
@@ -17,7 +15,7 @@ from pipeworker.plan.orders import Order
 from pipeworker.plan.orders.gpipe import gpipe
 from pipeworker.plan.placement import Placement
 from pipeworker.timings import DEFAULT
-from pipeworker.wire.lines import Interrupt, WorkerExited
+from pipeworker.wire.lines import Interrupt, SaveAsked, WorkerExited
 from pipeworker.wire.messages import (
     Abort,
     Advance,
@@ -25,8 +23,8 @@ from pipeworker.wire.messages import (
     Built,
     Call,
     CallKind,
+    Copy,
     Described,
-    Evaluate,
     Evaluation,
     EvaluationDone,
     Failure,
@@ -40,11 +38,9 @@ from pipeworker.wire.messages import (
     Save,
     Saved,
     StepDone,
+    StepResult,
     ToWorker,
-    Upcoming,
     Update,
-    Wait,
-    Welcome,
 )
 
 T = TypeVar("T")
@@ -58,9 +54,15 @@ LOOPED = Order(gpipe, lambda workers: Placement.looped(workers, 2))
 """Two stages a worker. Tests register it under a name of their own."""
 
 
-def commit(step: int, scaler: Scaler | None = None) -> Commit:
+def commit(step: int, scaler: Scaler | None = None, evaluation: Evaluation | None = None) -> Commit:
     """Of a job of the usual layers."""
-    return Commit(step, scaler, layers=tuple(map(str, range(len(LAYERS)))))
+    names = tuple(map(str, range(len(LAYERS))))
+    return Commit(step, scaler, layers=names, evaluation=evaluation)
+
+
+def passed(step: int, loss: float = 0.5) -> Evaluation:
+    """What an evaluation pass gives."""
+    return Evaluation(step, loss, ("accuracy",), (0.75,))
 
 
 def ready_of(rank: int, plan: Plan, layers: tuple[str, ...], batch: Batch | None) -> Ready:
@@ -75,7 +77,11 @@ def identity(rank: int) -> bytes:
 
 
 class Scripted:
-    """A job, its workers as plain messages, and everything it ever did."""
+    """A job, its workers as plain messages, and everything it ever did.
+
+    Args:
+        replaceable, start: as :class:`Job` takes them.
+    """
 
     def __init__(
         self,
@@ -83,19 +89,49 @@ class Scripted:
         *,
         generation: int = 1,
         layers: tuple[str, ...] = LAYERS,
+        replaceable: bool = False,
+        start: Start | None = None,
         **options: Any,
     ) -> None:
         options = {"microbatches": 4, "steps": 3, **options}
         self.options = Options("job.py", workers, **options)
-        self.number = generation
         self.layers = layers
         self.now = 100.0
-        self.job = Job(self.options, "runs/x", self.now, timings=TIMINGS, generation=generation)
-        self.placement = self.job.placement
-        self.ranks = range(self.placement.ranks)
-        self.first = self.placement.rank_of(0)
-        self.last = self.placement.rank_of(self.placement.stages - 1)
+        self._given = {
+            "generation": generation,
+            "replaceable": replaceable,
+            "start": start or Start(),
+        }
+        self.job = self.begun()
         self.effects: list[Effect] = []
+
+    def begun(self) -> Job:
+        """A job as this one was at its beginning."""
+        given: Any = self._given
+        return Job(self.options, "runs/x", 100.0, timings=TIMINGS, **given)
+
+    @property
+    def number(self) -> int:
+        """Of the generation."""
+        return self.job.generation.number
+
+    @property
+    def placement(self) -> Placement:
+        return self.job.generation.placement
+
+    @property
+    def ranks(self) -> range:
+        return range(self.placement.ranks)
+
+    @property
+    def first(self) -> int:
+        """The rank that holds the first stage."""
+        return self.placement.rank_of(0)
+
+    @property
+    def last(self) -> int:
+        """The rank that holds the last stage."""
+        return self.placement.rank_of(self.placement.stages - 1)
 
     def state(self) -> State:
         """A method, for what is true of it now may not be true after the next event."""
@@ -127,7 +163,13 @@ class Scripted:
         return self.handle(SaveAsked())
 
     def committed(self, step: int | None = None) -> list[Effect]:
-        return self.handle(Committed(self.job.progress.steps if step is None else step))
+        """The checkpoint of `step`, or the last that was to be completed, is."""
+        step = of(self.effects, Commit)[-1].step if step is None else step
+        return self.handle(Committed(step, f"checkpoints/{step}"))
+
+    def uncommitted(self, text: str = "no space left") -> list[Effect]:
+        """It cannot be completed."""
+        return self.handle(Uncommitted(of(self.effects, Commit)[-1].step, text))
 
     # A happy life, in pieces.
 
@@ -143,19 +185,25 @@ class Scripted:
 
     def ready(self, batch: Batch | None = BATCH) -> list[Effect]:
         for rank in self.ranks:
-            (plan,) = self.sent(rank, Plan)
+            plan = self.sent(rank, Plan)[-1]
             mine = batch if rank == self.first else None
             effects = self.says(ready_of(rank, plan, self.layers, mine))
         return effects
 
-    def running(self) -> Scripted:
+    def again(self) -> list[Effect]:
+        """Its workers, or those in their places, come as far as the first step."""
         self.join()
         self.describe()
-        self.ready()
+        return self.ready()
+
+    def running(self) -> Scripted:
+        self.again()
         assert self.state() is (State.CALLING if self.options.own_loop else State.STEPPING)
         return self
 
     def done(self, rank: int, step: int, **more: Any) -> list[Effect]:
+        """What it was to copy is whole, if `more` does not say otherwise."""
+        copied = [copy.step for copy in self.copies(rank)]
         message = StepDone(
             rank,
             step,
@@ -166,6 +214,7 @@ class Scripted:
             learning_rate=0.1,
             peak_memory=100 * rank + step,
             batch=BATCH if rank == self.first else None,
+            copied=max(copied, default=-1),
         )
         return self.says(dataclasses.replace(message, **more))
 
@@ -178,9 +227,8 @@ class Scripted:
     def evaluated(self, step: int, loss: float = 0.5) -> list[Effect]:
         """Every worker has ended an evaluation pass."""
         for rank in self.ranks:
-            result = Evaluation(step, loss, ("accuracy",), (0.75,))
-            last = rank == self.last
-            effects = self.says(EvaluationDone(rank, step, 1000, result if last else None))
+            result = passed(step, loss) if rank == self.last else None
+            effects = self.says(EvaluationDone(rank, step, 1000, result))
         return effects
 
     def called(self, kind: CallKind, *ranks: int, **more: Any) -> list[Effect]:
@@ -190,9 +238,11 @@ class Scripted:
             effects = self.says(Call(rank, kind, batch, **more))
         return effects
 
-    def saved(self, step: int | None = None) -> list[Effect]:
+    def saved(self, step: int | None = None, error: str = "") -> list[Effect]:
+        """Every worker has written its part of `step`, or of what it was last told to write."""
         for rank in self.ranks:
-            effects = self.says(Saved(rank, self.job.progress.steps if step is None else step))
+            told = self.told_to_write(rank)[-1] if step is None else step
+            effects = self.says(Saved(rank, told, error=error))
         return effects
 
     # What it did.
@@ -203,6 +253,26 @@ class Scripted:
     def runs(self, rank: int) -> list[RunStep]:
         """What it was told to run."""
         return [a.next for a in self.sent(rank, Advance) if isinstance(a.next, RunStep)]
+
+    @property
+    def rows(self) -> list[int]:
+        """The steps that are recorded."""
+        return [row.step for row in of(self.effects, StepResult)]
+
+    def copies(self, rank: int) -> list[Copy]:
+        """What it was told to copy, in this generation."""
+        sends = of(self.effects, Send)
+        mine = [s for s in sends if s.peer == identity(rank) and s.generation == self.number]
+        told = [s.message for s in mine if isinstance(s.message, Advance)]
+        return [advance.copy for advance in told if advance.copy]
+
+    def told_to_write(self, rank: int) -> list[int]:
+        """The steps of the checkpoints it was told to write, beside a step or at once."""
+        found = []
+        for told in self.sent(rank, Advance):
+            found += [told.copy.step] if told.copy and told.copy.save else []
+            found += [told.next.step] if isinstance(told.next, Save) else []
+        return found
 
     @property
     def ended(self) -> Ended:
@@ -224,72 +294,15 @@ class Scripted:
         return self.ended.failure
 
 
-class Worker:
-    """One that follows the protocol: what it hears makes it say things, in `outbox`.
-
-    Args:
-        data: of a job file, its mini-batches, of which the worker with stage 0 tells.
-        calls: of the user's own loop.
-    """
-
-    def __init__(
-        self, script: Scripted, rank: int, data: Sequence[Batch], calls: Sequence[Call]
-    ) -> None:
-        self.script = script
-        self.rank = rank
-        self.outbox: deque[FromWorker] = deque([Hello(rank, "host", 1000 + rank)])
-        self.heard: list[ToWorker] = []
-        self._data = iter(data if rank == script.first else ())
-        self._calls = iter(calls)
-        self._call: Call | None = None
-
-    def hears(self, message: ToWorker) -> None:
-        self.heard.append(message)
-        script, rank = self.script, self.rank
-        match message:
-            case Welcome():
-                self._say(Described(rank, script.layers, ()))
-            case Plan():
-                self._say(ready_of(rank, message, script.layers, next(self._data, None)))
-            case Advance(RunStep() as run):
-                self._run(run)
-            case Advance(Evaluate(step)):
-                result = Evaluation(step, 0.5) if rank == script.last else None
-                if self._call and self._call.kind is CallKind.PREDICT:
-                    self._make_call()
-                else:
-                    self._say(EvaluationDone(rank, step, 1000, result))
-            case Advance(Save(step)):
-                self._say(Saved(rank, step))
-            case Advance(Wait()):
-                self._make_call()
-            case Advance(Finish()) | Abort():
-                self.outbox.clear()
-
-    def _run(self, run: RunStep) -> None:
-        batch = None if run.last else next(self._data, None)
-        if batch is not None and batch.microbatches != run.batch.microbatches:
-            self._say(Upcoming(self.rank, batch.microbatches))
-        losses = (0.25 * run.step, 0.5) if self.rank == self.script.last else ()
-        squares = (float(self.rank + run.step),)
-        self._say(StepDone(self.rank, run.step, losses, (), squares, 0.5, 0.1, run.step, batch))
-        if self._call and not self._call.last:
-            self._make_call()
-
-    def _make_call(self) -> None:
-        self._call = next(self._calls, None)
-        if self._call is None:  # others called what was not in the script
-            return
-        batch = self._call.batch if self.rank == self.script.first else None
-        self._say(dataclasses.replace(self._call, rank=self.rank, batch=batch))
-
-    def _say(self, message: FromWorker) -> None:
-        self.outbox.append(message)
-
-
 def own(workers: int = 2, **options: Any) -> Scripted:
     """With a loop of the user's own, before its first call."""
     return Scripted(workers, own_loop=True, steps=None, **options).running()
+
+
+def replaced(workers: int = 2, **options: Any) -> Scripted:
+    """With workers that are replaced when they are lost, and copy their state at every step."""
+    options = {"steps": 9, "snapshot_every": 1, **options}
+    return Scripted(workers, replaceable=True, **options)
 
 
 def of(effects: list[Effect], kind: type[T]) -> list[T]:
@@ -302,6 +315,21 @@ def sent_to(effects: list[Effect], rank: int) -> list[ToWorker]:
 
 def of_messages(effects: list[Effect], kind: type[T]) -> list[T]:
     return [m for m in (s.message for s in of(effects, Send)) if isinstance(m, kind)]
+
+
+def runs(effects: list[Effect]) -> list[RunStep]:
+    """What workers are told to run, in the order they are told."""
+    return [a.next for a in of_messages(effects, Advance) if isinstance(a.next, RunStep)]
+
+
+def saves(effects: list[Effect]) -> list[Advance]:
+    """Those by which workers are told to write a checkpoint before anything else is done."""
+    return [a for a in of_messages(effects, Advance) if isinstance(a.next, Save)]
+
+
+def copies(effects: list[Effect]) -> list[Copy]:
+    """What workers are told to copy while they run a step, in the order they are told."""
+    return [a.copy for a in of_messages(effects, Advance) if a.copy]
 
 
 def updates(effects: list[Effect]) -> list[Update]:

@@ -19,6 +19,13 @@ from typing import IO, Any
 
 from support.interpreter import MAXIMUM
 
+MODULES = (
+    *("torch._dynamo", "zmq", "rich.progress", "safetensors.torch"),
+    *("cli", "launcher.local", "launcher.torchrun", "pipeworker.session.pipeline"),
+    *("pipeworker.coordinator.service", "pipeworker.host.forkserver"),
+    *("pipeworker.worker.service", "pipeworker.record.weights"),
+)
+"""What the processes of tests need, imported once."""
 _TESTS = Path(__file__).parents[1]
 _PATIENCE = 120.0
 """Seconds that the server may take to import what it imports."""
@@ -205,9 +212,14 @@ class Server:
     """The server of a test run, started by whoever of its processes needs it first.
 
     Its socket has a name in no folder, so that nothing is left behind however the run ends.
+
+    Args:
+        run: who says the same has the same server.
+        warm: if it is started here, it imports what tests need first.
     """
 
-    def __init__(self, run: str) -> None:
+    def __init__(self, run: str, *, warm: bool = True) -> None:
+        self._modules = MODULES if warm else ()
         self.address = f"\0pipeworker-tests-{run}".encode()
         self._process: subprocess.Popen[bytes] | None = None
         for _ in range(3):
@@ -242,7 +254,7 @@ class Server:
                 return  # another one has been quicker
             listener.listen(128)
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "support.server", str(listener.fileno())],
+                [sys.executable, "-m", "support.server", str(listener.fileno()), *self._modules],
                 cwd=_TESTS,
                 pass_fds=[listener.fileno()],
                 stdin=subprocess.DEVNULL,

@@ -31,6 +31,8 @@ PRELOAD = "PIPEWORKER_TESTS_PRELOAD"
 """Of the environment: a module to import first, in what is forked and in what that starts."""
 COLD_RANKS = "PIPEWORKER_TESTS_COLD_RANKS"
 """Of torchrun's environment: its ranks are interpreters of their own, and its children."""
+SERVER = "PIPEWORKER_TESTS_SERVER"
+"""Of the environment of an interpreter: who forks what it starts, by name."""
 _TORCHRUN = "torch.distributed.run"
 _PR_SET_NAME = 15
 _IGNORED = (signal.SIGPIPE, signal.SIGXFSZ)
@@ -104,8 +106,8 @@ def _take_over(request: Request) -> None:
     os.environ.update(request.environment)
     os.chdir(request.folder)
     tempfile.tempdir = None
-    np = sys.modules["numpy"]
-    np.random.seed()  # Python's own generator does so by itself
+    if np := sys.modules.get("numpy"):
+        np.random.seed()  # Python's own generator does so by itself
     gc.enable()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import textwrap
@@ -17,9 +18,10 @@ import torch
 
 from pipeworker.record.checkpoint import Checkpoint
 from support.forked import Forked, Server
-from support.interpreter import take_terminal
+from support.interpreter import SERVER, take_terminal
 from support.sources import JOB
 
+_STARTUP = Path(__file__).with_name("startup")
 COMMAND = [sys.executable, "-m", "pipeworker"]
 
 Process = subprocess.Popen[str] | Forked
@@ -53,8 +55,8 @@ class Run:
 
     @cached_property
     def checkpoint(self) -> Checkpoint:
-        """The only one."""
-        (path,) = (self.path / "checkpoints").glob("step-*")
+        """The last one."""
+        *_, path = sorted((self.path / "checkpoints").glob("step-*"))
         return Checkpoint(path)
 
     @cached_property
@@ -84,6 +86,15 @@ class Jobs:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(textwrap.dedent(source))
         return path
+
+    @property
+    def forking(self) -> dict[str, str]:
+        """The environment of an interpreter that has its coordinator and fork server forked."""
+        if self._server is None:
+            return dict(os.environ)
+        path = [str(_STARTUP), str(_STARTUP.parents[1]), os.environ.get("PYTHONPATH", "")]
+        name = self._server.address.decode().removeprefix("\0")
+        return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, path)), SERVER: name}
 
     def python(
         self,
@@ -172,14 +183,21 @@ def processes_of(folder: Path) -> dict[int, str]:
     A forked one has the command line of the process that forked it, and a name of its own.
     """
     found = {}
-    for entry in Path("/proc").glob("[0-9]*"):
+    for entry in filter(str.isdigit, os.listdir("/proc")):  # noqa: PTH208 (polled: in a fifth)
         try:
-            if (entry / "cwd").readlink().is_relative_to(folder):
-                line = (entry / "cmdline").read_bytes().decode(errors="replace")
-                found[int(entry.name)] = (entry / "comm").read_text() + line
+            if f"{os.readlink(f'/proc/{entry}/cwd')}/".startswith(f"{folder}/"):  # noqa: PTH115
+                process = Path("/proc", entry)
+                line = (process / "cmdline").read_bytes().decode(errors="replace")
+                found[int(entry)] = (process / "comm").read_text() + line
         except OSError:
             continue  # it ended while we looked
     return found
+
+
+def cpu_seconds(pid: int) -> float:
+    """Seconds of CPU that a process has had (Linux)."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def until(condition: Callable[[], Any], seconds: float = 60.0) -> Any:

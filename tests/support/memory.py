@@ -43,3 +43,10 @@ def resident(pid: int) -> int:
     """Bytes of memory that a process holds."""
     status = Path(f"/proc/{pid}/status").read_text()
     return int(status.partition("VmRSS:")[2].split()[0]) * 1024
+
+
+def peak() -> int:
+    """The most bytes of memory that this process has held since it was last asked."""
+    status = Path("/proc/self/status").read_text()
+    Path("/proc/self/clear_refs").write_text("5")
+    return int(status.partition("VmHWM:")[2].split()[0]) * 1024

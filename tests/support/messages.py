@@ -11,12 +11,15 @@ from pipeworker.wire.messages import (
     MOST_SAMPLES,
     Batch,
     Built,
+    Call,
+    CallKind,
     Described,
     Evaluation,
     EvaluationDone,
     File,
     Heartbeat,
     Hello,
+    Loaded,
     Phase,
     Position,
     SkipRoute,
@@ -53,6 +56,7 @@ _evaluation = st.lists(st.tuples(_texts, _floats), max_size=4).flatmap(
 )
 _route = st.tuples(st.integers(0, 2), st.integers(2, 3), _texts).map(lambda r: SkipRoute(*r))
 _weight = st.tuples(st.integers(0, 3), _texts).map(lambda w: f"{w[0]}.{w[1]}")
+_loaded = st.builds(Loaded, _counts, st.floats(0.0), _counts)
 _squares = _some(st.floats(0.0)) | st.just((math.inf, -math.inf))
 
 MADE: dict[Any, st.SearchStrategy[Any]] = {
@@ -83,6 +87,20 @@ MADE: dict[Any, st.SearchStrategy[Any]] = {
             _floats,
             _counts,
             st.none() | _batch,
+            _places,
+            st.floats(0.0),
+        )
+    ),
+    Loaded: _loaded,
+    Call: st.sampled_from(CallKind).flatmap(
+        lambda kind: st.builds(
+            Call,
+            _ints,
+            st.just(kind),
+            st.none() | _batch,
+            st.booleans(),
+            st.booleans(),
+            _loaded if kind is CallKind.LOAD else st.none(),
         )
     ),
     EvaluationDone: st.builds(EvaluationDone, _ints, _ints, _counts, st.none() | _evaluation),

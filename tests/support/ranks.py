@@ -83,7 +83,6 @@ class Scripts(ExitStack):
         ranks: int = 2,
         *,
         alone: bool = False,
-        cold: bool = False,
         also: Mapping[str, str] | None = None,
         **variables: str,
     ) -> Ranks:
@@ -102,7 +101,6 @@ class Scripts(ExitStack):
                     **variables,
                     **(also or {}),
                 },
-                cold=cold,
             )
             for rank in range(ranks)
         ]

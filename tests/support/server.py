@@ -27,18 +27,11 @@ from typing import Any
 
 from support.interpreter import MAXIMUM, Request, become
 
-MODULES = (
-    *("torch._dynamo", "zmq", "rich.progress", "safetensors.torch"),
-    *("cli", "launcher.local", "launcher.torchrun", "pipeworker.session.pipeline"),
-    *("pipeworker.coordinator.service", "pipeworker.host.forkserver"),
-    *("pipeworker.worker.service", "pipeworker.record.weights"),
-)
 
-
-def warm_up() -> None:
+def warm_up(modules: list[str]) -> None:
     """Import what the forked processes need; garbage of before is not looked at again."""
     gc.disable()
-    for name in MODULES:
+    for name in modules:
         importlib.import_module(name)
     # Torch takes its operators out of its tables at the end: 45 ms in each process, for nothing.
     for finalizer in list(weakref.finalize._registry):  # type: ignore[attr-defined]
@@ -170,7 +163,7 @@ def _say(connection: socket.socket, what: dict[str, Any]) -> None:
 def main() -> None:
     listener = socket.socket(fileno=int(sys.argv[1]))
     address = listener.getsockname()
-    warm_up()
+    warm_up(sys.argv[2:])
     assert threading.active_count() == 1
     request = _Server(listener).serve()
     if request is not None:

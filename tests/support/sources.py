@@ -107,10 +107,15 @@ NESTED_JOB = """
 """
 """Nested values, masks, one tensor twice, transposed tensors, in-place, changing batch sizes."""
 
-SLEEPERS = JOB.replace(
+CALM = JOB.replace("import torch", "import time\n    import torch", 1).replace(
+    "x = torch", "time.sleep(0.01)\n            x = torch"
+)
+"""It leaves the machine to others: for jobs that train until something ends them."""
+
+SLEEPERS = CALM.replace(
     "def model",
     """
-    import os, subprocess, time
+    import os, subprocess
     from pathlib import Path
 
     class Parent(nn.Module):
@@ -125,3 +130,53 @@ SLEEPERS = JOB.replace(
     def model""",
 ).replace("nn.Tanh()", "Parent(), nn.Tanh()")
 """Layer 3, on the middle stage of three, starts a process that stays if nobody ends it."""
+
+DIES = """
+    import os
+    import random
+    import signal
+    import sys
+    from pathlib import Path
+
+    import torch
+    from torch import nn
+
+    HOW = sys.argv[1] if len(sys.argv) > 1 else ""
+    transient = (ConnectionError,)
+
+    class Dies(nn.Module):
+        def forward(self, x):
+            if HOW and done() == 3 and (HOW == "always" or not Path("died").exists()):
+                Path("died").touch()
+                {"kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
+                 "exit": lambda: os._exit(0),
+                 "stop": lambda: os.kill(os.getpid(), signal.SIGSTOP)}.get(HOW, self.fail)()
+            return x
+
+        def fail(self):
+            raise ConnectionError("no route")
+
+    MADE = []
+
+    def done():
+        return int(next(iter(MADE[0].state.values()), {"step": 0})["step"])
+
+    def model():
+        return nn.Sequential(
+            nn.Linear(8, 32), nn.Dropout(0.1), Dies(), nn.Linear(32, 32), nn.Tanh(),
+            nn.Linear(32, 3),
+        )
+
+    def loss(output, target):
+        return nn.functional.cross_entropy(output, target)
+
+    def optimizer(params):
+        MADE.append(torch.optim.AdamW(params, lr=1e-2))
+        return MADE[0]
+
+    def data():
+        for _ in range(4):
+            length = random.randint(5, 9)
+            yield torch.randn(length, 8), torch.randint(0, 3, (length,))
+"""
+"""With a word that says how, a worker dies in its fourth step: once; with ``always``, each time."""

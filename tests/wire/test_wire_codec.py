@@ -24,6 +24,7 @@ from pipeworker.wire.messages import (
     Advance,
     Batch,
     Cause,
+    Copy,
     Evaluation,
     EvaluationDone,
     Failed,
@@ -65,10 +66,13 @@ DONE = StepDone(
     learning_rate=0.1,
     peak_memory=1 << 40,
     batch=Batch(signature=2, samples=10, microbatches=4, epoch=0),
+    copied=6,
+    copying=0.25,
 )
 ADVANCE = Advance(
     RunStep(8, Batch(2, 10, 4, 1), True, "0F0 0>A0 0>T0@1 0L0 0<G0 0B0", loss_scale=1024.0),
     Update(7, 40.0, 0.5, epoch_ended=True),
+    Copy(7, 1, save=True),
 )
 PLAN = Plan(
     ranges=(StageRange(0, 0, 3), StageRange(3, 9, 12)),
@@ -98,7 +102,7 @@ def test_the_frame_is_four_plain_values() -> None:
         VERSION,
         3,
         "Advance",
-        [["Finish", []], ["Update", [7, 0.5, 1.0, False, False]]],
+        [["Finish", []], ["Update", [7, 0.5, 1.0, False, False]], None],
     ]
     assert msgpack.unpackb(encode(Heartbeat(0, Position(Phase.LOSS, 2)), 1))[3] == [
         *(0, [9, 2, -1, -1]),
@@ -109,8 +113,9 @@ def test_the_frame_is_four_plain_values() -> None:
 def test_what_is_next_is_called_by_its_name() -> None:
     """And what is one of several here is so everywhere, where it stands alone too."""
     gave = StepResult(1, 0.5, 8, 0.25, 32.0, 1.5, 0.1, 0.4, 0)
-    (what, due) = msgpack.unpackb(encode(Advance(Wait(gave)), 1))[3]
-    assert (what, due) == (["Wait", [["StepResult", [*dataclasses.astuple(gave)]]]], None)
+    (what, due, copy) = msgpack.unpackb(encode(Advance(Wait(gave)), 1))[3]
+    assert what == ["Wait", [["StepResult", [*dataclasses.astuple(gave)]]]]
+    assert (due, copy) == (None, None)
     result = Evaluation(3, 0.5, ("accuracy",), (0.75,))
     fields = msgpack.unpackb(encode(EvaluationDone(1, 3, 0, result), 1))[3]
     assert fields == [1, 3, 0, ["Evaluation", [3, 0.5, ["accuracy"], [0.75]]]]
@@ -222,24 +227,27 @@ def test_a_wrong_head_is_refused(frame: Any, why: str) -> None:
         ("Heartbeat", [0, [[], 1, 1, 1]]),
         ("Heartbeat", [0, None]),
         ("Failed", [0, ["gossip", "m", 0, [0, -1, -1, -1], "", ""]]),
-        ("StepDone", [0, 1, [1], [], [], 0.0, 0.0, 0, None]),
-        ("StepDone", [0, 1, [0.5, True], [], [], 0.0, 0.0, 0, None]),
-        ("StepDone", [0, 1, [], [], [], 0, 0.0, 0, None]),
-        ("StepDone", [0, 1, [], [], [], 0.0, 0.0, 0, [1, 2, 3]]),
+        ("StepDone", [0, 1, [1], [], [], 0.0, 0.0, 0, None, -1, 0.0]),
+        ("StepDone", [0, 1, [0.5, True], [], [], 0.0, 0.0, 0, None, -1, 0.0]),
+        ("StepDone", [0, 1, [], [], [], 0, 0.0, 0, None, -1, 0.0]),
+        ("StepDone", [0, 1, [], [], [], 0.0, 0.0, 0, [1, 2, 3], -1, 0.0]),
         # one of several
-        ("Advance", [[1, 1], None]),
-        ("Advance", [None, None]),
-        ("Advance", [[], None]),
-        ("Advance", [["Finish"], None]),
-        ("Advance", [["Finish", [], []], None]),
-        ("Advance", [["Finish", [1]], None]),
-        ("Advance", [["Finish", None], None]),
-        ("Advance", ["Finish", None]),
-        ("Advance", [["Machine", []], None]),
-        ("Advance", [["Update", [1, 1.0, 1.0, False, False]], None]),  # of the other field
-        ("Advance", [["Finish", []], ["Finish", []]]),
-        ("Advance", [[b"Finish", []], None]),
-        ("Advance", [[["Finish"], []], None]),
+        ("Advance", [[1, 1], None, None]),
+        ("Advance", [None, None, None]),
+        ("Advance", [[], None, None]),
+        ("Advance", [["Finish"], None, None]),
+        ("Advance", [["Finish", [], []], None, None]),
+        ("Advance", [["Finish", [1]], None, None]),
+        ("Advance", [["Finish", None], None, None]),
+        ("Advance", ["Finish", None, None]),
+        ("Advance", [["Machine", []], None, None]),
+        ("Advance", [["Update", [1, 1.0, 1.0, False, False]], None, None]),  # of the other field
+        ("Advance", [["Finish", []], ["Finish", []], None]),
+        ("Advance", [[b"Finish", []], None, None]),
+        ("Advance", [[["Finish"], []], None, None]),
+        ("Advance", [["Finish", []], None]),
+        ("Advance", [["Finish", []], None, [1, 0]]),
+        ("Advance", [["Finish", []], None, ["Copy", [1, 0, True]]]),  # there is but one
         ("EvaluationDone", [0, 1, 0, [3, 0.5, [], []]]),  # without its name
         ("EvaluationDone", [0, 1, 0, ["StepResult", [3, 0.5, [], []]]]),
         ("Plan", [[0, 1], 1, [], [], [], [], ""]),

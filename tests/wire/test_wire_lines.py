@@ -16,6 +16,7 @@ from pipeworker.wire.lines import (
     Beat,
     Bound,
     Buffer,
+    CannotStart,
     Configuration,
     Fork,
     Forked,
@@ -216,7 +217,7 @@ def test_only_what_is_said_here_is_heard(direction: Any, event: Line) -> None:
 def test_every_event_has_a_direction() -> None:
     said = [kind for kinds in DIRECTIONS for kind in (typing.get_args(kinds) or (kinds,))]
     assert {*said} == {*KINDS}
-    assert {kind for kind in said if said.count(kind) > 1} == {WorkerExited, Unwell, Beat}
+    assert {kind for kind in said if said.count(kind) > 1} == {WorkerExited, CannotStart, Beat}
     assert all(kind.__name__ in (lines.__doc__ or "") for kind in KINDS)
 
 

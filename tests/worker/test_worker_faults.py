@@ -2,17 +2,11 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from pipeworker.job.options import Options
-from pipeworker.plan import orders
-from pipeworker.plan.actions import format_actions
-from pipeworker.plan.connect import forward_only
-from pipeworker.plan.placement import Placement
 from pipeworker.wire.codec import encode
 from pipeworker.wire.messages import (
     Advance,
@@ -20,22 +14,14 @@ from pipeworker.wire.messages import (
     Evaluate,
     Evaluated,
     Failure,
-    FromWorker,
     Phase,
-    Plan,
-    Ready,
-    RunStep,
     Save,
-    StageRange,
-    StepDone,
-    StoreOperation,
-    StoreReply,
     Update,
     Wait,
-    Welcome,
 )
-from pipeworker.worker.worker import Settings, Worker
-from support.transport import ENDPOINT, Meeting
+from support.alone import Alone, as_it_was
+
+_as_it_was = pytest.fixture(autouse=True)(as_it_was)
 
 BASE = {
     "model": """
@@ -57,36 +43,6 @@ def data():
     "before_update": "def before_update(params): pass",
     "more": "",
 }
-MICROBATCHES = 2
-
-
-class _Line:
-    name = "rank 0"
-    patience: float | None = None
-
-    def __init__(self) -> None:
-        self._ask = Meeting().ask()
-
-    def send(self, message: FromWorker) -> None: ...
-
-    def ask(
-        self,
-        operation: StoreOperation,
-        keys: tuple[str, ...],
-        value: bytes,
-        expected: bytes,
-        seconds: float | None = None,
-    ) -> StoreReply:
-        return self._ask(operation, keys, value, expected, seconds)
-
-
-@pytest.fixture(autouse=True)
-def _as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Loading a job file changes what Python finds."""
-    monkeypatch.setattr(sys, "path", sys.path[:])
-    monkeypatch.setattr(sys, "argv", sys.argv[:])
-    monkeypatch.setattr("pipeworker.job.file._clear_the_way", lambda: None)
-    monkeypatch.setattr("torch.set_num_threads", lambda _: None)
 
 
 def source(**changed: str) -> str:
@@ -96,38 +52,29 @@ def source(**changed: str) -> str:
 
 def job(folder: Path, text: str, recompute: str = "always") -> Failure | None:
     """Run two steps with all that can come between them; what went wrong, if anything."""
-    path = folder / "job.py"
-    path.write_text(text)
-    settings = Settings(0, ENDPOINT, "", 0, to_log=False)
-    worker = Worker(settings, _Line())
+    alone = Alone()
     try:
-        _run(worker, path, folder, recompute)
+        _run(alone, folder, text, recompute)
     except BaseException as error:
-        return worker.explain(error)
+        return alone.worker.explain(error)
     finally:
-        worker.close()
+        alone.worker.close()
     return None
 
 
-def _run(worker: Worker, path: Path, folder: Path, recompute: str) -> None:
-    options = Options(str(path), 1, microbatches=MICROBATCHES, steps=5, evaluate_every=1)
-    alone = Placement.identity(1)
-    welcome = Welcome(options.to_json(), str(folder / "run"), alone.held, alone.replicas)
-    described: Any = worker.handle(welcome)
-    evaluation = format_actions(forward_only(alone).workers[0])
-    layers = StageRange(0, 0, len(described.layers))
-    ready = worker.handle(Plan((layers,), (), (), (), evaluation))
-    assert isinstance(ready, Ready)
-    batch = ready.batch
-    actions = format_actions(orders.build("gpipe", 1, MICROBATCHES, recompute).workers[0])
+def _run(alone: Alone, folder: Path, text: str, recompute: str) -> None:
+    batch = alone.begin(folder, text, recompute)
+    worker = alone.worker
     for step in (1, 2):
         assert batch is not None
-        done = worker.handle(Advance(RunStep(step, batch, False, actions)))
-        assert isinstance(done, StepDone)
+        done = alone.step(step, batch)
         assert len(encode(done, 1)) < 250  # two control messages a step, and small ones
         batch = done.batch
         worker.handle(Advance(Evaluate(step), Update(step)))
         worker.handle(Advance(Save(step), Evaluated(1.0)))
+        position = worker.position()  # before what is held ready
+        assert position is not None
+        assert (position["epoch"], position["read"]) == (0, step)
     worker.handle(Advance(Wait()))
 
 
@@ -235,6 +182,16 @@ def scheduler(opt): return Bad()
         {
             "data": "class Data:\n    def __getitem__(self, i): return None\n"
             f"    def __len__(self):\n        {NO}\ndata = Data()"
+        },
+        Cause.USER,
+        "data() raised ValueError: no",
+        Phase.READING,
+    ),
+    "data's state": (
+        {
+            "data": "class Data:\n    def __iter__(self): return iter([])\n"
+            "    def load_state_dict(self, state): pass\n"
+            f"    def state_dict(self):\n        {NO}\ndata = Data()"
         },
         Cause.USER,
         "data() raised ValueError: no",
@@ -374,7 +331,7 @@ OURS: dict[str, tuple[str, Phase]] = {
     "pipeworker.worker.update.update.rng.update_seed": ("always", Phase.UPDATE),
     "pipeworker.worker.step.stream.sizes": ("always", Phase.EVALUATION),
     "pipeworker.worker.step.evaluation._scalar": ("always", Phase.EVALUATION),
-    "pipeworker.worker.worker.checkpoint.save_part": ("always", Phase.SAVING),
+    "pipeworker.worker.keeper.write": ("always", Phase.SAVING),
     "pipeworker.worker.worker.Executor": ("always", Phase.CONNECTING),
     "pipeworker.worker.model.model._check_apart": ("always", Phase.BUILDING),
     "pipeworker.worker.worker.classes_of": ("always", Phase.BUILDING),

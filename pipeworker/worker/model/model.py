@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from pipeworker.errors import UsageError
 from pipeworker.host.position import Tracker
@@ -115,6 +116,7 @@ class Model:
             mine = dict(enumerate(layers, first))
             ties = Ties(stage, tied, mine, lambda index: self._build(index, (), None), held)
         _check_apart(layers, first)
+        _check_sizes(layers, first)
         return layers, ties
 
     def forget(self) -> None:
@@ -127,13 +129,22 @@ class Model:
         entry = self._entries[index]
         with blame.users(f"building {blame.layer(index, self.class_of(index))}", early=True):
             if not isinstance(entry, nn.Module):
-                rng.seed_all(rng.build_seed(self._seed, index))
+                seed = rng.build_seed(self._seed, index)
+                rng.seed_all(seed, rng.accelerator_generator(self._device))
                 built = job_file.build(entry, index)
             elif tied:
                 built = separate(entry, [name.partition(".")[2] for name in tied])
             else:
                 built = entry
             return built if device is None else built.to(device)
+
+
+def _check_sizes(layers: Sequence[nn.Module], first: int) -> None:
+    """A layer that gets its sizes from its first input has no parameters for an optimizer yet."""
+    for index, layer in enumerate(layers, first):
+        if any(map(is_lazy, (*layer.parameters(), *layer.buffers()))):
+            named = blame.layer(index, type(layer).__name__)
+            raise UsageError(f"{named} has parameters without sizes: give them when it is built")
 
 
 def _check_apart(layers: Sequence[nn.Module], first: int) -> None:

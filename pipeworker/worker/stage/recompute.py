@@ -29,7 +29,9 @@ def is_recomputing() -> bool:
 
 
 _Slot = tuple[nn.Module, str]
-Before = list[tuple[_Slot, torch.Tensor]]
+_Copies = dict[int, torch.Tensor]
+"""By the id of the buffer: one that two modules share stays one."""
+Before = list[tuple[_Slot, torch.Tensor | None]]
 """What the buffers that change held before a micro-batch's first forward."""
 
 
@@ -37,39 +39,46 @@ class Buffers:
     """Buffers that forward changes (batch-norm statistics, counters) change once, not twice.
 
     The first forward of all finds out which buffers change; from then on only those are copied,
-    before each forward that will be repeated.
+    before each forward that will be repeated. Of the others one copy is kept, because a forward may
+    begin to change them.
     """
 
     def __init__(self, layers: Sequence[nn.Module]) -> None:
         modules = {id(m): m for layer in layers for m in layer.modules()}.values()
         self._slots: list[_Slot] = [(m, name) for m in modules for name in buffers_of(m)]
         self._changing: list[_Slot] | None = None
-        self._steady: list[_Slot] = []
+        self._steady: dict[_Slot, _Kept] = {}
+        self._until: dict[_Slot, torch.Tensor | None] = {}
+        """Of those that began to change later, what they were until then."""
 
     @contextmanager
     def first_forward(self, mb: MicroBatch) -> Iterator[None]:
         """Keep what the forward starts from."""
+        copies: _Copies = {}
+        for slot in self._changed():  # by something else than a forward
+            self._steady[slot] = _Kept(slot, _copy(_get(slot), copies))
         slots = self._slots if self._changing is None else self._changing
-        copies: dict[int, torch.Tensor] = {}  # a buffer that two modules share stays one
-        saved = [
-            (slot, copies.setdefault(id(value), value.detach().clone()))
-            for slot in slots
-            if (value := _get(slot)) is not None
-        ]
-        looks = [] if self._changing is None else [(slot, _look(slot)) for slot in self._steady]
+        mb.before = [(slot, _copy(_get(slot), copies)) for slot in slots]
         yield
         if self._changing is None:
             # By value: batch norm changes its statistics without a trace in their version.
-            self._changing = [slot for slot, value in saved if not _same(_get(slot), value)]
-            saved = [(slot, value) for slot, value in saved if slot in self._changing]
-            self._steady = [slot for slot in self._slots if slot not in self._changing]
-        for slot, look in looks:
-            if _look(slot) != look and (value := _get(slot)) is not None:
-                # It begins to change only now: what it was is gone, but it will change only once.
-                self._changing.append(slot)
-                self._steady.remove(slot)
-                saved.append((slot, value.detach().clone()))
-        mb.before = saved or None
+            mb.before = [(slot, value) for slot, value in mb.before if not _same(_get(slot), value)]
+            # What was None is now made, and hardly ever made again.
+            self._changing = [slot for slot, value in mb.before if value is not None]
+            copies = {}
+            for slot in self._slots:
+                if slot not in self._changing:
+                    self._steady[slot] = _Kept(slot, _copy(_get(slot), copies))
+        for slot in self._changed():
+            self._changing.append(slot)
+            self._until[slot] = self._steady.pop(slot).copy
+        mb.before = mb.before or None
+
+    def _changed(self) -> list[_Slot]:
+        """The steady buffers of modules of which one is not as it was: another's change may leave
+        no trace."""
+        found = {slot[0] for slot, kept in self._steady.items() if kept.differs(slot)}
+        return [slot for slot in self._steady if slot[0] in found]
 
     @contextmanager
     def second_forward(self, mb: MicroBatch) -> Iterator[None]:
@@ -83,12 +92,13 @@ class Buffers:
 
     @contextmanager
     def _put_back(self, mb: MicroBatch) -> Iterator[None]:
-        if not self._changing:
-            yield
-            return
-        after = [(slot, _get(slot)) for slot in self._changing]
-        before, mb.before = mb.before, None
-        for (module, name), value in before or ():
+        before, mb.before = dict(mb.before or ()), None
+        copies: _Copies = {}
+        for slot, value in self._until.items():
+            if slot not in before:
+                before[slot] = _copy(value, copies)
+        after = [(slot, _get(slot)) for slot in before]
+        for (module, name), value in before.items():
             buffers_of(module)[name] = value
         try:
             yield
@@ -102,11 +112,29 @@ def _get(slot: _Slot) -> torch.Tensor | None:
     return buffers_of(module).get(name)
 
 
-def _look(slot: _Slot) -> tuple[int, int]:
-    """Differs after an assignment, and after a change in place that leaves a trace."""
-    value = _get(slot)
-    return id(value), -1 if value is None else version_of(value)
+def _copy(value: torch.Tensor | None, copies: _Copies) -> torch.Tensor | None:
+    if value is None:
+        return None
+    if id(value) not in copies:
+        copies[id(value)] = value.detach().clone()
+    return copies[id(value)]
 
 
-def _same(now: torch.Tensor | None, before: torch.Tensor) -> bool:
-    return now is not None and now.shape == before.shape and torch.equal(now, before)
+class _Kept:
+    """A copy of a buffer, and what tells whether it is as it was."""
+
+    def __init__(self, slot: _Slot, copy: torch.Tensor | None) -> None:
+        self.copy = copy
+        self._buffer = _get(slot)
+        self._version = 0 if self._buffer is None else version_of(self._buffer)
+
+    def differs(self, slot: _Slot) -> bool:
+        """After an assignment, and after a change in place that leaves a trace."""
+        now = _get(slot)
+        return now is not self._buffer or (now is not None and version_of(now) != self._version)
+
+
+def _same(now: torch.Tensor | None, before: torch.Tensor | None) -> bool:
+    if now is None or before is None:
+        return now is before
+    return now.shape == before.shape and torch.equal(now, before)

@@ -80,55 +80,72 @@ def accelerator_generator(device: torch.device) -> torch.Generator | None:
 @contextmanager
 def undisturbed() -> Iterator[None]:
     """Leave every generator as it was found."""
-    states = _states()
+    before = states()
     initialized = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
     cuda = torch.cuda.get_rng_state() if initialized else None
     try:
         yield
     finally:
-        _restore(states)
+        restore(before)
         if cuda is not None:
             torch.cuda.set_rng_state(cuda)
 
 
-_States = tuple[Any, Any, Any]
+States = tuple[Any, Any, Any, Any]
 
 
-def _states() -> _States:
-    """Of torch's CPU generator, Python's and NumPy's."""
+def states(accelerator: torch.Generator | None = None) -> States:
+    """Of torch's CPU generator, Python's and NumPy's, and that of an accelerator."""
     numpy: Any = sys.modules.get("numpy")
     return (
         torch.default_generator.get_state(),
         random.getstate(),
-        numpy.random.get_state() if numpy is not None else None,
+        numpy.random.get_state(legacy=False) if numpy is not None else None,
+        accelerator.get_state() if accelerator is not None else None,
     )
 
 
-def _restore(states: _States) -> None:
-    torch_state, python_state, numpy_state = states
+def restore(states: States, accelerator: torch.Generator | None = None) -> None:
+    """Let them draw as they did; one without a state is left out."""
+    torch_state, python_state, numpy_state, accelerator_state = states
     torch.default_generator.set_state(torch_state)
     random.setstate(python_state)
     numpy: Any = sys.modules.get("numpy")
     if numpy is not None and numpy_state is not None:
         numpy.random.set_state(numpy_state)
+    if accelerator is not None and accelerator_state is not None:
+        accelerator.set_state(accelerator_state)
 
 
 class Stream:
-    """A random stream that is switched in for a while and goes on where it was."""
+    """A random stream that is switched in for a while and goes on where it was.
 
-    def __init__(self) -> None:
-        self._states: _States | None = None
+    Args:
+        accelerator: the generator of the worker's, if it has one.
+    """
+
+    def __init__(self, accelerator: torch.Generator | None = None) -> None:
+        self._accelerator = accelerator
+        self._states: States | None = None
 
     def restart(self, seed: int) -> None:
-        """Begin the stream anew from a seed; only inside :meth:`active`."""
-        seed_all(seed)
+        """Begin the stream anew from a seed; only inside :meth:`active`, as what follows."""
+        seed_all(seed, self._accelerator)
+
+    def states(self) -> States:
+        """What is drawn next."""
+        return states(self._accelerator)
+
+    def go_on(self, states: States) -> None:
+        """Draw what was drawn next."""
+        restore(states, self._accelerator)
 
     @contextmanager
     def active(self) -> Iterator[None]:
         """Draw from this stream. Layers are seeded before each forward, so nothing is put back."""
         if self._states is not None:
-            _restore(self._states)
+            self.go_on(self._states)
         try:
             yield
         finally:
-            self._states = _states()
+            self._states = self.states()

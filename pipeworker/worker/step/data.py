@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import torch
 
 from pipeworker.errors import UsageError
 from pipeworker.wire.messages import Batch
-from pipeworker.worker.blame import users
 from pipeworker.worker.internals import pytree
 from pipeworker.worker.stage import rng
+from pipeworker.worker.step.epoch import END, Epoch, checked
 from pipeworker.worker.transport.frame import replica
 
 _MOST_SIGNATURES = 1024
-
-_END = object()
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +38,7 @@ class Reader:
         repeat: whether exhausted data starts again (else :meth:`read` returns None).
         said: how a message about what was given begins.
         seed_of: the seed of an epoch's random stream, from `seed` and the epoch.
+        accelerator: its generator, if the worker has one.
     """
 
     def __init__(
@@ -50,6 +50,7 @@ class Reader:
         repeat: bool,
         said: str = "data() gave",
         seed_of: Callable[[int, int], int] = rng.data_seed,
+        accelerator: torch.Generator | None = None,
     ) -> None:
         self._data = data
         self._said = said
@@ -58,10 +59,8 @@ class Reader:
         self._microbatches = microbatches
         self._seed = seed
         self._repeat = repeat
-        self._epoch = 0
-        self._read_in_epoch = 0
-        self._stream = rng.Stream()
-        self._iterator: Iterator[Any] | None = None
+        self._stream = rng.Stream(accelerator)
+        self._epoch: Epoch | None = None
         self._signatures: dict[Any, int] = {}
         self._next_signature = 0
         self._peeked: MicroBatches | None = None
@@ -83,44 +82,68 @@ class Reader:
             peeked, self._peeked = self._peeked, None
             return peeked
         with self._stream.active():
-            if self._iterator is None:
-                self._start_epoch()
-            item = self._take()
-            if item is _END:
-                if self._read_in_epoch == 0:
-                    raise UsageError(self._why_empty())
+            epoch = self._epoch or self._begin(0)
+            item = epoch.take()
+            if item is END and epoch.count:
                 if not self._repeat:
                     return None
-                self._epoch += 1
-                self._read_in_epoch = 0
-                self._start_epoch()
-                item = self._take()
-                if item is _END:
-                    raise UsageError(self._why_empty())
-        self._read_in_epoch += 1
+                epoch = self._begin(epoch.number + 1)
+                item = epoch.take()
+            if item is END and epoch.stateful:
+                # What a source that keeps a state goes on from may be the end of the last epoch.
+                epoch = self._begin(epoch.number)
+                item = epoch.take()
+            if item is END:
+                raise UsageError(self._why_empty(epoch.number))
         return self.cut(item)
 
-    def _take(self) -> Any:
-        assert self._iterator is not None
-        with users(f"{self._name}()"):
-            return next(self._iterator, _END)
+    def _begin(self, number: int, position: Mapping[str, Any] = MappingProxyType({})) -> Epoch:
+        self._stream.restart(self._seed_of(self._seed, number))
+        self._epoch = Epoch(self._data, self._name, number, self._stream, position)
+        return self._epoch
 
-    def _start_epoch(self) -> None:
-        self._stream.restart(self._seed_of(self._seed, self._epoch))
-        with users(f"{self._name}()"):
-            source = self._data() if callable(self._data) else self._data
-            if hasattr(source, "__iter__"):
-                self._iterator = iter(source)
-            elif hasattr(source, "__getitem__"):
-                self._iterator = (source[index] for index in range(len(source)))
+    def once(self) -> Iterator[MicroBatches]:
+        """The mini-batches of one epoch; behind it nobody has drawn from generators of their own.
+
+        What another pass gives does not depend on this one, nor what shares such a generator.
+        """
+        yield from iter(self.read, None)
+        assert self._epoch
+        self._epoch.rewind()
+
+    def position(self, *, held: bool) -> dict[str, Any]:
+        """Where reading stands, as a plain value.
+
+        Args:
+            held: the last mini-batch is not used yet; the position is before it.
+        """
+        if self._epoch is None:
+            return {"epoch": 0, "read": 0}
+        with self._stream.active():
+            return self._epoch.position(held or self._peeked is not None)
+
+    def restore(self, position: Mapping[str, Any]) -> None:
+        """Go on where reading stood, before the first :meth:`read`.
+
+        Raises:
+            UsageError: it is no position, or not one in this data.
+            Raised: what the data raised.
+        """
+        position = checked(position)
+        number, read = position["epoch"], position["read"]
+        with self._stream.active():
+            epoch = self._epoch
+            peeked = self._peeked if not number and "source" not in position else None
+            self._peeked = None
+            if epoch and peeked and (epoch.one_shot or "began" not in position):
+                self._peeked = peeked if not read else None
             else:
-                raise UsageError(
-                    f"{self._name}() gave a {type(source).__name__}: it must be an iterable of "
-                    "(input, target) mini-batches"
-                )
+                epoch = self._begin(number, position)
+            if "source" not in position:
+                epoch.skip(read - epoch.count)
 
-    def _why_empty(self) -> str:
-        if self._epoch == 0:
+    def _why_empty(self, epoch: int) -> str:
+        if epoch == 0:
             return (
                 f"{self._name}() is empty: it must yield at least one (input, target) mini-batch, "
                 "each time it is started"
@@ -146,7 +169,8 @@ class Reader:
         samples = _batch_size(item, said)
         count = min(self._microbatches, samples)
         inputs, targets = (_split(half, count) for half in item)
-        batch = Batch(self._signature(item), samples, count, self._epoch)
+        epoch = self._epoch.number if self._epoch else 0
+        batch = Batch(self._signature(item), samples, count, epoch)
         return MicroBatches(batch, inputs, targets)
 
     def _signature(self, item: Any) -> int:

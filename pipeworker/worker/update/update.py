@@ -64,6 +64,7 @@ class Updater:
         self._before_update = job.before_update
         self._layers = list(enumerate(layers, first))
         self._seed = seed
+        self._accelerator = next((rng.accelerator_generator(p.device) for p in self._all), None)
         self._clip_value = clip_value
         if not any(parameter.requires_grad for parameter in self.parameters):
             return
@@ -138,7 +139,7 @@ class Updater:
         if not update.overflow:
             self._finish_gradients(update)
             # For an optimizer that draws: what ran before, an evaluation say, must not show.
-            rng.seed_all(rng.update_seed(self._seed, update.step, _NO_LAYER))
+            self._seed_all(update.step, _NO_LAYER)
             with users("the optimizer"):
                 self.optimizer.step()
         due = update.epoch_ended or not self._by_epoch
@@ -177,15 +178,18 @@ class Updater:
         for name, parameter in owners:
             if parameter.grad is not None:
                 number = 1 + zlib.crc32(name.encode())
-                rng.seed_all(rng.update_seed(self._seed, update.step, layer_of(name), number))
+                self._seed_all(update.step, layer_of(name), number)
                 self._hook([parameter])
         seen = {id(parameter) for _, parameter in owners}
         for index, layer in self._layers:
             own = [p for p in layer.parameters() if p.grad is not None and id(p) not in seen]
             seen.update(map(id, own))
             if own:
-                rng.seed_all(rng.update_seed(self._seed, update.step, index))
+                self._seed_all(update.step, index)
                 self._hook(own)
+
+    def _seed_all(self, step: int, layer: int, tie: int = 0) -> None:
+        rng.seed_all(rng.update_seed(self._seed, step, layer, tie), self._accelerator)
 
     def _hook(self, parameters: list[nn.Parameter]) -> None:
         assert self._before_update

@@ -17,6 +17,7 @@ class Counter(nn.Module):
     """Counts its forwards, and gives the count."""
 
     count: torch.Tensor
+    table: torch.Tensor
 
     def __init__(self) -> None:
         super().__init__()
@@ -91,6 +92,88 @@ def test_batch_norm_is_found_though_it_leaves_no_trace() -> None:
     assert norm.num_batches_tracked.item() == 1
     for name, value in norm.named_buffers():
         assert torch.equal(value, after[name])
+
+
+class Every(Counter):
+    """Its table changes in each third forward; it gives that, too."""
+
+    rows: torch.Tensor | None
+
+    def __init__(self, start: int) -> None:
+        super().__init__()
+        self.count += start
+        self.register_buffer("rows", None)
+
+    def forward(self) -> float:
+        if self.count % 3 == 2:
+            self.change()
+        return super().forward() + float(self.table.sum())
+
+    def change(self) -> None:
+        self.table *= 2
+
+
+class Making(Every):
+    """The same by assignment, of what was not there."""
+
+    def change(self) -> None:
+        self.rows = torch.ones(2) if self.rows is None else self.rows * 2
+        self.table = self.rows
+
+
+@pytest.mark.parametrize("kind", [Every, Making])
+@pytest.mark.parametrize("start", [0, 1, 2])
+def test_a_buffer_may_begin_to_change_at_any_time(kind: type[Every], start: int) -> None:
+    """As after a resume, whose first forward is another one."""
+    layer = kind(start)
+    buffers = Buffers([layer])
+    for _ in range(3):
+        first, second = [], []
+        mbs = microbatches(4)
+        for mb in mbs:
+            with buffers.first_forward(mb):
+                first.append(layer())
+        after = layer.table.clone()
+        for mb in mbs:
+            with buffers.second_forward(mb):
+                second.append(layer())
+        assert first == second
+        assert torch.equal(layer.table, after)
+
+
+def test_a_buffer_that_others_change_between_two_forwards_is_seen_so() -> None:
+    layer = Every(0)
+    buffers = Buffers([layer])
+    with buffers.first_forward(MicroBatch(0)):
+        layer()
+    layer.table += 1
+    mbs = microbatches(2)
+    first = []
+    for mb in mbs:
+        with buffers.first_forward(mb):
+            first.append(layer())
+    for mb in mbs:
+        with buffers.second_forward(mb):
+            assert layer() == first[mb.number]
+
+
+def test_a_batch_norm_may_begin_to_train_at_any_time() -> None:
+    """Its count alone leaves a trace."""
+    norm, plain = nn.BatchNorm1d(2).eval(), nn.BatchNorm1d(2)
+    buffers = Buffers([norm])
+    x = torch.randn(5, 2)
+    with buffers.first_forward(MicroBatch(0)):
+        norm(x)
+    norm.train()
+    for _ in range(2):
+        mb = MicroBatch(0)
+        with buffers.first_forward(mb):
+            norm(x)
+        with buffers.second_forward(mb):
+            norm(x)
+        plain(x)
+        for name, value in plain.named_buffers():
+            assert torch.equal(norm.get_buffer(name), value)
 
 
 def test_a_module_shared_by_two_layers_is_kept_once() -> None:

@@ -87,6 +87,37 @@ def test_a_stream_goes_on_where_it_was() -> None:
     assert found == expected
 
 
+def test_a_stream_has_the_accelerators_generator() -> None:
+    accelerator = torch.Generator()  # stands for it
+
+    def draws() -> list[float]:
+        stream, found = rng.Stream(accelerator), []
+        for turn in range(2):
+            accelerator.manual_seed(100 + turn)  # a layer
+            with stream.active():
+                if turn == 0:
+                    stream.restart(9)
+                found.append(torch.rand((), generator=accelerator).item())
+        with stream.active():
+            states = stream.states()
+        accelerator.manual_seed(0)
+        with rng.Stream(accelerator).active():
+            stream.go_on(states)
+            found.append(torch.rand((), generator=accelerator).item())
+        return found
+
+    accelerator.manual_seed(9)
+    expected = [torch.rand((), generator=accelerator).item() for _ in range(3)]
+    assert draws() == expected
+
+
+def test_states_of_an_accelerator_that_is_not_here() -> None:
+    rng.restore(rng.states(torch.Generator()))
+    generator = torch.Generator().manual_seed(1)
+    rng.restore(rng.states(), generator)
+    assert generator.initial_seed() == 1
+
+
 def test_a_stream_goes_on_after_an_error() -> None:
     stream = rng.Stream()
     try:

@@ -13,6 +13,7 @@ from torch import nn
 from pipeworker.errors import UsageError
 from pipeworker.job.file import Job
 from pipeworker.wire.messages import Update
+from pipeworker.worker.stage import rng
 from pipeworker.worker.update.update import Updater, parameters_of
 
 
@@ -206,6 +207,28 @@ def test_before_update_sees_a_layer_at_a_time_under_a_stream_of_its_own() -> Non
     assert [len(layer) for layer in whole] == [2, 1]  # none without a gradient
     assert whole == drawn(first=0, count=2, step=3) + drawn(first=2, count=2, step=3)
     assert whole != drawn(first=0, count=4, step=4)
+
+
+def test_what_an_update_draws_on_an_accelerator_does_not_depend_on_what_ran_before(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    accelerator = torch.Generator()  # stands for it
+    monkeypatch.setattr(rng, "accelerator_generator", lambda _: accelerator)
+    seen = []
+
+    def draw(*_: Any) -> None:
+        seen.append(torch.rand((), generator=accelerator).item())
+
+    def noisy(params: Any) -> torch.optim.Optimizer:
+        optimizer = sgd(params)
+        optimizer.register_step_pre_hook(draw)
+        return optimizer
+
+    for before in range(2):
+        accelerator.manual_seed(before)
+        make([layer(1.0)], noisy, before_update=draw).apply(Update(1, scale=1.0))
+    assert seen[:2] == seen[2:]
+    assert seen[0] != seen[1]
 
 
 def test_before_update_sees_gradients_scaled_and_clipped() -> None:

@@ -1,0 +1,158 @@
+"""How a run begins: in a directory of its own, or in that of the run it goes on with."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pipeworker.environment import facts, timings
+from pipeworker.errors import ProtocolError, RecordError, UsageError
+from pipeworker.job import recorded
+from pipeworker.job.given import complete
+from pipeworker.job.options import Options
+from pipeworker.record import resume, run, rundir, source
+from pipeworker.record.lock import Lock
+from pipeworker.record.rundir import RunDir
+
+_OF_ONE_START = ("resume", "resume_step")
+"""Options that a run does not have, but what was begun with it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Begun:
+    """A run whose directory is ready, and this process's; `warnings` are for the user."""
+
+    options: Options
+    run_dir: RunDir
+    lock: Lock
+    warnings: tuple[str, ...] = ()
+
+    def close(self) -> None:
+        """Leave the directory to others; so does the end of the process."""
+        self.lock.close()
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What a command or a script asks for.
+
+    Attributes:
+        job_file: absolute path.
+        stages: None for those of the run that goes on.
+        said: the other options that were said, by name; None is what was not.
+        run_dir: None for a new one.
+        resume: the run in `run_dir` goes on.
+        allow: options that may be others than those it was begun with.
+    """
+
+    job_file: str
+    stages: int | None
+    said: Mapping[str, Any]
+    run_dir: str | Path | None = None
+    resume: bool = False
+    allow: tuple[str, ...] = ()
+
+    def check(self) -> None:
+        """Look at what can be wrong without a run directory, as every rank does.
+
+        Raises:
+            UsageError: something is.
+        """
+        if not self.resume:
+            if self.allow:
+                raise UsageError("--allow is of --resume: a new run may have any options")
+            options = self._options(self.said)
+            if options.init_from is not None:
+                source.look(Path(options.init_from))
+        elif not self.run_dir:
+            raise UsageError("--resume needs --run-dir: the directory of the run that goes on")
+        recorded.allowed(self.allow)
+
+    def begin(self) -> Begun:
+        """Make the run directory, or put in order that of the run that goes on.
+
+        Raises:
+            UsageError: something is wrong with what is asked for, or with what is there.
+            RecordError: a file cannot be written.
+        """
+        self.check()
+        try:
+            return self._resumed() if self.resume else self._new()
+        except OSError as error:
+            raise RecordError(error.filename or self.run_dir, error) from None
+
+    def _options(self, said: Mapping[str, Any]) -> Options:
+        assert self.stages is not None
+        return complete(self.job_file, self.stages, said)
+
+    def _new(self) -> Begun:
+        options = self._options(self.said)
+        run_dir = rundir.create(self.run_dir, Path(self.job_file))
+        lock = Lock(run_dir.lock, alone=False)
+        try:
+            run.write(run_dir, _plain(options), facts())
+        except BaseException:
+            lock.close()
+            raise
+        return Begun(options, run_dir, lock)
+
+    def _resumed(self) -> Begun:
+        assert self.run_dir
+        run_dir = RunDir(Path(self.run_dir).resolve())
+        record = run.Record.read(run_dir)  # what is no run directory is left as it is
+        try:
+            lock = Lock(run_dir.lock, alone=True, seconds=timings().leave)
+        except BlockingIOError:
+            last = record.last
+            who = f"process {last.get('pid')} on {last.get('host')}"
+            raise UsageError(f"run directory {self.run_dir} is in use: {who} runs it") from None
+        try:
+            return self._goes_on(run_dir, lock)
+        except BaseException:
+            lock.close()
+            raise
+
+    def _goes_on(self, run_dir: RunDir, lock: Lock) -> Begun:
+        """With the directory to ourselves."""
+        record = run.Record.read(run_dir)
+        options = self._merged(record)
+        found = resume.newest(run_dir)
+        if options.steps is not None and options.steps < found.step:
+            text = f"--steps {options.steps}: the run in {self.run_dir} is at step {found.step}"
+            raise UsageError(f"{text} already")
+        warnings = [f"a damaged checkpoint is set aside: {why}" for why in found.damaged.values()]
+        if found.path:
+            path, step = str(found.path), found.step
+            options = dataclasses.replace(options, resume=path, resume_step=step)
+        else:
+            warnings.append(f"{self.run_dir} has no complete checkpoint yet: it begins anew")
+        resume.prepare(run_dir, found)
+        if copy := record.go_on(_plain(options), facts(), found.step):
+            warnings.append(f"{self.job_file} has changed since it last ran here: see {copy}")
+        lock.share()
+        return Begun(options, run_dir, lock, tuple(warnings))
+
+    def _merged(self, record: run.Record) -> Options:
+        """What the run had, and what is said now."""
+        try:
+            before = Options.of(record.options)
+        except ProtocolError as error:
+            raise UsageError(f"cannot read {record.run_dir.run}: {error}") from None
+        allow = recorded.allowed(self.allow)
+        said = {name: value for name, value in self.said.items() if value is not None}
+        if self.stages is not None:
+            said["stages"] = self.stages
+        fields = recorded.merged(before, said, allow)
+        options = complete(self.job_file, fields.pop("stages"), fields)
+        recorded.check(before, options, allow, f"the run in {self.run_dir}")
+        return options
+
+
+def _plain(options: Options) -> dict[str, Any]:
+    """As run.json has them."""
+    fields: dict[str, Any] = json.loads(options.to_json())
+    return {name: value for name, value in fields.items() if name not in _OF_ONE_START}

@@ -1,0 +1,141 @@
+"""A run that is cut and goes on, with any number of stages, is the run that was not cut."""
+
+from __future__ import annotations
+
+import json
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from support.compare import assert_same
+from support.jobs import Jobs, Run, until
+
+RICH = """
+    import random
+    import sys
+
+    import torch
+    from torch import nn
+
+    HELD = "held" in sys.argv
+
+    class Scale(nn.Module):
+        \"\"\"Has extra state, a buffer that no state dict has, and draws.\"\"\"
+
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("seen", torch.zeros(1), persistent=False)
+            self.calls = 0
+
+        def forward(self, x):
+            self.seen += x.detach().mean()
+            self.calls += 1
+            return x * (1 + 0.01 * random.random()) + 0.01 * self.seen
+
+        def get_extra_state(self):
+            return {"calls": self.calls}
+
+        def set_extra_state(self, state):
+            self.calls = state["calls"]
+
+    def model():
+        first, last = nn.Linear(16, 16), nn.Linear(16, 16)
+        last.weight = first.weight
+        return nn.Sequential(
+            first, nn.BatchNorm1d(16), nn.Tanh(), nn.Dropout(0.2), nn.Linear(16, 16),
+            Scale(), last, nn.Linear(16, 4),
+        )
+
+    def loss(output, target):
+        return nn.functional.cross_entropy(output.float(), target)
+
+    def optimizer(params):
+        return torch.optim.AdamW(params, lr=1e-2)
+
+    def scheduler(optimizer):
+        return torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, threshold=1.0)
+
+    def evaluation():
+        yield torch.randn(8, 16), torch.randint(0, 4, (8,))
+
+    def data():
+        from pathlib import Path
+        for number in range(5):
+            while HELD and number == 3 and not Path("go").exists():
+                pass
+            length = random.randint(9, 16)
+            yield torch.randn(length, 16), torch.randint(0, 4, (length,))
+"""
+WORDS = (
+    *("--microbatches", "4", "--accumulate", "2", "--evaluate-every", "2", "--clip-grad-norm", "1"),
+    *("--precision", "fp16", "--deferred-batch-norm"),
+)
+"""All that has a state: five mini-batches an epoch, two a step, so that epochs end within steps."""
+
+
+def resumed(jobs: Jobs, run: Run, *words: str) -> Run:
+    job_file = str(jobs.folder / "job.py")
+    done = jobs.pipeworker("launch", "--resume", "--run-dir", str(run.path), *words, job_file)
+    return Run(done.returncode, done.stdout, done.stderr, run.path)
+
+
+def test_it_goes_on_bit_for_bit_at_any_number_of_stages(jobs: Jobs) -> None:
+    """Twice, after an odd number of mini-batches each, and in the middle of an epoch."""
+    uncut = jobs.train("--stages", "1", *WORDS, "--steps", "9", "--keep", "1", source=RICH)
+    cut = jobs.train("--stages", "3", *WORDS, "--steps", "3", "--keep", "1", source=RICH)
+    counted = _calls(cut.checkpoint.path)
+    for stages, steps, more in (
+        ("2", "6", ("--recompute", "never", "--balance", "3,5")),
+        ("4", "9", ("--recompute", "except_first")),
+    ):
+        cut = resumed(jobs, cut, "--stages", stages, "--steps", steps, *more)
+        assert cut.status == 0, cut.stderr
+    assert [row["step"] for row in cut.metrics] == [*range(1, 10)]
+    assert_same(cut, uncut)
+    for name in ("loss_scale", "samples"):
+        assert [row[name] for row in cut.metrics] == [row[name] for row in uncut.metrics]
+    rows = [(run.path / "evaluation.jsonl").read_text() for run in (cut, uncut)]
+    assert rows[0] == rows[1]
+    assert _calls(cut.checkpoint.path) > 2 * counted > 0  # as many as recompute made them
+
+
+def _calls(checkpoint: Path) -> int:
+    """That a layer has counted in its extra state."""
+    found: dict[str, Any] = {}
+    for path in sorted(checkpoint.glob("state-*.json")):
+        found |= json.loads(path.read_text())["extra"]
+    calls: int = found["5._extra_state"]["calls"]
+    return calls
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_notice_gives_a_checkpoint_that_nothing_is_lost_after(
+    jobs: Jobs, number: signal.Signals
+) -> None:
+    """One that a cluster sends before it takes the host, and one that ends the job."""
+    process, path = jobs.start(
+        *("--stages", "2", *WORDS, "--steps", "7", "--", "held"), source=RICH
+    )
+    until(lambda: (path / "metrics.jsonl").exists() and (path / "metrics.jsonl").read_text())
+    process.send_signal(signal.SIGUSR1)
+    (jobs.folder / "go").touch()
+    until(
+        lambda: [*(path / "checkpoints").glob("step-*")] if (path / "checkpoints").exists() else 0
+    )
+    process.send_signal(number)
+    process.send_signal(signal.SIGUSR1)
+    stdout, stderr = process.communicate(timeout=60)
+    run = Run(process.returncode or 0, stdout, stderr, path)
+    if run.status == 0:  # it was quicker
+        return
+    assert run.status == 130
+    assert run.summary["status"] == "interrupted"
+    last = run.summary["steps"]
+    assert (path / f"checkpoints/step-{last:08d}").is_dir()
+    done = resumed(jobs, run, "--stages", "1")
+    assert done.status == 0, done.stderr
+    assert [row["step"] for row in done.metrics] == [*range(1, 8)]
+    whole = jobs.train("--stages", "2", *WORDS, "--steps", "7", source=RICH)
+    assert [row["loss"] for row in done.metrics] == [row["loss"] for row in whole.metrics]

@@ -1,0 +1,93 @@
+"""A worker alone: what it does between the messages of a coordinator."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from pipeworker.errors import UsageError
+from pipeworker.wire.messages import Advance, Evaluate, EvaluationDone, Update, Wait
+from support.alone import Alone, as_it_was
+
+_as_it_was = pytest.fixture(autouse=True)(as_it_was)
+
+JOB = """
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+generator = torch.Generator().manual_seed(1)
+pairs = TensorDataset(torch.randn(12, 3), torch.randn(12, 1))
+
+def model(): return [nn.Linear(3, 1)]
+loss = nn.functional.mse_loss
+def optimizer(params): return torch.optim.SGD(params, lr=0.1)
+def data(): return DataLoader(pairs, batch_size=4, shuffle=True, generator=generator)
+def evaluation(): return DataLoader(pairs, batch_size=5, shuffle=True, generator=generator)
+def scheduler(optimizer): return torch.optim.lr_scheduler.StepLR(optimizer, 1)
+scheduler_interval = "epoch"
+"""
+
+
+def begun(folder: Path, text: str = JOB) -> Alone:
+    alone = Alone()
+    try:
+        alone.begin(folder, text)
+    except BaseException:
+        alone.worker.close()
+        raise
+    return alone
+
+
+def evaluated(alone: Alone) -> float:
+    done = alone.worker.handle(Advance(Evaluate(0)))
+    assert isinstance(done, EvaluationDone)
+    assert done.result is not None
+    return done.result.loss
+
+
+def test_an_evaluation_leaves_generators_of_the_users_own_as_they_were(tmp_path: Path) -> None:
+    """So it is the same each time, and the data does not depend on how often there is one."""
+    positions, losses = [], []
+    for count in (0, 2):
+        alone = begun(tmp_path)
+        losses += [evaluated(alone) for _ in range(count)]
+        for step in range(1, 5):
+            assert alone.batch is not None
+            alone.step(step, alone.batch)
+            alone.worker.handle(Advance(Wait(), Update(step)))
+        positions.append(alone.worker.position())
+        alone.worker.close()
+    assert losses[0] == losses[1]
+    assert repr(positions[0]) == repr(positions[1])
+
+
+@pytest.mark.parametrize("interval", ["epoch", "step"])
+def test_whether_an_epoch_ends_with_the_last_step_is_seen_where_rates_depend_on_it(
+    tmp_path: Path, interval: str
+) -> None:
+    alone = begun(tmp_path, JOB.replace('"epoch"', repr(interval)))
+    assert alone.batch is not None
+    done = alone.step(1, alone.batch, last=True)
+    alone.worker.close()
+    assert (done.batch is not None) == (interval == "epoch")
+
+
+def test_a_layer_that_has_no_sizes_before_its_first_input(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"layer 0 \(LazyLinear\) has parameters without sizes"):
+        begun(tmp_path, JOB.replace("nn.Linear(3, 1)", "nn.LazyLinear(1)"))
+
+
+def test_a_state_of_the_data_that_no_checkpoint_holds_is_refused_before_the_first_step(
+    tmp_path: Path,
+) -> None:
+    data = """
+class Data:
+    def __iter__(self): return iter([(torch.randn(4, 3), torch.randn(4, 1))])
+    def state_dict(self): return {"at": self}
+    def load_state_dict(self, state): pass
+data = Data()
+"""
+    with pytest.raises(UsageError, match=r"data/source/at is a pipeworker_job\.job\.Data"):
+        begun(tmp_path, JOB + data)
