@@ -60,6 +60,8 @@ class Credentials:
                 connection, server_side=not connects, do_handshake_on_connect=False
             )
             unless_proven.callback(secure.close)
+            if not connects:
+                yield selectors.EVENT_READ  # by which `admit` knows who has said something
             while True:
                 try:
                     secure.do_handshake()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import select
 import socket
 import ssl
 import threading
@@ -354,7 +355,16 @@ def test_a_silent_stranger_is_shown_the_door(
 
 
 @pytest.mark.parametrize("door", ["tls"], indirect=True)
-def test_who_has_said_something_is_not_cut_off_for_those_that_have_not(door: Door) -> None:
+def test_who_has_said_something_is_not_cut_off_for_those_that_have_not(
+    door: Door, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    patience = iter([0.5])
+
+    def too_early(connection: socket.socket) -> bool:
+        select.select([connection], [], [], next(patience, 0))  # it speaks while one looks away
+        return False
+
+    monkeypatch.setattr(proof, "_speaks", too_early)
     client = Credentials.of(MEMBERSHIP.token).client
     with client.wrap_socket(door.knock(), do_handshake_on_connect=False) as source:
         source.setblocking(False)
