@@ -1,0 +1,90 @@
+"""What is to run and where, whoever starts it. Pure.
+
+A launcher renders a :class:`JobSpec` into a request of its own kind, which can be shown
+(``--dry-run``) and compared, and then acts on that (as TorchX does).
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from pipeworker.errors import UsageError
+
+
+@dataclass(frozen=True, slots=True)
+class Host:
+    """Where workers run.
+
+    Attributes:
+        name: as ssh or the cluster knows it.
+        workers: how many.
+        python: its interpreter; empty for the one that is used here.
+    """
+
+    name: str
+    workers: int
+    python: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class JobSpec:
+    """A job, as the user asked for it.
+
+    Attributes:
+        name: of the job, as clusters take it: small letters, digits, ``-``.
+        job_file: absolute path.
+        workers: of all replicas.
+        words: the other options of ``pipeworker launch``, as they were said.
+        arguments: words after ``--``.
+        folder: where the command was said; absolute.
+        run_dir: absolute; empty where the launcher chooses.
+        nodes: hosts that a cluster is asked for.
+        hosts: those that are known by name.
+        settings: what a cluster is asked for besides (``--set NAME=VALUE``).
+    """
+
+    name: str
+    job_file: str
+    workers: int
+    words: tuple[str, ...] = ()
+    arguments: tuple[str, ...] = ()
+    folder: str = "/"
+    run_dir: str = ""
+    nodes: int = 1
+    hosts: tuple[Host, ...] = ()
+    settings: Mapping[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.nodes <= self.workers:
+            raise UsageError(f"--nodes {self.nodes}: must be 1 to the {self.workers} workers")
+
+    @property
+    def workers_per_node(self) -> int:
+        """Of the fullest one: workers are spread evenly, the first nodes have one more."""
+        return -(-self.workers // self.nodes)
+
+    def command(self, *before: str) -> tuple[str, ...]:
+        """The words of a command that runs the job file, after those of a launcher."""
+        after = ("--", *self.arguments) if self.arguments else ()
+        return (*before, *self.words, self.job_file, *after)
+
+
+class Request(Protocol):
+    """What a launcher asks for; its text is what ``--dry-run`` prints."""
+
+    def text(self) -> str: ...
+
+
+def job_name(stem: str) -> str:
+    """A name that clusters take, made from that of a file: at most 40 characters."""
+    name = re.sub(r"[^a-z0-9]+", "-", stem.lower()).strip("-")[:40].strip("-")
+    return name if name[:1].isalpha() else f"job-{name}".strip("-")
+
+
+def shell(words: tuple[str, ...]) -> str:
+    """Words as a line for a shell."""
+    return shlex.join(words)
