@@ -82,7 +82,7 @@ ROOMS_WITHIN = {
     "pipeworker.session": [
         *("ask", "place", "processes", "show", "begin", "head", "session", "pipeline"),
     ],
-    "launcher": ["local", "spec", "torchrun"],
+    "launcher": ["spec", "local", "torchrun"],
 }
 """Within a room it is so too."""
 
