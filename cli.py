@@ -14,6 +14,7 @@ from typing import IO, TYPE_CHECKING, Any
 import click
 from click.core import ParameterSource
 
+from launcher.choose import ELSEWHERE
 from pipeworker import __version__
 from pipeworker.errors import PipeworkerError, UsageError
 from pipeworker.job.options import BACKENDS, DEVICES, PRECISIONS, WHEN_BUSY
@@ -190,11 +191,46 @@ def asked(stages: int | None, chosen: dict[str, Any]) -> Asked:
 
 @main.command()
 @click.option("--stages", type=int, help="Pipeline stages. [default: one per accelerator]")
+@click.option("--on", type=click.Choice(ELSEWHERE), help="The cluster to submit the job to.")
+@click.option("--nodes", type=int, help="Hosts of the cluster. [default: 1]")
+@click.option(
+    "--set",
+    "settings",
+    multiple=True,
+    metavar="NAME=VALUE",
+    help="What the cluster is asked for besides, as image=IMAGE. Repeatable.",
+)
+@click.option("--dry-run", is_flag=True, help="Only print what the cluster would be asked for.")
 @job_options
-def launch(stages: int | None, **chosen: Any) -> None:
+def launch(
+    stages: int | None,
+    on: str | None,
+    nodes: int | None,
+    settings: tuple[str, ...],
+    dry_run: bool,
+    **chosen: Any,
+) -> None:
     """Train the model of JOB_FILE. Words after -- reach the file as sys.argv[1:]."""
-    from launcher import local
+    from launcher import choose, local
 
+    if on is not None:
+        context = click.get_current_context()
+        job_file = Path(chosen["job_file"]).resolve()
+        local.check_job_file(job_file)
+        spec = choose.spec_of(
+            job_file,
+            stages,
+            nodes or 1,
+            choose.settings(settings),
+            choose.words(context),
+            chosen["arguments"],
+            chosen["run_dir"] or "",
+        )
+        click.echo(choose.on_kubernetes(spec, dry_run=dry_run))
+        return
+    for option, is_said in (("--nodes", nodes), ("--set", settings), ("--dry-run", dry_run)):
+        if is_said:
+            raise UsageError(f"{option} is of --on: which cluster?")
     if stages is None and not chosen["resume"]:
         stages = local.accelerators()
     request = asked(stages, chosen)
@@ -227,14 +263,37 @@ class _Worker(click.Command):
 
 @click.command(cls=_Worker)
 @job_options
-def worker(**chosen: Any) -> None:
+@click.option(
+    "--go-on",
+    is_flag=True,
+    help="As --resume where --run-dir holds a run; else begin it.",
+)
+def worker(go_on: bool, **chosen: Any) -> None:
     """Train the model of JOB_FILE as one rank of a torchrun job: a rank is a stage."""
     from launcher import local, torchrun
     from pipeworker.session.place import Place
 
     local.check_job_file(Path(chosen["job_file"]))
+    if go_on and not chosen["run_dir"]:
+        raise UsageError("--go-on needs --run-dir: where the run is, or begins")
     place = Place.from_environment()
-    sys.exit(torchrun.run(place, asked(place.world, chosen)))
+    sys.exit(torchrun.run(place, asked(place.world, chosen), goes_on=go_on))
+
+
+@main.command(hidden=True)
+@click.option("--nodes", type=click.IntRange(1), default=1, help="Hosts of the job.")
+@click.option(
+    "--rank", type=click.IntRange(0), default=0, envvar="JOB_COMPLETION_INDEX", help="This one's."
+)
+@click.option("--workers", type=click.IntRange(1), default=1, help="Of each host.")
+@click.option("--at", default="localhost", help="The first host's name.")
+@click.option("--port", type=int, default=29500, help="Where the hosts meet.")
+@click.argument("words", nargs=-1, type=click.UNPROCESSED)
+def node(nodes: int, rank: int, workers: int, at: str, port: int, words: tuple[str, ...]) -> None:
+    """Be one host of a job, as a cluster starts it; WORDS, behind --, are those of its ranks."""
+    from launcher.node import Node, run
+
+    sys.exit(run(Node(rank, nodes, workers, at, port), words))
 
 
 @main.command()
