@@ -17,6 +17,7 @@ from click.core import ParameterSource
 from launcher.choose import ELSEWHERE
 from pipeworker import __version__
 from pipeworker.errors import PipeworkerError, UsageError
+from pipeworker.job.given import complete
 from pipeworker.job.options import BACKENDS, DEVICES, PRECISIONS, WHEN_BUSY
 from pipeworker.plan.orders import ORDERS
 from pipeworker.plan.schedule import RECOMPUTE_MODES
@@ -164,6 +165,17 @@ def job_options(function: Callable[..., Any]) -> Callable[..., Any]:
     return function
 
 
+def _said(chosen: dict[str, Any]) -> dict[str, Any]:
+    """The options of a job that were said on the command line."""
+    source = click.get_current_context().get_parameter_source
+    elsewhere = ("job_file", "run_dir", "resume", "allow")
+    return {
+        name: value
+        for name, value in chosen.items()
+        if name not in elsewhere and source(name) is ParameterSource.COMMANDLINE
+    }
+
+
 def asked(stages: int | None, chosen: dict[str, Any]) -> Asked:
     """What the words of the command ask for, from what click made of them.
 
@@ -172,13 +184,7 @@ def asked(stages: int | None, chosen: dict[str, Any]) -> Asked:
     """
     from pipeworker.session.begin import Asked
 
-    source = click.get_current_context().get_parameter_source
-    elsewhere = ("job_file", "run_dir", "resume", "allow")
-    said = {
-        name: value
-        for name, value in chosen.items()
-        if name not in elsewhere and source(name) is ParameterSource.COMMANDLINE
-    }
+    said = _said(chosen)
     try:
         Path.cwd()  # even where no path needs it: math libraries of torch end the process without
         job_file = str(Path(chosen["job_file"]).resolve())
@@ -214,15 +220,17 @@ def launch(
     from launcher import choose, local
 
     if on is not None:
-        context = click.get_current_context()
+        if stages is None:
+            raise UsageError("--on needs --stages: how many workers the job has there")
         job_file = Path(chosen["job_file"]).resolve()
         local.check_job_file(job_file)
+        complete(str(job_file), stages, _said(chosen))  # a mistake is found before it is sent
         spec = choose.spec_of(
             job_file,
             stages,
             nodes or 1,
             choose.settings(settings),
-            choose.words(context),
+            choose.words(click.get_current_context()),
             chosen["arguments"],
             chosen["run_dir"] or "",
         )

@@ -53,20 +53,14 @@ def settings(said: Sequence[str]) -> dict[str, str]:
 
 def spec_of(
     job_file: Path,
-    stages: int | None,
+    stages: int,
     nodes: int,
     said: Mapping[str, str],
     options: tuple[str, ...],
     arguments: tuple[str, ...],
     run_dir: str,
 ) -> JobSpec:
-    """A job that runs elsewhere.
-
-    Raises:
-        UsageError: nobody here knows how many workers it is to have.
-    """
-    if stages is None:
-        raise UsageError("--on needs --stages: how many workers the job has there")
+    """A job that runs elsewhere."""
     return JobSpec(
         name=job_name(job_file.stem),
         job_file=str(job_file),
@@ -95,7 +89,7 @@ def on_kubernetes(spec: JobSpec, *, dry_run: bool) -> str:
 
     if not spec.run_dir:  # pods that begin anew must find it, other jobs must not
         stamp = time.strftime("%Y%m%d-%H%M%S")
-        spec = replace(spec, run_dir=f"{RUNS}/{Path(spec.job_file).stem}-{stamp}")
+        spec = replace(spec, run_dir=f"{RUNS}/{spec.name}-{stamp}")
     try:
         source = "" if spec.settings.get("job") else Path(spec.job_file).read_text("utf-8")
     except UnicodeDecodeError as error:
