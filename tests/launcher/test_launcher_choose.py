@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import textwrap
 from pathlib import Path
 
 import click
@@ -59,7 +60,7 @@ ON = ("launch", "--on", "kubernetes", "--set", "image=image")
 @pytest.fixture
 def job_file(tmp_path: Path) -> Path:
     path = tmp_path / "My Job.py"
-    path.write_text(JOB)
+    path.write_text(textwrap.dedent(JOB))
     return path
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import signal
@@ -33,6 +34,8 @@ class Pods:
 
     processes: list[Process]
     path: Path
+    port: int
+    """Where they meet."""
 
     def end(self) -> list[int]:
         for process in self.processes:
@@ -74,8 +77,8 @@ def pods(jobs: Jobs, monkeypatch: pytest.MonkeyPatch) -> Start:
         python, *line = container["command"] + container["args"]
         assert python == "python"
         with socket.create_server(("127.0.0.1", 0)) as server:
-            port = str(server.getsockname()[1])
-        here = {"train-0.train": "127.0.0.1", "29500": port}
+            port = server.getsockname()[1]
+        here = {"train-0.train": "127.0.0.1", "29500": str(port)}
         line = [here.get(word, word.replace(RUNS, str(jobs.folder))) for word in line]
         said = {v["name"]: v["value"] for v in container["env"] if "value" in v}
         said |= {"HOME": str(jobs.folder), **({COLD_RANKS: "1"} if cold else {})}
@@ -85,6 +88,7 @@ def pods(jobs: Jobs, monkeypatch: pytest.MonkeyPatch) -> Start:
                 for index in range(nodes)
             ],
             jobs.folder / "train",
+            port,
         )
 
     return start
@@ -148,9 +152,17 @@ def test_a_pod_that_is_told_to_end_has_time_for_a_checkpoint(
 def test_a_pod_that_waits_for_others_ends_when_told(jobs: Jobs, pods: Start) -> None:
     job = pods("--steps", "1")
     job.processes[1].kill()
+    until(lambda: answers(job.port))
     job.processes[0].send_signal(signal.SIGTERM)
     assert job.end() == [143, -signal.SIGKILL]
     until(lambda: not processes_of(jobs.folder), 10)
+
+
+def answers(port: int) -> bool:
+    with contextlib.suppress(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.1", port), 5).close()
+        return True
+    return False
 
 
 def test_one_pod_needs_no_other(jobs: Jobs, pods: Start) -> None:
