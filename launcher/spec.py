@@ -52,6 +52,7 @@ class JobSpec:
         run_dir: absolute; empty where the launcher chooses.
         nodes: hosts that a cluster is asked for.
         hosts: those that are known by name.
+        environment: variables that processes on other hosts are given.
         settings: what a cluster is asked for besides (``--set NAME=VALUE``).
     """
 
@@ -64,6 +65,7 @@ class JobSpec:
     run_dir: str = ""
     nodes: int = 1
     hosts: tuple[Host, ...] = ()
+    environment: Mapping[str, str] = field(default_factory=dict)
     settings: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
