@@ -37,7 +37,7 @@ from pipeworker.coordinator.report import place
 from pipeworker.coordinator.roster import Member, Roster
 from pipeworker.coordinator.snapshots import Snapshots, Writing
 from pipeworker.coordinator.states import End, Lost, State, Verdict, Waiting
-from pipeworker.errors import ProtocolError, UsageError
+from pipeworker.errors import AGAIN, ProtocolError, UsageError
 from pipeworker.job.options import Every, Options
 from pipeworker.plan.actions import format_actions
 from pipeworker.plan.placement import Placement
@@ -271,7 +271,7 @@ class Generation:
             reason = f"rank {hello.rank} is taken or not part of this job"
             return [
                 Dropped(f"Hello of {hello.host}/{hello.pid}: {reason}"),
-                self._send(peer, Abort(reason, 1)),
+                self._send(peer, Abort(reason, AGAIN)),  # of a job before this one, or after it
             ]
         effects: list[Effect] = [
             Log(f"rank {hello.rank} joined: pid {hello.pid} on {hello.host}"),
@@ -593,7 +593,11 @@ class Generation:
         if isinstance(end, Verdict) and end.status is Status.DONE:
             finish = Advance(Finish())
             return [Log("ended: done"), *(self._send(peer, finish) for peer in peers)]
-        how, status = ("lost", 1) if isinstance(end, Lost) else (end.status.value, end.exit_status)
+        how, status = (
+            ("lost", AGAIN) if isinstance(end, Lost) else (end.status.value, end.exit_status)
+        )
+        if end.failure and end.failure.cause is Cause.LOST:
+            status = AGAIN
         reason = how
         if end.failure:
             at = f" ({place(end.failure)})" if end.failure.position.step >= 0 else ""
