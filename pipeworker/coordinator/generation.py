@@ -42,7 +42,7 @@ from pipeworker.job.options import Every, Options
 from pipeworker.plan.actions import format_actions
 from pipeworker.plan.placement import Placement
 from pipeworker.timings import Timings
-from pipeworker.wire.lines import CannotStart, Joined, WorkerExited
+from pipeworker.wire.lines import CannotStart, HostLost, Joined, WorkerExited
 from pipeworker.wire.messages import (
     Abort,
     Advance,
@@ -162,6 +162,14 @@ class Generation:
     def cannot_start(self, report: CannotStart) -> list[Effect]:
         """The system does not start the worker of a rank."""
         return self._over(Lost(self._named(Failure(Cause.LOST, report.text, rank=report.rank))))
+
+    def host_lost(self, report: HostLost) -> list[Effect]:
+        """A host is gone, and with it what its memory held."""
+        self.snapshots.forget()
+        names = [self.placement.names(rank) for rank in report.ranks if rank < self.placement.ranks]
+        rank = report.ranks[0] if report.ranks else -1
+        failure = Failure(Cause.LOST, report.text, rank=rank, stage=", ".join(names))
+        return self._over(Lost(failure))
 
     def interrupt(self, now: float) -> list[Effect]:
         """The user asked to stop: at the end of the step if there is one, else at once."""
