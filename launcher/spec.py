@@ -104,6 +104,20 @@ class Request(Protocol):
     def text(self) -> str: ...
 
 
+@dataclass(frozen=True, slots=True)
+class Condition:
+    """How a job of a cluster is: ``absent``, ``waiting``, ``running``, ``done`` or ``failed``.
+
+    Attributes:
+        why: in the cluster's words.
+        status: the exit status, once it has one.
+    """
+
+    state: str
+    why: str = ""
+    status: int = 0
+
+
 def job_name(stem: str) -> str:
     """A name that clusters take, made from that of a file: at most 40 characters."""
     name = re.sub(r"[^a-z0-9]+", "-", stem.lower()).strip("-")[:40].strip("-")

@@ -85,10 +85,13 @@ def send(request: Request) -> None:
                 )
             except OSError as error:
                 raise PipeworkerError(f"cannot start {line[0]}: {error.strerror}") from None
-            with child, suppress(BrokenPipeError):  # what it did not like is in its last words
-                with tarfile.open(fileobj=child.stdin, mode="w|") as archive:
-                    for path in _files(folder):
-                        archive.add(path, str(path.relative_to(folder)), recursive=False)
+            with (
+                child,
+                suppress(BrokenPipeError),  # what it did not like is in its last words
+                tarfile.open(fileobj=child.stdin, mode="w|") as archive,
+            ):
+                for path in _files(folder):
+                    archive.add(path, str(path.relative_to(folder)), recursive=False)
             if child.returncode:
                 said.seek(0)
                 words = said.read().decode(errors="replace").strip().splitlines()
