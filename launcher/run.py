@@ -364,8 +364,11 @@ class Launch:
                 case WorkerExited():
                     agent.pids.pop(event.rank, None)
                     self._tell(event)
-                case CannotStart():
+                case CannotStart() | SaveAsked():
                     self._tell(event)
+                case Interrupt():
+                    if not self._interrupts:  # other hosts may be told as well
+                        self._interrupt(f"{agent.called} is to end: ")
                 case Beat():
                     continue
                 case _:
@@ -404,13 +407,17 @@ class Launch:
         if _NOTICE in numbers:
             self._tell(SaveAsked())
         for _ in filter(_SIGNALS.__contains__, numbers):
-            self._interrupts += 1
-            if self._interrupts > 1 or self._coordinator is None:
+            if self._interrupts or self._coordinator is None:
+                self._interrupts += 1
                 return False
-            self._tell(Interrupt())
-            text = "stopping after this step, with a checkpoint; again to stop at once"
-            self._shown(self._show.warning, text)
+            self._interrupt()
         return True
+
+    def _interrupt(self, why: str = "") -> None:
+        self._interrupts += 1
+        self._tell(Interrupt())
+        text = "stopping after this step, with a checkpoint; again to stop at once"
+        self._shown(self._show.warning, why + text)
 
     def _shown(self, show: Callable[..., None], *values: Any) -> None:
         """Show something; a terminal that is gone ends the job as an interrupt does."""
