@@ -18,9 +18,9 @@ from pipeworker.coordinator.effects import (
 )
 from pipeworker.coordinator.events import Arrived, Broken, StarterGone, Unreachable, Unwell
 from pipeworker.coordinator.states import State
+from pipeworker.errors import AGAIN
 from pipeworker.plan.actions import format_actions
 from pipeworker.plan.orders import build
-from pipeworker.errors import AGAIN
 from pipeworker.wire.lines import Joined, WorkerExited
 from pipeworker.wire.messages import (
     Abort,
