@@ -134,7 +134,7 @@ def hosts_in(path: Path) -> tuple[Host, ...]:
         where = f"--hosts-file {path}, line {number}"
         if len(words) > 3:
             raise UsageError(f"{where}: must be a host, its workers and its interpreter")
-        name, count, python = (*words, "1", "")[:3] if len(words) < 3 else words
+        name, count, python = (*words, *("1", "")[len(words) - 1 :])[:3]
         hosts.append(_host(f"{name}:{count}", where, python))
     if not hosts:
         raise UsageError(f"--hosts-file {path}: there is no host in it")
