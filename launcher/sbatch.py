@@ -82,8 +82,11 @@ class Sbatch:
         return self.log.read_text(errors="replace") if self.log.exists() else ""
 
     def cancel(self) -> None:
-        """End the job; it has Slurm's KillWait for a checkpoint."""
-        _run("scancel", self.job)
+        """End the job behind its step, with a checkpoint; at once where it does not run yet."""
+        if self.status().state == "waiting":
+            _run("scancel", self.job)
+        else:
+            _run("scancel", "--batch", "--signal=INT", self.job)
 
     def follow(self) -> int:
         """Show what the job says until it ends, or is interrupted; returns its exit status."""
