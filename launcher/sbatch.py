@@ -154,6 +154,6 @@ def _run(*words: str, said: str | None = None) -> str:
     except subprocess.TimeoutExpired:
         raise PipeworkerError(f"{words[0]}: Slurm has not answered for {_SECONDS:g} s") from None
     if ran.returncode:
-        why = ran.stderr.strip() or f"exit status {ran.returncode}"
+        why = ran.stderr.strip().removeprefix(f"{words[0]}: ") or f"status {ran.returncode}"
         raise PipeworkerError(f"{words[0]}: {why}")
     return ran.stdout

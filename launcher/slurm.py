@@ -25,8 +25,8 @@ _SCRIPT = """\
 #!/bin/bash
 {directives}
 
-# A notice (USR1 before the end of its time, TERM to the agents at a preemption) stops the run with a
-# checkpoint, and it goes on from there when the job is started again. So does INT, for good.
+# A notice (USR1 before the end of its time, TERM to the agents at a preemption) stops the run with
+# a checkpoint, and it goes on from there when the job is started again. INT stops it for good.
 {command} &
 run=$!
 again=yes
