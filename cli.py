@@ -135,6 +135,11 @@ def job_options(function: Callable[..., Any]) -> Callable[..., Any]:
             ),
             _choice("--device", DEVICES, "auto"),
             _choice("--backend", BACKENDS, "auto"),
+            click.option(
+                "--interface",
+                metavar="NAME",
+                help="What carries tensors between hosts, as eth1. [default: by route]",
+            ),
             click.option("--run-dir", help="Where to record. [default: runs/<file stem>-<time>]"),
             click.option(
                 "--resume",
@@ -203,6 +208,10 @@ def launch(stages: int | None, **chosen: Any) -> None:
         sys.exit(local.run(begun.options, begun.run_dir, begun.warnings))
 
 
+class _AtMeeting(_Shown):
+    """Said where ranks meet, or later: rank 0 knows it."""
+
+
 class _Worker(click.Command):
     """A rank of a torchrun job. All ranks see a mistake; rank 0 alone says it.
 
@@ -210,19 +219,33 @@ class _Worker(click.Command):
     """
 
     def main(self, *args: Any, **kwargs: Any) -> Any:
-        if os.environ.get("RANK", "0") == "0":
-            return super().main(*args, **kwargs)
+        from launcher import errorfile
+
         kwargs["standalone_mode"] = False
         try:
             return super().main(*args, **kwargs)
         except click.ClickException as error:
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)
-            time.sleep(DEFAULT.speak)  # the mistake may be in what changes the timings
+            errorfile.write(error.format_message())
+            if os.environ.get("RANK", "0") != "0":
+                signal.signal(signal.SIGTERM, signal.SIG_DFL)
+                if isinstance(error, _AtMeeting) or not _said_by_rank_0(error):
+                    time.sleep(DEFAULT.speak)  # the mistake may be in what changes the timings
             error.show()  # it was a mistake of this rank's alone
             sys.exit(error.exit_code)
 
     def invoke(self, ctx: click.Context) -> Any:
         return _clearly(super().invoke, ctx)
+
+
+def _said_by_rank_0(error: click.ClickException) -> bool:
+    """Have rank 0 say a mistake, if it is on another host and has not made it, too."""
+    from launcher import torchrun
+    from pipeworker.session.place import Place
+
+    try:
+        return torchrun.refuse(Place.from_environment(), error.format_message())
+    except PipeworkerError:
+        return False
 
 
 @click.command(cls=_Worker)
@@ -234,7 +257,12 @@ def worker(**chosen: Any) -> None:
 
     local.check_job_file(Path(chosen["job_file"]))
     place = Place.from_environment()
-    sys.exit(torchrun.run(place, asked(place.world, chosen)))
+    request = asked(place.world, chosen)
+    try:
+        status = torchrun.run(place, request)
+    except PipeworkerError as error:
+        raise _AtMeeting(error) from None
+    sys.exit(status)
 
 
 @main.command()

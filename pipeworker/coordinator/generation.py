@@ -18,6 +18,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
+from pipeworker.coordinator import agree
 from pipeworker.coordinator.blueprint import Blueprint
 from pipeworker.coordinator.cause import FirstCause
 from pipeworker.coordinator.effects import (
@@ -271,6 +272,8 @@ class Generation:
         ]
         if not self.roster.missing:
             effects.append(Log("all ranks joined"))
+            if differ := agree.on_versions(self._members):
+                effects += self.fail(Failure(Cause.USAGE, differ))
         return effects
 
     def _welcome(self) -> Welcome:
@@ -304,6 +307,8 @@ class Generation:
         member.described = message
         if not self._last_awaited(message.rank):
             return [Joined(message.rank)]
+        if differ := agree.on_sources(self._members):
+            return self.fail(Failure(Cause.USAGE, differ))
         described = [m.described for m in self._members if m.described]
         self.blueprint = Blueprint.draw(self.options, self.placement, described)
         if self.layers and self.blueprint.names != self.layers:

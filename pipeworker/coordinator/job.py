@@ -24,6 +24,7 @@ from pipeworker.coordinator.events import (
     Broken,
     Committed,
     Event,
+    Foreign,
     Garbled,
     StarterGone,
     Ticked,
@@ -296,6 +297,11 @@ class Job:
                 if event.generation != generation.number:
                     return [Dropped(f"an exit of generation {event.generation}")]
                 return generation.exited(event, now)
+            case Foreign():
+                if generation.state is not State.JOINING:
+                    return [Dropped(event.text)]
+                text = f"{event.text}: all hosts of a job need the same version of pipeworker"
+                return generation.fail(Failure(Cause.USAGE, text))
             case Unreachable():
                 generation.roster.unreachable(event.peer, now)
                 return []

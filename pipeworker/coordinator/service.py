@@ -37,6 +37,7 @@ from pipeworker.coordinator.events import (
     Broken,
     Committed,
     Event,
+    Foreign,
     Garbled,
     StarterGone,
     Ticked,
@@ -190,6 +191,9 @@ class Service:
                 generation, message = codec.decode(frame)
                 if not isinstance(message, FromWorker):
                     raise ProtocolError(f"{type(message).__name__}, which no worker sends")
+            except codec.OtherVersion as error:
+                self._handle(Foreign(str(error)))
+                continue
             except ProtocolError as error:
                 self._handle(Garbled(peer, f"a malformed frame: {error}"))
                 continue

@@ -1,0 +1,131 @@
+"""Several agents of torchrun: on one machine, in any number, lost and gained."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+from pathlib import Path
+
+import pytest
+
+from support.compare import assert_same
+from support.jobs import Jobs, processes_of, until
+from support.sources import CALM, DROPOUT_JOB, JOB
+from support.torchrun import Started, Torchrun
+
+LOCAL = ("--microbatches", "4", "--steps", "4", "--clip-grad-norm", "0.5")
+PLACED = """
+    import os
+    from pathlib import Path
+
+    where = {name: os.environ[name] for name in ("GROUP_RANK", "LOCAL_RANK")}
+    Path(f"at-{os.environ['RANK']}").write_text("{GROUP_RANK} {LOCAL_RANK}".format(**where))
+"""
+"""At the end of a job file: each rank tells its node, and its place there."""
+
+
+def c10d(port: str, nodes: str, *also: str) -> tuple[str, ...]:
+    conf = "last_call_timeout=1,keep_alive_interval=1,keep_alive_max_attempt=2,close_timeout=2"
+    place = ("--rdzv-backend", "c10d", "--rdzv-endpoint", f"localhost:{port}", "--rdzv-id", "x")
+    return ("--nnodes", nodes, *place, "--rdzv-conf", conf, "--local-addr", "127.0.0.1", *also)
+
+
+def test_two_nodes_of_one_machine_are_one_host(jobs: Jobs, torchrun: Torchrun) -> None:
+    """As everybody tries it first."""
+    both = torchrun.nodes(*LOCAL, source=DROPOUT_JOB + PLACED)
+    head, other = (started.end() for started in both)
+    assert head.status == other.status == 0, head.stderr + other.stderr
+    assert_same(head, jobs.train("--stages", "4", *LOCAL, source=DROPOUT_JOB))
+    assert "bound to tcp://127.0.0.1:" in head.log("coordinator")
+    assert "step" not in other.stdout
+    assert at(jobs.folder) == ["0 0", "0 1", "1 0", "1 1"]
+
+
+def test_neighbours_share_a_node_whichever_comes_first(jobs: Jobs, torchrun: Torchrun) -> None:
+    options = c10d(torchrun.port(), "2")
+    both = [torchrun(*LOCAL, source=JOB + PLACED, options=options) for _ in range(2)]
+    runs = [started.end() for started in both]
+    assert [run.status for run in runs] == [0, 0], runs[0].stderr + runs[1].stderr
+    assert_same(runs[0], jobs.train("--stages", "4", *LOCAL))
+    assert at(jobs.folder) == ["0 0", "0 1", "1 0", "1 1"]
+
+
+def at(folder: Path) -> list[str]:
+    """Node and place there, by rank."""
+    return [path.read_text() for path in sorted(folder.glob("at-*"))]
+
+
+def test_nodes_that_come_and_go_change_no_bit(jobs: Jobs, torchrun: Torchrun) -> None:
+    """A job of one rank, then of two when a node comes, then of one when that is lost."""
+    words = ("--microbatches", "4", "--checkpoint-every", "1", "--checkpoint-busy", "wait")
+    options = c10d(torchrun.port(), "1:2", "--max-restarts", "2")
+    source = CALM.replace("sleep(0.01)", "sleep(0.05)")
+
+    def node() -> Started:
+        return torchrun(*words, "--steps", "100", source=source, options=options, ranks=1)
+
+    first = node()
+    first.training()
+    second = node()
+    until(lambda: stages(first.path) == 2, 40)
+    steps = first.path / "metrics.jsonl"
+    before = steps.read_text().count("\n")
+    until(lambda: steps.read_text().count("\n") > before + 3)
+    lost = {pid for pid in children(second.process.pid)}
+    for pid in lost:
+        os.kill(pid, signal.SIGKILL)
+    second.process.kill()
+    second.end()
+    run = first.end(90)
+    assert run.status == 0, run.stderr
+    assert stages(first.path) == 1
+    assert_same(run, jobs.train(*words, "--steps", "100", "--stages", "1", source=source))
+    assert len(json.loads((run.path / "run.json").read_text())["resumed"]) == 2
+
+
+def stages(run_dir: Path) -> int:
+    """Of the job that runs."""
+    plan = json.loads((run_dir / "plan.json").read_text())
+    return len(plan["stages"])
+
+
+def children(agent: int) -> list[int]:
+    """The ranks that an agent has started, which are forked by another process."""
+    return [pid for pid in processes_of(Path(f"/proc/{agent}/cwd").readlink()) if pid == agent]
+
+
+def test_the_rank_at_fault_says_why(
+    torchrun: Torchrun, jobs: Jobs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the file where torchrun looks for it, and whoever started torchrun."""
+    reply = jobs.folder / "reply.json"
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(reply))
+    run = torchrun(ranks=2, source=JOB.replace("Linear(16, 3)", "Linear(15, 3)")).end()
+    assert run.status == 1
+    cause = run.stderr.partition("Root Cause (first observed failure):")[2]
+    assert re.search(r"rank      : 1 \(local_rank: 1\)\n  exitcode  : 1 ", cause), run.stderr
+    said = json.loads(reply.read_text())["message"]
+    assert said["message"].startswith("layer 4 (Linear) raised RuntimeError: ")
+    assert said["errorCode"] == 1
+    assert int(said["extraInfo"]["timestamp"]) > 1_600_000_000
+    shown = said["extraInfo"]["py_callstack"]
+    assert "in forward: stage 1, layer 4 (Linear), micro-batch 0, step 1" in shown
+    assert "Traceback" in shown and "pipeworker/worker" not in shown
+    assert shown.replace("\n", "\n  ") in cause
+
+
+def test_a_mistake_of_one_node_alone_is_said_by_the_first(jobs: Jobs, torchrun: Torchrun) -> None:
+    """Its ranks would wait for it, and it would for them."""
+    place = ("--nnodes", "2", "--master-addr", "127.0.0.1", "--master-port", torchrun.port())
+    head = torchrun(*LOCAL, ranks=1, options=(*place, "--node-rank", "0"))
+    other = torchrun(
+        *LOCAL, "--keep", "0", ranks=1, options=(*place, "--node-rank", "1"), job="other.py"
+    )
+    runs = [head.end(), other.end()]
+    for run in runs:
+        assert run.status == 1
+        assert run.stderr.count("--keep 0: must be 1 or more") >= 1, run.stderr
+    assert re.search("^error: rank 1 on .*: --keep 0: must be", runs[0].stderr, re.MULTILINE)
+    assert not head.path.exists()
