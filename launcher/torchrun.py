@@ -13,8 +13,9 @@ from typing import TextIO
 
 from launcher import errorfile
 from pipeworker.coordinator.report import describe
-from pipeworker.environment import timings
+from pipeworker.environment import TORCHRUN_JOB, timings
 from pipeworker.host.lifetime import die_with, kill_group
+from pipeworker.record.run import Record
 from pipeworker.record.rundir import RunDir
 from pipeworker.session import meet as meeting
 from pipeworker.session.begin import Asked, Begun
@@ -25,6 +26,8 @@ from pipeworker.wire.messages import Abort, Cause, Failure
 
 _JOB = "job"
 """What the job is called where ranks meet."""
+_UNNAMED = "none"
+"""What torchrun calls a job that was given no ``--rdzv-id``."""
 _FAILED = (1, 2)
 """Exit statuses that somebody is to blame for."""
 _RUN_DIR = "pipeworker/run_dir"
@@ -65,12 +68,19 @@ def _begin(place: Place, asked: Asked, restart: int) -> Begun:
     store = place.store() if place.has_store else None
     before = store.get(_RUN_DIR).decode() if store and store.check([_RUN_DIR]) else ""
     where = str(asked.run_dir or before)
-    if (restart or before) and where and RunDir(Path(where)).run.exists():
+    there = bool(where) and RunDir(Path(where)).run.exists()
+    if there and (restart or before or _is_ours(RunDir(Path(where)))):
         asked = dataclasses.replace(asked, run_dir=where, resume=True)
     begun = asked.begin()
     if store:
         store.set(_RUN_DIR, str(begun.run_dir.path))
     return begun
+
+
+def _is_ours(run_dir: RunDir) -> bool:
+    """Whether a run was last begun in this job of torchrun's: a node that comes is no restart."""
+    job = os.environ.get(TORCHRUN_JOB, _UNNAMED)
+    return job != _UNNAMED and Record.read(run_dir).last.get("torchrun") == job
 
 
 def _record(failure: Failure) -> None:

@@ -14,6 +14,9 @@ from pipeworker import __version__
 from pipeworker.errors import UsageError
 from pipeworker.timings import DEFAULT, VARIABLE, Timings
 
+TORCHRUN_JOB = "TORCHELASTIC_RUN_ID"
+"""Of the environment: torchrun's name for its job."""
+
 
 @cache
 def timings() -> Timings:
@@ -49,4 +52,5 @@ def facts() -> dict[str, Any]:
         "host": socket.gethostname(),
         "platform": platform.platform(),
         "pid": os.getpid(),
+        "torchrun": os.environ.get(TORCHRUN_JOB),
     }

@@ -45,8 +45,8 @@ def test_mistakes_are_said_once(jobs: Jobs, torchrun: Torchrun) -> None:
     ):
         run = torchrun(*words, run_dir=run_dir).end()
         assert run.status == 1  # torchrun's own
-        said = [line for line in run.stderr.splitlines() if re.match("[eE]rror: ", line)]
-        assert len(said) == 1 and expected in said[0], run.stderr
+        (said,) = re.findall("^[eE]rror: .*", run.stderr, re.MULTILINE)
+        assert expected in said
         assert "exitcode  : 2" in run.stderr
     assert not (jobs.folder / "run-torchrun").exists()
     assert not list((jobs.folder / "taken").iterdir())
