@@ -7,7 +7,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable
-from contextlib import closing
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
@@ -228,8 +228,7 @@ class _Worker(click.Command):
             errorfile.write(error.format_message())
             if os.environ.get("RANK", "0") != "0":
                 signal.signal(signal.SIGTERM, signal.SIG_DFL)
-                if isinstance(error, _AtMeeting) or not _said_by_rank_0(error):
-                    time.sleep(DEFAULT.speak)  # the mistake may be in what changes the timings
+                _give_time(error)
             error.show()  # it was a mistake of this rank's alone
             sys.exit(error.exit_code)
 
@@ -237,15 +236,18 @@ class _Worker(click.Command):
         return _clearly(super().invoke, ctx)
 
 
-def _said_by_rank_0(error: click.ClickException) -> bool:
-    """Have rank 0 say a mistake, if it is on another host and has not made it, too."""
+def _give_time(error: click.ClickException) -> None:
+    """To rank 0, to say a mistake; it is told, if it may wait for this rank on another host."""
     from launcher import torchrun
     from pipeworker.session.place import Place
 
-    try:
-        return torchrun.refuse(Place.from_environment(), error.format_message())
-    except PipeworkerError:
-        return False
+    if not isinstance(error, _AtMeeting):
+        with suppress(PipeworkerError):
+            place = Place.from_environment()
+            if place.agent_serves and place.local_world != place.world:
+                torchrun.refuse(place, error.format_message())
+                return
+    time.sleep(DEFAULT.speak)  # the mistake may be in what changes the timings
 
 
 @click.command(cls=_Worker)

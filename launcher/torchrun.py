@@ -55,9 +55,9 @@ def run(place: Place, asked: Asked) -> int:
     return head.finish(status) if head else status
 
 
-def refuse(place: Place, mistake: str) -> bool:
-    """Have rank 0 say what is wrong on this rank, and end; returns whether it has."""
-    return meeting.refuse(place, _JOB, mistake)
+def refuse(place: Place, mistake: str) -> None:
+    """Have rank 0 say what is wrong on this rank, unless it has said it already."""
+    meeting.refuse(place, _JOB, mistake)
 
 
 def _begin(place: Place, asked: Asked, restart: int) -> Begun:

@@ -120,19 +120,13 @@ def meet(
     return _Host(place, store, f"pipeworker/{name}").meet(token, begin, listen)
 
 
-def refuse(place: Place, name: str, mistake: str) -> bool:
+def refuse(place: Place, name: str, mistake: str) -> None:
     """Have rank 0 say what is wrong on this rank, which cannot take part.
 
-    Returns whether it has, before long; where all ranks make the same mistake it does not listen.
-
-    Raises:
-        UsageError: the ranks cannot meet.
+    Where all ranks make the same mistake rank 0 does not listen; it is given its time.
     """
-    greeting = Greeting.of(place, mistake)
-    try:
-        return bool(_hear(place, place.store(), name, greeting, timings().speak)[1]["error"])
-    except (RuntimeError, TimeoutError):
-        return False
+    with suppress(PipeworkerError, RuntimeError, TimeoutError):
+        _hear(place, place.store(), name, Greeting.of(place, mistake), timings().speak)
 
 
 class _Host:

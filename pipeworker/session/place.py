@@ -38,7 +38,12 @@ class Place:
     @property
     def has_store(self) -> bool:
         """Whether there is one besides what this process itself would serve."""
-        return self.world > 1 or _agent_serves()
+        return self.world > 1 or self.agent_serves
+
+    @property
+    def agent_serves(self) -> bool:
+        """Whether torchrun keeps the store, beyond the lives of its ranks."""
+        return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
     @staticmethod
     def from_environment() -> Place:
@@ -120,7 +125,7 @@ class Place:
             from pipeworker.worker.internals import default_store
 
             return default_store()
-        serves = self.rank == 0 and not _agent_serves()
+        serves = self.rank == 0 and not self.agent_serves
         try:
             return _store_at(self.address, self.port, serves)
         except (RuntimeError, OSError) as error:
@@ -160,11 +165,6 @@ class Place:
             f"host, {here}, leads to an address that others can reach: give torchrun a "
             "--master-addr that is one, or name the interface with --interface"
         )
-
-
-def _agent_serves() -> bool:
-    """Whether torchrun keeps the store, beyond the lives of its ranks."""
-    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
 def await_others(done: Callable[[], bool], seconds: float | None = None) -> None:
