@@ -241,12 +241,13 @@ def _give_time(error: click.ClickException) -> None:
     from launcher import torchrun
     from pipeworker.session.place import Place
 
-    if not isinstance(error, _AtMeeting):
-        with suppress(PipeworkerError):
-            place = Place.from_environment()
-            if place.agent_serves and place.local_world != place.world:
-                torchrun.refuse(place, error.format_message())
-                return
+    with suppress(PipeworkerError):
+        place = Place.from_environment()
+        if place.rank != place.local_rank and isinstance(error, _AtMeeting):
+            return  # rank 0 is on another node, and does not end with this one
+        if place.agent_serves and place.local_world != place.world:
+            torchrun.refuse(place, error.format_message())
+            return
     time.sleep(DEFAULT.speak)  # the mistake may be in what changes the timings
 
 

@@ -51,7 +51,7 @@ def run(place: Place, asked: Asked) -> int:
         place.rank, met.endpoint, met.token, place.local_rank, job_file=asked.job_file
     )
     head = met.head
-    status = service.run(settings, partial(_leave, head), _record)
+    status = service.run(settings, partial(_leave, head, os.dup(2)), _record)
     return head.finish(status) if head else status
 
 
@@ -89,11 +89,16 @@ def _record(failure: Failure) -> None:
         errorfile.write(failure.message, describe(failure))
 
 
-def _leave(head: Head | None, abort: Abort) -> None:
-    """Called by the control thread while the main thread is inside a step."""
+def _leave(head: Head | None, shown: int, abort: Abort) -> None:
+    """Called by the control thread while the main thread is inside a step.
+
+    Args:
+        shown: what standard error was before it went to the log; rank 0 shows the verdict there.
+    """
     from pipeworker.worker.control import say
 
-    say(abort)
+    if head is None or not os.path.sameopenfile(2, shown):
+        say(abort)
     status = head.finish(abort.exit_status) if head else abort.exit_status
     if abort.reason and abort.exit_status in _FAILED and errorfile.wanted():
         time.sleep(timings().yields)
