@@ -8,14 +8,17 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import closing, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
 import click
 from click.core import ParameterSource
 
+from launcher.choose import ELSEWHERE, Elsewhere
 from pipeworker import __version__
 from pipeworker.errors import PipeworkerError, UsageError
+from pipeworker.job.given import complete
 from pipeworker.job.options import BACKENDS, DEVICES, PRECISIONS, WHEN_BUSY
 from pipeworker.plan.orders import ORDERS
 from pipeworker.plan.schedule import RECOMPUTE_MODES
@@ -147,6 +150,11 @@ def job_options(function: Callable[..., Any]) -> Callable[..., Any]:
                 help="Go on with the run in --run-dir, with its options where none are given.",
             ),
             click.option(
+                "--go-on",
+                is_flag=True,
+                help="As --resume where --run-dir holds a run; else begin it.",
+            ),
+            click.option(
                 "--allow",
                 multiple=True,
                 metavar="NAME",
@@ -168,6 +176,17 @@ def job_options(function: Callable[..., Any]) -> Callable[..., Any]:
     return function
 
 
+def _said(chosen: dict[str, Any]) -> dict[str, Any]:
+    """The options of a job that were said on the command line."""
+    source = click.get_current_context().get_parameter_source
+    elsewhere = ("job_file", "run_dir", "resume", "go_on", "allow")
+    return {
+        name: value
+        for name, value in chosen.items()
+        if name not in elsewhere and source(name) is ParameterSource.COMMANDLINE
+    }
+
+
 def asked(stages: int | None, chosen: dict[str, Any]) -> Asked:
     """What the words of the command ask for, from what click made of them.
 
@@ -176,36 +195,91 @@ def asked(stages: int | None, chosen: dict[str, Any]) -> Asked:
     """
     from pipeworker.session.begin import Asked
 
-    source = click.get_current_context().get_parameter_source
-    elsewhere = ("job_file", "run_dir", "resume", "allow")
-    said = {
-        name: value
-        for name, value in chosen.items()
-        if name not in elsewhere and source(name) is ParameterSource.COMMANDLINE
-    }
+    said = _said(chosen)
     try:
         Path.cwd()  # even where no path needs it: math libraries of torch end the process without
         job_file = str(Path(chosen["job_file"]).resolve())
     except OSError as error:
         raise UsageError(f"the current folder is gone: {error.strerror}") from None
-    found = Asked(job_file, stages, said, chosen["run_dir"], chosen["resume"], chosen["allow"])
+    how = {name: chosen[name] for name in ("run_dir", "resume", "go_on", "allow")}
+    found = Asked(job_file, stages, said, **how)
     found.check()
     return found
 
 
 @main.command()
 @click.option("--stages", type=int, help="Pipeline stages. [default: one per accelerator]")
+@click.option("--hosts", metavar="A:2,B:2", help="Hosts that ssh reaches, each with its workers.")
+@click.option(
+    "--hosts-file", metavar="FILE", help="The same: a host, its workers and its python a line."
+)
+@click.option("--sync", is_flag=True, help="Send the job file's folder to the hosts first.")
+@click.option("--on", type=click.Choice(ELSEWHERE), help="The cluster to submit the job to.")
+@click.option("--nodes", type=int, help="Hosts of the cluster. [default: 1]")
+@click.option(
+    "--set",
+    "settings",
+    multiple=True,
+    metavar="NAME=VALUE",
+    help="What the cluster is asked for besides, as image=IMAGE. Repeatable.",
+)
+@click.option("--dry-run", is_flag=True, help="Only print what would be asked for.")
 @job_options
-def launch(stages: int | None, **chosen: Any) -> None:
+def launch(
+    stages: int | None,
+    hosts: str | None,
+    hosts_file: str | None,
+    sync: bool,
+    on: str | None,
+    nodes: int | None,
+    settings: tuple[str, ...],
+    dry_run: bool,
+    **chosen: Any,
+) -> None:
     """Train the model of JOB_FILE. Words after -- reach the file as sys.argv[1:]."""
     from launcher import local
 
-    if stages is None and not chosen["resume"]:
-        stages = local.accelerators()
+    where = Elsewhere.of(on, nodes, hosts, hosts_file, settings, sync, dry_run)
+    if stages is None and where.hosts:
+        stages = sum(host.workers for host in where.hosts)
+    if where.here:
+        if dry_run:
+            raise UsageError("--dry-run is of --on and --hosts: here nobody else is asked")
+        if stages is None and not (chosen["resume"] or chosen["go_on"]):
+            stages = local.accelerators()
+        request = asked(stages, chosen)
+        local.check_job_file(Path(request.job_file))
+        with closing(request.begin()) as begun:
+            sys.exit(local.run(begun.options, begun.run_dir, begun.warnings))
+    sys.exit(_launch_elsewhere(stages, where, chosen))
+
+
+def _launch_elsewhere(stages: int | None, where: Elsewhere, chosen: dict[str, Any]) -> int:
+    """On other hosts than this one alone."""
+    from launcher import choose, local, ssh
+    from launcher.run import Launch
+
+    if stages is None:
+        raise UsageError("say how many workers the job has on the hosts: --stages K")
     request = asked(stages, chosen)
-    local.check_job_file(Path(request.job_file))
+    job_file = Path(request.job_file)
+    local.check_job_file(job_file)
+    words = choose.words(click.get_current_context())
+    of_job = job_file, stages, words, chosen["arguments"], str(request.run_dir or "")
+    spec = choose.spec_of(*of_job, where)
+    if where.cluster:
+        complete(request.job_file, stages, request.said)  # a mistake is found before it is sent
+        return choose.submit(spec, where.cluster, dry_run=where.dry_run)
+    if where.dry_run:
+        planned = replace(spec, run_dir=spec.run_dir or choose.dated(job_file))
+        click.echo(ssh.render(planned, sync=where.sync).text(), nl=False)
+        return 0
+    choose.agents_of(spec)  # a mistake is found before anything is made or sent
+    ssh.send(ssh.render(spec, sync=where.sync))
     with closing(request.begin()) as begun:
-        sys.exit(local.run(begun.options, begun.run_dir, begun.warnings))
+        spec = replace(spec, run_dir=str(begun.run_dir.path))
+        agents = choose.agents_of(spec)
+        return Launch(begun.options, begun.run_dir, agents, begun.warnings).run()
 
 
 class _AtMeeting(_Shown):
@@ -266,6 +340,22 @@ def worker(**chosen: Any) -> None:
     except PipeworkerError as error:
         raise _AtMeeting(error) from None
     sys.exit(status)
+
+
+@main.command(hidden=True)
+@click.option("--nodes", type=click.IntRange(1), default=1, help="Hosts of the job.")
+@click.option(
+    "--rank", type=click.IntRange(0), default=0, envvar="JOB_COMPLETION_INDEX", help="This one's."
+)
+@click.option("--workers", type=click.IntRange(1), default=1, help="Of each host.")
+@click.option("--at", default="localhost", help="The first host's name.")
+@click.option("--port", type=int, default=29500, help="Where the hosts meet.")
+@click.argument("words", nargs=-1, type=click.UNPROCESSED)
+def node(nodes: int, rank: int, workers: int, at: str, port: int, words: tuple[str, ...]) -> None:
+    """Be one host of a job, as a cluster starts it; WORDS, behind --, are those of its ranks."""
+    from launcher.node import Node, run
+
+    sys.exit(run(Node(rank, nodes, workers, at, port), words))
 
 
 @main.command()

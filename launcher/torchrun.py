@@ -14,6 +14,7 @@ from typing import TextIO
 from launcher import errorfile
 from pipeworker.coordinator.report import describe
 from pipeworker.environment import TORCHRUN_JOB, timings
+from pipeworker.errors import AGAIN, InUse, NotMet
 from pipeworker.host.lifetime import die_with, kill_group
 from pipeworker.record.run import Record
 from pipeworker.record.rundir import RunDir
@@ -28,7 +29,7 @@ _JOB = "job"
 """What the job is called where ranks meet."""
 _UNNAMED = "none"
 """What torchrun calls a job that was given no ``--rdzv-id``."""
-_FAILED = (1, 2)
+_FAILED = (1, 2, AGAIN)
 """Exit statuses that somebody is to blame for."""
 _RUN_DIR = "pipeworker/run_dir"
 """In torchrun's store, which outlives the ranks that it starts again."""
@@ -64,23 +65,33 @@ def _begin(place: Place, asked: Asked, restart: int) -> Begun:
     """On rank 0: a new run, or where torchrun has started ranks again, the one there was.
 
     It may have started them in another number: a node is lost, or one more has come.
+
+    Raises:
+        NotMet: the ranks before these still have its directory.
     """
     store = place.store() if place.has_store else None
     before = store.get(_RUN_DIR).decode() if store and store.check([_RUN_DIR]) else ""
     where = str(asked.run_dir or before)
-    there = bool(where) and RunDir(Path(where)).run.exists()
-    if there and (restart or before or _is_ours(RunDir(Path(where)))):
-        asked = dataclasses.replace(asked, run_dir=where, resume=True)
-    begun = asked.begin()
+    again = restart > 0 or bool(before) or asked.go_on or _is_ours(where)
+    if again and where:
+        asked = dataclasses.replace(asked, run_dir=where, go_on=True)
+    try:
+        begun = asked.begin()
+    except InUse as error:
+        if again:
+            raise NotMet(str(error)) from None
+        raise
     if store:
         store.set(_RUN_DIR, str(begun.run_dir.path))
     return begun
 
 
-def _is_ours(run_dir: RunDir) -> bool:
+def _is_ours(where: str) -> bool:
     """Whether a run was last begun in this job of torchrun's: a node that comes is no restart."""
     job = os.environ.get(TORCHRUN_JOB, _UNNAMED)
-    return job != _UNNAMED and Record.read(run_dir).last.get("torchrun") == job
+    if not where or job == _UNNAMED or not RunDir(Path(where)).run.exists():
+        return False
+    return Record.read(RunDir(Path(where))).last.get("torchrun") == job
 
 
 def _record(failure: Failure) -> None:
@@ -103,7 +114,7 @@ def _leave(head: Head | None, shown: int, abort: Abort) -> None:
     if abort.reason and abort.exit_status in _FAILED and errorfile.wanted():
         time.sleep(timings().yields)
         errorfile.write(abort.reason)
-    os._exit(status)
+    os._exit(AGAIN if abort.exit_status == AGAIN else status)
 
 
 def _again(descriptor: int) -> TextIO:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeworker.environment import facts, timings
-from pipeworker.errors import ProtocolError, RecordError, UsageError
+from pipeworker.errors import InUse, ProtocolError, RecordError, UsageError
 from pipeworker.job import recorded
 from pipeworker.job.given import complete
 from pipeworker.job.options import Options
@@ -46,6 +46,7 @@ class Asked:
         said: the other options that were said, by name; None is what was not.
         run_dir: None for a new one.
         resume: the run in `run_dir` goes on.
+        go_on: it does if there is one; else it begins there.
         allow: options that may be others than those it was begun with.
     """
 
@@ -54,6 +55,7 @@ class Asked:
     said: Mapping[str, Any]
     run_dir: str | Path | None = None
     resume: bool = False
+    go_on: bool = False
     allow: tuple[str, ...] = ()
 
     def check(self) -> None:
@@ -62,6 +64,8 @@ class Asked:
         Raises:
             UsageError: something is.
         """
+        if self.go_on and not self.run_dir:
+            raise UsageError("--go-on needs --run-dir: where the run is, or begins")
         if not self.resume:
             if self.allow:
                 raise UsageError("--allow is of --resume: a new run may have any options")
@@ -80,8 +84,9 @@ class Asked:
             RecordError: a file cannot be written.
         """
         self.check()
+        goes_on = self.go_on and RunDir(Path(self.run_dir or "")).run.exists()
         try:
-            return self._resumed() if self.resume else self._new()
+            return self._resumed() if self.resume or goes_on else self._new()
         except OSError as error:
             raise RecordError(error.filename or self.run_dir, error) from None
 
@@ -109,7 +114,7 @@ class Asked:
         except BlockingIOError:
             last = record.last
             who = f"process {last.get('pid')} on {last.get('host')}"
-            raise UsageError(f"run directory {self.run_dir} is in use: {who} runs it") from None
+            raise InUse(f"run directory {self.run_dir} is in use: {who} runs it") from None
         try:
             return self._goes_on(run_dir, lock)
         except BaseException:

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from pipeworker.environment import timings
-from pipeworker.errors import PipeworkerError, UsageError
+from pipeworker.errors import AGAIN, NotMet, PipeworkerError, UsageError, of_status
 from pipeworker.session.begin import Begun
 from pipeworker.session.head import Head, Hear
 from pipeworker.session.place import Place, await_others
@@ -104,7 +104,8 @@ def meet(
 
     Raises:
         UsageError: the ranks cannot meet, or one of them has made a mistake.
-        PipeworkerError: the coordinator did not start, or a rank does not reach it.
+        NotMet: a rank does not come, or does not reach the coordinator.
+        PipeworkerError: the coordinator did not start.
     """
     _check_room(place)
     token = os.environ.get(TOKEN_VARIABLE)
@@ -164,7 +165,7 @@ class _Host:
             address = self._place.coordinator_address(one_host, begun.options.interface)
             head = Head(begun, token, address, hear)
         except PipeworkerError as error:  # the others are waiting
-            self._say(words, error=str(error))
+            self._say(words, error=str(error), status=error.exit_status)
             raise
         self._say(words, endpoint=head.endpoint, token=through_store, one_host=one_host)
         if not one_host:
@@ -175,7 +176,7 @@ class _Host:
         """What the others say of themselves, by rank.
 
         Raises:
-            PipeworkerError: some do not come.
+            NotMet: some do not come.
         """
         try:
             return {rank: Greeting.read(said) for rank, said in self._answers("here").items()}
@@ -184,14 +185,14 @@ class _Host:
             missing = ", ".join(str(rank) for rank in self._others if rank not in there)
             text = f"rank {missing} did not come to the job: {error}"
             came = [Greeting.read(self._store.get(self._named("here", rank))) for rank in there]
-            self._say([greeting.word for greeting in came], error=text)
-            raise PipeworkerError(text) from None
+            self._say([greeting.word for greeting in came], error=text, status=AGAIN)
+            raise NotMet(text) from None
 
     def _await_reached(self, head: Head, greetings: dict[int, Greeting]) -> None:
         """Hear from all others that they reach the coordinator.
 
         Raises:
-            PipeworkerError: one does not.
+            NotMet: one does not.
         """
         try:
             answers = self._answers("reached")
@@ -203,7 +204,7 @@ class _Host:
             wrong = [f"{who} did not say that it reaches the coordinator: {error}"]
         if wrong:
             head.give_up(wrong[0])
-            raise PipeworkerError(wrong[0])
+            raise NotMet(wrong[0])
 
     def _answers(self, what: str) -> dict[int, bytes]:
         """What the others answer, by rank, once all have.
@@ -237,21 +238,21 @@ def _join(place: Place, store: Store, name: str) -> dict[str, Any]:
 
     Raises:
         UsageError: rank 0 cannot begin.
-        PipeworkerError: it does not come, or its coordinator is out of reach.
+        NotMet: it does not come, or its coordinator is out of reach.
     """
     greeting = Greeting.of(place)
     try:
         key, said = _hear(place, store, name, greeting, timings().meet)
     except (RuntimeError, TimeoutError) as error:
-        raise PipeworkerError(f"rank 0 did not start the job: {error}") from None
+        raise NotMet(f"rank 0 did not start the job: {error}") from None
     if said["error"]:
-        raise UsageError(said["error"])
+        raise of_status(said["status"])(said["error"])
     if not said["one_host"]:
         wrong = _unreachable(said["endpoint"])
         wrong = wrong and f"rank {place.rank} on {greeting.host} {wrong}"
         store.set(f"{key}/reached/{place.rank}", wrong)
         if wrong:
-            raise PipeworkerError(wrong)
+            raise NotMet(wrong)
     return said
 
 

@@ -342,7 +342,7 @@ def train(
     session = Session(
         place,
         job,
-        Asked(script(), place.world, said, run_dir, resume, allowed),
+        Asked(script(), place.world, said, run_dir, resume, allow=allowed),
         listen=lambda begun: _Lines(begun.options, str(begun.run_dir.path)).hear,
     )
     with session.inside():

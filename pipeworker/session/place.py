@@ -13,7 +13,7 @@ from functools import cache
 from typing import TYPE_CHECKING
 
 from pipeworker.environment import timings
-from pipeworker.errors import UsageError
+from pipeworker.errors import NotMet, UsageError
 from pipeworker.wire import interfaces
 from pipeworker.wire.interfaces import towards
 
@@ -118,6 +118,7 @@ class Place:
 
         Raises:
             UsageError: nobody answers there, or another program does.
+            NotMet: torchrun does no longer.
         """
         import torch.distributed as dist
 
@@ -129,7 +130,8 @@ class Place:
         try:
             return _store_at(self.address, self.port, serves)
         except (RuntimeError, OSError) as error:
-            raise UsageError(
+            kind = NotMet if self.agent_serves else UsageError  # torchrun's agents did meet there
+            raise kind(
                 f"rank {self.rank} cannot meet the others at MASTER_ADDR {self.address}, "
                 f"MASTER_PORT {self.port}: {error}"
             ) from None
@@ -147,8 +149,8 @@ class Place:
         Raises:
             UsageError: none of them is an address that others can reach.
         """
-        if one_host:
-            return "127.0.0.1"
+        if one_host or (interfaces.is_loopback(self.address) and self.address != "localhost"):
+            return "127.0.0.1"  # who met at such an address is here; a name may be another host's
         name, said = interfaces.chosen(interface)
         if name:
             address = interfaces.address_of(name, said)
