@@ -79,7 +79,7 @@ def test_a_cut_clocks_apart_and_a_named_interface_change_no_bit(
         "    import os\n    from pathlib import Path\n\n"
         "    Path(f'clock-{os.environ.get(\"RANK\")}').write_text(str(time.time()))\n"
     )
-    envs = ({}, other("clock=3600"))
+    envs: tuple[Mapping[str, str], ...] = ({}, other("clock=3600"))
     both = torchrun.nodes(*words, hosts=hosts, ranks=1, source=source, envs=envs)
     both[0].training()
     first, second = (float((jobs.folder / f"clock-{rank}").read_text()) for rank in (0, 1))

@@ -117,6 +117,8 @@ class Generation:
     _sent_schedule: int = 0
     _evaluation: Evaluation | None = None
     _cause: FirstCause = field(init=False)
+    abort: Abort | None = None
+    """What its workers were told at its end, if it was not done."""
     interrupted: float | None = None
     """When the user asked to stop."""
     state_before: State = State.JOINING
@@ -607,7 +609,7 @@ class Generation:
         if end.failure:
             at = f" ({place(end.failure)})" if end.failure.position.step >= 0 else ""
             reason = end.failure.message + at
-        abort = Abort(reason, status)
+        abort = self.abort = Abort(reason, status)
         return [
             Log(f"ended: {how}: {reason}; it was {was}"),
             *(self._send(peer, abort) for peer in peers),

@@ -13,10 +13,10 @@ from pipeworker.session.begin import Begun
 from pipeworker.session.processes import coordinator
 from pipeworker.wire.lines import (
     Bound,
+    CannotStart,
     Configuration,
     FromCoordinator,
     Interrupt,
-    Unwell,
     Verdict,
     Warned,
 )
@@ -83,10 +83,10 @@ class Head:
                 self._coordinator.say(Interrupt())
             self._unheard = True
 
-    def give_up(self, why: str) -> None:
-        """End the job before rank 0 has joined; who called this says why, the record has it too."""
+    def give_up(self, rank: int, why: str) -> None:
+        """End the job, which this rank cannot join; who calls says why, and the record has it."""
         self._unheard, self._hear = True, lambda _: None
-        self._coordinator.say(Unwell(why))
+        self._coordinator.say(CannotStart(rank, 1, why))
         self.finish(1)
 
     def finish(self, status: int) -> int:

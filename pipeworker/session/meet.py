@@ -195,16 +195,18 @@ class _Host:
             NotMet: one does not.
         """
         try:
-            answers = self._answers("reached")
-            wrong = [why.decode() for why in answers.values() if why]
+            wrong = {rank: why.decode() for rank, why in self._answers("reached").items() if why}
         except TimeoutError as error:
             there = self._there("reached")
-            missing = next(rank for rank in self._others if rank not in there)
-            who = f"rank {missing} on {greetings[missing].host}"
-            wrong = [f"{who} did not say that it reaches the coordinator: {error}"]
-        if wrong:
-            head.give_up(wrong[0])
-            raise NotMet(wrong[0])
+            wrong = {
+                rank: f"rank {rank} on {greetings[rank].host} did not say that it reaches the "
+                f"coordinator: {error}"
+                for rank in self._others
+                if rank not in there
+            }
+        for rank, why in wrong.items():
+            head.give_up(rank, why)
+            raise NotMet(why)
 
     def _answers(self, what: str) -> dict[int, bytes]:
         """What the others answer, by rank, once all have.
