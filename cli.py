@@ -260,7 +260,8 @@ def _launch_elsewhere(stages: int | None, where: Elsewhere, chosen: dict[str, An
     from launcher.run import Launch
 
     if stages is None:
-        raise UsageError("say how many workers the job has on the hosts: --stages K")
+        option = "--on" if where.cluster else "an allocation"
+        raise UsageError(f"{option} needs --stages: how many workers the job has there")
     request = asked(stages, chosen)
     job_file = Path(request.job_file)
     local.check_job_file(job_file)

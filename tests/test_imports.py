@@ -102,8 +102,8 @@ ROOMS_WITHIN = {
         *("ask", "place", "processes", "show", "begin", "head", "meet", "session", "pipeline"),
     ],
     "launcher": [
-        *("spec", "children", "run", "local", "ssh", "errorfile", "torchrun", "node"),
-        *("pod", "kubernetes", "kubectl", "choose"),
+        *("spec", "children", "run", "local", "ssh", "slurm", "sbatch", "errorfile", "torchrun"),
+        *("node", "pod", "kubernetes", "kubectl", "choose"),
     ],
 }
 """Within a room it is so too."""
