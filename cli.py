@@ -73,7 +73,18 @@ def job_options(function: Callable[..., Any]) -> Callable[..., Any]:
         [
             click.argument("job_file", metavar="JOB_FILE"),
             click.argument("arguments", nargs=-1, type=click.UNPROCESSED),
-            click.option("--microbatches", type=int, help="Micro-batches a step. [default: 4 K]"),
+            click.option(
+                "--microbatches",
+                type=int,
+                help="Micro-batches a step, over all replicas. [default: 4 K R]",
+            ),
+            click.option(
+                "--replicas",
+                type=int,
+                default=1,
+                show_default=True,
+                help="Copies of the pipeline, each with a part of every mini-batch.",
+            ),
             click.option(
                 "--steps", type=int, help="Optimizer steps. [default: one pass of data()]"
             ),
@@ -163,7 +174,7 @@ def job_options(function: Callable[..., Any]) -> Callable[..., Any]:
     return function
 
 
-def asked(stages: int | None, chosen: dict[str, Any]) -> Asked:
+def asked(stages: int | None, chosen: dict[str, Any], ranks: int | None = None) -> Asked:
     """What the words of the command ask for, from what click made of them.
 
     Raises:
@@ -183,7 +194,8 @@ def asked(stages: int | None, chosen: dict[str, Any]) -> Asked:
         job_file = str(Path(chosen["job_file"]).resolve())
     except OSError as error:
         raise UsageError(f"the current folder is gone: {error.strerror}") from None
-    found = Asked(job_file, stages, said, chosen["run_dir"], chosen["resume"], chosen["allow"])
+    where = chosen["run_dir"], chosen["resume"], chosen["allow"]
+    found = Asked(job_file, stages, said, *where, ranks)
     found.check()
     return found
 
@@ -196,7 +208,7 @@ def launch(stages: int | None, **chosen: Any) -> None:
     from launcher import local
 
     if stages is None and not chosen["resume"]:
-        stages = local.accelerators()
+        stages = max(1, local.accelerators() // max(1, chosen["replicas"]))
     request = asked(stages, chosen)
     local.check_job_file(Path(request.job_file))
     with closing(request.begin()) as begun:
@@ -228,13 +240,13 @@ class _Worker(click.Command):
 @click.command(cls=_Worker)
 @job_options
 def worker(**chosen: Any) -> None:
-    """Train the model of JOB_FILE as one rank of a torchrun job: a rank is a stage."""
+    """Train the model of JOB_FILE as one rank of a torchrun job: a rank is a stage of a replica."""
     from launcher import local, torchrun
     from pipeworker.session.place import Place
 
     local.check_job_file(Path(chosen["job_file"]))
     place = Place.from_environment()
-    sys.exit(torchrun.run(place, asked(place.world, chosen)))
+    sys.exit(torchrun.run(place, asked(None, chosen, place.world)))
 
 
 @main.command()

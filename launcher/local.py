@@ -135,7 +135,7 @@ class _Launch:
     def __init__(self, options: Options, run_dir: RunDir, warnings: Sequence[str]) -> None:
         self._options = options
         self._warnings = warnings
-        self._placement = placement(options.schedule, options.stages)
+        self._placement = placement(options.schedule, options.stages, options.replicas)
         self._run_dir = run_dir
         self._token = new_token()
         self._started = time.monotonic()
@@ -306,7 +306,8 @@ class _Launch:
                 case Again():
                     self._generation = event.generation
                     self._causes.append(event.cause)
-                    self._placement = placement(self._options.schedule, event.stages)
+                    options = self._options
+                    self._placement = placement(options.schedule, event.stages, options.replicas)
                     self._asked = self._joined = 0
                     self._fork_more()
                 case Verdict():

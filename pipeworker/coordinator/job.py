@@ -154,7 +154,8 @@ class Job:
     @property
     def placement(self) -> Placement:
         """Of the stages that there are now."""
-        return orders.placement(self._options.schedule, self._hands.now)
+        options = self._options
+        return orders.placement(options.schedule, self._hands.now, options.replicas)
 
     @property
     def peers(self) -> list[bytes]:

@@ -68,8 +68,9 @@ class Show:
         self._theory = plan.bubble
         balance = ",".join(map(str, plan.balance))
         done = self._options.resume_step
+        copies = f"{plan.replicas} replicas of " if plan.replicas > 1 else ""
         self.line(
-            f"{len(plan.balance)} stages ({balance} layers), {plan.microbatches} micro-batches, "
+            f"{copies}{len(plan.balance)} stages ({balance} layers), {plan.microbatches} micro-batches, "
             f"{plan.schedule}; run directory {self._run_dir}{f', from step {done}' if done else ''}"
         )
 

@@ -149,12 +149,13 @@ class Again:
 
 @dataclass(frozen=True, slots=True)
 class Planned:
-    """All stages are built. `bubble` is the schedule's own, 0..1."""
+    """All stages are built. `bubble` is the schedule's own, 0..1; `balance` that of each replica."""
 
     schedule: str
     microbatches: int
     balance: tuple[int, ...]
     bubble: float
+    replicas: int = 1
 
 
 @dataclass(frozen=True, slots=True)

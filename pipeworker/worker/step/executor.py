@@ -9,9 +9,20 @@ from typing import Any
 import torch
 
 from pipeworker.host.position import Tracker
-from pipeworker.plan.actions import COMPUTE, RECEIVES, SENDS, Action, Edge, Kind, Payload, edge_of
+from pipeworker.plan.actions import (
+    COMPUTE,
+    RECEIVES,
+    REPLICAS,
+    SENDS,
+    Action,
+    Edge,
+    Kind,
+    Payload,
+    edge_of,
+)
 from pipeworker.plan.network import CHANNEL_CAPACITY, UNBOUNDED
 from pipeworker.plan.placement import Placement
+from pipeworker.plan.shares import block
 from pipeworker.wire.messages import Batch, Phase, RunStep
 from pipeworker.worker.device import stopwatch_for, to_device
 from pipeworker.worker.stage import losses
@@ -20,6 +31,7 @@ from pipeworker.worker.stage.stage import Stage
 from pipeworker.worker.stage.values import distinct_tensors
 from pipeworker.worker.step.data import MicroBatches, Reader, share
 from pipeworker.worker.step.flow import Flow, Handover, Incoming, Outgoing, payload_of
+from pipeworker.worker.step.reduction import Reduction
 from pipeworker.worker.step.stream import Pass, Sink
 from pipeworker.worker.transport.channel import Receiver, Sender
 from pipeworker.worker.transport.courier import Courier
@@ -57,6 +69,7 @@ class Executor:
         reader: where stage 0 is, if the job has data.
         ties: of the stages that have places of tied weights.
         announce: is told when a mini-batch with another number of micro-batches is read.
+        replica: of the pipeline.
     """
 
     def __init__(
@@ -69,6 +82,7 @@ class Executor:
         ties: Mapping[int, Ties] | None = None,
         announce: Callable[[int], None] = lambda microbatches: None,
         kinds: Kinds = NONE,
+        replica: int = 0,
     ) -> None:
         self._flows = {index: Flow(stage) for index, stage in stages.items()}
         self._tracker: Tracker = next(iter(stages.values())).tracker
@@ -80,14 +94,19 @@ class Executor:
         self._kinds = kinds
         self._announce = announce
         self._known: set[int] = set()
-        self._links = list(links.values())
+        self._links = dict(links)
         self._ties = dict(ties or {})
+        self._replica = replica
+        self._reductions: dict[int, Reduction] = {}
         self._senders: dict[Edge, Sender] = {}
         self._receivers: dict[Edge, Receiver] = {}
         self._outgoing: dict[Edge, Outgoing] = {}
         self._incoming: dict[Edge, Incoming] = {}
         for edge, link in links.items():
-            self._connect(edge, link)
+            if edge.payload is not Payload.SUM:
+                self._connect(edge, link)
+        if placement.replicas > 1:
+            self._reductions = {index: self._reduction(stage) for index, stage in stages.items()}
         for edge in self._local_edges():
             self._hand_over(edge)
         self._program: list[tuple[_Handler, int, bool]] = []
@@ -126,6 +145,20 @@ class Executor:
             self._incoming[edge] = Incoming(there, put, receiver)
             if edge.payload is not Payload.TIED:
                 there.receivers.append(receiver)
+
+    def _reduction(self, stage: Stage) -> Reduction:
+        """A stage's ends of its channels to other replicas."""
+        senders, receivers = {}, {}
+        for edge, link in self._links.items():
+            if edge.payload is not Payload.SUM or edge.source != stage.index:
+                continue
+            if edge.origin == self._replica:
+                sender = Sender(link, None, self._courier, self._kinds)
+                self._senders[edge] = senders[edge.goal] = sender
+            else:
+                receiver = Receiver(link, self._device, _GRADIENTS_AHEAD, self._kinds)
+                receivers[edge.origin] = receiver
+        return Reduction(stage, self._replica, senders, receivers)
 
     def _local_edges(self) -> list[Edge]:
         """What passes between stages of this worker."""
@@ -187,6 +220,8 @@ class Executor:
                 return lambda _: self._receive_tied(stage, peer)
             case Kind.REDUCE_TIED:
                 return lambda _: self._reduce_tied(stage)
+        if kind in REPLICAS:
+            return lambda _: self._over_replicas(stage, kind)
         if kind in SENDS:
             return self._outgoing[edge_of(action)]
         if kind in RECEIVES:
@@ -244,22 +279,26 @@ class Executor:
     def _begin(self, run: RunStep) -> None:
         batch = run.batch
         self._step, self._final = run.step, run.last
-        weights = share(batch.samples, batch.microbatches)
+        mine = block(batch.microbatches, self._placement.replicas, self._replica)
+        weights = share(batch.samples, batch.microbatches)[mine.start : mine.stop]
         for index, flow in self._flows.items():
             flow.step = run.step
-            flow.stage.begin(run.step, run.first, run.loss_scale)
+            flow.stage.begin(run.step, run.first + mine.start, run.loss_scale)
             again, halves = self._again[index], self._halves[index]
             flow.microbatches = [
                 MicroBatch(m, weight, m in again, m in halves) for m, weight in enumerate(weights)
             ]
         self._known.add(batch.microbatches)
-        self._current, self._next = self._next, None
+        if batch.microbatches:
+            self._current, self._next = self._next, None
         if self._current is not None:
             self._feed(self._current)
         for sender in self._senders.values():
             sender.begin(batch.signature)
         for edge, receiver in self._receivers.items():
             receiver.begin(batch.signature, self._order[edge])
+        for reduction in self._reductions.values():
+            reduction.begin(batch.signature, whole=run.whole)
 
     def _feed(self, batch: MicroBatches) -> None:
         """Give stage 0 its micro-batches, and the last stage their targets if it is here."""
@@ -317,6 +356,18 @@ class Executor:
             for number in range(ties.frames(peer)):
                 self._receivers[Edge(peer, stage, Payload.TIED)].release(number)
 
+    def _over_replicas(self, stage: int, kind: Kind) -> None:
+        """A stage's gradients become the sum of its replicas'."""
+        reduction = self._reductions[stage]
+        self._tracker.wait(self._step)
+        match kind:
+            case Kind.SCATTER:
+                reduction.scatter()
+            case Kind.SUM:
+                reduction.sum()
+            case _:
+                reduction.gather()
+
     def stream(
         self, step: int, actions: Sequence[Action], batches: Iterator[MicroBatches], sink: Sink
     ) -> None:
@@ -361,7 +412,7 @@ class Executor:
 
     def close(self) -> None:
         """Let go of the channels, which ends what is under way, and end the courier."""
-        for link in self._links:
+        for link in self._links.values():
             link.close()
         if self._courier is not None:
             self._courier.close()
