@@ -49,7 +49,7 @@ ROOMS_WITHIN = {
     "pipeworker.wire": ["messages", "codec", "lines", "keys", "exchange", "strangers", "sockets"],
     "pipeworker.plan": [
         *("actions", "placement", "schedule", "connect", "orders", "columns", "network", "check"),
-        *("simulate",),
+        *("simulate", "shares"),
         *("partition", "skips", "ties"),
     ],
     "pipeworker.job": ["options", "given", "recorded", "file"],
@@ -74,9 +74,10 @@ ROOMS_WITHIN = {
         *("microbatch", "rng", "recompute", "batchnorm", "losses", "skips", "split", "values"),
         *("boundary", "stage"),
     ],
-    "pipeworker.worker.update": ["ties", "condense", "update"],
+    "pipeworker.worker.update": ["ties", "condense", "replicas", "update"],
     "pipeworker.worker.step": [
-        *("generators", "epoch", "data", "evaluation", "flow", "stream", "executor"),
+        *("generators", "epoch", "data", "evaluation", "flow", "stream", "tied", "reduction"),
+        "executor",
     ],
     "pipeworker.worker.model": ["structures", "survey", "model"],
     "pipeworker.session": [

@@ -140,7 +140,7 @@ class _Steps:
         return RunStep(
             step=self.step,
             batch=batch,
-            last=self.step == options.steps and complete or not batch.microbatches,
+            last=(self.step == options.steps and complete) or not batch.microbatches,
             first=tally.microbatches,
             loss_scale=scaler.scale if scaler else 1.0,
             whole=self.placement.replicas == 1 or (complete if whole is None else whole),

@@ -153,9 +153,7 @@ class _Stage:
                     raise self._fail(f"{actions[place]} appears twice")
                 seen.add(m)
         if min(found) < 0 or max(found) >= count:
-            place = next(
-                p for m, p in zip(found, column.places, strict=True) if not 0 <= m < count
-            )
+            place = next(p for m, p in zip(found, column.places, strict=True) if not 0 <= m < count)
             raise self._fail(f"{actions[place]} is not one of the micro-batches")
 
     def _check_needs(self) -> None:

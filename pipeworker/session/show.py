@@ -68,10 +68,11 @@ class Show:
         self._theory = plan.bubble
         balance = ",".join(map(str, plan.balance))
         done = self._options.resume_step
+        where = f"run directory {self._run_dir}{f', from step {done}' if done else ''}"
         copies = f"{plan.replicas} replicas of " if plan.replicas > 1 else ""
         self.line(
-            f"{copies}{len(plan.balance)} stages ({balance} layers), {plan.microbatches} micro-batches, "
-            f"{plan.schedule}; run directory {self._run_dir}{f', from step {done}' if done else ''}"
+            f"{copies}{len(plan.balance)} stages ({balance} layers), {plan.microbatches} "
+            f"micro-batches, {plan.schedule}; {where}"
         )
 
     def step(self, row: StepResult) -> None:

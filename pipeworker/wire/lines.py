@@ -149,7 +149,7 @@ class Again:
 
 @dataclass(frozen=True, slots=True)
 class Planned:
-    """All stages are built. `bubble` is the schedule's own, 0..1; `balance` that of each replica."""
+    """All stages are built. `bubble` is the schedule's own, 0..1; all replicas are alike."""
 
     schedule: str
     microbatches: int

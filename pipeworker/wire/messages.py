@@ -136,7 +136,9 @@ class Batch:
         count = self.microbatches
         possible = 0 <= self.samples <= MOST_SAMPLES and 0 <= count <= MOST_MICROBATCHES
         both = bool(count) == bool(self.samples)
-        _check(possible and both, f"a mini-batch of {self.samples} samples in {count} micro-batches")
+        _check(
+            possible and both, f"a mini-batch of {self.samples} samples in {count} micro-batches"
+        )
         _check(self.epoch >= 0, f"epoch {self.epoch}")
         _check(0 <= self.digest < 1 << 32, f"a digest of {self.digest}")
 

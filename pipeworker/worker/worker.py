@@ -361,10 +361,7 @@ class Worker:
     def _go_on_from(self, told: Restore) -> None:
         """Begin with the state that a checkpoint, or workers before this one, left behind."""
         self._tracker.set(Phase.RESTORING)
-        if told.path:
-            shards = Checkpoint(Path(told.path)).shards()
-        else:
-            shards = self._remembered(told)
+        shards = Checkpoint(Path(told.path)).shards() if told.path else self._remembered(told)
         self.restore(shards)
         if 0 in self.stages and not self._options.own_loop:
             self._reader.restore(position(shards))

@@ -212,7 +212,7 @@ class Pipeline:
             raise error
         return [future.result() for future in futures]
 
-    def step(self, step: int, last: bool, *, whole: bool = True) -> list[Ran]:
+    def step(self, step: int, last: bool, *, whole: bool = True, first: int = 0) -> list[Ran]:
         """Run one step on all workers."""
         batch = self._first.next_batch
         assert batch is not None
@@ -223,7 +223,7 @@ class Pipeline:
             mine = block(batch.microbatches, placement.replicas, placement.replica_of(rank))
             actions = self.schedule(len(mine)).workers[placement.worker_of(rank)]
             self.executors[rank].program(actions)
-            return self.executors[rank].run(RunStep(step, batch, last, "", whole=whole))
+            return self.executors[rank].run(RunStep(step, batch, last, "", first, whole=whole))
 
         return self._all(run)
 

@@ -6,20 +6,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
 from pipeworker.host.position import Tracker
-from pipeworker.plan.actions import (
-    COMPUTE,
-    RECEIVES,
-    REPLICAS,
-    SENDS,
-    Action,
-    Edge,
-    Kind,
-    Payload,
-    edge_of,
-)
+from pipeworker.plan.actions import COMPUTE, RECEIVES, SENDS, Action, Edge, Kind, Payload, edge_of
 from pipeworker.plan.network import CHANNEL_CAPACITY, UNBOUNDED
 from pipeworker.plan.placement import Placement
 from pipeworker.plan.shares import block
@@ -33,6 +21,7 @@ from pipeworker.worker.step.data import MicroBatches, Reader, share
 from pipeworker.worker.step.flow import Flow, Handover, Incoming, Outgoing, payload_of
 from pipeworker.worker.step.reduction import Reduction
 from pipeworker.worker.step.stream import Pass, Sink
+from pipeworker.worker.step.tied import Exchange
 from pipeworker.worker.transport.channel import Receiver, Sender
 from pipeworker.worker.transport.courier import Courier
 from pipeworker.worker.transport.link import Link
@@ -95,7 +84,6 @@ class Executor:
         self._announce = announce
         self._known: set[int] = set()
         self._links = dict(links)
-        self._ties = dict(ties or {})
         self._replica = replica
         self._reductions: dict[int, Reduction] = {}
         self._senders: dict[Edge, Sender] = {}
@@ -119,7 +107,7 @@ class Executor:
         self._step = 0
         self._final = False
         self._stopwatch = stopwatch_for(self._device)
-        self._tied: dict[int, dict[int, list[torch.Tensor | None]]] = {}
+        self._tied = Exchange(ties or {}, self._senders, self._receivers)
         self._computes: dict[Kind, Callable[[Flow], _Handler]] = {
             Kind.FORWARD: lambda flow: flow.forward,
             Kind.RECOMPUTE: lambda flow: flow.recompute,
@@ -205,7 +193,7 @@ class Executor:
                 self._order[edge_of(action)].append(action.microbatch)
         for edge in self._receivers:
             if edge.payload is Payload.TIED:
-                self._order[edge] = list(range(self._ties[edge.target].frames(edge.source)))
+                self._order[edge] = self._tied.expected(edge)
 
     def _handler(self, action: Action) -> _Handler:
         kind, stage, _, peer = action
@@ -215,18 +203,31 @@ class Executor:
             case Kind.FORWARD if stage == 0:
                 return self._forward_first
             case Kind.SEND_TIED:
-                return lambda _: self._send_tied(stage, peer)
+                return self._waiting(lambda: self._tied.send(stage, peer))
             case Kind.RECEIVE_TIED:
-                return lambda _: self._receive_tied(stage, peer)
+                return self._waiting(lambda: self._tied.receive(stage, peer))
             case Kind.REDUCE_TIED:
-                return lambda _: self._reduce_tied(stage)
-        if kind in REPLICAS:
-            return lambda _: self._over_replicas(stage, kind)
+                return lambda _: self._tied.reduce(stage)
+            case Kind.SCATTER:
+                return self._waiting(self._reductions[stage].scatter)
+            case Kind.SUM:
+                return self._waiting(self._reductions[stage].sum)
+            case Kind.GATHER:
+                return self._waiting(self._reductions[stage].gather)
         if kind in SENDS:
             return self._outgoing[edge_of(action)]
         if kind in RECEIVES:
             return self._incoming[edge_of(action)]
         return self._computes[kind](self._flows[stage])
+
+    def _waiting(self, do: Callable[[], None]) -> _Handler:
+        """What waits for other workers, or may."""
+
+        def handle(_: int) -> None:
+            self._tracker.wait(self._step)
+            do()
+
+        return handle
 
     @property
     def next_batch(self) -> Batch | None:
@@ -329,44 +330,6 @@ class Executor:
             microbatches = self._next.batch.microbatches
             if microbatches not in self._known:
                 self._announce(microbatches)
-
-    def _send_tied(self, stage: int, peer: int) -> None:
-        self._tracker.wait(self._step)
-        sender = self._senders[Edge(stage, peer, Payload.TIED)]
-        for number, gradients in enumerate(self._ties[stage].outgoing(peer)):
-            sender.send(number, gradients)
-
-    def _receive_tied(self, stage: int, peer: int) -> None:
-        self._tracker.wait(self._step)
-        receiver = self._receivers[Edge(peer, stage, Payload.TIED)]
-        gradients = self._tied.setdefault(stage, {}).setdefault(peer, [])
-        for number in range(self._ties[stage].frames(peer)):
-            gradients += receiver.receive(number)
-
-    def _reduce_tied(self, stage: int) -> None:
-        """Add up the gradients of a stage's tied weights: all places are known now."""
-        ties = self._ties[stage]
-        received: dict[int, list[torch.Tensor | None]] = self._tied.pop(stage, {})
-        away = list(received)
-        for peer in ties.peers:
-            if peer not in received:
-                received[peer] = [g for some in self._ties[peer].outgoing(stage) for g in some]
-        ties.complete(received)
-        for peer in away:
-            for number in range(ties.frames(peer)):
-                self._receivers[Edge(peer, stage, Payload.TIED)].release(number)
-
-    def _over_replicas(self, stage: int, kind: Kind) -> None:
-        """A stage's gradients become the sum of its replicas'."""
-        reduction = self._reductions[stage]
-        self._tracker.wait(self._step)
-        match kind:
-            case Kind.SCATTER:
-                reduction.scatter()
-            case Kind.SUM:
-                reduction.sum()
-            case _:
-                reduction.gather()
 
     def stream(
         self, step: int, actions: Sequence[Action], batches: Iterator[MicroBatches], sink: Sink
