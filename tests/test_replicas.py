@@ -17,7 +17,7 @@ from support.jobs import Jobs, Run, processes_of, until
 from support.ranks import LOOP, Scripts, script
 from support.sources import CALM, DIES, DROPOUT_JOB, JOB
 
-WORDS = ("--microbatches", "6", "--clip-grad-norm", "0.5")
+WORDS = ("--microbatches", "4", "--clip-grad-norm", "0.5")
 
 RICH = (
     DROPOUT_JOB

@@ -33,15 +33,20 @@ class Calls:
         if self.complete and call.kind is CallKind.STEP and self.batch is None:
             return "step() was given no mini-batch on the first stage"
         if self.complete and call.kind is CallKind.STEP:
-            firsts = [self._by_rank[rank] for rank in self.placement.ranks_of(0)]
-            for replica, other in enumerate(firsts):
-                if other.batch is None:
-                    return f"step() was given no mini-batch on the first stage of replica {replica}"
-                if replace(other.batch, signature=0) != replace(firsts[0].batch, signature=0):
-                    return (
-                        f"step() was given another mini-batch on replica {replica} than on replica "
-                        "0: each is given the whole mini-batch, and takes its part of it"
-                    )
+            return self._unlike()
+        return ""
+
+    def _unlike(self) -> str:
+        """What the mini-batches of the replicas do not have in common, if anything."""
+        batches = [self._by_rank[rank].batch for rank in self.placement.ranks_of(0)]
+        for replica, batch in enumerate(batches):
+            if batch is None:
+                return f"step() was given no mini-batch on the first stage of replica {replica}"
+            if batches[0] and replace(batch, signature=batches[0].signature) != batches[0]:
+                return (
+                    f"step() was given another mini-batch on replica {replica} than on replica "
+                    "0: each is given the whole mini-batch, and takes its part of it"
+                )
         return ""
 
     @property

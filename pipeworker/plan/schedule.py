@@ -147,7 +147,10 @@ def parse(text: str) -> Schedule:
         raise ScheduleError(f"{head!r} is not a schedule's head: NAME stages=K microbatches=M")
     replicas = int(match["replicas"] or 1)
     if replicas < 1 or int(match["microbatches"]) < (replicas == 1):
-        raise ScheduleError(f"{head!r}: only one of several replicas may have no micro-batch")
+        raise ScheduleError(
+            f"{head!r} is not a schedule's head: only one of several replicas may have "
+            "no micro-batch"
+        )
     placement = _placement(match["placement"], int(match["stages"])).copies(replicas)
     workers = []
     for worker, line in enumerate(line for line in body.splitlines() if line.strip()):

@@ -111,7 +111,7 @@ def broken(schedule: Schedule, worker: int, old: str, new: str) -> Schedule:
         ("1SCATTER0 1SUM0", "1SUM0 1SCATTER0", "1SUM0 comes before its 1SCATTER0"),
         ("1SUM0 1GATHER0", "1GATHER0 1SUM0", "1GATHER0 comes before its 1SUM0"),
         ("1>G1 1SCATTER0 1SUM0", "1SCATTER0 1SUM0 1>G1", "1>G1 comes behind 1SUM0"),
-        ("1SCATTER0", "0SCATTER0", "is of a stage it does not hold"),
+        ("1SCATTER0", "1SCATTER0 0SCATTER0", "is of a stage it does not hold"),
     ],
 )
 def test_what_is_wrong_with_it_is_named(old: str, new: str, said: str) -> None:

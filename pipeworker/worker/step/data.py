@@ -237,7 +237,8 @@ def _digest(item: Any) -> int:
         if isinstance(leaf, torch.Tensor):
             found = zlib.crc32(f"{leaf.dtype}{tuple(leaf.shape)}".encode(), found)
             plain = leaf.detach().cpu().resolve_conj().resolve_neg().contiguous()
-            found = zlib.crc32(plain.reshape(-1).view(torch.uint8).numpy(), found)
+            content: Any = plain.reshape(-1).view(torch.uint8).numpy()
+            found = zlib.crc32(content, found)
         elif isinstance(leaf, (str, bytes, bool, int, float, complex)) or leaf is None:
             found = zlib.crc32(repr(leaf).encode(), found)
     return found

@@ -116,7 +116,7 @@ def test_tied_weights_are_added_over_replicas_and_then_over_their_places() -> No
     for other in found[1:]:
         assert_equal(other, found[0])
     first = found[0].grads[0]["0.weight"]
-    layers[2].weight = layers[0].weight  # type: ignore[assignment]
+    layers[2].weight = layers[0].weight
     theirs = alone(layers, mse, batches[:1], 4).grads[0]["0.weight"]
     assert first is not None
     assert theirs is not None
@@ -131,8 +131,8 @@ class Sometimes(nn.Module):
         self.always, self.seldom, self.never = (nn.Linear(6, 6) for _ in range(3))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y = self.always(x)
-        return y + self.seldom(x) if x[0, 0] > 100 else y
+        y: torch.Tensor = self.always(x)
+        return torch.add(y, self.seldom(x)) if x[0, 0] > 100 else y
 
 
 @pytest.mark.parametrize("which", [0, 5, 11])
@@ -158,7 +158,7 @@ def test_nothing_is_added_to_the_only_gradient() -> None:
     class Minus(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.one, self.two = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3))
+            self.one, self.two = (nn.Parameter(torch.ones(1, 3)) for _ in range(2))
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             kept = (x[:, :3] * self.two).sum()
@@ -246,7 +246,8 @@ def test_a_large_buffer_is_told_when_it_changes_anywhere(which: int, *, changes:
     way = filled(Placement.identity(1, 2))
     pipeline = Pipeline([Table(), nn.Linear(6, 2)], mse, batches, way, microbatches=6)
     pipeline.train(2)  # which looks that replicas are alike
-    assert bool(pipeline.layers[0].table.any()) is changes  # type: ignore[union-attr,operator]
+    (table,) = pipeline.layers[0].buffers()
+    assert bool(table.any()) is changes
 
 
 def test_gradients_that_are_accumulated_are_added_up_once() -> None:
@@ -280,15 +281,16 @@ def test_gradients_of_any_dtype_and_layout_are_added_up() -> None:
     class Mixed(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.half = nn.Parameter(torch.randn(6, 6).bfloat16())
-            self.double = nn.Parameter(torch.randn(6, 6, dtype=torch.float64).t())
-            self.complex = nn.Parameter(torch.randn(6, 6, dtype=torch.complex64))
+            self.bits = nn.Parameter(torch.randn(6, 6).bfloat16())
+            self.twice = nn.Parameter(torch.randn(6, 6, dtype=torch.float64).t())
+            self.pairs = nn.Parameter(torch.randn(6, 6, dtype=torch.complex64))
             self.empty = nn.Parameter(torch.empty(0, 6))
             self.frozen = nn.Parameter(torch.randn(6, 6), requires_grad=False)
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            a = x @ self.half.float() + (x.double() @ self.double).float()
-            return a + (x.to(torch.complex64) @ self.complex).abs() + x @ self.frozen
+            a = x @ self.bits.float() + (x.double() @ self.twice).float()
+            b: torch.Tensor = (x.to(torch.complex64) @ self.pairs).abs()
+            return a + b + x @ self.frozen
 
     torch.manual_seed(4)
     layers, batches = [Mixed(), nn.Linear(6, 2)], data(*SIZES)
