@@ -14,8 +14,10 @@ from typing import IO, TYPE_CHECKING, Any
 import click
 from click.core import ParameterSource
 
+from launcher.choose import ELSEWHERE
 from pipeworker import __version__
 from pipeworker.errors import PipeworkerError, UsageError
+from pipeworker.job.given import complete
 from pipeworker.job.options import BACKENDS, DEVICES, PRECISIONS, WHEN_BUSY
 from pipeworker.plan.orders import ORDERS
 from pipeworker.plan.schedule import RECOMPUTE_MODES
@@ -174,6 +176,17 @@ def job_options(function: Callable[..., Any]) -> Callable[..., Any]:
     return function
 
 
+def _said(chosen: dict[str, Any]) -> dict[str, Any]:
+    """The options of a job that were said on the command line."""
+    source = click.get_current_context().get_parameter_source
+    elsewhere = ("job_file", "run_dir", "resume", "allow")
+    return {
+        name: value
+        for name, value in chosen.items()
+        if name not in elsewhere and source(name) is ParameterSource.COMMANDLINE
+    }
+
+
 def asked(stages: int | None, chosen: dict[str, Any], ranks: int | None = None) -> Asked:
     """What the words of the command ask for, from what click made of them.
 
@@ -182,13 +195,7 @@ def asked(stages: int | None, chosen: dict[str, Any], ranks: int | None = None) 
     """
     from pipeworker.session.begin import Asked
 
-    source = click.get_current_context().get_parameter_source
-    elsewhere = ("job_file", "run_dir", "resume", "allow")
-    said = {
-        name: value
-        for name, value in chosen.items()
-        if name not in elsewhere and source(name) is ParameterSource.COMMANDLINE
-    }
+    said = _said(chosen)
     try:
         Path.cwd()  # even where no path needs it: math libraries of torch end the process without
         job_file = str(Path(chosen["job_file"]).resolve())
@@ -202,11 +209,48 @@ def asked(stages: int | None, chosen: dict[str, Any], ranks: int | None = None) 
 
 @main.command()
 @click.option("--stages", type=int, help="Pipeline stages. [default: one per accelerator]")
+@click.option("--on", type=click.Choice(ELSEWHERE), help="The cluster to submit the job to.")
+@click.option("--nodes", type=int, help="Hosts of the cluster. [default: 1]")
+@click.option(
+    "--set",
+    "settings",
+    multiple=True,
+    metavar="NAME=VALUE",
+    help="What the cluster is asked for besides, as image=IMAGE. Repeatable.",
+)
+@click.option("--dry-run", is_flag=True, help="Only print what the cluster would be asked for.")
 @job_options
-def launch(stages: int | None, **chosen: Any) -> None:
+def launch(
+    stages: int | None,
+    on: str | None,
+    nodes: int | None,
+    settings: tuple[str, ...],
+    dry_run: bool,
+    **chosen: Any,
+) -> None:
     """Train the model of JOB_FILE. Words after -- reach the file as sys.argv[1:]."""
-    from launcher import local
+    from launcher import choose, local
 
+    if on is not None:
+        if stages is None:
+            raise UsageError("--on needs --stages: how many workers the job has there")
+        job_file = Path(chosen["job_file"]).resolve()
+        local.check_job_file(job_file)
+        complete(str(job_file), stages, _said(chosen))  # a mistake is found before it is sent
+        spec = choose.spec_of(
+            job_file,
+            stages * chosen["replicas"],
+            nodes or 1,
+            choose.settings(settings),
+            choose.words(click.get_current_context()),
+            chosen["arguments"],
+            chosen["run_dir"] or "",
+        )
+        click.echo(choose.on_kubernetes(spec, dry_run=dry_run))
+        return
+    for option, is_said in (("--nodes", nodes), ("--set", settings), ("--dry-run", dry_run)):
+        if is_said:
+            raise UsageError(f"{option} is of --on: which cluster?")
     if stages is None and not chosen["resume"]:
         stages = max(1, local.accelerators() // max(1, chosen["replicas"]))
     request = asked(stages, chosen)
@@ -239,14 +283,37 @@ class _Worker(click.Command):
 
 @click.command(cls=_Worker)
 @job_options
-def worker(**chosen: Any) -> None:
+@click.option(
+    "--go-on",
+    is_flag=True,
+    help="As --resume where --run-dir holds a run; else begin it.",
+)
+def worker(go_on: bool, **chosen: Any) -> None:
     """Train the model of JOB_FILE as one rank of a torchrun job: a rank is a stage of a replica."""
     from launcher import local, torchrun
     from pipeworker.session.place import Place
 
     local.check_job_file(Path(chosen["job_file"]))
+    if go_on and not chosen["run_dir"]:
+        raise UsageError("--go-on needs --run-dir: where the run is, or begins")
     place = Place.from_environment()
-    sys.exit(torchrun.run(place, asked(None, chosen, place.world)))
+    sys.exit(torchrun.run(place, asked(None, chosen, place.world), goes_on=go_on))
+
+
+@main.command(hidden=True)
+@click.option("--nodes", type=click.IntRange(1), default=1, help="Hosts of the job.")
+@click.option(
+    "--rank", type=click.IntRange(0), default=0, envvar="JOB_COMPLETION_INDEX", help="This one's."
+)
+@click.option("--workers", type=click.IntRange(1), default=1, help="Of each host.")
+@click.option("--at", default="localhost", help="The first host's name.")
+@click.option("--port", type=int, default=29500, help="Where the hosts meet.")
+@click.argument("words", nargs=-1, type=click.UNPROCESSED)
+def node(nodes: int, rank: int, workers: int, at: str, port: int, words: tuple[str, ...]) -> None:
+    """Be one host of a job, as a cluster starts it; WORDS, behind --, are those of its ranks."""
+    from launcher.node import Node, run
+
+    sys.exit(run(Node(rank, nodes, workers, at, port), words))
 
 
 @main.command()

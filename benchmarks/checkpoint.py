@@ -1,57 +1,85 @@
-"""What copies of the state cost while steps go on: snapshots in memory, checkpoints on disk.
+"""What copies of the state cost while steps go on: checkpoints on disk, snapshots in memory.
 
-python benchmarks/checkpoint.py [--rounds 3] [--microbatches 16] [--steps 40]
+The steps right after a checkpoint are compared with those before the next one, in one run. A
+snapshot may follow every step, so jobs with and without run at the same time, each on a core of its
+own, and then change cores: nothing of what copying takes can hide in a bubble there.
+
+python benchmarks/checkpoint.py [--rounds 3] [--microbatches 4] [--steps 120]
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
+import os
 import statistics
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from parts import python
 
 JOB = Path(__file__).with_name("transformer_job.py").resolve()
-SKIPPED_STEPS = 10
+EVERY = 10
+NEITHER = ("--restarts", "0")
 KINDS = {
-    "neither": ("--restarts", "0"),
-    "checkpoint every 10 steps": ("--restarts", "0", "--checkpoint-every", "10"),
     "snapshots by their cost": (),
     "snapshot every step": ("--snapshot-every", "1"),
-    "both": ("--checkpoint-every", "10"),
 }
 
 
-def run(microbatches: int, steps: int, words: tuple[str, ...]) -> tuple[float, float]:
-    """The mean seconds of a step, and the bytes of a checkpoint."""
+def run(
+    microbatches: int, steps: int, words: tuple[str, ...], core: int | None = None
+) -> tuple[list[float], float]:
+    """The seconds of each step, and the bytes of a checkpoint."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "run"
         line = ["-m", "pipeworker", "launch", "--stages", "2", "--steps", str(steps)]
         line += ["--microbatches", str(microbatches), "--recompute", "never", *words]
-        python(*line, "--run-dir", str(path), str(JOB), "--", str(microbatches), "adamw")
+        line += ["--run-dir", str(path), str(JOB), "--", str(microbatches), "adamw"]
+        python(*line, core=core)
         rows = [json.loads(row) for row in (path / "metrics.jsonl").open()]
         *_, last = (path / "checkpoints").glob("step-*")
         size = sum(file.stat().st_size for file in last.iterdir())
-    return statistics.mean(row["seconds"] for row in rows[SKIPPED_STEPS:]), size
+    return [row["seconds"] for row in rows], size
+
+
+def checkpoints(microbatches: int, steps: int) -> float:
+    """What one every ten steps costs: the mean of ten over the median of the last six of them."""
+    words = *NEITHER, "--checkpoint-every", str(EVERY)
+    seconds, size = run(microbatches, steps, words)
+    rounds = [seconds[i : i + EVERY] for i in range(2 * EVERY, len(seconds) - EVERY + 1, EVERY)]
+    cost = statistics.median(statistics.mean(r) / statistics.median(r[-6:]) for r in rounds)
+    step, state = statistics.median(seconds), size / 2**20
+    print(f"checkpoint every {EVERY}: {cost:.3f} ({state:.0f} MB, {step:.2f} s a step)", flush=True)
+    return cost
+
+
+def snapshots(microbatches: int, steps: int, words: tuple[str, ...]) -> float:
+    """What they cost where nothing hides it."""
+    cores = sorted(os.sched_getaffinity(0))[:2]
+    ratios = []
+    for ours, others in (cores, reversed(cores)):
+        with ThreadPoolExecutor() as pool:
+            copying = pool.submit(run, microbatches, steps, words, ours)
+            plain = pool.submit(run, microbatches, steps, NEITHER, others)
+        (slow, _), (quick, _) = copying.result(), plain.result()
+        ratios.append(statistics.mean(slow[EVERY:]) / statistics.mean(quick[EVERY:]))
+    return math.sqrt(math.prod(ratios))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--microbatches", type=int, default=16)
-    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--microbatches", type=int, default=4)
+    parser.add_argument("--steps", type=int, default=120)
     args = parser.parse_args()
-    times: dict[str, list[float]] = {kind: [] for kind in KINDS}
-    for _ in range(args.rounds):
-        for kind, words in KINDS.items():
-            seconds, size = run(args.microbatches, args.steps, words)
-            times[kind].append(seconds)
-    print(f"K=2 M={args.microbatches}, AdamW, {size / 2**20:.0f} MB of state; seconds a step")
-    for kind, measured in times.items():
-        ratios = [a / b for a, b in zip(measured, times["neither"], strict=True)]
-        print(f"{kind:28} {statistics.median(measured):.4f}  {statistics.median(ratios):.3f}")
+    costs = [checkpoints(args.microbatches, args.steps) for _ in range(args.rounds)]
+    print(f"checkpoint every {EVERY} steps: {statistics.median(costs):.3f} (target <= 1.03)")
+    for kind, words in KINDS.items():
+        cost = snapshots(args.microbatches, args.steps // 3, words)
+        print(f"{kind}: {cost:.3f} (target <= 1.02)", flush=True)
 
 
 if __name__ == "__main__":

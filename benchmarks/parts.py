@@ -21,12 +21,12 @@ HERE = Path(__file__).resolve()
 SKIPPED_STEPS = 3
 
 
-def python(*words: str, timeout: float = 300) -> str:
-    """Run a Python program; returns the last line it printed."""
+def python(*words: str, timeout: float = 300, core: int | None = None) -> str:
+    """Run a Python program, on one core if it is said; returns the last line it printed."""
     env = {**os.environ, "OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
-    done = subprocess.run(
-        [sys.executable, *words], env=env, capture_output=True, text=True, timeout=timeout
-    )
+    pinned = [] if core is None else ["taskset", "--cpu-list", str(core)]
+    line = [*pinned, sys.executable, *words]
+    done = subprocess.run(line, env=env, capture_output=True, text=True, timeout=timeout)
     if done.returncode:
         raise SystemExit(f"{' '.join(words)} failed:\n{done.stdout}{done.stderr}")
     return done.stdout.strip().splitlines()[-1]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -31,6 +31,14 @@ class Host:
 
 
 @dataclass(frozen=True, slots=True)
+class Carried:
+    """The agent of a host, and the command whose pipes reach it; none where that is this host."""
+
+    host: Host
+    line: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class JobSpec:
     """A job, as the user asked for it.
 
@@ -44,6 +52,7 @@ class JobSpec:
         run_dir: absolute; empty where the launcher chooses.
         nodes: hosts that a cluster is asked for.
         hosts: those that are known by name.
+        environment: variables that processes on other hosts are given.
         settings: what a cluster is asked for besides (``--set NAME=VALUE``).
     """
 
@@ -56,6 +65,7 @@ class JobSpec:
     run_dir: str = ""
     nodes: int = 1
     hosts: tuple[Host, ...] = ()
+    environment: Mapping[str, str] = field(default_factory=dict)
     settings: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -71,6 +81,21 @@ class JobSpec:
         """The words of a command that runs the job file, after those of a launcher."""
         after = ("--", *self.arguments) if self.arguments else ()
         return (*before, *self.words, self.job_file, *after)
+
+
+def seats(room: Sequence[int], ranks: int) -> list[int]:
+    """By rank, the number of its host: neighbours are on one for as long as there is room.
+
+    Args:
+        room: by host, how many workers it takes.
+
+    Raises:
+        UsageError: there is not enough of it.
+    """
+    found = [host for host, places in enumerate(room) for _ in range(places)]
+    if len(found) < ranks:
+        raise UsageError(f"there are {ranks} workers, and places for {len(found)} on the hosts")
+    return found[:ranks]
 
 
 class Request(Protocol):

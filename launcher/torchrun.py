@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import TextIO
 
+from pipeworker.errors import AGAIN, InUse, NotMet
 from pipeworker.host.lifetime import die_with, kill_group
 from pipeworker.record.rundir import RunDir
 from pipeworker.session.begin import Asked, Begun
@@ -22,8 +23,12 @@ _RUN_DIR = "pipeworker/run_dir"
 """In torchrun's store, which outlives the ranks that it starts again."""
 
 
-def run(place: Place, asked: Asked) -> int:
-    """Be this rank's worker to the end of the job; returns the exit status."""
+def run(place: Place, asked: Asked, *, goes_on: bool = False) -> int:
+    """Be this rank's worker to the end of the job; returns the exit status.
+
+    Args:
+        goes_on: where the run directory holds a run, it goes on.
+    """
     die_with(os.getppid())
     _guard()
 
@@ -34,22 +39,32 @@ def run(place: Place, asked: Asked) -> int:
         # The worker's output goes to its log; what the user should see goes where it went before.
         return Show(begun.options, str(begun.run_dir.path), _again(1), _again(2)).hear
 
-    meeting = meet(place, "job", lambda: _begin(place, asked), listen)
+    meeting = meet(place, "job", lambda: _begin(place, asked, goes_on), listen)
     settings = Settings(place.rank, meeting.endpoint, meeting.token, place.local_rank)
     if meeting.head is None:
         return service.run(settings)
     return meeting.head.finish(service.run(settings, partial(_leave, meeting.head)))
 
 
-def _begin(place: Place, asked: Asked) -> Begun:
-    """On rank 0: a new run, or where torchrun has started the ranks again, the one there was."""
+def _begin(place: Place, asked: Asked, goes_on: bool) -> Begun:
+    """On rank 0: a new run, or where torchrun has started the ranks again, the one there was.
+
+    Raises:
+        NotMet: the ranks before these still have its directory.
+    """
     store = place.store() if place.world > 1 else None
     where = str(asked.run_dir) if asked.run_dir else ""
     if store and not where and place.restart and store.check([_RUN_DIR]):
         where = store.get(_RUN_DIR).decode()
-    if place.restart and where and RunDir(Path(where)).run.exists():
+    again = place.restart > 0 or goes_on
+    if again and where and RunDir(Path(where)).run.exists():
         asked = dataclasses.replace(asked, run_dir=where, resume=True)
-    begun = asked.begin()
+    try:
+        begun = asked.begin()
+    except InUse as error:
+        if again:
+            raise NotMet(str(error)) from None
+        raise
     if store:
         store.set(_RUN_DIR, str(begun.run_dir.path))
     return begun
@@ -60,7 +75,8 @@ def _leave(head: Head, abort: Abort) -> None:
     from pipeworker.worker.control import say
 
     say(abort)
-    os._exit(head.finish(abort.exit_status))
+    status = head.finish(abort.exit_status)
+    os._exit(AGAIN if abort.exit_status == AGAIN else status)
 
 
 def _again(descriptor: int) -> TextIO:

@@ -7,6 +7,12 @@ that failed and ends with exit status 1.
 
 from __future__ import annotations
 
+AGAIN = 75
+"""Exit status of a rank whose job has lost something, and may go on when it is started again.
+
+``EX_TEMPFAIL``: who starts ranks tells by it what is worth another try from what is not.
+"""
+
 
 class PipeworkerError(Exception):
     """A run failed. The message is complete: it is shown to the user as it stands."""
@@ -31,6 +37,16 @@ class SkipError(UsageError):
     """Whether that shows in a step: the plan was right, and the run has failed."""
 
 
+class InUse(UsageError):
+    """Another process has the run directory; where that one is being ended, it will be free."""
+
+
+class NotMet(PipeworkerError):
+    """The ranks of a job did not find each other: one is gone, or has not come."""
+
+    exit_status = AGAIN
+
+
 class LayerError(PipeworkerError):
     """The user's code raised; the cause is the user's exception."""
 
@@ -48,3 +64,8 @@ class RecordError(PipeworkerError):
 
 class ProtocolError(PipeworkerError):
     """A frame on the control plane is not a message of this version."""
+
+
+def of_status(status: int) -> type[PipeworkerError]:
+    """What an exit status of another process says of its error."""
+    return {AGAIN: NotMet, UsageError.exit_status: UsageError}.get(status, PipeworkerError)

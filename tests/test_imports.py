@@ -83,7 +83,7 @@ ROOMS_WITHIN = {
     "pipeworker.session": [
         *("ask", "place", "processes", "show", "begin", "head", "session", "pipeline"),
     ],
-    "launcher": ["spec", "local", "torchrun"],
+    "launcher": ["spec", "local", "torchrun", "node", "pod", "kubernetes", "kubectl", "choose"],
 }
 """Within a room it is so too."""
 
@@ -95,11 +95,13 @@ LIGHT = [
     *("pipeworker.record.memory", "pipeworker.record.writer", "pipeworker.record.source"),
     *("pipeworker.host.spawn", "pipeworker.host.lifetime", "pipeworker.host.position"),
     *("pipeworker.errors", "pipeworker.timings", "pipeworker.exact"),
+    *("launcher.spec", "launcher.pod", "launcher.kubernetes", "launcher.kubectl"),
+    "launcher.choose",
 ]
 """What runs where torch is not, or must start at once."""
 PURE = [
     *("pipeworker.plan", "pipeworker.errors", "pipeworker.timings", "pipeworker.job.options"),
-    "pipeworker.job.recorded",
+    *("pipeworker.job.recorded", "launcher.spec", "launcher.pod", "launcher.kubernetes"),
     "pipeworker.exact",
     *("pipeworker.wire.messages", "pipeworker.wire.codec", "pipeworker.wire.lines"),
     *(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from pipeworker.wire.lines import CannotStart, Interrupt, SaveAsked, Unwell, WorkerExited
+from pipeworker.wire.lines import CannotStart, HostLost, Interrupt, SaveAsked, WorkerExited
 from pipeworker.wire.messages import FromWorker
 
 
@@ -61,6 +61,13 @@ class StarterGone:
 
 
 @dataclass(frozen=True, slots=True)
+class Unwell:
+    """Something the job cannot do without is gone."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
 class Broken:
     """The shell around the job could not perform an effect (a full disk, say)."""
 
@@ -79,6 +86,7 @@ Event = (
     | Broken
     | WorkerExited
     | CannotStart
+    | HostLost
     | Unwell
     | Interrupt
 )

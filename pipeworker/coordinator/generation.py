@@ -37,12 +37,12 @@ from pipeworker.coordinator.report import place
 from pipeworker.coordinator.roster import Member, Roster
 from pipeworker.coordinator.snapshots import Snapshots, Writing
 from pipeworker.coordinator.states import End, Lost, State, Verdict, Waiting
-from pipeworker.errors import ProtocolError, UsageError
+from pipeworker.errors import AGAIN, ProtocolError, UsageError
 from pipeworker.job.options import Every, Options
 from pipeworker.plan.actions import format_actions
 from pipeworker.plan.placement import Placement
 from pipeworker.timings import Timings
-from pipeworker.wire.lines import CannotStart, Joined, WorkerExited
+from pipeworker.wire.lines import CannotStart, HostLost, Joined, WorkerExited
 from pipeworker.wire.messages import (
     Abort,
     Advance,
@@ -163,6 +163,14 @@ class Generation:
         """The system does not start the worker of a rank."""
         return self._over(Lost(self._named(Failure(Cause.LOST, report.text, rank=report.rank))))
 
+    def host_lost(self, report: HostLost) -> list[Effect]:
+        """A host is gone, and with it what its memory held."""
+        self.snapshots.forget()
+        names = [self.placement.names(rank) for rank in report.ranks if rank < self.placement.ranks]
+        rank = report.ranks[0] if report.ranks else -1
+        failure = Failure(Cause.LOST, report.text, rank=rank, stage=", ".join(names))
+        return self._over(Lost(failure))
+
     def interrupt(self, now: float) -> list[Effect]:
         """The user asked to stop: at the end of the step if there is one, else at once."""
         if self.interrupted is not None:
@@ -263,7 +271,7 @@ class Generation:
             reason = f"rank {hello.rank} is taken or not part of this job"
             return [
                 Dropped(f"Hello of {hello.host}/{hello.pid}: {reason}"),
-                self._send(peer, Abort(reason, 1)),
+                self._send(peer, Abort(reason, AGAIN)),  # of a job before this one, or after it
             ]
         effects: list[Effect] = [
             Log(f"rank {hello.rank} joined: pid {hello.pid} on {hello.host}"),
@@ -591,7 +599,11 @@ class Generation:
         if isinstance(end, Verdict) and end.status is Status.DONE:
             finish = Advance(Finish())
             return [Log("ended: done"), *(self._send(peer, finish) for peer in peers)]
-        how, status = ("lost", 1) if isinstance(end, Lost) else (end.status.value, end.exit_status)
+        how, status = (
+            ("lost", AGAIN) if isinstance(end, Lost) else (end.status.value, end.exit_status)
+        )
+        if end.failure and end.failure.cause is Cause.LOST:
+            status = AGAIN
         reason = how
         if end.failure:
             at = f" ({place(end.failure)})" if end.failure.position.step >= 0 else ""

@@ -29,22 +29,24 @@ class Hands:
     def __post_init__(self) -> None:
         self.now = self.asked
 
-    def lost(self, now: float, *, cannot_start: bool, early: bool) -> bool:
-        """A worker is lost; returns whether the job goes on with one fewer.
+    def lost(self, now: float, *, cannot_start: bool, early: bool, room: int = -1) -> bool:
+        """A worker is lost; returns whether the job goes on with fewer.
 
         Args:
             cannot_start: the system does not start another in its place.
             early: it had not come so far that a step was run.
+            room: how many can be started in all; -1 where nobody knows.
         """
         self._early = self._early + 1 if early else 0
         if not cannot_start and self._early < _EARLY:
             return False
-        if self.now <= self.least:
+        left = self.now - 1 if room < 0 else min(self.now - 1, room)
+        if left < self.least:
             return False
         if self._tried:
             self.wait *= 2
         self._tried = False
-        self.now -= 1
+        self.now = left
         self._since, self._early = now, 0
         return True
 

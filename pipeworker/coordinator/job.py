@@ -29,6 +29,7 @@ from pipeworker.coordinator.events import (
     Ticked,
     Uncommitted,
     Unreachable,
+    Unwell,
 )
 from pipeworker.coordinator.generation import Generation
 from pipeworker.coordinator.hands import Hands
@@ -46,10 +47,10 @@ from pipeworker.timings import DEFAULT, Timings
 from pipeworker.wire.lines import (
     Again,
     CannotStart,
+    HostLost,
     Interrupt,
     SaveAsked,
     Snapshot,
-    Unwell,
     WorkerExited,
     never,
 )
@@ -69,6 +70,7 @@ class Start:
     Attributes:
         restore: what its workers begin with; None for the initial weights.
         layers: their names.
+        snapshot, on_disk: what the coordinator before this one left, which is newer.
         recorded, evaluated, saved: as in :class:`Progress`.
         causes: of the losses so far.
     """
@@ -76,6 +78,8 @@ class Start:
     mark: Mark = _BEGINNING
     restore: Restore | None = None
     layers: tuple[str, ...] = ()
+    snapshot: tuple[Mark, Restore] | None = None
+    on_disk: tuple[Mark, Restore] | None = None
     recorded: int = 0
     evaluated: int = 0
     saved: int = -1
@@ -140,11 +144,10 @@ class Job:
             evaluated=start.evaluated,
             saved=start.saved,
         )
-        self.progress.back_to(self._initial)
         slots = SLOTS if replaceable and options.restarts else 1
         self.snapshots = Snapshots(slots, options.snapshot_every, cores)
-        if start.restore and not start.restore.path:
-            self.snapshots.last = self._initial, start.restore
+        self.snapshots.last, self.snapshots.on_disk = start.snapshot, start.on_disk
+        self.progress.back_to(self._back)
         self._launched = launched or replaceable
         self._loss: _Loss | None = None
         self._peaks: tuple[int, ...] = ()
@@ -184,7 +187,9 @@ class Job:
             said, cannot_start = self._said(end.failure), isinstance(event, CannotStart)
             enough = "" if cannot_start else self._restarts.enough(end.failure, now)
             early = self.generation.state_before in (State.JOINING, State.BUILDING)
-            fewer = self._hands.lost(now, cannot_start=cannot_start, early=early)
+            room = event.room if isinstance(event, CannotStart) else -1
+            room = room // self._options.replicas if room > 0 else room  # for stages
+            fewer = self._hands.lost(now, cannot_start=cannot_start, early=early, room=room)
             if fewer:
                 said = f"{said}; the job goes on with {self._hands.now} stages"
             if fewer or not (enough or cannot_start):
@@ -320,6 +325,8 @@ class Job:
                 if event.generation != generation.number:
                     return [Dropped(f"a worker of generation {event.generation}")]
                 return generation.cannot_start(event)
+            case HostLost():
+                return generation.host_lost(event)
             case Unwell():
                 return generation.fail(Failure(Cause.LOST, event.text))
             case Broken():

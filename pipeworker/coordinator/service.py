@@ -42,6 +42,7 @@ from pipeworker.coordinator.events import (
     Ticked,
     Uncommitted,
     Unreachable,
+    Unwell,
 )
 from pipeworker.coordinator.job import Job, Start
 from pipeworker.coordinator.scaler import Scaler
@@ -61,11 +62,11 @@ from pipeworker.wire.lines import (
     Bound,
     CannotStart,
     Configuration,
+    HostLost,
     Interrupt,
     Joined,
     SaveAsked,
     Snapshot,
-    Unwell,
     Verdict,
     Warned,
     WorkerExited,
@@ -262,7 +263,7 @@ class Service:
         """Its end is the end of the job."""
         for event in self._starter.hear():
             match event:
-                case WorkerExited() | CannotStart() | Unwell() | Interrupt() | SaveAsked():
+                case WorkerExited() | CannotStart() | HostLost() | Interrupt() | SaveAsked():
                     self._handle(event)
                 case Configuration() | Beat():
                     raise ProtocolError(f"{type(event).__name__} out of place")
@@ -439,15 +440,13 @@ def _start(configuration: Configuration, options: Options, run_dir: RunDir) -> S
     """
     start = Start(causes=configuration.causes)
     if options.resume:
-        found = Manifest.read(Path(options.resume) / NAME)
-        step = found.step
-        scaler = Scaler(**found.scaler) if found.scaler else None
-        restore = Restore(step, options.resume)
+        mark, restore, layers = _on_disk(options.resume, options)
+        step = mark.step
         start = dataclasses.replace(
             start,
-            mark=Mark(step, scaler if options.precision == "fp16" else None),
+            mark=mark,
             restore=restore,
-            layers=found.layers,
+            layers=layers,
             recorded=step,
             evaluated=step,
             saved=step,
@@ -457,13 +456,24 @@ def _start(configuration: Configuration, options: Options, run_dir: RunDir) -> S
     if snapshot := configuration.snapshot:
         scaler = Scaler(snapshot.scale, snapshot.good_steps) if snapshot.scale else None
         memory = Restore(snapshot.step, slot=snapshot.slot, ranks=snapshot.ranks)
-        start = dataclasses.replace(start, mark=Mark(snapshot.step, scaler), restore=memory)
+        start = dataclasses.replace(start, snapshot=(Mark(snapshot.step, scaler), memory))
+    saved = run_dir.last_saved()
+    if saved > start.saved:
+        mark, restore, _ = _on_disk(str(run_dir.checkpoint(saved)), options)
+        start = dataclasses.replace(start, on_disk=(mark, restore))
     return dataclasses.replace(
         start,
         recorded=run_dir.last_step(run_dir.metrics),
         evaluated=run_dir.last_step(run_dir.evaluation),
-        saved=run_dir.last_saved(),
+        saved=saved,
     )
+
+
+def _on_disk(path: str, options: Options) -> tuple[Mark, Restore, tuple[str, ...]]:
+    """A checkpoint to go on from, and the names of its layers."""
+    found = Manifest.read(Path(path) / NAME)
+    scaler = Scaler(**found.scaler) if found.scaler and options.precision == "fp16" else None
+    return Mark(found.step, scaler), Restore(found.step, path), found.layers
 
 
 def check_room(options: Options) -> None:

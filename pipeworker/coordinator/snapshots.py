@@ -175,6 +175,11 @@ class Snapshots:
             self.on_disk = mark, Restore(step, path)
         return mark is not None
 
+    def forget(self) -> None:
+        """The memory of a host is gone: no snapshot is whole, nor what is copied for one."""
+        self.last = None
+        self._copying.clear()
+
     def lost(self) -> list[int]:
         """The workers are gone, and what they were doing; returns the steps being written."""
         steps = list(self.writing)

@@ -17,13 +17,16 @@ import resource
 import selectors
 import signal
 import socket
+import sys
 import time
 from collections.abc import Sequence
+from pathlib import Path
 
-from pipeworker.environment import timings
+from pipeworker.environment import facts, timings
 from pipeworker.host.lifetime import die_with, dying_with, kill_group
 from pipeworker.host.position import Tracker
 from pipeworker.record.memory import Memory
+from pipeworker.record.rundir import digest
 from pipeworker.wire import lines, sockets
 from pipeworker.wire.lines import (
     Beat,
@@ -31,6 +34,7 @@ from pipeworker.wire.lines import (
     Fork,
     Forked,
     FromForkServer,
+    Here,
     ToForkServer,
     WorkerExited,
 )
@@ -184,8 +188,33 @@ def _say(event: FromForkServer) -> None:
         os.write(1, lines.encode(event))
 
 
+def _here(job: str, run: str, variable: str) -> Here:
+    """What there is to know of this host, where it is not the launcher's.
+
+    Args:
+        job, run: the job file and ``run.json``.
+        variable: of the environment, which begins with the launcher's address.
+    """
+    versions = facts()["versions"]
+    caller = os.environ.get(variable, "").split()
+    return Here(
+        versions["pipeworker"],
+        versions["python"],
+        versions["torch"] or "",
+        socket.gethostname(),
+        caller[0] if caller else "",
+        digest(Path(job)),
+        digest(Path(run)),
+    )
+
+
 def main() -> int:
-    """Import torch, then serve until the launcher is gone."""
+    """Import torch, then serve until the launcher is gone.
+
+    With words, which are those of :func:`_here`, this host is introduced first.
+    """
+    if words := sys.argv[3:]:
+        _say(_here(*words))
     gc.disable()
     with dying_with(os.getppid()):
         # For its effect, and by name: a linter takes out an import that nothing refers to.

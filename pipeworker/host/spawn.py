@@ -19,6 +19,11 @@ _BOOT = (
 )
 
 
-def command(module: str) -> list[str]:
-    """The command that runs ``main()`` of one of our modules."""
-    return [sys.executable, "-c", _BOOT, _ROOT, module]
+def command(module: str, python: str = "", *words: str) -> list[str]:
+    """The command that runs ``main()`` of one of our modules.
+
+    Args:
+        python: another interpreter than the one that runs here.
+        words: behind the module in ``sys.argv``.
+    """
+    return [python or sys.executable, "-c", _BOOT, _ROOT, module, *words]

@@ -17,7 +17,7 @@ from pathlib import Path
 from pipeworker.errors import RecordError
 from pipeworker.wire.messages import File
 
-_CHUNK = 1 << 22
+_CHUNK = 1 << 18
 _MEMINFO = Path("/proc/meminfo")
 _GROUP = Path("/sys/fs/cgroup")
 
@@ -103,15 +103,15 @@ def write(handles: Sequence[int], folder: Path, names: Sequence[str]) -> tuple[F
 
 
 def _write(handle: int, path: Path) -> File:
-    size = os.fstat(handle).st_size
+    """Through a buffer that stays in the cache: a mapping would cost a fault a page."""
+    buffer = memoryview(bytearray(_CHUNK))
     checksum = written = 0
-    with path.open("wb") as file, mmap.mmap(handle, size, prot=mmap.PROT_READ) as held:
-        with memoryview(held) as view:
-            while written < size:
-                with view[written : written + _CHUNK] as chunk:
-                    checksum = zlib.crc32(chunk, checksum)
-                    file.write(chunk)
-                    written += len(chunk)
-        file.flush()
+    with path.open("wb", buffering=0) as file:
+        while count := os.preadv(handle, [buffer], written):
+            checksum = zlib.crc32(buffer[:count], checksum)
+            done = 0
+            while done < count:
+                done += file.write(buffer[done:count])
+            written += count
         os.fsync(file.fileno())
-    return File(path.name, size, checksum)
+    return File(path.name, written, checksum)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import hashlib
 import json
 import math
 import os
@@ -22,6 +23,14 @@ _ASKED = ".checkpoint"
 _LEFT = (".step-*.partial", ".*.gone")
 _LONGEST = 1 << 16  # bytes of a row
 _STEP = re.compile(r"step-(\d{8,19})", re.ASCII)
+
+
+def digest(path: Path) -> str:
+    """Of what is in a file (SHA-256); empty where it cannot be read."""
+    try:
+        return hashlib.sha256(path.read_bytes()).hexdigest()
+    except OSError:
+        return ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +70,10 @@ class RunDir:
 
     def coordinator_log(self) -> Path:
         return self.path / "logs" / "coordinator.log"
+
+    def host_log(self, name: str) -> Path:
+        """Of what carries a host's agent."""
+        return self.path / "logs" / f"host-{name.replace('/', '-')}.log"
 
     def worker_log(self, worker: int, replica: int | None = None) -> Path:
         """Named by its stage, as long as it holds one, and by its replica where there are several.

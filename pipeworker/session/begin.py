@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeworker.environment import facts, timings
-from pipeworker.errors import ProtocolError, RecordError, UsageError
+from pipeworker.errors import InUse, ProtocolError, RecordError, UsageError
 from pipeworker.job import recorded
 from pipeworker.job.given import complete, stages_of
 from pipeworker.job.options import Options
@@ -122,7 +122,7 @@ class Asked:
         except BlockingIOError:
             last = record.last
             who = f"process {last.get('pid')} on {last.get('host')}"
-            raise UsageError(f"run directory {self.run_dir} is in use: {who} runs it") from None
+            raise InUse(f"run directory {self.run_dir} is in use: {who} runs it") from None
         try:
             return self._goes_on(run_dir, lock)
         except BaseException:

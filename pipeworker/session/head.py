@@ -14,7 +14,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from pipeworker.environment import timings
-from pipeworker.errors import PipeworkerError, RecordError, UsageError
+from pipeworker.errors import NotMet, PipeworkerError, RecordError, of_status
 from pipeworker.record.rundir import write_summary
 from pipeworker.session.begin import Begun
 from pipeworker.session.place import Place, await_others
@@ -52,6 +52,7 @@ def meet(
 
     Raises:
         UsageError: the ranks cannot meet.
+        NotMet: nor would they elsewhere: one is gone.
         PipeworkerError: the coordinator did not start.
     """
     token = os.environ.get(TOKEN_VARIABLE)
@@ -68,10 +69,11 @@ def meet(
         try:
             await_others(lambda: store.check([f"{key}/endpoint"]))
         except (RuntimeError, TimeoutError) as error:
-            raise PipeworkerError(f"rank 0 did not start the job: {error}") from None
+            raise NotMet(f"rank 0 did not start the job: {error}") from None
         endpoint = store.get(f"{key}/endpoint").decode()
         if not endpoint:
-            raise UsageError(store.get(f"{key}/error").decode())
+            status, _, text = store.get(f"{key}/error").decode().partition(" ")
+            raise of_status(int(status))(text)
         return Meeting(endpoint, token or store.get(f"{key}/token").decode())
     try:
         _check_room(place)
@@ -87,7 +89,7 @@ def meet(
             )
         head = Head(begun, token, place.coordinator_address(), hear)
     except PipeworkerError as error:  # the others are waiting
-        store.set(f"{key}/error", str(error))
+        store.set(f"{key}/error", f"{error.exit_status} {error}")
         store.set(f"{key}/endpoint", "")
         raise
     store.set(f"{key}/endpoint", head.endpoint)

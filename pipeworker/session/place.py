@@ -13,7 +13,7 @@ from functools import cache
 from typing import TYPE_CHECKING
 
 from pipeworker.environment import timings
-from pipeworker.errors import UsageError
+from pipeworker.errors import NotMet, UsageError
 
 if TYPE_CHECKING:
     from pipeworker.worker.internals import Store
@@ -106,6 +106,7 @@ class Place:
 
         Raises:
             UsageError: nobody answers there, or another program does.
+            NotMet: torchrun does no longer.
         """
         import torch.distributed as dist
 
@@ -118,7 +119,8 @@ class Place:
         try:
             return _store_at(self.address, self.port, serves)
         except (RuntimeError, OSError) as error:
-            raise UsageError(
+            kind = NotMet if agent_serves else UsageError  # torchrun's agents did meet there
+            raise kind(
                 f"rank {self.rank} cannot meet the others at MASTER_ADDR {self.address}, "
                 f"MASTER_PORT {self.port}: {error}"
             ) from None

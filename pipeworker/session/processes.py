@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from typing import Any, Generic, TypeVar
+from collections.abc import Sequence
+from typing import IO, Any, Generic, TypeVar
 
 from pipeworker.errors import PipeworkerError
 from pipeworker.host.spawn import command
@@ -23,25 +24,34 @@ Heard = TypeVar("Heard", bound=Line)
 
 
 class LineProcess(Generic[Said, Heard]):
-    """A Python process running ``main()`` of one of our modules, in a session of its own.
+    """A process that speaks lines, in a session of its own.
 
     It does not see the terminal's Ctrl-C, so that the launcher decides what happens then.
+
+    Args:
+        name: what it is.
+        line: its command.
+        hears: what it may say.
+        errors: an open file for its standard error; None for our own.
 
     Raises:
         PipeworkerError: it cannot be started.
     """
 
-    def __init__(self, module: str, hears: Any) -> None:
+    def __init__(
+        self, name: str, line: Sequence[str], hears: Any, errors: IO[Any] | None = None
+    ) -> None:
+        own = None if sys.stderr else subprocess.DEVNULL  # it may be closed
         try:
             self._process = subprocess.Popen(
-                command(module),
+                line,
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
-                stderr=None if sys.stderr else subprocess.DEVNULL,  # it may be closed
+                stderr=errors or own,
                 start_new_session=True,
             )
-        except OSError as error:  # too few processes or descriptors
-            raise PipeworkerError(f"cannot start a process ({module}): {error.strerror}") from None
+        except OSError as error:  # too few processes or descriptors; or there is no such command
+            raise PipeworkerError(f"cannot start a process ({name}): {error.strerror}") from None
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._stdin = self._process.stdin
@@ -93,9 +103,18 @@ class LineProcess(Generic[Said, Heard]):
 
 def coordinator() -> LineProcess[ToCoordinator, FromCoordinator]:
     """A coordinator, which waits for its Configuration."""
-    return LineProcess("pipeworker.coordinator.service", FromCoordinator)
+    name = "pipeworker.coordinator.service"
+    return LineProcess(name, command(name), FromCoordinator)
 
 
-def fork_server() -> LineProcess[ToForkServer, FromForkServer]:
-    """A fork server, which begins to import torch."""
-    return LineProcess("pipeworker.host.forkserver", FromForkServer)
+def fork_server(
+    line: Sequence[str] = (), errors: IO[Any] | None = None
+) -> LineProcess[ToForkServer, FromForkServer]:
+    """A fork server, which begins to import torch.
+
+    Args:
+        line: a command that runs it, on another host; none for this one.
+        errors: as of :class:`LineProcess`.
+    """
+    name = "pipeworker.host.forkserver"
+    return LineProcess(line[0] if line else name, line or command(name), FromForkServer, errors)

@@ -6,12 +6,12 @@ Pipes end when a process ends, which is what they are there for. Who speaks to w
 from                      to                     events
 ========================  =====================  ================================================
 launcher, or rank 0       coordinator            Configuration first, WorkerExited, CannotStart,
-                                                 Unwell, Interrupt, SaveAsked, Beat
+                                                 HostLost, Interrupt, SaveAsked, Beat
                                                  (all but Interrupt from the launcher alone)
 coordinator               launcher, or rank 0    Bound, Joined, Again, Snapshot, Planned,
                                                  StepResult, Evaluation, Warned, Beat, Verdict last
 launcher                  fork server            Fork, Beat
-fork server               launcher               Forked, WorkerExited, CannotStart, Beat
+fork server               launcher               Here first, Forked, WorkerExited, CannotStart, Beat
 ========================  =====================  ================================================
 
 A pipe does not end when a process is stopped, so each says Beat about once a second; who hears
@@ -87,17 +87,23 @@ class WorkerExited:
 
 @dataclass(frozen=True, slots=True)
 class CannotStart:
-    """The system does not start the worker of a rank."""
+    """The worker of a rank cannot be started.
+
+    Attributes:
+        room: workers that can be, on all hosts; -1 where nobody knows.
+    """
 
     rank: int
     generation: int
     text: str
+    room: int = -1
 
 
 @dataclass(frozen=True, slots=True)
-class Unwell:
-    """Something the job cannot do without is gone."""
+class HostLost:
+    """A host is gone, with the workers of these ranks and what its memory held of their state."""
 
+    ranks: tuple[int, ...]
     text: str
 
 
@@ -118,7 +124,7 @@ class Beat:
     patience: float
 
 
-ToCoordinator = Configuration | WorkerExited | CannotStart | Unwell | Interrupt | SaveAsked | Beat
+ToCoordinator = Configuration | WorkerExited | CannotStart | HostLost | Interrupt | SaveAsked | Beat
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,6 +214,26 @@ ToForkServer = Fork | Beat
 
 
 @dataclass(frozen=True, slots=True)
+class Here:
+    """A fork server runs, on a host that may be another one.
+
+    Attributes:
+        pipeworker, python, torch: versions; empty where it is not installed.
+        host: its name, as it says itself.
+        caller: the address under which it sees the launcher's host; empty where that is its own.
+        job, run: digests of the job file and of ``run.json``; empty where it does not see them.
+    """
+
+    pipeworker: str
+    python: str
+    torch: str
+    host: str
+    caller: str = ""
+    job: str = ""
+    run: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class Forked:
     """A worker runs."""
 
@@ -216,7 +242,7 @@ class Forked:
     pid: int
 
 
-FromForkServer = Forked | WorkerExited | CannotStart | Beat
+FromForkServer = Here | Forked | WorkerExited | CannotStart | Beat
 
 Line = ToCoordinator | FromCoordinator | ToForkServer | FromForkServer
 _LINES: Codec[Line] = Codec(get_args(Line))

@@ -23,7 +23,7 @@ import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from pipeworker.environment import timings
-from pipeworker.errors import PipeworkerError, ProtocolError
+from pipeworker.errors import AGAIN, PipeworkerError, ProtocolError
 from pipeworker.host import streams
 from pipeworker.host.position import Tracker
 from pipeworker.wire import codec, exchange, sockets
@@ -213,9 +213,9 @@ class Control:
             now = time.monotonic()
             if lost_at is not None and now - lost_at > self._timings.coordinator:
                 lost_at = None
-                self._end(Abort("the coordinator is gone", 1))
+                self._end(Abort("the coordinator is gone", AGAIN))
             elif self.over is None and now - self._heard > self._limit:
-                self._end(Abort(self._silence(), 1))
+                self._end(Abort(self._silence(), AGAIN))
             if now >= next_beat:
                 next_beat = now + self._timings.heartbeat
                 self._beat()

@@ -16,8 +16,9 @@ from pipeworker.coordinator.events import (
     Event,
     StarterGone,
     Unreachable,
+    Unwell,
 )
-from pipeworker.wire.lines import Interrupt, SaveAsked, Unwell, WorkerExited
+from pipeworker.wire.lines import HostLost, Interrupt, SaveAsked, WorkerExited
 from pipeworker.wire.messages import (
     Batch,
     Call,
@@ -322,6 +323,7 @@ FATAL: st.SearchStrategy[Happening] = st.one_of(
     ),
     st.just(Interrupt()),
     st.builds(StarterGone, RANKS),
+    st.builds(HostLost, st.lists(RANKS, max_size=3).map(tuple), st.just("h")),
     st.sampled_from([Unwell("x"), Broken("y")]),
 )
 

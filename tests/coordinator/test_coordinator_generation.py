@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from pipeworker.coordinator.effects import Dropped, Ended, Send, Status
 from pipeworker.coordinator.generation import Generation
 from pipeworker.coordinator.states import _WHY, State, Waiting
+from pipeworker.errors import AGAIN
 from pipeworker.timings import DEFAULT
 from pipeworker.wire.messages import (
     Abort,
@@ -195,7 +196,7 @@ def test_a_rank_joins_once() -> None:
         dropped, answer = job.says(Hello(rank, "host", 7), peer=b"late")
         assert isinstance(dropped, Dropped)
         reason = f"rank {rank} is taken or not part of this job"
-        assert answer == Send(b"late", Abort(reason, 1), 1)
+        assert answer == Send(b"late", Abort(reason, AGAIN), 1)
         assert not job.job.generation.roster.knows(b"late")
     assert job.job.peers == [b"w0", b"w1"]
     job.describe()

@@ -131,7 +131,7 @@ def test_where_there_is_nothing_to_save_the_job_ends_at_once(begin: object) -> N
 
 def test_what_is_on_disk_already_is_not_saved_again_on_the_way_to_it() -> None:
     """Another coordinator had come to step 8; this one goes on from what is in memory."""
-    start = Start(Mark(5), Restore(5, slot=1, ranks=2), recorded=9, saved=8)
+    start = Start(snapshot=(Mark(5), Restore(5, slot=1, ranks=2)), recorded=9, saved=8)
     job = replaced(start=start).running()
     job.step(6)
     job.interrupt()

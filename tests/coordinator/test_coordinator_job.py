@@ -16,11 +16,11 @@ from pipeworker.coordinator.effects import (
     Send,
     Status,
 )
-from pipeworker.coordinator.events import Arrived, Broken, StarterGone, Unreachable
+from pipeworker.coordinator.events import Arrived, Broken, StarterGone, Unreachable, Unwell
 from pipeworker.coordinator.states import State
 from pipeworker.plan.actions import format_actions
 from pipeworker.plan.orders import build
-from pipeworker.wire.lines import Joined, Unwell, WorkerExited
+from pipeworker.wire.lines import Joined, WorkerExited
 from pipeworker.wire.messages import (
     Abort,
     Advance,

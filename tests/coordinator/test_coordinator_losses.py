@@ -14,7 +14,7 @@ from pipeworker.coordinator.roster import JOIN_FACTOR
 from pipeworker.coordinator.states import State
 from pipeworker.plan.actions import format_actions
 from pipeworker.plan.orders import build
-from pipeworker.wire.lines import Again, CannotStart, Joined, WorkerExited
+from pipeworker.wire.lines import Again, CannotStart, HostLost, Joined, WorkerExited
 from pipeworker.wire.messages import (
     Cause,
     Failed,
@@ -245,6 +245,29 @@ def test_a_worker_that_cannot_be_started_is_no_restart() -> None:
     assert job.failure.rank == 1
     assert len(job.ended.causes) == 1
     assert of(job.effects, Warn) == []
+
+
+def test_a_host_that_is_lost_takes_its_memory_along() -> None:
+    job = replaced(snapshot_every=1).running()
+    for step in (1, 2, 3):
+        job.step(step)
+    job.handle(HostLost((1,), "host b is lost: its connection closed"))
+    assert of(job.effects, Again)[-1].cause == "host b is lost: its connection closed (stage 1)"
+    job.join()
+    assert [welcome.restore for welcome in job.sent(1, Welcome)][-1] is None
+    job.describe()
+    assert runs(job.ready())[0].step == 1
+    assert all(job.step(step) for step in (1, 2, 3))
+    assert job.rows == [1, 2, 3]  # each is recorded once
+
+
+def test_with_fewer_places_on_hosts_a_job_goes_on_with_as_many_stages() -> None:
+    job = replaced(4, elastic=1).running()
+    job.handle(HostLost((2, 3), "host b is lost"))
+    job.handle(CannotStart(2, 2, "host b: no route to host", 2))
+    assert of(job.effects, Again)[-1].stages == 2
+    job.handle(CannotStart(0, 3, "host a: no route to host", 0))
+    assert job.failure.message == "host a: no route to host"
 
 
 def test_a_job_that_fails_on_the_way_back_had_done_what_is_recorded() -> None:

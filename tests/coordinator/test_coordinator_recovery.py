@@ -323,7 +323,7 @@ def test_a_checkpoint_that_was_asked_for_is_not_forgotten() -> None:
 
 def test_what_a_checkpoint_has_is_not_written_again_on_the_way_to_it() -> None:
     """Another coordinator had come to step 9; this one goes on from what is in memory."""
-    start = Start(Mark(5), Restore(5, slot=1, ranks=2), recorded=9, saved=8)
+    start = Start(snapshot=(Mark(5), Restore(5, slot=1, ranks=2)), recorded=9, saved=8)
     job = replaced(start=start, checkpoint_every="2", steps=99).running()
     job.save_asked()
     for step in range(6, 11):

@@ -11,7 +11,7 @@ from pipeworker.coordinator.job import Start
 from pipeworker.coordinator.scaler import Scaler
 from pipeworker.coordinator.snapshots import Mark
 from pipeworker.coordinator.states import State
-from pipeworker.wire.lines import Snapshot
+from pipeworker.wire.lines import HostLost, Snapshot
 from pipeworker.wire.messages import (
     Advance,
     Cause,
@@ -148,7 +148,8 @@ LEFT = Restore(5, slot=1, ranks=2)
 def left(**more: Any) -> Start:
     """What one left that had come to step 8, with the state after step 5 in memory."""
     causes = ("the coordinator was killed",)
-    return Start(Mark(5), LEFT, (), recorded=8, evaluated=6, saved=4, causes=causes, **more)
+    snapshot = Mark(5), LEFT
+    return Start(snapshot=snapshot, recorded=8, evaluated=6, saved=4, causes=causes, **more)
 
 
 def test_another_coordinator_goes_on_from_what_is_in_memory() -> None:
@@ -179,6 +180,17 @@ def test_the_memory_it_went_on_from_stays_until_there_is_another() -> None:
     job.step(6)
     assert copies(job.step(7)) == [Copy(7, 1)] * 2
     assert of(job.effects, Snapshot) == [Snapshot(6, 0, 2)]
+
+
+def test_without_that_memory_it_goes_back_to_a_checkpoint_or_to_the_beginning() -> None:
+    disk = Mark(4), Restore(4, "/run/checkpoints/step-00000004")
+    for start, back in ((left(on_disk=disk), disk[1]), (left(), None)):
+        job = replaced(start=start).running()
+        job.handle(HostLost((1,), "host b is lost"))
+        job.join()
+        assert [welcome.restore for welcome in job.sent(1, Welcome)] == [LEFT, back]
+        job.describe()
+        assert runs(job.ready())[0].step == (back.step if back else 0) + 1
 
 
 def test_it_fails_with_what_was_recorded_before() -> None:

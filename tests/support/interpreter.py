@@ -34,6 +34,7 @@ COLD_RANKS = "PIPEWORKER_TESTS_COLD_RANKS"
 SERVER = "PIPEWORKER_TESTS_SERVER"
 """Of the environment of an interpreter: who forks what it starts, by name."""
 _TORCHRUN = "torch.distributed.run"
+_NODE = ["-m", "pipeworker", "node"]
 _PR_SET_NAME = 15
 _IGNORED = (signal.SIGPIPE, signal.SIGXFSZ)
 """By every Python interpreter."""
@@ -71,7 +72,8 @@ def become(request: Request, server: bytes) -> NoReturn:
         _take_over(request)
         run = _program(request.words)
         fork_line_processes(server)
-        if request.words[:2] == ["-m", _TORCHRUN] and COLD_RANKS not in os.environ:
+        agent = request.words[:2] == ["-m", _TORCHRUN] or request.words[:3] == _NODE
+        if agent and COLD_RANKS not in os.environ:
             _fork_ranks(server)
         if preload := os.environ.get(PRELOAD):
             importlib.import_module(preload)

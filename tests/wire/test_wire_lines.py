@@ -22,12 +22,12 @@ from pipeworker.wire.lines import (
     Forked,
     FromCoordinator,
     FromForkServer,
+    HostLost,
     Interrupt,
     Line,
     Planned,
     ToCoordinator,
     ToForkServer,
-    Unwell,
     Verdict,
     WorkerExited,
     decode,
@@ -85,7 +85,7 @@ def test_a_line_is_a_name_and_fields() -> None:
         b'["WorkerExited", [1, 2, -9, [9, 4, -1, -1]]]\n'
     )
     assert encode(Interrupt()) == b'["Interrupt", []]\n'
-    assert encode(Unwell("a\nb")) == b'["Unwell", ["a\\nb"]]\n'
+    assert encode(HostLost((2, 3), "a\nb")) == b'["HostLost", [[2, 3], "a\\nb"]]\n'
 
 
 def test_numbers_that_are_not_finite_come_through() -> None:

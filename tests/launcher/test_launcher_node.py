@@ -1,0 +1,185 @@
+"""A pod's command, run here: how it ends tells a cluster whether to try again."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import socket
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from launcher.kubernetes import render
+from launcher.node import Node, status_of
+from launcher.pod import RUNS
+from launcher.spec import JobSpec
+from pipeworker.errors import AGAIN
+from support.compare import assert_same
+from support.interpreter import COLD_RANKS
+from support.jobs import Jobs, Process, Run, processes_of, until
+from support.sources import CALM, DIES, JOB
+
+WORDS = ("--microbatches", "4", "--checkpoint-every", "1", "--checkpoint-busy", "wait")
+
+
+@dataclass
+class Pods:
+    """All of a job's, started together."""
+
+    processes: list[Process]
+    path: Path
+
+    def end(self) -> list[int]:
+        for process in self.processes:
+            process.communicate(timeout=90)
+        return [process.returncode for process in self.processes if process.returncode is not None]
+
+    @property
+    def run(self) -> Run:
+        return Run(0, "", "", self.path)
+
+
+Start = Callable[..., Pods]
+
+
+@pytest.fixture
+def pods(jobs: Jobs, monkeypatch: pytest.MonkeyPatch) -> Start:
+    """Start the containers of a rendered job, as Kubernetes does but for their places and names."""
+    monkeypatch.setenv("PIPEWORKER_TOKEN", uuid.uuid4().hex)
+
+    def start(
+        *words: str,
+        source: str = JOB,
+        nodes: int = 2,
+        arguments: tuple[str, ...] = (),
+        cold: bool = False,
+    ) -> Pods:
+        job_file = jobs.write(source)
+        spec = JobSpec(
+            "train",
+            str(job_file),
+            workers=4,
+            words=words,
+            arguments=arguments,
+            nodes=nodes,
+            settings={"image": "image", "job": f"{RUNS}/job.py"},
+        )
+        pod: Any = render(spec).objects[-1]["spec"]["template"]["spec"]
+        (container,) = pod["containers"]
+        python, *line = container["command"] + container["args"]
+        assert python == "python"
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            port = str(server.getsockname()[1])
+        here = {"train-0.train": "127.0.0.1", "29500": port}
+        line = [here.get(word, word.replace(RUNS, str(jobs.folder))) for word in line]
+        said = {v["name"]: v["value"] for v in container["env"] if "value" in v}
+        said |= {"HOME": str(jobs.folder), **({COLD_RANKS: "1"} if cold else {})}
+        return Pods(
+            [
+                jobs.python(*line, env={**os.environ, **said, "JOB_COMPLETION_INDEX": str(index)})
+                for index in range(nodes)
+            ],
+            jobs.folder / "train",
+        )
+
+    return start
+
+
+def test_pods_give_the_numbers_of_the_local_run(jobs: Jobs, pods: Start) -> None:
+    job = pods(*WORDS, "--steps", "3")
+    assert job.end() == [0, 0]
+    assert_same(job.run, jobs.train("--stages", "4", "--microbatches", "4", "--steps", "3"))
+
+
+@pytest.mark.parametrize(
+    ("words", "source", "status"),
+    [
+        (("--steps", "0"), JOB, 2),
+        (("--stepss", "1"), JOB, 2),
+        ((), JOB.replace("def loss", "def lost"), 2),
+        ((), JOB.replace("Linear(16, 3)", "Linear(15, 3)"), 1),
+    ],
+)
+def test_an_error_of_the_user_has_its_own_status(
+    pods: Start, words: tuple[str, ...], source: str, status: int
+) -> None:
+    assert pods(*words, source=source).end() == [status, status]
+
+
+def test_a_lost_worker_is_worth_another_try_which_goes_on(jobs: Jobs, pods: Start) -> None:
+    words = (*WORDS, "--steps", "6")
+    lost = pods(*words, source=DIES, arguments=("kill",))
+    assert lost.end() == [AGAIN, AGAIN]
+    assert (jobs.folder / "died").exists()
+    assert lost.run.summary["status"] == "failed"
+    again = pods(*words, source=DIES, arguments=("kill",))
+    assert again.end() == [0, 0]
+    assert_same(again.run, jobs.train("--stages", "4", *words, source=DIES))
+
+
+def test_a_lost_host_is_worth_another_try(jobs: Jobs, pods: Start) -> None:
+    job = pods("--microbatches", "4", "--steps", "100000", source=CALM, cold=True)
+    metrics = job.path / "metrics.jsonl"
+    until(lambda: metrics.exists() and metrics.read_text().count("\n") > 2)
+    job.processes[1].kill()  # and with it all that it started
+    assert job.end() == [AGAIN, -signal.SIGKILL]
+    until(lambda: not processes_of(jobs.folder), 10)
+
+
+@pytest.mark.parametrize("told", [0, 1])
+def test_a_pod_that_is_told_to_end_has_time_for_a_checkpoint(
+    jobs: Jobs, pods: Start, told: int
+) -> None:
+    job = pods("--microbatches", "4", "--steps", "100000", source=CALM)
+    metrics = job.path / "metrics.jsonl"
+    until(lambda: metrics.exists() and metrics.read_text().count("\n") > 2)
+    job.processes[told].send_signal(signal.SIGTERM)
+    assert all(status in (130, 143) for status in job.end())
+    assert job.run.summary["status"] == "interrupted"
+    assert job.run.checkpoint.manifest.step == job.run.summary["steps"] > 2
+    until(lambda: not processes_of(jobs.folder), 10)
+
+
+def test_a_pod_that_waits_for_others_ends_when_told(jobs: Jobs, pods: Start) -> None:
+    job = pods("--steps", "1")
+    job.processes[1].kill()
+    job.processes[0].send_signal(signal.SIGTERM)
+    assert job.end() == [143, -signal.SIGKILL]
+    until(lambda: not processes_of(jobs.folder), 10)
+
+
+def test_one_pod_needs_no_other(jobs: Jobs, pods: Start) -> None:
+    job = pods(*WORDS, "--steps", "2", nodes=1)
+    assert job.end() == [0]
+    assert len(job.run.metrics) == 2
+
+
+def test_what_is_going_on_with_needs_a_place(jobs: Jobs) -> None:
+    path = jobs.write(JOB)
+    ran = jobs.pipeworker("node", "--workers", "1", "--", "--go-on", str(path))
+    assert ran.returncode == 2
+    assert re.search("--go-on needs --run-dir", ran.stderr)
+
+
+def test_the_status_of_a_host_is_of_what_was_meant() -> None:
+    for codes, expected in (
+        ([2, -15], 2),
+        ([1, 2], 2),
+        ([-15, 1, AGAIN], 1),
+        ([130, -15], 130),
+        ([-9, AGAIN], AGAIN),
+        ([-9], AGAIN),
+        ([3], AGAIN),
+        ([143], AGAIN),
+    ):
+        assert status_of(codes) == expected
+
+
+def test_a_host_alone_meets_nobody() -> None:
+    assert Node(0, 1, 3, "a", 5).torchrun() == ("--standalone", "--nproc-per-node", "3")
+    assert "--node-rank" in Node(1, 2, 3, "a", 5).torchrun()
