@@ -88,6 +88,10 @@ def job_options(function: Callable[..., Any]) -> Callable[..., Any]:
                 help="Copies of the pipeline, each with a part of every mini-batch.",
             ),
             click.option(
+                "--shard-optimizer/--no-shard-optimizer",
+                help="Each replica updates a part of the weights, and keeps its state alone.",
+            ),
+            click.option(
                 "--steps", type=int, help="Optimizer steps. [default: one pass of data()]"
             ),
             _choice("--schedule", tuple(ORDERS), "gpipe"),

@@ -231,6 +231,44 @@ def test_a_sparse_gradient_is_said_to_be_one(jobs: Jobs) -> None:
     assert "the gradient of 0.weight is sparse" in run.stderr
 
 
+SHARDED = ("--replicas", "2", "--microbatches", "4", "--shard-optimizer")
+
+
+def test_the_state_of_the_optimizer_may_be_sharded(jobs: Jobs) -> None:
+    """The numbers stay; each worker keeps, and writes, its part of the state."""
+    words = ("--steps", "6", "--clip-grad-norm", "0.5")
+    whole = jobs.train("--stages", "2", *SHARDED[:-1], *words, source=DROPOUT_JOB)
+    runs = [jobs.train("--stages", k, *SHARDED, *words, source=DROPOUT_JOB) for k in ("1", "3")]
+    for run in runs:
+        assert_same(run, whole)
+    shards = runs[1].checkpoint.shards()
+    assert len(shards) == 6
+    sizes = [shard.optimizer.stat().st_size for shard in shards]
+    assert max(sizes) < sum(s.optimizer.stat().st_size for s in whole.checkpoint.shards())
+    assert all(json.loads(s.state.read_text())["extra"] == {} for s in shards)
+
+
+def test_sharded_state_is_gone_on_with_by_any(jobs: Jobs) -> None:
+    first = ("--steps", "3", "--checkpoint-every", "1")
+    whole = jobs.train("--stages", "2", *SHARDED, "--steps", "6", source=DROPOUT_JOB)
+    for begin, then in (
+        (("--stages", "2", *SHARDED), ("--stages", "3", "--no-shard-optimizer")),
+        (("--stages", "3", *SHARDED[:-1]), ("--stages", "1", "--shard-optimizer")),
+    ):
+        run = jobs.train(*begin, *first, source=DROPOUT_JOB)
+        line = ("launch", "--run-dir", str(run.path), "--resume", str(jobs.folder / "job.py"))
+        done = jobs.pipeworker(*line, *then, "--steps", "6")
+        assert done.returncode == 0, done.stderr
+        assert_same(Run(0, "", "", run.path), whole)
+
+
+def test_sharded_state_is_recovered(jobs: Jobs, quiet: Run) -> None:
+    run = jobs.train(*LOST, "--shard-optimizer", "--snapshot-every", "1", "--", "kill", source=DIES)
+    assert (jobs.folder / "died").exists()
+    assert run.summary["restarts"] >= 1
+    assert_same(run, quiet)
+
+
 def test_a_script_has_replicas_too(jobs: Jobs, scripts: Scripts) -> None:
     """The first stage of each is given the whole mini-batch; all get the same results."""
     local = jobs.train("--stages", "2", "--replicas", "2", "--microbatches", "4", source=JOB)

@@ -372,7 +372,7 @@ class Generation:
         if not self._last_awaited(message.rank):
             return []
         done = [m.done for m in self._members if m.done]
-        self.snapshots.ran(done, self.placement.replicas)
+        self.snapshots.ran(done, self._keepers)
         return self._go_on(self.loop.ran(done, now), now)
 
     def _on_evaluated(self, member: Member, message: EvaluationDone, now: float) -> list[Effect]:
@@ -475,13 +475,19 @@ class Generation:
         self._step = self.progress.steps
         self._write(slot, now)
         self._await(State.SAVING)
-        self._awaited = set(range(self.placement.workers))  # the first replica writes
+        self._awaited = set(range(self._keepers))
         return self._tell(self._alike(Save(self._step, slot), due), due)
 
     def _write(self, slot: int, now: float) -> None:
         """A checkpoint of what is done is on its way."""
         self.progress.asked, self.progress.saved_at = False, now
-        self.snapshots.write(self.progress.mark, slot, self.placement.workers)
+        self.snapshots.write(self.progress.mark, slot, self._keepers)
+
+    @property
+    def _keepers(self) -> int:
+        """The first so many ranks have the whole state: one replica, if not each a part of it."""
+        placement = self.placement
+        return placement.ranks if self.options.shard_optimizer else placement.workers
 
     @property
     def _waits_for_disk(self) -> bool:

@@ -506,8 +506,8 @@ class Restore:
 
     Attributes:
         path: of a checkpoint; or, where that is empty,
-        slot: of the memories that workers of an earlier generation left behind, `ranks` in each
-            replica.
+        slot: of the memories that workers of an earlier generation left behind: `ranks` of them,
+            one after the other, have the whole state.
     """
 
     step: int

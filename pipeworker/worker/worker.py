@@ -170,6 +170,11 @@ class Worker:
         return self.placement.replica_of(self._rank)
 
     @property
+    def _shards(self) -> bool:
+        """Whether each replica updates a part of the weights."""
+        return self._options.shard_optimizer and self.placement.replicas > 1
+
+    @property
     def _executor(self) -> Executor:
         return self._executors[0]
 
@@ -178,7 +183,9 @@ class Worker:
         if not self._keepers:
             memories = self._settings.memories.get(self._rank, ())
             placement, folder = self.placement, self.run_dir.partial_checkpoint
-            number, workers = placement.worker_of(self._rank), placement.workers
+            number, workers = self._rank, placement.ranks
+            if not self._shards:  # the first replica has all there is to write
+                number, workers = placement.worker_of(self._rank), placement.workers
             keeper = Keeper(
                 number, workers, memories, folder, self._line.send, sharing=placement.ranks
             )
@@ -315,6 +322,8 @@ class Worker:
                 seed=options.seed,
                 clip_value=options.clip_grad_value,
                 ties=ties,
+                replica=self.replica if self._shards else 0,
+                replicas=placement.replicas if self._shards else 1,
             )
             updater.clear()  # what the user's code may have left on modules of its own
             if updater.wants_metric and not (options.evaluate_every or options.own_loop):
@@ -442,12 +451,14 @@ class Worker:
                     keeper.settle()
                 for updater in self._updaters.values():
                     updater.apply(message.update)
+                if self._shards and not message.update.overflow:
+                    self._executor.share_weights({i: u.shards for i, u in self._updaters.items()})
             case Evaluated():
                 for updater in self._updaters.values():
                     updater.evaluated(message.update.loss)
         if message.copy is not None:
             copy = message.copy
-            if self.replica:  # the first one's is written
+            if self.replica and not self._shards:  # the first one's is written
                 copy = replace(copy, save=False)
             self._keeper.copy(copy, self._parts(), self._elsewhere, self.position())
         match message.next:
@@ -544,7 +555,7 @@ class Worker:
 
     def position(self) -> dict[str, Any] | None:
         """Where the data is, before the mini-batch that is held ready; None where none is read."""
-        if 0 not in self.stages or self._options.own_loop:
+        if 0 not in self.stages or self.replica or self._options.own_loop:
             return None
         return self._reader.position(held=self._executor.next_batch is not None)
 
@@ -561,7 +572,7 @@ class Worker:
     def _save(self, save: Save) -> Saved | None:
         self._tracker.set(Phase.SAVING, save.step)
         self.saved = save.step
-        if self.replica:  # the first one's state is all there is to write
+        if self.replica and not self._shards:  # the first one's state is all there is to write
             self._tracker.wait()
             return None
         return self._keeper.save(
@@ -569,8 +580,10 @@ class Worker:
         )
 
     def _parts(self) -> list[checkpoint.Part]:
-        """What its stages hold."""
-        return [self._part(stage, self._updaters[i]) for i, stage in self.stages.items()]
+        """What its stages hold, and is kept of them."""
+        whole = not (self._shards and self.replica)
+        parts = [self._part(stage, self._updaters[i]) for i, stage in self.stages.items()]
+        return [replace(part, keeps_weights=whole) for part in parts]
 
     def _part(self, stage: Stage, updater: Updater | None = None) -> checkpoint.Part:
         assert self._model

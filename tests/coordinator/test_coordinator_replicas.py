@@ -23,6 +23,7 @@ from pipeworker.wire.messages import (
     Plan,
     RunStep,
     Save,
+    Saved,
     StepResult,
     Upcoming,
     Update,
@@ -240,6 +241,22 @@ def test_a_lost_worker_of_any_replica_is_recovered_from() -> None:
     (_, welcome) = job.sent(3, Welcome)
     assert welcome.restore is not None
     assert (welcome.restore.step, welcome.restore.ranks, welcome.replicas) == (1, 2, 2)
+
+
+def test_where_each_has_a_part_of_the_state_all_keep_theirs() -> None:
+    job = replaced(2, shard_optimizer=True, **TWO).running()
+    job.step(1)
+    job.step(2)
+    (taken,) = of(job.effects, Snapshot)
+    assert taken.ranks == 4
+    job.save_asked()
+    job.step(3)
+    assert all(job.copies(rank)[-1].save for rank in job.ranks)
+    job.step(4)
+    for rank in job.ranks:
+        assert not of(job.effects, Commit)
+        job.says(Saved(rank, 3))
+    assert of(job.effects, Commit)
 
 
 def test_with_fewer_hands_every_replica_has_a_stage_less() -> None:

@@ -113,6 +113,7 @@ class Pipeline:
         lanes: int = 1,
         limit: float = 20.0,
         deferred: bool = False,
+        sharded: bool = False,
     ) -> None:
         placement, self.way, self.microbatches = way.placement, way, microbatches
         self._ranges = partition.ranges(balance or partition.even(len(layers), placement.stages))
@@ -121,7 +122,7 @@ class Pipeline:
         found = Model(job, 0, CPU, Tracker()).ties()
         self._tied = ties.placed(found, self._ranges)
         self._routes = between_stages(skips, self._ranges)
-        self._deferred = deferred
+        self._deferred, self._sharded = deferred, sharded
         most = len(block(microbatches, placement.replicas, 0))
         used = [(e, r) for e in edges(self.schedule(most)) for r in range(placement.replicas)]
         used += [(edge, -1) for edge in between(placement)]
@@ -172,7 +173,10 @@ class Pipeline:
             if tied is not None:
                 mine.ties[index] = tied
             if job.optimizer is not _nothing:
-                mine.updaters[index] = Updater(built, first, job, ties=tied)
+                shard = (replica, placement.replicas) if self._sharded else (0, 1)
+                mine.updaters[index] = Updater(
+                    built, first, job, ties=tied, replica=shard[0], replicas=shard[1]
+                )
         links = {
             edge: link
             for (edge, of), link in self._links.items()
@@ -244,12 +248,20 @@ class Pipeline:
             for one in self.copies:
                 for updater in one.updaters.values():
                     updater.apply(Update(step, divisor=sum(counts) or 1.0))
+            if self._sharded:
+                self._all(self._share)
             if not self.updaters:
                 self.clear()
         assert self._first.next_batch is None
         self._are_alike()
         trained.weights = _copied(self._named())
         return trained
+
+    def _share(self, rank: int) -> None:
+        placement = self.way.placement
+        updaters = self.copies[placement.replica_of(rank)].updaters
+        held = placement.stages_of(rank)
+        self.executors[rank].share_weights({index: updaters[index].shards for index in held})
 
     def _are_alike(self) -> None:
         """All replicas have the same gradients, weights and buffers."""

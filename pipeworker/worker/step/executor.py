@@ -6,6 +6,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from torch import nn
+
 from pipeworker.host.position import Tracker
 from pipeworker.plan.actions import COMPUTE, RECEIVES, SENDS, Action, Edge, Kind, Payload, edge_of
 from pipeworker.plan.network import CHANNEL_CAPACITY, UNBOUNDED
@@ -330,6 +332,19 @@ class Executor:
             microbatches = self._next.batch.microbatches
             if microbatches not in self._known:
                 self._announce(microbatches)
+
+    def share_weights(self, shards: Mapping[int, Sequence[Sequence[nn.Parameter]]]) -> None:
+        """Each replica has updated a part of the weights: tell each other.
+
+        Args:
+            shards: by stage and by replica, what that one has updated.
+        """
+        self._tracker.wait(self._step)
+        for stage, reduction in self._reductions.items():
+            reduction.give_weights(shards[stage][self._replica])
+        for stage, reduction in self._reductions.items():
+            reduction.take_weights(shards[stage])
+        self._flush(self._step)
 
     def stream(
         self, step: int, actions: Sequence[Action], batches: Iterator[MicroBatches], sink: Sink

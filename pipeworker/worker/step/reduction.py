@@ -25,6 +25,9 @@ _SMALL = 1 << 16
 """Bytes of a buffer that is told each time. Running statistics leave no trace when they change, and
 are small; a larger one is told when it, or its module's others, changed on any replica."""
 
+_UPDATE = -1
+"""What stands for the shapes of a mini-batch where weights are told, which are always the same."""
+
 
 class Reduction:
     """One stage of one replica.
@@ -166,6 +169,29 @@ class Reduction:
                 receiver.release(number)
         if self._whole:
             gradients.unpack([any(some) for some in zip(*self._there, strict=True)])
+
+    # Where each replica updates a part of the weights: behind an update, whatever comes next.
+
+    def give_weights(self, mine: Sequence[nn.Parameter]) -> None:
+        """Tell all other replicas what this one has updated."""
+        weights = Gradients([("", p) for p in mine], 1)
+        weights.pack_weights()
+        for sender in self._senders.values():
+            sender.begin(_UPDATE)
+            for number, piece in enumerate(weights.parts[0]):
+                sender.send(number, weights.piece(piece))
+
+    def take_weights(self, shards: Sequence[Sequence[nn.Parameter]]) -> None:
+        """Take what the others have updated; `shards` are by replica."""
+        for origin, receiver in self._receivers.items():
+            weights = Gradients([("", p) for p in shards[origin]], 1)
+            weights.room()
+            pieces = weights.parts[0]
+            receiver.begin(_UPDATE, range(len(pieces)))
+            for number, piece in enumerate(pieces):
+                weights.put(piece, receiver.receive(number))
+                receiver.release(number)
+            weights.unpack_weights()
 
 
 def _named(stage: Stage) -> Iterator[tuple[str, nn.Parameter]]:

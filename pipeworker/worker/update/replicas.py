@@ -78,24 +78,34 @@ class Gradients:
         Raises:
             UsageError: one is sparse.
         """
-        there = [parameter.grad is not None for parameter in self.parameters]
-        self._vectors = [
-            torch.empty(size, dtype=dtype, device=device)
-            for size, (dtype, device) in zip(self._sizes, self._kinds, strict=True)
-        ]
-        for name, parameter, place in zip(self._names, self.parameters, self._places, strict=True):
-            gradient, mine = parameter.grad, self._vectors[place.kind][place.start : place.stop]
-            if gradient is None:
+        self._fill([parameter.grad for parameter in self.parameters])
+        return [parameter.grad is not None for parameter in self.parameters]
+
+    def pack_weights(self) -> None:
+        """Copy the parameters themselves."""
+        self._fill(self.parameters)
+
+    def _fill(self, values: Sequence[torch.Tensor | None]) -> None:
+        self.room()
+        for name, value, place in zip(self._names, values, self._places, strict=True):
+            mine = self._vectors[place.kind][place.start : place.stop]
+            if value is None:
                 mine.zero_()
-            elif gradient.layout is not torch.strided:
+            elif value.layout is not torch.strided:
                 raise UsageError(
                     f"the gradient of {name} is sparse, which --replicas cannot add up: make it "
                     "dense, as with nn.Embedding(sparse=False)"
                 )
             else:
-                values = _real(gradient.detach())
-                mine.view(values.shape).copy_(values)
-        return there
+                real = _real(value.detach())
+                mine.view(real.shape).copy_(real)
+
+    def room(self) -> None:
+        """Make vectors that are put into, piece by piece."""
+        self._vectors = [
+            torch.empty(size, dtype=dtype, device=device)
+            for size, (dtype, device) in zip(self._sizes, self._kinds, strict=True)
+        ]
 
     def piece(self, piece: Piece) -> torch.Tensor:
         """A view of the vector."""
@@ -139,9 +149,33 @@ class Gradients:
                 continue
             if parameter.grad is None:
                 parameter.grad = torch.empty_like(parameter)
-            values = _real(parameter.grad)
-            values.copy_(self._vectors[place.kind][place.start : place.stop].view(values.shape))
+            self._put_back(parameter.grad, place)
         self._vectors = []
+
+    def unpack_weights(self) -> None:
+        """Put what another replica has made of the parameters into them."""
+        for parameter, place in zip(self.parameters, self._places, strict=True):
+            self._put_back(parameter.detach(), place)
+        self._vectors = []
+
+    def _put_back(self, value: torch.Tensor, place: _Place) -> None:
+        real = _real(value)
+        real.copy_(self._vectors[place.kind][place.start : place.stop].view(real.shape))
+
+
+def shards(parameters: Sequence[nn.Parameter], replicas: int) -> list[list[nn.Parameter]]:
+    """By replica, the parameters that it updates: about as many elements each, in model order.
+
+    The largest first, each to the one that has the least so far, as ZeRO's implementation in torch
+    deals them out (Rajbhandari et al. 2020).
+    """
+    owner: dict[int, int] = {}
+    loads = [0] * replicas
+    for parameter in sorted(parameters, key=lambda p: -p.numel()):
+        least = loads.index(min(loads))
+        owner[id(parameter)] = least
+        loads[least] += parameter.numel()
+    return [[p for p in parameters if owner[id(p)] == r] for r in range(replicas)]
 
 
 def _real(tensor: torch.Tensor) -> torch.Tensor:

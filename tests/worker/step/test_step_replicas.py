@@ -300,6 +300,40 @@ def test_gradients_of_any_dtype_and_layout_are_added_up() -> None:
     assert_equal(ours.train(len(batches)), theirs)
 
 
+@pytest.mark.parametrize("replicas", [2, 3, 8])
+def test_each_replica_may_update_a_part_of_the_weights(replicas: int) -> None:
+    """Those of eight have more replicas than a stage has parameters."""
+    layers, batches = net(), data(*SIZES)
+    tied = [("0.bias", "1.bias")]
+    layers[1] = nn.Linear(8, 8)
+    theirs = Pipeline(
+        copy.deepcopy(layers),
+        mse,
+        batches,
+        filled(Placement.identity(1, replicas)),
+        microbatches=8,
+        optimizer=adam,
+        tied=tied,
+    ).train(len(batches))
+    for stages in (1, 2, 3):
+        ours = Pipeline(
+            copy.deepcopy(layers),
+            mse,
+            batches,
+            filled(Placement.identity(stages, replicas)),
+            microbatches=8,
+            optimizer=adam,
+            tied=tied,
+            sharded=True,
+        )
+        assert_equal(ours.train(len(batches)), theirs)
+        for stage in range(stages):
+            updaters = [one.updaters[stage] for one in ours.copies]
+            kept = [len(u.optimizer.state) if u.optimizer else 0 for u in updaters]
+            assert kept == [len(shard) for shard in updaters[0].shards]
+            assert max(kept) < len(updaters[0].parameters)
+
+
 def test_a_sparse_gradient_is_refused_by_its_name() -> None:
     layers = [nn.Embedding(10, 6, sparse=True), nn.Linear(6, 2)]
     batches = [(torch.arange(8) % 10, torch.randn(8, 2))]
