@@ -89,11 +89,12 @@ class Show:
         """The final summary, and the error if there is one."""
         self.close()
         if verdict.steps:
+            what = "worker" if self._options.replicas > 1 else "stage"
             memory = ", ".join(f"{peak / 2**20:.0f}" for peak in verdict.peak_memory)
             self.line(
                 f"{verdict.status}: {verdict.steps} steps in {verdict.seconds:.1f} s\n"
                 f"bubble: {verdict.bubble:.1%} measured, {self._theory:.1%} by the schedule\n"
-                f"peak memory by stage: {memory} MiB\n"
+                f"peak memory by {what}: {memory} MiB\n"
                 f"run directory: {self._run_dir}"
             )
         if verdict.error:

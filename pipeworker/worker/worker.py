@@ -555,7 +555,7 @@ class Worker:
 
     def position(self) -> dict[str, Any] | None:
         """Where the data is, before the mini-batch that is held ready; None where none is read."""
-        if 0 not in self.stages or self.replica or self._options.own_loop:
+        if 0 not in self.stages or self._options.own_loop:
             return None
         return self._reader.position(held=self._executor.next_batch is not None)
 
