@@ -18,7 +18,7 @@ from launcher.choose import ELSEWHERE
 from pipeworker import __version__
 from pipeworker.errors import PipeworkerError, UsageError
 from pipeworker.job.given import complete
-from pipeworker.job.options import BACKENDS, DEVICES, PRECISIONS, WHEN_BUSY
+from pipeworker.job.options import BACKENDS, DEVICES, PRECISIONS, READERS, WHEN_BUSY
 from pipeworker.plan.orders import ORDERS
 from pipeworker.plan.schedule import RECOMPUTE_MODES
 from pipeworker.timings import DEFAULT
@@ -87,6 +87,7 @@ def job_options(function: Callable[..., Any]) -> Callable[..., Any]:
                 show_default=True,
                 help="Copies of the pipeline, each with a part of every mini-batch.",
             ),
+            _choice("--read-data", READERS, "every"),
             click.option(
                 "--shard-optimizer/--no-shard-optimizer",
                 help="Each replica updates a part of the weights, and keeps its state alone.",

@@ -76,8 +76,8 @@ ROOMS_WITHIN = {
     ],
     "pipeworker.worker.update": ["ties", "condense", "replicas", "update"],
     "pipeworker.worker.step": [
-        *("generators", "epoch", "data", "evaluation", "flow", "stream", "tied", "reduction"),
-        "executor",
+        *("generators", "epoch", "data", "deal", "evaluation", "flow", "stream", "tied"),
+        *("reduction", "others", "executor"),
     ],
     "pipeworker.worker.model": ["structures", "survey", "model"],
     "pipeworker.session": [

@@ -15,7 +15,7 @@ from support.compare import assert_same
 from support.forked import Server
 from support.jobs import Jobs, Run, processes_of, until
 from support.ranks import LOOP, Scripts, script
-from support.sources import CALM, DIES, DROPOUT_JOB, JOB
+from support.sources import CALM, DIES, DROPOUT_JOB, JOB, NESTED_JOB
 
 WORDS = ("--microbatches", "4", "--clip-grad-norm", "0.5")
 
@@ -206,6 +206,57 @@ def test_replicas_that_read_other_data_are_told_so(jobs: Jobs) -> None:
     assert run.status == 2
     assert "data() gave replica 1 another mini-batch for step 3 than replica 0" in run.stderr
     until(lambda: not processes_of(jobs.folder), 10)
+
+
+ONCE = ("--replicas", "2", "--microbatches", "4", "--read-data", "once")
+
+
+def test_replica_0_may_read_for_all(jobs: Jobs) -> None:
+    """The numbers are those of reading in every replica; data may then be any."""
+    for words, source in (
+        (("--steps", "7"), DROPOUT_JOB),
+        (("--accumulate", "2"), NESTED_JOB),
+        (("--replicas", "3", "--accumulate", "2"), TOKENS),
+    ):
+        every = jobs.train("--stages", "2", *ONCE[:-2], *words, source=source)
+        for stages in ("1", "2"):
+            once = jobs.train("--stages", stages, *ONCE, *words, source=source)
+            assert_same(once, every)
+    run = jobs.train("--stages", "2", *ONCE, source=UNLIKE)
+    assert len(run.metrics) == 6
+
+
+def test_what_replica_0_reads_is_gone_on_with(jobs: Jobs, quiet: Run) -> None:
+    run = jobs.train(*LOST, "--read-data", "once", "--", "kill", source=DIES)
+    assert (jobs.folder / "died").exists()
+    assert run.summary["restarts"] >= 1
+    assert_same(run, quiet)
+
+
+def test_what_one_rank_of_a_script_is_given_is_for_all(jobs: Jobs, scripts: Scripts) -> None:
+    local = jobs.train("--stages", "2", "--replicas", "2", "--microbatches", "4", source=JOB)
+    loop = LOOP.replace("pipe.step(batch)", "pipe.step(batch if rank == 0 else None)")
+    options = json.dumps({"replicas": 2, "read_data": "once"})
+    ranks = scripts.start(script(JOB, loop), 4, OPTIONS=options)
+    ranks.succeed()
+    for rank in range(4):
+        assert ranks.told(rank)["loss"] == [row["loss"] for row in local.metrics]
+
+
+def test_a_replica_that_is_gone_as_a_whole_is_replaced(jobs: Jobs, quiet: Run) -> None:
+    """All of its workers at once; what they are replaced with has the other one's state."""
+    process, path = jobs.start(*LOST, source=CALMER)
+    rows = path / "metrics.jsonl"
+    until(lambda: rows.exists() and len(rows.read_text().splitlines()) > 2)
+    stages = json.loads((path / "plan.json").read_text())["stages"]
+    for stage in stages:
+        if stage["replica"] == 0:
+            os.kill(stage["pid"], signal.SIGKILL)
+    _, stderr = process.communicate(timeout=60)
+    assert process.returncode == 0, stderr
+    run = Run(0, "", stderr, path)
+    assert run.summary["restarts"] == 1
+    assert_same(run, quiet)
 
 
 @pytest.mark.parametrize(

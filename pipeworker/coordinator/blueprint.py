@@ -150,7 +150,7 @@ class Blueprint:
         placement = self.placement
         held, replica = set(placement.stages_of(rank)), placement.replica_of(rank)
         mine = [edge for edge in self._edges if held & {edge.source, edge.target}]
-        for edge in between(placement):
+        for edge in between(placement, deals=self.options.read_data == "once"):
             if edge.source in held and replica in (edge.origin, edge.goal):
                 mine.append(edge)
         return Plan(

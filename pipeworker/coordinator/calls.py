@@ -10,9 +10,14 @@ from pipeworker.wire.messages import Batch, Call, CallKind
 
 @dataclass(slots=True)
 class Calls:
-    """The calls of a round as they arrive, from every rank."""
+    """The calls of a round as they arrive, from every rank.
+
+    Args:
+        deals: what the first stage of replica 0 is given is for all replicas.
+    """
 
     placement: Placement
+    deals: bool = False
     _by_rank: dict[int, Call] = field(default_factory=dict)
 
     def add(self, call: Call) -> str:
@@ -32,7 +37,7 @@ class Calls:
             )
         if self.complete and call.kind is CallKind.STEP and self.batch is None:
             return "step() was given no mini-batch on the first stage"
-        if self.complete and call.kind is CallKind.STEP:
+        if self.complete and call.kind is CallKind.STEP and not self.deals:
             return self._unlike()
         return ""
 

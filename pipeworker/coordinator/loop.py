@@ -102,7 +102,7 @@ def alike(placement: Placement, by_rank: Sequence[Batch | None], step: int) -> B
                 f"data() gave replica {replica} another mini-batch for step {step} than replica 0: "
                 "every replica reads all of it and takes its part, so it must be the same each "
                 "time it is read: let nothing in it depend on the process, the time or the order "
-                "in which processes come"
+                "in which processes come; or have replica 0 read it for all, by --read-data once"
             )
     return first
 
@@ -251,7 +251,7 @@ class CallLoop:
     def __init__(self, options: Options, placement: Placement, progress: Progress) -> None:
         self._steps = _Steps(options, placement, progress, progress.steps)
         self._progress = progress
-        self._calls = Calls(placement)
+        self._calls = Calls(placement, deals=options.read_data == "once")
         self._batch: Batch | None = None
         self._asked: CallKind | None = None
         self._half_done = False

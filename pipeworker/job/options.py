@@ -17,6 +17,7 @@ from pipeworker.plan.schedule import RECOMPUTE_MODES
 DEVICES = ("auto", "cpu", "cuda")
 BACKENDS = ("auto", "gloo", "nccl", "tls")
 WHEN_BUSY = ("skip", "wait")
+READERS = ("every", "once")
 PRECISIONS = ("fp32", "bf16", "fp16")
 MOST_STAGES = 1 << 16
 MOST_REPLICAS = 1 << 8  # each is connected to each other
@@ -29,6 +30,7 @@ _CHOICES: dict[str, Collection[str]] = {
     "device": DEVICES,
     "backend": BACKENDS,
     "checkpoint_busy": WHEN_BUSY,
+    "read_data": READERS,
 }
 
 
@@ -83,6 +85,7 @@ class Options:
         resume_step: the step which that one holds.
         replicas: copies of the pipeline; micro-batches count over all of them.
         shard_optimizer: each replica updates a part of the weights, and keeps its state alone.
+        read_data: by ``every`` replica, which keeps its part; or ``once``, by replica 0 for all.
     """
 
     job_file: str
@@ -118,6 +121,7 @@ class Options:
     resume_step: int = 0
     replicas: int = 1
     shard_optimizer: bool = False
+    read_data: str = "every"
 
     def __post_init__(self) -> None:
         for name, least in (

@@ -64,6 +64,8 @@ class Payload(str, Enum):
     TIED = "tied"
     SUM = "sum"
     """From one replica to another: gradients, and what they add up to."""
+    DATA = "data"
+    """From the first stage of replica 0 to those of the others, where it reads for all."""
 
     def __str__(self) -> str:
         return self.value

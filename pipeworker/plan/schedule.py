@@ -21,6 +21,7 @@ from pipeworker.plan.actions import (
     SENDS,
     Action,
     Edge,
+    Payload,
     channel,
     format_actions,
     parse_actions,
@@ -79,16 +80,22 @@ def edges(schedule: Schedule) -> tuple[Edge, ...]:
     return tuple(sorted({channel(*end) for end in used}))
 
 
-def between(placement: Placement) -> tuple[Edge, ...]:
-    """Every channel between replicas, sorted likewise: from each to each other, for each stage."""
+def between(placement: Placement, *, deals: bool = False) -> tuple[Edge, ...]:
+    """Every channel between replicas, sorted likewise: from each to each other, for each stage.
+
+    Args:
+        deals: replica 0 reads the data for all.
+    """
     numbers = range(placement.replicas)
-    return tuple(
+    found = [
         Edge.between(stage, origin, goal)
         for stage in range(placement.stages)
         for origin in numbers
         for goal in numbers
         if origin != goal
-    )
+    ]
+    found += [Edge(0, 0, Payload.DATA, 0, goal) for goal in numbers if goal and deals]
+    return tuple(sorted(found))
 
 
 def recomputed(mode: str, microbatches: int) -> range:

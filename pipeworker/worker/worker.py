@@ -283,9 +283,14 @@ class Worker:
             repeat=self._options.steps is not None,
             said="step(batch) was given" if self._options.own_loop else "data() gave",
             accelerator=rng.accelerator_generator(self._device),
-            replica=self.replica,
-            replicas=self.placement.replicas,
+            replica=self.replica if self._options.read_data == "every" else 0,
+            replicas=self.placement.replicas if self._options.read_data == "every" else 1,
         )
+
+    @property
+    def _reads(self) -> bool:
+        """Whether data is read by this replica."""
+        return self._options.read_data == "every" or not self.replica
 
     def _build(self, plan: Plan) -> Ready:
         options, tracker, placement = self._options, self._tracker, self.placement
@@ -372,7 +377,7 @@ class Worker:
         self._tracker.set(Phase.RESTORING)
         shards = Checkpoint(Path(told.path)).shards() if told.path else self._remembered(told)
         self.restore(shards)
-        if 0 in self.stages and not self._options.own_loop:
+        if 0 in self.stages and self._reads and not self._options.own_loop:
             self._reader.restore(position(shards))
 
     def _remembered(self, told: Restore) -> list[Shard]:
@@ -414,7 +419,7 @@ class Worker:
             options.backend,
             Membership(self._settings.token, self._settings.generation),
         )
-        reads = 0 in self.stages and not options.own_loop
+        reads = 0 in self.stages and not options.own_loop and self._reads
         executor = Executor(
             self.stages,
             placement,
@@ -425,6 +430,7 @@ class Worker:
             self._announce,
             self._agreed(plan.types),
             self.replica,
+            reads_ahead=not options.own_loop,
         )
         self._executors.append(executor)
         self._evaluation_pass = parse_actions(plan.evaluation)
@@ -452,7 +458,9 @@ class Worker:
                 for updater in self._updaters.values():
                     updater.apply(message.update)
                 if self._shards and not message.update.overflow:
-                    self._executor.share_weights({i: u.shards for i, u in self._updaters.items()})
+                    self._tracker.wait(message.update.step)
+                    shards = {index: u.shards for index, u in self._updaters.items()}
+                    self._executor.others.share_weights(shards)
             case Evaluated():
                 for updater in self._updaters.values():
                     updater.evaluated(message.update.loss)
@@ -547,7 +555,9 @@ class Worker:
         Raises:
             UsageError: it is not a pair of tensors that agree in dim 0.
         """
-        return self._executor.offer(self._reader.cut(batch)) if 0 in self.stages else None
+        if 0 not in self.stages or not self._reads:
+            return None
+        return self._executor.offer(self._reader.cut(batch))
 
     def cut(self, batch: Any, said: str) -> MicroBatches:
         """All micro-batches of a mini-batch; `said` begins a message about what is wrong."""
@@ -555,7 +565,7 @@ class Worker:
 
     def position(self) -> dict[str, Any] | None:
         """Where the data is, before the mini-batch that is held ready; None where none is read."""
-        if 0 not in self.stages or self._options.own_loop:
+        if 0 not in self.stages or not self._reads or self._options.own_loop:
             return None
         return self._reader.position(held=self._executor.next_batch is not None)
 

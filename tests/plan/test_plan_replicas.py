@@ -89,6 +89,8 @@ def test_every_replica_is_connected_to_every_other_for_each_stage() -> None:
     assert len(found) == len({*found}) == 2 * 3 * 2
     assert list(found) == sorted(found)
     assert not between(Placement.identity(4))
+    deals = between(Placement.identity(2, 3), deals=True)
+    assert {str(edge) for edge in {*deals} - {*found}} == {"0>0/data@0>1", "0>0/data@0>2"}
     assert all(edge.origin < 0 for edge in edges(gpipe(Placement.identity(2, 3), 2)))
 
 

@@ -261,7 +261,7 @@ class Pipeline:
         placement = self.way.placement
         updaters = self.copies[placement.replica_of(rank)].updaters
         held = placement.stages_of(rank)
-        self.executors[rank].share_weights({index: updaters[index].shards for index in held})
+        self.executors[rank].others.share_weights({index: updaters[index].shards for index in held})
 
     def _are_alike(self) -> None:
         """All replicas have the same gradients, weights and buffers."""

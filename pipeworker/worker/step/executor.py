@@ -6,8 +6,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from torch import nn
-
 from pipeworker.host.position import Tracker
 from pipeworker.plan.actions import COMPUTE, RECEIVES, SENDS, Action, Edge, Kind, Payload, edge_of
 from pipeworker.plan.network import CHANNEL_CAPACITY, UNBOUNDED
@@ -21,7 +19,7 @@ from pipeworker.worker.stage.stage import Stage
 from pipeworker.worker.stage.values import distinct_tensors
 from pipeworker.worker.step.data import MicroBatches, Reader, share
 from pipeworker.worker.step.flow import Flow, Handover, Incoming, Outgoing, payload_of
-from pipeworker.worker.step.reduction import Reduction
+from pipeworker.worker.step.others import Others
 from pipeworker.worker.step.stream import Pass, Sink
 from pipeworker.worker.step.tied import Exchange
 from pipeworker.worker.transport.channel import Receiver, Sender
@@ -61,6 +59,10 @@ class Executor:
         ties: of the stages that have places of tied weights.
         announce: is told when a mini-batch with another number of micro-batches is read.
         replica: of the pipeline.
+        reads_ahead: the job has data, which is read where stage 0 is; else it is offered.
+
+    Attributes:
+        others: the same stages of the other replicas.
     """
 
     def __init__(
@@ -74,7 +76,10 @@ class Executor:
         announce: Callable[[int], None] = lambda microbatches: None,
         kinds: Kinds = NONE,
         replica: int = 0,
+        *,
+        reads_ahead: bool = True,
     ) -> None:
+        self._reads_ahead = reads_ahead
         self._flows = {index: Flow(stage) for index, stage in stages.items()}
         self._tracker: Tracker = next(iter(stages.values())).tracker
         self._device = next(iter(stages.values())).device
@@ -87,16 +92,16 @@ class Executor:
         self._known: set[int] = set()
         self._links = dict(links)
         self._replica = replica
-        self._reductions: dict[int, Reduction] = {}
         self._senders: dict[Edge, Sender] = {}
         self._receivers: dict[Edge, Receiver] = {}
         self._outgoing: dict[Edge, Outgoing] = {}
         self._incoming: dict[Edge, Incoming] = {}
         for edge, link in links.items():
-            if edge.payload is not Payload.SUM:
+            if edge.origin < 0:
                 self._connect(edge, link)
-        if placement.replicas > 1:
-            self._reductions = {index: self._reduction(stage) for index, stage in stages.items()}
+        self.others = Others(stages, replica, links, courier, kinds)
+        self._deal = self.others.deal
+        self._senders.update(self.others.senders)
         for edge in self._local_edges():
             self._hand_over(edge)
         self._program: list[tuple[_Handler, int, bool]] = []
@@ -135,20 +140,6 @@ class Executor:
             self._incoming[edge] = Incoming(there, put, receiver)
             if edge.payload is not Payload.TIED:
                 there.receivers.append(receiver)
-
-    def _reduction(self, stage: Stage) -> Reduction:
-        """A stage's ends of its channels to other replicas."""
-        senders, receivers = {}, {}
-        for edge, link in self._links.items():
-            if edge.payload is not Payload.SUM or edge.source != stage.index:
-                continue
-            if edge.origin == self._replica:
-                sender = Sender(link, None, self._courier, self._kinds)
-                self._senders[edge] = senders[edge.goal] = sender
-            else:
-                receiver = Receiver(link, self._device, _GRADIENTS_AHEAD, self._kinds)
-                receivers[edge.origin] = receiver
-        return Reduction(stage, self._replica, senders, receivers)
 
     def _local_edges(self) -> list[Edge]:
         """What passes between stages of this worker."""
@@ -211,11 +202,11 @@ class Executor:
             case Kind.REDUCE_TIED:
                 return lambda _: self._tied.reduce(stage)
             case Kind.SCATTER:
-                return self._waiting(self._reductions[stage].scatter)
+                return self._waiting(self.others.reductions[stage].scatter)
             case Kind.SUM:
-                return self._waiting(self._reductions[stage].sum)
+                return self._waiting(self.others.reductions[stage].sum)
             case Kind.GATHER:
-                return self._waiting(self._reductions[stage].gather)
+                return self._waiting(self.others.reductions[stage].gather)
         if kind in SENDS:
             return self._outgoing[edge_of(action)]
         if kind in RECEIVES:
@@ -242,7 +233,7 @@ class Executor:
 
     def offer(self, batch: MicroBatches) -> Batch:
         """Hold a mini-batch ready for the next step (where stage 0 is)."""
-        self._next = batch
+        self._next = self._deal.out(batch) if self._deal else batch
         return batch.batch
 
     def run(self, run: RunStep) -> Ran:
@@ -293,6 +284,8 @@ class Executor:
             ]
         self._known.add(batch.microbatches)
         if batch.microbatches:
+            if self._deal and self._deal.takes and self._next is None:
+                self._next = self._deal.take()  # what another rank's loop was given
             self._current, self._next = self._next, None
         if self._current is not None:
             self._feed(self._current)
@@ -300,7 +293,7 @@ class Executor:
             sender.begin(batch.signature)
         for edge, receiver in self._receivers.items():
             receiver.begin(batch.signature, self._order[edge])
-        for reduction in self._reductions.values():
+        for reduction in self.others.reductions.values():
             reduction.begin(batch.signature, whole=run.whole)
 
     def _feed(self, batch: MicroBatches) -> None:
@@ -324,27 +317,19 @@ class Executor:
         flow.forward(m)
 
     def _load(self, _: int) -> None:
-        if self._reader is None or self._final:
+        if self._final:
             return
-        self._tracker.set(Phase.READING, self._step + 1)
-        self._next = self._reader.read()
+        if self._reader is not None:
+            self._tracker.set(Phase.READING, self._step + 1)
+            read = self._reader.read()
+            self._next = self._deal.out(read) if self._deal else read
+        elif self._deal and self._deal.takes and self._reads_ahead:
+            self._tracker.wait(self._step)
+            self._next = self._deal.take()
         if self._next is not None and self._step:
             microbatches = self._next.batch.microbatches
             if microbatches not in self._known:
                 self._announce(microbatches)
-
-    def share_weights(self, shards: Mapping[int, Sequence[Sequence[nn.Parameter]]]) -> None:
-        """Each replica has updated a part of the weights: tell each other.
-
-        Args:
-            shards: by stage and by replica, what that one has updated.
-        """
-        self._tracker.wait(self._step)
-        for stage, reduction in self._reductions.items():
-            reduction.give_weights(shards[stage][self._replica])
-        for stage, reduction in self._reductions.items():
-            reduction.take_weights(shards[stage])
-        self._flush(self._step)
 
     def stream(
         self, step: int, actions: Sequence[Action], batches: Iterator[MicroBatches], sink: Sink

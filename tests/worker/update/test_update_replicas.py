@@ -52,12 +52,12 @@ def test_sums_are_those_of_what_is_there(
                 other.put(piece, total)
     for one in all_of:
         one.unpack([any(some) for some in zip(*there, strict=True)])
-        for parameter, gradient in zip(one.parameters, want, strict=True):
-            if gradient is None:
+        for parameter, wanted in zip(one.parameters, want, strict=True):
+            if wanted is None:
                 assert parameter.grad is None
             else:
                 assert parameter.grad is not None
-                assert torch.equal(parameter.grad, gradient)
+                assert torch.equal(parameter.grad, wanted)
 
 
 @given(sizes=st.lists(st.integers(1, 50), max_size=12), count=st.integers(1, 5))
