@@ -8,16 +8,17 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
 import click
 from click.core import ParameterSource
 
-from launcher.choose import ELSEWHERE
+from launcher.choose import ELSEWHERE, Elsewhere
 from pipeworker import __version__
 from pipeworker.errors import PipeworkerError, UsageError
-from pipeworker.job.given import complete
+from pipeworker.job.given import complete, stages_of
 from pipeworker.job.options import BACKENDS, DEVICES, PRECISIONS, READERS, WHEN_BUSY
 from pipeworker.plan.orders import ORDERS
 from pipeworker.plan.schedule import RECOMPUTE_MODES
@@ -160,6 +161,11 @@ def job_options(function: Callable[..., Any]) -> Callable[..., Any]:
                 help="Go on with the run in --run-dir, with its options where none are given.",
             ),
             click.option(
+                "--go-on",
+                is_flag=True,
+                help="As --resume where --run-dir holds a run; else begin it.",
+            ),
+            click.option(
                 "--allow",
                 multiple=True,
                 metavar="NAME",
@@ -184,7 +190,7 @@ def job_options(function: Callable[..., Any]) -> Callable[..., Any]:
 def _said(chosen: dict[str, Any]) -> dict[str, Any]:
     """The options of a job that were said on the command line."""
     source = click.get_current_context().get_parameter_source
-    elsewhere = ("job_file", "run_dir", "resume", "allow")
+    elsewhere = ("job_file", "run_dir", "resume", "go_on", "allow")
     return {
         name: value
         for name, value in chosen.items()
@@ -206,14 +212,19 @@ def asked(stages: int | None, chosen: dict[str, Any], ranks: int | None = None) 
         job_file = str(Path(chosen["job_file"]).resolve())
     except OSError as error:
         raise UsageError(f"the current folder is gone: {error.strerror}") from None
-    where = chosen["run_dir"], chosen["resume"], chosen["allow"]
-    found = Asked(job_file, stages, said, *where, ranks)
+    how = {name: chosen[name] for name in ("run_dir", "resume", "go_on", "allow")}
+    found = Asked(job_file, stages, said, ranks=ranks, **how)
     found.check()
     return found
 
 
 @main.command()
 @click.option("--stages", type=int, help="Pipeline stages. [default: one per accelerator]")
+@click.option("--hosts", metavar="A:2,B:2", help="Hosts that ssh reaches, each with its workers.")
+@click.option(
+    "--hosts-file", metavar="FILE", help="The same: a host, its workers and its python a line."
+)
+@click.option("--sync", is_flag=True, help="Send the job file's folder to the hosts first.")
 @click.option("--on", type=click.Choice(ELSEWHERE), help="The cluster to submit the job to.")
 @click.option("--nodes", type=int, help="Hosts of the cluster. [default: 1]")
 @click.option(
@@ -223,10 +234,13 @@ def asked(stages: int | None, chosen: dict[str, Any], ranks: int | None = None) 
     metavar="NAME=VALUE",
     help="What the cluster is asked for besides, as image=IMAGE. Repeatable.",
 )
-@click.option("--dry-run", is_flag=True, help="Only print what the cluster would be asked for.")
+@click.option("--dry-run", is_flag=True, help="Only print what would be asked for.")
 @job_options
 def launch(
     stages: int | None,
+    hosts: str | None,
+    hosts_file: str | None,
+    sync: bool,
     on: str | None,
     nodes: int | None,
     settings: tuple[str, ...],
@@ -234,34 +248,53 @@ def launch(
     **chosen: Any,
 ) -> None:
     """Train the model of JOB_FILE. Words after -- reach the file as sys.argv[1:]."""
-    from launcher import choose, local
+    from launcher import local
 
-    if on is not None:
-        if stages is None:
-            raise UsageError("--on needs --stages: how many workers the job has there")
-        job_file = Path(chosen["job_file"]).resolve()
-        local.check_job_file(job_file)
-        complete(str(job_file), stages, _said(chosen))  # a mistake is found before it is sent
-        spec = choose.spec_of(
-            job_file,
-            stages * chosen["replicas"],
-            nodes or 1,
-            choose.settings(settings),
-            choose.words(click.get_current_context()),
-            chosen["arguments"],
-            chosen["run_dir"] or "",
-        )
-        click.echo(choose.on_kubernetes(spec, dry_run=dry_run))
-        return
-    for option, is_said in (("--nodes", nodes), ("--set", settings), ("--dry-run", dry_run)):
-        if is_said:
-            raise UsageError(f"{option} is of --on: which cluster?")
-    if stages is None and not chosen["resume"]:
-        stages = max(1, local.accelerators() // max(1, chosen["replicas"]))
+    where = Elsewhere.of(on, nodes, hosts, hosts_file, settings, sync, dry_run)
+    if stages is None and where.hosts:
+        stages = stages_of(sum(host.workers for host in where.hosts), chosen["replicas"])
+    if where.here:
+        if dry_run:
+            raise UsageError("--dry-run is of --on and --hosts: here nobody else is asked")
+        if stages is None and not (chosen["resume"] or chosen["go_on"]):
+            stages = max(1, local.accelerators() // max(1, chosen["replicas"]))
+        request = asked(stages, chosen)
+        local.check_job_file(Path(request.job_file))
+        with closing(request.begin()) as begun:
+            sys.exit(local.run(begun.options, begun.run_dir, begun.warnings))
+    sys.exit(_launch_elsewhere(stages, where, chosen))
+
+
+def _launch_elsewhere(stages: int | None, where: Elsewhere, chosen: dict[str, Any]) -> int:
+    """On other hosts than this one alone."""
+    from launcher import choose, local, ssh
+    from launcher.run import Launch
+
+    if stages is None:
+        raise UsageError("say how many workers the job has on the hosts: --stages K")
     request = asked(stages, chosen)
-    local.check_job_file(Path(request.job_file))
+    job_file = Path(request.job_file)
+    local.check_job_file(job_file)
+    words = choose.words(click.get_current_context())
+    replicas = max(1, chosen["replicas"])  # what is less has been said to be wrong
+    workers = stages * replicas
+    of_job = job_file, workers, words, chosen["arguments"], str(request.run_dir or "")
+    spec = replace(choose.spec_of(*of_job, where), replicas=replicas)
+    if where.cluster:
+        complete(request.job_file, stages, request.said)  # a mistake is found before it is sent
+        return choose.submit(spec, where.cluster, dry_run=where.dry_run)
+    if where.dry_run:
+        planned = replace(spec, run_dir=spec.run_dir or choose.dated(job_file))
+        click.echo(ssh.render(planned, sync=where.sync).text(), nl=False)
+        return 0
+    choose.agents_of(spec)  # a mistake is found before anything is made or sent
+    ssh.send(ssh.render(spec, sync=where.sync))
     with closing(request.begin()) as begun:
-        sys.exit(local.run(begun.options, begun.run_dir, begun.warnings))
+        options = begun.options
+        workers = options.stages * options.replicas  # of a run that goes on, as it was
+        spec = replace(spec, run_dir=str(begun.run_dir.path), workers=workers)
+        agents = choose.agents_of(spec)
+        return Launch(begun.options, begun.run_dir, agents, begun.warnings).run()
 
 
 class _Worker(click.Command):
@@ -288,21 +321,14 @@ class _Worker(click.Command):
 
 @click.command(cls=_Worker)
 @job_options
-@click.option(
-    "--go-on",
-    is_flag=True,
-    help="As --resume where --run-dir holds a run; else begin it.",
-)
-def worker(go_on: bool, **chosen: Any) -> None:
+def worker(**chosen: Any) -> None:
     """Train the model of JOB_FILE as one rank of a torchrun job: a rank is a stage of a replica."""
     from launcher import local, torchrun
     from pipeworker.session.place import Place
 
     local.check_job_file(Path(chosen["job_file"]))
-    if go_on and not chosen["run_dir"]:
-        raise UsageError("--go-on needs --run-dir: where the run is, or begins")
     place = Place.from_environment()
-    sys.exit(torchrun.run(place, asked(None, chosen, place.world), goes_on=go_on))
+    sys.exit(torchrun.run(place, asked(None, chosen, place.world)))
 
 
 @main.command(hidden=True)

@@ -66,6 +66,7 @@ class Agent:
         start: seconds that its first word may take.
 
     Attributes:
+        called: what its host is called.
         ranks: that were given to it, of this generation; `pids`, of those that run.
         here: what it said of its host, if that is another one.
         lost: whether it is.
@@ -74,7 +75,8 @@ class Agent:
 
     def __init__(self, carried: Carried, log: Path, patience: float, start: float) -> None:
         self.carried = carried
-        self.name = f"the fork server of {_called(carried)}"
+        self.called = f"host {carried.host.name}" if carried.line else "this host"
+        self.name = f"the fork server of {self.called}"
         self.ranks: set[int] = set()
         self.pids: dict[int, int] = {}
         self.here: Here | None = None
@@ -176,7 +178,7 @@ class Agent:
         if not self.carried.line:
             return self._worked, why or f"{self.name} was killed"
         how = why or (f"it was ended by signal {-code}" if code < 0 else f"it exited with {code}")
-        return self._worked, f"{_called(self.carried)} is lost: {how}"
+        return self._worked, f"{self.called} is lost: {how}"
 
     def _last_words(self) -> str:
         """What its carrier said last, as ssh does of a host that it cannot reach."""
@@ -220,7 +222,3 @@ def meeting_place(callers: Sequence[str]) -> str:
 def _crosses(address: str) -> bool:
     """Whether it leads to a host from others."""
     return bool(address) and not ipaddress.ip_address(address).is_loopback
-
-
-def _called(carried: Carried) -> str:
-    return f"host {carried.host.name}" if carried.line else "this host"

@@ -2,21 +2,90 @@
 
 from __future__ import annotations
 
+import os
+import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import click
 from click.core import ParameterSource
 
-from launcher.spec import JobSpec, job_name
+from launcher import sbatch, slurm, ssh
+from launcher.spec import Carried, Host, JobSpec, job_name, seats
 from pipeworker.errors import UsageError
+from pipeworker.timings import VARIABLE
 
-ELSEWHERE = ("kubernetes",)
+ELSEWHERE = ("slurm", "kubernetes")
 """What ``--on`` may say."""
-_OURS = frozenset({"on", "nodes", "settings", "dry_run", "stages", "run_dir", "hosts"})
+INTERRUPTED = 130
+"""What a shell gives a program that SIGINT ended."""
+_OURS = frozenset(
+    {
+        *("on", "nodes", "settings", "dry_run", "stages", "run_dir", "hosts", "hosts_file"),
+        *("sync", "go_on", "resume"),
+    }
+)
 """Options that are no rank's."""
+_GIVEN = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "PYTHONPATH", "PYTHONHASHSEED", VARIABLE)
+"""Variables that decide how a process computes: they must be the same on all hosts."""
+
+
+@dataclass(frozen=True, slots=True)
+class Elsewhere:
+    """Where a job is to run, as it was said.
+
+    Attributes:
+        cluster: to submit it to; empty for none.
+        sync: the job file's folder is sent to the hosts first.
+        dry_run: only what would be asked for is shown.
+
+    Raises:
+        UsageError: some of it does not go with the rest.
+    """
+
+    cluster: str = ""
+    nodes: int | None = None
+    hosts: tuple[Host, ...] = ()
+    settings: Mapping[str, str] = field(default_factory=dict)
+    sync: bool = False
+    dry_run: bool = False
+
+    def __post_init__(self) -> None:
+        if self.cluster and self.hosts:
+            raise UsageError(f"--on {self.cluster} and --hosts: choose one")
+        for option, said in (("--nodes", self.nodes), ("--set", self.settings)):
+            if said and not self.cluster:
+                raise UsageError(f"{option} is of --on: which cluster?")
+        if self.sync and not self.hosts:
+            raise UsageError("--sync is of --hosts: where is it to be sent?")
+
+    @property
+    def here(self) -> bool:
+        """Whether it is this host alone."""
+        return not (self.cluster or self.hosts or slurm.is_inside(os.environ))
+
+    @staticmethod
+    def of(
+        on: str | None,
+        nodes: int | None,
+        hosts: str | None,
+        hosts_file: str | None,
+        said: Sequence[str],
+        sync: bool,
+        dry_run: bool,
+    ) -> Elsewhere:
+        """Read it.
+
+        Raises:
+            UsageError: as for the class; or something cannot be read.
+        """
+        if hosts and hosts_file:
+            raise UsageError("--hosts and --hosts-file: choose one")
+        found = ssh.hosts_in(Path(hosts_file)) if hosts_file else ()
+        found = ssh.hosts_of(hosts) if hosts else found
+        return Elsewhere(on or "", nodes, found, settings(said), sync, dry_run)
 
 
 def words(context: click.Context) -> tuple[str, ...]:
@@ -54,13 +123,13 @@ def settings(said: Sequence[str]) -> dict[str, str]:
 def spec_of(
     job_file: Path,
     workers: int,
-    nodes: int,
-    said: Mapping[str, str],
     options: tuple[str, ...],
     arguments: tuple[str, ...],
     run_dir: str,
+    elsewhere: Elsewhere,
 ) -> JobSpec:
     """A job that runs elsewhere."""
+    given = {name: os.environ[name] for name in _GIVEN if name in os.environ}
     return JobSpec(
         name=job_name(job_file.stem),
         job_file=str(job_file),
@@ -69,9 +138,56 @@ def spec_of(
         arguments=arguments,
         folder=str(Path.cwd()),
         run_dir=run_dir,
-        nodes=nodes,
-        settings=said,
+        nodes=elsewhere.nodes or 1,
+        hosts=elsewhere.hosts,
+        environment=given,
+        settings=elsewhere.settings,
     )
+
+
+def dated(job_file: Path) -> str:
+    """The run directory of a job that does not say one; it is not made yet."""
+    return str(Path("runs", f"{job_file.stem}-{time.strftime('%Y%m%d-%H%M%S')}").absolute())
+
+
+def agents_of(spec: JobSpec) -> tuple[Carried, ...]:
+    """The agents of a job's hosts: those that were said, or else the nodes of the allocation.
+
+    Raises:
+        UsageError: there are too few places, or too many nodes, for its workers.
+    """
+    if spec.hosts:
+        seats([host.workers for host in spec.hosts], spec.workers)
+        return ssh.render(spec).carried
+    return slurm.carried(spec, sbatch.allocation(os.environ))
+
+
+def submit(spec: JobSpec, cluster: str, *, dry_run: bool) -> int:
+    """Have a cluster run a job; returns the exit status.
+
+    Args:
+        dry_run: only show what it would be asked for.
+
+    Raises:
+        PipeworkerError: the job or the cluster is not as it must be.
+    """
+    if cluster == "kubernetes":
+        click.echo(on_kubernetes(spec, dry_run=dry_run))
+        return 0
+    if not spec.run_dir:
+        spec = replace(spec, run_dir=dated(Path(spec.job_file)))
+    script = slurm.render(spec, sys.executable)
+    if dry_run:
+        click.echo(script.text(), nl=False)
+        return 0
+    job = sbatch.Sbatch.submit(script)
+    click.echo(f"job {job.job} is submitted; its output goes to {job.log}", err=True)
+    try:
+        return job.follow()
+    except KeyboardInterrupt:
+        job.cancel()
+        click.echo(f"job {job.job} is cancelled: it saves, and ends", err=True)
+        return INTERRUPTED
 
 
 def on_kubernetes(spec: JobSpec, *, dry_run: bool) -> str:

@@ -8,20 +8,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from launcher.kubernetes import Manifests, documents
+from launcher.spec import Condition
 from pipeworker.errors import PipeworkerError, UsageError
 from pipeworker.wire.keys import new_token
 
 _SECONDS = 60.0
 _OURS = "secret,configmap,service,networkpolicy"
 """What is made for a job, besides itself."""
-
-
-@dataclass(frozen=True, slots=True)
-class Condition:
-    """How a job is: ``absent``, ``waiting``, ``running``, ``done`` or ``failed``, and why."""
-
-    state: str
-    why: str = ""
 
 
 @dataclass(frozen=True, slots=True)

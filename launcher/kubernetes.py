@@ -7,9 +7,9 @@ checkpoint. A lost node, or a pod that was told to end, does not count among the
 
 from __future__ import annotations
 
+import posixpath
 import re
 from dataclasses import dataclass
-from pathlib import PurePosixPath
 from typing import Any
 
 from launcher.pod import SECRET, Settings, labels, template
@@ -134,7 +134,7 @@ def _config_map(spec: JobSpec, settings: Settings, name: str, source: str) -> _O
         "apiVersion": "v1",
         "kind": "ConfigMap",
         "metadata": _metadata(name, settings.namespace, f"{name}-job"),
-        "data": {PurePosixPath(spec.job_file).name: source},
+        "data": {posixpath.basename(spec.job_file): source},
     }
 
 

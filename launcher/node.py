@@ -112,7 +112,7 @@ def _agent(node: Node, words: Collection[str]) -> int:
 
     line = [*node.torchrun(), "-m", "pipeworker", *words]
     try:
-        torchrun.run(torchrun.get_args_parser().parse_args(line))
+        torchrun.run(torchrun.parse_args(line))  # type: ignore[no-untyped-call]
     except ChildFailedError as error:
         return status_of([failure.exitcode for failure in error.failures.values()])
     except SignalException as error:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import posixpath
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from pathlib import PurePosixPath
 from typing import Any
 
 from launcher.spec import JobSpec
@@ -178,9 +178,9 @@ def _args(spec: JobSpec, settings: Settings, name: str) -> list[str]:
     """
     first = f"{name}-0" if settings.kind == "job" else f"{name}-node-0-0"
     run_dir = spec.run_dir or f"{RUNS}/{name}"
-    if PurePosixPath(RUNS) not in PurePosixPath(run_dir).parents:
+    if not posixpath.normpath(run_dir).startswith(f"{RUNS}/"):
         raise UsageError(f"--run-dir {run_dir}: must be in {RUNS}, the volume of the pods")
-    job_file = settings.job or f"{FILES}/{PurePosixPath(spec.job_file).name}"
+    job_file = settings.job or f"{FILES}/{posixpath.basename(spec.job_file)}"
     words = [
         *("--nodes", str(spec.nodes), "--workers", str(spec.workers_per_node)),
         *("--at", f"{first}.{name}", "--port", str(_PORT)),

@@ -86,7 +86,8 @@ class Launch:
         self._verdict: Verdict | None = None
         self._failure = _KILLED
         self._deadline: float | None = None
-        self._interrupts = 0
+        self._interrupts = 0  # signals
+        self._stops = False
         self._steps = 0
         self._endpoint = ""
         self._generation = 1
@@ -174,7 +175,7 @@ class Launch:
 
         Its workers are ended as soon as the next ones are started.
         """
-        if self._coordinator is None or self._verdict or self._interrupts:
+        if self._coordinator is None or self._verdict or self._interrupts or self._stops:
             return False
         if self._lost >= self._options.restarts:
             return False
@@ -365,8 +366,10 @@ class Launch:
                 case WorkerExited():
                     agent.pids.pop(event.rank, None)
                     self._tell(event)
-                case CannotStart():
+                case CannotStart() | SaveAsked():
                     self._tell(event)
+                case Interrupt():
+                    self._stop(f"{agent.called} is to end: ")
                 case Beat():
                     continue
                 case _:
@@ -408,22 +411,29 @@ class Launch:
             self._interrupts += 1
             if self._interrupts > 1 or self._coordinator is None:
                 return False
-            self._tell(Interrupt())
-            text = "stopping after this step, with a checkpoint; again to stop at once"
-            self._shown(self._show.warning, text)
+            self._stop()
         return True
+
+    def _stop(self, why: str = "") -> None:
+        """At the end of the step; several hosts may be told so, and this process as well."""
+        if self._stops:
+            return
+        self._stops = True
+        self._tell(Interrupt())
+        text = "stopping after this step, with a checkpoint; again to stop at once"
+        self._shown(self._show.warning, why + text)
 
     def _shown(self, show: Callable[..., None], *values: Any) -> None:
         """Show something; a terminal that is gone ends the job as an interrupt does."""
         try:
             show(*values)
         except OSError:
-            if not self._interrupts and self._verdict is None:
+            if not self._stops and self._verdict is None:
                 self._wake_in.send(bytes([signal.SIGHUP]))
 
     def _verdict_of_our_own(self) -> Verdict:
         """The coordinator left without one: it was killed, or the user did not wait for it."""
-        interrupted = bool(self._interrupts)
+        interrupted = bool(self._interrupts or self._stops)
         verdict = Verdict(
             status="interrupted" if interrupted else "failed",
             exit_status=130 if interrupted else 1,

@@ -85,10 +85,13 @@ def send(request: Request) -> None:
                 )
             except OSError as error:
                 raise PipeworkerError(f"cannot start {line[0]}: {error.strerror}") from None
-            with child, suppress(BrokenPipeError):  # what it did not like is in its last words
-                with tarfile.open(fileobj=child.stdin, mode="w|") as archive:
-                    for path in _files(folder):
-                        archive.add(path, str(path.relative_to(folder)), recursive=False)
+            with (
+                child,
+                suppress(BrokenPipeError),  # what it did not like is in its last words
+                tarfile.open(fileobj=child.stdin, mode="w|") as archive,
+            ):
+                for path in _files(folder):
+                    archive.add(path, str(path.relative_to(folder)), recursive=False)
             if child.returncode:
                 said.seek(0)
                 words = said.read().decode(errors="replace").strip().splitlines()
@@ -131,7 +134,7 @@ def hosts_in(path: Path) -> tuple[Host, ...]:
         where = f"--hosts-file {path}, line {number}"
         if len(words) > 3:
             raise UsageError(f"{where}: must be a host, its workers and its interpreter")
-        name, count, python = (*words, "1", "")[:3] if len(words) < 3 else words
+        name, count, python = (*words, *("1", "")[len(words) - 1 :])[:3]
         hosts.append(_host(f"{name}:{count}", where, python))
     if not hosts:
         raise UsageError(f"--hosts-file {path}: there is no host in it")

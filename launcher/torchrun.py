@@ -7,12 +7,10 @@ import os
 import signal
 import sys
 from functools import partial
-from pathlib import Path
 from typing import TextIO
 
 from pipeworker.errors import AGAIN, InUse, NotMet
 from pipeworker.host.lifetime import die_with, kill_group
-from pipeworker.record.rundir import RunDir
 from pipeworker.session.begin import Asked, Begun
 from pipeworker.session.head import Head, Hear, meet
 from pipeworker.session.place import Place
@@ -23,12 +21,8 @@ _RUN_DIR = "pipeworker/run_dir"
 """In torchrun's store, which outlives the ranks that it starts again."""
 
 
-def run(place: Place, asked: Asked, *, goes_on: bool = False) -> int:
-    """Be this rank's worker to the end of the job; returns the exit status.
-
-    Args:
-        goes_on: where the run directory holds a run, it goes on.
-    """
+def run(place: Place, asked: Asked) -> int:
+    """Be this rank's worker to the end of the job; returns the exit status."""
     die_with(os.getppid())
     _guard()
 
@@ -39,14 +33,14 @@ def run(place: Place, asked: Asked, *, goes_on: bool = False) -> int:
         # The worker's output goes to its log; what the user should see goes where it went before.
         return Show(begun.options, str(begun.run_dir.path), _again(1), _again(2)).hear
 
-    meeting = meet(place, "job", lambda: _begin(place, asked, goes_on), listen)
+    meeting = meet(place, "job", lambda: _begin(place, asked), listen)
     settings = Settings(place.rank, meeting.endpoint, meeting.token, place.local_rank)
     if meeting.head is None:
         return service.run(settings)
     return meeting.head.finish(service.run(settings, partial(_leave, meeting.head)))
 
 
-def _begin(place: Place, asked: Asked, goes_on: bool) -> Begun:
+def _begin(place: Place, asked: Asked) -> Begun:
     """On rank 0: a new run, or where torchrun has started the ranks again, the one there was.
 
     Raises:
@@ -56,9 +50,9 @@ def _begin(place: Place, asked: Asked, goes_on: bool) -> Begun:
     where = str(asked.run_dir) if asked.run_dir else ""
     if store and not where and place.restart and store.check([_RUN_DIR]):
         where = store.get(_RUN_DIR).decode()
-    again = place.restart > 0 or goes_on
-    if again and where and RunDir(Path(where)).run.exists():
-        asked = dataclasses.replace(asked, run_dir=where, resume=True)
+    again = place.restart > 0 or asked.go_on
+    if again and where:
+        asked = dataclasses.replace(asked, run_dir=where, go_on=True)
     try:
         begun = asked.begin()
     except InUse as error:

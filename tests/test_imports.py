@@ -83,7 +83,10 @@ ROOMS_WITHIN = {
     "pipeworker.session": [
         *("ask", "place", "processes", "show", "begin", "head", "session", "pipeline"),
     ],
-    "launcher": ["spec", "local", "torchrun", "node", "pod", "kubernetes", "kubectl", "choose"],
+    "launcher": [
+        *("spec", "children", "run", "local", "ssh", "torchrun", "node"),
+        *("pod", "kubernetes", "kubectl", "choose"),
+    ],
 }
 """Within a room it is so too."""
 

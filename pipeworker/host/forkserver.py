@@ -35,15 +35,29 @@ from pipeworker.wire.lines import (
     Forked,
     FromForkServer,
     Here,
+    Interrupt,
+    SaveAsked,
     ToForkServer,
     WorkerExited,
 )
 
 _DESCRIPTORS = 1 << 16
+_NOTICES: dict[int, FromForkServer] = {
+    signal.SIGTERM: Interrupt(),
+    signal.SIGUSR1: SaveAsked(),
+}
 
 
 class _ForkServer:
-    def __init__(self) -> None:
+    """See the module.
+
+    Args:
+        carried: it is not the launcher's child, and signals that mean its whole host or job (what
+            a cluster sends before it takes a node) do not reach the launcher but through it.
+    """
+
+    def __init__(self, *, carried: bool) -> None:
+        self._notices = _NOTICES if carried else {}
         self._workers: dict[int, tuple[Fork, Tracker]] = {}  # by pid: as it was asked for
         self._memories: dict[int, list[Memory]] = {}  # by rank: copies of the state of its workers
         self._input: lines.Buffer[ToForkServer] = lines.Buffer(ToForkServer)
@@ -53,8 +67,9 @@ class _ForkServer:
         for end in (self._wake_in, self._wake_out):
             end.setblocking(False)
         signal.signal(signal.SIGCHLD, lambda *_: None)
-        for number in (signal.SIGTERM, signal.SIGUSR1):  # to the whole job; it ends with its input
-            signal.signal(number, signal.SIG_IGN)
+        for number in _NOTICES:  # it ends with its input
+            noted = number in self._notices
+            signal.signal(number, (lambda *_: None) if noted else signal.SIG_IGN)
         signal.set_wakeup_fd(self._wake_in.fileno(), warn_on_full_buffer=False)
         with selectors.DefaultSelector() as selector:
             selector.register(0, selectors.EVENT_READ)
@@ -81,7 +96,8 @@ class _ForkServer:
                     self._kill_all()
                     return
                 if self._wake_out.fileno() in ready:
-                    self._wake_out.recv(4096)
+                    for number in set(self._wake_out.recv(4096)) & self._notices.keys():
+                        _say(self._notices[number])
                     self._reap()
                 if patience:
                     _say(Beat(patience))
@@ -114,7 +130,8 @@ class _ForkServer:
                 _say(_cannot_start(asked, error))
                 return
             signal.set_wakeup_fd(-1)
-            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            for number in (signal.SIGCHLD, *self._notices):
+                signal.signal(number, signal.SIG_DFL)
             die_with(parent)
             os.setsid()
             self._wake_in.close()
@@ -222,5 +239,5 @@ def main() -> int:
         importlib.import_module("pipeworker.worker.internals").preload()
     gc.freeze()
     _make_room()
-    _ForkServer().serve()
+    _ForkServer(carried=bool(words)).serve()
     return 0

@@ -46,6 +46,7 @@ class Asked:
         said: the other options that were said, by name; None is what was not.
         run_dir: None for a new one.
         resume: the run in `run_dir` goes on.
+        go_on: it does if there is one; else it begins there.
         allow: options that may be others than those it was begun with.
         ranks: the processes that there are, where they are given: a stage of a replica in each.
     """
@@ -55,6 +56,7 @@ class Asked:
     said: Mapping[str, Any]
     run_dir: str | Path | None = None
     resume: bool = False
+    go_on: bool = False
     allow: tuple[str, ...] = ()
     ranks: int | None = None
 
@@ -64,6 +66,8 @@ class Asked:
         Raises:
             UsageError: something is.
         """
+        if self.go_on and not self.run_dir:
+            raise UsageError("--go-on needs --run-dir: where the run is, or begins")
         if not self.resume:
             if self.allow:
                 raise UsageError("--allow is of --resume: a new run may have any options")
@@ -82,8 +86,9 @@ class Asked:
             RecordError: a file cannot be written.
         """
         self.check()
+        goes_on = self.go_on and RunDir(Path(self.run_dir or "")).run.exists()
         try:
-            return self._resumed() if self.resume else self._new()
+            return self._resumed() if self.resume or goes_on else self._new()
         except OSError as error:
             raise RecordError(error.filename or self.run_dir, error) from None
 

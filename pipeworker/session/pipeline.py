@@ -346,7 +346,7 @@ def train(
     session = Session(
         place,
         job,
-        Asked(script(), None, said, run_dir, resume, allowed, place.world),
+        Asked(script(), None, said, run_dir, resume, allow=allowed, ranks=place.world),
         listen=lambda begun: _Lines(begun.options, str(begun.run_dir.path)).hear,
     )
     with session.inside():

@@ -133,8 +133,8 @@ class Place:
         Raises:
             UsageError: neither is an address of this host.
         """
-        if self.local_world == self.world:
-            return "127.0.0.1"
+        if self.local_world == self.world or _is_loopback_address(self.address):
+            return "127.0.0.1"  # who met there is here
         for name in (self.address, socket.gethostname()):
             try:
                 address = str(socket.getaddrinfo(name, 0, type=socket.SOCK_STREAM)[0][4][0])
@@ -208,7 +208,12 @@ def _store_at(address: str, port: int, serves: bool) -> Store:
 
 
 def _is_loopback(address: str) -> bool:
+    return _is_loopback_address(address) or address == "localhost"
+
+
+def _is_loopback_address(address: str) -> bool:
+    """A name may be of another host, which so calls itself."""
     try:
         return ipaddress.ip_address(address).is_loopback
     except ValueError:
-        return address == "localhost"
+        return False

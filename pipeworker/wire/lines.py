@@ -11,7 +11,8 @@ launcher, or rank 0       coordinator            Configuration first, WorkerExit
 coordinator               launcher, or rank 0    Bound, Joined, Again, Snapshot, Planned,
                                                  StepResult, Evaluation, Warned, Beat, Verdict last
 launcher                  fork server            Fork, Beat
-fork server               launcher               Here first, Forked, WorkerExited, CannotStart, Beat
+fork server               launcher               Here first, Forked, WorkerExited, CannotStart,
+                                                 Interrupt, SaveAsked, Beat
 ========================  =====================  ================================================
 
 A pipe does not end when a process is stopped, so each says Beat about once a second; who hears
@@ -109,7 +110,7 @@ class HostLost:
 
 @dataclass(frozen=True, slots=True)
 class Interrupt:
-    """The user asks the job to stop."""
+    """The job is asked to stop."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -242,7 +243,7 @@ class Forked:
     pid: int
 
 
-FromForkServer = Here | Forked | WorkerExited | CannotStart | Beat
+FromForkServer = Here | Forked | WorkerExited | CannotStart | Interrupt | SaveAsked | Beat
 
 Line = ToCoordinator | FromCoordinator | ToForkServer | FromForkServer
 _LINES: Codec[Line] = Codec(get_args(Line))

@@ -18,6 +18,7 @@ from pipeworker.coordinator.effects import (
 )
 from pipeworker.coordinator.events import Arrived, Broken, StarterGone, Unreachable, Unwell
 from pipeworker.coordinator.states import State
+from pipeworker.errors import AGAIN
 from pipeworker.plan.actions import format_actions
 from pipeworker.plan.orders import build
 from pipeworker.wire.lines import Joined, WorkerExited
@@ -237,4 +238,4 @@ def test_the_end_is_told_to_who_joined_and_to_nobody_else() -> None:
     job.says(Hello(0, "host", 1), peer=b"late")
     told = job.handle(Unwell("x"))
     assert [send.peer for send in ends(told)] == [b"w2", b"w0"]
-    assert of(told, Send) == [Send(peer, Abort("x", 1), 1) for peer in (b"w2", b"w0")]
+    assert of(told, Send) == [Send(peer, Abort("x", AGAIN), 1) for peer in (b"w2", b"w0")]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import textwrap
 from pathlib import Path
 
 import click
@@ -31,7 +32,15 @@ def words_of(*line: str) -> tuple[str, ...]:
 
 
 def test_options_that_were_said_are_words_again() -> None:
-    said = ("--microbatches", "3", "--steps", "2", "--clip-grad-norm", "0.5", "--resume")
+    said: tuple[str, ...] = (
+        "--microbatches",
+        "3",
+        "--steps",
+        "2",
+        "--clip-grad-norm",
+        "0.5",
+        "--resume",
+    )
     said += ("--allow", "seed", "--allow", "threads", "--no-stop-on-nan", "--init-partial")
     found = words_of(*said, "--stages", "3", "--run-dir", "here")
     assert words_of(*found) == found
@@ -59,7 +68,7 @@ ON = ("launch", "--on", "kubernetes", "--set", "image=image")
 @pytest.fixture
 def job_file(tmp_path: Path) -> Path:
     path = tmp_path / "My Job.py"
-    path.write_text(JOB)
+    path.write_text(textwrap.dedent(JOB))
     return path
 
 

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import yaml
 
-from launcher.kubectl import Condition, Kubectl
+from launcher.kubectl import Kubectl
 from launcher.kubernetes import render
-from launcher.spec import JobSpec
+from launcher.spec import Condition, JobSpec
 from pipeworker.errors import PipeworkerError, UsageError
 
 PROGRAM = """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import signal
@@ -20,7 +21,6 @@ from launcher.pod import RUNS
 from launcher.spec import JobSpec
 from pipeworker.errors import AGAIN
 from support.compare import assert_same
-from support.interpreter import COLD_RANKS
 from support.jobs import Jobs, Process, Run, processes_of, until
 from support.sources import CALM, DIES, JOB
 
@@ -33,6 +33,8 @@ class Pods:
 
     processes: list[Process]
     path: Path
+    port: int
+    """Where they meet."""
 
     def end(self) -> list[int]:
         for process in self.processes:
@@ -57,7 +59,6 @@ def pods(jobs: Jobs, monkeypatch: pytest.MonkeyPatch) -> Start:
         source: str = JOB,
         nodes: int = 2,
         arguments: tuple[str, ...] = (),
-        cold: bool = False,
     ) -> Pods:
         job_file = jobs.write(source)
         spec = JobSpec(
@@ -74,17 +75,18 @@ def pods(jobs: Jobs, monkeypatch: pytest.MonkeyPatch) -> Start:
         python, *line = container["command"] + container["args"]
         assert python == "python"
         with socket.create_server(("127.0.0.1", 0)) as server:
-            port = str(server.getsockname()[1])
-        here = {"train-0.train": "127.0.0.1", "29500": port}
+            port = server.getsockname()[1]
+        here = {"train-0.train": "127.0.0.1", "29500": str(port)}
         line = [here.get(word, word.replace(RUNS, str(jobs.folder))) for word in line]
         said = {v["name"]: v["value"] for v in container["env"] if "value" in v}
-        said |= {"HOME": str(jobs.folder), **({COLD_RANKS: "1"} if cold else {})}
+        said["HOME"] = str(jobs.folder)
         return Pods(
             [
                 jobs.python(*line, env={**os.environ, **said, "JOB_COMPLETION_INDEX": str(index)})
                 for index in range(nodes)
             ],
             jobs.folder / "train",
+            port,
         )
 
     return start
@@ -108,7 +110,11 @@ def test_pods_give_the_numbers_of_the_local_run(jobs: Jobs, pods: Start) -> None
 def test_an_error_of_the_user_has_its_own_status(
     pods: Start, words: tuple[str, ...], source: str, status: int
 ) -> None:
-    assert pods(*words, source=source).end() == [status, status]
+    job = pods(*words, source=source)
+    job.processes[0].wait(timeout=60)
+    if status == 2:  # the others wait for the first one to speak
+        job.processes[1].send_signal(signal.SIGTERM)
+    assert job.end() in ([status, status], [status, 143])
 
 
 def test_a_lost_worker_is_worth_another_try_which_goes_on(jobs: Jobs, pods: Start) -> None:
@@ -123,10 +129,13 @@ def test_a_lost_worker_is_worth_another_try_which_goes_on(jobs: Jobs, pods: Star
 
 
 def test_a_lost_host_is_worth_another_try(jobs: Jobs, pods: Start) -> None:
-    job = pods("--microbatches", "4", "--steps", "100000", source=CALM, cold=True)
+    job = pods("--microbatches", "4", "--steps", "100000", source=CALM)
     metrics = job.path / "metrics.jsonl"
     until(lambda: metrics.exists() and metrics.read_text().count("\n") > 2)
-    job.processes[1].kill()  # and with it all that it started
+    ranks = [stage["pid"] for stage in job.run.plan["stages"][2:]]
+    job.processes[1].kill()
+    for pid in ranks:
+        os.kill(pid, signal.SIGKILL)
     assert job.end() == [AGAIN, -signal.SIGKILL]
     until(lambda: not processes_of(jobs.folder), 10)
 
@@ -148,9 +157,17 @@ def test_a_pod_that_is_told_to_end_has_time_for_a_checkpoint(
 def test_a_pod_that_waits_for_others_ends_when_told(jobs: Jobs, pods: Start) -> None:
     job = pods("--steps", "1")
     job.processes[1].kill()
+    until(lambda: answers(job.port))
     job.processes[0].send_signal(signal.SIGTERM)
     assert job.end() == [143, -signal.SIGKILL]
     until(lambda: not processes_of(jobs.folder), 10)
+
+
+def answers(port: int) -> bool:
+    with contextlib.suppress(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.1", port), 5).close()
+        return True
+    return False
 
 
 def test_one_pod_needs_no_other(jobs: Jobs, pods: Start) -> None:

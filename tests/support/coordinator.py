@@ -10,6 +10,7 @@ from pipeworker.coordinator.events import Arrived, Committed, Event, Ticked, Unc
 from pipeworker.coordinator.job import Job, Start
 from pipeworker.coordinator.scaler import Scaler
 from pipeworker.coordinator.states import State
+from pipeworker.errors import AGAIN
 from pipeworker.job.options import Options
 from pipeworker.plan.orders import Order
 from pipeworker.plan.orders.gpipe import gpipe
@@ -23,6 +24,7 @@ from pipeworker.wire.messages import (
     Built,
     Call,
     CallKind,
+    Cause,
     Copy,
     Described,
     Evaluation,
@@ -50,6 +52,8 @@ BATCH = Batch(signature=1, samples=10, microbatches=4, epoch=0)
 PATIENCE = 60.0
 NOWHERE = Position()
 TIMINGS = DEFAULT
+_LOSSES = (Cause.LOST, Cause.HUNG, Cause.PEER, Cause.TRANSIENT)
+"""After which another start may go on."""
 LOOPED = Order(gpipe, lambda workers: Placement.looped(workers, 2))
 """Two stages a worker. Tests register it under a name of their own."""
 
@@ -299,7 +303,8 @@ class Scripted:
         assert [s.peer for s in aborted] == self.job.peers
         for message in (s.message for s in aborted):
             assert isinstance(message, Abort)
-            assert message.exit_status == self.ended.exit_status
+            lost = self.ended.failure is not None and self.ended.failure.cause in _LOSSES
+            assert message.exit_status == (AGAIN if lost else self.ended.exit_status)
             assert message.reason.startswith(self.ended.failure.message)
         return self.ended.failure
 

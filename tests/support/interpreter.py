@@ -17,7 +17,7 @@ import tempfile
 import termios
 import threading
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -157,9 +157,11 @@ def fork_line_processes(server: bytes) -> None:
     from pipeworker.session import processes
     from support import forked
 
-    def start(command: list[str], **options: Any) -> forked.Forked:
+    def start(command: Sequence[str], **options: Any) -> Any:
+        if command[0] != sys.executable:  # what carries the pipes of another host's
+            return subprocess.Popen(command, **options)
         assert options.pop("start_new_session")
-        return forked.Forked(server, command, bound=False, text=False, **options)
+        return forked.Forked(server, list(command), bound=False, text=False, **options)
 
     replaced = SimpleNamespace(**{**vars(subprocess), "Popen": start})
     vars(processes)["subprocess"] = replaced

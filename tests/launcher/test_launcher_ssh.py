@@ -1,0 +1,280 @@
+"""Hosts that ssh reaches: rendered, and for real on this machine."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from launcher import ssh
+from launcher.spec import Host, JobSpec, seats
+from pipeworker.errors import PipeworkerError, UsageError
+from support.compare import assert_same
+from support.forked import Server
+from support.hosts import Host as Namespace
+from support.hosts import two_hosts
+from support.jobs import Jobs, Process, Run, processes_of, until
+from support.sources import DROPOUT_JOB
+from support.sshd import Sshd, servers
+
+SPEC = JobSpec(
+    name="job",
+    job_file="/work/job.py",
+    workers=3,
+    words=("--steps", "5"),
+    folder="/home/me",
+    run_dir="/runs/x",
+    hosts=(Host("a", 2), Host("me@b", 1, "/opt/python")),
+    environment={"OMP_NUM_THREADS": "2"},
+)
+WORDS = ("--stages", "3", "--microbatches", "4", "--steps", "8")
+GOES_ON = DROPOUT_JOB.replace("for _ in range(5)", "while True")
+
+
+# Rendered.
+
+
+def test_an_agent_is_a_command_of_ssh_without_a_secret() -> None:
+    first, second = (carried.line for carried in ssh.render(SPEC).carried)
+    *client, host, line = first
+    assert client == ["ssh", "-T", "-o", "BatchMode=yes", "-o", "ConnectTimeout=10"]
+    assert host == "a"
+    assert line.startswith(f"cd /home/me && exec env OMP_NUM_THREADS=2 {sys.executable} -c '")
+    end = " pipeworker.host.forkserver /work/job.py /runs/x/run.json SSH_CONNECTION"
+    assert line.endswith(end)
+    assert second[-2] == "me@b"
+    assert "OMP_NUM_THREADS=2 /opt/python -c '" in second[-1]
+    assert first[-1].replace(sys.executable, "/opt/python") == second[-1]
+
+
+def test_what_is_asked_for_is_lines_for_a_shell() -> None:
+    text = ssh.render(SPEC, sync=True).text()
+    sends = [line for line in text.splitlines() if line.startswith("#")]
+    assert len(text.splitlines()) == 4
+    assert [line.split()[:4] for line in sends] == [["#", "/work", "|", "ssh"]] * 2
+    assert all("mkdir -p /work /home/me && cd /work" in line for line in sends)
+
+
+@pytest.mark.parametrize(
+    ("text", "hosts"),
+    [
+        ("a", [("a", 1)]),
+        ("a:2,b:3", [("a", 2), ("b", 3)]),
+        ("me@a.b.c:1, b", [("me@a.b.c", 1), ("b", 1)]),
+        ("[::1]:4,[fe80::1]", [("::1", 4), ("fe80::1", 1)]),
+    ],
+)
+def test_hosts_are_read(text: str, hosts: list[tuple[str, int]]) -> None:
+    assert ssh.hosts_of(text) == tuple(Host(*host) for host in hosts)
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("", "'' is no host"),
+        ("a,", "'' is no host"),
+        ("-oProxyCommand=x:1", "is no host"),
+        ("a b:1", "is no host"),
+        ("a:0", "'0' is no number of workers"),
+        ("a:x", "'x' is no number of workers"),
+        ("a:1,b:1,a:2", "host a is there twice"),
+    ],
+)
+def test_what_are_no_hosts_is_said(text: str, why: str) -> None:
+    with pytest.raises(UsageError, match=re.escape(why)):
+        ssh.hosts_of(text)
+
+
+def test_a_file_of_hosts(tmp_path: Path) -> None:
+    path = tmp_path / "hosts"
+    path.write_text("# ours\na 2\n\nb\nc 3 /opt/python  # slow\n")
+    assert ssh.hosts_in(path) == (Host("a", 2), Host("b", 1), Host("c", 3, "/opt/python"))
+    for text, why in (
+        ("a 2 p q", "line 1: must be a host"),
+        ("# none", "there is no host in it"),
+        ("a\nb two", "line 2: 'two' is no number"),
+    ):
+        path.write_text(text)
+        with pytest.raises(UsageError, match=why):
+            ssh.hosts_in(path)
+    with pytest.raises(UsageError, match="No such file"):
+        ssh.hosts_in(tmp_path / "none")
+
+
+def test_neighbours_are_on_one_host_while_there_is_room() -> None:
+    assert seats([2, 3, 1], 5) == [0, 0, 1, 1, 1]
+    assert seats([0, 2], 2) == [1, 1]
+    with pytest.raises(UsageError, match="3 workers, and places for 2"):
+        seats([1, 1], 3)
+
+
+# For real.
+
+
+@pytest.fixture(scope="module")
+def near(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sshd]:
+    """Two names of this machine."""
+    with servers(tmp_path_factory.mktemp("ssh")) as made:
+        made.add("a", "b")
+        yield made
+
+
+@pytest.fixture
+def client(near: Sshd, monkeypatch: pytest.MonkeyPatch) -> Sshd:
+    monkeypatch.setenv("PATH", f"{near.path}:{os.environ['PATH']}")
+    return near
+
+
+@pytest.fixture(scope="module")
+def quiet(tmp_path_factory: pytest.TempPathFactory, server: Server | None) -> Run:
+    """On this host alone."""
+    return Jobs(tmp_path_factory.mktemp("quiet"), server).train(*WORDS, source=GOES_ON)
+
+
+def carriers(process: Process, host: str) -> list[int]:
+    """The clients that carry the pipes of a host's agent."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                line = (entry / "cmdline").read_bytes().split(b"\0")
+                parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
+            except OSError:
+                continue
+            if parent == process.pid and host.encode() in line:
+                found.append(int(entry.name))
+    return found
+
+
+def steps(path: Path) -> int:
+    metrics = path / "metrics.jsonl"
+    return metrics.read_bytes().count(b"\n") if metrics.exists() else 0
+
+
+def test_a_host_that_is_lost_comes_back_and_the_numbers_are_those_of_one(
+    jobs: Jobs, client: Sshd, quiet: Run
+) -> None:
+    """No secret is in a command line; the lost host's processes end with its connection."""
+    hosts = ("--hosts", "a:2,b:1", "--checkpoint-every", "2", "--checkpoint-busy", "wait")
+    process, path = jobs.start(*WORDS[:-1], "60", *hosts, source=GOES_ON)
+    until(lambda: steps(path) >= 8)
+    lines = " ".join(processes_of(jobs.folder).values())
+    assert lines.count("pipeworker.host.forkserver") >= 2
+    assert not re.search(r"[0-9a-f]{40}", lines)
+    before = set(processes_of(jobs.folder))
+    (carrier,) = carriers(process, "b")
+    os.kill(carrier, signal.SIGKILL)
+    _, said = process.communicate(timeout=60)
+    assert process.returncode == 0, said
+    assert "host b is lost: it was ended by signal 9 (stage 2); went on after step " in said
+    run = Run(0, "", said, path)
+    assert run.summary["restarts"] == 1
+    assert [row["step"] for row in run.metrics] == [*range(1, 61)]
+    assert [row["loss"] for row in run.metrics[:8]] == [row["loss"] for row in quiet.metrics]
+    assert not before & set(processes_of(jobs.folder))
+
+
+def test_an_interrupt_saves_and_other_hosts_go_on(jobs: Jobs, client: Sshd, quiet: Run) -> None:
+    process, path = jobs.start(*WORDS[:-1], "1000000", "--hosts", "a:3", source=GOES_ON)
+    until(lambda: steps(path) >= 2)
+    process.send_signal(signal.SIGINT)
+    _, said = process.communicate(timeout=60)
+    assert process.returncode == 130, said
+    done = steps(path)
+    words = ("launch", "--resume", "--run-dir", str(path), "--stages", "2", "--hosts", "b:2")
+    more = jobs.pipeworker(*words, "--steps", str(max(done + 1, 8)), str(jobs.folder / "job.py"))
+    assert more.returncode == 0, more.stderr
+    run = Run(0, "", "", path)
+    assert [row["loss"] for row in run.metrics[:8]] == [row["loss"] for row in quiet.metrics]
+
+
+@pytest.mark.parametrize(
+    ("words", "status", "said"),
+    [
+        (("--hosts", "nowhere:2"), 1, "host nowhere is lost: ssh: Could not resolve hostname"),
+        (("--hosts", "a:1", "--stages", "2"), 2, "there are 2 workers, and places for 1"),
+        (("--hosts", "a:1", "--on", "slurm"), 2, "--on slurm and --hosts: choose one"),
+        (("--sync", "--stages", "2"), 2, "--sync is of --hosts"),
+        (("--nodes", "2", "--stages", "2"), 2, "--nodes is of --on: which cluster?"),
+        (("--dry-run", "--stages", "2"), 2, "--dry-run is of --on and --hosts"),
+    ],
+)
+def test_mistakes_are_one_line(
+    jobs: Jobs, client: Sshd, words: tuple[str, ...], status: int, said: str
+) -> None:
+    run = jobs.run(*words, source=GOES_ON)
+    assert run.status == status
+    (line,) = [line for line in run.stderr.splitlines() if line.startswith("error: ")]
+    assert said in line
+
+
+def test_another_python_is_refused(jobs: Jobs, client: Sshd, tmp_path: Path) -> None:
+    old = tmp_path / "python"
+    change = "import platform; platform.python_version = lambda: '3.9.1'; "
+    old.write_text(
+        f'#!/bin/sh\nshift\nscript="$1"\nshift\nexec {sys.executable} -c "{change}$script" "$@"\n'
+    )
+    old.chmod(0o755)
+    hosts = jobs.write(f"a 1 {old}\nb 1\n", "hosts")
+    run = jobs.run("--hosts-file", str(hosts), source=GOES_ON)
+    assert run.status == 1
+    assert "error: host a has python 3.9.1, and this host 3." in run.stderr
+
+
+# Two hosts on one machine.
+
+
+@pytest.fixture
+def far(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Namespace, Sshd]]:
+    """A host behind a cable, whose folders are not all those of this one."""
+    folder, private = tmp_path / "ssh", tmp_path / "code"
+    folder.mkdir()
+    private.mkdir()
+    with two_hosts() as (here, there), servers(folder) as made:
+        hidden = f'mount -t tmpfs none {private} && exec "$@"'
+        view = ("unshare", "--mount", "sh", "-c", hidden, "sh")
+        made.add("far", address=there.address, before=("ip", "netns", "exec", there.name, *view))
+        monkeypatch.setenv("PATH", f"{made.path}:{os.environ['PATH']}")
+        yield here, made
+
+
+@pytest.mark.root
+def test_a_folder_is_sent_and_two_hosts_give_the_numbers_of_one(
+    jobs: Jobs, far: tuple[Namespace, Sshd], quiet: Run
+) -> None:
+    here, _ = far
+    job_file = jobs.write(GOES_ON, "code/job.py")
+    jobs.write("nothing", "code/__pycache__/left_out")
+
+    def launch(*words: str, name: str) -> subprocess.CompletedProcess[str]:
+        path = ("--run-dir", str(jobs.folder / name), "--hosts", "far:3", *words)
+        options: dict[str, Any] = {"namespace": here.name, "cold": True}
+        return jobs.pipeworker("launch", *WORDS, *path, str(job_file), **options)
+
+    without = launch(name="without")
+    assert without.returncode == 1
+    assert f"error: host far has no {job_file}: share its folder, or send it with --sync" in (
+        without.stderr
+    )
+    done = launch("--sync", name="run")
+    assert done.returncode == 0, done.stderr
+    assert_same(Run(0, "", "", jobs.folder / "run"), quiet)
+    not_shared = launch("--sync", name="code/run")
+    assert "error: host far does not see the run directory" in not_shared.stderr
+
+
+def test_a_host_that_takes_nothing_is_named(client: Sshd, tmp_path: Path) -> None:
+    (tmp_path / "job.py").touch()
+    request = ssh.Request((), (("ssh", "-T", "-o", "x", "-o", "y", "a", "exit 3"),), str(tmp_path))
+    broken = ssh.Request((), ((*ssh._CLIENT, "a", "echo no room >&2; exit 3"),), str(tmp_path))
+    with pytest.raises(PipeworkerError, match="host a does not take"):
+        ssh.send(request)
+    with pytest.raises(PipeworkerError, match=f"host a does not take {tmp_path}: no room"):
+        ssh.send(broken)

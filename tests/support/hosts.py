@@ -1,0 +1,86 @@
+"""Hosts on one machine: network namespaces, joined by cables that a test can pull out."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import pytest
+
+CABLES = {"cable": ("10.77.0.1", "10.77.0.2"), "second": ("10.78.0.1", "10.78.0.2")}
+"""The interfaces of both hosts, and their addresses."""
+ADDRESSES = CABLES["cable"]
+
+
+def ip(*words: str) -> str:
+    return subprocess.run(["ip", *words], check=True, capture_output=True, text=True).stdout
+
+
+@dataclass(frozen=True)
+class Host:
+    """One of two: a network namespace; processes in it take its name for the host's."""
+
+    name: str
+    address: str
+
+    def cut(self, cable: str = "cable") -> None:
+        """Pull a cable out at this end: nothing closes, and nothing arrives."""
+        ip("-n", self.name, "link", "set", cable, "down")
+
+    def plug(self, cable: str = "cable") -> None:
+        ip("-n", self.name, "link", "set", cable, "up")
+
+    def sent(self, cable: str) -> int:
+        """Bytes that have left over a cable."""
+        (link,) = json.loads(ip("-n", self.name, "-s", "-json", "link", "show", "dev", cable))
+        return int(link["stats64"]["tx"]["bytes"])
+
+    def refuse(self, to: Host, ports: str) -> None:
+        """As a firewall does: nothing from here reaches these ports of the other, ``1000-2000``."""
+        rule = ("rule", "add", "to", to.address, "ipproto", "tcp", "dport", ports, "prohibit")
+        ip("-n", self.name, *rule)
+
+
+@contextmanager
+def two_hosts() -> Iterator[tuple[Host, Host]]:
+    """They reach each other and nothing else."""
+    if os.geteuid() != 0 or shutil.which("ip") is None:
+        pytest.skip("network namespaces need root and the ip command")
+    word = uuid.uuid4().hex[:8]
+    names = [f"pipeworker-{word}-{index}" for index in range(2)]
+    try:
+        try:
+            for name in names:
+                ip("netns", "add", name)
+            for cable in CABLES:
+                end = ("netns", names[1])
+                ip(
+                    "-n",
+                    names[0],
+                    "link",
+                    "add",
+                    cable,
+                    "type",
+                    "veth",
+                    "peer",
+                    "name",
+                    cable,
+                    *end,
+                )
+        except subprocess.CalledProcessError as error:
+            pytest.skip(f"network namespaces cannot be made here: {error.stderr.strip()}")
+        for index, name in enumerate(names):
+            for cable, addresses in CABLES.items():
+                ip("-n", name, "address", "add", f"{addresses[index]}/24", "dev", cable)
+                ip("-n", name, "link", "set", cable, "up")
+            ip("-n", name, "link", "set", "lo", "up")
+        yield Host(names[0], ADDRESSES[0]), Host(names[1], ADDRESSES[1])
+    finally:
+        for name in names:
+            subprocess.run(["ip", "netns", "delete", name], capture_output=True)

@@ -1,0 +1,92 @@
+"""Real ssh servers on this machine, and a client that knows them."""
+
+from __future__ import annotations
+
+import shutil
+import socket
+import subprocess
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from support.jobs import until
+
+_SERVER = "/usr/sbin/sshd"
+
+
+@dataclass
+class Sshd:
+    """Hosts that a client in `path` reaches by name.
+
+    Attributes:
+        path: a folder with an ``ssh`` that has a configuration of its own.
+    """
+
+    folder: Path
+    path: Path
+    processes: list[subprocess.Popen[bytes]] = field(default_factory=list)
+
+    def add(self, *names: str, address: str = "127.0.0.1", before: Sequence[str] = ()) -> None:
+        """Start a server, which these names lead to.
+
+        Args:
+            before: a command that runs it, as ``ip netns exec NAME``.
+        """
+        with socket.create_server(("127.0.0.1", 0)) as probe:
+            port = probe.getsockname()[1]
+        number = len(self.processes)
+        options = {
+            "Port": port,
+            "ListenAddress": address,
+            "HostKey": self.folder / "host",
+            "AuthorizedKeysFile": self.folder / "key.pub",
+            "PidFile": "none",
+            "StrictModes": "no",
+            "UsePAM": "no",
+            "PasswordAuthentication": "no",
+        }
+        words = [word for name, value in options.items() for word in ("-o", f"{name}={value}")]
+        log = (self.folder / f"log-{number}").open("wb")
+        line = [*before, _SERVER, "-D", "-e", "-f", "/dev/null", *words]
+        with log:
+            server = subprocess.Popen(line, stderr=log, cwd="/")
+        self.processes.append(server)
+        until(lambda: b"Server listening" in (self.folder / f"log-{number}").read_bytes())
+        with (self.folder / "config").open("a") as config:
+            config.write(f"Host {' '.join(names)}\n  HostName {address}\n  Port {port}\n")
+
+    def close(self) -> None:
+        for server in self.processes:
+            server.terminate()
+            server.wait()
+
+
+@contextmanager
+def servers(folder: Path) -> Iterator[Sshd]:
+    """None yet; skipped where OpenSSH is not installed."""
+    if shutil.which(_SERVER) is None or shutil.which("ssh") is None:
+        pytest.skip("OpenSSH's server is not installed")
+    for name in ("host", "key"):
+        words = ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(folder / name)]
+        subprocess.run(words, check=True, capture_output=True)
+    general = {
+        "IdentityFile": folder / "key",
+        "StrictHostKeyChecking": "no",
+        "UserKnownHostsFile": "/dev/null",
+        "LogLevel": "ERROR",
+    }
+    words = " ".join(f"-o {name}={value}" for name, value in general.items())
+    client, config = folder / "bin" / "ssh", folder / "config"
+    client.parent.mkdir()
+    config.touch()
+    real = shutil.which("ssh")
+    client.write_text(f'#!/bin/sh\nexec {real} -F {config} {words} "$@"\n')
+    client.chmod(0o755)
+    Path("/run/sshd").mkdir(exist_ok=True)  # where it gives up its rights
+    with ExitStack() as closing:
+        made = Sshd(folder, client.parent)
+        closing.callback(made.close)
+        yield made
