@@ -58,7 +58,7 @@ ROOMS_WITHIN = {
     ],
     "pipeworker.plan": [
         *("actions", "placement", "schedule", "connect", "orders", "columns", "network", "check"),
-        *("simulate",),
+        *("simulate", "shares"),
         *("partition", "skips", "ties"),
     ],
     "pipeworker.job": ["options", "given", "recorded", "sources", "file"],
@@ -93,9 +93,10 @@ ROOMS_WITHIN = {
         *("microbatch", "rng", "recompute", "batchnorm", "losses", "skips", "split", "values"),
         *("boundary", "stage"),
     ],
-    "pipeworker.worker.update": ["ties", "condense", "update"],
+    "pipeworker.worker.update": ["ties", "condense", "replicas", "update"],
     "pipeworker.worker.step": [
-        *("generators", "epoch", "data", "evaluation", "flow", "stream", "executor"),
+        *("generators", "epoch", "data", "deal", "evaluation", "flow", "stream", "tied"),
+        *("reduction", "others", "executor"),
     ],
     "pipeworker.worker.model": ["structures", "survey", "model"],
     "pipeworker.session": [

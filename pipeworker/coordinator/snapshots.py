@@ -128,10 +128,13 @@ class Snapshots:
         """The state is copied into a slot from now on."""
         self._copying[slot] = mark
 
-    def ran(self, done: Collection[StepDone]) -> None:
+    def ran(self, done: Collection[StepDone], ranks: int | None = None) -> None:
         """All workers have run a mini-batch: a copy that is whole on all of them is a snapshot.
 
         It counts where all name the same: a worker that lacks memory for a copy makes none.
+
+        Args:
+            ranks: so many have the whole state together; None for all.
         """
         copied = {d.copied for d in done}
         slot = next((s for s, mark in self._copying.items() if copied == {mark.step}), None)
@@ -141,10 +144,10 @@ class Snapshots:
         self._copying = {s: later for s, later in self._copying.items() if later.step > mark.step}
         self._costs.append(max(d.copying for d in done) * max(1.0, len(done) / self.cores))
         if self.slots > 1:
-            self.last = mark, Restore(mark.step, slot=slot, ranks=len(done))
+            self.last = mark, Restore(mark.step, slot=slot, ranks=ranks or len(done))
 
     def write(self, mark: Mark, slot: int, ranks: int) -> None:
-        """What is in a slot is written to disk by all workers."""
+        """What is in a slot is written to disk by the first so many workers."""
         self.writing[mark.step] = Writing(mark, slot, set(range(ranks)))
 
     def wrote(self, rank: int, step: int, files: tuple[File, ...], error: str) -> Writing | None:
