@@ -186,7 +186,8 @@ def submit(spec: JobSpec, cluster: str, *, dry_run: bool) -> int:
         return job.follow()
     except KeyboardInterrupt:
         job.cancel()
-        click.echo(f"job {job.job} is cancelled: it saves, and ends", err=True)
+        click.echo(f"job {job.job} is told to save and to end; again to leave it alone", err=True)
+        job.follow()
         return INTERRUPTED
 
 
