@@ -148,6 +148,7 @@ def test_a_stage_is_connected_to_its_like_in_other_replicas(backend: str) -> Non
     edges = [[*between(placement), FORTH] for _ in range(6)]
     meeting = Meeting()
     stores = [meeting.store() for _ in range(6)]
+    network = Network(ENDPOINT, backend)
     with ThreadPoolExecutor(6) as pool:
         made = []
         for rank, store in enumerate(stores):
@@ -160,7 +161,7 @@ def test_a_stage_is_connected_to_its_like_in_other_replicas(backend: str) -> Non
             )
             assert len(mine) == 5
             made.append(
-                pool.submit(connect, mine, rank, placement, store, ENDPOINT, backend, MEMBERSHIP)
+                pool.submit(connect, mine, rank, placement, store, network, MEMBERSHIP)
             )
         links = [future.result(20) for future in made]
     for edge in between(placement):
