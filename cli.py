@@ -7,7 +7,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
@@ -154,6 +154,11 @@ def job_options(function: Callable[..., Any]) -> Callable[..., Any]:
             ),
             _choice("--device", DEVICES, "auto"),
             _choice("--backend", BACKENDS, "auto"),
+            click.option(
+                "--interface",
+                metavar="NAME",
+                help="What carries tensors between hosts, as eth1. [default: by route]",
+            ),
             click.option("--run-dir", help="Where to record. [default: runs/<file stem>-<time>]"),
             click.option(
                 "--resume",
@@ -271,7 +276,8 @@ def _launch_elsewhere(stages: int | None, where: Elsewhere, chosen: dict[str, An
     from launcher.run import Launch
 
     if stages is None:
-        raise UsageError("say how many workers the job has on the hosts: --stages K")
+        option = "--on" if where.cluster else "an allocation"
+        raise UsageError(f"{option} needs --stages: how many workers the job has there")
     request = asked(stages, chosen)
     job_file = Path(request.job_file)
     local.check_job_file(job_file)
@@ -297,6 +303,10 @@ def _launch_elsewhere(stages: int | None, where: Elsewhere, chosen: dict[str, An
         return Launch(begun.options, begun.run_dir, agents, begun.warnings).run()
 
 
+class _AtMeeting(_Shown):
+    """Said where ranks meet, or later: rank 0 knows it."""
+
+
 class _Worker(click.Command):
     """A rank of a torchrun job. All ranks see a mistake; rank 0 alone says it.
 
@@ -304,19 +314,36 @@ class _Worker(click.Command):
     """
 
     def main(self, *args: Any, **kwargs: Any) -> Any:
-        if os.environ.get("RANK", "0") == "0":
-            return super().main(*args, **kwargs)
+        from launcher import errorfile
+
         kwargs["standalone_mode"] = False
         try:
             return super().main(*args, **kwargs)
         except click.ClickException as error:
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)
-            time.sleep(DEFAULT.speak)  # the mistake may be in what changes the timings
+            errorfile.write(error.format_message())
+            if os.environ.get("RANK", "0") != "0":
+                signal.signal(signal.SIGTERM, signal.SIG_DFL)
+                _give_time(error)
             error.show()  # it was a mistake of this rank's alone
             sys.exit(error.exit_code)
 
     def invoke(self, ctx: click.Context) -> Any:
         return _clearly(super().invoke, ctx)
+
+
+def _give_time(error: click.ClickException) -> None:
+    """To rank 0, to say a mistake; it is told, if it may wait for this rank on another host."""
+    from launcher import torchrun
+    from pipeworker.session.place import Place
+
+    with suppress(PipeworkerError):
+        place = Place.from_environment()
+        if place.rank != place.local_rank and isinstance(error, _AtMeeting):
+            return  # rank 0 is on another node, and does not end with this one
+        if place.agent_serves and place.local_world != place.world:
+            torchrun.refuse(place, error.format_message())
+            return
+    time.sleep(DEFAULT.speak)  # the mistake may be in what changes the timings
 
 
 @click.command(cls=_Worker)
@@ -328,7 +355,12 @@ def worker(**chosen: Any) -> None:
 
     local.check_job_file(Path(chosen["job_file"]))
     place = Place.from_environment()
-    sys.exit(torchrun.run(place, asked(None, chosen, place.world)))
+    request = asked(None, chosen, place.world)
+    try:
+        status = torchrun.run(place, request)
+    except PipeworkerError as error:
+        raise _AtMeeting(error) from None
+    sys.exit(status)
 
 
 @main.command(hidden=True)

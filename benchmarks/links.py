@@ -44,8 +44,8 @@ def links(kind: str, rank: int, ask: Any, member: Membership) -> dict[Edge, Link
     store = distributed.CoordinatorStore(ask)
     try:
         return distributed.connect(
-            *([FORTH, BACK], rank, Placement.identity(2), store, "tcp://127.0.0.1:1"),
-            *(KINDS[kind], member),
+            *([FORTH, BACK], rank, Placement.identity(2), store),
+            *(distributed.Network("tcp://127.0.0.1:1", KINDS[kind]), member),
         )
     finally:
         shared.host_identity = identity

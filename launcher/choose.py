@@ -24,7 +24,7 @@ INTERRUPTED = 130
 _OURS = frozenset(
     {
         *("on", "nodes", "settings", "dry_run", "stages", "run_dir", "hosts", "hosts_file"),
-        *("sync", "go_on", "resume"),
+        *("sync", "go_on"),
     }
 )
 """Options that are no rank's."""
@@ -186,7 +186,8 @@ def submit(spec: JobSpec, cluster: str, *, dry_run: bool) -> int:
         return job.follow()
     except KeyboardInterrupt:
         job.cancel()
-        click.echo(f"job {job.job} is cancelled: it saves, and ends", err=True)
+        click.echo(f"job {job.job} is told to save and to end; again to leave it alone", err=True)
+        job.follow()
         return INTERRUPTED
 
 

@@ -82,8 +82,11 @@ class Sbatch:
         return self.log.read_text(errors="replace") if self.log.exists() else ""
 
     def cancel(self) -> None:
-        """End the job; it has Slurm's KillWait for a checkpoint."""
-        _run("scancel", self.job)
+        """End the job behind its step, with a checkpoint; at once where it does not run yet."""
+        if self.status().state == "waiting":
+            _run("scancel", self.job)
+        else:
+            _run("scancel", "--batch", "--signal=INT", self.job)
 
     def follow(self) -> int:
         """Show what the job says until it ends, or is interrupted; returns its exit status."""
@@ -151,6 +154,6 @@ def _run(*words: str, said: str | None = None) -> str:
     except subprocess.TimeoutExpired:
         raise PipeworkerError(f"{words[0]}: Slurm has not answered for {_SECONDS:g} s") from None
     if ran.returncode:
-        why = ran.stderr.strip() or f"exit status {ran.returncode}"
+        why = ran.stderr.strip().removeprefix(f"{words[0]}: ") or f"status {ran.returncode}"
         raise PipeworkerError(f"{words[0]}: {why}")
     return ran.stdout

@@ -25,18 +25,22 @@ _SCRIPT = """\
 #!/bin/bash
 {directives}
 
-# A notice (preemption, the end of the job's time) stops the run with a checkpoint. It goes on from
-# there when the job is started again, unless somebody has cancelled it.
+# A notice (USR1 before the end of its time, TERM to the agents at a preemption) stops the run with
+# a checkpoint, and it goes on from there when the job is started again. INT stops it for good.
 {command} &
 run=$!
-trap 'kill -TERM $run' TERM USR1
+again=yes
+trap 'kill -TERM $run' USR1
+trap 'again=no; kill -TERM $run' INT
+trap : TERM
 wait $run
 status=$?
 while kill -0 $run 2> /dev/null; do
     wait $run
     status=$?
 done
-if [ $status -eq 130 ] && [ "$(squeue --noheader --job $SLURM_JOB_ID --format %T)" = RUNNING ]; then
+state=$(squeue --noheader --job $SLURM_JOB_ID --format %T)
+if [ $status -eq 130 ] && [ $again = yes ] && [ "$state" = RUNNING ]; then
     scontrol requeue $SLURM_JOB_ID
 fi
 exit $status

@@ -32,6 +32,8 @@ class Timings:
         linger: what the last messages get to leave.
         leave: what workers get to leave by themselves after the verdict.
         speak: what other ranks of a torchrun job give rank 0 to say a mistake that all see.
+        yields: what a rank of a torchrun job that fails by another's fault waits before it ends, so
+            that torchrun finds the other first.
         verdict: what rank 0 waits for the coordinator's verdict.
         stuck: what a rank that waits for another gets to notice that the job is over.
         look: between two looks at whether it has.
@@ -54,6 +56,7 @@ class Timings:
     linger: float = 2.0
     leave: float = 3.0
     speak: float = 30.0
+    yields: float = 0.5
     verdict: float = 8.0
     stuck: float = 2.0
     look: float = 0.1
@@ -74,8 +77,10 @@ class Timings:
             (self.leave > self.linger, "the last words leave before the process"),
             (self.verdict > self.interrupt + self.linger, "rank 0 hears the verdict"),
             (self.verdict > self.echo + self.linger, "rank 0 hears the cause"),
+            (self.leave > self.yields, "who lets another end first leaves in time"),
             (self.stuck > self.look, "who is stuck is looked at"),
             (self.meet > self.verdict, "ranks that meet outlast an old job"),
+            (self.meet > self.reach, "who does not reach the coordinator says so where ranks meet"),
             (self.meet > self.speak, "a mistake is said before who meets gives up"),
             (self.grow > self.tick, "a job with fewer stages runs before it tries with more"),
         ):

@@ -12,9 +12,11 @@ import pytest
 from hypothesis import settings
 
 from support.forked import Server
+from support.hosts import Host, two_hosts
 from support.interpreter import fork_line_processes
 from support.jobs import Jobs, processes_of, until
 from support.ranks import Scripts
+from support.torchrun import Torchrun
 
 settings.register_profile("pipeworker", deadline=None)  # a busy machine is no defect
 settings.load_profile("pipeworker")
@@ -55,4 +57,18 @@ def jobs(tmp_path: Path, server: Server | None) -> Iterator[Jobs]:
 def scripts(jobs: Jobs) -> Iterator[Scripts]:
     """Scripts with a loop of their own, on some ranks."""
     with Scripts(jobs) as made:
+        yield made
+
+
+@pytest.fixture
+def torchrun(jobs: Jobs, monkeypatch: pytest.MonkeyPatch) -> Iterator[Torchrun]:
+    """Jobs of torchrun."""
+    with Torchrun(jobs, monkeypatch) as made:
+        yield made
+
+
+@pytest.fixture
+def hosts() -> Iterator[tuple[Host, Host]]:
+    """Two hosts, where network namespaces can be made."""
+    with two_hosts() as made:
         yield made

@@ -46,13 +46,22 @@ it or beside it in its room. The fork server starts workers; ``__main__`` is the
 """
 
 ROOMS_WITHIN = {
-    "pipeworker.wire": ["messages", "codec", "lines", "keys", "exchange", "strangers", "sockets"],
+    "pipeworker.wire": [
+        "messages",
+        "codec",
+        "lines",
+        "keys",
+        "exchange",
+        "strangers",
+        "sockets",
+        "interfaces",
+    ],
     "pipeworker.plan": [
         *("actions", "placement", "schedule", "connect", "orders", "columns", "network", "check"),
         *("simulate", "shares"),
         *("partition", "skips", "ties"),
     ],
-    "pipeworker.job": ["options", "given", "recorded", "file"],
+    "pipeworker.job": ["options", "given", "recorded", "sources", "file"],
     "pipeworker.record": [
         *("manifest", "memory", "writer", "rundir", "lock", "run", "resume", "plain", "image"),
         *("source", "tensors", "misfits", "checkpoint", "regroup", "restore", "initial"),
@@ -60,7 +69,17 @@ ROOMS_WITHIN = {
     ],
     "pipeworker.host": ["lifetime", "spawn", "streams", "position", "forkserver"],
     "pipeworker.coordinator": [
-        *("scaler", "calls", "rendezvous", "roster", "cause", "tally", "snapshots", "progress"),
+        *(
+            "scaler",
+            "calls",
+            "rendezvous",
+            "roster",
+            "agree",
+            "cause",
+            "tally",
+            "snapshots",
+            "progress",
+        ),
         "events",
         *("effects", "states", "blueprint", "loop", "report", "restarts", "hands"),
         *("generation", "job"),
@@ -81,11 +100,11 @@ ROOMS_WITHIN = {
     ],
     "pipeworker.worker.model": ["structures", "survey", "model"],
     "pipeworker.session": [
-        *("ask", "place", "processes", "show", "begin", "head", "session", "pipeline"),
+        *("ask", "place", "processes", "show", "begin", "head", "meet", "session", "pipeline"),
     ],
     "launcher": [
-        *("spec", "children", "run", "local", "ssh", "torchrun", "node"),
-        *("pod", "kubernetes", "kubectl", "choose"),
+        *("spec", "children", "run", "local", "ssh", "slurm", "sbatch", "errorfile", "torchrun"),
+        *("node", "pod", "kubernetes", "kubectl", "choose"),
     ],
 }
 """Within a room it is so too."""
@@ -112,7 +131,7 @@ PURE = [
         for name in (
             *("job", "generation", "loop", "progress", "events", "blueprint", "roster", "calls"),
             *("tally", "scaler", "rendezvous", "effects", "report", "states", "cause"),
-            *("snapshots", "restarts", "hands"),
+            *("snapshots", "restarts", "hands", "agree"),
         )
     ),
 ]

@@ -48,6 +48,8 @@ def test_the_defaults_are_a_set() -> None:
         ("linger", DEFAULT.leave, "the last words leave before the process"),
         ("verdict", DEFAULT.interrupt + DEFAULT.linger, "rank 0 hears the verdict"),
         ("verdict", DEFAULT.echo + DEFAULT.linger, "rank 0 hears the"),
+        ("yields", DEFAULT.leave, "who lets another end first leaves in time"),
+        ("reach", DEFAULT.meet, "who does not reach the coordinator says so where ranks meet"),
         ("stuck", DEFAULT.look, "who is stuck is looked at"),
         ("look", DEFAULT.stuck, "who is stuck is looked at"),
         ("meet", DEFAULT.verdict, "ranks that meet outlast an old job"),

@@ -5,73 +5,25 @@ from __future__ import annotations
 import json
 import os
 import re
-import shutil
 import signal
-import subprocess
 import uuid
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from support.compare import assert_same
-from support.interpreter import COLD_RANKS
-from support.jobs import Jobs, Process, Run, processes_of, until
+from support.hosts import ADDRESSES, Host
+from support.jobs import Jobs, processes_of, until
 from support.neighbours import IMPORTS, SAID, write_neighbours
 from support.sources import CALM, DIES, DROPOUT_JOB, JOB, SLEEPERS
+from support.torchrun import TOKEN, Torchrun
 
-TORCHRUN = ("-m", "torch.distributed.run")
 LOCAL = ("--microbatches", "4", "--steps", "4", "--clip-grad-norm", "0.5")
 ENDLESS = ("--microbatches", "4", "--steps", "1000000")
-TOKEN = "PIPEWORKER_TOKEN"
 
 
-@dataclass
-class Started:
-    process: Process
-    path: Path
-
-    def end(self, seconds: float = 60) -> Run:
-        stdout, stderr = self.process.communicate(timeout=seconds)
-        assert self.process.returncode is not None
-        return Run(self.process.returncode, stdout, stderr, self.path)
-
-
-Start = Callable[..., Started]
-
-
-@pytest.fixture
-def torchrun(jobs: Jobs, monkeypatch: pytest.MonkeyPatch) -> Start:
-    """Start ``torchrun OPTIONS -m pipeworker job.py WORDS``.
-
-    With `cold`, ranks are interpreters of their own, and torchrun's children.
-    """
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # torchrun says so at length where it is not set
-    monkeypatch.delenv(TOKEN, raising=False)
-
-    def start(
-        *words: str,
-        ranks: int = 2,
-        source: str = JOB,
-        options: tuple[str, ...] = ("--standalone",),
-        namespace: str = "",
-        run_dir: str = "run-torchrun",
-        cold: bool = False,
-    ) -> Started:
-        job_file = jobs.write(source)
-        path = jobs.folder / run_dir
-        line = [*TORCHRUN, *options, "--nproc-per-node", str(ranks), "-m", "pipeworker"]
-        line += [str(job_file), "--run-dir", str(path), *words]
-        env = {**os.environ, **({COLD_RANKS: "1"} if cold else {})}
-        return Started(jobs.python(*line, env=env, namespace=namespace), path)
-
-    return start
-
-
-def test_one_host_gives_the_numbers_of_the_local_run(jobs: Jobs, torchrun: Start) -> None:
+def test_one_host_gives_the_numbers_of_the_local_run(jobs: Jobs, torchrun: Torchrun) -> None:
     run = torchrun(*LOCAL, ranks=4, source=DROPOUT_JOB, options=()).end()
     assert run.status == 0, run.stderr
     assert run.stderr.count(f"warning: {TOKEN} is not set") == 1
@@ -83,7 +35,7 @@ def test_one_host_gives_the_numbers_of_the_local_run(jobs: Jobs, torchrun: Start
     assert run.summary["status"] == "done"
 
 
-def test_the_world_is_stages_times_replicas(jobs: Jobs, torchrun: Start) -> None:
+def test_the_world_is_stages_times_replicas(jobs: Jobs, torchrun: Torchrun) -> None:
     run = torchrun(*LOCAL, "--replicas", "2", ranks=4, source=DROPOUT_JOB).end()
     assert run.status == 0, run.stderr
     assert [(s["replica"], s["stage"]) for s in run.plan["stages"]] == [
@@ -103,23 +55,26 @@ def test_the_world_is_stages_times_replicas(jobs: Jobs, torchrun: Start) -> None
     assert wrong.stderr.count("--replicas 2: there are 3 processes") == 1
 
 
-def test_mistakes_are_said_once(jobs: Jobs, torchrun: Start) -> None:
+def test_mistakes_are_said_once(jobs: Jobs, torchrun: Torchrun) -> None:
     (jobs.folder / "taken").mkdir()
-    for words, expected, options in (
-        (("--microbatchess", "4"), "No such option", {}),
-        (("--microbatches", "0"), "--microbatches 0: must be 1 or more", {}),
-        (("--steps", "1"), "exists already: choose another --run-dir", {"run_dir": "taken"}),
-        (("--resume",), "taken is not the directory of a run", {"run_dir": "taken"}),
+    for words, expected, run_dir in (
+        (("--microbatchess", "4"), "No such option", "run-torchrun"),
+        (("--microbatches", "0"), "--microbatches 0: must be 1 or more", "run-torchrun"),
+        (("--steps", "1"), "exists already: choose another --run-dir", "taken"),
+        (("--resume",), "taken is not the directory of a run", "taken"),
     ):
-        run = torchrun(*words, **options).end()
+        run = torchrun(*words, run_dir=run_dir).end()
         assert run.status == 1  # torchrun's own
-        assert run.stderr.count(expected) == 1, run.stderr
+        (said,) = re.findall("^[eE]rror: .*", run.stderr, re.MULTILINE)
+        assert expected in said
         assert "exitcode  : 2" in run.stderr
     assert not (jobs.folder / "run-torchrun").exists()
     assert not list((jobs.folder / "taken").iterdir())
 
 
-def test_an_error_of_a_layer_is_said_once(torchrun: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_of_a_layer_is_said_once(
+    torchrun: Torchrun, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv(TOKEN, "a secret of the test")
     run = torchrun(ranks=2, source=JOB.replace("Linear(16, 3)", "Linear(15, 3)")).end()
     assert run.status == 1
@@ -135,9 +90,9 @@ def test_an_error_of_a_layer_is_said_once(torchrun: Start, monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize("stage", [0, 1])
-def test_a_killed_worker_ends_the_job(jobs: Jobs, torchrun: Start, stage: int) -> None:
+def test_a_killed_worker_ends_the_job(jobs: Jobs, torchrun: Torchrun, stage: int) -> None:
     started = torchrun(*ENDLESS, ranks=3, source=SLEEPERS)
-    pid = training(started)["stages"][stage]["pid"]
+    pid = started.training()["stages"][stage]["pid"]
     assert list(jobs.folder.glob("child-*"))  # stage 1 has a process of its own
     os.kill(pid, signal.SIGKILL)
     run = started.end()
@@ -150,11 +105,11 @@ def test_a_killed_worker_ends_the_job(jobs: Jobs, torchrun: Start, stage: int) -
         assert f"error: the worker of stage {stage}" in run.stderr
 
 
-def test_a_killed_torchrun_ends_the_job(jobs: Jobs, torchrun: Start) -> None:
+def test_a_killed_torchrun_ends_the_job(jobs: Jobs, torchrun: Torchrun) -> None:
     """Its ranks are interpreters of their own here, beside files with the names of ours."""
     write_neighbours(jobs)
     started = torchrun(*ENDLESS, ranks=2, source=IMPORTS + SLEEPERS, cold=True)
-    training(started)
+    started.training()
     assert all(SAID in (started.path / f"logs/stage-{rank}.log").read_text() for rank in (0, 1))
     started.process.kill()
     assert started.end().status == -signal.SIGKILL
@@ -163,11 +118,11 @@ def test_a_killed_torchrun_ends_the_job(jobs: Jobs, torchrun: Start) -> None:
 
 
 def test_a_stopped_coordinator_is_noticed_and_named(
-    jobs: Jobs, torchrun: Start, monkeypatch: pytest.MonkeyPatch
+    jobs: Jobs, torchrun: Torchrun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PIPEWORKER_TIMINGS", "0.5")
     started = torchrun(*ENDLESS, "--worker-timeout", "3", ranks=2, source=CALM)
-    training(started)
+    started.training()
     (pid,) = (
         p for p, line in processes_of(jobs.folder).items() if line.startswith("coordinator\n")
     )
@@ -181,9 +136,9 @@ def test_a_stopped_coordinator_is_noticed_and_named(
     until(lambda: not processes_of(jobs.folder), 10)
 
 
-def test_an_ended_torchrun_is_an_interrupt(jobs: Jobs, torchrun: Start) -> None:
+def test_an_ended_torchrun_is_an_interrupt(jobs: Jobs, torchrun: Torchrun) -> None:
     started = torchrun(*ENDLESS, ranks=2, source=CALM)
-    training(started)
+    started.training()
     started.process.send_signal(signal.SIGTERM)
     run = started.end()
     assert run.status != 0
@@ -193,7 +148,7 @@ def test_an_ended_torchrun_is_an_interrupt(jobs: Jobs, torchrun: Start) -> None:
     assert run.checkpoint.manifest.step == run.summary["steps"] > 2
 
 
-def test_ranks_that_torchrun_starts_again_go_on(jobs: Jobs, torchrun: Start) -> None:
+def test_ranks_that_torchrun_starts_again_go_on(jobs: Jobs, torchrun: Torchrun) -> None:
     words = ("--microbatches", "4", "--steps", "7", "--checkpoint-every", "1")
     options = ("--standalone", "--max-restarts", "1")
     busy = ("--checkpoint-busy", "wait")
@@ -204,10 +159,10 @@ def test_ranks_that_torchrun_starts_again_go_on(jobs: Jobs, torchrun: Start) -> 
     assert re.search("from step [23]\n", run.stdout)
 
 
-def test_a_reader_that_goes_away_ends_the_job(jobs: Jobs, torchrun: Start) -> None:
+def test_a_reader_that_goes_away_ends_the_job(jobs: Jobs, torchrun: Torchrun) -> None:
     """As in ``torchrun ... | head``, and as under ``pipeworker launch``."""
     started = torchrun(*ENDLESS, source=SLEEPERS)
-    training(started)
+    started.training()
     assert started.process.stdout is not None
     started.process.stdout.close()
     until(lambda: not processes_of(jobs.folder))
@@ -215,69 +170,19 @@ def test_a_reader_that_goes_away_ends_the_job(jobs: Jobs, torchrun: Start) -> No
     assert (summary["status"], summary["error"]) == ("interrupted", None)
 
 
-def training(started: Started) -> dict[str, Any]:
-    """Wait until a job trains; its plan."""
-    metrics = started.path / "metrics.jsonl"
-    until(lambda: metrics.exists() and metrics.read_text().count("\n") > 2, 40)
-    plan: dict[str, Any] = json.loads((started.path / "plan.json").read_text())
-    return plan
-
-
-# Two hosts: network namespaces joined by a cable of their own.
-
-ADDRESSES = ("10.77.0.1", "10.77.0.2")
-
-
-def ip(*words: str) -> None:
-    subprocess.run(["ip", *words], check=True, capture_output=True, text=True)
-
-
-@pytest.fixture
-def hosts() -> Iterator[list[str]]:
-    """Two network namespaces that reach each other and nothing else, by name."""
-    if os.geteuid() != 0 or shutil.which("ip") is None:
-        pytest.skip("network namespaces need root and the ip command")
-    word = uuid.uuid4().hex[:8]
-    names = [f"pipeworker-{word}-{index}" for index in range(2)]
-    try:
-        try:
-            for name in names:
-                ip("netns", "add", name)
-            first, second = names
-            cable = ("link", "add", "cable", "netns", first, "type", "veth")
-            ip(*cable, "peer", "name", "cable", "netns", second)
-        except subprocess.CalledProcessError as error:
-            pytest.skip(f"network namespaces cannot be made here: {error.stderr.strip()}")
-        for name, address in zip(names, ADDRESSES, strict=True):
-            ip("-n", name, "address", "add", f"{address}/24", "dev", "cable")
-            ip("-n", name, "link", "set", "cable", "up")
-            ip("-n", name, "link", "set", "lo", "up")
-        yield names
-    finally:
-        for name in names:
-            subprocess.run(["ip", "netns", "delete", name], capture_output=True)
+# Two hosts.
 
 
 @pytest.mark.root
 def test_a_cable_that_is_pulled_out_ends_both_hosts(
-    jobs: Jobs, torchrun: Start, hosts: list[str], monkeypatch: pytest.MonkeyPatch
+    jobs: Jobs, torchrun: Torchrun, hosts: tuple[Host, Host], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nothing closes: what is not heard any more is what both go by."""
     monkeypatch.setenv(TOKEN, uuid.uuid4().hex)
-    ports = ("--master-addr", ADDRESSES[0], "--master-port", "29500")
-    both = [
-        torchrun(
-            *ENDLESS,
-            *("--worker-timeout", "3"),
-            source=CALM,
-            options=("--nnodes", "2", "--node-rank", str(index), *ports),
-            namespace=host,
-        )
-        for index, host in enumerate(hosts)
-    ]
-    workers = {stage["pid"] for stage in training(both[0])["stages"]}
+    both = torchrun.nodes(*ENDLESS, "--worker-timeout", "3", hosts=hosts, source=CALM)
+    workers = {stage["pid"] for stage in both[0].training()["stages"]}
     assert len(workers & processes_of(jobs.folder).keys()) == 4
-    ip("-n", hosts[0], "link", "set", "cable", "down")
+    hosts[0].cut()
     until(lambda: not workers & processes_of(jobs.folder).keys(), 30)
     head = both[0].end()
     assert head.status == 1
@@ -291,20 +196,11 @@ def test_a_cable_that_is_pulled_out_ends_both_hosts(
 
 @pytest.mark.root
 def test_two_hosts_give_the_numbers_of_the_local_run(
-    jobs: Jobs, torchrun: Start, hosts: list[str], monkeypatch: pytest.MonkeyPatch
+    jobs: Jobs, torchrun: Torchrun, hosts: tuple[Host, Host], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     secret = uuid.uuid4().hex
     monkeypatch.setenv(TOKEN, secret)
-    ports = ("--master-addr", ADDRESSES[0], "--master-port", "29500")
-    both = [
-        torchrun(
-            *LOCAL,
-            source=DROPOUT_JOB,
-            options=("--nnodes", "2", "--node-rank", str(index), *ports),
-            namespace=host,
-        )
-        for index, host in enumerate(hosts)
-    ]
+    both = torchrun.nodes(*LOCAL, hosts=hosts, source=DROPOUT_JOB)
     head, other = (started.end() for started in both)
     assert head.status == other.status == 0, head.stderr + other.stderr
     assert TOKEN not in head.stderr + other.stderr
@@ -352,29 +248,24 @@ def is_begun(file: Path) -> bool:
 
 @pytest.mark.root
 def test_what_two_hosts_say_over_tls_cannot_be_read_and_gives_the_same_numbers(
-    jobs: Jobs, torchrun: Start, hosts: list[str], monkeypatch: pytest.MonkeyPatch
+    jobs: Jobs, torchrun: Torchrun, hosts: tuple[Host, Host], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(TOKEN, uuid.uuid4().hex)
     words = ("--microbatches", "4", "--steps", "3", "--balance", "2,5")
     local = jobs.train("--stages", "2", *words, source=MARKED_JOB)
     capture = jobs.write(CAPTURE, "capture.py")
     read = {}
-    for port, backend in (("29501", "tls"), ("29502", "auto")):
+    for backend in ("tls", "auto"):
         seen = jobs.folder / f"wire-{backend}"
-        listener = jobs.python(str(capture), str(seen), namespace=hosts[1])
+        listener = jobs.python(str(capture), str(seen), namespace=hosts[1].name)
         until(partial(is_begun, seen))
-        ports = ("--nnodes", "2", "--master-addr", ADDRESSES[0], "--master-port", port)
-        both = [
-            torchrun(
-                *(*words, "--backend", backend),
-                ranks=1,
-                source=MARKED_JOB,
-                options=(*ports, "--node-rank", str(index)),
-                namespace=host,
-                run_dir=f"run-{backend}",
-            )
-            for index, host in enumerate(hosts)
-        ]
+        both = torchrun.nodes(
+            *(*words, "--backend", backend),
+            hosts=hosts,
+            ranks=1,
+            source=MARKED_JOB,
+            run_dir=f"run-{backend}",
+        )
         head, other = (started.end() for started in both)
         listener.kill()
         listener.wait()

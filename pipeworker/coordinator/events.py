@@ -26,6 +26,13 @@ class Garbled:
 
 
 @dataclass(frozen=True, slots=True)
+class Foreign:
+    """A worker of the job says Hello in another version of the protocol, and who it is."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
 class Unreachable:
     """The connection of `peer` is closed. It may come back."""
 
@@ -77,6 +84,7 @@ class Broken:
 Event = (
     Arrived
     | Garbled
+    | Foreign
     | Unreachable
     | SaveAsked
     | Committed

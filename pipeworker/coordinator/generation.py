@@ -18,6 +18,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
+from pipeworker.coordinator import agree
 from pipeworker.coordinator.blueprint import Blueprint
 from pipeworker.coordinator.cause import FirstCause
 from pipeworker.coordinator.effects import (
@@ -116,6 +117,8 @@ class Generation:
     _sent_schedule: int = -1
     _evaluation: Evaluation | None = None
     _cause: FirstCause = field(init=False)
+    abort: Abort | None = None
+    """What its workers were told at its end, if it was not done."""
     interrupted: float | None = None
     """When the user asked to stop."""
     state_before: State = State.JOINING
@@ -282,6 +285,8 @@ class Generation:
         ]
         if not self.roster.missing:
             effects.append(Log("all ranks joined"))
+            if differ := agree.on_versions(self._members):
+                effects += self.fail(Failure(Cause.USAGE, differ))
         return effects
 
     def _welcome(self) -> Welcome:
@@ -315,6 +320,8 @@ class Generation:
         member.described = message
         if not self._last_awaited(message.rank):
             return [Joined(message.rank)]
+        if differ := agree.on_sources(self._members):
+            return self.fail(Failure(Cause.USAGE, differ))
         described = [m.described for m in self._members if m.described]
         self.blueprint = Blueprint.draw(self.options, self.placement, described)
         if self.layers and self.blueprint.names != self.layers:
@@ -617,7 +624,7 @@ class Generation:
         if end.failure:
             at = f" ({place(end.failure)})" if end.failure.position.step >= 0 else ""
             reason = end.failure.message + at
-        abort = Abort(reason, status)
+        abort = self.abort = Abort(reason, status)
         return [
             Log(f"ended: {how}: {reason}; it was {was}"),
             *(self._send(peer, abort) for peer in peers),

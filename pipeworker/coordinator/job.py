@@ -24,6 +24,7 @@ from pipeworker.coordinator.events import (
     Broken,
     Committed,
     Event,
+    Foreign,
     Garbled,
     StarterGone,
     Ticked,
@@ -54,7 +55,7 @@ from pipeworker.wire.lines import (
     WorkerExited,
     never,
 )
-from pipeworker.wire.messages import Cause, Failure, Restore
+from pipeworker.wire.messages import Cause, Failure, Hello, Restore
 
 SLOTS = 2
 """Memories for copies of a worker's state, where it can be replaced: one is always whole."""
@@ -168,7 +169,7 @@ class Job:
     def handle(self, event: Event, now: float) -> list[Effect]:
         """Take part in what happened; returns what is to be done, in order."""
         if self.over:
-            return []
+            return self._too_late(event, now)
         before = self.snapshots.last
         effects = self._pass_on(event, now)
         last, end = self.snapshots.last, self.generation.end
@@ -199,6 +200,21 @@ class Job:
                 effects.append(Warn(f"the job does not go on: {enough}"))
         self.over = True
         return [*effects, self._ended(end)]
+
+    @property
+    def late(self) -> bool:
+        """Whether workers that nobody ends may still be on their way to a job that has failed."""
+        return not self._launched and bool(self.generation.roster.missing)
+
+    def _too_late(self, event: Event, now: float) -> list[Effect]:
+        """Who joins a job that has failed hears why; else it would wait for an answer."""
+        generation = self.generation
+        if not self.late or not isinstance(event, Arrived) or generation.abort is None:
+            return []
+        hello, peer = event.message, event.peer
+        if not isinstance(hello, Hello) or not generation.roster.admit(peer, hello, now):
+            return []
+        return [Send(peer, generation.abort, generation.number)]
 
     def _may_grow(self, now: float) -> bool:
         """Whether the job begins again with all its stages, of which it had lost some."""
@@ -302,6 +318,11 @@ class Job:
                 if event.generation != generation.number:
                     return [Dropped(f"an exit of generation {event.generation}")]
                 return generation.exited(event, now)
+            case Foreign():
+                if generation.state is not State.JOINING:
+                    return [Dropped(event.text)]
+                text = f"{event.text}: all hosts of a job need the same version of pipeworker"
+                return generation.fail(Failure(Cause.USAGE, text))
             case Unreachable():
                 generation.roster.unreachable(event.peer, now)
                 return []

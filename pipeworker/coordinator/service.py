@@ -37,6 +37,7 @@ from pipeworker.coordinator.events import (
     Broken,
     Committed,
     Event,
+    Foreign,
     Garbled,
     StarterGone,
     Ticked,
@@ -191,6 +192,9 @@ class Service:
                 generation, message = codec.decode(frame)
                 if not isinstance(message, FromWorker):
                     raise ProtocolError(f"{type(message).__name__}, which no worker sends")
+            except codec.OtherVersion as error:
+                self._handle(Foreign(str(error)))
+                continue
             except ProtocolError as error:
                 self._handle(Garbled(peer, f"a malformed frame: {error}"))
                 continue
@@ -239,9 +243,12 @@ class Service:
     def _let_finish(self) -> None:
         """A worker that does not hear that all is done takes the coordinator's end for a loss."""
         assert self._ended
-        if self._ended.status is not Status.DONE:
-            return
         until = time.monotonic() + self._timings.linger
+        if self._ended.status is not Status.DONE:
+            while self._job.late and time.monotonic() < until:
+                if self._socket.poll(int(1000 * self._timings.tick)):
+                    self._receive()
+            return
         while any(known.awaited for known in self._exchanges.values()):
             if time.monotonic() > until:
                 return

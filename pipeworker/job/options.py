@@ -71,6 +71,7 @@ class Options:
         evaluate_every: steps between evaluation passes; None for none.
         accumulate: mini-batches an optimizer step.
         threads: intra-op threads per worker.
+        interface: of each host, that carries what hosts say to each other; None to choose by route.
         worker_timeout: seconds after which a worker that does not answer is given up.
         checkpoint_every: steps between checkpoints, or time, as ``30m``; None: at the end alone.
         checkpoint_busy: what becomes of a checkpoint that is due while one is still being written.
@@ -106,6 +107,7 @@ class Options:
     threads: int = 1
     device: str = "auto"
     backend: str = "auto"
+    interface: str | None = None
     stop_on_nan: bool = False
     worker_timeout: float = 60.0
     checkpoint_every: str | None = None

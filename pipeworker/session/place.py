@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import ipaddress
 import os
 import socket
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cache
@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING
 
 from pipeworker.environment import timings
 from pipeworker.errors import NotMet, UsageError
+from pipeworker.wire import interfaces
+from pipeworker.wire.interfaces import towards
 
 if TYPE_CHECKING:
     from pipeworker.worker.internals import Store
@@ -33,6 +35,16 @@ class Place:
     port: int
     restart: int = 0
 
+    @property
+    def has_store(self) -> bool:
+        """Whether there is one besides what this process itself would serve."""
+        return self.world > 1 or self.agent_serves
+
+    @property
+    def agent_serves(self) -> bool:
+        """Whether torchrun keeps the store, beyond the lives of its ranks."""
+        return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
     @staticmethod
     def from_environment() -> Place:
         """What RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT say.
@@ -45,7 +57,7 @@ class Place:
         try:
             rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
             address = os.environ["MASTER_ADDR"]
-            all_local = world if _is_loopback(address) else 0
+            all_local = world if interfaces.is_loopback(address) else 0
             if not 0 <= rank < world:
                 raise UsageError(f"RANK is {rank}, and WORLD_SIZE {world}: ranks begin with 0")
             return Place(
@@ -114,50 +126,56 @@ class Place:
             from pipeworker.worker.internals import default_store
 
             return default_store()
-        agent_serves = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-        serves = self.rank == 0 and not agent_serves
+        serves = self.rank == 0 and not self.agent_serves
         try:
             return _store_at(self.address, self.port, serves)
         except (RuntimeError, OSError) as error:
-            kind = NotMet if agent_serves else UsageError  # torchrun's agents did meet there
+            kind = NotMet if self.agent_serves else UsageError  # torchrun's agents did meet there
             raise kind(
                 f"rank {self.rank} cannot meet the others at MASTER_ADDR {self.address}, "
                 f"MASTER_PORT {self.port}: {error}"
             ) from None
 
-    def coordinator_address(self) -> str:
+    def coordinator_address(self, one_host: bool, interface: str | None = None) -> str:
         """Where rank 0's coordinator listens: an address that all ranks reach.
 
-        The master's when it is ours, else our own; loopback when all ranks are here.
+        Loopback when all ranks are here; that of the interface that is named; the master's when it
+        is ours; our own on the way to the master; what this host's name stands for.
+
+        Args:
+            one_host: all ranks are on this one.
+            interface: that others are to be reached by.
 
         Raises:
-            UsageError: neither is an address of this host.
+            UsageError: none of them is an address that others can reach.
         """
-        if self.local_world == self.world or _is_loopback_address(self.address):
-            return "127.0.0.1"  # who met there is here
-        for name in (self.address, socket.gethostname()):
-            try:
-                address = str(socket.getaddrinfo(name, 0, type=socket.SOCK_STREAM)[0][4][0])
-                if ipaddress.ip_address(address).is_loopback:
-                    continue  # as some hosts resolve their own name
-                with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET) as probe:
-                    probe.bind((address, 0))
-                return address
-            except OSError:
-                continue
+        if one_host or (interfaces.is_loopback(self.address) and self.address != "localhost"):
+            return "127.0.0.1"  # who met at such an address is here; a name may be another host's
+        name, said = interfaces.chosen(interface)
+        if name:
+            address = interfaces.address_of(name, said)
+            if interfaces.is_loopback(address):
+                raise UsageError(f"{said} {name}: other hosts of this job cannot reach {address}")
+            return address
+        here = socket.gethostname()
+        for find, known in ((_ours, self.address), (towards, self.address), (_ours, here)):
+            with suppress(OSError):
+                if known and not interfaces.is_loopback(address := find(known)):
+                    return address
         raise UsageError(
-            f"neither {self.address} nor this host's name is an address of rank 0's host that "
-            "others can reach: give torchrun a --master-addr that is"
+            f"the ranks are on several hosts, and neither {self.address} nor the name of rank 0's "
+            f"host, {here}, leads to an address that others can reach: give torchrun a "
+            "--master-addr that is one, or name the interface with --interface"
         )
 
 
-def await_others(done: Callable[[], bool]) -> None:
+def await_others(done: Callable[[], bool], seconds: float | None = None) -> None:
     """Wait until it is so; unlike the store's own waits, this one can be interrupted.
 
     Raises:
-        TimeoutError: others that join a job take longer.
+        TimeoutError: it takes longer: by default, than others that join a job may take.
     """
-    limit = timings().meet
+    limit = timings().meet if seconds is None else seconds
     deadline = time.monotonic() + limit
     while not done():
         if time.monotonic() > deadline:
@@ -207,13 +225,13 @@ def _store_at(address: str, port: int, serves: bool) -> Store:
     return store
 
 
-def _is_loopback(address: str) -> bool:
-    return _is_loopback_address(address) or address == "localhost"
+def _ours(name: str) -> str:
+    """The address that a name stands for, if it is this host's.
 
-
-def _is_loopback_address(address: str) -> bool:
-    """A name may be of another host, which so calls itself."""
-    try:
-        return ipaddress.ip_address(address).is_loopback
-    except ValueError:
-        return False
+    Raises:
+        OSError: it is not.
+    """
+    address = str(socket.getaddrinfo(name, 0, type=socket.SOCK_STREAM)[0][4][0])
+    with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET) as probe:
+        probe.bind((address, 0))
+    return address

@@ -26,7 +26,8 @@ from pipeworker.errors import LayerError, PeerLost, PipeworkerError, UsageError
 from pipeworker.host.position import Tracker
 from pipeworker.job.file import Job
 from pipeworker.session.begin import Asked, Begun
-from pipeworker.session.head import Hear, meet
+from pipeworker.session.head import Hear
+from pipeworker.session.meet import meet
 from pipeworker.session.place import Place
 from pipeworker.wire.messages import (
     Abort,
@@ -98,7 +99,7 @@ class Session:
         self._meeting = meet(
             place,
             f"script-{next(_numbers)}",
-            asked.begin,
+            lambda _: asked.begin(),
             listen,
         )
         settings = Settings(

@@ -19,13 +19,18 @@ import msgpack
 from pipeworker.errors import ProtocolError
 from pipeworker.wire import messages
 
-VERSION = 2
+VERSION = 3
 MAX_FRAME_BYTES = 16 << 20
+_SHOWN = 256  # characters of a host's name
 _ANY_TEXT = "surrogatepass"
 """How strings are encoded: every str comes through, file names that are not UTF-8 too."""
 
 Reader = Callable[[Any], Any]
 T = TypeVar("T")
+
+
+class OtherVersion(ProtocolError):
+    """A Hello in another version of the protocol; says whose."""
 
 
 class Codec(Generic[T]):
@@ -192,7 +197,8 @@ def decode(frame: bytes) -> tuple[int, messages.Message]:
     """``(generation, message)``.
 
     Raises:
-        ProtocolError: the frame is not a message of this version.
+        OtherVersion: the frame is a Hello of another version.
+        ProtocolError: it is not a message of this one.
     """
     if len(frame) > MAX_FRAME_BYTES:
         raise ProtocolError("the frame is too large")
@@ -205,7 +211,12 @@ def decode(frame: bytes) -> tuple[int, messages.Message]:
     version, generation, name, fields = parts
     if type(version) is not int or version != VERSION:
         other = version if type(version) is int else type(version).__name__
-        raise ProtocolError(f"version {other}, this is version {VERSION}")
+        text = f"version {other}, this is version {VERSION}"
+        if name == messages.Hello.__name__ and type(fields) is list:
+            match fields[:2]:
+                case [int(rank), str(host)]:
+                    raise OtherVersion(f"rank {rank} on {host[:_SHOWN]} speaks {text}")
+        raise ProtocolError(text)
     if type(generation) is not int:
         raise ProtocolError("unknown message")
     return generation, _FRAMES.read(name, fields)

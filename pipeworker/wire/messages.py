@@ -18,6 +18,7 @@ LONGEST_NAME = 512
 LONGEST_TEXT = 1 << 20
 LONGEST_VALUE = 1 << 13
 MOST_KEYS = 1 << 6
+MOST_VERSIONS = 1 << 4
 MOST_MICROBATCHES = 1 << 20
 MOST_SAMPLES = 1 << 40
 """What a message may hold. Each checks its own ranges where it is made, and so where it is read;
@@ -196,12 +197,23 @@ class Evaluation:
 
 @dataclass(frozen=True, slots=True)
 class Hello:
+    """A worker is there.
+
+    The first two fields are read by other versions of the protocol too, to name who speaks it: they
+    stay as they are.
+
+    Attributes:
+        versions: what it runs, as ``torch 2.13.0``.
+    """
+
     rank: int
     host: str
     pid: int
+    versions: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         _check(self.pid >= 0 and len(self.host) <= LONGEST_NAME, "a host or pid that cannot be")
+        _check_names(self.versions, "versions", MOST_VERSIONS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,6 +234,17 @@ class TiedWeights:
 
 
 @dataclass(frozen=True, slots=True)
+class Source:
+    """A file of the job's, by its name in the job file's folder, and a digest of what is in it."""
+
+    name: str
+    digest: str
+
+    def __post_init__(self) -> None:
+        _check_names((self.name, self.digest), "names of files")
+
+
+@dataclass(frozen=True, slots=True)
 class Described:
     """What the job file's model is.
 
@@ -231,6 +254,7 @@ class Described:
         skips: from the rank with stage 0, which reads the data.
         types: the classes of the user's that this worker can tell others of, by name.
         names: of the layers in the user's module, where they are not their indices.
+        sources: the job file and what it imports from its folder.
     """
 
     rank: int
@@ -240,9 +264,11 @@ class Described:
     weights: int = 0
     types: tuple[str, ...] = ()
     names: tuple[str, ...] = ()
+    sources: tuple[Source, ...] = ()
 
     def __post_init__(self) -> None:
         _check_names(self.types, "names of types")
+        _check(len(self.sources) <= MOST_TYPES, f"{len(self.sources)} files")
         count = len(self.layers)
         _check_names(self.names, "names of layers", count)
         right = len({*self.names}) in (0, count) and not any("." in name for name in self.names)

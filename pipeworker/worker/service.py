@@ -2,17 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from pipeworker.host import streams
-from pipeworker.wire.messages import Abort, Advance, Failed, Finish
+from pipeworker.wire.messages import Abort, Advance, Failed, Failure, Finish
 from pipeworker.worker.control import Control, Leave, leave_process
 from pipeworker.worker.worker import Settings, Worker
 
 
-def run(settings: Settings, leave: Leave = leave_process) -> int:
+def _nobody(failure: Failure) -> None:
+    """Who else is told of a failure, where there is nobody."""
+
+
+def run(
+    settings: Settings,
+    leave: Leave = leave_process,
+    tell: Callable[[Failure], None] = _nobody,
+) -> int:
     """Be one worker from Hello to the end; returns the exit status.
 
     Args:
         leave: as :class:`Control` takes it.
+        tell: is told of a failure of this worker's before the coordinator is.
     """
     control = Control(
         endpoint=settings.endpoint,
@@ -31,7 +42,9 @@ def run(settings: Settings, leave: Leave = leave_process) -> int:
             if answer is not None:
                 control.send(answer)
     except BaseException as error:
-        control.send(Failed(settings.rank, worker.explain(error)))
+        failure = worker.explain(error)
+        tell(failure)
+        control.send(Failed(settings.rank, failure))
         # The coordinator knows the first cause; leaving before it says so would make neighbours
         # report a lost connection first. The control thread ends the process.
         while True:

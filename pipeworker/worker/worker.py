@@ -6,6 +6,7 @@ import dataclasses
 import gc
 import math
 import os
+import platform
 import socket
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -13,14 +14,17 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from pathlib import Path
+from types import ModuleType
 from typing import Any, Protocol
 
 import torch
 
+from pipeworker import __version__
 from pipeworker.errors import PipeworkerError, ProtocolError, UsageError
 from pipeworker.exact import partials
 from pipeworker.host.position import Tracker
 from pipeworker.job import file as job_file
+from pipeworker.job import sources
 from pipeworker.job.file import Job
 from pipeworker.job.options import Options
 from pipeworker.plan.actions import Action, Edge, parse_actions
@@ -33,6 +37,7 @@ from pipeworker.record.manifest import Shard
 from pipeworker.record.memory import Memory
 from pipeworker.record.restore import position, restore
 from pipeworker.record.rundir import RunDir
+from pipeworker.wire import interfaces
 from pipeworker.wire.lines import never
 from pipeworker.wire.messages import (
     Abort,
@@ -58,6 +63,7 @@ from pipeworker.wire.messages import (
     Save,
     Saved,
     SkipRoute,
+    Source,
     StepDone,
     StoreOperation,
     StoreReply,
@@ -118,6 +124,7 @@ class Settings:
         to_log: send what is printed to the stage's log in the run directory.
         memories: by rank, for copies of a worker's state, of all workers of the host; none where
             they would not outlive it.
+        job_file: where it is on this host, if the job does not know.
         job: what a script gave; None for a job file.
         sample: with a job that has no data, an input of the model, if its layers stash and pop.
     """
@@ -130,6 +137,7 @@ class Settings:
     tracker: Tracker = field(default_factory=Tracker)
     to_log: bool = True
     memories: Mapping[int, Sequence[Memory]] = field(default_factory=dict)
+    job_file: str = ""
     job: Job | None = None
     sample: Any = None
 
@@ -195,7 +203,7 @@ class Worker:
         return self._keepers[0]
 
     def hello(self) -> Hello:
-        return Hello(self._rank, socket.gethostname(), os.getpid())
+        return Hello(self._rank, socket.gethostname(), os.getpid(), _versions())
 
     def handle(self, message: ToWorker) -> FromWorker | None:
         """Do what the coordinator says; returns what it is told in answer."""
@@ -236,6 +244,8 @@ class Worker:
         self.placement = Placement(welcome.held, welcome.replicas)
         self._line.name = self.placement.names(self._rank)
         self._line.patience = options.worker_timeout
+        if options.interface is not None:
+            interfaces.address_of(options.interface)  # before anything takes long
         torch.set_num_threads(options.threads)
         self._device = device_for(options.device, self._settings.local_rank)
         if self._settings.job is None:
@@ -243,7 +253,7 @@ class Worker:
             rng.seed_all(options.seed, rng.accelerator_generator(self._device))
             there = set(sys.modules)
             with users("the job file", early=True):
-                self._job = job_file.load(Path(options.job_file), options.arguments)
+                self._job = job_file.load(self._job_file, options.arguments)
             modules = partial(survey.new_modules, there)
         else:
             self._job = self._settings.job
@@ -265,7 +275,18 @@ class Worker:
         self._classes = classes_of(modules())  # those that model() imported among them
         names = model.names if model.names != tuple(map(str, range(len(model.names)))) else ()
         types = tuple(self._classes)
-        return Described(self._rank, model.classes, skips, ties, digest, types, names)
+        files = self._files(modules())
+        return Described(self._rank, model.classes, skips, ties, digest, types, names, files)
+
+    def _files(self, modules: Sequence[ModuleType]) -> tuple[Source, ...]:
+        """The job file and what it has imported; what a script is made of is its own."""
+        if self._settings.job is not None:
+            return ()
+        return tuple(Source(*pair) for pair in sources.digests(self._job_file, modules))
+
+    @property
+    def _job_file(self) -> Path:
+        return Path(self._settings.job_file or self._options.job_file)
 
     def _survey(self, model: Model) -> tuple[SkipRoute, ...]:
         """The skip connections of the model; only asked for when the job mentions pipeworker."""
@@ -443,8 +464,7 @@ class Worker:
             self._rank,
             placement,
             distributed.CoordinatorStore(self._line.ask),
-            self._settings.endpoint,
-            options.backend,
+            distributed.Network(self._settings.endpoint, options.backend, options.interface),
             Membership(self._settings.token, self._settings.generation),
         )
         reads = 0 in self.stages and not options.own_loop and self._reads
@@ -636,6 +656,12 @@ class Worker:
     def _elsewhere(self) -> set[int]:
         """The ids of parameters whose optimizer state another stage writes."""
         return set().union(*(ties.elsewhere for ties in self._ties.values()))
+
+
+def _versions() -> tuple[str, ...]:
+    """Of what must be the same on all hosts."""
+    python = ".".join(platform.python_version_tuple()[:2])
+    return (f"pipeworker {__version__}", f"torch {torch.__version__}", f"Python {python}")
 
 
 def _nowhere(*_: Any) -> None:

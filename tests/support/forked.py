@@ -29,7 +29,7 @@ MODULES = (
 _TESTS = Path(__file__).parents[1]
 _PATIENCE = 120.0
 """Seconds that the server may take to import what it imports."""
-_CLONE_NEWNET = 0x40000000
+_CLONE_NEWNET, _CLONE_NEWUTS = 0x40000000, 0x04000000
 _entered: list[tuple[str, int]] = []
 """The namespace of the network that this process has entered, and a descriptor of the server's."""
 
@@ -178,9 +178,16 @@ def _connect(address: bytes) -> socket.socket:
 
 
 def enter(namespace: str) -> None:
-    """Make this thread, and what it starts, part of a namespace of the network (``ip netns``)."""
+    """Make this thread, and what it starts, part of a namespace of the network (``ip netns``).
+
+    As on a host of its own, that is its name.
+    """
     _entered[:] = [(namespace, os.open("/proc/self/ns/net", os.O_RDONLY | os.O_CLOEXEC))]
     _enter(namespace)
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.unshare(_CLONE_NEWUTS) != 0:
+        raise OSError(ctypes.get_errno(), "unshare")
+    socket.sethostname(namespace)
 
 
 def _enter(namespace: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import shutil
@@ -41,10 +42,13 @@ class Host:
         (link,) = json.loads(ip("-n", self.name, "-s", "-json", "link", "show", "dev", cable))
         return int(link["stats64"]["tx"]["bytes"])
 
-    def refuse(self, to: Host, ports: str) -> None:
-        """As a firewall does: nothing from here reaches these ports of the other, ``1000-2000``."""
-        rule = ("rule", "add", "to", to.address, "ipproto", "tcp", "dport", ports, "prohibit")
-        ip("-n", self.name, *rule)
+    def reaches_only(self, to: Host, *open_ports: int) -> None:
+        """As a firewall does: nothing from here reaches other ports of another host."""
+        bounds = [1023, *sorted(open_ports), 65535]
+        for number, (before, after) in enumerate(itertools.pairwise(bounds)):
+            rule = ("rule", "add", "priority", str(100 + number), "to", to.address)
+            ports = ("ipproto", "tcp", "dport", f"{before + 1}-{after - 1}")
+            ip("-n", self.name, *rule, *ports, "prohibit")
 
 
 @contextmanager

@@ -78,12 +78,12 @@ def servers(folder: Path) -> Iterator[Sshd]:
         "UserKnownHostsFile": "/dev/null",
         "LogLevel": "ERROR",
     }
-    words = " ".join(f"-o {name}={value}" for name, value in general.items())
+    said = " ".join(f"-o {name}={value}" for name, value in general.items())
     client, config = folder / "bin" / "ssh", folder / "config"
     client.parent.mkdir()
     config.touch()
     real = shutil.which("ssh")
-    client.write_text(f'#!/bin/sh\nexec {real} -F {config} {words} "$@"\n')
+    client.write_text(f'#!/bin/sh\nexec {real} -F {config} {said} "$@"\n')
     client.chmod(0o755)
     Path("/run/sshd").mkdir(exist_ok=True)  # where it gives up its rights
     with ExitStack() as closing:

@@ -21,7 +21,7 @@ from pipeworker.plan.actions import Edge, Payload
 from pipeworker.plan.placement import Placement
 from pipeworker.wire.messages import StoreOperation, StoreReply, StoreRequest
 from pipeworker.worker.transport import shared
-from pipeworker.worker.transport.distributed import Ask, CoordinatorStore, connect
+from pipeworker.worker.transport.distributed import Ask, CoordinatorStore, Network, connect
 from pipeworker.worker.transport.link import (
     Lane,
     Link,
@@ -98,7 +98,7 @@ def connect_all(
     apart = mock.patch.object(shared, "host_identity", side_effect=lambda: f"host {next(hosts)}")
     with ThreadPoolExecutor(stages) as pool, apart if backend == "tls" else nullcontext():
         made = [
-            pool.submit(connect, mine, k, placement, store, ENDPOINT, backend, members[k])
+            pool.submit(connect, mine, k, placement, store, Network(ENDPOINT, backend), members[k])
             for k, store in enumerate(stores)
             if (mine := [edge for edge in edges if k in (edge.source, edge.target)])
         ]

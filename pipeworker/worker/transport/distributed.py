@@ -7,12 +7,9 @@ have one. They meet through :class:`CoordinatorStore`, over the control plane.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import itertools
 import math
-import os
 import socket
-import struct
 import sys
 import time
 from collections.abc import Iterable, Sequence
@@ -27,6 +24,7 @@ from pipeworker.environment import timings
 from pipeworker.errors import PeerLost, UsageError
 from pipeworker.plan.actions import Edge
 from pipeworker.plan.placement import Placement
+from pipeworker.wire.interfaces import chosen, own_address
 from pipeworker.wire.messages import StoreOperation, StoreReply
 from pipeworker.worker.internals import PrefixStore, ProcessGroupGloo, Store, Work, gloo_options
 from pipeworker.worker.transport import shared, tls
@@ -45,8 +43,6 @@ from pipeworker.worker.transport.proof import (
 # silent and who computes; no clock here can tell a long computation from a hang.
 _FOREVER = timedelta(days=30)
 _BROKEN = 3  # connections that fail before a word is said, until the network is to blame
-_INTERFACE = "GLOO_SOCKET_IFNAME"
-_ADDRESS_OF_INTERFACE = 0x8915  # SIOCGIFADDR
 
 
 class Ask(Protocol):
@@ -148,13 +144,41 @@ class GroupLink(OneLane):
         self.group = None
 
 
+@dataclass(frozen=True, slots=True)
+class Network:
+    """How workers reach each other.
+
+    Attributes:
+        endpoint: the coordinator's address; the interface that reaches it carries the tensors,
+        interface: unless this one is to, or ``GLOO_SOCKET_IFNAME`` names another.
+        backend: ``auto`` for shared memory between workers of one host and gloo between hosts,
+            ``tls`` for TLS between hosts, ``gloo`` for gloo everywhere.
+    """
+
+    endpoint: str
+    backend: str = "auto"
+    interface: str | None = None
+
+    def own_address(self) -> str:
+        """This host's, on the interface that carries tensors.
+
+        Raises:
+            UsageError: the one that is named has none.
+        """
+        url = urlsplit(self.endpoint)
+        return own_address((url.hostname or "127.0.0.1", url.port or 1), self.interface)
+
+    def said(self) -> str:
+        """This host and its address, for who reads what went wrong."""
+        return f"{socket.gethostname()} ({self.own_address()})"
+
+
 def connect(
     edges: Iterable[Edge],
     rank: int,
     placement: Placement,
     store: CoordinatorStore,
-    endpoint: str,
-    backend: str,
+    network: Network,
     membership: Membership,
 ) -> dict[Edge, Link]:
     """Connect this worker's end of every edge; all workers go through the edges in one order.
@@ -163,22 +187,20 @@ def connect(
     the one where the edge begins.
 
     Args:
-        endpoint: the coordinator's address; the interface that reaches it carries the tensors,
-            unless ``GLOO_SOCKET_IFNAME`` names another.
-        backend: ``auto`` for shared memory between workers of one host and gloo between hosts,
-            ``tls`` for TLS between hosts, ``gloo`` for gloo everywhere. Tensors on an accelerator
-            are staged through the host.
+        network: how workers reach each other. Tensors on an accelerator are staged through the
+            host.
         membership: what both ends of an edge prove to each other.
 
     Raises:
         PeerLost: a neighbour cannot be reached, or does not come in time.
         UsageError: the backend is not available.
     """
+    backend = network.backend
     if backend not in ("auto", "gloo", "tls"):
         raise UsageError(f"--backend {backend} is not available yet: use gloo")
     deadline = time.monotonic() + timings().connect
     store.deadline = deadline
-    gloo = _Gloo(store, endpoint, deadline)
+    gloo = _Gloo(store, network, deadline)
     secure = Credentials.of(membership.token) if backend == "tls" else None
     identity = shared.host_identity()
     store.set(f"host/{rank}", identity)
@@ -193,25 +215,39 @@ def connect(
             secret = membership.key(edge, replica)
             key = f"replica-{replica}/{edge}"
             try:
-                if backend != "gloo" and store.get(f"host/{peer}") == identity.encode():
+                near = backend != "gloo" and store.get(f"host/{peer}") == identity.encode()
+                if not near:
+                    store.set(f"address/{rank}", network.said())
+                if near:
                     where = Place(store, f"shared/{key}", deadline)
                     links[edge] = shared.connect(edge, secret, where, sends=sends)
                 elif secure is not None:
                     where = Place(store, f"tls/{key}", deadline)
-                    host = _own_address(endpoint)
+                    host = network.own_address()
                     links[edge] = tls.connect(edge, secret, where, secure, host, sends=sends)
                 else:
                     links[edge] = gloo.connect(edge, secret, key, sends=sends)
             except (OSError, RuntimeError, Stranger) as error:
-                late = isinstance(error, TimeoutError)
+                late = isinstance(error, TimeoutError) and time.monotonic() >= deadline
                 why = f"it did not come within {timings().connect:g} s" if late else error
+                name = f"{placement.names(peer)} (rank {peer})"
+                if not late:
+                    name += _between(store, rank, peer)
                 raise PeerLost(
-                    f"the channel {edge} could not be connected to the worker of "
-                    f"{placement.names(peer)} (rank {peer}): {why}"
+                    f"the channel {edge} could not be connected to the worker of {name}: {why}"
                 ) from error
             unless_all.callback(links[edge].close)
         unless_all.pop_all()
     return links
+
+
+def _between(store: CoordinatorStore, rank: int, peer: int) -> str:
+    """The two hosts of a link and their addresses, as far as they have come to say them."""
+    keys = [f"address/{end}" for end in (peer, rank)]
+    if not store.check(keys):
+        return ""
+    theirs, mine = (store.get(key).decode() for key in keys)
+    return f" on {theirs}, from {mine}"
 
 
 @dataclass(slots=True)
@@ -223,7 +259,7 @@ class _Gloo:
     """
 
     store: CoordinatorStore
-    endpoint: str
+    network: Network
     deadline: float
     device: ProcessGroupGloo.Device | None = None
 
@@ -237,11 +273,14 @@ class _Gloo:
         rank = 0 if sends else 1
         for attempt in itertools.count(1):
             prefix = f"{key}/{attempt}"
+            self.store.set(f"{prefix}/here-{rank}", "")
+            self.store.get(f"{prefix}/here-{1 - rank}")  # what comes now is a matter of the network
+            until = time.monotonic() + timings().reach
             try:
-                group: Any = self._group(prefix, rank)
+                group: Any = self._group(prefix, rank, min(until, self.deadline))
                 wrong = _proof_over(group, proving(secret, sends=sends), rank)
             except RuntimeError as error:  # a stranger may have broken it, but not again and again
-                if attempt == _BROKEN:
+                if attempt == _BROKEN or time.monotonic() > until:
                     raise
                 group, wrong = None, str(error)
             # One end may know long before the other, which is silent until its time is over.
@@ -254,10 +293,10 @@ class _Gloo:
             self.device = None
         raise AssertionError("there is always another attempt")
 
-    def _group(self, prefix: str, rank: int) -> Any:
+    def _group(self, prefix: str, rank: int, deadline: float) -> Any:
         if self.device is None:
-            self.device = _device(self.endpoint)
-        left = timedelta(seconds=max(0.001, self.deadline - time.monotonic()))
+            self.device = _device(self.network)
+        left = timedelta(seconds=max(0.001, deadline - time.monotonic()))
         options = gloo_options(self.device, left)
         return ProcessGroupGloo(PrefixStore(prefix, self.store), rank, 2, options)
 
@@ -289,38 +328,8 @@ def _proof_over(group: Any, part: Proving, rank: int) -> str:
         return str(error)
 
 
-def _device(endpoint: str) -> ProcessGroupGloo.Device:
-    interface = os.environ.get(_INTERFACE)
-    if interface:
-        return ProcessGroupGloo.create_device(interface=interface)
-    return ProcessGroupGloo.create_device(hostname=_address_towards(endpoint))
-
-
-def _own_address(endpoint: str) -> str:
-    """Of the interface that carries tensors: gloo does not say which one it took.
-
-    Raises:
-        UsageError: the one that is named has none.
-    """
-    interface = os.environ.get(_INTERFACE)
-    if not interface:
-        return _address_towards(endpoint)
-    if sys.platform != "linux":
-        raise UsageError(f"{_INTERFACE} can be used with --backend tls on Linux only")
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            asked = struct.pack("256s", interface.encode()[:15])
-            answer = fcntl.ioctl(probe, _ADDRESS_OF_INTERFACE, asked)
-        except OSError as error:
-            raise UsageError(f"{_INTERFACE} is {interface!r}: {error.strerror}") from error
-    return socket.inet_ntoa(answer[20:24])
-
-
-def _address_towards(endpoint: str) -> str:
-    """This host's own address on the route to the coordinator (no packet is sent)."""
-    url = urlsplit(endpoint)
-    host, port = url.hostname or "127.0.0.1", url.port or 1
-    family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
-    with socket.socket(family, kind, protocol) as probe:
-        probe.connect(address)
-        return str(probe.getsockname()[0])
+def _device(network: Network) -> ProcessGroupGloo.Device:
+    name, _ = chosen(network.interface)
+    if name and sys.platform != "linux":
+        return ProcessGroupGloo.create_device(interface=name)
+    return ProcessGroupGloo.create_device(hostname=network.own_address())

@@ -357,11 +357,10 @@ def _wake(connection: socket.socket) -> None:
 def connect(
     edge: Edge, secret: bytes, where: Place, credentials: Credentials, host: str, *, sends: bool
 ) -> ReceivingLink | SendingLink:
-    """Connect this worker's end of an edge.
+    """Connect this worker's end of an edge; the target listens at `host`, its own address.
 
     Args:
         secret: what the two ends alone know.
-        host: this host's own address, at which the target listens.
 
     Raises:
         OSError: the other end cannot be reached.
@@ -370,7 +369,8 @@ def connect(
     if sends:
         theirs, _, port = where.store.get(where.key).decode().rpartition(" ")
         while True:
-            connection = socket.create_connection((theirs, int(port)), timeout=where.left())
+            limit = min(where.left(), timings().reach)
+            connection = socket.create_connection((theirs, int(port)), timeout=limit)
             part = proof.proving(secret, sends=True)
             steps = credentials.steps(_set_up(connection), part, connects=True)
             try:

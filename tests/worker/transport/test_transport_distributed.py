@@ -22,7 +22,7 @@ from pipeworker.plan.schedule import between
 from pipeworker.plan.schedule import edges as edges_of
 from pipeworker.worker.transport.channel import Receiver, Sender
 from pipeworker.worker.transport.courier import Courier
-from pipeworker.worker.transport.distributed import connect
+from pipeworker.worker.transport.distributed import Network, connect
 from pipeworker.worker.transport.link import Link
 from support.jobs import Jobs
 from support.transport import BACK, ENDPOINT, FORTH, MEMBERSHIP, Meeting, connect_all
@@ -126,7 +126,7 @@ def test_stages_of_one_worker_and_replicas_are_connected_by_where_they_are() -> 
     stores = [meeting.store() for _ in range(4)]
     with ThreadPoolExecutor(4) as pool:
         made = [
-            pool.submit(connect, edges, rank, placement, store, ENDPOINT, "auto", MEMBERSHIP)
+            pool.submit(connect, edges, rank, placement, store, Network(ENDPOINT), MEMBERSHIP)
             for rank, store in enumerate(stores)
         ]
         links = [future.result(20) for future in made]
@@ -179,7 +179,7 @@ def test_a_stage_is_connected_to_its_like_in_other_replicas(backend: str) -> Non
 
 def test_a_backend_that_is_not_there_is_named() -> None:
     with pytest.raises(UsageError, match="--backend nccl is not available yet: use gloo"):
-        connect([FORTH], 0, TWO, Meeting().store(), ENDPOINT, "nccl", MEMBERSHIP)
+        connect([FORTH], 0, TWO, Meeting().store(), Network(ENDPOINT, "nccl"), MEMBERSHIP)
 
 
 def test_the_interface_may_be_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -203,7 +203,7 @@ NEIGHBOUR = """
     from pipeworker.plan.actions import Edge, Payload
     from pipeworker.plan.placement import Placement
     from pipeworker.worker.transport import shared
-    from pipeworker.worker.transport.distributed import CoordinatorStore, connect
+    from pipeworker.worker.transport.distributed import CoordinatorStore, Network, connect
     from pipeworker.worker.transport.proof import Membership
 
     address, endpoint, backend, token = sys.argv[1:]
@@ -218,7 +218,8 @@ NEIGHBOUR = """
 
         placement = Placement.identity(2)
         store, member = CoordinatorStore(ask), Membership(token, 1)
-        links = connect([forth, back], 1, placement, store, endpoint, backend, member)
+        network = Network(endpoint, backend)
+        links = connect([forth, back], 1, placement, store, network, member)
         tensor = torch.empty(4)
         links[forth].bulk.receive([tensor], 0)[0].wait()
         links[back].bulk.send(tensor * 2, 0).wait()
@@ -251,7 +252,8 @@ def neighbour(
         words = (address, ENDPOINT, request.param, MEMBERSHIP.token)
         process = jobs.python(str(script), *words)
         store = meeting.store()
-        links = connect([FORTH, BACK], 0, TWO, store, ENDPOINT, request.param, MEMBERSHIP)
+        network = Network(ENDPOINT, request.param)
+        links = connect([FORTH, BACK], 0, TWO, store, network, MEMBERSHIP)
         got = torch.empty(4)
         sending = links[FORTH].bulk.send(torch.ones(4), 0)
         links[BACK].bulk.receive([got], 0)[0].wait()

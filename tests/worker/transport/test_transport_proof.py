@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import select
 import socket
 import ssl
@@ -157,7 +158,8 @@ OTHERS = [Membership("another secret of these tests", 1), Membership(MEMBERSHIP.
 
 def join(rank: int, meeting: Meeting, backend: str, member: Membership = MEMBERSHIP) -> Link:
     two, store = Placement.identity(2), meeting.store()
-    return distributed.connect([FORTH], rank, two, store, ENDPOINT, backend, member)[FORTH]
+    network = distributed.Network(ENDPOINT, backend)
+    return distributed.connect([FORTH], rank, two, store, network, member)[FORTH]
 
 
 @pytest.mark.parametrize("backends", [["auto", "gloo"], ["tls"]], ids=["near", "far"])
@@ -178,7 +180,7 @@ def test_workers_of_another_job_or_generation_are_not_connected(
             for rank, member in enumerate((MEMBERSHIP, other))
         ]
     for rank, future in made:
-        words = f"the worker of stage {1 - rank} .rank {1 - rank}.: "
+        words = f"the worker of stage {1 - rank} .rank {1 - rank}.( on .*, from .*)?: "
         with pytest.raises(PeerLost, match=f"the channel 0>1/activation .* {words}"):
             future.result(0)
     assert capfd.readouterr().err.count(TURNED_AWAY) >= 2 * len(backends)
@@ -222,10 +224,10 @@ def test_a_stranger_in_a_stages_place_is_turned_away(
     real, lock = distributed._device, threading.Lock()
     made: list[Any] = []
 
-    def device(endpoint: str) -> Any:
+    def device(network: distributed.Network) -> Any:
         with lock:
             before = listening()
-            made.append(real(endpoint))
+            made.append(real(network))
             (port,) = listening() - before
             if len(made) <= 2:
                 strangers.strike(port)
@@ -248,7 +250,7 @@ def test_a_network_that_fails_is_not_taken_for_a_stranger(
 ) -> None:
     tried: list[str] = []
 
-    def group(self: object, prefix: str, rank: int) -> Any:
+    def group(self: object, prefix: str, rank: int, deadline: float) -> Any:
         tried.append(prefix)
         raise RuntimeError("no route to host")
 
@@ -510,9 +512,15 @@ def test_the_key_is_in_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         assert not list(tmp_path.iterdir())
 
 
-def test_the_interface_of_tls_may_be_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_interface_may_be_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the option for all hosts, else by the environment of this one, else it is the route's."""
+    elsewhere = "tcp://192.0.2.1:1"
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
-    assert distributed._own_address("tcp://192.0.2.1:1") == "127.0.0.1"
+    assert distributed.Network(elsewhere).own_address() == "127.0.0.1"
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "no-such-one")
-    with pytest.raises(UsageError, match="GLOO_SOCKET_IFNAME is 'no-such-one': No such device"):
-        distributed._own_address(ENDPOINT)
+    assert distributed.Network(elsewhere, interface="lo").own_address() == "127.0.0.1"
+    words = f"GLOO_SOCKET_IFNAME no-such-one: that is none on {socket.gethostname()}, which has lo"
+    with pytest.raises(UsageError, match=re.escape(words)):
+        distributed.Network(ENDPOINT).own_address()
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME")
+    assert distributed.Network(ENDPOINT).own_address() == "127.0.0.1"

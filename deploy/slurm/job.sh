@@ -1,0 +1,33 @@
+#!/bin/bash
+#SBATCH --job-name=train
+#SBATCH --nodes=2
+#SBATCH --ntasks-per-node=1
+#SBATCH --cpus-per-task=4
+#SBATCH --chdir=/work
+#SBATCH --output=/work/runs/train.log
+#SBATCH --open-mode=append
+#SBATCH --requeue
+#SBATCH --signal=B:USR1@120
+#SBATCH --partition=gpu
+#SBATCH --gpus-per-node=4
+#SBATCH --time=24:00:00
+
+# A notice (USR1 before the end of its time, TERM to the agents at a preemption) stops the run with
+# a checkpoint, and it goes on from there when the job is started again. INT stops it for good.
+python -m pipeworker launch --stages 8 --steps 10000 --checkpoint-every 30m --run-dir /work/runs/train --go-on /work/train.py -- --width 4096 &
+run=$!
+again=yes
+trap 'kill -TERM $run' USR1
+trap 'again=no; kill -TERM $run' INT
+trap : TERM
+wait $run
+status=$?
+while kill -0 $run 2> /dev/null; do
+    wait $run
+    status=$?
+done
+state=$(squeue --noheader --job $SLURM_JOB_ID --format %T)
+if [ $status -eq 130 ] && [ $again = yes ] && [ "$state" = RUNNING ]; then
+    scontrol requeue $SLURM_JOB_ID
+fi
+exit $status

@@ -1,0 +1,108 @@
+"""``torchrun … -m pipeworker job.py``, on one node or several."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from support.hosts import Host
+from support.interpreter import COLD_RANKS
+from support.jobs import Jobs, Process, Run, until
+from support.sources import JOB
+
+TORCHRUN = ("-m", "torch.distributed.run")
+TOKEN = "PIPEWORKER_TOKEN"
+
+
+@dataclass
+class Started:
+    process: Process
+    path: Path
+
+    def end(self, seconds: float = 60) -> Run:
+        stdout, stderr = self.process.communicate(timeout=seconds)
+        assert self.process.returncode is not None
+        return Run(self.process.returncode, stdout, stderr, self.path)
+
+    def training(self, rows: int = 3) -> dict[str, Any]:
+        """Wait until a job has done some steps; its plan."""
+        metrics = self.path / "metrics.jsonl"
+        until(lambda: metrics.exists() and metrics.read_text().count("\n") >= rows, 40)
+        plan: dict[str, Any] = json.loads((self.path / "plan.json").read_text())
+        return plan
+
+
+class Torchrun(ExitStack):
+    """Starts agents of torchrun."""
+
+    def __init__(self, jobs: Jobs, monkeypatch: pytest.MonkeyPatch) -> None:
+        super().__init__()
+        self._jobs = jobs
+        monkeypatch.setenv("OMP_NUM_THREADS", "1")  # torchrun says so at length where it is not set
+        monkeypatch.delenv(TOKEN, raising=False)
+
+    def __call__(
+        self,
+        *words: str,
+        ranks: int = 2,
+        source: str = JOB,
+        options: Sequence[str] = ("--standalone",),
+        host: Host | None = None,
+        run_dir: str = "run-torchrun",
+        cold: bool = False,
+        job: str = "job.py",
+        env: Mapping[str, str] | None = None,
+    ) -> Started:
+        """Start ``torchrun OPTIONS -m pipeworker job.py WORDS``.
+
+        With `cold`, ranks are interpreters of their own, and torchrun's children.
+        """
+        job_file = self._jobs.write(source, job)
+        path = self._jobs.folder / run_dir
+        line = [*TORCHRUN, *options, "--nproc-per-node", str(ranks), "-m", "pipeworker"]
+        line += [str(job_file), "--run-dir", str(path), *words]
+        env = {**os.environ, **({COLD_RANKS: "1"} if cold else {}), **(env or {})}
+        namespace = host.name if host else ""
+        return Started(self._jobs.python(*line, env=env, namespace=namespace), path)
+
+    def nodes(
+        self,
+        *words: str,
+        hosts: Sequence[Host] = (),
+        envs: Sequence[Mapping[str, str]] = ({}, {}),
+        **options: Any,
+    ) -> list[Started]:
+        """Two nodes of a job, with a static rendezvous at the first one's address."""
+        address = hosts[0].address if hosts else "127.0.0.1"
+        ports = ("--nnodes", "2", "--master-addr", address, "--master-port", self.port(bool(hosts)))
+        return [
+            self(
+                *words,
+                options=(*ports, "--node-rank", str(index)),
+                host=hosts[index] if hosts else None,
+                env=envs[index],
+                **options,
+            )
+            for index in range(2)
+        ]
+
+    def port(self, alone: bool = False) -> str:
+        """A free port: held, so that nobody is given it, yet who asks for it by number gets it.
+
+        Args:
+            alone: it is for a network of its own.
+        """
+        if alone:
+            return "29500"
+        holder = self.enter_context(socket.socket())
+        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        holder.bind(("127.0.0.1", 0))
+        return str(holder.getsockname()[1])

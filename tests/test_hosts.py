@@ -1,0 +1,182 @@
+"""Two hosts on one machine: cables pulled out, interfaces, firewalls, and what differs."""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+
+import pytest
+
+from pipeworker.errors import AGAIN
+from support.compare import assert_same
+from support.hosts import CABLES, Host, ip
+from support.interpreter import PRELOAD
+from support.jobs import Jobs, Process, Run, until
+from support.pretend import VARIABLE as PRETEND
+from support.sources import CALM, JOB
+from support.torchrun import TOKEN, Torchrun
+
+pytestmark = pytest.mark.root
+WORDS = ("--microbatches", "4", "--steps", "3")
+PORT = "29500"
+
+Start = Callable[..., list[Process]]
+
+
+@pytest.fixture
+def ranks(jobs: Jobs, monkeypatch: pytest.MonkeyPatch) -> Start:
+    """Start one rank on each host, as torchrun does, without its agents."""
+    monkeypatch.setenv(TOKEN, uuid.uuid4().hex)
+
+    def start(
+        hosts: Sequence[Host],
+        *words: str,
+        sources: Sequence[str] = (JOB, JOB),
+        pretend: str = "",
+    ) -> list[Process]:
+        started = []
+        for rank, host in enumerate(hosts):
+            job_file = jobs.write(sources[rank], f"host-{rank}/job.py")
+            place = {"MASTER_ADDR": hosts[0].address, "MASTER_PORT": PORT, "WORLD_SIZE": "2"}
+            own = {"RANK": f"{rank}", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+            env = {**os.environ, **place, **own, "TORCHELASTIC_RUN_ID": "none"}
+            line = ["-m", "pipeworker", str(job_file), "--run-dir", str(jobs.folder / "run")]
+            also = other(pretend) if rank and pretend else {}
+            command = [*line, *WORDS, *words]
+            started.append(jobs.python(*command, env={**env, **also}, namespace=host.name))
+        return started
+
+    return start
+
+
+def other(how: str) -> Mapping[str, str]:
+    """The environment of a host that pretends to be another."""
+    return {PRELOAD: "support.pretend", PRETEND: how}
+
+
+def said(processes: Sequence[Process], jobs: Jobs, expected: str, rank: int = 0) -> list[Run]:
+    """All end soon, by one message."""
+    began, runs = time.monotonic(), []
+    for process in processes:
+        stdout, stderr = process.communicate(timeout=40)
+        assert process.returncode is not None
+        runs.append(Run(process.returncode, stdout, stderr, jobs.folder / "run"))
+        assert process.returncode in (1, 2, AGAIN), stderr
+    assert time.monotonic() - began < 30
+    assert re.search(f"^error: {expected}", runs[rank].stderr, re.MULTILINE), runs[rank].stderr
+    return runs
+
+
+def test_a_cut_clocks_apart_and_a_named_interface_change_no_bit(
+    jobs: Jobs, torchrun: Torchrun, hosts: tuple[Host, Host], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(TOKEN, uuid.uuid4().hex)
+    words = ("--microbatches", "4", "--steps", "120", "--interface", "second")
+    source = CALM + (
+        "    import os\n    from pathlib import Path\n\n"
+        "    Path(f'clock-{os.environ.get(\"RANK\")}').write_text(str(time.time()))\n"
+    )
+    envs: tuple[Mapping[str, str], ...] = ({}, other("clock=3600"))
+    both = torchrun.nodes(*words, hosts=hosts, ranks=1, source=source, envs=envs)
+    both[0].training()
+    first, second = (float((jobs.folder / f"clock-{rank}").read_text()) for rank in (0, 1))
+    assert 3500 < second - first < 3700
+    hosts[0].cut("second")
+    metrics = both[0].path / "metrics.jsonl"
+    time.sleep(0.5)  # what was under way has come to its end
+    before = metrics.read_bytes()
+    time.sleep(2)
+    assert metrics.read_bytes() == before  # nothing passes
+    hosts[0].plug("second")
+    head, tail = (started.end(90) for started in both)
+    assert head.status == tail.status == 0, head.stderr + tail.stderr
+    assert f"bound to tcp://{CABLES['second'][0]}:" in head.log("coordinator")
+    assert hosts[0].sent("second") > 10 * hosts[0].sent("cable")
+    assert_same(head, jobs.train("--stages", "2", *words[:4], source=source))
+
+
+def test_an_interface_that_one_host_lacks(
+    jobs: Jobs, ranks: Start, hosts: tuple[Host, Host]
+) -> None:
+    ip("-n", hosts[1].name, "link", "set", "second", "name", "third")
+    ip("-n", hosts[1].name, "link", "set", "third", "up")
+    started = ranks(hosts, "--interface", "second")
+    there = r"lo \(127.0.0.1\), .*cable \(10.77.0.2\).*"
+    said(started, jobs, f"--interface second: that is none on {hosts[1].name}, which has {there}")
+
+
+def test_no_host_has_the_interface(jobs: Jobs, ranks: Start, hosts: tuple[Host, Host]) -> None:
+    started = ranks(hosts, "--interface", "eth7")
+    said(started, jobs, f"--interface eth7: that is none on {hosts[0].name}, which has lo ")
+
+
+def test_an_interface_that_leads_nowhere(
+    jobs: Jobs, ranks: Start, hosts: tuple[Host, Host]
+) -> None:
+    started = ranks(hosts, "--interface", "lo")
+    said(started, jobs, "--interface lo: other hosts of this job cannot reach 127.0.0.1")
+
+
+def test_a_firewall_before_the_coordinator(
+    jobs: Jobs, ranks: Start, hosts: tuple[Host, Host]
+) -> None:
+    hosts[1].reaches_only(hosts[0], int(PORT))
+    expected = f"rank 1 on {hosts[1].name} cannot reach the coordinator at tcp://10.77.0.1:"
+    for rank, run in enumerate(said(ranks(hosts), jobs, expected)):
+        assert run.status == AGAIN
+        assert rank or run.summary["error"].startswith(expected)
+
+
+WAITS = """
+    import time
+    from pathlib import Path
+
+    Path("loads").touch()
+    while not Path("go").exists():
+        time.sleep(0.01)
+"""
+"""At the end of a job file: its host has reached the coordinator, and no stage is connected yet."""
+
+
+def test_a_firewall_between_two_stages(
+    jobs: Jobs,
+    ranks: Start,
+    hosts: tuple[Host, Host],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Over gloo it is the same, after the half minute that gloo tries."""
+    monkeypatch.setenv("PIPEWORKER_TIMINGS", "reach=6")
+    started = ranks(hosts, "--backend", "tls", sources=(JOB + WAITS, JOB + WAITS))
+    until((jobs.folder / "loads").exists)
+    log = (jobs.folder / "run/logs/coordinator.log").read_text()
+    bound = re.search(r"bound to tcp://10.77.0.1:(\d+)", log)
+    assert bound
+    hosts[1].reaches_only(hosts[0], int(PORT), int(bound[1]))
+    (jobs.folder / "go").touch()
+    first, second = (rf"{host.name} \({host.address}\)" for host in hosts)
+    ends = f"({first}, from {second}|{second}, from {first})"
+    edge = r"the channel .* could not be connected to the worker of stage \d \(rank \d\) on "
+    said(started, jobs, edge + ends)
+
+
+def test_another_torch(jobs: Jobs, ranks: Start, hosts: tuple[Host, Host]) -> None:
+    started = ranks(hosts, pretend="torch=2.12.1")
+    expected = f"rank 1 on {hosts[1].name} runs torch 2.12.1, and others torch 2.13"
+    runs = said(started, jobs, expected)
+    assert runs[0].status == 2
+
+
+def test_another_protocol(jobs: Jobs, ranks: Start, hosts: tuple[Host, Host]) -> None:
+    started = ranks(hosts, pretend="protocol=1")
+    expected = f"rank 1 on {hosts[1].name} speaks version 1, this is version "
+    said(started, jobs, expected)
+
+
+def test_another_job_file(jobs: Jobs, ranks: Start, hosts: tuple[Host, Host]) -> None:
+    """Which gives the same layers."""
+    started = ranks(hosts, sources=(JOB, JOB.replace("lr=0.1", "lr=0.2")))
+    hosts_said = f"rank 1 on {hosts[1].name} has another one than rank 0 on {hosts[0].name}"
+    said(started, jobs, f"job.py is not the same on all hosts: {hosts_said}")
