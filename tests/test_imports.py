@@ -36,7 +36,7 @@ FLOORS = [
     *("pipeworker.worker", "pipeworker.worker.internals", "pipeworker.worker.device"),
     *("pipeworker.worker.blame", "pipeworker.worker.control", "pipeworker.worker.transport"),
     *("pipeworker.worker.stage", "pipeworker.worker.update", "pipeworker.worker.step"),
-    *("pipeworker.worker.model", "pipeworker.worker.keeper"),
+    *("pipeworker.worker.model", "pipeworker.worker.keeper", "pipeworker.worker.heirs"),
     *("pipeworker.worker.worker", "pipeworker.worker.service"),
     *("pipeworker.host.forkserver", "pipeworker.session", "launcher", "cli"),
     "pipeworker.__main__",

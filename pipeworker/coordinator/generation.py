@@ -168,7 +168,10 @@ class Generation:
 
     def host_lost(self, report: HostLost) -> list[Effect]:
         """A host is gone, and with it what its memory held."""
-        self.snapshots.forget()
+        ranks, placement = report.ranks, self.placement
+        if self.options.read_data == "once" and placement.rank_of(0) in ranks:
+            ranks = tuple(range(placement.ranks))  # nobody else knows where the data was
+        self.snapshots.forget(ranks, placement.ranks)
         names = [self.placement.names(rank) for rank in report.ranks if rank < self.placement.ranks]
         rank = report.ranks[0] if report.ranks else -1
         failure = Failure(Cause.LOST, report.text, rank=rank, stage=", ".join(names))

@@ -74,6 +74,7 @@ from pipeworker.wire.messages import (
     Wait,
     Welcome,
 )
+from pipeworker.worker import heirs
 from pipeworker.worker.blame import Raised, failure_of, users
 from pipeworker.worker.device import device_for, peak_memory, redirect_output
 from pipeworker.worker.internals import loads_itself
@@ -160,6 +161,7 @@ class Worker:
         self._ties: dict[int, Ties] = {}
         self._ties_of: dict[str, str] = {}  # each further name of a tied weight, and the first
         self._restored: Restore | None = None
+        self._inherits = False
         self.saved = -1
         """The step of the last checkpoint."""
         self._classes: dict[str, type] = {}
@@ -397,20 +399,46 @@ class Worker:
         """Begin with the state that a checkpoint, or workers before this one, left behind."""
         self._tracker.set(Phase.RESTORING)
         shards = Checkpoint(Path(told.path)).shards() if told.path else self._remembered(told)
+        self._inherits = not shards
+        if self._inherits:  # from another replica, once it is connected
+            return
         self.restore(shards)
         if 0 in self.stages and self._reads and not self._options.own_loop:
             self._reader.restore(position(shards))
 
     def _remembered(self, told: Restore) -> list[Shard]:
-        """What the workers of a replica left in memory: of the first that is whole here."""
+        """What the workers of a replica left in memory: of the first that is whole here.
+
+        Raises:
+            PipeworkerError: none is, and there is no other replica that has the whole state.
+        """
         held, ranks = self._settings.memories, told.ranks
         found = [range(r, r + ranks) for r in range(0, max(held, default=0) + 1, ranks)]
         whole = [some for some in found if all(rank in held for rank in some)]
-        for some in whole[:-1]:
+        for some in whole:
             with suppress(PipeworkerError):
                 return checkpoint.remembered((held[rank][told.slot] for rank in some), told.step)
-        last = whole[-1] if whole else range(ranks)
-        return checkpoint.remembered((held[rank][told.slot] for rank in last), told.step)
+        if self.placement.replicas > 1 and not self._shards:
+            return []
+        text = f"the copy of step {told.step} in memory is gone: go on from disk, by --resume"
+        raise PipeworkerError(text)
+
+    def _inherit(self, told: Restore) -> None:
+        """Take the state of a living replica, or give it."""
+
+        def files(stage: int) -> heirs.Files:
+            place = None if stage else self.position()
+            part = self._part(self.stages[stage], self._updaters[stage])
+            return heirs.files_of(part, told.step, place)
+
+        mine = None if self._inherits else files
+        given = heirs.exchange(self._executor.others.reductions, mine)
+        for index, found in given.items():
+            with heirs.shard_of(found) as shard:
+                part = self._part(self.stages[index], self._updaters[index])
+                restore([shard], [part], {}, users, loads_itself)
+                if not index and self._reads and not self._options.own_loop:
+                    self._reader.restore(position([shard]))
 
     def restore(self, shards: Sequence[Shard]) -> None:
         """Put back what workers wrote, whatever stages they held.
@@ -454,6 +482,9 @@ class Worker:
         )
         self._executors.append(executor)
         self._evaluation_pass = parse_actions(plan.evaluation)
+        told = self._restored
+        if told is not None and not told.path and placement.replicas > 1 and not self._shards:
+            self._inherit(told)
         if not options.own_loop:
             executor.load_first()
             checkpoint.check((), (), self.position())

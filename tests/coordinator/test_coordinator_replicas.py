@@ -11,7 +11,7 @@ import pytest
 from pipeworker.coordinator.effects import Commit, Planned, Status
 from pipeworker.coordinator.report import balance, planned_json, planned_line
 from pipeworker.coordinator.states import State
-from pipeworker.wire.lines import Again, Snapshot
+from pipeworker.wire.lines import Again, HostLost, Snapshot
 from pipeworker.wire.messages import (
     Advance,
     Batch,
@@ -241,6 +241,33 @@ def test_a_lost_worker_of_any_replica_is_recovered_from() -> None:
     (_, welcome) = job.sent(3, Welcome)
     assert welcome.restore is not None
     assert (welcome.restore.step, welcome.restore.ranks, welcome.replicas) == (1, 2, 2)
+
+
+@pytest.mark.parametrize(
+    ("gone", "options", "stays"),
+    [
+        ([(2, 3)], {}, True),
+        ([(0, 1)], {}, True),
+        ([(3,)], {}, True),
+        ([(1, 2)], {}, False),
+        ([(2, 3), (0, 1)], {}, False),  # what was given to the first is in no snapshot yet
+        ([(2, 3)], {"shard_optimizer": True}, False),
+        ([(2, 3)], {"read_data": "once"}, True),
+        ([(0, 1)], {"read_data": "once"}, False),
+    ],
+)
+def test_a_lost_host_takes_the_snapshot_with_it_unless_a_replica_is_whole_elsewhere(
+    gone: list[tuple[int, ...]], options: dict[str, Any], *, stays: bool
+) -> None:
+    job = replaced(2, **TWO, **options).running()
+    job.step(1)
+    job.step(2)
+    for ranks in gone:
+        job.handle(HostLost(ranks, "host b is lost"))
+        job.again()
+    restore = job.sent(1, Welcome)[-1].restore
+    assert (restore is not None) is stays
+    assert restore is None or restore.step == 1
 
 
 def test_where_each_has_a_part_of_the_state_all_keep_theirs() -> None:

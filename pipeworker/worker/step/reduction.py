@@ -51,6 +51,7 @@ class Reduction:
         self._buffers = _Buffers(stage)
         self._gradients = Gradients((), self._replicas)
         self._whole = self._speaks = False
+        self._giver = -1
         self._there: list[list[bool]] = []
 
     def begin(self, signature: int, *, whole: bool) -> None:
@@ -169,6 +170,38 @@ class Reduction:
                 receiver.release(number)
         if self._whole:
             gradients.unpack([any(some) for some in zip(*self._there, strict=True)])
+
+    # Where a replica has lost its state: before the first step.
+
+    def tell(self, *, has: bool) -> list[int]:
+        """Whether this replica has the state; returns whom it gives it: it is the first that has.
+
+        Each takes it then from that one.
+        """
+        for sender in self._senders.values():
+            sender.begin(None)
+            sender.send(0, torch.tensor([has], dtype=torch.uint8))
+        everybody = {self._replica: has}
+        for origin, receiver in self._receivers.items():
+            receiver.begin(None, ())
+            everybody[origin] = bool(receiver.receive(0)[0])
+            receiver.release(0)
+        self._giver = min((r for r, others in everybody.items() if others), default=-1)
+        return [r for r in self._senders if not everybody[r] and self._giver == self._replica]
+
+    def give(self, heirs: Sequence[int], files: Sequence[torch.Tensor]) -> None:
+        """Give some replicas the files of the state."""
+        for replica in heirs:
+            self._senders[replica].send(1, list(files))
+
+    def inherit(self) -> list[torch.Tensor] | None:
+        """The files that this replica, which has none, is given; None where nobody has any."""
+        if self._giver < 0:
+            return None
+        receiver = self._receivers[self._giver]
+        files = [file.clone() for file in receiver.receive(1)]
+        receiver.release(1)
+        return files
 
     # Where each replica updates a part of the weights: behind an update, whatever comes next.
 
