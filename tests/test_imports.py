@@ -87,7 +87,7 @@ ROOMS_WITHIN = {
     ],
     "pipeworker.worker.transport": [
         *("link", "courier", "structure", "frame", "proof", "heap", "shared", "credentials"),
-        *("tls", "distributed", "pool", "channel"),
+        *("tls", "distributed", "memories", "pool", "channel"),
     ],
     "pipeworker.worker.stage": [
         *("microbatch", "rng", "recompute", "batchnorm", "losses", "skips", "split", "values"),

@@ -89,6 +89,7 @@ from pipeworker.worker.step.evaluation import Averages
 from pipeworker.worker.step.executor import Executor
 from pipeworker.worker.transport import distributed
 from pipeworker.worker.transport.courier import Courier
+from pipeworker.worker.transport.memories import Lender, borrow
 from pipeworker.worker.transport.proof import Membership
 from pipeworker.worker.transport.structure import Kinds
 from pipeworker.worker.update.ties import Ties
@@ -162,6 +163,8 @@ class Worker:
         self._ties_of: dict[str, str] = {}  # each further name of a tied weight, and the first
         self._restored: Restore | None = None
         self._inherits = False
+        self._lenders: list[Lender] = []  # one, until all have what they need of it
+        self._borrowed: list[Memory] = []
         self.saved = -1
         """The step of the last checkpoint."""
         self._classes: dict[str, type] = {}
@@ -311,6 +314,19 @@ class Worker:
         )
 
     @property
+    def _store(self) -> distributed.CoordinatorStore:
+        return distributed.CoordinatorStore(self._line.ask)
+
+    @property
+    def _network(self) -> distributed.Network:
+        options = self._options
+        return distributed.Network(self._settings.endpoint, options.backend, options.interface)
+
+    @property
+    def _membership(self) -> Membership:
+        return Membership(self._settings.token, self._settings.generation)
+
+    @property
     def _reads(self) -> bool:
         """Whether data is read by this replica."""
         return self._options.read_data == "every" or not self.replica
@@ -371,7 +387,7 @@ class Worker:
             for name in tie.names[1:]
         }
         if self._restored is not None:
-            self._go_on_from(self._restored)
+            self._go_on_from(self._restored, plan)
         checkpoint.check(self._parts(), self._elsewhere)
         self._connect(plan)
         batch = self._executor.next_batch
@@ -395,33 +411,75 @@ class Worker:
             print(f"warning: {text}", file=sys.stderr, flush=True)
         return left_out
 
-    def _go_on_from(self, told: Restore) -> None:
+    def _go_on_from(self, told: Restore, plan: Plan) -> None:
         """Begin with the state that a checkpoint, or workers before this one, left behind."""
         self._tracker.set(Phase.RESTORING)
-        shards = Checkpoint(Path(told.path)).shards() if told.path else self._remembered(told)
-        self._inherits = not shards
+        found = Checkpoint(Path(told.path)).shards() if told.path else self._remembered(told, plan)
+        self._inherits = not found
         if self._inherits:  # from another replica, once it is connected
             return
-        self.restore(shards)
+        self.restore(found)
         if 0 in self.stages and self._reads and not self._options.own_loop:
-            self._reader.restore(position(shards))
+            self._reader.restore(position(found))
+        while self._borrowed:
+            self._borrowed.pop().close()
 
-    def _remembered(self, told: Restore) -> list[Shard]:
-        """What the workers of a replica left in memory: of the first that is whole here.
+    def _remembered(self, told: Restore, plan: Plan) -> list[Shard]:
+        """What this worker needs of what the workers of a replica left in memory.
+
+        It is that of the first replica which is whole on this host; else other hosts have it, or
+        nothing is returned and another replica does.
 
         Raises:
-            PipeworkerError: none is, and there is no other replica that has the whole state.
+            PeerLost: nobody has it.
         """
-        held, ranks = self._settings.memories, told.ranks
-        found = [range(r, r + ranks) for r in range(0, max(held, default=0) + 1, ranks)]
-        whole = [some for some in found if all(rank in held for rank in some)]
-        for some in whole:
-            with suppress(PipeworkerError):
-                return checkpoint.remembered((held[rank][told.slot] for rank in some), told.step)
-        if self.placement.replicas > 1 and not self._shards:
+        held, slot = self._settings.memories, told.slot
+        needed = self._needed(told, plan)
+        alone = self.placement.replicas > 1 and not self._shards
+        if not alone and not self._settings.local_rank:
+            self._lend(told)
+        for first in range(0, max(held, default=0) + 1, told.ranks):
+            with suppress(PipeworkerError, KeyError):
+                return [self._kept(first + rank, told) for rank in needed]
+        if alone:
             return []
-        text = f"the copy of step {told.step} in memory is gone: go on from disk, by --resume"
-        raise PipeworkerError(text)
+        shards = []
+        for rank in needed:
+            with suppress(PipeworkerError, KeyError):
+                shards.append(self._kept(rank, told))
+                continue
+            self._borrowed.append(borrow(rank, slot, self._store, self._network, self._membership))
+            shards += checkpoint.remembered(self._borrowed[-1:], told.step)
+        return shards
+
+    def _kept(self, rank: int, told: Restore) -> Shard:
+        """What this host's memory has of a rank.
+
+        Raises:
+            KeyError: nothing.
+            PipeworkerError: not that step.
+        """
+        return checkpoint.remembered([self._settings.memories[rank][told.slot]], told.step)[0]
+
+    def _needed(self, told: Restore, plan: Plan) -> list[int]:
+        """The ranks of one replica whose copies have what this one needs."""
+        placement = self.placement
+        if told.ranks != placement.workers:
+            return list(range(told.ranks))
+        firsts = {tie.stages[0] for tie in plan.ties if {*tie.stages} & {*self.stages}}
+        return sorted({placement.worker_of(self._rank), *map(placement.rank_of, firsts)})
+
+    def _lend(self, told: Restore) -> None:
+        """Let other hosts, if there are any, have what this one's memory has."""
+        whole = []
+        for rank in self._settings.memories:
+            with suppress(PipeworkerError):
+                self._kept(rank, told)
+                whole.append(rank)
+        if {*range(told.ranks)} <= {*whole}:
+            return
+        where = self._store, self._network, self._membership
+        self._lenders.append(Lender(self._settings.memories, whole, *where))
 
     def _inherit(self, told: Restore) -> None:
         """Take the state of a living replica, or give it."""
@@ -463,9 +521,9 @@ class Worker:
             [Edge.parse(edge) for edge in plan.edges],
             self._rank,
             placement,
-            distributed.CoordinatorStore(self._line.ask),
-            distributed.Network(self._settings.endpoint, options.backend, options.interface),
-            Membership(self._settings.token, self._settings.generation),
+            self._store,
+            self._network,
+            self._membership,
         )
         reads = 0 in self.stages and not options.own_loop and self._reads
         executor = Executor(
@@ -501,6 +559,8 @@ class Worker:
         return Kinds(self._classes[name] for name in names)
 
     def _advance(self, message: Advance) -> FromWorker | None:
+        while self._lenders:  # all are built
+            self._lenders.pop().close()
         match message.update:
             case Update():
                 self._tracker.set(Phase.UPDATE, message.update.step)
@@ -622,6 +682,10 @@ class Worker:
 
     def close(self) -> None:
         """Let go of channels and threads, and of the memory that channels map."""
+        while self._lenders:
+            self._lenders.pop().close()
+        while self._borrowed:
+            self._borrowed.pop().close()
         while self._keepers:
             self._keepers.pop().close()
         while self._executors:

@@ -21,7 +21,7 @@ from support.forked import Server
 from support.hosts import Host as Namespace
 from support.hosts import two_hosts
 from support.jobs import Jobs, Process, Run, processes_of, until
-from support.sources import DROPOUT_JOB
+from support.sources import DIES, DROPOUT_JOB
 from support.sshd import Sshd, servers
 
 SPEC = JobSpec(
@@ -231,18 +231,27 @@ STATEFUL = """
 """
 
 
-def test_an_interrupt_saves_and_other_hosts_go_on(jobs: Jobs, client: Sshd, quiet: Run) -> None:
-    process, path = jobs.start(*WORDS[:-1], "1000000", "--hosts", "a:3", source=GOES_ON)
-    until(lambda: steps(path) >= 2)
-    process.send_signal(signal.SIGINT)
-    _, said = process.communicate(timeout=60)
-    assert process.returncode == 130, said
-    done = steps(path)
-    words = ("launch", "--resume", "--run-dir", str(path), "--stages", "2", "--hosts", "b:2")
-    more = jobs.pipeworker(*words, "--steps", str(max(done + 1, 8)), str(jobs.folder / "job.py"))
-    assert more.returncode == 0, more.stderr
-    run = Run(0, "", "", path)
-    assert [row["loss"] for row in run.metrics[:8]] == [row["loss"] for row in quiet.metrics]
+TIED = DIES.replace(
+    "return nn.Sequential(",
+    "first, second = nn.Linear(32, 32), nn.Linear(32, 32)\n"
+    "        second.weight = first.weight\n"
+    "        return nn.Sequential(",
+).replace("nn.Linear(32, 32), nn.Tanh(),", "first, nn.Tanh(), second,")
+"""A weight of the last stage is in the middle one's part of a snapshot."""
+
+
+@pytest.mark.parametrize("source", [DIES, TIED])
+def test_a_worker_that_is_lost_goes_on_from_the_memories_of_all_hosts(
+    jobs: Jobs, client: Sshd, source: str
+) -> None:
+    """Each host has its own part of the last snapshot, and nothing is on disk yet."""
+    words = ("--microbatches", "4", "--steps", "12", "--stages", "3")
+    once = jobs.train(*words, source=source)
+    run = jobs.train(*words, "--hosts", "a:2,b:1", "--", "kill", source=source)
+    assert (jobs.folder / "died").exists()
+    assert_same(run, once)
+    (line,) = [line for line in run.stderr.splitlines() if "went on" in line]
+    assert "went on after step 0" not in line
 
 
 @pytest.mark.parametrize(

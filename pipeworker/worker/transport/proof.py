@@ -77,8 +77,19 @@ class Membership:
         Raises:
             UsageError: the token is no secret.
         """
-        what = f"{self.generation}/{replica}/{edge}".encode()
-        return hmac.digest(secret_of(self.token, b"pipeworker-links"), what, "sha256")
+        return self._key(f"{self.generation}/{replica}/{edge}")
+
+    def memory_key(self) -> bytes:
+        """What the hosts of a job have in common with nobody else.
+
+        Raises:
+            UsageError: the token is no secret.
+        """
+        return self._key(f"{self.generation}/memory")
+
+    def _key(self, what: str) -> bytes:
+        secret = secret_of(self.token, b"pipeworker-links")
+        return hmac.digest(secret, what.encode(), "sha256")
 
 
 def proving(key: bytes, *, sends: bool) -> Proving:
@@ -107,9 +118,10 @@ def proving(key: bytes, *, sends: bool) -> Proving:
         yield proof(_TARGET), 0
 
 
-def turn_away(edge: Edge, why: object) -> None:
+def turn_away(channel: object, why: object) -> None:
     """Say in the worker's log who was not let in."""
-    line = f"the channel {edge}: somebody who is not the peer connected and was turned away: {why}"
+    who = "somebody who is not the peer connected and was turned away"
+    line = f"the channel {channel}: {who}: {why}"
     print(line, file=sys.stderr, flush=True)
 
 
@@ -178,7 +190,7 @@ def finish(steps: Steps, connection: socket.socket, deadline: float) -> socket.s
 
 def admit(
     listener: socket.socket,
-    edge: Edge,
+    channel: object,
     deadline: float,
     steps_of: Callable[[socket.socket], Steps],
 ) -> socket.socket:
@@ -189,6 +201,7 @@ def admit(
     if there are any.
 
     Args:
+        channel: how it is called in the log.
         deadline: when the peer is no longer waited for (monotonic).
 
     Raises:
@@ -204,7 +217,7 @@ def admit(
 
         def drop(descriptor: int, why: object) -> None:
             if why and ((count := next(turned_away)) <= _SHOWN or count % 1000 == 0):
-                turn_away(edge, why if count <= _SHOWN else f"{why} ({count} so far)")
+                turn_away(channel, why if count <= _SHOWN else f"{why} ({count} so far)")
             steps, _ = guests.pop(descriptor)
             spoke.discard(descriptor)
             selector.unregister(descriptor)
