@@ -18,8 +18,8 @@ from click.core import ParameterSource
 from launcher.choose import ELSEWHERE, Elsewhere
 from pipeworker import __version__
 from pipeworker.errors import PipeworkerError, UsageError
-from pipeworker.job.given import complete
-from pipeworker.job.options import BACKENDS, DEVICES, PRECISIONS, WHEN_BUSY
+from pipeworker.job.given import complete, stages_of
+from pipeworker.job.options import BACKENDS, DEVICES, PRECISIONS, READERS, WHEN_BUSY
 from pipeworker.plan.orders import ORDERS
 from pipeworker.plan.schedule import RECOMPUTE_MODES
 from pipeworker.timings import DEFAULT
@@ -76,7 +76,23 @@ def job_options(function: Callable[..., Any]) -> Callable[..., Any]:
         [
             click.argument("job_file", metavar="JOB_FILE"),
             click.argument("arguments", nargs=-1, type=click.UNPROCESSED),
-            click.option("--microbatches", type=int, help="Micro-batches a step. [default: 4 K]"),
+            click.option(
+                "--microbatches",
+                type=int,
+                help="Micro-batches a step, over all replicas. [default: 4 K R]",
+            ),
+            click.option(
+                "--replicas",
+                type=int,
+                default=1,
+                show_default=True,
+                help="Copies of the pipeline, each with a part of every mini-batch.",
+            ),
+            _choice("--read-data", READERS, "every"),
+            click.option(
+                "--shard-optimizer/--no-shard-optimizer",
+                help="Each replica updates a part of the weights, and keeps its state alone.",
+            ),
             click.option(
                 "--steps", type=int, help="Optimizer steps. [default: one pass of data()]"
             ),
@@ -187,7 +203,7 @@ def _said(chosen: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def asked(stages: int | None, chosen: dict[str, Any]) -> Asked:
+def asked(stages: int | None, chosen: dict[str, Any], ranks: int | None = None) -> Asked:
     """What the words of the command ask for, from what click made of them.
 
     Raises:
@@ -202,7 +218,7 @@ def asked(stages: int | None, chosen: dict[str, Any]) -> Asked:
     except OSError as error:
         raise UsageError(f"the current folder is gone: {error.strerror}") from None
     how = {name: chosen[name] for name in ("run_dir", "resume", "go_on", "allow")}
-    found = Asked(job_file, stages, said, **how)
+    found = Asked(job_file, stages, said, ranks=ranks, **how)
     found.check()
     return found
 
@@ -241,12 +257,12 @@ def launch(
 
     where = Elsewhere.of(on, nodes, hosts, hosts_file, settings, sync, dry_run)
     if stages is None and where.hosts:
-        stages = sum(host.workers for host in where.hosts)
+        stages = stages_of(sum(host.workers for host in where.hosts), chosen["replicas"])
     if where.here:
         if dry_run:
             raise UsageError("--dry-run is of --on and --hosts: here nobody else is asked")
         if stages is None and not (chosen["resume"] or chosen["go_on"]):
-            stages = local.accelerators()
+            stages = max(1, local.accelerators() // max(1, chosen["replicas"]))
         request = asked(stages, chosen)
         local.check_job_file(Path(request.job_file))
         with closing(request.begin()) as begun:
@@ -260,13 +276,16 @@ def _launch_elsewhere(stages: int | None, where: Elsewhere, chosen: dict[str, An
     from launcher.run import Launch
 
     if stages is None:
-        raise UsageError("say how many workers the job has on the hosts: --stages K")
+        option = "--on" if where.cluster else "an allocation"
+        raise UsageError(f"{option} needs --stages: how many workers the job has there")
     request = asked(stages, chosen)
     job_file = Path(request.job_file)
     local.check_job_file(job_file)
     words = choose.words(click.get_current_context())
-    of_job = job_file, stages, words, chosen["arguments"], str(request.run_dir or "")
-    spec = choose.spec_of(*of_job, where)
+    replicas = max(1, chosen["replicas"])  # what is less has been said to be wrong
+    workers = stages * replicas
+    of_job = job_file, workers, words, chosen["arguments"], str(request.run_dir or "")
+    spec = replace(choose.spec_of(*of_job, where), replicas=replicas)
     if where.cluster:
         complete(request.job_file, stages, request.said)  # a mistake is found before it is sent
         return choose.submit(spec, where.cluster, dry_run=where.dry_run)
@@ -277,7 +296,9 @@ def _launch_elsewhere(stages: int | None, where: Elsewhere, chosen: dict[str, An
     choose.agents_of(spec)  # a mistake is found before anything is made or sent
     ssh.send(ssh.render(spec, sync=where.sync))
     with closing(request.begin()) as begun:
-        spec = replace(spec, run_dir=str(begun.run_dir.path))
+        options = begun.options
+        workers = options.stages * options.replicas  # of a run that goes on, as it was
+        spec = replace(spec, run_dir=str(begun.run_dir.path), workers=workers)
         agents = choose.agents_of(spec)
         return Launch(begun.options, begun.run_dir, agents, begun.warnings).run()
 
@@ -328,13 +349,13 @@ def _give_time(error: click.ClickException) -> None:
 @click.command(cls=_Worker)
 @job_options
 def worker(**chosen: Any) -> None:
-    """Train the model of JOB_FILE as one rank of a torchrun job: a rank is a stage."""
+    """Train the model of JOB_FILE as one rank of a torchrun job: a rank is a stage of a replica."""
     from launcher import local, torchrun
     from pipeworker.session.place import Place
 
     local.check_job_file(Path(chosen["job_file"]))
     place = Place.from_environment()
-    request = asked(place.world, chosen)
+    request = asked(None, chosen, place.world)
     try:
         status = torchrun.run(place, request)
     except PipeworkerError as error:

@@ -24,7 +24,7 @@ INTERRUPTED = 130
 _OURS = frozenset(
     {
         *("on", "nodes", "settings", "dry_run", "stages", "run_dir", "hosts", "hosts_file"),
-        *("sync", "go_on", "resume"),
+        *("sync", "go_on"),
     }
 )
 """Options that are no rank's."""

@@ -21,7 +21,7 @@ def run(options: Options, run_dir: RunDir, warnings: Sequence[str] = ()) -> int:
     Args:
         warnings: to be shown first.
     """
-    ranks = placement(options.schedule, options.stages).ranks
+    ranks = placement(options.schedule, options.stages, options.replicas).ranks
     here = Carried(Host("", ranks))
     return Launch(options, run_dir, (here,), warnings).run()
 

@@ -75,7 +75,7 @@ class Launch:
         self._options = options
         self._warnings = warnings
         self._carried = carried
-        self._placement = placement(options.schedule, options.stages)
+        self._placement = placement(options.schedule, options.stages, options.replicas)
         self._run_dir = run_dir
         self._token = new_token()
         self._started = time.monotonic()
@@ -287,7 +287,8 @@ class Launch:
                     self._fork_more()
                 case Again():
                     self._causes.append(event.cause)
-                    self._placement = placement(self._options.schedule, event.stages)
+                    options = self._options
+                    self._placement = placement(options.schedule, event.stages, options.replicas)
                     self._begin_generation(event.generation)
                     self._fork_more()
                 case Verdict():

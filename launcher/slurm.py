@@ -90,7 +90,7 @@ def render(spec: JobSpec, python: str) -> Script:
         f"#SBATCH --{name}={shlex.quote(value)}" if value else f"#SBATCH --{name}"
         for name, value in directives.items()
     ]
-    words = spec.command(python, "-m", "pipeworker", "launch", "--stages", str(spec.workers))
+    words = spec.command(python, "-m", "pipeworker", "launch", "--stages", str(spec.stages))
     asked = shell(words[: 6 + len(spec.words)])
     rest = shell(words[6 + len(spec.words) :])
     line = f"{asked} --run-dir {shlex.quote(spec.run_dir)} --go-on {rest}"

@@ -54,6 +54,7 @@ class JobSpec:
         hosts: those that are known by name.
         environment: variables that processes on other hosts are given.
         settings: what a cluster is asked for besides (``--set NAME=VALUE``).
+        replicas: among which the workers are divided.
     """
 
     name: str
@@ -67,10 +68,16 @@ class JobSpec:
     hosts: tuple[Host, ...] = ()
     environment: Mapping[str, str] = field(default_factory=dict)
     settings: Mapping[str, str] = field(default_factory=dict)
+    replicas: int = 1
 
     def __post_init__(self) -> None:
         if not 1 <= self.nodes <= self.workers:
             raise UsageError(f"--nodes {self.nodes}: must be 1 to the {self.workers} workers")
+
+    @property
+    def stages(self) -> int:
+        """Of a replica."""
+        return self.workers // self.replicas
 
     @property
     def workers_per_node(self) -> int:

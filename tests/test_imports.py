@@ -36,7 +36,7 @@ FLOORS = [
     *("pipeworker.worker", "pipeworker.worker.internals", "pipeworker.worker.device"),
     *("pipeworker.worker.blame", "pipeworker.worker.control", "pipeworker.worker.transport"),
     *("pipeworker.worker.stage", "pipeworker.worker.update", "pipeworker.worker.step"),
-    *("pipeworker.worker.model", "pipeworker.worker.keeper"),
+    *("pipeworker.worker.model", "pipeworker.worker.keeper", "pipeworker.worker.heirs"),
     *("pipeworker.worker.worker", "pipeworker.worker.service"),
     *("pipeworker.host.forkserver", "pipeworker.session", "launcher", "cli"),
     "pipeworker.__main__",
@@ -58,7 +58,7 @@ ROOMS_WITHIN = {
     ],
     "pipeworker.plan": [
         *("actions", "placement", "schedule", "connect", "orders", "columns", "network", "check"),
-        *("simulate",),
+        *("simulate", "shares"),
         *("partition", "skips", "ties"),
     ],
     "pipeworker.job": ["options", "given", "recorded", "sources", "file"],
@@ -93,17 +93,18 @@ ROOMS_WITHIN = {
         *("microbatch", "rng", "recompute", "batchnorm", "losses", "skips", "split", "values"),
         *("boundary", "stage"),
     ],
-    "pipeworker.worker.update": ["ties", "condense", "update"],
+    "pipeworker.worker.update": ["ties", "condense", "replicas", "update"],
     "pipeworker.worker.step": [
-        *("generators", "epoch", "data", "evaluation", "flow", "stream", "executor"),
+        *("generators", "epoch", "data", "deal", "evaluation", "flow", "stream", "tied"),
+        *("reduction", "others", "executor"),
     ],
     "pipeworker.worker.model": ["structures", "survey", "model"],
     "pipeworker.session": [
         *("ask", "place", "processes", "show", "begin", "head", "meet", "session", "pipeline"),
     ],
     "launcher": [
-        *("spec", "children", "run", "local", "ssh", "errorfile", "torchrun", "node"),
-        *("pod", "kubernetes", "kubectl", "choose"),
+        *("spec", "children", "run", "local", "ssh", "slurm", "sbatch", "errorfile", "torchrun"),
+        *("node", "pod", "kubernetes", "kubectl", "choose"),
     ],
 }
 """Within a room it is so too."""

@@ -35,6 +35,27 @@ def test_one_host_gives_the_numbers_of_the_local_run(jobs: Jobs, torchrun: Torch
     assert run.summary["status"] == "done"
 
 
+def test_the_world_is_stages_times_replicas(jobs: Jobs, torchrun: Torchrun) -> None:
+    run = torchrun(*LOCAL, "--replicas", "2", ranks=4, source=DROPOUT_JOB).end()
+    assert run.status == 0, run.stderr
+    assert [(s["replica"], s["stage"]) for s in run.plan["stages"]] == [
+        (0, 0),
+        (0, 1),
+        (1, 0),
+        (1, 1),
+    ]
+    local = jobs.train("--stages", "2", "--replicas", "2", *LOCAL, source=DROPOUT_JOB)
+    assert_same(run, local)
+    again = torchrun("--resume", "--steps", "5", ranks=2, source=DROPOUT_JOB).end()
+    assert again.status == 0, again.stderr
+    assert (again.summary["stages"], again.summary["steps"]) == (1, 5)
+    wrong = torchrun(
+        *LOCAL, "--replicas", "2", ranks=3, source=DROPOUT_JOB, run_dir="run-wrong"
+    ).end()
+    (said,) = re.findall("^error: .*", wrong.stderr, re.MULTILINE)
+    assert "--replicas 2: there are 3 processes" in said
+
+
 def test_mistakes_are_said_once(jobs: Jobs, torchrun: Torchrun) -> None:
     (jobs.folder / "taken").mkdir()
     for words, expected, run_dir in (

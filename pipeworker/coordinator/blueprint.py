@@ -1,7 +1,7 @@
 """What is decided once, before the first step: who owns what, and by which schedule it runs. Pure.
 
 The schedule of a mini-batch depends on its number of micro-batches alone; each is built and checked
-once, when the first mini-batch of that number is announced.
+once, when the first mini-batch of that number is announced. Each replica runs that of its own part.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from pipeworker.plan.actions import Edge, format_actions
 from pipeworker.plan.check import Kept, check
 from pipeworker.plan.connect import forward_only
 from pipeworker.plan.placement import Placement
-from pipeworker.plan.schedule import Schedule, edges
+from pipeworker.plan.schedule import Schedule, between, edges
+from pipeworker.plan.shares import block
 from pipeworker.plan.simulate import simulate
 from pipeworker.plan.skips import Skip
 from pipeworker.plan.ties import Tie
@@ -93,7 +94,7 @@ class Blueprint:
             tuple(sorted(set.intersection(*({*d.types} for d in described)))),
             surveyed.names or tuple(map(str, range(len(surveyed.layers)))),
         )
-        found._edges = edges(found.schedule(options.microbatches)[0])
+        found._edges = edges(found.of_replica(options.microbatches, 0)[0])
         return found
 
     @staticmethod
@@ -106,8 +107,17 @@ class Blueprint:
         chosen = options.balance or partition.even(layers, placement.stages)
         return partition.check_balance(chosen, layers, placement.stages)
 
+    def of_replica(self, microbatches: int, replica: int) -> tuple[Schedule, Kept]:
+        """What a replica runs of a mini-batch of so many micro-batches; the first has the most."""
+        return self.schedule(len(block(microbatches, self.placement.replicas, replica)))
+
+    def prepare(self, microbatches: int) -> None:
+        """Make the schedules for a mini-batch of so many micro-batches."""
+        for replica in range(self.placement.replicas):
+            self.of_replica(microbatches, replica)
+
     def schedule(self, microbatches: int) -> tuple[Schedule, Kept]:
-        """The checked schedule for a mini-batch of so many micro-batches."""
+        """The checked schedule for a replica with so many micro-batches."""
         if microbatches not in self._schedules:
             options = self.options
             built = orders.arrange(
@@ -119,14 +129,15 @@ class Blueprint:
                 ties.pairs(self.ties),
             )
             self._schedules[microbatches] = built, check(built)
-            others = [count for count in self._schedules if count != options.microbatches]
+            most = len(block(options.microbatches, self.placement.replicas, 0))
+            others = [count for count in self._schedules if count != most]
             for count in others[:-_MOST_SCHEDULES]:
                 del self._schedules[count]
         return self._schedules[microbatches]
 
     def reasons(self) -> list[str]:
         """What was decided, for the log."""
-        built, _ = self.schedule(self.options.microbatches)
+        built, _ = self.of_replica(self.options.microbatches, 0)
         balance = tuple(stop - first for first, stop in self.ranges)
         return [
             f"balance {balance} of {self.ranges[-1][1]} layers; schedule {built.name} is proven",
@@ -137,10 +148,14 @@ class Blueprint:
     def plan(self, rank: int) -> Plan:
         """What the worker of this rank is told."""
         placement = self.placement
-        held = set(placement.stages_of(rank))
+        held, replica = set(placement.stages_of(rank)), placement.replica_of(rank)
+        mine = [edge for edge in self._edges if held & {edge.source, edge.target}]
+        for edge in between(placement, deals=self.options.read_data == "once"):
+            if edge.source in held and replica in (edge.origin, edge.goal):
+                mine.append(edge)
         return Plan(
             tuple(StageRange(stage, *self.ranges[stage]) for stage in sorted(held)),
-            tuple(str(edge) for edge in self._edges if held & {edge.source, edge.target}),
+            tuple(map(str, sorted(mine))),
             tuple(
                 SkipRoute(skip.source, skip.target, skip.name)
                 for skip in self.skips
@@ -165,10 +180,13 @@ class Blueprint:
 
     def planned(self, workers: Sequence[tuple[Hello, Ready]]) -> Planned:
         """The record of it, once every stage is built; `workers` by rank."""
-        stages: dict[int, StagePlan] = {}
+        stages: dict[tuple[int, int], StagePlan] = {}
         for hello, ready in workers:
             for built in ready.stages:
-                stages[built.stage] = StagePlan(
+                replica = self.placement.replica_of(hello.rank)
+                stages[replica, built.stage] = StagePlan(
+                    replica,
+                    built.stage,
                     self.ranges[built.stage],
                     built.layers,
                     built.parameters,
@@ -177,6 +195,6 @@ class Blueprint:
                     hello.host,
                     hello.pid,
                 )
-        schedule, kept = self.schedule(self.options.microbatches)
+        schedule, kept = self.of_replica(self.options.microbatches, 0)
         ordered = tuple(stages[stage] for stage in sorted(stages))
         return Planned(ordered, schedule, kept, simulate(schedule))

@@ -10,9 +10,14 @@ from pipeworker.wire.messages import Batch, Call, CallKind
 
 @dataclass(slots=True)
 class Calls:
-    """The calls of a round as they arrive, from every rank."""
+    """The calls of a round as they arrive, from every rank.
+
+    Args:
+        deals: what the first stage of replica 0 is given is for all replicas.
+    """
 
     placement: Placement
+    deals: bool = False
     _by_rank: dict[int, Call] = field(default_factory=dict)
 
     def add(self, call: Call) -> str:
@@ -32,6 +37,21 @@ class Calls:
             )
         if self.complete and call.kind is CallKind.STEP and self.batch is None:
             return "step() was given no mini-batch on the first stage"
+        if self.complete and call.kind is CallKind.STEP and not self.deals:
+            return self._unlike()
+        return ""
+
+    def _unlike(self) -> str:
+        """What the mini-batches of the replicas do not have in common, if anything."""
+        batches = [self._by_rank[rank].batch for rank in self.placement.ranks_of(0)]
+        for replica, batch in enumerate(batches):
+            if batch is None:
+                return f"step() was given no mini-batch on the first stage of replica {replica}"
+            if batches[0] and replace(batch, signature=batches[0].signature) != batches[0]:
+                return (
+                    f"step() was given another mini-batch on replica {replica} than on replica "
+                    "0: each is given the whole mini-batch, and takes its part of it"
+                )
         return ""
 
     @property

@@ -49,8 +49,10 @@ class Warn:
 
 @dataclass(frozen=True, slots=True)
 class StagePlan:
-    """A stage that is built, and where."""
+    """A stage of a replica that is built, and where."""
 
+    replica: int
+    stage: int
     layers: tuple[int, int]
     classes: tuple[str, ...]
     parameters: int
@@ -62,7 +64,13 @@ class StagePlan:
 
 @dataclass(frozen=True, slots=True)
 class Planned:
-    """All stages are built; the job starts."""
+    """All stages are built; the job starts.
+
+    Attributes:
+        stages: those of replica 0, then of replica 1, ...
+        schedule: of a replica with the most micro-batches; `kept`, `timing`: what it keeps and
+            takes.
+    """
 
     stages: tuple[StagePlan, ...]
     schedule: Schedule

@@ -31,7 +31,7 @@ from pipeworker.coordinator.effects import (
     Status,
     Warn,
 )
-from pipeworker.coordinator.loop import Due, Loop
+from pipeworker.coordinator.loop import Due, Loop, alike
 from pipeworker.coordinator.progress import Progress
 from pipeworker.coordinator.rendezvous import Rendezvous
 from pipeworker.coordinator.report import place
@@ -114,7 +114,7 @@ class Generation:
     _rendezvous: Rendezvous = field(default_factory=Rendezvous)
     _awaited: set[int] = field(default_factory=set)
     _step: int = 0
-    _sent_schedule: int = 0
+    _sent_schedule: int = -1
     _evaluation: Evaluation | None = None
     _cause: FirstCause = field(init=False)
     abort: Abort | None = None
@@ -168,7 +168,10 @@ class Generation:
 
     def host_lost(self, report: HostLost) -> list[Effect]:
         """A host is gone, and with it what its memory held."""
-        self.snapshots.forget()
+        ranks, placement = report.ranks, self.placement
+        if self.options.read_data == "once" and placement.rank_of(0) in ranks:
+            ranks = tuple(range(placement.ranks))  # nobody else knows where the data was
+        self.snapshots.forget(ranks, placement.ranks)
         names = [self.placement.names(rank) for rank in report.ranks if rank < self.placement.ranks]
         rank = report.ranks[0] if report.ranks else -1
         failure = Failure(Cause.LOST, report.text, rank=rank, stage=", ".join(names))
@@ -353,7 +356,7 @@ class Generation:
             return []
         assert self.blueprint
         workers = [(m.hello, m.ready) for m in self._members if m.ready]
-        self.loop.begin(workers[self.placement.rank_of(0)][1].batch)
+        self.loop.begin(alike(self.placement, [ready.batch for _, ready in workers], 1))
         effects: list[Effect] = [self.blueprint.planned(workers)]
         if left_out := sum(ready.left_out for _, ready in workers):
             text = f"--init-partial: {left_out} names of the model or of --init-from are left out"
@@ -367,7 +370,7 @@ class Generation:
         most = self.options.microbatches
         if message.rank != self.placement.rank_of(0) or message.microbatches > most:
             raise ProtocolError(f"a mini-batch of {message.microbatches} micro-batches, not {most}")
-        self.blueprint.schedule(message.microbatches)
+        self.blueprint.prepare(message.microbatches)
         return []
 
     def _on_step_done(self, member: Member, message: StepDone, now: float) -> list[Effect]:
@@ -379,7 +382,7 @@ class Generation:
         if not self._last_awaited(message.rank):
             return []
         done = [m.done for m in self._members if m.done]
-        self.snapshots.ran(done)
+        self.snapshots.ran(done, self._keepers)
         return self._go_on(self.loop.ran(done, now), now)
 
     def _on_evaluated(self, member: Member, message: EvaluationDone, now: float) -> list[Effect]:
@@ -432,9 +435,9 @@ class Generation:
         )
 
     def _check_batch(self, batch: Batch | None) -> None:
-        """Raise ProtocolError when it has more micro-batches than the job."""
+        """Raise ProtocolError when it has more micro-batches than the job, or none."""
         most = self.options.microbatches
-        if batch is not None and batch.microbatches > most:
+        if batch is not None and not 0 < batch.microbatches <= most:
             raise ProtocolError(f"a mini-batch of {batch.microbatches} micro-batches: not {most}")
 
     # Decisions.
@@ -482,12 +485,19 @@ class Generation:
         self._step = self.progress.steps
         self._write(slot, now)
         self._await(State.SAVING)
+        self._awaited = set(range(self._keepers))
         return self._tell(self._alike(Save(self._step, slot), due), due)
 
     def _write(self, slot: int, now: float) -> None:
         """A checkpoint of what is done is on its way."""
         self.progress.asked, self.progress.saved_at = False, now
-        self.snapshots.write(self.progress.mark, slot, self.placement.ranks)
+        self.snapshots.write(self.progress.mark, slot, self._keepers)
+
+    @property
+    def _keepers(self) -> int:
+        """The first so many ranks have the whole state: one replica, if not each a part of it."""
+        placement = self.placement
+        return placement.ranks if self.options.shard_optimizer else placement.workers
 
     @property
     def _waits_for_disk(self) -> bool:
@@ -528,8 +538,9 @@ class Generation:
             self._send(member.peer, advance)
             for member, advance in zip(self._members, told, strict=True)
         ]
-        first = sends.pop(self.placement.rank_of(0))
-        return [first, *due.effects, *sends]
+        firsts = self.placement.ranks_of(0)
+        others = [send for rank, send in enumerate(sends) if rank not in firsts]
+        return [*(sends[rank] for rank in firsts), *due.effects, *others]
 
     def _alike(self, following: Next, due: Due) -> list[Advance]:
         """The same for all: one object, which is encoded once."""
@@ -538,15 +549,19 @@ class Generation:
     def _runs(self, run: RunStep, due: Due, copy: Copy | None) -> list[Advance]:
         """By rank; with its actions where they are not those of the step before."""
         assert self.blueprint
-        built, _ = self.blueprint.schedule(run.batch.microbatches)
-        if self._sent_schedule == built.microbatches:
-            return [Advance(run, due.update, copy)] * self.placement.ranks
-        self._sent_schedule = built.microbatches
-        texts = [format_actions(actions) for actions in built.workers]
-        return [
-            Advance(replace(run, actions=texts[self.placement.worker_of(rank)]), due.update, copy)
-            for rank in self.roster.members
-        ]
+        placement, count = self.placement, run.batch.microbatches
+        if self._sent_schedule == count:
+            return [Advance(run, due.update, copy)] * placement.ranks
+        self._sent_schedule = count
+        texts: dict[int, list[str]] = {}
+        told = []
+        for rank in self.roster.members:
+            built, _ = self.blueprint.of_replica(count, placement.replica_of(rank))
+            if built.microbatches not in texts:
+                texts[built.microbatches] = [format_actions(actions) for actions in built.workers]
+            text = texts[built.microbatches][placement.worker_of(rank)]
+            told.append(Advance(replace(run, actions=text), due.update, copy))
+        return told
 
     @property
     def _members(self) -> list[Member]:

@@ -158,7 +158,8 @@ class Job:
     @property
     def placement(self) -> Placement:
         """Of the stages that there are now."""
-        return orders.placement(self._options.schedule, self._hands.now)
+        options = self._options
+        return orders.placement(options.schedule, self._hands.now, options.replicas)
 
     @property
     def peers(self) -> list[bytes]:
@@ -188,6 +189,7 @@ class Job:
             enough = "" if cannot_start else self._restarts.enough(end.failure, now)
             early = self.generation.state_before in (State.JOINING, State.BUILDING)
             room = event.room if isinstance(event, CannotStart) else -1
+            room = room // self._options.replicas if room > 0 else room  # for stages
             fewer = self._hands.lost(now, cannot_start=cannot_start, early=early, room=room)
             if fewer:
                 said = f"{said}; the job goes on with {self._hands.now} stages"

@@ -19,6 +19,7 @@ from pipeworker.coordinator.progress import Progress
 from pipeworker.coordinator.scaler import Scaler
 from pipeworker.coordinator.snapshots import Mark
 from pipeworker.coordinator.tally import Tally
+from pipeworker.errors import UsageError
 from pipeworker.job.options import Options
 from pipeworker.plan.placement import Placement
 from pipeworker.wire.messages import (
@@ -88,6 +89,29 @@ class Loop(Protocol):
         """What is next; None while nobody is told anything: calls are waited for."""
 
 
+def alike(placement: Placement, by_rank: Sequence[Batch | None], step: int) -> Batch | None:
+    """The mini-batch of `step` that the first stage of every replica has read.
+
+    Raises:
+        UsageError: they have not read the same.
+    """
+    first, *others = [by_rank[rank] for rank in placement.ranks_of(0)]
+    for replica, other in enumerate(others, 1):
+        if _content(first) != _content(other):
+            raise UsageError(
+                f"data() gave replica {replica} another mini-batch for step {step} than replica 0: "
+                "every replica reads all of it and takes its part, so it must be the same each "
+                "time it is read: let nothing in it depend on the process, the time or the order "
+                "in which processes come; or have replica 0 read it for all, by --read-data once"
+            )
+    return first
+
+
+def _content(batch: Batch | None) -> Batch | None:
+    """But for the number of its shapes, which each replica gives by itself."""
+    return None if batch is None else dataclasses.replace(batch, signature=0)
+
+
 @dataclass(slots=True)
 class _Steps:
     """The mini-batches of steps: begun, added up, completed."""
@@ -100,30 +124,33 @@ class _Steps:
     _stage_order: tuple[int, ...] = field(init=False)
 
     def __post_init__(self) -> None:
-        ranks = range(self.placement.ranks)
+        ranks = range(self.placement.workers)  # of the first replica
         self._stage_order = tuple(sorted(ranks, key=self.placement.stages_of))
 
-    def begin(self, batch: Batch, now: float) -> RunStep:
+    def begin(self, batch: Batch, now: float, *, whole: bool | None = None) -> RunStep:
         """The first mini-batch of the next step."""
         self.step += 1
         self.tally = Tally(now)
-        return self.run(batch)
+        return self.run(batch, whole=whole)
 
-    def run(self, batch: Batch) -> RunStep:
-        """One more mini-batch of the step."""
+    def run(self, batch: Batch, *, whole: bool | None = None) -> RunStep:
+        """One more mini-batch of the step; `whole`: the last, if that is known otherwise."""
         options, tally, scaler = self.options, self.tally, self.progress.scaler
+        complete = tally.batches + 1 == options.accumulate or not batch.microbatches
         return RunStep(
             step=self.step,
             batch=batch,
-            last=self.step == options.steps and tally.batches + 1 == options.accumulate,
+            last=(self.step == options.steps and complete) or not batch.microbatches,
             first=tally.microbatches,
             loss_scale=scaler.scale if scaler else 1.0,
+            whole=self.placement.replicas == 1 or (complete if whole is None else whole),
         )
 
     def add(self, done: Sequence[StepDone], batch: Batch) -> None:
         placement = self.placement
         stage_order = [done[rank] for rank in self._stage_order]
-        self.tally.add(stage_order, done[placement.rank_of(placement.stages - 1)], batch)
+        ends = [done[rank] for rank in placement.ranks_of(placement.stages - 1)]
+        self.tally.add(stage_order, ends, sum(d.busy for d in done) / len(done), batch)
 
     def complete(self, following: Batch | None, now: float) -> tuple[StepResult, Due]:
         """The gradients of the step are there: its row, and all that is due."""
@@ -158,6 +185,7 @@ class FileLoop:
         self._options = options
         self._steps = _Steps(options, placement, progress, progress.steps)
         self._batch: Batch | None = None
+        self._running: Batch | None = None
         self._half_done = False
         self._evaluate = False
 
@@ -170,11 +198,13 @@ class FileLoop:
         self._batch = batch
 
     def ran(self, done: Sequence[StepDone], now: float) -> Due:
-        assert self._batch
-        steps = self._steps
-        steps.add(done, self._batch)
-        self._batch = done[steps.placement.rank_of(0)].batch
-        self._half_done = bool(self._batch) and steps.tally.batches < self._options.accumulate
+        assert self._running
+        steps, ran = self._steps, self._running
+        steps.add(done, ran)
+        self._batch = alike(steps.placement, [d.batch for d in done], steps.step + 1)
+        # Where the data ends in the middle of a step, replicas have not added up what they have.
+        left = self._batch or (ran.microbatches and steps.placement.replicas > 1)
+        self._half_done = bool(left) and steps.tally.batches < self._options.accumulate
         if self._half_done:
             return Due()
         every = self._options.evaluate_every
@@ -200,10 +230,19 @@ class FileLoop:
             return Evaluate(self._steps.step)
         if self.finished:
             return Finish()
-        assert self._batch
-        return (
-            self._steps.run(self._batch) if self._half_done else self._steps.begin(self._batch, now)
-        )
+        batch = self._batch
+        if self._half_done:
+            self._running = batch or _no_more(self._running)
+            return self._steps.run(self._running)
+        assert batch
+        self._running = batch
+        return self._steps.begin(batch, now)
+
+
+def _no_more(last: Batch | None) -> Batch:
+    """What ends a step behind its last mini-batch."""
+    assert last
+    return Batch(last.signature, 0, 0, last.epoch)
 
 
 class CallLoop:
@@ -212,7 +251,7 @@ class CallLoop:
     def __init__(self, options: Options, placement: Placement, progress: Progress) -> None:
         self._steps = _Steps(options, placement, progress, progress.steps)
         self._progress = progress
-        self._calls = Calls(placement)
+        self._calls = Calls(placement, deals=options.read_data == "once")
         self._batch: Batch | None = None
         self._asked: CallKind | None = None
         self._half_done = False
@@ -266,9 +305,11 @@ class CallLoop:
             case CallKind.STEP:
                 batch = self._batch = self._calls.batch
                 assert batch
-                more = self._half_done
-                self._half_done = not self._calls.last
-                return self._steps.run(batch) if more else self._steps.begin(batch, now)
+                more, last = self._half_done, self._calls.last
+                self._half_done = not last
+                if more:
+                    return self._steps.run(batch, whole=last)
+                return self._steps.begin(batch, now, whole=last)
             case CallKind.CLOSE:
                 return Finish()
             case CallKind.EVALUATE | CallKind.PREDICT:

@@ -44,7 +44,8 @@ def describe(failure: Failure) -> str:
 
 def balance(planned: Planned) -> tuple[int, ...]:
     """Layers per stage."""
-    return tuple(stop - first for first, stop in (stage.layers for stage in planned.stages))
+    one = [stage.layers for stage in planned.stages if not stage.replica]
+    return tuple(stop - first for first, stop in one)
 
 
 def planned_json(planned: Planned, options: Options) -> dict[str, Any]:
@@ -55,21 +56,23 @@ def planned_json(planned: Planned, options: Options) -> dict[str, Any]:
         "schedule": planned.schedule.name,
         "recompute": options.recompute,
         "microbatches": options.microbatches,
+        "replicas": options.replicas,
         "bubble": planned.timing.bubble,
         "balance": list(balance(planned)),
         "stages": [
             {
-                "stage": index,
+                "replica": stage.replica,
+                "stage": stage.stage,
                 "layers": list(range(*stage.layers)),
                 "classes": list(stage.classes),
                 "parameters": stage.parameters,
                 "device": stage.device,
                 "host": stage.host,
                 "pid": stage.pid,
-                "live_activations": kept.activations[index],
-                "live_inputs": kept.inputs[index],
+                "live_activations": kept.activations[stage.stage],
+                "live_inputs": kept.inputs[stage.stage],
             }
-            for index, stage in enumerate(planned.stages)
+            for stage in planned.stages
         ],
         "actions": str(planned.schedule).splitlines(),
     }
@@ -78,7 +81,7 @@ def planned_json(planned: Planned, options: Options) -> dict[str, Any]:
 def planned_line(planned: Planned, options: Options) -> lines.Planned:
     """What the user is told of the plan."""
     name, bubble = planned.schedule.name, planned.timing.bubble
-    return lines.Planned(name, options.microbatches, balance(planned), bubble)
+    return lines.Planned(name, options.microbatches, balance(planned), bubble, options.replicas)
 
 
 def verdict(ended: Ended, seconds: float) -> lines.Verdict:

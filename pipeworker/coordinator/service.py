@@ -491,7 +491,7 @@ def check_room(options: Options) -> None:
     """
     descriptors, threads = sockets.SERVER
     try:
-        sockets.check_room(descriptors + options.stages, threads)
+        sockets.check_room(descriptors + options.stages * options.replicas, threads)
     except OSError as error:
         raise PipeworkerError(f"cannot start the coordinator: {error.strerror}") from None
 

@@ -69,6 +69,7 @@ class Snapshots:
     writing: dict[int, Writing] = field(default_factory=dict)
     _written: dict[int, Mark] = field(default_factory=dict)
     _copying: dict[int, Mark] = field(default_factory=dict)
+    _gone: set[int] = field(default_factory=set)  # the ranks that have lost the last one
     _costs: deque[float] = field(default_factory=lambda: deque(maxlen=_COSTS))
 
     @property
@@ -128,10 +129,13 @@ class Snapshots:
         """The state is copied into a slot from now on."""
         self._copying[slot] = mark
 
-    def ran(self, done: Collection[StepDone]) -> None:
+    def ran(self, done: Collection[StepDone], ranks: int | None = None) -> None:
         """All workers have run a mini-batch: a copy that is whole on all of them is a snapshot.
 
         It counts where all name the same: a worker that lacks memory for a copy makes none.
+
+        Args:
+            ranks: so many have the whole state together; None for all.
         """
         copied = {d.copied for d in done}
         slot = next((s for s, mark in self._copying.items() if copied == {mark.step}), None)
@@ -141,10 +145,11 @@ class Snapshots:
         self._copying = {s: later for s, later in self._copying.items() if later.step > mark.step}
         self._costs.append(max(d.copying for d in done) * max(1.0, len(done) / self.cores))
         if self.slots > 1:
-            self.last = mark, Restore(mark.step, slot=slot, ranks=len(done))
+            self.last = mark, Restore(mark.step, slot=slot, ranks=ranks or len(done))
+            self._gone.clear()
 
     def write(self, mark: Mark, slot: int, ranks: int) -> None:
-        """What is in a slot is written to disk by all workers."""
+        """What is in a slot is written to disk by the first so many workers."""
         self.writing[mark.step] = Writing(mark, slot, set(range(ranks)))
 
     def wrote(self, rank: int, step: int, files: tuple[File, ...], error: str) -> Writing | None:
@@ -174,10 +179,17 @@ class Snapshots:
             self.on_disk = mark, Restore(step, path)
         return mark is not None
 
-    def forget(self) -> None:
-        """The memory of a host is gone: no snapshot is whole, nor what is copied for one."""
-        self.last = None
+    def forget(self, ranks: Collection[int], total: int) -> None:
+        """The memory of these ranks is gone, of so many: what is copied is not whole.
+
+        Nor is the snapshot, unless others have all of it: another replica.
+        """
         self._copying.clear()
+        self._gone |= {*ranks}
+        size = self.last[1].ranks if self.last else total
+        starts = range(0, total, size or total)
+        if all(self._gone & {*range(start, start + size)} for start in starts):
+            self.last = None
 
     def lost(self) -> list[int]:
         """The workers are gone, and what they were doing; returns the steps being written."""

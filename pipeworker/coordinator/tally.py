@@ -59,19 +59,23 @@ class Tally:
     _squares: tuple[float, ...] = ()
     _rate: float = 0.0
 
-    def add(self, done: Sequence[StepDone], last: StepDone, batch: Batch) -> None:
+    def add(
+        self, done: Sequence[StepDone], ends: Sequence[StepDone], busy: float, batch: Batch
+    ) -> None:
         """Every stage has run a mini-batch.
 
         Args:
-            done: in the order of the stages.
-            last: of the worker with the last stage, which has the losses.
+            done: of one replica, in the order of the stages: gradients are those of all replicas.
+            ends: of the workers with the last stage, by replica, which have the losses.
+            busy: seconds of computing, the mean over all workers.
         """
-        losses, counts = last.losses, last.counts
+        losses = [loss for one in ends for loss in one.losses]
+        counts = [count for one in ends for count in one.counts]
         # Left to right, as the plain loop adds: sum() compensates since Python 3.12.
         self._losses += functools.reduce(operator.add, losses, 0.0)
-        self._counted = bool(counts)
+        self._counted = self._counted or bool(counts)
         self._counts += total(counts)
-        self._busy += sum(d.busy for d in done) / len(done)
+        self._busy += busy
         self._samples += batch.samples
         self._epoch = batch.epoch
         if not self.batches:
@@ -79,7 +83,7 @@ class Tally:
         self._squares = tuple(itertools.chain.from_iterable(d.squares for d in done))
         rates = (d.learning_rate for d in done if not math.isnan(d.learning_rate))
         self._rate = next(rates, 0.0)
-        self.batches += 1
+        self.batches += bool(batch.microbatches)
         self.microbatches += batch.microbatches
 
     def outcome(self, now: float, clip: float | None, scaler: Scaler | None) -> Outcome:

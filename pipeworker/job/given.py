@@ -36,11 +36,26 @@ def complete(job_file: str, stages: int, given: Mapping[str, Any]) -> Options:
     for name, value in chosen.items():
         if not _is(value, hints[name]):
             raise UsageError(f"--{name.replace('_', '-')} {value!r}: a {type(value).__name__}")
-    chosen.setdefault("microbatches", _MICROBATCHES_PER_STAGE * stages)
+    replicas = max(1, chosen.get("replicas", 1))  # what is less is said to be wrong below
+    chosen.setdefault("microbatches", _MICROBATCHES_PER_STAGE * stages * replicas)
     if "threads" not in chosen:
         threads = os.environ.get("OMP_NUM_THREADS", "1")
         chosen["threads"] = int(threads) if threads.isdigit() and int(threads) else 1
     return Options(job_file=job_file, stages=stages, **chosen)
+
+
+def stages_of(ranks: int, replicas: int) -> int:
+    """The stages of a job of so many processes.
+
+    Raises:
+        UsageError: they cannot be divided among the replicas.
+    """
+    if not 1 <= replicas <= ranks or ranks % replicas:
+        raise UsageError(
+            f"--replicas {replicas}: there are {ranks} processes, a stage of a replica in each, "
+            "which must be a multiple of it"
+        )
+    return ranks // replicas
 
 
 def _is(value: Any, kind: Any) -> bool:

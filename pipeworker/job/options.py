@@ -17,8 +17,10 @@ from pipeworker.plan.schedule import RECOMPUTE_MODES
 DEVICES = ("auto", "cpu", "cuda")
 BACKENDS = ("auto", "gloo", "nccl", "tls")
 WHEN_BUSY = ("skip", "wait")
+READERS = ("every", "once")
 PRECISIONS = ("fp32", "bf16", "fp16")
 MOST_STAGES = 1 << 16
+MOST_REPLICAS = 1 << 8  # each is connected to each other
 MOST_MICROBATCHES = 1 << 20  # that messages can speak of
 _UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0}
 _CHOICES: dict[str, Collection[str]] = {
@@ -28,6 +30,7 @@ _CHOICES: dict[str, Collection[str]] = {
     "device": DEVICES,
     "backend": BACKENDS,
     "checkpoint_busy": WHEN_BUSY,
+    "read_data": READERS,
 }
 
 
@@ -81,6 +84,9 @@ class Options:
         own_loop: mini-batches come one call at a time from a loop of the user's own.
         resume: absolute path of the checkpoint that the run goes on from; empty at its beginning.
         resume_step: the step which that one holds.
+        replicas: copies of the pipeline; micro-batches count over all of them.
+        shard_optimizer: each replica updates a part of the weights, and keeps its state alone.
+        read_data: by ``every`` replica, which keeps its part; or ``once``, by replica 0 for all.
     """
 
     job_file: str
@@ -115,17 +121,28 @@ class Options:
     own_loop: bool = False
     resume: str = ""
     resume_step: int = 0
+    replicas: int = 1
+    shard_optimizer: bool = False
+    read_data: str = "every"
 
     def __post_init__(self) -> None:
         for name, least in (
             *(("stages", 1), ("microbatches", 1), ("threads", 1)),
-            *(("accumulate", 1), ("seed", 0), ("keep", 1), ("restarts", 0)),
+            *(("accumulate", 1), ("seed", 0), ("keep", 1), ("restarts", 0), ("replicas", 1)),
         ):
             if getattr(self, name) < least:
                 raise UsageError(f"--{name} {getattr(self, name)}: must be {least} or more")
-        for name, most in (("stages", MOST_STAGES), ("microbatches", MOST_MICROBATCHES)):
+        for name, most in (
+            *(("stages", MOST_STAGES), ("microbatches", MOST_MICROBATCHES)),
+            ("replicas", MOST_REPLICAS),
+        ):
             if getattr(self, name) > most:
                 raise UsageError(f"--{name} {getattr(self, name)}: must be {most} or less")
+        if self.microbatches < self.replicas:
+            raise UsageError(
+                f"--microbatches {self.microbatches}: they count over all replicas, of which there "
+                f"are {self.replicas}, so there must be {self.replicas} or more"
+            )
         if self.seed >= 1 << 63:
             raise UsageError(f"--seed {self.seed}: must be less than 2**63")
         if self.steps is not None and self.steps < 1:

@@ -30,6 +30,12 @@ class Kind(str, Enum):
     """Stage 0 reads the next mini-batch, in the gap between fill and drain."""
     REDUCE_TIED = "TIE"
     """Add up the gradients of tied weights, at the end of a step (counts as micro-batch 0)."""
+    SCATTER = "SCATTER"
+    """Send each other replica its part of a stage's gradients (counts as micro-batch 0)."""
+    SUM = "SUM"
+    """Add up one's own part in the order of the replicas, and send it to all others (likewise)."""
+    GATHER = "GATHER"
+    """Take the other parts, added up by other replicas (likewise)."""
     SEND_ACTIVATION = ">A"
     RECEIVE_ACTIVATION = "<A"
     SEND_GRADIENT = ">G"
@@ -56,11 +62,17 @@ class Payload(str, Enum):
     SKIP = "skip"
     SKIP_GRADIENT = "skip-gradient"
     TIED = "tied"
+    SUM = "sum"
+    """From one replica to another: gradients, and what they add up to."""
+    DATA = "data"
+    """From the first stage of replica 0 to those of the others, where it reads for all."""
 
     def __str__(self) -> str:
         return self.value
 
 
+REPLICAS = (Kind.SCATTER, Kind.SUM, Kind.GATHER)
+"""How the gradients of a stage are added up over its replicas, in this order."""
 COMPUTE = frozenset(
     {
         Kind.FORWARD,
@@ -70,6 +82,8 @@ COMPUTE = frozenset(
         Kind.BACKWARD_WEIGHT,
     }
 )
+WEIGHTS = (Kind.BACKWARD, Kind.BACKWARD_WEIGHT)
+"""What accumulates the gradients of a stage's weights."""
 SENDS = {
     Kind.SEND_ACTIVATION: Payload.ACTIVATION,
     Kind.SEND_GRADIENT: Payload.GRADIENT,
@@ -109,20 +123,30 @@ class Action(NamedTuple):
 
 
 _EDGE = re.compile(
-    r"(\d{1,9})>(\d{1,9})/(" + "|".join(payload.value for payload in Payload) + ")", re.ASCII
+    r"(\d{1,9})>(\d{1,9})/(" + "|".join(payload.value for payload in Payload) + ")"
+    r"(?:@(\d{1,9})>(\d{1,9}))?",
+    re.ASCII,
 )
 
 
 @dataclass(frozen=True, slots=True, order=True)
 class Edge:
-    """A directed channel: `payload` goes from stage `source` to stage `target`."""
+    """A directed channel: `payload` goes from stage `source` to stage `target`.
+
+    Attributes:
+        origin, goal: where it leads from one replica to another, these; else -1, and every replica
+            has one.
+    """
 
     source: int
     target: int
     payload: Payload
+    origin: int = -1
+    goal: int = -1
 
     def __str__(self) -> str:
-        return f"{self.source}>{self.target}/{self.payload}"
+        between = f"@{self.origin}>{self.goal}" if self.origin >= 0 else ""
+        return f"{self.source}>{self.target}/{self.payload}{between}"
 
     @staticmethod
     def parse(text: str) -> Edge:
@@ -134,7 +158,13 @@ class Edge:
         match = _EDGE.fullmatch(text)
         if match is None:
             raise ScheduleError(f"{text!r} is not an edge: 0>1/activation is")
-        return Edge(int(match[1]), int(match[2]), Payload(match[3]))
+        between = (int(match[4]), int(match[5])) if match[4] is not None else ()
+        return Edge(int(match[1]), int(match[2]), Payload(match[3]), *between)
+
+    @staticmethod
+    def between(stage: int, origin: int, goal: int) -> Edge:
+        """From a stage of one replica to the same stage of another."""
+        return Edge(stage, stage, Payload.SUM, origin, goal)
 
     def other(self, stage: int) -> int:
         """The stage at the other end."""

@@ -19,10 +19,7 @@ from itertools import accumulate
 from operator import lt
 
 from pipeworker.errors import ScheduleError
-from pipeworker.plan.actions import (
-    Action,
-    Kind,
-)
+from pipeworker.plan.actions import REPLICAS, WEIGHTS, Action, Kind
 from pipeworker.plan.columns import NONE, Column, Columns, columns_of
 from pipeworker.plan.network import CHANNEL_CAPACITY, check_channels, check_progress
 from pipeworker.plan.schedule import Schedule
@@ -67,16 +64,41 @@ def check(schedule: Schedule, *, capacity: int = CHANNEL_CAPACITY) -> Kept:
             if stage not in schedule.placement.held[worker]:
                 action = actions[column.places[0]]
                 raise ScheduleError(f"worker {worker}: {action} is of a stage it does not hold")
+        _check_phases(worker, actions, columns)
     check_channels(workers)
     check_progress(schedule, workers, capacity)
     activations, inputs, deferred = zip(*kept, strict=True)
     return Kept(activations, inputs, deferred)
 
 
+_PHASES = {
+    Kind.SUM: 1,
+    Kind.GATHER: 2,
+    **dict.fromkeys((Kind.SEND_TIED, Kind.RECEIVE_TIED, Kind.REDUCE_TIED), 3),
+}
+"""What waits for other replicas, by what it waits for: of an earlier phase, and so on its way."""
+
+
+def _check_phases(worker: int, actions: Sequence[Action], columns: Columns) -> None:
+    """Nobody waits for another replica before all is done that it may wait for in turn.
+
+    Sends between replicas wait for nobody. So the stages of a replica come to the end of the first
+    phase by themselves, and to that of each next one when all replicas have come to the one before.
+    """
+    if not any(kind in REPLICAS for kind, _, _ in columns):
+        return
+    ended, last = 0, -1
+    for place, action in enumerate(actions):
+        phase = _PHASES.get(action.kind, 0)
+        if phase < ended:
+            raise ScheduleError(f"worker {worker}: {action} comes behind {actions[last]}")
+        ended, last = phase, place
+
+
 _BACKWARDS = (Kind.BACKWARD, Kind.BACKWARD_INPUT)
 """What gives the gradient of a stage's input."""
-_WEIGHTS = (Kind.BACKWARD, Kind.BACKWARD_WEIGHT)
-"""What accumulates the gradients of a stage's weights."""
+_ONCE = {Kind.LOAD, *REPLICAS, *_PHASES}
+"""What a step has one of, as if it were of micro-batch 0."""
 _End = tuple[Kind, int]
 """A kind, and the stage at the other end or -1."""
 
@@ -92,6 +114,7 @@ class _Stage:
         self._count = schedule.microbatches
         self._actions = schedule.workers[worker]
         self._last = schedule.placement.stages - 1
+        self._reduces = schedule.placement.replicas > 1 and not schedule.forward_only
         self._owners = schedule.placement.owners
         skips = schedule.skips
         self._sources = [a for a, b in skips if b == stage and self._away(a)]
@@ -101,9 +124,10 @@ class _Stage:
     def check(self) -> tuple[int, int, int]:
         """Raise what is wrong; returns what is kept: activations, inputs, deferred."""
         mine = {key: column for key, column in self._columns.items() if key[1] == self._stage}
-        for column in self._columns.values():  # of the stages beside it too, which it looks at
-            self._check_numbers(column)
+        for (kind, _, _), column in self._columns.items():  # and the stages beside it
+            self._check_numbers(column, max(self._count, kind in _ONCE))
         self._check_needs()
+        self._check_replicas()
         self._check_accumulation()
         self._check_complete()
         self._check_foreign(mine)
@@ -120,7 +144,7 @@ class _Stage:
     def _fail(self, what: str) -> ScheduleError:
         return ScheduleError(f"worker {self._worker}: {what}")
 
-    def _check_numbers(self, column: Column) -> None:
+    def _check_numbers(self, column: Column, count: int) -> None:
         actions, found = self._actions, column.microbatches
         if len(set(found)) < len(found):
             seen: set[int] = set()
@@ -128,10 +152,8 @@ class _Stage:
                 if m in seen:
                     raise self._fail(f"{actions[place]} appears twice")
                 seen.add(m)
-        if min(found) < 0 or max(found) >= self._count:
-            place = next(
-                p for m, p in zip(found, column.places, strict=True) if not 0 <= m < self._count
-            )
+        if min(found) < 0 or max(found) >= count:
+            place = next(p for m, p in zip(found, column.places, strict=True) if not 0 <= m < count)
             raise self._fail(f"{actions[place]} is not one of the micro-batches")
 
     def _check_needs(self) -> None:
@@ -198,7 +220,7 @@ class _Stage:
         """Each action of `column` comes after the one of `needed` for the same micro-batch."""
         if not column.places:
             return
-        there = needed.by_microbatch(self._count)
+        there = needed.by_microbatch(max(1, self._count))  # what there is one of is of 0
         if len(column.places) == self._count and all(
             map(lt, there, column.by_microbatch(self._count))
         ):
@@ -212,9 +234,9 @@ class _Stage:
         """Tied gradients leave after the last backward, and are added when all are in."""
         stage = self._stage
         for peer in self._tied:
-            done = max(self._either(_WEIGHTS, peer).places, default=-1)
+            done = max(self._either(WEIGHTS, peer).places, default=-1)
             for what, of in ((Kind.SEND_TIED, peer), (Kind.REDUCE_TIED, -1)):
-                mine = max(self._either(_WEIGHTS).places, default=-1)
+                mine = max(self._either(WEIGHTS).places, default=-1)
                 for place in self._column(what, of).places:
                     if place < max(mine, -1 if self._away(peer) else done):
                         raise self._fail(f"{self._actions[place]} comes before the last backward")
@@ -223,8 +245,19 @@ class _Stage:
                 reductions = self._column(Kind.REDUCE_TIED)
                 self._need(reductions, received, Kind.RECEIVE_TIED, stage, peer)
 
+    def _check_replicas(self) -> None:
+        """Gradients leave for other replicas when they are whole, and come back as sums."""
+        before = max(self._either(WEIGHTS).places, default=-1)
+        what = "the last backward"
+        for kind in REPLICAS:
+            for place in self._column(kind).places:
+                if place < before:
+                    raise self._fail(f"{self._actions[place]} comes before {what}")
+                before = place
+            what = f"its {Action(kind, self._stage, 0)}"
+
     def _check_accumulation(self) -> None:
-        order = self._either(_WEIGHTS)
+        order = self._either(WEIGHTS)
         ascending = sorted(order.microbatches)
         if order.microbatches != ascending:
             wrong = next(i for i, m in enumerate(order.microbatches) if m != ascending[i])
@@ -266,6 +299,8 @@ class _Stage:
                 found += [(Kind.SEND_TIED, peer), (Kind.RECEIVE_TIED, peer)]
         if self._tied:
             found.append((Kind.REDUCE_TIED, -1))
+        if self._reduces:
+            found += [(kind, -1) for kind in REPLICAS]
         return found
 
     def _check_complete(self) -> None:
@@ -301,7 +336,7 @@ class _Stage:
         expected, once = {*self._expected()}, {*self._ends()}
         compute = {Kind.FORWARD}
         if not self._schedule.forward_only:
-            compute |= {Kind.RECOMPUTE, *_BACKWARDS, *_WEIGHTS}
+            compute |= {Kind.RECOMPUTE, *_BACKWARDS, *WEIGHTS}
         for (kind, _, peer), column in mine.items():
             if (kind, peer) in once and column.microbatches != [0]:
                 place = next(
@@ -317,7 +352,7 @@ class _Stage:
 
     def _kept(self) -> tuple[int, int, int]:
         forwards, recomputes = self._column(Kind.FORWARD), self._column(Kind.RECOMPUTE)
-        done = self._either(_WEIGHTS).places
+        done = self._either(WEIGHTS).places
         again = set(recomputes.microbatches)
         first = [
             place

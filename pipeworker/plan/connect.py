@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from pipeworker.plan.actions import Action, Kind
+from pipeworker.plan.actions import SENDS, WEIGHTS, Action, Kind
 from pipeworker.plan.placement import Placement
 from pipeworker.plan.schedule import Pairs, Schedule
 
@@ -22,13 +22,20 @@ def connect(
     Recompute comes before the wait for the gradient, so that it fills the time until it arrives
     (early recompute, torchgpipe section 3.2.3). Between stages of one worker nothing is sent: it
     hands over in memory.
+
+    With several replicas a stage's gradients leave for the others as soon as its last backward is
+    done, while other stages still drain. What comes from other replicas is taken behind all that
+    the stages of this one need of each other, so nobody waits in a circle: first the parts, then
+    their sums. Tied weights are last, since it is whole gradients that are added there.
     """
     ends = [_Ends(placement, stage, skips) for stage in range(placement.stages)]
-    workers = tuple(
-        tuple(_around(order, ends) + _reduction(placement, worker, ties))
-        for worker, order in enumerate(orders)
-    )
-    return Schedule(name, microbatches, placement, workers, skips, ties)
+    workers = []
+    for worker, (order, held) in enumerate(zip(orders, placement.held, strict=True)):
+        actions = _around(order, ends, reads=0 in held)
+        if placement.replicas > 1:
+            actions = _over_replicas(actions, held)
+        workers.append((*actions, *_reduction(placement, worker, ties)))
+    return Schedule(name, microbatches, placement, tuple(workers), skips, ties)
 
 
 def forward_only(placement: Placement, skips: Pairs = ()) -> Schedule:
@@ -86,9 +93,8 @@ def _forward(action: Action, ends: _Ends) -> list[Action]:
     ]
 
 
-def _around(order: Sequence[Action], ends: Sequence[_Ends]) -> list[Action]:
+def _around(order: Sequence[Action], ends: Sequence[_Ends], *, reads: bool) -> list[Action]:
     found: list[Action] = []
-    reads = any(action.stage == 0 for action in order)
     for action in order:
         kind, stage, m = action.kind, action.stage, action.microbatch
         if kind is Kind.FORWARD:
@@ -107,6 +113,22 @@ def _around(order: Sequence[Action], ends: Sequence[_Ends]) -> list[Action]:
     if reads:
         found.append(Action(Kind.LOAD, 0, 0))
     return found
+
+
+def _over_replicas(actions: Sequence[Action], held: Sequence[int]) -> list[Action]:
+    """The same actions, and those that add up each stage's gradients over its replicas."""
+    last = {a.stage: place for place, a in enumerate(actions) if a.kind in WEIGHTS}
+    order = sorted(held, key=lambda stage: last.get(stage, -1))
+    behind: dict[int, list[Action]] = {}
+    for stage in order:
+        place = last.get(stage, len(actions) - 1)
+        while place + 1 < len(actions) and actions[place + 1].kind in SENDS:
+            place += 1  # what other stages wait for goes first
+        behind.setdefault(place, []).append(Action(Kind.SCATTER, stage, 0))
+    found = list(behind.get(-1, ()))  # a worker that has nothing else to do
+    for place, action in enumerate(actions):
+        found += (action, *behind.get(place, ()))
+    return [*found, *(Action(k, stage, 0) for k in (Kind.SUM, Kind.GATHER) for stage in order)]
 
 
 def _reduction(placement: Placement, worker: int, ties: Pairs) -> list[Action]:

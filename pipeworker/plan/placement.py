@@ -29,9 +29,13 @@ class Placement:
         object.__setattr__(self, "owners", tuple(owner[stage] for stage in range(len(owner))))
 
     @staticmethod
-    def identity(stages: int) -> Placement:
+    def identity(stages: int, replicas: int = 1) -> Placement:
         """One stage a worker."""
-        return Placement(tuple((stage,) for stage in range(stages)))
+        return Placement(tuple((stage,) for stage in range(stages)), replicas)
+
+    def copies(self, replicas: int) -> Placement:
+        """The same with so many replicas."""
+        return Placement(self.held, replicas)
 
     @staticmethod
     def looped(workers: int, rounds: int) -> Placement:
@@ -71,6 +75,10 @@ class Placement:
 
     def rank_of(self, stage: int, replica: int = 0) -> int:
         return replica * self.workers + self.owners[stage]
+
+    def ranks_of(self, stage: int) -> list[int]:
+        """Of a stage in each replica."""
+        return [self.rank_of(stage, replica) for replica in range(self.replicas)]
 
     def names(self, rank: int) -> str:
         """``stage 1``, ``stages 1, 3`` or ``stage 1 of replica 0``: how a rank is called."""

@@ -21,6 +21,7 @@ from pipeworker.plan.actions import (
     SENDS,
     Action,
     Edge,
+    Payload,
     channel,
     format_actions,
     parse_actions,
@@ -35,6 +36,8 @@ RECOMPUTE_MODES = ("auto", "always", "except_first", "never")
 @dataclass(frozen=True, slots=True)
 class Schedule:
     """The actions of every worker of a replica for one step of `microbatches` micro-batches.
+
+    Replicas with as many micro-batches have the same; one with none adds up gradients alone.
 
     Attributes:
         workers: by worker, its actions.
@@ -53,8 +56,10 @@ class Schedule:
 
     def __str__(self) -> str:
         head = f"{self.name} stages={self.placement.stages} microbatches={self.microbatches}"
-        if self.placement != Placement.identity(self.placement.stages):
+        if self.placement.held != Placement.identity(self.placement.stages).held:
             head += f" placement={self.placement}"
+        if self.placement.replicas > 1:
+            head += f" replicas={self.placement.replicas}"
         for label, ends in (("skips", self.skips), ("ties", self.ties)):
             if ends:
                 head += f" {label}=" + ",".join(f"{source}>{target}" for source, target in ends)
@@ -73,6 +78,24 @@ def edges(schedule: Schedule) -> tuple[Edge, ...]:
         if action.kind in SENDS or action.kind in RECEIVES
     }
     return tuple(sorted({channel(*end) for end in used}))
+
+
+def between(placement: Placement, *, deals: bool = False) -> tuple[Edge, ...]:
+    """Every channel between replicas, sorted likewise: from each to each other, for each stage.
+
+    Args:
+        deals: replica 0 reads the data for all.
+    """
+    numbers = range(placement.replicas)
+    found = [
+        Edge.between(stage, origin, goal)
+        for stage in range(placement.stages)
+        for origin in numbers
+        for goal in numbers
+        if origin != goal
+    ]
+    found += [Edge(0, 0, Payload.DATA, 0, goal) for goal in numbers if goal and deals]
+    return tuple(sorted(found))
 
 
 def recomputed(mode: str, microbatches: int) -> range:
@@ -95,8 +118,8 @@ def recomputed(mode: str, microbatches: int) -> range:
 _PAIR = r"\d{1,9}>\d{1,9}"
 _PAIRS = rf"{_PAIR}(?:,{_PAIR})*"
 _HEAD = re.compile(
-    r"(?P<name>\S+) stages=(?P<stages>[1-9]\d{0,8}) microbatches=(?P<microbatches>[1-9]\d{0,8})"
-    r"(?: placement=(?P<placement>\d{1,9}(?:[,/]\d{1,9})*))?"
+    r"(?P<name>\S+) stages=(?P<stages>[1-9]\d{0,8}) microbatches=(?P<microbatches>0|[1-9]\d{0,8})"
+    r"(?: placement=(?P<placement>\d{1,9}(?:[,/]\d{1,9})*))?(?: replicas=(?P<replicas>\d{1,9}))?"
     rf"(?: skips=(?P<skips>{_PAIRS}))?(?: ties=(?P<ties>{_PAIRS}))?(?P<only> forward-only)?",
     re.ASCII,
 )
@@ -129,7 +152,13 @@ def parse(text: str) -> Schedule:
     match = _HEAD.fullmatch(head.strip())
     if match is None:
         raise ScheduleError(f"{head!r} is not a schedule's head: NAME stages=K microbatches=M")
-    placement = _placement(match["placement"], int(match["stages"]))
+    replicas = int(match["replicas"] or 1)
+    if replicas < 1 or int(match["microbatches"]) < (replicas == 1):
+        raise ScheduleError(
+            f"{head!r} is not a schedule's head: only one of several replicas may have "
+            "no micro-batch"
+        )
+    placement = _placement(match["placement"], int(match["stages"])).copies(replicas)
     workers = []
     for worker, line in enumerate(line for line in body.splitlines() if line.strip()):
         label, _, actions = line.partition(":")

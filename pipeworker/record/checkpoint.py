@@ -39,6 +39,8 @@ class Part:
 
     Attributes:
         schedule: the scheduler's state.
+        keeps_weights: what is in the layers is kept with it; else what updates them alone, where
+            another worker has the same layers.
     """
 
     names: Sequence[str]
@@ -47,9 +49,12 @@ class Part:
     optimizer: torch.optim.Optimizer | None = None
     schedule: Any = None
     scheduler: Any = None
+    keeps_weights: bool = True
 
     def entries(self) -> dict[str, Any]:
         """Of the state dicts, by the names they have in the whole module's."""
+        if not self.keeps_weights:
+            return {}
         return {
             f"{name}.{key}": value
             for name, state in zip(self.names, self.states, strict=True)
@@ -67,6 +72,8 @@ class Part:
 
     def unlisted(self) -> dict[str, torch.Tensor]:
         """Buffers that are in no state dict, likewise: caches, tables, what is not persistent."""
+        if not self.keeps_weights:
+            return {}
         return {
             f"{name}.{key}": buffer
             for name, layer, state in zip(self.names, self.layers, self.states, strict=True)

@@ -75,9 +75,14 @@ class RunDir:
         """Of what carries a host's agent."""
         return self.path / "logs" / f"host-{name.replace('/', '-')}.log"
 
-    def worker_log(self, rank: int) -> Path:
-        """Named by its stage, as long as it holds one."""
-        return self.path / "logs" / f"stage-{rank}.log"
+    def worker_log(self, worker: int, replica: int | None = None) -> Path:
+        """Named by its stage, as long as it holds one, and by its replica where there are several.
+
+        Args:
+            worker: its number within its replica.
+        """
+        of = "" if replica is None else f"replica-{replica}-"
+        return self.path / "logs" / f"{of}stage-{worker}.log"
 
     def checkpoint(self, step: int) -> Path:
         """A complete checkpoint, if it exists."""

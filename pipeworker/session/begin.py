@@ -12,7 +12,7 @@ from typing import Any
 from pipeworker.environment import facts, timings
 from pipeworker.errors import InUse, ProtocolError, RecordError, UsageError
 from pipeworker.job import recorded
-from pipeworker.job.given import complete
+from pipeworker.job.given import complete, stages_of
 from pipeworker.job.options import Options
 from pipeworker.record import resume, run, rundir, source
 from pipeworker.record.lock import Lock
@@ -42,12 +42,13 @@ class Asked:
 
     Attributes:
         job_file: absolute path.
-        stages: None for those of the run that goes on.
+        stages: None for those of the run that goes on, or where `ranks` says it.
         said: the other options that were said, by name; None is what was not.
         run_dir: None for a new one.
         resume: the run in `run_dir` goes on.
         go_on: it does if there is one; else it begins there.
         allow: options that may be others than those it was begun with.
+        ranks: the processes that there are, where they are given: a stage of a replica in each.
     """
 
     job_file: str
@@ -57,6 +58,7 @@ class Asked:
     resume: bool = False
     go_on: bool = False
     allow: tuple[str, ...] = ()
+    ranks: int | None = None
 
     def check(self) -> None:
         """Look at what can be wrong without a run directory, as every rank does.
@@ -91,8 +93,19 @@ class Asked:
             raise RecordError(error.filename or self.run_dir, error) from None
 
     def _options(self, said: Mapping[str, Any]) -> Options:
-        assert self.stages is not None
-        return complete(self.job_file, self.stages, said)
+        stages = self._stages(said)
+        assert stages is not None
+        return complete(self.job_file, stages, said)
+
+    def _stages(self, said: Mapping[str, Any], replicas: int = 1) -> int | None:
+        """Of the job; None where it was not said."""
+        if self.ranks is None:
+            return self.stages
+        if said.get("replicas") is not None:
+            replicas = said["replicas"]
+        if type(replicas) is not int:
+            replicas = 1  # which is said to be wrong with the other options
+        return stages_of(self.ranks, replicas)
 
     def _new(self) -> Begun:
         options = self._options(self.said)
@@ -149,8 +162,9 @@ class Asked:
             raise UsageError(f"cannot read {record.run_dir.run}: {error}") from None
         allow = recorded.allowed(self.allow)
         said = {name: value for name, value in self.said.items() if value is not None}
-        if self.stages is not None:
-            said["stages"] = self.stages
+        stages = self._stages(said, before.replicas)
+        if stages is not None:
+            said["stages"] = stages
         fields = recorded.merged(before, said, allow)
         options = complete(self.job_file, fields.pop("stages"), fields)
         recorded.check(before, options, allow, f"the run in {self.run_dir}")

@@ -108,11 +108,12 @@ class Head:
 
     def _say_ourselves(self, status: int, error: str) -> None:
         """The verdict that the coordinator could not speak."""
-        seconds, workers = time.monotonic() - self._started, self._begun.options.stages
+        seconds, options = time.monotonic() - self._started, self._begun.options
+        workers = options.stages * options.replicas
         verdict = Verdict("failed", status, self._steps, seconds, (0,) * workers, 0.0, error)
         self._verdict = verdict
         try:
-            write_summary(self._begun.run_dir, verdict, workers)
+            write_summary(self._begun.run_dir, verdict, options.stages)
         except OSError as failed:
             self._tell(Warned(str(RecordError(self._begun.run_dir.summary, failed))))
         self._tell(verdict)

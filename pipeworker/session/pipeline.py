@@ -43,7 +43,9 @@ class Pipeline:
     """A model as a pipeline over the processes of this job, one stage in each.
 
     Every process makes the same calls in the same order. Only what the first stage is given counts;
-    the others may give the same, or None. Processes are those of a torchrun job; or any that have
+    the others may give the same, or None. With ``replicas=R`` the processes are R pipelines, one
+    behind the other; the first stage of each is given the whole mini-batch and takes its part of
+    it. Processes are those of a torchrun job; or any that have
     RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT in their environment; or those of the default
     process group; or, without any of these, this one alone.
 
@@ -56,7 +58,7 @@ class Pipeline:
             ones that train. Entries of a list may be functions that build a layer.
         loss: ``loss(output, target)``, a scalar mean over its samples or a pair (sum, count).
         optimizer: ``optimizer(params)`` gives the optimizer of a stage.
-        microbatches: M, by default four a stage.
+        microbatches: M over all replicas, by default four a stage of each.
         scheduler: ``scheduler(optimizer)`` gives a scheduler, stepped once a step; a
             ``ReduceLROnPlateau`` after each :meth:`evaluate`.
         before_update, metrics, tied: as in a job file.
@@ -105,7 +107,7 @@ class Pipeline:
         self._session = Session(
             place,
             job,
-            Asked(script(), place.world, said, run_dir),
+            Asked(script(), None, said, run_dir, ranks=place.world),
             sample=sample,
             listen=lambda _: _warn,
         )
@@ -114,6 +116,8 @@ class Pipeline:
         placement = self._session.worker.placement
         self.stage = placement.stages_of(place.rank)[0]
         self.stages = placement.stages
+        self.replica = placement.replica_of(place.rank)
+        self.replicas = placement.replicas
 
     @property
     def layers(self) -> dict[int, nn.Module]:
@@ -342,7 +346,7 @@ def train(
     session = Session(
         place,
         job,
-        Asked(script(), place.world, said, run_dir, resume, allow=allowed),
+        Asked(script(), None, said, run_dir, resume, allow=allowed, ranks=place.world),
         listen=lambda begun: _Lines(begun.options, str(begun.run_dir.path)).hear,
     )
     with session.inside():

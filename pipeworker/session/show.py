@@ -68,9 +68,11 @@ class Show:
         self._theory = plan.bubble
         balance = ",".join(map(str, plan.balance))
         done = self._options.resume_step
+        where = f"run directory {self._run_dir}{f', from step {done}' if done else ''}"
+        copies = f"{plan.replicas} replicas of " if plan.replicas > 1 else ""
         self.line(
-            f"{len(plan.balance)} stages ({balance} layers), {plan.microbatches} micro-batches, "
-            f"{plan.schedule}; run directory {self._run_dir}{f', from step {done}' if done else ''}"
+            f"{copies}{len(plan.balance)} stages ({balance} layers), {plan.microbatches} "
+            f"micro-batches, {plan.schedule}; {where}"
         )
 
     def step(self, row: StepResult) -> None:
@@ -87,11 +89,12 @@ class Show:
         """The final summary, and the error if there is one."""
         self.close()
         if verdict.steps:
+            what = "worker" if self._options.replicas > 1 else "stage"
             memory = ", ".join(f"{peak / 2**20:.0f}" for peak in verdict.peak_memory)
             self.line(
                 f"{verdict.status}: {verdict.steps} steps in {verdict.seconds:.1f} s\n"
                 f"bubble: {verdict.bubble:.1%} measured, {self._theory:.1%} by the schedule\n"
-                f"peak memory by stage: {memory} MiB\n"
+                f"peak memory by {what}: {memory} MiB\n"
                 f"run directory: {self._run_dir}"
             )
         if verdict.error:

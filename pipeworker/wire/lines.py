@@ -156,12 +156,13 @@ class Again:
 
 @dataclass(frozen=True, slots=True)
 class Planned:
-    """All stages are built. `bubble` is the schedule's own, 0..1."""
+    """All stages are built. `bubble` is the schedule's own, 0..1; all replicas are alike."""
 
     schedule: str
     microbatches: int
     balance: tuple[int, ...]
     bubble: float
+    replicas: int = 1
 
 
 @dataclass(frozen=True, slots=True)

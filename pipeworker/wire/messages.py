@@ -120,19 +120,28 @@ class Failure:
 class Batch:
     """The mini-batch the first stage holds ready for the next step.
 
-    `signature` numbers its shapes: equal numbers mean equal structure, shapes and dtypes.
+    Attributes:
+        signature: numbers its shapes: equal numbers mean equal structure, shapes and dtypes.
+        samples, microbatches: of all replicas; both are 0 where a step ends without another one,
+            and the replicas' gradients are to be added up.
+        digest: of all that it holds, with several replicas: all have read the same.
     """
 
     signature: int
     samples: int
     microbatches: int
     epoch: int
+    digest: int = 0
 
     def __post_init__(self) -> None:
         count = self.microbatches
-        possible = 1 <= self.samples <= MOST_SAMPLES and 1 <= count <= MOST_MICROBATCHES
-        _check(possible, f"a mini-batch of {self.samples} samples in {count} micro-batches")
+        possible = 0 <= self.samples <= MOST_SAMPLES and 0 <= count <= MOST_MICROBATCHES
+        both = bool(count) == bool(self.samples)
+        _check(
+            possible and both, f"a mini-batch of {self.samples} samples in {count} micro-batches"
+        )
         _check(self.epoch >= 0, f"epoch {self.epoch}")
+        _check(0 <= self.digest < 1 << 32, f"a digest of {self.digest}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -523,7 +532,8 @@ class Restore:
 
     Attributes:
         path: of a checkpoint; or, where that is empty,
-        slot: of the memories that `ranks` workers of an earlier generation left behind.
+        slot: of the memories that workers of an earlier generation left behind: `ranks` of them,
+            one after the other, have the whole state.
     """
 
     step: int
@@ -615,6 +625,7 @@ class RunStep:
         actions: the worker's tuple as text, when it differs from the last one.
         first: the number of its first micro-batch within the step, for the random streams.
         loss_scale: what gradients are multiplied by on their way (fp16).
+        whole: the step's gradients are complete with it: replicas add theirs up.
     """
 
     step: int
@@ -623,6 +634,7 @@ class RunStep:
     actions: str = ""
     first: int = 0
     loss_scale: float = 1.0
+    whole: bool = True
 
 
 @dataclass(frozen=True, slots=True)

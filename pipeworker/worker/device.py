@@ -81,7 +81,7 @@ class HostStopwatch:
     mark = staticmethod(perf_counter)
 
     def seconds(self, marks: Sequence[float]) -> float:
-        return sum(marks[1::2]) - sum(marks[::2])
+        return sum(marks[1::2], 0.0) - sum(marks[::2], 0.0)
 
 
 class EventStopwatch:
@@ -105,7 +105,7 @@ class EventStopwatch:
         if marks:
             marks[-1].synchronize()
         pairs = zip(marks[::2], marks[1::2], strict=True)
-        milliseconds: float = sum(began.elapsed_time(ended) for began, ended in pairs)
+        milliseconds: float = sum((began.elapsed_time(ended) for began, ended in pairs), 0.0)
         self._free += marks
         return milliseconds / 1e3
 

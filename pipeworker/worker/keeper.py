@@ -37,6 +37,7 @@ class Keeper:
         memories: that outlive the worker; without any it makes one of its own.
         folder: of the checkpoint of a step, while it is not complete.
         send: tells the coordinator of parts that are written while steps run.
+        sharing: workers that memory is taken to be for; those of all replicas.
     """
 
     def __init__(
@@ -46,8 +47,9 @@ class Keeper:
         memories: Sequence[Memory],
         folder: Callable[[int], Path],
         send: Callable[[Saved], None],
+        sharing: int = 1,
     ) -> None:
-        self._rank, self._ranks = rank, ranks
+        self._rank, self._sharing = rank, max(ranks, sharing)
         self._names = file_names(rank, ranks)
         self._folder, self._send = folder, send
         self._mine = [] if memories else [Memory()]
@@ -80,7 +82,7 @@ class Keeper:
         self._raise()
         began = time.monotonic()
         album = self._albums[copy.slot]
-        room = None if copy.save else available() // (_SPARE * self._ranks)
+        room = None if copy.save else available() // (_SPARE * self._sharing)
         later = album.take(parts, elsewhere, position, room)
         if later is None:  # the coordinator goes on waiting for it, and asks for no other
             said = f"no copy of step {copy.step}: memory for it would be taken from others"

@@ -10,6 +10,7 @@ import platform
 import socket
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -19,7 +20,7 @@ from typing import Any, Protocol
 import torch
 
 from pipeworker import __version__
-from pipeworker.errors import ProtocolError, UsageError
+from pipeworker.errors import PipeworkerError, ProtocolError, UsageError
 from pipeworker.exact import partials
 from pipeworker.host.position import Tracker
 from pipeworker.job import file as job_file
@@ -73,6 +74,7 @@ from pipeworker.wire.messages import (
     Wait,
     Welcome,
 )
+from pipeworker.worker import heirs
 from pipeworker.worker.blame import Raised, failure_of, users
 from pipeworker.worker.device import device_for, peak_memory, redirect_output
 from pipeworker.worker.internals import loads_itself
@@ -159,6 +161,7 @@ class Worker:
         self._ties: dict[int, Ties] = {}
         self._ties_of: dict[str, str] = {}  # each further name of a tied weight, and the first
         self._restored: Restore | None = None
+        self._inherits = False
         self.saved = -1
         """The step of the last checkpoint."""
         self._classes: dict[str, type] = {}
@@ -172,6 +175,16 @@ class Worker:
         return next((u.optimizer for u in self._updaters.values() if u.optimizer), None)
 
     @property
+    def replica(self) -> int:
+        """Which one it is of."""
+        return self.placement.replica_of(self._rank)
+
+    @property
+    def _shards(self) -> bool:
+        """Whether each replica updates a part of the weights."""
+        return self._options.shard_optimizer and self.placement.replicas > 1
+
+    @property
     def _executor(self) -> Executor:
         return self._executors[0]
 
@@ -179,8 +192,14 @@ class Worker:
     def _keeper(self) -> Keeper:
         if not self._keepers:
             memories = self._settings.memories.get(self._rank, ())
-            ranks, folder = self.placement.ranks, self.run_dir.partial_checkpoint
-            self._keepers.append(Keeper(self._rank, ranks, memories, folder, self._line.send))
+            placement, folder = self.placement, self.run_dir.partial_checkpoint
+            number, workers = self._rank, placement.ranks
+            if not self._shards:  # the first replica has all there is to write
+                number, workers = placement.worker_of(self._rank), placement.workers
+            keeper = Keeper(
+                number, workers, memories, folder, self._line.send, sharing=placement.ranks
+            )
+            self._keepers.append(keeper)
         return self._keepers[0]
 
     def hello(self) -> Hello:
@@ -216,7 +235,10 @@ class Worker:
     def _describe(self, welcome: Welcome) -> Described:
         self.run_dir = RunDir(Path(welcome.run_dir))
         if self._settings.to_log:
-            redirect_output(self.run_dir.worker_log(self._rank))
+            placed = Placement(welcome.held, welcome.replicas)
+            number = placed.worker_of(self._rank)
+            replica = placed.replica_of(self._rank) if placed.replicas > 1 else None
+            redirect_output(self.run_dir.worker_log(number, replica))
         self._options = options = Options.from_json(welcome.options)
         self._restored = welcome.restore
         self.placement = Placement(welcome.held, welcome.replicas)
@@ -284,7 +306,14 @@ class Worker:
             repeat=self._options.steps is not None,
             said="step(batch) was given" if self._options.own_loop else "data() gave",
             accelerator=rng.accelerator_generator(self._device),
+            replica=self.replica if self._options.read_data == "every" else 0,
+            replicas=self.placement.replicas if self._options.read_data == "every" else 1,
         )
+
+    @property
+    def _reads(self) -> bool:
+        """Whether data is read by this replica."""
+        return self._options.read_data == "every" or not self.replica
 
     def _build(self, plan: Plan) -> Ready:
         options, tracker, placement = self._options, self._tracker, self.placement
@@ -321,6 +350,8 @@ class Worker:
                 seed=options.seed,
                 clip_value=options.clip_grad_value,
                 ties=ties,
+                replica=self.replica if self._shards else 0,
+                replicas=placement.replicas if self._shards else 1,
             )
             updater.clear()  # what the user's code may have left on modules of its own
             if updater.wants_metric and not (options.evaluate_every or options.own_loop):
@@ -367,15 +398,47 @@ class Worker:
     def _go_on_from(self, told: Restore) -> None:
         """Begin with the state that a checkpoint, or workers before this one, left behind."""
         self._tracker.set(Phase.RESTORING)
-        if told.path:
-            shards = Checkpoint(Path(told.path)).shards()
-        else:
-            held = self._settings.memories
-            slots = (held[rank][told.slot] for rank in range(told.ranks))
-            shards = checkpoint.remembered(slots, told.step)
+        shards = Checkpoint(Path(told.path)).shards() if told.path else self._remembered(told)
+        self._inherits = not shards
+        if self._inherits:  # from another replica, once it is connected
+            return
         self.restore(shards)
-        if 0 in self.stages and not self._options.own_loop:
+        if 0 in self.stages and self._reads and not self._options.own_loop:
             self._reader.restore(position(shards))
+
+    def _remembered(self, told: Restore) -> list[Shard]:
+        """What the workers of a replica left in memory: of the first that is whole here.
+
+        Raises:
+            PipeworkerError: none is, and there is no other replica that has the whole state.
+        """
+        held, ranks = self._settings.memories, told.ranks
+        found = [range(r, r + ranks) for r in range(0, max(held, default=0) + 1, ranks)]
+        whole = [some for some in found if all(rank in held for rank in some)]
+        for some in whole:
+            with suppress(PipeworkerError):
+                return checkpoint.remembered((held[rank][told.slot] for rank in some), told.step)
+        if self.placement.replicas > 1 and not self._shards:
+            return []
+        text = f"the copy of step {told.step} in memory is gone: go on from disk, by --resume"
+        raise PipeworkerError(text)
+
+    def _inherit(self, told: Restore) -> None:
+        """Take the state of a living replica, or give it."""
+
+        def files(stage: int) -> heirs.Files:
+            place = None if stage else self.position()
+            part = self._part(self.stages[stage], self._updaters[stage])
+            return heirs.files_of(part, told.step, place)
+
+        mine = None if self._inherits else files
+        given = heirs.exchange(self._executor.others.reductions, mine)
+        for index, found in given.items():
+            with heirs.shard_of(found) as shard:
+                part = self._part(self.stages[index], self._updaters[index])
+                restore([shard], [part], {}, users, loads_itself)
+                if not index and self._reads and not self._options.own_loop:
+                    self._reader.restore(position([shard]))
 
     def restore(self, shards: Sequence[Shard]) -> None:
         """Put back what workers wrote, whatever stages they held.
@@ -404,7 +467,7 @@ class Worker:
             distributed.Network(self._settings.endpoint, options.backend, options.interface),
             Membership(self._settings.token, self._settings.generation),
         )
-        reads = 0 in self.stages and not options.own_loop
+        reads = 0 in self.stages and not options.own_loop and self._reads
         executor = Executor(
             self.stages,
             placement,
@@ -412,15 +475,25 @@ class Worker:
             self._reader if reads else None,
             Courier(),
             self._ties,
-            lambda microbatches: self._line.send(Upcoming(self._rank, microbatches)),
+            self._announce,
             self._agreed(plan.types),
+            self.replica,
+            reads_ahead=not options.own_loop,
         )
         self._executors.append(executor)
         self._evaluation_pass = parse_actions(plan.evaluation)
+        told = self._restored
+        if told is not None and not told.path and placement.replicas > 1 and not self._shards:
+            self._inherit(told)
         if not options.own_loop:
             executor.load_first()
             checkpoint.check((), (), self.position())
         self._tracker.wait()
+
+    def _announce(self, microbatches: int) -> None:
+        """A mini-batch of another size is read; all replicas read the same."""
+        if self.replica == 0:
+            self._line.send(Upcoming(self._rank, microbatches))
 
     def _agreed(self, names: Sequence[str]) -> Kinds:
         if not {*names} <= {*self._classes}:
@@ -435,11 +508,18 @@ class Worker:
                     keeper.settle()
                 for updater in self._updaters.values():
                     updater.apply(message.update)
+                if self._shards and not message.update.overflow:
+                    self._tracker.wait(message.update.step)
+                    shards = {index: u.shards for index, u in self._updaters.items()}
+                    self._executor.others.share_weights(shards)
             case Evaluated():
                 for updater in self._updaters.values():
                     updater.evaluated(message.update.loss)
         if message.copy is not None:
-            self._keeper.copy(message.copy, self._parts(), self._elsewhere, self.position())
+            copy = message.copy
+            if self.replica and not self._shards:  # the first one's is written
+                copy = replace(copy, save=False)
+            self._keeper.copy(copy, self._parts(), self._elsewhere, self.position())
         match message.next:
             case RunStep():
                 return self._run(message.next)
@@ -476,8 +556,8 @@ class Worker:
         )
 
     def _evaluation(self) -> Iterator[MicroBatches]:
-        """The mini-batches of ``evaluation()``, read on the first stage."""
-        if 0 not in self.stages:
+        """The mini-batches of ``evaluation()``, read on the first stage of the first replica."""
+        if 0 not in self.stages or self.replica:
             return iter(())
         reader = Reader(
             self._job.evaluation,
@@ -496,7 +576,9 @@ class Worker:
         return self.stages.get(self.placement.stages - 1)
 
     def evaluate(self, step: int, batches: Iterator[MicroBatches]) -> EvaluationDone:
-        """An evaluation pass; `batches` are looked at where stage 0 is."""
+        """An evaluation pass; `batches` are looked at where stage 0 of the first replica is."""
+        if self.replica:
+            return EvaluationDone(self._rank, step, peak_memory(self._device), None)
         last, result = self._last, None
         averages = Averages(last.loss_of, self._job.metrics) if last else None
         sink = averages.add if averages else _nowhere
@@ -524,15 +606,17 @@ class Worker:
         Raises:
             UsageError: it is not a pair of tensors that agree in dim 0.
         """
-        return self._executor.offer(self.cut(batch)) if 0 in self.stages else None
+        if 0 not in self.stages or not self._reads:
+            return None
+        return self._executor.offer(self._reader.cut(batch))
 
-    def cut(self, batch: Any, said: str | None = None) -> MicroBatches:
-        """A mini-batch as micro-batches; `said` begins a message about what is wrong with it."""
-        return self._reader.cut(batch, said)
+    def cut(self, batch: Any, said: str) -> MicroBatches:
+        """All micro-batches of a mini-batch; `said` begins a message about what is wrong."""
+        return self._reader.cut(batch, said, whole=True)
 
     def position(self) -> dict[str, Any] | None:
         """Where the data is, before the mini-batch that is held ready; None where none is read."""
-        if 0 not in self.stages or self._options.own_loop:
+        if 0 not in self.stages or not self._reads or self._options.own_loop:
             return None
         return self._reader.position(held=self._executor.next_batch is not None)
 
@@ -546,16 +630,21 @@ class Worker:
         for stage in self.stages.values():
             stage.close()
 
-    def _save(self, save: Save) -> Saved:
+    def _save(self, save: Save) -> Saved | None:
         self._tracker.set(Phase.SAVING, save.step)
         self.saved = save.step
+        if self.replica and not self._shards:  # the first one's state is all there is to write
+            self._tracker.wait()
+            return None
         return self._keeper.save(
             save.step, save.slot, self._parts(), self._elsewhere, self.position()
         )
 
     def _parts(self) -> list[checkpoint.Part]:
-        """What its stages hold."""
-        return [self._part(stage, self._updaters[i]) for i, stage in self.stages.items()]
+        """What its stages hold, and is kept of them."""
+        whole = not (self._shards and self.replica)
+        parts = [self._part(stage, self._updaters[i]) for i, stage in self.stages.items()]
+        return [replace(part, keeps_weights=whole) for part in parts]
 
     def _part(self, stage: Stage, updater: Updater | None = None) -> checkpoint.Part:
         assert self._model

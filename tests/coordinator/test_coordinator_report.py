@@ -98,8 +98,8 @@ def test_a_position_comes_through_its_pipe() -> None:
 def planned() -> Planned:
     schedule = build("gpipe", 2, 4, "never")
     stages = (
-        StagePlan((0, 2), ("Linear", "ReLU"), 40, 0, "cpu", "here", 10),
-        StagePlan((2, 3), ("Linear",), 20, 1, "cpu", "there", 11),
+        StagePlan(0, 0, (0, 2), ("Linear", "ReLU"), 40, 0, "cpu", "here", 10),
+        StagePlan(0, 1, (2, 3), ("Linear",), 20, 1, "cpu", "there", 11),
     )
     return Planned(stages, schedule, check(schedule), simulate(schedule))
 

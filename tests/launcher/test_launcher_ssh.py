@@ -181,6 +181,56 @@ def test_a_host_that_is_lost_comes_back_and_the_numbers_are_those_of_one(
     assert not before & set(processes_of(jobs.folder))
 
 
+@pytest.mark.parametrize("host", ["a", "b"])
+def test_a_replica_that_is_lost_with_its_host_takes_the_state_of_a_living_one(
+    jobs: Jobs, client: Sshd, host: str
+) -> None:
+    """There is no checkpoint to go back to."""
+    words = ("--stages", "2", "--replicas", "2", "--microbatches", "4", "--steps", "40")
+    alone = jobs.train(*words, source=STATEFUL)
+    process, path = jobs.start(
+        *words, "--snapshot-every", "1", "--hosts", "a:2,b:2", source=STATEFUL
+    )
+    until(lambda: steps(path) >= 8)
+    (carrier,) = carriers(process, host)
+    os.kill(carrier, signal.SIGKILL)
+    _, said = process.communicate(timeout=60)
+    assert process.returncode == 0, said
+    run = Run(0, "", said, path)
+    assert_same(run, alone)
+    (went,) = re.findall(r"went on after step (\d+)", said)
+    assert int(went) >= 6
+    assert run.summary["restarts"] == 1
+
+
+STATEFUL = """
+    import time
+    import torch
+    from torch import nn
+
+    tied = [("0.weight", "3.weight")]
+
+    def model():
+        return [lambda: nn.Linear(8, 8), lambda: nn.BatchNorm1d(8), lambda: nn.Dropout(0.1),
+                lambda: nn.Linear(8, 8), lambda: nn.Linear(8, 3)]
+
+    def loss(output, target):
+        return nn.functional.cross_entropy(output, target)
+
+    def optimizer(params):
+        return torch.optim.AdamW(params, lr=0.01)
+
+    def scheduler(optimizer):
+        return torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.9)
+
+    def data():
+        for _ in range(7):
+            time.sleep(0.05)
+            x = torch.randn(12, 8)
+            yield x, (x[:, 0] > 0).long()
+"""
+
+
 def test_an_interrupt_saves_and_other_hosts_go_on(jobs: Jobs, client: Sshd, quiet: Run) -> None:
     process, path = jobs.start(*WORDS[:-1], "1000000", "--hosts", "a:3", source=GOES_ON)
     until(lambda: steps(path) >= 2)

@@ -137,6 +137,15 @@ class Scripted:
         """The rank that holds the last stage."""
         return self.placement.rank_of(self.placement.stages - 1)
 
+    @property
+    def firsts(self) -> list[int]:
+        """The ranks that hold the first stage of a replica; `lasts`, the last."""
+        return self.placement.ranks_of(0)
+
+    @property
+    def lasts(self) -> list[int]:
+        return self.placement.ranks_of(self.placement.stages - 1)
+
     def state(self) -> State:
         """A method, for what is true of it now may not be true after the next event."""
         return self.job.generation.state
@@ -190,7 +199,7 @@ class Scripted:
     def ready(self, batch: Batch | None = BATCH) -> list[Effect]:
         for rank in self.ranks:
             plan = self.sent(rank, Plan)[-1]
-            mine = batch if rank == self.first else None
+            mine = batch if rank in self.firsts else None
             effects = self.says(ready_of(rank, plan, self.layers, mine))
         return effects
 
@@ -211,13 +220,13 @@ class Scripted:
         message = StepDone(
             rank,
             step,
-            losses=(0.25, 0.5) if rank == self.last else (),
+            losses=(0.25, 0.5) if rank in self.lasts else (),
             counts=(),
             squares=(1.0,),
             busy=0.5,
             learning_rate=0.1,
             peak_memory=100 * rank + step,
-            batch=BATCH if rank == self.first else None,
+            batch=BATCH if rank in self.firsts else None,
             copied=max(copied, default=-1),
         )
         return self.says(dataclasses.replace(message, **more))
@@ -238,13 +247,14 @@ class Scripted:
     def called(self, kind: CallKind, *ranks: int, **more: Any) -> list[Effect]:
         """The user's own loop makes a call, on all ranks or on these."""
         for rank in ranks or self.ranks:
-            batch = BATCH if kind is CallKind.STEP and rank == self.first else None
+            batch = BATCH if kind is CallKind.STEP and rank in self.firsts else None
             effects = self.says(Call(rank, kind, batch, **more))
         return effects
 
     def saved(self, step: int | None = None, error: str = "") -> list[Effect]:
-        """Every worker has written its part of `step`, or of what it was last told to write."""
-        for rank in self.ranks:
+        """Every worker of the first replica has written its part of `step`, or of what it was
+        last told to write."""
+        for rank in range(self.placement.workers):
             told = self.told_to_write(rank)[-1] if step is None else step
             effects = self.says(Saved(rank, told, error=error))
         return effects

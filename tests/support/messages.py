@@ -43,7 +43,10 @@ def _some(of: st.SearchStrategy[Any], least: int = 0) -> st.SearchStrategy[Any]:
     return st.lists(of, min_size=least, max_size=4).map(tuple)
 
 
-_batch = st.builds(Batch, _ints, st.integers(1, MOST_SAMPLES), st.integers(1, 1 << 20), _counts)
+_digests = st.integers(0, (1 << 32) - 1)
+_batch = st.builds(
+    Batch, _ints, st.integers(1, MOST_SAMPLES), st.integers(1, 1 << 20), _counts, _digests
+) | st.builds(Batch, _ints, st.just(0), st.just(0), _counts, _digests)
 _position = st.builds(Position, st.sampled_from(Phase), _places, _places, _places)
 _evaluation = st.lists(st.tuples(_texts, _floats), max_size=4).flatmap(
     lambda pairs: st.builds(

@@ -23,7 +23,8 @@ from pipeworker.plan.check import check as check_schedule
 from pipeworker.plan.connect import connect, forward_only
 from pipeworker.plan.orders.gpipe import gpipe
 from pipeworker.plan.placement import Placement
-from pipeworker.plan.schedule import Pairs, Schedule, edges, recomputed
+from pipeworker.plan.schedule import Pairs, Schedule, between, edges, recomputed
+from pipeworker.plan.shares import block
 from pipeworker.plan.skips import Skip, between_stages, pairs
 from pipeworker.wire.messages import RunStep, SkipRoute, Update
 from pipeworker.worker.model.model import Model
@@ -77,13 +78,24 @@ class Trained:
     weights: dict[str, torch.Tensor] = field(default_factory=dict)
 
 
+@dataclass
+class Copy:
+    """A replica of it."""
+
+    layers: list[nn.Module]
+    stages: dict[int, Stage] = field(default_factory=dict)
+    updaters: dict[int, Updater] = field(default_factory=dict)
+    ties: dict[int, Ties] = field(default_factory=dict)
+
+
 class Pipeline:
     """The stages of one model, joined by links in memory.
 
     Workers take turns: one computes until it waits, for the random generators are the process's.
 
     Attributes:
-        layers: as they were built, each worker's from a copy of its own.
+        layers: as they were built, each worker's from a copy of its own; of replica 0, as `stages`,
+            `updaters` and `ties`. Of the others they are in `copies`.
     """
 
     def __init__(
@@ -100,6 +112,8 @@ class Pipeline:
         optimizer: Callable[[Any], torch.optim.Optimizer] | None = None,
         lanes: int = 1,
         limit: float = 20.0,
+        deferred: bool = False,
+        sharded: bool = False,
     ) -> None:
         placement, self.way, self.microbatches = way.placement, way, microbatches
         self._ranges = partition.ranges(balance or partition.even(len(layers), placement.stages))
@@ -108,30 +122,42 @@ class Pipeline:
         found = Model(job, 0, CPU, Tracker()).ties()
         self._tied = ties.placed(found, self._ranges)
         self._routes = between_stages(skips, self._ranges)
+        self._deferred, self._sharded = deferred, sharded
+        most = len(block(microbatches, placement.replicas, 0))
+        used = [(e, r) for e in edges(self.schedule(most)) for r in range(placement.replicas)]
+        used += [(edge, -1) for edge in between(placement)]
         self._links = {
-            edge: TakingTurns(MemoryLink(limit) if lanes == 1 else two_lanes(limit), self._turn)
-            for edge in edges(self.schedule(microbatches))
+            one: TakingTurns(MemoryLink(limit) if lanes == 1 else two_lanes(limit), self._turn)
+            for one in used
         }
-        self.layers: list[nn.Module] = [nn.Identity()] * len(layers)
-        self.stages: dict[int, Stage] = {}
-        self.updaters: dict[int, Updater] = {}
-        self.ties: dict[int, Ties] = {}
+        self.copies = [Copy([nn.Identity()] * len(layers)) for _ in range(placement.replicas)]
+        self.layers, self.stages = self.copies[0].layers, self.copies[0].stages
+        self.updaters, self.ties = self.copies[0].updaters, self.copies[0].ties
         self.executors: list[Executor] = []
-        reader = Reader(batches, microbatches=microbatches, seed=0, repeat=True)
-        for worker in range(placement.workers):
-            self._worker(worker, copy.deepcopy(job), loss, reader)
-        self._first.load_first()
+        for rank in range(placement.ranks):
+            reader = Reader(
+                batches,
+                microbatches=microbatches,
+                seed=0,
+                repeat=True,
+                replica=placement.replica_of(rank),
+                replicas=placement.replicas,
+            )
+            self._worker(rank, copy.deepcopy(job), loss, reader)
+        for rank in placement.ranks_of(0):
+            self.executors[rank].load_first()
 
-    def _worker(self, worker: int, job: Job, loss: Loss, reader: Reader) -> None:
+    def _worker(self, rank: int, job: Job, loss: Loss, reader: Reader) -> None:
         placement, tracker = self.way.placement, Tracker()
-        held = placement.held[worker]
+        held, replica = placement.stages_of(rank), placement.replica_of(rank)
+        mine = self.copies[replica]
         model = Model(job, 0, CPU, tracker)
         for index in held:
             first, stop = self._ranges[index]
-            mine = [tie for tie in self._tied if index in tie.stages]
-            built, tied = model.build(first, stop, index, mine, held)
-            self.layers[first:stop] = built
-            self.stages[index] = Stage(
+            of_stage = [tie for tie in self._tied if index in tie.stages]
+            built, tied = model.build(first, stop, index, of_stage, held)
+            mine.layers[first:stop] = built
+            mine.stages[index] = Stage(
                 built,
                 first,
                 index=index,
@@ -142,16 +168,26 @@ class Pipeline:
                 skips=Skips.of(
                     [SkipRoute(s.source, s.target, s.name) for s in self._routes], index
                 ),
+                deferred_batch_norm=self._deferred,
             )
             if tied is not None:
-                self.ties[index] = tied
+                mine.ties[index] = tied
             if job.optimizer is not _nothing:
-                self.updaters[index] = Updater(built, first, job, ties=tied)
-        links = {e: k for e, k in self._links.items() if {e.source, e.target} & set(held)}
-        own = {index: self.stages[index] for index in held}
-        mine_tied = {index: self.ties[index] for index in held if index in self.ties}
+                shard = (replica, placement.replicas) if self._sharded else (0, 1)
+                mine.updaters[index] = Updater(
+                    built, first, job, ties=tied, replica=shard[0], replicas=shard[1]
+                )
+        links = {
+            edge: link
+            for (edge, of), link in self._links.items()
+            if {edge.source, edge.target} & set(held)
+            and (of == replica if edge.origin < 0 else replica in (edge.origin, edge.goal))
+        }
+        own = {index: mine.stages[index] for index in held}
+        mine_tied = {index: mine.ties[index] for index in held if index in mine.ties}
+        source = reader if 0 in held else None
         self.executors.append(
-            Executor(own, placement, links, reader if 0 in held else None, None, mine_tied)
+            Executor(own, placement, links, source, None, mine_tied, replica=replica)
         )
 
     @property
@@ -180,15 +216,18 @@ class Pipeline:
             raise error
         return [future.result() for future in futures]
 
-    def step(self, step: int, last: bool) -> list[Ran]:
+    def step(self, step: int, last: bool, *, whole: bool = True, first: int = 0) -> list[Ran]:
         """Run one step on all workers."""
         batch = self._first.next_batch
         assert batch is not None
-        schedule = self.schedule(batch.microbatches)
+        placement = self.way.placement
+        assert all(self.executors[rank].next_batch == batch for rank in placement.ranks_of(0))
 
-        def run(worker: int) -> Ran:
-            self.executors[worker].program(schedule.workers[worker])
-            return self.executors[worker].run(RunStep(step, batch, last, ""))
+        def run(rank: int) -> Ran:
+            mine = block(batch.microbatches, placement.replicas, placement.replica_of(rank))
+            actions = self.schedule(len(mine)).workers[placement.worker_of(rank)]
+            self.executors[rank].program(actions)
+            return self.executors[rank].run(RunStep(step, batch, last, "", first, whole=whole))
 
         return self._all(run)
 
@@ -196,20 +235,46 @@ class Pipeline:
         trained = Trained()
         for step in range(1, steps + 1):
             results = self.step(step, last=step == steps)
-            for worker, result in enumerate(results):
-                assert result.busy > 0
-                assert worker == self._last or result.losses == result.counts == ()
-            losses, counts = results[self._last].losses, results[self._last].counts
+            ends = self.way.placement.ranks_of(self.way.placement.stages - 1)
+            for rank, result in enumerate(results):
+                assert result.busy > 0 or len(self.copies) > 1  # it may have had nothing to do
+                assert rank in ends or result.losses == result.counts == ()
+            losses = tuple(loss for rank in ends for loss in results[rank].losses)
+            counts = tuple(count for rank in ends for count in results[rank].counts)
             trained.losses.append(losses)
             trained.counts.append(counts)
             trained.grads.append(self.grads())
-            for updater in self.updaters.values():
-                updater.apply(Update(step, divisor=sum(counts) or 1.0))
+            self._are_alike()
+            for one in self.copies:
+                for updater in one.updaters.values():
+                    updater.apply(Update(step, divisor=sum(counts) or 1.0))
+            if self._sharded:
+                self._all(self._share)
             if not self.updaters:
                 self.clear()
         assert self._first.next_batch is None
+        self._are_alike()
         trained.weights = _copied(self._named())
         return trained
+
+    def _share(self, rank: int) -> None:
+        placement = self.way.placement
+        updaters = self.copies[placement.replica_of(rank)].updaters
+        held = placement.stages_of(rank)
+        self.executors[rank].others.share_weights({index: updaters[index].shards for index in held})
+
+    def _are_alike(self) -> None:
+        """All replicas have the same gradients, weights and buffers."""
+        first = [(p, p.grad) for layer in self.layers for p in layer.parameters()]
+        buffers = [b for layer in self.layers for b in layer.buffers()]
+        for one in self.copies[1:]:
+            others = [p for layer in one.layers for p in layer.parameters()]
+            for (mine, grad), other in zip(first, others, strict=True):
+                assert torch.equal(mine, other)
+                assert (grad is None) == (other.grad is None)
+                assert grad is None or other.grad is None or torch.equal(grad, other.grad)
+            copied = [b for layer in one.layers for b in layer.buffers()]
+            assert all(torch.equal(a, b) for a, b in zip(buffers, copied, strict=True))
 
     def _named(self) -> Iterator[tuple[str, nn.Parameter]]:
         for index, layer in enumerate(self.layers):
@@ -228,8 +293,10 @@ class Pipeline:
         return found
 
     def clear(self) -> None:
-        for _, parameter in self._named():
-            parameter.grad = None
+        for one in self.copies:
+            for layer in one.layers:
+                for parameter in layer.parameters():
+                    parameter.grad = None
 
     def stream(self, step: int, batches: Iterable[Any]) -> list[tuple[Any, Any, int]]:
         """An evaluation pass: each micro-batch's output, target and samples."""

@@ -26,6 +26,7 @@ from pipeworker.wire.lines import (
     Interrupt,
     Line,
     Planned,
+    SaveAsked,
     ToCoordinator,
     ToForkServer,
     Verdict,
@@ -217,7 +218,8 @@ def test_only_what_is_said_here_is_heard(direction: Any, event: Line) -> None:
 def test_every_event_has_a_direction() -> None:
     said = [kind for kinds in DIRECTIONS for kind in (typing.get_args(kinds) or (kinds,))]
     assert {*said} == {*KINDS}
-    assert {kind for kind in said if said.count(kind) > 1} == {WorkerExited, CannotStart, Beat}
+    passed_on = {WorkerExited, CannotStart, Interrupt, SaveAsked, Beat}
+    assert {kind for kind in said if said.count(kind) > 1} == passed_on
     assert all(kind.__name__ in (lines.__doc__ or "") for kind in KINDS)
 
 

@@ -46,13 +46,13 @@ def order(name: str) -> Order:
     return ORDERS[name]
 
 
-def placement(name: str, workers: int) -> Placement:
-    """Where stages are under the named schedule.
+def placement(name: str, workers: int, replicas: int = 1) -> Placement:
+    """Where stages are under the named schedule, for a number of workers a replica.
 
     Raises:
         ScheduleError: there is none of this name.
     """
-    return order(name).place(workers)
+    return order(name).place(workers).copies(replicas)
 
 
 def build(
@@ -77,14 +77,17 @@ def arrange(
 ) -> Schedule:
     """Make the named schedule for a placement and a number of micro-batches.
 
+    Among several replicas one may have no micro-batch: it takes part in adding up gradients alone.
+
     Args:
+        microbatches: of this replica.
         skips, ties: see :class:`Schedule`.
 
     Raises:
         ScheduleError: the name or the recompute mode is unknown, or a count is not positive.
     """
     chosen = order(name)
-    if where.workers < 1 or microbatches < 1:
+    if where.workers < 1 or microbatches < (where.replicas == 1):
         raise ScheduleError("a schedule needs at least one stage and one micro-batch")
     compute = chosen.compute(where, microbatches, recomputed(recompute, microbatches))
     return connect(name, microbatches, where, compute, skips, ties)

@@ -50,6 +50,31 @@ class DeferredBatchNorm:
         variance, mean = torch.var_mean(x, dims, correction=0)
         self._seen[module].append((x.numel() // x.shape[1], mean, variance))
 
+    def __bool__(self) -> bool:
+        """Whether there is any."""
+        return bool(self._seen)
+
+    def moments(self) -> list[torch.Tensor]:
+        """By module, a row for each forward of this mini-batch: elements, means, variances."""
+        found = []
+        for module, seen in self._seen.items():
+            assert module.running_mean is not None
+            rows = [torch.cat([m.new_tensor([n]), m, v]) for n, m, v in seen]
+            width = 1 + 2 * module.num_features
+            like = module.running_mean.new_empty((0, width), dtype=torch.float64)
+            found.append(torch.stack(rows) if rows else like)
+        return found
+
+    def take(self, parts: Sequence[Sequence[torch.Tensor]]) -> None:
+        """The mini-batch is what these replicas have seen, in their order: :meth:`moments` of each.
+
+        The rows are copied.
+        """
+        for place, module in enumerate(self._seen):
+            rows = [row.clone() for part in parts for row in part[place]]
+            count = module.num_features
+            self._seen[module] = [(int(r[0]), r[1 : 1 + count], r[1 + count :]) for r in rows]
+
     def close(self) -> None:
         """Give the modules back."""
         for hook in self._hooks:

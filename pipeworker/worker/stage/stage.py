@@ -131,6 +131,11 @@ class Stage:
         if self._deferred is not None:
             self._deferred.commit()
 
+    @property
+    def deferred(self) -> DeferredBatchNorm | None:
+        """Its batch norms, where they are deferred."""
+        return self._deferred
+
     def close(self) -> None:
         """Leave the modules as they were, but for what they have learned."""
         if self._deferred is not None:

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import math
+import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from types import MappingProxyType
 from typing import Any
 
 import torch
 
 from pipeworker.errors import UsageError
+from pipeworker.plan.shares import block, sizes
 from pipeworker.wire.messages import Batch
 from pipeworker.worker.internals import pytree
 from pipeworker.worker.stage import rng
@@ -17,11 +21,12 @@ from pipeworker.worker.step.epoch import END, Epoch, checked
 from pipeworker.worker.transport.frame import replica
 
 _MOST_SIGNATURES = 1024
+_LINE = 64  # bytes: memory of a mini-batch and of a part of it is aligned alike to that
 
 
 @dataclass(frozen=True, slots=True)
 class MicroBatches:
-    """One mini-batch, cut: `inputs` and `targets` by micro-batch."""
+    """One mini-batch, cut: `inputs` and `targets` by micro-batch, of one replica or of all."""
 
     batch: Batch
     inputs: list[Any]
@@ -39,6 +44,7 @@ class Reader:
         said: how a message about what was given begins.
         seed_of: the seed of an epoch's random stream, from `seed` and the epoch.
         accelerator: its generator, if the worker has one.
+        replica: which of `replicas` it reads for: all read all, and keep their own micro-batches.
     """
 
     def __init__(
@@ -51,8 +57,11 @@ class Reader:
         said: str = "data() gave",
         seed_of: Callable[[int, int], int] = rng.data_seed,
         accelerator: torch.Generator | None = None,
+        replica: int = 0,
+        replicas: int = 1,
     ) -> None:
         self._data = data
+        self._replica, self._replicas = replica, replicas
         self._said = said
         self._name = said.partition("(")[0]
         self._seed_of = seed_of
@@ -153,8 +162,11 @@ class Reader:
             f"{self._name} a function, so that each epoch gets a fresh iterator"
         )
 
-    def cut(self, item: Any, said: str | None = None) -> MicroBatches:
+    def cut(self, item: Any, said: str | None = None, *, whole: bool = False) -> MicroBatches:
         """A mini-batch as micro-batches.
+
+        Args:
+            whole: with the micro-batches of all replicas.
 
         Raises:
             UsageError: it is not a pair of tensors that agree in dim 0; the message begins with
@@ -168,9 +180,12 @@ class Reader:
             raise UsageError(f"{said} a {shown}: it must be a pair (input, target)")
         samples = _batch_size(item, said)
         count = min(self._microbatches, samples)
-        inputs, targets = (_split(half, count) for half in item)
+        mine, digest = range(count), 0
+        if self._replicas > 1 and not whole:
+            mine, digest = block(count, self._replicas, self._replica), _digest(item)
+        inputs, targets = (_split(half, count, mine) for half in item)
         epoch = self._epoch.number if self._epoch else 0
-        batch = Batch(self._signature(item), samples, count, epoch)
+        batch = Batch(self._signature(item), samples, count, epoch, digest)
         return MicroBatches(batch, inputs, targets)
 
     def _signature(self, item: Any) -> int:
@@ -189,15 +204,9 @@ class Reader:
         return self._signatures[key]
 
 
-def sizes(samples: int, microbatches: int) -> list[int]:
-    """The samples of each micro-batch, as ``torch.tensor_split`` cuts them."""
-    size, extra = divmod(samples, microbatches)
-    return [size + (m < extra) for m in range(microbatches)]
-
-
 def share(samples: int, microbatches: int) -> list[float]:
     """Each micro-batch's share of the samples."""
-    return [size / samples for size in sizes(samples, microbatches)]
+    return [size / samples for size in sizes(samples, microbatches)] if samples else []
 
 
 def _batch_size(item: Any, said: str) -> int:
@@ -220,25 +229,62 @@ def _batch_size(item: Any, said: str) -> int:
     return int(samples)
 
 
-def _split(value: Any, count: int) -> list[Any]:
+def _digest(item: Any) -> int:
+    """A number for all that a mini-batch holds: replicas that have read the same have the same."""
+    leaves, structure = pytree.tree_flatten(item)
+    found = zlib.crc32(str(structure).encode())
+    for leaf in leaves:
+        if isinstance(leaf, torch.Tensor):
+            found = zlib.crc32(f"{leaf.dtype}{tuple(leaf.shape)}".encode(), found)
+            plain = leaf.detach().cpu().resolve_conj().resolve_neg().contiguous()
+            content: Any = plain.reshape(-1).view(torch.uint8).numpy()
+            found = zlib.crc32(content, found)
+        elif isinstance(leaf, (str, bytes, bool, int, float, complex)) or leaf is None:
+            found = zlib.crc32(repr(leaf).encode(), found)
+    return found
+
+
+def _split(value: Any, count: int, mine: range) -> list[Any]:
     """Cut every tensor of a nested value along dim 0; plain values go to every micro-batch.
+
+    Of so many micro-batches some are given, and only their samples are copied.
 
     What is cut is a copy: ``data()`` may use its memory again for the next mini-batch, which is
     read while this one is still needed, and a first layer may work in place. Each piece counts its
     own changes in place.
     """
     if isinstance(value, torch.Tensor):
-        return _pieces(value, count)
+        return _pieces(value, count, mine)
     leaves, structure = pytree.tree_flatten(value)
     tensors = {id(leaf): leaf for leaf in leaves if isinstance(leaf, torch.Tensor)}
-    pieces = {key: _pieces(leaf, count) for key, leaf in tensors.items()}  # each once
-    cut = [pieces.get(id(leaf)) or [leaf] * count for leaf in leaves]
-    return [pytree.tree_unflatten([piece[m] for piece in cut], structure) for m in range(count)]
+    pieces = {key: _pieces(leaf, count, mine) for key, leaf in tensors.items()}  # each once
+    cut = [pieces.get(id(leaf)) or [leaf] * len(mine) for leaf in leaves]
+    numbers = range(len(mine))
+    return [pytree.tree_unflatten([piece[m] for piece in cut], structure) for m in numbers]
 
 
-def _pieces(tensor: torch.Tensor, count: int) -> list[torch.Tensor]:
-    pieces = [piece.data for piece in replica(tensor.detach()).tensor_split(count)]
+def _pieces(tensor: torch.Tensor, count: int, mine: range) -> list[torch.Tensor]:
+    whole = tensor.detach()
+    if len(mine) == count:
+        pieces = [piece.data for piece in replica(whole).tensor_split(count)]
+    else:
+        pieces = _part(whole, sizes(len(whole), count), mine)
     return [piece.requires_grad_() for piece in pieces] if tensor.requires_grad else pieces
+
+
+def _part(tensor: torch.Tensor, lengths: Sequence[int], mine: range) -> list[torch.Tensor]:
+    """Some pieces of these lengths, with the alignment that they have in a copy of the whole."""
+    if not mine:
+        return []
+    starts = list(accumulate(lengths, initial=0))
+    begin, end = starts[mine.start], starts[mine.stop]
+    first = 0  # a copy of the whole, where rows do not follow each other in memory
+    if tensor.is_contiguous():
+        row = max(1, tensor[0].nbytes)
+        first = begin - begin % (_LINE // math.gcd(row, _LINE))
+        tensor = tensor[:end]
+    copy = replica(tensor[first:])
+    return [copy[starts[m] - first : starts[m + 1] - first].data for m in mine]
 
 
 def joined(outputs: Sequence[Any]) -> Any:

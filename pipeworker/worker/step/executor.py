@@ -6,12 +6,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
 from pipeworker.host.position import Tracker
 from pipeworker.plan.actions import COMPUTE, RECEIVES, SENDS, Action, Edge, Kind, Payload, edge_of
 from pipeworker.plan.network import CHANNEL_CAPACITY, UNBOUNDED
 from pipeworker.plan.placement import Placement
+from pipeworker.plan.shares import block
 from pipeworker.wire.messages import Batch, Phase, RunStep
 from pipeworker.worker.device import stopwatch_for, to_device
 from pipeworker.worker.stage import losses
@@ -20,7 +19,9 @@ from pipeworker.worker.stage.stage import Stage
 from pipeworker.worker.stage.values import distinct_tensors
 from pipeworker.worker.step.data import MicroBatches, Reader, share
 from pipeworker.worker.step.flow import Flow, Handover, Incoming, Outgoing, payload_of
+from pipeworker.worker.step.others import Others
 from pipeworker.worker.step.stream import Pass, Sink
+from pipeworker.worker.step.tied import Exchange
 from pipeworker.worker.transport.channel import Receiver, Sender
 from pipeworker.worker.transport.courier import Courier
 from pipeworker.worker.transport.link import Link
@@ -57,6 +58,11 @@ class Executor:
         reader: where stage 0 is, if the job has data.
         ties: of the stages that have places of tied weights.
         announce: is told when a mini-batch with another number of micro-batches is read.
+        replica: of the pipeline.
+        reads_ahead: the job has data, which is read where stage 0 is; else it is offered.
+
+    Attributes:
+        others: the same stages of the other replicas.
     """
 
     def __init__(
@@ -69,7 +75,11 @@ class Executor:
         ties: Mapping[int, Ties] | None = None,
         announce: Callable[[int], None] = lambda microbatches: None,
         kinds: Kinds = NONE,
+        replica: int = 0,
+        *,
+        reads_ahead: bool = True,
     ) -> None:
+        self._reads_ahead = reads_ahead
         self._flows = {index: Flow(stage) for index, stage in stages.items()}
         self._tracker: Tracker = next(iter(stages.values())).tracker
         self._device = next(iter(stages.values())).device
@@ -80,14 +90,18 @@ class Executor:
         self._kinds = kinds
         self._announce = announce
         self._known: set[int] = set()
-        self._links = list(links.values())
-        self._ties = dict(ties or {})
+        self._links = dict(links)
+        self._replica = replica
         self._senders: dict[Edge, Sender] = {}
         self._receivers: dict[Edge, Receiver] = {}
         self._outgoing: dict[Edge, Outgoing] = {}
         self._incoming: dict[Edge, Incoming] = {}
         for edge, link in links.items():
-            self._connect(edge, link)
+            if edge.origin < 0:
+                self._connect(edge, link)
+        self.others = Others(stages, replica, links, courier, kinds)
+        self._deal = self.others.deal
+        self._senders.update(self.others.senders)
         for edge in self._local_edges():
             self._hand_over(edge)
         self._program: list[tuple[_Handler, int, bool]] = []
@@ -100,7 +114,7 @@ class Executor:
         self._step = 0
         self._final = False
         self._stopwatch = stopwatch_for(self._device)
-        self._tied: dict[int, dict[int, list[torch.Tensor | None]]] = {}
+        self._tied = Exchange(ties or {}, self._senders, self._receivers)
         self._computes: dict[Kind, Callable[[Flow], _Handler]] = {
             Kind.FORWARD: lambda flow: flow.forward,
             Kind.RECOMPUTE: lambda flow: flow.recompute,
@@ -172,7 +186,7 @@ class Executor:
                 self._order[edge_of(action)].append(action.microbatch)
         for edge in self._receivers:
             if edge.payload is Payload.TIED:
-                self._order[edge] = list(range(self._ties[edge.target].frames(edge.source)))
+                self._order[edge] = self._tied.expected(edge)
 
     def _handler(self, action: Action) -> _Handler:
         kind, stage, _, peer = action
@@ -182,16 +196,31 @@ class Executor:
             case Kind.FORWARD if stage == 0:
                 return self._forward_first
             case Kind.SEND_TIED:
-                return lambda _: self._send_tied(stage, peer)
+                return self._waiting(lambda: self._tied.send(stage, peer))
             case Kind.RECEIVE_TIED:
-                return lambda _: self._receive_tied(stage, peer)
+                return self._waiting(lambda: self._tied.receive(stage, peer))
             case Kind.REDUCE_TIED:
-                return lambda _: self._reduce_tied(stage)
+                return lambda _: self._tied.reduce(stage)
+            case Kind.SCATTER:
+                return self._waiting(self.others.reductions[stage].scatter)
+            case Kind.SUM:
+                return self._waiting(self.others.reductions[stage].sum)
+            case Kind.GATHER:
+                return self._waiting(self.others.reductions[stage].gather)
         if kind in SENDS:
             return self._outgoing[edge_of(action)]
         if kind in RECEIVES:
             return self._incoming[edge_of(action)]
         return self._computes[kind](self._flows[stage])
+
+    def _waiting(self, do: Callable[[], None]) -> _Handler:
+        """What waits for other workers, or may."""
+
+        def handle(_: int) -> None:
+            self._tracker.wait(self._step)
+            do()
+
+        return handle
 
     @property
     def next_batch(self) -> Batch | None:
@@ -204,7 +233,7 @@ class Executor:
 
     def offer(self, batch: MicroBatches) -> Batch:
         """Hold a mini-batch ready for the next step (where stage 0 is)."""
-        self._next = batch
+        self._next = self._deal.out(batch) if self._deal else batch
         return batch.batch
 
     def run(self, run: RunStep) -> Ran:
@@ -244,22 +273,28 @@ class Executor:
     def _begin(self, run: RunStep) -> None:
         batch = run.batch
         self._step, self._final = run.step, run.last
-        weights = share(batch.samples, batch.microbatches)
+        mine = block(batch.microbatches, self._placement.replicas, self._replica)
+        weights = share(batch.samples, batch.microbatches)[mine.start : mine.stop]
         for index, flow in self._flows.items():
             flow.step = run.step
-            flow.stage.begin(run.step, run.first, run.loss_scale)
+            flow.stage.begin(run.step, run.first + mine.start, run.loss_scale)
             again, halves = self._again[index], self._halves[index]
             flow.microbatches = [
                 MicroBatch(m, weight, m in again, m in halves) for m, weight in enumerate(weights)
             ]
         self._known.add(batch.microbatches)
-        self._current, self._next = self._next, None
+        if batch.microbatches:
+            if self._deal and self._deal.takes and self._next is None:
+                self._next = self._deal.take()  # what another rank's loop was given
+            self._current, self._next = self._next, None
         if self._current is not None:
             self._feed(self._current)
         for sender in self._senders.values():
             sender.begin(batch.signature)
         for edge, receiver in self._receivers.items():
             receiver.begin(batch.signature, self._order[edge])
+        for reduction in self.others.reductions.values():
+            reduction.begin(batch.signature, whole=run.whole)
 
     def _feed(self, batch: MicroBatches) -> None:
         """Give stage 0 its micro-batches, and the last stage their targets if it is here."""
@@ -282,40 +317,19 @@ class Executor:
         flow.forward(m)
 
     def _load(self, _: int) -> None:
-        if self._reader is None or self._final:
+        if self._final:
             return
-        self._tracker.set(Phase.READING, self._step + 1)
-        self._next = self._reader.read()
+        if self._reader is not None:
+            self._tracker.set(Phase.READING, self._step + 1)
+            read = self._reader.read()
+            self._next = self._deal.out(read) if self._deal else read
+        elif self._deal and self._deal.takes and self._reads_ahead:
+            self._tracker.wait(self._step)
+            self._next = self._deal.take()
         if self._next is not None and self._step:
             microbatches = self._next.batch.microbatches
             if microbatches not in self._known:
                 self._announce(microbatches)
-
-    def _send_tied(self, stage: int, peer: int) -> None:
-        self._tracker.wait(self._step)
-        sender = self._senders[Edge(stage, peer, Payload.TIED)]
-        for number, gradients in enumerate(self._ties[stage].outgoing(peer)):
-            sender.send(number, gradients)
-
-    def _receive_tied(self, stage: int, peer: int) -> None:
-        self._tracker.wait(self._step)
-        receiver = self._receivers[Edge(peer, stage, Payload.TIED)]
-        gradients = self._tied.setdefault(stage, {}).setdefault(peer, [])
-        for number in range(self._ties[stage].frames(peer)):
-            gradients += receiver.receive(number)
-
-    def _reduce_tied(self, stage: int) -> None:
-        """Add up the gradients of a stage's tied weights: all places are known now."""
-        ties = self._ties[stage]
-        received: dict[int, list[torch.Tensor | None]] = self._tied.pop(stage, {})
-        away = list(received)
-        for peer in ties.peers:
-            if peer not in received:
-                received[peer] = [g for some in self._ties[peer].outgoing(stage) for g in some]
-        ties.complete(received)
-        for peer in away:
-            for number in range(ties.frames(peer)):
-                self._receivers[Edge(peer, stage, Payload.TIED)].release(number)
 
     def stream(
         self, step: int, actions: Sequence[Action], batches: Iterator[MicroBatches], sink: Sink
@@ -361,7 +375,7 @@ class Executor:
 
     def close(self) -> None:
         """Let go of the channels, which ends what is under way, and end the courier."""
-        for link in self._links:
+        for link in self._links.values():
             link.close()
         if self._courier is not None:
             self._courier.close()

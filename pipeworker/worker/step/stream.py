@@ -12,10 +12,11 @@ from contextlib import ExitStack
 from typing import Any
 
 from pipeworker.plan.actions import RECEIVES, SENDS, Action, Edge, Kind, edge_of
+from pipeworker.plan.shares import sizes
 from pipeworker.wire.messages import Phase
 from pipeworker.worker.device import to_device
 from pipeworker.worker.stage.microbatch import MicroBatch
-from pipeworker.worker.step.data import MicroBatches, sizes
+from pipeworker.worker.step.data import MicroBatches
 from pipeworker.worker.step.evaluation import eval_mode
 from pipeworker.worker.step.flow import Flow, Incoming, Outgoing
 

@@ -183,7 +183,8 @@ def connect(
 ) -> dict[Edge, Link]:
     """Connect this worker's end of every edge; all workers go through the edges in one order.
 
-    Replicas have edges of the same names, so what meets in the store is named by replica as well.
+    Replicas have edges of the same names, so what meets in the store is named by replica as well:
+    the one where the edge begins.
 
     Args:
         network: how workers reach each other. Tensors on an accelerator are staged through the
@@ -203,12 +204,14 @@ def connect(
     secure = Credentials.of(membership.token) if backend == "tls" else None
     identity = shared.host_identity()
     store.set(f"host/{rank}", identity)
-    held, replica = placement.stages_of(rank), placement.replica_of(rank)
+    held, mine = placement.stages_of(rank), placement.replica_of(rank)
     links: dict[Edge, Link] = {}
     with contextlib.ExitStack() as unless_all:
         for edge in edges:
-            sends = edge.source in held
-            peer = placement.rank_of(edge.target if sends else edge.source, replica)
+            replica, goal = (mine, mine) if edge.origin < 0 else (edge.origin, edge.goal)
+            sends = edge.source in held and replica == mine
+            stage, other = (edge.target, goal) if sends else (edge.source, replica)
+            peer = placement.rank_of(stage, other)
             secret = membership.key(edge, replica)
             key = f"replica-{replica}/{edge}"
             try:

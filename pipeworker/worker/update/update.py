@@ -19,6 +19,7 @@ from pipeworker.worker.blame import users
 from pipeworker.worker.internals import divide, multiply
 from pipeworker.worker.stage import rng
 from pipeworker.worker.update.condense import condensed
+from pipeworker.worker.update.replicas import shards
 from pipeworker.worker.update.ties import Ties
 
 _NO_LAYER = -1
@@ -39,9 +40,14 @@ class Updater:
             are those of ``nn.Sequential(*layers).named_parameters()``.
         clip_value: bound on each element of the gradients, or None.
         ties: of weights that have a place here, or None.
+        replica: which of `replicas` it updates for, where each updates a part of the weights; the
+            optimizer is given those alone, and the others' come from the other replicas.
 
     Raises:
         UsageError: ``optimizer`` or ``scheduler`` gave something else.
+
+    Attributes:
+        shards: by replica, the weights that it updates.
     """
 
     def __init__(
@@ -53,6 +59,8 @@ class Updater:
         seed: int = 0,
         clip_value: float | None = None,
         ties: Ties | None = None,
+        replica: int = 0,
+        replicas: int = 1,
     ) -> None:
         self._all = parameters_of(layers)
         self._ties = ties
@@ -66,16 +74,20 @@ class Updater:
         self._seed = seed
         self._accelerator = next((rng.accelerator_generator(p.device) for p in self._all), None)
         self._clip_value = clip_value
-        if not any(parameter.requires_grad for parameter in self.parameters):
+        self.shards = [self.parameters]
+        if replicas > 1:
+            trained = [p for p in self.parameters if p.requires_grad]
+            self.shards = shards(trained, replicas)
+        own = self.shards[replica]
+        if not any(parameter.requires_grad for parameter in own):
             return
-        given: Any = self.parameters
+        given: Any = own
         if "named_parameters" in _arguments(job.optimizer):
             named = nn.Sequential(*layers).named_parameters()
+            mine = {id(p) for p in own}
             tied = {id(p): name for name, p in ties.owners} if ties else {}
             given = [
-                (tied.get(id(p)) or _shifted(name, first), p)
-                for name, p in named
-                if id(p) not in aliases
+                (tied.get(id(p)) or _shifted(name, first), p) for name, p in named if id(p) in mine
             ]
         with users("the optimizer"):
             built = job.optimizer(given)
@@ -134,10 +146,11 @@ class Updater:
         """Scale and clip the gradients, step the optimizer and the scheduler, clear."""
         if self._ties is not None:
             self._ties.take_totals()
-        if self.optimizer is None:
+        if self.optimizer is None and len(self.shards) == 1:
             return
         if not update.overflow:
             self._finish_gradients(update)
+        if not update.overflow and self.optimizer is not None:
             # For an optimizer that draws: what ran before, an evaluation say, must not show.
             self._seed_all(update.step, _NO_LAYER)
             with users("the optimizer"):

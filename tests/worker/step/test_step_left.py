@@ -87,7 +87,7 @@ def assert_nothing_left(pipeline: Pipeline, least: int) -> None:
             assert_empty(receiver)
         for flow in executor._flows.values():
             assert flow.microbatches == ()
-        assert executor._tied == {}
+        assert executor._tied._received == {}
         assert executor._current is None
     for parameter in pipeline.grads().values():
         assert parameter is not None

@@ -18,6 +18,7 @@ from pipeworker.errors import PeerLost, UsageError
 from pipeworker.plan import orders
 from pipeworker.plan.actions import Edge, Payload
 from pipeworker.plan.placement import Placement
+from pipeworker.plan.schedule import between
 from pipeworker.plan.schedule import edges as edges_of
 from pipeworker.worker.transport.channel import Receiver, Sender
 from pipeworker.worker.transport.courier import Courier
@@ -138,6 +139,41 @@ def test_stages_of_one_worker_and_replicas_are_connected_by_where_they_are() -> 
             source.bulk.send(torch.full((2,), float(replica)), 0).wait()
             receiving.wait()
             assert got.tolist() == [replica, replica]
+
+
+@pytest.mark.parametrize("backend", ["auto", "gloo"])
+def test_a_stage_is_connected_to_its_like_in_other_replicas(backend: str) -> None:
+    """Both ways, beside what is within a replica; all workers go through the edges in one order."""
+    placement = Placement.identity(2, 3)
+    edges = [[*between(placement), FORTH] for _ in range(6)]
+    meeting = Meeting()
+    stores = [meeting.store() for _ in range(6)]
+    network = Network(ENDPOINT, backend)
+    with ThreadPoolExecutor(6) as pool:
+        made = []
+        for rank, store in enumerate(stores):
+            stage, replica = rank % 2, rank // 2
+            mine = sorted(
+                edge
+                for edge in edges[rank]
+                if stage in (edge.source, edge.target)
+                and (edge.origin < 0 or replica in (edge.origin, edge.goal))
+            )
+            assert len(mine) == 5
+            made.append(pool.submit(connect, mine, rank, placement, store, network, MEMBERSHIP))
+        links = [future.result(20) for future in made]
+    for edge in between(placement):
+        source = links[placement.rank_of(edge.source, edge.origin)][edge]
+        target = links[placement.rank_of(edge.target, edge.goal)][edge]
+        said = float(10 * edge.origin + edge.goal)
+        got = torch.empty(2)
+        receiving = target.bulk.receive([got], 0)[0]
+        source.bulk.send(torch.full((2,), said), 0).wait()
+        receiving.wait()
+        assert got.tolist() == [said, said]
+    for some in links:
+        for link in some.values():
+            link.close()
 
 
 def test_a_backend_that_is_not_there_is_named() -> None:

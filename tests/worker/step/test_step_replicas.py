@@ -1,0 +1,389 @@
+"""Replicas of a pipeline: bit for bit the loop that adds their gradients in order."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from pipeworker.errors import UsageError
+from pipeworker.plan.placement import Placement
+from pipeworker.plan.skips import Skip
+from support.orders import always, legal
+from support.pipelines import (
+    MODES,
+    Layer,
+    Noise,
+    Pipeline,
+    Pop,
+    Stash,
+    Way,
+    assert_equal,
+    data,
+    filled,
+    mse,
+)
+from support.pipelines import plain as alone
+from support.replicas import plain
+
+SIZES = (12, 7, 2, 1, 12)
+"""Even, uneven, and fewer samples than replicas or micro-batches."""
+
+
+def adam(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.Adam(parameters, lr=0.01)
+
+
+def net() -> list[nn.Module]:
+    torch.manual_seed(3)
+    return [nn.Linear(6, 8), nn.Tanh(), Noise(), nn.Linear(8, 6), nn.Linear(6, 2)]
+
+
+@pytest.mark.parametrize("replicas", [1, 2, 3, 5])
+def test_the_numbers_are_those_of_adding_replicas_in_order(replicas: int) -> None:
+    """For every number of stages and recompute mode, with dropout."""
+    layers, batches = net(), data(*SIZES)
+    theirs = plain(copy.deepcopy(layers), mse, batches, 5, replicas, adam)
+    for stages in (1, 2, 3):
+        for mode in MODES:
+            way = filled(Placement.identity(stages, replicas), mode)
+            ours = Pipeline(
+                copy.deepcopy(layers), mse, batches, way, microbatches=5, optimizer=adam
+            )
+            assert_equal(ours.train(len(batches)), theirs, f"{replicas} x {stages}, {mode}")
+
+
+def test_one_replica_is_the_plain_loop_and_others_come_close() -> None:
+    layers, batches = net(), data(12, 12, 12)
+    theirs = alone(copy.deepcopy(layers), mse, batches, 6, adam)
+    assert_equal(plain(copy.deepcopy(layers), mse, batches, 6, 1, adam), theirs)
+    for replicas in (2, 3):
+        way = filled(Placement.identity(2, replicas))
+        pipeline = Pipeline(
+            copy.deepcopy(layers), mse, batches, way, microbatches=6, optimizer=adam
+        )
+        ours = pipeline.train(3)
+        for name, weight in ours.weights.items():
+            assert torch.allclose(weight, theirs.weights[name], rtol=1e-4, atol=1e-6), name
+
+
+@pytest.mark.parametrize(
+    "placement", [Placement(((0, 3), (1, 2)), 2), Placement.looped(2, 2).copies(2)], ids=str
+)
+def test_a_worker_may_hold_several_stages_of_a_replica(placement: Placement) -> None:
+    layers, batches = net(), data(*SIZES)
+    theirs = plain(copy.deepcopy(layers), mse, batches, 4, 2, adam)
+    halves = Way(placement, lambda where, m: legal(where, m, _first, halves=always))
+    for way in (filled(placement, "always"), halves):
+        ours = Pipeline(copy.deepcopy(layers), mse, batches, way, microbatches=4, optimizer=adam)
+        assert_equal(ours.train(len(batches)), theirs)
+
+
+def _first(ready: Any, done: Any) -> Any:
+    return ready[0]
+
+
+@pytest.mark.parametrize("stages", [1, 2, 3])
+def test_a_loss_with_a_count_is_divided_by_that_of_all_replicas(stages: int) -> None:
+    def counted(output: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, int]:
+        seen = target[:, 0] > 0
+        return (output - target)[seen].square().sum(), int(seen.sum())
+
+    layers, batches = net(), data(*SIZES)
+    theirs = plain(copy.deepcopy(layers), counted, batches, 4, 3, adam)
+    way = filled(Placement.identity(stages, 3))
+    ours = Pipeline(copy.deepcopy(layers), counted, batches, way, microbatches=4, optimizer=adam)
+    assert_equal(ours.train(len(batches)), theirs)
+
+
+def test_tied_weights_are_added_over_replicas_and_then_over_their_places() -> None:
+    torch.manual_seed(0)
+    layers = [nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6), nn.Linear(6, 2)]
+    tied = [("0.weight", "2.weight")]
+    batches = data(*SIZES)
+    found = []
+    for stages in (1, 2, 4):
+        way = filled(Placement.identity(stages, 2))
+        pipeline = Pipeline(
+            copy.deepcopy(layers), mse, batches, way, microbatches=4, optimizer=adam, tied=tied
+        )
+        found.append(pipeline.train(len(batches)))
+    for other in found[1:]:
+        assert_equal(other, found[0])
+    first = found[0].grads[0]["0.weight"]
+    layers[2].weight = layers[0].weight
+    theirs = alone(layers, mse, batches[:1], 4).grads[0]["0.weight"]
+    assert first is not None
+    assert theirs is not None
+    assert torch.allclose(first, theirs, rtol=1e-5, atol=1e-6)
+
+
+class Sometimes(nn.Module):
+    """Uses one of its parameters for some samples alone, and another one never."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.always, self.seldom, self.never = (nn.Linear(6, 6) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.always(x)
+        return torch.add(y, self.seldom(x)) if x[0, 0] > 100 else y
+
+
+@pytest.mark.parametrize("which", [0, 5, 11])
+def test_what_a_replica_does_not_use_counts_for_nothing_there(which: int) -> None:
+    """And what none uses stays without a gradient, so that the optimizer leaves it alone."""
+    torch.manual_seed(1)
+    layers = [Sometimes(), nn.Linear(6, 2)]
+    batches = data(12, 12)
+    batches[0][0][which, 0] = 1000.0
+    theirs = plain(copy.deepcopy(layers), mse, batches, 12, 3, adam)
+    assert theirs.grads[0]["0.seldom.weight"] is not None
+    assert theirs.grads[1]["0.seldom.weight"] is None
+    assert theirs.grads[0]["0.never.weight"] is None
+    for stages in (1, 2):
+        way = filled(Placement.identity(stages, 3))
+        ours = Pipeline(copy.deepcopy(layers), mse, batches, way, microbatches=12, optimizer=adam)
+        assert_equal(ours.train(2), theirs)
+
+
+def test_nothing_is_added_to_the_only_gradient() -> None:
+    """A zero would turn -0.0 into 0.0, and is one term too many."""
+
+    class Minus(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one, self.two = (nn.Parameter(torch.ones(1, 3)) for _ in range(2))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            kept = (x[:, :3] * self.two).sum()
+            return kept + (x[:, :3] * -0.0 * self.one).sum() if x[0, 5] > 0 else kept
+
+    batches = [(torch.ones(2, 6), torch.zeros(2))]
+    batches[0][0][1, 5] = -1.0  # the second replica does not use it
+    pipeline = Pipeline(
+        [Minus()],
+        lambda output, target: output,
+        batches,
+        filled(Placement.identity(1, 2)),
+        microbatches=2,
+    )
+    gradient = pipeline.train(1).grads[0]["0.one"]
+    assert gradient is not None
+    assert gradient.signbit().all()
+
+
+@pytest.mark.parametrize("deferred", [False, True])
+@pytest.mark.parametrize("replicas", [2, 3])
+def test_all_replicas_have_the_same_running_statistics(*, replicas: int, deferred: bool) -> None:
+    """Those of replica 0; or, where they are deferred, those of the whole mini-batch."""
+    torch.manual_seed(2)
+    layers = [nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Linear(6, 6), nn.BatchNorm1d(6, momentum=None)]
+    batches = data(12, 8, 12, out=6)
+    found = []
+    for stages in (1, 2, 4):
+        way = filled(Placement.identity(stages, replicas), "always")
+        pipeline = Pipeline(
+            copy.deepcopy(layers),
+            mse,
+            batches,
+            way,
+            microbatches=4,
+            optimizer=adam,
+            deferred=deferred,
+        )
+        trained = pipeline.train(3)  # which looks that replicas are alike
+        found.append((trained, [b.clone() for layer in pipeline.layers for b in layer.buffers()]))
+    for trained, buffers in found[1:]:
+        assert_equal(trained, found[0][0])
+        assert all(torch.equal(a, b) for a, b in zip(buffers, found[0][1], strict=True))
+    alone_in = Pipeline(
+        copy.deepcopy(layers[:2]),
+        mse,
+        batches,
+        filled(Placement.identity(1, 1)),
+        microbatches=4,
+        deferred=True,
+    )
+    alone_in.train(1)
+    theirs = Pipeline(
+        copy.deepcopy(layers[:2]),
+        mse,
+        batches,
+        filled(Placement.identity(2, replicas)),
+        microbatches=4,
+        deferred=True,
+    )
+    theirs.train(1)
+    pairs = zip(alone_in.layers[1].buffers(), theirs.layers[1].buffers(), strict=True)
+    assert all(torch.equal(a, b) for a, b in pairs)
+
+
+class Table(nn.Module):
+    """A large buffer that is written now and then, where the data says so."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table: torch.Tensor
+        self.register_buffer("table", torch.zeros(1 << 15))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if x[0, 0] > 100:
+            self.table += float(x[0, 1])
+        return x
+
+
+@pytest.mark.parametrize(("which", "changes"), [(0, True), (5, False)])
+def test_a_large_buffer_is_told_when_it_changes_anywhere(which: int, *, changes: bool) -> None:
+    """What replica 0 has stays; what another one did to it is undone."""
+    batches = data(6, 6)
+    batches[0][0][which, 0] = 1000.0
+    way = filled(Placement.identity(1, 2))
+    pipeline = Pipeline([Table(), nn.Linear(6, 2)], mse, batches, way, microbatches=6)
+    pipeline.train(2)  # which looks that replicas are alike
+    (table,) = pipeline.layers[0].buffers()
+    assert bool(table.any()) is changes
+
+
+def test_gradients_that_are_accumulated_are_added_up_once() -> None:
+    layers, batches = net(), data(12, 7, 12, 3)
+    theirs = plain(copy.deepcopy(layers), mse, batches, 4, 2, accumulate=2)
+    for stages in (1, 3):
+        way = filled(Placement.identity(stages, 2))
+        pipeline = Pipeline(copy.deepcopy(layers), mse, batches, way, microbatches=4)
+        pipeline.step(1, False, whole=False)
+        pipeline.step(1, False, first=4)
+        for name, gradient in pipeline.grads().items():
+            want = theirs.grads[0][name]
+            assert gradient is not None
+            assert want is not None
+            assert torch.equal(gradient, want)
+
+
+def test_large_gradients_travel_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pipeworker.worker.update.replicas._PIECE", 7)
+    layers, batches = net(), data(*SIZES)
+    theirs = plain(copy.deepcopy(layers), mse, batches, 4, 3, adam)
+    for lanes in (1, 2):
+        way = filled(Placement.identity(2, 3))
+        ours = Pipeline(
+            copy.deepcopy(layers), mse, batches, way, microbatches=4, optimizer=adam, lanes=lanes
+        )
+        assert_equal(ours.train(len(batches)), theirs)
+
+
+def test_gradients_of_any_dtype_and_layout_are_added_up() -> None:
+    class Mixed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.bits = nn.Parameter(torch.randn(6, 6).bfloat16())
+            self.twice = nn.Parameter(torch.randn(6, 6, dtype=torch.float64).t())
+            self.pairs = nn.Parameter(torch.randn(6, 6, dtype=torch.complex64))
+            self.empty = nn.Parameter(torch.empty(0, 6))
+            self.frozen = nn.Parameter(torch.randn(6, 6), requires_grad=False)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            a = x @ self.bits.float() + (x.double() @ self.twice).float()
+            b: torch.Tensor = (x.to(torch.complex64) @ self.pairs).abs()
+            return a + b + x @ self.frozen
+
+    torch.manual_seed(4)
+    layers, batches = [Mixed(), nn.Linear(6, 2)], data(*SIZES)
+    theirs = plain(copy.deepcopy(layers), mse, batches, 4, 3)
+    way = filled(Placement.identity(2, 3))
+    ours = Pipeline(copy.deepcopy(layers), mse, batches, way, microbatches=4)
+    assert_equal(ours.train(len(batches)), theirs)
+
+
+@pytest.mark.parametrize("replicas", [2, 3, 8])
+def test_each_replica_may_update_a_part_of_the_weights(replicas: int) -> None:
+    """Those of eight have more replicas than a stage has parameters."""
+    layers, batches = net(), data(*SIZES)
+    tied = [("0.bias", "1.bias")]
+    layers[1] = nn.Linear(8, 8)
+    theirs = Pipeline(
+        copy.deepcopy(layers),
+        mse,
+        batches,
+        filled(Placement.identity(1, replicas)),
+        microbatches=8,
+        optimizer=adam,
+        tied=tied,
+    ).train(len(batches))
+    for stages in (1, 2, 3):
+        ours = Pipeline(
+            copy.deepcopy(layers),
+            mse,
+            batches,
+            filled(Placement.identity(stages, replicas)),
+            microbatches=8,
+            optimizer=adam,
+            tied=tied,
+            sharded=True,
+        )
+        assert_equal(ours.train(len(batches)), theirs)
+        for stage in range(stages):
+            updaters = [one.updaters[stage] for one in ours.copies]
+            kept = [len(u.optimizer.state) if u.optimizer else 0 for u in updaters]
+            assert kept == [len(shard) for shard in updaters[0].shards]
+            assert max(kept) < len(updaters[0].parameters)
+
+
+def test_a_sparse_gradient_is_refused_by_its_name() -> None:
+    layers = [nn.Embedding(10, 6, sparse=True), nn.Linear(6, 2)]
+    batches = [(torch.arange(8) % 10, torch.randn(8, 2))]
+    way = filled(Placement.identity(1, 2))
+    pipeline = Pipeline(layers, mse, batches, way, microbatches=4, limit=5.0)
+    with pytest.raises(UsageError, match=r"gradient of 0\.weight is sparse"):
+        pipeline.train(1)
+
+
+def test_skip_connections_stay_within_a_replica() -> None:
+    layers = [
+        nn.Linear(6, 6),
+        Stash("kept"),
+        nn.Linear(6, 6),
+        Layer(torch.tanh),
+        Pop("kept"),
+        nn.Linear(6, 2),
+    ]
+    batches = data(*SIZES)
+    found = []
+    for stages in (1, 3):
+        pipeline = Pipeline(
+            copy.deepcopy(layers),
+            mse,
+            batches,
+            filled(Placement.identity(stages, 2)),
+            microbatches=4,
+            optimizer=adam,
+            skips=[Skip(1, 4, "kept")],
+        )
+        found.append(pipeline.train(len(batches)))
+    assert_equal(found[1], found[0])
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    stages=st.integers(1, 3),
+    replicas=st.integers(1, 4),
+    microbatches=st.integers(1, 9),
+    sizes=st.lists(st.integers(1, 10), min_size=1, max_size=3),
+    mode=st.sampled_from(MODES),
+)
+def test_any_number_of_replicas_for_any_sizes(
+    stages: int, replicas: int, microbatches: int, sizes: list[int], mode: str
+) -> None:
+    layers, batches = net(), data(*sizes)
+    microbatches = max(microbatches, replicas)
+    theirs = plain(copy.deepcopy(layers), mse, batches, microbatches, replicas, adam)
+    way = filled(Placement.identity(stages, replicas), mode)
+    ours = Pipeline(
+        copy.deepcopy(layers), mse, batches, way, microbatches=microbatches, optimizer=adam
+    )
+    assert_equal(ours.train(len(batches)), theirs)
