@@ -160,9 +160,7 @@ def test_a_stage_is_connected_to_its_like_in_other_replicas(backend: str) -> Non
                 and (edge.origin < 0 or replica in (edge.origin, edge.goal))
             )
             assert len(mine) == 5
-            made.append(
-                pool.submit(connect, mine, rank, placement, store, network, MEMBERSHIP)
-            )
+            made.append(pool.submit(connect, mine, rank, placement, store, network, MEMBERSHIP))
         links = [future.result(20) for future in made]
     for edge in between(placement):
         source = links[placement.rank_of(edge.source, edge.origin)][edge]
