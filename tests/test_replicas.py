@@ -336,7 +336,9 @@ def test_a_script_has_replicas_too(jobs: Jobs, scripts: Scripts) -> None:
 def test_what_a_script_asks_of_its_replicas(scripts: Scripts) -> None:
     loop = """
         with pipeworker.Pipeline(
-            model, loss=loss, optimizer=optimizer, microbatches=4, replicas=2, run_dir="run"
+            model, loss=loss, optimizer=lambda params: torch.optim.AdamW(params, lr=0.01),
+            microbatches=4, replicas=2, shard_optimizer=bool(os.environ.get("SHARD")),
+            run_dir="run",
         ) as pipe:
             batches = list(data())
             pipe.step(*batches[:2])
@@ -349,13 +351,16 @@ def test_what_a_script_asks_of_its_replicas(scripts: Scripts) -> None:
             tell(where=[pipe.replica, pipe.replicas, pipe.stage, pipe.stages], seen=seen["loss"],
                  out=out.tolist(), loss=first)
     """
-    for ranks in (2, 4):
-        started = scripts.start(script(JOB, loop), ranks)
+    losses = set()
+    for ranks, shard in ((2, ""), (4, ""), (4, "1")):
+        started = scripts.start(script(JOB, loop), ranks, SHARD=shard)
         started.succeed()
         told = [started.told(rank) for rank in range(ranks)]
         where = [[r, 2, k, ranks // 2] for r in range(2) for k in range(ranks // 2)]
         assert [one.pop("where") for one in told] == where
         assert all(one == told[0] for one in told)
+        losses.add(told[0]["loss"])
+    assert len(losses) == 1
 
 
 def test_processes_that_cannot_be_divided(scripts: Scripts) -> None:

@@ -86,6 +86,18 @@ def test_a_dry_run_prints_what_kubectl_would_be_given(job_file: Path) -> None:
     ]
 
 
+@pytest.mark.parametrize(("on", "words"), [("slurm", "--stages 2"), ("kubernetes", "--workers 2")])
+def test_workers_are_those_of_all_replicas(job_file: Path, on: str, words: str) -> None:
+    """Two hosts have two each; a rank, or the launcher within, is told of the replicas again."""
+    line = ["launch", "--on", on, "--stages", "2", "--replicas", "2", "--nodes", "2", "--dry-run"]
+    image = ["--set", "image=image"] if on == "kubernetes" else []
+    ran = CliRunner().invoke(cli.main, [*line, *image, str(job_file)])
+    assert ran.exit_code == 0, ran.output
+    said = " ".join(ran.stdout.replace("\n", " ").replace("- ", "").replace("'", "").split())
+    assert words in said
+    assert "--replicas 2" in said
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
