@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import selectors
 import signal
@@ -13,7 +14,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from launcher.children import Agent, Child, meeting_place
-from launcher.spec import Carried, seats
+from launcher.spec import Carried, kept_by, seats
 from pipeworker.coordinator.job import SLOTS
 from pipeworker.coordinator.roster import JOIN_FACTOR
 from pipeworker.environment import timings
@@ -97,6 +98,10 @@ class Launch:
         self._lost = 0  # coordinators
         self._causes: list[str] = []
         self._snapshot: Snapshot | None = None
+        self._hosts: list[int] = []  # by rank
+        self._mirrors = False  # whether hosts keep each other's copies
+        self._holds: set[Agent] = set()  # those that have their part of the last snapshot
+        self._ring: dict[Agent, Agent] = {}  # who keeps it as well
         self._balance: tuple[int, ...] = ()
         self._selector = selectors.DefaultSelector()
         self._wake_in, self._wake_out = socket.socketpair()
@@ -282,6 +287,10 @@ class Launch:
                     self._fork_more()
                 case Snapshot():
                     self._snapshot = event
+                    self._holds = {self._agents[host] for host in self._hosts}
+                    used = list(dict.fromkeys(self._hosts)) if self._mirrors else []
+                    pairs = zip(used, [*used[1:], *used[:1]], strict=True)
+                    self._ring = {self._agents[a]: self._agents[b] for a, b in pairs}
                 case Joined():
                     self._joined += 1
                     self._fork_more()
@@ -328,6 +337,9 @@ class Launch:
         if len(self._asked) == ranks or (self._room < ranks and not self._revived(ranks)):
             return
         hosts = seats([agent.places for agent in self._agents], ranks)
+        # Replicas have each other's state.
+        self._mirrors = self._slots > 1 and len({*hosts}) > 1 and self._options.replicas == 1
+        self._hosts = hosts
         few = max(_AT_ONCE, os.cpu_count() or 1) * len(self._agents)
         most = 1 if ranks > few and not self._joined else few
         for rank in range(ranks):
@@ -338,7 +350,9 @@ class Launch:
             agent = self._agents[hosts[rank]]
             where = agent.endpoint(self._endpoint), self._token
             local_rank = rank - hosts.index(hosts[rank])
-            agent.process.say(Fork(rank, self._generation, *where, local_rank, self._slots))
+            keeps = () if local_rank or not self._mirrors else kept_by(hosts, hosts[rank])
+            fork = Fork(rank, self._generation, *where, local_rank, self._slots, keeps)
+            agent.process.say(dataclasses.replace(fork, kept=self._mirrors))
             agent.ranks.add(rank)
             self._asked.add(rank)
 
@@ -383,8 +397,12 @@ class Launch:
             return False
         ranks = tuple(sorted(agent.ranks))
         self._asked -= agent.ranks
+        self._holds.discard(agent)
         if worked:
-            self._tell(HostLost(ranks, text))
+            kept = bool(self._ring) and all(
+                self._ring[each] in self._holds for each in self._ring if each not in self._holds
+            )
+            self._tell(HostLost(ranks, text, kept))
         elif not agent.comes_back:
             self._tell(CannotStart(min(ranks, default=0), self._generation, text, self._room))
         return True

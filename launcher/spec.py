@@ -105,6 +105,17 @@ def seats(room: Sequence[int], ranks: int) -> list[int]:
     return found[:ranks]
 
 
+def kept_by(hosts: Sequence[int], host: int) -> tuple[int, ...]:
+    """The ranks whose copies a host keeps as well: those of the host before it, around.
+
+    Args:
+        hosts: by rank, the number of its host.
+    """
+    used = list(dict.fromkeys(hosts))
+    before = used[used.index(host) - 1]
+    return tuple(rank for rank, where in enumerate(hosts) if where == before)
+
+
 class Request(Protocol):
     """What a launcher asks for; its text is what ``--dry-run`` prints."""
 

@@ -108,7 +108,8 @@ _MANNERS = {
 _WEIGHTS = (6, 2, 1, 1)
 _STARTING = ("loading", "building", "restoring", "connecting")
 _SPEAKS = ("tell StepResult", "tell Snapshot", "tell Beat", "sent Advance")
-_ENDS = ("fork server", "fork server, stopped", "forking", "all but the launcher", "saving")
+_AGENT = (("kill", "any time"), ("kill", "forking"), ("stop", "any time"))
+_ENDS = ("all but the launcher", "saving")
 _OFTEN = (
     *(KILLED, "os._exit in a layer", "SIGKILL in a snapshot", "SIGKILL in a recovery"),
     *("control connection cut", "data connections cut", "disk full", "writer killed"),
@@ -160,6 +161,8 @@ def of_others() -> Iterator[Fault]:
     for place in (*RECOVERS, BEGINS):
         yield Fault("coordinator killed in a recovery", "kill coordinator", place)
     yield Fault("coordinator stopped", "stop coordinator", "sent Advance")
+    for how, when in _AGENT:
+        yield Fault(f"fork server: {how}", f"{how} agent", when)
     for who in _ENDS:
         yield Fault("end of the job, --resume", "end", who)
 

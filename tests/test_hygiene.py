@@ -173,7 +173,7 @@ def test_a_killed_coordinator(start: Callable[..., Live]) -> None:
 
 
 def test_a_killed_fork_server(start: Callable[..., Live]) -> None:
-    live = start()
+    live = start("--restarts", "0")  # else it is started again, and goes on from the disk
     os.kill(live.pid("fork server"), signal.SIGKILL)
     status, stderr = live.end()
     assert status == 1

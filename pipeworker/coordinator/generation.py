@@ -171,7 +171,7 @@ class Generation:
         ranks, placement = report.ranks, self.placement
         if self.options.read_data == "once" and placement.rank_of(0) in ranks:
             ranks = tuple(range(placement.ranks))  # nobody else knows where the data was
-        self.snapshots.forget(ranks, placement.ranks)
+        self.snapshots.forget(() if report.kept else ranks, placement.ranks)
         names = [self.placement.names(rank) for rank in report.ranks if rank < self.placement.ranks]
         rank = report.ranks[0] if report.ranks else -1
         failure = Failure(Cause.LOST, report.text, rank=rank, stage=", ".join(names))

@@ -107,9 +107,10 @@ class _ForkServer:
         tracker = Tracker()
         parent = os.getpid()
         try:
-            memories = self._memories.setdefault(asked.rank, [])
-            while len(memories) < asked.slots:
-                memories.append(Memory())
+            for rank in (asked.rank, *asked.keeps):
+                memories = self._memories.setdefault(rank, [])
+                while len(memories) < asked.slots:
+                    memories.append(Memory())
             pid = os.fork()
         except OSError as error:
             _say(_cannot_start(asked, error))
@@ -153,6 +154,8 @@ class _ForkServer:
                 generation=asked.generation,
                 tracker=tracker,
                 memories=self._memories,
+                keeps=asked.keeps,
+                kept=asked.kept,
             )
             status = service.run(settings)
             atexit._run_exitfuncs()

@@ -102,10 +102,15 @@ class CannotStart:
 
 @dataclass(frozen=True, slots=True)
 class HostLost:
-    """A host is gone, with the workers of these ranks and what its memory held of their state."""
+    """A host is gone, with the workers of these ranks and what its memory held of their state.
+
+    Attributes:
+        kept: whether other hosts have all of the last snapshot.
+    """
 
     ranks: tuple[int, ...]
     text: str
+    kept: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,6 +203,10 @@ class Fork:
 
     Workers of earlier generations are killed first. `slots` memories for copies of its state stay
     when it ends.
+
+    Attributes:
+        keeps: ranks of other hosts whose copies this host keeps as well.
+        kept: whether another host keeps this worker's.
     """
 
     rank: int
@@ -206,6 +215,8 @@ class Fork:
     token: str
     local_rank: int
     slots: int = 0
+    keeps: tuple[int, ...] = ()
+    kept: bool = False
 
     def __repr__(self) -> str:  # never the token
         return f"Fork(rank={self.rank}, generation={self.generation})"

@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from pipeworker.record.image import Pairs
 from pipeworker.record.manifest import file_names
 from pipeworker.record.memory import Memory, available, write
 from pipeworker.wire.messages import Copy, File, Saved
+from pipeworker.worker.transport.memories import Mirror
 
 _NICE = 10
 _LOOK_SECONDS = 0.05
@@ -38,6 +40,7 @@ class Keeper:
         folder: of the checkpoint of a step, while it is not complete.
         send: tells the coordinator of parts that are written while steps run.
         sharing: workers that memory is taken to be for; those of all replicas.
+        mirror: has another host keep each copy as well; it counts when that is done.
     """
 
     def __init__(
@@ -48,14 +51,17 @@ class Keeper:
         folder: Callable[[int], Path],
         send: Callable[[Saved], None],
         sharing: int = 1,
+        mirror: Mirror | None = None,
     ) -> None:
         self._rank, self._sharing = rank, max(ranks, sharing)
         self._names = file_names(rank, ranks)
         self._folder, self._send = folder, send
         self._mine = [] if memories else [Memory()]
         self._albums = [Album(memory) for memory in (*memories, *self._mine)]
-        # Two, since a copy may not wait for the disk.
-        self._copies, self._writes = (_Hand(name, self._failed) for name in ("copies", "writes"))
+        self._mirror = mirror
+        # One each, since a copy may wait neither for the disk nor for another host.
+        names = ("copies", "writes", "mirrors")
+        self._copies, self._writes, self._mirrors = (_Hand(name, self._failed) for name in names)
         self._writer: _Writer | None = None
         self._whole = threading.Event()
         self._whole.set()
@@ -120,6 +126,9 @@ class Keeper:
     def close(self) -> None:
         """End the threads and the process; nobody waits any more for what is being written."""
         self._copies.close()
+        if self._mirror is not None:
+            self._mirror.close()
+        self._mirrors.close()
         while not self._writes.close(_LOOK_SECONDS):
             if self._writer is not None:
                 self._writer.kill()
@@ -145,10 +154,19 @@ class Keeper:
             for view, tensor in later:
                 view.copy_(tensor)
         album.seal(copy.step)
-        self._copied = copy.step, spent + time.thread_time() - began
+        spent += time.thread_time() - began
+        if self._mirror is None:
+            self._copied = copy.step, spent
+        else:
+            self._mirrors.do(partial(self._keep_elsewhere, self._mirror, copy, album, spent))
         if copy.save:
             self._writes.do(lambda: self._write(copy.step, album.memory))
         self._whole.set()
+
+    def _keep_elsewhere(self, mirror: Mirror, copy: Copy, album: Album, spent: float) -> None:
+        began = time.thread_time()
+        if mirror.keep(copy.slot, album.memory, copy.step):
+            self._copied = copy.step, spent + time.thread_time() - began
 
     def _write(self, step: int, memory: Memory) -> None:
         if self._writer is None:

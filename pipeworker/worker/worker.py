@@ -89,7 +89,7 @@ from pipeworker.worker.step.evaluation import Averages
 from pipeworker.worker.step.executor import Executor
 from pipeworker.worker.transport import distributed
 from pipeworker.worker.transport.courier import Courier
-from pipeworker.worker.transport.memories import Lender, borrow
+from pipeworker.worker.transport.memories import Lender, Mirror, Pantry, borrow
 from pipeworker.worker.transport.proof import Membership
 from pipeworker.worker.transport.structure import Kinds
 from pipeworker.worker.update.ties import Ties
@@ -125,6 +125,8 @@ class Settings:
         to_log: send what is printed to the stage's log in the run directory.
         memories: by rank, for copies of a worker's state, of all workers of the host; none where
             they would not outlive it.
+        keeps: ranks of other hosts whose copies are kept there as well, by this worker.
+        kept: whether another host keeps this worker's.
         job_file: where it is on this host, if the job does not know.
         job: what a script gave; None for a job file.
         sample: with a job that has no data, an input of the model, if its layers stash and pop.
@@ -138,6 +140,8 @@ class Settings:
     tracker: Tracker = field(default_factory=Tracker)
     to_log: bool = True
     memories: Mapping[int, Sequence[Memory]] = field(default_factory=dict)
+    keeps: tuple[int, ...] = ()
+    kept: bool = False
     job_file: str = ""
     job: Job | None = None
     sample: Any = None
@@ -164,6 +168,7 @@ class Worker:
         self._restored: Restore | None = None
         self._inherits = False
         self._lenders: list[Lender] = []  # one, until all have what they need of it
+        self._pantries: list[Pantry] = []  # one, where other hosts' copies are kept
         self._borrowed: list[Memory] = []
         self.saved = -1
         """The step of the last checkpoint."""
@@ -199,8 +204,9 @@ class Worker:
             number, workers = self._rank, placement.ranks
             if not self._shards:  # the first replica has all there is to write
                 number, workers = placement.worker_of(self._rank), placement.workers
+            mirror = Mirror(self._rank, *self._where) if self._settings.kept else None
             keeper = Keeper(
-                number, workers, memories, folder, self._line.send, sharing=placement.ranks
+                number, workers, memories, folder, self._line.send, placement.ranks, mirror
             )
             self._keepers.append(keeper)
         return self._keepers[0]
@@ -327,6 +333,11 @@ class Worker:
         return Membership(self._settings.token, self._settings.generation)
 
     @property
+    def _where(self) -> tuple[distributed.CoordinatorStore, distributed.Network, Membership]:
+        """How other hosts are reached."""
+        return self._store, self._network, self._membership
+
+    @property
     def _reads(self) -> bool:
         """Whether data is read by this replica."""
         return self._options.read_data == "every" or not self.replica
@@ -448,7 +459,7 @@ class Worker:
             with suppress(PipeworkerError, KeyError):
                 shards.append(self._kept(rank, told))
                 continue
-            self._borrowed.append(borrow(rank, slot, self._store, self._network, self._membership))
+            self._borrowed.append(borrow(rank, slot, *self._where))
             shards += checkpoint.remembered(self._borrowed[-1:], told.step)
         return shards
 
@@ -476,10 +487,9 @@ class Worker:
             with suppress(PipeworkerError):
                 self._kept(rank, told)
                 whole.append(rank)
-        if {*range(told.ranks)} <= {*whole}:
+        if {*range(told.ranks)} <= {*whole} and not self._settings.kept:
             return
-        where = self._store, self._network, self._membership
-        self._lenders.append(Lender(self._settings.memories, whole, *where))
+        self._lenders.append(Lender(self._settings.memories, whole, *self._where))
 
     def _inherit(self, told: Restore) -> None:
         """Take the state of a living replica, or give it."""
@@ -517,6 +527,9 @@ class Worker:
         """Join the neighbours, and read the first mini-batch."""
         options, placement = self._options, self.placement
         self._tracker.wait(phase=Phase.CONNECTING)
+        if self._settings.keeps:
+            kept = {rank: self._settings.memories[rank] for rank in self._settings.keeps}
+            self._pantries.append(Pantry(kept, *self._where))
         links = distributed.connect(
             [Edge.parse(edge) for edge in plan.edges],
             self._rank,
@@ -682,8 +695,9 @@ class Worker:
 
     def close(self) -> None:
         """Let go of channels and threads, and of the memory that channels map."""
-        while self._lenders:
-            self._lenders.pop().close()
+        for guests in (self._lenders, self._pantries):
+            while guests:
+                guests.pop().close()
         while self._borrowed:
             self._borrowed.pop().close()
         while self._keepers:

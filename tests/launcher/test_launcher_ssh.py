@@ -161,10 +161,13 @@ def steps(path: Path) -> int:
 def test_a_host_that_is_lost_comes_back_and_the_numbers_are_those_of_one(
     jobs: Jobs, client: Sshd, quiet: Run
 ) -> None:
-    """No secret is in a command line; the lost host's processes end with its connection."""
-    hosts = ("--hosts", "a:2,b:1", "--checkpoint-every", "2", "--checkpoint-busy", "wait")
+    """From what its neighbour kept: there is no checkpoint to go back to.
+
+    No secret is in a command line; the lost host's processes end with its connection.
+    """
+    hosts = ("--hosts", "a:2,b:1", "--snapshot-every", "1")
     process, path = jobs.start(*WORDS[:-1], "60", *hosts, source=GOES_ON)
-    until(lambda: steps(path) >= 8)
+    until(lambda: steps(path) >= 20)
     lines = " ".join(processes_of(jobs.folder).values())
     assert lines.count("pipeworker.host.forkserver") >= 2
     assert not re.search(r"[0-9a-f]{40}", lines)
@@ -173,7 +176,10 @@ def test_a_host_that_is_lost_comes_back_and_the_numbers_are_those_of_one(
     os.kill(carrier, signal.SIGKILL)
     _, said = process.communicate(timeout=60)
     assert process.returncode == 0, said
-    assert "host b is lost: it was ended by signal 9 (stage 2); went on after step " in said
+    lost = r"host b is lost: it was ended by signal 9 \(stage 2\); went on after step (\d+)"
+    found = re.search(lost, said)
+    assert found, said
+    assert int(found[1]) >= 1
     run = Run(0, "", said, path)
     assert run.summary["restarts"] == 1
     assert [row["step"] for row in run.metrics] == [*range(1, 61)]
@@ -245,7 +251,8 @@ def test_a_worker_that_is_lost_goes_on_from_the_memories_of_all_hosts(
     jobs: Jobs, client: Sshd, source: str
 ) -> None:
     """Each host has its own part of the last snapshot, and nothing is on disk yet."""
-    words = ("--microbatches", "4", "--steps", "12", "--stages", "3")
+    words = ("--microbatches", "4", "--steps", "90", "--stages", "3")
+    source = source.replace("done() == 3", "done() == 80")
     once = jobs.train(*words, source=source)
     run = jobs.train(*words, "--hosts", "a:2,b:1", "--", "kill", source=source)
     assert (jobs.folder / "died").exists()

@@ -97,6 +97,8 @@ class Siege:
             "full": self._fill,
             "kill coordinator": self._coordinator,
             "stop coordinator": self._coordinator,
+            "kill agent": self._agent,
+            "stop agent": self._agent,
             "end": self._end,
         }
 
@@ -253,22 +255,28 @@ class Siege:
             return str(self._chance.choice(self.actions))
         return "sent Advance" if place == BEGINS else ""
 
+    def _agent(self, fault: Fault) -> None:
+        """What was in memory goes with the fork server: the job goes back to what is on disk."""
+        job, pid = self.job, self.job.pids["fork server"]
+        said = "the fork server of this host was killed"
+        if fault.where == "forking":
+            job.traps.set("fork 2", "kill")
+            job.traps.set(first := str(self._chance.choice(self.actions)), "kill")
+            self._springs(first)
+            when = self._springs("fork 2")
+        else:
+            when = time.monotonic()
+            stops = fault.how == "stop agent"
+            os.kill(pid, signal.SIGSTOP if stops else signal.SIGKILL)
+            if stops:
+                said = rf"the fork server of this host \(pid {pid}\) has not answered"
+        self._back(fault.kind, when, "went on", waited=_waited(fault.how.split()[0]))
+        self._lost(said)
+
     def _end(self, fault: Fault) -> None:
         """Whoever cannot be replaced."""
         job, pids, said, status = self.job, self.job.pids, "error: ", 1
         match fault.where:
-            case "fork server":
-                os.kill(pids["fork server"], signal.SIGKILL)
-                said = "error: the fork server of this host was killed"
-            case "forking":
-                job.traps.set("fork 2", "kill")
-                job.traps.set(first := str(self._chance.choice(self.actions)), "kill")
-                self._springs(first)
-                self._springs("fork 2")
-                said = "error: the fork server of this host was killed"
-            case "fork server, stopped":
-                os.kill(pids["fork server"], signal.SIGSTOP)
-                said = "error: the fork server of this host"
             case "all but the launcher":
                 for who in sorted(pids.keys() - {"launcher"}):
                     os.kill(pids[who], signal.SIGKILL)
