@@ -56,12 +56,17 @@ STEP_TARGET = 50e-3
 CPU_TARGET = 1e-3
 
 
-@dataclass(frozen=True)
+@dataclass
 class Peers:
     """The simulated workers of a job that has just been told to run its first step."""
 
     sockets: list[zmq.Socket[bytes]]
     coordinator: int
+    stages: int
+    joining: float
+    """Seconds from the first Hello to the first RunStep."""
+    bytes: int = 0
+    """Of all frames of the last step."""
 
     def step(self, step: int, gap: float = 0.0) -> float:
         """Answer RunStep of `step`, `gap` seconds apart; the wall seconds until all are answered.
@@ -69,14 +74,16 @@ class Peers:
         Raises:
             zmq.Again: the coordinator does not answer.
         """
-        frames = [_done(rank, step, len(self.sockets)) for rank in range(len(self.sockets))]
+        workers = len(self.sockets)
+        frames = [_done(rank, step, self.stages, workers) for rank in range(workers)]
+        self.bytes = sum(map(len, frames))
         began = time.perf_counter()
         for peer, frame in zip(self.sockets, frames, strict=True):
             peer.send(frame)
             if gap:
                 time.sleep(gap)
         for peer in self.sockets:
-            _answer(peer)
+            self.bytes += len(_answer(peer))
         return time.perf_counter() - began
 
     def cpu(self) -> float:
@@ -85,18 +92,19 @@ class Peers:
         return sum(int((task / "schedstat").read_text().split()[0]) for task in tasks) * 1e-9
 
 
-def _done(rank: int, step: int, stages: int) -> bytes:
-    last = rank == stages - 1
+def _done(rank: int, step: int, stages: int, workers: int) -> bytes:
+    last = rank % stages == stages - 1
+    share = MICROBATCHES * stages // workers  # micro-batches of a replica
     message = StepDone(
         rank,
         step,
-        losses=(0.5 / MICROBATCHES,) * MICROBATCHES if last else (),
+        losses=(0.5 / MICROBATCHES,) * share if last else (),
         counts=(),
         squares=(0.25, 1e-18, 1e-35),  # as of any number of parameters
         busy=1e-3,
         learning_rate=0.1,
         peak_memory=1 << 30,
-        batch=BATCH if rank == 0 else None,
+        batch=None if rank % stages else BATCH,
     )
     return _framed(message)
 
@@ -112,11 +120,16 @@ def _answer(peer: zmq.Socket[bytes]) -> bytes:
 
 
 @contextmanager
-def job(stages: int) -> Iterator[Peers]:
-    """A coordinator process and `stages` workers that have joined it."""
-    token = new_token()
-    options = Options("job.py", stages, MICROBATCHES, recompute="never")
+def job(stages: int, replicas: int = 1) -> Iterator[Peers]:
+    """A coordinator process and the workers of all stages that have joined it.
+
+    Args:
+        replicas: a divisor of the number of micro-batches.
+    """
+    token, workers = new_token(), stages * replicas
+    options = Options("job.py", stages, MICROBATCHES, recompute="never", replicas=replicas)
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    context.set(zmq.MAX_SOCKETS, 2 * workers + 64)
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "logs").mkdir()
         process = start_coordinator()
@@ -127,7 +140,7 @@ def job(stages: int) -> Iterator[Peers]:
             assert isinstance(started, Bound)
             listener = threading.Thread(target=_listen, args=(process,))
             listener.start()
-            for _ in range(stages):
+            for _ in range(workers):
                 peers.append(sockets.client(context, token, started.endpoint))
                 peers[-1].setsockopt(zmq.RCVTIMEO, 60_000)
 
@@ -138,15 +151,16 @@ def job(stages: int) -> Iterator[Peers]:
                     answer = codec.decode(_answer(peer))[1]
                     assert isinstance(answer, kind), answer
 
-            ranks = range(stages)
+            ranks, began = range(workers), time.perf_counter()
             exchange(Welcome, [Hello(rank, "localhost", 1000 + rank) for rank in ranks])
             exchange(Plan, [Described(rank, ("Linear",) * stages, ()) for rank in ranks])
             ready = [
-                Ready(r, (Built(r, r, ("Linear",), 100),), "cpu", None if r else BATCH)
-                for r in ranks
+                Ready(r, (Built(s, s, ("Linear",), 100),), "cpu", None if s else BATCH)
+                for r, s in ((rank, rank % stages) for rank in ranks)
             ]
             exchange(Advance, ready)
-            yield Peers(peers, process._process.pid)
+            joining = time.perf_counter() - began
+            yield Peers(peers, process._process.pid, stages, joining)
         finally:
             context.destroy(linger=0)
             process.hang_up()

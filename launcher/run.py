@@ -402,6 +402,8 @@ class Launch:
             kept = bool(self._ring) and all(
                 self._ring[each] in self._holds for each in self._ring if each not in self._holds
             )
+            if not kept and self._options.replicas == 1:
+                self._snapshot = None
             self._tell(HostLost(ranks, text, kept))
         elif not agent.comes_back:
             self._tell(CannotStart(min(ranks, default=0), self._generation, text, self._room))

@@ -133,6 +133,7 @@ def test_a_run_is_recorded_as_it_begins(command: Command, monkeypatch: pytest.Mo
         "arguments": ["a", "b"],
         "seed": 5,
         "resumed": [],
+        "torchrun": None,
     }
     assert (command.run.path / "job.py").read_text() == "job = 1\n"
 

@@ -58,7 +58,8 @@ class Blueprint:
     evaluation: Schedule
     types: tuple[str, ...] = ()
     names: tuple[str, ...] = ()
-    _edges: tuple[Edge, ...] = ()
+    _within: dict[int, list[Edge]] = field(default_factory=dict)  # a replica, by stage
+    _between: dict[int, list[Edge]] = field(default_factory=dict)  # replicas, by rank
     _schedules: dict[int, tuple[Schedule, Kept]] = field(default_factory=dict)
 
     @staticmethod
@@ -94,7 +95,13 @@ class Blueprint:
             tuple(sorted(set.intersection(*({*d.types} for d in described)))),
             surveyed.names or tuple(map(str, range(len(surveyed.layers)))),
         )
-        found._edges = edges(found.of_replica(options.microbatches, 0)[0])
+        for edge in edges(found.of_replica(options.microbatches, 0)[0]):
+            for stage in {edge.source, edge.target}:
+                found._within.setdefault(stage, []).append(edge)
+        for edge in between(placement, deals=options.read_data == "once"):
+            for replica in (edge.origin, edge.goal):
+                rank = placement.rank_of(edge.source, replica)
+                found._between.setdefault(rank, []).append(edge)
         return found
 
     @staticmethod
@@ -148,11 +155,9 @@ class Blueprint:
     def plan(self, rank: int) -> Plan:
         """What the worker of this rank is told."""
         placement = self.placement
-        held, replica = set(placement.stages_of(rank)), placement.replica_of(rank)
-        mine = [edge for edge in self._edges if held & {edge.source, edge.target}]
-        for edge in between(placement, deals=self.options.read_data == "once"):
-            if edge.source in held and replica in (edge.origin, edge.goal):
-                mine.append(edge)
+        held = set(placement.stages_of(rank))
+        mine = {edge for stage in held for edge in self._within.get(stage, ())}
+        mine |= {*self._between.get(rank, ())}
         return Plan(
             tuple(StageRange(stage, *self.ranges[stage]) for stage in sorted(held)),
             tuple(map(str, sorted(mine))),

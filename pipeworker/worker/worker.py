@@ -442,12 +442,12 @@ class Worker:
         nothing is returned and another replica does.
 
         Raises:
-            PeerLost: nobody has it.
+            PipeworkerError: nobody has it.
         """
         held, slot = self._settings.memories, told.slot
         needed = self._needed(told, plan)
         alone = self.placement.replicas > 1 and not self._shards
-        if not alone and not self._settings.local_rank:
+        if self._settings.kept and not self._settings.local_rank:
             self._lend(told)
         for first in range(0, max(held, default=0) + 1, told.ranks):
             with suppress(PipeworkerError, KeyError):
@@ -459,6 +459,9 @@ class Worker:
             with suppress(PipeworkerError, KeyError):
                 shards.append(self._kept(rank, told))
                 continue
+            if not self._settings.kept:  # there are no hosts that have each other's copies
+                text = f"the copy of step {told.step} in memory is gone"
+                raise PipeworkerError(f"{text}: go on from disk, by --resume")
             self._borrowed.append(borrow(rank, slot, *self._where))
             shards += checkpoint.remembered(self._borrowed[-1:], told.step)
         return shards
@@ -481,14 +484,12 @@ class Worker:
         return sorted({placement.worker_of(self._rank), *map(placement.rank_of, firsts)})
 
     def _lend(self, told: Restore) -> None:
-        """Let other hosts, if there are any, have what this one's memory has."""
+        """Let other hosts have what this one's memory has."""
         whole = []
         for rank in self._settings.memories:
             with suppress(PipeworkerError):
                 self._kept(rank, told)
                 whole.append(rank)
-        if {*range(told.ranks)} <= {*whole} and not self._settings.kept:
-            return
         self._lenders.append(Lender(self._settings.memories, whole, *self._where))
 
     def _inherit(self, told: Restore) -> None:

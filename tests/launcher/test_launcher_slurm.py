@@ -145,8 +145,9 @@ def test_a_job_that_is_refused_or_has_no_slurm_is_a_mistake(
     )
     with pytest.raises(UsageError, match="invalid partition specified: gpu"):
         sbatch.Sbatch.submit(script)
-    stands_in(commands, "sbatch", "cat > script; echo '12;cluster'")
+    stands_in(commands, "sbatch", f"cat > {commands}/script; echo '12;cluster'")
     assert sbatch.Sbatch.submit(script).job == "12"
+    assert (commands / "script").read_text() == script.text()
     monkeypatch.setenv("PATH", str(commands / "none"))
     with pytest.raises(UsageError, match="Slurm's command sbatch: No such file"):
         sbatch.Sbatch.submit(script)

@@ -86,7 +86,7 @@ def test_a_line_is_a_name_and_fields() -> None:
         b'["WorkerExited", [1, 2, -9, [9, 4, -1, -1]]]\n'
     )
     assert encode(Interrupt()) == b'["Interrupt", []]\n'
-    assert encode(HostLost((2, 3), "a\nb")) == b'["HostLost", [[2, 3], "a\\nb"]]\n'
+    assert encode(HostLost((2, 3), "a\nb")) == b'["HostLost", [[2, 3], "a\\nb", false]]\n'
 
 
 def test_numbers_that_are_not_finite_come_through() -> None:
