@@ -116,9 +116,7 @@ class Lender(_Server):
         with guest, suppress(OSError, Left):  # whoever has left asks again
             guest.settimeout(timings().handshake)
             rank, slot = _ASK.unpack(_received(guest, _ASK.size))
-            if rank not in self._memories or not 0 <= slot < len(self._memories[rank]):
-                return
-            handles = self._memories[rank][slot].handles
+            handles = _among(self._memories, rank, slot).handles
             guest.sendall(_SIZES.pack(*(os.fstat(handle).st_size for handle in handles)))
             for handle in handles:
                 _send(guest, handle)
@@ -162,7 +160,7 @@ class Pantry(_Server):
         with guest, suppress(OSError, Left):
             while True:
                 rank, slot, *sizes = _OFFER.unpack(_received(guest, _OFFER.size))
-                memory = self._memories[rank][slot]
+                memory = _among(self._memories, rank, slot)
                 memory.put(2, b"")  # it is not whole
                 for number, size in enumerate(sizes):
                     _receive(guest, memory.handles[number], size)
@@ -273,6 +271,13 @@ def _taken(lender: socket.socket, rank: int, slot: int) -> Memory:
     return memory
 
 
+def _among(memories: Mapping[int, Sequence[Memory]], rank: int, slot: int) -> Memory:
+    """That of a rank and slot that somebody names."""
+    if rank not in memories or not 0 <= slot < len(memories[rank]):
+        raise Left(f"it named rank {rank}, slot {slot}, which are not here")
+    return memories[rank][slot]
+
+
 def _send(connection: socket.socket, handle: int, size: int | None = None) -> None:
     """A file; exactly so many bytes of it, if its size may have changed."""
     at = 0
@@ -285,6 +290,8 @@ def _send(connection: socket.socket, handle: int, size: int | None = None) -> No
 
 def _receive(connection: socket.socket, handle: int, size: int) -> None:
     """As many bytes into a file, which has no others then."""
+    if size < 0:
+        raise Left(f"it named {size} bytes")
     os.ftruncate(handle, size)
     buffer, at = memoryview(bytearray(min(_CHUNK, size))), 0
     while at < size:
