@@ -23,7 +23,7 @@ from support.slurm import Slurm, slurm
 from support.sources import DROPOUT_JOB
 from support.sshd import servers
 
-STEPS = 40
+STEPS = 24
 WORDS = ("--microbatches", "4", "--checkpoint-every", "3", "--checkpoint-busy", "wait")
 SOURCE = DROPOUT_JOB.replace("for _ in range(5)", "while True")
 SLOW = SOURCE.replace(
@@ -96,7 +96,7 @@ class Ssh(Kind):
         folder.mkdir()
         self._closing = ExitStack()
         made = self._closing.enter_context(servers(folder))
-        made.add("a", "b")
+        made.add("a", "b", forking=jobs.server)
         os.environ["PATH"] = f"{made.path}:{os.environ['PATH']}"
 
     def before(self) -> tuple[str, ...]:
@@ -154,6 +154,8 @@ def kind(
     monkeypatch.setenv("PATH", os.environ["PATH"])  # put back, whoever changes it
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.delenv("PIPEWORKER_TOKEN", raising=False)
+    for name, value in jobs.forking.items():
+        monkeypatch.setenv(name, value)
     made = MAKERS[request.param](jobs)
     if isinstance(made, OnSlurm):
         made.slurm = request.getfixturevalue("nodes")

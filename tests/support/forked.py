@@ -15,7 +15,7 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, NoReturn
 
 from support.interpreter import MAXIMUM
 
@@ -143,6 +143,15 @@ class Forked:
                 self._read[name] = file.read()
 
 
+def stand_for(server: bytes) -> NoReturn:
+    """Have the server fork what this interpreter was started for, with our streams and signals."""
+    line = [sys.executable, *sys.orig_argv[1:]]
+    child = Forked(server, line, stdin=0, stdout=1, stderr=2)
+    for number in (signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(number, lambda taken, _: os.kill(child.pid, taken))
+    os._exit(child.wait() % 256)
+
+
 def _ends(given: int | None, number: int) -> tuple[int | None, int]:
     """Our end of a stream and theirs."""
     if given is None:
@@ -160,7 +169,8 @@ def _name(command: list[str]) -> str:
     """Of a process: what of ours it runs, as ``coordinator``, or the script's own name."""
     words = [word for word in command[1:] if word != "-u"]
     if words[0] == "-c":
-        program = words[-1] if len(words) > 2 else "python"
+        ours = len(words) > 3 and words[3].startswith("pipeworker.")
+        program = words[3 if ours else -1] if len(words) > 2 else "python"
     else:
         program = Path(words[1 if words[0] == "-m" else 0]).stem
     return program.removesuffix(".service").rpartition(".")[2]

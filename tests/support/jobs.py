@@ -77,7 +77,7 @@ class Jobs:
 
     def __init__(self, folder: Path, server: Server | None) -> None:
         self.folder = folder
-        self._server = server
+        self.server = server
         self._started: list[Process] = []
         self._count = 0
 
@@ -90,10 +90,10 @@ class Jobs:
     @property
     def forking(self) -> dict[str, str]:
         """The environment of an interpreter that has its coordinator and fork server forked."""
-        if self._server is None:
+        if self.server is None:
             return dict(os.environ)
         path = [str(_STARTUP), str(_STARTUP.parents[1]), os.environ.get("PYTHONPATH", "")]
-        name = self._server.address.decode().removeprefix("\0")
+        name = self.server.address.decode().removeprefix("\0")
         return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, path)), SERVER: name}
 
     def python(
@@ -120,7 +120,7 @@ class Jobs:
         if terminal is not None:
             streams = dict.fromkeys(streams, terminal)
         process: Process
-        if cold or self._server is None:
+        if cold or self.server is None:
             folder = folder or self.folder
             if namespace:
                 line = ["ip", "netns", "exec", namespace, *line]
@@ -129,7 +129,7 @@ class Jobs:
             process = subprocess.Popen(line, cwd=folder, env=env, text=True, **streams)
         else:
             place: dict[str, Any] = {"cwd": folder or self.folder, "namespace": namespace}
-            process = self._server.start(line, env=env, **place, **streams)
+            process = self.server.start(line, env=env, **place, **streams)
         self._started.append(process)
         return process
 

@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from support.forked import Server
+from support.interpreter import SERVER
 from support.jobs import until
 
 _SERVER = "/usr/sbin/sshd"
@@ -29,11 +31,18 @@ class Sshd:
     path: Path
     processes: list[subprocess.Popen[bytes]] = field(default_factory=list)
 
-    def add(self, *names: str, address: str = "127.0.0.1", before: Sequence[str] = ()) -> None:
+    def add(
+        self,
+        *names: str,
+        address: str = "127.0.0.1",
+        before: Sequence[str] = (),
+        forking: Server | None = None,
+    ) -> None:
         """Start a server, which these names lead to.
 
         Args:
             before: a command that runs it, as ``ip netns exec NAME``.
+            forking: forks the agents of its hosts, where they have the variables for that.
         """
         with socket.create_server(("127.0.0.1", 0)) as probe:
             port = probe.getsockname()[1]
@@ -48,6 +57,9 @@ class Sshd:
             "UsePAM": "no",
             "PasswordAuthentication": "no",
         }
+        if forking is not None:
+            name = forking.address.decode().removeprefix("\0")
+            options["SetEnv"] = f"{SERVER}={name}"
         words = [word for name, value in options.items() for word in ("-o", f"{name}={value}")]
         log = (self.folder / f"log-{number}").open("wb")
         line = [*before, _SERVER, "-D", "-e", "-f", "/dev/null", *words]
