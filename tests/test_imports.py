@@ -37,6 +37,7 @@ FLOORS = [
     *("pipeworker.worker.blame", "pipeworker.worker.control", "pipeworker.worker.transport"),
     *("pipeworker.worker.stage", "pipeworker.worker.update", "pipeworker.worker.step"),
     *("pipeworker.worker.model", "pipeworker.worker.keeper", "pipeworker.worker.heirs"),
+    "pipeworker.worker.remembered",
     *("pipeworker.worker.worker", "pipeworker.worker.service"),
     *("pipeworker.host.forkserver", "pipeworker.session", "launcher", "cli"),
     "pipeworker.__main__",

@@ -3,8 +3,8 @@
 #SBATCH --nodes=2
 #SBATCH --ntasks-per-node=1
 #SBATCH --cpus-per-task=4
-#SBATCH --chdir=/work
-#SBATCH --output=/work/runs/train.log
+#SBATCH --chdir=/project
+#SBATCH --output=/project/runs/train.log
 #SBATCH --open-mode=append
 #SBATCH --requeue
 #SBATCH --signal=B:USR1@120
@@ -14,7 +14,7 @@
 
 # A notice (USR1 before the end of its time, TERM to the agents at a preemption) stops the run with
 # a checkpoint, and it goes on from there when the job is started again. INT stops it for good.
-python -m pipeworker launch --stages 8 --steps 10000 --checkpoint-every 30m --run-dir /work/runs/train --go-on /work/train.py -- --width 4096 &
+python -m pipeworker launch --stages 8 --steps 10000 --checkpoint-every 30m --run-dir /project/runs/train --go-on /project/train.py -- --width 4096 &
 run=$!
 again=yes
 trap 'kill -TERM $run' USR1

@@ -10,7 +10,6 @@ import platform
 import socket
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -20,7 +19,7 @@ from typing import Any, Protocol
 import torch
 
 from pipeworker import __version__
-from pipeworker.errors import PipeworkerError, ProtocolError, UsageError
+from pipeworker.errors import ProtocolError, UsageError
 from pipeworker.exact import partials
 from pipeworker.host.position import Tracker
 from pipeworker.job import file as job_file
@@ -82,6 +81,7 @@ from pipeworker.worker.keeper import Keeper
 from pipeworker.worker.model import survey
 from pipeworker.worker.model.model import Model
 from pipeworker.worker.model.structures import classes_of
+from pipeworker.worker.remembered import Remembered, needed
 from pipeworker.worker.stage import rng
 from pipeworker.worker.stage.stage import Skips, Stage
 from pipeworker.worker.step.data import MicroBatches, Reader, joined
@@ -89,7 +89,6 @@ from pipeworker.worker.step.evaluation import Averages
 from pipeworker.worker.step.executor import Executor
 from pipeworker.worker.transport import distributed
 from pipeworker.worker.transport.courier import Courier
-from pipeworker.worker.transport.memories import Lender, Mirror, Pantry, borrow
 from pipeworker.worker.transport.proof import Membership
 from pipeworker.worker.transport.structure import Kinds
 from pipeworker.worker.update.ties import Ties
@@ -167,9 +166,13 @@ class Worker:
         self._ties_of: dict[str, str] = {}  # each further name of a tied weight, and the first
         self._restored: Restore | None = None
         self._inherits = False
-        self._lenders: list[Lender] = []  # one, until all have what they need of it
-        self._pantries: list[Pantry] = []  # one, where other hosts' copies are kept
-        self._borrowed: list[Memory] = []
+        self._remembered = Remembered(
+            settings.memories,
+            keeps=settings.keeps,
+            kept=settings.kept,
+            first=not settings.local_rank,
+            where=lambda: (self._store, self._network, self._membership),
+        )
         self.saved = -1
         """The step of the last checkpoint."""
         self._classes: dict[str, type] = {}
@@ -204,7 +207,7 @@ class Worker:
             number, workers = self._rank, placement.ranks
             if not self._shards:  # the first replica has all there is to write
                 number, workers = placement.worker_of(self._rank), placement.workers
-            mirror = Mirror(self._rank, *self._where) if self._settings.kept else None
+            mirror = self._remembered.mirror(self._rank)
             keeper = Keeper(
                 number, workers, memories, folder, self._line.send, placement.ranks, mirror
             )
@@ -333,11 +336,6 @@ class Worker:
         return Membership(self._settings.token, self._settings.generation)
 
     @property
-    def _where(self) -> tuple[distributed.CoordinatorStore, distributed.Network, Membership]:
-        """How other hosts are reached."""
-        return self._store, self._network, self._membership
-
-    @property
     def _reads(self) -> bool:
         """Whether data is read by this replica."""
         return self._options.read_data == "every" or not self.replica
@@ -425,72 +423,19 @@ class Worker:
     def _go_on_from(self, told: Restore, plan: Plan) -> None:
         """Begin with the state that a checkpoint, or workers before this one, left behind."""
         self._tracker.set(Phase.RESTORING)
-        found = Checkpoint(Path(told.path)).shards() if told.path else self._remembered(told, plan)
+        if told.path:
+            found = Checkpoint(Path(told.path)).shards()
+        else:
+            ranks = needed(told, plan, self.placement, self._rank, self.stages)
+            others = self.placement.replicas > 1 and not self._shards
+            found = self._remembered.shards(told, ranks, here=others)
         self._inherits = not found
         if self._inherits:  # from another replica, once it is connected
             return
         self.restore(found)
         if 0 in self.stages and self._reads and not self._options.own_loop:
             self._reader.restore(position(found))
-        while self._borrowed:
-            self._borrowed.pop().close()
-
-    def _remembered(self, told: Restore, plan: Plan) -> list[Shard]:
-        """What this worker needs of what the workers of a replica left in memory.
-
-        It is that of the first replica which is whole on this host; else other hosts have it, or
-        nothing is returned and another replica does.
-
-        Raises:
-            PipeworkerError: nobody has it.
-        """
-        held, slot = self._settings.memories, told.slot
-        needed = self._needed(told, plan)
-        alone = self.placement.replicas > 1 and not self._shards
-        if self._settings.kept and not self._settings.local_rank:
-            self._lend(told)
-        for first in range(0, max(held, default=0) + 1, told.ranks):
-            with suppress(PipeworkerError, KeyError):
-                return [self._kept(first + rank, told) for rank in needed]
-        if alone:
-            return []
-        shards = []
-        for rank in needed:
-            with suppress(PipeworkerError, KeyError):
-                shards.append(self._kept(rank, told))
-                continue
-            if not self._settings.kept:  # there are no hosts that have each other's copies
-                text = f"the copy of step {told.step} in memory is gone"
-                raise PipeworkerError(f"{text}: go on from disk, by --resume")
-            self._borrowed.append(borrow(rank, slot, *self._where))
-            shards += checkpoint.remembered(self._borrowed[-1:], told.step)
-        return shards
-
-    def _kept(self, rank: int, told: Restore) -> Shard:
-        """What this host's memory has of a rank.
-
-        Raises:
-            KeyError: nothing.
-            PipeworkerError: not that step.
-        """
-        return checkpoint.remembered([self._settings.memories[rank][told.slot]], told.step)[0]
-
-    def _needed(self, told: Restore, plan: Plan) -> list[int]:
-        """The ranks of one replica whose copies have what this one needs."""
-        placement = self.placement
-        if told.ranks != placement.workers:
-            return list(range(told.ranks))
-        firsts = {tie.stages[0] for tie in plan.ties if {*tie.stages} & {*self.stages}}
-        return sorted({placement.worker_of(self._rank), *map(placement.rank_of, firsts)})
-
-    def _lend(self, told: Restore) -> None:
-        """Let other hosts have what this one's memory has."""
-        whole = []
-        for rank in self._settings.memories:
-            with suppress(PipeworkerError):
-                self._kept(rank, told)
-                whole.append(rank)
-        self._lenders.append(Lender(self._settings.memories, whole, *self._where))
+        self._remembered.restored()
 
     def _inherit(self, told: Restore) -> None:
         """Take the state of a living replica, or give it."""
@@ -528,9 +473,7 @@ class Worker:
         """Join the neighbours, and read the first mini-batch."""
         options, placement = self._options, self.placement
         self._tracker.wait(phase=Phase.CONNECTING)
-        if self._settings.keeps:
-            kept = {rank: self._settings.memories[rank] for rank in self._settings.keeps}
-            self._pantries.append(Pantry(kept, *self._where))
+        self._remembered.keep()
         links = distributed.connect(
             [Edge.parse(edge) for edge in plan.edges],
             self._rank,
@@ -573,8 +516,7 @@ class Worker:
         return Kinds(self._classes[name] for name in names)
 
     def _advance(self, message: Advance) -> FromWorker | None:
-        while self._lenders:  # all are built
-            self._lenders.pop().close()
+        self._remembered.built()
         match message.update:
             case Update():
                 self._tracker.set(Phase.UPDATE, message.update.step)
@@ -696,11 +638,7 @@ class Worker:
 
     def close(self) -> None:
         """Let go of channels and threads, and of the memory that channels map."""
-        for guests in (self._lenders, self._pantries):
-            while guests:
-                guests.pop().close()
-        while self._borrowed:
-            self._borrowed.pop().close()
+        self._remembered.close()
         while self._keepers:
             self._keepers.pop().close()
         while self._executors:

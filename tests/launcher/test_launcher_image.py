@@ -50,6 +50,6 @@ def test_what_the_image_is_made_of_is_pinned_and_there() -> None:
 
 
 def test_the_image_has_the_user_of_the_pods() -> None:
-    spec = JobSpec("train", "/work/train.py", 1)
+    spec = JobSpec("train", "/project/train.py", 1)
     user = template(spec, Settings("image"), "train")["spec"]["securityContext"]["runAsUser"]
     assert f"USER {user}:{user}\n" in DOCKERFILE.read_text()

@@ -42,7 +42,7 @@ class Cluster:
         self._program.write_text(textwrap.dedent(PROGRAM))
 
     def job(self, **settings: str) -> Kubectl:
-        spec = JobSpec("train", "/work/train.py", 2, nodes=2, settings={**SETTINGS, **settings})
+        spec = JobSpec("train", "/project/train.py", 2, nodes=2, settings={**SETTINGS, **settings})
         line = (sys.executable, "-S", str(self._program), str(self.folder))
         return Kubectl(render(spec, "print()\n"), line)
 

@@ -23,7 +23,7 @@ VERSIONS = ("1.31", "1.37")
 """The oldest that has all we ask for, and the newest whose schemas there are."""
 SPEC = JobSpec(
     "train",
-    "/work/train.py",
+    "/project/train.py",
     workers=4,
     words=("--microbatches", "16", "--checkpoint-every", "10m"),
     nodes=2,
@@ -198,7 +198,7 @@ def test_words_are_not_expanded_by_kubernetes() -> None:
         (asked(name="A"), "--set name=A: must be small letters"),
         (asked(name="a" * 41), "at most 40"),
         (replace(SPEC, workers=5), "5 workers on --nodes 2: each pod has as many as the others"),
-        (replace(SPEC, run_dir="/work/runs/a"), "--run-dir /work/runs/a: must be in /runs"),
+        (replace(SPEC, run_dir="/project/runs/a"), "--run-dir /project/runs/a: must be in /runs"),
         (replace(SPEC, run_dir="/runs"), "--run-dir /runs: must be in /runs"),
     ],
 )

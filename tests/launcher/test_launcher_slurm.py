@@ -16,12 +16,12 @@ from pipeworker.errors import PipeworkerError, UsageError
 COPIED = Path(__file__).parents[2] / "deploy" / "slurm" / "job.sh"
 SPEC = JobSpec(
     name="train",
-    job_file="/work/train.py",
+    job_file="/project/train.py",
     workers=8,
     words=("--steps", "10000", "--checkpoint-every", "30m"),
     arguments=("--width", "4096"),
-    folder="/work",
-    run_dir="/work/runs/train",
+    folder="/project",
+    run_dir="/project/runs/train",
     nodes=2,
     settings={"partition": "gpu", "gpus-per-node": "4", "time": "24:00:00"},
 )
@@ -71,8 +71,8 @@ def test_nodes_share_the_workers_and_srun_carries_their_agents() -> None:
     assert "--cpus-per-task=4" in line
     assert line[line.index(sys.executable) :][-4:] == (
         "pipeworker.host.forkserver",
-        "/work/train.py",
-        "/work/runs/train/run.json",
+        "/project/train.py",
+        "/project/runs/train/run.json",
         "SLURM_LAUNCH_NODE_IPADDR",
     )
     with pytest.raises(UsageError, match="the allocation has 2 nodes, and the job 1 workers"):

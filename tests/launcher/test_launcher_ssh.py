@@ -26,7 +26,7 @@ from support.sshd import Sshd, servers
 
 SPEC = JobSpec(
     name="job",
-    job_file="/work/job.py",
+    job_file="/project/job.py",
     workers=3,
     words=("--steps", "5"),
     folder="/home/me",
@@ -47,7 +47,7 @@ def test_an_agent_is_a_command_of_ssh_without_a_secret() -> None:
     assert client == ["ssh", "-T", "-o", "BatchMode=yes", "-o", "ConnectTimeout=10"]
     assert host == "a"
     assert line.startswith(f"cd /home/me && exec env OMP_NUM_THREADS=2 {sys.executable} -c '")
-    end = " pipeworker.host.forkserver /work/job.py /runs/x/run.json SSH_CONNECTION"
+    end = " pipeworker.host.forkserver /project/job.py /runs/x/run.json SSH_CONNECTION"
     assert line.endswith(end)
     assert second[-2] == "me@b"
     assert "OMP_NUM_THREADS=2 /opt/python -c '" in second[-1]
@@ -58,8 +58,8 @@ def test_what_is_asked_for_is_lines_for_a_shell() -> None:
     text = ssh.render(SPEC, sync=True).text()
     sends = [line for line in text.splitlines() if line.startswith("#")]
     assert len(text.splitlines()) == 4
-    assert [line.split()[:4] for line in sends] == [["#", "/work", "|", "ssh"]] * 2
-    assert all("mkdir -p /work /home/me && cd /work" in line for line in sends)
+    assert [line.split()[:4] for line in sends] == [["#", "/project", "|", "ssh"]] * 2
+    assert all("mkdir -p /project /home/me && cd /project" in line for line in sends)
 
 
 @pytest.mark.parametrize(
