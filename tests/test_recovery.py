@@ -153,3 +153,29 @@ def test_a_job_that_runs_is_asked_for_a_checkpoint(jobs: Jobs) -> None:
     assert process.returncode == 0
     done = jobs.pipeworker("checkpoint", str(path))
     assert (done.returncode, done.stderr) == (2, f"error: no job runs in {path}\n")
+
+
+def test_a_run_that_goes_on_survives_its_coordinator_when_its_first_checkpoint_is_gone(
+    jobs: Jobs,
+) -> None:
+    source = DIES.replace("done() == 3", "done() == 30")
+    words = (*WORDS[:-1], "12", "--checkpoint-every", "3", "--checkpoint-busy", "wait")
+    run = jobs.train(*words, source=source)
+    line = ("launch", "--resume", "--run-dir", str(run.path), "--steps", "1000000")
+    process = jobs.python("-m", "pipeworker", *line, str(jobs.folder / "job.py"))
+    began = run.path / "checkpoints" / "step-00000012"
+    until(lambda: not began.exists())
+
+    def coordinators() -> set[int]:
+        found = processes_of(jobs.folder).items()
+        return {pid for pid, line in found if line.startswith("coordinator\n")}
+
+    (pid,) = coordinators()
+    os.kill(pid, signal.SIGKILL)
+    until(lambda: coordinators() - {pid})
+    rows = (run.path / "metrics.jsonl").read_bytes().count(b"\n")
+    until(lambda: (run.path / "metrics.jsonl").read_bytes().count(b"\n") > rows)
+    process.send_signal(signal.SIGINT)
+    process.communicate(timeout=60)
+    summary = json.loads((run.path / "summary.json").read_text())
+    assert (summary["status"], summary["restarts"]) == ("interrupted", 1)

@@ -71,7 +71,7 @@ class Start:
     Attributes:
         restore: what its workers begin with; None for the initial weights.
         layers: their names.
-        snapshot, on_disk: what the coordinator before this one left, which is newer.
+        snapshot: what the coordinator before this one left in memory, which may be newer.
         recorded, evaluated, saved: as in :class:`Progress`.
         causes: of the losses so far.
     """
@@ -80,7 +80,6 @@ class Start:
     restore: Restore | None = None
     layers: tuple[str, ...] = ()
     snapshot: tuple[Mark, Restore] | None = None
-    on_disk: tuple[Mark, Restore] | None = None
     recorded: int = 0
     evaluated: int = 0
     saved: int = -1
@@ -147,7 +146,9 @@ class Job:
         )
         slots = SLOTS if replaceable and options.restarts else 1
         self.snapshots = Snapshots(slots, options.snapshot_every, cores)
-        self.snapshots.last, self.snapshots.on_disk = start.snapshot, start.on_disk
+        self.snapshots.last = start.snapshot
+        if start.restore:
+            self.snapshots.on_disk = self._initial, start.restore
         self.progress.back_to(self._back)
         self._launched = launched or replaceable
         self._loss: _Loss | None = None

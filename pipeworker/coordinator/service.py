@@ -446,8 +446,12 @@ def _start(configuration: Configuration, options: Options, run_dir: RunDir) -> S
         OSError: the system does not let it be read.
     """
     start = Start(causes=configuration.causes)
-    if options.resume:
-        mark, restore, layers = _on_disk(options.resume, options)
+    saved = run_dir.last_saved() if configuration.causes else -1
+    begins = options.resume
+    if saved > options.resume_step:  # the one that the run began with may be gone by now
+        begins = str(run_dir.checkpoint(saved))
+    if begins:
+        mark, restore, layers = _on_disk(begins, options)
         step = mark.step
         start = dataclasses.replace(
             start,
@@ -464,10 +468,6 @@ def _start(configuration: Configuration, options: Options, run_dir: RunDir) -> S
         scaler = Scaler(snapshot.scale, snapshot.good_steps) if snapshot.scale else None
         memory = Restore(snapshot.step, slot=snapshot.slot, ranks=snapshot.ranks)
         start = dataclasses.replace(start, snapshot=(Mark(snapshot.step, scaler), memory))
-    saved = run_dir.last_saved()
-    if saved > start.saved:
-        mark, restore, _ = _on_disk(str(run_dir.checkpoint(saved)), options)
-        start = dataclasses.replace(start, on_disk=(mark, restore))
     return dataclasses.replace(
         start,
         recorded=run_dir.last_step(run_dir.metrics),

@@ -183,8 +183,8 @@ def test_the_memory_it_went_on_from_stays_until_there_is_another() -> None:
 
 
 def test_without_that_memory_it_goes_back_to_a_checkpoint_or_to_the_beginning() -> None:
-    disk = Mark(4), Restore(4, "/run/checkpoints/step-00000004")
-    for start, back in ((left(on_disk=disk), disk[1]), (left(), None)):
+    disk = Restore(4, "/run/checkpoints/step-00000004")
+    for start, back in ((left(mark=Mark(4), restore=disk), disk), (left(), None)):
         job = replaced(start=start).running()
         job.handle(HostLost((1,), "host b is lost"))
         job.join()
