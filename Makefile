@@ -5,8 +5,8 @@ PYTHON ?= python3
 TORCH ?= torch==2.13.0
 VENV := .venv
 BIN := $(VENV)/bin
-# Some tests wait rather than compute: one process more than there are cores, up to four.
-PROCESSES := $(shell n=$$(($$(getconf _NPROCESSORS_ONLN) + 1)); echo $$((n < 4 ? n : 4)))
+# Tests wait more than they compute: two processes more than there are cores, up to four.
+PROCESSES := $(shell n=$$(($$(getconf _NPROCESSORS_ONLN) + 2)); echo $$((n < 4 ? n : 4)))
 
 .PHONY: demo test check soak chaos clean
 

@@ -130,6 +130,7 @@ plain = st.recursive(
     | st.booleans()
     | st.integers(-(2**63), 2**64 - 1)
     | st.integers(0, 20)
+    | st.sampled_from([1 << 15, 1 << 31, 1 << 32, 1 << 53])
     | st.floats()
     | st.sampled_from(["", "float32", "int4", "quint8", "0x1p+0", "PLAIN", "os", "os:system"])
     | st.text(max_size=3)

@@ -161,6 +161,10 @@ def _is_count(value: Any) -> bool:
     return type(value) is int and 0 <= value < 1 << 63
 
 
+def _is_sum(value: Any) -> bool:
+    return _is_count(value) and value < 1 << 32
+
+
 def _are_names(value: Any) -> bool:
     return isinstance(value, list) and bool(value) and all(type(name) is str for name in value)
 
@@ -175,7 +179,7 @@ def _are_files(value: Any) -> bool:
         and bool(value)
         and all(map(_NAME.fullmatch, value))
         and all(
-            isinstance(file, dict) and all(_is_count(file.get(key)) for key in ("bytes", "crc32"))
+            isinstance(file, dict) and _is_count(file.get("bytes")) and _is_sum(file.get("crc32"))
             for file in value.values()
         )
     )
