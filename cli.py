@@ -6,190 +6,40 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable
 from contextlib import closing, suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any
 
 import click
 from click.core import ParameterSource
 
-from launcher.choose import ELSEWHERE, Elsewhere
+from launcher.choose import Elsewhere
+from launcher.command import Command, Shown, clearly
+from launcher.options import job_options, launch_options
 from pipeworker import __version__
 from pipeworker.errors import PipeworkerError, UsageError
 from pipeworker.job.given import complete, stages_of
-from pipeworker.job.options import BACKENDS, DEVICES, PRECISIONS, READERS, WHEN_BUSY
-from pipeworker.plan.orders import ORDERS
-from pipeworker.plan.schedule import RECOMPUTE_MODES
 from pipeworker.timings import DEFAULT
 
 if TYPE_CHECKING:
     from pipeworker.session.begin import Asked
 
-_INTERRUPTED = 130  # what a shell gives a program that SIGINT ended
 
-
-class _Shown(click.ClickException):
-    def __init__(self, error: PipeworkerError) -> None:
-        super().__init__(str(error))
-        self.exit_code = error.exit_status  # type: ignore[misc]
-
-    def show(self, file: IO[Any] | None = None) -> None:
-        click.echo(f"error: {self.message}", file, err=file is None)
-
-
-def _clearly(invoke: Callable[[click.Context], Any], ctx: click.Context) -> Any:
-    """Our own errors are one message and an exit status."""
-    try:
-        return invoke(ctx)
-    except PipeworkerError as error:
-        raise _Shown(error) from None
-    except OSError as error:  # what the system refuses: descriptors, processes, a file
-        where = f"{error.filename}: " if error.filename else ""
-        raise _Shown(PipeworkerError(f"{where}{error.strerror or error}")) from None
-    except KeyboardInterrupt:
-        click.echo("interrupted", err=True)
-        sys.exit(_INTERRUPTED)
+_HELP = {"help_option_names": ["-h", "--help"]}
 
 
 class _Main(click.Group):
     """The command line; its errors are clear."""
 
     def invoke(self, ctx: click.Context) -> Any:
-        return _clearly(super().invoke, ctx)
+        return clearly(super().invoke, ctx)
 
 
-@click.group(cls=_Main)
+@click.group(cls=_Main, context_settings=_HELP)
 @click.version_option(__version__)
 def main() -> None:
     """Train a network too big for one accelerator, as a pipeline of worker processes."""
-
-
-def _choice(name: str, values: tuple[str, ...], default: str) -> Callable[..., Any]:
-    return click.option(name, type=click.Choice(values), default=default, show_default=True)
-
-
-def job_options(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The options of a training job, for `launch` and for a torchrun job."""
-    for decorate in reversed(
-        [
-            click.argument("job_file", metavar="JOB_FILE"),
-            click.argument("arguments", nargs=-1, type=click.UNPROCESSED),
-            click.option(
-                "--microbatches",
-                type=int,
-                help="Micro-batches a step, over all replicas. [default: 4 K R]",
-            ),
-            click.option(
-                "--replicas",
-                type=int,
-                default=1,
-                show_default=True,
-                help="Copies of the pipeline, each with a part of every mini-batch.",
-            ),
-            _choice("--read-data", READERS, "every"),
-            click.option(
-                "--shard-optimizer/--no-shard-optimizer",
-                help="Each replica updates a part of the weights, and keeps its state alone.",
-            ),
-            click.option(
-                "--steps", type=int, help="Optimizer steps. [default: one pass of data()]"
-            ),
-            _choice("--schedule", tuple(ORDERS), "gpipe"),
-            _choice("--recompute", RECOMPUTE_MODES, "auto"),
-            click.option("--balance", help="Layers of each stage, as 3,5,5,3. [default: even]"),
-            click.option("--clip-grad-norm", type=float, help="Bound on the global gradient norm."),
-            click.option("--clip-grad-value", type=float, help="Bound on each gradient element."),
-            _choice("--precision", PRECISIONS, "fp32"),
-            click.option(
-                "--accumulate",
-                type=int,
-                default=1,
-                show_default=True,
-                help="Mini-batches an optimizer step.",
-            ),
-            click.option(
-                "--evaluate-every", type=int, help="Steps between evaluation passes. [default: off]"
-            ),
-            click.option(
-                "--checkpoint-every",
-                metavar="N",
-                help="Steps between checkpoints, or time, as 30m. [default: at the end alone]",
-            ),
-            _choice("--checkpoint-busy", WHEN_BUSY, "skip"),
-            click.option(
-                "--keep", type=int, default=2, show_default=True, help="Checkpoints that stay."
-            ),
-            click.option(
-                "--restarts",
-                type=int,
-                default=3,
-                show_default=True,
-                help="Losses of workers within an hour that the job goes on after.",
-            ),
-            click.option(
-                "--elastic",
-                type=int,
-                metavar="MIN",
-                help="Go on with fewer stages, down to MIN, when a worker cannot be replaced.",
-            ),
-            click.option(
-                "--snapshot-every",
-                type=int,
-                help="Steps between copies of the state in memory. [default: by their cost]",
-            ),
-            click.option(
-                "--deferred-batch-norm/--no-deferred-batch-norm",
-                help="Batch-norm statistics of the whole mini-batch.",
-            ),
-            click.option("--init-from", metavar="FILE", help="Weights that training begins with."),
-            click.option(
-                "--init-partial/--no-init-partial",
-                help="Take of them what the model has too, and leave the rest as it is.",
-            ),
-            click.option("--seed", type=int, default=0, show_default=True),
-            click.option(
-                "--threads", type=int, help="Intra-op threads. [default: OMP_NUM_THREADS, 1]"
-            ),
-            _choice("--device", DEVICES, "auto"),
-            _choice("--backend", BACKENDS, "auto"),
-            click.option(
-                "--interface",
-                metavar="NAME",
-                help="What carries tensors between hosts, as eth1. [default: by route]",
-            ),
-            click.option("--run-dir", help="Where to record. [default: runs/<file stem>-<time>]"),
-            click.option(
-                "--resume",
-                is_flag=True,
-                help="Go on with the run in --run-dir, with its options where none are given.",
-            ),
-            click.option(
-                "--go-on",
-                is_flag=True,
-                help="As --resume where --run-dir holds a run; else begin it.",
-            ),
-            click.option(
-                "--allow",
-                multiple=True,
-                metavar="NAME",
-                help="An option that may be another than the run's, as seed. Repeatable.",
-            ),
-            click.option(
-                "--stop-on-nan/--no-stop-on-nan", help="End the run when the loss is not finite."
-            ),
-            click.option(
-                "--worker-timeout",
-                type=float,
-                default=60.0,
-                show_default=True,
-                help="Seconds after which a silent worker is given up.",
-            ),
-        ]
-    ):
-        function = decorate(function)
-    return function
 
 
 def _said(chosen: dict[str, Any]) -> dict[str, Any]:
@@ -223,24 +73,8 @@ def asked(stages: int | None, chosen: dict[str, Any], ranks: int | None = None) 
     return found
 
 
-@main.command()
-@click.option("--stages", type=int, help="Pipeline stages. [default: one per accelerator]")
-@click.option("--hosts", metavar="A:2,B:2", help="Hosts that ssh reaches, each with its workers.")
-@click.option(
-    "--hosts-file", metavar="FILE", help="The same: a host, its workers and its python a line."
-)
-@click.option("--sync", is_flag=True, help="Send the job file's folder to the hosts first.")
-@click.option("--on", type=click.Choice(ELSEWHERE), help="The cluster to submit the job to.")
-@click.option("--nodes", type=int, help="Hosts of the cluster. [default: 1]")
-@click.option(
-    "--set",
-    "settings",
-    multiple=True,
-    metavar="NAME=VALUE",
-    help="What the cluster is asked for besides, as image=IMAGE. Repeatable.",
-)
-@click.option("--dry-run", is_flag=True, help="Only print what would be asked for.")
-@job_options
+@main.command(cls=Command)
+@launch_options
 def launch(
     stages: int | None,
     hosts: str | None,
@@ -303,11 +137,11 @@ def _launch_elsewhere(stages: int | None, where: Elsewhere, chosen: dict[str, An
         return Launch(begun.options, begun.run_dir, agents, begun.warnings).run()
 
 
-class _AtMeeting(_Shown):
+class _AtMeeting(Shown):
     """Said where ranks meet, or later: rank 0 knows it."""
 
 
-class _Worker(click.Command):
+class _Worker(Command):
     """A rank of a torchrun job. All ranks see a mistake; rank 0 alone says it.
 
     The first rank that ends has torchrun end the others, so they give rank 0 time to speak.
@@ -328,7 +162,7 @@ class _Worker(click.Command):
             sys.exit(error.exit_code)
 
     def invoke(self, ctx: click.Context) -> Any:
-        return _clearly(super().invoke, ctx)
+        return clearly(super().invoke, ctx)
 
 
 def _give_time(error: click.ClickException) -> None:
@@ -346,7 +180,7 @@ def _give_time(error: click.ClickException) -> None:
     time.sleep(DEFAULT.speak)  # the mistake may be in what changes the timings
 
 
-@click.command(cls=_Worker)
+@click.command(cls=_Worker, context_settings=_HELP)
 @job_options
 def worker(**chosen: Any) -> None:
     """Train the model of JOB_FILE as one rank of a torchrun job: a rank is a stage of a replica."""

@@ -13,14 +13,13 @@ import click
 from click.core import ParameterSource
 
 from launcher import sbatch, slurm, ssh
+from launcher.command import INTERRUPTED
 from launcher.spec import Carried, Host, JobSpec, job_name, seats
 from pipeworker.errors import UsageError
 from pipeworker.timings import VARIABLE
 
 ELSEWHERE = ("slurm", "kubernetes")
 """What ``--on`` may say."""
-INTERRUPTED = 130
-"""What a shell gives a program that SIGINT ended."""
 _OURS = frozenset(
     {
         *("on", "nodes", "settings", "dry_run", "stages", "run_dir", "hosts", "hosts_file"),

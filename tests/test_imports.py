@@ -105,7 +105,7 @@ ROOMS_WITHIN = {
     ],
     "launcher": [
         *("spec", "children", "run", "local", "ssh", "slurm", "sbatch", "errorfile", "torchrun"),
-        *("node", "pod", "kubernetes", "kubectl", "choose"),
+        *("node", "pod", "kubernetes", "kubectl", "command", "choose", "options"),
     ],
 }
 """Within a room it is so too."""
@@ -119,7 +119,7 @@ LIGHT = [
     *("pipeworker.host.spawn", "pipeworker.host.lifetime", "pipeworker.host.position"),
     *("pipeworker.errors", "pipeworker.timings", "pipeworker.exact"),
     *("launcher.spec", "launcher.pod", "launcher.kubernetes", "launcher.kubectl"),
-    "launcher.choose",
+    *("launcher.choose", "launcher.command", "launcher.options"),
 ]
 """What runs where torch is not, or must start at once."""
 PURE = [

@@ -13,6 +13,7 @@ from click.testing import CliRunner
 
 import cli
 from launcher import choose
+from launcher.options import job_options
 from pipeworker.errors import UsageError
 from support.sources import JOB
 
@@ -23,7 +24,7 @@ def words_of(*line: str) -> tuple[str, ...]:
 
     @click.command()
     @click.option("--stages", type=int)
-    @cli.job_options
+    @job_options
     def command(**chosen: object) -> None:
         found.append(choose.words(click.get_current_context()))
 

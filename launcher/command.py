@@ -1,0 +1,67 @@
+"""A command of ours: its mistakes are one message, and its options are shown in groups.
+
+The groups are a few lines on click: what there is for them also changes how all help looks, or puts
+parameters of its own among ours.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import IO, Any
+
+import click
+
+from pipeworker.errors import PipeworkerError
+
+INTERRUPTED = 130
+"""What a shell gives a program that SIGINT ended."""
+
+
+class Shown(click.ClickException):
+    """An error of ours, as the command line shows it."""
+
+    def __init__(self, error: PipeworkerError) -> None:
+        super().__init__(str(error))
+        self.exit_code = error.exit_status  # type: ignore[misc]
+
+    def show(self, file: IO[Any] | None = None) -> None:
+        click.echo(f"error: {self.message}", file, err=file is None)
+
+
+def clearly(invoke: Callable[[click.Context], Any], ctx: click.Context) -> Any:
+    """Our own errors are one message and an exit status."""
+    try:
+        return invoke(ctx)
+    except PipeworkerError as error:
+        raise Shown(error) from None
+    except OSError as error:  # what the system refuses: descriptors, processes, a file
+        where = f"{error.filename}: " if error.filename else ""
+        raise Shown(PipeworkerError(f"{where}{error.strerror or error}")) from None
+    except KeyboardInterrupt:
+        click.echo("interrupted", err=True)
+        sys.exit(INTERRUPTED)
+
+
+class Option(click.Option):
+    """An option of a group."""
+
+    def __init__(self, *words: Any, group: str, **settings: Any) -> None:
+        super().__init__(*words, **settings)
+        self.group = group
+
+
+class Command(click.Command):
+    """A command whose options have groups."""
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write them, each group under its name, in the order in which they are declared."""
+        groups: dict[str, list[tuple[str, str]]] = {}
+        options = [one for one in self.get_params(ctx) if isinstance(one, click.Option)]
+        for option in sorted(options, key=lambda one: not isinstance(one, Option)):
+            group = option.group if isinstance(option, Option) else "Other"
+            if record := option.get_help_record(ctx):
+                groups.setdefault(group, []).append(record)
+        for name, records in groups.items():
+            with formatter.section(name):
+                formatter.write_dl(records)
