@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import signal
 import sys
 import time
@@ -14,9 +15,10 @@ from typing import TYPE_CHECKING, Any
 import click
 from click.core import ParameterSource
 
+from launcher import templates
 from launcher.choose import Elsewhere
 from launcher.command import Command, Shown, clearly
-from launcher.options import job_options, launch_options
+from launcher.options import init_options, job_options, launch_options
 from pipeworker import __version__
 from pipeworker.errors import PipeworkerError, UsageError
 from pipeworker.job.given import complete, stages_of
@@ -231,3 +233,14 @@ def export(source: Path, out: Path) -> None:
 
     count = weights.export(source, out)
     click.echo(f"{out}: {count} tensors")
+
+
+@main.command(cls=Command)
+@click.argument("file", type=click.Path(path_type=Path), default="model.py")
+@init_options
+def init(file: Path, example: str) -> None:
+    """Write a job file to begin with, which runs as it is: FILE, or model.py."""
+    templates.write(file, example)
+    command = click.get_current_context().find_root().info_name
+    click.echo(f"{file}: {templates.EXAMPLES[example]}")
+    click.echo(f"train it:  {command} launch --stages 2 {shlex.quote(str(file))}")

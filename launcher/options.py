@@ -13,6 +13,7 @@ import click
 
 from launcher.choose import ELSEWHERE
 from launcher.command import Option
+from launcher.templates import EXAMPLES
 from pipeworker.errors import UsageError
 from pipeworker.job.options import BACKENDS, DEVICES, PRECISIONS, READERS, WHEN_BUSY
 from pipeworker.plan.orders import ORDERS
@@ -255,3 +256,9 @@ def job_options(function: Function) -> Function:
 def launch_options(function: Function) -> Function:
     """The options of `launch`: where the job runs, and those of any job."""
     return _all(_LAUNCHED, job_options(function))
+
+
+def init_options(function: Function) -> Function:
+    """The options of `init`."""
+    said = "; ".join(f"{name}: {what}" for name, what in EXAMPLES.items())
+    return _all(_in("Options", _choice("--example", tuple(EXAMPLES), "mlp", f"{said}.")), function)

@@ -105,7 +105,8 @@ ROOMS_WITHIN = {
     ],
     "launcher": [
         *("spec", "children", "run", "local", "ssh", "slurm", "sbatch", "errorfile", "torchrun"),
-        *("node", "pod", "kubernetes", "kubectl", "command", "choose", "options"),
+        *("node", "pod", "kubernetes", "kubectl", "command", "choose", "templates"),
+        "options",
     ],
 }
 """Within a room it is so too."""

@@ -1,0 +1,87 @@
+"""Job files to begin with: they are written, and learn something."""
+
+from __future__ import annotations
+
+import importlib
+import itertools
+from pathlib import Path
+
+import pytest
+import torch
+from click.testing import CliRunner, Result
+from torch import nn
+
+import cli
+from launcher.templates import EXAMPLES
+from pipeworker.job import file as job_file
+from support.jobs import Jobs
+
+STEPS = {"mlp": 60, "cnn": 30, "transformer": 20, "unet": 20}
+"""After which a loss is seen to be smaller."""
+
+
+def init(*words: str) -> Result:
+    return CliRunner().invoke(cli.main, ["init", *words], prog_name="pipeworker")
+
+
+@pytest.mark.parametrize("example", EXAMPLES)
+def test_an_example_learns(example: str) -> None:
+    module = importlib.import_module(f"launcher.templates.{example}")
+    job = job_file.check(module, "it")
+    torch.manual_seed(0)
+    net = nn.Sequential(*(one if isinstance(one, nn.Module) else one() for one in module.model()))
+    optimizer = job.optimizer(net.parameters())
+    losses = []
+    for x, y in itertools.islice(module.data(), STEPS[example]):
+        optimizer.zero_grad()
+        loss = job.loss(net(x), y)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert sum(losses[-5:]) < 0.8 * sum(losses[:5])
+    with torch.no_grad():
+        x, y = next(iter(module.evaluation()))
+        assert job.loss(net(x), y) < losses[0]
+        if job.metrics is not None:
+            assert 0 <= job.metrics(net(x), y)["accuracy"] <= 1
+
+
+@pytest.mark.parametrize("example", EXAMPLES)
+def test_what_an_example_has_of_each_name_is_explained(example: str) -> None:
+    lines = Path(cli.__file__, "..", "launcher", "templates", f"{example}.py").resolve().read_text()
+    for name in ("model", "loss", "optimizer", "data", "evaluation"):
+        before, _, _ = lines.partition(f"\ndef {name}(")
+        assert before != lines
+        assert before.rpartition("\n")[2].startswith("# "), name
+
+
+def test_one_is_written_with_the_command_that_trains_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    done = init()
+    assert done.exit_code == 0
+    assert done.stdout == (
+        "model.py: a small network for points in the plane\n"
+        "train it:  pipeworker launch --stages 2 model.py\n"
+    )
+    written = Path("model.py").read_text()
+    assert "    pipeworker launch --stages 2 model.py\n" in written
+    again = init("--example", "cnn")
+    assert (again.exit_code, again.output) == (
+        2,
+        "error: model.py is there already: name another file\n",
+    )
+    assert Path("model.py").read_text() == written
+    assert init("--example", "unet", "my net.py").stdout.endswith(" --stages 2 'my net.py'\n")
+    assert "    pipeworker launch --stages 2 --evaluate-every 50 'my net.py'\n" in (
+        Path("my net.py").read_text()
+    )
+    assert init("nowhere/model.py").output == "error: nowhere/model.py: No such file or directory\n"
+
+
+def test_what_is_written_runs_as_it_is(jobs: Jobs) -> None:
+    done = jobs.pipeworker("init", "--example", "unet", "job.py")
+    assert done.returncode == 0, done.stderr
+    run = jobs.train("--stages", "3", "--steps", "2", source=(jobs.folder / "job.py").read_text())
+    assert len(run.metrics) == 2
