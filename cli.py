@@ -7,21 +7,22 @@ import shlex
 import signal
 import sys
 import time
+from collections.abc import Sequence
 from contextlib import closing, suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
-from click.core import ParameterSource
 
 from launcher import templates
 from launcher.choose import Elsewhere
-from launcher.command import Command, Shown, clearly
-from launcher.options import init_options, job_options, launch_options
+from launcher.command import Command, Shown, clearly, is_given, is_said, origin
+from launcher.defaults import Defaults
+from launcher.options import ANYWHERE, init_options, job_options, launch_options
 from pipeworker import __version__
 from pipeworker.errors import PipeworkerError, UsageError
-from pipeworker.job.given import complete, stages_of
+from pipeworker.job.given import stages_of
 from pipeworker.timings import DEFAULT
 
 if TYPE_CHECKING:
@@ -29,13 +30,38 @@ if TYPE_CHECKING:
 
 
 _HELP = {"help_option_names": ["-h", "--help"]}
+_JOB = {**_HELP, "auto_envvar_prefix": "PIPEWORKER"}
 
 
 class _Main(click.Group):
     """The command line; its errors are clear."""
 
     def invoke(self, ctx: click.Context) -> Any:
-        return clearly(super().invoke, ctx)
+        with clearly():
+            return super().invoke(ctx)
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        words = list(args)
+        try:
+            return super().parse_args(ctx, args)
+        except click.NoSuchOption as error:
+            if any(error.option_name in option.opts for option in launch.params):
+                _meant(f"{error.option_name} is an option of launch", ctx, words)
+            raise
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        name = args[0]
+        if name not in self.commands and (name.endswith(".py") or Path(name).is_file()):
+            _meant(f"{name} is no command", ctx, args)
+        return super().resolve_command(ctx, args)
+
+
+def _meant(wrong: str, ctx: click.Context, words: Sequence[str]) -> NoReturn:
+    """Say what `launch` was left out of."""
+    command = f"{ctx.info_name} launch {shlex.join(words)}"
+    raise Shown(UsageError(f"{wrong}: did you mean `{command}`?"))
 
 
 @click.group(cls=_Main, context_settings=_HELP)
@@ -44,41 +70,51 @@ def main() -> None:
     """Train a network too big for one accelerator, as a pipeline of worker processes."""
 
 
-def _said(chosen: dict[str, Any]) -> dict[str, Any]:
-    """The options of a job that were said on the command line."""
-    source = click.get_current_context().get_parameter_source
-    elsewhere = ("job_file", "run_dir", "resume", "go_on", "allow")
-    return {
-        name: value
-        for name, value in chosen.items()
-        if name not in elsewhere and source(name) is ParameterSource.COMMANDLINE
-    }
-
-
-def asked(stages: int | None, chosen: dict[str, Any], ranks: int | None = None) -> Asked:
+def asked(chosen: dict[str, Any], ranks: int | None = None) -> Asked:
     """What the words of the command ask for, from what click made of them.
 
     Raises:
-        UsageError: a value is out of range, or the current folder is gone.
+        UsageError: the current folder is gone.
     """
     from pipeworker.session.begin import Asked
 
-    said = _said(chosen)
+    context = click.get_current_context()
+    how = {name: chosen[name] for name in ("run_dir", "resume", "go_on", "allow")}
+    options = chosen.keys() - how.keys() - {"job_file"}
+    said = {name: chosen[name] for name in options if is_said(context, name)}
+    defaults = {name: chosen[name] for name in options - said.keys() if is_given(context, name)}
     try:
         Path.cwd()  # even where no path needs it: math libraries of torch end the process without
         job_file = str(Path(chosen["job_file"]).resolve())
     except OSError as error:
         raise UsageError(f"the current folder is gone: {error.strerror}") from None
-    how = {name: chosen[name] for name in ("run_dir", "resume", "go_on", "allow")}
-    found = Asked(job_file, stages, said, ranks=ranks, **how)
-    found.check()
-    return found
+    stages = said.pop("stages", None)
+    return Asked(job_file, stages, said, defaults=defaults, ranks=ranks, **how)
 
 
-@main.command(cls=Command)
+def _filled(chosen: dict[str, Any]) -> dict[str, Any]:
+    """With what a file of the project's says."""
+    context = click.get_current_context()
+    folders = (Path(chosen["job_file"]).parent, Path())
+    Defaults.find(folders).fill(context, launch.params)
+    return {name: context.params[name] for name in chosen}
+
+
+def _check(request: Asked) -> None:
+    """That nothing is wrong with it; an option that the command line does not say has a source."""
+    try:
+        request.check()
+    except UsageError as error:
+        context = click.get_current_context()
+        for name in request.defaults:
+            if str(error).startswith(f"--{name.replace('_', '-')} "):
+                raise UsageError(f"{error} ({origin(context, name)})") from None
+        raise
+
+
+@main.command(cls=Command, context_settings=_JOB, epilog=ANYWHERE)
 @launch_options
 def launch(
-    stages: int | None,
     hosts: str | None,
     hosts_file: str | None,
     sync: bool,
@@ -91,30 +127,35 @@ def launch(
     """Train the model of JOB_FILE. Words after -- reach the file as sys.argv[1:]."""
     from launcher import local
 
+    chosen = _filled(chosen)
     where = Elsewhere.of(on, nodes, hosts, hosts_file, settings, sync, dry_run)
-    if stages is None and where.hosts:
-        stages = stages_of(sum(host.workers for host in where.hosts), chosen["replicas"])
-    if where.here:
-        if dry_run:
-            raise UsageError("--dry-run is of --on and --hosts: here nobody else is asked")
-        if stages is None and not (chosen["resume"] or chosen["go_on"]):
-            stages = max(1, local.accelerators() // max(1, chosen["replicas"]))
-        request = asked(stages, chosen)
-        local.check_job_file(Path(request.job_file))
-        with closing(request.begin()) as begun:
-            sys.exit(local.run(begun.options, begun.run_dir, begun.warnings))
-    sys.exit(_launch_elsewhere(stages, where, chosen))
+    request = asked(chosen)
+    if chosen["stages"] is None and where.hosts:
+        workers = sum(host.workers for host in where.hosts)
+        request = replace(request, stages=stages_of(workers, chosen["replicas"]))
+    if not where.here:
+        sys.exit(_launch_elsewhere(request, where, chosen))
+    if dry_run:
+        raise UsageError("--dry-run is of --on and --hosts: here nobody else is asked")
+    if chosen["stages"] is None and not request.goes_on:
+        stages = max(1, local.accelerators() // max(1, chosen["replicas"]))
+        request = replace(request, stages=stages)
+    _check(request)
+    local.check_job_file(Path(request.job_file))
+    with closing(request.begin()) as begun:
+        sys.exit(local.run(begun.options, begun.run_dir, begun.warnings))
 
 
-def _launch_elsewhere(stages: int | None, where: Elsewhere, chosen: dict[str, Any]) -> int:
+def _launch_elsewhere(request: Asked, where: Elsewhere, chosen: dict[str, Any]) -> int:
     """On other hosts than this one alone."""
     from launcher import choose, local, ssh
     from launcher.run import Launch
 
+    stages = chosen["stages"] if request.stages is None else request.stages
     if stages is None:
         option = "--on" if where.cluster else "an allocation"
         raise UsageError(f"{option} needs --stages: how many workers the job has there")
-    request = asked(stages, chosen)
+    _check(request)
     job_file = Path(request.job_file)
     local.check_job_file(job_file)
     words = choose.words(click.get_current_context())
@@ -123,7 +164,7 @@ def _launch_elsewhere(stages: int | None, where: Elsewhere, chosen: dict[str, An
     of_job = job_file, workers, words, chosen["arguments"], str(request.run_dir or "")
     spec = replace(choose.spec_of(*of_job, where), replicas=replicas)
     if where.cluster:
-        complete(request.job_file, stages, request.said)  # a mistake is found before it is sent
+        replace(request, stages=stages).anew()  # a mistake is found before it is sent
         return choose.submit(spec, where.cluster, dry_run=where.dry_run)
     if where.dry_run:
         planned = replace(spec, run_dir=spec.run_dir or choose.dated(job_file))
@@ -154,7 +195,8 @@ class _Worker(Command):
 
         kwargs["standalone_mode"] = False
         try:
-            return super().main(*args, **kwargs)
+            with clearly():
+                return super().main(*args, **kwargs)
         except click.ClickException as error:
             errorfile.write(error.format_message())
             if os.environ.get("RANK", "0") != "0":
@@ -163,8 +205,21 @@ class _Worker(Command):
             error.show()  # it was a mistake of this rank's alone
             sys.exit(error.exit_code)
 
-    def invoke(self, ctx: click.Context) -> Any:
-        return clearly(super().invoke, ctx)
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        first = args[0] if args else ""
+        if first in main.commands and not Path(first).exists():
+            raise UsageError(
+                f"{first}: torchrun starts job files alone, as torchrun … -m pipeworker model.py"
+            )
+        try:
+            return super().parse_args(ctx, args)
+        except click.NoSuchOption as error:
+            if any(error.option_name in option.opts for option in launch.params):
+                raise UsageError(
+                    f"{error.option_name} is an option of launch: torchrun says where a job runs, "
+                    "and each of its processes is a stage"
+                ) from None
+            raise
 
 
 def _give_time(error: click.ClickException) -> None:
@@ -182,7 +237,7 @@ def _give_time(error: click.ClickException) -> None:
     time.sleep(DEFAULT.speak)  # the mistake may be in what changes the timings
 
 
-@click.command(cls=_Worker, context_settings=_HELP)
+@click.command(cls=_Worker, context_settings=_JOB, epilog=ANYWHERE)
 @job_options
 def worker(**chosen: Any) -> None:
     """Train the model of JOB_FILE as one rank of a torchrun job: a rank is a stage of a replica."""
@@ -191,7 +246,8 @@ def worker(**chosen: Any) -> None:
 
     local.check_job_file(Path(chosen["job_file"]))
     place = Place.from_environment()
-    request = asked(None, chosen, place.world)
+    request = asked(_filled(chosen), place.world)
+    _check(request)
     try:
         status = torchrun.run(place, request)
     except PipeworkerError as error:

@@ -10,10 +10,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import click
-from click.core import ParameterSource
 
 from launcher import sbatch, slurm, ssh
-from launcher.command import INTERRUPTED
+from launcher.command import INTERRUPTED, is_given, is_said
 from launcher.spec import Carried, Host, JobSpec, job_name, seats
 from pipeworker.errors import UsageError
 from pipeworker.timings import VARIABLE
@@ -88,12 +87,16 @@ class Elsewhere:
 
 
 def words(context: click.Context) -> tuple[str, ...]:
-    """The options that were said on the command line and are for the ranks, as words again."""
+    """The options that are for the ranks, as words again.
+
+    What the environment or a file gives is not there where they are; but a run that goes on has
+    options already.
+    """
     found: list[str] = []
+    given = is_said if context.params.get("resume") else is_given
     for parameter in context.command.params:
         name = parameter.name or ""
-        said = context.get_parameter_source(name) is ParameterSource.COMMANDLINE
-        if not isinstance(parameter, click.Option) or name in _OURS or not said:
+        if not isinstance(parameter, click.Option) or name in _OURS or not given(context, name):
             continue
         value, option = context.params[name], parameter.opts[-1]
         if parameter.is_flag:

@@ -7,15 +7,20 @@ parameters of its own among ours.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import IO, Any
 
 import click
+from click.core import ParameterSource
 
 from pipeworker.errors import PipeworkerError
 
 INTERRUPTED = 130
 """What a shell gives a program that SIGINT ended."""
+
+FILE = "pipeworker.file"
+"""In the meta of a context: what to call the file that gives options."""
 
 
 class Shown(click.ClickException):
@@ -29,10 +34,11 @@ class Shown(click.ClickException):
         click.echo(f"error: {self.message}", file, err=file is None)
 
 
-def clearly(invoke: Callable[[click.Context], Any], ctx: click.Context) -> Any:
+@contextmanager
+def clearly() -> Iterator[None]:
     """Our own errors are one message and an exit status."""
     try:
-        return invoke(ctx)
+        yield
     except PipeworkerError as error:
         raise Shown(error) from None
     except OSError as error:  # what the system refuses: descriptors, processes, a file
@@ -44,11 +50,43 @@ def clearly(invoke: Callable[[click.Context], Any], ctx: click.Context) -> Any:
 
 
 class Option(click.Option):
-    """An option of a group."""
+    """An option of a group.
 
-    def __init__(self, *words: Any, group: str, **settings: Any) -> None:
+    Args:
+        once: it is of one start: the command line alone says it.
+    """
+
+    def __init__(self, *words: Any, group: str, once: bool = False, **settings: Any) -> None:
         super().__init__(*words, **settings)
+        self.allow_from_autoenv = not once
         self.group = group
+        self.once = once
+
+    def get_error_hint(self, ctx: click.Context | None) -> str:
+        """How a message about it begins."""
+        said = origin(ctx, str(self.name)) if ctx else ""
+        return super().get_error_hint(ctx) + (f" ({said})" if said else "")
+
+
+def is_said(context: click.Context, name: str) -> bool:
+    """Whether the command line says an option."""
+    return context.get_parameter_source(name) is ParameterSource.COMMANDLINE
+
+
+def is_given(context: click.Context, name: str) -> bool:
+    """Whether it is said anywhere: on the command line, in the environment, in a file."""
+    source = context.get_parameter_source(name)
+    return source not in (None, ParameterSource.DEFAULT)
+
+
+def origin(context: click.Context, name: str) -> str:
+    """Where an option is said that the command line does not say; empty where nobody does."""
+    match context.get_parameter_source(name):
+        case ParameterSource.ENVIRONMENT:
+            return f"{context.auto_envvar_prefix}_{name.upper()}"
+        case ParameterSource.DEFAULT_MAP:
+            return str(context.meta.get(FILE, "a file"))
+    return ""
 
 
 class Command(click.Command):

@@ -22,6 +22,12 @@ from pipeworker.plan.schedule import RECOMPUTE_MODES
 Function = Callable[..., Any]
 Decorate = Callable[[Function], Function]
 
+ANYWHERE = (
+    "For a run that begins, options of a job may also be said by variables, as "
+    "PIPEWORKER_STEPS=100, or in pipeworker.toml: see docs/commands.md."
+)
+"""Below the help of a job's commands."""
+
 _NOT_YET = {"nccl": "is not available yet: use gloo"}
 _METAVARS = {int: "N", float: "X"}
 _NODES = ("nvidiactl", "nvidia0", "dxg", "kfd")
@@ -74,27 +80,30 @@ def _choice(name: str, values: tuple[str, ...], default: str, text: str) -> Call
     return _option(name, text, click.Choice(values), default=default)
 
 
-def _in(group: str, *options: Callable[..., Decorate]) -> list[Decorate]:
-    return [option(group=group) for option in options]
+def _in(group: str, *options: Callable[..., Decorate], once: bool = False) -> list[Decorate]:
+    return [option(group=group, once=once) for option in options]
 
 
 _flag = partial(_option, is_flag=True)
 _many = partial(_option, multiple=True)
 
-_WORKERS = "Workers, and where they run"
+_WORKERS = "Workers"
+_HOSTS = "Other hosts"
 _TRAINING = "Training"
 _NUMBERS = "Numbers"
 _SCHEDULE = "Schedule and memory"
 _KEPT = "Checkpoints and recovery"
+_RESUMED = "A run that goes on"
 _OUTPUT = "Output"
 
-_LAUNCHED = _in(
-    _WORKERS,
-    _option("--stages", "Pipeline stages. [default: one per accelerator]", int),
+_STAGES = _in(_WORKERS, _option("--stages", "Pipeline stages. [default: one per accelerator]", int))
+_ELSEWHERE = _in(
+    _HOSTS,
     _option("--hosts", "Hosts that ssh reaches, each with its workers.", metavar="A:2,B:2"),
     _option(
         "--hosts-file",
         "The same: a host, its workers and its python a line.",
+        click.Path(),
         metavar="FILE",
     ),
     _flag("--sync", "Send the job file's folder to the hosts first."),
@@ -105,6 +114,7 @@ _LAUNCHED = _in(
         metavar="NAME=VALUE",
     ),
     _flag("--dry-run", "Only print what would be asked for."),
+    once=True,
 )
 
 _OF_JOB = [
@@ -157,7 +167,7 @@ _OF_JOB = [
             *("--read-data", READERS, "every"),
             "Whether every replica reads data() and keeps its part, or one reads for all.",
         ),
-        _option("--init-from", "Weights that training begins with.", metavar="FILE"),
+        _option("--init-from", "Weights that training begins with.", click.Path(), metavar="FILE"),
         _option(
             "--init-partial/--no-init-partial",
             "Take of them what the model has too, and leave the rest as it is.",
@@ -166,7 +176,12 @@ _OF_JOB = [
     ),
     *_in(
         _NUMBERS,
-        _option("--seed", "Of all that is random in the job.", int, default=0),
+        _option(
+            "--seed",
+            "Of all that is random in the job: initial weights, data, dropout.",
+            int,
+            default=0,
+        ),
         _choice(
             *("--precision", PRECISIONS, "fp32"),
             "What layers compute in, by autocast; fp16 scales the loss.",
@@ -203,14 +218,6 @@ _OF_JOB = [
             "What becomes of a checkpoint that is due while another is still being written.",
         ),
         _option("--keep", "Checkpoints that stay.", int, default=2),
-        _flag(
-            "--resume", "Go on with the run in --run-dir, with its options where none are given."
-        ),
-        _flag("--go-on", "As --resume where --run-dir holds a run; else begin it."),
-        _many(
-            *("--allow", "An option that may be another than the run's, as seed. Repeatable."),
-            metavar="NAME",
-        ),
         _option(
             "--restarts",
             "Losses of workers within an hour that the job goes on after.",
@@ -230,9 +237,24 @@ _OF_JOB = [
         ),
     ),
     *_in(
+        _RESUMED,
+        _flag(
+            "--resume", "Go on with the run in --run-dir, with its options where none are given."
+        ),
+        _flag("--go-on", "As --resume where --run-dir holds a run; else begin it."),
+        _many(
+            *("--allow", "An option that may be another than the run's, as seed. Repeatable."),
+            metavar="NAME",
+        ),
+        once=True,
+    ),
+    *_in(
         _OUTPUT,
         _option(
-            "--run-dir", "Where to record. [default: runs/<file stem>-<time>]", metavar="FOLDER"
+            "--run-dir",
+            "Where to record. [default: runs/<file stem>-<time>]",
+            click.Path(),
+            metavar="FOLDER",
         ),
     ),
 ]
@@ -247,7 +269,7 @@ def _all(decorators: list[Decorate], function: Function) -> Function:
 def job_options(function: Function) -> Function:
     """The options of a training job, for `launch` and for a torchrun job; and the job file."""
     arguments = [
-        click.argument("job_file", metavar="JOB_FILE"),
+        click.argument("job_file", metavar="JOB_FILE", type=click.Path()),
         click.argument("arguments", nargs=-1, type=click.UNPROCESSED),
     ]
     return _all([*arguments, *_OF_JOB], function)
@@ -255,7 +277,7 @@ def job_options(function: Function) -> Function:
 
 def launch_options(function: Function) -> Function:
     """The options of `launch`: where the job runs, and those of any job."""
-    return _all(_LAUNCHED, job_options(function))
+    return _all([*_STAGES, *_ELSEWHERE], job_options(function))
 
 
 def init_options(function: Function) -> Function:

@@ -106,7 +106,7 @@ ROOMS_WITHIN = {
     "launcher": [
         *("spec", "children", "run", "local", "ssh", "slurm", "sbatch", "errorfile", "torchrun"),
         *("node", "pod", "kubernetes", "kubectl", "command", "choose", "templates"),
-        "options",
+        *("options", "defaults"),
     ],
 }
 """Within a room it is so too."""
@@ -120,7 +120,7 @@ LIGHT = [
     *("pipeworker.host.spawn", "pipeworker.host.lifetime", "pipeworker.host.position"),
     *("pipeworker.errors", "pipeworker.timings", "pipeworker.exact"),
     *("launcher.spec", "launcher.pod", "launcher.kubernetes", "launcher.kubectl"),
-    *("launcher.choose", "launcher.command", "launcher.options"),
+    *("launcher.choose", "launcher.command", "launcher.options", "launcher.defaults"),
 ]
 """What runs where torch is not, or must start at once."""
 PURE = [

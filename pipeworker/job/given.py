@@ -13,6 +13,8 @@ from pipeworker.errors import UsageError
 from pipeworker.job.options import Options
 from pipeworker.plan.partition import parse_balance
 
+RIVALS = {"steps": "epochs", "epochs": "steps"}
+"""Options of which one is said, or none."""
 _MICROBATCHES_PER_STAGE = 4  # GPipe: the bubble is small from M >= 4 K on
 
 
@@ -42,6 +44,13 @@ def complete(job_file: str, stages: int, given: Mapping[str, Any]) -> Options:
         threads = os.environ.get("OMP_NUM_THREADS", "1")
         chosen["threads"] = int(threads) if threads.isdigit() and int(threads) else 1
     return Options(job_file=job_file, stages=stages, **chosen)
+
+
+def over(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
+    """Options as one source gives them, but for what another gives that counts more."""
+    said = {name: value for name, value in above.items() if value is not None}
+    beaten = {RIVALS.get(name) for name in said}
+    return {**{name: value for name, value in below.items() if name not in beaten}, **said}
 
 
 def stages_of(ranks: int, replicas: int) -> int:

@@ -5,14 +5,14 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from pipeworker.environment import facts, timings
 from pipeworker.errors import InUse, ProtocolError, RecordError, UsageError
 from pipeworker.job import recorded
-from pipeworker.job.given import complete, stages_of
+from pipeworker.job.given import complete, over, stages_of
 from pipeworker.job.options import Options
 from pipeworker.record import resume, run, rundir, source
 from pipeworker.record.lock import Lock
@@ -48,6 +48,8 @@ class Asked:
         resume: the run in `run_dir` goes on.
         go_on: it does if there is one; else it begins there.
         allow: options that may be others than those it was begun with.
+        defaults: what the environment and files say, for a run that begins; one that goes on has
+            options already.
         ranks: the processes that there are, where they are given: a stage of a replica in each.
     """
 
@@ -58,6 +60,7 @@ class Asked:
     resume: bool = False
     go_on: bool = False
     allow: tuple[str, ...] = ()
+    defaults: Mapping[str, Any] = field(default_factory=dict)
     ranks: int | None = None
 
     def check(self) -> None:
@@ -68,14 +71,14 @@ class Asked:
         """
         if self.go_on and not self.run_dir:
             raise UsageError("--go-on needs --run-dir: where the run is, or begins")
-        if not self.resume:
-            if self.allow:
-                raise UsageError("--allow is of --resume: a new run may have any options")
-            options = self._options(self.said)
+        if self.resume and not self.run_dir:
+            raise UsageError("--resume needs --run-dir: the directory of the run that goes on")
+        if self.allow and not self.resume:
+            raise UsageError("--allow is of --resume: a new run may have any options")
+        if not self.goes_on:
+            options = self.anew()
             if options.init_from is not None:
                 source.look(Path(options.init_from))
-        elif not self.run_dir:
-            raise UsageError("--resume needs --run-dir: the directory of the run that goes on")
         recorded.allowed(self.allow)
 
     def begin(self) -> Begun:
@@ -86,16 +89,30 @@ class Asked:
             RecordError: a file cannot be written.
         """
         self.check()
-        goes_on = self.go_on and RunDir(Path(self.run_dir or "")).run.exists()
         try:
-            return self._resumed() if self.resume or goes_on else self._new()
+            return self._resumed() if self.goes_on else self._new()
         except OSError as error:
             raise RecordError(error.filename or self.run_dir, error) from None
 
-    def _options(self, said: Mapping[str, Any]) -> Options:
-        stages = self._stages(said)
-        assert stages is not None
-        return complete(self.job_file, stages, said)
+    @property
+    def goes_on(self) -> bool:
+        """Whether it is a run that was begun before."""
+        there = self.go_on and self.run_dir and RunDir(Path(self.run_dir)).run.exists()
+        return self.resume or bool(there)
+
+    def anew(self) -> Options:
+        """Those of a run that begins.
+
+        Raises:
+            UsageError: a value is of the wrong type or out of range.
+        """
+        given = over(self.defaults, self.said)
+        default = given.pop("stages", None)
+        stages = self._stages(given)
+        stages = default if stages is None else stages
+        if stages is None:
+            raise UsageError("a run that begins needs --stages")
+        return complete(self.job_file, stages, given)
 
     def _stages(self, said: Mapping[str, Any], replicas: int = 1) -> int | None:
         """Of the job; None where it was not said."""
@@ -108,7 +125,7 @@ class Asked:
         return stages_of(self.ranks, replicas)
 
     def _new(self) -> Begun:
-        options = self._options(self.said)
+        options = self.anew()
         run_dir = rundir.create(self.run_dir, Path(self.job_file))
         lock = Lock(run_dir.lock, alone=False)
         try:

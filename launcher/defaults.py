@@ -1,0 +1,129 @@
+"""What a project says of its jobs in a file: the options of those that do not say them.
+
+``pipeworker.toml``, or the table ``[tool.pipeworker]`` of ``pyproject.toml``: beside the job file,
+or else in the current folder. The first that is found counts, and no other.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+import click
+from click.core import ParameterSource
+
+from launcher.command import FILE, Option
+from pipeworker.errors import UsageError
+from pipeworker.job.given import RIVALS
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+_PLACES: tuple[tuple[str, tuple[str, ...]], ...] = (
+    ("pipeworker.toml", ()),
+    ("pyproject.toml", ("tool", "pipeworker")),
+)
+_WANTED: dict[str, tuple[tuple[type, ...], str]] = {
+    "boolean": ((bool,), "true or false"),
+    "integer": ((int,), "a whole number"),
+    "float": ((int, float), "a number"),
+    "choice": ((str,), "a string"),
+}
+"""By the name of an option's type in click, what a file may say."""
+_ABOVE = {ParameterSource.COMMANDLINE, ParameterSource.ENVIRONMENT}
+_TEXT = (str, int), "a string, a whole number or a list of these"
+
+
+@dataclass(frozen=True, slots=True)
+class Defaults:
+    """What a file says.
+
+    Attributes:
+        where: what to call it.
+    """
+
+    where: str = ""
+    values: Mapping[str, Any] = field(default_factory=dict)
+
+    @staticmethod
+    def find(folders: Iterable[Path]) -> Defaults:
+        """In the first folder where there is such a file.
+
+        Raises:
+            UsageError: it cannot be read.
+        """
+        for folder in dict.fromkeys(folders):
+            for name, table in _PLACES:
+                values = _read(folder / name, table)
+                if values is not None:
+                    said = f"{folder / name}{', [tool.pipeworker]' if table else ''}"
+                    return Defaults(said, values)
+        return Defaults()
+
+    def fill(self, context: click.Context, parameters: Iterable[click.Parameter]) -> None:
+        """Give them to the options of a command that nobody else says.
+
+        Args:
+            parameters: of `launch`; what only that one has is not for a rank of a torchrun job.
+
+        Raises:
+            UsageError: an option is unknown, of the wrong type, or of the command line alone.
+        """
+        options = {
+            word.removeprefix("--"): option
+            for option in parameters
+            if isinstance(option, Option)
+            for word in option.opts
+        }
+        for key, value in self.values.items():
+            option = options.get(key.replace("_", "-"))
+            if option is None:
+                meant = get_close_matches(key, options, 1) or ["one of `pipeworker launch -h`"]
+                raise UsageError(f"{self.where}: no option is {key}: did you mean {meant[0]}?")
+            if option.once:
+                raise UsageError(f"{self.where}: {key} can only be said on the command line")
+            given = self._convert(key, value, option, context)
+            name = str(option.name)
+            sources = {context.get_parameter_source(one) for one in (name, RIVALS.get(name, name))}
+            if name in context.params and not sources & _ABOVE:
+                context.params[name] = given
+                context.set_parameter_source(name, ParameterSource.DEFAULT_MAP)
+        context.meta[FILE] = self.where
+
+    def _convert(self, key: str, value: Any, option: Option, context: click.Context) -> Any:
+        """A value of the file's, as click would give it."""
+        kinds, wanted = _WANTED.get(option.type.name, _TEXT)
+        many = value if isinstance(value, list) and kinds == _TEXT[0] else [value]
+        if any(type(one) not in kinds for one in many):
+            raise UsageError(f"{self.where}: {key} = {value!r}: it must be {wanted}")
+        text = value if kinds != _TEXT[0] else ",".join(map(str, many))
+        try:
+            return option.type.convert(text, option, context)
+        except click.BadParameter as error:
+            raise UsageError(f"{self.where}: {key} = {value!r}: {error.message}") from None
+
+
+def _read(path: Path, table: tuple[str, ...]) -> Mapping[str, Any] | None:
+    """The table of a file; None where there is none."""
+    try:
+        values: Any = tomllib.loads(path.read_text("utf-8"))
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except OSError as error:
+        raise UsageError(f"cannot read {path}: {error.strerror}") from None
+    except ValueError as error:  # of TOML, or of UTF-8
+        raise UsageError(f"{path} is not TOML: {error}") from None
+    for name in table:
+        values = values.get(name)
+        if values is None:
+            return None
+        if not isinstance(values, dict):
+            raise UsageError(f"{path}: {name} is no table")
+    found: Mapping[str, Any] = values
+    return found
