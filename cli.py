@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shlex
 import signal
@@ -300,3 +301,13 @@ def init(file: Path, example: str) -> None:
     command = click.get_current_context().find_root().info_name
     click.echo(f"{file}: {templates.EXAMPLES[example]}")
     click.echo(f"train it:  {command} launch --stages 2 {shlex.quote(str(file))}")
+
+
+@main.command()
+@click.option("--json", "as_json", is_flag=True, help="As one JSON object.")
+def env(*, as_json: bool) -> None:
+    """Show versions, devices, limits and variables, for a report of a defect."""
+    from launcher import machine
+
+    found = machine.facts()
+    click.echo(json.dumps(found, indent=2) if as_json else machine.text(found))

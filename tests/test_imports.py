@@ -106,7 +106,7 @@ ROOMS_WITHIN = {
     "launcher": [
         *("spec", "children", "run", "local", "ssh", "slurm", "sbatch", "errorfile", "torchrun"),
         *("node", "pod", "kubernetes", "kubectl", "command", "choose", "templates"),
-        *("options", "defaults"),
+        *("options", "defaults", "machine"),
     ],
 }
 """Within a room it is so too."""

@@ -1,0 +1,145 @@
+"""What this machine is and what is installed on it, for who is to find out why something fails."""
+
+from __future__ import annotations
+
+import os
+import platform
+import resource
+import shutil
+import sys
+from collections.abc import Iterator, Mapping
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from pipeworker import __version__
+from pipeworker.wire.keys import TOKEN_VARIABLE
+
+_PACKAGES = ("torch", "numpy", "pyzmq", "msgpack", "cryptography", "safetensors", "click", "rich")
+_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "CUDA_VISIBLE_DEVICES", "GLOO_SOCKET_IFNAME")
+_LIMITS = ("NOFILE", "NPROC", "MEMLOCK", "CORE")
+_UNBOUNDED = 1 << 60
+"""Bytes; a memory cgroup of the first kind without a bound has one above this."""
+
+
+def facts(environment: Mapping[str, str] = os.environ) -> dict[str, Any]:
+    """By name, as it is shown. Of the token only that there is one."""
+    return {
+        "pipeworker": __version__,
+        "python": platform.python_version(),
+        "executable": sys.executable,
+        **{name: _version(name) for name in _PACKAGES},
+        "platform": platform.platform(),
+        "kernel": f"{platform.system()} {platform.release()} {platform.machine()}",
+        "devices": _devices(),
+        "cores": _cores(),
+        "memory": _memory(),
+        "/dev/shm": _shared(),
+        **{f"RLIMIT_{name}": _limit(name) for name in _LIMITS},
+        **dict(_variables(environment)),
+    }
+
+
+def text(found: Mapping[str, Any]) -> str:
+    """A line of each."""
+    width = max(map(len, found))
+    return "\n".join(f"{name:<{width}}  {value}" for name, value in found.items())
+
+
+def quota(root: Path = Path("/")) -> float | None:
+    """How many cores this process's cgroups let it have; None for all."""
+    found = []
+    for folder in _cgroups("cpu", root):
+        kept = [*_words(folder / "cpu.cfs_quota_us"), *_words(folder / "cpu.cfs_period_us")]
+        share, period = (_words(folder / "cpu.max") or kept or ["max", "1"])[:2]
+        found += [int(share) / int(period)] if share.isdigit() else []
+    return min(found, default=None)
+
+
+def memory_bound(root: Path = Path("/")) -> int | None:
+    """Bytes that this process's cgroups let it have; None for all."""
+    found = []
+    for folder in _cgroups("memory", root):
+        words = _words(folder / "memory.max") or _words(folder / "memory.limit_in_bytes")
+        found += [int(word) for word in words if word.isdigit()]
+    return min((bound for bound in found if bound < _UNBOUNDED), default=None)
+
+
+def _cgroups(controller: str, root: Path) -> Iterator[Path]:
+    """The folders of those that a controller may bound this process by, of either version."""
+    for line in _lines(root / "proc/self/cgroup"):
+        _, controllers, path = line.split(":", 2)
+        if controllers and controller not in controllers.split(","):
+            continue
+        top = root / "sys/fs/cgroup" / (controller if controllers else "")
+        inner = top / path.strip("/")
+        yield from (inner, *(folder for folder in inner.parents if folder.is_relative_to(top)))
+
+
+def _lines(path: Path) -> list[str]:
+    try:
+        return path.read_text().splitlines()
+    except OSError:
+        return []
+
+
+def _words(path: Path) -> list[str]:
+    return " ".join(_lines(path)).split()
+
+
+def _version(name: str) -> str:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return "not installed"
+
+
+def _devices() -> str:
+    """Those that torch sees; that it cannot be imported may be what is to be found out."""
+    try:
+        import torch
+
+        names = [torch.cuda.get_device_name(n) for n in range(torch.cuda.device_count())]
+        kind = torch.version.cuda or torch.version.hip
+    except (ImportError, OSError, RuntimeError) as error:
+        return f"torch cannot say: {error}"
+    built = f"CUDA {kind}" if kind else "the CPU alone"
+    return f"{', '.join(names) or 'no accelerator'}; torch is built for {built}"
+
+
+def _cores() -> str:
+    usable = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count()
+    bound = quota()
+    at_most = "" if bound is None else f", for {bound:g} at a time"
+    return f"{usable} of {os.cpu_count()}{at_most}"
+
+
+def _memory() -> str:
+    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    bound = memory_bound()
+    at_most = "" if bound is None or bound >= total else f", of which {_gib(bound)} may be used"
+    return f"{_gib(total)}{at_most}"
+
+
+def _shared() -> str:
+    try:
+        usage = shutil.disk_usage("/dev/shm")
+    except OSError as error:
+        return str(error.strerror)
+    return f"{_gib(usage.total)}, {_gib(usage.free)} free"
+
+
+def _gib(count: int) -> str:
+    return f"{count / 2**30:.1f} GiB"
+
+
+def _limit(name: str) -> str:
+    soft, hard = resource.getrlimit(getattr(resource, f"RLIMIT_{name}"))
+    said = ["unlimited" if one == resource.RLIM_INFINITY else str(one) for one in (soft, hard)]
+    return said[0] if soft == hard else f"{said[0]}, up to {said[1]}"
+
+
+def _variables(environment: Mapping[str, str]) -> Iterator[tuple[str, str]]:
+    for name in (*_VARIABLES, *sorted(n for n in environment if n.startswith("PIPEWORKER_"))):
+        if name in environment:
+            yield name, "is set" if name == TOKEN_VARIABLE else environment[name]
