@@ -20,7 +20,7 @@ from launcher import templates
 from launcher.choose import Elsewhere
 from launcher.command import Command, Shown, clearly, is_given, is_said, origin
 from launcher.defaults import Defaults
-from launcher.options import ANYWHERE, init_options, job_options, launch_options
+from launcher.options import ANYWHERE, export_options, init_options, job_options, launch_options
 from pipeworker import __version__
 from pipeworker.errors import PipeworkerError, UsageError
 from pipeworker.job.given import stages_of
@@ -281,15 +281,50 @@ def checkpoint(run: Path) -> None:
     click.echo(ask.for_checkpoint(run))
 
 
-@main.command()
+@main.command(cls=Command)
 @click.argument("source", type=click.Path(path_type=Path))
-@click.argument("out", type=click.Path(path_type=Path))
-def export(source: Path, out: Path) -> None:
-    """Write the weights of a run or checkpoint as one .safetensors or .pt file."""
-    from pipeworker.record import weights
+@click.argument("out")
+@export_options
+def export(source: Path, out: str, dtype: str | None, shard_size: str | None) -> None:
+    """Write the weights of SOURCE to OUT, under the names of your own module.
 
-    count = weights.export(source, out)
-    click.echo(f"{out}: {count} tensors")
+    SOURCE is the directory of a run, of which the newest checkpoint is taken, or a checkpoint.
+
+    OUT says by its ending what is written; what is not whole is never there:
+
+    \b
+      weights.safetensors   one file
+      weights.pt            one file, a state dict for torch.load
+      weights/              a folder in Hugging Face's layout: model.safetensors,
+                            or several files of at most SIZE with an index
+    """
+    from pipeworker.record.export import weights
+
+    done = weights.export(source, out, dtype, shard_size)
+    files = f" in {done.files} files" if done.files > 1 else ""
+    click.echo(f"{out}: {done.tensors} tensors{files}")
+    for name in done.infinite:
+        click.echo(f"warning: {name} has values beyond those of {dtype}: infinite now", err=True)
+
+
+@main.command()
+@click.argument("run", type=click.Path(path_type=Path))
+@click.option("--json", "as_json", is_flag=True, help="All of it as one JSON object.")
+def show(run: Path, *, as_json: bool) -> None:
+    """Show what the run in the directory RUN was and did, and where its weights are."""
+    from pipeworker.past import page
+
+    click.echo(page.show(run, as_json=as_json))
+
+
+@main.command("list")
+@click.argument("folder", metavar="[DIR]", type=click.Path(path_type=Path), default="runs")
+@click.option("--json", "as_json", is_flag=True, help="As a JSON object a line.")
+def list_runs(folder: Path, *, as_json: bool) -> None:
+    """List the runs in the folder DIR (default: runs), a line a run, the newest last."""
+    from pipeworker.past import table
+
+    click.echo(table.listed(folder, as_json=as_json))
 
 
 @main.command(cls=Command)

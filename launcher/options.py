@@ -256,6 +256,11 @@ _OF_JOB = [
             click.Path(),
             metavar="FOLDER",
         ),
+        _option("--csv/--no-csv", "Write metrics.csv and evaluation.csv as well."),
+        _option(
+            "--tensorboard/--no-tensorboard",
+            "Write files for TensorBoard as well, to RUN/tensorboard.",
+        ),
     ),
 ]
 
@@ -284,3 +289,17 @@ def init_options(function: Function) -> Function:
     """The options of `init`."""
     said = "; ".join(f"{name}: {what}" for name, what in EXAMPLES.items())
     return _all(_in("Options", _choice("--example", tuple(EXAMPLES), "mlp", f"{said}.")), function)
+
+
+def export_options(function: Function) -> Function:
+    """The options of `export`."""
+    of_export = _in(
+        "Options",
+        _option(
+            "--dtype", "Of all floating tensors. [default: as they are]", click.Choice(PRECISIONS)
+        ),
+        _option(
+            "--shard-size", "Of each file in a folder, as 500MB. [default: 5GB]", metavar="SIZE"
+        ),
+    )
+    return _all(of_export, function)

@@ -7,6 +7,7 @@ import os
 import shutil
 import stat
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import nn
 
+import cli
 from support.jobs import Jobs, Run
 
 # Buffers, an entry that shares memory with another of its module, and entries of no floating type.
@@ -55,11 +57,10 @@ def run(jobs: Jobs) -> Run:
 
 
 def model_of(folder: Path) -> nn.Sequential:
-    names: dict[str, object] = {}
+    names: dict[str, Any] = {}
     exec((folder / "job.py").read_text(), names)
-    model = names["model"]()  # type: ignore[operator]
-    assert isinstance(model, nn.Sequential)
-    return model
+    model = names["model"]()
+    return model if isinstance(model, nn.Sequential) else nn.Sequential(*model)
 
 
 def test_weights_load_into_a_sequential(jobs: Jobs, run: Run) -> None:
@@ -88,20 +89,91 @@ def umask() -> int:
     return found
 
 
-@pytest.mark.parametrize("stages", ["1", "3"])
-def test_names_are_those_of_the_users_own_module(jobs: Jobs, stages: str) -> None:
-    named = SOURCE.replace("nn.Sequential(", "nn.Sequential(OrderedDict(zip(NAMES, [").replace(
-        "nn.Linear(8, 3)\n        )", "nn.Linear(8, 3)\n        ])))"
-    )
-    names = ("embed", "norm", "both", "act", "head")
-    named = f"    from collections import OrderedDict\n    NAMES = {names}\n" + named
-    run = jobs.train("--stages", stages, "--microbatches", "4", source=named)
-    out = jobs.folder / "out.safetensors"
-    assert jobs.pipeworker("export", str(run.path), str(out)).returncode == 0
+NAMED = """
+    from collections import OrderedDict
+
+    import torch
+    from torch import nn
+
+    class Head(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.proj = nn.Sequential(OrderedDict(up=nn.Linear(8, 8), act=nn.ReLU()))
+
+        def forward(self, x):
+            return self.proj(x)
+
+    def model():
+        net = nn.Sequential(
+            OrderedDict(
+                embed=nn.Linear(8, 8),
+                body=nn.Sequential(OrderedDict(one=nn.Linear(8, 8), two=Head())),
+                out=nn.Linear(8, 8),
+            )
+        )
+        net.out.weight = net.embed.weight
+        return net
+
+    def loss(output, target):
+        return nn.functional.mse_loss(output, target)
+
+    def optimizer(params):
+        return torch.optim.Adam(params, lr=0.01)
+
+    def data():
+        for _ in range(2):
+            x = torch.randn(4, 8)
+            yield x, x
+"""
+LISTED = NAMED.replace("        return net\n", "        return list(net)\n")
+
+
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [
+        (NAMED, ["embed", "body.one", "body.two.proj.up", "out"]),
+        (LISTED, ["0", "1.one", "1.two.proj.up", "2"]),
+    ],
+    ids=["a named Sequential", "a list"],
+)
+def test_names_are_those_of_the_users_own_module(
+    jobs: Jobs, source: str, expected: list[str]
+) -> None:
+    """Named, nested, in a list, and tied over stages."""
+    run = jobs.train("--stages", "3", "--microbatches", "2", source=source)
     net = model_of(jobs.folder)
-    assert "embed.weight" in net.state_dict()
-    assert net.load_state_dict(load_file(out), strict=True)
-    assert {name.partition(".")[0] for name in run.optimizer_state} == {*names} - {"act"}
+    for out in ("w.pt", "w.safetensors", "folder"):
+        done = CliRunner().invoke(cli.main, ["export", str(run.path), str(jobs.folder / out)])
+        assert done.output == f"{jobs.folder / out}: 8 tensors\n"
+    loaded = torch.load(jobs.folder / "w.pt")
+    assert list(loaded) == [f"{name}.{what}" for name in expected for what in ("weight", "bias")]
+    before = {name: value.clone() for name, value in net.state_dict().items()}
+    for weights in (
+        *(loaded, load_file(jobs.folder / "w.safetensors")),
+        load_file(jobs.folder / "folder" / "model.safetensors"),
+    ):
+        assert net.load_state_dict(weights)
+        assert all(torch.equal(value, loaded[name]) for name, value in net.state_dict().items())
+    first, last = f"{expected[0]}.weight", f"{expected[-1]}.weight"
+    assert loaded[first].data_ptr() == loaded[last].data_ptr()
+    assert not torch.equal(loaded[first], before[first])  # it trained
+    assert {name.rpartition(".")[0] for name in run.optimizer_state} == {*expected}
+
+
+def test_the_options_of_export(jobs: Jobs) -> None:
+    run = jobs.train("--stages", "2", "--microbatches", "4")
+    out = f"{jobs.folder}/out/"
+    line = ["export", str(run.path), out, "--dtype", "bf16", "--shard-size", "600B"]
+    done = CliRunner().invoke(cli.main, line)
+    assert done.output == f"{out}: 6 tensors in 3 files\n"
+    index = json.loads((jobs.folder / "out" / "model.safetensors.index.json").read_text())
+    found: dict[str, Any] = {}
+    for file in sorted({*index["weight_map"].values()}):
+        found |= load_file(jobs.folder / "out" / file)
+    assert {str(value.dtype) for value in found.values()} == {"torch.bfloat16"}
+    assert found.keys() == run.weights.keys()
+    again = jobs.run("--stages", "1", "--microbatches", "4", "--init-from", out)
+    assert again.status == 0, again.stderr  # what is written can be begun from
 
 
 def test_the_weights_open_in_other_tools(run: Run) -> None:
@@ -119,8 +191,6 @@ def test_the_weights_open_in_other_tools(run: Run) -> None:
 
 
 def test_mistakes(jobs: Jobs, run: Run) -> None:
-    import cli
-
     (checkpoint,) = (run.path / "checkpoints").iterdir()
     out = jobs.folder / "out.pt"
     assert (

@@ -22,7 +22,7 @@ from torch import nn
 import cli
 from pipeworker.errors import UsageError
 from pipeworker.record import checkpoint as checkpoints
-from pipeworker.record import weights
+from pipeworker.record.export import weights
 from pipeworker.record.manifest import Manifest
 from pipeworker.wire.messages import File
 from support.checkpoints import part
@@ -33,7 +33,7 @@ PARTS = 2
 UNPRIVILEGED = """
 import os
 import sys
-import cli, torch, safetensors.torch, pipeworker.record.weights  # while they can be read
+import cli, torch, safetensors.torch, pipeworker.record.export.weights  # while they can be read
 if os.geteuid() == 0:
     os.seteuid(65534)
 cli.main(sys.argv[1:], prog_name="pipeworker")

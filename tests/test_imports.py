@@ -32,6 +32,7 @@ FLOORS = [
     *("pipeworker.errors", "pipeworker", "pipeworker.timings", "pipeworker.environment"),
     "pipeworker.exact",
     *("pipeworker.wire", "pipeworker.plan", "pipeworker.job", "pipeworker.record"),
+    "pipeworker.past",
     *("pipeworker.host", "pipeworker.coordinator"),
     *("pipeworker.worker", "pipeworker.worker.internals", "pipeworker.worker.device"),
     *("pipeworker.worker.blame", "pipeworker.worker.control", "pipeworker.worker.transport"),
@@ -64,10 +65,13 @@ ROOMS_WITHIN = {
     ],
     "pipeworker.job": ["options", "given", "recorded", "sources", "file"],
     "pipeworker.record": [
-        *("manifest", "memory", "writer", "rundir", "lock", "run", "resume", "plain", "image"),
-        *("source", "tensors", "misfits", "checkpoint", "regroup", "restore", "initial"),
-        "weights",
+        *("manifest", "memory", "writer", "metrics", "rundir", "lock", "run", "resume", "plain"),
+        *("image", "source", "tensors", "misfits", "checkpoint", "regroup", "restore", "initial"),
+        "export",
     ],
+    "pipeworker.record.metrics": ["rows", "table", "tensorboard", "extras"],
+    "pipeworker.record.export": ["shards", "weights"],
+    "pipeworker.past": ["facts", "page", "table"],
     "pipeworker.host": ["lifetime", "spawn", "streams", "position", "forkserver"],
     "pipeworker.coordinator": [
         *(
@@ -117,6 +121,7 @@ LIGHT = [
     *("pipeworker.record.rundir", "pipeworker.record.manifest", "pipeworker.record.lock"),
     *("pipeworker.record.run", "pipeworker.record.resume", "pipeworker.session.begin"),
     *("pipeworker.record.memory", "pipeworker.record.writer", "pipeworker.record.source"),
+    *("pipeworker.record.metrics", "pipeworker.record.export.shards", "pipeworker.past"),
     *("pipeworker.host.spawn", "pipeworker.host.lifetime", "pipeworker.host.position"),
     *("pipeworker.errors", "pipeworker.timings", "pipeworker.exact"),
     *("launcher.spec", "launcher.pod", "launcher.kubernetes", "launcher.kubectl"),
@@ -126,7 +131,7 @@ LIGHT = [
 PURE = [
     *("pipeworker.plan", "pipeworker.errors", "pipeworker.timings", "pipeworker.job.options"),
     *("pipeworker.job.recorded", "launcher.spec", "launcher.pod", "launcher.kubernetes"),
-    "pipeworker.exact",
+    *("pipeworker.exact", "pipeworker.record.export.shards"),
     *("pipeworker.wire.messages", "pipeworker.wire.codec", "pipeworker.wire.lines"),
     *(
         f"pipeworker.coordinator.{name}"
@@ -401,6 +406,7 @@ def test_rooms_beside_each_other_know_nothing_of_each_other() -> None:
         ("pipeworker.host.position", ["pipeworker.wire.messages"]),
         ("pipeworker.job", ["pipeworker.errors", "pipeworker.plan"]),
         ("pipeworker.record", ["pipeworker.errors", "pipeworker.wire"]),
+        ("pipeworker.past", ["pipeworker.errors", "pipeworker.job", "pipeworker.record"]),
         ("pipeworker.worker.internals", []),
         ("pipeworker.worker.transport", None),
         ("pipeworker.worker", None),

@@ -28,7 +28,7 @@ METRICS = [
     *("grad_norm", "lr", "bubble", "epoch"),
 ]
 SUMMARY = [
-    *("status", "steps", "stages", "restarts", "causes", "seconds"),
+    *("status", "steps", "stages", "restarts", "causes", "seconds", "loss"),
     *("peak_memory_bytes", "bubble", "error"),
 ]
 STEP = re.compile(r"step (\d+)  loss (\d\.\d{4})  (\d+\.\d) samples/s  bubble (\d+\.\d)%")
@@ -102,6 +102,7 @@ def test_the_run_directory(jobs: Jobs) -> None:
     assert all(peak > 2**20 for peak in run.summary["peak_memory_bytes"])
     assert 0 < run.summary["bubble"] < 1
     assert 0 < run.summary["seconds"] < 60
+    assert run.summary["loss"] == run.metrics[-1]["loss"]
     assert run.plan["balance"] == [3, 2]
     assert run.plan["schedule"] == "gpipe"
     assert run.plan["microbatches"] == 8  # four a stage

@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +55,10 @@ from pipeworker.errors import PipeworkerError, ProtocolError, RecordError
 from pipeworker.job.options import Options
 from pipeworker.record.lock import Lock
 from pipeworker.record.manifest import NAME, Manifest
-from pipeworker.record.rundir import Rows, RunDir, write_json, write_summary
+from pipeworker.record.metrics import rows
+from pipeworker.record.metrics.extras import Extras
+from pipeworker.record.metrics.rows import Rows
+from pipeworker.record.rundir import RunDir, write_json, write_summary
 from pipeworker.wire import codec, exchange, lines, sockets
 from pipeworker.wire.exchange import Exchange
 from pipeworker.wire.lines import (
@@ -119,6 +123,7 @@ class Service:
         self._descriptors = descriptors
         metrics = self._run_dir.metrics
         self._rows = {metrics: Rows(metrics)}
+        self._extras: Extras | None = None
         self._starter = starter
         self._dropped = 0
         self._repaired = 0
@@ -133,6 +138,7 @@ class Service:
         """Direct the job to its end; returns the exit status."""
         starter = self._starter
         starter.tell(Bound(endpoint))
+        self._beside(self._begin_extras)
         signal.signal(signal.SIGTERM, self._on_signal)
         signal.signal(signal.SIGINT, self._on_signal)
         signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # to the whole job: others act on it
@@ -165,6 +171,8 @@ class Service:
         self._let_finish()
         for file in self._rows.values():
             file.close()
+        if self._extras:
+            self._beside(self._extras.close)
         starter.finish(self._timings.linger)
         log.info("control messages: %d received, %d sent", self._received, self._sent)
         return self._ended.exit_status
@@ -348,6 +356,25 @@ class Service:
             self._write(path, begin)
         if path in self._rows:
             self._write(path, lambda: self._rows[path].add(row), opens=False)
+        if self._extras:
+            self._beside(partial(self._extras.add, path, row))
+
+    def _begin_extras(self) -> None:
+        options, where = self._options, self._run_dir
+        if options.csv or options.tensorboard:
+            events = where.events if options.tensorboard else None
+            self._extras = Extras(where.metrics, where.evaluation, csv=options.csv, events=events)
+
+    def _beside(self, write: Callable[[], None]) -> None:
+        """That it cannot be written ends these, not the job; it is said once."""
+        try:
+            self._descriptors.spare(write)
+        except OSError as error:
+            self._extras = None
+            which = RecordError(error.filename or self._run_dir.path, error)
+            text = f"{which}: nothing more is written there, nor in another extra format"
+            log.warning("%s", text)
+            self._starter.tell(Warned(text))
 
     def _write(self, path: Path, write: Callable[[], None], *, opens: bool = True) -> None:
         """That it cannot be written ends the job, and is said; who opens a file is given room."""
@@ -470,10 +497,15 @@ def _start(configuration: Configuration, options: Options, run_dir: RunDir) -> S
         start = dataclasses.replace(start, snapshot=(Mark(snapshot.step, scaler), memory))
     return dataclasses.replace(
         start,
-        recorded=run_dir.last_step(run_dir.metrics),
-        evaluated=run_dir.last_step(run_dir.evaluation),
+        recorded=_last_step(run_dir.metrics),
+        evaluated=_last_step(run_dir.evaluation),
         saved=saved,
     )
+
+
+def _last_step(path: Path) -> int:
+    """Of the last whole row of a file; 0 where there is none."""
+    return int((rows.last(path) or {}).get("step", 0))
 
 
 def _on_disk(path: str, options: Options) -> tuple[Mark, Restore, tuple[str, ...]]:

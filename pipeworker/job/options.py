@@ -87,6 +87,7 @@ class Options:
         replicas: copies of the pipeline; micro-batches count over all of them.
         shard_optimizer: each replica updates a part of the weights, and keeps its state alone.
         read_data: by ``every`` replica, which keeps its part; or ``once``, by replica 0 for all.
+        csv, tensorboard: figures are recorded in these formats as well.
     """
 
     job_file: str
@@ -124,6 +125,8 @@ class Options:
     replicas: int = 1
     shard_optimizer: bool = False
     read_data: str = "every"
+    csv: bool = False
+    tensorboard: bool = False
 
     def __post_init__(self) -> None:
         for name, least in (

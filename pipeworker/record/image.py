@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 
 import torch
@@ -13,6 +14,8 @@ from pipeworker.record.plain import Tensors
 
 Pairs = list[tuple[torch.Tensor, torch.Tensor]]
 """Where to copy, and what."""
+Look = tuple[torch.dtype, tuple[int, ...]]
+"""What is known of a tensor that is not read: its dtype and shape."""
 _DTYPES = {
     torch.bool: "BOOL",
     torch.uint8: "U8",
@@ -33,6 +36,11 @@ _DTYPES = {
 }
 
 
+def knows(dtype: torch.dtype) -> bool:
+    """Whether the format does."""
+    return dtype in _DTYPES
+
+
 def check(tensors: Tensors) -> None:
     """Refuse what the format does not know.
 
@@ -40,8 +48,29 @@ def check(tensors: Tensors) -> None:
         UsageError: a tensor's dtype; it is named.
     """
     for name, tensor in tensors.items():
-        if tensor.dtype not in _DTYPES:
+        if not knows(tensor.dtype):
             raise UsageError(f"{name} is a tensor of {tensor.dtype}, which no checkpoint holds")
+
+
+def layout(
+    looks: Mapping[str, Look], metadata: Mapping[str, str]
+) -> tuple[bytes, dict[str, tuple[int, int]]]:
+    """What such a file begins with, and behind it from where to where each tensor is, in order."""
+    header: dict[str, object] = {"__metadata__": dict(metadata)}
+    spans: dict[str, tuple[int, int]] = {}
+    end = 0
+    # Wide ones first, so that each is aligned behind the one before it.
+    for name, (dtype, shape) in sorted(looks.items(), key=lambda item: -item[1][0].itemsize):
+        first, end = end, end + math.prod(shape) * dtype.itemsize
+        spans[name] = first, end
+        header[name] = {
+            "dtype": _DTYPES[dtype],
+            "shape": list(shape),
+            "data_offsets": [first, end],
+        }
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text, spans
 
 
 class Image:
@@ -73,24 +102,12 @@ class Image:
         return [(self._views[name], t.detach()) for name, t in tensors.items() if t.numel()]
 
     def _make(self, tensors: Tensors, metadata: Mapping[str, str]) -> None:
-        header: dict[str, object] = {"__metadata__": dict(metadata)}
-        spans: dict[str, tuple[int, int]] = {}
-        end = 0
-        # Wide ones first, so that each is aligned behind the one before it.
-        for name, tensor in sorted(tensors.items(), key=lambda item: -item[1].element_size()):
-            first, end = end, end + tensor.numel() * tensor.element_size()
-            spans[name] = first, end
-            header[name] = {
-                "dtype": _DTYPES[tensor.dtype],
-                "shape": list(tensor.shape),
-                "data_offsets": [first, end],
-            }
-        text = json.dumps(header).encode()
-        text += b" " * (-len(text) % 8)
-        start = 8 + len(text)
+        looks = {name: (t.dtype, tuple(t.shape)) for name, t in tensors.items()}
+        head, spans = layout(looks, metadata)
+        start, end = len(head), max((last for _, last in spans.values()), default=0)
         self._views = {}
         room = self._memory.room(self._number, start + end)
-        room[:start] = len(text).to_bytes(8, "little") + text
+        room[:start] = head
         if not end:
             return
         data = torch.frombuffer(room, dtype=torch.uint8, offset=start)

@@ -15,9 +15,10 @@ from torch import nn
 
 from pipeworker.errors import UsageError
 from pipeworker.record.checkpoint import Part
+from pipeworker.record.image import Look
 from pipeworker.record.misfits import Misfits, by_layer, is_extra
 from pipeworker.record.source import SAFE, look
-from pipeworker.record.tensors import Look, TensorFile
+from pipeworker.record.tensors import TensorFile
 
 _ZIP = b"PK\x03\x04"
 Users = Callable[[str], AbstractContextManager[Any]]

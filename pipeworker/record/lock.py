@@ -4,11 +4,30 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import struct
+import sys
 import time
 from pathlib import Path
 
 _POLL_SECONDS = 0.05
+# The C library's `struct flock`, here and on BSD and macOS: where the type is among its fields.
+_FLOCK, _TYPE = ("hhqqi4x", 0) if sys.platform == "linux" else ("qqihh", 3)
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
+
+
+def held(path: Path) -> bool:
+    """Whether another process holds it. To ask takes it from nobody, and keeps nobody out.
+
+    It is not for a process that has it: what closes any file of it lets it go.
+    """
+    asked: list[int] = [0] * 5
+    asked[_TYPE] = fcntl.F_WRLCK  # which would be refused whatever another one holds
+    try:
+        with path.open("rb") as file:
+            found = fcntl.fcntl(file, fcntl.F_GETLK, struct.pack(_FLOCK, *asked))
+    except OSError:
+        return False
+    return bool(struct.unpack(_FLOCK, found)[_TYPE] != fcntl.F_UNLCK)
 
 
 class Lock:

@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from pipeworker.record.tensors import Look
+from pipeworker.record.image import Look
 
 _SHOWN = 10
 _EXTRA = "_extra_state"

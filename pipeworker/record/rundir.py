@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import json
 import math
@@ -17,11 +16,21 @@ from typing import Any
 
 from pipeworker.errors import UsageError
 from pipeworker.record.manifest import INDEX, NAME, Manifest, index_of
+from pipeworker.record.metrics import rows
 from pipeworker.wire.lines import Verdict
 
 _ASKED = ".checkpoint"
 _LEFT = (".step-*.partial", ".*.gone")
-_LONGEST = 1 << 16  # bytes of a row
+_SUMMARY: dict[str, type | tuple[type, ...]] = {
+    "status": str,
+    "steps": int,
+    "restarts": int,
+    "causes": list,
+    "seconds": (int, float),
+    "peak_memory_bytes": list,
+    "bubble": (int, float),
+    "error": (str, type(None)),
+}
 _STEP = re.compile(r"step-(\d{8,19})", re.ASCII)
 
 
@@ -59,6 +68,11 @@ class RunDir:
     @property
     def evaluation(self) -> Path:
         return self.path / "evaluation.jsonl"
+
+    @property
+    def events(self) -> Path:
+        """Files for TensorBoard."""
+        return self.path / "tensorboard"
 
     @property
     def summary(self) -> Path:
@@ -140,18 +154,6 @@ class RunDir:
         """
         saved = self.saved()
         return int(saved[-1].name.removeprefix("step-")) if saved else -1
-
-    def last_step(self, rows: Path) -> int:
-        """Of the last whole row of a file; 0 where there is none.
-
-        Raises:
-            OSError: the file cannot be read.
-        """
-        try:
-            *lines, _ = rows.read_bytes().split(b"\n")
-        except FileNotFoundError:
-            return 0
-        return int(json.loads(lines[-1])["step"]) if lines else 0
 
     def let_go(self, keep: int) -> None:
         """Remove the oldest complete checkpoints but so many, and but the best.
@@ -246,38 +248,6 @@ def _remove(checkpoint: Path) -> None:
     shutil.rmtree(gone)
 
 
-class Rows:
-    """A file of JSON objects, one a line, opened once; a row is there whole or not at all.
-
-    That of a process which was killed while it wrote it goes.
-    """
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
-        size = os.fstat(self._file).st_size
-        end = os.pread(self._file, _LONGEST, max(0, size - _LONGEST))
-        if not end.endswith(b"\n"):
-            os.ftruncate(self._file, size - len(end) + end.rfind(b"\n") + 1)
-
-    def add(self, row: dict[str, Any]) -> None:
-        """Write a row.
-
-        Raises:
-            OSError: the disk is full, or the file is not there any more.
-        """
-        found = os.fstat(self._file)
-        if not found.st_nlink:
-            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(self._path))
-        data = (json.dumps(row) + "\n").encode()
-        if os.write(self._file, data) < len(data):
-            os.ftruncate(self._file, found.st_size)
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self._path))
-
-    def close(self) -> None:
-        os.close(self._file)
-
-
 def write_json(path: Path, value: Any) -> None:
     """Write a JSON file that is there whole or not at all."""
     write_whole(path, (json.dumps(value, indent=2) + "\n").encode())
@@ -294,7 +264,12 @@ def write_whole(path: Path, data: bytes) -> None:
 
 
 def write_summary(run_dir: RunDir, verdict: Verdict, stages: int) -> None:
-    """Write summary.json, the last word on a run."""
+    """Write summary.json, the last word on a run.
+
+    Raises:
+        OSError: it cannot be written, or the rows cannot be read.
+    """
+    last, best = rows.last(run_dir.metrics) or {}, rows.best(run_dir.evaluation)
     write_json(
         run_dir.summary,
         {
@@ -304,8 +279,31 @@ def write_summary(run_dir: RunDir, verdict: Verdict, stages: int) -> None:
             "restarts": verdict.restarts,
             "causes": list(verdict.causes),
             "seconds": verdict.seconds,
+            "loss": last.get("loss"),
+            **({"best_evaluation": best} if best else {}),
             "peak_memory_bytes": list(verdict.peak_memory),
             "bubble": verdict.bubble,
             "error": verdict.error,
         },
     )
+
+
+def read_summary(run_dir: RunDir) -> dict[str, Any]:
+    """What :func:`write_summary` wrote; empty where there is none yet.
+
+    Raises:
+        UsageError: it is something else.
+        OSError: it cannot be read.
+    """
+    try:
+        found: Any = json.loads(run_dir.summary.read_bytes())
+        fits = all(isinstance(found[name], kind) for name, kind in _SUMMARY.items())
+        fits = fits and all(type(peak) is int for peak in found["peak_memory_bytes"])
+    except FileNotFoundError:
+        return {}
+    except (ValueError, RecursionError, KeyError, TypeError):
+        fits = False
+    if not fits:
+        raise UsageError(f"cannot read {run_dir.summary}: it is not the summary of a run")
+    summary: dict[str, Any] = found
+    return summary

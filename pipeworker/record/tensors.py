@@ -11,12 +11,11 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from pipeworker.errors import UsageError
+from pipeworker.record.image import Look
 from pipeworker.record.plain import as_complex
 
 NAMES, COMPLEX = "names", "complex128"
 """In the header: the order of names, which the format loses, and which tensors are complex."""
-Look = tuple[torch.dtype, tuple[int, ...]]
-"""What is known of a tensor that is not read: its dtype and shape."""
 
 
 class TensorFile(Mapping[str, torch.Tensor]):

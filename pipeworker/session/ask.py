@@ -6,7 +6,7 @@ import time
 from pathlib import Path
 
 from pipeworker.errors import PipeworkerError, RecordError, UsageError
-from pipeworker.record.lock import Lock
+from pipeworker.record import lock
 from pipeworker.record.rundir import RunDir
 
 _POLL_SECONDS = 0.1
@@ -20,13 +20,13 @@ def for_checkpoint(path: Path) -> Path:
         PipeworkerError: the job ended, or its checkpoint failed.
     """
     run_dir = RunDir(path.resolve())
-    if not _runs(run_dir):
+    if not lock.held(run_dir.lock):
         raise UsageError(f"no job runs in {path}")
     try:
         before = _newest(run_dir)
         run_dir.ask_for_checkpoint()
         while (found := _newest(run_dir)) == before:
-            if not _runs(run_dir):
+            if not lock.held(run_dir.lock):
                 run_dir.asked_for_checkpoint()
                 found = _newest(run_dir)  # it may have been its last word
                 if found == before:
@@ -42,14 +42,3 @@ def for_checkpoint(path: Path) -> Path:
 def _newest(run_dir: RunDir) -> Path | None:
     saved = run_dir.saved()
     return saved[-1] if saved else None
-
-
-def _runs(run_dir: RunDir) -> bool:
-    """Whether a process holds the lock of a run."""
-    if not run_dir.lock.exists():
-        return False
-    try:
-        Lock(run_dir.lock, alone=True).close()
-    except BlockingIOError:
-        return True
-    return False

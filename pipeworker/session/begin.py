@@ -9,13 +9,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from pipeworker.environment import facts, timings
+from pipeworker.environment import facts, git, timings
 from pipeworker.errors import InUse, ProtocolError, RecordError, UsageError
 from pipeworker.job import recorded
 from pipeworker.job.given import complete, over, stages_of
 from pipeworker.job.options import Options
 from pipeworker.record import resume, run, rundir, source
 from pipeworker.record.lock import Lock
+from pipeworker.record.metrics import tensorboard
 from pipeworker.record.rundir import RunDir
 
 _OF_ONE_START = ("resume", "resume_step")
@@ -126,10 +127,11 @@ class Asked:
 
     def _new(self) -> Begun:
         options = self.anew()
+        _check_packages(options)
         run_dir = rundir.create(self.run_dir, Path(self.job_file))
         lock = Lock(run_dir.lock, alone=False)
         try:
-            run.write(run_dir, _plain(options), facts())
+            run.write(run_dir, _plain(options), _process(options))
         except BaseException:
             lock.close()
             raise
@@ -155,6 +157,7 @@ class Asked:
         """With the directory to ourselves."""
         record = run.Record.read(run_dir)
         options = self._merged(record)
+        _check_packages(options)
         found = resume.newest(run_dir)
         if options.steps is not None and options.steps < found.step:
             text = f"--steps {options.steps}: the run in {self.run_dir} is at step {found.step}"
@@ -166,7 +169,7 @@ class Asked:
         else:
             warnings.append(f"{self.run_dir} has no complete checkpoint yet: it begins anew")
         resume.prepare(run_dir, found)
-        if copy := record.go_on(_plain(options), facts(), found.step):
+        if copy := record.go_on(_plain(options), _process(options), found.step):
             warnings.append(f"{self.job_file} has changed since it last ran here: see {copy}")
         lock.share()
         return Begun(options, run_dir, lock, tuple(warnings))
@@ -192,3 +195,15 @@ def _plain(options: Options) -> dict[str, Any]:
     """As run.json has them."""
     fields: dict[str, Any] = json.loads(options.to_json())
     return {name: value for name, value in fields.items() if name not in _OF_ONE_START}
+
+
+def _process(options: Options) -> dict[str, Any]:
+    """What run.json has of this process and of what it runs."""
+    found = git(Path(options.job_file))
+    return {**facts(), **({"git": found} if found else {})}
+
+
+def _check_packages(options: Options) -> None:
+    """That this installation has what the options need, before anything is made."""
+    if options.tensorboard:
+        tensorboard.check()

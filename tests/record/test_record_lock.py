@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeworker.record.lock import Lock
+from pipeworker.record.lock import Lock, held
 
 HOLDER = """
 import os, sys
@@ -105,6 +105,16 @@ def test_who_begins_is_alone_and_shares_it_then(path: Path, holder: Holder) -> N
     ours.close()
     holder.tell("close")
     assert free(path, alone=True)
+
+
+def test_whether_it_is_held_is_asked_without_taking_it(path: Path, holder: Holder) -> None:
+    assert not held(path)
+    for how in ("alone", "shared"):
+        holder.tell(f"take {how}")
+        assert held(path)
+        holder.tell("close")
+        assert not held(path)
+    assert not held(path.parent / "none" / "lock")
 
 
 def test_it_ends_with_its_process_whatever_that_has_forked(path: Path, holder: Holder) -> None:

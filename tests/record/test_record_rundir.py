@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from pipeworker.errors import UsageError
 from pipeworker.record import manifest, rundir
 from pipeworker.record.manifest import Manifest
-from pipeworker.record.rundir import Rows, RunDir
+from pipeworker.record.rundir import RunDir
 from pipeworker.wire.lines import Verdict
 from pipeworker.wire.messages import File
 
@@ -150,29 +150,25 @@ def test_a_json_file_is_whole_or_not_there(tmp_path: Path) -> None:
 
 def test_the_summary(tmp_path: Path) -> None:
     run = RunDir(tmp_path)
-    rundir.write_summary(run, Verdict("failed", 1, 4, 1.5, (1, 2), 0.25, "lost"), 2)
-    assert json.loads(run.summary.read_text()) == {
+    assert rundir.read_summary(run) == {}
+    verdict = Verdict("failed", 1, 4, 1.5, (1, 2), 0.25, "lost")
+    rundir.write_summary(run, verdict, 2)
+    assert rundir.read_summary(run)["loss"] is None
+    assert "best_evaluation" not in rundir.read_summary(run)
+    run.metrics.write_text('{"step": 3, "loss": 2.0}\n{"step": 4, "loss": 1.0}\n')
+    run.evaluation.write_text('{"step": 2, "loss": 3.0, "x": 1}\n{"step": 4, "loss": 4.0}\n')
+    rundir.write_summary(run, verdict, 2)
+    assert json.loads(run.summary.read_text()) == rundir.read_summary(run)
+    assert rundir.read_summary(run) == {
         "status": "failed",
         "steps": 4,
         "stages": 2,
         "restarts": 0,
         "causes": [],
         "seconds": 1.5,
+        "loss": 1.0,
+        "best_evaluation": {"step": 2, "loss": 3.0, "x": 1},
         "peak_memory_bytes": [1, 2],
         "bubble": 0.25,
         "error": "lost",
     }
-
-
-def test_a_row_that_a_killed_process_has_begun_goes(tmp_path: Path) -> None:
-    run = RunDir(tmp_path)
-    assert run.last_step(run.metrics) == 0
-    for whole, torn in ((0, '{"st'), (0, "{"), (2, '{"step": 33'), (3, "")):
-        rows = [json.dumps({"step": step}) + "\n" for step in range(1, whole + 1)]
-        run.metrics.write_text("".join(rows) + torn)
-        assert run.last_step(run.metrics) == whole
-        file = Rows(run.metrics)
-        file.add({"step": whole + 1})
-        file.close()
-        found = [json.loads(line)["step"] for line in run.metrics.read_text().splitlines()]
-        assert found == [*range(1, whole + 2)]

@@ -23,7 +23,7 @@ MODULES = (
     *("torch._dynamo", "zmq", "rich.progress", "safetensors.torch"),
     *("cli", "launcher.local", "launcher.torchrun", "pipeworker.session.pipeline"),
     *("pipeworker.coordinator.service", "pipeworker.host.forkserver"),
-    *("pipeworker.worker.service", "pipeworker.record.weights"),
+    *("pipeworker.worker.service", "pipeworker.record.export.weights"),
 )
 """What the processes of tests need, imported once."""
 _TESTS = Path(__file__).parents[1]

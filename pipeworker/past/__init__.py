@@ -1,0 +1,1 @@
+"""What runs were and did, for who looks at them later."""

@@ -1,0 +1,1 @@
+"""The weights of a run as plain files for other tools."""

@@ -1,0 +1,1 @@
+"""What is measured, a row a step or an evaluation: as JSON lines, and as others want it."""

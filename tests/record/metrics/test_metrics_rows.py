@@ -1,0 +1,65 @@
+"""Files of rows: written, read, the last and the best of them."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipeworker.record.metrics import rows
+from pipeworker.record.metrics.rows import Rows
+
+
+def wrote(path: Path, *found: dict[str, Any] | str) -> Path:
+    path.write_text("".join(r if isinstance(r, str) else json.dumps(r) + "\n" for r in found))
+    return path
+
+
+def test_a_row_that_a_killed_process_has_begun_goes(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    assert rows.last(path) is None
+    for whole, torn in ((0, '{"st'), (0, "{"), (2, '{"step": 33'), (3, "")):
+        wrote(path, *({"step": step} for step in range(1, whole + 1)), torn)
+        assert rows.last(path) == ({"step": whole} if whole else None)
+        file = Rows(path)
+        file.add({"step": whole + 1})
+        file.close()
+        assert [row["step"] for row in rows.read(path)] == [*range(1, whole + 2)]
+
+
+def test_the_end_of_a_long_file_is_enough(tmp_path: Path) -> None:
+    path = wrote(tmp_path / "x", *({"step": step, "a": "x" * 90} for step in range(2000)), "{")
+    assert path.stat().st_size > 2 * rows._LONGEST
+    found = rows.last(path)
+    assert found
+    assert found["step"] == 1999
+    (first, *_, last) = rows.last_lines(path)
+    assert json.loads(first)["step"] > 1000
+    assert last == b"{"
+
+
+def test_what_is_no_row_is_left_out(tmp_path: Path) -> None:
+    texts = ("\n", "3\n", "[]\n", "{}\n", '{"step": "1"}\n', '{"step": true}\n', "[" * 9999 + "\n")
+    path = wrote(tmp_path / "x", {"step": 1}, *texts, {"step": 2}, *texts)
+    assert [row["step"] for row in rows.read(path)] == [1, 2]
+    assert rows.last(path) == {"step": 2}
+    assert list(rows.read(tmp_path / "none")) == []
+
+
+@pytest.mark.parametrize(
+    ("losses", "best"),
+    [
+        ([], None),
+        ([3.0, 1.0, 2.0], 2),
+        ([1, 1.0, 2.0], 2),  # of equal ones, the last
+        ([math.nan, math.inf, -math.inf], None),
+        ([math.nan, 5.0, None, "0"], 2),
+    ],
+)
+def test_the_best(tmp_path: Path, losses: list[Any], best: int | None) -> None:
+    made = [{"step": step, "loss": loss} for step, loss in enumerate(losses, 1)]
+    found = rows.best(wrote(tmp_path / "x", *made, {"step": 99}))
+    assert (found and found["step"]) == best
