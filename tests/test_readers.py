@@ -25,6 +25,7 @@ from hypothesis import strategies as st
 
 from pipeworker.errors import PeerLost, PipeworkerError, ProtocolError, ScheduleError, UsageError
 from pipeworker.job.options import Options
+from pipeworker.past import page, table
 from pipeworker.plan.actions import Edge, Payload, parse_actions
 from pipeworker.record.manifest import Manifest
 from pipeworker.record.run import Record
@@ -124,6 +125,23 @@ RECORDS = [
     b'{"version": 1, "options": %s, "resumed": [{"options": {"seed": 3}}]}' % text
     for text in OPTIONS
 ]
+
+FACTS = {
+    "started": "2026-05-04T03:02:01+00:00",
+    "command": ["/bin/pipeworker", "launch", "--hosts", "a:1", "--", "x"],
+    "versions": {"torch": "2.13.0"},
+    "git": {"commit": "c0ffee", "dirty": True},
+    "host": "here",
+    "platform": "Linux",
+    "job": "job.py",
+    "torchrun": "none",
+}
+BEGUN = [json.dumps({**json.loads(data), **FACTS}).encode() for data in RECORDS]
+SUMMARIES = [
+    b'{"status": "done", "steps": 3, "restarts": 1, "causes": ["x"], "seconds": 1.5, '
+    b'"peak_memory_bytes": [3], "bubble": 0.5, "error": null}'
+]
+ROWS = [b'{"step": 3, "loss": 0.5, "samples_per_second": 2.0}\n']
 
 plain = st.recursive(
     st.none()
@@ -297,6 +315,25 @@ def test_records_of_runs(data: bytes) -> None:
         run = RunDir(Path(folder))
         run.run.write_bytes(data)
         reads(lambda _: Options.of(Record.read(run).options), run, ProtocolError, UsageError)
+
+
+@given(jsons(BEGUN), jsons(SUMMARIES) | st.none(), jsons(ROWS), jsons(ROWS))
+def test_runs_that_are_shown_and_listed(
+    run: bytes, summary: bytes | None, metrics: bytes, evaluation: bytes
+) -> None:
+    with TemporaryDirectory() as folder:
+        path = Path(folder) / "run"
+        made = RunDir(path)
+        path.mkdir()
+        made.run.write_bytes(run)
+        made.metrics.write_bytes(metrics + b"\n")
+        made.evaluation.write_bytes(evaluation + b"\n")
+        if summary is not None:
+            made.summary.write_bytes(summary)
+        reads(page.show, path, UsageError)
+        reads(lambda path: page.show(path, as_json=True), path, UsageError)
+        shown = table.listed(Path(folder))
+        assert shown.replace("\n", "").isprintable()
 
 
 @given(jsons(OPTIONS))

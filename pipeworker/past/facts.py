@@ -178,11 +178,15 @@ def _saved(run_dir: RunDir) -> list[Saved]:
 
 
 def time_of(process: dict[str, Any]) -> datetime | None:
-    """When what is recorded of a process was, where it says so."""
-    with suppress(KeyError, ValueError, TypeError):
-        found = datetime.fromisoformat(process["started"])
-        return found if found.tzinfo else found.replace(tzinfo=timezone.utc)
+    """When a process began, in this host's time zone, if what is recorded of it says so."""
+    with suppress(KeyError, ValueError, TypeError, OverflowError):
+        return datetime.fromisoformat(process["started"]).astimezone()
     return None
+
+
+def printable(text: str) -> str:
+    """What a terminal can show: files may have a say in it."""
+    return "".join(c if c.isprintable() or c == "\n" else "?" for c in text)
 
 
 def _since(process: dict[str, Any]) -> float | None:

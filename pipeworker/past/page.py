@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from pipeworker.past.facts import DONE, RUNNING, Run, Saved, time_of
+from pipeworker.past.facts import DONE, RUNNING, Run, Saved, printable, time_of
 from pipeworker.record.metrics.rows import Row
 
 _WIDTH = 14
@@ -38,7 +38,7 @@ Told = Iterator[tuple[str, object]]
 
 def _lines(told: Told) -> Iterator[str]:
     for name, value in told:
-        text = _printable(str(value)) if value not in (None, "", ()) else ""
+        text = printable(str(value)) if value not in (None, "", ()) else ""
         for number, line in enumerate(text.splitlines()):
             yield f"{'' if number else name:{_WIDTH}}{line}".rstrip()
 
@@ -181,7 +181,7 @@ def _git(process: dict[str, Any]) -> str:
 
 def _when(process: dict[str, Any]) -> str:
     found = time_of(process)
-    return found.astimezone().strftime("%Y-%m-%d %H:%M:%S") if found else "at no known time"
+    return found.strftime("%Y-%m-%d %H:%M:%S") if found else "at no known time"
 
 
 def _words(value: Any) -> str:
@@ -190,8 +190,3 @@ def _words(value: Any) -> str:
 
 def _number(value: Any) -> str:
     return f"{value:.6g}" if isinstance(value, float) else str(value)
-
-
-def _printable(text: str) -> str:
-    """What a terminal can show: files may have a say in it."""
-    return "".join(c if c.isprintable() or c == "\n" else "?" for c in text)

@@ -6,14 +6,14 @@ import json
 from pathlib import Path
 
 from pipeworker.errors import UsageError
-from pipeworker.past.facts import Run, time_of
+from pipeworker.past.facts import Run, printable, time_of
 
 _HEAD = ("run", "status", "steps", "loss", "stages", "started")
 _RIGHT = ("steps", "loss", "stages")
 
 
 def listed(folder: Path, *, as_json: bool = False) -> str:
-    """The runs in a folder, or the one that it is itself, the newest last.
+    """The runs in a folder, or the one that it is itself, the newest last; none that is hidden.
 
     Directories that hold none, or a damaged one, are named behind them.
 
@@ -27,12 +27,13 @@ def listed(folder: Path, *, as_json: bool = False) -> str:
     if not runs and not damaged:
         return f"no run is in {folder}"
     lines = _aligned([_HEAD, *map(_line, runs)]) if runs else []
-    return "\n".join([*lines, *(f"{path.name}: {why}" for path, why in damaged.items())])
+    lines += [f"{path.name}: {why}" for path, why in damaged.items()]
+    return printable("\n".join(lines))
 
 
 def _look(folder: Path) -> tuple[list[Run], dict[Path, str]]:
     try:
-        paths = sorted(path for path in folder.iterdir() if path.is_dir())
+        paths = sorted(p for p in folder.iterdir() if p.is_dir() and not p.name.startswith("."))
         if (folder / "run.json").exists():
             paths = [folder]
     except FileNotFoundError:
@@ -63,7 +64,7 @@ def _line(run: Run) -> tuple[str, ...]:
         f"{run.steps}/{run.asked_steps}" if run.asked_steps else str(run.steps),
         f"{loss:.4f}" if isinstance(loss, float) else "",
         str(run.options.get("stages", "")),
-        found.astimezone().strftime("%Y-%m-%d %H:%M") if found else "",
+        found.strftime("%Y-%m-%d %H:%M") if found else "",
     )
 
 

@@ -21,14 +21,15 @@ from pipeworker.wire.lines import Verdict
 
 _ASKED = ".checkpoint"
 _LEFT = (".step-*.partial", ".*.gone")
+_STATUSES = ("done", "failed", "interrupted")
 _SUMMARY: dict[str, type | tuple[type, ...]] = {
     "status": str,
     "steps": int,
     "restarts": int,
     "causes": list,
-    "seconds": (int, float),
+    "seconds": float,
     "peak_memory_bytes": list,
-    "bubble": (int, float),
+    "bubble": float,
     "error": (str, type(None)),
 }
 _STEP = re.compile(r"step-(\d{8,19})", re.ASCII)
@@ -298,7 +299,9 @@ def read_summary(run_dir: RunDir) -> dict[str, Any]:
     try:
         found: Any = json.loads(run_dir.summary.read_bytes())
         fits = all(isinstance(found[name], kind) for name, kind in _SUMMARY.items())
-        fits = fits and all(type(peak) is int for peak in found["peak_memory_bytes"])
+        fits = fits and found["status"] in _STATUSES
+        peaks = found["peak_memory_bytes"]
+        fits = fits and all(type(peak) is int and 0 <= peak < 1 << 63 for peak in peaks)
     except FileNotFoundError:
         return {}
     except (ValueError, RecursionError, KeyError, TypeError):

@@ -228,6 +228,7 @@ def test_runs_are_listed_the_newest_last(
         if steps:
             write_summary(made, VERDICT, 2)
     (tmp_path / "runs" / "other").mkdir()
+    (tmp_path / "runs" / ".hidden").mkdir()
     (tmp_path / "runs" / "file").touch()
     broken = begin("broken")
     broken.summary.write_text("{")
@@ -286,7 +287,7 @@ RUN = {"version": 1, "options": {}, "resumed": []}
             }
         },
         {"run.json": {**RUN, "command": [None, 3], "versions": {"a": []}, "git": {"dirty": []}}},
-        {"run.json": {**RUN, "host": "\x1b[31m"}},
+        {"run.json": {**RUN, "host": "\x1b[31m", "started": "0001-01-01T00:00:00+14:00"}},
         {"metrics.jsonl": {"step": 3, "loss": "x", "samples_per_second": None}},
         {"metrics.jsonl": {"step": 3, "loss": math.nan}},
         {"evaluation.jsonl": {"step": 3, "loss": [1], "x": {}}},
@@ -306,8 +307,22 @@ def test_what_others_have_changed_is_shown_as_far_as_it_goes(
     assert len(table.listed(tmp_path).splitlines()) == 2
 
 
+STRANGE = json.dumps(
+    {
+        "status": "fine",
+        "steps": 3,
+        "restarts": 1,
+        "causes": [],
+        "seconds": 1.5,
+        "peak_memory_bytes": [3],
+        "bubble": 0.5,
+        "error": None,
+    }
+)
+
+
 @pytest.mark.parametrize(
-    "text", ["", "[]", "{}", "[" * 99_999, '{"status": 3}', "\udcff"], ids=lambda t: t[:9]
+    "text", ["", "[]", "{}", "[" * 99_999, '{"status": 3}', "\udcff", STRANGE], ids=lambda t: t[:9]
 )
 def test_a_summary_that_is_none(begin: Callable[..., RunDir], text: str) -> None:
     made = begin()

@@ -102,7 +102,7 @@ def best(path: Path) -> Row | None:
         loss = row.get("loss")
         if (
             isinstance(loss, (int, float))
-            and math.isfinite(loss)
+            and -math.inf < loss < math.inf  # a number may be too long for a float
             and (found is None or loss <= found["loss"])
         ):
             found = row
