@@ -72,6 +72,8 @@ class Run:
     def read(cls, path: Path) -> Run:
         """Look at a run directory, which anybody may have changed.
 
+        The process that runs the job must not: see :func:`pipeworker.record.lock.held`.
+
         Raises:
             UsageError: it is none, or something in it cannot be read.
         """
