@@ -274,7 +274,7 @@ def _all(decorators: list[Decorate], function: Function) -> Function:
 def job_options(function: Function) -> Function:
     """The options of a training job, for `launch` and for a torchrun job; and the job file."""
     arguments = [
-        click.argument("job_file", metavar="JOB_FILE", type=click.Path()),
+        click.argument("job_file", metavar="JOB_FILE", type=click.Path(readable=False)),
         click.argument("arguments", nargs=-1, type=click.UNPROCESSED),
     ]
     return _all([*arguments, *_OF_JOB], function)
