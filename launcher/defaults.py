@@ -18,7 +18,7 @@ from click.core import ParameterSource
 
 from launcher.command import FILE, Option
 from pipeworker.errors import UsageError
-from pipeworker.job.given import RIVALS
+from pipeworker.job.options import RIVALS
 
 if sys.version_info >= (3, 11):
     import tomllib

@@ -154,7 +154,8 @@ _OF_JOB = [
     ),
     *_in(
         _TRAINING,
-        _option("--steps", "Optimizer steps. [default: one pass of data()]", int),
+        _option("--steps", "Optimizer steps; data() starts again when it ends.", int),
+        _option("--epochs", "Passes of data(), each to its end. [default: 1]", int),
         _option(
             "--microbatches",
             "Micro-batches a mini-batch is cut into, over all replicas. [default: 4 × stages × "
@@ -162,7 +163,11 @@ _OF_JOB = [
             int,
         ),
         _option("--accumulate", "Mini-batches an optimizer step.", int, default=1),
-        _option("--evaluate-every", "Steps between evaluation passes. [default: off]", int),
+        _option(
+            "--evaluate-every",
+            "Steps between evaluation passes, or epoch: at each end of data(). [default: off]",
+            metavar="N",
+        ),
         _choice(
             *("--read-data", READERS, "every"),
             "Whether every replica reads data() and keeps its part, or one reads for all.",

@@ -200,13 +200,13 @@ X, Y = torch.zeros(4, 2), torch.zeros(4)
     ],
 )
 def test_data_that_is_wrong(data: Any, expected: str) -> None:
-    reader = Reader(data, microbatches=2, seed=0, repeat=False)
+    reader = Reader(data, microbatches=2, seed=0, epochs=1)
     with pytest.raises(UsageError, match=re.escape(expected)):
         reader.read()
 
 
 def test_data_that_gives_nothing_when_started_again() -> None:
-    reader = Reader(iter([(X, Y)]), microbatches=2, seed=0, repeat=True)
+    reader = Reader(iter([(X, Y)]), microbatches=2, seed=0, epochs=None)
     assert reader.read() is not None
     with pytest.raises(UsageError, match="make data a function, so that each epoch gets a fresh"):
         reader.read()

@@ -202,4 +202,5 @@ class Blueprint:
                 )
         schedule, kept = self.of_replica(self.options.microbatches, 0)
         ordered = tuple(stages[stage] for stage in sorted(stages))
-        return Planned(ordered, schedule, kept, simulate(schedule))
+        length = max(ready.length for _, ready in workers)
+        return Planned(ordered, schedule, kept, simulate(schedule), length)

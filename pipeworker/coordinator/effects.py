@@ -70,12 +70,14 @@ class Planned:
         stages: those of replica 0, then of replica 1, ...
         schedule: of a replica with the most micro-batches; `kept`, `timing`: what it keeps and
             takes.
+        length: mini-batches of an epoch; 0 where that is not known.
     """
 
     stages: tuple[StagePlan, ...]
     schedule: Schedule
     kept: Kept
     timing: Timing
+    length: int = 0
 
 
 @dataclass(frozen=True, slots=True)

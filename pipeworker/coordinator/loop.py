@@ -20,7 +20,7 @@ from pipeworker.coordinator.scaler import Scaler
 from pipeworker.coordinator.snapshots import Mark
 from pipeworker.coordinator.tally import Tally
 from pipeworker.errors import UsageError
-from pipeworker.job.options import Options
+from pipeworker.job.options import EPOCH, Options
 from pipeworker.plan.placement import Placement
 from pipeworker.wire.messages import (
     Batch,
@@ -140,7 +140,8 @@ class _Steps:
         return RunStep(
             step=self.step,
             batch=batch,
-            last=(self.step == options.steps and complete) or not batch.microbatches,
+            last=(self.step == options.steps and complete and options.evaluate_every != EPOCH)
+            or not batch.microbatches,
             first=tally.microbatches,
             loss_scale=scaler.scale if scaler else 1.0,
             whole=self.placement.replicas == 1 or (complete if whole is None else whole),
@@ -177,7 +178,11 @@ class _Steps:
 
 
 class FileLoop:
-    """Steps until ``--steps`` or the data ends, with evaluation passes between them."""
+    """Steps until ``--steps`` or the data ends, with evaluation passes between them.
+
+    With ``--epochs`` a step ends with its epoch, so that a run which goes on further than it was
+    begun for is one that was begun for as many.
+    """
 
     answered = True
 
@@ -203,14 +208,23 @@ class FileLoop:
         steps.add(done, ran)
         self._batch = alike(steps.placement, [d.batch for d in done], steps.step + 1)
         # Where the data ends in the middle of a step, replicas have not added up what they have.
-        left = self._batch or (ran.microbatches and steps.placement.replicas > 1)
+        left = self._more or (ran.microbatches and steps.placement.replicas > 1)
         self._half_done = bool(left) and steps.tally.batches < self._options.accumulate
         if self._half_done:
             return Due()
-        every = self._options.evaluate_every
-        self._evaluate = bool(every) and steps.step % (every or 1) == 0
         due = steps.complete(self._batch, now)[1]
+        assert isinstance(due.update, Update)
+        ended = due.update.epoch_ended
+        self._evaluate = self._options.evaluates(steps.step, epoch_ended=ended)
         return dataclasses.replace(due, evaluates=self._evaluate)
+
+    @property
+    def _more(self) -> bool:
+        """Whether the next mini-batch may be of the same step."""
+        assert self._running
+        if self._batch is None:
+            return False
+        return self._options.epochs is None or self._batch.epoch == self._running.epoch
 
     def evaluated(self, evaluation: Evaluation) -> Due:
         progress = self._steps.progress
@@ -232,7 +246,7 @@ class FileLoop:
             return Finish()
         batch = self._batch
         if self._half_done:
-            self._running = batch or _no_more(self._running)
+            self._running = batch if batch and self._more else _no_more(self._running)
             return self._steps.run(self._running)
         assert batch
         self._running = batch

@@ -81,7 +81,10 @@ def planned_json(planned: Planned, options: Options) -> dict[str, Any]:
 def planned_line(planned: Planned, options: Options) -> lines.Planned:
     """What the user is told of the plan."""
     name, bubble = planned.schedule.name, planned.timing.bubble
-    return lines.Planned(name, options.microbatches, balance(planned), bubble, options.replicas)
+    steps = options.steps or (options.passes or 0) * -(-planned.length // options.accumulate)
+    return lines.Planned(
+        name, options.microbatches, balance(planned), bubble, options.replicas, steps
+    )
 
 
 def verdict(ended: Ended, seconds: float) -> lines.Verdict:

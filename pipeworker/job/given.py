@@ -10,11 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from pipeworker.errors import UsageError
-from pipeworker.job.options import Options
+from pipeworker.job.options import RIVALS, Options
 from pipeworker.plan.partition import parse_balance
 
-RIVALS = {"steps": "epochs", "epochs": "steps"}
-"""Options of which one is said, or none."""
 _MICROBATCHES_PER_STAGE = 4  # GPipe: the bubble is small from M >= 4 K on
 
 
@@ -32,6 +30,9 @@ def complete(job_file: str, stages: int, given: Mapping[str, Any]) -> Options:
         chosen["balance"] = tuple(balance)
     if type(chosen.get("checkpoint_every")) is int:
         chosen["checkpoint_every"] = str(chosen["checkpoint_every"])
+    every = chosen.get("evaluate_every")
+    if isinstance(every, str) and every.isascii() and every.isdigit():
+        chosen["evaluate_every"] = int(every)
     if isinstance(chosen.get("init_from"), (str, Path)):
         chosen["init_from"] = str(Path(chosen["init_from"]).absolute())
     hints = typing.get_type_hints(Options)

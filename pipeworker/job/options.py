@@ -22,6 +22,10 @@ PRECISIONS = ("fp32", "bf16", "fp16")
 MOST_STAGES = 1 << 16
 MOST_REPLICAS = 1 << 8  # each is connected to each other
 MOST_MICROBATCHES = 1 << 20  # that messages can speak of
+EPOCH = "epoch"
+"""Said for a number of steps: at each end of the data."""
+RIVALS = {"steps": "epochs", "epochs": "steps"}
+"""Options of which one is said, or none."""
 _UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0}
 _CHOICES: dict[str, Collection[str]] = {
     "schedule": ORDERS,
@@ -66,9 +70,10 @@ class Options:
 
     Attributes:
         job_file: absolute path of the job file.
-        steps: optimizer steps; None for one pass over the data.
+        steps: optimizer steps; None for passes over the data.
+        epochs: these; None for one. A step then ends with its epoch.
         balance: layers per stage; None to choose.
-        evaluate_every: steps between evaluation passes; None for none.
+        evaluate_every: steps between evaluation passes, or EPOCH; None for none.
         accumulate: mini-batches an optimizer step.
         threads: intra-op threads per worker.
         interface: of each host, that carries what hosts say to each other; None to choose by route.
@@ -95,6 +100,7 @@ class Options:
     microbatches: int
     arguments: tuple[str, ...] = ()
     steps: int | None = None
+    epochs: int | None = None
     schedule: str = "gpipe"
     recompute: str = "auto"
     balance: tuple[int, ...] | None = None
@@ -102,7 +108,7 @@ class Options:
     clip_grad_value: float | None = None
     precision: str = "fp32"
     accumulate: int = 1
-    evaluate_every: int | None = None
+    evaluate_every: int | str | None = None
     deferred_batch_norm: bool = False
     seed: int = 0
     threads: int = 1
@@ -148,12 +154,16 @@ class Options:
             )
         if self.seed >= 1 << 63:
             raise UsageError(f"--seed {self.seed}: must be less than 2**63")
-        if self.steps is not None and self.steps < 1:
-            raise UsageError(f"--steps {self.steps}: must be 1 or more")
-        for name in ("evaluate_every", "snapshot_every"):
-            every = getattr(self, name)
-            if every is not None and every < 1:
-                raise UsageError(f"--{name.replace('_', '-')} {every}: must be 1 or more")
+        if self.steps is not None and self.epochs is not None:
+            raise UsageError(f"--steps {self.steps} and --epochs {self.epochs}: choose one")
+        if isinstance(self.evaluate_every, str) and self.evaluate_every != EPOCH:
+            raise UsageError(
+                f"--evaluate-every {self.evaluate_every}: must be a number of steps, or {EPOCH}"
+            )
+        for name in ("steps", "epochs", "evaluate_every", "snapshot_every"):
+            count = getattr(self, name)
+            if isinstance(count, int) and count < 1:
+                raise UsageError(f"--{name.replace('_', '-')} {count}: must be 1 or more")
         if self.init_partial and self.init_from is None:
             raise UsageError("--init-partial is of --init-from: there is no file")
         if self.checkpoint_every is not None:
@@ -175,6 +185,16 @@ class Options:
                 )
         if self.balance is not None:
             check_entries(self.balance, placement(self.schedule, self.stages).stages)
+
+    @property
+    def passes(self) -> int | None:
+        """Over the data; None where its end is not the job's."""
+        return None if self.steps is not None else self.epochs or 1
+
+    def evaluates(self, step: int, *, epoch_ended: bool) -> bool:
+        """Whether an evaluation pass comes after a step."""
+        every = self.evaluate_every
+        return epoch_ended if every == EPOCH else isinstance(every, int) and step % every == 0
 
     def to_json(self) -> str:
         return json.dumps(dataclasses.asdict(self))
@@ -216,11 +236,11 @@ _REQUIRED = {f.name for f in dataclasses.fields(Options) if f.default is datacla
 
 def _read(value: Any, hint: str) -> Any:
     """A value as JSON gave it, for a field with this annotation."""
-    kind, _, optional = hint.partition(" | ")
-    if value is None and optional:
+    kinds = hint.split(" | ")
+    if value is None and "None" in kinds:
         return None
-    if kind.startswith("tuple[") and type(value) is list:
-        return tuple([_read(item, kind[len("tuple[") : -len(", ...]")]) for item in value])
-    if type(value).__name__ == kind or (kind == "float" and type(value) is int):
+    if kinds[0].startswith("tuple[") and type(value) is list:
+        return tuple([_read(item, kinds[0][len("tuple[") : -len(", ...]")]) for item in value])
+    if type(value).__name__ in kinds or (kinds[0] == "float" and type(value) is int):
         return value
-    raise ProtocolError(f"an option is a {type(value).__name__}, not a {kind}")
+    raise ProtocolError(f"an option is a {type(value).__name__}, not a {kinds[0]}")

@@ -8,7 +8,7 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from pipeworker.errors import UsageError
-from pipeworker.job.options import Options
+from pipeworker.job.options import RIVALS, Options
 
 NUMBERS = (
     *("seed", "microbatches", "accumulate", "precision", "clip_grad_norm", "clip_grad_value"),
@@ -38,7 +38,8 @@ def merged(recorded: Options, said: Mapping[str, Any], allow: Collection[str]) -
 
     A balance is not for other stages. Arguments cannot be said to be none, only allowed to.
     """
-    found = {**dataclasses.asdict(recorded), **said}
+    beaten = {RIVALS[name]: None for name in said if name in RIVALS}
+    found = {**dataclasses.asdict(recorded), **beaten, **said}
     for name in _OF_ONE_START:
         del found[name]
     if any(found[name] != getattr(recorded, name) for name in _WHERE) and "balance" not in said:

@@ -113,6 +113,19 @@ def cut(path: Path, step: int) -> None:
         temporary.replace(path)
 
 
+def epoch(path: Path, step: int) -> int:
+    """Of the last mini-batch of a step, from the rows of the steps; 0 where it has none.
+
+    Raises:
+        OSError: the file cannot be read.
+    """
+    if not path.exists():
+        return 0
+    with path.open("rb") as rows:
+        found = [json.loads(line).get("epoch", 0) for line in rows if _step(line) == step]
+    return found[-1] if found and type(found[-1]) is int else 0
+
+
 def _step(line: bytes) -> float:
     """Of a row; what is no row comes after all."""
     try:

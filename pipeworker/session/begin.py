@@ -162,6 +162,10 @@ class Asked:
         if options.steps is not None and options.steps < found.step:
             text = f"--steps {options.steps}: the run in {self.run_dir} is at step {found.step}"
             raise UsageError(f"{text} already")
+        epoch = 1 + resume.epoch(run_dir.metrics, found.step)
+        if options.epochs is not None and options.epochs < epoch:
+            text = f"--epochs {options.epochs}: the run in {self.run_dir} is in epoch {epoch}"
+            raise UsageError(f"{text} already")
         warnings = [f"a damaged checkpoint is set aside: {why}" for why in found.damaged.values()]
         if found.path:
             path, step = str(found.path), found.step

@@ -36,7 +36,10 @@ from pipeworker.worker.service import over
 
 _OF_LAUNCH = ("restarts", "snapshot_every", "elastic")  # which can start a worker again
 _NOT_HERE = ("job_file", "stages", "arguments", "own_loop", "resume", "resume_step", *_OF_LAUNCH)
-_OF_TRAIN = ("steps", "accumulate", "evaluate_every", "checkpoint_every", "checkpoint_busy", "keep")
+_OF_TRAIN = (
+    *("steps", "epochs", "accumulate", "evaluate_every"),
+    *("checkpoint_every", "checkpoint_busy", "keep"),
+)
 
 
 class Pipeline:
@@ -313,7 +316,7 @@ def train(
         data, evaluation, scheduler_interval and the others: as in a job file.
         resume: the run in `run_dir` goes on, with its options where none are given here.
         allow: options of it that may change although its numbers do, as ``["seed"]``.
-        options: of ``pipeworker launch``, with underscores: ``steps=100``, ``evaluate_every=10``.
+        options: of ``pipeworker launch``, with underscores: ``epochs=3``, ``evaluate_every=100``.
 
     Returns:
         The run directory, on every stage.

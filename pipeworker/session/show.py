@@ -138,6 +138,10 @@ class TerminalShow(Show):
         )
         self._progress.start()
 
+    def planned(self, plan: Planned) -> None:
+        super().planned(plan)
+        self._progress.update(self._task, total=plan.steps or None)
+
     def step(self, row: StepResult) -> None:
         self._progress.update(self._task, completed=row.step, figures=_figures(row))
 

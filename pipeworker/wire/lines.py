@@ -161,13 +161,19 @@ class Again:
 
 @dataclass(frozen=True, slots=True)
 class Planned:
-    """All stages are built. `bubble` is the schedule's own, 0..1; all replicas are alike."""
+    """All stages are built; all replicas are alike.
+
+    Attributes:
+        bubble: the schedule's own, 0..1.
+        steps: that the job has, as far as that is known; 0 where it is not.
+    """
 
     schedule: str
     microbatches: int
     balance: tuple[int, ...]
     bubble: float
     replicas: int = 1
+    steps: int = 0
 
 
 @dataclass(frozen=True, slots=True)

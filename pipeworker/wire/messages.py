@@ -305,6 +305,7 @@ class Ready:
     Attributes:
         batch: from where stage 0 is.
         left_out: how many names of ``--init-from`` and of its stages had no counterpart.
+        length: mini-batches of an epoch, from where data is read; 0 where that is not known.
     """
 
     rank: int
@@ -312,6 +313,7 @@ class Ready:
     device: str
     batch: Batch | None
     left_out: int = 0
+    length: int = 0
 
 
 @dataclass(frozen=True, slots=True)

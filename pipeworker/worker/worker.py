@@ -315,7 +315,7 @@ class Worker:
             self._job.data,
             microbatches=self._options.microbatches,
             seed=self._options.seed,
-            repeat=self._options.steps is not None,
+            epochs=self._options.passes,
             said="step(batch) was given" if self._options.own_loop else "data() gave",
             accelerator=rng.accelerator_generator(self._device),
             replica=self.replica if self._options.read_data == "every" else 0,
@@ -400,7 +400,9 @@ class Worker:
         checkpoint.check(self._parts(), self._elsewhere)
         self._connect(plan)
         batch = self._executor.next_batch
-        return Ready(self._rank, tuple(built), str(self._device), batch, left_out)
+        reads = 0 in self.stages and self._reads and not options.own_loop
+        length = self._reader.length if reads else 0
+        return Ready(self._rank, tuple(built), str(self._device), batch, left_out, length)
 
     def _initial(self, plan: Plan) -> Initial | None:
         """The weights to begin with, if it is the beginning."""
@@ -548,7 +550,8 @@ class Worker:
         return never(message.next)
 
     def _run(self, run: RunStep) -> StepDone:
-        if self._job.scheduler is not None and self._job.scheduler_interval == "epoch":
+        by_epoch = self._job.scheduler is not None and self._job.scheduler_interval == "epoch"
+        if by_epoch and run.batch.microbatches:
             # Whether the epoch ends with this step: one more mini-batch tells, and a run that goes
             # on has the same rates.
             run = dataclasses.replace(run, last=False)
@@ -579,7 +582,7 @@ class Worker:
             self._job.evaluation,
             microbatches=self._options.microbatches,
             seed=self._options.seed,
-            repeat=False,
+            epochs=1,
             said="evaluation() gave",
             seed_of=rng.evaluation_data_seed,
             accelerator=rng.accelerator_generator(self._device),

@@ -105,7 +105,7 @@ class Follower:
     def _begin(self, restore: Restore | None) -> None:
         self._at = restore.step if restore else 0
         if self.rank == self.script.first:
-            done = self._at * self._life.accumulate
+            done = sum(map(len, self._life.cut[: self._at]))
             self._data = iter(self._life.data[done:])
 
     def _advance(self, told: Advance) -> None:

@@ -76,8 +76,21 @@ class Life:
         """The steps that are recorded, of a job that comes to its end."""
         if self.calls:
             return self._played[0]
-        there, limit = -(-len(self.data) // self.accumulate), self.options["steps"]
+        there, limit = len(self.cut), self.options["steps"]
         return [*range(1, 1 + (there if limit is None else min(limit, there)))]
+
+    @property
+    def cut(self) -> list[list[Batch]]:
+        """The mini-batches of each step of a job file, had it as many as there are."""
+        found: list[list[Batch]] = []
+        for batch in self.data:
+            last = found[-1] if found else []
+            other = self.options["epochs"] and last and last[-1].epoch != batch.epoch
+            if 0 < len(last) < self.accumulate and not other:
+                last.append(batch)
+            else:
+                found.append([batch])
+        return found
 
     @property
     def steps(self) -> int:
@@ -98,8 +111,11 @@ class Life:
     @property
     def evaluations(self) -> list[int]:
         """The steps that are evaluated, of a job file."""
-        every: int | None = self.options["evaluate_every"]
-        return [step for step in self.rows if every and step % every == 0]
+        every: int | str | None = self.options["evaluate_every"]
+        if every == "epoch":
+            epochs = [*(cut[0].epoch for cut in self.cut), -1]
+            return [step for step in self.rows if epochs[step] != epochs[step - 1]]
+        return [step for step in self.rows if isinstance(every, int) and step % every == 0]
 
 
 # Lives.
@@ -147,10 +163,12 @@ def files(
     draw: st.DrawFn, accumulate: int = 3, *, replaceable: bool = False, least: int = 0
 ) -> Life:
     """Of a job file, with at least so many mini-batches."""
+    steps = draw(st.none() | st.integers(max(1, least), 6))
     options = draw(_options()) | {
-        "steps": draw(st.none() | st.integers(max(1, least), 6)),
+        "steps": steps,
+        "epochs": None if steps else draw(st.sampled_from([None, 2])),
         "accumulate": draw(st.integers(1, accumulate)),
-        "evaluate_every": draw(st.none() | st.integers(1, 3)),
+        "evaluate_every": draw(st.sampled_from([None, 1, 2, 3, "epoch"])),
         "checkpoint_every": draw(st.sampled_from([None, "1", "2"])),
         "checkpoint_busy": draw(st.sampled_from(["skip", "wait"])),
     }

@@ -164,6 +164,19 @@ def test_an_evaluation_comes_after_the_update_and_before_the_next_step() -> None
     assert row.seconds == 1.0  # the evaluation is not part of the step
 
 
+def test_evaluations_are_at_the_ends_of_epochs() -> None:
+    """Two mini-batches each; that a limit of steps falls on an end is seen, as that it does not."""
+    for steps, ends in ((5, [2, 4]), (4, [2, 4])):
+        job = Scripted(1, evaluate_every="epoch", steps=steps).running()
+        for step in range(1, 1 + steps):
+            job.step(step, batch=dataclasses.replace(BATCH, epoch=step // 2))
+            if job.state() is State.EVALUATING:
+                job.evaluated(step)
+        assert [found.step for found in of(job.effects, Evaluation)] == ends
+        assert not any(run.last for run in job.runs(0))
+        assert job.state() is State.SAVING
+
+
 def test_an_evaluation_after_the_last_step_comes_before_the_save() -> None:
     job = Scripted(1, steps=1, evaluate_every=1).running()
     job.step(1)

@@ -182,6 +182,18 @@ def test_where_the_data_ends_in_a_step_they_are_added_up_behind_it() -> None:
     assert update.divisor == 2.0
 
 
+def test_replicas_add_up_at_the_end_of_an_epoch_while_the_next_mini_batch_waits() -> None:
+    job = two(accumulate=3, steps=None, epochs=2).running()
+    following = dataclasses.replace(BATCH, epoch=1)
+    job.step(1, batch=following)
+    assert not of(job.effects, StepResult)
+    empty = job.runs(0)[-1]
+    assert (empty.step, empty.batch.microbatches, empty.whole, empty.last) == (1, 0, True, True)
+    job.step(1, batch=following)
+    assert [row.step for row in of(job.effects, StepResult)] == [1]
+    assert (job.runs(0)[-1].step, job.runs(0)[-1].batch) == (2, following)
+
+
 def test_one_replica_needs_nothing_of_that() -> None:
     job = Scripted(2, microbatches=4, accumulate=3, steps=None).running()
     job.step(1)

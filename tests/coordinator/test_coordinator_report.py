@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -119,6 +120,24 @@ def test_the_plan_as_json() -> None:
 def test_the_plan_as_a_line() -> None:
     line = planned_line(planned(), Options("job.py", 2, 4, recompute="never"))
     assert line == lines.Planned("gpipe", 4, (2, 1), planned().timing.bubble)
+
+
+@pytest.mark.parametrize(
+    ("options", "length", "steps"),
+    [
+        ({"steps": 3}, 7, 3),
+        ({}, 7, 4),
+        ({"epochs": 3}, 7, 12),
+        ({"epochs": 3}, 0, 0),
+        ({}, 0, 0),
+    ],
+)
+def test_the_steps_of_a_job_are_told_where_they_are_known(
+    options: dict[str, Any], length: int, steps: int
+) -> None:
+    """Two mini-batches each."""
+    made = dataclasses.replace(planned(), length=length)
+    assert planned_line(made, Options("job.py", 2, 4, accumulate=2, **options)).steps == steps
 
 
 def test_the_verdict_as_a_line_and_as_json(tmp_path: Path) -> None:

@@ -222,6 +222,18 @@ def test_an_epoch_that_ends_within_a_step_has_ended() -> None:
     assert ended == [False, True, True, False, True, True]
 
 
+def test_with_epochs_a_step_ends_with_its_epoch() -> None:
+    """Three mini-batches an epoch, two a step."""
+    job = Scripted(1, accumulate=2, steps=None, epochs=2).running()
+    epochs, steps = [0, 0, 1, 1, 1, None], [1, 1, 2, 3, 3, 4]
+    for step, epoch in zip(steps, epochs, strict=True):
+        batch = None if epoch is None else dataclasses.replace(BATCH, epoch=epoch)
+        job.step(step, batch=batch)
+    assert [row.samples for row in of(job.effects, StepResult)] == [20, 10, 20, 10]
+    assert [row.epoch for row in of(job.effects, StepResult)] == [0, 0, 1, 1]
+    assert [run.step for run in job.runs(0)] == steps
+
+
 def test_the_divisor_has_the_loss_scale_and_the_mini_batches() -> None:
     job = Scripted(2, precision="fp16", accumulate=3).running()
     for _ in range(3):

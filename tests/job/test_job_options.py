@@ -20,6 +20,22 @@ def options(**fields: Any) -> Options:
 positive = st.integers(1, 10**6)
 
 
+def test_steps_and_epochs_are_one_or_the_other() -> None:
+    with pytest.raises(UsageError, match="--steps 3 and --epochs 2: choose one"):
+        options(steps=3, epochs=2)
+    assert [o.passes for o in (options(), options(epochs=3), options(steps=3))] == [1, 3, None]
+
+
+@pytest.mark.parametrize(
+    ("every", "steps"), [(None, []), (2, [2, 4, 6]), ("epoch", [3, 6]), ("2", [2, 4, 6])]
+)
+def test_after_which_steps_there_is_an_evaluation(every: Any, steps: list[int]) -> None:
+    made = complete("/job.py", 2, {"evaluate_every": every})
+    assert Options.from_json(made.to_json()) == made
+    ended = {step: step % 3 == 0 for step in range(1, 7)}
+    assert [n for n, end in ended.items() if made.evaluates(n, epoch_ended=end)] == steps
+
+
 @given(
     st.builds(
         options,
@@ -54,6 +70,9 @@ def test_json_round_trip(made: Options) -> None:
         ),
         ("seed", 2**63, "--seed 9223372036854775808: must be less than"),
         ("steps", 0, "--steps 0: must be 1 or more"),
+        ("epochs", 0, "--epochs 0: must be 1 or more"),
+        ("evaluate_every", 0, "--evaluate-every 0: must be 1 or more"),
+        ("evaluate_every", "step", "--evaluate-every step: must be a number of steps, or epoch"),
         ("init_partial", True, "--init-partial is of --init-from: there is no file"),
         ("clip_grad_norm", 0.0, "--clip-grad-norm 0.0: must be greater than 0"),
         ("clip_grad_norm", float("nan"), "--clip-grad-norm nan: must be greater than 0"),

@@ -45,6 +45,14 @@ def test_what_is_not_said_is_what_was_recorded() -> None:
     recorded.check(BEFORE, found, (), "the run in R")
 
 
+def test_steps_that_are_said_are_instead_of_epochs() -> None:
+    found = merged(epochs=3)
+    assert (found.steps, found.epochs) == (None, 3)
+    assert recorded.merged(found, {"steps": 7}, ())["epochs"] is None
+    with pytest.raises(UsageError, match="--steps 7 and --epochs 3: choose one"):
+        merged(steps=7, epochs=3)
+
+
 def test_stages_do_not_change_the_micro_batches() -> None:
     assert merged(stages=2).microbatches == 8
 

@@ -139,7 +139,7 @@ class Pipeline:
                 batches,
                 microbatches=microbatches,
                 seed=0,
-                repeat=True,
+                epochs=None,
                 replica=placement.replica_of(rank),
                 replicas=placement.replicas,
             )
@@ -307,7 +307,7 @@ class Pipeline:
         def run(worker: int) -> None:
             read: Iterator[MicroBatches] = iter(())
             if self.executors[worker] is self._first:
-                source = Reader(batches, microbatches=self.microbatches, seed=0, repeat=False)
+                source = Reader(batches, microbatches=self.microbatches, seed=0, epochs=1)
                 read = iter(source.read, None)
             sink = _refuse if worker != self._last else lambda *given: seen.append(given)
             self.executors[worker].stream(step, schedule.workers[worker], read, sink)

@@ -20,6 +20,7 @@ from pipeworker.worker.stage import rng
 from pipeworker.worker.step.epoch import END, Epoch, checked
 from pipeworker.worker.transport.frame import replica
 
+_MOST = 2**63
 _MOST_SIGNATURES = 1024
 _LINE = 64  # bytes: memory of a mini-batch and of a part of it is aligned alike to that
 
@@ -40,7 +41,7 @@ class Reader:
         data: the job file's ``data``: an iterable, or a function that returns one, or a
             map-style dataset of mini-batches.
         microbatches: M; a mini-batch of fewer samples gives as many micro-batches.
-        repeat: whether exhausted data starts again (else :meth:`read` returns None).
+        epochs: passes over the data, behind which :meth:`read` returns None; None: without end.
         said: how a message about what was given begins.
         seed_of: the seed of an epoch's random stream, from `seed` and the epoch.
         accelerator: its generator, if the worker has one.
@@ -53,7 +54,7 @@ class Reader:
         *,
         microbatches: int,
         seed: int,
-        repeat: bool,
+        epochs: int | None,
         said: str = "data() gave",
         seed_of: Callable[[int, int], int] = rng.data_seed,
         accelerator: torch.Generator | None = None,
@@ -67,7 +68,7 @@ class Reader:
         self._seed_of = seed_of
         self._microbatches = microbatches
         self._seed = seed
-        self._repeat = repeat
+        self._epochs = epochs
         self._stream = rng.Stream(accelerator)
         self._epoch: Epoch | None = None
         self._signatures: dict[Any, int] = {}
@@ -81,7 +82,7 @@ class Reader:
         return self._peeked
 
     def read(self) -> MicroBatches | None:
-        """The next mini-batch; None when the data is exhausted and does not repeat.
+        """The next mini-batch; None when the data was given as often as it is to be.
 
         Raises:
             UsageError: the data is empty or not pairs of tensors that agree in dim 0.
@@ -91,10 +92,12 @@ class Reader:
             peeked, self._peeked = self._peeked, None
             return peeked
         with self._stream.active():
-            epoch = self._epoch or self._begin(0)
+            epoch, last = self._epoch or self._begin(0), (self._epochs or _MOST) - 1
+            if epoch.number > last:  # where a run that goes on stood
+                return None
             item = epoch.take()
             if item is END and epoch.count:
-                if not self._repeat:
+                if epoch.number == last:
                     return None
                 epoch = self._begin(epoch.number + 1)
                 item = epoch.take()
@@ -119,6 +122,11 @@ class Reader:
         yield from iter(self.read, None)
         assert self._epoch
         self._epoch.rewind()
+
+    @property
+    def length(self) -> int:
+        """Mini-batches of an epoch; 0 where the data does not say."""
+        return self._epoch.length if self._epoch else 0
 
     def position(self, *, held: bool) -> dict[str, Any]:
         """Where reading stands, as a plain value.

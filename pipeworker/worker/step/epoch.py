@@ -125,6 +125,14 @@ class Epoch:
             "target) mini-batches"
         )
 
+    @property
+    def length(self) -> int:
+        """Mini-batches that its source says it has; 0 where it does not say."""
+        try:
+            return len(self._source)
+        except Exception:  # of the user's: what is only shown ends no job
+            return 0
+
     def take(self) -> Any:
         """The next mini-batch, or END."""
         if self._ended:

@@ -17,7 +17,7 @@ from pipeworker.worker.step.data import Reader, joined, share
 
 
 def reader(data: Any, *, microbatches: int = 3, seed: int = 0, repeat: bool = True) -> Reader:
-    return Reader(data, microbatches=microbatches, seed=seed, repeat=repeat)
+    return Reader(data, microbatches=microbatches, seed=seed, epochs=None if repeat else 1)
 
 
 def pair(samples: int = 4, start: float = 0.0) -> tuple[torch.Tensor, torch.Tensor]:
@@ -71,6 +71,45 @@ def test_exhausted_data_starts_again_as_a_new_epoch(data: Any) -> None:
 def test_without_repeat_it_ends() -> None:
     read = reader(two, repeat=False)
     assert [read.read() is None for _ in range(3)] == [False, False, True]
+
+
+@pytest.mark.parametrize("data", [two, DataLoader(Mapped(), batch_size=None)])
+def test_so_many_epochs_are_exhaustions(data: Any) -> None:
+    def begun(epochs: int) -> Reader:
+        return Reader(data, microbatches=3, seed=0, epochs=epochs)
+
+    read = begun(2)
+    found = [read.read() for _ in range(6)]
+    assert [cut and cut.batch.epoch for cut in found] == [0, 0, 1, 1, None, None]
+    ended = read.position(held=False)
+    for epochs, more in ((2, [None]), (3, [2, 2, None])):
+        read = begun(epochs)
+        read.restore(ended)
+        assert [cut and cut.batch.epoch for cut in (read.read() for _ in more)] == more
+
+
+def test_where_an_epoch_beyond_the_last_begins_is_the_end() -> None:
+    """Steps without an end have been there, and no epoch more is asked for."""
+    read = reader(two)
+    for _ in range(3):
+        read.read()
+    more = Reader(two, microbatches=3, seed=0, epochs=1)
+    more.restore(read.position(held=True))
+    assert more.read() is None
+
+
+def test_how_long_an_epoch_is_data_may_say_or_not() -> None:
+    class Lies(list[Any]):
+        def __len__(self) -> int:
+            raise OSError("not now")
+
+    lengths = []
+    for data in (list(two()), two, DataLoader(Mapped(), batch_size=None), Lies(two())):
+        read = reader(data)
+        assert read.length == 0
+        read.first()
+        lengths.append(read.length)
+    assert lengths == [2, 0, 2, 0]
 
 
 @pytest.mark.parametrize("repeat", [True, False])

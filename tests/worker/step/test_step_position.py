@@ -264,7 +264,7 @@ Seen = list[tuple[int, torch.Tensor]]
 def reader(make: Made, *, repeat: bool = True) -> Reader:
     """In a new process, that has run the job file under a seed."""
     seed_all(8)
-    return Reader(make(), microbatches=1, seed=3, repeat=repeat)
+    return Reader(make(), microbatches=1, seed=3, epochs=None if repeat else 1)
 
 
 def read(read: Reader, count: int) -> Seen:
