@@ -66,6 +66,21 @@ def test_the_command_line_comes_before_the_environment_before_a_file(
     assert made.accumulate == 1
 
 
+def test_steps_and_epochs_are_instead_of_each_other(
+    launch: Launch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    project("stages = 2\nsteps = 3")
+    monkeypatch.setenv("PIPEWORKER_EPOCHS", "4")
+    made = launch()
+    assert (made.steps, made.epochs) == (None, 4)
+    made = launch("--steps", "5")
+    assert (made.steps, made.epochs) == (5, None)
+    monkeypatch.delenv("PIPEWORKER_EPOCHS")
+    project("stages = 2\nsteps = 3\nepochs = 4")
+    assert "--steps 3 and --epochs 4: choose one" in run("launch", "jobs/job.py").output
+    assert launch("--epochs", "5").steps is None
+
+
 def test_a_file_says_each_kind_of_value(launch: Launch) -> None:
     project(
         'balance = [2, 1]\ncheckpoint_every = 10\nprecision = "bf16"\nstop-on-nan = true\n'
