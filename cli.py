@@ -65,6 +65,15 @@ def _meant(wrong: str, ctx: click.Context, words: Sequence[str]) -> NoReturn:
     raise Shown(UsageError(f"{wrong}: did you mean `{command}`?"))
 
 
+class _Job(Command):
+    """A command that a file of the project's may give options."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        folders = (Path(ctx.params["job_file"]).parent, Path())
+        Defaults.find(folders).fill(ctx, launch.params)
+        return super().invoke(ctx)
+
+
 @click.group(cls=_Main, context_settings=_HELP)
 @click.version_option(__version__)
 def main() -> None:
@@ -93,14 +102,6 @@ def asked(chosen: dict[str, Any], ranks: int | None = None) -> Asked:
     return Asked(job_file, stages, said, defaults=defaults, ranks=ranks, **how)
 
 
-def _filled(chosen: dict[str, Any]) -> dict[str, Any]:
-    """With what a file of the project's says."""
-    context = click.get_current_context()
-    folders = (Path(chosen["job_file"]).parent, Path())
-    Defaults.find(folders).fill(context, launch.params)
-    return {name: context.params[name] for name in chosen}
-
-
 def _check(request: Asked) -> None:
     """That nothing is wrong with it; an option that the command line does not say has a source."""
     try:
@@ -113,7 +114,7 @@ def _check(request: Asked) -> None:
         raise
 
 
-@main.command(cls=Command, context_settings=_JOB, epilog=ANYWHERE)
+@main.command(cls=_Job, context_settings=_JOB, epilog=ANYWHERE)
 @launch_options
 def launch(
     hosts: str | None,
@@ -128,7 +129,6 @@ def launch(
     """Train the model of JOB_FILE. Words after -- reach the file as sys.argv[1:]."""
     from launcher import local
 
-    chosen = _filled(chosen)
     where = Elsewhere.of(on, nodes, hosts, hosts_file, settings, sync, dry_run)
     request = asked(chosen)
     if chosen["stages"] is None and where.hosts:
@@ -185,7 +185,7 @@ class _AtMeeting(Shown):
     """Said where ranks meet, or later: rank 0 knows it."""
 
 
-class _Worker(Command):
+class _Worker(_Job):
     """A rank of a torchrun job. All ranks see a mistake; rank 0 alone says it.
 
     The first rank that ends has torchrun end the others, so they give rank 0 time to speak.
@@ -247,7 +247,7 @@ def worker(**chosen: Any) -> None:
 
     local.check_job_file(Path(chosen["job_file"]))
     place = Place.from_environment()
-    request = asked(_filled(chosen), place.world)
+    request = asked(chosen, place.world)
     _check(request)
     try:
         status = torchrun.run(place, request)

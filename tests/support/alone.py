@@ -66,6 +66,7 @@ class Alone:
     def __init__(self) -> None:
         self.worker = Worker(Settings(0, ENDPOINT, "", 0, to_log=False), _Line())
         self.batch: Batch | None = None
+        self.length = 0
         self._actions = ""
 
     def begin(self, folder: Path, text: str, recompute: str = "always") -> Batch | None:
@@ -82,7 +83,7 @@ class Alone:
         assert isinstance(ready, Ready)
         order = orders.build("gpipe", 1, MICROBATCHES, recompute)
         self._actions = format_actions(order.workers[0])
-        self.batch = ready.batch
+        self.batch, self.length = ready.batch, ready.length
         return self.batch
 
     def step(self, step: int, batch: Batch, *, last: bool = False) -> StepDone:

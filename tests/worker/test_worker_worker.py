@@ -74,6 +74,13 @@ def test_whether_an_epoch_ends_with_the_last_step_is_seen_where_rates_depend_on_
     assert (done.batch is not None) == (interval == "epoch")
 
 
+def test_it_says_how_long_an_epoch_is_where_the_data_does(tmp_path: Path) -> None:
+    for data, length in (("", 3), ("\ndef data(): yield torch.randn(4, 3), torch.randn(4, 1)", 0)):
+        alone = begun(tmp_path, JOB + data)
+        alone.worker.close()
+        assert alone.length == length
+
+
 def test_a_layer_that_has_no_sizes_before_its_first_input(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"layer 0 \(LazyLinear\) has parameters without sizes"):
         begun(tmp_path, JOB.replace("nn.Linear(3, 1)", "nn.LazyLinear(1)"))
