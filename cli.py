@@ -209,9 +209,9 @@ class _Worker(_Job):
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         first = args[0] if args else ""
         if first in main.commands and not Path(first).exists():
-            raise UsageError(
-                f"{first}: torchrun starts job files alone, as torchrun … -m pipeworker model.py"
-            )
+            if first != "launch":
+                raise UsageError(f"{first} is no matter for torchrun: say `pipeworker {first}`")
+            raise UsageError("under torchrun leave out launch: torchrun … -m pipeworker model.py")
         try:
             return super().parse_args(ctx, args)
         except click.NoSuchOption as error:

@@ -246,8 +246,8 @@ def test_launch_that_is_left_out_is_meant(words: tuple[str, ...], said: str) -> 
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (("launch", "job.py"), "launch: torchrun starts job files alone, as torchrun … -m pipew"),
-        (("export", "run"), "export: torchrun starts job files alone"),
+        (("launch", "--stages", "2", "job.py"), "under torchrun leave out launch: torchrun … -m"),
+        (("export", "run"), "export is no matter for torchrun: say `pipeworker export`"),
         (("--stages", "2", "job.py"), "--stages is an option of launch: torchrun says where"),
         (("--stags", "2"), "No such option"),
     ],
