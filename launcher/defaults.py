@@ -20,11 +20,6 @@ from launcher.command import FILE, Option
 from pipeworker.errors import UsageError
 from pipeworker.job.options import RIVALS
 
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
-
 _PLACES: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("pipeworker.toml", ()),
     ("pyproject.toml", ("tool", "pipeworker")),
@@ -112,11 +107,13 @@ class Defaults:
 def _read(path: Path, table: tuple[str, ...]) -> Mapping[str, Any] | None:
     """The table of a file; None where there is none."""
     try:
-        values: Any = tomllib.loads(path.read_text("utf-8"))
+        content = path.read_bytes()
     except (FileNotFoundError, NotADirectoryError):
         return None
     except OSError as error:
         raise UsageError(f"cannot read {path}: {error.strerror}") from None
+    try:
+        values = _parsed(content)
     except ValueError as error:  # of TOML, or of UTF-8
         raise UsageError(f"{path} is not TOML: {error}") from None
     for name in table:
@@ -127,3 +124,12 @@ def _read(path: Path, table: tuple[str, ...]) -> Mapping[str, Any] | None:
             raise UsageError(f"{path}: {name} is no table")
     found: Mapping[str, Any] = values
     return found
+
+
+def _parsed(content: bytes) -> Any:
+    """TOML; its parser is imported where there is a file."""
+    if sys.version_info >= (3, 11):
+        import tomllib
+    else:
+        import tomli as tomllib
+    return tomllib.loads(content.decode())
