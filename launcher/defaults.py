@@ -41,10 +41,12 @@ class Defaults:
 
     Attributes:
         where: what to call it.
+        folder: that it is in; paths are seen from there.
     """
 
     where: str = ""
     values: Mapping[str, Any] = field(default_factory=dict)
+    folder: Path = Path()
 
     @staticmethod
     def find(folders: Iterable[Path]) -> Defaults:
@@ -58,7 +60,7 @@ class Defaults:
                 values = _read(folder / name, table)
                 if values is not None:
                     said = f"{folder / name}{', [tool.pipeworker]' if table else ''}"
-                    return Defaults(said, values)
+                    return Defaults(said, values, folder)
         return Defaults()
 
     def fill(self, context: click.Context, parameters: Iterable[click.Parameter]) -> None:
@@ -77,9 +79,10 @@ class Defaults:
             for word in option.opts
         }
         for key, value in self.values.items():
-            option = options.get(key.replace("_", "-"))
+            word = key.replace("_", "-")
+            option = options.get(word)
             if option is None:
-                meant = get_close_matches(key, options, 1) or ["one of `pipeworker launch -h`"]
+                meant = get_close_matches(word, options, 1) or ["one of `pipeworker launch -h`"]
                 raise UsageError(f"{self.where}: no option is {key}: did you mean {meant[0]}?")
             if option.once:
                 raise UsageError(f"{self.where}: {key} can only be said on the command line")
@@ -98,6 +101,8 @@ class Defaults:
         if any(type(one) not in kinds for one in many):
             raise UsageError(f"{self.where}: {key} = {value!r}: it must be {wanted}")
         text = value if kinds != _TEXT[0] else ",".join(map(str, many))
+        if isinstance(option.type, click.Path):
+            text = str(self.folder / text)
         try:
             return option.type.convert(text, option, context)
         except click.BadParameter as error:

@@ -92,6 +92,13 @@ def test_a_file_says_each_kind_of_value(launch: Launch) -> None:
     assert not launch("--stages", "2", "--no-stop-on-nan").stop_on_nan
 
 
+def test_paths_are_seen_from_the_file(launch: Launch, tmp_path: Path) -> None:
+    Path("jobs/pipeworker.toml").write_text('run-dir = "runs/1"\ninit-from = "weights.pt"')
+    Path("jobs/weights.pt").touch()
+    assert launch("--stages", "2").init_from == str(tmp_path / "jobs/weights.pt")
+    assert Path("jobs/runs/1/run.json").exists()
+
+
 def test_the_file_beside_the_job_comes_first_and_no_other_is_read(launch: Launch) -> None:
     project("seed = 1\nkeep = 5")
     assert launch("--stages", "2").seed == 1
