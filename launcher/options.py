@@ -29,6 +29,8 @@ ANYWHERE = (
 """Below the help of a job's commands."""
 
 _NOT_YET = {"nccl": "is not available yet: use gloo"}
+_PATH = click.Path(readable=False)
+"""Whether it can be read is found where it is read: click asks as another user would."""
 _METAVARS = {int: "N", float: "X"}
 _NODES = ("nvidiactl", "nvidia0", "dxg", "kfd")
 """Of /dev, where a driver has an accelerator that torch calls ``cuda``."""
@@ -103,7 +105,7 @@ _ELSEWHERE = _in(
     _option(
         "--hosts-file",
         "The same: a host, its workers and its python a line.",
-        click.Path(),
+        _PATH,
         metavar="FILE",
     ),
     _flag("--sync", "Send the job file's folder to the hosts first."),
@@ -172,7 +174,7 @@ _OF_JOB = [
             *("--read-data", READERS, "every"),
             "Whether every replica reads data() and keeps its part, or one reads for all.",
         ),
-        _option("--init-from", "Weights that training begins with.", click.Path(), metavar="FILE"),
+        _option("--init-from", "Weights that training begins with.", _PATH, metavar="FILE"),
         _option(
             "--init-partial/--no-init-partial",
             "Take of them what the model has too, and leave the rest as it is.",
@@ -258,7 +260,7 @@ _OF_JOB = [
         _option(
             "--run-dir",
             "Where to record. [default: runs/<file stem>-<time>]",
-            click.Path(),
+            _PATH,
             metavar="FOLDER",
         ),
         _option("--csv/--no-csv", "Write metrics.csv and evaluation.csv as well."),
@@ -279,7 +281,7 @@ def _all(decorators: list[Decorate], function: Function) -> Function:
 def job_options(function: Function) -> Function:
     """The options of a training job, for `launch` and for a torchrun job; and the job file."""
     arguments = [
-        click.argument("job_file", metavar="JOB_FILE", type=click.Path(readable=False)),
+        click.argument("job_file", metavar="JOB_FILE", type=_PATH),
         click.argument("arguments", nargs=-1, type=click.UNPROCESSED),
     ]
     return _all([*arguments, *_OF_JOB], function)
