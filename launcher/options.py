@@ -199,6 +199,10 @@ _OF_JOB = [
             "--deferred-batch-norm/--no-deferred-batch-norm",
             "Batch-norm statistics of the whole mini-batch.",
         ),
+        _option(
+            "--compile/--no-compile",
+            "Each layer compiled by torch.compile: kernels of its own, and other rounding.",
+        ),
     ),
     *_in(
         _SCHEDULE,

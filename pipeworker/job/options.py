@@ -93,6 +93,7 @@ class Options:
         shard_optimizer: each replica updates a part of the weights, and keeps its state alone.
         read_data: by ``every`` replica, which keeps its part; or ``once``, by replica 0 for all.
         csv, tensorboard: figures are recorded in these formats as well.
+        compile: each layer is compiled by ``torch.compile``.
     """
 
     job_file: str
@@ -133,6 +134,7 @@ class Options:
     read_data: str = "every"
     csv: bool = False
     tensorboard: bool = False
+    compile: bool = False
 
     def __post_init__(self) -> None:
         for name, least in (

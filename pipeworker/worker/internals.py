@@ -6,6 +6,7 @@ one fails at import, by that name.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -156,3 +157,11 @@ def gloo_options(device: ProcessGroupGloo.Device, timeout: Any) -> Any:
 def preload() -> None:
     """Import what fake tensors and building any torch optimizer import: a second, once."""
     import torch._dynamo  # noqa: F401
+
+
+def allow_any_number_of_graphs() -> None:
+    """Have ``torch.compile`` compile as often as there are shapes, and say so where it cannot."""
+    from torch._dynamo import config
+
+    config.recompile_limit = config.accumulated_recompile_limit = sys.maxsize
+    config.fail_on_recompile_limit_hit = True

@@ -83,6 +83,7 @@ from pipeworker.worker.model.model import Model
 from pipeworker.worker.model.structures import classes_of
 from pipeworker.worker.remembered import Remembered, needed
 from pipeworker.worker.stage import rng
+from pipeworker.worker.stage.compiled import KERNELS
 from pipeworker.worker.stage.stage import Skips, Stage
 from pipeworker.worker.step.data import MicroBatches, Reader, joined
 from pipeworker.worker.step.evaluation import Averages
@@ -361,6 +362,7 @@ class Worker:
                 skips=Skips.of(plan.skips, part.stage),
                 precision=options.precision,
                 deferred_batch_norm=options.deferred_batch_norm,
+                compiler=KERNELS if options.compile else None,
             )
             if ties is not None:
                 self._ties[part.stage] = ties

@@ -113,6 +113,7 @@ class Pipeline:
         lanes: int = 1,
         limit: float = 20.0,
         deferred: bool = False,
+        compiler: str | None = None,
         sharded: bool = False,
     ) -> None:
         placement, self.way, self.microbatches = way.placement, way, microbatches
@@ -122,7 +123,7 @@ class Pipeline:
         found = Model(job, 0, CPU, Tracker()).ties()
         self._tied = ties.placed(found, self._ranges)
         self._routes = between_stages(skips, self._ranges)
-        self._deferred, self._sharded = deferred, sharded
+        self._deferred, self._compiler, self._sharded = deferred, compiler, sharded
         most = len(block(microbatches, placement.replicas, 0))
         used = [(e, r) for e in edges(self.schedule(most)) for r in range(placement.replicas)]
         used += [(edge, -1) for edge in between(placement)]
@@ -169,6 +170,7 @@ class Pipeline:
                     [SkipRoute(s.source, s.target, s.name) for s in self._routes], index
                 ),
                 deferred_batch_norm=self._deferred,
+                compiler=self._compiler,
             )
             if tied is not None:
                 mine.ties[index] = tied

@@ -19,6 +19,7 @@ from pipeworker.worker.internals import engine, run_backward
 from pipeworker.worker.stage import losses, rng, split
 from pipeworker.worker.stage.batchnorm import DeferredBatchNorm
 from pipeworker.worker.stage.boundary import Caught, pass_boundary
+from pipeworker.worker.stage.compiled import compiled
 from pipeworker.worker.stage.microbatch import Arrived, Gradients, MicroBatch
 from pipeworker.worker.stage.recompute import Buffers
 from pipeworker.worker.stage.skips import Table
@@ -78,6 +79,7 @@ class Stage:
         loss: on the last stage.
         skips: None when no layer stashes or pops.
         precision: ``fp32``, or what layers and loss are autocast to, ``bf16`` or ``fp16``.
+        compiler: a backend of ``torch.compile`` for the layers; None to run them as they are.
     """
 
     def __init__(
@@ -93,6 +95,7 @@ class Stage:
         skips: Skips | None = None,
         precision: str = "fp32",
         deferred_batch_norm: bool = False,
+        compiler: str | None = None,
     ) -> None:
         self.layers = list(layers)
         self.first = first
@@ -105,6 +108,7 @@ class Stage:
         self._loss = loss
         self._accelerator = rng.accelerator_generator(device)
         self._deferred = DeferredBatchNorm(self.layers) if deferred_batch_norm else None
+        self._calls = compiled(self.layers, compiler) if compiler else self.layers
         self._buffers = Buffers(self.layers)
         self._input_changes: bool | None = None
         self._phony = torch.empty(0, device=device, requires_grad=True)
@@ -364,7 +368,7 @@ class Stage:
         autocast = self._autocast
         seed_of = rng.layer_seed if train else rng.evaluation_seed
         node: Any = None
-        for index, layer in enumerate(self.layers, self.first):
+        for index, layer in enumerate(self._calls, self.first):
             tracker.set(phase, step, microbatch, index)
             rng.seed_all(seed_of(seed, step, number, index), self._accelerator)
             try:

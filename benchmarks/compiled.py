@@ -1,0 +1,68 @@
+"""What ``--compile`` gains and costs, and that its bits do not depend on the number of stages.
+
+Transformer blocks, as in ``transformer.py``; each number of stages with and without.
+
+    python benchmarks/compiled.py [--stages 1,2,4] [--microbatches 8] [--steps 8]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import tempfile
+from pathlib import Path
+
+import torch
+from parts import python
+from safetensors.torch import load_file
+
+JOB = Path(__file__).with_name("transformer_job.py")
+
+
+def train(folder: Path, stages: int, microbatches: int, steps: int, *words: str) -> Path:
+    run = folder / f"{stages}-{len(words)}"
+    line = ["-m", "pipeworker", "launch", "--stages", str(stages), "--run-dir", str(run), *words]
+    line += ["--microbatches", str(microbatches), "--steps", str(steps)]
+    python(*line, str(JOB), "--", str(microbatches))
+    return run
+
+
+def rows(run: Path) -> list[dict[str, float]]:
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def weights(run: Path) -> dict[str, torch.Tensor]:
+    (last,) = (run / "checkpoints").iterdir()
+    files = sorted(last.glob("model-*.safetensors"))
+    return {name: tensor for file in files for name, tensor in load_file(file).items()}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--stages", default="1,2,4")
+    parser.add_argument("--microbatches", type=int, default=8)
+    parser.add_argument("--steps", type=int, default=8)
+    args = parser.parse_args()
+    first: tuple[list[float], dict[str, torch.Tensor]] | None = None
+    with tempfile.TemporaryDirectory() as folder:
+        for stages in map(int, args.stages.split(",")):
+            asked = Path(folder), stages, args.microbatches, args.steps
+            plain, run = rows(train(*asked)), train(*asked, "--compile")
+            found = rows(run)
+            ours = [row["loss"] for row in found], weights(run)
+            first = first or ours
+            alike = ours[0] == first[0] and all(
+                torch.equal(tensor, first[1][name]) for name, tensor in ours[1].items()
+            )
+            steps = [statistics.median(row["seconds"] for row in some[2:]) for some in (plain, found)]
+            print(
+                f"K={stages}: {steps[0] * 1e3:.0f} ms a step, compiled {steps[1] * 1e3:.0f} ms "
+                f"({steps[0] / steps[1]:.2f} times as fast) after a first one of "
+                f"{found[0]['seconds']:.1f} s; bits {'as the first' if alike else 'DIFFER'}",
+                flush=True,
+            )
+
+
+if __name__ == "__main__":
+    main()
