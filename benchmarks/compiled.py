@@ -55,7 +55,9 @@ def main() -> None:
             alike = ours[0] == first[0] and all(
                 torch.equal(tensor, first[1][name]) for name, tensor in ours[1].items()
             )
-            steps = [statistics.median(row["seconds"] for row in some[2:]) for some in (plain, found)]
+            steps = [
+                statistics.median(row["seconds"] for row in some[2:]) for some in (plain, found)
+            ]
             print(
                 f"K={stages}: {steps[0] * 1e3:.0f} ms a step, compiled {steps[1] * 1e3:.0f} ms "
                 f"({steps[0] / steps[1]:.2f} times as fast) after a first one of "

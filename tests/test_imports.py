@@ -96,7 +96,7 @@ ROOMS_WITHIN = {
     ],
     "pipeworker.worker.stage": [
         *("microbatch", "rng", "recompute", "batchnorm", "losses", "skips", "split", "values"),
-        *("boundary", "stage"),
+        *("boundary", "compiled", "stage"),
     ],
     "pipeworker.worker.update": ["ties", "condense", "replicas", "update"],
     "pipeworker.worker.step": [

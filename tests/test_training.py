@@ -352,6 +352,31 @@ def test_deferred_batch_norm(jobs: Jobs) -> None:
     assert runs[0].weights["2.norm.num_batches_tracked"] == 3
 
 
+COMPILED = JOB.replace(
+    "import torch\n",
+    """import torch
+    compile_layer = torch.compile
+
+    def compile_quickly(layer, **how):
+        print("compiled", type(layer).__name__, how)
+        return compile_layer(layer, **{**how, "backend": "eager"})
+
+    torch.compile = compile_quickly
+""",
+    1,
+)
+
+
+def test_compiled_layers(jobs: Jobs) -> None:
+    """Kernels are another test's: here each stage has its own layers compiled."""
+    words = ("--stages", "2", "--steps", "2")
+    run = jobs.train(*words, "--compile", source=COMPILED)
+    assert_same(run, jobs.train(*words, source=JOB))
+    how = {"backend": "inductor", "dynamic": False}
+    assert run.log("stage-1").count("compiled") == 2
+    assert f"compiled Linear {how}" in run.log("stage-1")
+
+
 def test_checkpoints_on_the_way(jobs: Jobs) -> None:
     """The last ones stay, each with the weights of its step."""
     words = ("--stages", "2", "--microbatches", "4")

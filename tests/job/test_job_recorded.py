@@ -75,6 +75,7 @@ def test_a_balance_is_for_its_stages() -> None:
         ({"clip_grad_value": 0.5}, "--clip-grad-value: off, now 0.5"),
         ({"deferred_batch_norm": True}, "--deferred-batch-norm: off, now on"),
         ({"threads": 1}, "--threads: 3, now 1"),
+        ({"compile": True}, "--compile: off, now on"),
         ({"arguments": ("a",)}, "arguments: a 'b c', now a"),
     ],
 )

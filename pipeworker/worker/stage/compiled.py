@@ -1,10 +1,10 @@
 """Layers compiled by ``torch.compile``, each by itself.
 
-No kernel spans two layers, so none depends on how layers are grouped into stages. Nor may one depend
-on what was compiled before: each shape has a graph of its own (no dynamic shapes, which torch turns
-to when a second layer of a class has other sizes), and there is no number of graphs after which
-layers run uncompiled. Layers that are alike share a graph; workers of a host share torch's cache of
-kernels.
+No kernel spans two layers, so none depends on how layers are grouped into stages. Nor may one
+depend on what was compiled before: each shape has a graph of its own (no dynamic shapes, to which
+torch turns when a second layer of a class has other sizes), and there is no number of graphs after
+which layers run uncompiled. Layers that are alike share a graph; workers of a host share torch's
+cache of kernels.
 """
 
 from __future__ import annotations

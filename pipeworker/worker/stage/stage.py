@@ -108,7 +108,9 @@ class Stage:
         self._loss = loss
         self._accelerator = rng.accelerator_generator(device)
         self._deferred = DeferredBatchNorm(self.layers) if deferred_batch_norm else None
-        self._calls = compiled(self.layers, compiler) if compiler else self.layers
+        self._calls: Sequence[Callable[[Any], Any]] = self.layers
+        if compiler:
+            self._calls = compiled(self.layers, compiler)
         self._buffers = Buffers(self.layers)
         self._input_changes: bool | None = None
         self._phony = torch.empty(0, device=device, requires_grad=True)
