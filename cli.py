@@ -21,6 +21,7 @@ from launcher.choose import Elsewhere
 from launcher.command import Command, Shown, clearly, is_given, is_said, origin
 from launcher.defaults import Defaults
 from launcher.options import ANYWHERE, export_options, init_options, job_options, launch_options
+from launcher.view import take
 from pipeworker import __version__
 from pipeworker.errors import PipeworkerError, UsageError
 from pipeworker.job.given import stages_of
@@ -28,6 +29,7 @@ from pipeworker.timings import DEFAULT
 
 if TYPE_CHECKING:
     from pipeworker.session.begin import Asked
+    from pipeworker.session.show.view import View
 
 
 _HELP = {"help_option_names": ["-h", "--help"]}
@@ -129,13 +131,14 @@ def launch(
     """Train the model of JOB_FILE. Words after -- reach the file as sys.argv[1:]."""
     from launcher import local
 
+    view = take(chosen, click.get_current_context())
     where = Elsewhere.of(on, nodes, hosts, hosts_file, settings, sync, dry_run)
     request = asked(chosen)
     if chosen["stages"] is None and where.hosts:
         workers = sum(host.workers for host in where.hosts)
         request = replace(request, stages=stages_of(workers, chosen["replicas"]))
     if not where.here:
-        sys.exit(_launch_elsewhere(request, where, chosen))
+        sys.exit(_launch_elsewhere(request, where, view, chosen))
     if dry_run:
         raise UsageError("--dry-run is of --on and --hosts: here nobody else is asked")
     if chosen["stages"] is None and not request.goes_on:
@@ -144,10 +147,10 @@ def launch(
     _check(request)
     local.check_job_file(Path(request.job_file))
     with closing(request.begin()) as begun:
-        sys.exit(local.run(begun.options, begun.run_dir, begun.warnings))
+        sys.exit(local.run(begun.options, begun.run_dir, begun.warnings, view))
 
 
-def _launch_elsewhere(request: Asked, where: Elsewhere, chosen: dict[str, Any]) -> int:
+def _launch_elsewhere(request: Asked, where: Elsewhere, view: View, chosen: dict[str, Any]) -> int:
     """On other hosts than this one alone."""
     from launcher import choose, local, ssh
     from launcher.run import Launch
@@ -178,7 +181,7 @@ def _launch_elsewhere(request: Asked, where: Elsewhere, chosen: dict[str, Any]) 
         workers = options.stages * options.replicas  # of a run that goes on, as it was
         spec = replace(spec, run_dir=str(begun.run_dir.path), workers=workers)
         agents = choose.agents_of(spec)
-        return Launch(begun.options, begun.run_dir, agents, begun.warnings).run()
+        return Launch(begun.options, begun.run_dir, agents, begun.warnings, view).run()
 
 
 class _AtMeeting(Shown):
@@ -247,10 +250,11 @@ def worker(**chosen: Any) -> None:
 
     local.check_job_file(Path(chosen["job_file"]))
     place = Place.from_environment()
+    view = take(chosen, click.get_current_context())
     request = asked(chosen, place.world)
     _check(request)
     try:
-        status = torchrun.run(place, request)
+        status = torchrun.run(place, request, view)
     except PipeworkerError as error:
         raise _AtMeeting(error) from None
     sys.exit(status)

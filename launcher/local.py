@@ -13,17 +13,21 @@ from pipeworker.errors import UsageError
 from pipeworker.job.options import Options
 from pipeworker.plan.orders import placement
 from pipeworker.record.rundir import RunDir
+from pipeworker.session.show.view import View
 
 
-def run(options: Options, run_dir: RunDir, warnings: Sequence[str] = ()) -> int:
+def run(
+    options: Options, run_dir: RunDir, warnings: Sequence[str] = (), view: View | None = None
+) -> int:
     """Run a job on this host to its end; returns the exit status.
 
     Args:
         warnings: to be shown first.
+        view: what is shown.
     """
     ranks = placement(options.schedule, options.stages, options.replicas).ranks
     here = Carried(Host("", ranks))
-    return Launch(options, run_dir, (here,), warnings).run()
+    return Launch(options, run_dir, (here,), warnings, view).run()
 
 
 def check_job_file(path: Path) -> None:

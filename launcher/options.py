@@ -18,6 +18,7 @@ from pipeworker.errors import UsageError
 from pipeworker.job.options import BACKENDS, DEVICES, PRECISIONS, READERS, WHEN_BUSY
 from pipeworker.plan.orders import ORDERS
 from pipeworker.plan.schedule import RECOMPUTE_MODES
+from pipeworker.session.show.view import OUTPUTS
 
 Function = Callable[..., Any]
 Decorate = Callable[[Function], Function]
@@ -272,6 +273,18 @@ _OF_JOB = [
             "--tensorboard/--no-tensorboard",
             "Write files for TensorBoard as well, to RUN/tensorboard.",
         ),
+        _option("--log-every", "Steps between lines. [default: one a second]", int, metavar="N"),
+        _option(
+            "--output",
+            "Whose output is shown: of the first and last stage, of all, of none. [default: stage]",
+            click.Choice(OUTPUTS),
+        ),
+    ),
+    *_in(
+        _OUTPUT,
+        _flag("-q --quiet", "Show warnings and errors alone."),
+        _flag("-v --verbose", "Show more of each step, and what pipeworker logs."),
+        once=True,
     ),
 ]
 

@@ -8,7 +8,7 @@ import selectors
 import signal
 import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 from urllib.parse import urlsplit
@@ -23,7 +23,8 @@ from pipeworker.job.options import Options
 from pipeworker.plan.orders import placement
 from pipeworker.record.rundir import RunDir, write_summary
 from pipeworker.session.processes import coordinator
-from pipeworker.session.show import Show, show_for
+from pipeworker.session.show.screen import Screen, screen
+from pipeworker.session.show.view import View
 from pipeworker.wire.keys import new_token
 from pipeworker.wire.lines import (
     Again,
@@ -64,6 +65,7 @@ class Launch:
     Args:
         carried: the agents of its hosts.
         warnings: to be shown first.
+        view: what is shown.
     """
 
     def __init__(
@@ -72,9 +74,11 @@ class Launch:
         run_dir: RunDir,
         carried: Sequence[Carried],
         warnings: Sequence[str] = (),
+        view: View | None = None,
     ) -> None:
         self._options = options
         self._warnings = warnings
+        self._view = view or View()
         self._carried = carried
         self._placement = placement(options.schedule, options.stages, options.replicas)
         self._run_dir = run_dir
@@ -119,7 +123,7 @@ class Launch:
             taken.remove(signal.SIGHUP)
         before = {number: signal.signal(number, lambda *_: None) for number in taken}
         signal.set_wakeup_fd(self._wake_in.fileno(), warn_on_full_buffer=False)
-        show: Show | None = None
+        shown: Screen | None = None
         try:
             for carried in self._carried:
                 log = self._run_dir.host_log(carried.host.name)
@@ -127,21 +131,25 @@ class Launch:
                 self._agents.append(Agent(carried, log, self._patience, importing))
             if not any(carried.line for carried in self._carried):
                 self._direct(_LOOPBACK)
-            show = self._show = show_for(self._options, str(self._run_dir.path))
+            shown = self._screen = screen(
+                self._options, str(self._run_dir.path), self._view, starting=True
+            )
             for text in self._warnings:
-                self._shown(self._show.warning, text)
+                self._show(Warned(text))
             self._loop()
+        except BaseException:
+            if shown is not None:
+                shown.close()
+            raise
         finally:
             self._end()
-            if show is not None:
-                self._shown(show.close)
             signal.set_wakeup_fd(-1)
             for number, handler in before.items():
                 signal.signal(number, handler)
             self._wake_in.close()
             self._wake_out.close()
         verdict = self._verdict or self._verdict_of_our_own()
-        self._shown(self._show.ended, verdict)
+        self._show(verdict)
         return verdict.exit_status
 
     def _end(self) -> None:
@@ -198,7 +206,7 @@ class Launch:
         self._endpoint = ""
         self._direct(self._host)
         step = self._snapshot.step if self._snapshot else self._options.resume_step
-        self._shown(self._show.warning, f"{failure}; another one goes on after step {step}")
+        self._show(Warned(f"{failure}; another one goes on after step {step}"))
         return True
 
     def _begin_generation(self, number: int) -> None:
@@ -295,6 +303,7 @@ class Launch:
                     self._joined += 1
                     self._fork_more()
                 case Again():
+                    self._show(event)
                     self._causes.append(event.cause)
                     options = self._options
                     self._placement = placement(options.schedule, event.stages, options.replicas)
@@ -305,13 +314,13 @@ class Launch:
                     self._deadline = time.monotonic() + self._timings.leave
                 case StepResult():
                     self._steps = event.step
-                    self._shown(self._show.hear, event)
+                    self._show(event)
                 case Planned():
                     if event.balance != self._balance:
                         self._balance = event.balance
-                        self._shown(self._show.hear, event)
+                        self._show(event)
                 case Evaluation() | Warned():
-                    self._shown(self._show.hear, event)
+                    self._show(event)
                 case _:
                     never(event)
         if not more:
@@ -441,12 +450,12 @@ class Launch:
         self._stops = True
         self._tell(Interrupt())
         text = "stopping after this step, with a checkpoint; again to stop at once"
-        self._shown(self._show.warning, why + text)
+        self._show(Warned(why + text))
 
-    def _shown(self, show: Callable[..., None], *values: Any) -> None:
+    def _show(self, event: FromCoordinator) -> None:
         """Show something; a terminal that is gone ends the job as an interrupt does."""
         try:
-            show(*values)
+            self._screen.hear(event)
         except OSError:
             if not self._stops and self._verdict is None:
                 self._wake_in.send(bytes([signal.SIGHUP]))
@@ -466,5 +475,5 @@ class Launch:
         try:
             write_summary(self._run_dir, verdict, self._placement.stages)
         except OSError as error:
-            self._shown(self._show.warning, str(RecordError(self._run_dir.summary, error)))
+            self._show(Warned(str(RecordError(self._run_dir.summary, error))))
         return verdict

@@ -9,7 +9,6 @@ import sys
 import time
 from functools import partial
 from pathlib import Path
-from typing import TextIO
 
 from launcher import errorfile
 from pipeworker.coordinator.report import describe
@@ -22,7 +21,8 @@ from pipeworker.session import meet as meeting
 from pipeworker.session.begin import Asked, Begun
 from pipeworker.session.head import Head, Hear
 from pipeworker.session.place import Place
-from pipeworker.session.show import Show
+from pipeworker.session.show.screen import screen
+from pipeworker.session.show.view import View
 from pipeworker.wire.messages import Abort, Cause, Failure
 
 _JOB = "job"
@@ -35,8 +35,12 @@ _RUN_DIR = "pipeworker/run_dir"
 """In torchrun's store, which outlives the ranks that it starts again."""
 
 
-def run(place: Place, asked: Asked) -> int:
-    """Be this rank's worker to the end of the job; returns the exit status."""
+def run(place: Place, asked: Asked, view: View) -> int:
+    """Be this rank's worker to the end of the job; returns the exit status.
+
+    Args:
+        view: what rank 0 shows.
+    """
     die_with(os.getppid())
     _guard()
 
@@ -45,7 +49,7 @@ def run(place: Place, asked: Asked) -> int:
 
     def listen(begun: Begun) -> Hear:
         # The worker's output goes to its log; what the user should see goes where it went before.
-        return Show(begun.options, str(begun.run_dir.path), _again(1), _again(2)).hear
+        return screen(begun.options, str(begun.run_dir.path), view).hear
 
     met = meeting.meet(place, _JOB, partial(_begin, place, asked), listen)
     settings = Settings(
@@ -115,11 +119,6 @@ def _leave(head: Head | None, shown: int, abort: Abort) -> None:
         time.sleep(timings().yields)
         errorfile.write(abort.reason)
     os._exit(AGAIN if abort.exit_status == AGAIN else status)
-
-
-def _again(descriptor: int) -> TextIO:
-    """A second file on what a descriptor is open on."""
-    return os.fdopen(os.dup(descriptor), "w", encoding="utf-8")
 
 
 def _guard() -> None:

@@ -110,7 +110,7 @@ ROOMS_WITHIN = {
     "launcher": [
         *("spec", "children", "run", "local", "ssh", "slurm", "sbatch", "errorfile", "torchrun"),
         *("node", "pod", "kubernetes", "kubectl", "command", "choose", "templates"),
-        *("options", "defaults", "machine"),
+        *("options", "defaults", "machine", "view"),
     ],
 }
 """Within a room it is so too."""
@@ -126,12 +126,14 @@ LIGHT = [
     *("pipeworker.errors", "pipeworker.timings", "pipeworker.exact"),
     *("launcher.spec", "launcher.pod", "launcher.kubernetes", "launcher.kubectl"),
     *("launcher.choose", "launcher.command", "launcher.options", "launcher.defaults"),
+    *("launcher.view", "pipeworker.session.show"),
 ]
 """What runs where torch is not, or must start at once."""
 PURE = [
     *("pipeworker.plan", "pipeworker.errors", "pipeworker.timings", "pipeworker.job.options"),
     *("pipeworker.job.recorded", "launcher.spec", "launcher.pod", "launcher.kubernetes"),
     *("pipeworker.exact", "pipeworker.record.export.shards"),
+    *("pipeworker.session.show.figures", "pipeworker.session.show.ending"),
     *("pipeworker.wire.messages", "pipeworker.wire.codec", "pipeworker.wire.lines"),
     *(
         f"pipeworker.coordinator.{name}"

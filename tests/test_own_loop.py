@@ -53,7 +53,7 @@ def test_train_gives_the_numbers_of_launch(jobs: Jobs, scripts: Scripts) -> None
         ranks = scripts.start(script(DROPOUT, train), stages)
         run, *others = ranks.succeed()
         assert_same(run, launched)
-        assert "step 5  loss" in run.stdout
+        assert "step 5/5  loss" in run.stdout
         assert "done: 5 steps" in run.stdout
         assert not any(other.stdout for other in others)
         assert [ranks.told(rank)["run"] for rank in range(stages)] == ["run"] * stages

@@ -26,7 +26,8 @@ from pipeworker.job.options import Options
 from pipeworker.record.rundir import RunDir
 from pipeworker.session.begin import Asked, Begun
 from pipeworker.session.place import Place
-from pipeworker.session.show import Show
+from pipeworker.session.show.plain import Show
+from pipeworker.session.show.view import View
 from pipeworker.wire.lines import Planned
 from support.checkpoints import complete
 from support.jobs import Jobs
@@ -85,7 +86,7 @@ def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Command:
     monkeypatch.chdir(tmp_path)
     made = Command(tmp_path.resolve())
 
-    def run(options: Options, run_dir: RunDir, warnings: Sequence[str] = ()) -> int:
+    def run(options: Options, run_dir: RunDir, warnings: Sequence[str], view: View) -> int:
         made.begun.append((options, run_dir, tuple(warnings)))
         return 0
 
@@ -309,7 +310,7 @@ def ranks(command: Command, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Be
     """The command as a rank; gives what rank 0 has begun."""
     begun: list[Begun] = []
 
-    def run(place: Place, asked: Asked) -> int:
+    def run(place: Place, asked: Asked, view: View) -> int:
         if place.rank == 0:
             begun.append(asked.begin())
             begun[0].close()
@@ -407,6 +408,7 @@ def test_from_where_it_goes_on_is_shown() -> None:
     out = StringIO()
     for step in (0, 4):
         options = Options("job.py", 2, 8, resume_step=step)
-        Show(options, "/run", out).hear(Planned("gpipe", 8, (1, 2), 0.5))
+        Show(options, "/run", View(), out, out).hear(Planned("gpipe", 8, (1, 2), 0.5))
     plan = "2 stages (1,2 layers), 8 micro-batches, gpipe; run directory /run"
-    assert out.getvalue() == f"{plan}\n{plan}, from step 4\n"
+    new, _, old, _ = out.getvalue().splitlines()
+    assert (new, old) == (plan, f"{plan}, from step 4")

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -31,14 +33,18 @@ SUMMARY = [
     *("status", "steps", "stages", "restarts", "causes", "seconds", "loss"),
     *("peak_memory_bytes", "bubble", "error"),
 ]
-STEP = re.compile(r"step (\d+)  loss (\d\.\d{4})  (\d+\.\d) samples/s  bubble (\d+\.\d)%")
+STEP = re.compile(r"step (\d+)  loss (\d\.\d{4})  lr 0\.1  (\d+\.\d) samples/s  bubble (\d+\.\d)%")
 
 
 def test_a_line_a_step_as_it_happens(jobs: Jobs) -> None:
-    process, path = jobs.start("--stages", "3", "--microbatches", "4", source=GATED)
+    words = ("--stages", "3", "--microbatches", "4", "--log-every", "1")
+    process, path = jobs.start(*words, source=GATED)
     assert process.stdout is not None
     assert process.stdout.readline() == (
         f"3 stages (2,2,1 layers), 4 micro-batches, gpipe; run directory {path}\n"
+    )
+    assert process.stdout.readline() == (
+        "seed 0, one pass over the data, 1 thread a worker, cpu, fp32\n"
     )
     early = [STEP.fullmatch(process.stdout.readline().rstrip("\n")) for _ in range(2)]
     assert [found and found[1] for found in early] == ["1", "2"]
@@ -52,9 +58,9 @@ def test_a_line_a_step_as_it_happens(jobs: Jobs) -> None:
     (jobs.folder / "go").touch()
     stdout, stderr = process.communicate(timeout=60)
     assert (process.returncode, stderr) == (0, "")
-    *steps, done, bubble, memory, where = stdout.splitlines()
-    late = [STEP.fullmatch(line) for line in steps]
+    late = [STEP.fullmatch(text) for text in stdout.splitlines()[:4]]
     assert [found and found[1] for found in late] == ["3", "4", "5", "6"]
+    done, loss, bubble, *why, memory, weights, export, again, where = stdout.splitlines()[4:]
     rows = read_rows(path)
     assert [row["step"] for row in rows] == [1, 2, 3, 4, 5, 6]
     for row, found in zip(rows, [*early, *late], strict=True):
@@ -66,11 +72,25 @@ def test_a_line_a_step_as_it_happens(jobs: Jobs) -> None:
     summary = json.loads((path / "summary.json").read_text())
     plan = json.loads((path / "plan.json").read_text())
     assert re.fullmatch(r"done: 6 steps in \d+\.\d s", done)
+    assert loss == f"loss: {rows[-1]['loss']:.4f}"
     measured, theory = f"{summary['bubble']:.1%}", f"{plan['bubble']:.1%}"
     assert bubble == f"bubble: {measured} measured, {theory} by the schedule"
+    assert all(line.startswith("  larger than the schedule's: ") for line in why)
     peaks = ", ".join(f"{peak / 2**20:.0f}" for peak in summary["peak_memory_bytes"])
     assert memory == f"peak memory by stage: {peaks} MiB"
     assert where == f"run directory: {path}"
+    assert weights == f"weights: {path}/checkpoints/step-00000006"
+    # The commands that are said are those that work.
+    assert export.startswith("export: ")
+    assert again.startswith("train further: ")
+    for command in (export, again):
+        interpreter, *rest = shlex.split(command.partition(": ")[2])
+        assert interpreter in (Path(sys.executable).name, sys.executable)
+        assert rest[:2] == ["-m", "pipeworker"]
+        ran = jobs.pipeworker(*rest[2:])
+        assert ran.returncode == 0, ran.stderr
+    assert (jobs.folder / "weights.safetensors").exists()
+    assert "done: 12 steps" in ran.stdout
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
@@ -113,29 +133,97 @@ def test_the_run_directory(jobs: Jobs) -> None:
         ["Talker", "Linear"],
     ]
     assert [stage["parameters"] for stage in run.plan["stages"]] == [9 * 16 + 17 * 16, 17 * 3]
-    # What a worker prints is in its log and nowhere else; words after -- reach the job file.
+    # What a worker prints is in its log, and shown; words after -- reach the job file.
     for stage in (0, 1):
         assert "words ['--depth', '3', '-x']" in run.log(f"stage-{stage}")
     assert "printed by a layer" in run.log("stage-1")
     assert "written by a layer" in run.log("stage-1")
-    assert "by a layer" not in run.log("stage-0") + run.stdout + run.stderr
+    assert "by a layer" not in run.log("stage-0") + run.stderr
+    shown = [line for line in run.stdout.splitlines() if "by a layer" in line]
+    assert shown[0] == "[stage 1] printed by a layer"
+    assert all(line.startswith("[stage 1] ") for line in shown)
+    assert run.stdout.count("words ['--depth', '3', '-x']") == 2
     assert "all ranks joined" in run.log("coordinator")
     names = {path.name for path in run.path.iterdir()}
     assert {"plan.json", "metrics.jsonl", "summary.json", "checkpoints", "logs"} <= names
     assert [path.name for path in (run.path / "checkpoints").iterdir()] == ["step-00000002"]
 
 
+TALKS = """
+    import sys, time, warnings
+
+    def drawn(percent):
+        sys.stderr.write(f"\\rreading {percent}%")
+        sys.stderr.flush()
+""" + JOB.replace(
+    "x = torch.randn(10",
+    """drawn(10 * _)
+            if _ == 2:
+                warnings.warn("of the job")
+            if _ == 4:
+                time.sleep(1)  # so that there is time to look
+            x = torch.randn(10""",
+)
+"""Prints as tqdm does, and warns, where the data is read."""
+
+
 def test_a_bar_on_a_terminal(jobs: Jobs) -> None:
-    with Terminal(jobs, "--stages", "2", "--steps", "6") as terminal:
+    with Terminal(jobs, "--stages", "2", "--steps", "6", source=TALKS) as terminal:
         assert terminal.wait(60) == 0
-        shown = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", terminal.read())
-    bar = r"step 6/6 ━+ +loss \d\.\d{4} +\d+\.\d samples/s +bubble \d+\.\d% +\d:\d\d:\d\d"
-    assert re.search(bar, shown), shown
-    assert re.search(r"\ndone: 6 steps in \d+\.\d s\r\nbubble: .* measured, .* by the sch", shown)
-    assert re.search(rf"\nrun directory: {terminal.path}\r\n", shown)
-    assert not STEP.search(shown)
-    assert terminal.read().endswith("\n")
+    bar = r"step 6/6  ━+  loss \d\.\d{4}  lr 0\.1  \d+\.\d samples/s  \d:\d\d"
+    end = terminal.shown
+    (drawn,) = [line for line in end if line.startswith("step")]
+    assert re.fullmatch(bar, drawn.rstrip()), end
+    at = end.index(drawn)
+    assert re.fullmatch(r"done: 6 steps in \d+\.\d s", end[at + 1])
+    assert re.fullmatch(r"bubble: .* measured, .* by the schedule", end[at + 3])
+    assert end[-1] == ""
+    assert any("UserWarning: of the job" in line for line in end[:at])
+    assert len(drawn.rstrip()) <= 78
+    # What is drawn anew stands above the bar, and went when the job was over.
+    assert re.search(r"\[stage 0\] reading \d0%\s+step \d/6  [━╸]+  loss", terminal.text)
     assert terminal.read().count("\x1b[?25l") == terminal.read().count("\x1b[?25h")  # the cursor
+
+
+def test_what_a_job_that_is_told_to_end_says(jobs: Jobs) -> None:
+    """The first Ctrl-C saves, and how to go on is said."""
+    words = ("--stages", "2", "--steps", "100000")
+    with Terminal(jobs, *words, columns=200) as terminal:
+        until(lambda: (terminal.path / "metrics.jsonl").exists() and read_rows(terminal.path))
+        terminal.type("\x03")
+        assert terminal.wait(60) == 130
+    end = "\n".join(terminal.shown)
+    assert "warning: stopping after this step, with a checkpoint; again to stop at once" in end
+    (step,) = re.findall(r"^interrupted: (\d+) steps", end, re.MULTILINE)
+    saved = f"run-terminal/checkpoints/step-{int(step):08d}"
+    assert re.search(rf"^weights: .*/{saved}$", end, re.MULTILINE)
+    assert re.search(r"^export: .* export run-terminal weights.safetensors$", end, re.MULTILINE)
+    again = r"^go on: .* launch --resume --run-dir run-terminal job.py$"
+    assert re.search(again, end, re.MULTILINE)
+
+
+DIES = """
+    import os, signal
+    from pathlib import Path
+""" + JOB.replace(
+    "x = torch.randn(10",
+    """if _ == 3 and not Path("died").exists():
+                Path("died").touch()
+                print("printed before")
+                os.write(2, b"and no end")
+                os.kill(os.getpid(), signal.SIGKILL)
+            x = torch.randn(10""",
+)
+
+
+def test_the_last_words_of_a_worker_that_dies(jobs: Jobs) -> None:
+    """Once, though its log is gone on with."""
+    run = jobs.train("--stages", "2", "--output", "all", source=DIES)
+    assert [line for line in run.stdout.splitlines() if line.startswith("[stage")] == [
+        "[stage 0] printed before",
+        "[stage 0] and no end",
+    ]
+    assert run.log("stage-0").startswith("printed before\nand no end")
 
 
 def test_the_default_run_directory(jobs: Jobs) -> None:

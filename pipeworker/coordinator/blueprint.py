@@ -200,7 +200,9 @@ class Blueprint:
                     hello.host,
                     hello.pid,
                 )
-        schedule, kept = self.of_replica(self.options.microbatches, 0)
+        batches = (ready.batch.microbatches for _, ready in workers if ready.batch)
+        microbatches = next(batches, self.options.microbatches)
+        schedule, kept = self.of_replica(microbatches, 0)
         ordered = tuple(stages[stage] for stage in sorted(stages))
         length = max(ready.length for _, ready in workers)
-        return Planned(ordered, schedule, kept, simulate(schedule), length)
+        return Planned(ordered, schedule, kept, simulate(schedule), microbatches, length)

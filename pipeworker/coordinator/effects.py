@@ -70,6 +70,8 @@ class Planned:
         stages: those of replica 0, then of replica 1, ...
         schedule: of a replica with the most micro-batches; `kept`, `timing`: what it keeps and
             takes.
+        microbatches: of the first mini-batch, over all replicas: fewer than asked for where it has
+            fewer samples.
         length: mini-batches of an epoch; 0 where that is not known.
     """
 
@@ -77,6 +79,7 @@ class Planned:
     schedule: Schedule
     kept: Kept
     timing: Timing
+    microbatches: int
     length: int = 0
 
 
@@ -114,6 +117,7 @@ class Ended:
     Attributes:
         peak_memory: bytes, by rank.
         causes: why generations had to start again.
+        busy: the share of the time of its steps that each worker of a replica computed.
     """
 
     status: Status
@@ -123,6 +127,7 @@ class Ended:
     bubble: float
     failure: Failure | None
     causes: tuple[str, ...] = ()
+    busy: tuple[float, ...] = ()
 
 
 # The results of steps and evaluation passes are there to be recorded.

@@ -276,6 +276,7 @@ class Job:
             self.progress.bubble,
             verdict.failure,
             tuple(self._restarts.causes),
+            self.progress.busy,
         )
 
     def _peak_memory(self) -> tuple[int, ...]:

@@ -41,11 +41,18 @@ class Progress:
     unsaved: int = 0
     seconds: float = 0.0
     _bubbles: list[float] = field(default_factory=list)
+    _worked: tuple[float, ...] = ()  # seconds, by worker; since there are as many as now
+    _lasted: float = 0.0  # seconds, of the same steps
 
     @property
     def bubble(self) -> float:
         """The mean over the steps."""
         return sum(self._bubbles) / len(self._bubbles) if self._bubbles else 0.0
+
+    @property
+    def busy(self) -> tuple[float, ...]:
+        """The share of the time of its steps that each worker of a replica computed."""
+        return tuple(worked / self._lasted for worked in self._worked) if self._lasted else ()
 
     @property
     def mark(self) -> Mark:
@@ -67,6 +74,11 @@ class Progress:
         scaler = self.scaler
         self.steps = step
         self._bubbles.append(outcome.bubble)
+        if len(outcome.busy) != len(self._worked):  # the first step, or of another number
+            self._worked, self._lasted = (0.0,) * len(outcome.busy), 0.0
+        pairs = zip(self._worked, outcome.busy, strict=True)
+        self._worked = tuple(so_far + more for so_far, more in pairs)
+        self._lasted += outcome.seconds
         if scaler:
             self.scaler = scaler.after(overflow=outcome.overflow)
         seconds = self.seconds = outcome.seconds

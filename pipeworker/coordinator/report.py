@@ -55,7 +55,7 @@ def planned_json(planned: Planned, options: Options) -> dict[str, Any]:
         "job_file": options.job_file,
         "schedule": planned.schedule.name,
         "recompute": options.recompute,
-        "microbatches": options.microbatches,
+        "microbatches": planned.microbatches,
         "replicas": options.replicas,
         "bubble": planned.timing.bubble,
         "balance": list(balance(planned)),
@@ -80,10 +80,17 @@ def planned_json(planned: Planned, options: Options) -> dict[str, Any]:
 
 def planned_line(planned: Planned, options: Options) -> lines.Planned:
     """What the user is told of the plan."""
-    name, bubble = planned.schedule.name, planned.timing.bubble
     steps = options.steps or (options.passes or 0) * -(-planned.length // options.accumulate)
+    devices = sorted({stage.device.partition(":")[0] for stage in planned.stages})
     return lines.Planned(
-        name, options.microbatches, balance(planned), bubble, options.replicas, steps
+        planned.schedule.name,
+        planned.microbatches,
+        balance(planned),
+        planned.timing.bubble,
+        options.replicas,
+        steps,
+        ", ".join(devices),
+        len({stage.host for stage in planned.stages}),
     )
 
 
@@ -99,4 +106,5 @@ def verdict(ended: Ended, seconds: float) -> lines.Verdict:
         describe(ended.failure) if ended.failure else None,
         len(ended.causes),
         ended.causes,
+        ended.busy,
     )

@@ -26,6 +26,7 @@ class Outcome:
         divisor: what the accumulated gradients are divided by in the update.
         scale: what they are then multiplied by, to clip their norm.
         epoch, first_epoch: of its last and of its first mini-batch.
+        busy: seconds that each worker of the first replica computed, in the order of the stages.
         overflow: with a loss scale, whether a gradient is not finite.
     """
 
@@ -40,6 +41,7 @@ class Outcome:
     bubble: float
     epoch: int
     first_epoch: int
+    busy: tuple[float, ...] = ()
 
 
 @dataclass(slots=True)
@@ -53,6 +55,7 @@ class Tally:
     _counts: float = 0.0
     _counted: bool = False
     _busy: float = 0.0
+    _worked: tuple[float, ...] = ()
     _samples: int = 0
     _epoch: int = 0
     _first_epoch: int = 0
@@ -76,6 +79,8 @@ class Tally:
         self._counted = self._counted or bool(counts)
         self._counts += total(counts)
         self._busy += busy
+        worked = self._worked or (0.0,) * len(done)
+        self._worked = tuple(so_far + d.busy for so_far, d in zip(worked, done, strict=True))
         self._samples += batch.samples
         self._epoch = batch.epoch
         if not self.batches:
@@ -111,4 +116,5 @@ class Tally:
             bubble=min(1.0, max(0.0, 1.0 - busy)),
             epoch=self._epoch,
             first_epoch=self._first_epoch,
+            busy=self._worked,
         )

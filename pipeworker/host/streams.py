@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import os
+import select
 import sys
+from typing import Any, TextIO
 
+OURS = "[pipeworker] "
+"""Begins what is said in a worker's log by pipeworker and not by the job."""
 _MODES = {"stdin": "r", "stdout": "w", "stderr": "w"}
 
 
@@ -19,6 +24,46 @@ def stand_in() -> None:
             descriptor = os.open(os.devnull, os.O_RDWR)
             os.set_inheritable(descriptor, True)
             setattr(sys, name, os.fdopen(descriptor, mode, encoding="utf-8"))
+
+
+class _Whole(io.FileIO):
+    """Takes all of what is written, or raises OSError."""
+
+    def write(self, data: Any) -> int:
+        left = memoryview(data)
+        while left:
+            written = super().write(left)
+            if written is None:  # somebody has made it one that does not wait
+                select.select([], [self], [])
+            left = left[written or 0 :]
+        return len(data)
+
+
+def second(descriptor: int) -> TextIO:
+    """Another file on what standard output or error is open on; it takes any text.
+
+    Nothing waits in it, which could be written neither now nor at the end.
+    """
+    encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
+    file = _Whole(os.dup(descriptor), "w")
+    return io.TextIOWrapper(file, encoding, "backslashreplace", write_through=True)
+
+
+def note(text: str) -> None:
+    """Say something in the log of this worker, at once.
+
+    Raises:
+        OSError: the disk is full.
+    """
+    lines = [f"{OURS}{line}\n" for line in text.splitlines()]
+    print("".join(lines), end="", file=sys.stderr, flush=True)
+
+
+def by_line() -> None:
+    """What is printed is written line by line, though nobody sits before it."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(line_buffering=True)
 
 
 def flush() -> None:

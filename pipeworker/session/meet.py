@@ -152,6 +152,8 @@ class _Host:
                 _check(rank, greetings)
             mine = Greeting.of(self._place)
             begun = begin(max(greeting.restart for greeting in (mine, *greetings.values())))
+            one_host = {greeting.identity for greeting in greetings.values()} == {mine.identity}
+            address = self._place.coordinator_address(one_host, begun.options.interface)
             hear = _told(begun, listen)
             through_store = "" if token else new_token()
             if through_store:
@@ -161,8 +163,6 @@ class _Host:
                     hear,
                 )
             token = token or through_store
-            one_host = {greeting.identity for greeting in greetings.values()} == {mine.identity}
-            address = self._place.coordinator_address(one_host, begun.options.interface)
             head = Head(begun, token, address, hear)
         except PipeworkerError as error:  # the others are waiting
             self._say(words, error=str(error), status=error.exit_status)

@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace, TracebackType
 from typing import Any
@@ -18,10 +19,14 @@ from pipeworker.job import file as job_file
 from pipeworker.job.options import Options
 from pipeworker.record.checkpoint import Checkpoint
 from pipeworker.record.rundir import find
-from pipeworker.session.begin import Asked
+from pipeworker.session.begin import Asked, Begun
+from pipeworker.session.head import Hear
 from pipeworker.session.place import Place
 from pipeworker.session.session import Session, script
-from pipeworker.session.show import Show
+from pipeworker.session.show.output import Output
+from pipeworker.session.show.plain import Show
+from pipeworker.session.show.screen import Screen
+from pipeworker.session.show.view import View
 from pipeworker.wire.lines import FromCoordinator, Verdict, Warned
 from pipeworker.wire.messages import (
     Advance,
@@ -304,18 +309,22 @@ def train(
     run_dir: str | Path | None = None,
     resume: bool = False,
     allow: str | Sequence[str] = (),
+    log_every: int | None = None,
+    quiet: bool = False,
     **options: Any,
 ) -> Path:
     """Train from a script, as ``pipeworker launch`` does from a job file; numbers are the same.
 
-    Every process of the job calls it; which those are is as for :class:`Pipeline`. Rank 0 prints a
-    line a step.
+    Every process of the job calls it; which those are is as for :class:`Pipeline`. Rank 0 prints
+    lines of steps, at most one a second.
 
     Args:
         model, loss, optimizer: as for :class:`Pipeline`.
         data, evaluation, scheduler_interval and the others: as in a job file.
         resume: the run in `run_dir` goes on, with its options where none are given here.
         allow: options of it that may change although its numbers do, as ``["seed"]``.
+        log_every: steps between lines; None for at most one a second.
+        quiet: only warnings are printed.
         options: of ``pipeworker launch``, with underscores: ``epochs=3``, ``evaluate_every=100``.
 
     Returns:
@@ -350,7 +359,7 @@ def train(
         place,
         job,
         Asked(script(), None, said, run_dir, resume, allow=allowed, ranks=place.world),
-        listen=lambda begun: _Lines(begun.options, str(begun.run_dir.path)).hear,
+        listen=partial(_shown, View(quiet=quiet, log_every=log_every)),
     )
     with session.inside():
         while not over(message := session.receive()):
@@ -364,6 +373,13 @@ def _check_names(options: dict[str, Any], elsewhere: Sequence[str], where: str) 
     for name in options:
         if name not in known:
             raise UsageError(f"{where} has no option {name!r}: it has {', '.join(sorted(known))}")
+
+
+def _shown(view: View, begun: Begun) -> Hear:
+    """Lines on the script's own output; what its ranks print is there already."""
+    options, run_dir = begun.options, begun.run_dir
+    lines = _Lines(options, str(run_dir.path), view, sys.stdout, sys.stderr)
+    return Screen(lines, Output(run_dir, "none", options.stages)).hear
 
 
 class _Lines(Show):

@@ -164,8 +164,12 @@ class Planned:
     """All stages are built; all replicas are alike.
 
     Attributes:
+        microbatches: of the first mini-batch, over all replicas.
+        balance: layers, by stage.
         bubble: the schedule's own, 0..1.
         steps: that the job has, as far as that is known; 0 where it is not.
+        device: as ``cpu``.
+        hosts: how many there are.
     """
 
     schedule: str
@@ -174,6 +178,8 @@ class Planned:
     bubble: float
     replicas: int = 1
     steps: int = 0
+    device: str = "cpu"
+    hosts: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,7 +191,12 @@ class Warned:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """How the job ended; `status` is ``done``, ``failed`` or ``interrupted``."""
+    """How the job ended; `status` is ``done``, ``failed`` or ``interrupted``.
+
+    Attributes:
+        peak_memory: bytes, by rank; 0 where it is not known.
+        busy: the share of the time of its steps that each worker of a replica computed.
+    """
 
     status: str
     exit_status: int
@@ -196,6 +207,7 @@ class Verdict:
     error: str | None
     restarts: int = 0
     causes: tuple[str, ...] = ()
+    busy: tuple[float, ...] = ()
 
 
 FromCoordinator = (

@@ -12,7 +12,6 @@ import os
 import queue
 import signal
 import socket
-import sys
 import threading
 import time
 import traceback
@@ -52,7 +51,7 @@ def say(abort: Abort) -> None:
     """The last words of a worker."""
     with contextlib.suppress(OSError):  # the disk of the log may be full
         if abort.reason:
-            print(f"the job ended: {abort.reason}", file=sys.stderr, flush=True)
+            streams.note(f"the job ended: {abort.reason}")
     streams.flush()
 
 

@@ -22,7 +22,7 @@ from pipeworker.worker.internals import pytree
 
 
 def redirect_output(path: Path) -> None:
-    """Everything the worker prints, C code included, goes to its log.
+    """Everything the worker prints, C code included, goes to its log, from where it is shown.
 
     Raises:
         RecordError: there can be none.
@@ -36,6 +36,7 @@ def redirect_output(path: Path) -> None:
     os.dup2(log, 1)
     os.dup2(log, 2)
     os.close(log)
+    streams.by_line()
 
 
 def device_for(asked: str, local_rank: int) -> torch.device:

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from pipeworker.errors import RecordError
+from pipeworker.host import streams
 from pipeworker.host.spawn import command
 from pipeworker.record.checkpoint import Album, Part
 from pipeworker.record.image import Pairs
@@ -91,8 +92,7 @@ class Keeper:
         room = None if copy.save else available() // (_SPARE * self._sharing)
         later = album.take(parts, elsewhere, position, room)
         if later is None:  # the coordinator goes on waiting for it, and asks for no other
-            said = f"no copy of step {copy.step}: memory for it would be taken from others"
-            print(said, file=sys.stderr, flush=True)
+            streams.note(f"no copy of step {copy.step}: memory for it would be taken from others")
             return
         self._whole.clear()
         spent = time.monotonic() - began

@@ -21,6 +21,7 @@ import torch
 from pipeworker import __version__
 from pipeworker.errors import ProtocolError, UsageError
 from pipeworker.exact import partials
+from pipeworker.host import streams
 from pipeworker.host.position import Tracker
 from pipeworker.job import file as job_file
 from pipeworker.job import sources
@@ -421,7 +422,7 @@ class Worker:
         left_out = initial.settle(partial=partial, first=first)
         if left_out:
             text = f"--init-from {self._options.init_from}: {initial.misfits.listed()}"
-            print(f"warning: {text}", file=sys.stderr, flush=True)
+            streams.note(f"warning: {text}")
         return left_out
 
     def _go_on_from(self, told: Restore, plan: Plan) -> None:

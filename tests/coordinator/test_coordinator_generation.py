@@ -87,7 +87,8 @@ def test_an_interrupt_takes_effect_at_the_end_of_the_step() -> None:
     assert job.state() is State.SAVING
     assert job.saved() == [commit(2)]
     job.committed()
-    assert job.ended == Ended(Status.INTERRUPTED, 130, 2, (2, 102), job.ended.bubble, None)
+    bubble, busy = job.ended.bubble, (0.25, 0.25)
+    assert job.ended == Ended(Status.INTERRUPTED, 130, 2, (2, 102), bubble, None, busy=busy)
     assert [row.step for row in of(job.effects, StepResult)] == [1, 2]
     assert sent_to(job.effects, 0)[-1] == Abort("interrupted", 130)
 

@@ -109,9 +109,10 @@ def test_a_whole_life() -> None:
         Log("ended: done"),
         Send(b"w0", Advance(Finish()), 1),
         Send(b"w1", Advance(Finish()), 1),
-        Ended(Status.DONE, 0, 3, (3, 103), job.ended.bubble, None),
+        Ended(Status.DONE, 0, 3, (3, 103), job.ended.bubble, None, busy=job.ended.busy),
     ]
     assert job.ended.bubble == pytest.approx((0.75 + 0.5 + 0) / 3)
+    assert job.ended.busy == pytest.approx((0.5, 0.5))  # of three seconds
     assert [row.step for row in of(job.effects, StepResult)] == [1, 2, 3]
 
 

@@ -19,7 +19,8 @@ from pipeworker.plan.simulate import simulate
 from pipeworker.record.rundir import RunDir, write_summary
 from pipeworker.wire import lines
 from pipeworker.wire.lines import Configuration, WorkerExited
-from pipeworker.wire.messages import Cause, Failure, Phase, Position
+from pipeworker.wire.messages import Batch, Cause, Failure, Phase, Position
+from support.coordinator import Scripted, of
 
 FORWARD = Position(Phase.FORWARD, step=7, microbatch=2, layer=3)
 
@@ -102,7 +103,7 @@ def planned() -> Planned:
         StagePlan(0, 0, (0, 2), ("Linear", "ReLU"), 40, 0, "cpu", "here", 10),
         StagePlan(0, 1, (2, 3), ("Linear",), 20, 1, "cpu", "there", 11),
     )
-    return Planned(stages, schedule, check(schedule), simulate(schedule))
+    return Planned(stages, schedule, check(schedule), simulate(schedule), 4)
 
 
 def test_the_plan_as_json() -> None:
@@ -119,7 +120,21 @@ def test_the_plan_as_json() -> None:
 
 def test_the_plan_as_a_line() -> None:
     line = planned_line(planned(), Options("job.py", 2, 4, recompute="never"))
-    assert line == lines.Planned("gpipe", 4, (2, 1), planned().timing.bubble)
+    bubble = planned().timing.bubble
+    assert line == lines.Planned("gpipe", 4, (2, 1), bubble, device="cpu", hosts=2)
+
+
+def test_the_plan_is_of_the_micro_batches_that_there_are() -> None:
+    """A mini-batch with fewer samples than micro-batches were asked for has fewer."""
+    job = Scripted(2, microbatches=8, recompute="never")
+    job.join()
+    job.describe()
+    (plan,) = of(job.ready(Batch(0, 3, 3, 0)), Planned)
+    assert (plan.microbatches, plan.schedule.microbatches) == (3, 3)
+    assert plan.timing.bubble == pytest.approx(1 / 4)
+    options = Options("job.py", 2, 8)
+    assert planned_json(plan, options)["microbatches"] == 3
+    assert planned_line(plan, options).microbatches == 3
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ from pipeworker.errors import UsageError
 from pipeworker.job.options import Options
 from pipeworker.session.begin import Asked
 from pipeworker.session.place import Place
+from pipeworker.session.show.view import View
 from pipeworker.timings import VARIABLE
 from pipeworker.wire.keys import TOKEN_VARIABLE
 
@@ -193,7 +194,7 @@ def test_ranks_of_torchrun_read_them_too(launch: Launch, monkeypatch: pytest.Mon
     monkeypatch.setenv("MASTER_PORT", "1")
     found: list[Asked] = []
 
-    def joins(place: Place, asked: Asked) -> int:
+    def joins(place: Place, asked: Asked, view: View) -> int:
         found.append(asked)
         return 0
 

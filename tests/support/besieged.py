@@ -19,7 +19,7 @@ from support.memory import resident
 from support.traps import VARIABLE, Traps
 
 _TESTS = Path(__file__).parents[1]
-_STEP = re.compile(r"step (\d+)  loss")
+_STEP = re.compile(r"step (\d+)(?:/\d+)?  loss")
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,8 @@ class Besieged:
             interpreter.PRELOAD: "support.traps",
             "PYTHONPATH": os.pathsep.join([*ours, os.environ.get("PYTHONPATH", "")]),
         }
-        self.process, path = self.jobs.start(*words, source=self.source, env=env)
+        every = ("--log-every", "1")
+        self.process, path = self.jobs.start(*every, *words, source=self.source, env=env)
         self._readers = []
         for stream in (self.process.stdout, self.process.stderr):
             assert stream is not None

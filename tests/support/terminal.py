@@ -2,26 +2,33 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import pty
+import re
 import select
+import struct
+import termios
 import time
 from typing import Any
 
 from support.jobs import COMMAND, Jobs
 from support.sources import JOB
 
+_CONTROL = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
+
 
 class Terminal:
     """``pipeworker launch WORDS job.py`` on a terminal of its own."""
 
-    def __init__(self, jobs: Jobs, *words: str, source: str = JOB) -> None:
+    def __init__(self, jobs: Jobs, *words: str, source: str = JOB, columns: int = 80) -> None:
         job_file = jobs.write(source)
         self.path = jobs.folder / "run-terminal"
         line = [*COMMAND[1:], "launch", "--run-dir", str(self.path), *words, str(job_file)]
         self._text = ""
         self._master: int | None = None
         self._master, theirs = pty.openpty()
+        fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("4H", 24, columns, 0, 0))
         try:
             self._process = jobs.python(*line, terminal=theirs)
         finally:
@@ -43,6 +50,32 @@ class Terminal:
             self._text += data.decode(errors="replace")
         return self._text
 
+    @property
+    def text(self) -> str:
+        """Everything shown so far, without what moves the cursor."""
+        return _CONTROL.sub("", self.read())
+
+    @property
+    def shown(self) -> list[str]:
+        """The lines that a terminal of any height and width would show now."""
+        lines, row, column = [""], 0, 0
+        for found in re.finditer(r"\x1b\[([?0-9;]*)([A-Za-z])|[^\x1b]", self.read()):
+            number, letter = found[1], found[2]
+            if letter == "A":
+                row -= int(number or 1)
+            elif letter == "K":
+                lines[row] = ""
+            elif found[0] == "\r":
+                column = 0
+            elif found[0] == "\n":
+                row += 1
+                lines += [""] * (row + 1 - len(lines))
+            elif letter is None:
+                line = lines[row].ljust(column)
+                lines[row] = line[:column] + found[0] + line[column + 1 :]
+                column += 1
+        return lines
+
     def type(self, keys: str) -> None:
         assert self._master is not None
         os.write(self._master, keys.encode())
@@ -59,4 +92,5 @@ class Terminal:
             assert time.monotonic() < deadline, f"still running after {seconds:g} s"
             self.read()
             time.sleep(0.02)
+        self.read()
         return status

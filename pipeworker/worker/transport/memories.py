@@ -13,7 +13,6 @@ import os
 import socket
 import ssl
 import struct
-import sys
 import threading
 import time
 from collections.abc import Collection, Mapping, Sequence
@@ -21,6 +20,7 @@ from contextlib import suppress
 
 from pipeworker.environment import timings
 from pipeworker.errors import PeerLost
+from pipeworker.host import streams
 from pipeworker.record.memory import Memory
 from pipeworker.worker.transport import proof
 from pipeworker.worker.transport.credentials import Credentials
@@ -204,8 +204,7 @@ class Mirror:
             return _received(connection, len(_DONE)) == _DONE and whole
         except (OSError, Left, Stranger) as error:
             if not self._closed:
-                text = f"another host cannot keep the copy of step {step}: {error}"
-                print(text, file=sys.stderr, flush=True)
+                streams.note(f"another host cannot keep the copy of step {step}: {error}")
             return False
 
     def close(self) -> None:

@@ -20,12 +20,12 @@ import secrets
 import selectors
 import socket
 import ssl
-import sys
 import time
 from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
 
 from pipeworker.environment import timings
+from pipeworker.host import streams
 from pipeworker.plan.actions import Edge
 from pipeworker.wire.keys import secret_of
 from pipeworker.worker.internals import Store
@@ -121,8 +121,7 @@ def proving(key: bytes, *, sends: bool) -> Proving:
 def turn_away(channel: object, why: object) -> None:
     """Say in the worker's log who was not let in."""
     who = "somebody who is not the peer connected and was turned away"
-    line = f"the channel {channel}: {who}: {why}"
-    print(line, file=sys.stderr, flush=True)
+    streams.note(f"the channel {channel}: {who}: {why}")
 
 
 # Over sockets that do not block.

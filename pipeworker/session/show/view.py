@@ -1,0 +1,87 @@
+"""What of a job its user wants to see, and how they would go on from it.
+
+None of it changes a number, so it is no option of the job and is not recorded.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+from dataclasses import dataclass, field
+
+from pipeworker.errors import UsageError
+
+OUTPUTS = ("stage", "all", "none")
+"""Whose output is shown: that of the first and the last stage, of all workers, or nobody's."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ways:
+    """How a user gets on from a run: the commands, as they are typed here.
+
+    Attributes:
+        program: what runs the command line.
+        begin: what the command that started the job begins with, up to its options; empty where
+            nobody knows it.
+        files: behind the options; none where a script is the job.
+    """
+
+    program: tuple[str, ...] = ("pipeworker",)
+    begin: tuple[str, ...] = ()
+    files: tuple[str, ...] = ()
+
+    def export(self, run_dir: str) -> str:
+        """Its weights as one file."""
+        return shlex.join([*self.program, "export", run_dir, "weights.safetensors"])
+
+    def resume(self, run_dir: str, steps: int | None = None) -> str:
+        """The job goes on, to the end or to so many steps."""
+        further = ["--steps", str(steps)] if steps else []
+        options = ["--resume", "--run-dir", run_dir, *further]
+        if self.begin:
+            return shlex.join([*self.begin, *options, *self.files])
+        if self.files:
+            return f"the same command, with {shlex.join(options)}"
+        more = f", steps={steps}" if steps else ""
+        return f"the same script, with resume=True, run_dir={run_dir!r}{more}"
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """What is shown.
+
+    Attributes:
+        quiet: warnings and errors alone.
+        verbose: more figures of a step, and what pipeworker says in the logs of workers.
+        log_every: steps between lines; None for at most one a second, and for none beside a bar.
+        output: one of OUTPUTS; None is ``stage``, or ``none`` when quiet.
+
+    Raises:
+        UsageError: it makes no sense.
+    """
+
+    quiet: bool = False
+    verbose: bool = False
+    log_every: int | None = None
+    output: str | None = None
+    ways: Ways = field(default_factory=Ways)
+
+    def __post_init__(self) -> None:
+        if self.quiet and self.verbose:
+            raise UsageError("--quiet and --verbose: choose one")
+        if self.log_every is not None and self.log_every < 1:
+            raise UsageError(f"--log-every {self.log_every}: must be 1 or more")
+
+    @property
+    def shows(self) -> str:
+        """Whose output is shown."""
+        return self.output or ("none" if self.quiet else "stage")
+
+
+def typed(path: str) -> str:
+    """As it is typed in the current folder."""
+    try:
+        relative = os.path.relpath(path)
+    except (OSError, ValueError):
+        return path
+    return path if relative.startswith(os.pardir) else relative
