@@ -23,7 +23,7 @@ from pipeworker.job.options import Options
 from pipeworker.plan.orders import placement
 from pipeworker.record.rundir import RunDir, write_summary
 from pipeworker.session.processes import coordinator
-from pipeworker.session.show.screen import Screen, screen
+from pipeworker.session.show.screen import screen
 from pipeworker.session.show.view import View
 from pipeworker.wire.keys import new_token
 from pipeworker.wire.lines import (
@@ -106,7 +106,6 @@ class Launch:
         self._mirrors = False  # whether hosts keep each other's copies
         self._holds: set[Agent] = set()  # those that have their part of the last snapshot
         self._ring: dict[Agent, Agent] = {}  # who keeps it as well
-        self._balance: tuple[int, ...] = ()
         self._selector = selectors.DefaultSelector()
         self._wake_in, self._wake_out = socket.socketpair()
 
@@ -116,6 +115,8 @@ class Launch:
         Raises:
             PipeworkerError: a process cannot be started.
         """
+        run_dir = str(self._run_dir.path)
+        self._screen = screen(self._options, run_dir, self._view, starting=True)
         for end in (self._wake_in, self._wake_out):
             end.setblocking(False)
         taken = {*_SIGNALS, _NOTICE}
@@ -123,7 +124,6 @@ class Launch:
             taken.remove(signal.SIGHUP)
         before = {number: signal.signal(number, lambda *_: None) for number in taken}
         signal.set_wakeup_fd(self._wake_in.fileno(), warn_on_full_buffer=False)
-        shown: Screen | None = None
         try:
             for carried in self._carried:
                 log = self._run_dir.host_log(carried.host.name)
@@ -131,15 +131,11 @@ class Launch:
                 self._agents.append(Agent(carried, log, self._patience, importing))
             if not any(carried.line for carried in self._carried):
                 self._direct(_LOOPBACK)
-            shown = self._screen = screen(
-                self._options, str(self._run_dir.path), self._view, starting=True
-            )
             for text in self._warnings:
                 self._show(Warned(text))
             self._loop()
         except BaseException:
-            if shown is not None:
-                shown.close()
+            self._screen.close()
             raise
         finally:
             self._end()
@@ -315,11 +311,7 @@ class Launch:
                 case StepResult():
                     self._steps = event.step
                     self._show(event)
-                case Planned():
-                    if event.balance != self._balance:
-                        self._balance = event.balance
-                        self._show(event)
-                case Evaluation() | Warned():
+                case Planned() | Evaluation() | Warned():
                     self._show(event)
                 case _:
                     never(event)

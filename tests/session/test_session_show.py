@@ -99,6 +99,14 @@ def test_the_banner_says_what_was_not_said() -> None:
     assert defaults == "seed 0, one pass over the data, 1 thread a worker, cuda, fp32"
 
 
+def test_the_banner_is_said_again_where_the_stages_are_others() -> None:
+    shown = Shown()
+    assert len(shown.at(0.0, PLANNED)) == 2
+    assert shown.at(1.0, PLANNED) == []
+    (banner, _) = shown.at(2.0, Planned("gpipe", 8, (3,), 0.0))
+    assert banner.startswith("1 stage (3 layers)")
+
+
 def test_a_warning_is_said_once() -> None:
     shown = Shown()
     shown.at(0.0, Warned("a"), Warned("b"), Warned("a"))

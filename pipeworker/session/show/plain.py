@@ -107,16 +107,19 @@ class Show:
         """Show that the job is starting."""
 
     def planned(self, plan: Planned) -> None:
-        """What runs, and how: what was not said is as it is here."""
-        self._plan = plan
+        """What runs, and how, also where that was not said; again when the stages are others."""
+        before, self._plan = self._plan, plan
+        if before and before.balance == plan.balance:
+            return
         options, done = self._options, self._options.resume_step
         asked = f" (not {options.microbatches}: a mini-batch has no more samples)"
         fewer = asked if plan.microbatches < options.microbatches else ""
         where = f"run directory {self._run_dir}{f', from step {done}' if done else ''}"
         copies = f"{plan.replicas} replicas of " if plan.replicas > 1 else ""
-        balance = ",".join(map(str, plan.balance))
+        balance, stages = ",".join(map(str, plan.balance)), len(plan.balance)
+        counted = f"{stages} stage{'s' if stages > 1 else ''}"
         self.say(
-            f"{copies}{len(plan.balance)} stages ({balance} layers), {plan.microbatches} "
+            f"{copies}{counted} ({balance} layers), {plan.microbatches} "
             f"micro-batches{fewer}, {plan.schedule}; {where}"
         )
         steps = "one pass over the data" if options.steps is None else f"{options.steps} steps"
