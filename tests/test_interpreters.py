@@ -38,10 +38,12 @@ class Seen:
 
     Attributes:
         processes: by pid, their command lines and environments while it trained.
+        log: of the first stage, at that time.
     """
 
     run: Run
     processes: dict[int, bytes]
+    log: str
 
 
 @pytest.fixture(scope="module")
@@ -60,10 +62,11 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Seen]:
             + Path(f"/proc/{pid}/environ").read_bytes()
             for pid in processes_of(jobs.folder)
         }
+        log = (path / "logs" / "stage-0.log").read_text()
         (jobs.folder / "go").touch()
         stdout, stderr = process.communicate(timeout=60)
         assert process.returncode == 0, stderr
-        yield Seen(Run(process.returncode, stdout, stderr, path), processes)
+        yield Seen(Run(process.returncode, stdout, stderr, path), processes, log)
     finally:
         jobs.close()
 
@@ -71,6 +74,12 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Seen]:
 def test_neighbours_with_our_names_are_the_users(seen: Seen) -> None:
     assert "done: 6 steps" in seen.run.stdout
     assert all(SAID in seen.run.log(f"stage-{stage}") for stage in (0, 1))
+
+
+def test_what_is_printed_is_in_the_log_at_once(seen: Seen) -> None:
+    """And from there it is shown."""
+    assert SAID in seen.log
+    assert seen.run.stdout.count(SAID) == 2
 
 
 def test_the_command_shows_no_token(seen: Seen) -> None:

@@ -212,6 +212,8 @@ DIES = """
                 print("printed before")
                 os.write(2, b"and no end")
                 os.kill(os.getpid(), signal.SIGKILL)
+            if _ == 4:
+                print("printed after")
             x = torch.randn(10""",
 )
 
@@ -222,6 +224,7 @@ def test_the_last_words_of_a_worker_that_dies(jobs: Jobs) -> None:
     assert [line for line in run.stdout.splitlines() if line.startswith("[stage")] == [
         "[stage 0] printed before",
         "[stage 0] and no end",
+        "[stage 0] printed after",
     ]
     assert run.log("stage-0").startswith("printed before\nand no end")
 
