@@ -53,6 +53,7 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Seen]:
     write_neighbours(jobs)
     env = {name: value for name, value in os.environ.items() if not TOKEN.search(value.encode())}
     env["OMP_NUM_THREADS"] = "1"
+    env.pop("PYTHONUNBUFFERED", None)
     try:
         process, path = jobs.start("--stages", "2", source=GATED, env=env)
         metrics = path / "metrics.jsonl"
