@@ -378,7 +378,7 @@ def _check_names(options: dict[str, Any], elsewhere: Sequence[str], where: str) 
 def _shown(view: View, begun: Begun) -> Hear:
     """Lines on the script's own output; what its ranks print is there already."""
     options, run_dir = begun.options, begun.run_dir
-    lines = _Lines(options, str(run_dir.path), view, sys.stdout, sys.stderr)
+    lines = _Lines(options, str(run_dir.path), view)
     return Screen(lines, Output(run_dir, "none", options.stages)).hear
 
 

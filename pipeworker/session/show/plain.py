@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import math
 import os
+import sys
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -45,7 +46,7 @@ class Show:
     standard error has what is still to be said.
 
     Args:
-        out, error: where lines, and warnings and errors, go.
+        out, error: where lines, and warnings and errors, go; None for this process's own.
         now: a clock.
 
     Attributes:
@@ -56,16 +57,16 @@ class Show:
         self,
         options: Options,
         run_dir: str,
-        view: View,
-        out: TextIO,
-        error: TextIO,
+        view: View | None = None,
+        out: TextIO | None = None,
+        error: TextIO | None = None,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
         self._options = options
         self._run_dir = run_dir
-        self._view = view
-        self._out = out
-        self._error = error
+        self._view = view or View()
+        self._out = out or sys.stdout
+        self._error = error or sys.stderr
         self._now = now
         self.gone: OSError | None = None
         self._refused = False
