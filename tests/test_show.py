@@ -181,7 +181,7 @@ def test_a_bar_on_a_terminal(jobs: Jobs) -> None:
     assert any("UserWarning: of the job" in line for line in end[:at])
     assert len(drawn.rstrip()) <= 78
     # What is drawn anew stands above the bar, and went when the job was over.
-    assert re.search(r"\[stage 0\] reading \d0%\s+step \d/6  [━╸]+  loss", terminal.text)
+    assert re.search(r"\[stage 0\] reading \d0%\s+step \d/6  [━╸╺]+  loss", terminal.text)
     assert terminal.read().count("\x1b[?25l") == terminal.read().count("\x1b[?25h")  # the cursor
 
 

@@ -118,7 +118,7 @@ def test_the_commands_are_as_they_are_typed() -> None:
     )
     again = "torchrun -m pipeworker --resume --run-dir 'my runs/1'"
     assert ways.resume("my runs/1") == f"{again} 'a job.py'"
-    assert ways.resume("my runs/1", 9) == f"{again} --steps 9 'a job.py'"
+    assert ways.resume("my runs/1", ("steps", 9)) == f"{again} --steps 9 'a job.py'"
 
 
 def test_where_nobody_knows_the_command_it_is_the_same_one() -> None:
@@ -126,7 +126,7 @@ def test_where_nobody_knows_the_command_it_is_the_same_one() -> None:
     assert cluster.resume("/runs/1") == "the same command, with --resume --run-dir /runs/1"
     script = "the same script, with resume=True, run_dir='runs/1'"
     assert Ways().resume("runs/1") == script
-    assert Ways().resume("runs/1", 8) == f"{script}, steps=8"
+    assert Ways().resume("runs/1", ("epochs", 8)) == f"{script}, epochs=8"
 
 
 def test_a_path_is_typed_from_the_current_folder(

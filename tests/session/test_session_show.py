@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -35,7 +36,8 @@ class Shown:
     def __init__(self, steps: int | None = None, **view: Any) -> None:
         self.out, self.error = StringIO(), StringIO()
         self.now = 100.0
-        options = Options("job.py", 2, 8, steps=steps, resume_step=view.pop("done", 0))
+        done, epochs = view.pop("done", 0), view.pop("epochs", None)
+        options = Options("job.py", 2, 8, steps=steps, epochs=epochs, resume_step=done)
         self.show = Show(
             options, "/nowhere", View(**view), self.out, self.error, now=lambda: self.now
         )
@@ -90,13 +92,26 @@ def test_an_evaluation_stands_behind_its_step() -> None:
 
 
 def test_the_banner_says_what_was_not_said() -> None:
-    assert Shown(60).at(0.0, PLANNED) == [
+    assert Shown(60).at(0.0, replace(PLANNED, steps=60)) == [
         "2 stages (2,1 layers), 8 micro-batches, gpipe; run directory /nowhere",
         "seed 0, 60 steps, 1 thread a worker, cpu, fp32",
     ]
-    fewer, defaults = Shown().at(0.0, Planned("gpipe", 5, (2, 1), 0.2, 1, "cuda"))
+    few = replace(PLANNED, microbatches=5, device="cuda")
+    fewer, defaults = Shown().at(0.0, few)
     assert "5 micro-batches (not 8: a mini-batch has no more samples), gpipe" in fewer
     assert defaults == "seed 0, one pass over the data, 1 thread a worker, cuda, fp32"
+
+
+def test_what_is_known_of_the_data_is_a_total() -> None:
+    """Not before the plan: that says how long `data()` is."""
+    one, three = Shown(), Shown(epochs=3)
+    assert one.at(0.0, replace(PLANNED, steps=50))[1].startswith(
+        "seed 0, one pass over the data (50 steps), "
+    )
+    assert one.steps(0.0, 1) == ["step 1/50"]
+    assert one.steps(0.0, 50) == ["step 50/50"]
+    assert three.at(0.0, PLANNED)[1].startswith("seed 0, 3 epochs, ")
+    assert three.steps(0.0, 1) == ["step 1"]
 
 
 def test_the_banner_is_said_again_where_the_stages_are_others() -> None:

@@ -72,7 +72,8 @@ class Show:
         self._refused = False
         self._warned: set[str] = set()
         self._plan: Planned | None = None
-        self._pace = Pace(options.steps)
+        self._total = options.steps  # None where nobody knows
+        self._pace = Pace(self._total)
         self._first = options.resume_step + 1
         self._held: StepResult | None = None  # it may be the last
         self._last: StepResult | None = None
@@ -110,6 +111,8 @@ class Show:
     def planned(self, plan: Planned) -> None:
         """What runs, and how, also where that was not said; again when the stages are others."""
         before, self._plan = self._plan, plan
+        self._total = plan.steps or None
+        self._pace = Pace(self._total)
         if before and before.balance == plan.balance:
             return
         options, done = self._options, self._options.resume_step
@@ -123,9 +126,10 @@ class Show:
             f"{copies}{counted} ({balance} layers), {plan.microbatches} "
             f"micro-batches{fewer}, {plan.schedule}; {where}"
         )
-        steps = "one pass over the data" if options.steps is None else f"{options.steps} steps"
-        if options.own_loop:
-            steps = "a loop of your own"
+        steps = f"{self._total} steps" if self._total else ""
+        if passes := options.passes:
+            over = "one pass over the data" if passes == 1 else f"{passes} epochs"
+            steps = f"{over} ({steps})" if steps else over
         threads = f"{options.threads} thread{'s' if options.threads > 1 else ''} a worker"
         self.say(f"seed {options.seed}, {steps}, {threads}, {plan.device}, {options.precision}")
 
@@ -134,7 +138,7 @@ class Show:
         every = self._view.log_every
         self._held = row
         due = row.step % every == 0 if every else self._is_time
-        if due or row.step in (self._first, self._options.steps):
+        if due or row.step in (self._first, self._total):
             self._let_out()
 
     def _let_out(self) -> None:
@@ -147,7 +151,7 @@ class Show:
     def _figures(self, row: StepResult) -> list[Figure]:
         left = self._pace.left(self._now())
         time = f"{clock(left)} left" if left else ""
-        return figures(row, self._options.steps, time, verbose=self._view.verbose)
+        return figures(row, self._total, time, verbose=self._view.verbose)
 
     def look(self) -> None:
         """Time has passed: what was held back may be shown now."""
@@ -191,7 +195,9 @@ class Show:
 
     def _ending(self, verdict: Verdict) -> Ending:
         found, ways, run_dir = RunDir(Path(self._run_dir)), self._view.ways, typed(self._run_dir)
-        further = 2 * verdict.steps if verdict.status == "done" else None
+        further = ("steps", 2 * verdict.steps)
+        if self._options.epochs:
+            further = ("epochs", 2 * self._options.epochs)
         return Ending(
             verdict,
             self._run_dir,
@@ -201,7 +207,7 @@ class Show:
             best_of(found),
             newest_of(found),
             ways.export(run_dir),
-            ways.resume(run_dir, further),
+            ways.resume(run_dir, further if verdict.status == "done" else None),
         )
 
     def _measured(self) -> Measured | None:

@@ -85,7 +85,7 @@ class TerminalShow(Show):
         for mark, text in self._drawn.items():
             yield Text(f"{mark} {text}", no_wrap=True, overflow="ellipsis")
         least, most = _BAR
-        total = self._options.steps
+        total = self._total
         found = self._now_figures()
         if total:
             found.insert(1, Figure(" " * least, Worth.BAR))
@@ -105,7 +105,7 @@ class TerminalShow(Show):
         yield row
 
     def _now_figures(self) -> list[Figure]:
-        total, now = self._options.steps, self._now()
+        total, now = self._total, self._now()
         left = self._pace.left(now) if self._last and self._last.step != total else None
         time = clock(now - self._began) if left is None else f"{clock(left)} left"
         if self._last is not None:

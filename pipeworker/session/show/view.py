@@ -34,16 +34,17 @@ class Ways:
         """Its weights as one file."""
         return shlex.join([*self.program, "export", run_dir, "weights.safetensors"])
 
-    def resume(self, run_dir: str, steps: int | None = None) -> str:
-        """The job goes on, to the end or to so many steps."""
-        further = ["--steps", str(steps)] if steps else []
-        options = ["--resume", "--run-dir", run_dir, *further]
+    def resume(self, run_dir: str, further: tuple[str, int] | None = None) -> str:
+        """The job goes on, to its end or `further`: to so many steps or epochs."""
+        name, count = further or ("", 0)
+        more = [f"--{name}", str(count)] if name else []
+        options = ["--resume", "--run-dir", run_dir, *more]
         if self.begin:
             return shlex.join([*self.begin, *options, *self.files])
         if self.files:
             return f"the same command, with {shlex.join(options)}"
-        more = f", steps={steps}" if steps else ""
-        return f"the same script, with resume=True, run_dir={run_dir!r}{more}"
+        said = f", {name}={count}" if name else ""
+        return f"the same script, with resume=True, run_dir={run_dir!r}{said}"
 
 
 @dataclass(frozen=True, slots=True)
