@@ -141,30 +141,43 @@ WAITS = """
 """At the end of a job file: its host has reached the coordinator, and no stage is connected yet."""
 
 
+@pytest.mark.parametrize(("backend", "answers"), [("tls", True), ("gloo", False)])
 def test_a_firewall_between_two_stages(
     jobs: Jobs,
     ranks: Start,
     hosts: tuple[Host, Host],
     monkeypatch: pytest.MonkeyPatch,
+    backend: str,
+    answers: bool,
 ) -> None:
-    """Over gloo it is the same, after the half minute that gloo tries."""
-    monkeypatch.setenv("PIPEWORKER_TIMINGS", "reach=6")
-    started = ranks(hosts, "--backend", "tls", sources=(JOB + WAITS, JOB + WAITS))
+    """It refuses what comes to other ports than those of the control plane, or swallows it."""
+    monkeypatch.setenv("PIPEWORKER_TIMINGS", "0.15")
+    started = ranks(hosts, "--backend", backend, sources=(JOB + WAITS, JOB + WAITS))
     until((jobs.folder / "loads").exists)
     log = (jobs.folder / "run/logs/coordinator.log").read_text()
     bound = re.search(r"bound to tcp://10.77.0.1:(\d+)", log)
     assert bound
-    hosts[1].reaches_only(hosts[0], int(PORT), int(bound[1]))
+    ports = (int(PORT), int(bound[1]))
+    if answers:
+        hosts[1].reaches_only(hosts[0], *ports)
+    else:
+        hosts[0].hears_only(*ports)
     (jobs.folder / "go").touch()
     first, second = (rf"{host.name} \({host.address}\)" for host in hosts)
     ends = f"({first}, from {second}|{second}, from {first})"
     edge = r"the channel .* could not be connected to the worker of stage \d \(rank \d\) on "
-    said(started, jobs, edge + ends)
+    said(started, jobs, edge + ends + ".*let TCP pass between them, to any port")
 
 
-def test_another_torch(jobs: Jobs, ranks: Start, hosts: tuple[Host, Host]) -> None:
-    started = ranks(hosts, pretend="torch=2.12.1")
-    expected = f"rank 1 on {hosts[1].name} runs torch 2.12.1, and others torch 2.13"
+@pytest.mark.parametrize(
+    ("pretend", "odd"),
+    [("torch=2.12.1", r"torch 2\.12\.1"), ("python=3.9 pipeworker=0", "pipeworker 0, Python 3.9")],
+)
+def test_other_versions(
+    jobs: Jobs, ranks: Start, hosts: tuple[Host, Host], pretend: str, odd: str
+) -> None:
+    started = ranks(hosts, pretend=pretend)
+    expected = f"rank 1 on {hosts[1].name} runs {odd}, and others "
     runs = said(started, jobs, expected)
     assert runs[0].status == 2
 

@@ -8,7 +8,7 @@ import os
 import shutil
 import subprocess
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -43,12 +43,21 @@ class Host:
         return int(link["stats64"]["tx"]["bytes"])
 
     def reaches_only(self, to: Host, *open_ports: int) -> None:
-        """As a firewall does: nothing from here reaches other ports of another host."""
+        """As a firewall does: other ports of another host refuse what comes from here."""
+        self._block(("to", to.address), open_ports, "prohibit")
+
+    def hears_only(self, *open_ports: int) -> None:
+        """As a firewall does: what comes to other ports is lost without an answer."""
+        after_ours = ("priority", "1000", "lookup", "local")
+        ip("-n", self.name, "rule", "add", *after_ours)
+        ip("-n", self.name, "rule", "delete", "priority", "0")
+        self._block(("iif", "cable"), open_ports, "blackhole")
+
+    def _block(self, what: Sequence[str], open_ports: Sequence[int], how: str) -> None:
         bounds = [1023, *sorted(open_ports), 65535]
         for number, (before, after) in enumerate(itertools.pairwise(bounds)):
-            rule = ("rule", "add", "priority", str(100 + number), "to", to.address)
             ports = ("ipproto", "tcp", "dport", f"{before + 1}-{after - 1}")
-            ip("-n", self.name, *rule, *ports, "prohibit")
+            ip("-n", self.name, "rule", "add", "priority", str(100 + number), *what, *ports, how)
 
 
 @contextmanager

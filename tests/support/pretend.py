@@ -6,7 +6,10 @@
 from __future__ import annotations
 
 import os
+import platform
 import time
+
+import torch
 
 from pipeworker.wire import codec
 from pipeworker.worker import worker
@@ -22,9 +25,12 @@ def _shift(seconds: float) -> None:
 
 
 def _runs(name: str, version: str) -> None:
-    real = worker._versions()
-    said = tuple(f"{name} {version}" if v.startswith(f"{name} ") else v for v in real)
-    worker._versions = lambda: said
+    """What a worker finds when it looks which versions it runs."""
+    if name == "python":
+        major, minor = version.split(".")
+        platform.python_version_tuple = lambda: (major, minor, "0")
+    else:
+        vars({"torch": torch, "pipeworker": worker}[name])["__version__"] = version
 
 
 for word in os.environ.get(VARIABLE, "").split():

@@ -42,6 +42,7 @@ from pipeworker.worker.transport.proof import (
 # Waits for tensors end when a peer is lost or the coordinator ends the job, which knows who is
 # silent and who computes; no clock here can tell a long computation from a hang.
 _FOREVER = timedelta(days=30)
+_ATTEMPTS = 5  # of gloo's to connect, each as long as its timeout
 _BROKEN = 3  # connections that fail before a word is said, until the network is to blame
 
 
@@ -229,10 +230,11 @@ def connect(
                     links[edge] = gloo.connect(edge, secret, key, sends=sends)
             except (OSError, RuntimeError, Stranger) as error:
                 late = isinstance(error, TimeoutError) and time.monotonic() >= deadline
-                why = f"it did not come within {timings().connect:g} s" if late else error
+                why = f"it did not come within {timings().connect:g} s" if late else str(error)
                 name = f"{placement.names(peer)} (rank {peer})"
-                if not late:
-                    name += _between(store, rank, peer)
+                if not late and (between := _between(store, rank, peer)):
+                    name += between
+                    why += "; let TCP pass between them, to any port"
                 raise PeerLost(
                     f"the channel {edge} could not be connected to the worker of {name}: {why}"
                 ) from error
@@ -275,12 +277,14 @@ class _Gloo:
             prefix = f"{key}/{attempt}"
             self.store.set(f"{prefix}/here-{rank}", "")
             self.store.get(f"{prefix}/here-{1 - rank}")  # what comes now is a matter of the network
-            until = time.monotonic() + timings().reach
+            began = time.monotonic()
             try:
-                group: Any = self._group(prefix, rank, min(until, self.deadline))
+                until = min(began + timings().reach, self.deadline)
+                group: Any = self._group(prefix, rank, until)
                 wrong = _proof_over(group, proving(secret, sends=sends), rank)
             except RuntimeError as error:  # a stranger may have broken it, but not again and again
-                if attempt == _BROKEN or time.monotonic() > until:
+                slow = time.monotonic() - began > timings().reach / 2  # no stranger takes so long
+                if slow or attempt == _BROKEN:
                     raise
                 group, wrong = None, str(error)
             # One end may know long before the other, which is silent until its time is over.
@@ -297,7 +301,7 @@ class _Gloo:
         if self.device is None:
             self.device = _device(self.network)
         left = timedelta(seconds=max(0.001, deadline - time.monotonic()))
-        options = gloo_options(self.device, left)
+        options = gloo_options(self.device, left / _ATTEMPTS)
         return ProcessGroupGloo(PrefixStore(prefix, self.store), rank, 2, options)
 
 
