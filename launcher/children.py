@@ -43,6 +43,10 @@ class Child(Generic[Said, Heard]):
         self._heard = time.monotonic()
         return self.process.hear()
 
+    def goes_on_starting(self) -> None:
+        """What it has said, it said before it was ready: the next word may take as long again."""
+        self._heard, self._began = None, time.monotonic()
+
     @property
     def has_spoken(self) -> bool:
         return self._heard is not None
@@ -137,6 +141,7 @@ class Agent:
     def meets(self, here: Here, run_dir: RunDir, job_file: str) -> str:
         """Its host has answered; returns why it is no good, or nothing."""
         self.here = here
+        self.child.goes_on_starting()  # it imports torch now
         name, ours = self.carried.host.name, facts()["versions"]
         theirs = {"pipeworker": here.pipeworker, "python": here.python, "torch": here.torch}
         for what, version in theirs.items():

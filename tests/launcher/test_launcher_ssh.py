@@ -36,6 +36,7 @@ SPEC = JobSpec(
 )
 WORDS = ("--stages", "3", "--microbatches", "4", "--steps", "8")
 GOES_ON = DROPOUT_JOB.replace("for _ in range(5)", "while True")
+CALM = GOES_ON.replace("x = torch", "__import__('time').sleep(0.2)\n            x = torch")
 
 
 # Rendered.
@@ -334,6 +335,32 @@ def test_a_folder_is_sent_and_two_hosts_give_the_numbers_of_one(
     assert_same(Run(0, "", "", jobs.folder / "run"), quiet)
     not_shared = launch("--sync", name="code/run")
     assert "error: host far does not see the run directory" in not_shared.stderr
+
+
+@pytest.mark.root
+def test_a_cable_that_is_out_for_longer_than_is_waited_costs_no_bit(
+    jobs: Jobs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, quiet: Run
+) -> None:
+    """The host behind it is given up, and its workers are started there again."""
+    job_file, run_dir = jobs.write(CALM), jobs.folder / "run"
+    metrics, log = run_dir / "metrics.jsonl", run_dir / "logs/coordinator.log"
+    (tmp_path / "ssh").mkdir()
+    with two_hosts() as both, servers(tmp_path / "ssh") as made:
+        for name, host in zip(("near", "far"), both, strict=True):
+            made.add(name, address=host.address, before=("ip", "netns", "exec", host.name))
+        monkeypatch.setenv("PATH", f"{made.path}:{os.environ['PATH']}")
+        words = ("--hosts", "near:2,far:1", "--worker-timeout", "3", *WORDS)
+        line = ("-m", "pipeworker", "launch", "--run-dir", str(run_dir), *words, str(job_file))
+        process = jobs.python(*line, namespace=both[0].name, cold=True)
+        until(lambda: metrics.exists() and metrics.read_text().count("\n") >= 2)
+        both[0].cut()
+        until(lambda: "has not answered for 3 s" in log.read_text())
+        both[0].plug()
+        stdout, stderr = process.communicate(timeout=60)
+    assert process.returncode == 0, stderr
+    run = Run(0, stdout, stderr, run_dir)
+    assert any("has not answered for 3 s" in cause for cause in run.summary["causes"])
+    assert_same(run, quiet)
 
 
 def test_a_host_that_takes_nothing_is_named(client: Sshd, tmp_path: Path) -> None:

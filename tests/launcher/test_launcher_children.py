@@ -1,0 +1,33 @@
+"""How long a process of the launcher's may be silent."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from launcher import children
+from launcher.children import Child
+
+
+def test_what_a_host_says_before_it_is_ready_does_not_end_its_time_to_start(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now = 0.0
+    monkeypatch.setattr(children, "time", SimpleNamespace(monotonic=lambda: now))
+    process: Any = SimpleNamespace(pid=1, hear=lambda: ([], True))
+    child: Child[Any, Any] = Child(process, "it", patience=3, start=15)
+    now = 10
+    child.hear()
+    child.goes_on_starting()
+    assert not child.has_spoken
+    now = 25
+    assert child.silence() == ""
+    now = 26
+    assert child.silence() == "it (pid 1) has not answered for 15 s"
+    child.hear()
+    now = 29
+    assert child.silence() == ""
+    now = 30
+    assert child.silence() == "it (pid 1) has not answered for 3 s"
