@@ -1,13 +1,16 @@
 """What of a line between two hosts a channel gets, against a bare loop over gloo and iperf3.
 
-Two network namespaces and a veth between them, as root: ``python benchmarks/line.py [1gbit]``. With
-a rate, the line is that slow; without one, the two cores are what limits it.
+Two network namespaces and a veth between them, as root: ``python benchmarks/line.py [RATE]``. With
+a rate (``1gbit``) the line is that slow; without one, the two cores are what limits it. ``--delay``
+and ``--loss`` make a long line of it, ``--control`` says how TCP finds its rate there.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
+import statistics
 import subprocess
 import sys
 import time
@@ -15,34 +18,58 @@ from collections import deque
 from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 HOSTS, ADDRESSES = ("line-0", "line-1"), ("10.79.0.1", "10.79.0.2")
 SIZES = {"64 KB": 64 << 10, "4 MB": 4 << 20, "64 MB": 64 << 20}
 STREAMS = (1, 2, 4)
-BYTES = 1 << 30
-"""That pass for one figure over a line without a rate."""
 AHEAD, MICROBATCHES = 4, 8
+LONGEST = 10.0
+"""Seconds that a step's messages may take; larger ones are left out."""
 PORT = 29500
+UNITS = {"kbit": 1e3 / 8, "mbit": 1e6 / 8, "gbit": 1e9 / 8}
+
+Way = Callable[[int, int], None]
+"""Moves so many messages of a size, at one end."""
 
 
 def ip(*words: str) -> None:
     subprocess.run(["ip", *words], check=True)
 
 
-def make(rate: str) -> None:
+def make(asked: argparse.Namespace) -> subprocess.Popen[str] | None:
+    """The hosts and their line, which a process carries when it is a long one."""
     for name in HOSTS:
         ip("netns", "add", name)
-    veth = ("link", "add", "line", "type", "veth", "peer", "name", "line")
-    ip("-n", HOSTS[0], *veth, "netns", HOSTS[1])
+    carrier = None
+    if asked.delay or asked.loss:
+        numbers = (in_bytes(asked.rate or "100mbit"), asked.delay / 1000, asked.loss)
+        script = str(Path(__file__).with_name("distance.py"))
+        line = [sys.executable, script, *HOSTS, *map(str, numbers)]
+        carrier = subprocess.Popen(line, stdout=subprocess.PIPE, text=True)
+        assert carrier.stdout is not None
+        assert carrier.stdout.readline()
+    else:
+        veth = ("link", "add", "line", "type", "veth", "peer", "name", "line")
+        ip("-n", HOSTS[0], *veth, "netns", HOSTS[1])
     for name, address in zip(HOSTS, ADDRESSES, strict=True):
         ip("-n", name, "address", "add", f"{address}/24", "dev", "line")
         for link in ("line", "lo"):
             ip("-n", name, "link", "set", link, "up")
-        if rate:
-            shape = ("rate", rate, "burst", "256kb", "latency", "20ms")
+        if asked.rate and carrier is None:
+            shape = ("rate", asked.rate, "burst", "256kb", "latency", "20ms")
             tc = ("tc", "-n", name, "qdisc", "add", "dev", "line", "root", "tbf")
             subprocess.run([*tc, *shape], check=True)
+        if asked.control:
+            setting = f"net.ipv4.tcp_congestion_control={asked.control}"
+            subprocess.run(["ip", "netns", "exec", name, "sysctl", "-qw", setting], check=True)
+    return carrier
+
+
+def in_bytes(rate: str) -> float:
+    """Bytes a second, of a rate as tc writes it."""
+    return float(rate[:-4]) * UNITS[rate[-4:]]
 
 
 def iperf(streams: int) -> float:
@@ -57,39 +84,73 @@ def iperf(streams: int) -> float:
     return float(json.loads(said)["end"]["sum_received"]["bits_per_second"]) / 8
 
 
-def loop(streams: int, size: int, total: int, *, channel: bool) -> float:
-    """Bytes a second, as the receiver sees them."""
-    what = json.dumps([streams, size, total, channel])
+def loop(asked: argparse.Namespace, size: int) -> dict[str, float]:
+    """Bytes a second each way of moving messages gets, as the receiver sees them: medians."""
+    what = json.dumps([size, asked.rounds, asked.seconds])
     ends = [
         subprocess.Popen(
             ["ip", "netns", "exec", name, sys.executable, __file__, "end", str(rank), what],
             stdout=subprocess.PIPE,
+            env={**os.environ, "TORCH_CPP_LOG_LEVEL": "ERROR"},
         )
         for rank, name in enumerate(HOSTS)
     ]
-    said = [end.communicate(timeout=300)[0] for end in ends]
-    return float(said[1])
+    said = [end.communicate(timeout=900)[0] for end in ends]
+    figures: dict[str, list[float]] = json.loads(said[1])
+    return {name: statistics.median(values) for name, values in figures.items()}
 
 
-def end(rank: int, streams: int, size: int, total: int, channel: bool) -> None:
+def end(rank: int, size: int, rounds: int, seconds: float) -> None:
     """One of two processes: 0 sends."""
+    import torch
 
+    from pipeworker.plan.actions import Edge, Payload
     from pipeworker.worker.internals import PrefixStore, ProcessGroupGloo, TCPStore, gloo_options
+    from pipeworker.worker.transport import tls
+    from pipeworker.worker.transport.credentials import Credentials
+    from pipeworker.worker.transport.distributed import GroupLink
+    from pipeworker.worker.transport.proof import Place
 
-    store = TCPStore(ADDRESSES[0], PORT, 2, rank == 0, timedelta(seconds=60))
-    groups: list[Any] = []
-    for number in range(streams):
+    patience = timedelta(seconds=600)
+    store = TCPStore(ADDRESSES[0], PORT, 2, rank == 0, patience)
+
+    def group(name: str) -> Any:
         device = ProcessGroupGloo.create_device(hostname=ADDRESSES[rank])
-        options = gloo_options(device, timedelta(seconds=60))
-        groups.append(ProcessGroupGloo(PrefixStore(str(number), store), rank, 2, options))
-    count = min(4096, max(8, total // size))
-    run = through_channel(groups[0], rank) if channel else partial(bare, groups, rank)
-    run(size, MICROBATCHES)
-    began = time.perf_counter()
-    run(size, count)
+        return ProcessGroupGloo(
+            PrefixStore(name, store), rank, 2, gloo_options(device, timedelta(seconds=60))
+        )
+
+    groups = [group(str(number)) for number in range(max(STREAMS))]
+    edge, place = Edge(0, 1, Payload.ACTIVATION), Place(store, "tls", time.monotonic() + 60)
+    credentials = Credentials.of("the token of a benchmark, which is not secret")
+    over_gloo = GroupLink(edge, group("channel"), torch.device("cpu"))
+    over_tls = tls.connect(
+        edge, b"not a secret either", place, credentials, ADDRESSES[rank], sends=not rank
+    )
+    ways: dict[str, Way] = {f"gloo x{n}": partial(bare, groups[:n], rank) for n in STREAMS}
+    ways |= {"channel": through_channel(over_gloo, rank), "tls": through_channel(over_tls, rank)}
+
+    def timed(what: str, run: Way, count: int) -> float:
+        store.set(f"{what}/{rank}", "")
+        store.wait([f"{what}/{1 - rank}"])
+        began = time.perf_counter()
+        run(size, count)
+        return time.perf_counter() - began
+
+    figures: dict[str, list[float]] = {name: [] for name in ways}
+    counts = {}
+    for name, run in ways.items():
+        timed(f"{name}/first", run, MICROBATCHES)
+        took = timed(f"{name}/try", run, MICROBATCHES)
+        if rank:
+            store.set(f"{name}/count", str(max(1, min(512, int(seconds / took)))))
+        counts[name] = MICROBATCHES * int(store.get(f"{name}/count"))
+    for number in range(rounds):
+        for name in ways if number % 2 else reversed(ways):
+            took = timed(f"{name}/{number}", ways[name], counts[name])
+            figures[name].append(counts[name] * size / took)
     if rank:  # on standard output alone: it is what the parent reads
-        print(count * size / (time.perf_counter() - began))
-    if rank:
+        print(json.dumps(figures))
         store.set("done", "")
     else:
         store.wait(["done"])
@@ -101,15 +162,14 @@ def bare(groups: list[Any], rank: int, size: int, count: int) -> None:
     """Each message is cut into as many parts as there are streams."""
     import torch
 
-    part = size // len(groups)
     tensors = [torch.zeros(size, dtype=torch.uint8) for _ in range(AHEAD)]
     under_way: deque[list[Any]] = deque()
     for number in range(count):
         if len(under_way) == AHEAD:
             for work in under_way.popleft():
                 work.wait()
-        parts = tensors[number % AHEAD].split(part)
-        pairs = zip(groups, parts, strict=False)
+        parts = tensors[number % AHEAD].tensor_split(len(groups))
+        pairs = zip(groups, parts, strict=True)
         if rank == 0:
             under_way.append([group.send([p], 1, 0) for group, p in pairs])
         else:
@@ -119,17 +179,13 @@ def bare(groups: list[Any], rank: int, size: int, count: int) -> None:
             work.wait()
 
 
-def through_channel(group: Any, rank: int) -> Callable[[int, int], None]:
+def through_channel(link: Any, rank: int) -> Way:
     """As stages exchange them, so many micro-batches a step."""
     import torch
 
-    from pipeworker.plan.actions import Edge, Payload
     from pipeworker.worker.transport.channel import Receiver, Sender
     from pipeworker.worker.transport.courier import Courier
-    from pipeworker.worker.transport.distributed import GroupLink
 
-    cpu = torch.device("cpu")
-    link = GroupLink(Edge(0, 1, Payload.ACTIVATION), group, cpu)
     if rank == 0:
         sender = Sender(link, AHEAD, Courier())
 
@@ -142,7 +198,7 @@ def through_channel(group: Any, rank: int) -> Callable[[int, int], None]:
             sender.flush()
 
         return send
-    receiver = Receiver(link, cpu, AHEAD)
+    receiver = Receiver(link, torch.device("cpu"), AHEAD)
 
     def receive(size: int, count: int) -> None:
         for _ in range(0, count, MICROBATCHES):
@@ -155,20 +211,32 @@ def through_channel(group: Any, rank: int) -> Callable[[int, int], None]:
 
 
 def main() -> None:
-    rate = sys.argv[1] if len(sys.argv) > 1 else ""
-    total = BYTES >> 2 if rate else BYTES
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("rate", nargs="?", default="", help="as tc writes it: 1gbit")
+    parser.add_argument("--delay", type=float, default=0.0, help="milliseconds, each way")
+    parser.add_argument("--loss", type=float, default=0.0, help="share of packets")
+    parser.add_argument("--control", default="", help="TCP's congestion control: cubic, bbr")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--seconds", type=float, default=0.5, help="of one figure of one round")
+    asked = parser.parse_args()
+    carrier = None
     try:
-        make(rate)
+        carrier = make(asked)
         line = max(one := iperf(1), several := iperf(4))
-        print(f"iperf3: {one / 1e9:.2f} GB/s with one stream, {several / 1e9:.2f} with four")
+        print(f"iperf3: {one / 1e6:.1f} MB/s with one stream, {several / 1e6:.1f} with four")
+        if carrier:
+            line = in_bytes(asked.rate or "100mbit")
         for name, size in SIZES.items():
-            figures = {f"gloo x{n}": loop(n, size, total, channel=False) for n in STREAMS}
-            figures["channel"] = loop(1, size, total, channel=True)
-            shares = ", ".join(f"{kind} {got / line:.2f}" for kind, got in figures.items())
-            print(f"{name}: {shares} of the line", flush=True)
+            if MICROBATCHES * size / line < LONGEST:
+                figures = loop(asked, size)
+                shares = ", ".join(f"{kind} {got / line:.2f}" for kind, got in figures.items())
+                print(f"{name}: {shares} of the line", flush=True)
     finally:
         for name in HOSTS:
             subprocess.run(["ip", "netns", "delete", name], check=False)
+        if carrier:
+            carrier.kill()
+            carrier.wait()
 
 
 if __name__ == "__main__":
