@@ -126,14 +126,18 @@ def launch(
     nodes: int | None,
     settings: tuple[str, ...],
     dry_run: bool,
+    debug: bool,
     **chosen: Any,
 ) -> None:
     """Train the model of JOB_FILE. Words after -- reach the file as sys.argv[1:]."""
-    from launcher import local
+    from launcher import foreground, local
 
     view = take(chosen, click.get_current_context())
     where = Elsewhere.of(on, nodes, hosts, hosts_file, settings, sync, dry_run)
     request = asked(chosen)
+    if debug:
+        foreground.check(request.stages, chosen["replicas"], here=where.here)
+        request = replace(request, stages=1)
     if chosen["stages"] is None and where.hosts:
         workers = sum(host.workers for host in where.hosts)
         request = replace(request, stages=stages_of(workers, chosen["replicas"]))
@@ -141,19 +145,17 @@ def launch(
         sys.exit(_launch_elsewhere(request, where, view, chosen))
     if dry_run:
         raise UsageError("--dry-run is of --on and --hosts: here nobody else is asked")
-    if chosen["stages"] is None and not request.goes_on:
+    if chosen["stages"] is None and not request.goes_on and not debug:
         stages = max(1, local.accelerators() // max(1, chosen["replicas"]))
         request = replace(request, stages=stages)
     _check(request)
     local.check_job_file(Path(request.job_file))
-    with closing(request.begin()) as begun:
-        sys.exit(local.run(begun.options, begun.run_dir, begun.warnings, view))
+    sys.exit(foreground.run(request, view) if debug else local.run(request.begin(), view))
 
 
 def _launch_elsewhere(request: Asked, where: Elsewhere, view: View, chosen: dict[str, Any]) -> int:
     """On other hosts than this one alone."""
     from launcher import choose, local, ssh
-    from launcher.run import Launch
 
     stages = chosen["stages"] if request.stages is None else request.stages
     if stages is None:
@@ -180,8 +182,7 @@ def _launch_elsewhere(request: Asked, where: Elsewhere, view: View, chosen: dict
         options = begun.options
         workers = options.stages * options.replicas  # of a run that goes on, as it was
         spec = replace(spec, run_dir=str(begun.run_dir.path), workers=workers)
-        agents = choose.agents_of(spec)
-        return Launch(begun.options, begun.run_dir, agents, begun.warnings, view).run()
+        return local.run(begun, view, choose.agents_of(spec))
 
 
 class _AtMeeting(Shown):

@@ -92,6 +92,22 @@ def origin(context: click.Context, name: str) -> str:
 class Command(click.Command):
     """A command whose options have groups."""
 
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """As click does; an option that is like none of ours may be the job file's own.
+
+        Raises:
+            NoSuchOption: nobody has it.
+        """
+        try:
+            return super().parse_args(ctx, args)
+        except click.NoSuchOption as error:
+            passes_on = any(parameter.name == "arguments" for parameter in self.params)
+            if not passes_on or {*(error.possibilities or ())} - {"--help"}:
+                raise
+            name = error.option_name
+            said = f"No such option '{name}'. Is it the job file's own? job.py -- {name}"
+            raise click.NoSuchOption(name, said, ctx=error.ctx) from None
+
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write them, each group under its name, in the order in which they are declared."""
         groups: dict[str, list[tuple[str, str]]] = {}

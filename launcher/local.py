@@ -5,29 +5,32 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Sequence
+from contextlib import closing
 from pathlib import Path
 
 from launcher.run import Launch
 from launcher.spec import Carried, Host
 from pipeworker.errors import UsageError
-from pipeworker.job.options import Options
 from pipeworker.plan.orders import placement
-from pipeworker.record.rundir import RunDir
+from pipeworker.session.begin import Begun
 from pipeworker.session.show.view import View
 
 
-def run(
-    options: Options, run_dir: RunDir, warnings: Sequence[str] = (), view: View | None = None
-) -> int:
-    """Run a job on this host to its end; returns the exit status.
+def run(begun: Begun, view: View | None = None, carried: Sequence[Carried] = ()) -> int:
+    """Run a job to its end; returns the exit status.
 
     Args:
-        warnings: to be shown first.
         view: what is shown.
+        carried: the agents of its hosts; none for this host alone.
     """
-    ranks = placement(options.schedule, options.stages, options.replicas).ranks
-    here = Carried(Host("", ranks))
-    return Launch(options, run_dir, (here,), warnings, view).run()
+    options = begun.options
+    if not carried:
+        ranks = placement(options.schedule, options.stages, options.replicas).ranks
+        carried = (Carried(Host("", ranks)),)
+    with closing(begun):
+        verdict = Launch(options, begun.run_dir, carried, begun.warnings, view).run()
+        begun.close(verdict)
+    return verdict.exit_status
 
 
 def check_job_file(path: Path) -> None:

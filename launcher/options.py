@@ -120,6 +120,12 @@ _ELSEWHERE = _in(
     once=True,
 )
 
+_HERE = _in(
+    _WORKERS,
+    _flag("--debug", "With --stages 1: breakpoint() and input() have this terminal."),
+    once=True,
+)
+
 _OF_JOB = [
     *_in(
         _WORKERS,
@@ -306,7 +312,7 @@ def job_options(function: Function) -> Function:
 
 def launch_options(function: Function) -> Function:
     """The options of `launch`: where the job runs, and those of any job."""
-    return _all([*_STAGES, *_ELSEWHERE], job_options(function))
+    return _all([*_STAGES, *_HERE, *_ELSEWHERE], job_options(function))
 
 
 def init_options(function: Function) -> Function:

@@ -109,8 +109,8 @@ class Launch:
         self._selector = selectors.DefaultSelector()
         self._wake_in, self._wake_out = socket.socketpair()
 
-    def run(self) -> int:
-        """Run it to its end; returns the exit status.
+    def run(self) -> Verdict:
+        """Run it to its end.
 
         Raises:
             PipeworkerError: a process cannot be started.
@@ -146,7 +146,7 @@ class Launch:
             self._wake_out.close()
         verdict = self._verdict or self._verdict_of_our_own()
         self._show(verdict)
-        return verdict.exit_status
+        return verdict
 
     def _end(self) -> None:
         """Let all processes end, at the same time."""

@@ -64,12 +64,18 @@ FOUR = ("--stages", "4", "--balance", "2,2,2,2", "--microbatches", "4", "--steps
 
 
 def check_failed(run: Run, status: int) -> str:
-    """The job failed with one message and nothing of ours in it; returns the message."""
+    """The job failed with one message and nothing of ours in it; returns the message.
+
+    A mistake (status 2) leaves nothing behind.
+    """
     assert run.status == status, run.stderr
     assert len(re.findall("^error: ", run.stderr, re.MULTILINE)) == 1
     assert not any(path in run.stdout + run.stderr for path in OURS)
     for echo in ("closed", "reset", "nobody reported", "defect"):
         assert echo not in run.stderr
+    if status == 2:
+        assert not run.path.exists()
+        return run.stderr.partition("error: ")[2]
     summary = run.summary
     assert summary["status"] == "failed"
     assert f"error: {summary['error']}\n" in run.stderr
@@ -187,6 +193,19 @@ TRAINING = {
         "yield x[_:], (x",
         2,
         r"data\(\) gave tensors that disagree in dim 0, the batch: \(9, 8\), \(10,\)",
+    ),
+    "data that raises at once": (
+        "for _ in range(6)",
+        "open('no-such-file')\n        for _ in range(6)",
+        2,
+        r"data\(\) raised FileNotFoundError: .*'no-such-file'\n  in reading: stage 0, step 1",
+    ),
+    "loss that is wrong in its second step": (
+        "yield x, (x",
+        "yield x, (0.5 if _ else 1) * (x",
+        1,
+        r"loss\(\) raised RuntimeError: .*its output was Tensor\[3, 3\] float32, its target "
+        r"Tensor\[3\] float32\)\n  in loss: stage 1, micro-batch 0, step 2",
     ),
     "data that raises": (
         "yield x, (x",

@@ -35,7 +35,8 @@ FLOORS = [
     "pipeworker.past",
     *("pipeworker.host", "pipeworker.coordinator"),
     *("pipeworker.worker", "pipeworker.worker.internals", "pipeworker.worker.device"),
-    *("pipeworker.worker.blame", "pipeworker.worker.control", "pipeworker.worker.transport"),
+    *("pipeworker.worker.blame", "pipeworker.worker.console", "pipeworker.worker.control"),
+    "pipeworker.worker.transport",
     *("pipeworker.worker.stage", "pipeworker.worker.update", "pipeworker.worker.step"),
     *("pipeworker.worker.model", "pipeworker.worker.keeper", "pipeworker.worker.heirs"),
     "pipeworker.worker.remembered",
@@ -63,7 +64,7 @@ ROOMS_WITHIN = {
         *("simulate", "shares"),
         *("partition", "skips", "ties"),
     ],
-    "pipeworker.job": ["options", "given", "recorded", "sources", "file"],
+    "pipeworker.job": ["options", "given", "recorded", "sources", "calls", "file"],
     "pipeworker.record": [
         *("manifest", "memory", "writer", "metrics", "rundir", "lock", "run", "resume", "plain"),
         *("image", "source", "tensors", "misfits", "checkpoint", "regroup", "restore", "initial"),
@@ -110,7 +111,7 @@ ROOMS_WITHIN = {
     "launcher": [
         *("spec", "children", "run", "local", "ssh", "slurm", "sbatch", "errorfile", "torchrun"),
         *("node", "pod", "kubernetes", "kubectl", "command", "choose", "templates"),
-        *("options", "defaults", "machine", "view"),
+        *("options", "defaults", "machine", "view", "foreground"),
     ],
 }
 """Within a room it is so too."""

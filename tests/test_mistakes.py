@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import re
 import subprocess
@@ -19,6 +20,8 @@ from torch import nn
 
 from pipeworker.errors import UsageError
 from pipeworker.job import file as job_file
+from pipeworker.session.begin import Asked
+from pipeworker.wire.lines import Verdict
 from pipeworker.worker.step.data import Reader
 from support.sources import JOB
 
@@ -52,6 +55,7 @@ def launch(folder: Path, *words: str) -> Result:
         (("--balance", "3,x"), "--balance '3,x' is not a list of layer counts"),
         (("--balance", "5,0"), "--balance '5,0' is not a list of layer counts"),
         (("--stagess", "2"), "No such option"),
+        (("--lr", "2"), "No such option '--lr'. Is it the job file's own? job.py -- --lr"),
     ],
 )
 def test_options_that_are_wrong(tmp_path: Path, words: tuple[str, ...], expected: str) -> None:
@@ -98,6 +102,36 @@ def test_a_run_directory_that_exists_is_left_alone(tmp_path: Path) -> None:
     result = launch(tmp_path, "--run-dir", str(run_dir / "metrics.jsonl" / "deeper"), *words)
     assert result.exit_code == 2
     assert "cannot make run directory" in result.output
+
+
+MISTAKE = Verdict("failed", 2, 0, 0.1, (), 0.0, "what is wrong")
+
+
+@pytest.mark.parametrize(
+    ("verdict", "stays"),
+    [
+        (MISTAKE, False),
+        (dataclasses.replace(MISTAKE, exit_status=0, own=True), False),
+        (dataclasses.replace(MISTAKE, exit_status=1), True),
+        (dataclasses.replace(MISTAKE, steps=1), True),
+        (None, True),
+    ],
+)
+def test_a_mistake_leaves_no_run_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, verdict: Verdict | None, stays: bool
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    begun = Asked(str(tmp_path / "job.py"), 1, {}).begin()
+    begun.run_dir.metrics.touch()
+    begun.close(verdict)
+    assert (tmp_path / "runs").exists() == stays
+
+
+def test_what_a_loop_of_ones_own_has_recorded_stays(tmp_path: Path) -> None:
+    begun = Asked(str(tmp_path / "job.py"), 1, {}, tmp_path / "run").begin()
+    begun.run_dir.evaluation.touch()
+    begun.close(MISTAKE)
+    assert begun.run_dir.run.exists()
 
 
 def runs_here(command: list[str], **_: Any) -> subprocess.CompletedProcess[str]:

@@ -7,7 +7,7 @@ import json
 import os
 import platform
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from datetime import datetime, timezone
 from io import StringIO
 from pathlib import Path
@@ -86,8 +86,9 @@ def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Command:
     monkeypatch.chdir(tmp_path)
     made = Command(tmp_path.resolve())
 
-    def run(options: Options, run_dir: RunDir, warnings: Sequence[str], view: View) -> int:
-        made.begun.append((options, run_dir, tuple(warnings)))
+    def run(begun: Begun, view: View) -> int:
+        made.begun.append((begun.options, begun.run_dir, begun.warnings))
+        begun.close()
         return 0
 
     monkeypatch.setattr("launcher.local.run", run)

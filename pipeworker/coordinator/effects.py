@@ -42,9 +42,14 @@ class Dropped:
 
 @dataclass(frozen=True, slots=True)
 class Warn:
-    """Something the user should see at once, though the job goes on."""
+    """Something the user should see at once, though the job goes on.
+
+    Attributes:
+        note: it may well be meant so.
+    """
 
     text: str
+    note: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,7 +34,7 @@ from pipeworker.coordinator.effects import (
 from pipeworker.coordinator.loop import Due, Loop, alike
 from pipeworker.coordinator.progress import Progress
 from pipeworker.coordinator.rendezvous import Rendezvous
-from pipeworker.coordinator.report import place
+from pipeworker.coordinator.report import few_samples, place
 from pipeworker.coordinator.roster import Member, Roster
 from pipeworker.coordinator.snapshots import Snapshots, Writing
 from pipeworker.coordinator.states import End, Lost, State, Verdict, Waiting
@@ -259,9 +259,25 @@ class Generation:
         return self._go_on(Due(), now)
 
     def fail(self, failure: Failure) -> list[Effect]:
-        """The job ends by a failure."""
-        status = 2 if failure.cause is Cause.USAGE else 1
+        """The job ends by a failure; before its first step the user's is a mistake, status 2."""
+        status = 1
+        if self.progress.begun:
+            if failure.cause in (Cause.USAGE, Cause.EXIT):
+                failure = replace(failure, cause=Cause.USER)
+        elif failure.cause is Cause.EXIT:
+            status = failure.status
+        elif failure.cause is Cause.USAGE or self._is_early(failure):
+            status = UsageError.exit_status
         return self._over(Verdict(Status.FAILED, status, self._named(failure)))
+
+    def _is_early(self, failure: Failure) -> bool:
+        """Whether the user's code raised before all stages were built."""
+        return failure.cause is Cause.USER and self.state in _AT_ONCE
+
+    @property
+    def _first(self) -> bool:
+        """Whether nothing of the run was there before this generation: what is said once."""
+        return self.progress.attempts <= 1 and not self.progress.recorded
 
     @property
     def waiting(self) -> Waiting:
@@ -327,7 +343,9 @@ class Generation:
         if self.layers and self.blueprint.names != self.layers:
             return self.fail(Failure(Cause.USAGE, self._other_layers(self.blueprint.names)))
         self._await(State.BUILDING)
+        notes = described[self.placement.rank_of(0)].notes if self._first else ()
         return [
+            *(Warn(text, note=True) for text in notes),
             *map(Log, self.blueprint.reasons()),
             *(self._send(m.peer, self.blueprint.plan(m.hello.rank)) for m in self._members),
         ]
@@ -467,6 +485,9 @@ class Generation:
             case RunStep():
                 self._step = following.step
                 self._await(State.STEPPING)
+                if self._sent_schedule < 0 and self._first:
+                    few = few_samples(following.batch, self.options.microbatches)
+                    due = replace(due, effects=(*due.effects, *([Warn(few)] if few else [])))
                 copy = self._copy(now, save=wanted) if boundary else None
                 if wanted and copy is None:
                     text = f"no checkpoint of step {self.progress.steps}: others are still written"
@@ -624,6 +645,8 @@ class Generation:
         if end.failure:
             at = f" ({place(end.failure)})" if end.failure.position.step >= 0 else ""
             reason = end.failure.message + at
+            if end.failure.cause is Cause.EXIT:  # who says the verdict says it, once
+                reason = ""
         abort = self.abort = Abort(reason, status)
         return [
             Log(f"ended: {how}: {reason}; it was {was}"),

@@ -45,6 +45,11 @@ class Progress:
     _lasted: float = 0.0  # seconds, of the same steps
 
     @property
+    def begun(self) -> bool:
+        """Whether a step was completed, here and now: not before the run was gone on with."""
+        return bool(self._bubbles)
+
+    @property
     def bubble(self) -> float:
         """The mean over the steps."""
         return sum(self._bubbles) / len(self._bubbles) if self._bubbles else 0.0

@@ -7,7 +7,7 @@ from typing import Any
 from pipeworker.coordinator.effects import Ended, Planned
 from pipeworker.job.options import Options
 from pipeworker.wire import lines
-from pipeworker.wire.messages import Cause, Failure, Phase
+from pipeworker.wire.messages import Batch, Cause, Failure, Phase
 
 
 def place(failure: Failure) -> str:
@@ -30,7 +30,7 @@ def describe(failure: Failure) -> str:
     """The whole message for the user: what, where, and the user's own traceback."""
     lines = [failure.message]
     where = place(failure)
-    if where and failure.cause is not Cause.USAGE:
+    if where and failure.cause not in (Cause.USAGE, Cause.EXIT):
         doing = (
             ""
             if failure.position.phase is Phase.STARTING
@@ -94,6 +94,18 @@ def planned_line(planned: Planned, options: Options) -> lines.Planned:
     )
 
 
+def few_samples(batch: Batch, microbatches: int) -> str:
+    """That a step has fewer samples than it was to have micro-batches; nothing where it has not."""
+    if batch.microbatches >= microbatches:
+        return ""
+    samples = f"{batch.samples} sample{'s' if batch.samples > 1 else ''}"
+    return (
+        f"the first mini-batch has {samples}, fewer than the {microbatches} micro-batches of a "
+        f"step: there are {batch.microbatches} of one sample each; give larger mini-batches, or a "
+        "smaller --microbatches"
+    )
+
+
 def verdict(ended: Ended, seconds: float) -> lines.Verdict:
     """What the user is told of the end."""
     return lines.Verdict(
@@ -107,4 +119,5 @@ def verdict(ended: Ended, seconds: float) -> lines.Verdict:
         len(ended.causes),
         ended.causes,
         ended.busy,
+        own=ended.failure is not None and ended.failure.cause is Cause.EXIT,
     )

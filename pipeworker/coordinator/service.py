@@ -321,7 +321,7 @@ class Service:
                 self._starter.tell(effect)
             case Warn():
                 log.warning("%s", effect.text)
-                self._starter.tell(Warned(effect.text))
+                self._starter.tell(Warned(effect.text, effect.note))
             case Planned():  # the workers before these are gone, and these do not save yet
                 self._sweep()
                 plan = report.planned_json(effect, self._options)

@@ -6,6 +6,7 @@ import importlib.util
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from difflib import get_close_matches
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -13,6 +14,8 @@ from typing import Any
 from torch import nn
 
 from pipeworker.errors import UsageError
+from pipeworker.job import calls
+from pipeworker.job.options import Options
 
 _PACKAGE = "pipeworker_job"
 REQUIRED = ("model", "loss", "optimizer", "data")
@@ -97,13 +100,16 @@ def check(module: Any, where: str, required: Sequence[str] = REQUIRED) -> Job:
         plural = "names" if len(missing) > 1 else "name"
         raise UsageError(
             f"{where} lacks the {plural} {', '.join(missing)}: it must define "
-            f"{', '.join(required[:-1])} and {required[-1]}"
+            f"{', '.join(required[:-1])} and {required[-1]}{_meant(missing, dir(module))}"
         )
     for name in ("loss", "optimizer", *_OPTIONAL_FUNCTIONS):
         value = getattr(module, name, None)
         if not callable(value) and not (name in _OPTIONAL_FUNCTIONS and value is None):
+            made = name in ("optimizer", "scheduler") and hasattr(value, "step")
+            which = " that makes it on each stage" if made else ""
             raise UsageError(
-                f"{name} in {where} is a {type(value).__name__}: it must be a function"
+                f"{name} in {where} is a {type(value).__name__}: it must be a function{which}, "
+                f"{calls.pattern(name)}"
             )
     interval = getattr(module, "scheduler_interval", "step")
     if interval not in _INTERVALS:
@@ -131,6 +137,10 @@ def check(module: Any, where: str, required: Sequence[str] = REQUIRED) -> Job:
                 f"{name} in {where} is a {type(data).__name__}: it must be an iterable of "
                 "(input, target) mini-batches, or a function returning one"
             )
+    for name in calls.NAMES:
+        value = getattr(module, name, None)
+        if callable(value) and (problem := calls.problem(name, value)):
+            raise UsageError(f"{name} in {where} {problem}")
     return Job(
         model=model,
         loss=module.loss,
@@ -147,6 +157,12 @@ def check(module: Any, where: str, required: Sequence[str] = REQUIRED) -> Job:
     )
 
 
+def _meant(missing: Sequence[str], there: Sequence[str]) -> str:
+    """What is there may be a slip of a name that is missing."""
+    slips = [slip for name in missing for slip in get_close_matches(name, there, 1)]
+    return f"; {slips[0]} is not one of them" if slips else ""
+
+
 def _exceptions(given: Any, where: str) -> tuple[type[BaseException], ...]:
     found = tuple(given) if isinstance(given, (list, tuple)) else (given,)
     for kind in found:
@@ -160,6 +176,18 @@ def _exceptions(given: Any, where: str) -> tuple[type[BaseException], ...]:
 
 def _is_function(value: Any) -> bool:
     return callable(value) and not isinstance(value, nn.Module)
+
+
+def unused(job: Job, options: Options) -> tuple[str, ...]:
+    """What a job file defines, and nobody asks for."""
+    if options.evaluate_every:
+        return ()
+    when = "--evaluate-every N runs it after every N steps"
+    if job.evaluation is not None:
+        return (f"evaluation() is defined, and not used: {when}",)
+    if job.metrics is not None:
+        return (f"metrics() is defined, and not used: it is for evaluation(), and {when}",)
+    return ()
 
 
 Entry = nn.Module | Callable[[], nn.Module]
@@ -197,6 +225,8 @@ def _checked(layers: dict[str, Any]) -> dict[str, Entry]:
                 f"layer {index} of model() is a {type(entry).__name__}: each must be an nn.Module "
                 "or a function that builds one"
             )
+        if not isinstance(entry, nn.Module) and (problem := calls.problem_of_layer(entry)):
+            raise UsageError(f"layer {index} of model() {problem}")
     return layers
 
 
@@ -204,11 +234,16 @@ def build(entry: Entry, index: int) -> nn.Module:
     """The module of an entry; the caller has seeded the random streams.
 
     Raises:
-        UsageError: a callable built something else.
+        UsageError: a callable built something else, or needs arguments.
     """
     if isinstance(entry, nn.Module):
         return entry
-    built = entry()
+    try:
+        built = entry()
+    except TypeError as error:
+        if not calls.is_refused(entry, error):
+            raise
+        raise UsageError(f"layer {index} of model() {calls.cannot_build(entry)}") from None
     if not isinstance(built, nn.Module):
         raise UsageError(
             f"layer {index} of model() was built as a {type(built).__name__}: it must be an "

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeworker.errors import UsageError
-from pipeworker.record.rundir import RunDir, write_json, write_whole
+from pipeworker.record.rundir import JOB, RunDir, write_json, write_whole
 
 VERSION = 1
 
@@ -35,7 +35,7 @@ def write(run_dir: RunDir, options: Mapping[str, Any], process: Mapping[str, Any
     content = {
         "version": VERSION,
         **process,
-        "job": _copy(run_dir, job, "job.py"),
+        "job": _copy(run_dir, job, JOB),
         "job_sha256": _sum(job),
         "arguments": options["arguments"],
         "seed": options["seed"],

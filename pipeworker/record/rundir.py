@@ -9,6 +9,7 @@ import os
 import re
 import shutil
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +20,9 @@ from pipeworker.record.manifest import INDEX, NAME, Manifest, index_of
 from pipeworker.record.metrics import rows
 from pipeworker.wire.lines import Verdict
 
+JOB = "job.py"
 _ASKED = ".checkpoint"
+_ROWS = (".jsonl", ".csv")
 _LEFT = (".step-*.partial", ".*.gone")
 _STATUSES = ("done", "failed", "interrupted")
 _SUMMARY: dict[str, type | tuple[type, ...]] = {
@@ -182,6 +185,23 @@ class RunDir:
         """
         (self.path / _ASKED).touch()
 
+    def remove(self, made: Sequence[Path]) -> None:
+        """Leave nothing of a run that never began, but what is not ours.
+
+        Args:
+            made: the folders that were made for it, the deepest first; those that are empty go.
+        """
+        rows = [path.with_suffix(of) for path in (self.metrics, self.evaluation) for of in _ROWS]
+        files = [self.run, self.path / JOB, self.plan, *rows, self.summary, self.lock]
+        logs = self.coordinator_log().parent
+        written = [*logs.glob("*.log"), *self.events.glob("events.*")]
+        for path in (*files, self.path / _ASKED, *written):
+            with suppress(OSError):
+                path.unlink()
+        for folder in (logs, self.events, self.checkpoints, *made):
+            with suppress(OSError):
+                folder.rmdir()
+
     def asked_for_checkpoint(self) -> bool:
         """Whether somebody has asked since it was last asked here."""
         try:
@@ -217,8 +237,11 @@ def find(source: Path) -> Path:
     return complete[-1]
 
 
-def create(asked: str | Path | None, job_file: Path) -> RunDir:
+def create(asked: str | Path | None, job_file: Path) -> tuple[RunDir, tuple[Path, ...]]:
     """Make the directory of a new run; the default is ``runs/<file stem>-<time>``.
+
+    Returns:
+        It, and the folders that were made for it, the deepest first.
 
     Raises:
         UsageError: it exists already, or cannot be made.
@@ -228,9 +251,10 @@ def create(asked: str | Path | None, job_file: Path) -> RunDir:
     attempt = 1
     while True:
         try:
+            new = [folder.absolute() for folder in path.parents if not folder.exists()]
             path.mkdir(parents=True, exist_ok=False)
             (path / "logs").mkdir()
-            return RunDir(path.resolve())
+            return RunDir(path.resolve()), (path.resolve(), *new)
         except FileExistsError:
             if asked:
                 raise UsageError(

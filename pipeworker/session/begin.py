@@ -18,6 +18,7 @@ from pipeworker.record import resume, run, rundir, source
 from pipeworker.record.lock import Lock
 from pipeworker.record.metrics import tensorboard
 from pipeworker.record.rundir import RunDir
+from pipeworker.wire.lines import Verdict
 
 _OF_ONE_START = ("resume", "resume_step")
 """Options that a run does not have, but what was begun with it."""
@@ -25,16 +26,33 @@ _OF_ONE_START = ("resume", "resume_step")
 
 @dataclass(frozen=True, slots=True)
 class Begun:
-    """A run whose directory is ready, and this process's; `warnings` are for the user."""
+    """A run whose directory is ready, and this process's.
+
+    Attributes:
+        warnings: for the user.
+        made: the folders that were made for it, the deepest first; none for one that goes on.
+    """
 
     options: Options
     run_dir: RunDir
     lock: Lock
     warnings: tuple[str, ...] = ()
+    made: tuple[Path, ...] = ()
 
-    def close(self) -> None:
-        """Leave the directory to others; so does the end of the process."""
+    def close(self, verdict: Verdict | None = None) -> None:
+        """Leave the directory to others; so does the end of the process. Idempotent.
+
+        Of a run that never began because of a mistake nothing is left.
+        """
+        if verdict is not None and verdict.mistake and self.made and not self._has_records:
+            self.run_dir.remove(self.made)
         self.lock.close()
+
+    @property
+    def _has_records(self) -> bool:
+        """Whether a loop of the user's own has left something, even without a step."""
+        run_dir = self.run_dir
+        return run_dir.evaluation.exists() or any(run_dir.checkpoints.glob("*"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,14 +146,14 @@ class Asked:
     def _new(self) -> Begun:
         options = self.anew()
         _check_packages(options)
-        run_dir = rundir.create(self.run_dir, Path(self.job_file))
+        run_dir, made = rundir.create(self.run_dir, Path(self.job_file))
         lock = Lock(run_dir.lock, alone=False)
         try:
             run.write(run_dir, _plain(options), _process(options))
         except BaseException:
             lock.close()
             raise
-        return Begun(options, run_dir, lock)
+        return Begun(options, run_dir, lock, made=made)
 
     def _resumed(self) -> Begun:
         assert self.run_dir

@@ -106,8 +106,8 @@ class Head:
         if self._verdict is None:
             how = "has not answered" if silent else "was killed"
             self._say_ourselves(status or 1, f"the coordinator (pid {self._coordinator.pid}) {how}")
-        self._begun.close()
         assert self._verdict
+        self._begun.close(self._verdict)
         return self._verdict.exit_status
 
     def _say_ourselves(self, status: int, error: str) -> None:

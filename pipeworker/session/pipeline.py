@@ -37,7 +37,6 @@ from pipeworker.wire.messages import (
     Loaded,
     StepResult,
 )
-from pipeworker.worker.service import over
 
 _OF_LAUNCH = ("restarts", "snapshot_every", "elastic")  # which can start a worker again
 _NOT_HERE = ("job_file", "stages", "arguments", "own_loop", "resume", "resume_step", *_OF_LAUNCH)
@@ -361,10 +360,7 @@ def train(
         Asked(script(), None, said, run_dir, resume, allow=allowed, ranks=place.world),
         listen=partial(_shown, View(quiet=quiet, log_every=log_every)),
     )
-    with session.inside():
-        while not over(message := session.receive()):
-            session.perform(message)
-    session.shut()
+    session.run()
     return session.worker.run_dir.path
 
 
@@ -386,10 +382,13 @@ class _Lines(Show):
     """Says all but how the job failed, which is raised."""
 
     def ended(self, verdict: Verdict) -> None:
-        super().ended(dataclasses.replace(verdict, error=None))
+        if not verdict.own:
+            super().ended(dataclasses.replace(verdict, error=None))
 
 
 def _warn(event: FromCoordinator) -> None:
     if isinstance(event, Warned):
         with contextlib.suppress(OSError):  # the output is the script's
-            print(f"warning: {event.text}", file=sys.stderr, flush=True)
+            print(
+                f"{'note' if event.note else 'warning'}: {event.text}", file=sys.stderr, flush=True
+            )

@@ -89,8 +89,13 @@ class Place:
         if dist.is_available() and dist.is_initialized():
             return Place._of_group(dist.get_rank(), dist.get_world_size())
         if not any(name in os.environ for name in ("RANK", "WORLD_SIZE")):
-            return Place(0, 1, 0, 1, "127.0.0.1", 0)
+            return Place.alone()
         return Place.from_environment()
+
+    @staticmethod
+    def alone() -> Place:
+        """Of a job of one process."""
+        return Place(0, 1, 0, 1, "127.0.0.1", 0)
 
     @staticmethod
     def _of_group(rank: int, world: int) -> Place:

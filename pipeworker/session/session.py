@@ -71,6 +71,7 @@ class Session:
 
     Args:
         place: its rank and how many there are.
+        job: None for the job file that is asked for.
         asked: what the script asks for.
         sample: an input of the model, for a job without data whose layers stash and pop.
         listen: given the run, gives who is told what the coordinator says, on rank 0.
@@ -82,7 +83,7 @@ class Session:
     def __init__(
         self,
         place: Place,
-        job: Job,
+        job: Job | None,
         asked: Asked,
         *,
         sample: Any = None,
@@ -124,6 +125,17 @@ class Session:
         self.worker = Worker(settings, self._control)
         atexit.register(self._abandoned)
         self._control.send(self.worker.hello())
+
+    def run(self) -> None:
+        """Take part to the end of a job whose loop is not the user's own.
+
+        Raises:
+            as :meth:`inside`.
+        """
+        with self.inside():
+            while not over(message := self.receive()):
+                self.perform(message)
+        self.shut()
 
     def join(self) -> None:
         """Take part until every stage is built."""
@@ -301,4 +313,4 @@ def _plain_modes() -> Iterator[None]:
 def _error_of(abort: Abort) -> PipeworkerError:
     """How the job's end reads on a rank that did not cause it."""
     kind = UsageError if abort.exit_status == UsageError.exit_status else PipeworkerError
-    return kind(abort.reason)
+    return kind(abort.reason or "another rank has ended the job")

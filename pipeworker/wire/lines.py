@@ -28,7 +28,7 @@ import json
 from dataclasses import dataclass
 from typing import Any, Generic, NoReturn, TypeVar, get_args
 
-from pipeworker.errors import ProtocolError
+from pipeworker.errors import ProtocolError, UsageError
 from pipeworker.wire.codec import Codec
 from pipeworker.wire.messages import Evaluation, Position, StepResult
 
@@ -184,9 +184,14 @@ class Planned:
 
 @dataclass(frozen=True, slots=True)
 class Warned:
-    """Something the user should see at once, though the job goes on."""
+    """Something the user should see at once, though the job goes on.
+
+    Attributes:
+        note: it may well be meant so.
+    """
 
     text: str
+    note: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,6 +201,7 @@ class Verdict:
     Attributes:
         peak_memory: bytes, by rank; 0 where it is not known.
         busy: the share of the time of its steps that each worker of a replica computed.
+        own: the job file ended itself when it was run; `error` is what it said.
     """
 
     status: str
@@ -208,6 +214,12 @@ class Verdict:
     restarts: int = 0
     causes: tuple[str, ...] = ()
     busy: tuple[float, ...] = ()
+    own: bool = False
+
+    @property
+    def mistake(self) -> bool:
+        """Whether the job never came to its first step because of something the user wrote."""
+        return self.own or (self.exit_status == UsageError.exit_status and not self.steps)
 
 
 FromCoordinator = (

@@ -21,6 +21,8 @@ MOST_KEYS = 1 << 6
 MOST_VERSIONS = 1 << 4
 MOST_MICROBATCHES = 1 << 20
 MOST_SAMPLES = 1 << 40
+MOST_STATUSES = 1 << 8
+MOST_NOTES = 1 << 4
 """What a message may hold. Each checks its own ranges where it is made, and so where it is read;
 what depends on the job, the coordinator checks."""
 
@@ -92,6 +94,8 @@ class Cause(Enum):
     """The user's code raised what the job file declares to be worth another try."""
     INTERNAL = "internal"
     """A defect in pipeworker."""
+    EXIT = "exit"
+    """The job file ended its process when it was run; the message is what it said."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +105,7 @@ class Failure:
     Attributes:
         rank: -1 for the job itself.
         stage: how the rank is called by what it holds: ``stage 1``.
+        status: the exit status that a job file chose.
     """
 
     cause: Cause
@@ -110,10 +115,12 @@ class Failure:
     layer_class: str = ""
     traceback: str = ""
     stage: str = ""
+    status: int = 1
 
     def __post_init__(self) -> None:
         longest = max(len(self.message), len(self.traceback))
         _check(longest <= LONGEST_TEXT, f"a failure of {longest} characters")
+        _check(0 <= self.status < MOST_STATUSES, f"an exit status of {self.status}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -255,6 +262,7 @@ class Described:
         types: the classes of the user's that this worker can tell others of, by name.
         names: of the layers in the user's module, where they are not their indices.
         sources: the job file and what it imports from its folder.
+        notes: for the user, who may have meant something else.
     """
 
     rank: int
@@ -265,9 +273,11 @@ class Described:
     types: tuple[str, ...] = ()
     names: tuple[str, ...] = ()
     sources: tuple[Source, ...] = ()
+    notes: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         _check_names(self.types, "names of types")
+        _check_names(self.notes, "notes", MOST_NOTES)
         _check(len(self.sources) <= MOST_TYPES, f"{len(self.sources)} files")
         count = len(self.layers)
         _check_names(self.names, "names of layers", count)

@@ -9,14 +9,16 @@ from __future__ import annotations
 
 import os
 import traceback
+from bdb import BdbQuit
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import pipeworker
 from pipeworker.errors import PeerLost, PipeworkerError, SkipError, UsageError
-from pipeworker.wire.messages import Cause, Failure, Position
+from pipeworker.wire.messages import MOST_STATUSES, Cause, Failure, Position
 
 _OURS = f"{Path(pipeworker.__file__).parent}{os.sep}"
 _MOST_CHARACTERS = 20_000
@@ -34,15 +36,42 @@ class Raised(Exception):
     """
 
     def __init__(self, who: str, error: BaseException, *, early: bool, note: str) -> None:
-        super().__init__(f"{who} raised {_text(error)}{note and f' ({note})'}")
+        super().__init__(f"{who} raised {text(error)}{note and f' ({note})'}")
         self.early = early
         self.error = error
+
+
+class Left(Raised):
+    """The user's code ended its process before anything began, as a parser of arguments does.
+
+    Attributes:
+        status: the exit status that it chose.
+        said: why, in its own words; what it has printed comes before that.
+    """
+
+    error: SystemExit
+
+    def __init__(self, who: str, error: SystemExit) -> None:
+        super().__init__(who, error, early=True, note="")
+        code = error.code
+        plain = code is None or isinstance(code, int)
+        self.status = int(code or 0) % MOST_STATUSES if plain else 1
+        self.said = "" if plain else str(code)
+        self._who = who
+
+    def words(self) -> str:
+        """What the user is shown of it."""
+        return self.said or f"{self._who} ended with exit status {self.status} and said nothing"
 
 
 def raised(who: str, error: BaseException, *, early: bool = False, note: str = "") -> NoReturn:
     """Say that the user's code raised; what is an error of ours already stays as it is."""
     if isinstance(error, (PipeworkerError, Raised, KeyboardInterrupt, GeneratorExit)):
         raise error
+    if isinstance(error, SystemExit) and early:
+        raise Left(who, error) from error
+    if isinstance(error, BdbQuit):  # the user has left the debugger
+        raise KeyboardInterrupt from error
     raise Raised(who, error, early=early, note=note) from error
 
 
@@ -53,6 +82,19 @@ def users(who: str, *, early: bool = False) -> Iterator[None]:
         yield
     except THEIRS as error:
         raised(who, error, early=early)
+
+
+def refuse_nothing(given: Any, by: str, who: str, error: BaseException) -> None:
+    """Where the user's code raised on a None, it is the layer that returned it who is to blame.
+
+    Raises:
+        UsageError: so it is.
+    """
+    if given is None and isinstance(error, Exception):
+        raise UsageError(
+            f"{by} returned None, on which {who} raised {text(error)}: the forward of a layer must "
+            "return its output"
+        ) from None
 
 
 def layer(index: int, kind: str) -> str:
@@ -68,6 +110,8 @@ def failure_of(
     def failure(cause: Cause, message: str, shown: str = "") -> Failure:
         return Failure(cause, message, rank, position, layer_class, _cut(shown), stage)
 
+    if isinstance(error, Left):
+        return replace(failure(Cause.EXIT, _cut(error.words())), status=error.status)
     if isinstance(error, Raised):
         cause = Cause.USAGE if error.early else Cause.USER
         return failure(cause, str(error), user_traceback(error.error))
@@ -80,10 +124,11 @@ def failure_of(
     if isinstance(error, KeyboardInterrupt):
         return failure(Cause.USER, "KeyboardInterrupt", user_traceback(error))
     whole = "".join(traceback.format_exception(error))
-    return failure(Cause.INTERNAL, f"a defect in pipeworker: {_text(error)}", whole)
+    return failure(Cause.INTERNAL, f"a defect in pipeworker: {text(error)}", whole)
 
 
-def _text(error: BaseException) -> str:
+def text(error: BaseException) -> str:
+    """``ValueError: what it says``."""
     return _cut(f"{type(error).__name__}: {error}".rstrip(": "))
 
 

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from pipeworker.host import streams
 from pipeworker.wire.messages import Abort, Advance, Failed, Failure, Finish
+from pipeworker.worker.console import detach
 from pipeworker.worker.control import Control, Leave, leave_process
 from pipeworker.worker.worker import Settings, Worker
 
@@ -25,6 +26,7 @@ def run(
         leave: as :class:`Control` takes it.
         tell: is told of a failure of this worker's before the coordinator is.
     """
+    detach()
     control = Control(
         endpoint=settings.endpoint,
         token=settings.token,

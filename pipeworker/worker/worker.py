@@ -76,6 +76,7 @@ from pipeworker.wire.messages import (
 )
 from pipeworker.worker import heirs
 from pipeworker.worker.blame import Raised, failure_of, users
+from pipeworker.worker.console import last_words
 from pipeworker.worker.device import device_for, peak_memory, redirect_output
 from pipeworker.worker.internals import loads_itself
 from pipeworker.worker.keeper import Keeper
@@ -248,11 +249,13 @@ class Worker:
 
     def _describe(self, welcome: Welcome) -> Described:
         self.run_dir = RunDir(Path(welcome.run_dir))
+        log = None
         if self._settings.to_log:
             placed = Placement(welcome.held, welcome.replicas)
             number = placed.worker_of(self._rank)
             replica = placed.replica_of(self._rank) if placed.replicas > 1 else None
-            redirect_output(self.run_dir.worker_log(number, replica))
+            log = self.run_dir.worker_log(number, replica)
+            redirect_output(log)
         self._options = options = Options.from_json(welcome.options)
         self._restored = welcome.restore
         self.placement = Placement(welcome.held, welcome.replicas)
@@ -266,7 +269,7 @@ class Worker:
             self._tracker.set(Phase.LOADING)
             rng.seed_all(options.seed, rng.accelerator_generator(self._device))
             there = set(sys.modules)
-            with users("the job file", early=True):
+            with last_words(log), users("the job file", early=True):
                 self._job = job_file.load(self._job_file, options.arguments)
             modules = partial(survey.new_modules, there)
         else:
@@ -290,7 +293,9 @@ class Worker:
         names = model.names if model.names != tuple(map(str, range(len(model.names)))) else ()
         types = tuple(self._classes)
         files = self._files(modules())
-        return Described(self._rank, model.classes, skips, ties, digest, types, names, files)
+        notes = () if options.own_loop else job_file.unused(self._job, options)
+        described = (model.classes, skips, ties, digest, types, names, files, notes)
+        return Described(self._rank, *described)
 
     def _files(self, modules: Sequence[ModuleType]) -> tuple[Source, ...]:
         """The job file and what it has imported; what a script is made of is its own."""
@@ -356,6 +361,7 @@ class Worker:
                 layers,
                 part.first,
                 index=part.stage,
+                before=self._model.class_of(part.first - 1),
                 seed=options.seed,
                 device=self._device,
                 tracker=tracker,

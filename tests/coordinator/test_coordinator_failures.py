@@ -6,9 +6,12 @@ import dataclasses
 
 import pytest
 
+from pipeworker.coordinator import report
 from pipeworker.coordinator.effects import Log, Status
 from pipeworker.coordinator.events import Unreachable
+from pipeworker.coordinator.job import Start
 from pipeworker.coordinator.roster import JOIN_FACTOR
+from pipeworker.coordinator.snapshots import Mark
 from pipeworker.coordinator.states import Lost, State, Verdict
 from pipeworker.wire.messages import (
     Abort,
@@ -165,6 +168,57 @@ def test_a_usage_error_of_a_worker_gives_exit_status_2() -> None:
     job.says(Failed(1, Failure(Cause.USAGE, "loss is missing")))
     assert job.failure.rank == 1
     assert job.ended.exit_status == 2
+
+
+def mistake(job: Scripted, cause: Cause, status: int = 1) -> Scripted:
+    job.says(Failed(1, Failure(cause, "what is wrong", status=status)))
+    return job
+
+
+def test_what_the_users_code_raises_before_the_first_step_gives_exit_status_2() -> None:
+    job = Scripted(2)
+    job.join()
+    job.describe()
+    assert job.state() is State.BUILDING
+    assert mistake(job, Cause.USER).ended.exit_status == 2
+    assert mistake(Scripted(2).running(), Cause.USER).ended.exit_status == 1
+
+
+@pytest.mark.parametrize(("steps", "status"), [(0, 2), (1, 1)])
+def test_a_mistake_that_shows_later_has_failed_the_run(steps: int, status: int) -> None:
+    job = Scripted(2).running()
+    for step in range(1, steps + 1):
+        job.step(step)
+    assert mistake(job, Cause.USAGE).ended.exit_status == status
+    verdict = report.verdict(job.ended, 1.0)
+    assert verdict.mistake == (not steps)
+    assert ("stage 1" in (verdict.error or "")) == bool(steps)  # where, once there are steps
+
+
+def test_a_run_that_goes_on_makes_its_mistakes_before_its_own_first_step() -> None:
+    job = Scripted(2, start=Start(Mark(7), recorded=7))
+    job.join()
+    assert mistake(job, Cause.USAGE).ended.exit_status == 2
+    assert not report.verdict(job.ended, 1.0).mistake  # there are its records
+
+
+@pytest.mark.parametrize("status", [0, 1, 3])
+def test_a_job_that_ends_itself_has_its_own_words_and_status(status: int) -> None:
+    job = Scripted(2)
+    job.join()
+    mistake(job, Cause.EXIT, status)
+    assert job.ended.exit_status == status
+    verdict = report.verdict(job.ended, 1.0)
+    assert (verdict.error, verdict.own, verdict.mistake) == ("what is wrong", True, True)
+    (abort,) = job.sent(0, Abort)
+    assert abort == Abort("", status)
+
+
+def test_a_job_that_ends_itself_later_has_failed() -> None:
+    job = Scripted(2).running()
+    job.step(1)
+    mistake(job, Cause.EXIT, 0)
+    assert (job.ended.exit_status, job.failure.cause) == (1, Cause.USER)
 
 
 def test_a_connection_that_stays_closed_is_a_lost_worker() -> None:

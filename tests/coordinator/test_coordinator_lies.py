@@ -96,6 +96,13 @@ def step_done(**wrong: object) -> list[object]:
     return [wrong.get(name, value) for name, value in zip(names, right, strict=True)]
 
 
+def model(**wrong: object) -> list[object]:
+    """The fields of what describes one, but for what is wrong."""
+    right = [0, ["Linear"], [], [], 0, [], [], [], []]
+    names = [field.name for field in fields(Described)]
+    return [wrong.get(name, value) for name, value in zip(names, right, strict=True)]
+
+
 WRONG = [
     ("StepDone", step_done(squares=[-4.0]), "a negative sum of squares"),
     ("StepDone", step_done(squares=[1.0] * 41), "41 squares"),
@@ -125,41 +132,27 @@ WRONG = [
         "2 names of metrics",
     ),
     ("EvaluationDone", [1, 1, -1, None], "-1 bytes of memory"),
-    ("Described", [0, ["Linear"], [[0, 99, "x"]], [], 0, [], [], []], "a skip to layer 99"),
-    ("Described", [0, ["Linear"], [], [[[], []]], 0, [], [], []], "tied weights without a name"),
-    ("Described", [0, ["Linear"], [], [], 0, [], ["a", "b"], []], "too many names of layers"),
-    (
-        "Described",
-        [0, ["A", "B"], [], [], 0, [], ["a"], []],
-        "names that are not those of the layers",
-    ),
-    (
-        "Described",
-        [0, ["A", "B"], [], [], 0, [], ["a", "a"], []],
-        "names that are not those of the",
-    ),
-    ("Described", [0, ["A"], [], [], 0, [], ["a.b"], []], "names that are not those of the layers"),
+    ("Described", model(skips=[[0, 99, "x"]]), "a skip to layer 99"),
+    ("Described", model(ties=[[[], []]]), "tied weights without a name"),
+    ("Described", model(names=["a", "b"]), "too many names of layers"),
+    ("Described", model(layers=["A", "B"], names=["a"]), "names that are not those of the layers"),
+    ("Described", model(layers=["A", "B"], names=["a", "a"]), "names that are not those of the"),
+    ("Described", model(names=["a.b"]), "names that are not those of the layers"),
+    ("Described", model(notes=["x" * 513]), "too many notes, or too long ones"),
+    ("Failed", [0, ["exit", "", 0, [0, -1, -1, -1], "", "", "", 256]], "an exit status of 256"),
     ("Saved", [0, 1, [["../x", 1, 1]], ""], "a file in another folder"),
     ("Saved", [0, 1, [["x", -1, 1]], ""], "a file that cannot be"),
     ("Saved", [0, 1, [["x", 1, 1 << 32]], ""], "a file that cannot be"),
     ("Saved", [0, 1, [], "x" * ((1 << 20) + 1)], "a reason of 1048577 characters"),
     ("Signalled", [0, "S" * 513], "too many names of signals, or too long ones"),
-    (
-        "Described",
-        [0, ["Linear"], [], [[["1.weight"], []]], 0, [], [], []],
-        "a tied weight '1.weight'",
-    ),
-    ("Described", [0, ["Linear"], [], [[["weight"], []]], 0, [], [], []], "a tied weight 'weight'"),
-    (
-        "Described",
-        [0, ["Linear"], [], [[["0" * 5000], []]], 0, [], [], []],
-        "names of tied weights",
-    ),
+    ("Described", model(ties=[[["1.weight"], []]]), "a tied weight '1.weight'"),
+    ("Described", model(ties=[[["weight"], []]]), "a tied weight 'weight'"),
+    ("Described", model(ties=[[["0" * 5000], []]]), "names of tied weights"),
     ("Heartbeat", [0, [5, -7, 0, 0], 0, 0, False, False], "a position of -7"),
     ("Heartbeat", [0, [5, 0, 0, 0], -1, 0, False, False], "a negative number of messages"),
     ("Hello", [0, "x" * 1000, 1, []], "a host or pid that cannot be"),
     ("Hello", [0, "x", 1, ["torch"] * 17], "too many versions"),
-    ("Described", [0, ["A"], [], [], 0, [], [], [["x" * 600, ""]]], "names of files, or too long"),
+    ("Described", model(sources=[["x" * 600, ""]]), "names of files, or too long"),
     ("StoreRequest", [0, 1, "get", ["k" * 1000], b"", b""], "too many keys, or too long ones"),
     ("StoreRequest", [0, 1, "get", ["k"] * 65, b"", b""], "too many keys"),
     ("StoreRequest", [0, 1, "set", ["k"], bytes(8193), b""], "a value of 8193 bytes"),

@@ -215,10 +215,10 @@ def test_a_mini_batch_that_cannot_be_ends_the_job(upcoming: Upcoming) -> None:
     assert job.failure.message.startswith(f"{who} sent what cannot be: Upcoming: a mini-batch ")
 
 
-def test_a_mini_batch_without_a_legal_schedule_is_the_users_mistake(
+def test_a_mini_batch_without_a_legal_schedule_ends_the_job(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """It ends the job, not the coordinator."""
+    """Not the coordinator; and there was a step already."""
 
     def whole(placement: Placement, microbatches: int, again: Iterable[int]) -> orders.Compute:
         if microbatches < 4:
@@ -230,6 +230,6 @@ def test_a_mini_batch_without_a_legal_schedule_is_the_users_mistake(
     for rank in job.ranks:
         batch = dataclasses.replace(BATCH, microbatches=3) if rank == job.first else None
         job.done(rank, 1, batch=batch)
-    assert job.failure.cause is Cause.USAGE
+    assert job.failure.cause is Cause.USER
     assert job.failure.message == "only for four micro-batches"
-    assert job.ended.exit_status == 2
+    assert job.ended.exit_status == 1

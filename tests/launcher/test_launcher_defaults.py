@@ -35,7 +35,7 @@ def launch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Launch:
     Path("jobs").mkdir()
     Path("jobs/job.py").touch()
     begun: list[Options] = []
-    monkeypatch.setattr("launcher.local.run", lambda options, *_: begun.append(options))
+    monkeypatch.setattr("launcher.local.run", lambda it, *_: begun.append(it.options))
 
     def launch(*words: str) -> Options:
         result = run("launch", *words, "jobs/job.py")

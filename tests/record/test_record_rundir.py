@@ -41,9 +41,29 @@ def test_where_things_are() -> None:
 
 
 def test_the_directory_asked_for_is_made(tmp_path: Path) -> None:
-    made = rundir.create(str(tmp_path / "a" / "b"), Path("job.py"))
+    made, folders = rundir.create(str(tmp_path / "a" / "b"), Path("job.py"))
     assert made.path == (tmp_path / "a" / "b").resolve()
     assert (made.path / "logs").is_dir()
+    assert folders == (made.path, made.path.parent)
+
+
+def test_nothing_is_left_of_one_that_is_removed(tmp_path: Path) -> None:
+    made, folders = rundir.create(str(tmp_path / "a" / "b"), Path("job.py"))
+    made.events.mkdir()
+    table, events = made.path / "metrics.csv", made.events / "events.out.tfevents.1"
+    for path in (made.run, made.metrics, table, events, made.coordinator_log(), made.worker_log(0)):
+        path.touch()
+    made.remove(folders)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_is_not_ours_stays_where_one_is_removed(tmp_path: Path) -> None:
+    made, folders = rundir.create(str(tmp_path / "a" / "b"), Path("job.py"))
+    for path in (made.run, made.path / "notes.txt", made.path.parent / "b-2"):
+        path.touch()
+    made.remove(folders)
+    assert [path.name for path in made.path.iterdir()] == ["notes.txt"]
+    assert sorted(path.name for path in made.path.parent.iterdir()) == ["b", "b-2"]
 
 
 def test_one_that_exists_is_not_touched(tmp_path: Path) -> None:
@@ -55,7 +75,7 @@ def test_one_that_exists_is_not_touched(tmp_path: Path) -> None:
 def test_the_default_is_new_each_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("time.strftime", lambda _: "20000101-000000")
-    names = [rundir.create(None, Path("/jobs/net.py")).path for _ in range(3)]
+    names = [rundir.create(None, Path("/jobs/net.py"))[0].path for _ in range(3)]
     stem = tmp_path.resolve() / "runs" / "net-20000101-000000"
     assert names == [stem, Path(f"{stem}-2"), Path(f"{stem}-3")]
 

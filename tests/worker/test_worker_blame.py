@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from bdb import BdbQuit
 from pathlib import Path
 from typing import NoReturn
 
@@ -13,7 +15,15 @@ from pipeworker.errors import PeerLost, PipeworkerError, SkipError, UsageError
 from pipeworker.host.position import Tracker
 from pipeworker.job import file as job_file
 from pipeworker.wire.messages import Cause, Failure, Phase, Position
-from pipeworker.worker.blame import Raised, failure_of, layer, raised, user_traceback, users
+from pipeworker.worker.blame import (
+    Raised,
+    failure_of,
+    layer,
+    raised,
+    refuse_nothing,
+    user_traceback,
+    users,
+)
 from pipeworker.worker.stage.microbatch import MicroBatch
 from pipeworker.worker.stage.stage import Stage
 
@@ -60,7 +70,7 @@ def test_whose_fault(error: BaseException, step: int, cause: Cause, message: str
         (ValueError("no"), layer(5, "Linear"), False, Cause.USER, "layer 5 (Linear) raised Val"),
         (KeyError(), layer(5, ""), False, Cause.USER, "layer 5 raised KeyError"),
         (ValueError("no"), "the job file", True, Cause.USAGE, "the job file raised ValueError: no"),
-        (SystemExit(3), "the job file", True, Cause.USAGE, "the job file raised SystemExit: 3"),
+        (SystemExit(3), "data()", False, Cause.USER, "data() raised SystemExit: 3"),
     ],
 )
 def test_what_the_users_code_raised_is_the_users_wherever_we_are(
@@ -71,6 +81,37 @@ def test_what_the_users_code_raised_is_the_users_wherever_we_are(
         assert failure.cause is cause
         assert failure.message.startswith(message)
         assert type(error).__name__ in failure.traceback
+
+
+@pytest.mark.parametrize(
+    ("code", "status", "message"),
+    [
+        (3, 3, "the job file ended with exit status 3 and said nothing"),
+        (None, 0, "the job file ended with exit status 0 and said nothing"),
+        (-1, 255, "the job file ended with exit status 255 and said nothing"),
+        ("no data", 1, "no data"),
+    ],
+)
+def test_a_job_that_ends_itself_has_its_own_words_and_status(
+    code: object, status: int, message: str
+) -> None:
+    error = raised_by(SystemExit(code), "the job file", early=True)
+    failure = failure_of(error, 0, Position(Phase.LOADING))
+    assert (failure.cause, failure.status, failure.message) == (Cause.EXIT, status, message)
+    assert not failure.traceback
+
+
+def test_who_leaves_a_debugger_interrupts_the_job() -> None:
+    with pytest.raises(KeyboardInterrupt), users("layer 3"):
+        raise BdbQuit
+
+
+@pytest.mark.parametrize("error", [TypeError("no"), ValueError("no")])
+def test_a_layer_that_returned_none_is_named_itself(error: Exception) -> None:
+    expected = "layer 2 (Block) returned None, on which layer 3 (Linear) raised"
+    with pytest.raises(UsageError, match=re.escape(f"{expected} {type(error).__name__}: no: the")):
+        refuse_nothing(None, "layer 2 (Block)", "layer 3 (Linear)", error)
+    refuse_nothing(torch.ones(1), "layer 2 (Block)", "layer 3 (Linear)", error)
 
 
 def test_what_the_layer_was_given_is_added() -> None:

@@ -118,8 +118,8 @@ CASES: dict[str, tuple[dict[str, str], Cause, str, Phase]] = {
     ),
     "optimizer": (
         {"optimizer": f"def optimizer(params): {NO}"},
-        Cause.USER,
-        "the optimizer raised ValueError: no",
+        Cause.USAGE,
+        "optimizer() raised ValueError: no",
         Phase.UPDATE,
     ),
     "optimizer step": (
@@ -137,7 +137,7 @@ def optimizer(params): return Bad(params, lr=0.1)
     ),
     "scheduler": (
         {"scheduler": f"def scheduler(opt): {NO}"},
-        Cause.USER,
+        Cause.USAGE,
         "scheduler() raised ValueError: no",
         Phase.UPDATE,
     ),
@@ -212,7 +212,8 @@ def scheduler(opt): return Bad()
     "loss": (
         {"loss": f"def loss(output, target): {NO}"},
         Cause.USER,
-        "loss() raised ValueError: no",
+        "loss() raised ValueError: no (its output was Tensor[2, 2] float32, its target Tensor[2, 2]"
+        " float32)",
         Phase.LOSS,
     ),
     "loss in evaluation": (
@@ -221,7 +222,8 @@ def scheduler(opt): return Bad()
             f"        {NO}\n    return output.mean()"
         },
         Cause.USER,
-        "loss() raised ValueError: no",
+        "loss() raised ValueError: no (its output was Tensor[2, 2] float32, its target Tensor[2, 2]"
+        " float32)",
         Phase.EVALUATION,
     ),
     "forward": (

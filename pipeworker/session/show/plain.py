@@ -96,7 +96,7 @@ class Show:
                     self._let_out()
                 self.say(evaluated(event))
             case Warned():
-                self.warning(event.text)
+                self.warning(event.text, "note" if event.note else "warning")
             case Verdict():
                 self._let_out()
                 self.ended(event)
@@ -177,18 +177,20 @@ class Show:
         self._drawn_at[said.mark] = self._now()
         return True
 
-    def warning(self, text: str) -> None:
+    def warning(self, text: str, kind: str = "warning") -> None:
         """Once, however often it is said."""
         if text not in self._warned:
             self._warned.add(text)
-            self.line(f"warning: {text}", error=True)
+            self.line(f"{kind}: {text}", error=True)
 
     def ended(self, verdict: Verdict) -> None:
         """The final summary, and the error if there is one."""
         self.close()
         if lines := self._ending(verdict).lines():
             self.say("\n".join(lines))
-        if verdict.error:
+        if verdict.own:  # in its own words
+            self.line(verdict.error or "", error=bool(verdict.exit_status))
+        elif verdict.error:
             self.line(f"error: {verdict.error}", error=True)
         elif verdict.status == "interrupted":
             self.line("interrupted", error=True)

@@ -40,8 +40,10 @@ class Model:
         self._tracker = tracker
         tracker.set(Phase.BUILDING)
         rng.seed_all(seed, rng.accelerator_generator(device))
-        with blame.users("model()", early=True):
+        try:
             named = job_file.entries(job)
+        except blame.THEIRS as error:
+            blame.raised("model()", error, early=True, note=_hint(error))
         self.names = tuple(named)
         """Of the layers, in the user's module."""
         self._entries = list(named.values())
@@ -137,6 +139,13 @@ class Model:
             else:
                 built = entry
             return built if device is None else built.to(device)
+
+
+def _hint(error: BaseException) -> str:
+    """What to do where torch does not say it."""
+    if isinstance(error, TypeError) and "is not a Module subclass" in str(error):
+        return "layers are instances: nn.ReLU(), neither nn.ReLU nor torch.relu"
+    return ""
 
 
 def _check_sizes(layers: Sequence[nn.Module], first: int) -> None:

@@ -108,13 +108,15 @@ class Survey:
                 tracker.set(Phase.SURVEY, microbatch=0, layer=index)
                 rng.seed_all(rng.layer_seed(self._seed, 0, 0, index))
                 try:
-                    with (
-                        blame.users(blame.layer(index, classes[-1])),
-                        autocast(where, self._precision) or nullcontext(),
-                    ):
+                    with autocast(where, self._precision) or nullcontext():
                         value = layer(value)
                 except SkipError:
                     break  # what does not match is said when all is known
+                except blame.THEIRS as error:
+                    who = blame.layer(index, classes[-1])
+                    before = blame.layer(index - 1, classes[index - 1])
+                    blame.refuse_nothing(value, before, who, error)
+                    blame.raised(who, error)
                 if device is not None:
                     value = _cut(value)
         classes += [type(entry).__name__ for entry in self._entries[len(classes) :]]

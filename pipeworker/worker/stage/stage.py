@@ -76,6 +76,7 @@ class Stage:
     Args:
         layers: built, on `device`; `first` is the index of the first one in the whole model.
         index: of the stage.
+        before: the class of the layer before its first one, if that is known.
         loss: on the last stage.
         skips: None when no layer stashes or pops.
         precision: ``fp32``, or what layers and loss are autocast to, ``bf16`` or ``fp16``.
@@ -91,6 +92,7 @@ class Stage:
         device: torch.device,
         tracker: Tracker,
         index: int = 0,
+        before: str = "",
         loss: Loss | None = None,
         skips: Skips | None = None,
         precision: str = "fp32",
@@ -100,6 +102,7 @@ class Stage:
         self.layers = list(layers)
         self.first = first
         self.index = index
+        self._before = before
         self.device = device
         self.last_layer = first + len(self.layers) - 1
         self.tracker = tracker
@@ -225,7 +228,10 @@ class Stage:
         output, mb.output, mb.value, mb.target = mb.output, None, None, None
         if self._loss is not None:
             if not output.requires_grad:
-                raise UsageError("the loss does not depend on any parameter that requires grad")
+                raise UsageError(
+                    "the loss does not depend on any parameter that requires grad: is it detached "
+                    "on its way, or is every parameter frozen?"
+                )
             return (output,), (losses.gradient(mb, self._loss_scale),)
         gradients = mb.output_gradients
         if self.skips is not None:
@@ -339,7 +345,10 @@ class Stage:
             with self._autocast:
                 return self._loss(output, target)
         except blame.THEIRS as error:
-            blame.raised("loss()", error)
+            last = blame.layer(self.last_layer, self.class_of(self.last_layer))
+            blame.refuse_nothing(output, last, "loss()", error)
+            given = f"its output was {describe(output)}, its target {describe(target)}"
+            blame.raised("loss()", error, note=given)
 
     def _output(self, value: Any, microbatch: int, phase: Phase, *, train: bool = True) -> Any:
         """Through all layers, with a table of what is stashed where layers stash."""
@@ -383,6 +392,8 @@ class Stage:
                 raise
             except blame.THEIRS as error:
                 who = blame.layer(index, self.class_of(index))
+                before = blame.layer(index - 1, self.class_of(index - 1) or self._before)
+                blame.refuse_nothing(value, before, who, error)
                 blame.raised(who, error, note=f"its input was {describe(value)}")
             if index != last_layer:
                 node = self._mark(value, node, microbatch, index)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import reprlib
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,6 +23,8 @@ from pipeworker.worker.transport.frame import replica
 
 _MOST = 2**63
 _MOST_SIGNATURES = 1024
+_PLAIN = (int, float, complex, str, bytes)
+_TARGETS = ("labels", "label", "targets", "target", "y")
 _LINE = 64  # bytes: memory of a mini-batch and of a part of it is aligned alike to that
 
 
@@ -182,10 +185,7 @@ class Reader:
         """
         said = said or self._said
         if not isinstance(item, (tuple, list)) or len(item) != 2:
-            shown = type(item).__name__
-            if isinstance(item, (tuple, list)):
-                shown += f" of {len(item)}"
-            raise UsageError(f"{said} a {shown}: it must be a pair (input, target)")
+            raise UsageError(f"{said} a {_no_pair(item)}")
         samples = _batch_size(item, said)
         count = min(self._microbatches, samples)
         mine, digest = range(count), 0
@@ -207,6 +207,7 @@ class Reader:
             self._signatures.clear()
         key = (structure, looks)
         if key not in self._signatures:
+            _check_leaves(leaves, self._said)
             self._signatures[key] = self._next_signature
             self._next_signature += 1
         return self._signatures[key]
@@ -217,16 +218,50 @@ def share(samples: int, microbatches: int) -> list[float]:
     return [size / samples for size in sizes(samples, microbatches)] if samples else []
 
 
+def _no_pair(item: Any) -> str:
+    """What a mini-batch is that is no pair, and what to do."""
+    kind, must = type(item).__name__, "it must be a pair (input, target)"
+    if isinstance(item, (tuple, list)):
+        return f"{kind} of {len(item)}: {must}"
+    if not isinstance(item, Mapping):
+        return f"{kind}: {must}"
+    target = next((name for name in item if name in _TARGETS), "target")
+    return (
+        f"{kind} of {reprlib.repr(list(item))[1:-1]}: {must}, what the first layer and loss are "
+        f"given of it, as (dict(batch), batch[{target!r}])"
+    )
+
+
+def _check_leaves(leaves: Sequence[Any], said: str) -> None:
+    """Refuse what can be neither cut nor sent, where it is easily mended.
+
+    Raises:
+        UsageError: there is such a leaf.
+    """
+    for leaf in leaves:
+        kind = type(leaf)
+        if kind.__module__ == "numpy" and not isinstance(leaf, _PLAIN):
+            raise UsageError(
+                f"{said} a numpy {kind.__name__}: make it a tensor, torch.from_numpy(array)"
+            )
+        if isinstance(leaf, Mapping):  # a class of its own, which nobody has registered
+            raise UsageError(f"{said} a {kind.__name__}: make it a plain dict, dict(batch)")
+
+
 def _batch_size(item: Any, said: str) -> int:
     tensors = [leaf for leaf in pytree.tree_leaves(item) if isinstance(leaf, torch.Tensor)]
     if not any(isinstance(leaf, torch.Tensor) for leaf in pytree.tree_leaves(item[0])):
+        _check_leaves(pytree.tree_leaves(item), said)
         raise UsageError(f"{said} an input without a tensor")
     for tensor in tensors:
         if tensor.is_nested or tensor.layout is not torch.strided:
             kind = "nested" if tensor.is_nested else "sparse"
             raise UsageError(f"{said} a {kind} tensor, which cannot be cut into micro-batches")
     if any(tensor.dim() == 0 for tensor in tensors):
-        raise UsageError(f"{said} a tensor without dims: dim 0 of every tensor is the batch")
+        raise UsageError(
+            f"{said} a tensor without dims: dim 0 of every tensor is the batch; a DataLoader makes "
+            "batches of samples"
+        )
     sizes = {tensor.shape[0] for tensor in tensors}
     if len(sizes) > 1:
         shapes = ", ".join(str(tuple(tensor.shape)) for tensor in tensors)

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from pipeworker.errors import UsageError
+from pipeworker.job.calls import signature
 from pipeworker.job.file import Job
 from pipeworker.plan.ties import layer_of
 from pipeworker.wire.messages import Update
@@ -89,7 +90,7 @@ class Updater:
             given = [
                 (tied.get(id(p)) or _shifted(name, first), p) for name, p in named if id(p) in mine
             ]
-        with users("the optimizer"):
+        with users("optimizer()", early=True):
             built = job.optimizer(given)
         if not isinstance(built, torch.optim.Optimizer):
             raise UsageError(
@@ -104,15 +105,12 @@ class Updater:
                 f"{type(built).__name__} evaluates the model inside its step, which a pipeline "
                 "cannot do"
             )
+        _check_trains(built, own)
         self.optimizer = built
         if job.scheduler is not None:
-            with users("scheduler()"):
+            with users("scheduler()", early=True):
                 self.scheduler = job.scheduler(built)
-            if not hasattr(self.scheduler, "step"):
-                raise UsageError(
-                    f"scheduler(optimizer) returned a {type(self.scheduler).__name__}: "
-                    "it must return a learning-rate scheduler"
-                )
+            _check_schedules(self.scheduler, built)
 
     @property
     def wants_metric(self) -> bool:
@@ -214,11 +212,43 @@ class Updater:
             parameter.grad = None
 
 
+def _check_trains(built: torch.optim.Optimizer, own: Sequence[nn.Parameter]) -> None:
+    """That an optimizer has some of what it was given, which it may choose from.
+
+    Raises:
+        UsageError: it has none of it.
+    """
+    has = {id(p) for group in built.param_groups for p in group["params"]}
+    if not any(id(p) in has for p in own):
+        raise UsageError(
+            f"optimizer(params) returned a {type(built).__name__} of other parameters than those "
+            "that it was given, so this stage would not be trained: make it of params, and freeze "
+            "what is not to be trained with requires_grad_(False)"
+        )
+
+
+def _check_schedules(scheduler: Any, built: torch.optim.Optimizer) -> None:
+    """That it is a scheduler of this optimizer.
+
+    Raises:
+        UsageError: it is none, or one of another.
+    """
+    kind = type(scheduler).__name__
+    if not hasattr(scheduler, "step"):
+        raise UsageError(
+            f"scheduler(optimizer) returned a {kind}: it must return a learning-rate scheduler"
+        )
+    of = getattr(scheduler, "optimizer", built)
+    if isinstance(of, torch.optim.Optimizer) and of is not built:
+        raise UsageError(
+            f"scheduler(optimizer) returned a {kind} of another optimizer than the one that it was "
+            "given, so this stage's learning rate would not change: make it of optimizer"
+        )
+
+
 def _arguments(function: Callable[..., Any]) -> Collection[str]:
-    try:
-        return inspect.signature(function).parameters
-    except ValueError:  # some built-in callables have none
-        return ()
+    found = signature(function)
+    return found.parameters if found else ()
 
 
 def _shifted(name: str, first: int) -> str:

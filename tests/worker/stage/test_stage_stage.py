@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -118,13 +119,50 @@ def test_the_position_when_the_loss_raises() -> None:
         raise ValueError("in loss")
 
     made = stage([nn.Linear(3, 1)], loss)
-    with pytest.raises(Raised, match=r"^loss\(\) raised ValueError: in loss$"):
+    given = r"its output was Tensor\[2, 1\] float32, its target Tensor\[\] float32"
+    with pytest.raises(Raised, match=rf"^loss\(\) raised ValueError: in loss \({given}\)$"):
         run(made, [torch.ones(2, 3)], again=True)
     assert made.tracker.get() == Position(Phase.LOSS, STEP, 0, -1)
 
 
+class Nothing(nn.Module):
+    def forward(self, x: Any) -> None:
+        return None
+
+
+@pytest.mark.parametrize(
+    ("layers", "value", "expected"),
+    [
+        (
+            [nn.Linear(3, 3), Nothing(), nn.Tanh()],
+            torch.ones(2, 3),
+            "layer 11 (Nothing) returned None, on which layer 12 (Tanh) raised TypeError: ",
+        ),
+        ([nn.Tanh()], None, "layer 9 (Block) returned None, on which layer 10 (Tanh) raised Type"),
+        (
+            [nn.Linear(3, 3), Nothing()],
+            torch.ones(2, 3),
+            "layer 11 (Nothing) returned None, on which loss() raised AttributeError: ",
+        ),
+    ],
+)
+def test_a_layer_that_returns_none_is_named_itself(
+    layers: list[nn.Module], value: Any, expected: str
+) -> None:
+    made = Stage(
+        layers,
+        10,
+        seed=5,
+        device=torch.device("cpu"),
+        tracker=Tracker(),
+        before="Block",
+        loss=lambda output, target: output.mean(),
+    )
+    with pytest.raises(UsageError, match=re.escape(expected)):
+        made.forward(MicroBatch(0, value=value, wants_grad=[]))
+
+
 def test_the_position_moves_through_backward() -> None:
-    made = stage([])
     where: list[Position] = []
 
     class Note(nn.Module):
@@ -133,7 +171,7 @@ def test_the_position_moves_through_backward() -> None:
             x.register_hook(lambda _: where.append(made.tracker.get()))  # type: ignore[no-untyped-call]
             return x * 1
 
-    made.layers = [nn.Linear(3, 3), Note(), nn.Tanh(), Note()]
+    made = stage([nn.Linear(3, 3), Note(), nn.Tanh(), Note()])
     run(made, [torch.ones(2, 3)], again=False)
     assert [(p.phase, p.layer) for p in where] == [(Phase.BACKWARD, 3), (Phase.BACKWARD, 1)]
 

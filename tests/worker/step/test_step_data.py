@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections import UserDict
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -135,10 +137,14 @@ def test_a_generator_object_gives_one_epoch() -> None:
         (torch.zeros(2), "gave a Tensor: it must be a pair"),
         ((torch.zeros(2),), "gave a tuple of 1"),
         ([torch.zeros(2)] * 3, "gave a list of 3"),
-        ({"x": torch.zeros(2)}, "gave a dict"),
+        ({"x": torch.zeros(2)}, r"gave a dict of 'x': .* as \(dict\(batch\), batch\['target'\]\)"),
+        (UserDict(x=0, labels=1), r"a UserDict of 'x', 'labels': .*, batch\['labels'\]\)"),
+        ((UserDict(x=torch.zeros(2)), 1), r"gave a UserDict: make it a plain dict, dict\(batch\)"),
+        ((np.zeros(2), np.zeros(2)), r"a numpy ndarray: make it a tensor, torch\.from_numpy\(arr"),
+        ((torch.zeros(2), {"y": np.zeros(2)}), "gave a numpy ndarray"),
         (None, "gave a NoneType"),
         ((1, torch.zeros(2)), "an input without a tensor"),
-        ((torch.zeros(2), torch.tensor(1)), "without dims"),
+        ((torch.zeros(2), torch.tensor(1)), "without dims: .*; a DataLoader makes batches of sa"),
         ((torch.zeros(2, 2).to_sparse(), torch.zeros(2)), "a sparse tensor, which cannot be cut"),
         ((torch.zeros(2), torch.zeros(3)), r"disagree in dim 0, the batch: \(2,\), \(3,\)"),
         (({"a": torch.zeros(2, 1), "b": torch.zeros(1)}, 0), r"\(2, 1\), \(1,\)"),

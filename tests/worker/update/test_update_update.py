@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from torch import nn
 from pipeworker.errors import UsageError
 from pipeworker.job.file import Job
 from pipeworker.wire.messages import Update
+from pipeworker.worker.blame import Raised
 from pipeworker.worker.stage import rng
 from pipeworker.worker.update.update import Updater, parameters_of
 
@@ -163,6 +165,39 @@ def test_an_optimizer_that_is_none(built: Any) -> None:
 def test_a_scheduler_that_is_none() -> None:
     with pytest.raises(UsageError, match=r"scheduler\(optimizer\) returned a NoneType"):
         make([nn.Linear(1, 1)], sgd, lambda optimizer: None)
+
+
+def test_an_optimizer_of_other_parameters_is_refused() -> None:
+    other = nn.Linear(1, 1)
+    with pytest.raises(UsageError, match="returned a SGD of other parameters than those that it"):
+        make([nn.Linear(1, 1)], lambda params: sgd(other.parameters()))
+
+
+def test_an_optimizer_may_choose_among_its_parameters_and_have_others() -> None:
+    other = nn.Parameter(torch.ones(1))
+    made = make([nn.Linear(1, 1)], lambda params: sgd([params[1], other]))
+    assert made.optimizer is not None
+
+
+def test_a_scheduler_of_another_optimizer_is_refused() -> None:
+    other = sgd([nn.Parameter(torch.ones(1))])
+    with pytest.raises(UsageError, match="returned a StepLR of another optimizer than the one"):
+        make([nn.Linear(1, 1)], sgd, lambda _: torch.optim.lr_scheduler.StepLR(other, 1))
+
+
+def test_a_scheduler_that_names_no_optimizer_is_let_through() -> None:
+    made = SimpleNamespace(step=lambda: None)
+    assert make([nn.Linear(1, 1)], sgd, lambda _: made).scheduler is made
+
+
+def test_who_raised_is_named() -> None:
+    def raises(_: Any) -> Any:
+        raise ValueError("no")
+
+    with pytest.raises(Raised, match=r"^optimizer\(\) raised ValueError: no$"):
+        make([nn.Linear(1, 1)], raises)
+    with pytest.raises(Raised, match=r"^scheduler\(\) raised ValueError: no$"):
+        make([nn.Linear(1, 1)], sgd, raises)
 
 
 def test_lbfgs_is_refused() -> None:

@@ -1,0 +1,181 @@
+"""What the user brought is looked at before it is called; what cannot be is let through."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from pipeworker.errors import UsageError
+from pipeworker.job import calls
+from pipeworker.job import file as job_file
+from pipeworker.job.options import Options
+
+
+class Unknown:
+    """Its signature cannot be told."""
+
+    @property
+    def __signature__(self) -> Any:
+        raise RuntimeError("nobody knows")
+
+    def __call__(self, *words: Any) -> Any:
+        return words
+
+
+class Failing(Unknown):
+    def __call__(self, *words: Any) -> Any:
+        return block()  # type: ignore[call-arg]
+
+
+class OneInput(nn.Module):
+    def forward(self, output: Any) -> Any:
+        return output
+
+
+def check(**names: Any) -> job_file.Job:
+    """A job that is right but for these names."""
+    right = {
+        "model": lambda: [nn.Linear(2, 2)],
+        "loss": nn.functional.mse_loss,
+        "optimizer": torch.optim.SGD,
+        "data": list,
+    }
+    return job_file.check(SimpleNamespace(**{**right, **names}), "job file j.py")
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "expected"),
+    [
+        (
+            "loss",
+            lambda output: output,
+            "is <lambda>(output): it must be callable as loss(output, ",
+        ),
+        ("loss", OneInput(), "is OneInput(output): it must be callable as loss(output, target)"),
+        ("loss", nn.MSELoss, "is the class MSELoss: give an instance, loss = MSELoss(), or a fun"),
+        ("optimizer", lambda params, lr: None, "is <lambda>(params, lr): it must be callable as"),
+        ("scheduler", lambda: None, "is <lambda>(): it must be callable as scheduler(optimizer)"),
+        (
+            "scheduler",
+            torch.optim.lr_scheduler.StepLR,
+            "is the class StepLR(optimizer, step_size, ...): it must be callable as scheduler(opt",
+        ),
+        ("metrics", lambda output: {}, "it must be callable as metrics(output, target)"),
+        ("before_update", lambda: None, "it must be callable as before_update(params)"),
+        ("model", lambda width: [], "is <lambda>(width): it must be callable as model()"),
+        ("model", nn.Sequential, "is the class Sequential: give an instance that has layers"),
+        ("model", OneInput, "model() returned a OneInput"),
+        ("model", nn.Linear, "is the class Linear(in_features, out_features, ...): give an inst"),
+        ("data", lambda n: [], "is <lambda>(n): it must be callable as data()"),
+        ("data", torch.utils.data.DataLoader, "is the class DataLoader(dataset, ...): give an in"),
+        ("evaluation", lambda n: [], "it must be callable as evaluation()"),
+        ("optimizer", torch.optim.SGD([nn.Parameter(torch.ones(1))]), "that makes it on each sta"),
+    ],
+)
+def test_what_cannot_be_called_as_it_will_be_is_said(name: str, value: Any, expected: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        job_file.entries(check(**{name: value}))
+    assert expected in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("loss", nn.MSELoss()),
+        ("loss", torch.nn.functional.binary_cross_entropy),
+        ("loss", functools.partial(lambda weight, output, target: output, 1.0)),
+        ("loss", lambda *both: both[0]),
+        ("loss", Unknown()),
+        ("loss", torch.dist),
+        ("optimizer", lambda named_parameters: None),
+        ("optimizer", functools.partial(torch.optim.AdamW, lr=0.1)),
+        ("scheduler", torch.optim.lr_scheduler.ConstantLR),
+        ("metrics", Unknown()),
+        ("before_update", Unknown()),
+        ("model", Unknown()),
+        ("data", Unknown()),
+    ],
+)
+def test_what_can_be_called_or_nobody_can_tell_is_let_through(name: str, value: Any) -> None:
+    assert getattr(check(**{name: value}), name) is value
+
+
+BY_HAND = "a module with this in its forward, or a function without arguments if it builds one"
+
+
+def block(width: int, bias: bool = True) -> nn.Module:
+    return nn.Linear(width, width, bias)
+
+
+@pytest.mark.parametrize(
+    ("entry", "expected"),
+    [
+        (nn.functional.relu, "is the function relu(input, ...), and one there is called without"),
+        (nn.functional.relu, "to build a layer: give nn.ReLU()"),
+        (nn.functional.leaky_relu, "give nn.LeakyReLU()"),
+        (torch.relu, "is the function relu, and one there is called without arguments, to build"),
+        (torch.tanh, "give nn.Tanh()"),
+        (lambda x: x * 2, f"is the function <lambda>(x), .*: give {BY_HAND}"),
+        (block, f"is the function block(width, ...), .*: give {BY_HAND}"),
+        (functools.partial(block, bias=False), "is the callable partial(width, ...), and one"),
+        (nn.Linear, "is the class Linear(in_features, out_features, ...), and one there is built"),
+    ],
+)
+def test_a_function_or_class_among_the_layers_that_needs_arguments_is_said(
+    entry: Callable[..., Any], expected: str
+) -> None:
+    def build() -> None:
+        job_file.build(job_file.entries(check(model=[nn.ReLU(), entry]))["1"], 1)
+
+    with pytest.raises(UsageError) as caught:
+        build()
+    shown = str(caught.value)
+    assert shown.startswith("layer 1 of model() is the ")
+    assert all(part in shown for part in expected.split(".*"))
+
+
+def test_what_a_builder_of_the_users_raises_is_its_own() -> None:
+    def builder() -> nn.Module:
+        return block()  # type: ignore[call-arg]
+
+    for made in (builder, Failing()):
+        (entry,) = job_file.entries(check(model=[made])).values()
+        with pytest.raises(TypeError, match="missing 1 required positional argument: 'width'"):
+            job_file.build(entry, 0)
+
+
+def test_a_slip_of_a_name_is_shown() -> None:
+    module = SimpleNamespace(model=[], loss=print, data=[], optimiser=print)
+    with pytest.raises(UsageError, match=r"lacks the name optimizer: .* and data; optimiser is"):
+        job_file.check(module, "job file j.py")
+
+
+@pytest.mark.parametrize(
+    ("names", "every", "expected"),
+    [
+        ({}, None, ()),
+        ({"evaluation": list}, None, ("evaluation() is defined, and not used: --evaluate-every",)),
+        ({"evaluation": list}, 5, ()),
+        ({"metrics": lambda o, t: {}}, None, ("metrics() is defined, and not used: it is for ev",)),
+    ],
+)
+def test_what_is_defined_and_not_used_is_noted(
+    names: dict[str, Any], every: int | None, expected: tuple[str, ...]
+) -> None:
+    notes = job_file.unused(check(**names), Options("j.py", 1, 1, evaluate_every=every))
+    assert len(notes) == len(expected)
+    assert all(map(str.startswith, notes, expected))
+
+
+def test_a_signature_is_shown_without_what_may_be_left_out() -> None:
+    def many(a: int, b: str = "", *rest: int, c: float, **more: int) -> None: ...
+
+    assert calls.shown(many) == "many(a, c, ...)"
+    assert calls.shown(lambda: None) == "<lambda>()"
+    assert calls.shown(Unknown()) == "Unknown"

@@ -1,0 +1,100 @@
+"""What a newcomer does in the first hour: a parser of arguments, a debugger, a mistake."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from support.jobs import Jobs, until
+from support.sources import JOB
+from support.terminal import Terminal
+
+PARSES = JOB.replace(
+    "def model",
+    """import argparse
+    parser = argparse.ArgumentParser(prog="job.py", description="My own job")
+    parser.add_argument("--width", type=int)
+    if parser.parse_args().width == 0:
+        raise SystemExit("a width of 0")
+
+    def model""",
+    1,
+)
+
+
+@pytest.mark.parametrize(
+    ("words", "status", "stdout", "stderr"),
+    [
+        (("--help",), 0, "usage: job.py .*\n\nMy own job\n\n(.*\n)+.*--width WIDTH\n", ""),
+        (("--wide",), 2, "", "usage: job.py .*\njob.py: error: unrecognized arguments: --wide\n"),
+        (("--width", "0"), 1, "", "a width of 0\n"),
+    ],
+)
+def test_a_job_that_ends_itself_has_the_last_word(
+    jobs: Jobs, words: tuple[str, ...], status: int, stdout: str, stderr: str
+) -> None:
+    """Once, not once a worker; and nothing is left."""
+    job_file = jobs.write(PARSES)
+    done = jobs.pipeworker("launch", "--stages", "2", str(job_file), "--", *words)
+    assert done.returncode == status
+    assert re.fullmatch(stdout, done.stdout), done.stdout
+    assert re.fullmatch(stderr, done.stderr), done.stderr
+    assert [path.name for path in jobs.folder.iterdir() if path.suffix != ".pyc"] == ["job.py"]
+
+
+def test_a_run_directory_that_was_there_stays(jobs: Jobs) -> None:
+    words = ("--stages", "2", "--microbatches", "2", "--steps", "2")
+    assert jobs.train(*words).summary["status"] == "done"
+    before = {path.name for path in (jobs.folder / "run-1").iterdir()}
+    job_file = jobs.write(JOB.replace("def optimizer", "def optimiser"))
+    again = ("--resume", "--run-dir", "run-1", "--steps", "4", str(job_file))
+    done = jobs.pipeworker("launch", *again)
+    assert done.returncode == 2
+    assert "lacks the name optimizer" in done.stderr
+    assert before <= {path.name for path in (jobs.folder / "run-1").iterdir()}
+
+
+ASKS = JOB.replace(
+    "def loss(output, target):", "ASKED = []\n\n    def loss(output, target):\n        asks(output)"
+).replace(
+    "def model",
+    """def asks(output):
+        if not ASKED:
+            ASKED.append(1)
+            breakpoint()
+
+    def model""",
+    1,
+)
+
+
+def test_a_debugger_has_the_terminal(jobs: Jobs) -> None:
+    words = ("--stages", "1", "--debug", "--steps", "2", "--microbatches", "2")
+    with Terminal(jobs, *words, source=ASKS) as terminal:
+        until(lambda: "(Pdb)" in terminal.read(), 40)
+        terminal.type("up\n")
+        terminal.type("p 'its shape is', output.shape\n")
+        until(lambda: "('its shape is', torch.Size([5, 3]))" in terminal.read(), 10)
+        terminal.type("c\n")
+        assert terminal.wait(60) == 0
+        shown = terminal.read()
+    assert shown.count("(Pdb)") == 3
+    assert "step 2/2  loss" in shown  # lines rather than a bar
+    assert "\x1b[?25l" not in shown
+
+
+def test_elsewhere_a_debugger_is_told_where_there_is_one(jobs: Jobs) -> None:
+    run = jobs.run("--stages", "2", "--microbatches", "2", source=ASKS)
+    assert run.status == 2
+    (error,) = run.stderr.splitlines()
+    assert re.match(
+        r"error: job.py, line \d+: a worker has no terminal .* --stages 1 --debug", error
+    )
+    assert not run.path.exists()
+
+
+def test_there_is_one_terminal(jobs: Jobs) -> None:
+    done = jobs.pipeworker("launch", "--stages", "2", "--debug", str(jobs.write(JOB)))
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: --debug is for one worker on this host")
