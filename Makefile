@@ -1,5 +1,6 @@
 # Two commands: `make demo` sets up and trains a small language model, `make test` sets up and tests.
-# `make soak` trains for half an hour among faults that end nothing, `make chaos` among hundreds that do.
+# `make docs` makes a site of docs/, in site/. `make soak` trains for half an hour among faults that
+# end nothing, `make chaos` among hundreds that do.
 
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
@@ -8,7 +9,7 @@ BIN := $(VENV)/bin
 # Tests wait more than they compute: two processes more than there are cores, up to four.
 PROCESSES := $(shell n=$$(($$(getconf _NPROCESSORS_ONLN) + 2)); echo $$((n < 4 ? n : 4)))
 
-.PHONY: demo test check soak chaos clean
+.PHONY: demo test check docs soak chaos clean
 
 demo: $(VENV)/.run
 	$(BIN)/pipeworker launch --stages 4 --steps 60 examples/bytelm.py
@@ -20,6 +21,9 @@ check: $(VENV)/.test
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+docs: $(VENV)/.docs
+	$(BIN)/python -m sphinx --fail-on-warning --keep-going --quiet docs site
 
 soak: $(VENV)/.test
 	SOAK_SECONDS=1800 $(BIN)/python -m pytest --cold --capture no tests/test_soak.py
@@ -41,5 +45,9 @@ $(VENV)/.test: setup.cfg pyproject.toml
 	$(INSTALL) '.[test]'
 	touch $(VENV)/.run $@
 
+$(VENV)/.docs: setup.cfg pyproject.toml
+	$(INSTALL) '.[docs]'
+	touch $(VENV)/.run $@
+
 clean:
-	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) build dist site *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -66,7 +66,7 @@ class Every:
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """What `pipeworker launch` was asked for; the meaning of each is in the README.
+    """What `pipeworker launch` was asked for; the meaning of each is in ``docs/options.md``.
 
     Attributes:
         job_file: absolute path of the job file.

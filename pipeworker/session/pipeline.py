@@ -149,8 +149,7 @@ class Pipeline:
             batches: pairs (input, target); dim 0 of every tensor is the batch.
 
         Returns:
-            On every stage what the whole step gave: ``loss``, ``grad_norm``, ``lr``, ``samples``,
-            ``seconds``, ``bubble`` and the rest of a row of ``metrics.jsonl``.
+            What the whole step gave, on every stage.
 
         Raises:
             UsageError: a mini-batch is not such a pair, or ranks made different calls.
@@ -180,7 +179,7 @@ class Pipeline:
             On every stage ``loss`` and each metric, averaged by sample over all of them.
 
         Raises:
-            as :meth:`step`.
+            UsageError, LayerError, PipeworkerError: as :meth:`step`.
         """
         session = self._session
         with session.inside():
@@ -319,7 +318,8 @@ def train(
 
     Args:
         model, loss, optimizer: as for :class:`Pipeline`.
-        data, evaluation, scheduler_interval and the others: as in a job file.
+        data, evaluation, metrics, scheduler, scheduler_interval, before_update, tied: as in a job
+            file.
         resume: the run in `run_dir` goes on, with its options where none are given here.
         allow: options of it that may change although its numbers do, as ``["seed"]``.
         log_every: steps between lines; None for at most one a second.

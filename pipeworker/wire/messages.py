@@ -158,10 +158,12 @@ class StepResult:
     Attributes:
         step: counts from 1.
         loss: mean over the samples, or Σsum / Σcount.
+        samples, samples_per_second: of all its mini-batches.
         seconds: from the step's start to its last gradient.
         grad_norm: 2-norm of the whole gradient, before clipping.
         lr: of the first parameter group.
         bubble: measured idle share, 0 to 1, over all stages.
+        epoch: counts from 0.
         loss_scale: with fp16 alone.
     """
 

@@ -104,6 +104,7 @@ class Jobs:
         cold: bool = False,
         namespace: str = "",
         terminal: int | None = None,
+        stdin: int = subprocess.DEVNULL,
     ) -> Process:
         """Start an interpreter with these words.
 
@@ -113,7 +114,7 @@ class Jobs:
         """
         line = [sys.executable, *words]
         streams: dict[str, Any] = {
-            "stdin": subprocess.DEVNULL,
+            "stdin": stdin,
             "stdout": subprocess.PIPE,
             "stderr": subprocess.PIPE,
         }

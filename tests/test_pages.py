@@ -1,0 +1,92 @@
+"""The documentation does what it says: its files, commands and answers, as a reader meets them."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+from support.jobs import Jobs
+from support.pages import PAGES, ROOT, Type, Write, acts, follow, unsaid
+
+FOLLOWED = [page for page in PAGES if any(isinstance(act, Type) for act in acts(page.read_text()))]
+
+
+@pytest.mark.parametrize("page", FOLLOWED, ids=lambda page: str(page.relative_to(ROOT)))
+def test_a_page_is_followed(page: Path, jobs: Jobs, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # torchrun says so at length where it is not set
+    monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
+    follow(page.read_text(), jobs)
+
+
+def test_the_readme_and_all_how_tos_are_followed() -> None:
+    how_tos = {page for page in PAGES if page.parent.name == "howto"}
+    assert how_tos
+    assert {ROOT / "README.md"} | how_tos <= {*FOLLOWED}
+
+
+PAGE = """
+Write this:
+
+```python
+# job.py
+x = 1
+```
+
+```python
+y = 2
+```
+
+```console
+$ python job.py \\
+    --more
+step 3  loss 0.25
+…
+$ ls
+job.py
+```
+
+```console
+$ python -m pdb job.py
+(Pdb) p 1 + 1
+2
+(Pdb) quit
+```
+"""
+
+
+def test_a_page_is_read_as_what_its_reader_does() -> None:
+    assert acts(PAGE) == [
+        Write("job.py", "# job.py\nx = 1\n"),
+        Type("python job.py     --more", ("step 3  loss 0.25", "…")),
+        Type("ls", ("job.py",)),
+        Type("python -m pdb job.py", ("2",), ("p 1 + 1", "quit")),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("shown", "answer", "line"),
+    [
+        ((), "anything", None),
+        (("step 3  loss 0.25",), "begin\nstep 3 loss 7.531e-04\nend", None),
+        (("step 3  loss 0.25",), "step 4  loss 0.25", "step 3  loss 0.25"),
+        (("a", "b"), "b\na", "b"),
+        (("a", "…", "in runs/… for 1.5 s"), "a\nin runs/job-1 for 0.2 s", None),
+        (("a.c",), "abc", "a.c"),
+        (("2026-11-22 13:06 on …",), "2027-01-02 03:04 on vm", None),
+    ],
+)
+def test_an_answer_has_the_lines_that_are_shown(
+    shown: tuple[str, ...], answer: str, line: str | None
+) -> None:
+    assert unsaid(shown, answer) == line
+
+
+def test_a_page_that_is_wrong_is_seen(jobs: Jobs) -> None:
+    follow(PAGE.replace("--more\nstep 3  loss 0.25", "--more"), jobs)
+    with pytest.raises(AssertionError, match=r"does not say 'step 3  loss 0\.25'"):
+        follow(PAGE, jobs)
+    with pytest.raises(AssertionError, match="status 2"):
+        follow("```console\n$ ls nowhere\n```", jobs)
