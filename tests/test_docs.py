@@ -18,6 +18,7 @@ from pipeworker.plan.orders import build
 from pipeworker.plan.orders.gpipe import gpipe
 from pipeworker.plan.placement import Placement
 from pipeworker.plan.simulate import simulate
+from pipeworker.session.show.ending import Measured, excess
 from support.pages import DOCS, PAGES, ROOT, code, tokens
 
 LINKED = [*PAGES, *(ROOT / name for name in ("CONTRIBUTING.md", "deploy/README.md"))]
@@ -101,6 +102,17 @@ def test_commands_are_described() -> None:
     )
     commands = {name for name, command in cli.main.commands.items() if not command.hidden}
     assert set(described) == commands
+
+
+def test_causes_of_a_bubble_are_described_as_they_are_said() -> None:
+    page = (DOCS / "howto" / "bubble.md").read_text()
+    for busy, against in (
+        ((0.1, 0.1, 0.31), Measured(0.1)),
+        ((0.1,) * 8, Measured(0.1, workers=8, cores=4)),
+        ((0.4,) * 2, Measured(0.1, workers=2, seconds=1e-3)),
+    ):
+        cause, _, _ = excess(0.9, busy, against).partition(" (")
+        assert f"| `{cause}` |" in page
 
 
 def test_public_names_are_in_the_reference() -> None:
