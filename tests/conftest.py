@@ -72,3 +72,16 @@ def hosts() -> Iterator[tuple[Host, Host]]:
     """Two hosts, where network namespaces can be made."""
     with two_hosts() as made:
         yield made
+
+
+@pytest.fixture
+def as_a_worker(tmp_path: Path) -> Iterator[None]:
+    """A job file changes the process it is loaded in; put that back."""
+    modules, path, argv = dict(sys.modules), list(sys.path), list(sys.argv)
+    yield
+    for name, module in list(sys.modules.items()):
+        where = getattr(module, "__file__", None) or ""
+        if name == "pipeworker_job" or Path(where).is_relative_to(tmp_path):
+            del sys.modules[name]
+    sys.modules.update(modules)
+    sys.path[:], sys.argv[:] = path, argv

@@ -40,7 +40,7 @@ def test_a_job_that_ends_itself_has_the_last_word(
     assert done.returncode == status
     assert re.fullmatch(stdout, done.stdout), done.stdout
     assert re.fullmatch(stderr, done.stderr), done.stderr
-    assert [path.name for path in jobs.folder.iterdir() if path.suffix != ".pyc"] == ["job.py"]
+    assert [path.name for path in jobs.folder.iterdir() if path.name != "__pycache__"] == ["job.py"]
 
 
 def test_a_run_directory_that_was_there_stays(jobs: Jobs) -> None:

@@ -16,12 +16,20 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
 
+import torch
+
 import pipeworker
 from pipeworker.errors import PeerLost, PipeworkerError, SkipError, UsageError
 from pipeworker.wire.messages import MOST_STATUSES, Cause, Failure, Position
 
 _OURS = f"{Path(pipeworker.__file__).parent}{os.sep}"
 _MOST_CHARACTERS = 20_000
+_CPU_MEMORY = "DefaultCPUAllocator: "
+"""What torch says in a RuntimeError when the host has no memory left."""
+_LESS_MEMORY = (
+    "\n  out of memory: more --microbatches make each smaller, --recompute always keeps less of "
+    "them, and more --stages or another --balance give this one fewer layers"
+)
 THEIRS = BaseException
 """What the user's code may raise; an interrupt from the keyboard passes through it."""
 
@@ -114,7 +122,8 @@ def failure_of(
         return replace(failure(Cause.EXIT, _cut(error.words())), status=error.status)
     if isinstance(error, Raised):
         cause = Cause.USAGE if error.early else Cause.USER
-        return failure(cause, str(error), user_traceback(error.error))
+        cure = _LESS_MEMORY if _is_out_of_memory(error.error) else ""
+        return failure(cause, f"{error}{cure}", user_traceback(error.error))
     if isinstance(error, PeerLost):
         return failure(Cause.PEER, str(error))
     if isinstance(error, UsageError) and not (isinstance(error, SkipError) and error.in_step):
@@ -123,8 +132,16 @@ def failure_of(
         return failure(Cause.USER, str(error))
     if isinstance(error, KeyboardInterrupt):
         return failure(Cause.USER, "KeyboardInterrupt", user_traceback(error))
+    if _is_out_of_memory(error):
+        return failure(Cause.USER, f"{text(error)}{_LESS_MEMORY}")
     whole = "".join(traceback.format_exception(error))
     return failure(Cause.INTERNAL, f"a defect in pipeworker: {text(error)}", whole)
+
+
+def _is_out_of_memory(error: BaseException) -> bool:
+    return isinstance(error, (MemoryError, torch.OutOfMemoryError)) or (
+        isinstance(error, RuntimeError) and _CPU_MEMORY in str(error)
+    )
 
 
 def text(error: BaseException) -> str:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 import textwrap
 from collections import OrderedDict
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,17 +24,7 @@ GOOD = {
 }
 
 
-@pytest.fixture(autouse=True)
-def _as_a_worker(tmp_path: Path) -> Iterator[None]:
-    """A job file changes the process it is loaded in; put that back."""
-    modules, path, argv = dict(sys.modules), list(sys.path), list(sys.argv)
-    yield
-    for name, module in list(sys.modules.items()):
-        where = getattr(module, "__file__", None) or ""
-        if name == "pipeworker_job" or Path(where).is_relative_to(tmp_path):
-            del sys.modules[name]
-    sys.modules.update(modules)
-    sys.path[:], sys.argv[:] = path, argv
+pytestmark = pytest.mark.usefixtures("as_a_worker")
 
 
 def write(folder: Path, name: str = "job.py", more: str = "", **lines: str | None) -> Path:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,7 @@ from click.testing import CliRunner
 import cli
 from launcher import view
 from launcher.view import ways_of
-from pipeworker.job.options import Options
-from pipeworker.record.rundir import RunDir
+from pipeworker.session.begin import Begun
 from pipeworker.session.show.view import View, Ways
 
 RUN = ("--stages", "2", "--run-dir", "run", "job.py")
@@ -27,8 +27,9 @@ def launch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tup
     (tmp_path / "job.py").write_text("def model(): ...\n")
     seen: list[Any] = []
 
-    def run(options: Options, run_dir: RunDir, warnings: Any, view: View) -> int:
-        seen.extend((run_dir, view))
+    def run(begun: Begun, view: View) -> int:
+        with closing(begun):
+            seen.extend((begun.run_dir, view))
         return 0
 
     monkeypatch.setattr("launcher.local.run", run)

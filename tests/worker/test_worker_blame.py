@@ -101,6 +101,21 @@ def test_a_job_that_ends_itself_has_its_own_words_and_status(
     assert not failure.traceback
 
 
+def test_who_has_too_little_memory_is_told_what_takes_less() -> None:
+    with pytest.raises(RuntimeError) as on_the_cpu:
+        torch.empty(1 << 46)
+    for error in (on_the_cpu.value, torch.OutOfMemoryError("CUDA out of memory"), MemoryError()):
+        for seen in (error, raised_by(error, layer(5, "Linear"))):
+            failure = failure_of(seen, 0, Position(Phase.FORWARD, 3))
+            assert failure.cause is Cause.USER
+            assert failure.message.startswith(
+                f"{'layer 5 (Linear) raised ' if seen is not error else ''}{type(error).__name__}"
+            )
+            assert "out of memory: more --microbatches make each smaller" in failure.message
+    other = failure_of(raised_by(RuntimeError("no"), "data()"), 0, Position(Phase.READING))
+    assert "memory" not in other.message
+
+
 def test_who_leaves_a_debugger_interrupts_the_job() -> None:
     with pytest.raises(KeyboardInterrupt), users("layer 3"):
         raise BdbQuit
@@ -170,6 +185,7 @@ def test_only_frames_of_the_user_are_shown() -> None:
     assert shown.rstrip().endswith("ValueError: outer")
 
 
+@pytest.mark.usefixtures("as_a_worker")
 def test_a_job_file_that_fails_shows_its_line_alone(tmp_path: Path) -> None:
     path = tmp_path / "job.py"
     path.write_text("import math\n\nmath.sqrt(-1)\n")
@@ -182,6 +198,7 @@ def test_a_job_file_that_fails_shows_its_line_alone(tmp_path: Path) -> None:
     assert "pipeworker/job" not in shown
 
 
+@pytest.mark.usefixtures("as_a_worker")
 def test_a_syntax_error_shows_its_line(tmp_path: Path) -> None:
     path = tmp_path / "job.py"
     path.write_text("x = 1\ny = = 2\n")
