@@ -55,8 +55,8 @@ def excess(measured: float, busy: Sequence[float], against: Measured) -> str:
     each_takes = sum(busy) / max(1, len(busy)) * against.seconds / against.microbatches
     if 0 < each_takes < _SHORT:
         return (
-            f"a stage computes {each_takes * 1e3:.1g} ms for a micro-batch, little beside what it "
-            "takes to pass on (larger mini-batches, or fewer --microbatches)"
+            f"a stage computes {each_takes * 1e3:.1g} ms for a micro-batch, little beside what "
+            "each costs of itself (larger mini-batches, or fewer --microbatches)"
         )
     return ""
 
