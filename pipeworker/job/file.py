@@ -20,7 +20,10 @@ from pipeworker.job.options import Options
 _PACKAGE = "pipeworker_job"
 REQUIRED = ("model", "loss", "optimizer", "data")
 _OPTIONAL_FUNCTIONS = ("scheduler", "before_update", "metrics")
+_OPTIONAL = (*_OPTIONAL_FUNCTIONS, "scheduler_interval", "evaluation", "tied", "transient")
 _INTERVALS = ("step", "epoch")
+_NEARLY = 0.87
+"""How alike two names are that may be one, as difflib has it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +37,7 @@ class Job:
         tied: tuples of names of parameters that are one, for layers given as callables.
         transient: exceptions that are worth another try.
         where: where the names come from, for messages.
+        slips: names that are nearly those of what may be there and is not, with these.
     """
 
     model: Any
@@ -48,6 +52,7 @@ class Job:
     tied: Sequence[Sequence[str]] = ()
     transient: tuple[type[BaseException], ...] = ()
     where: str = "the job"
+    slips: tuple[tuple[str, str], ...] = ()
 
 
 def load(path: Path, arguments: tuple[str, ...]) -> Job:
@@ -154,7 +159,16 @@ def check(module: Any, where: str, required: Sequence[str] = REQUIRED) -> Job:
         tied=tied,
         transient=_exceptions(getattr(module, "transient", ()), where),
         where=where,
+        slips=_slips(module),
     )
+
+
+def _slips(module: Any) -> tuple[tuple[str, str], ...]:
+    """Names of a module that nobody asks for, and those that they are nearly."""
+    there = [name for name in vars(module) if name not in (*REQUIRED, *_OPTIONAL)]
+    missing = [name for name in _OPTIONAL if not hasattr(module, name)]
+    found = [(get_close_matches(name, there, 1, _NEARLY), name) for name in missing]
+    return tuple((slip, name) for slips, name in found for slip in slips)
 
 
 def _meant(missing: Sequence[str], there: Sequence[str]) -> str:
@@ -180,14 +194,15 @@ def _is_function(value: Any) -> bool:
 
 def unused(job: Job, options: Options) -> tuple[str, ...]:
     """What a job file defines, and nobody asks for."""
+    slips = [f"{slip} in {job.where} is not used: is {name} meant?" for slip, name in job.slips]
     if options.evaluate_every:
-        return ()
+        return tuple(slips)
     when = "--evaluate-every N runs it after every N steps"
     if job.evaluation is not None:
-        return (f"evaluation() is defined, and not used: {when}",)
+        return (*slips, f"evaluation() is defined, and not used: {when}")
     if job.metrics is not None:
-        return (f"metrics() is defined, and not used: it is for evaluation(), and {when}",)
-    return ()
+        return (*slips, f"metrics() is defined, and not used: it is for evaluation(), and {when}")
+    return tuple(slips)
 
 
 Entry = nn.Module | Callable[[], nn.Module]
@@ -209,9 +224,14 @@ def entries(job: Job) -> dict[str, Entry]:
         named = model.named_modules(remove_duplicate=False)
         return _checked({name: layer for name, layer in named if name and "." not in name})
     if not isinstance(model, (list, tuple)):
+        how = ""
+        if isinstance(model, nn.ModuleList):
+            how = ": list(layers)"
+        elif isinstance(model, nn.Module):
+            how = ", into which a forward of its own is cut; uncut it is one layer, in a list"
         raise UsageError(
             f"model() returned a {type(model).__name__}: it must return an nn.Sequential or a list "
-            "of layers"
+            f"of layers{how}"
         )
     return _checked({str(index): entry for index, entry in enumerate(model)})
 

@@ -108,7 +108,9 @@ def _go_on(run: Run) -> str | None:
     if os.path.realpath(str(command[0])) == os.path.realpath(job_file):
         return f"in {job_file}: pipeworker.train(..., run_dir={str(run.path)!r}, resume=True)"
     words = ["--resume", "--run-dir", str(run.path)]
-    if run.status == DONE and run.steps:
+    if run.status == DONE and run.options.get("epochs"):
+        words += ["--epochs", str(2 * run.options["epochs"])]
+    elif run.status == DONE and run.steps:
         words += ["--steps", str(2 * run.steps)]
     if run.first.get("torchrun"):
         start = ["torchrun", "--nproc-per-node", str(run.workers), "-m", "pipeworker"]

@@ -192,7 +192,11 @@ class Asked:
             warnings.append(f"{self.run_dir} has no complete checkpoint yet: it begins anew")
         resume.prepare(run_dir, found)
         if copy := record.go_on(_plain(options), _process(options), found.step):
-            warnings.append(f"{self.job_file} has changed since it last ran here: see {copy}")
+            warnings.append(
+                f"{self.job_file} has changed since it last ran here: see {copy}. What an "
+                "optimizer and a scheduler were made with, as the learning rate, is as it was in "
+                "the checkpoint"
+            )
         lock.share()
         return Begun(options, run_dir, lock, tuple(warnings))
 

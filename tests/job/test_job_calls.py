@@ -163,6 +163,9 @@ def test_a_slip_of_a_name_is_shown() -> None:
         ({"evaluation": list}, None, ("evaluation() is defined, and not used: --evaluate-every",)),
         ({"evaluation": list}, 5, ()),
         ({"metrics": lambda o, t: {}}, None, ("metrics() is defined, and not used: it is for ev",)),
+        ({"schedular": list}, 5, ("schedular in job file j.py is not used: is scheduler meant?",)),
+        ({"evalution": list, "metric": 1}, None, ("metric in job", "evalution in job")),
+        ({"scheduler": lambda o: o, "schedulers": 1, "tie": 1, "optimizers": 1}, 5, ()),
     ],
 )
 def test_what_is_defined_and_not_used_is_noted(

@@ -94,7 +94,7 @@ MEASURED = Measured(0.15, workers=3, cores=4, microbatches=10, seconds=0.5)
         (0.5, (0.5, 0.5, 0.5), {"cores": 1, "workers": 2}, "2 workers share 1 core"),
         (0.5, (0.3, 0.9, 0.3), {}, "stage 1 is busy 3.0 times as long as the others (--balance)"),
         (0.5, (0.3, 0.9, 0.3), {"cores": 2}, "stage 1 is busy 3.0 times as long as the others"),
-        (0.5, (0.9, 0.3), {}, "stage 0 is busy 3.0 times as long as the others (--balance; it"),
+        (0.5, (0.9, 0.3), {}, "stage 0 is busy 3.0 times as long as the others (--balance, or"),
         (0.5, (0.3, 0.4, 0.3), {}, ""),
         (0.5, (0.5, 0.5), {"seconds": 0.004}, "a stage computes 0.2 ms for a micro-batch"),
         (0.9, (0.0, 0.0), {}, ""),

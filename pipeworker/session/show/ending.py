@@ -46,7 +46,7 @@ def excess(measured: float, busy: Sequence[float], against: Measured) -> str:
         times = max(busy) / others
         if times > _SLOW:
             slow = busy.index(max(busy))
-            how = "--balance" if slow else "--balance; it reads the data as well"
+            how = "--balance" if slow else "--balance, or a quicker data(), which it reads"
             return f"stage {slow} is busy {times:.1f} times as long as the others ({how})"
     workers, threads, cores = against.workers, against.threads, against.cores
     if cores and workers * threads > cores:
