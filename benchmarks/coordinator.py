@@ -33,19 +33,11 @@ from pipeworker.wire import codec, sockets
 from pipeworker.wire.exchange import OUTSIDE, numbered
 from pipeworker.wire.keys import new_token
 from pipeworker.wire.lines import Bound, Configuration, FromCoordinator, ToCoordinator
-from pipeworker.wire.messages import (
-    Advance,
-    Batch,
-    Built,
-    Described,
-    Hello,
-    Message,
-    Ping,
-    Plan,
-    Ready,
-    StepDone,
-    Welcome,
-)
+from pipeworker.wire.messages.advance import Advance
+from pipeworker.wire.messages.directions import Message
+from pipeworker.wire.messages.plan import Built, Described, Plan, Ready
+from pipeworker.wire.messages.presence import Hello, Ping, Welcome
+from pipeworker.wire.messages.step import Batch, StepDone
 
 GENERATION = 1
 MICROBATCHES = 32

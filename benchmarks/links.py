@@ -25,7 +25,7 @@ import torch
 from pipeworker.coordinator.rendezvous import Rendezvous
 from pipeworker.plan.actions import Edge, Payload
 from pipeworker.plan.placement import Placement
-from pipeworker.wire.messages import StoreRequest
+from pipeworker.wire.messages.store import StoreRequest
 from pipeworker.worker.transport import distributed, shared
 from pipeworker.worker.transport.link import Link
 from pipeworker.worker.transport.proof import Membership

@@ -48,7 +48,8 @@ from pipeworker.wire.lines import (
     WorkerExited,
     never,
 )
-from pipeworker.wire.messages import Evaluation, StepResult
+from pipeworker.wire.messages.evaluation import Evaluation
+from pipeworker.wire.messages.step import StepResult
 
 _AT_ONCE = 8
 """Workers that may be starting on a host with fewer cores."""

@@ -23,7 +23,7 @@ from pipeworker.session.head import Head, Hear
 from pipeworker.session.place import Place
 from pipeworker.session.show.screen import screen
 from pipeworker.session.show.view import View
-from pipeworker.wire.messages import Abort, Cause, Failure
+from pipeworker.wire.messages.failure import Abort, Cause, Failure
 
 _JOB = "job"
 """What the job is called where ranks meet."""

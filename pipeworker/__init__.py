@@ -21,7 +21,7 @@ from pipeworker.errors import (
 
 if TYPE_CHECKING:
     from pipeworker.session.pipeline import Pipeline, train
-    from pipeworker.wire.messages import StepResult
+    from pipeworker.wire.messages.step import StepResult
     from pipeworker.worker.stage.recompute import is_recomputing
     from pipeworker.worker.stage.skips import namespace, pop, stash
 
@@ -47,7 +47,7 @@ __all__ = [
 
 _LAZY = {
     "Pipeline": "pipeworker.session.pipeline",
-    "StepResult": "pipeworker.wire.messages",
+    "StepResult": "pipeworker.wire.messages.step",
     "train": "pipeworker.session.pipeline",
     "is_recomputing": "pipeworker.worker.stage.recompute",
     "namespace": "pipeworker.worker.stage.skips",

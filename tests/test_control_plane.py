@@ -19,18 +19,11 @@ from pipeworker.wire.codec import MAX_FRAME_BYTES
 from pipeworker.wire.exchange import MOST_KEPT, OUTSIDE, numbered
 from pipeworker.wire.keys import client_keys, new_token, server_keys
 from pipeworker.wire.lines import Bound, Configuration, FromCoordinator, Verdict
-from pipeworker.wire.messages import (
-    LONGEST_VALUE,
-    MOST_KEYS,
-    Cause,
-    Failed,
-    Failure,
-    Heartbeat,
-    Hello,
-    Position,
-    StoreOperation,
-    StoreRequest,
-)
+from pipeworker.wire.messages.failure import Cause, Failed, Failure
+from pipeworker.wire.messages.limits import LONGEST_VALUE, MOST_KEYS
+from pipeworker.wire.messages.position import Position
+from pipeworker.wire.messages.presence import Heartbeat, Hello
+from pipeworker.wire.messages.store import StoreOperation, StoreRequest
 from support.jobs import Jobs, Run, until
 from support.own import GENERATION, OwnJob
 from support.sources import JOB

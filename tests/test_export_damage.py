@@ -24,7 +24,7 @@ from pipeworker.errors import UsageError
 from pipeworker.record import checkpoint as checkpoints
 from pipeworker.record.export import weights
 from pipeworker.record.manifest import Manifest
-from pipeworker.wire.messages import File
+from pipeworker.wire.messages.checkpoint import File
 from support.checkpoints import part
 from support.jobs import Jobs
 

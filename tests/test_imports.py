@@ -59,6 +59,10 @@ ROOMS_WITHIN = {
         "sockets",
         "interfaces",
     ],
+    "pipeworker.wire.messages": [
+        *("limits", "position", "failure", "checkpoint", "presence", "step", "evaluation"),
+        *("plan", "calls", "store", "advance", "directions"),
+    ],
     "pipeworker.plan": [
         *("actions", "placement", "schedule", "connect", "orders", "columns", "network", "check"),
         *("simulate", "shares"),

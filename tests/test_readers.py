@@ -31,30 +31,14 @@ from pipeworker.record.manifest import Manifest
 from pipeworker.record.run import Record
 from pipeworker.record.rundir import RunDir
 from pipeworker.wire import codec, lines
-from pipeworker.wire.messages import (
-    Abort,
-    Advance,
-    Batch,
-    Call,
-    CallKind,
-    Copy,
-    Described,
-    File,
-    Heartbeat,
-    Loaded,
-    Plan,
-    Position,
-    Restore,
-    Save,
-    Saved,
-    Signalled,
-    SkipRoute,
-    StageRange,
-    StepDone,
-    TiedWeights,
-    Update,
-    Welcome,
-)
+from pipeworker.wire.messages.advance import Advance
+from pipeworker.wire.messages.calls import Call, CallKind, Loaded
+from pipeworker.wire.messages.checkpoint import Copy, File, Restore, Save, Saved
+from pipeworker.wire.messages.failure import Abort, Signalled
+from pipeworker.wire.messages.plan import Described, Plan, SkipRoute, StageRange, TiedWeights
+from pipeworker.wire.messages.position import Position
+from pipeworker.wire.messages.presence import Heartbeat, Welcome
+from pipeworker.wire.messages.step import Batch, StepDone, Update
 from pipeworker.worker.internals import pytree
 from pipeworker.worker.transport import channel
 from pipeworker.worker.transport import frame as frames

@@ -7,7 +7,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TypeVar
 
 from pipeworker.coordinator.roster import Member
-from pipeworker.wire.messages import Described, Hello
+from pipeworker.wire.messages.plan import Described
+from pipeworker.wire.messages.presence import Hello
 
 T = TypeVar("T")
 

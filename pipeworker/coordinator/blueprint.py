@@ -22,16 +22,9 @@ from pipeworker.plan.shares import block
 from pipeworker.plan.simulate import simulate
 from pipeworker.plan.skips import Skip
 from pipeworker.plan.ties import Tie
-from pipeworker.wire.messages import (
-    Described,
-    Hello,
-    Plan,
-    Position,
-    Ready,
-    SkipRoute,
-    StageRange,
-    TiedWeights,
-)
+from pipeworker.wire.messages.plan import Described, Plan, Ready, SkipRoute, StageRange, TiedWeights
+from pipeworker.wire.messages.position import Position
+from pipeworker.wire.messages.presence import Hello
 
 _MOST_SCHEDULES = 16
 """Of mini-batches with fewer micro-batches, that are kept at once: data may have any number."""

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 
 from pipeworker.plan.placement import Placement
-from pipeworker.wire.messages import Batch, Call, CallKind
+from pipeworker.wire.messages.calls import Call, CallKind
+from pipeworker.wire.messages.step import Batch
 
 
 @dataclass(slots=True)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 
 from pipeworker.coordinator.roster import Roster
 from pipeworker.wire.lines import WorkerExited
-from pipeworker.wire.messages import Cause, Failure
+from pipeworker.wire.messages.failure import Cause, Failure
 
 
 @dataclass(slots=True)

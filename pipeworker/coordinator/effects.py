@@ -10,7 +10,11 @@ from pipeworker.plan.check import Kept
 from pipeworker.plan.schedule import Schedule
 from pipeworker.plan.simulate import Timing
 from pipeworker.wire.lines import Again, Joined, Snapshot
-from pipeworker.wire.messages import Evaluation, Failure, File, StepResult, ToWorker
+from pipeworker.wire.messages.checkpoint import File
+from pipeworker.wire.messages.directions import ToWorker
+from pipeworker.wire.messages.evaluation import Evaluation
+from pipeworker.wire.messages.failure import Failure
+from pipeworker.wire.messages.step import StepResult
 
 
 class Status(Enum):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from pipeworker.wire.lines import CannotStart, HostLost, Interrupt, SaveAsked, WorkerExited
-from pipeworker.wire.messages import FromWorker
+from pipeworker.wire.messages.directions import FromWorker
 
 
 @dataclass(frozen=True, slots=True)

@@ -44,37 +44,16 @@ from pipeworker.plan.actions import format_actions
 from pipeworker.plan.placement import Placement
 from pipeworker.timings import Timings
 from pipeworker.wire.lines import CannotStart, HostLost, Joined, WorkerExited
-from pipeworker.wire.messages import (
-    Abort,
-    Advance,
-    Batch,
-    Call,
-    Cause,
-    Copy,
-    Described,
-    Evaluate,
-    Evaluation,
-    EvaluationDone,
-    Failed,
-    Failure,
-    Finish,
-    FromWorker,
-    Heartbeat,
-    Hello,
-    Next,
-    Ready,
-    Restore,
-    RunStep,
-    Save,
-    Saved,
-    Signalled,
-    StepDone,
-    StoreRequest,
-    ToWorker,
-    Upcoming,
-    Wait,
-    Welcome,
-)
+from pipeworker.wire.messages.advance import Advance, Finish, Next
+from pipeworker.wire.messages.calls import Call, Wait
+from pipeworker.wire.messages.checkpoint import Copy, Restore, Save, Saved
+from pipeworker.wire.messages.directions import FromWorker, ToWorker
+from pipeworker.wire.messages.evaluation import Evaluate, Evaluation, EvaluationDone
+from pipeworker.wire.messages.failure import Abort, Cause, Failed, Failure, Signalled
+from pipeworker.wire.messages.plan import Described, Ready
+from pipeworker.wire.messages.presence import Heartbeat, Hello, Welcome
+from pipeworker.wire.messages.step import Batch, RunStep, StepDone, Upcoming
+from pipeworker.wire.messages.store import StoreRequest
 
 _AT_ONCE = (State.JOINING, State.BUILDING)
 """Where an interrupt finds no step that could be completed."""

@@ -55,7 +55,9 @@ from pipeworker.wire.lines import (
     WorkerExited,
     never,
 )
-from pipeworker.wire.messages import Cause, Failure, Hello, Restore
+from pipeworker.wire.messages.checkpoint import Restore
+from pipeworker.wire.messages.failure import Cause, Failure
+from pipeworker.wire.messages.presence import Hello
 
 SLOTS = 2
 """Memories for copies of a worker's state, where it can be replaced: one is always whole."""

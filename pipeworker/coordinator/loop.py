@@ -22,25 +22,12 @@ from pipeworker.coordinator.tally import Tally
 from pipeworker.errors import UsageError
 from pipeworker.job.options import EPOCH, Options
 from pipeworker.plan.placement import Placement
-from pipeworker.wire.messages import (
-    Batch,
-    Call,
-    CallKind,
-    Cause,
-    Evaluate,
-    Evaluated,
-    Evaluation,
-    Failure,
-    Finish,
-    Loaded,
-    Phase,
-    Position,
-    RunStep,
-    StepDone,
-    StepResult,
-    Update,
-    Wait,
-)
+from pipeworker.wire.messages.advance import Finish
+from pipeworker.wire.messages.calls import Call, CallKind, Loaded, Wait
+from pipeworker.wire.messages.evaluation import Evaluate, Evaluated, Evaluation
+from pipeworker.wire.messages.failure import Cause, Failure
+from pipeworker.wire.messages.position import Phase, Position
+from pipeworker.wire.messages.step import Batch, RunStep, StepDone, StepResult, Update
 
 
 @dataclass(frozen=True, slots=True)

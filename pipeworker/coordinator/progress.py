@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 from pipeworker.coordinator.scaler import Scaler
 from pipeworker.coordinator.snapshots import Mark
 from pipeworker.coordinator.tally import Outcome
-from pipeworker.wire.messages import Evaluation, StepResult
+from pipeworker.wire.messages.evaluation import Evaluation
+from pipeworker.wire.messages.step import StepResult
 
 
 @dataclass(slots=True)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from pipeworker.errors import ProtocolError
-from pipeworker.wire.messages import StoreOperation, StoreReply, StoreRequest
+from pipeworker.wire.messages.store import StoreOperation, StoreReply, StoreRequest
 
 Answer = tuple[bytes, StoreReply]
 MOST = 1 << 26

@@ -7,7 +7,9 @@ from typing import Any
 from pipeworker.coordinator.effects import Ended, Planned
 from pipeworker.job.options import Options
 from pipeworker.wire import lines
-from pipeworker.wire.messages import Batch, Cause, Failure, Phase
+from pipeworker.wire.messages.failure import Cause, Failure
+from pipeworker.wire.messages.position import Phase
+from pipeworker.wire.messages.step import Batch
 
 
 def place(failure: Failure) -> str:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from pipeworker.wire.messages import Cause, Failure, Position
+from pipeworker.wire.messages.failure import Cause, Failure
+from pipeworker.wire.messages.position import Position
 
 WINDOW = 3600.0
 """Seconds within which losses count: a long job meets some."""

@@ -8,16 +8,11 @@ from dataclasses import dataclass, field
 from pipeworker.plan.placement import Placement
 from pipeworker.timings import Timings
 from pipeworker.wire.lines import WorkerExited
-from pipeworker.wire.messages import (
-    Cause,
-    Described,
-    Failure,
-    Heartbeat,
-    Hello,
-    Position,
-    Ready,
-    StepDone,
-)
+from pipeworker.wire.messages.failure import Cause, Failure
+from pipeworker.wire.messages.plan import Described, Ready
+from pipeworker.wire.messages.position import Position
+from pipeworker.wire.messages.presence import Heartbeat, Hello
+from pipeworker.wire.messages.step import StepDone
 
 JOIN_FACTOR = 5
 """Workers may take this many worker timeouts to join."""

@@ -76,15 +76,11 @@ from pipeworker.wire.lines import (
     Warned,
     WorkerExited,
 )
-from pipeworker.wire.messages import (
-    Evaluation,
-    FromWorker,
-    Heartbeat,
-    Ping,
-    Restore,
-    StepResult,
-    ToWorker,
-)
+from pipeworker.wire.messages.checkpoint import Restore
+from pipeworker.wire.messages.directions import FromWorker, ToWorker
+from pipeworker.wire.messages.evaluation import Evaluation
+from pipeworker.wire.messages.presence import Heartbeat, Ping
+from pipeworker.wire.messages.step import StepResult
 from pipeworker.wire.strangers import Descriptors
 
 _SHOWN_DROPS = 20

@@ -14,7 +14,9 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from pipeworker.coordinator.scaler import Scaler
-from pipeworker.wire.messages import Evaluation, File, Restore, StepDone
+from pipeworker.wire.messages.checkpoint import File, Restore
+from pipeworker.wire.messages.evaluation import Evaluation
+from pipeworker.wire.messages.step import StepDone
 
 BUDGET = 0.02
 """Share of the time of steps that copying may take where the user has not said how often."""

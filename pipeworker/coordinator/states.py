@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from pipeworker.coordinator.effects import Status
-from pipeworker.wire.messages import Failure
+from pipeworker.wire.messages.failure import Failure
 
 
 class State(Enum):

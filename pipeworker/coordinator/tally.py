@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from pipeworker.coordinator.scaler import Scaler
 from pipeworker.exact import total
-from pipeworker.wire.messages import Batch, StepDone
+from pipeworker.wire.messages.step import Batch, StepDone
 
 _CLIP_EPSILON = 1e-6  # as torch.nn.utils.clip_grad_norm_
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import mmap
 from struct import Struct
 
-from pipeworker.wire.messages import Phase, Position
+from pipeworker.wire.messages.position import Phase, Position
 
 _RECORD = Struct("<5q")
 

@@ -26,7 +26,7 @@ from pipeworker.record.manifest import NAME, Manifest, Shard, file_names
 from pipeworker.record.memory import Memory, write
 from pipeworker.record.plain import Refused, Tensors, pack, unpack
 from pipeworker.record.tensors import COMPLEX, NAMES, TensorFile
-from pipeworker.wire.messages import File
+from pipeworker.wire.messages.checkpoint import File
 
 _HEADER = {"format": "pt"}
 _PLAIN = {"extra": dict, "buffers": dict, "updates": list}

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeworker.errors import UsageError
-from pipeworker.wire.messages import File
+from pipeworker.wire.messages.checkpoint import File
 
 VERSION = 2
 NAME = "manifest.json"

@@ -15,7 +15,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from pipeworker.errors import RecordError
-from pipeworker.wire.messages import File
+from pipeworker.wire.messages.checkpoint import File
 
 _CHUNK = 1 << 18
 _MEMINFO = Path("/proc/meminfo")

@@ -20,7 +20,7 @@ from pipeworker.wire.lines import (
     Verdict,
     Warned,
 )
-from pipeworker.wire.messages import StepResult
+from pipeworker.wire.messages.step import StepResult
 
 Hear = Callable[[FromCoordinator], None]
 """Is given what the coordinator says; a verdict is the last."""

@@ -28,15 +28,10 @@ from pipeworker.session.show.plain import Show
 from pipeworker.session.show.screen import Screen
 from pipeworker.session.show.view import View
 from pipeworker.wire.lines import FromCoordinator, Verdict, Warned
-from pipeworker.wire.messages import (
-    Advance,
-    Call,
-    CallKind,
-    Evaluate,
-    Evaluation,
-    Loaded,
-    StepResult,
-)
+from pipeworker.wire.messages.advance import Advance
+from pipeworker.wire.messages.calls import Call, CallKind, Loaded
+from pipeworker.wire.messages.evaluation import Evaluate, Evaluation
+from pipeworker.wire.messages.step import StepResult
 
 _OF_LAUNCH = ("restarts", "snapshot_every", "elastic")  # which can start a worker again
 _NOT_HERE = ("job_file", "stages", "arguments", "own_loop", "resume", "resume_step", *_OF_LAUNCH)

@@ -29,20 +29,12 @@ from pipeworker.session.begin import Asked, Begun
 from pipeworker.session.head import Hear
 from pipeworker.session.meet import meet
 from pipeworker.session.place import Place
-from pipeworker.wire.messages import (
-    Abort,
-    Advance,
-    Call,
-    CallKind,
-    Cause,
-    Evaluation,
-    Failed,
-    Failure,
-    FromWorker,
-    StepResult,
-    ToWorker,
-    Wait,
-)
+from pipeworker.wire.messages.advance import Advance
+from pipeworker.wire.messages.calls import Call, CallKind, Wait
+from pipeworker.wire.messages.directions import FromWorker, ToWorker
+from pipeworker.wire.messages.evaluation import Evaluation
+from pipeworker.wire.messages.failure import Abort, Cause, Failed, Failure
+from pipeworker.wire.messages.step import StepResult
 from pipeworker.worker.blame import Raised, user_traceback
 from pipeworker.worker.control import Control, leave_process
 from pipeworker.worker.service import over

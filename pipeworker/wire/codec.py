@@ -17,7 +17,8 @@ from typing import Any, Generic, TypeVar
 import msgpack
 
 from pipeworker.errors import ProtocolError
-from pipeworker.wire import messages
+from pipeworker.wire.messages.directions import FromWorker, Message, ToWorker
+from pipeworker.wire.messages.presence import Hello
 
 VERSION = 3
 MAX_FRAME_BYTES = 16 << 20
@@ -178,12 +179,10 @@ def _tag(readers: dict[str, Reader]) -> Reader:
     return read
 
 
-_FRAMES: Codec[messages.Message] = Codec(
-    (*typing.get_args(messages.FromWorker), *typing.get_args(messages.ToWorker))
-)
+_FRAMES: Codec[Message] = Codec((*typing.get_args(FromWorker), *typing.get_args(ToWorker)))
 
 
-def encode(message: messages.Message, generation: int) -> bytes:
+def encode(message: Message, generation: int) -> bytes:
     """One frame. `generation` numbers the incarnation of the job the message belongs to."""
     frame: bytes = msgpack.packb(
         [VERSION, generation, type(message).__name__, _FRAMES.fields(message)],
@@ -193,7 +192,7 @@ def encode(message: messages.Message, generation: int) -> bytes:
     return frame
 
 
-def decode(frame: bytes) -> tuple[int, messages.Message]:
+def decode(frame: bytes) -> tuple[int, Message]:
     """``(generation, message)``.
 
     Raises:
@@ -212,7 +211,7 @@ def decode(frame: bytes) -> tuple[int, messages.Message]:
     if type(version) is not int or version != VERSION:
         other = version if type(version) is int else type(version).__name__
         text = f"version {other}, this is version {VERSION}"
-        if name == messages.Hello.__name__ and type(fields) is list:
+        if name == Hello.__name__ and type(fields) is list:
             match fields[:2]:
                 case [int(rank), str(host)]:
                     raise OtherVersion(f"rank {rank} on {host[:_SHOWN]} speaks {text}")

@@ -30,7 +30,9 @@ from typing import Any, Generic, NoReturn, TypeVar, get_args
 
 from pipeworker.errors import ProtocolError, UsageError
 from pipeworker.wire.codec import Codec
-from pipeworker.wire.messages import Evaluation, Position, StepResult
+from pipeworker.wire.messages.evaluation import Evaluation
+from pipeworker.wire.messages.position import Position
+from pipeworker.wire.messages.step import StepResult
 
 
 @dataclass(frozen=True, slots=True)

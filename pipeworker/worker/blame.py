@@ -20,7 +20,9 @@ import torch
 
 import pipeworker
 from pipeworker.errors import PeerLost, PipeworkerError, SkipError, UsageError
-from pipeworker.wire.messages import MOST_STATUSES, Cause, Failure, Position
+from pipeworker.wire.messages.failure import Cause, Failure
+from pipeworker.wire.messages.limits import MOST_STATUSES
+from pipeworker.wire.messages.position import Position
 
 _OURS = f"{Path(pipeworker.__file__).parent}{os.sep}"
 _MOST_CHARACTERS = 20_000

@@ -27,20 +27,10 @@ from pipeworker.host import streams
 from pipeworker.host.position import Tracker
 from pipeworker.wire import codec, exchange, sockets
 from pipeworker.wire.exchange import Exchange
-from pipeworker.wire.messages import (
-    Abort,
-    Cause,
-    Failed,
-    Failure,
-    FromWorker,
-    Heartbeat,
-    Ping,
-    Signalled,
-    StoreOperation,
-    StoreReply,
-    StoreRequest,
-    ToWorker,
-)
+from pipeworker.wire.messages.directions import FromWorker, ToWorker
+from pipeworker.wire.messages.failure import Abort, Cause, Failed, Failure, Signalled
+from pipeworker.wire.messages.presence import Heartbeat, Ping
+from pipeworker.wire.messages.store import StoreOperation, StoreReply, StoreRequest
 
 Leave = Callable[[Abort], None]
 _ENDS = (signal.SIGTERM, signal.SIGINT)

@@ -24,7 +24,7 @@ from pipeworker.record.checkpoint import Album, Part
 from pipeworker.record.image import Pairs
 from pipeworker.record.manifest import file_names
 from pipeworker.record.memory import Memory, available, write
-from pipeworker.wire.messages import Copy, File, Saved
+from pipeworker.wire.messages.checkpoint import Copy, File, Saved
 from pipeworker.worker.transport.memories import Mirror
 
 _NICE = 10

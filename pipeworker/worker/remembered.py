@@ -10,7 +10,8 @@ from pipeworker.plan.placement import Placement
 from pipeworker.record import checkpoint
 from pipeworker.record.manifest import Shard
 from pipeworker.record.memory import Memory
-from pipeworker.wire.messages import Plan, Restore
+from pipeworker.wire.messages.checkpoint import Restore
+from pipeworker.wire.messages.plan import Plan
 from pipeworker.worker.transport.distributed import CoordinatorStore, Network
 from pipeworker.worker.transport.memories import Lender, Mirror, Pantry, borrow
 from pipeworker.worker.transport.proof import Membership

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from pipeworker.host import streams
-from pipeworker.wire.messages import Abort, Advance, Failed, Failure, Finish
+from pipeworker.wire.messages.advance import Advance, Finish
+from pipeworker.wire.messages.failure import Abort, Failed, Failure
 from pipeworker.worker.console import detach
 from pipeworker.worker.control import Control, Leave, leave_process
 from pipeworker.worker.worker import Settings, Worker

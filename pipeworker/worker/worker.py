@@ -39,41 +39,25 @@ from pipeworker.record.restore import position, restore
 from pipeworker.record.rundir import RunDir
 from pipeworker.wire import interfaces
 from pipeworker.wire.lines import never
-from pipeworker.wire.messages import (
-    Abort,
-    Advance,
-    Batch,
+from pipeworker.wire.messages.advance import Advance, Finish
+from pipeworker.wire.messages.calls import Wait
+from pipeworker.wire.messages.checkpoint import Restore, Save, Saved
+from pipeworker.wire.messages.directions import FromWorker, ToWorker
+from pipeworker.wire.messages.evaluation import Evaluate, Evaluated, Evaluation, EvaluationDone
+from pipeworker.wire.messages.failure import Abort, Cause, Failure
+from pipeworker.wire.messages.plan import (
     Built,
-    Cause,
     Described,
-    Evaluate,
-    Evaluated,
-    Evaluation,
-    EvaluationDone,
-    Failure,
-    Finish,
-    FromWorker,
-    Hello,
-    Phase,
-    Ping,
     Plan,
     Ready,
-    Restore,
-    RunStep,
-    Save,
-    Saved,
     SkipRoute,
     Source,
-    StepDone,
-    StoreOperation,
-    StoreReply,
     TiedWeights,
-    ToWorker,
-    Upcoming,
-    Update,
-    Wait,
-    Welcome,
 )
+from pipeworker.wire.messages.position import Phase
+from pipeworker.wire.messages.presence import Hello, Ping, Welcome
+from pipeworker.wire.messages.step import Batch, RunStep, StepDone, Upcoming, Update
+from pipeworker.wire.messages.store import StoreOperation, StoreReply
 from pipeworker.worker import heirs
 from pipeworker.worker.blame import Raised, failure_of, users
 from pipeworker.worker.console import last_words

@@ -8,32 +8,15 @@ from collections import deque
 from collections.abc import Iterator
 
 from coordinator.lives import Life
-from pipeworker.wire.messages import (
-    Abort,
-    Advance,
-    Batch,
-    Call,
-    CallKind,
-    Copy,
-    Described,
-    Evaluate,
-    Evaluation,
-    EvaluationDone,
-    Finish,
-    FromWorker,
-    Hello,
-    Plan,
-    Restore,
-    RunStep,
-    Save,
-    Saved,
-    StepDone,
-    ToWorker,
-    Upcoming,
-    Update,
-    Wait,
-    Welcome,
-)
+from pipeworker.wire.messages.advance import Advance, Finish
+from pipeworker.wire.messages.calls import Call, CallKind, Wait
+from pipeworker.wire.messages.checkpoint import Copy, Restore, Save, Saved
+from pipeworker.wire.messages.directions import FromWorker, ToWorker
+from pipeworker.wire.messages.evaluation import Evaluate, Evaluation, EvaluationDone
+from pipeworker.wire.messages.failure import Abort
+from pipeworker.wire.messages.plan import Described, Plan
+from pipeworker.wire.messages.presence import Hello, Welcome
+from pipeworker.wire.messages.step import Batch, RunStep, StepDone, Upcoming, Update
 from support.coordinator import Scripted, ready_of
 
 Memory = dict[int, int | None]

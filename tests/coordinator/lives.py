@@ -19,26 +19,15 @@ from pipeworker.coordinator.events import (
     Unwell,
 )
 from pipeworker.wire.lines import HostLost, Interrupt, SaveAsked, WorkerExited
-from pipeworker.wire.messages import (
-    Batch,
-    Call,
-    CallKind,
-    Cause,
-    Described,
-    Evaluation,
-    EvaluationDone,
-    Failed,
-    Failure,
-    FromWorker,
-    Heartbeat,
-    Hello,
-    Loaded,
-    Position,
-    Saved,
-    Signalled,
-    StepDone,
-    Upcoming,
-)
+from pipeworker.wire.messages.calls import Call, CallKind, Loaded
+from pipeworker.wire.messages.checkpoint import Saved
+from pipeworker.wire.messages.directions import FromWorker
+from pipeworker.wire.messages.evaluation import Evaluation, EvaluationDone
+from pipeworker.wire.messages.failure import Cause, Failed, Failure, Signalled
+from pipeworker.wire.messages.plan import Described
+from pipeworker.wire.messages.position import Position
+from pipeworker.wire.messages.presence import Heartbeat, Hello
+from pipeworker.wire.messages.step import Batch, StepDone, Upcoming
 from support.coordinator import BATCH, identity
 
 LAYERS = tuple(f"Layer{number}" for number in range(8))

@@ -10,7 +10,9 @@ from pipeworker.coordinator.events import Foreign
 from pipeworker.coordinator.states import State
 from pipeworker.errors import ProtocolError
 from pipeworker.wire import codec
-from pipeworker.wire.messages import Abort, Described, Hello, Source
+from pipeworker.wire.messages.failure import Abort
+from pipeworker.wire.messages.plan import Described, Source
+from pipeworker.wire.messages.presence import Hello
 from support.coordinator import LAYERS, Scripted, of
 
 OURS = ("pipeworker 0.1.0", "torch 2.13.0", "Python 3.11")

@@ -6,14 +6,8 @@ from typing import Any
 
 import pytest
 
-from pipeworker.wire.messages import (
-    Cause,
-    Described,
-    Plan,
-    SkipRoute,
-    StageRange,
-    TiedWeights,
-)
+from pipeworker.wire.messages.failure import Cause
+from pipeworker.wire.messages.plan import Described, Plan, SkipRoute, StageRange, TiedWeights
 from support.coordinator import LAYERS, Scripted, sent_to
 
 

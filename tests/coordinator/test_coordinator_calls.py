@@ -9,21 +9,12 @@ import pytest
 from pipeworker.coordinator.effects import Commit, Dropped, Effect, Planned, Send, Status
 from pipeworker.coordinator.scaler import Scaler
 from pipeworker.coordinator.states import State
-from pipeworker.wire.messages import (
-    Advance,
-    Call,
-    CallKind,
-    Cause,
-    Evaluate,
-    Evaluated,
-    Evaluation,
-    Loaded,
-    RunStep,
-    Save,
-    StepResult,
-    Update,
-    Wait,
-)
+from pipeworker.wire.messages.advance import Advance
+from pipeworker.wire.messages.calls import Call, CallKind, Loaded, Wait
+from pipeworker.wire.messages.checkpoint import Save
+from pipeworker.wire.messages.evaluation import Evaluate, Evaluated, Evaluation
+from pipeworker.wire.messages.failure import Cause
+from pipeworker.wire.messages.step import RunStep, StepResult, Update
 from support.coordinator import (
     BATCH,
     Scripted,

@@ -7,7 +7,10 @@ import pytest
 from pipeworker.coordinator.effects import Commit, Discard, Dropped, Effect, Send, Status, Warn
 from pipeworker.coordinator.events import Uncommitted
 from pipeworker.coordinator.states import State
-from pipeworker.wire.messages import Advance, CallKind, Cause, Copy, Save, Saved
+from pipeworker.wire.messages.advance import Advance
+from pipeworker.wire.messages.calls import CallKind
+from pipeworker.wire.messages.checkpoint import Copy, Save, Saved
+from pipeworker.wire.messages.failure import Cause
 from support.coordinator import Scripted, commit, copies, of, own, replaced, saves
 
 FULL = "cannot write model.safetensors: no space left"

@@ -35,7 +35,11 @@ from pipeworker.coordinator.effects import Commit, Ended, Status, Warn
 from pipeworker.coordinator.states import State
 from pipeworker.plan.orders import ORDERS
 from pipeworker.wire.lines import SaveAsked
-from pipeworker.wire.messages import Advance, CallKind, Cause, Evaluation, Finish, StepResult
+from pipeworker.wire.messages.advance import Advance, Finish
+from pipeworker.wire.messages.calls import CallKind
+from pipeworker.wire.messages.evaluation import Evaluation
+from pipeworker.wire.messages.failure import Cause
+from pipeworker.wire.messages.step import StepResult
 from support.coordinator import LOOPED, of
 
 LOST = (Cause.LOST, Cause.HUNG, Cause.PEER, Cause.TRANSIENT, Cause.SIGNAL)

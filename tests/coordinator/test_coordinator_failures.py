@@ -13,16 +13,10 @@ from pipeworker.coordinator.job import Start
 from pipeworker.coordinator.roster import JOIN_FACTOR
 from pipeworker.coordinator.snapshots import Mark
 from pipeworker.coordinator.states import Lost, State, Verdict
-from pipeworker.wire.messages import (
-    Abort,
-    Cause,
-    Failed,
-    Failure,
-    Heartbeat,
-    Phase,
-    Position,
-    Saved,
-)
+from pipeworker.wire.messages.checkpoint import Saved
+from pipeworker.wire.messages.failure import Abort, Cause, Failed, Failure
+from pipeworker.wire.messages.position import Phase, Position
+from pipeworker.wire.messages.presence import Heartbeat
 from support.coordinator import NOWHERE, PATIENCE, TIMINGS, Scripted, of
 
 OURS = Position(Phase.BACKWARD, 1, 2, 3)

@@ -13,27 +13,15 @@ from pipeworker.coordinator.generation import Generation
 from pipeworker.coordinator.states import _WHY, State, Waiting
 from pipeworker.errors import AGAIN
 from pipeworker.timings import DEFAULT
-from pipeworker.wire.messages import (
-    Abort,
-    Call,
-    CallKind,
-    Cause,
-    Described,
-    EvaluationDone,
-    Failed,
-    Failure,
-    FromWorker,
-    Heartbeat,
-    Hello,
-    Phase,
-    Position,
-    Ready,
-    Saved,
-    StepDone,
-    StepResult,
-    Upcoming,
-    Update,
-)
+from pipeworker.wire.messages.calls import Call, CallKind
+from pipeworker.wire.messages.checkpoint import Saved
+from pipeworker.wire.messages.directions import FromWorker
+from pipeworker.wire.messages.evaluation import EvaluationDone
+from pipeworker.wire.messages.failure import Abort, Cause, Failed, Failure
+from pipeworker.wire.messages.plan import Described, Ready
+from pipeworker.wire.messages.position import Phase, Position
+from pipeworker.wire.messages.presence import Heartbeat, Hello
+from pipeworker.wire.messages.step import StepDone, StepResult, Upcoming, Update
 from support.coordinator import (
     BATCH,
     LAYERS,

@@ -9,7 +9,11 @@ from pipeworker.coordinator.job import Start
 from pipeworker.coordinator.snapshots import Mark
 from pipeworker.coordinator.states import State
 from pipeworker.wire.lines import Again
-from pipeworker.wire.messages import Abort, Advance, Heartbeat, Phase, Position, Restore, Save
+from pipeworker.wire.messages.advance import Advance
+from pipeworker.wire.messages.checkpoint import Restore, Save
+from pipeworker.wire.messages.failure import Abort
+from pipeworker.wire.messages.position import Phase, Position
+from pipeworker.wire.messages.presence import Heartbeat
 from support.coordinator import (
     NOWHERE,
     PATIENCE,

@@ -22,32 +22,14 @@ from pipeworker.errors import AGAIN
 from pipeworker.plan.actions import format_actions
 from pipeworker.plan.orders import build
 from pipeworker.wire.lines import Joined, WorkerExited
-from pipeworker.wire.messages import (
-    Abort,
-    Advance,
-    Built,
-    Cause,
-    Described,
-    Failed,
-    Failure,
-    Finish,
-    FromWorker,
-    Heartbeat,
-    Hello,
-    Plan,
-    Ready,
-    RunStep,
-    Save,
-    Saved,
-    StageRange,
-    StepDone,
-    StepResult,
-    StoreOperation,
-    StoreReply,
-    StoreRequest,
-    Update,
-    Welcome,
-)
+from pipeworker.wire.messages.advance import Advance, Finish
+from pipeworker.wire.messages.checkpoint import Save, Saved
+from pipeworker.wire.messages.directions import FromWorker
+from pipeworker.wire.messages.failure import Abort, Cause, Failed, Failure
+from pipeworker.wire.messages.plan import Built, Described, Plan, Ready, StageRange
+from pipeworker.wire.messages.presence import Heartbeat, Hello, Welcome
+from pipeworker.wire.messages.step import RunStep, StepDone, StepResult, Update
+from pipeworker.wire.messages.store import StoreOperation, StoreReply, StoreRequest
 from support.coordinator import BATCH, LAYERS, NOWHERE, Scripted, commit, ends, of, sent_to
 
 

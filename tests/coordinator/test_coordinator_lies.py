@@ -17,24 +17,14 @@ from pipeworker.coordinator.states import State
 from pipeworker.errors import ProtocolError
 from pipeworker.job import options
 from pipeworker.wire import codec
-from pipeworker.wire.messages import (
-    LONGEST_VALUE,
-    MOST_KEYS,
-    MOST_MICROBATCHES,
-    Batch,
-    Built,
-    Described,
-    EvaluationDone,
-    FromWorker,
-    Heartbeat,
-    Plan,
-    Position,
-    Ready,
-    StepDone,
-    StoreOperation,
-    StoreRequest,
-    Upcoming,
-)
+from pipeworker.wire.messages.directions import FromWorker
+from pipeworker.wire.messages.evaluation import EvaluationDone
+from pipeworker.wire.messages.limits import LONGEST_VALUE, MOST_KEYS, MOST_MICROBATCHES
+from pipeworker.wire.messages.plan import Built, Described, Plan, Ready
+from pipeworker.wire.messages.position import Position
+from pipeworker.wire.messages.presence import Heartbeat
+from pipeworker.wire.messages.step import Batch, StepDone, Upcoming
+from pipeworker.wire.messages.store import StoreOperation, StoreRequest
 from support.coordinator import BATCH, LAYERS, Scripted, ready_of
 
 WHO = "stage 1 (pid 1001 on host) sent what cannot be: "

@@ -15,20 +15,11 @@ from pipeworker.plan.actions import format_actions
 from pipeworker.plan.check import Kept, check
 from pipeworker.plan.orders import build
 from pipeworker.plan.schedule import Schedule
-from pipeworker.wire.messages import (
-    Advance,
-    Cause,
-    Evaluate,
-    Evaluated,
-    Evaluation,
-    EvaluationDone,
-    RunStep,
-    Save,
-    StepDone,
-    StepResult,
-    Upcoming,
-    Update,
-)
+from pipeworker.wire.messages.advance import Advance
+from pipeworker.wire.messages.checkpoint import Save
+from pipeworker.wire.messages.evaluation import Evaluate, Evaluated, Evaluation, EvaluationDone
+from pipeworker.wire.messages.failure import Cause
+from pipeworker.wire.messages.step import RunStep, StepDone, StepResult, Upcoming, Update
 from support.coordinator import BATCH, Scripted, commit, of, sent_to
 
 SMALL = dataclasses.replace(BATCH, microbatches=2, samples=2)

@@ -15,21 +15,13 @@ from pipeworker.coordinator.states import State
 from pipeworker.plan.actions import format_actions
 from pipeworker.plan.orders import build
 from pipeworker.wire.lines import Again, CannotStart, HostLost, Joined, WorkerExited
-from pipeworker.wire.messages import (
-    Cause,
-    Failed,
-    Failure,
-    Heartbeat,
-    Phase,
-    Plan,
-    Position,
-    Saved,
-    StepDone,
-    StoreOperation,
-    StoreReply,
-    StoreRequest,
-    Welcome,
-)
+from pipeworker.wire.messages.checkpoint import Saved
+from pipeworker.wire.messages.failure import Cause, Failed, Failure
+from pipeworker.wire.messages.plan import Plan
+from pipeworker.wire.messages.position import Phase, Position
+from pipeworker.wire.messages.presence import Heartbeat, Welcome
+from pipeworker.wire.messages.step import StepDone
+from pipeworker.wire.messages.store import StoreOperation, StoreReply, StoreRequest
 from support.coordinator import (
     BATCH,
     NOWHERE,

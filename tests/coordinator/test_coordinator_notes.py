@@ -11,7 +11,8 @@ from pipeworker.coordinator.effects import Planned, Warn
 from pipeworker.coordinator.job import Start
 from pipeworker.coordinator.snapshots import Mark
 from pipeworker.plan import orders
-from pipeworker.wire.messages import CallKind, Described
+from pipeworker.wire.messages.calls import CallKind
+from pipeworker.wire.messages.plan import Described
 from support.coordinator import BATCH, LAYERS, Scripted, of
 
 FEW = dataclasses.replace(BATCH, samples=3, microbatches=3)

@@ -15,21 +15,12 @@ from pipeworker.plan import orders
 from pipeworker.plan.actions import format_actions
 from pipeworker.plan.orders.gpipe import gpipe
 from pipeworker.plan.placement import Placement
-from pipeworker.wire.messages import (
-    Call,
-    CallKind,
-    Cause,
-    Failed,
-    Failure,
-    Heartbeat,
-    Phase,
-    Plan,
-    Position,
-    StageRange,
-    StepResult,
-    Upcoming,
-    Welcome,
-)
+from pipeworker.wire.messages.calls import Call, CallKind
+from pipeworker.wire.messages.failure import Cause, Failed, Failure
+from pipeworker.wire.messages.plan import Plan, StageRange
+from pipeworker.wire.messages.position import Phase, Position
+from pipeworker.wire.messages.presence import Heartbeat, Welcome
+from pipeworker.wire.messages.step import StepResult, Upcoming
 from support.coordinator import (
     BATCH,
     LOOPED,

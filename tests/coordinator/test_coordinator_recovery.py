@@ -13,21 +13,13 @@ from pipeworker.coordinator.scaler import Scaler
 from pipeworker.coordinator.snapshots import Mark
 from pipeworker.coordinator.states import State
 from pipeworker.wire.lines import Again
-from pipeworker.wire.messages import (
-    Advance,
-    Cause,
-    Copy,
-    Evaluation,
-    Failed,
-    Failure,
-    Phase,
-    Position,
-    Restore,
-    Saved,
-    StepResult,
-    Update,
-    Welcome,
-)
+from pipeworker.wire.messages.advance import Advance
+from pipeworker.wire.messages.checkpoint import Copy, Restore, Saved
+from pipeworker.wire.messages.evaluation import Evaluation
+from pipeworker.wire.messages.failure import Cause, Failed, Failure
+from pipeworker.wire.messages.position import Phase, Position
+from pipeworker.wire.messages.presence import Welcome
+from pipeworker.wire.messages.step import StepResult, Update
 from support.coordinator import (
     BATCH,
     Scripted,

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from pipeworker.coordinator.rendezvous import MOST, Answer, Rendezvous
 from pipeworker.errors import ProtocolError
 from pipeworker.wire.codec import encode
-from pipeworker.wire.messages import StoreOperation, StoreReply, StoreRequest
+from pipeworker.wire.messages.store import StoreOperation, StoreReply, StoreRequest
 
 GET, SET, ADD = StoreOperation.GET, StoreOperation.SET, StoreOperation.ADD
 CHECK, COMPARE_SET = StoreOperation.CHECK, StoreOperation.COMPARE_SET

@@ -12,24 +12,14 @@ from pipeworker.coordinator.effects import Commit, Planned, Status
 from pipeworker.coordinator.report import balance, planned_json, planned_line
 from pipeworker.coordinator.states import State
 from pipeworker.wire.lines import Again, HostLost, Snapshot
-from pipeworker.wire.messages import (
-    Advance,
-    Batch,
-    Call,
-    CallKind,
-    Cause,
-    EvaluationDone,
-    Finish,
-    Plan,
-    RunStep,
-    Save,
-    Saved,
-    StepResult,
-    Upcoming,
-    Update,
-    Wait,
-    Welcome,
-)
+from pipeworker.wire.messages.advance import Advance, Finish
+from pipeworker.wire.messages.calls import Call, CallKind, Wait
+from pipeworker.wire.messages.checkpoint import Save, Saved
+from pipeworker.wire.messages.evaluation import EvaluationDone
+from pipeworker.wire.messages.failure import Cause
+from pipeworker.wire.messages.plan import Plan
+from pipeworker.wire.messages.presence import Welcome
+from pipeworker.wire.messages.step import Batch, RunStep, StepResult, Upcoming, Update
 from support.coordinator import BATCH, Scripted, of, own, passed, ready_of, replaced, runs, updates
 
 TWO = {"replicas": 2, "microbatches": 4}

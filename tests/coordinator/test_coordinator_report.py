@@ -19,7 +19,9 @@ from pipeworker.plan.simulate import simulate
 from pipeworker.record.rundir import RunDir, write_summary
 from pipeworker.wire import lines
 from pipeworker.wire.lines import Configuration, WorkerExited
-from pipeworker.wire.messages import Batch, Cause, Failure, Phase, Position
+from pipeworker.wire.messages.failure import Cause, Failure
+from pipeworker.wire.messages.position import Phase, Position
+from pipeworker.wire.messages.step import Batch
 from support.coordinator import Scripted, of
 
 FORWARD = Position(Phase.FORWARD, step=7, microbatch=2, layer=3)

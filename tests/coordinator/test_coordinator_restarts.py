@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from pipeworker.coordinator.restarts import WINDOW, Restarts
-from pipeworker.wire.messages import Cause, Failure, Phase, Position
+from pipeworker.wire.messages.failure import Cause, Failure
+from pipeworker.wire.messages.position import Phase, Position
 
 GONE = Failure(Cause.LOST, "gone", 1)
 ALL_USED = "2 restarts within an hour are all used (--restarts)"

@@ -9,19 +9,10 @@ import pytest
 from pipeworker.coordinator.effects import Commit, Dropped, Log, Send, Status
 from pipeworker.coordinator.scaler import Scaler
 from pipeworker.coordinator.states import State
-from pipeworker.wire.messages import (
-    Advance,
-    Copy,
-    Evaluate,
-    Evaluated,
-    Evaluation,
-    File,
-    RunStep,
-    Save,
-    Saved,
-    StepResult,
-    Update,
-)
+from pipeworker.wire.messages.advance import Advance
+from pipeworker.wire.messages.checkpoint import Copy, File, Save, Saved
+from pipeworker.wire.messages.evaluation import Evaluate, Evaluated, Evaluation
+from pipeworker.wire.messages.step import RunStep, StepResult, Update
 from support.coordinator import (
     BATCH,
     Scripted,

@@ -7,18 +7,12 @@ import pytest
 from pipeworker.coordinator.effects import Ended, Status
 from pipeworker.coordinator.states import State
 from pipeworker.wire.lines import Again
-from pipeworker.wire.messages import (
-    Advance,
-    CallKind,
-    Cause,
-    Copy,
-    Failed,
-    Failure,
-    Heartbeat,
-    Save,
-    Signalled,
-    Update,
-)
+from pipeworker.wire.messages.advance import Advance
+from pipeworker.wire.messages.calls import CallKind
+from pipeworker.wire.messages.checkpoint import Copy, Save
+from pipeworker.wire.messages.failure import Cause, Failed, Failure, Signalled
+from pipeworker.wire.messages.presence import Heartbeat
+from pipeworker.wire.messages.step import Update
 from support.coordinator import (
     NOWHERE,
     TIMINGS,

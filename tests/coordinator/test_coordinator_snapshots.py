@@ -7,7 +7,10 @@ import pytest
 from pipeworker.coordinator.snapshots import BUDGET, Mark, Snapshots
 from pipeworker.coordinator.states import State
 from pipeworker.wire.lines import Snapshot
-from pipeworker.wire.messages import Advance, Copy, Restore, RunStep, Save, Saved, StepDone, Welcome
+from pipeworker.wire.messages.advance import Advance
+from pipeworker.wire.messages.checkpoint import Copy, Restore, Save, Saved
+from pipeworker.wire.messages.presence import Welcome
+from pipeworker.wire.messages.step import RunStep, StepDone
 from support.coordinator import Scripted, copies, of, of_messages, replaced, saves
 
 

@@ -12,16 +12,12 @@ from pipeworker.coordinator.scaler import Scaler
 from pipeworker.coordinator.snapshots import Mark
 from pipeworker.coordinator.states import State
 from pipeworker.wire.lines import HostLost, Snapshot
-from pipeworker.wire.messages import (
-    Advance,
-    Cause,
-    Copy,
-    Described,
-    Evaluation,
-    Finish,
-    Restore,
-    Welcome,
-)
+from pipeworker.wire.messages.advance import Advance, Finish
+from pipeworker.wire.messages.checkpoint import Copy, Restore
+from pipeworker.wire.messages.evaluation import Evaluation
+from pipeworker.wire.messages.failure import Cause
+from pipeworker.wire.messages.plan import Described
+from pipeworker.wire.messages.presence import Welcome
 from support.coordinator import (
     LAYERS,
     Scripted,

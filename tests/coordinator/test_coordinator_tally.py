@@ -15,14 +15,9 @@ from pipeworker.coordinator.scaler import Scaler
 from pipeworker.coordinator.states import State
 from pipeworker.errors import ProtocolError
 from pipeworker.exact import partials
-from pipeworker.wire.messages import (
-    Advance,
-    Phase,
-    Position,
-    RunStep,
-    StepResult,
-    Update,
-)
+from pipeworker.wire.messages.advance import Advance
+from pipeworker.wire.messages.position import Phase, Position
+from pipeworker.wire.messages.step import RunStep, StepResult, Update
 from support.coordinator import BATCH, Scripted, commit, of, of_messages, updates
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pipeworker.coordinator.effects import Send
 from pipeworker.coordinator.job import Job
 from pipeworker.wire.lines import Snapshot
-from pipeworker.wire.messages import Advance
+from pipeworker.wire.messages.advance import Advance
 from support.coordinator import TIMINGS, Scripted
 
 

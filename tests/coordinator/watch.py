@@ -8,24 +8,13 @@ from dataclasses import dataclass, field
 from pipeworker.coordinator.effects import Commit, Discard, Effect, Ended, Send
 from pipeworker.coordinator.events import Arrived, Committed, Event
 from pipeworker.wire.lines import Again
-from pipeworker.wire.messages import (
-    Abort,
-    Advance,
-    Call,
-    Copy,
-    Evaluate,
-    Finish,
-    Hello,
-    Next,
-    RunStep,
-    Save,
-    Saved,
-    StepDone,
-    StepResult,
-    Update,
-    Wait,
-    Welcome,
-)
+from pipeworker.wire.messages.advance import Advance, Finish, Next
+from pipeworker.wire.messages.calls import Call, Wait
+from pipeworker.wire.messages.checkpoint import Copy, Save, Saved
+from pipeworker.wire.messages.evaluation import Evaluate
+from pipeworker.wire.messages.failure import Abort
+from pipeworker.wire.messages.presence import Hello, Welcome
+from pipeworker.wire.messages.step import RunStep, StepDone, StepResult, Update
 from support.coordinator import ends, of
 
 

@@ -29,19 +29,11 @@ from coordinator.watch import Watch
 from pipeworker.coordinator.effects import Commit, Dropped, Effect, Send
 from pipeworker.coordinator.events import Arrived, Committed, Event, Ticked, Uncommitted
 from pipeworker.wire.lines import Again, Snapshot, WorkerExited
-from pipeworker.wire.messages import (
-    Call,
-    Cause,
-    Failed,
-    Failure,
-    Heartbeat,
-    Hello,
-    Phase,
-    Position,
-    Restore,
-    Signalled,
-    Welcome,
-)
+from pipeworker.wire.messages.calls import Call
+from pipeworker.wire.messages.checkpoint import Restore
+from pipeworker.wire.messages.failure import Cause, Failed, Failure, Signalled
+from pipeworker.wire.messages.position import Phase, Position
+from pipeworker.wire.messages.presence import Heartbeat, Hello, Welcome
 from support.coordinator import BATCH, TIMINGS, Scripted, identity
 
 _MOST = 5000

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeworker.host.position import Tracker
-from pipeworker.wire.messages import Phase, Position
+from pipeworker.wire.messages.position import Phase, Position
 
 number = st.integers(-1, 2**62)
 

@@ -21,7 +21,7 @@ from pipeworker.record import checkpoint
 from pipeworker.record.checkpoint import Checkpoint, Part
 from pipeworker.record.manifest import Manifest, Shard, file_names
 from pipeworker.record.restore import restore
-from pipeworker.wire.messages import File
+from pipeworker.wire.messages.checkpoint import File
 from pipeworker.worker.internals import loads_itself
 from support.memory import peak, resident
 

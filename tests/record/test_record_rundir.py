@@ -15,7 +15,7 @@ from pipeworker.record import manifest, rundir
 from pipeworker.record.manifest import Manifest
 from pipeworker.record.rundir import RunDir
 from pipeworker.wire.lines import Verdict
-from pipeworker.wire.messages import File
+from pipeworker.wire.messages.checkpoint import File
 
 _LATE = [100_000_000, 100_000_001]
 

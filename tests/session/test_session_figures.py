@@ -17,7 +17,8 @@ from pipeworker.session.show.figures import (
     fitting,
     number,
 )
-from pipeworker.wire.messages import Evaluation, StepResult
+from pipeworker.wire.messages.evaluation import Evaluation
+from pipeworker.wire.messages.step import StepResult
 
 ROW = StepResult(
     step=12,

@@ -19,7 +19,8 @@ from pipeworker.session.show.plain import Show
 from pipeworker.session.show.screen import Screen
 from pipeworker.session.show.view import View
 from pipeworker.wire.lines import Again, Planned, Verdict, Warned
-from pipeworker.wire.messages import Evaluation, StepResult
+from pipeworker.wire.messages.evaluation import Evaluation
+from pipeworker.wire.messages.step import StepResult
 from support.jobs import until
 
 PLANNED = Planned("gpipe", 8, (2, 1), 0.125)

@@ -13,19 +13,12 @@ from pipeworker.plan import orders
 from pipeworker.plan.actions import format_actions
 from pipeworker.plan.connect import forward_only
 from pipeworker.plan.placement import Placement
-from pipeworker.wire.messages import (
-    Advance,
-    Batch,
-    FromWorker,
-    Plan,
-    Ready,
-    RunStep,
-    StageRange,
-    StepDone,
-    StoreOperation,
-    StoreReply,
-    Welcome,
-)
+from pipeworker.wire.messages.advance import Advance
+from pipeworker.wire.messages.directions import FromWorker
+from pipeworker.wire.messages.plan import Plan, Ready, StageRange
+from pipeworker.wire.messages.presence import Welcome
+from pipeworker.wire.messages.step import Batch, RunStep, StepDone
+from pipeworker.wire.messages.store import StoreOperation, StoreReply
 from pipeworker.worker.worker import Settings, Worker
 from support.transport import ENDPOINT, Meeting
 

@@ -17,33 +17,16 @@ from pipeworker.plan.orders.gpipe import gpipe
 from pipeworker.plan.placement import Placement
 from pipeworker.timings import DEFAULT
 from pipeworker.wire.lines import Interrupt, SaveAsked, WorkerExited
-from pipeworker.wire.messages import (
-    Abort,
-    Advance,
-    Batch,
-    Built,
-    Call,
-    CallKind,
-    Cause,
-    Copy,
-    Described,
-    Evaluation,
-    EvaluationDone,
-    Failure,
-    Finish,
-    FromWorker,
-    Hello,
-    Plan,
-    Position,
-    Ready,
-    RunStep,
-    Save,
-    Saved,
-    StepDone,
-    StepResult,
-    ToWorker,
-    Update,
-)
+from pipeworker.wire.messages.advance import Advance, Finish
+from pipeworker.wire.messages.calls import Call, CallKind
+from pipeworker.wire.messages.checkpoint import Copy, Save, Saved
+from pipeworker.wire.messages.directions import FromWorker, ToWorker
+from pipeworker.wire.messages.evaluation import Evaluation, EvaluationDone
+from pipeworker.wire.messages.failure import Abort, Cause, Failure
+from pipeworker.wire.messages.plan import Built, Described, Plan, Ready
+from pipeworker.wire.messages.position import Position
+from pipeworker.wire.messages.presence import Hello
+from pipeworker.wire.messages.step import Batch, RunStep, StepDone, StepResult, Update
 
 T = TypeVar("T")
 

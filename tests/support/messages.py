@@ -7,30 +7,16 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from pipeworker.wire.messages import (
-    MOST_SAMPLES,
-    Batch,
-    Built,
-    Call,
-    CallKind,
-    Cause,
-    Described,
-    Evaluation,
-    EvaluationDone,
-    Failure,
-    File,
-    Heartbeat,
-    Hello,
-    Loaded,
-    Phase,
-    Position,
-    SkipRoute,
-    StepDone,
-    StoreOperation,
-    StoreRequest,
-    TiedWeights,
-    Upcoming,
-)
+from pipeworker.wire.messages.calls import Call, CallKind, Loaded
+from pipeworker.wire.messages.checkpoint import File
+from pipeworker.wire.messages.evaluation import Evaluation, EvaluationDone
+from pipeworker.wire.messages.failure import Cause, Failure
+from pipeworker.wire.messages.limits import MOST_SAMPLES
+from pipeworker.wire.messages.plan import Built, Described, SkipRoute, TiedWeights
+from pipeworker.wire.messages.position import Phase, Position
+from pipeworker.wire.messages.presence import Heartbeat, Hello
+from pipeworker.wire.messages.step import Batch, StepDone, Upcoming
+from pipeworker.wire.messages.store import StoreOperation, StoreRequest
 
 _MOST = 2**63 - 1
 _counts = st.integers(0, _MOST)

@@ -12,7 +12,7 @@ from pipeworker.job.options import Options
 from pipeworker.session.processes import coordinator, fork_server
 from pipeworker.wire.keys import new_token
 from pipeworker.wire.lines import Bound, Configuration, Fork, Verdict, WorkerExited
-from pipeworker.wire.messages import StepResult
+from pipeworker.wire.messages.step import StepResult
 from support.memory import resident
 from support.proxy import Proxy
 

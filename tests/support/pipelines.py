@@ -26,7 +26,8 @@ from pipeworker.plan.placement import Placement
 from pipeworker.plan.schedule import Pairs, Schedule, between, edges, recomputed
 from pipeworker.plan.shares import block
 from pipeworker.plan.skips import Skip, between_stages, pairs
-from pipeworker.wire.messages import RunStep, SkipRoute, Update
+from pipeworker.wire.messages.plan import SkipRoute
+from pipeworker.wire.messages.step import RunStep, Update
 from pipeworker.worker.model.model import Model
 from pipeworker.worker.stage import rng
 from pipeworker.worker.stage.stage import Skips, Stage

@@ -20,25 +20,14 @@ from pipeworker.wire import sockets
 from pipeworker.wire.codec import encode
 from pipeworker.wire.exchange import OUTSIDE, numbered
 from pipeworker.wire.keys import new_token, server_keys
-from pipeworker.wire.messages import (
-    Batch,
-    Built,
-    Cause,
-    Described,
-    Failed,
-    Failure,
-    Heartbeat,
-    Hello,
-    Message,
-    Phase,
-    Position,
-    Ready,
-    Saved,
-    Signalled,
-    StepDone,
-    StoreOperation,
-    StoreRequest,
-)
+from pipeworker.wire.messages.checkpoint import Saved
+from pipeworker.wire.messages.directions import Message
+from pipeworker.wire.messages.failure import Cause, Failed, Failure, Signalled
+from pipeworker.wire.messages.plan import Built, Described, Ready
+from pipeworker.wire.messages.position import Phase, Position
+from pipeworker.wire.messages.presence import Heartbeat, Hello
+from pipeworker.wire.messages.step import Batch, StepDone
+from pipeworker.wire.messages.store import StoreOperation, StoreRequest
 from support.own import GENERATION
 
 _SEQUENCE = struct.Struct("<Q")

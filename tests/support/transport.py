@@ -19,7 +19,7 @@ from pipeworker.coordinator.rendezvous import Rendezvous
 from pipeworker.errors import PeerLost
 from pipeworker.plan.actions import Edge, Payload
 from pipeworker.plan.placement import Placement
-from pipeworker.wire.messages import StoreOperation, StoreReply, StoreRequest
+from pipeworker.wire.messages.store import StoreOperation, StoreReply, StoreRequest
 from pipeworker.worker.transport import shared
 from pipeworker.worker.transport.distributed import Ask, CoordinatorStore, Network, connect
 from pipeworker.worker.transport.link import (

@@ -139,7 +139,7 @@ def _in_workers() -> None:
     from torch import nn
 
     from pipeworker.host.position import Tracker
-    from pipeworker.wire.messages import Phase
+    from pipeworker.wire.messages.position import Phase
     from pipeworker.worker.keeper import Keeper
     from pipeworker.worker.step.executor import Executor
     from pipeworker.worker.worker import Worker

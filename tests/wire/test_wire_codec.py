@@ -15,40 +15,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeworker.errors import ProtocolError
-from pipeworker.wire import messages
 from pipeworker.wire.codec import MAX_FRAME_BYTES, VERSION, Codec, decode, encode
-from pipeworker.wire.messages import (
-    LONGEST_NAME,
-    MOST_TYPES,
-    Abort,
-    Advance,
-    Batch,
-    Cause,
-    Copy,
-    Evaluation,
-    EvaluationDone,
-    Failed,
-    Failure,
-    Finish,
-    Heartbeat,
-    Hello,
-    Message,
-    Phase,
-    Ping,
-    Plan,
-    Position,
-    RunStep,
-    SkipRoute,
-    StageRange,
-    StepDone,
-    StepResult,
-    TiedWeights,
-    Update,
-    Wait,
-)
+from pipeworker.wire.messages.advance import Advance, Finish
+from pipeworker.wire.messages.calls import Wait
+from pipeworker.wire.messages.checkpoint import Copy
+from pipeworker.wire.messages.directions import FromWorker, Message, ToWorker
+from pipeworker.wire.messages.evaluation import Evaluation, EvaluationDone
+from pipeworker.wire.messages.failure import Abort, Cause, Failed, Failure
+from pipeworker.wire.messages.limits import LONGEST_NAME, MOST_TYPES
+from pipeworker.wire.messages.plan import Plan, SkipRoute, StageRange, TiedWeights
+from pipeworker.wire.messages.position import Phase, Position
+from pipeworker.wire.messages.presence import Heartbeat, Hello, Ping
+from pipeworker.wire.messages.step import Batch, RunStep, StepDone, StepResult, Update
 from support.messages import MADE
 
-KINDS = [*typing.get_args(messages.FromWorker), *typing.get_args(messages.ToWorker)]
+KINDS = [*typing.get_args(FromWorker), *typing.get_args(ToWorker)]
 
 st.register_type_strategy(int, st.integers(-(2**63), 2**63 - 1))
 st.register_type_strategy(float, st.floats(allow_nan=False))

@@ -35,7 +35,9 @@ from pipeworker.wire.lines import (
     encode,
     never,
 )
-from pipeworker.wire.messages import Evaluation, Phase, Position, StepResult
+from pipeworker.wire.messages.evaluation import Evaluation
+from pipeworker.wire.messages.position import Phase, Position
+from pipeworker.wire.messages.step import StepResult
 from support.messages import MADE
 
 KINDS: list[Any] = list(typing.get_args(Line))

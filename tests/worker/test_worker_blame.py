@@ -14,7 +14,8 @@ from torch import nn
 from pipeworker.errors import PeerLost, PipeworkerError, SkipError, UsageError
 from pipeworker.host.position import Tracker
 from pipeworker.job import file as job_file
-from pipeworker.wire.messages import Cause, Failure, Phase, Position
+from pipeworker.wire.messages.failure import Cause, Failure
+from pipeworker.wire.messages.position import Phase, Position
 from pipeworker.worker.blame import (
     Raised,
     failure_of,

@@ -8,17 +8,13 @@ from typing import Any
 import pytest
 
 from pipeworker.wire.codec import encode
-from pipeworker.wire.messages import (
-    Advance,
-    Cause,
-    Evaluate,
-    Evaluated,
-    Failure,
-    Phase,
-    Save,
-    Update,
-    Wait,
-)
+from pipeworker.wire.messages.advance import Advance
+from pipeworker.wire.messages.calls import Wait
+from pipeworker.wire.messages.checkpoint import Save
+from pipeworker.wire.messages.evaluation import Evaluate, Evaluated
+from pipeworker.wire.messages.failure import Cause, Failure
+from pipeworker.wire.messages.position import Phase
+from pipeworker.wire.messages.step import Update
 from support.alone import Alone, as_it_was
 
 _as_it_was = pytest.fixture(autouse=True)(as_it_was)

@@ -16,7 +16,7 @@ from pipeworker.host import spawn
 from pipeworker.record.checkpoint import Album, Part, remembered
 from pipeworker.record.memory import Memory
 from pipeworker.record.tensors import TensorFile
-from pipeworker.wire.messages import Copy, Saved
+from pipeworker.wire.messages.checkpoint import Copy, Saved
 from pipeworker.worker import keeper
 from pipeworker.worker.keeper import Keeper
 

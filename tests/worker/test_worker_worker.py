@@ -7,7 +7,10 @@ from pathlib import Path
 import pytest
 
 from pipeworker.errors import UsageError
-from pipeworker.wire.messages import Advance, Evaluate, EvaluationDone, Update, Wait
+from pipeworker.wire.messages.advance import Advance
+from pipeworker.wire.messages.calls import Wait
+from pipeworker.wire.messages.evaluation import Evaluate, EvaluationDone
+from pipeworker.wire.messages.step import Update
 from support.alone import Alone, as_it_was
 
 _as_it_was = pytest.fixture(autouse=True)(as_it_was)

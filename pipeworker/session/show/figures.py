@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 
-from pipeworker.wire.messages import Evaluation, StepResult
+from pipeworker.wire.messages.evaluation import Evaluation
+from pipeworker.wire.messages.step import StepResult
 
 GAP = "  "
 _RECENT = 50

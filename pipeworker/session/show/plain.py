@@ -32,7 +32,8 @@ from pipeworker.wire.lines import (
     Warned,
     never,
 )
-from pipeworker.wire.messages import Evaluation, StepResult
+from pipeworker.wire.messages.evaluation import Evaluation
+from pipeworker.wire.messages.step import StepResult
 
 _GONE = (errno.EPIPE, errno.EIO)  # a reader, a terminal
 _SECONDS = 1.0

@@ -16,7 +16,7 @@ from pipeworker.session.show.output import Output
 from pipeworker.session.show.plain import Show
 from pipeworker.session.show.view import View
 from pipeworker.wire.lines import Again, FromCoordinator, Planned, Verdict
-from pipeworker.wire.messages import StepResult
+from pipeworker.wire.messages.step import StepResult
 
 _LOOK = 0.25
 """Seconds between two looks at what the job has printed."""

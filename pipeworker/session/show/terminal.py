@@ -16,7 +16,7 @@ from pipeworker.session.show.figures import Figure, Worth, clock, counted, figur
 from pipeworker.session.show.output import Said
 from pipeworker.session.show.plain import Show
 from pipeworker.wire.lines import Planned
-from pipeworker.wire.messages import StepResult
+from pipeworker.wire.messages.step import StepResult
 
 _BAR = (12, 40)
 """Columns of the bar: the least, and the most."""

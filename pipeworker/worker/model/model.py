@@ -16,7 +16,7 @@ from pipeworker.job import file as job_file
 from pipeworker.job.file import Job
 from pipeworker.plan.skips import Skip
 from pipeworker.plan.ties import Tie, declared, layer_of
-from pipeworker.wire.messages import Phase
+from pipeworker.wire.messages.position import Phase
 from pipeworker.worker import blame
 from pipeworker.worker.model.survey import Survey
 from pipeworker.worker.stage import rng

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from enum import Enum
 from types import ModuleType
 
-from pipeworker.wire.messages import LONGEST_NAME, MOST_TYPES
+from pipeworker.wire.messages.limits import LONGEST_NAME, MOST_TYPES
 from pipeworker.worker.internals import pytree
 from pipeworker.worker.transport.structure import is_named
 

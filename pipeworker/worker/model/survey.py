@@ -28,7 +28,7 @@ from pipeworker.host.lifetime import die_with
 from pipeworker.host.position import Tracker
 from pipeworker.job import file as job_file
 from pipeworker.plan.skips import Skip, match
-from pipeworker.wire.messages import Phase
+from pipeworker.wire.messages.position import Phase
 from pipeworker.worker import blame
 from pipeworker.worker.device import to_device
 from pipeworker.worker.internals import FakeTensorMode, preload, pytree, view_of

@@ -13,7 +13,8 @@ from torch.autograd.graph import get_gradient_edge
 
 from pipeworker.errors import PipeworkerError, SkipError, UsageError
 from pipeworker.host.position import Tracker
-from pipeworker.wire.messages import Phase, SkipRoute
+from pipeworker.wire.messages.plan import SkipRoute
+from pipeworker.wire.messages.position import Phase
 from pipeworker.worker import blame
 from pipeworker.worker.internals import engine, run_backward
 from pipeworker.worker.stage import losses, rng, split

@@ -15,7 +15,7 @@ import torch
 
 from pipeworker.errors import UsageError
 from pipeworker.plan.shares import block, sizes
-from pipeworker.wire.messages import Batch
+from pipeworker.wire.messages.step import Batch
 from pipeworker.worker.internals import pytree
 from pipeworker.worker.stage import rng
 from pipeworker.worker.step.epoch import END, Epoch, checked

@@ -7,7 +7,7 @@ from dataclasses import astuple
 from typing import Any
 
 from pipeworker.plan.shares import block
-from pipeworker.wire.messages import Batch
+from pipeworker.wire.messages.step import Batch
 from pipeworker.worker.internals import pytree
 from pipeworker.worker.stage.values import distinct_tensors
 from pipeworker.worker.step.data import MicroBatches

@@ -11,7 +11,8 @@ from pipeworker.plan.actions import COMPUTE, RECEIVES, SENDS, Action, Edge, Kind
 from pipeworker.plan.network import CHANNEL_CAPACITY, UNBOUNDED
 from pipeworker.plan.placement import Placement
 from pipeworker.plan.shares import block
-from pipeworker.wire.messages import Batch, Phase, RunStep
+from pipeworker.wire.messages.position import Phase
+from pipeworker.wire.messages.step import Batch, RunStep
 from pipeworker.worker.device import stopwatch_for, to_device
 from pipeworker.worker.stage import losses
 from pipeworker.worker.stage.microbatch import MicroBatch

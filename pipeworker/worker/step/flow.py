@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from pipeworker.plan.actions import Edge, Payload
-from pipeworker.wire.messages import Phase
+from pipeworker.wire.messages.position import Phase
 from pipeworker.worker.stage.microbatch import MicroBatch
 from pipeworker.worker.stage.stage import Skips, Stage
 from pipeworker.worker.stage.values import copied, detached, distinct_tensors

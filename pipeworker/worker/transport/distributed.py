@@ -25,7 +25,7 @@ from pipeworker.errors import PeerLost, UsageError
 from pipeworker.plan.actions import Edge
 from pipeworker.plan.placement import Placement
 from pipeworker.wire.interfaces import chosen, own_address
-from pipeworker.wire.messages import StoreOperation, StoreReply
+from pipeworker.wire.messages.store import StoreOperation, StoreReply
 from pipeworker.worker.internals import PrefixStore, ProcessGroupGloo, Store, Work, gloo_options
 from pipeworker.worker.transport import shared, tls
 from pipeworker.worker.transport.credentials import Credentials

@@ -15,7 +15,7 @@ from pipeworker.errors import UsageError
 from pipeworker.job.calls import signature
 from pipeworker.job.file import Job
 from pipeworker.plan.ties import layer_of
-from pipeworker.wire.messages import Update
+from pipeworker.wire.messages.step import Update
 from pipeworker.worker.blame import users
 from pipeworker.worker.internals import divide, multiply
 from pipeworker.worker.stage import rng

@@ -24,7 +24,7 @@ from pipeworker.plan.placement import Placement
 from pipeworker.record import checkpoint, rundir
 from pipeworker.record.export import weights
 from pipeworker.record.manifest import Manifest
-from pipeworker.wire.messages import File
+from pipeworker.wire.messages.checkpoint import File
 from support.checkpoints import part
 
 

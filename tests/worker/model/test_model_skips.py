@@ -15,7 +15,7 @@ import pipeworker
 from pipeworker.errors import SkipError
 from pipeworker.host.position import Tracker
 from pipeworker.plan.skips import Skip
-from pipeworker.wire.messages import Phase
+from pipeworker.wire.messages.position import Phase
 from pipeworker.worker.blame import Raised
 from pipeworker.worker.model import survey
 from pipeworker.worker.model.survey import Survey

@@ -10,7 +10,7 @@ from types import ModuleType
 import pytest
 from torch.utils import _pytree as pytree
 
-from pipeworker.wire.messages import LONGEST_NAME
+from pipeworker.wire.messages.limits import LONGEST_NAME
 from pipeworker.worker.model.structures import classes_of
 
 SOURCE = """

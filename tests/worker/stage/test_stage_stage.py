@@ -14,7 +14,7 @@ from torch import nn
 
 from pipeworker.errors import UsageError
 from pipeworker.host.position import Tracker
-from pipeworker.wire.messages import Phase, Position
+from pipeworker.wire.messages.position import Phase, Position
 from pipeworker.worker.blame import Raised
 from pipeworker.worker.stage.microbatch import MicroBatch
 from pipeworker.worker.stage.stage import Stage

@@ -16,7 +16,7 @@ from torch import nn
 from pipeworker.errors import UsageError
 from pipeworker.plan import partition
 from pipeworker.plan.placement import Placement
-from pipeworker.wire.messages import Phase
+from pipeworker.wire.messages.position import Phase
 from pipeworker.worker.blame import Raised
 from support.pipelines import (
     MODES,

@@ -13,7 +13,7 @@ from torch import nn
 
 from pipeworker.errors import UsageError
 from pipeworker.job.file import Job
-from pipeworker.wire.messages import Update
+from pipeworker.wire.messages.step import Update
 from pipeworker.worker.blame import Raised
 from pipeworker.worker.stage import rng
 from pipeworker.worker.update.update import Updater, parameters_of

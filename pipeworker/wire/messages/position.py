@@ -1,0 +1,46 @@
+"""Where a worker is."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import IntEnum
+
+from pipeworker.wire.messages.limits import check
+
+
+class Phase(IntEnum):
+    """What a worker is doing; shown in failure messages. A number, because it is written often."""
+
+    STARTING = 0
+    LOADING = 1
+    BUILDING = 2
+    CONNECTING = 3
+    READING = 4
+    WAITING = 5
+    FORWARD = 6
+    RECOMPUTE = 7
+    BACKWARD = 8
+    LOSS = 9
+    UPDATE = 10
+    SAVING = 11
+    EVALUATION = 12
+    SURVEY = 13
+    RESTORING = 14
+
+    @property
+    def label(self) -> str:
+        return self.name.lower()
+
+
+@dataclass(frozen=True, slots=True)
+class Position:
+    """Where a worker is. A field that does not apply is -1; steps count from 1."""
+
+    phase: Phase = Phase.STARTING
+    step: int = -1
+    microbatch: int = -1
+    layer: int = -1
+
+    def __post_init__(self) -> None:
+        least = min(self.step, self.microbatch, self.layer)
+        check(least >= -1, f"a position of {least}")
