@@ -45,7 +45,7 @@ def run(place: Place, asked: Asked, view: View) -> int:
     _guard()
 
     from pipeworker.worker import service
-    from pipeworker.worker.worker import Settings
+    from pipeworker.worker.settings import Settings
 
     def listen(begun: Begun) -> Hear:
         # The worker's output goes to its log; what the user should see goes where it went before.

@@ -38,9 +38,9 @@ FLOORS = [
     *("pipeworker.worker.blame", "pipeworker.worker.console", "pipeworker.worker.control"),
     "pipeworker.worker.transport",
     *("pipeworker.worker.stage", "pipeworker.worker.update", "pipeworker.worker.step"),
-    *("pipeworker.worker.model", "pipeworker.worker.keeper", "pipeworker.worker.heirs"),
-    "pipeworker.worker.remembered",
-    *("pipeworker.worker.worker", "pipeworker.worker.service"),
+    *("pipeworker.worker.settings", "pipeworker.worker.role", "pipeworker.worker.model"),
+    *("pipeworker.worker.brought", "pipeworker.worker.description", "pipeworker.worker.held"),
+    *("pipeworker.worker.state", "pipeworker.worker.worker", "pipeworker.worker.service"),
     *("pipeworker.host.forkserver", "pipeworker.session", "launcher", "cli"),
     "pipeworker.__main__",
 ]
@@ -109,6 +109,7 @@ ROOMS_WITHIN = {
         *("reduction", "others", "executor"),
     ],
     "pipeworker.worker.model": ["structures", "survey", "model"],
+    "pipeworker.worker.state": ["keeper", "remembered", "heirs", "state"],
     "pipeworker.session": [
         *("ask", "place", "processes", "show", "begin", "head", "meet", "session", "pipeline"),
     ],

@@ -144,7 +144,7 @@ class _ForkServer:
             gc.enable()
 
             from pipeworker.worker import service
-            from pipeworker.worker.worker import Settings
+            from pipeworker.worker.settings import Settings
 
             settings = Settings(
                 rank=asked.rank,

@@ -38,8 +38,9 @@ from pipeworker.wire.messages.step import StepResult
 from pipeworker.worker.blame import Raised, user_traceback
 from pipeworker.worker.control import Control, leave_process
 from pipeworker.worker.service import over
+from pipeworker.worker.settings import Settings
 from pipeworker.worker.stage import rng
-from pipeworker.worker.worker import Settings, Worker
+from pipeworker.worker.worker import Worker
 
 _numbers = itertools.count()
 

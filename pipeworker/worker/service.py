@@ -9,7 +9,8 @@ from pipeworker.wire.messages.advance import Advance, Finish
 from pipeworker.wire.messages.failure import Abort, Failed, Failure
 from pipeworker.worker.console import detach
 from pipeworker.worker.control import Control, Leave, leave_process
-from pipeworker.worker.worker import Settings, Worker
+from pipeworker.worker.settings import Settings
+from pipeworker.worker.worker import Worker
 
 
 def _nobody(failure: Failure) -> None:

@@ -19,7 +19,8 @@ from pipeworker.wire.messages.plan import Plan, Ready, StageRange
 from pipeworker.wire.messages.presence import Welcome
 from pipeworker.wire.messages.step import Batch, RunStep, StepDone
 from pipeworker.wire.messages.store import StoreOperation, StoreReply
-from pipeworker.worker.worker import Settings, Worker
+from pipeworker.worker.settings import Settings
+from pipeworker.worker.worker import Worker
 from support.transport import ENDPOINT, Meeting
 
 MICROBATCHES = 2

@@ -140,7 +140,7 @@ def _in_workers() -> None:
 
     from pipeworker.host.position import Tracker
     from pipeworker.wire.messages.position import Phase
-    from pipeworker.worker.keeper import Keeper
+    from pipeworker.worker.state.keeper import Keeper
     from pipeworker.worker.step.executor import Executor
     from pipeworker.worker.worker import Worker
 

@@ -329,10 +329,10 @@ OURS: dict[str, tuple[str, Phase]] = {
     "pipeworker.worker.update.update.rng.update_seed": ("always", Phase.UPDATE),
     "pipeworker.worker.step.stream.sizes": ("always", Phase.EVALUATION),
     "pipeworker.worker.step.evaluation._scalar": ("always", Phase.EVALUATION),
-    "pipeworker.worker.keeper.write": ("always", Phase.SAVING),
+    "pipeworker.worker.state.keeper.write": ("always", Phase.SAVING),
     "pipeworker.worker.worker.Executor": ("always", Phase.CONNECTING),
     "pipeworker.worker.model.model._check_apart": ("always", Phase.BUILDING),
-    "pipeworker.worker.worker.classes_of": ("always", Phase.BUILDING),
+    "pipeworker.worker.description.classes_of": ("always", Phase.BUILDING),
 }
 
 

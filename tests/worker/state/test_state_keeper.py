@@ -17,8 +17,8 @@ from pipeworker.record.checkpoint import Album, Part, remembered
 from pipeworker.record.memory import Memory
 from pipeworker.record.tensors import TensorFile
 from pipeworker.wire.messages.checkpoint import Copy, Saved
-from pipeworker.worker import keeper
-from pipeworker.worker.keeper import Keeper
+from pipeworker.worker.state import keeper
+from pipeworker.worker.state.keeper import Keeper
 
 
 class Kept:
