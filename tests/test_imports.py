@@ -93,8 +93,9 @@ ROOMS_WITHIN = {
         "events",
         *("effects", "states", "blueprint", "loop", "report", "restarts", "hands"),
         *("generation", "job"),
-        *("starter", "service"),
+        *("shell", "service"),
     ],
+    "pipeworker.coordinator.shell": ["starter", "begin", "files"],
     "pipeworker.worker.transport": [
         *("link", "courier", "structure", "frame", "proof", "heap", "shared", "credentials"),
         *("tls", "distributed", "memories", "pool", "channel"),
@@ -151,8 +152,8 @@ PURE = [
     ),
 ]
 SHELL = {
-    *("pipeworker.coordinator", "pipeworker.coordinator.service"),
-    "pipeworker.coordinator.starter",
+    *("pipeworker.coordinator", "pipeworker.coordinator.service", "pipeworker.coordinator.shell"),
+    *(f"pipeworker.coordinator.shell.{name}" for name in ("starter", "begin", "files")),
 }
 """What is left of the coordinator: the rest decides."""
 
@@ -396,7 +397,7 @@ def test_a_decision_depends_on_its_arguments_alone(module: str) -> None:
 
 
 def test_what_decides_is_apart_from_what_acts() -> None:
-    """Of the coordinator only the service, with its line to the starter, is a shell."""
+    """Of the coordinator only the service, with what it acts by, is a shell."""
     assert {*within(["pipeworker.coordinator"])} - {*within(PURE)} == SHELL
 
 

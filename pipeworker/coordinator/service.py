@@ -1,22 +1,17 @@
-"""The loop around the coordinator's state machine: sockets, clock, files, and nothing decided.
+"""The loop around the coordinator's state machine: sockets and clock, and nothing decided.
 
 Run as a process of its own (:func:`main`). It imports neither torch nor the user's code.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import os
 import platform
 import signal
-import sys
 import time
-from collections.abc import Callable
 from contextlib import closing
-from functools import partial
 from pathlib import Path
-from typing import Any
 
 import zmq
 
@@ -46,19 +41,15 @@ from pipeworker.coordinator.events import (
     Unreachable,
     Unwell,
 )
-from pipeworker.coordinator.job import Job, Start
-from pipeworker.coordinator.scaler import Scaler
-from pipeworker.coordinator.snapshots import Mark
-from pipeworker.coordinator.starter import Starter
+from pipeworker.coordinator.job import Job
+from pipeworker.coordinator.shell.begin import start
+from pipeworker.coordinator.shell.files import Files, LogFile
+from pipeworker.coordinator.shell.starter import Starter
 from pipeworker.environment import timings
 from pipeworker.errors import PipeworkerError, ProtocolError, RecordError
 from pipeworker.job.options import Options
 from pipeworker.record.lock import Lock
-from pipeworker.record.manifest import NAME, Manifest
-from pipeworker.record.metrics import rows
-from pipeworker.record.metrics.extras import Extras
-from pipeworker.record.metrics.rows import Rows
-from pipeworker.record.rundir import RunDir, write_json, write_summary
+from pipeworker.record.rundir import RunDir
 from pipeworker.wire import codec, exchange, lines, sockets
 from pipeworker.wire.exchange import Exchange
 from pipeworker.wire.lines import (
@@ -76,7 +67,6 @@ from pipeworker.wire.lines import (
     Warned,
     WorkerExited,
 )
-from pipeworker.wire.messages.checkpoint import Restore
 from pipeworker.wire.messages.directions import FromWorker, ToWorker
 from pipeworker.wire.messages.evaluation import Evaluation
 from pipeworker.wire.messages.presence import Heartbeat, Ping
@@ -113,14 +103,11 @@ class Service:
             generation=configuration.generation,
             replaceable=configuration.slots > 1,
             launched=configuration.starter < 0,
-            start=_start(configuration, self._options, self._run_dir),
+            start=start(configuration, self._options, self._run_dir),
             cores=os.cpu_count() or 1,
         )
-        self._descriptors = descriptors
-        metrics = self._run_dir.metrics
-        self._rows = {metrics: Rows(metrics)}
-        self._extras: Extras | None = None
         self._starter = starter
+        self._files = Files(self._run_dir, self._options, descriptors, starter, self._broken)
         self._dropped = 0
         self._repaired = 0
         self._received = 0
@@ -134,7 +121,7 @@ class Service:
         """Direct the job to its end; returns the exit status."""
         starter = self._starter
         starter.tell(Bound(endpoint))
-        self._beside(self._begin_extras)
+        self._files.begin()
         signal.signal(signal.SIGTERM, self._on_signal)
         signal.signal(signal.SIGINT, self._on_signal)
         signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # to the whole job: others act on it
@@ -165,10 +152,7 @@ class Service:
                 self._ping_all()
                 starter.tell(Beat(self._options.worker_timeout))
         self._let_finish()
-        for file in self._rows.values():
-            file.close()
-        if self._extras:
-            self._beside(self._extras.close)
+        self._files.close()
         starter.finish(self._timings.linger)
         log.info("control messages: %d received, %d sent", self._received, self._sent)
         return self._ended.exit_status
@@ -319,196 +303,46 @@ class Service:
                 log.warning("%s", effect.text)
                 self._starter.tell(Warned(effect.text, effect.note))
             case Planned():  # the workers before these are gone, and these do not save yet
-                self._sweep()
-                plan = report.planned_json(effect, self._options)
-                self._write(self._run_dir.plan, lambda: write_json(self._run_dir.plan, plan))
+                self._files.sweep()
+                self._files.plan(report.planned_json(effect, self._options))
                 self._starter.tell(report.planned_line(effect, self._options))
             case StepResult():
-                row = dataclasses.asdict(effect)
-                if effect.loss_scale is None:
-                    del row["loss_scale"]
-                self._append(self._run_dir.metrics, row)
+                self._files.step(effect)
                 self._starter.tell(effect)
             case Evaluation():
-                row = {"step": effect.step, **effect.row()}
-                self._append(self._run_dir.evaluation, row)
+                self._files.evaluation(effect)
                 self._starter.tell(effect)
             case Commit():
                 self._commit(effect)
             case Discard():
-                self._run_dir.discard(effect.step)
+                self._files.discard(effect.step)
             case Ended():
                 self._end(effect)
             case _:
                 lines.never(effect)
 
-    def _append(self, path: Path, row: dict[str, Any]) -> None:
-        """A line more, in a file that is opened once."""
-
-        def begin() -> None:
-            self._rows[path] = Rows(path)
-
-        if path not in self._rows:
-            self._write(path, begin)
-        if path in self._rows:
-            self._write(path, lambda: self._rows[path].add(row), opens=False)
-        if self._extras:
-            self._beside(partial(self._extras.add, path, row))
-
-    def _begin_extras(self) -> None:
-        options, where = self._options, self._run_dir
-        if options.csv or options.tensorboard:
-            events = where.events if options.tensorboard else None
-            self._extras = Extras(where.metrics, where.evaluation, csv=options.csv, events=events)
-
-    def _beside(self, write: Callable[[], None]) -> None:
-        """That it cannot be written ends these, not the job; it is said once."""
-        try:
-            self._descriptors.spare(write)
-        except OSError as error:
-            self._extras = None
-            which = RecordError(error.filename or self._run_dir.path, error)
-            text = f"{which}: nothing more is written there, nor in another extra format"
-            log.warning("%s", text)
-            self._starter.tell(Warned(text))
-
-    def _write(self, path: Path, write: Callable[[], None], *, opens: bool = True) -> None:
-        """That it cannot be written ends the job, and is said; who opens a file is given room."""
-        try:
-            if opens:
-                self._descriptors.spare(write)
-            else:
-                write()
-        except OSError as error:
-            text = str(RecordError(path, error))
-            log.error("%s", text)
-            self._handle(Broken(text))
+    def _broken(self, text: str) -> None:
+        self._handle(Broken(text))
 
     def _commit(self, commit: Commit) -> None:
-        scaler = dataclasses.asdict(commit.scaler) if commit.scaler else None
-        stages = self._job.placement.stages
-        evaluation = commit.evaluation
-        manifest = Manifest(
-            commit.step,
-            stages,
-            commit.layers,
-            commit.files,
-            commit.ties,
-            scaler,
-            {"step": evaluation.step, **evaluation.row()} if evaluation else None,
-        )
         try:
-            self._descriptors.spare(lambda: self._run_dir.commit_checkpoint(manifest))
+            path = self._files.commit(commit, self._job.placement.stages)
         except (OSError, ValueError) as error:
             text = f"cannot complete the checkpoint: {error}"
             self._handle(Uncommitted(commit.step, text))
         else:
-            self._handle(Committed(commit.step, str(self._run_dir.checkpoint(commit.step))))
-            self._let_go()
-
-    def _let_go(self) -> None:
-        """Of old checkpoints; that one stays is no reason to end a job."""
-        self._remove("an old checkpoint", lambda: self._run_dir.let_go(self._options.keep))
-
-    def _sweep(self) -> None:
-        """Away with what those who are gone have begun."""
-        self._remove("an unfinished checkpoint", self._run_dir.sweep)
-
-    def _remove(self, what: str, remove: Callable[[], None]) -> None:
-        try:
-            remove()
-        except OSError as error:
-            text = f"cannot remove {what}: {error}"
-            log.warning("%s", text)
-            self._starter.tell(Warned(text))
+            self._handle(Committed(commit.step, str(path)))
+            self._files.let_go()
 
     def _end(self, ended: Ended) -> None:
         self._ended = ended
         verdict = report.verdict(ended, time.monotonic() - self._started)
-        stages = self._job.placement.stages
-        try:
-            self._descriptors.spare(lambda: write_summary(self._run_dir, verdict, stages))
-        except OSError as error:
-            text = str(RecordError(self._run_dir.summary, error))
-            log.error("%s", text)
-            if verdict.status == "done":
-                verdict = dataclasses.replace(verdict, status="failed", exit_status=1, error=text)
-            else:
-                self._starter.tell(Warned(text))
-        self._starter.tell(verdict)
+        self._starter.tell(self._files.end(verdict, self._job.placement.stages))
 
 
 def _shown(count: int) -> bool:
     """Whether the log has this one of what a peer can do without end."""
     return count <= _SHOWN_DROPS or count % 1000 == 0
-
-
-class _LogFile(logging.FileHandler):
-    """That it cannot be written is no reason to end a job; it is said once."""
-
-    def __init__(self, path: Path, starter: Starter) -> None:
-        super().__init__(path, encoding="utf-8", errors="backslashreplace")
-        self.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
-        self._path, self._starter = path, starter
-        self._said = False
-
-    def handleError(self, record: logging.LogRecord) -> None:
-        error = sys.exc_info()[1]
-        if not isinstance(error, OSError):
-            super().handleError(record)
-        elif not self._said:
-            self._said = True
-            self._starter.tell(Warned(str(RecordError(self._path, error))))
-
-
-def _start(configuration: Configuration, options: Options, run_dir: RunDir) -> Start:
-    """Where the job goes on: by what the coordinator before this one left, or by a checkpoint.
-
-    Raises:
-        UsageError: that cannot be read.
-        OSError: the system does not let it be read.
-    """
-    start = Start(causes=configuration.causes)
-    saved = run_dir.last_saved() if configuration.causes else -1
-    begins = options.resume
-    if saved > options.resume_step:  # the one that the run began with may be gone by now
-        begins = str(run_dir.checkpoint(saved))
-    if begins:
-        mark, restore, layers = _on_disk(begins, options)
-        step = mark.step
-        start = dataclasses.replace(
-            start,
-            mark=mark,
-            restore=restore,
-            layers=layers,
-            recorded=step,
-            evaluated=step,
-            saved=step,
-        )
-    if not configuration.causes:
-        return start
-    if snapshot := configuration.snapshot:
-        scaler = Scaler(snapshot.scale, snapshot.good_steps) if snapshot.scale else None
-        memory = Restore(snapshot.step, slot=snapshot.slot, ranks=snapshot.ranks)
-        start = dataclasses.replace(start, snapshot=(Mark(snapshot.step, scaler), memory))
-    return dataclasses.replace(
-        start,
-        recorded=_last_step(run_dir.metrics),
-        evaluated=_last_step(run_dir.evaluation),
-        saved=saved,
-    )
-
-
-def _last_step(path: Path) -> int:
-    """Of the last whole row of a file; 0 where there is none."""
-    return int((rows.last(path) or {}).get("step", 0))
-
-
-def _on_disk(path: str, options: Options) -> tuple[Mark, Restore, tuple[str, ...]]:
-    """A checkpoint to go on from, and the names of its layers."""
-    found = Manifest.read(Path(path) / NAME)
-    scaler = Scaler(**found.scaler) if found.scaler and options.precision == "fp16" else None
-    return Mark(found.step, scaler), Restore(found.step, path), found.layers
 
 
 def check_room(options: Options) -> None:
@@ -538,7 +372,7 @@ def main() -> int:
     host = configuration.host
     try:
         run_dir = RunDir(Path(configuration.run_dir))
-        log_file = _LogFile(run_dir.coordinator_log(), starter)
+        log_file = LogFile(run_dir.coordinator_log(), starter)
         logging.basicConfig(level=logging.INFO, handlers=[log_file])
         check_room(Options.from_json(configuration.options))
         server = sockets.server(configuration.token, host, timings())

@@ -237,7 +237,7 @@ def _in_fork_server() -> None:
 def _in_coordinator() -> None:
     """``tell Snapshot``, before it is told; ``sent Advance``, to one of all; around a commit."""
     from pipeworker.coordinator.service import Service
-    from pipeworker.coordinator.starter import Starter
+    from pipeworker.coordinator.shell.starter import Starter
     from pipeworker.record import rundir
 
     def tell(self: Any, event: Any) -> None:

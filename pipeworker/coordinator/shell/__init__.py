@@ -1,0 +1,1 @@
+"""What the service acts by: its starter, and the files of the run."""

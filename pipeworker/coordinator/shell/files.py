@@ -1,0 +1,187 @@
+"""The files of a run, as its coordinator writes them, and what happens when it cannot."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from pipeworker.coordinator.effects import Commit
+from pipeworker.coordinator.shell.starter import Starter
+from pipeworker.errors import RecordError
+from pipeworker.job.options import Options
+from pipeworker.record.manifest import Manifest
+from pipeworker.record.metrics.extras import Extras
+from pipeworker.record.metrics.rows import Rows
+from pipeworker.record.rundir import RunDir, write_json, write_summary
+from pipeworker.wire.lines import Verdict, Warned
+from pipeworker.wire.messages.evaluation import Evaluation
+from pipeworker.wire.messages.step import StepResult
+from pipeworker.wire.strangers import Descriptors
+
+log = logging.getLogger("pipeworker.coordinator")
+
+
+class Files:
+    """See the module.
+
+    Args:
+        broken: is told what of a run's rows or plan cannot be written, which ends the job.
+    """
+
+    def __init__(
+        self,
+        run_dir: RunDir,
+        options: Options,
+        descriptors: Descriptors,
+        starter: Starter,
+        broken: Callable[[str], None],
+    ) -> None:
+        self._run_dir, self._options = run_dir, options
+        self._descriptors, self._starter, self._broken = descriptors, starter, broken
+        metrics = run_dir.metrics
+        self._rows = {metrics: Rows(metrics)}
+        self._extras: Extras | None = None
+
+    def begin(self) -> None:
+        """Open what is written beside the rows."""
+        self._beside(self._begin_extras)
+
+    def close(self) -> None:
+        """All rows are there."""
+        for file in self._rows.values():
+            file.close()
+        if self._extras:
+            self._beside(self._extras.close)
+
+    def plan(self, plan: dict[str, Any]) -> None:
+        """Write ``plan.json``."""
+        self._write(self._run_dir.plan, lambda: write_json(self._run_dir.plan, plan))
+
+    def step(self, result: StepResult) -> None:
+        """A row of metrics."""
+        row = dataclasses.asdict(result)
+        if result.loss_scale is None:
+            del row["loss_scale"]
+        self._append(self._run_dir.metrics, row)
+
+    def evaluation(self, evaluation: Evaluation) -> None:
+        """A row of an evaluation pass."""
+        self._append(self._run_dir.evaluation, {"step": evaluation.step, **evaluation.row()})
+
+    def commit(self, commit: Commit, stages: int) -> Path:
+        """Complete a checkpoint; returns where it is.
+
+        Raises:
+            OSError: the disk does not take it.
+            ValueError: a file of it is not what was said.
+        """
+        scaler = dataclasses.asdict(commit.scaler) if commit.scaler else None
+        evaluation = commit.evaluation
+        manifest = Manifest(
+            commit.step,
+            stages,
+            commit.layers,
+            commit.files,
+            commit.ties,
+            scaler,
+            {"step": evaluation.step, **evaluation.row()} if evaluation else None,
+        )
+        self._descriptors.spare(lambda: self._run_dir.commit_checkpoint(manifest))
+        return self._run_dir.checkpoint(commit.step)
+
+    def discard(self, step: int) -> None:
+        """Away with what there is of an unfinished checkpoint."""
+        self._run_dir.discard(step)
+
+    def end(self, verdict: Verdict, stages: int) -> Verdict:
+        """Write ``summary.json``; a job is not done without it, which the verdict then says."""
+        try:
+            self._descriptors.spare(lambda: write_summary(self._run_dir, verdict, stages))
+        except OSError as error:
+            text = str(RecordError(self._run_dir.summary, error))
+            log.error("%s", text)
+            if verdict.status == "done":
+                return dataclasses.replace(verdict, status="failed", exit_status=1, error=text)
+            self._starter.tell(Warned(text))
+        return verdict
+
+    def let_go(self) -> None:
+        """Of old checkpoints; that one stays is no reason to end a job."""
+        self._remove("an old checkpoint", lambda: self._run_dir.let_go(self._options.keep))
+
+    def sweep(self) -> None:
+        """Away with what those who are gone have begun."""
+        self._remove("an unfinished checkpoint", self._run_dir.sweep)
+
+    def _append(self, path: Path, row: dict[str, Any]) -> None:
+        """A line more, in a file that is opened once."""
+
+        def begin() -> None:
+            self._rows[path] = Rows(path)
+
+        if path not in self._rows:
+            self._write(path, begin)
+        if path in self._rows:
+            self._write(path, lambda: self._rows[path].add(row), opens=False)
+        if self._extras:
+            self._beside(partial(self._extras.add, path, row))
+
+    def _begin_extras(self) -> None:
+        options, where = self._options, self._run_dir
+        if options.csv or options.tensorboard:
+            events = where.events if options.tensorboard else None
+            self._extras = Extras(where.metrics, where.evaluation, csv=options.csv, events=events)
+
+    def _beside(self, write: Callable[[], None]) -> None:
+        """That it cannot be written ends these, not the job; it is said once."""
+        try:
+            self._descriptors.spare(write)
+        except OSError as error:
+            self._extras = None
+            which = RecordError(error.filename or self._run_dir.path, error)
+            text = f"{which}: nothing more is written there, nor in another extra format"
+            log.warning("%s", text)
+            self._starter.tell(Warned(text))
+
+    def _write(self, path: Path, write: Callable[[], None], *, opens: bool = True) -> None:
+        """That it cannot be written ends the job, and is said; who opens a file is given room."""
+        try:
+            if opens:
+                self._descriptors.spare(write)
+            else:
+                write()
+        except OSError as error:
+            text = str(RecordError(path, error))
+            log.error("%s", text)
+            self._broken(text)
+
+    def _remove(self, what: str, remove: Callable[[], None]) -> None:
+        try:
+            remove()
+        except OSError as error:
+            text = f"cannot remove {what}: {error}"
+            log.warning("%s", text)
+            self._starter.tell(Warned(text))
+
+
+class LogFile(logging.FileHandler):
+    """That it cannot be written is no reason to end a job; it is said once."""
+
+    def __init__(self, path: Path, starter: Starter) -> None:
+        super().__init__(path, encoding="utf-8", errors="backslashreplace")
+        self.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+        self._path, self._starter = path, starter
+        self._said = False
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        error = sys.exc_info()[1]
+        if not isinstance(error, OSError):
+            super().handleError(record)
+        elif not self._said:
+            self._said = True
+            self._starter.tell(Warned(str(RecordError(self._path, error))))
