@@ -272,7 +272,7 @@ def worker(**chosen: Any) -> None:
 @click.argument("words", nargs=-1, type=click.UNPROCESSED)
 def node(nodes: int, rank: int, workers: int, at: str, port: int, words: tuple[str, ...]) -> None:
     """Be one host of a job, as a cluster starts it; WORDS, behind --, are those of its ranks."""
-    from launcher.node import Node, run
+    from launcher.cluster.node import Node, run
 
     sys.exit(run(Node(rank, nodes, workers, at, port), words))
 

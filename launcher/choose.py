@@ -11,7 +11,8 @@ from pathlib import Path
 
 import click
 
-from launcher import sbatch, slurm, ssh
+from launcher import ssh
+from launcher.cluster import sbatch, slurm
 from launcher.command import INTERRUPTED, is_given, is_said
 from launcher.spec import Carried, Host, JobSpec, job_name, seats
 from pipeworker.errors import UsageError
@@ -202,9 +203,9 @@ def on_kubernetes(spec: JobSpec, *, dry_run: bool) -> str:
     Raises:
         PipeworkerError: the job or the cluster is not as it must be.
     """
-    from launcher.kubectl import Kubectl
-    from launcher.kubernetes import render
-    from launcher.pod import RUNS
+    from launcher.cluster.kubectl import Kubectl
+    from launcher.cluster.kubernetes import render
+    from launcher.cluster.pod import RUNS
 
     if not spec.run_dir:  # pods that begin anew must find it, other jobs must not
         stamp = time.strftime("%Y%m%d-%H%M%S")

@@ -11,7 +11,7 @@ from typing import Any
 
 import click
 
-from launcher import slurm
+from launcher.cluster import slurm
 from pipeworker.environment import TORCHRUN_JOB
 from pipeworker.session.show.view import View, Ways, typed
 

@@ -115,10 +115,11 @@ ROOMS_WITHIN = {
         *("ask", "place", "processes", "show", "begin", "head", "meet", "session", "pipeline"),
     ],
     "launcher": [
-        *("spec", "children", "run", "local", "ssh", "slurm", "sbatch", "errorfile", "torchrun"),
-        *("node", "pod", "kubernetes", "kubectl", "command", "choose", "templates"),
-        *("options", "defaults", "machine", "view", "foreground"),
+        *("spec", "children", "run", "local", "ssh", "errorfile", "torchrun", "cluster"),
+        *("command", "choose", "templates", "options", "defaults", "machine", "view"),
+        "foreground",
     ],
+    "launcher.cluster": ["slurm", "sbatch", "node", "pod", "kubernetes", "kubectl"],
 }
 """Within a room it is so too."""
 
@@ -131,14 +132,16 @@ LIGHT = [
     *("pipeworker.record.metrics", "pipeworker.record.export.shards", "pipeworker.past"),
     *("pipeworker.host.spawn", "pipeworker.host.lifetime", "pipeworker.host.position"),
     *("pipeworker.errors", "pipeworker.timings", "pipeworker.exact"),
-    *("launcher.spec", "launcher.pod", "launcher.kubernetes", "launcher.kubectl"),
+    *("launcher.spec", "launcher.cluster.pod", "launcher.cluster.kubernetes"),
+    "launcher.cluster.kubectl",
     *("launcher.choose", "launcher.command", "launcher.options", "launcher.defaults"),
     *("launcher.view", "pipeworker.session.show"),
 ]
 """What runs where torch is not, or must start at once."""
 PURE = [
     *("pipeworker.plan", "pipeworker.errors", "pipeworker.timings", "pipeworker.job.options"),
-    *("pipeworker.job.recorded", "launcher.spec", "launcher.pod", "launcher.kubernetes"),
+    *("pipeworker.job.recorded", "launcher.spec", "launcher.cluster.pod"),
+    "launcher.cluster.kubernetes",
     *("pipeworker.exact", "pipeworker.record.export.shards"),
     *("pipeworker.session.show.figures", "pipeworker.session.show.ending"),
     *("pipeworker.wire.messages", "pipeworker.wire.codec", "pipeworker.wire.lines"),

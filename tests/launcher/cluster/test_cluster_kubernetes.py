@@ -13,8 +13,8 @@ import yaml
 from kubeflow_trainer_api.models.jobset_v1alpha2_job_set import JobsetV1alpha2JobSet
 
 import pipeworker
-from launcher.kubernetes import Manifests, documents, render
-from launcher.pod import KINDS, Settings
+from launcher.cluster.kubernetes import Manifests, documents, render
+from launcher.cluster.pod import KINDS, Settings
 from launcher.spec import JobSpec
 from pipeworker.errors import UsageError
 

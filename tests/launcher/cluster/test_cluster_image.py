@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import pipeworker
-from launcher.pod import Settings, template
+from launcher.cluster.pod import Settings, template
 from launcher.spec import JobSpec
 
 ROOT = Path(pipeworker.__file__).parents[1]

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import yaml
 
-from launcher.kubectl import Kubectl
-from launcher.kubernetes import render
+from launcher.cluster.kubectl import Kubectl
+from launcher.cluster.kubernetes import render
 from launcher.spec import Condition, JobSpec
 from pipeworker.errors import PipeworkerError, UsageError
 

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from launcher.slurm import Allocation, Script, of_counts
+from launcher.cluster.slurm import Allocation, Script, of_counts
 from launcher.spec import Condition
 from pipeworker.errors import PipeworkerError, UsageError
 

@@ -7,7 +7,7 @@ import subprocess
 from dataclasses import dataclass
 from typing import Any
 
-from launcher.kubernetes import Manifests, documents
+from launcher.cluster.kubernetes import Manifests, documents
 from launcher.spec import Condition
 from pipeworker.errors import PipeworkerError, UsageError
 from pipeworker.wire.keys import new_token

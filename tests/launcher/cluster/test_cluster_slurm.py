@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from launcher import sbatch, slurm
-from launcher.slurm import Allocation
+from launcher.cluster import sbatch, slurm
+from launcher.cluster.slurm import Allocation
 from launcher.spec import Condition, Host, JobSpec
 from pipeworker.errors import PipeworkerError, UsageError
 
-COPIED = Path(__file__).parents[2] / "deploy" / "slurm" / "job.sh"
+COPIED = Path(__file__).parents[3] / "deploy" / "slurm" / "job.sh"
 SPEC = JobSpec(
     name="train",
     job_file="/project/train.py",

@@ -12,7 +12,7 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-from launcher.pod import SECRET, Settings, labels, template
+from launcher.cluster.pod import SECRET, Settings, labels, template
 from launcher.spec import JobSpec
 from pipeworker.errors import UsageError
 

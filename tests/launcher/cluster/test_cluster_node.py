@@ -15,9 +15,9 @@ from typing import Any
 
 import pytest
 
-from launcher.kubernetes import render
-from launcher.node import Node, status_of
-from launcher.pod import RUNS
+from launcher.cluster.kubernetes import render
+from launcher.cluster.node import Node, status_of
+from launcher.cluster.pod import RUNS
 from launcher.spec import JobSpec
 from pipeworker.errors import AGAIN
 from support.compare import assert_same

@@ -1,0 +1,1 @@
+"""Jobs on clusters: rendered as Slurm or Kubernetes take them (pure), handed over, run there."""
