@@ -10,6 +10,10 @@ EVALUATING stands between two steps, CALLING while the user's own loop is to mak
 SAVING and COMMITTING hold up the loop; a checkpoint that is written beside steps has no state.
 Any state ends in OVER by a failure or an interrupt. The first cause is kept: a closed connection
 that a neighbour reports becomes the cause only when nothing better arrives in time.
+
+It is long because its handlers share one state, and whether each leaves it right is seen only
+beside the others. What has a state of its own has a module: roster, cause, snapshots, progress,
+loop.
 """
 
 from __future__ import annotations
