@@ -50,13 +50,14 @@ def second(descriptor: int) -> TextIO:
 
 
 def note(text: str) -> None:
-    """Say something in the log of this worker, at once.
+    """Say something in the log of this worker, at once; nothing where the job has closed it.
 
     Raises:
         OSError: the disk is full.
     """
     lines = [f"{OURS}{line}\n" for line in text.splitlines()]
-    print("".join(lines), end="", file=sys.stderr, flush=True)
+    with contextlib.suppress(ValueError):
+        print("".join(lines), end="", file=sys.stderr, flush=True)
 
 
 def by_line() -> None:
@@ -67,10 +68,13 @@ def by_line() -> None:
 
 
 def flush() -> None:
-    """Write what was printed; that it cannot be written is no reason to fail."""
+    """Write what was printed; that it cannot be written is no reason to fail.
+
+    A job may have closed its streams, or have others in their place, which raise what they like.
+    """
     for stream in (sys.stdout, sys.stderr):
         if stream is not None:
-            with contextlib.suppress(OSError):
+            with contextlib.suppress(Exception):
                 stream.flush()
 
 

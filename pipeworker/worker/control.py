@@ -39,7 +39,7 @@ _NOTICE = signal.SIGUSR1
 
 def say(abort: Abort) -> None:
     """The last words of a worker."""
-    with contextlib.suppress(OSError):  # the disk of the log may be full
+    with contextlib.suppress(Exception):  # the disk may be full, or the stream the job's own
         if abort.reason:
             streams.note(f"the job ended: {abort.reason}")
     streams.flush()
