@@ -154,8 +154,9 @@ class Options:
                 f"--microbatches {self.microbatches}: they count over all replicas, of which there "
                 f"are {self.replicas}, so there must be {self.replicas} or more"
             )
-        if self.seed >= 1 << 63:
-            raise UsageError(f"--seed {self.seed}: must be less than 2**63")
+        for name in ("seed", "steps", "epochs"):
+            if (getattr(self, name) or 0) >= 1 << 63:
+                raise UsageError(f"--{name} {getattr(self, name)}: must be less than 2**63")
         if self.steps is not None and self.epochs is not None:
             raise UsageError(f"--steps {self.steps} and --epochs {self.epochs}: choose one")
         if isinstance(self.evaluate_every, str) and self.evaluate_every != EPOCH:

@@ -70,6 +70,8 @@ def test_json_round_trip(made: Options) -> None:
         ),
         ("seed", 2**63, "--seed 9223372036854775808: must be less than"),
         ("steps", 0, "--steps 0: must be 1 or more"),
+        ("steps", 2**63, "--steps 9223372036854775808: must be less than"),
+        ("epochs", 2**63, "--epochs 9223372036854775808: must be less than"),
         ("epochs", 0, "--epochs 0: must be 1 or more"),
         ("evaluate_every", 0, "--evaluate-every 0: must be 1 or more"),
         ("evaluate_every", "step", "--evaluate-every step: must be a number of steps, or epoch"),
