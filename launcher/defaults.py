@@ -119,7 +119,7 @@ def _read(path: Path, table: tuple[str, ...]) -> Mapping[str, Any] | None:
         raise UsageError(f"cannot read {path}: {error.strerror}") from None
     try:
         values = _parsed(content)
-    except ValueError as error:  # of TOML, or of UTF-8
+    except (ValueError, RecursionError) as error:  # of TOML, or of UTF-8
         raise UsageError(f"{path} is not TOML: {error}") from None
     for name in table:
         values = values.get(name)

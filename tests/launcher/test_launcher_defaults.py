@@ -125,6 +125,7 @@ def test_the_file_beside_the_job_comes_first_and_no_other_is_read(launch: Launch
         ("resume = true", "resume can only be said on the command line"),
         ('hosts = "a:2"', "hosts can only be said on the command line"),
         ("steps = [", "is not TOML: "),
+        (f"steps = {'[' * 10_000}", "is not TOML: "),
     ],
 )
 def test_a_mistake_in_a_file_is_said_with_file_and_key(
