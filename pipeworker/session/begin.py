@@ -50,9 +50,12 @@ class Begun:
 
     @property
     def _has_records(self) -> bool:
-        """Whether a loop of the user's own has left something, even without a step."""
+        """Of a loop without a step, or of steps that a coordinator did before another's mistake."""
         run_dir = self.run_dir
-        return run_dir.evaluation.exists() or any(run_dir.checkpoints.glob("*"))
+        rows = (run_dir.metrics, run_dir.evaluation)
+        return any(path.exists() and path.stat().st_size for path in rows) or any(
+            run_dir.checkpoints.glob("*")
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,27 @@
+"""What is left of a run that ends before it has begun."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from pipeworker.record.metrics.rows import Rows
+from pipeworker.session.begin import Asked
+from pipeworker.wire.lines import Verdict
+
+MISTAKE = Verdict("failed", 2, 0, 0.0, (), 0.0, "no", own=True)
+
+
+@pytest.mark.parametrize("steps", [0, 1])
+def test_a_mistake_takes_away_no_steps_from_before_a_coordinator_died(
+    tmp_path: Path, steps: int
+) -> None:
+    begun = Asked(str(tmp_path / "job.py"), 1, {}, tmp_path / "new" / "run").begin()
+    rows = Rows(begun.run_dir.metrics)
+    for step in range(steps):
+        rows.add({"step": step + 1})
+    rows.close()
+    begun.close(MISTAKE)
+    assert begun.run_dir.metrics.exists() == bool(steps)
+    assert (tmp_path / "new").exists() == bool(steps)
