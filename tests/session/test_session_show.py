@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from pipeworker.job.options import Options
+from pipeworker.record.metrics.rows import Rows
 from pipeworker.record.rundir import RunDir
 from pipeworker.session.show.output import Output, Said
 from pipeworker.session.show.plain import Show
@@ -237,6 +238,22 @@ def test_a_reader_that_stands_still_holds_up_nobody(folder: Path) -> None:
     assert said[0].startswith("step 1 ")
     assert 1000 < sum(line.startswith("step") for line in said) < 1100  # no more wait for it
     assert "warning: the last" in said
+
+
+@pytest.mark.parametrize("recorded", [3, 4])
+def test_the_loss_at_the_end_is_that_of_the_last_step_though_it_was_not_heard_of(
+    folder: Path, recorded: int
+) -> None:
+    rows = Rows(RunDir(folder).metrics)
+    rows.add({"step": recorded, "loss": 0.25})
+    rows.close()
+    out = StringIO()
+    screen = screen_on(folder, out)
+    screen.hear(step(2))
+    screen.hear(DONE)
+    assert [line for line in out.getvalue().splitlines() if line.startswith("loss:")] == (
+        ["loss: 0.2500"] if recorded == DONE.steps else []
+    )
 
 
 def test_last_words_come_before_what_is_said_of_the_end(folder: Path) -> None:

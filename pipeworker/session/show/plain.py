@@ -206,12 +206,18 @@ class Show:
             self._run_dir,
             self._measured(),
             self._options.replicas,
-            self._last.loss if self._last else None,
+            self._loss_after(verdict.steps),
             best_of(found),
             newest_of(found),
             ways.export(run_dir),
             ways.resume(run_dir, further if verdict.status == "done" else None),
         )
+
+    def _loss_after(self, step: int) -> float | None:
+        """Of the last step, which was not heard of if this process or its terminal stood still."""
+        if self._last and self._last.step == step:
+            return self._last.loss
+        return loss_of(RunDir(Path(self._run_dir)), step)
 
     def _measured(self) -> Measured | None:
         plan, options = self._plan, self._options
@@ -261,6 +267,16 @@ def best_of(run_dir: RunDir) -> tuple[int, float] | None:
     except OSError:
         return None
     return (row["step"], row["loss"]) if row else None
+
+
+def loss_of(run_dir: RunDir, step: int) -> float | None:
+    """Of a step, if it is the last one on record."""
+    try:
+        row = rows.last(run_dir.metrics)
+    except OSError:
+        return None
+    loss = row.get("loss") if row and row["step"] == step else None
+    return loss if isinstance(loss, float) else None
 
 
 def newest_of(run_dir: RunDir) -> tuple[int, str] | None:
