@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pipeworker.errors import PipeworkerError, UsageError
 from pipeworker.session.begin import Asked, Begun
-from pipeworker.session.head import Hear
+from pipeworker.session.head import UNSAID, Hear
 from pipeworker.session.place import Place
 from pipeworker.session.show.plain import Show
 from pipeworker.session.show.view import View
@@ -42,6 +42,8 @@ def run(asked: Asked, view: View) -> int:
         show = Show(begun.options, str(begun.run_dir.path), view)
 
         def hear(event: FromCoordinator) -> None:
+            if event is UNSAID:
+                return
             if isinstance(event, Verdict):
                 verdicts.append(event)
                 if event.own:  # it has been heard

@@ -24,7 +24,7 @@ from pipeworker.wire.messages.step import StepResult
 
 Hear = Callable[[FromCoordinator], None]
 """Is given what the coordinator says; a verdict is the last."""
-_UNSAID = Verdict("failed", 1, 0, 0.0, (), 0.0, None)
+UNSAID = Verdict("failed", 1, 0, 0.0, (), 0.0, None)
 """That it is over: who calls says why."""
 
 
@@ -45,7 +45,7 @@ class Head:
             self.endpoint = self._bound()
         except PipeworkerError:
             begun.close()
-            self._tell(_UNSAID)
+            self._tell(UNSAID)
             raise
         self._listener = threading.Thread(target=self._listen, name="coordinator", daemon=True)
         self._listener.start()
@@ -88,7 +88,7 @@ class Head:
 
     def give_up(self, rank: int, why: str) -> None:
         """End the job, which this rank cannot join; who calls says why, and the record has it."""
-        self._tell(_UNSAID)
+        self._tell(UNSAID)
         self._unheard, self._hear = True, lambda _: None
         self._coordinator.say(CannotStart(rank, 1, why))
         self.finish(1)
