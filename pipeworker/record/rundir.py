@@ -281,11 +281,16 @@ def write_json(path: Path, value: Any) -> None:
 def write_whole(path: Path, data: bytes) -> None:
     """Write a file that is there whole or not at all."""
     temporary = path.with_name(f".{path.name}.partial")
-    with temporary.open("wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
+    try:
+        with temporary.open("wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    except OSError:
+        with suppress(OSError):
+            temporary.unlink()
+        raise
 
 
 def write_summary(run_dir: RunDir, verdict: Verdict, stages: int) -> None:

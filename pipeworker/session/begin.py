@@ -154,6 +154,7 @@ class Asked:
         try:
             run.write(run_dir, _plain(options), _process(options))
         except BaseException:
+            run_dir.remove(made)
             lock.close()
             raise
         return Begun(options, run_dir, lock, made=made)

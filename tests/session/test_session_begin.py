@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from pathlib import Path
 
 import pytest
 
+from pipeworker.errors import RecordError
 from pipeworker.record.metrics.rows import Rows
 from pipeworker.session.begin import Asked
 from pipeworker.wire.lines import Verdict
@@ -25,3 +28,19 @@ def test_a_mistake_takes_away_no_steps_from_before_a_coordinator_died(
     begun.close(MISTAKE)
     assert begun.run_dir.metrics.exists() == bool(steps)
     assert (tmp_path / "new").exists() == bool(steps)
+
+
+def test_a_run_that_cannot_be_recorded_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job_file = tmp_path / "job.py"
+    job_file.touch()
+
+    def full(_: int) -> None:
+        if any(tmp_path.rglob(".run.json.partial")):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(RecordError, match="No space left"):
+        Asked(str(job_file), 1, {}, tmp_path / "new" / "run").begin()
+    assert [*tmp_path.iterdir()] == [job_file]
