@@ -165,3 +165,5 @@ def test_what_is_shown_makes_sense() -> None:
         View(quiet=True, verbose=True)
     with pytest.raises(UsageError, match="--log-every 0: must be 1 or more"):
         View(log_every=0)
+    with pytest.raises(UsageError, match="--log-every '3': a str"):
+        View(log_every="3")  # type: ignore[arg-type]

@@ -70,8 +70,11 @@ class View:
     def __post_init__(self) -> None:
         if self.quiet and self.verbose:
             raise UsageError("--quiet and --verbose: choose one")
-        if self.log_every is not None and self.log_every < 1:
-            raise UsageError(f"--log-every {self.log_every}: must be 1 or more")
+        every = self.log_every  # as a script gave it
+        if every is not None and type(every) is not int:
+            raise UsageError(f"--log-every {every!r}: a {type(every).__name__}")
+        if every is not None and every < 1:
+            raise UsageError(f"--log-every {every}: must be 1 or more")
 
     @property
     def shows(self) -> str:
