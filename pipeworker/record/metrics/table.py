@@ -8,6 +8,9 @@ from pathlib import Path
 from pipeworker.record.metrics import rows
 from pipeworker.record.metrics.rows import Row
 
+_ANY = "backslashreplace"
+"""A name may be none that is UTF-8."""
+
 
 class Table:
     """What a file of rows holds, as CSV; a column for each name, the step first.
@@ -43,13 +46,13 @@ class Table:
         self._file.close()
 
     def _open(self) -> None:
-        self._file = self._path.open("a", encoding="utf-8", newline="")
+        self._file = self._path.open("a", encoding="utf-8", errors=_ANY, newline="")
         self._writer = csv.DictWriter(self._file, self._columns, lineterminator="\n")
 
     def _write_anew(self) -> None:
         self._columns = list(dict.fromkeys(key for row in rows.read(self._source) for key in row))
         temporary = self._path.with_name(f".{self._path.name}.partial")
-        with temporary.open("w", encoding="utf-8", newline="") as file:
+        with temporary.open("w", encoding="utf-8", errors=_ANY, newline="") as file:
             writer = csv.DictWriter(file, self._columns, lineterminator="\n")
             if self._columns:
                 writer.writeheader()

@@ -61,7 +61,7 @@ class Events:
         """Write the figures of a row, each under its name in a group."""
         figures = [(name, value) for name, value in row.items() if name != "step"]
         value = self._summary.Value
-        values = [value(tag=f"{group}/{name}", simple_value=figure) for name, figure in figures]
+        values = [value(tag=_tag(group, name), simple_value=figure) for name, figure in figures]
         self._write(step=row["step"], summary=self._summary(value=values))
 
     def close(self) -> None:
@@ -70,3 +70,8 @@ class Events:
     def _write(self, **fields: Any) -> None:
         self._records.write(self._event(wall_time=time.time(), **fields).SerializeToString())
         self._records.flush()
+
+
+def _tag(group: str, name: str) -> str:
+    """What the format takes: it is UTF-8."""
+    return f"{group}/{name}".encode(errors="backslashreplace").decode()

@@ -131,6 +131,13 @@ def test_a_column_that_is_new_is_a_column(job: Job) -> None:
     assert (job.folder / "metrics.csv").read_text().startswith("step,loss,accuracy\n1,1.0,\n")
 
 
+def test_a_name_that_is_no_utf8_ends_nothing(job: Job) -> None:
+    for step in (1, 2):
+        job.record(passes=(row(step, **{"\ud800": 0.5}),))
+    assert [found["\\ud800"] for found in job.table("evaluation")] == [0.5, 0.5]
+    assert job.scalars("evaluation/\\ud800") == [(1, 0.5), (2, 0.5)]
+
+
 def test_figures_that_are_not_finite(job: Job) -> None:
     job.record({"step": 1, "loss": float("nan")})
     assert str(job.table()) == "[{'step': 1.0, 'loss': nan}]"
