@@ -244,3 +244,8 @@ def test_data_that_gives_nothing_when_started_again() -> None:
     assert reader.read() is not None
     with pytest.raises(UsageError, match="make data a function, so that each epoch gets a fresh"):
         reader.read()
+    kept = iter([(X, Y)])
+    reader = Reader(lambda: kept, microbatches=2, seed=0, epochs=None)
+    assert reader.read() is not None
+    with pytest.raises(UsageError, match="have it make a fresh iterator each time it is called"):
+        reader.read()

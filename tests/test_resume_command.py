@@ -187,6 +187,16 @@ def test_a_run_without_a_checkpoint_begins_anew(command: Command) -> None:
     assert command.warnings == ["run has no complete checkpoint yet: it begins anew"]
 
 
+def test_a_run_that_is_at_its_end_already_says_so(command: Command) -> None:
+    command.launch("--steps", "4", *NEW)
+    complete(command.run, 4)
+    assert command.launch(*RESUME).resume_step == 4
+    said = "the run in run has done its 4 steps: --steps says to how many it goes on"
+    assert command.warnings == [said]
+    command.launch("--steps", "5", *RESUME)
+    assert not command.warnings
+
+
 def test_a_job_file_may_have_moved_or_changed(command: Command) -> None:
     command.launch(*NEW)
     complete(command.run, 3)

@@ -194,6 +194,9 @@ class Asked:
             options = dataclasses.replace(options, resume=path, resume_step=step)
         else:
             warnings.append(f"{self.run_dir} has no complete checkpoint yet: it begins anew")
+        if options.steps is not None and options.steps == found.step:
+            text = f"the run in {self.run_dir} has done its {found.step} steps: --steps says to how"
+            warnings.append(f"{text} many it goes on")
         resume.prepare(run_dir, found)
         if copy := record.go_on(_plain(options), _process(options), found.step):
             warnings.append(

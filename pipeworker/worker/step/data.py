@@ -168,10 +168,10 @@ class Reader:
                 f"{self._name}() is empty: it must yield at least one (input, target) mini-batch, "
                 "each time it is started"
             )
-        return (
-            f"{self._name}() was exhausted and gave nothing when started again: make "
-            f"{self._name} a function, so that each epoch gets a fresh iterator"
-        )
+        name, cure = self._name, "have it make a fresh iterator each time it is called"
+        if not callable(self._data):
+            cure = f"make {name} a function, so that each epoch gets a fresh iterator"
+        return f"{name}() was exhausted and gave nothing when started again: {cure}"
 
     def cut(self, item: Any, said: str | None = None, *, whole: bool = False) -> MicroBatches:
         """A mini-batch as micro-batches.
