@@ -129,7 +129,7 @@ def test_a_mistake_leaves_no_run_directory(
 
 def test_what_a_loop_of_ones_own_has_recorded_stays(tmp_path: Path) -> None:
     begun = Asked(str(tmp_path / "job.py"), 1, {}, tmp_path / "run").begin()
-    begun.run_dir.evaluation.touch()
+    begun.run_dir.evaluation.write_text("{}\n")
     begun.close(MISTAKE)
     assert begun.run_dir.run.exists()
 
