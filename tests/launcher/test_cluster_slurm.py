@@ -13,7 +13,7 @@ from launcher.cluster.slurm import Allocation
 from launcher.spec import Condition, Host, JobSpec
 from pipeworker.errors import PipeworkerError, UsageError
 
-COPIED = Path(__file__).parents[3] / "deploy" / "slurm" / "job.sh"
+COPIED = Path(__file__).parents[2] / "deploy" / "slurm" / "job.sh"
 SPEC = JobSpec(
     name="train",
     job_file="/project/train.py",
