@@ -183,12 +183,15 @@ def _in_a_child(work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
 
 
 def new_modules(before: Iterable[str]) -> list[ModuleType]:
-    """The modules that are imported now and were not before; torch brings its own when it likes."""
-    old = set(before)
+    """The modules that are imported now and were not before, but for torch's and ours, which come
+    when they like."""
+    old, others = set(before), ("torch", "pipeworker")
     return [
         module
         for name, module in list(sys.modules.items())
-        if name not in old and isinstance(module, ModuleType) and name.partition(".")[0] != "torch"
+        if name not in old
+        and isinstance(module, ModuleType)
+        and name.partition(".")[0] not in others
     ]
 
 
