@@ -105,7 +105,7 @@ class Launch:
         self._snapshot: Snapshot | None = None
         self._hosts: list[int] = []  # by rank
         self._mirrors = False  # whether hosts keep each other's copies
-        self._holds: set[Agent] = set()  # those that have their part of the last snapshot
+        self._holds: dict[Agent, set[int]] = {}  # of whom each has the last snapshot
         self._ring: dict[Agent, Agent] = {}  # who keeps it as well
         self._selector = selectors.DefaultSelector()
         self._wake_in, self._wake_out = socket.socketpair()
@@ -292,7 +292,9 @@ class Launch:
                     self._fork_more()
                 case Snapshot():
                     self._snapshot = event
-                    self._holds = {self._agents[host] for host in self._hosts}
+                    self._holds = {self._agents[host]: set() for host in self._hosts}
+                    for rank, host in enumerate(self._hosts):
+                        self._holds[self._agents[host]].add(rank)
                     used = list(dict.fromkeys(self._hosts)) if self._mirrors else []
                     pairs = zip(used, [*used[1:], *used[:1]], strict=True)
                     self._ring = {self._agents[a]: self._agents[b] for a, b in pairs}
@@ -397,9 +399,9 @@ class Launch:
         if self._coordinator is None:  # a job that has not begun does not begin without a host
             self._failure = text
             return False
-        ranks = tuple(sorted(agent.ranks))
+        # What its memory held is gone too, also of workers that are not started again yet.
+        ranks = tuple(sorted(agent.ranks | self._holds.pop(agent, set())))
         self._asked -= agent.ranks
-        self._holds.discard(agent)
         if worked:
             kept = bool(self._ring) and all(
                 self._ring[each] in self._holds for each in self._ring if each not in self._holds

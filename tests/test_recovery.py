@@ -179,3 +179,23 @@ def test_a_run_that_goes_on_survives_its_coordinator_when_its_first_checkpoint_i
     process.communicate(timeout=60)
     summary = json.loads((run.path / "summary.json").read_text())
     assert (summary["status"], summary["restarts"]) == ("interrupted", 1)
+
+
+def test_a_coordinator_and_the_fork_server_that_are_lost_at_once_are_replaced(
+    jobs: Jobs, quiet: Run
+) -> None:
+    """What the fork server's memory held of a job is gone, also before its workers are again."""
+    process, path = jobs.start(*WORDS, "--", "raise", source=DIES)
+    metrics = path / "metrics.jsonl"
+    until(lambda: metrics.exists() and metrics.read_text().count("\n") > 1)
+    there = processes_of(jobs.folder).items()
+    os.kill(process.pid, signal.SIGSTOP)
+    for name in ("coordinator\n", "forkserver\n"):  # of which the launcher hears in this order
+        pid = min(pid for pid, line in there if line.startswith(name))  # workers are its forks
+        os.kill(pid, signal.SIGKILL)
+        until(lambda pid=pid: pid not in processes_of(jobs.folder))
+    os.kill(process.pid, signal.SIGCONT)
+    _, stderr = process.communicate(timeout=60)
+    assert process.returncode == 0, stderr
+    assert_same(Run(0, "", stderr, path), quiet)
+    assert "warning: the coordinator was killed; another one goes on after step " in stderr
