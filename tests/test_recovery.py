@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+from functools import partial
 
 import pytest
 
@@ -181,6 +182,10 @@ def test_a_run_that_goes_on_survives_its_coordinator_when_its_first_checkpoint_i
     assert (summary["status"], summary["restarts"]) == ("interrupted", 1)
 
 
+def _is_gone(jobs: Jobs, pid: int) -> bool:
+    return pid not in processes_of(jobs.folder)
+
+
 def test_a_coordinator_and_the_fork_server_that_are_lost_at_once_are_replaced(
     jobs: Jobs, quiet: Run
 ) -> None:
@@ -193,7 +198,7 @@ def test_a_coordinator_and_the_fork_server_that_are_lost_at_once_are_replaced(
     for name in ("coordinator\n", "forkserver\n"):  # of which the launcher hears in this order
         pid = min(pid for pid, line in there if line.startswith(name))  # workers are its forks
         os.kill(pid, signal.SIGKILL)
-        until(lambda pid=pid: pid not in processes_of(jobs.folder))
+        until(partial(_is_gone, jobs, pid))
     os.kill(process.pid, signal.SIGCONT)
     _, stderr = process.communicate(timeout=60)
     assert process.returncode == 0, stderr
