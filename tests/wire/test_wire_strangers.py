@@ -81,10 +81,11 @@ def test_who_has_proven_itself_is_not_counted(
     server: Server, context: zmq.Context[zmq.Socket[bytes]]
 ) -> None:
     router, endpoint = server
-    peers = [sockets.client(context, TOKEN, endpoint) for _ in range(3 * MOST)]
-    for peer in peers:
-        peer.send(b"here")
-    places = [router.recv_multipart()[0] for _ in peers]
+    peers, places = [], []
+    for _ in range(3 * MOST):  # in turn: never more than one is still shaking hands
+        peers.append(sockets.client(context, TOKEN, endpoint))
+        peers[-1].send(b"here")
+        places.append(router.recv_multipart()[0])
     with ExitStack() as stack:
         silent = [stack.enter_context(connect(endpoint)) for _ in range(4 * MOST)]
         until(lambda: sum(map(is_cut, silent)) == 3 * MOST)
