@@ -102,6 +102,19 @@ def test_a_log_is_followed_from_where_it_is(log: Log) -> None:
     assert [*log.end()] == []
 
 
+def test_what_is_taken_back_at_once_was_not_shown(log: Log) -> None:
+    """By a job that ends itself as soon as it is run: they are its last words."""
+    write(log, "one\n")
+    assert [*log.more(early=True)] == []
+    write(log, "two\n")
+    assert [*log.more(early=True)] == whole("one")
+    log.path.write_text("before\none\n")
+    assert [*log.more(early=True)] == []
+    write(log, "2\n")
+    assert [*log.more(early=True)] == []
+    assert [*log.more()] == whole("2")
+
+
 def test_a_log_that_is_not_there_yet(tmp_path: Path) -> None:
     log = Log(tmp_path / "stage-0.log", "[stage 0]")
     assert [*log.more(), *log.end()] == []

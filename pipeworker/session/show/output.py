@@ -89,7 +89,7 @@ class Log:
     def __init__(self, path: Path, mark: str, *, ours: bool = False) -> None:
         self.path, self.mark = path, mark
         self._cutter = Cutter(ours=ours)
-        self._at = self._size()
+        self._at = self._seen = self._size()
         self._drawn = ""
 
     def _size(self) -> int:
@@ -98,16 +98,22 @@ class Log:
         except OSError:
             return 0
 
-    def more(self) -> Iterator[Said]:
-        """What has come since, but no more than a reader could follow."""
+    def more(self, *, early: bool = False) -> Iterator[Said]:
+        """What has come since, but no more than a reader could follow.
+
+        Args:
+            early: leave out what had not yet come when somebody last asked so.
+        """
         size = self._size()
+        if early:
+            size, self._seen = min(size, self._seen), size
         if size < self._at:  # somebody emptied it
             self._at = 0
         if size == self._at:
             return
         if size - self._at > _BEHIND:
             yield from self._skip(size - _AT_ONCE)
-        for text in self._cutter.feed(self._read()):
+        for text in self._cutter.feed(self._read(size)):
             yield Said(self.mark, text)
         if (drawn := self._cutter.drawn) != self._drawn:
             self._drawn = drawn
@@ -126,20 +132,20 @@ class Log:
         for text in self._cutter.end():
             yield Said(self.mark, text)
         began, self._at = self._at, to
-        self._at += self._peek().find(b"\n") + 1
+        self._at += self._peek(_AT_ONCE).find(b"\n") + 1
         left = f"{(self._at - began) / 1024:.0f} KB that came at once are in {self.path}"
         yield Said(self.mark, f"... {left}")
 
-    def _peek(self) -> bytes:
+    def _peek(self, most: int) -> bytes:
         try:
             with self.path.open("rb") as file:
                 file.seek(self._at)
-                return file.read(_AT_ONCE)
+                return file.read(most)
         except OSError:
             return b""
 
-    def _read(self) -> bytes:
-        data = self._peek()
+    def _read(self, size: int) -> bytes:
+        data = self._peek(min(_AT_ONCE, size - self._at))
         self._at += len(data)
         return data
 
@@ -176,10 +182,15 @@ class Output:
                 of = f"replica {replica} " if several and self._shows == "all" else ""
                 self._logs[replica, stage] = Log(path, f"[{of}stage {stage}]", ours=self._ours)
 
-    def more(self) -> Iterator[Said]:
-        """What has come since it was last looked at."""
+    def more(self, *, early: bool = False) -> Iterator[Said]:
+        """What has come since it was last looked at.
+
+        Args:
+            early: a look later, for a job that ends itself as soon as it is run has what it printed
+                taken out of its log, to be said as its last words.
+        """
         for log in self._logs.values():
-            yield from log.more()
+            yield from log.more(early=early)
 
     def end(self) -> Iterator[Said]:
         """All the rest: the workers are gone."""

@@ -38,6 +38,7 @@ class Screen:
         self._output = output
         self._events: queue.SimpleQueue[FromCoordinator | None] = queue.SimpleQueue()
         self._looks = 0.0  # when it looks again
+        self._planned = False
         self._told = False
         self._thread = threading.Thread(target=self._run, name="screen", daemon=True)
         self._thread.start()
@@ -77,15 +78,18 @@ class Screen:
     def _look(self) -> None:
         """At what the job has printed."""
         self._looks = time.monotonic() + _LOOK
-        self._show.printed(self._output.more())
+        self._show.printed(self._output.more(early=not self._planned))
         self._show.look()
 
     def _heard(self, event: FromCoordinator) -> None:
         if isinstance(event, Again | Verdict):  # the last words of who is gone come first
             self._show.printed(self._output.end())
-        elif not isinstance(event, StepResult) or time.monotonic() >= self._looks:
+        elif time.monotonic() >= self._looks or (
+            self._planned and not isinstance(event, StepResult)
+        ):
             self._look()
         if isinstance(event, Planned):
+            self._planned = True
             self._output.of(len(event.balance))
         self._show.hear(event)
 
