@@ -11,6 +11,10 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
+# Threads that wait for each other spin: with several processes of tests that costs most of the time
+# of both. What a job is to have it is told.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 from support.forked import Server
 from support.hosts import Host, two_hosts
 from support.interpreter import fork_line_processes
