@@ -16,6 +16,7 @@ from urllib.parse import urlsplit
 from launcher.children import Agent, Child, meeting_place
 from launcher.spec import Carried, kept_by, seats
 from pipeworker.coordinator.job import SLOTS
+from pipeworker.coordinator.restarts import Restarts
 from pipeworker.coordinator.roster import JOIN_FACTOR
 from pipeworker.environment import timings
 from pipeworker.errors import RecordError
@@ -49,6 +50,7 @@ from pipeworker.wire.lines import (
     never,
 )
 from pipeworker.wire.messages.evaluation import Evaluation
+from pipeworker.wire.messages.failure import Cause, Failure
 from pipeworker.wire.messages.step import StepResult
 
 _AT_ONCE = 8
@@ -100,7 +102,7 @@ class Launch:
         self._slots = SLOTS if options.restarts else 1
         self._asked: set[int] = set()  # ranks of it
         self._joined = 0
-        self._lost = 0  # coordinators
+        self._losses = Restarts(options.restarts)  # of coordinators
         self._causes: list[str] = []
         self._snapshot: Snapshot | None = None
         self._hosts: list[int] = []  # by rank
@@ -185,14 +187,17 @@ class Launch:
 
         Its workers are ended as soon as the next ones are started.
         """
-        if self._coordinator is None or self._verdict or self._interrupts or self._stops:
+        if self._coordinator is None or self._verdict or self._interrupts > 1:
             return False
-        if self._lost >= self._options.restarts:
+        if not self._endpoint and not self._losses.causes:  # none has ever come so far
             return False
-        if not self._endpoint and not self._lost:  # none has ever come so far
+        now = time.monotonic()
+        if enough := self._losses.enough(Failure(Cause.LOST, self._failure), now):
+            if self._causes:
+                self._show(Warned(f"the job does not go on: {enough}"))
             return False
-        self._lost += 1
         failure, self._failure = self._failure, _KILLED
+        self._losses.begin(failure, now)
         self._causes.append(failure)
         process = self._coordinator.process
         if process in self._selector.get_map():  # it is silent, not gone
@@ -204,6 +209,8 @@ class Launch:
         self._direct(self._host)
         step = self._snapshot.step if self._snapshot else self._options.resume_step
         self._show(Warned(f"{failure}; another one goes on after step {step}"))
+        if self._stops:  # what is in memory is saved before the job ends
+            self._tell(Interrupt())
         return True
 
     def _begin_generation(self, number: int) -> None:
@@ -466,6 +473,8 @@ class Launch:
             peak_memory=(0,) * self._placement.ranks,
             bubble=0.0,
             error=None if interrupted else self._failure,
+            restarts=len(self._causes),
+            causes=tuple(self._causes),
         )
         try:
             write_summary(self._run_dir, verdict, self._placement.stages)

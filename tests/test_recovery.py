@@ -156,6 +156,59 @@ def test_a_job_that_runs_is_asked_for_a_checkpoint(jobs: Jobs) -> None:
     assert (done.returncode, done.stderr) == (2, f"error: no job runs in {path}\n")
 
 
+def _kill_coordinator(jobs: Jobs, before: int = 0) -> int:
+    """Another one than that before it, as soon as it has begun; returns its pid."""
+
+    def found() -> int:
+        lines = processes_of(jobs.folder).items()
+        pids = {pid for pid, line in lines if line.startswith("coordinator\n")} - {before}
+        return pids.pop() if len(pids) == 1 else 0
+
+    pid: int = until(found)
+    os.kill(pid, signal.SIGKILL)
+    return pid
+
+
+def test_a_coordinator_that_is_lost_behind_an_interrupt_is_replaced_to_save(jobs: Jobs) -> None:
+    gated = JOB.replace(
+        "x = torch.randn(10",
+        """import pathlib, time
+            while _ == 5 and not pathlib.Path("go").exists():
+                time.sleep(0.02)
+            x = torch.randn(10""",
+    )
+    process, path = jobs.start("--stages", "2", "--snapshot-every", "1", source=gated)
+    rows = path / "metrics.jsonl"
+    until(lambda: rows.exists() and rows.read_text().count("\n") > 3)
+    process.send_signal(signal.SIGINT)
+    log = path / "logs" / "coordinator.log"
+    until(lambda: "interrupted: stopping at the end of the step" in log.read_text())
+    _kill_coordinator(jobs)
+    (jobs.folder / "go").touch()
+    _, stderr = process.communicate(timeout=60)
+    assert process.returncode == 130, stderr
+    run = Run(130, "", stderr, path)
+    assert run.summary["causes"] == ["the coordinator was killed"]
+    assert run.checkpoint.manifest.step > 2  # what is in memory
+
+
+def test_what_was_lost_before_a_coordinator_that_is_not_replaced_is_in_the_summary(
+    jobs: Jobs,
+) -> None:
+    process, path = jobs.start("--stages", "2", "--steps", "1000000", "--restarts", "1", source=JOB)
+    rows = path / "metrics.jsonl"
+    until(lambda: rows.exists() and rows.read_text())
+    first = _kill_coordinator(jobs)
+    until(lambda: "all ranks joined" in (path / "logs/coordinator.log").read_text()[-4000:])
+    _kill_coordinator(jobs, first)
+    _, stderr = process.communicate(timeout=60)
+    assert process.returncode == 1, stderr
+    assert "warning: the job does not go on: 1 restarts within an hour are all used" in stderr
+    summary = Run(1, "", stderr, path).summary
+    assert (summary["status"], summary["error"]) == ("failed", "the coordinator was killed")
+    assert (summary["restarts"], summary["causes"]) == (1, ["the coordinator was killed"])
+
+
 def test_a_run_that_goes_on_survives_its_coordinator_when_its_first_checkpoint_is_gone(
     jobs: Jobs,
 ) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from pipeworker.coordinator.scaler import Scaler
 from pipeworker.coordinator.snapshots import Mark
@@ -41,19 +41,20 @@ class Progress:
     asked: bool = False
     unsaved: int = 0
     seconds: float = 0.0
-    _bubbles: list[float] = field(default_factory=list)
+    _done: int = 0  # steps, here and now
+    _bubbles: float = 0.0  # the sum of theirs
     _worked: tuple[float, ...] = ()  # seconds, by worker; since there are as many as now
     _lasted: float = 0.0  # seconds, of the same steps
 
     @property
     def begun(self) -> bool:
         """Whether a step was completed, here and now: not before the run was gone on with."""
-        return bool(self._bubbles)
+        return self._done > 0
 
     @property
     def bubble(self) -> float:
         """The mean over the steps."""
-        return sum(self._bubbles) / len(self._bubbles) if self._bubbles else 0.0
+        return self._bubbles / self._done if self._done else 0.0
 
     @property
     def busy(self) -> tuple[float, ...]:
@@ -79,7 +80,8 @@ class Progress:
         """A step is complete; returns its row."""
         scaler = self.scaler
         self.steps = step
-        self._bubbles.append(outcome.bubble)
+        self._done += 1
+        self._bubbles += outcome.bubble
         if len(outcome.busy) != len(self._worked):  # the first step, or of another number
             self._worked, self._lasted = (0.0,) * len(outcome.busy), 0.0
         pairs = zip(self._worked, outcome.busy, strict=True)

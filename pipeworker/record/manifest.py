@@ -24,6 +24,7 @@ INDEX = "model.safetensors.index.json"
 _MOST_BYTES = 16 << 20
 _MOST_HEADER = 100 << 20
 _CHUNK = 1 << 20
+_SUM = "crc32"
 _NAME = re.compile(r"(model|optimizer|state)-\d{5,9}-of-\d{5,9}\.(safetensors|json)")
 
 
@@ -81,7 +82,7 @@ class Manifest:
     evaluation: dict[str, float] | None = None
 
     def to_json(self) -> dict[str, Any]:
-        return {
+        content = {
             "version": VERSION,
             "step": self.step,
             "stages": self.stages,
@@ -91,19 +92,21 @@ class Manifest:
             **({"scaler": self.scaler} if self.scaler else {}),
             **({"evaluation": self.evaluation} if self.evaluation else {}),
         }
+        return {**content, _SUM: _sum(content)}
 
     @classmethod
     def read(cls, path: Path) -> Manifest:
         """Every field checked.
 
         Raises:
-            UsageError: it is no manifest, or one of another version.
+            UsageError: it is no manifest, one of another version, or damaged.
             OSError: it cannot be read.
         """
         with path.open("rb") as file:
             text = file.read(_MOST_BYTES + 1)
         try:
             found: Any = json.loads(text.decode()) if len(text) <= _MOST_BYTES else None
+            whole = isinstance(found, dict) and found.get(_SUM) in (None, _sum(found))
         except (ValueError, RecursionError):
             found = None
         if not isinstance(found, dict):
@@ -116,6 +119,8 @@ class Manifest:
             value = found.setdefault(key, [] if key == "ties" else None)
             if not fits(value):
                 raise UsageError(f"cannot read {path}: {key} is {reprlib.repr(value)}")
+        if not whole:
+            raise UsageError(f"cannot read {path}: it is damaged (its checksum is another one)")
         return cls(
             found["step"],
             found["stages"],
@@ -155,6 +160,12 @@ class Manifest:
         if size != file.bytes:
             raise UsageError(f"cannot read {path}: it has {size} bytes, not {file.bytes}")
         return path
+
+
+def _sum(content: dict[str, Any]) -> int:
+    """The checksum of all else that a manifest says, however it is laid out."""
+    said = {key: value for key, value in content.items() if key != _SUM}
+    return zlib.crc32(json.dumps(said).encode())
 
 
 def _is_count(value: Any) -> bool:

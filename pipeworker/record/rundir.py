@@ -118,13 +118,16 @@ class RunDir:
             if index := index_of(partial, manifest.files):
                 write_json(partial / INDEX, index)
             write_json(partial / NAME, manifest.to_json())
+            _sync(partial)
             whole = self.checkpoint(manifest.step)
+            gone = _gone(whole)
             if whole.exists():  # a loop of the user's own may save a step again
-                _remove(whole)
+                whole.rename(gone)
             partial.rename(whole)
             os.fsync(handle)
         finally:
             os.close(handle)
+        shutil.rmtree(gone, ignore_errors=True)
 
     def discard(self, step: int) -> None:
         """Remove what there is of a checkpoint that will not be complete."""
@@ -267,8 +270,22 @@ def create(asked: str | Path | None, job_file: Path) -> tuple[RunDir, tuple[Path
             raise UsageError(f"cannot make run directory {path}: {error.strerror}") from None
 
 
+def _gone(checkpoint: Path) -> Path:
+    """What it is called while it is removed."""
+    return checkpoint.with_name(f".{checkpoint.name}.gone")
+
+
+def _sync(folder: Path) -> None:
+    """The names of its files are on disk when this returns."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
 def _remove(checkpoint: Path) -> None:
-    gone = checkpoint.with_name(f".{checkpoint.name}.gone")
+    gone = _gone(checkpoint)
     checkpoint.rename(gone)  # at once: what is half removed must not look whole
     shutil.rmtree(gone)
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 import errno
 import json
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
 from pipeworker.errors import UsageError
 from pipeworker.record import resume
-from pipeworker.record.manifest import NAME, file_names
+from pipeworker.record.manifest import NAME, Manifest, file_names
 from pipeworker.record.resume import Found
 from pipeworker.record.rundir import RunDir
 from support.checkpoints import complete
@@ -47,7 +48,8 @@ DAMAGES: dict[str, tuple[str, Damage, str]] = {
     "manifest missing": (NAME, Path.unlink, "No such file or directory"),
     "manifest truncated": (NAME, truncate, "it is not the manifest of a checkpoint"),
     "version": (NAME, lambda path: rewrite(path, version=99), "it is of version 99"),
-    "another step": (NAME, lambda path: rewrite(path, step=2), "its manifest is of step 2"),
+    "another step": (NAME, lambda path: rewrite(path, step=2, crc32=None), "its manifest is of"),
+    "manifest flipped": (NAME, lambda path: rewrite(path, step=2), "its checksum is another one"),
 }
 
 
@@ -89,6 +91,20 @@ def test_what_is_damaged_is_named_and_the_last_good_one_taken(run: RunDir, kind:
     assert str(late) in why
     assert DAMAGES[kind][2] in why
     assert tree(run.path) == before
+
+
+def test_no_bit_of_a_manifest_may_be_another_one(run: RunDir) -> None:
+    """But those of the checksum's own name."""
+    scaler, row = {"scale": 65536.0, "good_steps": 7}, {"step": 1, "loss": 0.25}
+    ties = (("0.weight", "2.weight"),)
+    path = complete(run, 1, ties=ties, scaler=scaler, evaluation=row) / NAME
+    whole, data = Manifest.read(path), path.read_bytes()
+    for bit in range(8 * len(data)):
+        changed = bytearray(data)
+        changed[bit // 8] ^= 1 << bit % 8
+        path.write_bytes(changed)
+        with suppress(UsageError):
+            assert Manifest.read(path) == whole
 
 
 def test_each_that_is_damaged_is_named(run: RunDir) -> None:

@@ -42,13 +42,15 @@ def start(configuration: Configuration, options: Options, run_dir: RunDir) -> St
         )
     if not configuration.causes:
         return start
-    if snapshot := configuration.snapshot:
+    recorded = _last_step(run_dir.metrics)
+    snapshot = configuration.snapshot
+    if snapshot and snapshot.step <= recorded:  # rows may have waited for room on a disk
         scaler = Scaler(snapshot.scale, snapshot.good_steps) if snapshot.scale else None
         memory = Restore(snapshot.step, slot=snapshot.slot, ranks=snapshot.ranks)
         start = dataclasses.replace(start, snapshot=(Mark(snapshot.step, scaler), memory))
     return dataclasses.replace(
         start,
-        recorded=_last_step(run_dir.metrics),
+        recorded=recorded,
         evaluated=_last_step(run_dir.evaluation),
         saved=saved,
     )

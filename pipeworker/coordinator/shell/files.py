@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import logging
 import sys
 from collections.abc import Callable
@@ -23,6 +24,8 @@ from pipeworker.wire.messages.evaluation import Evaluation
 from pipeworker.wire.messages.step import StepResult
 from pipeworker.wire.strangers import Descriptors
 
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+
 log = logging.getLogger("pipeworker.coordinator")
 
 
@@ -30,7 +33,8 @@ class Files:
     """See the module.
 
     Args:
-        broken: is told what of a run's rows or plan cannot be written, which ends the job.
+        broken: is told what of a run's rows or plan cannot be written, which ends the job. A full
+            disk does not: there may be room again before a checkpoint is due.
     """
 
     def __init__(
@@ -45,6 +49,7 @@ class Files:
         self._descriptors, self._starter, self._broken = descriptors, starter, broken
         metrics = run_dir.metrics
         self._rows = {metrics: Rows(metrics)}
+        self._held: set[Path] = set()  # files of which that was said
         self._extras: Extras | None = None
 
     def begin(self) -> None:
@@ -59,8 +64,10 @@ class Files:
             self._beside(self._extras.close)
 
     def plan(self, plan: dict[str, Any]) -> None:
-        """Write ``plan.json``."""
-        self._write(self._run_dir.plan, lambda: write_json(self._run_dir.plan, plan))
+        """Write ``plan.json``; on a full disk the one before it stays."""
+        path = self._run_dir.plan
+        kept = "it is as it was" if path.exists() else ""
+        self._write(path, lambda: self._descriptors.spare(lambda: write_json(path, plan)), kept)
 
     def step(self, result: StepResult) -> None:
         """A row of metrics."""
@@ -74,7 +81,7 @@ class Files:
         self._append(self._run_dir.evaluation, {"step": evaluation.step, **evaluation.row()})
 
     def commit(self, commit: Commit, stages: int) -> Path:
-        """Complete a checkpoint; returns where it is.
+        """Complete a checkpoint, behind the rows of its steps; returns where it is.
 
         Raises:
             OSError: the disk does not take it.
@@ -91,6 +98,8 @@ class Files:
             scaler,
             {"step": evaluation.step, **evaluation.row()} if evaluation else None,
         )
+        for rows in self._rows.values():
+            rows.sync()
         self._descriptors.spare(lambda: self._run_dir.commit_checkpoint(manifest))
         return self._run_dir.checkpoint(commit.step)
 
@@ -99,14 +108,17 @@ class Files:
         self._run_dir.discard(step)
 
     def end(self, verdict: Verdict, stages: int) -> Verdict:
-        """Write ``summary.json``; a job is not done without it, which the verdict then says."""
-        try:
-            self._descriptors.spare(lambda: write_summary(self._run_dir, verdict, stages))
-        except OSError as error:
-            text = str(RecordError(self._run_dir.summary, error))
-            log.error("%s", text)
-            if verdict.status == "done":
-                return dataclasses.replace(verdict, status="failed", exit_status=1, error=text)
+        """Write ``summary.json``; without it, or a row, no job is done, which the verdict says."""
+        for path, rows in self._rows.items():
+            if (text := _refused(path, rows.sync)) and verdict.status == "done":
+                verdict = _failed(verdict, text)
+        text = _refused(
+            self._run_dir.summary,
+            lambda: self._descriptors.spare(lambda: write_summary(self._run_dir, verdict, stages)),
+        )
+        if text and verdict.status == "done":
+            return _failed(verdict, text)
+        if text:
             self._starter.tell(Warned(text))
         return verdict
 
@@ -125,9 +137,9 @@ class Files:
             self._rows[path] = Rows(path)
 
         if path not in self._rows:
-            self._write(path, begin)
+            self._write(path, lambda: self._descriptors.spare(begin))
         if path in self._rows:
-            self._write(path, lambda: self._rows[path].add(row), opens=False)
+            self._write(path, lambda: self._rows[path].add(row), "its rows wait for room")
         if self._extras:
             self._beside(partial(self._extras.add, path, row))
 
@@ -148,17 +160,24 @@ class Files:
             log.warning("%s", text)
             self._starter.tell(Warned(text))
 
-    def _write(self, path: Path, write: Callable[[], None], *, opens: bool = True) -> None:
-        """That it cannot be written ends the job, and is said; who opens a file is given room."""
+    def _write(self, path: Path, write: Callable[[], None], kept: str = "") -> None:
+        """That it cannot be written ends the job, and is said.
+
+        Args:
+            kept: what becomes of it on a full disk, which is said once and ends nothing.
+        """
         try:
-            if opens:
-                self._descriptors.spare(write)
-            else:
-                write()
+            write()
+            self._held.discard(path)
         except OSError as error:
             text = str(RecordError(path, error))
-            log.error("%s", text)
-            self._broken(text)
+            if not kept or error.errno not in _FULL:
+                log.error("%s", text)
+                self._broken(text)
+            elif path not in self._held:
+                self._held.add(path)
+                log.warning("%s", text)
+                self._starter.tell(Warned(f"{text}: {kept}"))
 
     def _remove(self, what: str, remove: Callable[[], None]) -> None:
         try:
@@ -167,6 +186,21 @@ class Files:
             text = f"cannot remove {what}: {error}"
             log.warning("%s", text)
             self._starter.tell(Warned(text))
+
+
+def _refused(path: Path, write: Callable[[], None]) -> str:
+    """Why a file cannot be written; or nothing."""
+    try:
+        write()
+    except OSError as error:
+        text = str(RecordError(path, error))
+        log.error("%s", text)
+        return text
+    return ""
+
+
+def _failed(verdict: Verdict, text: str) -> Verdict:
+    return dataclasses.replace(verdict, status="failed", exit_status=1, error=text)
 
 
 class LogFile(logging.FileHandler):

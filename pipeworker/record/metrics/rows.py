@@ -6,6 +6,7 @@ import errno
 import json
 import math
 import os
+from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,11 +18,13 @@ _LONGEST = 1 << 16  # bytes of a row
 class Rows:
     """A file opened once; a row is there whole or not at all.
 
-    That of a process which was killed while it wrote it goes.
+    That of a process which was killed while it wrote it goes. What the disk does not take is held,
+    and tried again with the next one.
     """
 
     def __init__(self, path: Path) -> None:
         self._path = path
+        self._held: deque[bytes] = deque()
         self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
         size = os.fstat(self._file).st_size
         end = os.pread(self._file, _LONGEST, max(0, size - _LONGEST))
@@ -29,18 +32,37 @@ class Rows:
             os.ftruncate(self._file, size - len(end) + end.rfind(b"\n") + 1)
 
     def add(self, row: Row) -> None:
-        """Write a row.
+        """Write a row, behind those that are held.
 
         Raises:
             OSError: the disk is full, or the file is not there any more.
         """
-        found = os.fstat(self._file)
-        if not found.st_nlink:
-            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(self._path))
-        data = (json.dumps(row) + "\n").encode()
-        if os.write(self._file, data) < len(data):
-            os.ftruncate(self._file, found.st_size)
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self._path))
+        self._held.append((json.dumps(row) + "\n").encode())
+        self.flush()
+
+    def flush(self) -> None:
+        """Write what is held.
+
+        Raises:
+            OSError: as :meth:`add`.
+        """
+        while self._held:
+            found = os.fstat(self._file)
+            if not found.st_nlink:
+                raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(self._path))
+            if os.write(self._file, self._held[0]) < len(self._held[0]):
+                os.ftruncate(self._file, found.st_size)
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self._path))
+            self._held.popleft()
+
+    def sync(self) -> None:
+        """All rows are on disk when this returns.
+
+        Raises:
+            OSError: as :meth:`add`.
+        """
+        self.flush()
+        os.fsync(self._file)
 
     def close(self) -> None:
         os.close(self._file)

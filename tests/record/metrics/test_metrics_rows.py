@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
+import os
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +30,36 @@ def test_a_row_that_a_killed_process_has_begun_goes(tmp_path: Path) -> None:
         file.add({"step": whole + 1})
         file.close()
         assert [row["step"] for row in rows.read(path)] == [*range(1, whole + 2)]
+
+
+def test_what_a_full_disk_has_no_room_for_is_held(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Half a row is none; and a file that is gone is no disk that is full."""
+    path, room = tmp_path / "metrics.jsonl", [15]
+    write = os.write
+
+    def little(handle: int, data: bytes) -> int:
+        if not room[0]:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        room[0] -= (written := write(handle, data[: room[0]]))
+        return written
+
+    monkeypatch.setattr(os, "write", little)
+    file = Rows(path)
+    file.add({"step": 1})
+    for step in (2, 3):
+        with pytest.raises(OSError, match="No space left"):
+            file.add({"step": step})
+        assert path.read_text() == '{"step": 1}\n'
+    room[0] = 1000
+    file.sync()
+    file.add({"step": 4})
+    assert [row["step"] for row in rows.read(path)] == [1, 2, 3, 4]
+    path.unlink()
+    with pytest.raises(FileNotFoundError):
+        file.add({"step": 5})
+    file.close()
 
 
 def test_the_end_of_a_long_file_is_enough(tmp_path: Path) -> None:
