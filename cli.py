@@ -19,7 +19,7 @@ import click
 from launcher import templates
 from launcher.choose import Elsewhere
 from launcher.command import Command, Shown, clearly, is_given, is_said, origin
-from launcher.defaults import Defaults
+from launcher.defaults import Defaults, slips
 from launcher.options import ANYWHERE, export_options, init_options, job_options, launch_options
 from launcher.view import take
 from pipeworker import __version__
@@ -73,6 +73,9 @@ class _Job(Command):
     def invoke(self, ctx: click.Context) -> Any:
         folders = (Path(ctx.params["job_file"]).parent, Path())
         Defaults.find(folders).fill(ctx, launch.params)
+        if os.environ.get("RANK", "0") == "0":  # of a torchrun job one rank says it
+            for text in slips(os.environ, launch.params):
+                click.echo(f"warning: {text}", err=True)
         return super().invoke(ctx)
 
 
@@ -101,7 +104,8 @@ def asked(chosen: dict[str, Any], ranks: int | None = None) -> Asked:
     except OSError as error:
         raise UsageError(f"the current folder is gone: {error.strerror}") from None
     stages = said.pop("stages", None)
-    return Asked(job_file, stages, said, defaults=defaults, ranks=ranks, **how)
+    origins = {name: origin(context, name) for name in defaults}
+    return Asked(job_file, stages, said, defaults=defaults, origins=origins, ranks=ranks, **how)
 
 
 def _check(request: Asked) -> None:

@@ -1,5 +1,7 @@
 """What a project says of its jobs in a file: the options of those that do not say them.
 
+And variables of the environment that are meant to be such, and are not.
+
 ``pipeworker.toml``, or the table ``[tool.pipeworker]`` of ``pyproject.toml``: beside the job file,
 or else in the current folder. The first that is found counts, and no other.
 """
@@ -7,7 +9,7 @@ or else in the current folder. The first that is found counts, and no other.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from pathlib import Path
@@ -33,6 +35,13 @@ _WANTED: dict[str, tuple[tuple[type, ...], str]] = {
 """By the name of an option's type in click, what a file may say."""
 _ABOVE = {ParameterSource.COMMANDLINE, ParameterSource.ENVIRONMENT}
 _TEXT = (str, int), "a string, a whole number or a list of these"
+_PREFIX = "PIPEWORKER_"
+_OTHERS = ("TOKEN", "TIMINGS")
+"""Variables of ours that are no options."""
+_NEARLY = 0.75
+"""How alike two names are of which one is a slip of the other, as difflib has it."""
+_FEW = 2
+"""Names that may be meant by what they begin with."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +116,34 @@ class Defaults:
             return option.type.convert(text, option, context)
         except click.BadParameter as error:
             raise UsageError(f"{self.where}: {key} = {value!r}: {error.message}") from None
+
+
+def slips(environment: Iterable[str], parameters: Iterable[click.Parameter]) -> Iterator[str]:
+    """Variables that nobody reads and that are nearly those of options, each in a sentence.
+
+    Args:
+        parameters: of `launch`.
+    """
+    options = {str(one.name).upper(): one for one in parameters if isinstance(one, Option)}
+    for variable in environment:
+        name = variable.removeprefix(_PREFIX)
+        if name == variable or name in _OTHERS:
+            continue
+        meant = _meant(name, options)
+        if meant and options[meant[0]].once:
+            word = options[meant[0]].opts[-1]
+            yield f"{variable} is not read: {word} can only be said on the command line"
+        elif meant and meant != [name]:
+            which = " or ".join(f"{_PREFIX}{one}" for one in meant)
+            yield f"{variable} is not read: is {which} meant?"
+
+
+def _meant(name: str, there: Collection[str]) -> list[str]:
+    """What a name is, is nearly, or begins."""
+    if name in there:
+        return [name]
+    begun = [one for one in there if one.startswith(name)]
+    return begun if 0 < len(begun) <= _FEW else get_close_matches(name, there, 1, _NEARLY)
 
 
 def _read(path: Path, table: tuple[str, ...]) -> Mapping[str, Any] | None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from pipeworker.errors import PipeworkerError, UsageError
 from pipeworker.session.begin import Asked, Begun
 from pipeworker.session.head import UNSAID, Hear
@@ -39,7 +41,8 @@ def run(asked: Asked, view: View) -> int:
     verdicts: list[Verdict] = []
 
     def listen(begun: Begun) -> Hear:
-        show = Show(begun.options, str(begun.run_dir.path), view)
+        shown = replace(view, origins=begun.origins)
+        show = Show(begun.options, str(begun.run_dir.path), shown)
 
         def hear(event: FromCoordinator) -> None:
             if event is UNSAID:

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 
 from launcher.run import Launch
@@ -24,6 +25,7 @@ def run(begun: Begun, view: View | None = None, carried: Sequence[Carried] = ())
         carried: the agents of its hosts; none for this host alone.
     """
     options = begun.options
+    view = replace(view or View(), origins=begun.origins)
     if not carried:
         ranks = placement(options.schedule, options.stages, options.replicas).ranks
         carried = (Carried(Host("", ranks)),)

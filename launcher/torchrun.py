@@ -49,7 +49,8 @@ def run(place: Place, asked: Asked, view: View) -> int:
 
     def listen(begun: Begun) -> Hear:
         # The worker's output goes to its log; what the user should see goes where it went before.
-        return screen(begun.options, str(begun.run_dir.path), view).hear
+        shown = dataclasses.replace(view, origins=begun.origins)
+        return screen(begun.options, str(begun.run_dir.path), shown).hear
 
     met = meeting.meet(place, _JOB, partial(_begin, place, asked), listen)
     settings = Settings(

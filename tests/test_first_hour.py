@@ -47,7 +47,7 @@ def test_a_run_directory_that_was_there_stays(jobs: Jobs) -> None:
     words = ("--stages", "2", "--microbatches", "2", "--steps", "2")
     assert jobs.train(*words).summary["status"] == "done"
     before = {path.name for path in (jobs.folder / "run-1").iterdir()}
-    job_file = jobs.write(JOB.replace("def optimizer", "def my_optimizer"))  # of another size
+    job_file = jobs.write(JOB.replace("def optimizer", "def optimizar"))  # of the same size
     again = ("--resume", "--run-dir", "run-1", "--steps", "4", str(job_file))
     done = jobs.pipeworker("launch", *again)
     assert done.returncode == 2

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 
 from support.compare import assert_same
 from support.jobs import Jobs, Run, until
+from support.sources import JOB
 
 RICH = """
     import random
@@ -139,3 +141,33 @@ def test_a_notice_gives_a_checkpoint_that_nothing_is_lost_after(
     assert [row["step"] for row in done.metrics] == [*range(1, 8)]
     whole = jobs.train("--stages", "2", *WORDS, "--steps", "7", source=RICH)
     assert [row["loss"] for row in done.metrics] == [row["loss"] for row in whole.metrics]
+
+
+SLIP = (
+    JOB
+    + """
+    def evaluation():
+        yield from data()
+
+    def metrics(output, target):
+        return {"accuracy": (output.argmax(1) == target).float().maen()}
+"""
+)
+
+
+def test_a_mistake_that_shows_late_costs_little(jobs: Jobs) -> None:
+    """It ends the job; but what was done until then is saved, and goes on when it is mended."""
+    words = ("--microbatches", "2", "--evaluate-every", "4", "--steps", "6")
+    run = jobs.run("--stages", "2", *words, source=SLIP)
+    assert run.status == 1, run.stderr
+    assert "metrics() raised AttributeError: 'Tensor' object has no attribute 'maen'" in run.stderr
+    assert "warning: the job has failed; step 3 is saved before it ends" in run.stderr
+    assert "checkpoints/step-00000003, after step 3" in run.stdout
+    assert re.search("^go on: .* launch --resume --run-dir run-1 job.py$", run.stdout, re.MULTILINE)
+    assert "metrics() raised" in run.log("stage-0")  # who saved says why the job ended
+    jobs.write(SLIP.replace("maen", "mean"))
+    done = resumed(jobs, run)
+    assert done.status == 0, done.stderr
+    assert [row["step"] for row in done.metrics] == [*range(1, 7)]
+    whole = jobs.train("--stages", "1", *words, source=SLIP.replace("maen", "mean"))
+    assert_same(done, whole)

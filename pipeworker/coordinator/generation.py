@@ -41,7 +41,7 @@ from pipeworker.coordinator.rendezvous import Rendezvous
 from pipeworker.coordinator.report import few_samples, place
 from pipeworker.coordinator.roster import Member, Roster
 from pipeworker.coordinator.snapshots import Snapshots, Writing
-from pipeworker.coordinator.states import End, Lost, State, Verdict, Waiting
+from pipeworker.coordinator.states import STOPPED, End, Lost, State, Verdict, Waiting
 from pipeworker.errors import AGAIN, ProtocolError, UsageError
 from pipeworker.job.options import Every, Options
 from pipeworker.plan.actions import format_actions
@@ -104,6 +104,8 @@ class Generation:
     """What its workers were told at its end, if it was not done."""
     interrupted: float | None = None
     """When the user asked to stop."""
+    stopped: Verdict = STOPPED
+    """On the job, where it stops for that."""
     state_before: State = State.JOINING
     """What it waited for when it ended."""
 
@@ -166,14 +168,14 @@ class Generation:
             return []
         self.interrupted = now
         if self.state in _AT_ONCE and not self.progress.unsaved_at(self.progress.steps):
-            return self._over(Verdict(Status.INTERRUPTED, 130))
+            return self._over(self.stopped)
         return [Log(f"interrupted: stopping at the end of the step, {self.waiting}")]
 
     def ticked(self, now: float) -> list[Effect]:
         """Time passed: look for what is overdue."""
         patience = self.options.worker_timeout
         if self.interrupted is not None and self._stands_still(now - self.interrupted, now):
-            return self._over(Verdict(Status.INTERRUPTED, 130))
+            return self._over(self.stopped)
         failure = self._cause.overdue(now, patience)
         if failure is None and self.state is not State.CALLING:
             failure = self.roster.stuck(self._awaited, now, patience)
@@ -189,7 +191,7 @@ class Generation:
             return []  # the signal was the whole job's, and the worker stays to the end of the step
         if self.launched and self.interrupted is None:
             return self._over(Lost(self._named(failure)))
-        return self._over(Verdict(Status.INTERRUPTED, 130))
+        return self._over(self.stopped)
 
     def _stands_still(self, since: float, now: float) -> bool:
         """Whether an interrupted job does not come to the end of its step.
@@ -238,7 +240,7 @@ class Generation:
 
     def _behind_save(self, now: float) -> list[Effect]:
         if self.interrupted is not None and not self.loop.finished:
-            return self._over(Verdict(Status.INTERRUPTED, 130))
+            return self._over(self.stopped)
         return self._go_on(Due(), now)
 
     def fail(self, failure: Failure) -> list[Effect]:
@@ -451,7 +453,7 @@ class Generation:
         stops = boundary and self.interrupted is not None
         saved = self.progress.saved >= self.progress.steps
         if stops and saved:
-            return [*due.effects, *self._over(Verdict(Status.INTERRUPTED, 130))]
+            return [*due.effects, *self._over(self.stopped)]
         if boundary and saved:
             self.progress.asked = False
         wanted = boundary and not saved and self._save_due(now)

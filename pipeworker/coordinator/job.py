@@ -40,7 +40,7 @@ from pipeworker.coordinator.report import place
 from pipeworker.coordinator.restarts import Restarts
 from pipeworker.coordinator.scaler import Scaler
 from pipeworker.coordinator.snapshots import Mark, Snapshots
-from pipeworker.coordinator.states import End, Lost, State, Verdict
+from pipeworker.coordinator.states import STOPPED, End, Lost, State, Verdict
 from pipeworker.job.options import Options
 from pipeworker.plan import orders
 from pipeworker.plan.placement import Placement
@@ -154,6 +154,7 @@ class Job:
         self.progress.back_to(self._back)
         self._launched = launched or replaceable
         self._loss: _Loss | None = None
+        self._held: Verdict | None = None  # that is given when what is in memory is saved
         self._peaks: tuple[int, ...] = ()
         self.generation = self._begin(generation, started)
         self.over = False
@@ -185,8 +186,12 @@ class Job:
                 text = f"the job tries to go on with {self._hands.now} stages again"
                 return [*effects, *self._start_again([], text, now)]
             return effects
+        if self._held is not None:
+            end = self._held
+        elif isinstance(end, Verdict) and self._is_worth_saving(end):
+            return self._save_first(end, effects, now)
         if isinstance(end, Lost) and self._would_save_nothing:
-            end = Verdict(Status.INTERRUPTED, 130)
+            end = STOPPED
         if isinstance(end, Lost):
             said, cannot_start = self._said(end.failure), isinstance(event, CannotStart)
             enough = "" if cannot_start else self._restarts.enough(end.failure, now)
@@ -223,6 +228,25 @@ class Job:
         """Whether the job begins again with all its stages, of which it had lost some."""
         runs = self.generation.state is State.STEPPING and self.generation.interrupted is None
         return runs and self._hands.may_grow(now)
+
+    def _is_worth_saving(self, verdict: Verdict) -> bool:
+        """Whether the user's code has failed, and memory has steps that the disk has not."""
+        failure = verdict.failure
+        users = failure is not None and failure.cause is Cause.USER and failure.rank >= 0
+        return users and self.progress.unsaved_at(self._back.step)
+
+    def _save_first(self, verdict: Verdict, effects: list[Effect], now: float) -> list[Effect]:
+        """Who is in the middle of a step cannot save: others take what is in memory, and do.
+
+        They run no step. However they end, the job ends with the verdict that there was.
+        """
+        assert verdict.failure
+        self._held = verdict
+        effects = self._start_again(effects, self._said(verdict.failure), now)
+        self._loss = None
+        self.generation.interrupted, self.generation.stopped = now, verdict
+        saved = f"the job has failed; step {self.progress.steps} is saved before it ends"
+        return [*effects, Warn(saved)]
 
     @property
     def _would_save_nothing(self) -> bool:

@@ -56,6 +56,10 @@ class Verdict:
     failure: Failure | None = None
 
 
+STOPPED = Verdict(Status.INTERRUPTED, 130)
+"""The user asked for it."""
+
+
 @dataclass(frozen=True, slots=True)
 class Lost:
     """A worker is gone, by nothing that is sure to happen again: the job may go on without it."""

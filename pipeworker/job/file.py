@@ -7,8 +7,9 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
+from importlib.machinery import SourceFileLoader
 from pathlib import Path
-from types import ModuleType
+from types import CodeType, ModuleType
 from typing import Any
 
 from torch import nn
@@ -70,7 +71,20 @@ def load(path: Path, arguments: tuple[str, ...]) -> Job:
     return check(_execute(path, arguments), f"job file {path}")
 
 
+class _FromSource(SourceFileLoader):
+    """Runs a file as it is now.
+
+    Python takes its cached bytecode for that of any file of the same size and the same second.
+    """
+
+    def get_code(self, fullname: str) -> CodeType:
+        path = self.get_filename(fullname)
+        return self.source_to_code(self.get_data(path), path)
+
+
 def _execute(path: Path, arguments: tuple[str, ...]) -> ModuleType:
+    if path.suffix != ".py":
+        raise UsageError(f"job file {path} is not a Python file: its name must end in .py")
     _clear_the_way()
     sys.path.insert(0, str(path.parent))
     sys.argv = [str(path), *arguments]
@@ -78,12 +92,12 @@ def _execute(path: Path, arguments: tuple[str, ...]) -> ModuleType:
     package.__path__ = [str(path.parent)]
     sys.modules[_PACKAGE] = package
     name = f"{_PACKAGE}.{path.stem.replace('.', '_')}"
-    spec = importlib.util.spec_from_file_location(name, path)
-    if spec is None or spec.loader is None:
-        raise UsageError(f"job file {path} is not a Python file: its name must end in .py")
+    loader = _FromSource(name, str(path))
+    spec = importlib.util.spec_from_file_location(name, path, loader=loader)
+    assert spec
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
-    spec.loader.exec_module(module)
+    loader.exec_module(module)
     return module
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import types
 import typing
 from collections.abc import Mapping
@@ -52,6 +53,26 @@ def over(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
     said = {name: value for name, value in above.items() if value is not None}
     beaten = {RIVALS.get(name) for name in said}
     return {**{name: value for name, value in below.items() if name not in beaten}, **said}
+
+
+def as_typed(name: str, value: Any) -> str:
+    """An option as a command line says it."""
+    option = name.replace("_", "-")
+    if isinstance(value, bool):
+        return f"--{option}" if value else f"--no-{option}"
+    if isinstance(value, (list, tuple)):
+        value = shlex.join(map(str, value)) if name == "arguments" else ",".join(map(str, value))
+    if name == "arguments":
+        return f"-- {value}"
+    return f"--{option} {'(by default)' if value is None else shlex.quote(str(value))}"
+
+
+def by_origin(origins: Mapping[str, str], options: Mapping[str, Any]) -> list[str]:
+    """Options that nobody typed, a line for each place that says some: ``PIPEWORKER_SEED: ...``."""
+    places: dict[str, list[str]] = {}
+    for name, place in origins.items():
+        places.setdefault(place, []).append(as_typed(name, options.get(name)))
+    return [f"{place}: {' '.join(options)}" for place, options in places.items()]
 
 
 def stages_of(ranks: int, replicas: int) -> int:

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from pipeworker.job.given import as_typed, by_origin
 from pipeworker.past.facts import DONE, RUNNING, Run, Saved, printable, time_of
 from pipeworker.record.metrics.rows import Row
 
@@ -50,13 +51,14 @@ def _was(run: Run) -> Told:
     yield "copy of it", run.path / str(run.now["job"]) if run.now.get("job") else None
     yield "command", _command(first.get("command"))
     yield "arguments", _words(run.options.get("arguments"))
-    yield "options", " ".join(_option(*item) for item in run.told_options().items())
+    yield "options", " ".join(as_typed(*item) for item in run.told_options().items())
+    yield "not typed", "\n".join(_origins(first))
     yield "versions", _versions(first)
     yield "platform", first.get("platform")
     yield "git", _git(first)
     yield "started", f"{_when(first)} on {first.get('host')}"
     for again in run.resumed:
-        changed = " ".join(_option(*item) for item in again["options"].items())
+        changed = " ".join(as_typed(*item) for item in again["options"].items())
         text = f"{_when(again)} on {again.get('host')}, after step {again.get('step')}"
         yield "went on", f"{text}, {changed}" if changed else text
 
@@ -145,16 +147,12 @@ def _evaluation(row: Row) -> str:
     return f"{figures}  after step {row['step']}"
 
 
-def _option(name: str, value: Any) -> str:
-    """As it is said on a command line."""
-    option = name.replace("_", "-")
-    if isinstance(value, bool):
-        return f"--{option}" if value else f"--no-{option}"
-    if isinstance(value, list):
-        value = shlex.join(map(str, value)) if name == "arguments" else ",".join(map(str, value))
-    if name == "arguments":
-        return f"-- {value}"
-    return f"--{option} {'(by default)' if value is None else shlex.quote(str(value))}"
+def _origins(first: dict[str, Any]) -> list[str]:
+    """Which options of its beginning the environment or a file said."""
+    origins, options = first.get("origins"), first.get("options")
+    if not isinstance(origins, dict) or not isinstance(options, dict):
+        return []
+    return by_origin({name: str(place) for name, place in origins.items()}, options)
 
 
 def _command(value: Any) -> str:

@@ -31,6 +31,7 @@ class Begun:
     Attributes:
         warnings: for the user.
         made: the folders that were made for it, the deepest first; none for one that goes on.
+        origins: as :class:`Asked` has them, of the options that it was begun with.
     """
 
     options: Options
@@ -38,6 +39,7 @@ class Begun:
     lock: Lock
     warnings: tuple[str, ...] = ()
     made: tuple[Path, ...] = ()
+    origins: Mapping[str, str] = field(default_factory=dict)
 
     def close(self, verdict: Verdict | None = None) -> None:
         """Leave the directory to others; so does the end of the process. Idempotent.
@@ -72,6 +74,7 @@ class Asked:
         allow: options that may be others than those it was begun with.
         defaults: what the environment and files say, for a run that begins; one that goes on has
             options already.
+        origins: which of these says each.
         ranks: the processes that there are, where they are given: a stage of a replica in each.
     """
 
@@ -83,6 +86,7 @@ class Asked:
     go_on: bool = False
     allow: tuple[str, ...] = ()
     defaults: Mapping[str, Any] = field(default_factory=dict)
+    origins: Mapping[str, str] = field(default_factory=dict)
     ranks: int | None = None
 
     def check(self) -> None:
@@ -149,15 +153,24 @@ class Asked:
     def _new(self) -> Begun:
         options = self.anew()
         _check_packages(options)
+        origins = self._origins()
         run_dir, made = rundir.create(self.run_dir, Path(self.job_file))
         lock = Lock(run_dir.lock, alone=False)
         try:
-            run.write(run_dir, _plain(options), _process(options))
+            run.write(run_dir, _plain(options), {**_process(options), "origins": origins})
         except BaseException:
             run_dir.remove(made)
             lock.close()
             raise
-        return Begun(options, run_dir, lock, made=made)
+        return Begun(options, run_dir, lock, made=made, origins=origins)
+
+    def _origins(self) -> dict[str, str]:
+        """Of the options that count though they were not said."""
+        said = {name for name, value in self.said.items() if value is not None}
+        if self.stages is not None or self.ranks is not None:
+            said.add("stages")
+        counts = over(self.defaults, self.said).keys() - said
+        return {name: self.origins[name] for name in sorted(self.origins.keys() & counts)}
 
     def _resumed(self) -> Begun:
         assert self.run_dir

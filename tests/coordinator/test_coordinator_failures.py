@@ -3,21 +3,32 @@
 from __future__ import annotations
 
 import dataclasses
+import math
+from typing import Any
 
 import pytest
 
 from pipeworker.coordinator import report
-from pipeworker.coordinator.effects import Log, Status
+from pipeworker.coordinator.effects import Log, Status, Warn
 from pipeworker.coordinator.events import Unreachable
 from pipeworker.coordinator.job import Start
 from pipeworker.coordinator.roster import JOIN_FACTOR
 from pipeworker.coordinator.snapshots import Mark
 from pipeworker.coordinator.states import Lost, State, Verdict
-from pipeworker.wire.messages.checkpoint import Saved
+from pipeworker.wire.lines import Again
+from pipeworker.wire.messages.checkpoint import Restore, Save, Saved
 from pipeworker.wire.messages.failure import Abort, Cause, Failed, Failure
 from pipeworker.wire.messages.position import Phase, Position
-from pipeworker.wire.messages.presence import Heartbeat
-from support.coordinator import NOWHERE, PATIENCE, TIMINGS, Scripted, of
+from pipeworker.wire.messages.presence import Heartbeat, Welcome
+from support.coordinator import (
+    NOWHERE,
+    PATIENCE,
+    TIMINGS,
+    Scripted,
+    of,
+    replaced,
+    saves,
+)
 
 OURS = Position(Phase.BACKWARD, 1, 2, 3)
 
@@ -285,3 +296,84 @@ def test_the_rank_that_reported_an_echo_is_not_the_one_that_is_gone() -> None:
     job.says(Failed(1, Failure(Cause.PEER, "1>0 closed")))
     job.tick(TIMINGS.echo)
     assert job.failure.message == "0>1 closed, and nobody reported why"
+
+
+# What is in memory when the user's code fails.
+
+RAISED = Failed(1, Failure(Cause.USER, "metrics() raised", -1, Position(Phase.EVALUATION, 3)))
+SAID = "metrics() raised"
+
+
+def failed_with_memory(**options: Any) -> Scripted:
+    """In the evaluation after step 3, with the state after step 2 in memory."""
+    job = replaced(evaluate_every=3, **options).running()
+    for step in (1, 2, 3):
+        job.step(step)
+    assert job.state() is State.EVALUATING
+    job.says(RAISED)
+    return job
+
+
+def test_what_is_in_memory_is_saved_before_the_job_ends() -> None:
+    """By other workers, which run nothing; the error and the status stay."""
+    job = failed_with_memory()
+    (again,) = of(job.effects, Again)
+    assert again.generation == 2
+    assert of(job.effects, Warn) == [Warn("the job has failed; step 2 is saved before it ends")]
+    effects = job.again()
+    assert [welcome.restore for welcome in job.sent(0, Welcome)] == [
+        None,
+        Restore(2, slot=1, ranks=2),
+    ]
+    assert [told.next for told in saves(effects)] == [Save(2, slot=0)] * 2
+    job.saved()
+    job.committed(2)
+    assert (job.ended.status, job.ended.exit_status, job.ended.steps) == (Status.FAILED, 1, 3)
+    assert job.failure.message == SAID
+    assert job.ended.causes == ()  # nothing was lost
+
+
+def test_the_job_ends_by_its_first_error_though_it_cannot_be_saved() -> None:
+    def lost(job: Scripted) -> None:
+        job.exited(0, -9)
+
+    def fails_again(job: Scripted) -> None:
+        job.says(Failed(0, Failure(Cause.USER, "model() raised")))
+
+    def disk_is_full(job: Scripted) -> None:
+        job.describe()
+        job.ready()
+        for _ in range(2):
+            job.saved()
+            job.uncommitted()
+
+    for what in (lost, fails_again, disk_is_full):
+        job = failed_with_memory()
+        job.join()
+        what(job)
+        assert job.ended.failure is not None
+        assert (job.ended.failure.message, job.ended.exit_status) == (SAID, 1)
+        assert len(of(job.effects, Again)) == 1
+
+
+@pytest.mark.parametrize(
+    "options", [{"snapshot_every": 9}, {"restarts": 0}, {"checkpoint_every": "2"}]
+)
+def test_what_is_not_in_memory_or_is_on_disk_is_not_saved(options: dict[str, Any]) -> None:
+    job = replaced(evaluate_every=3, **options).running()
+    for step in (1, 2, 3):
+        job.step(step)
+        for written in set(job.told_to_write(0)) - {job.job.progress.saved}:
+            job.saved(written)
+            job.committed(written)
+    job.says(RAISED)
+    assert job.failure.message == SAID
+
+
+def test_weights_that_give_nan_are_not_saved() -> None:
+    job = replaced(stop_on_nan=True).running()
+    for step in (1, 2):
+        job.step(step)
+    for rank in job.ranks:
+        job.done(rank, 3, losses=(math.nan, 0.5) if rank == job.last else ())
+    assert job.failure.message == "loss is nan at step 3"

@@ -330,5 +330,5 @@ def test_the_peak_of_memory_is_that_of_all_generations() -> None:
     job.exited(1, -9)
     job.again()
     job.done(0, 2, peak_memory=900)
-    job.says(Failed(1, Failure(Cause.USER, "no")))
+    job.says(Failed(1, Failure(Cause.INTERNAL, "no")))
     assert job.ended.peak_memory == (900, 700)

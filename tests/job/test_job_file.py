@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import textwrap
 from collections import OrderedDict
@@ -44,6 +45,17 @@ def test_a_good_file(tmp_path: Path) -> None:
     assert job.scheduler is None
     assert len(job_file.entries(job)) == 2
     assert job.data() == []
+
+
+def test_a_file_runs_as_it_is_now(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where Python's cached bytecode seems to be its own: same size, same second."""
+    monkeypatch.setattr(sys, "dont_write_bytecode", False)
+    path = write(tmp_path, more="tied = [('a', 'b')]")
+    before = path.stat()
+    assert load(path).tied == [("a", "b")]
+    path.write_text(path.read_text().replace("'b'", "'c'"))
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+    assert load(path).tied == [("a", "c")]
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,10 +12,11 @@ import pytest
 from click.testing import CliRunner, Result
 
 import cli
-from launcher.defaults import Defaults
+from launcher.defaults import Defaults, slips
 from launcher.options import devices_here
 from pipeworker.errors import UsageError
 from pipeworker.job.options import Options
+from pipeworker.past import page
 from pipeworker.session.begin import Asked
 from pipeworker.session.place import Place
 from pipeworker.session.show.view import View
@@ -222,6 +224,57 @@ def test_what_is_of_one_start_is_not_in_the_environment(
     for name in ("RESUME", "ON", "DRY_RUN", "HOSTS", "NODES"):
         monkeypatch.setenv(f"PIPEWORKER_{name}", "1")
     assert launch("--stages", "2").stages == 2
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("MICROBATCH", "is PIPEWORKER_MICROBATCHES meant?"),
+        ("SETPS", "is PIPEWORKER_STEPS meant?"),
+        ("CHECKPOINT", "is PIPEWORKER_CHECKPOINT_EVERY or PIPEWORKER_CHECKPOINT_BUSY meant?"),
+        ("HOSTS", "--hosts can only be said on the command line"),
+        ("SETTINGS", "--set can only be said on the command line"),
+        ("STEPS", ""),
+        ("TIMINGS", ""),
+        ("TESTS_SERVER", ""),  # somebody else's
+        ("", ""),
+    ],
+)
+def test_a_variable_that_is_misspelt_is_said(name: str, said: str) -> None:
+    variable = f"PIPEWORKER_{name}"
+    found = [*slips([variable, name, "PATH"], cli.launch.params)]
+    assert found == ([f"{variable} is not read: {said}"] if said else [])
+
+
+def test_a_misspelt_variable_ends_nothing(launch: Launch, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PIPEWORKER_SETPS", "3")
+    assert launch("--stages", "2").steps is None
+    said = "warning: PIPEWORKER_SETPS is not read: is PIPEWORKER_STEPS meant?\n"
+    assert said in run("launch", "--stages", "2", "jobs/job.py").stderr
+
+
+def test_what_nobody_typed_is_recorded_with_where_it_is_from(
+    launch: Launch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As far as it counts."""
+    project("stages = 3\nkeep = 4\nseed = 5\nepochs = 7")
+    monkeypatch.setenv("PIPEWORKER_KEEP", "6")
+    launch("--steps", "8", "--run-dir", "run")
+    origins = json.loads(Path("run/run.json").read_text())["origins"]
+    where = "pyproject.toml, [tool.pipeworker]"
+    assert origins == {"stages": where, "keep": "PIPEWORKER_KEEP", "seed": where}
+    assert lines_of("run") == [
+        "not typed     PIPEWORKER_KEEP: --keep 6",
+        f"              {where}: --seed 5 --stages 3",
+    ]
+    launch("--stages", "2", "--seed", "0", "--keep", "1", "--run-dir", "typed")
+    assert json.loads(Path("typed/run.json").read_text())["origins"] == {"epochs": where}
+
+
+def lines_of(folder: str) -> list[str]:
+    """What `show` has of what was not typed."""
+    text = page.show(Path(folder)).partition("not typed")
+    return (text[1] + text[2].partition("\nversions")[0]).splitlines()
 
 
 def test_no_file_says_nothing(tmp_path: Path) -> None:

@@ -104,6 +104,13 @@ def test_the_banner_says_what_was_not_said() -> None:
     assert defaults == "seed 0, one pass over the data, 1 thread a worker, cuda, fp32"
 
 
+def test_the_banner_says_where_options_are_from_that_nobody_typed() -> None:
+    origins = {"steps": "PIPEWORKER_STEPS", "keep": "a.toml", "balance": "a.toml"}
+    *_, one, other = Shown(6, origins=origins).at(0.0, PLANNED)
+    assert one == "from PIPEWORKER_STEPS: --steps 6"
+    assert other == "from a.toml: --keep 2 --balance (by default)"
+
+
 def test_what_is_known_of_the_data_is_a_total() -> None:
     """Not before the plan: that says how long `data()` is."""
     one, three = Shown(), Shown(epochs=3)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import math
 import os
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import TextIO
 
 from pipeworker.errors import RecordError
+from pipeworker.job.given import by_origin
 from pipeworker.job.options import Options
 from pipeworker.plan.shares import sizes
 from pipeworker.record.metrics import rows
@@ -133,6 +135,8 @@ class Show:
             steps = f"{over} ({steps})" if steps else over
         threads = f"{options.threads} thread{'s' if options.threads > 1 else ''} a worker"
         self.say(f"seed {options.seed}, {steps}, {threads}, {plan.device}, {options.precision}")
+        for line in by_origin(self._view.origins, dataclasses.asdict(options)):
+            self.say(f"from {line}")
 
     def step(self, row: StepResult) -> None:
         """A line, if it is time for one."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import shlex
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from pipeworker.errors import UsageError
@@ -56,6 +57,7 @@ class View:
         verbose: more figures of a step, and what pipeworker says in the logs of workers.
         log_every: steps between lines; None for at most one a second, and for none beside a bar.
         output: one of OUTPUTS; None is ``stage``, or ``none`` when quiet.
+        origins: of the options that nobody typed, by name.
 
     Raises:
         UsageError: it makes no sense.
@@ -66,6 +68,7 @@ class View:
     log_every: int | None = None
     output: str | None = None
     ways: Ways = field(default_factory=Ways)
+    origins: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if self.quiet and self.verbose:
