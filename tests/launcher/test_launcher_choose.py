@@ -104,6 +104,7 @@ def test_workers_are_those_of_all_replicas(job_file: Path, on: str, words: str) 
     [
         (("--dry-run",), "--on needs --stages"),
         (("--stages", "2", "--nodes", "3"), "--nodes 3: must be 1 to the 2 workers"),
+        (("--stages", "2", "--nodes", "0"), "--nodes 0: must be 1 to the 2 workers"),
         (("--stages", "2", "--steps", "0"), "--steps 0: must be 1 or more"),
         (("--stages", "2", "--set", "kind"), "--set kind: must be NAME=VALUE"),
     ],
