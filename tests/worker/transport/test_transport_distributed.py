@@ -94,9 +94,7 @@ def test_an_interface_that_leads_to_no_other_host_is_said() -> None:
     """Rather than tried, until the other end has waited long enough."""
     store = Meeting().store()
     store.set("host/1", "another host")
-    with pytest.raises(
-        UsageError, match="--interface lo: other hosts of this job cannot"
-    ):
+    with pytest.raises(UsageError, match="--interface lo: other hosts of this job cannot"):
         connect([FORTH], 0, TWO, store, Network(ENDPOINT, interface="lo"), MEMBERSHIP)
 
 
