@@ -74,7 +74,7 @@ def render(spec: JobSpec, python: str) -> Script:
         "job-name": spec.name,
         "nodes": str(spec.nodes),
         "ntasks-per-node": "1",
-        "cpus-per-task": str(spec.workers_per_node),
+        "cpus-per-task": str(spec.cores_per_node),
         "chdir": spec.folder,
         "output": log,
         "open-mode": "append",
