@@ -108,10 +108,10 @@ def asked(chosen: dict[str, Any], ranks: int | None = None) -> Asked:
     return Asked(job_file, stages, said, defaults=defaults, origins=origins, ranks=ranks, **how)
 
 
-def _check(request: Asked) -> None:
+def _check(request: Asked, *, here: bool = True) -> None:
     """That nothing is wrong with it; an option that the command line does not say has a source."""
     try:
-        request.check()
+        request.check(here=here)
     except UsageError as error:
         context = click.get_current_context()
         for name in request.defaults:
@@ -165,14 +165,15 @@ def _launch_elsewhere(request: Asked, where: Elsewhere, view: View, chosen: dict
     if stages is None:
         option = "--on" if where.cluster else "an allocation"
         raise UsageError(f"{option} needs --stages: how many workers the job has there")
-    _check(request)
+    _check(request, here=where.cluster != "kubernetes")  # pods have files of their own
     job_file = Path(request.job_file)
     local.check_job_file(job_file)
     words = choose.words(click.get_current_context())
     replicas = max(1, chosen["replicas"])  # what is less has been said to be wrong
     workers = stages * replicas
     of_job = job_file, workers, words, chosen["arguments"], str(request.run_dir or "")
-    spec = replace(choose.spec_of(*of_job, where), replicas=replicas)
+    threads = chosen["threads"] or 1
+    spec = replace(choose.spec_of(*of_job, where), replicas=replicas, threads=threads)
     if where.cluster:
         replace(request, stages=stages).anew()  # a mistake is found before it is sent
         return choose.submit(spec, where.cluster, dry_run=where.dry_run)

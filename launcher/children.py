@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ipaddress
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import IO, Generic
 from urllib.parse import urlsplit
@@ -14,6 +14,7 @@ from pipeworker.environment import facts
 from pipeworker.host.lifetime import kill_group
 from pipeworker.record.rundir import RunDir, digest
 from pipeworker.session.processes import Heard, LineProcess, Said, fork_server
+from pipeworker.wire import interfaces
 from pipeworker.wire.lines import Forked, FromForkServer, Here, ToForkServer
 
 _LAST_WORDS = 2000
@@ -212,16 +213,29 @@ class Agent:
             self._errors.close()
 
 
-def meeting_place(callers: Sequence[str]) -> str:
+def meeting_place(callers: Sequence[str], is_ours: Callable[[str], bool] | None = None) -> str:
     """Where the coordinator listens: the address by which hosts see this one.
+
+    That is everywhere when they see several, or one that another machine translates.
 
     Args:
         callers: by host, what each sees; empty or loopback where it is this one.
+        is_ours: whether an address is of this host.
     """
+    is_ours = is_ours or _is_ours
     seen = sorted({caller for caller in callers if _crosses(caller)})
-    if len(seen) < 2:
-        return seen[0] if seen else _LOOPBACK
+    if not seen:
+        return _LOOPBACK
+    if len(seen) == 1 and is_ours(seen[0]):
+        return seen[0]
     return "::" if any(":" in caller for caller in seen) else "0.0.0.0"
+
+
+def _is_ours(address: str) -> bool:
+    try:
+        return bool(interfaces.ours(address))
+    except OSError:
+        return False
 
 
 def _crosses(address: str) -> bool:

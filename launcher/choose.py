@@ -55,7 +55,7 @@ class Elsewhere:
         if self.cluster and self.hosts:
             raise UsageError(f"--on {self.cluster} and --hosts: choose one")
         for option, said in (("--nodes", self.nodes), ("--set", self.settings)):
-            if said and not self.cluster:
+            if said not in (None, {}) and not self.cluster:
                 raise UsageError(f"{option} is of --on: which cluster?")
         if self.sync and not self.hosts:
             raise UsageError("--sync is of --hosts: where is it to be sent?")
@@ -80,10 +80,10 @@ class Elsewhere:
         Raises:
             UsageError: as for the class; or something cannot be read.
         """
-        if hosts and hosts_file:
+        if hosts is not None and hosts_file is not None:
             raise UsageError("--hosts and --hosts-file: choose one")
-        found = ssh.hosts_in(Path(hosts_file)) if hosts_file else ()
-        found = ssh.hosts_of(hosts) if hosts else found
+        found = () if hosts_file is None else ssh.hosts_in(Path(hosts_file))
+        found = found if hosts is None else ssh.hosts_of(hosts)
         return Elsewhere(on or "", nodes, found, settings(said), sync, dry_run)
 
 
@@ -141,7 +141,7 @@ def spec_of(
         arguments=arguments,
         folder=str(Path.cwd()),
         run_dir=run_dir,
-        nodes=elsewhere.nodes or 1,
+        nodes=1 if elsewhere.nodes is None else elsewhere.nodes,
         hosts=elsewhere.hosts,
         environment=given,
         settings=elsewhere.settings,

@@ -55,6 +55,7 @@ class JobSpec:
         environment: variables that processes on other hosts are given.
         settings: what a cluster is asked for besides (``--set NAME=VALUE``).
         replicas: among which the workers are divided.
+        threads: of a worker.
     """
 
     name: str
@@ -69,6 +70,7 @@ class JobSpec:
     environment: Mapping[str, str] = field(default_factory=dict)
     settings: Mapping[str, str] = field(default_factory=dict)
     replicas: int = 1
+    threads: int = 1
 
     def __post_init__(self) -> None:
         if not 1 <= self.nodes <= self.workers:
@@ -83,6 +85,11 @@ class JobSpec:
     def workers_per_node(self) -> int:
         """Of the fullest one: workers are spread evenly, the first nodes have one more."""
         return -(-self.workers // self.nodes)
+
+    @property
+    def cores_per_node(self) -> int:
+        """That its workers compute on."""
+        return self.workers_per_node * self.threads
 
     def command(self, *before: str) -> tuple[str, ...]:
         """The words of a command that runs the job file, after those of a launcher."""

@@ -12,7 +12,7 @@ import sys
 import tarfile
 import tempfile
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,9 +24,16 @@ _CLIENT = ("ssh", "-T", "-o", "BatchMode=yes", "-o", "ConnectTimeout=10")
 _CALLER = "SSH_CONNECTION"
 """What sshd says of the connection; it begins with the address that it came from."""
 _UNPACK = (
-    "import sys, tarfile; "
-    "tarfile.open(fileobj=sys.stdin.buffer, mode='r|').extractall(filter='data')"
+    "import itertools, os, sys, tarfile; "
+    "sent = tarfile.open(fileobj=sys.stdin.buffer, mode='r|'); "
+    "shared = os.path.lexists(sent.next().name); "
+    "rest = itertools.islice(sent, 1, None); "
+    "link = lambda name: os.path.islink(name) and os.unlink(name); "
+    "anew = lambda one, to: link(one.name) or tarfile.tar_filter(one, to); "
+    "shared or sent.extractall(members=rest, filter=anew)"
 )
+"""The first file is a mark: where it is there already the folder is the one it comes from."""
+_MARK = ".pipeworker-"
 _LEFT_OUT = {".git", ".venv", "__pycache__", "runs"}
 
 
@@ -69,16 +76,17 @@ def _send(host: Host, folder: str, here: str) -> tuple[str, ...]:
 
 
 def send(request: Request) -> None:
-    """Send the job's folder to all hosts.
+    """Send the job's folder to all hosts; one that shares it is left as it is.
 
-    What is not sent: ``runs``, ``.git``, ``.venv`` and compiled files.
+    What is not sent: ``runs``, ``.git``, ``.venv`` and compiled files; pipes and sockets.
 
     Raises:
-        PipeworkerError: a host does not take it.
+        PipeworkerError: a host does not take it, or some of it cannot be read.
     """
     folder = Path(request.folder)
     for line in request.sends:
-        with tempfile.TemporaryFile() as said:
+        files = [*_files(folder)]
+        with tempfile.TemporaryFile() as said, _mark(folder) as mark:
             try:
                 child = subprocess.Popen(
                     line, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=said
@@ -86,12 +94,12 @@ def send(request: Request) -> None:
             except OSError as error:
                 raise PipeworkerError(f"cannot start {line[0]}: {error.strerror}") from None
             with (
-                child,
                 suppress(BrokenPipeError),  # what it did not like is in its last words
+                child,
                 tarfile.open(fileobj=child.stdin, mode="w|") as archive,
             ):
-                for path in _files(folder):
-                    archive.add(path, str(path.relative_to(folder)), recursive=False)
+                for path in (mark, *files):
+                    _add(archive, path, folder)
             if child.returncode:
                 said.seek(0)
                 words = said.read().decode(errors="replace").strip().splitlines()
@@ -100,10 +108,41 @@ def send(request: Request) -> None:
                 raise PipeworkerError(f"host {host} does not take {folder}: {why}")
 
 
+@contextmanager
+def _mark(folder: Path) -> Iterator[Path]:
+    """A file that is there while the folder is sent.
+
+    Whoever has it as well shares the folder, and must not unpack over what is still read.
+    """
+    try:
+        handle, name = tempfile.mkstemp(prefix=_MARK, dir=folder)
+    except OSError as error:
+        raise PipeworkerError(
+            f"--sync makes a file in {folder}, to see which hosts share it: {error.strerror}"
+        ) from None
+    os.close(handle)
+    try:
+        yield Path(name)
+    finally:
+        Path(name).unlink(missing_ok=True)
+
+
+def _add(archive: tarfile.TarFile, path: Path, folder: Path) -> None:
+    try:
+        archive.add(path, str(path.relative_to(folder)), recursive=False)
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        raise PipeworkerError(f"--sync cannot send {path}: {error.strerror or error}") from None
+
+
 def _files(folder: Path) -> Iterator[Path]:
+    """Files and links, to folders as well."""
     for root, folders, files in os.walk(folder):
         folders[:] = sorted(set(folders) - _LEFT_OUT)
-        yield from (Path(root) / name for name in sorted(files))
+        for path in (Path(root, name) for name in sorted([*folders, *files])):
+            if path.is_symlink() or (path.is_file() and not path.name.startswith(_MARK)):
+                yield path
 
 
 def hosts_of(text: str) -> tuple[Host, ...]:
@@ -112,7 +151,13 @@ def hosts_of(text: str) -> tuple[Host, ...]:
     Raises:
         UsageError: it is not that.
     """
-    return _distinct([_host(part.strip(), f"--hosts {text}") for part in text.split(",")])
+    found = []
+    for part in map(str.strip, text.split(",")):
+        name, colon, count = part.rpartition(":")
+        if not colon or part.endswith("]"):
+            name, count = part, "1"
+        found.append(_host(name, count, f"--hosts {text}"))
+    return _distinct(found)
 
 
 def hosts_in(path: Path) -> tuple[Host, ...]:
@@ -122,7 +167,7 @@ def hosts_in(path: Path) -> tuple[Host, ...]:
         UsageError: it is not that, or cannot be read.
     """
     try:
-        lines = path.read_text().splitlines()
+        lines = path.read_text("utf-8-sig").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         why = error.strerror if isinstance(error, OSError) else "it is no text"
         raise UsageError(f"--hosts-file {path}: {why}") from None
@@ -135,21 +180,24 @@ def hosts_in(path: Path) -> tuple[Host, ...]:
         if len(words) > 3:
             raise UsageError(f"{where}: must be a host, its workers and its interpreter")
         name, count, python = (*words, *("1", "")[len(words) - 1 :])[:3]
-        hosts.append(_host(f"{name}:{count}", where, python))
+        hosts.append(_host(name, count, where, python))
     if not hosts:
         raise UsageError(f"--hosts-file {path}: there is no host in it")
     return _distinct(hosts)
 
 
-def _host(text: str, where: str, python: str = "") -> Host:
-    name, colon, count = text.rpartition(":")
-    if not colon or text.endswith("]"):
-        name, count = text, "1"
-    if not name or name.startswith("-") or any(c.isspace() for c in name):
-        raise UsageError(f"{where}: {text!r} is no host: must be as a:2, a name and its workers")
+def _host(name: str, count: str, where: str, python: str = "") -> Host:
+    plain = name[1:-1] if name.startswith("[") and name.endswith("]") else name
+    if not plain or plain.startswith("-") or any(c.isspace() for c in plain):
+        raise UsageError(f"{where}: {name!r} is no host: must be as a:2, a name and its workers")
+    if plain == name and ":" in name:
+        raise UsageError(
+            f"{where}: {name!r} is no host: an address of IPv6 must be in brackets, as [::1]; the "
+            "number of workers stands behind a colon, as a:2, and in a file behind a space"
+        )
     if not (count.isascii() and count.isdigit() and 0 < int(count) < 1 << 16):
         raise UsageError(f"{where}: {count!r} is no number of workers")
-    return Host(name.strip("[]"), int(count), python)
+    return Host(plain, int(count), python)
 
 
 def _distinct(hosts: list[Host]) -> tuple[Host, ...]:

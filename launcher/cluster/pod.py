@@ -35,7 +35,7 @@ class Settings:
         claim: the volume claim of run directories, which all nodes write.
         job: path of the job file in the pods, in the image or on the volume; else it is sent.
         accelerator: the resource each worker gets one of, as ``nvidia.com/gpu``.
-        cpu: of a pod; one a worker by default.
+        cpu: of a pod; by default one for each thread of its workers.
         memory: of a pod; without a bound by default.
         node_selector: ``LABEL=VALUE`` of the nodes.
         service_account: of the pods.
@@ -134,7 +134,7 @@ def template(spec: JobSpec, settings: Settings, name: str) -> dict[str, Any]:
 
 def _container(spec: JobSpec, settings: Settings, name: str) -> _Object:
     workers = spec.workers_per_node
-    resources = {"cpu": settings.cpu or str(workers)}
+    resources = {"cpu": settings.cpu or str(spec.cores_per_node)}
     if settings.memory:
         resources["memory"] = settings.memory
     if settings.accelerator:

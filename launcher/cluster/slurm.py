@@ -70,12 +70,11 @@ def render(spec: JobSpec, python: str) -> Script:
         UsageError: a setting is no option.
     """
     log = f"{spec.run_dir}.log"
-    threads = int(spec.settings.get("cpus-per-task", 0)) or spec.workers_per_node
     directives = {
         "job-name": spec.name,
         "nodes": str(spec.nodes),
         "ntasks-per-node": "1",
-        "cpus-per-task": str(threads),
+        "cpus-per-task": str(spec.cores_per_node),
         "chdir": spec.folder,
         "output": log,
         "open-mode": "append",

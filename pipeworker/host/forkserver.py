@@ -28,6 +28,7 @@ from pipeworker.host.position import Tracker
 from pipeworker.record.memory import Memory
 from pipeworker.record.rundir import digest
 from pipeworker.wire import lines, sockets
+from pipeworker.wire.interfaces import unreached
 from pipeworker.wire.lines import (
     Beat,
     CannotStart,
@@ -57,7 +58,7 @@ class _ForkServer:
     """
 
     def __init__(self, *, carried: bool) -> None:
-        self._notices = _NOTICES if carried else {}
+        self._carried, self._notices = carried, _NOTICES if carried else {}
         self._workers: dict[int, tuple[Fork, Tracker]] = {}  # by pid: as it was asked for
         self._memories: dict[int, list[Memory]] = {}  # by rank: copies of the state of its workers
         self._input: lines.Buffer[ToForkServer] = lines.Buffer(ToForkServer)
@@ -130,6 +131,9 @@ class _ForkServer:
             except OSError as error:  # said here: without them nobody else would hear of it
                 _say(_cannot_start(asked, error))
                 return
+            if why := self._out_of_reach(asked):
+                _say(CannotStart(asked.rank, asked.generation, why))
+                return
             signal.set_wakeup_fd(-1)
             for number in (signal.SIGCHLD, *self._notices):
                 signal.signal(number, signal.SIG_DFL)
@@ -161,6 +165,17 @@ class _ForkServer:
             atexit._run_exitfuncs()
         finally:
             os._exit(status)
+
+    def _out_of_reach(self, asked: Fork) -> str:
+        """Why this host cannot take part; only at first: a way that there was may come back."""
+        if not self._carried or asked.local_rank or asked.generation > 1:
+            return ""
+        why = unreached(asked.endpoint, timings().reach)
+        return why and (
+            f"{socket.gethostname()} cannot reach the coordinator at {asked.endpoint}: {why}. The "
+            "hosts of a job must reach each other at any port: no firewall may be between, and no "
+            "other host that ssh goes through"
+        )
 
     def _end_before(self, generation: int) -> None:
         """Workers of earlier generations have nothing left to do, and may be stuck."""

@@ -89,8 +89,11 @@ class Asked:
     origins: Mapping[str, str] = field(default_factory=dict)
     ranks: int | None = None
 
-    def check(self) -> None:
+    def check(self, *, here: bool = True) -> None:
         """Look at what can be wrong without a run directory, as every rank does.
+
+        Args:
+            here: the job runs where its files are those of this host.
 
         Raises:
             UsageError: something is.
@@ -103,7 +106,7 @@ class Asked:
             raise UsageError("--allow is of --resume: a new run may have any options")
         if not self.goes_on:
             options = self.anew()
-            if options.init_from is not None:
+            if here and options.init_from is not None:
                 source.look(Path(options.init_from))
         recorded.allowed(self.allow)
 

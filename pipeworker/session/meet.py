@@ -17,13 +17,13 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
-from urllib.parse import urlsplit
 
 from pipeworker.environment import timings
 from pipeworker.errors import AGAIN, NotMet, PipeworkerError, UsageError, of_status
 from pipeworker.session.begin import Begun
 from pipeworker.session.head import Head, Hear
 from pipeworker.session.place import Place, await_others
+from pipeworker.wire.interfaces import unreached
 from pipeworker.wire.keys import TOKEN_VARIABLE, new_token
 from pipeworker.wire.lines import Warned
 from pipeworker.wire.sockets import WORKER, check_room
@@ -289,17 +289,8 @@ def _hear(
 
 def _unreachable(endpoint: str) -> str:
     """Why the coordinator cannot be reached from here; empty where it can."""
-    url = urlsplit(endpoint)
-    limit = timings().reach
-    try:
-        socket.create_connection((url.hostname or "", url.port or 0), limit).close()
-    except TimeoutError:
-        why = f"no answer within {limit:g} s"
-    except OSError as error:
-        why = error.strerror or str(error)
-    else:
-        return ""
-    return (
+    why = unreached(endpoint, timings().reach)
+    return why and (
         f"cannot reach the coordinator at {endpoint}: {why}. If another interface of rank 0's host "
         "leads there, name it with --interface; if a firewall is between, let the hosts of a job "
         "reach each other at all ports"

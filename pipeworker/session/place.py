@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from pipeworker.environment import timings
 from pipeworker.errors import NotMet, UsageError
 from pipeworker.wire import interfaces
-from pipeworker.wire.interfaces import towards
+from pipeworker.wire.interfaces import ours, towards
 
 if TYPE_CHECKING:
     from pipeworker.worker.internals import Store
@@ -158,12 +158,9 @@ class Place:
             return "127.0.0.1"  # who met at such an address is here; a name may be another host's
         name, said = interfaces.chosen(interface)
         if name:
-            address = interfaces.address_of(name, said)
-            if interfaces.is_loopback(address):
-                raise UsageError(f"{said} {name}: other hosts of this job cannot reach {address}")
-            return address
+            return interfaces.outward(name, said)
         here = socket.gethostname()
-        for find, known in ((_ours, self.address), (towards, self.address), (_ours, here)):
+        for find, known in ((ours, self.address), (towards, self.address), (ours, here)):
             with suppress(OSError):
                 if known and not interfaces.is_loopback(address := find(known)):
                     return address
@@ -228,15 +225,3 @@ def _store_at(address: str, port: int, serves: bool) -> Store:
     )
     store.set_timeout(timedelta(seconds=timings().meet))
     return store
-
-
-def _ours(name: str) -> str:
-    """The address that a name stands for, if it is this host's.
-
-    Raises:
-        OSError: it is not.
-    """
-    address = str(socket.getaddrinfo(name, 0, type=socket.SOCK_STREAM)[0][4][0])
-    with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET) as probe:
-        probe.bind((address, 0))
-    return address

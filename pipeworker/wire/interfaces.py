@@ -8,6 +8,7 @@ import socket
 import struct
 import sys
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from pipeworker.errors import UsageError
 
@@ -43,6 +44,18 @@ def address_of(name: str, said: str = "--interface") -> str:
     raise UsageError(f"{said} {name}: that {what} on {socket.gethostname()}, which has {there}")
 
 
+def outward(name: str, said: str = "--interface") -> str:
+    """The first address of an interface, where it leads to other hosts.
+
+    Raises:
+        UsageError: as for :func:`address_of`; or it leads to none.
+    """
+    address = address_of(name, said)
+    if is_loopback(address):
+        raise UsageError(f"{said} {name}: other hosts of this job cannot reach {address}")
+    return address
+
+
 def own_address(peer: tuple[str, int], interface: str | None) -> str:
     """This host's address for what it exchanges with others.
 
@@ -67,6 +80,30 @@ def towards(host: str, port: int = 1) -> str:
     with socket.socket(family, kind, protocol) as probe:
         probe.connect(address)
         return str(probe.getsockname()[0])
+
+
+def ours(name: str) -> str:
+    """The address that a name stands for, if it is this host's.
+
+    Raises:
+        OSError: it is not.
+    """
+    family, kind, protocol, _, address = socket.getaddrinfo(name, 0, type=socket.SOCK_STREAM)[0]
+    with socket.socket(family, kind, protocol) as probe:
+        probe.bind(address)
+    return str(address[0])
+
+
+def unreached(endpoint: str, seconds: float) -> str:
+    """Why nobody answers at an endpoint, within so many seconds; empty where somebody does."""
+    url = urlsplit(endpoint)
+    try:
+        socket.create_connection((url.hostname or "", url.port or 0), seconds).close()
+    except TimeoutError:
+        return f"no answer within {seconds:g} s"
+    except OSError as error:
+        return error.strerror or str(error)
+    return ""
 
 
 def is_loopback(address: str) -> bool:

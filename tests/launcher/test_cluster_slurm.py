@@ -33,11 +33,11 @@ def test_the_script_to_copy_is_what_is_rendered() -> None:
 
 def test_what_the_user_sets_goes_before_what_we_do() -> None:
     spec = replace(
-        SPEC, settings={"cpus-per-task": "16", "requeue": "", "exclusive": "", "qos": "a b"}
+        SPEC, settings={"cpus-per-task": "16K", "requeue": "", "exclusive": "", "qos": "a b"}
     )
     lines = slurm.render(spec, "/opt/python").text().splitlines()
     directives = [line.removeprefix("#SBATCH ") for line in lines if line.startswith("#SBATCH")]
-    assert directives.count("--cpus-per-task=16") == 1
+    assert directives.count("--cpus-per-task=16K") == 1  # sbatch knows what it takes
     assert "--exclusive" in directives
     assert "--qos='a b'" in directives
     assert len({line.partition("=")[0] for line in directives}) == len(directives)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from launcher import children
-from launcher.children import Child
+from launcher.children import Child, meeting_place
 
 
 def test_what_a_host_says_before_it_is_ready_does_not_end_its_time_to_start(
@@ -31,3 +31,18 @@ def test_what_a_host_says_before_it_is_ready_does_not_end_its_time_to_start(
     assert child.silence() == ""
     now = 30
     assert child.silence() == "it (pid 1) has not answered for 3 s"
+
+
+@pytest.mark.parametrize(
+    ("callers", "place"),
+    [
+        (["", "127.0.0.1", "::1"], "127.0.0.1"),
+        (["", "10.0.0.1", "10.0.0.1"], "10.0.0.1"),
+        (["10.0.0.1", "10.1.0.1"], "0.0.0.0"),
+        (["10.0.0.1", "fd00::1"], "::"),
+        (["192.0.2.1"], "0.0.0.0"),  # a router's, which passes on what comes, or a host's between
+        (["2001:db8::1"], "::"),
+    ],
+)
+def test_the_coordinator_listens_where_all_hosts_reach_it(callers: list[str], place: str) -> None:
+    assert meeting_place(callers, lambda address: address in ("10.0.0.1", "fd00::1")) == place

@@ -87,6 +87,17 @@ def test_a_dry_run_prints_what_kubectl_would_be_given(job_file: Path) -> None:
     ]
 
 
+def test_paths_of_options_are_those_in_the_pods(job_file: Path) -> None:
+    line = [*ON, "--dry-run", "--stages", "4", "--init-from", "/runs/w.safetensors"]
+    ran = CliRunner().invoke(cli.main, [*line, "--threads", "3", str(job_file)])
+    assert ran.exit_code == 0, ran.output
+    assert "- /runs/w.safetensors\n" in ran.stdout
+    assert "cpu: '12'\n" in ran.stdout  # as many as there are threads
+    slurm = ["launch", "--on", "slurm", "--dry-run", "--stages", "4", "--threads", "3"]
+    ran = CliRunner().invoke(cli.main, [*slurm, str(job_file)])
+    assert "#SBATCH --cpus-per-task=12\n" in ran.stdout
+
+
 @pytest.mark.parametrize(("on", "words"), [("slurm", "--stages 2"), ("kubernetes", "--workers 2")])
 def test_workers_are_those_of_all_replicas(job_file: Path, on: str, words: str) -> None:
     """Two hosts have two each; a rank, or the launcher within, is told of the replicas again."""
@@ -104,6 +115,7 @@ def test_workers_are_those_of_all_replicas(job_file: Path, on: str, words: str) 
     [
         (("--dry-run",), "--on needs --stages"),
         (("--stages", "2", "--nodes", "3"), "--nodes 3: must be 1 to the 2 workers"),
+        (("--stages", "2", "--nodes", "0"), "--nodes 0: must be 1 to the 2 workers"),
         (("--stages", "2", "--steps", "0"), "--steps 0: must be 1 or more"),
         (("--stages", "2", "--set", "kind"), "--set kind: must be NAME=VALUE"),
     ],

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import signal
 import subprocess
 import sys
+import tarfile
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -86,6 +89,10 @@ def test_hosts_are_read(text: str, hosts: list[tuple[str, int]]) -> None:
         ("a:0", "'0' is no number of workers"),
         ("a:x", "'x' is no number of workers"),
         ("a:1,b:1,a:2", "host a is there twice"),
+        ("fd00::5", "'fd00:' is no host: an address of IPv6 must be in brackets"),
+        ("[::1:2", "'[::1' is no host: an address of IPv6 must be in brackets"),
+        ("ssh://a:22", "'ssh://a' is no host"),
+        ("a:2:1", "'a:2' is no host"),
     ],
 )
 def test_what_are_no_hosts_is_said(text: str, why: str) -> None:
@@ -95,18 +102,70 @@ def test_what_are_no_hosts_is_said(text: str, why: str) -> None:
 
 def test_a_file_of_hosts(tmp_path: Path) -> None:
     path = tmp_path / "hosts"
-    path.write_text("# ours\na 2\n\nb\nc 3 /opt/python  # slow\n")
+    path.write_text("\ufeff# ours\na 2\n\nb\nc 3 /opt/python  # slow\n")
     assert ssh.hosts_in(path) == (Host("a", 2), Host("b", 1), Host("c", 3, "/opt/python"))
     for text, why in (
         ("a 2 p q", "line 1: must be a host"),
         ("# none", "there is no host in it"),
         ("a\nb two", "line 2: 'two' is no number"),
+        ("a:2", "line 1: 'a:2' is no host: .* in a file behind a space"),
     ):
         path.write_text(text)
         with pytest.raises(UsageError, match=why):
             ssh.hosts_in(path)
     with pytest.raises(UsageError, match="No such file"):
         ssh.hosts_in(tmp_path / "none")
+
+
+def sent(folder: Path, to: Path) -> None:
+    """Send a folder, by a shell of this host in the place of ssh's."""
+    spec = replace(SPEC, job_file=str(folder / "job.py"), folder=str(folder), hosts=(Host("a", 1),))
+    ((*_, line),) = ssh.render(spec, sync=True).sends
+    assert line.count(str(folder)) == 3
+    carrier = ("sh", "-c", line.replace(str(folder), str(to)))
+    ssh.send(ssh.Request((), (carrier,), str(folder)))
+
+
+def test_a_host_that_shares_the_folder_does_not_unpack_over_what_is_read(tmp_path: Path) -> None:
+    data = os.urandom(1 << 20) * 8  # more than is under way at once
+    (tmp_path / "data").write_bytes(data)
+    before = (tmp_path / "data").stat()
+    sent(tmp_path, tmp_path)
+    assert (tmp_path / "data").read_bytes() == data
+    assert (tmp_path / "data").stat().st_mtime_ns == before.st_mtime_ns
+    assert [path.name for path in tmp_path.iterdir()] == ["data"]
+
+
+def test_what_is_sent_is_files_and_links(tmp_path: Path) -> None:
+    folder, to, far = tmp_path / "code", tmp_path / "there", tmp_path / "far"
+    (folder / "deep").mkdir(parents=True)
+    to.mkdir()
+    (folder / "deep/model.py").write_text("layers")
+    (folder / "data").symlink_to("/nowhere")
+    (folder / "more").symlink_to(tmp_path)
+    os.mkfifo(folder / "pipe")
+    far.write_text("another's")
+    (to / "deep").mkdir()
+    (to / "deep/model.py").symlink_to(far)
+    sent(folder, to)
+    found = {str(path.relative_to(to)) for path in to.rglob("*")}
+    assert found == {"deep", "deep/model.py", "data", "more"}
+    assert (to / "deep/model.py").read_text() == "layers"
+    assert far.read_text() == "another's"
+    assert (to / "data").readlink() == Path("/nowhere")
+
+
+def test_a_file_that_cannot_be_sent_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "job.py").touch()
+    monkeypatch.setattr(tarfile.TarFile, "add", denied)
+    with pytest.raises(PipeworkerError, match=r"--sync cannot send .*: Permission denied"):
+        sent(tmp_path, tmp_path)
+
+
+def denied(*_: object, **__: object) -> None:
+    raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
 
 
 def test_neighbours_are_on_one_host_while_there_is_room() -> None:
@@ -269,7 +328,8 @@ def test_a_worker_that_is_lost_goes_on_from_the_memories_of_all_hosts(
         (("--hosts", "a:1", "--stages", "2"), 2, "there are 2 workers, and places for 1"),
         (("--hosts", "a:1", "--on", "slurm"), 2, "--on slurm and --hosts: choose one"),
         (("--sync", "--stages", "2"), 2, "--sync is of --hosts"),
-        (("--nodes", "2", "--stages", "2"), 2, "--nodes is of --on: which cluster?"),
+        (("--hosts", "", "--stages", "2"), 2, "'' is no host"),
+        (("--nodes", "0", "--stages", "2"), 2, "--nodes is of --on: which cluster?"),
         (("--dry-run", "--stages", "2"), 2, "--dry-run is of --on and --hosts"),
     ],
 )

@@ -17,6 +17,19 @@ def test_an_interface_has_its_address() -> None:
     assert interfaces.towards("127.0.0.1") == "127.0.0.1"
 
 
+def test_an_address_is_of_this_host_or_is_not() -> None:
+    assert interfaces.ours("127.0.0.1") == interfaces.ours("localhost") == "127.0.0.1"
+    with pytest.raises(OSError, match="assign"):
+        interfaces.ours("192.0.2.1")
+
+
+def test_why_nobody_answers_is_said() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        endpoint = f"tcp://127.0.0.1:{server.getsockname()[1]}"
+        assert interfaces.unreached(endpoint, 5) == ""
+    assert interfaces.unreached(endpoint, 5) == "Connection refused"
+
+
 def test_one_that_is_none_is_said_with_those_there_are() -> None:
     words = f"--interface eth77: that is none on {socket.gethostname()}, which has lo (127.0.0.1)"
     with pytest.raises(UsageError, match=re.escape(words)):

@@ -24,7 +24,7 @@ from pipeworker.environment import timings
 from pipeworker.errors import PeerLost, UsageError
 from pipeworker.plan.actions import Edge
 from pipeworker.plan.placement import Placement
-from pipeworker.wire.interfaces import chosen, own_address
+from pipeworker.wire.interfaces import chosen, outward, own_address
 from pipeworker.wire.messages.store import StoreOperation, StoreReply
 from pipeworker.worker.internals import PrefixStore, ProcessGroupGloo, Store, Work, gloo_options
 from pipeworker.worker.transport import shared, tls
@@ -169,6 +169,16 @@ class Network:
         url = urlsplit(self.endpoint)
         return own_address((url.hostname or "127.0.0.1", url.port or 1), self.interface)
 
+    def check(self) -> None:
+        """That the interface which is named, if one is, leads to other hosts.
+
+        Raises:
+            UsageError: it does not.
+        """
+        name, said = chosen(self.interface)
+        if name:
+            outward(name, said)
+
     def said(self) -> str:
         """This host and its address, for who reads what went wrong."""
         return f"{socket.gethostname()} ({self.own_address()})"
@@ -216,7 +226,10 @@ def connect(
             secret = membership.key(edge, replica)
             key = f"replica-{replica}/{edge}"
             try:
-                near = backend != "gloo" and store.get(f"host/{peer}") == identity.encode()
+                here = store.get(f"host/{peer}") == identity.encode()
+                near = here and backend != "gloo"
+                if not here:
+                    network.check()
                 if not near:
                     store.set(f"address/{rank}", network.said())
                 if near:

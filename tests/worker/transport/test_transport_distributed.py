@@ -90,6 +90,14 @@ def test_every_edge_of_a_pipeline_is_connected(backend: str) -> None:
         assert got.tolist() == [float(number)] * 3
 
 
+def test_an_interface_that_leads_to_no_other_host_is_said() -> None:
+    """Rather than tried, until the other end has waited long enough."""
+    store = Meeting().store()
+    store.set("host/1", "another host")
+    with pytest.raises(UsageError, match="--interface lo: other hosts of this job cannot"):
+        connect([FORTH], 0, TWO, store, Network(ENDPOINT, interface="lo"), MEMBERSHIP)
+
+
 def test_values_over_a_channel(pair: tuple[Link, Link]) -> None:
     source, target = pair
     courier = Courier()
