@@ -109,7 +109,6 @@ _WEIGHTS = (6, 2, 1, 1)
 _STARTING = ("loading", "building", "restoring", "connecting")
 _SPEAKS = ("tell StepResult", "tell Snapshot", "tell Beat", "sent Advance")
 _AGENT = (("kill", "any time"), ("kill", "forking"), ("stop", "any time"))
-_ENDS = ("all but the launcher", "saving")
 _OFTEN = (
     *(KILLED, "os._exit in a layer", "SIGKILL in a snapshot", "SIGKILL in a recovery"),
     *("control connection cut", "data connections cut", "disk full", "writer killed"),
@@ -153,7 +152,7 @@ def of_workers(actions: Sequence[Action], chance: random.Random) -> Iterator[Fau
 
 
 def of_others() -> Iterator[Fault]:
-    """What is not a worker; with all that end the job, which then goes on by ``--resume``."""
+    """What is not a worker, or ends the job, which then goes on by ``--resume``."""
     for place in _SPEAKS:
         yield Fault("coordinator killed", "kill coordinator", place)
     for place in COMMITS:
@@ -163,8 +162,8 @@ def of_others() -> Iterator[Fault]:
     yield Fault("coordinator stopped", "stop coordinator", "sent Advance")
     for how, when in _AGENT:
         yield Fault(f"fork server: {how}", f"{how} agent", when)
-    for who in _ENDS:
-        yield Fault("end of the job, --resume", "end", who)
+    yield Fault("all but the launcher killed", "kill all")
+    yield Fault("worker killed while an interrupted job is saved", "kill to save", "saving@1")
 
 
 def some(faults: Sequence[Fault], chance: random.Random) -> list[Fault]:

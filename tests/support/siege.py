@@ -98,7 +98,8 @@ class Siege:
             "stop coordinator": self._coordinator,
             "kill agent": self._agent,
             "stop agent": self._agent,
-            "end": self._end,
+            "kill all": self._all,
+            "kill to save": self._end,
         }
 
     def start(self) -> None:
@@ -272,21 +273,21 @@ class Siege:
         self._back(fault.kind, when, "went on", waited=_waited(fault.how.split()[0]))
         self._lost(said)
 
+    def _all(self, fault: Fault) -> None:
+        """All but the launcher; the job goes back to what is on disk."""
+        when = time.monotonic()
+        for who, pid in self.job.pids.items():
+            if who != "launcher":
+                os.kill(pid, signal.SIGKILL)
+        self._back(fault.kind, when, "went on")
+
     def _end(self, fault: Fault) -> None:
-        """Whoever cannot be replaced."""
-        job, pids, said, status = self.job, self.job.pids, "error: ", 1
-        match fault.where:
-            case "all but the launcher":
-                for who in sorted(pids.keys() - {"launcher"}):
-                    os.kill(pids[who], signal.SIGKILL)
-            case "saving":
-                place = "saving@1"
-                job.traps.set(place, "kill")
-                os.kill(pids["launcher"], signal.SIGINT)
-                self._springs(place)
-                said, status = "interrupted", 130
-        assert job.end() == status
-        assert job.since(self._lines, said)
+        """A worker that is to save before the job ends, which then goes on."""
+        self.job.traps.set(fault.where, "kill")
+        os.kill(self.job.process.pid, signal.SIGINT)
+        self._springs(fault.where)
+        assert self.job.end() == 130
+        assert self.job.since(self._lines, "interrupted")
         self.resume()
 
     def resume(self, *words: str) -> None:
