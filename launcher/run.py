@@ -207,8 +207,6 @@ class Launch:
         self._begin_generation(self._generation + 1)
         self._endpoint = ""
         self._direct(self._host)
-        step = self._snapshot.step if self._snapshot else self._options.resume_step
-        self._show(Warned(f"{failure}; another one goes on after step {step}"))
         if self._stops:  # what is in memory is saved before the job ends
             self._tell(Interrupt())
         return True

@@ -228,6 +228,19 @@ def test_a_signal_ends_the_job_after_its_step(
     assert live.summary["steps"] == rows(live.path)
 
 
+def test_an_interrupt_of_every_process_of_a_job_gives_a_checkpoint(
+    start: Callable[..., Live],
+) -> None:
+    """As a cluster sends it before it takes a node."""
+    live = start()
+    for who in ("fork server", "coordinator", "stage 0", "stage 1", "stage 2", "launcher"):
+        os.kill(live.pid(who), signal.SIGINT)
+    status, stderr = live.end()
+    assert (status, stderr.count("stopping after this step")) == (130, 1)
+    assert [*(live.path / "checkpoints").glob("step-*")]
+    assert live.summary["restarts"] == 0
+
+
 def test_a_job_under_nohup_outlives_its_terminal(jobs: Jobs) -> None:
     path = jobs.folder / "run"
     words = ["pipeworker", "launch", *ENDLESS, "--run-dir", str(path), str(jobs.write(SLEEPERS))]

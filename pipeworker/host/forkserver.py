@@ -44,6 +44,7 @@ from pipeworker.wire.lines import (
 
 _DESCRIPTORS = 1 << 16
 _NOTICES: dict[int, FromForkServer] = {
+    signal.SIGINT: Interrupt(),
     signal.SIGTERM: Interrupt(),
     signal.SIGUSR1: SaveAsked(),
 }

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from pipeworker.coordinator.effects import Commit, Log, Send, Status
+from pipeworker.coordinator.effects import Commit, Log, Send, Status, Warn
 from pipeworker.coordinator.job import Start
 from pipeworker.coordinator.scaler import Scaler
 from pipeworker.coordinator.snapshots import Mark
@@ -154,6 +154,9 @@ def test_another_coordinator_goes_on_from_what_is_in_memory() -> None:
     assert [welcome.restore for welcome in job.sent(1, Welcome)] == [LEFT]
     job.describe()
     assert runs(job.ready())[0].step == 6
+    (line,) = of(job.effects, Warn)
+    said = "the coordinator was killed; went on after step 5, 3 steps repeated, in "
+    assert line.text.startswith(said)
     for step in (6, 7, 8, 9):
         job.step(step)
         if job.state() is State.EVALUATING:

@@ -169,8 +169,7 @@ class Siege:
         following = self.job.next_step(line)
         before = self.job.last_step(line)
         again = re.search(r"(\d+) steps? repeated", line.text)
-        after = re.search(r"goes on after step (\d+)", line.text)
-        repeated = before.step - int(after[1]) if after else int(again[1]) if again else 0
+        repeated = int(again[1]) if again else 0
         seconds = following.when - max(when, before.when)
         self.came.append(Came(kind, seconds - waited, repeated))
 
@@ -247,7 +246,7 @@ class Siege:
         saves = fault.where in COMMITS
         when = self._springs(fault.where, self._save if saves else _nothing)
         what = "the coordinator was killed" if how == "kill" else "has not answered"
-        self._back(fault.kind, when, what, "another one goes on after", waited=_waited(how))
+        self._back(fault.kind, when, what, "went on after", waited=_waited(how))
 
     def _first(self, place: str) -> str:
         """Where somebody is to be lost, so that the coordinator comes to a place."""
