@@ -215,6 +215,7 @@ class Show:
             newest_of(found),
             ways.export(run_dir),
             ways.resume(run_dir, further if verdict.status == "done" else None),
+            self._options.resume_step,
         )
 
     def _loss_after(self, step: int) -> float | None:
