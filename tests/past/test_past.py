@@ -180,6 +180,7 @@ def test_a_run_that_failed_and_went_on(begin: Callable[..., RunDir]) -> None:
     assert found["went on"].endswith(" on there, after step 7, --stages 1 --balance 3")
     assert found["restarts"] == "2\nstage 1 was killed\nstage 0 is silent"
     assert (found["status"], found["error"]) == ("failed", "lost\nall")
+    assert found["time"] == "1.0 s since it went on"
 
 
 @pytest.mark.parametrize(
