@@ -64,6 +64,20 @@ def train(made: RunDir, steps: int, evaluate: int = 0) -> None:
         made.evaluation.write_text("".join(json.dumps(row) + "\n" for row in passes))
 
 
+def test_what_is_no_number_is_null(begin: Callable[..., RunDir], tmp_path: Path) -> None:
+    """JSON has no NaN, and other programs refuse it."""
+    made = begin()
+    made.metrics.write_text('{"step": 1, "loss": NaN, "grad_norm": Infinity}\n')
+    made.evaluation.write_text('{"step": 1, "loss": NaN}\n')
+    write_summary(made, VERDICT, 2)
+    shown = CliRunner().invoke(cli.main, ["show", "--json", str(made.path)]).output
+    listed = CliRunner().invoke(cli.main, ["list", "--json", str(tmp_path / "runs")]).output
+    for text in (shown, listed):
+        assert not any(word in text for word in ("NaN", "Infinity"))
+        assert json.loads(text)["last"] == {"step": 1, "loss": None, "grad_norm": None}
+    assert lines(made)["loss"] == "nan"
+
+
 @pytest.fixture
 def runs(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
     """Have another process hold all locks."""
@@ -224,7 +238,7 @@ def test_runs_are_listed_the_newest_last(
         ("a-longer-name", 2, 12, {}),
         ("c", 3, 0, {}),
     ):
-        made = begin(name, {"started": f"2026-05-0{day}T12:00:00+00:00"}, **said)
+        made = begin(name, {"started": f"2026-05-01T12:00:00.00000{day}+00:00"}, **said)
         train(made, steps)
         if steps:
             write_summary(made, VERDICT, 2)
