@@ -202,8 +202,7 @@ class Launch:
         self._begin_generation(self._generation + 1)
         self._endpoint = ""
         self._direct(self._host)
-        step = self._snapshot.step if self._snapshot else self._options.resume_step
-        self._show(Warned(f"{failure}; another one goes on after step {step}"))
+        self._show(Warned(f"{failure}; another one is started"))  # it says from where it goes on
         return True
 
     def _begin_generation(self, number: int) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 from functools import partial
 
@@ -76,7 +77,8 @@ def test_a_coordinator_that_is_lost_is_replaced(jobs: Jobs, quiet: Run) -> None:
     run = Run(0, "", stderr, path)
     assert_same(run, quiet)
     assert [row["step"] for row in run.metrics] == [*range(1, 8)]
-    assert "warning: the coordinator was killed; another one goes on after step " in stderr
+    assert "warning: the coordinator was killed; another one is started\n" in stderr
+    assert "warning: the coordinator was replaced; went on after step " in stderr
     assert run.summary["causes"][0] == "the coordinator was killed"
     assert not any(folder.exists() for folder in left)
 
@@ -203,4 +205,5 @@ def test_a_coordinator_and_the_fork_server_that_are_lost_at_once_are_replaced(
     _, stderr = process.communicate(timeout=60)
     assert process.returncode == 0, stderr
     assert_same(Run(0, "", stderr, path), quiet)
-    assert "warning: the coordinator was killed; another one goes on after step " in stderr
+    assert "warning: the coordinator was killed; another one is started\n" in stderr
+    assert re.search("warning: the coordinator was replaced; .*; went on after step ", stderr)

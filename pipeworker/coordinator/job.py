@@ -154,6 +154,8 @@ class Job:
         self.progress.back_to(self._back)
         self._launched = launched or replaceable
         self._loss: _Loss | None = None
+        if start.causes:
+            self._loss = _Loss("the coordinator was replaced", start.recorded, started)
         self._held: Verdict | None = None  # that is given when what is in memory is saved
         self._peaks: tuple[int, ...] = ()
         self.generation = self._begin(generation, started)

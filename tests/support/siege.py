@@ -246,7 +246,7 @@ class Siege:
         saves = fault.where in COMMITS
         when = self._springs(fault.where, self._save if saves else _nothing)
         what = "the coordinator was killed" if how == "kill" else "has not answered"
-        self._back(fault.kind, when, what, "another one goes on after", waited=_waited(how))
+        self._back(fault.kind, when, what, "another one is started", waited=_waited(how))
 
     def _first(self, place: str) -> str:
         """Where somebody is to be lost, so that the coordinator comes to a place."""
