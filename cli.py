@@ -304,15 +304,16 @@ def export(source: Path, out: str, dtype: str | None, shard_size: str | None) ->
 
     \b
       weights.safetensors   one file
-      weights.pt            one file, a state dict for torch.load
-      weights/              a folder in Hugging Face's layout: model.safetensors,
+      weights.pt            one file, a state dict for torch.load; .pth likewise
+      weights/, weights     a folder in Hugging Face's layout: model.safetensors,
                             or several files of at most SIZE with an index
     """
     from pipeworker.record.export import weights
 
     done = weights.export(source, out, dtype, shard_size)
-    files = f" in {done.files} files" if done.files > 1 else ""
-    click.echo(f"{out}: {done.tensors} tensors{files}")
+    files = f" in {done.files} file{'s' * (done.files > 1)}, Hugging Face's layout"
+    made = f"{out.rstrip('/')}/: a folder of" if done.folder else f"{out}:"
+    click.echo(f"{made} {done.tensors} tensors{files * done.folder}")
     for name in done.infinite:
         click.echo(f"warning: {name} has values beyond those of {dtype}: infinite now", err=True)
 

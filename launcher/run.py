@@ -96,7 +96,7 @@ class Launch:
         self._deadline: float | None = None
         self._interrupts = 0  # signals
         self._stops = False
-        self._steps = 0
+        self._steps = options.resume_step
         self._endpoint = ""
         self._generation = 1
         self._slots = SLOTS if options.restarts else 1

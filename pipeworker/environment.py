@@ -52,7 +52,7 @@ def versions() -> dict[str, str | None]:
 def facts() -> dict[str, Any]:
     """What there is to know of this process, for who reads of its run later."""
     return {
-        "started": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "started": datetime.now(timezone.utc).isoformat(timespec="microseconds"),
         "command": list(sys.argv),
         "versions": versions(),
         "host": socket.gethostname(),

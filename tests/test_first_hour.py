@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
+import os
 import re
+import signal
 
 import pytest
 
-from support.jobs import Jobs, until
+from support.jobs import Jobs, processes_of, until
 from support.sources import JOB
 from support.terminal import Terminal
 
@@ -92,6 +95,33 @@ def test_elsewhere_a_debugger_is_told_where_there_is_one(jobs: Jobs) -> None:
         r"error: job.py, line \d+: a worker has no terminal .* --stages 1 --debug", error
     )
     assert not run.path.exists()
+
+
+BUILDS = JOB.replace(
+    "def optimizer(params):",
+    """def optimizer(params):
+        from pathlib import Path
+
+        Path("builds").touch()
+        while not Path("go").exists():
+            pass""",
+)
+
+
+def test_in_the_foreground_too_a_coordinator_that_is_gone_is_said(
+    jobs: Jobs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Though its only worker is not yet built, and waits for it."""
+    monkeypatch.setenv("PIPEWORKER_TIMINGS", "0.2")
+    process, path = jobs.start("--stages", "1", "--debug", source=BUILDS)
+    until(lambda: (jobs.folder / "builds").exists())
+    (pid,) = [pid for pid, name in processes_of(jobs.folder).items() if name.startswith("coord")]
+    os.kill(pid, signal.SIGKILL)
+    (jobs.folder / "go").touch()
+    _, stderr = process.communicate(timeout=60)
+    assert process.returncode == 1
+    assert stderr.startswith(f"error: the coordinator (pid {pid}) was killed\n")
+    assert json.loads((path / "summary.json").read_text())["status"] == "failed"
 
 
 def test_there_is_one_terminal(jobs: Jobs) -> None:

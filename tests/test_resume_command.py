@@ -123,6 +123,7 @@ def test_a_run_is_recorded_as_it_begins(command: Command, monkeypatch: pytest.Mo
     assert found.pop("platform")
     assert found == {
         "version": 1,
+        "origins": {},
         "command": ["pipeworker", "launch", "and so on"],
         "versions": {
             "pipeworker": pipeworker.__version__,
@@ -414,7 +415,7 @@ def test_how_a_run_goes_on_is_shown(jobs: Jobs, scripts: Scripts) -> None:
     changed = f"warning: {loop} has changed since it last ran here: see job-1.py. What an optimizer"
     assert run.stderr.startswith(done.stderr + changed)
     assert len(run.stderr.splitlines()) == len(done.stderr.splitlines()) + 1
-    assert "done: 1 steps" in run.stdout
+    assert "done: 1 step in" in run.stdout
 
 
 def test_from_where_it_goes_on_is_shown() -> None:

@@ -26,7 +26,7 @@ ENDLESS = ("--microbatches", "4", "--steps", "1000000")
 def test_one_host_gives_the_numbers_of_the_local_run(jobs: Jobs, torchrun: Torchrun) -> None:
     run = torchrun(*LOCAL, "--log-every", "1", ranks=4, source=DROPOUT_JOB, options=()).end()
     assert run.status == 0, run.stderr
-    assert run.stderr.count(f"warning: {TOKEN} is not set") == 1
+    assert "warning" not in run.stderr  # a token that goes through the store stays on the host
     assert len(re.findall(r"^step \d/4  loss", run.stdout, re.MULTILINE)) == 4
     assert run.stdout.count("run directory") == 2
     local = jobs.train("--stages", "4", *LOCAL, source=DROPOUT_JOB)
@@ -176,10 +176,9 @@ def test_a_reader_that_goes_away_ends_the_job(jobs: Jobs, torchrun: Torchrun) ->
 
 @pytest.mark.root
 def test_a_cable_that_is_pulled_out_ends_both_hosts(
-    jobs: Jobs, torchrun: Torchrun, hosts: tuple[Host, Host], monkeypatch: pytest.MonkeyPatch
+    jobs: Jobs, torchrun: Torchrun, hosts: tuple[Host, Host]
 ) -> None:
     """Nothing closes: what is not heard any more is what both go by."""
-    monkeypatch.setenv(TOKEN, uuid.uuid4().hex)
     both = torchrun.nodes(*ENDLESS, "--worker-timeout", "3", hosts=hosts, source=CALM)
     workers = {stage["pid"] for stage in both[0].training()["stages"]}
     assert len(workers & processes_of(jobs.folder).keys()) == 4
@@ -187,6 +186,7 @@ def test_a_cable_that_is_pulled_out_ends_both_hosts(
     until(lambda: not workers & processes_of(jobs.folder).keys(), 30)
     head = both[0].end()
     assert head.status == 1
+    assert head.stderr.count(f"warning: {TOKEN} is not set") == 1
     assert re.search(r"error: .*stage [23] .*(is gone|has not answered)", head.stderr)
     assert head.summary["status"] == "failed"
     given_up = "the coordinator at tcp://10.77.0.1:"  # torchrun may end one before it says so

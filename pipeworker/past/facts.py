@@ -141,9 +141,9 @@ class Run:
         }
 
     def to_json(self) -> dict[str, Any]:
-        """All of it."""
+        """All of it; null where a figure is no number."""
         first = {k: v for k, v in self.first.items() if k not in ("version", "options", "resumed")}
-        return {
+        found = {
             "run": str(self.path),
             "status": self.status,
             **first,
@@ -167,6 +167,7 @@ class Run:
                 for s in self.saved
             ],
         }
+        return dict(strict(found))
 
 
 def _saved(run_dir: RunDir) -> list[Saved]:
@@ -184,6 +185,15 @@ def time_of(process: dict[str, Any]) -> datetime | None:
     with suppress(KeyError, ValueError, TypeError, OverflowError):
         return datetime.fromisoformat(process["started"]).astimezone()
     return None
+
+
+def strict(value: Any) -> Any:
+    """As JSON has it everywhere: what is no number is null."""
+    if isinstance(value, dict):
+        return {name: strict(each) for name, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [strict(each) for each in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def printable(text: str) -> str:

@@ -76,7 +76,8 @@ def _did(run: Run) -> Told:
         yield "evaluation", f"{_evaluation(run.evaluation)}, the last{' and best' * is_best}"
         if run.best and not is_best:
             yield "", f"{_evaluation(run.best)}, the best"
-    yield "time", f"{run.seconds:.1f} s" if run.seconds is not None else None
+    since = " since it went on" if run.resumed else ""
+    yield "time", f"{run.seconds:.1f} s{since}" if run.seconds is not None else None
     yield "bubble", f"{run.bubble:.1%} measured" if run.bubble is not None else None
     if any(run.memory):
         yield "memory", ", ".join(f"{peak / 2**20:.0f}" for peak in run.memory) + " MiB by worker"

@@ -35,7 +35,7 @@ class Head:
         self._hear = hear
         self._begun = begun
         self._started = time.monotonic()
-        self._steps = 0
+        self._steps = begun.options.resume_step
         self._verdict: Verdict | None = None
         self._unheard = False
         options, run_dir = begun.options.to_json(), str(begun.run_dir.path)
@@ -43,7 +43,8 @@ class Head:
             self._coordinator = coordinator()
             self._coordinator.say(Configuration(options, run_dir, token, host, starter=0))
             self.endpoint = self._bound()
-        except PipeworkerError:
+        except PipeworkerError as error:
+            self._conclude(1, str(error))
             begun.close()
             self._tell(UNSAID)
             raise
@@ -112,6 +113,10 @@ class Head:
 
     def _say_ourselves(self, status: int, error: str) -> None:
         """The verdict that the coordinator could not speak."""
+        self._tell(self._conclude(status, error))
+
+    def _conclude(self, status: int, error: str) -> Verdict:
+        """Write the summary that the coordinator could not write."""
         seconds, options = time.monotonic() - self._started, self._begun.options
         workers = options.stages * options.replicas
         verdict = Verdict("failed", status, self._steps, seconds, (0,) * workers, 0.0, error)
@@ -120,4 +125,4 @@ class Head:
             write_summary(self._begun.run_dir, verdict, options.stages)
         except OSError as failed:
             self._tell(Warned(str(RecordError(self._begun.run_dir.summary, failed))))
-        self._tell(verdict)
+        return verdict

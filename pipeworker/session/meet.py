@@ -156,7 +156,7 @@ class _Host:
             address = self._place.coordinator_address(one_host, begun.options.interface)
             hear = _told(begun, listen)
             through_store = "" if token else new_token()
-            if through_store:
+            if through_store and not one_host:  # on one, the coordinator is on loopback
                 _warn(
                     f"{TOKEN_VARIABLE} is not set: the token goes through torchrun's store, which "
                     "anyone who reaches its port can read",

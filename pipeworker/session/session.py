@@ -84,6 +84,7 @@ class Session:
     ) -> None:
         asked.check()
         self.rank = place.rank
+        self._is_started_again = place.has_store  # by the exit status
         self._pid = os.getpid()
         self.closed = False
         self._tracker = Tracker()
@@ -272,7 +273,10 @@ class Session:
         while not self._idle.wait(limits.look):
             waited = waited + limits.look if self._tracker.waits else 0.0
             if waited >= limits.stuck:
-                leave_process(abort)
+                status = self._meeting.head.finish(1) if self._meeting.head else 1
+                leave_process(
+                    abort if self._is_started_again else replace(abort, exit_status=status)
+                )
 
     def _abandoned(self) -> None:
         """The interpreter ends, and nobody has closed the pipeline: it is closed now.

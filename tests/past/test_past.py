@@ -64,6 +64,20 @@ def train(made: RunDir, steps: int, evaluate: int = 0) -> None:
         made.evaluation.write_text("".join(json.dumps(row) + "\n" for row in passes))
 
 
+def test_what_is_no_number_is_null(begin: Callable[..., RunDir], tmp_path: Path) -> None:
+    """JSON has no NaN, and other programs refuse it."""
+    made = begin()
+    made.metrics.write_text('{"step": 1, "loss": NaN, "grad_norm": Infinity}\n')
+    made.evaluation.write_text('{"step": 1, "loss": NaN}\n')
+    write_summary(made, VERDICT, 2)
+    shown = CliRunner().invoke(cli.main, ["show", "--json", str(made.path)]).output
+    listed = CliRunner().invoke(cli.main, ["list", "--json", str(tmp_path / "runs")]).output
+    for text in (shown, listed):
+        assert not any(word in text for word in ("NaN", "Infinity"))
+        assert json.loads(text)["last"] == {"step": 1, "loss": None, "grad_norm": None}
+    assert lines(made)["loss"] == "nan"
+
+
 @pytest.fixture
 def runs(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
     """Have another process hold all locks."""
@@ -180,6 +194,7 @@ def test_a_run_that_failed_and_went_on(begin: Callable[..., RunDir]) -> None:
     assert found["went on"].endswith(" on there, after step 7, --stages 1 --balance 3")
     assert found["restarts"] == "2\nstage 1 was killed\nstage 0 is silent"
     assert (found["status"], found["error"]) == ("failed", "lost\nall")
+    assert found["time"] == "1.0 s since it went on"
 
 
 @pytest.mark.parametrize(
@@ -223,7 +238,7 @@ def test_runs_are_listed_the_newest_last(
         ("a-longer-name", 2, 12, {}),
         ("c", 3, 0, {}),
     ):
-        made = begin(name, {"started": f"2026-05-0{day}T12:00:00+00:00"}, **said)
+        made = begin(name, {"started": f"2026-05-01T12:00:00.00000{day}+00:00"}, **said)
         train(made, steps)
         if steps:
             write_summary(made, VERDICT, 2)

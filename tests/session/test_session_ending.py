@@ -48,6 +48,20 @@ def test_what_a_job_came_to_and_how_to_get_on() -> None:
     ]
 
 
+@pytest.mark.parametrize(
+    ("steps", "before", "said"),
+    [
+        (1, 0, "done: 1 step in 12.3 s"),
+        (100, 60, "done: 40 more steps in 12.3 s, 100 in all"),
+        (61, 60, "done: 1 more step in 12.3 s, 61 in all"),
+        (60, 60, "done: 0 more steps in 12.3 s, 60 in all"),
+    ],
+)
+def test_the_time_is_that_of_the_steps_it_took(steps: int, before: int, said: str) -> None:
+    """A run that goes on has others, which took another time."""
+    assert ended(steps=steps, before=before)[0] == said
+
+
 def test_what_nobody_knows_is_left_out() -> None:
     """As when the coordinator was killed, or the user did not wait for it."""
     assert ended(

@@ -59,6 +59,8 @@ def test_a_job_does_not_move_the_cursor() -> None:
     """Colours, titles, bells, a bar above a bar: only the words are shown."""
     assert lines("\x1b[1;31mred\x1b[0m \x1b]0;title\x07\x07bell\x1b[A\x9b\b\n") == ["red bell"]
     assert lines("a\tb é 漢 \N{SNOWMAN}\n") == ["a\tb é 漢 \N{SNOWMAN}"]
+    marks = "\u202e\u2066\u2069\u200f\u061c\u2028"  # an order that is not the text's
+    assert lines(f"abc{marks}def\n") == ["abcdef"]
     cutter = Cutter()
     assert cutter.feed(b"\xff\n") == ["\N{REPLACEMENT CHARACTER}"]
 

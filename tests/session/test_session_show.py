@@ -137,6 +137,13 @@ def test_a_warning_is_said_once() -> None:
     assert shown.error.getvalue() == "warning: a\nwarning: b\n"
 
 
+def test_what_an_error_quotes_does_not_move_the_cursor() -> None:
+    shown = Shown()
+    failed = replace(DONE, status="failed", error="it raised \x1b[2Jx\u202e\n\tat y\r", steps=0)
+    shown.at(0.0, Warned("of \x1b[31m\x07z"), failed)
+    assert shown.error.getvalue() == "warning: of z\nerror: it raised x\n\tat y\n"
+
+
 def test_quiet_says_warnings_and_errors_alone() -> None:
     shown = Shown(quiet=True)
     failed = Verdict("failed", 1, 4, 1.0, (), 0.5, "why")

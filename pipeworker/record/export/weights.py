@@ -25,7 +25,8 @@ from pipeworker.record.rundir import find
 from pipeworker.record.tensors import TensorFile
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-_FILES = (".safetensors", ".pt")
+_PICKLED = (".pt", ".pth")
+_FILES = (".safetensors", *_PICKLED)
 _CHUNK = 1 << 22  # numbers that are cast at once
 _HEADER = {"format": "pt"}
 
@@ -36,11 +37,13 @@ class Exported:
 
     Attributes:
         tensors, files: how many.
+        folder: whether it is one.
         infinite: names of tensors with finite values that the dtype asked for does not reach.
     """
 
     tensors: int
     files: int = 1
+    folder: bool = False
     infinite: tuple[str, ...] = ()
 
 
@@ -52,8 +55,8 @@ def export(
     It is there, whole, when this returns; else what was there before is as it was.
 
     Args:
-        out: a ``.safetensors`` or ``.pt`` file, or a folder in Hugging Face's layout: one that is
-            there, or a name that ends with ``/`` or has no ending.
+        out: a ``.safetensors``, ``.pt`` or ``.pth`` file, or a folder in Hugging Face's layout:
+            one that is there, or a name that ends with ``/`` or has no ending.
         dtype: of all tensors of floating type, one of :data:`DTYPES`; None as they are.
         shard_size: of each file in a folder, at most, as ``500MB``; None is Hugging Face's default.
 
@@ -86,7 +89,7 @@ def export(
             _write_file(weights, path, cast)
     except (OSError, RuntimeError, ValueError) as error:
         raise UsageError(f"cannot write {out}: {_reason(error)}") from None
-    return Exported(len(weights), files, tuple(dict.fromkeys(cast.infinite)))
+    return Exported(len(weights), files, folder, tuple(dict.fromkeys(cast.infinite)))
 
 
 def _is_folder(path: Path, said: str) -> bool:
@@ -102,8 +105,8 @@ def _is_folder(path: Path, said: str) -> bool:
         return False
     if not (path.is_dir() or said.endswith(os.sep)) and path.suffix[1:2].isalpha():
         raise UsageError(
-            f"cannot write {said}: its name must end in .safetensors or .pt; with a / at the end "
-            "it is a folder"
+            f"cannot write {said}: its name must end in .safetensors, .pt or .pth; with a / at "
+            "the end it is a folder"
         )
     return True
 
@@ -165,7 +168,7 @@ class _Cast:
 
 def _write_file(weights: Tensors, path: Path, cast: _Cast) -> None:
     with _partial(path) as partial:
-        if path.suffix == ".pt":
+        if path.suffix in _PICKLED:
             with _cast_on_disk(weights, path, cast) as tensors, partial.open("xb") as file:
                 torch.save(_apart(tensors), file)
                 _sync(file)

@@ -67,6 +67,7 @@ class Ending:
 
     Attributes:
         path: its run directory.
+        before: steps that were done when it was gone on with.
         measured: as it was planned and ran.
         loss: of the last step.
         best: the step and the loss of its best evaluation.
@@ -83,14 +84,19 @@ class Ending:
     checkpoint: tuple[int, str] | None = None
     export: str = ""
     resume: str = ""
+    before: int = 0
 
     def lines(self) -> list[str]:
         """What is said of it, but for its error."""
         verdict = self.verdict
         if not verdict.steps:
             return []
+        steps, more, total = verdict.steps - self.before, "", ""
+        if self.before:
+            more, total = " more", f", {verdict.steps} in all"
         return [
-            f"{verdict.status}: {verdict.steps} steps in {verdict.seconds:.1f} s",
+            f"{verdict.status}: {steps}{more} step{'s' * (steps != 1)} in {verdict.seconds:.1f} s"
+            f"{total}",
             *self._loss(),
             *self._bubble(),
             *self._memory(),

@@ -18,9 +18,10 @@ _AT_ONCE = 1 << 13  # bytes of a log
 _BEHIND = 1 << 16
 _OURS = OURS.encode()
 _CONTROL = re.compile(
-    r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)?|[\x00-\x08\x0a-\x1f\x7f-\x9f]"
+    r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)?|[\x00-\x08\x0b-\x1f\x7f-\x9f]"
+    r"|[\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069]"
 )
-"""What would move the cursor or change how the terminal looks."""
+"""What would move the cursor, change how the terminal looks, or in which order it shows a line."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,8 +75,13 @@ class Cutter:
         return [*found, f"pipeworker: {_plain(ours)}"] if mark and self._ours else found
 
 
+def visible(text: str) -> str:
+    """What is left for a terminal: the characters of its lines, and tabs."""
+    return _CONTROL.sub("", text)
+
+
 def _plain(line: bytes) -> str:
-    return _CONTROL.sub("", line.decode(errors="replace"))
+    return visible(line.decode(errors="replace"))
 
 
 class Log:

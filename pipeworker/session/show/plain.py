@@ -20,7 +20,7 @@ from pipeworker.record.metrics import rows
 from pipeworker.record.rundir import RunDir
 from pipeworker.session.show.ending import Ending, Measured
 from pipeworker.session.show.figures import GAP, Figure, Pace, clock, evaluated, figures
-from pipeworker.session.show.output import Said
+from pipeworker.session.show.output import Said, visible
 from pipeworker.session.show.view import View, typed
 from pipeworker.wire.lines import (
     Again,
@@ -186,7 +186,7 @@ class Show:
         """Once, however often it is said."""
         if text not in self._warned:
             self._warned.add(text)
-            self.line(f"{kind}: {text}", error=True)
+            self.line(visible(f"{kind}: {text}"), error=True)
 
     def ended(self, verdict: Verdict) -> None:
         """The final summary, and the error if there is one."""
@@ -194,9 +194,9 @@ class Show:
         if lines := self._ending(verdict).lines():
             self.say("\n".join(lines))
         if verdict.own:  # in its own words
-            self.line(verdict.error or "", error=bool(verdict.exit_status))
+            self.line(visible(verdict.error or ""), error=bool(verdict.exit_status))
         elif verdict.error:
-            self.line(f"error: {verdict.error}", error=True)
+            self.line(visible(f"error: {verdict.error}"), error=True)
         elif verdict.status == "interrupted":
             self.line("interrupted", error=True)
 
@@ -215,6 +215,7 @@ class Show:
             newest_of(found),
             ways.export(run_dir),
             ways.resume(run_dir, further if verdict.status == "done" else None),
+            self._options.resume_step,
         )
 
     def _loss_after(self, step: int) -> float | None:
