@@ -346,8 +346,7 @@ class Launch:
         if len(self._asked) == ranks or (self._room < ranks and not self._revived(ranks)):
             return
         hosts = seats([agent.places for agent in self._agents], ranks)
-        # Replicas have each other's state.
-        self._mirrors = self._slots > 1 and len({*hosts}) > 1 and self._options.replicas == 1
+        self._mirrors = self._slots > 1 and len({*hosts}) > 1 and not self._options.redundant
         self._hosts = hosts
         few = max(_AT_ONCE, os.cpu_count() or 1) * len(self._agents)
         most = 1 if ranks > few and not self._joined else few
@@ -411,7 +410,7 @@ class Launch:
             kept = bool(self._ring) and all(
                 self._ring[each] in self._holds for each in self._ring if each not in self._holds
             )
-            if not kept and self._options.replicas == 1:
+            if not kept and not self._options.redundant:
                 self._snapshot = None
             self._tell(HostLost(ranks, text, kept))
         elif not agent.comes_back:

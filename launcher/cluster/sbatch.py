@@ -89,11 +89,14 @@ class Sbatch:
             _run("scancel", "--batch", "--signal=INT", self.job)
 
     def follow(self) -> int:
-        """Show what the job says until it ends, or is interrupted; returns its exit status."""
-        at = 0
+        """Show what the job says, or why it waits, until it ends; returns its exit status."""
+        at, waits = 0, ""
         while True:
             found = self.status()
             at = self._show(at)
+            if found.state == "waiting" and found.why not in (waits, *_STATES):
+                waits = found.why
+                print(f"job {self.job} waits: {waits}", file=sys.stderr, flush=True)
             if found.state not in ("waiting", "running"):
                 break
             time.sleep(_LOOK_SECONDS)

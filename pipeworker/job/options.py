@@ -190,6 +190,12 @@ class Options:
             check_entries(self.balance, placement(self.schedule, self.stages).stages)
 
     @property
+    def redundant(self) -> bool:
+        """Whether another replica has all of the state: weights, optimizer's, and place in data."""
+        alike = not self.shard_optimizer and self.read_data == "every"
+        return self.replicas > 1 and alike
+
+    @property
     def passes(self) -> int | None:
         """Over the data; None where its end is not the job's."""
         return None if self.steps is not None else self.epochs or 1

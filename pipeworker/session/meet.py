@@ -49,6 +49,7 @@ class Greeting:
         word: that no other rank says, of this meeting or another.
         host: its name; `identity` is equal for processes of one host.
         restart: how often torchrun has started its node's ranks again.
+        master: the address that the first host's name has here; there it may be a loopback's.
         mistake: why it cannot take part; empty where it can.
     """
 
@@ -56,6 +57,7 @@ class Greeting:
     host: str
     identity: str
     restart: int
+    master: str
     mistake: str = ""
 
     @staticmethod
@@ -63,8 +65,9 @@ class Greeting:
         """This process's."""
         from pipeworker.worker.transport.shared import host_identity
 
-        here = socket.gethostname()
-        return Greeting(secrets.token_hex(8), here, host_identity(), place.restart, mistake)
+        word, here = secrets.token_hex(8), socket.gethostname()
+        master = place.master_address()
+        return Greeting(word, here, host_identity(), place.restart, master, mistake)
 
     @staticmethod
     def read(text: bytes) -> Greeting:
@@ -152,8 +155,10 @@ class _Host:
                 _check(rank, greetings)
             mine = Greeting.of(self._place)
             begun = begin(max(greeting.restart for greeting in (mine, *greetings.values())))
-            one_host = {greeting.identity for greeting in greetings.values()} == {mine.identity}
-            address = self._place.coordinator_address(one_host, begun.options.interface)
+            apart = [g for g in greetings.values() if g.identity != mine.identity]
+            one_host, interface = not apart, begun.options.interface
+            seen = [greeting.master for greeting in apart]
+            address = self._place.coordinator_address(one_host, interface, seen)
             hear = _told(begun, listen)
             through_store = "" if token else new_token()
             if through_store and not one_host:  # on one, the coordinator is on loopback

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -141,15 +141,27 @@ class Place:
                 f"MASTER_PORT {self.port}: {error}"
             ) from None
 
-    def coordinator_address(self, one_host: bool, interface: str | None = None) -> str:
+    def master_address(self) -> str:
+        """That of the first host, as its name is known here; empty where it is not."""
+        try:
+            found = socket.getaddrinfo(self.address or None, 1, type=socket.SOCK_STREAM)
+        except OSError:
+            return ""
+        return str(found[0][4][0])
+
+    def coordinator_address(
+        self, one_host: bool, interface: str | None = None, seen: Sequence[str] = ()
+    ) -> str:
         """Where rank 0's coordinator listens: an address that all ranks reach.
 
         Loopback when all ranks are here; that of the interface that is named; the master's when it
-        is ours; our own on the way to the master; what this host's name stands for.
+        is ours; our own on the way to the master; what this host's name stands for; what others
+        take the master's to be, where a name of this host is a loopback's (as Debian has it).
 
         Args:
             one_host: all ranks are on this one.
             interface: that others are to be reached by.
+            seen: the master's address, as ranks of other hosts know it.
 
         Raises:
             UsageError: none of them is an address that others can reach.
@@ -160,7 +172,11 @@ class Place:
         if name:
             return interfaces.outward(name, said)
         here = socket.gethostname()
-        for find, known in ((ours, self.address), (towards, self.address), (ours, here)):
+        ways: list[tuple[Callable[[str], str], str]] = [
+            *((ours, self.address), (towards, self.address), (ours, here)),
+            *((ours, address) for address in seen),
+        ]
+        for find, known in ways:
             with suppress(OSError):
                 if known and not interfaces.is_loopback(address := find(known)):
                     return address

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import configparser
 import re
 import shutil
 import subprocess
@@ -47,6 +48,17 @@ def test_what_the_image_is_made_of_is_pinned_and_there() -> None:
     assert all((ROOT / name).exists() for name in names)
     sent = DOCKERFILE.with_name("Dockerfile.dockerignore").read_text().splitlines()
     assert {line[1:] for line in sent if line.startswith("!")} == {*names}
+
+
+def test_what_comes_from_the_index_has_one_version() -> None:
+    config = configparser.ConfigParser()
+    config.read(ROOT / "setup.cfg")
+    needed = config["options"]["install_requires"].split("\n")
+    names = {re.split("[<>=]", line)[0] for line in needed if line and ";" not in line}
+    _, *lines = DOCKERFILE.with_name("constraints.txt").read_text().splitlines()
+    pinned = dict(line.split("==") for line in lines)
+    assert names - {"torch"} <= pinned.keys()
+    assert "RUN pip install --constraint constraints.txt ." in DOCKERFILE.read_text()
 
 
 def test_the_image_has_the_user_of_the_pods() -> None:

@@ -126,6 +126,19 @@ def test_how_a_job_is(commands: Path, said: str, condition: Condition) -> None:
     assert sbatch.Sbatch("7", commands / "log").status() == condition
 
 
+def test_why_a_job_waits_is_said_once(
+    commands: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sbatch, "_LOOK_SECONDS", 0)
+    said = "JobId=7 JobState=$1 Reason=$2 ExitCode=0:0"
+    states = ("PENDING None", "PENDING Resources", "PENDING Resources", "COMPLETED None")
+    lines = "".join(f"{number}) set {state};; " for number, state in enumerate(states, 1))
+    count = f"echo >> {commands}/calls; n=$(wc -l < {commands}/calls)"
+    stands_in(commands, "scontrol", f"{count}; case $n in {lines} esac; echo {said}")
+    assert sbatch.Sbatch("7", commands / "log").follow() == 0
+    assert capsys.readouterr().err == "job 7 waits: Resources\n"
+
+
 def test_a_job_that_slurm_has_forgotten_is_absent(commands: Path) -> None:
     stands_in(
         commands, "scontrol", "echo 'slurm_load_jobs error: Invalid job id specified' >&2; exit 1"

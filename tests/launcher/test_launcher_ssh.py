@@ -249,11 +249,12 @@ def test_a_host_that_is_lost_comes_back_and_the_numbers_are_those_of_one(
     assert not before & set(processes_of(jobs.folder))
 
 
+@pytest.mark.parametrize("also", [(), ("--shard-optimizer", "--read-data", "once")])
 def test_a_replica_that_is_lost_with_its_host_takes_the_state_of_a_living_one(
-    jobs: Jobs, client: Sshd
+    jobs: Jobs, client: Sshd, also: tuple[str, ...]
 ) -> None:
-    """There is no checkpoint to go back to."""
-    words = ("--stages", "2", "--replicas", "2", "--microbatches", "4", "--steps", "40")
+    """There is no checkpoint to go back to. What one replica alone has, a neighbour keeps."""
+    words = ("--stages", "2", "--replicas", "2", "--microbatches", "4", "--steps", "24", *also)
     alone = jobs.train(*words, source=STATEFUL)
     process, path = jobs.start(
         *words, "--snapshot-every", "1", "--hosts", "a:2,b:2", source=STATEFUL

@@ -90,8 +90,7 @@ class State:
             found = Checkpoint(Path(told.path)).shards()
         else:
             ranks = needed(told, plan, role.placement, role.rank, self._held.stages)
-            others = role.placement.replicas > 1 and not role.shards
-            found = self._remembered.shards(told, ranks, here=others)
+            found = self._remembered.shards(told, ranks, here=role.options.redundant)
         self._inherits = not found
         if self._inherits:  # from another replica, once it is connected
             return
