@@ -100,6 +100,7 @@ ROOMS_WITHIN = {
         *("link", "courier", "structure", "frame", "proof", "heap", "shared", "credentials"),
         *("tls", "distributed", "memories", "pool", "channel"),
     ],
+    "pipeworker.worker.device": ["device", "stopwatch"],
     "pipeworker.worker.stage": [
         *("microbatch", "rng", "recompute", "batchnorm", "losses", "skips", "split", "values"),
         *("boundary", "compiled", "stage"),

@@ -39,8 +39,9 @@ from pipeworker.wire.messages.step import Batch, RunStep, StepDone, Upcoming, Up
 from pipeworker.wire.messages.store import StoreOperation, StoreReply
 from pipeworker.worker.blame import Raised, failure_of
 from pipeworker.worker.brought import bring
+from pipeworker.worker.console import redirect_output
 from pipeworker.worker.description import describe
-from pipeworker.worker.device import device_for, peak_memory, redirect_output
+from pipeworker.worker.device.device import device_for, peak_memory
 from pipeworker.worker.held import Held
 from pipeworker.worker.model.model import Model
 from pipeworker.worker.role import Role

@@ -13,7 +13,8 @@ from pipeworker.plan.placement import Placement
 from pipeworker.plan.shares import block
 from pipeworker.wire.messages.position import Phase
 from pipeworker.wire.messages.step import Batch, RunStep
-from pipeworker.worker.device import stopwatch_for, to_device
+from pipeworker.worker.device.device import to_device
+from pipeworker.worker.device.stopwatch import stopwatch_for
 from pipeworker.worker.stage import losses
 from pipeworker.worker.stage.microbatch import MicroBatch
 from pipeworker.worker.stage.stage import Stage

@@ -14,7 +14,7 @@ from typing import Any
 from pipeworker.plan.actions import RECEIVES, SENDS, Action, Edge, Kind, edge_of
 from pipeworker.plan.shares import sizes
 from pipeworker.wire.messages.position import Phase
-from pipeworker.worker.device import to_device
+from pipeworker.worker.device.device import to_device
 from pipeworker.worker.stage.microbatch import MicroBatch
 from pipeworker.worker.step.data import MicroBatches
 from pipeworker.worker.step.evaluation import eval_mode
