@@ -98,9 +98,9 @@ ROOMS_WITHIN = {
     "pipeworker.coordinator.shell": ["starter", "begin", "files"],
     "pipeworker.worker.transport": [
         *("link", "courier", "structure", "frame", "proof", "heap", "shared", "credentials"),
-        *("tls", "distributed", "memories", "pool", "channel"),
+        *("tls", "distributed", "memories", "pool", "staging", "channel"),
     ],
-    "pipeworker.worker.device": ["device", "stopwatch"],
+    "pipeworker.worker.device": ["device", "stopwatch", "accelerator"],
     "pipeworker.worker.stage": [
         *("microbatch", "rng", "recompute", "batchnorm", "losses", "skips", "split", "values"),
         *("boundary", "compiled", "stage"),

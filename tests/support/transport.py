@@ -112,6 +112,7 @@ class StrictLane:
     """
 
     device = torch.device("cpu")
+    mapped = False
 
     def __init__(self, limit: float = 20.0) -> None:
         self._link = MemoryLink(limit)
@@ -184,6 +185,7 @@ class TakingTurns:
 class _Turns:
     def __init__(self, lane: Lane, turn: threading.Lock) -> None:
         self._lane, self._turn, self.device = lane, turn, lane.device
+        self.mapped = lane.mapped
 
     def allocate(self, count: int) -> torch.Tensor:
         return self._lane.allocate(count)

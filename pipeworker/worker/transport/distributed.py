@@ -26,6 +26,7 @@ from pipeworker.plan.actions import Edge
 from pipeworker.plan.placement import Placement
 from pipeworker.wire.interfaces import chosen, own_address
 from pipeworker.wire.messages.store import StoreOperation, StoreReply
+from pipeworker.worker.device.accelerator import Accelerator
 from pipeworker.worker.internals import PrefixStore, ProcessGroupGloo, Store, Work, gloo_options
 from pipeworker.worker.transport import shared, tls
 from pipeworker.worker.transport.credentials import Credentials
@@ -181,6 +182,7 @@ def connect(
     store: CoordinatorStore,
     network: Network,
     membership: Membership,
+    accelerator: Accelerator | None = None,
 ) -> dict[Edge, Link]:
     """Connect this worker's end of every edge; all workers go through the edges in one order.
 
@@ -188,9 +190,9 @@ def connect(
     the one where the edge begins.
 
     Args:
-        network: how workers reach each other. Tensors on an accelerator are staged through the
-            host.
+        network: how workers reach each other.
         membership: what both ends of an edge prove to each other.
+        accelerator: copies to and from the memory of these links, if there is one.
 
     Raises:
         PeerLost: a neighbour cannot be reached, or does not come in time.
@@ -206,6 +208,7 @@ def connect(
     identity = shared.host_identity()
     store.set(f"host/{rank}", identity)
     held, mine = placement.stages_of(rank), placement.replica_of(rank)
+    pin = None if accelerator is None else accelerator.pin
     links: dict[Edge, Link] = {}
     with contextlib.ExitStack() as unless_all:
         for edge in edges:
@@ -221,7 +224,7 @@ def connect(
                     store.set(f"address/{rank}", network.said())
                 if near:
                     where = Place(store, f"shared/{key}", deadline)
-                    links[edge] = shared.connect(edge, secret, where, sends=sends)
+                    links[edge] = shared.connect(edge, secret, where, pin, sends=sends)
                 elif secure is not None:
                     where = Place(store, f"tls/{key}", deadline)
                     host = network.own_address()

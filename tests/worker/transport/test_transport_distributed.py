@@ -93,7 +93,7 @@ def test_every_edge_of_a_pipeline_is_connected(backend: str) -> None:
 def test_values_over_a_channel(pair: tuple[Link, Link]) -> None:
     source, target = pair
     courier = Courier()
-    sender, receiver = Sender(source, 4, courier), Receiver(target, torch.device("cpu"), 4)
+    sender, receiver = Sender(source, 4, courier), Receiver(target, 4)
 
     def value(step: int, m: int) -> Any:
         rows = 1 << 15 if m == 1 else 2 + (step == 2) * m  # one is large; a shape changes
