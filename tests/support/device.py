@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
@@ -27,7 +28,14 @@ _aten = torch.ops.aten
 _VIEWS = {_aten._unsafe_view.default, _aten.lift_fresh.default}
 _READS = {_aten._local_scalar_dense.default, _aten.equal.default, _aten.is_nonzero.default}
 _LINE = 64
-ORDERS = ("compute>sends", "receives>compute", "sends>host", "receives>host", "used")
+ORDERS = (
+    "compute>sends",
+    "receives>compute",
+    "sends>host",
+    "receives>host",
+    "used by sends",
+    "used by compute",
+)
 """What is ordered by events, and by telling the allocator."""
 
 
@@ -139,7 +147,7 @@ class LateDevice:
     def used(self, tensor: torch.Tensor, stream: Any) -> None:
         block = self._block_of(tensor)
         assert block
-        if self.without != "used":
+        if self.without != f"used by {stream.name}":
             block.users.add(stream)
 
     def pinned(self, count: int) -> torch.Tensor:
@@ -165,6 +173,12 @@ class LateDevice:
         with _disable_current_modes(), torch.no_grad():
             target.copy_(tensor)
         return target
+
+    def take(self, layers: Sequence[nn.Module]) -> None:
+        """Have the tensors of some layers."""
+        for module in layers:
+            for tensor in [*module.parameters(), *module.buffers()]:
+                tensor.data = self.put(tensor.data)
 
     def read(self, tensor: torch.Tensor) -> torch.Tensor:
         """A copy on the host, when all is done."""
