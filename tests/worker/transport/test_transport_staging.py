@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import pytest
@@ -11,7 +13,7 @@ import torch
 
 from pipeworker.worker.transport.channel import Receiver, Sender
 from pipeworker.worker.transport.courier import Courier
-from pipeworker.worker.transport.link import MemoryLink
+from pipeworker.worker.transport.link import MemoryLink, Pending
 from support.device import EAGER, ORDERS, LateDevice
 
 MICROBATCHES = 6
@@ -36,23 +38,32 @@ def courier() -> Iterator[Courier]:
         made.close()
 
 
+def behind(gate: threading.Event) -> list[Pending]:
+    gate.wait(20)
+    return []
+
+
 def travelled(device: LateDevice, make: Make, steps: int = 3) -> list[tuple[Any, Any]]:
     """What one device computes, and what another makes of what arrives there: both, in pairs."""
     other = LateDevice([s.name for s in device._eager], device.without)
     link = MemoryLink(limit=20.0)
     found: list[tuple[Any, Any]] = []
     with courier() as thread:
-        sender = Sender(link, 4, thread, accelerator=device)
+        sender = Sender(link, None, thread, accelerator=device)
         receiver = Receiver(link, 4, accelerator=other)
         with device.active():
             weight = device.put(torch.arange(12.0).reshape(3, 4))
         for step in range(steps):
             sender.begin(0)
             receiver.begin(0, range(MICROBATCHES))
-            results = []
+            late = threading.Event()
+            thread.submit(partial(behind, late))
             for m in range(MICROBATCHES):
                 with device.active():
                     sender.send(m, make(weight * (1.0 + m) + step))
+            late.set()
+            results = []
+            for m in range(MICROBATCHES):
                 with other.active():
                     value = receiver.receive(m)
                     tensors = torch.utils._pytree.tree_leaves(value)
