@@ -11,6 +11,7 @@ from __future__ import annotations
 import ctypes
 import itertools
 import threading
+import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -24,10 +25,13 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
+from pipeworker.worker.device.mapping import Mapping
+
 _aten = torch.ops.aten
 _VIEWS = {_aten._unsafe_view.default, _aten.lift_fresh.default}
 _READS = {_aten._local_scalar_dense.default, _aten.equal.default, _aten.is_nonzero.default}
 _LINE = 64
+_PATIENCE, _LOOK = 20.0, 0.0003  # seconds
 ORDERS = (
     "compute>sends",
     "receives>compute",
@@ -55,7 +59,7 @@ class LateStream:
 
     def wait_event(self, event: Any) -> None:
         if f"{event.stream.name}>{self.name}" != self.device.without:
-            self.device.give(self, event)
+            self.device.give(self, event.now())
 
 
 @dataclass(eq=False)
@@ -71,6 +75,9 @@ class LateEvent:
     @property
     def reached(self) -> bool:
         return self.stream.done >= self.place
+
+    def now(self) -> LateEvent:
+        return self
 
     @property
     def _ignored(self) -> bool:
@@ -103,6 +110,7 @@ class LateDevice:
         without: one of ORDERS, which does not hold.
 
     Attributes:
+        pins: memory of the host's that was pinned: bytes, by address.
         waits: who waited for the device: the names of threads.
     """
 
@@ -116,9 +124,16 @@ class LateDevice:
         self._freed: deque[int] = deque()
         self._lock = threading.RLock()
         self._local = threading.local()
+        self.pins: dict[int, int] = {}
         self.waits: list[str] = []
 
     # What an accelerator is.
+
+    device = torch.device("privateuseone")
+
+    @property
+    def mapping(self) -> Mapping | None:
+        return None
 
     @property
     def current(self) -> LateStream:
@@ -154,10 +169,11 @@ class LateDevice:
         return self._new(count, None)
 
     def pin(self, address: int, size: int) -> Callable[[], None] | None:
-        return None
+        self.pins[address] = size
+        return lambda: self.pins.__delitem__(address)
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        target.copy_(source, non_blocking=True)
+        self.operate(_aten.copy_.default, (target, source, True), {})
 
     # What a test does with it.
 
@@ -169,7 +185,7 @@ class LateDevice:
 
     def put(self, tensor: torch.Tensor) -> torch.Tensor:
         """A copy on the device, at once."""
-        target = _strided(self.empty(tensor.nbytes), tensor)
+        target = _strided(self._new(tensor.nbytes, self.current), tensor)
         with _disable_current_modes(), torch.no_grad():
             target.copy_(tensor)
         return target
@@ -204,45 +220,67 @@ class LateDevice:
         self._come_to(event)
 
     def _come_to(self, event: LateEvent) -> None:
-        with self._lock:
-            self._settle()
-            self._advance(event)
-            self._hurry()
+        """What waits for another process gives up the turn meanwhile."""
+        deadline = time.monotonic() + _PATIENCE
+        while True:
+            with self._lock:
+                self._settle()
+                there = self._advance(event)
+                self._hurry()
+            if there:
+                return
+            assert time.monotonic() < deadline, "the device waits for ever"
+            time.sleep(_LOOK)
 
-    def _advance(self, event: LateEvent) -> None:
+    def _advance(self, event: LateEvent) -> bool:
+        """As far as this process can; whether it has come there."""
         while not event.reached:
-            self._do_next(event.stream)
+            if event.stream.device is not self or not self._do_next(event.stream):
+                return False
+        return True
 
-    def _do_next(self, stream: LateStream) -> None:
+    def _do_next(self, stream: LateStream) -> bool:
         work = stream.queue[0]
         if isinstance(work, LateEvent):
-            self._advance(work)
+            if not self._advance(work):
+                return False
         else:
             with _disable_current_modes(), torch.no_grad():
                 work()
         stream.queue.popleft()
         stream.done += 1
+        return True
 
     def _hurry(self) -> None:
         """Do what eager streams need not wait for."""
         for stream in self._eager * len(self._eager):
-            while stream.queue:
-                work = stream.queue[0]
-                if isinstance(work, LateEvent) and not work.reached:
-                    break
-                self._do_next(stream)
+            self.do_ready(stream)
+
+    def do_ready(self, stream: LateStream) -> None:
+        while stream.queue:
+            work = stream.queue[0]
+            if isinstance(work, LateEvent) and not work.reached:
+                return
+            self._do_next(stream)
 
     def _new(self, count: int, stream: LateStream | None) -> torch.Tensor:
         """Memory that holds nothing of use; it is spoilt again behind its last use."""
         self._settle()
-        memory = (ctypes.c_char * (max(1, count) + _LINE))()
+        memory = self.memory(max(1, count) + _LINE)
         ctypes.memset(memory, 0xFF, len(memory))
         start = -ctypes.addressof(memory) % _LINE
+        return self.block(memory, start, max(1, count), stream)[:count]
+
+    def memory(self, count: int) -> Any:
+        return (ctypes.c_char * count)()
+
+    def block(self, memory: Any, start: int, count: int, stream: LateStream | None) -> torch.Tensor:
+        """A storage of its own, which says when nothing refers to it any more."""
         address = ctypes.addressof(memory) + start
-        view = memoryview(memory).cast("B")[start : start + max(1, count)]
+        view = memoryview(memory).cast("B")[start : start + count]
         block = self._blocks[address] = _Block(memory, stream)
         block.view = weakref.ref(view, lambda _: self._freed.append(address))
-        return torch.frombuffer(view, dtype=torch.uint8)[:count]
+        return torch.frombuffer(view, dtype=torch.uint8)
 
     def _settle(self) -> None:
         """Spoil what is free."""
@@ -259,8 +297,9 @@ class LateDevice:
 
     def bare(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
         """The memory of a tensor without a claim to it, and what keeps it mapped."""
-        block = self._block_of(tensor)
-        assert block, "the device copies from memory that is not pinned"
+        block, address = self._block_of(tensor), tensor.data_ptr()
+        pinned = any(start <= address < start + size for start, size in self.pins.items())
+        assert block or pinned, "the device copies from memory that is not pinned"
         if not tensor.numel():
             return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype), block
         sizes = zip(tensor.shape, tensor.stride(), strict=True)
@@ -268,7 +307,7 @@ class LateDevice:
         count = reach * tensor.element_size()
         memory = (ctypes.c_char * count).from_address(tensor.data_ptr())
         flat = torch.frombuffer(memory, dtype=tensor.dtype)
-        return flat.as_strided(tensor.shape, tensor.stride()), block.memory
+        return flat.as_strided(tensor.shape, tensor.stride()), block and block.memory
 
     def operate(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Queue an operator; gives its results, which hold nothing yet."""
@@ -336,7 +375,7 @@ class LateDevice:
     def _like(self, shape: torch.Tensor) -> torch.Tensor:
         sizes = zip(shape.shape, shape.stride(), strict=True)
         reach = 1 + sum(stride * (size - 1) for size, stride in sizes) if shape.numel() else 0
-        return _strided(self.empty(reach * shape.element_size()), shape)
+        return _strided(self._new(reach * shape.element_size(), self.current), shape)
 
     def _at_once(self, func: Any, args: Any, kwargs: Any) -> Any:
         """The host waits for all the device was given."""

@@ -18,6 +18,7 @@ from typing import Any, Protocol
 import torch
 
 from pipeworker.host import streams
+from pipeworker.worker.device.mapping import CudaMapping, Mapping
 
 
 class Event(Protocol):
@@ -39,6 +40,14 @@ class Stream(Protocol):
 
 class Accelerator(Protocol):
     """See the module."""
+
+    @property
+    def device(self) -> torch.device:
+        """What its tensors say they are on."""
+
+    @property
+    def mapping(self) -> Mapping | None:
+        """How other processes reach its memory, if they can."""
 
     @property
     def sends(self) -> Stream:
@@ -88,7 +97,8 @@ class TorchAccelerator:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
+        self.device = device
+        self.mapping: Mapping | None = CudaMapping(device) if device.type == "cuda" else None
         self.sends: Stream = self.current
         self.receives: Stream = self.current
         with suppress(RuntimeError):
@@ -96,21 +106,21 @@ class TorchAccelerator:
 
     @property
     def current(self) -> Stream:
-        return torch.accelerator.current_stream(self._device)
+        return torch.accelerator.current_stream(self.device)
 
     def using(self, stream: Stream) -> AbstractContextManager[object]:
         return _torch(stream)
 
     def event(self, stream: Stream) -> Event:
-        event = torch.Event(self._device, blocking=True)  # who waits for it leaves the core
+        event = torch.Event(self.device, blocking=True)  # who waits for it leaves the core
         event.record(_torch(stream))
         return event
 
     def holds(self, tensor: torch.Tensor) -> bool:
-        return tensor.device.type == self._device.type
+        return tensor.device.type == self.device.type
 
     def empty(self, count: int) -> torch.Tensor:
-        return torch.empty(count, dtype=torch.uint8, device=self._device)
+        return torch.empty(count, dtype=torch.uint8, device=self.device)
 
     def used(self, tensor: torch.Tensor, stream: Stream) -> None:
         tensor.record_stream(_torch(stream))
@@ -119,7 +129,7 @@ class TorchAccelerator:
         return torch.empty(count, dtype=torch.uint8, pin_memory=True)
 
     def pin(self, address: int, size: int) -> Callable[[], None] | None:
-        if self._device.type != "cuda":
+        if self.device.type != "cuda":
             return None
         runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
         if int(runtime.cudaHostRegister(address, size, 0)):

@@ -109,6 +109,8 @@ class Sender:
         if expected is not None and self._control is not self._bulk:
             messages.insert(0, (_NOTICE, _bytes_tensor(b"\0" if tensors is not None else b"\1")))
         accelerator = self._accelerator
+        if accelerator is not None and self._bulk.device.type != "cpu":
+            messages = self._hand_over(messages, accelerator)
         if accelerator is not None and any(accelerator.holds(tensor) for _, tensor in messages):
             self._depart(messages, accelerator)
         # A small send costs less than waking a thread for it; sends keep their order.
@@ -121,6 +123,16 @@ class Sender:
         else:
             self._errand = self._courier.submit(lambda: self._start(messages))
             under_way.append(self._errand)
+
+    def _hand_over(self, messages: Messages, accelerator: Accelerator) -> Messages:
+        """What the devices pass on among themselves; returns the rest."""
+        tensors = [tensor for tag, tensor in messages if tag == _EXPECTED]
+        if not all(map(accelerator.holds, tensors)):
+            tensors, there = staging.brought(accelerator, tensors)
+            accelerator.current.wait_event(there)
+        if started := self._start([(_EXPECTED, tensor) for tensor in tensors]):
+            self._under_way.append(_Started(started))
+        return [message for message in messages if message[0] != _EXPECTED]
 
     def _depart(self, messages: Messages, accelerator: Accelerator) -> None:
         """As soon as the device has computed them; the courier waits for that."""
@@ -380,7 +392,7 @@ class Receiver:
 
 def _pool(lane: Lane, accelerator: Accelerator | None) -> BufferPool:
     """Buffers that are good to receive into, for who wants the tensors on an accelerator."""
-    if accelerator is None or lane.device.type != "cpu":
+    if accelerator is None or lane.device.type != "cpu":  # received where it is wanted
         return BufferPool(lane.allocate)
     return StagingPool(lane.allocate if lane.mapped else accelerator.pinned, accelerator)
 

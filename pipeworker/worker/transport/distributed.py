@@ -22,13 +22,13 @@ import torch
 
 from pipeworker.environment import timings
 from pipeworker.errors import PeerLost, UsageError
-from pipeworker.plan.actions import Edge
+from pipeworker.plan.actions import Edge, Payload
 from pipeworker.plan.placement import Placement
 from pipeworker.wire.interfaces import chosen, own_address
 from pipeworker.wire.messages.store import StoreOperation, StoreReply
 from pipeworker.worker.device.accelerator import Accelerator
 from pipeworker.worker.internals import PrefixStore, ProcessGroupGloo, Store, Work, gloo_options
-from pipeworker.worker.transport import shared, tls
+from pipeworker.worker.transport import mapped, shared, tls
 from pipeworker.worker.transport.credentials import Credentials
 from pipeworker.worker.transport.link import Link, OneLane, Pending
 from pipeworker.worker.transport.proof import (
@@ -43,6 +43,7 @@ from pipeworker.worker.transport.proof import (
 # Waits for tensors end when a peer is lost or the coordinator ends the job, which knows who is
 # silent and who computes; no clock here can tell a long computation from a hang.
 _FOREVER = timedelta(days=30)
+_OF_THE_HOST = (Payload.TARGET, Payload.DATA)  # what they carry lies there where it is sent
 _ATTEMPTS = 5  # of gloo's to connect, each as long as its timeout
 _BROKEN = 3  # connections that fail before a word is said, until the network is to blame
 
@@ -206,9 +207,9 @@ def connect(
     gloo = _Gloo(store, network, deadline)
     secure = Credentials.of(membership.token) if backend == "tls" else None
     identity = shared.host_identity()
-    store.set(f"host/{rank}", identity)
+    kind = accelerator.mapping.kind if accelerator and accelerator.mapping else ""
+    store.set(f"host/{rank}", f"{identity}\n{kind}" if kind else identity)
     held, mine = placement.stages_of(rank), placement.replica_of(rank)
-    pin = None if accelerator is None else accelerator.pin
     links: dict[Edge, Link] = {}
     with contextlib.ExitStack() as unless_all:
         for edge in edges:
@@ -219,12 +220,14 @@ def connect(
             secret = membership.key(edge, replica)
             key = f"replica-{replica}/{edge}"
             try:
-                near = backend != "gloo" and store.get(f"host/{peer}") == identity.encode()
+                there, _, theirs = store.get(f"host/{peer}").decode().partition("\n")
+                near = backend != "gloo" and there == identity
                 if not near:
                     store.set(f"address/{rank}", network.said())
                 if near:
-                    where = Place(store, f"shared/{key}", deadline)
-                    links[edge] = shared.connect(edge, secret, where, pin, sends=sends)
+                    maps = kind and theirs == kind and edge.payload not in _OF_THE_HOST
+                    meets = _Near(edge, secret, store, key, deadline, accelerator)
+                    links[edge] = meets.connect(sends=sends, maps=bool(maps))
                 elif secure is not None:
                     where = Place(store, f"tls/{key}", deadline)
                     host = network.own_address()
@@ -244,6 +247,35 @@ def connect(
             unless_all.callback(links[edge].close)
         unless_all.pop_all()
     return links
+
+
+@dataclass(frozen=True, slots=True)
+class _Near:
+    """Connects within a host: through its memory, or devices among themselves."""
+
+    edge: Edge
+    secret: bytes
+    store: CoordinatorStore
+    key: str
+    deadline: float
+    accelerator: Accelerator | None
+
+    def connect(self, *, sends: bool, maps: bool) -> Link:
+        """With `maps`, both ends have devices that may map each other's memory."""
+        edge, secret, accelerator = self.edge, self.secret, self.accelerator
+        pin = accelerator.pin if accelerator else None
+        host = shared.connect(edge, secret, self._where("shared"), pin, sends=sends)
+        if not maps or accelerator is None:
+            return host
+        try:
+            where = self._where("mapped")
+            return mapped.connect(host, edge, secret, where, accelerator, sends=sends)
+        except BaseException:
+            host.close()
+            raise
+
+    def _where(self, how: str) -> Place:
+        return Place(self.store, f"{how}/{self.key}", self.deadline)
 
 
 def _between(store: CoordinatorStore, rank: int, peer: int) -> str:

@@ -431,8 +431,20 @@ def connect(
     """Connect this worker's end of an edge whose other end is on the same host.
 
     Args:
-        secret: what the two ends alone know.
         pin: has an accelerator copy from the memory by itself.
+
+    Raises:
+        as :func:`meet`.
+    """
+    connection = meet(edge, secret, where, sends=sends)
+    return SendingLink(edge, connection) if sends else ReceivingLink(edge, connection, pin)
+
+
+def meet(edge: Edge, secret: bytes, where: Place, *, sends: bool) -> socket.socket:
+    """A Unix socket to the other end of an edge, which has proven itself.
+
+    Args:
+        secret: what the two ends alone know.
 
     Raises:
         OSError: the other end cannot be reached.
@@ -453,7 +465,7 @@ def connect(
         except OSError:
             connection.close()
             raise
-        return SendingLink(edge, proof.finish(steps, connection, where.deadline))
+        return proof.finish(steps, connection, where.deadline)
 
     def steps_of(connection: socket.socket) -> proof.Steps:
         credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
@@ -466,5 +478,4 @@ def connect(
         listener.bind(f"\0{ours}")
         listener.listen(proof.GUESTS)
         where.store.set(where.key, ours)
-        connection = proof.admit(listener, edge, where.deadline, steps_of)
-        return ReceivingLink(edge, connection, pin)
+        return proof.admit(listener, edge, where.deadline, steps_of)
