@@ -198,7 +198,7 @@ def through_channel(link: Any, rank: int) -> Way:
             sender.flush()
 
         return send
-    receiver = Receiver(link, torch.device("cpu"), AHEAD)
+    receiver = Receiver(link, AHEAD)
 
     def receive(size: int, count: int) -> None:
         for _ in range(0, count, MICROBATCHES):

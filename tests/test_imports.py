@@ -97,9 +97,10 @@ ROOMS_WITHIN = {
     ],
     "pipeworker.coordinator.shell": ["starter", "begin", "files"],
     "pipeworker.worker.transport": [
-        *("link", "courier", "structure", "frame", "proof", "heap", "shared", "credentials"),
-        *("tls", "distributed", "memories", "pool", "channel"),
+        *("link", "courier", "structure", "frame", "proof", "heap", "shared", "mapped"),
+        *("credentials", "tls", "distributed", "memories", "pool", "staging", "channel"),
     ],
+    "pipeworker.worker.device": ["device", "stopwatch", "mapping", "accelerator"],
     "pipeworker.worker.stage": [
         *("microbatch", "rng", "recompute", "batchnorm", "losses", "skips", "split", "values"),
         *("boundary", "compiled", "stage"),
@@ -164,6 +165,7 @@ PRIVATE = {
     *("_C", "_buffers", "_parameters", "_modules", "_version", "_base", "_cdata", "_call_impl"),
     *("_forward_hooks", "_forward_pre_hooks", "_post_accumulate_grad_hooks", "_execution_engine"),
     *("_get_default_store", "_get_default_group", "_distributed_c10d", "_storage_Use_Count"),
+    *("_share_cuda_", "_new_shared_cuda"),
     *("_pytree", "_dynamo", "_subclasses", "_functorch", "_unsafe_view", "_backward_hooks"),
 }
 """Names of torch's own, on whatever they are looked up. Of ``self`` they are ours."""

@@ -246,7 +246,7 @@ heads = st.tuples(st.integers(-(2**63), 2**63 - 1) | st.integers(0, 2000), st.in
 def test_headers_of_channels(head: tuple[int, int] | None, data: bytes) -> None:
     def read(header: bytes) -> None:
         link = SmallLink()
-        receiver = Receiver(link, CPU, 1, KINDS)
+        receiver = Receiver(link, 1, KINDS)
         for tag, tensor in channel._header_messages(0, header):
             if head is not None and tag == channel._HEADER:
                 size = channel._HEAD.size
@@ -266,7 +266,7 @@ def test_headers_of_channels(head: tuple[int, int] | None, data: bytes) -> None:
 )
 def test_a_header_says_how_long_it_is_before_memory_is_taken(length: int, microbatch: int) -> None:
     link = SmallLink()
-    receiver = Receiver(link, CPU, 1, KINDS)
+    receiver = Receiver(link, 1, KINDS)
     head = channel._HEAD.pack(length, microbatch) + HEADERS[0]
     data = bytearray(head.ljust(channel._HEADER_BYTES, b"\0"))
     link.send(torch.frombuffer(data, dtype=torch.uint8), channel._HEADER)
@@ -369,7 +369,7 @@ def test_a_header_that_names_a_function_runs_nothing(
             structure = json.dumps([1, structure])
         header = msgpack.packb((structure, [None], []))
         (source, target) = (links[FORTH] for links in connect_all((FORTH,), 2, backend))
-        receiver = Receiver(target, CPU, 1, KINDS)
+        receiver = Receiver(target, 1, KINDS)
         pending = [
             source.control.send(tensor, tag) for tag, tensor in channel._header_messages(0, header)
         ]

@@ -12,11 +12,29 @@ from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
-from pipeworker.errors import UsageError
+from pipeworker.errors import RecordError, UsageError
 from pipeworker.host import streams
 from pipeworker.worker.blame import Left
 
 _DEBUGGERS = ("bdb", "cmd", "pdb")
+
+
+def redirect_output(path: Path) -> None:
+    """Everything the worker prints, C code included, goes to its log, from where it is shown.
+
+    Raises:
+        RecordError: there can be none.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    except OSError as error:
+        raise RecordError(path, error) from None
+    streams.flush()
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    os.close(log)
+    streams.by_line()
 
 
 class NobodyAnswers(io.TextIOBase):

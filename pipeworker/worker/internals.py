@@ -41,11 +41,13 @@ __all__ = [
     "engine",
     "gloo_options",
     "loads_itself",
+    "map_storage",
     "move_hooks",
     "multiply",
     "preload",
     "pytree",
     "run_backward",
+    "share_storage",
     "storage_uses",
     "version_of",
     "view_of",
@@ -63,6 +65,8 @@ AccumulateGrad: type = torch._C._functions.AccumulateGrad  # type: ignore[attr-d
 SAVED_PREFIX = "_raw_saved_"
 _multiply, _divide = torch._foreach_mul_, torch._foreach_div_
 _alias = torch.ops.aten.alias.default
+_share: Callable[..., Any] = torch.UntypedStorage._share_cuda_
+_map: Callable[..., Any] = torch.UntypedStorage._new_shared_cuda
 _view = torch.ops.aten._unsafe_view.default
 
 
@@ -106,6 +110,21 @@ def loads_itself(module: nn.Module) -> bool:
     kind = type(module)
     other = kind._load_from_state_dict is not nn.Module._load_from_state_dict
     return other and not kind.__module__.startswith("torch.nn.modules.")
+
+
+def share_storage(storage: torch.UntypedStorage) -> tuple[Any, ...]:
+    """Plain values by which another process maps a storage of a CUDA device, once for each share.
+
+    torch's public way pickles them. It keeps the memory until the other process has let go.
+    """
+    _, *handles = _share(storage)
+    return tuple(handles)
+
+
+def map_storage(device: torch.device, handles: Sequence[Any]) -> torch.UntypedStorage:
+    """The storage another process has shared; RuntimeError where its memory cannot be reached."""
+    storage: torch.UntypedStorage = _map(device.index, *handles)
+    return storage
 
 
 def version_of(tensor: torch.Tensor) -> int:

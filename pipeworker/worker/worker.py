@@ -39,8 +39,10 @@ from pipeworker.wire.messages.step import Batch, RunStep, StepDone, Upcoming, Up
 from pipeworker.wire.messages.store import StoreOperation, StoreReply
 from pipeworker.worker.blame import Raised, failure_of
 from pipeworker.worker.brought import bring
+from pipeworker.worker.console import redirect_output
 from pipeworker.worker.description import describe
-from pipeworker.worker.device import device_for, peak_memory, redirect_output
+from pipeworker.worker.device.accelerator import accelerator_for
+from pipeworker.worker.device.device import device_for, peak_memory
 from pipeworker.worker.held import Held
 from pipeworker.worker.model.model import Model
 from pipeworker.worker.role import Role
@@ -234,7 +236,8 @@ class Worker:
         self._tracker.wait(phase=Phase.CONNECTING)
         self._state.keep()
         edges = [Edge.parse(edge) for edge in plan.edges]
-        links = distributed.connect(edges, self._rank, role.placement, *self._where())
+        accelerator = accelerator_for(self._device)
+        links = distributed.connect(edges, self._rank, role.placement, *self._where(), accelerator)
         executor = Executor(
             self.stages,
             role.placement,
@@ -246,6 +249,7 @@ class Worker:
             self._agreed(plan.types),
             role.replica,
             reads_ahead=not role.options.own_loop,
+            accelerator=accelerator,
         )
         self._executors.append(executor)
         self._evaluation_pass = parse_actions(plan.evaluation)

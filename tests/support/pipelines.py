@@ -7,6 +7,7 @@ import functools
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -33,9 +34,11 @@ from pipeworker.worker.stage import rng
 from pipeworker.worker.stage.stage import Skips, Stage
 from pipeworker.worker.step.data import MicroBatches, Reader, joined
 from pipeworker.worker.step.executor import Executor, Ran
+from pipeworker.worker.transport.courier import Courier
 from pipeworker.worker.transport.link import MemoryLink
 from pipeworker.worker.update.ties import Ties
 from pipeworker.worker.update.update import Updater
+from support.device import LateDevice
 from support.orders import Orders
 from support.transport import TakingTurns, two_lanes
 
@@ -94,6 +97,9 @@ class Pipeline:
 
     Workers take turns: one computes until it waits, for the random generators are the process's.
 
+    Args:
+        devices: one a worker, instead of the CPU.
+
     Attributes:
         layers: as they were built, each worker's from a copy of its own; of replica 0, as `stages`,
             `updaters` and `ties`. Of the others they are in `copies`.
@@ -116,6 +122,7 @@ class Pipeline:
         deferred: bool = False,
         compiler: str | None = None,
         sharded: bool = False,
+        devices: Sequence[LateDevice] = (),
     ) -> None:
         placement, self.way, self.microbatches = way.placement, way, microbatches
         self._ranges = partition.ranges(balance or partition.even(len(layers), placement.stages))
@@ -125,6 +132,7 @@ class Pipeline:
         self._tied = ties.placed(found, self._ranges)
         self._routes = between_stages(skips, self._ranges)
         self._deferred, self._compiler, self._sharded = deferred, compiler, sharded
+        self._devices = devices
         most = len(block(microbatches, placement.replicas, 0))
         used = [(e, r) for e in edges(self.schedule(most)) for r in range(placement.replicas)]
         used += [(edge, -1) for edge in between(placement)]
@@ -147,7 +155,8 @@ class Pipeline:
             )
             self._worker(rank, copy.deepcopy(job), loss, reader)
         for rank in placement.ranks_of(0):
-            self.executors[rank].load_first()
+            with self._active(rank):
+                self.executors[rank].load_first()
 
     def _worker(self, rank: int, job: Job, loss: Loss, reader: Reader) -> None:
         placement, tracker = self.way.placement, Tracker()
@@ -158,6 +167,8 @@ class Pipeline:
             first, stop = self._ranges[index]
             of_stage = [tie for tie in self._tied if index in tie.stages]
             built, tied = model.build(first, stop, index, of_stage, held)
+            if self._devices:
+                self._devices[rank].take(built)
             mine.layers[first:stop] = built
             mine.stages[index] = Stage(
                 built,
@@ -189,9 +200,13 @@ class Pipeline:
         own = {index: mine.stages[index] for index in held}
         mine_tied = {index: mine.ties[index] for index in held if index in mine.ties}
         source = reader if 0 in held else None
-        self.executors.append(
-            Executor(own, placement, links, source, None, mine_tied, replica=replica)
-        )
+        device = self._devices[rank] if self._devices else None
+        courier = Courier() if device else None
+        ends = (own, placement, links, source, courier, mine_tied)
+        self.executors.append(Executor(*ends, replica=replica, accelerator=device))
+
+    def _active(self, rank: int) -> AbstractContextManager[None]:
+        return self._devices[rank].active() if self._devices else nullcontext()
 
     @property
     def _first(self) -> Executor:
@@ -209,7 +224,7 @@ class Pipeline:
         """On every worker; raises what one raised by itself, not as an echo of another."""
 
         def alone(worker: int) -> Any:
-            with self._turn:
+            with self._turn, self._active(worker):
                 return run(worker)
 
         with ThreadPoolExecutor(len(self.executors)) as pool:
@@ -217,6 +232,8 @@ class Pipeline:
         errors = [error for future in futures if (error := future.exception())]
         for error in sorted(errors, key=lambda error: isinstance(error, PeerLost)):
             raise error
+        for device in self._devices:
+            device.settle()
         return [future.result() for future in futures]
 
     def step(self, step: int, last: bool, *, whole: bool = True, first: int = 0) -> list[Ran]:

@@ -20,6 +20,7 @@ from pipeworker.errors import PeerLost
 from pipeworker.plan.actions import Edge, Payload
 from pipeworker.plan.placement import Placement
 from pipeworker.wire.messages.store import StoreOperation, StoreReply, StoreRequest
+from pipeworker.worker.device.accelerator import Accelerator
 from pipeworker.worker.transport import shared
 from pipeworker.worker.transport.distributed import Ask, CoordinatorStore, Network, connect
 from pipeworker.worker.transport.link import (
@@ -82,6 +83,7 @@ def connect_all(
     stages: int,
     backend: str = "auto",
     memberships: Sequence[Membership] = (),
+    devices: Sequence[Accelerator] = (),
 ) -> list[dict[Edge, Link]]:
     """The links of each worker, which has one stage; each connects on a thread of its own.
 
@@ -89,17 +91,19 @@ def connect_all(
 
     Args:
         memberships: of each, where they are not all of one job.
+        devices: of each, instead of the CPU.
     """
     meeting = Meeting()
     stores = [meeting.store() for _ in range(stages)]
     placement = Placement.identity(stages)
+    on_each: Sequence[Accelerator | None] = devices or [None] * stages
     members = memberships or [MEMBERSHIP] * stages
-    hosts = iter(range(stages))
+    hosts, network = iter(range(stages)), Network(ENDPOINT, backend)
     apart = mock.patch.object(shared, "host_identity", side_effect=lambda: f"host {next(hosts)}")
     with ThreadPoolExecutor(stages) as pool, apart if backend == "tls" else nullcontext():
         made = [
-            pool.submit(connect, mine, k, placement, store, Network(ENDPOINT, backend), members[k])
-            for k, store in enumerate(stores)
+            pool.submit(connect, mine, k, placement, store, network, members[k], on)
+            for k, (store, on) in enumerate(zip(stores, on_each, strict=True))
             if (mine := [edge for edge in edges if k in (edge.source, edge.target)])
         ]
         return [future.result() for future in made]
@@ -112,6 +116,7 @@ class StrictLane:
     """
 
     device = torch.device("cpu")
+    mapped = False
 
     def __init__(self, limit: float = 20.0) -> None:
         self._link = MemoryLink(limit)
@@ -184,6 +189,7 @@ class TakingTurns:
 class _Turns:
     def __init__(self, lane: Lane, turn: threading.Lock) -> None:
         self._lane, self._turn, self.device = lane, turn, lane.device
+        self.mapped = lane.mapped
 
     def allocate(self, count: int) -> torch.Tensor:
         return self._lane.allocate(count)

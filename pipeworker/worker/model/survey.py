@@ -30,7 +30,7 @@ from pipeworker.job import file as job_file
 from pipeworker.plan.skips import Skip, match
 from pipeworker.wire.messages.position import Phase
 from pipeworker.worker import blame
-from pipeworker.worker.device import to_device
+from pipeworker.worker.device.device import to_device
 from pipeworker.worker.internals import FakeTensorMode, preload, pytree, view_of
 from pipeworker.worker.stage import rng, skips
 from pipeworker.worker.stage.stage import autocast

@@ -13,7 +13,8 @@ from pipeworker.plan.placement import Placement
 from pipeworker.plan.shares import block
 from pipeworker.wire.messages.position import Phase
 from pipeworker.wire.messages.step import Batch, RunStep
-from pipeworker.worker.device import stopwatch_for, to_device
+from pipeworker.worker.device.accelerator import Accelerator, Event
+from pipeworker.worker.device.stopwatch import stopwatch_for
 from pipeworker.worker.stage import losses
 from pipeworker.worker.stage.microbatch import MicroBatch
 from pipeworker.worker.stage.stage import Stage
@@ -26,6 +27,7 @@ from pipeworker.worker.step.tied import Exchange
 from pipeworker.worker.transport.channel import Receiver, Sender
 from pipeworker.worker.transport.courier import Courier
 from pipeworker.worker.transport.link import Link
+from pipeworker.worker.transport.staging import brought
 from pipeworker.worker.transport.structure import NONE, Kinds
 from pipeworker.worker.update.ties import Ties
 
@@ -61,6 +63,7 @@ class Executor:
         announce: is told when a mini-batch with another number of micro-batches is read.
         replica: of the pipeline.
         reads_ahead: the job has data, which is read where stage 0 is; else it is offered.
+        accelerator: where the stages are, if not on the CPU.
 
     Attributes:
         others: the same stages of the other replicas.
@@ -79,11 +82,12 @@ class Executor:
         replica: int = 0,
         *,
         reads_ahead: bool = True,
+        accelerator: Accelerator | None = None,
     ) -> None:
         self._reads_ahead = reads_ahead
+        self._accelerator = accelerator
         self._flows = {index: Flow(stage) for index, stage in stages.items()}
         self._tracker: Tracker = next(iter(stages.values())).tracker
-        self._device = next(iter(stages.values())).device
         self._placement = placement
         self._last_stage = placement.stages - 1
         self._reader = reader
@@ -100,7 +104,7 @@ class Executor:
         for edge, link in links.items():
             if edge.origin < 0:
                 self._connect(edge, link)
-        self.others = Others(stages, replica, links, courier, kinds)
+        self.others = Others(stages, replica, links, courier, kinds, accelerator)
         self._deal = self.others.deal
         self._senders.update(self.others.senders)
         for edge in self._local_edges():
@@ -112,9 +116,10 @@ class Executor:
         self._halves: dict[int, frozenset[int]] = {}
         self._current: MicroBatches | None = None
         self._next: MicroBatches | None = None
+        self._there: Event | None = None  # when the next mini-batch is on the accelerator
         self._step = 0
         self._final = False
-        self._stopwatch = stopwatch_for(self._device)
+        self._stopwatch = stopwatch_for(next(iter(stages.values())).device)
         self._tied = Exchange(ties or {}, self._senders, self._receivers)
         self._computes: dict[Kind, Callable[[Flow], _Handler]] = {
             Kind.FORWARD: lambda flow: flow.forward,
@@ -133,11 +138,13 @@ class Executor:
         take, put = payload_of(edge, source, target)
         if here:
             capacity = None if edge.payload in UNBOUNDED else CHANNEL_CAPACITY
-            sender = self._senders[edge] = Sender(link, capacity, self._courier, self._kinds)
+            sender = Sender(link, capacity, self._courier, self._kinds, self._accelerator)
+            self._senders[edge] = sender
             self._outgoing[edge] = Outgoing(edge, here, take, sender)
         elif there:
             depth = _GRADIENTS_AHEAD if edge.payload in _BACKWARDS else _FRAMES_AHEAD
-            receiver = self._receivers[edge] = Receiver(link, self._device, depth, self._kinds)
+            receiver = Receiver(link, depth, self._kinds, self._accelerator)
+            self._receivers[edge] = receiver
             self._incoming[edge] = Incoming(there, put, receiver)
             if edge.payload is not Payload.TIED:
                 there.receivers.append(receiver)
@@ -234,8 +241,16 @@ class Executor:
 
     def offer(self, batch: MicroBatches) -> Batch:
         """Hold a mini-batch ready for the next step (where stage 0 is)."""
-        self._next = self._deal.out(batch) if self._deal else batch
+        self._hold(self._deal.out(batch) if self._deal else batch)
         return batch.batch
+
+    def _hold(self, batch: MicroBatches | None) -> None:
+        """Have the next mini-batch, which sets out for the accelerator while this one drains."""
+        if batch is not None and self._accelerator is not None:
+            given = batch.inputs, batch.targets if self._last_stage in self._flows else []
+            (inputs, targets), self._there = brought(self._accelerator, given)
+            batch = MicroBatches(batch.batch, inputs, targets or batch.targets)
+        self._next = batch
 
     def run(self, run: RunStep) -> Ran:
         """Fill and drain one mini-batch; gradients are accumulated, nothing is updated.
@@ -286,8 +301,11 @@ class Executor:
         self._known.add(batch.microbatches)
         if batch.microbatches:
             if self._deal and self._deal.takes and self._next is None:
-                self._next = self._deal.take()  # what another rank's loop was given
+                self._hold(self._deal.take())  # what another rank's loop was given
             self._current, self._next = self._next, None
+        if self._accelerator is not None and self._there is not None:
+            self._accelerator.current.wait_event(self._there)
+            self._there = None
         if self._current is not None:
             self._feed(self._current)
         for sender in self._senders.values():
@@ -306,15 +324,10 @@ class Executor:
                 last.microbatches[mb.number].target = target
 
     def _forward_first(self, m: int) -> None:
-        """Stage 0 takes its input from the data, which may be on another device."""
+        """Stage 0 takes its input from the data."""
         flow = self._flows[0]
         mb = flow.microbatches[m]
-        mb.value = to_device(mb.value, self._device)
         mb.wants_grad = [False] * len(distinct_tensors(mb.value))
-        last = self._flows.get(self._last_stage)
-        if last is not None:
-            mine = last.microbatches[m]
-            mine.target = to_device(mine.target, self._device)
         flow.forward(m)
 
     def _load(self, _: int) -> None:
@@ -323,10 +336,10 @@ class Executor:
         if self._reader is not None:
             self._tracker.set(Phase.READING, self._step + 1)
             read = self._reader.read()
-            self._next = self._deal.out(read) if self._deal else read
+            self._hold(self._deal.out(read) if self._deal else read)
         elif self._deal and self._deal.takes and self._reads_ahead:
             self._tracker.wait(self._step)
-            self._next = self._deal.take()
+            self._hold(self._deal.take())
         if self._next is not None and self._step:
             microbatches = self._next.batch.microbatches
             if microbatches not in self._known:
@@ -353,7 +366,9 @@ class Executor:
         for receiver in self._receivers.values():
             receiver.begin(None, ())
         ends: dict[Edge, Outgoing | Incoming] = {**self._outgoing, **self._incoming}
-        Pass(self._flows, ends, actions, self._last_stage, sink).run(step, batches)
+        Pass(self._flows, ends, actions, self._last_stage, sink, self._accelerator).run(
+            step, batches
+        )
         self._flush(step)
         for flow in self._flows.values():
             flow.microbatches = ()

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-import torch
 from torch import nn
 
 from pipeworker.plan.actions import Edge, Payload
+from pipeworker.worker.device.accelerator import Accelerator
 from pipeworker.worker.stage.stage import Stage
 from pipeworker.worker.step.deal import Deal
 from pipeworker.worker.step.reduction import Reduction
@@ -17,7 +17,6 @@ from pipeworker.worker.transport.link import Link
 from pipeworker.worker.transport.structure import Kinds
 
 _AHEAD = 6  # frames: a little more than a channel holds, so that several are posted in one go
-_CPU = torch.device("cpu")
 
 
 class Others:
@@ -26,6 +25,7 @@ class Others:
     Args:
         replica: this worker's.
         links: all of the worker's.
+        accelerator: where the stages are, if not on the CPU.
 
     Attributes:
         reductions: by stage.
@@ -40,6 +40,7 @@ class Others:
         links: Mapping[Edge, Link],
         courier: Courier | None,
         kinds: Kinds,
+        accelerator: Accelerator | None,
     ) -> None:
         self.reductions: dict[int, Reduction] = {}
         self.senders: dict[Edge, Sender] = {}
@@ -48,11 +49,11 @@ class Others:
         outgoing: dict[Edge, Sender] = {}
         incoming: dict[Edge, Receiver] = {}
         for edge, link in links.items():
+            where = None if edge.payload is Payload.DATA else accelerator
             if edge.origin == replica:
-                outgoing[edge] = Sender(link, None, courier, kinds)
+                outgoing[edge] = Sender(link, None, courier, kinds, where)
             elif edge.origin >= 0:
-                device = _CPU if edge.payload is Payload.DATA else stages[edge.source].device
-                incoming[edge] = Receiver(link, device, _AHEAD, kinds)
+                incoming[edge] = Receiver(link, _AHEAD, kinds, where)
         for index, stage in stages.items():
             sends = {edge.goal: s for edge, s in outgoing.items() if _of(edge, index)}
             takes = {edge.origin: r for edge, r in incoming.items() if _of(edge, index)}

@@ -14,11 +14,12 @@ from typing import Any
 from pipeworker.plan.actions import RECEIVES, SENDS, Action, Edge, Kind, edge_of
 from pipeworker.plan.shares import sizes
 from pipeworker.wire.messages.position import Phase
-from pipeworker.worker.device import to_device
+from pipeworker.worker.device.accelerator import Accelerator
 from pipeworker.worker.stage.microbatch import MicroBatch
 from pipeworker.worker.step.data import MicroBatches
 from pipeworker.worker.step.evaluation import eval_mode
 from pipeworker.worker.step.flow import Flow, Incoming, Outgoing
+from pipeworker.worker.transport.staging import brought
 
 Sink = Callable[[Any, Any, int], None]
 
@@ -42,6 +43,7 @@ class Pass:
     Args:
         ends: its ends of the channels.
         actions: its tuple for one micro-batch.
+        accelerator: where the stages are, if not on the CPU.
     """
 
     def __init__(
@@ -51,8 +53,10 @@ class Pass:
         actions: Sequence[Action],
         last_stage: int,
         sink: Sink,
+        accelerator: Accelerator | None,
     ) -> None:
         self._flows = flows
+        self._accelerator = accelerator
         self._last = flows.get(last_stage)
         self._sink = sink
         self._samples = 0
@@ -125,8 +129,7 @@ class Pass:
             handover(mb)
         if flow is self._last:
             flow.stage.tracker.set(Phase.EVALUATION, step, m)
-            target = to_device(mb.target, flow.stage.device)
-            self._sink(output, target, self._samples)
+            self._sink(output, self._brought(mb.target), self._samples)
 
     def _inputs(self, step: int, batches: Iterator[MicroBatches]) -> Iterator[tuple[Any, Any, int]]:
         """Micro-batches (input, target, samples), where stage 0 is."""
@@ -138,7 +141,15 @@ class Pass:
                 return
             counts = sizes(read.batch.samples, read.batch.microbatches)
             for value, target, samples in zip(read.inputs, read.targets, counts, strict=True):
-                yield to_device(value, stage.device), target, samples
+                yield self._brought(value), target, samples
+
+    def _brought(self, value: Any) -> Any:
+        """What was read, on the accelerator."""
+        if self._accelerator is None:
+            return value
+        there, copied = brought(self._accelerator, value)
+        self._accelerator.current.wait_event(copied)
+        return there
 
 
 def _one(value: Any) -> list[Any]:

@@ -26,11 +26,14 @@ import torch
 
 from pipeworker.errors import ProtocolError
 from pipeworker.plan.network import CHANNEL_CAPACITY
+from pipeworker.worker.device.accelerator import Accelerator
 from pipeworker.worker.transport import frame as frames
+from pipeworker.worker.transport import staging
 from pipeworker.worker.transport.courier import Courier, Errand
 from pipeworker.worker.transport.frame import Frame, Layout
-from pipeworker.worker.transport.link import COMPLETE, Link, Pending
+from pipeworker.worker.transport.link import COMPLETE, Lane, Link, Pending
 from pipeworker.worker.transport.pool import BufferPool
+from pipeworker.worker.transport.staging import Messages, StagingPool
 from pipeworker.worker.transport.structure import NONE, Kinds
 
 _EXPECTED, _HEADER, _DESCRIBED, _NOTICE = 0, 1, 2, 3  # tags; the first goes over the bulk lane
@@ -52,15 +55,22 @@ class Sender:
             number of stages needs, so that they only wait when they would pile up.
         courier: performs large sends; without one, the calling thread does.
         kinds: the classes of the job that may pass.
+        accelerator: where the tensors are, if not on the host.
     """
 
     def __init__(
-        self, link: Link, capacity: int | None, courier: Courier | None, kinds: Kinds = NONE
+        self,
+        link: Link,
+        capacity: int | None,
+        courier: Courier | None,
+        kinds: Kinds = NONE,
+        accelerator: Accelerator | None = None,
     ) -> None:
         self._control, self._bulk = link.control, link.bulk
         self._capacity = _MOST_UNDER_WAY if capacity is None else capacity
         self._courier = courier
         self._kinds = kinds
+        self._accelerator = accelerator
         self._known: _Known = {}
         self._dynamic = False
         self._surprised = False
@@ -98,8 +108,13 @@ class Sender:
             messages = self._describe(microbatch, value, expected)
         if expected is not None and self._control is not self._bulk:
             messages.insert(0, (_NOTICE, _bytes_tensor(b"\0" if tensors is not None else b"\1")))
+        accelerator = self._accelerator
+        if accelerator is not None and self._bulk.device.type != "cpu":
+            messages = self._hand_over(messages, accelerator)
+        if accelerator is not None and any(accelerator.holds(tensor) for _, tensor in messages):
+            self._depart(messages, accelerator)
         # A small send costs less than waking a thread for it; sends keep their order.
-        if self._courier is None or (
+        elif self._courier is None or (
             sum([tensor.nbytes for _, tensor in messages]) <= _SMALL_BYTES
             and (self._errand is None or self._errand.issued)
         ):
@@ -109,15 +124,37 @@ class Sender:
             self._errand = self._courier.submit(lambda: self._start(messages))
             under_way.append(self._errand)
 
+    def _hand_over(self, messages: Messages, accelerator: Accelerator) -> Messages:
+        """What the devices pass on among themselves; returns the rest."""
+        tensors = [tensor for tag, tensor in messages if tag == _EXPECTED]
+        if not all(map(accelerator.holds, tensors)):
+            tensors, there = staging.brought(accelerator, tensors)
+            accelerator.current.wait_event(there)
+        if started := self._start([(_EXPECTED, tensor) for tensor in tensors]):
+            self._under_way.append(_Started(started))
+        return [message for message in messages if message[0] != _EXPECTED]
+
+    def _depart(self, messages: Messages, accelerator: Accelerator) -> None:
+        """As soon as the device has computed them; the courier waits for that."""
+        staged, copied = staging.departed(accelerator, messages)
+
+        def start() -> list[Pending]:
+            copied.synchronize()
+            return self._start(staged)
+
+        if self._courier is None:
+            self._under_way.append(_Started(start()))
+        else:
+            self._errand = self._courier.submit(start)
+            self._under_way.append(self._errand)
+
     def flush(self) -> None:
         """Wait until everything has left."""
         while self._under_way:
             self._under_way.popleft().wait()
         self._errand = None
 
-    def _describe(
-        self, microbatch: int, value: Any, expected: Frame | None
-    ) -> list[tuple[int, torch.Tensor]]:
+    def _describe(self, microbatch: int, value: Any, expected: Frame | None) -> Messages:
         """The messages for a value that the receiver does not expect."""
         frame, tensors = frames.describe(value, self._kinds)
         messages = _header_messages(microbatch, frames.to_bytes(frame))
@@ -127,15 +164,12 @@ class Sender:
         _learn(self._known, self._signature, microbatch, frame)
         return messages + [(_DESCRIBED, tensor) for tensor in tensors]
 
-    def _start(self, messages: list[tuple[int, torch.Tensor]]) -> list[Pending]:
+    def _start(self, messages: Messages) -> list[Pending]:
         started: list[Pending] = []
         for tag, tensor in messages:
             if tensor.numel():
                 lane = self._control if tag else self._bulk
-                packed = frames.pack(tensor)
-                if packed.device != lane.device:
-                    packed = packed.to(lane.device)
-                pending = lane.send(packed, tag)
+                pending = lane.send(frames.pack(tensor), tag)
                 if pending is not COMPLETE:
                     started.append(pending)
         return started
@@ -171,7 +205,7 @@ class _Started:
             pending.wait()
 
 
-def _header_messages(microbatch: int, header: bytes) -> list[tuple[int, torch.Tensor]]:
+def _header_messages(microbatch: int, header: bytes) -> Messages:
     """A header in a frame of fixed size, and what does not fit in further ones."""
     room = _HEADER_BYTES - _HEAD.size
     data = _HEAD.pack(len(header), microbatch) + header[:room]
@@ -202,14 +236,19 @@ class Receiver:
     """The target's end of a channel.
 
     Args:
-        device: where received tensors are wanted.
         depth: frames whose receives are posted ahead of need, fewer when they have many tensors.
         kinds: the classes of the job that may pass; at both ends the same.
+        accelerator: where received tensors are wanted; None: on the host.
     """
 
-    def __init__(self, link: Link, device: torch.device, depth: int, kinds: Kinds = NONE) -> None:
+    def __init__(
+        self,
+        link: Link,
+        depth: int,
+        kinds: Kinds = NONE,
+        accelerator: Accelerator | None = None,
+    ) -> None:
         self._control, self._bulk = link.control, link.bulk
-        self._device = device
         self._kinds = kinds
         self._low = max(0, depth - CHANNEL_CAPACITY)
         self._known: _Known = {}
@@ -219,11 +258,11 @@ class Receiver:
         self._ahead: deque[int] = deque()
         self._posted: dict[int, _Posted] = {}
         self._held: dict[int, _Posted] = {}
-        self._pools = {_EXPECTED: BufferPool(self._bulk.allocate)}
+        self._pools = {_EXPECTED: _pool(self._bulk, accelerator)}
         self._pools[_DESCRIBED] = self._pools[_EXPECTED]
         self._notices: deque[tuple[bytearray, Pending]] | None = None
         if self._control is not self._bulk:
-            self._pools[_DESCRIBED] = BufferPool(self._control.allocate)
+            self._pools[_DESCRIBED] = _pool(self._control, accelerator)
             self._notices = deque()
         self._header = bytearray(_HEADER_BYTES)
         self._header_tensor = torch.frombuffer(self._header, dtype=torch.uint8)
@@ -259,7 +298,7 @@ class Receiver:
         value: Any = None
         if posted is not None:
             # What needs no data is done before the wait, when there is time for it.
-            early = self._device == self._bulk.device and posted.frame.dense
+            early = posted.pool.in_place and posted.frame.dense
             if early:
                 value = self._assemble(posted)
             for pending in posted.pending:
@@ -278,19 +317,13 @@ class Receiver:
     def _assemble(self, posted: _Posted) -> Any:
         layouts = posted.frame.tensors
         self.wants_grad = [layout.requires_grad for layout in layouts]
-        tensors = [
-            self._placed(frames.unpack(buffer, layout))
-            for buffer, layout in zip(posted.buffers, layouts, strict=True)
-        ]
+        tensors = posted.pool.values(layouts, posted.buffers)
         return frames.assemble(posted.frame, tensors, self._kinds)
 
     def release(self, microbatch: int) -> None:
         """The value is no longer needed: its buffers may be used again."""
         posted = self._held.pop(microbatch)
-        posted.pool.give(posted.frame.tensors, posted.buffers)
-
-    def _placed(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor if tensor.device == self._device else tensor.to(self._device)
+        posted.pool.release(posted.frame.tensors, posted.buffers)
 
     def _surprised_at(self, microbatch: int) -> bool:
         """Whether a header for this micro-batch has arrived; the next one's may have, too."""
@@ -355,6 +388,13 @@ class Receiver:
         for pending in posted.pending:
             pending.wait()
         return posted
+
+
+def _pool(lane: Lane, accelerator: Accelerator | None) -> BufferPool:
+    """Buffers that are good to receive into, for who wants the tensors on an accelerator."""
+    if accelerator is None or lane.device.type != "cpu":  # received where it is wanted
+        return BufferPool(lane.allocate)
+    return StagingPool(lane.allocate if lane.mapped else accelerator.pinned, accelerator)
 
 
 def _bytes_tensor(data: bytes) -> torch.Tensor:

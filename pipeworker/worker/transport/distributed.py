@@ -22,12 +22,13 @@ import torch
 
 from pipeworker.environment import timings
 from pipeworker.errors import PeerLost, UsageError
-from pipeworker.plan.actions import Edge
+from pipeworker.plan.actions import Edge, Payload
 from pipeworker.plan.placement import Placement
 from pipeworker.wire.interfaces import chosen, outward, own_address
 from pipeworker.wire.messages.store import StoreOperation, StoreReply
+from pipeworker.worker.device.accelerator import Accelerator
 from pipeworker.worker.internals import PrefixStore, ProcessGroupGloo, Store, Work, gloo_options
-from pipeworker.worker.transport import shared, tls
+from pipeworker.worker.transport import mapped, shared, tls
 from pipeworker.worker.transport.credentials import Credentials
 from pipeworker.worker.transport.link import Link, OneLane, Pending
 from pipeworker.worker.transport.proof import (
@@ -42,6 +43,7 @@ from pipeworker.worker.transport.proof import (
 # Waits for tensors end when a peer is lost or the coordinator ends the job, which knows who is
 # silent and who computes; no clock here can tell a long computation from a hang.
 _FOREVER = timedelta(days=30)
+_OF_THE_HOST = (Payload.TARGET, Payload.DATA)  # what they carry lies there where it is sent
 _ATTEMPTS = 5  # of gloo's to connect, each as long as its timeout
 _BROKEN = 3  # connections that fail before a word is said, until the network is to blame
 
@@ -191,6 +193,7 @@ def connect(
     store: CoordinatorStore,
     network: Network,
     membership: Membership,
+    accelerator: Accelerator | None = None,
 ) -> dict[Edge, Link]:
     """Connect this worker's end of every edge; all workers go through the edges in one order.
 
@@ -198,9 +201,9 @@ def connect(
     the one where the edge begins.
 
     Args:
-        network: how workers reach each other. Tensors on an accelerator are staged through the
-            host.
+        network: how workers reach each other.
         membership: what both ends of an edge prove to each other.
+        accelerator: copies to and from the memory of these links, if there is one.
 
     Raises:
         PeerLost: a neighbour cannot be reached, or does not come in time.
@@ -214,7 +217,8 @@ def connect(
     gloo = _Gloo(store, network, deadline)
     secure = Credentials.of(membership.token) if backend == "tls" else None
     identity = shared.host_identity()
-    store.set(f"host/{rank}", identity)
+    kind = accelerator.mapping.kind if accelerator and accelerator.mapping else ""
+    store.set(f"host/{rank}", f"{identity}\n{kind}" if kind else identity)
     held, mine = placement.stages_of(rank), placement.replica_of(rank)
     links: dict[Edge, Link] = {}
     with contextlib.ExitStack() as unless_all:
@@ -226,15 +230,17 @@ def connect(
             secret = membership.key(edge, replica)
             key = f"replica-{replica}/{edge}"
             try:
-                here = store.get(f"host/{peer}") == identity.encode()
+                there, _, theirs = store.get(f"host/{peer}").decode().partition("\n")
+                here = there == identity
                 near = here and backend != "gloo"
                 if not here:
                     network.check()
                 if not near:
                     store.set(f"address/{rank}", network.said())
                 if near:
-                    where = Place(store, f"shared/{key}", deadline)
-                    links[edge] = shared.connect(edge, secret, where, sends=sends)
+                    maps = kind and theirs == kind and edge.payload not in _OF_THE_HOST
+                    meets = _Near(edge, secret, store, key, deadline, accelerator)
+                    links[edge] = meets.connect(sends=sends, maps=bool(maps))
                 elif secure is not None:
                     where = Place(store, f"tls/{key}", deadline)
                     host = network.own_address()
@@ -254,6 +260,35 @@ def connect(
             unless_all.callback(links[edge].close)
         unless_all.pop_all()
     return links
+
+
+@dataclass(frozen=True, slots=True)
+class _Near:
+    """Connects within a host: through its memory, or devices among themselves."""
+
+    edge: Edge
+    secret: bytes
+    store: CoordinatorStore
+    key: str
+    deadline: float
+    accelerator: Accelerator | None
+
+    def connect(self, *, sends: bool, maps: bool) -> Link:
+        """With `maps`, both ends have devices that may map each other's memory."""
+        edge, secret, accelerator = self.edge, self.secret, self.accelerator
+        pin = accelerator.pin if accelerator else None
+        host = shared.connect(edge, secret, self._where("shared"), pin, sends=sends)
+        if not maps or accelerator is None:
+            return host
+        try:
+            where = self._where("mapped")
+            return mapped.connect(host, edge, secret, where, accelerator, sends=sends)
+        except BaseException:
+            host.close()
+            raise
+
+    def _where(self, how: str) -> Place:
+        return Place(self.store, f"{how}/{self.key}", self.deadline)
 
 
 def _between(store: CoordinatorStore, rank: int, peer: int) -> str:

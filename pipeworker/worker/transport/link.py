@@ -46,6 +46,8 @@ class Lane(Protocol):
     """
 
     device: torch.device
+    mapped: bool
+    """Whether it only receives into what it allocates."""
 
     def allocate(self, count: int) -> torch.Tensor:
         """Memory of so many bytes that is good to receive into."""
@@ -76,6 +78,7 @@ class OneLane:
     """A lane that is a link by itself: both lanes are this one."""
 
     __slots__ = ()
+    mapped = False
 
     @property
     def control(self: Any) -> Lane:

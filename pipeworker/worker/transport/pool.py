@@ -8,7 +8,7 @@ from collections.abc import Callable, Hashable, Sequence
 import torch
 
 from pipeworker.worker.internals import storage_uses
-from pipeworker.worker.transport.frame import Layout, buffer_for
+from pipeworker.worker.transport.frame import Layout, buffer_for, unpack
 
 _SPARE = 4  # what a pool has besides what was out at once: this part of it
 
@@ -23,6 +23,9 @@ class BufferPool:
     kept of a received tensor stays as it was. When shapes change, free buffers make room for those
     of other shapes: a pool has at most a quarter more than was out at once.
     """
+
+    in_place = True
+    """Whether what was received is looked at where it is, as soon as it is there."""
 
     def __init__(self, allocate: Callable[[int], torch.Tensor]) -> None:
         self._allocate = allocate
@@ -55,6 +58,15 @@ class BufferPool:
         """Take buffers back that were taken for these layouts."""
         for layout, buffer in zip(layouts, buffers, strict=True):
             self._free.setdefault(layout.memory, []).append(buffer)
+
+    release = give
+    """What was received is no longer needed."""
+
+    def values(
+        self, layouts: Sequence[Layout], buffers: Sequence[torch.Tensor]
+    ) -> list[torch.Tensor]:
+        """The tensors of these layouts that were received."""
+        return [unpack(buffer, layout) for buffer, layout in zip(buffers, layouts, strict=True)]
 
     def _make(self, layout: Layout) -> torch.Tensor:
         self._held += math.prod(layout.packed) * layout.dtype.itemsize

@@ -30,7 +30,7 @@ import sys
 import threading
 import weakref
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -52,6 +52,9 @@ _QUEUE_BYTES = 4 << 20
 _ARENA_BYTES = 1 << 20
 _SPARE = 8  # what is held besides what was in use at once: this part of it
 _HANDLE_BYTES = socket.CMSG_LEN(struct.calcsize("i"))
+
+Pin = Callable[[int, int], "Callable[[], None] | None"]
+"""Pins memory, given its address and bytes; returns what undoes it, or None where it cannot be."""
 
 
 def host_identity() -> str:
@@ -87,7 +90,7 @@ class _Receiving:
 class _Arena:
     """Memory that both ends map; the system holds only those of its pages that were written to."""
 
-    def __init__(self, number: int, size: int) -> None:
+    def __init__(self, number: int, size: int, pin: Pin | None) -> None:
         count = -(-size // mmap.PAGESIZE)
         self.number, self.size = number, count * mmap.PAGESIZE
         self.handle = os.memfd_create("pipeworker", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
@@ -96,6 +99,10 @@ class _Arena:
         self.memory = mmap.mmap(self.handle, self.size)
         self.start = _address(self.memory)
         self._pages = bytearray(count)  # 1 for each that may have been written to
+        undo = pin(self.start, self.size) if pin else None
+        self._pinned = undo is not None
+        if undo is not None:
+            weakref.finalize(self.memory, undo).atexit = False
 
     @property
     def held(self) -> int:
@@ -110,7 +117,9 @@ class _Arena:
         return memoryview(self.memory)[first : first + size]
 
     def clear(self, start: int, size: int) -> None:
-        """Give the whole pages of a free range back to the system."""
+        """Give the whole pages of a free range back to the system, unless a device has them."""
+        if self._pinned:
+            return
         first = -(-(start - self.start) // mmap.PAGESIZE)
         count = (start - self.start + size) // mmap.PAGESIZE - first
         if count > 0:
@@ -124,9 +133,11 @@ class ReceivingLink(OneLane):
     """The target's end. One thread posts and waits."""
 
     device = torch.device("cpu")
+    mapped = True
 
-    def __init__(self, edge: Edge, connection: socket.socket) -> None:
+    def __init__(self, edge: Edge, connection: socket.socket, pin: Pin | None = None) -> None:
         self._edge = edge
+        self._pin = pin
         self._socket = _roomy(connection)
         self._arenas: dict[int, _Arena] = {}  # by start
         self._numbers = itertools.count()
@@ -171,7 +182,7 @@ class ReceivingLink(OneLane):
         heap = self._heap
         room = max(size, self._limit - heap.total, heap.used, _ARENA_BYTES)  # few, as each doubles
         try:
-            arena = _Arena(next(self._numbers), room)
+            arena = _Arena(next(self._numbers), room, self._pin)
             try:
                 socket.send_fds(self._socket, [_POST.pack(-1, -1, 0, arena.size)], [arena.handle])
             finally:
@@ -414,8 +425,23 @@ class SendingLink(OneLane):
             raise PeerLost(f"the channel {self._edge} closed: {error}") from error
 
 
-def connect(edge: Edge, secret: bytes, where: Place, *, sends: bool) -> ReceivingLink | SendingLink:
+def connect(
+    edge: Edge, secret: bytes, where: Place, pin: Pin | None = None, *, sends: bool
+) -> ReceivingLink | SendingLink:
     """Connect this worker's end of an edge whose other end is on the same host.
+
+    Args:
+        pin: has an accelerator copy from the memory by itself.
+
+    Raises:
+        as :func:`meet`.
+    """
+    connection = meet(edge, secret, where, sends=sends)
+    return SendingLink(edge, connection) if sends else ReceivingLink(edge, connection, pin)
+
+
+def meet(edge: Edge, secret: bytes, where: Place, *, sends: bool) -> socket.socket:
+    """A Unix socket to the other end of an edge, which has proven itself.
 
     Args:
         secret: what the two ends alone know.
@@ -439,7 +465,7 @@ def connect(edge: Edge, secret: bytes, where: Place, *, sends: bool) -> Receivin
         except OSError:
             connection.close()
             raise
-        return SendingLink(edge, proof.finish(steps, connection, where.deadline))
+        return proof.finish(steps, connection, where.deadline)
 
     def steps_of(connection: socket.socket) -> proof.Steps:
         credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
@@ -452,4 +478,4 @@ def connect(edge: Edge, secret: bytes, where: Place, *, sends: bool) -> Receivin
         listener.bind(f"\0{ours}")
         listener.listen(proof.GUESTS)
         where.store.set(where.key, ours)
-        return ReceivingLink(edge, proof.admit(listener, edge, where.deadline, steps_of))
+        return proof.admit(listener, edge, where.deadline, steps_of)

@@ -36,7 +36,7 @@ class Channel:
     def __init__(self, capacity: int | None = None, depth: int = 2, limit: float = 0.5) -> None:
         self.link = Channel.make(limit)
         self.sender = Sender(self.link, capacity, None)
-        self.receiver = Receiver(self.link, CPU, depth)
+        self.receiver = Receiver(self.link, depth)
 
     @property
     def one(self) -> bool:
@@ -350,7 +350,7 @@ def test_whatever_is_sent_arrives(steps: list[tuple[int, list[Any]]], depth: int
 def test_two_threads_and_a_courier(capacity: int | None) -> None:
     courier = Courier()
     link = Channel.make(10.0)
-    sender, receiver = Sender(link, capacity, courier), Receiver(link, CPU, 2)
+    sender, receiver = Sender(link, capacity, courier), Receiver(link, 2)
     large = 1 << 17  # more than what is sent on the calling thread
     steps = [
         [torch.full((large if m % 2 else 3,), float(m + s)) for m in range(4)] for s in range(3)
@@ -435,7 +435,7 @@ def test_more_tensors_than_a_link_holds_are_refused() -> None:
 def test_what_has_left_is_let_go(courier: bool) -> None:
     thread = Courier() if courier else None
     link = Channel.make(10.0)
-    sender, receiver = Sender(link, 4, thread), Receiver(link, CPU, 2)
+    sender, receiver = Sender(link, 4, thread), Receiver(link, 2)
     for _ in range(2):
         sender.begin(0)
         receiver.begin(0, range(3))

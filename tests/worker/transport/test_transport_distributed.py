@@ -101,7 +101,7 @@ def test_an_interface_that_leads_to_no_other_host_is_said() -> None:
 def test_values_over_a_channel(pair: tuple[Link, Link]) -> None:
     source, target = pair
     courier = Courier()
-    sender, receiver = Sender(source, 4, courier), Receiver(target, torch.device("cpu"), 4)
+    sender, receiver = Sender(source, 4, courier), Receiver(target, 4)
 
     def value(step: int, m: int) -> Any:
         rows = 1 << 15 if m == 1 else 2 + (step == 2) * m  # one is large; a shape changes

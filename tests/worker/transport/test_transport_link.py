@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from pipeworker.errors import PeerLost
 from pipeworker.worker.transport.link import Lane, Link, MemoryLink, Pending, TwoLanes
+from support.mapped import Lent, MappedDevice
 from support.transport import FORTH, StrictLane, connect_all, two_lanes
 
 Ends = tuple[Link, Link]
@@ -33,6 +34,12 @@ def connected(backend: str) -> Callable[[], Ends]:
     return ends
 
 
+def of_devices() -> Ends:
+    devices = [MappedDevice().start(), MappedDevice(["compute", "receives"]).start()]
+    source, target = connect_all((FORTH,), 2, devices=devices)
+    return Lent(source[FORTH], devices[0]), Lent(target[FORTH], devices[1])
+
+
 LINKS: dict[str, Callable[[], Ends]] = {
     "memory": in_memory(MemoryLink),
     "two lanes in memory": in_memory(lambda: TwoLanes(MemoryLink(), MemoryLink())),
@@ -40,12 +47,17 @@ LINKS: dict[str, Callable[[], Ends]] = {
     "shared memory": connected("auto"),
     "gloo": connected("gloo"),
     "tls": connected("tls"),
+    "devices": of_devices,
 }
 
 
 @pytest.fixture(params=LINKS)
-def ends(request: pytest.FixtureRequest) -> Ends:
-    return LINKS[request.param]()
+def ends(request: pytest.FixtureRequest) -> Iterator[Ends]:
+    made = LINKS[request.param]()
+    yield made
+    for link in made:
+        if isinstance(link, Lent):
+            link.stop()
 
 
 @pytest.fixture(params=["control", "bulk"])

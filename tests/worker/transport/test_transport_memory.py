@@ -66,7 +66,7 @@ class Channel:
         source, target = connect_all((FORTH,), 2, backend)
         self.links = source[FORTH], target[FORTH]
         self.sender = Sender(self.links[0], None, None)
-        self.receiver = Receiver(self.links[1], torch.device("cpu"), MICROBATCHES)
+        self.receiver = Receiver(self.links[1], MICROBATCHES)
 
     def held(self) -> int:
         alive = sum(storage.nbytes() for ref in self._made if (storage := ref()) is not None)

@@ -1,0 +1,1 @@
+"""What a worker computes on: a device, its memory and its time."""

@@ -1,0 +1,199 @@
+"""A device that works late whose memory other processes map: files without a name, and counters.
+
+It works on by itself as well, a little at a time, because nobody waits for it in another process.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import random
+import struct
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from pipeworker.worker.device.mapping import Mapping
+from pipeworker.worker.transport.link import Lane, Link, Pending
+from support.device import LateDevice, LateEvent, LateStream
+
+_TURN = 0.0005  # seconds
+_COUNTS = struct.Struct("<2q")
+
+
+@dataclass(eq=False)
+class PosixSignal:
+    """Two counters in shared memory: how often it was recorded, and how often that was reached."""
+
+    memory: mmap.mmap
+    stream: LateStream  # of what is waited for in another process
+
+    def record(self, stream: Any) -> None:
+        given, done = _COUNTS.unpack_from(self.memory)
+        _COUNTS.pack_into(self.memory, 0, given + 1, done)
+        stream.device.give(stream, lambda: struct.pack_into("<q", self.memory, 8, given + 1))
+
+    def now(self) -> LateEvent:
+        """What was recorded last."""
+        return _Recorded(self.stream, _COUNTS.unpack_from(self.memory)[0], self)
+
+
+@dataclass(eq=False)
+class _Recorded(LateEvent):
+    signal: PosixSignal
+
+    @property
+    def reached(self) -> bool:
+        return bool(_COUNTS.unpack_from(self.signal.memory)[1] >= self.place)
+
+
+class PosixMapping:
+    """See the module.
+
+    Args:
+        refuses: what is said of memory that is to be mapped.
+    """
+
+    kind = "posix"
+
+    def __init__(self, device: MappedDevice, refuses: str = "") -> None:
+        self._device, self._refuses = device, refuses
+
+    def share(self, memory: torch.Tensor) -> bytes:
+        file, start, count = self._device.files[memory.untyped_storage().data_ptr()]
+        return f"{os.getpid()} {file} {start} {count}".encode()
+
+    def map(self, handle: bytes) -> torch.Tensor:
+        if self._refuses:
+            raise RuntimeError(self._refuses)
+        process, file, start, count = map(int, handle.split())
+        memory = _mapped(process, file)
+        raw = (ctypes.c_char * len(memory)).from_buffer(memory)
+        return self._device.block(raw, start, count, self._device.foreign)
+
+    def signal(self) -> tuple[PosixSignal, bytes]:
+        file = os.memfd_create("signal", os.MFD_CLOEXEC)
+        os.ftruncate(file, _COUNTS.size)
+        self._device.opened.append(file)
+        memory = mmap.mmap(file, _COUNTS.size)
+        return PosixSignal(memory, self._device.foreign), f"{os.getpid()} {file}".encode()
+
+    def signal_of(self, handle: bytes) -> PosixSignal:
+        process, file = map(int, handle.split())
+        return PosixSignal(_mapped(process, file), self._device.foreign)
+
+
+def _mapped(process: int, file: int) -> mmap.mmap:
+    descriptor = os.open(f"/proc/{process}/fd/{file}", os.O_RDWR)
+    try:
+        return mmap.mmap(descriptor, os.fstat(descriptor).st_size)
+    finally:
+        os.close(descriptor)
+
+
+class MappedDevice(LateDevice):
+    """See the module."""
+
+    def __init__(self, eager: Sequence[str] = (), without: str = "", refuses: str = "") -> None:
+        super().__init__(eager, without)
+        self._mapping = PosixMapping(self, refuses)
+        self.foreign = LateStream("other", LateDevice())  # what others do with their memory
+        self.files: dict[int, tuple[int, int, int]] = {}
+        self.opened: list[int] = []
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._work, daemon=True)
+
+    @property
+    def mapping(self) -> Mapping:
+        return self._mapping
+
+    def empty(self, count: int) -> torch.Tensor:
+        """In a file, whose rest is not used."""
+        file = os.memfd_create("device", os.MFD_CLOEXEC)
+        self.opened.append(file)
+        os.ftruncate(file, max(1, count))
+        memory = mmap.mmap(file, max(1, count))
+        memory[:] = b"\xff" * len(memory)
+        raw = (ctypes.c_char * len(memory)).from_buffer(memory)
+        made = self.block(raw, 0, len(memory), self.current)
+        self.files[made.data_ptr()] = file, 0, len(memory)
+        return made[:count]
+
+    def start(self) -> MappedDevice:
+        """A thread does what was given, by and by, in any order of the streams."""
+        self._thread.start()
+        return self
+
+    def stop(self) -> None:
+        self._ended.set()
+        if self._thread.is_alive():
+            self._thread.join()
+        for file in self.opened:
+            os.close(file)
+
+    def _work(self) -> None:
+        chance = random.Random(1)
+        streams = [self.compute, self.sends, self.receives]
+        while not self._ended.is_set():
+            with self._lock:
+                for stream in chance.sample(streams, 3):
+                    self.do_ready(stream)
+            time.sleep(_TURN)
+
+
+class Lent:
+    """A link between such devices, for tests that send and receive tensors of the host."""
+
+    def __init__(self, link: Link, device: MappedDevice) -> None:
+        self.control: Lane = link.control
+        self.bulk: Lane = _LentLane(link.bulk, device)
+        self._link, self._device = link, device
+
+    def close(self) -> None:
+        self._link.close()
+
+    def stop(self) -> None:
+        self._device.stop()
+
+
+class _LentLane:
+    device = torch.device("cpu")
+    mapped = False
+
+    def __init__(self, lane: Lane, device: MappedDevice) -> None:
+        assert lane.device == device.device
+        self._lane, self._device = lane, device
+
+    def allocate(self, count: int) -> torch.Tensor:
+        return torch.empty(count, dtype=torch.uint8)
+
+    def send(self, tensor: torch.Tensor, tag: int) -> Pending:
+        with self._device.active():
+            return self._lane.send(self._device.put(tensor), tag)
+
+    def receive(self, tensors: Sequence[torch.Tensor], tag: int) -> Sequence[Pending]:
+        with self._device.active():
+            buffers = [self._lane.allocate(tensor.nbytes) for tensor in tensors]
+            pending = self._lane.receive(buffers, tag)
+        return [
+            _Arriving(self._device, *one) for one in zip(pending, tensors, buffers, strict=True)
+        ]
+
+
+@dataclass
+class _Arriving:
+    device: MappedDevice
+    pending: Pending
+    wanted: torch.Tensor
+    buffer: torch.Tensor
+
+    def wait(self) -> None:
+        with self.device.active():
+            self.pending.wait()
+        arrived = self.device.read(self.buffer)
+        self.wanted.copy_(arrived.view(self.wanted.dtype).view(self.wanted.shape))
