@@ -112,5 +112,5 @@ def test_a_command_with_neighbours_that_have_our_names(jobs: Jobs, beside: bool)
     process = jobs.python(*line, folder=folder, env=jobs.forking, cold=True)
     stdout, stderr = process.communicate(timeout=90)
     assert process.returncode == 0, stderr
-    assert "done: 1 steps" in stdout
+    assert "done: 1 step in" in stdout
     assert SAID in (jobs.folder / "run" / "logs" / "stage-0.log").read_text()

@@ -52,9 +52,9 @@ def test_what_a_job_came_to_and_how_to_get_on() -> None:
     ("steps", "before", "said"),
     [
         (1, 0, "done: 1 step in 12.3 s"),
-        (100, 60, "done: 40 more steps in 12.3 s, 100 in all"),
-        (61, 60, "done: 1 more step in 12.3 s, 61 in all"),
-        (60, 60, "done: 0 more steps in 12.3 s, 60 in all"),
+        (100, 60, "done: 100 steps, 40 of them now, in 12.3 s"),
+        (61, 60, "done: 61 steps, 1 of them now, in 12.3 s"),
+        (60, 60, "done: 60 steps, 0 of them now, in 12.3 s"),
     ],
 )
 def test_the_time_is_that_of_the_steps_it_took(steps: int, before: int, said: str) -> None:

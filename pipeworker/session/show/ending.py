@@ -91,12 +91,10 @@ class Ending:
         verdict = self.verdict
         if not verdict.steps:
             return []
-        steps, more, total = verdict.steps - self.before, "", ""
-        if self.before:
-            more, total = " more", f", {verdict.steps} in all"
+        here = f", {verdict.steps - self.before} of them now," if self.before else ""
+        steps = f"{verdict.steps} step{'s' * (verdict.steps != 1)}{here}"
         return [
-            f"{verdict.status}: {steps}{more} step{'s' * (steps != 1)} in {verdict.seconds:.1f} s"
-            f"{total}",
+            f"{verdict.status}: {steps} in {verdict.seconds:.1f} s",
             *self._loss(),
             *self._bubble(),
             *self._memory(),
