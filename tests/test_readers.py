@@ -40,7 +40,7 @@ from pipeworker.wire.messages.position import Position
 from pipeworker.wire.messages.presence import Heartbeat, Welcome
 from pipeworker.wire.messages.step import Batch, StepDone, Update
 from pipeworker.worker.internals import pytree
-from pipeworker.worker.transport import channel
+from pipeworker.worker.transport import channel, mapped
 from pipeworker.worker.transport import frame as frames
 from pipeworker.worker.transport.channel import Receiver
 from pipeworker.worker.transport.frame import Layout
@@ -258,6 +258,20 @@ def test_headers_of_channels(head: tuple[int, int] | None, data: bytes) -> None:
         receiver.receive(0)
 
     reads(read, data, PipeworkerError)
+
+
+POSTS = [msgpack.packb(p) for p in ((3,), (3, 0, 64), (3, 0, 64, b"memory", b"event"))]
+DONES = [msgpack.packb(d) for d in ((3, b""), (3, b"event"))]
+
+
+@given(msgpacked(POSTS))
+def test_posts_of_devices(data: bytes) -> None:
+    reads(mapped.read_post, data, ProtocolError)
+
+
+@given(msgpacked(DONES))
+def test_what_devices_have_written(data: bytes) -> None:
+    reads(mapped.read_done, data, ProtocolError)
 
 
 @pytest.mark.parametrize(

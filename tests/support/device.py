@@ -297,11 +297,11 @@ class LateDevice:
 
     def bare(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
         """The memory of a tensor without a claim to it, and what keeps it mapped."""
+        if not tensor.numel():
+            return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype), None
         block, address = self._block_of(tensor), tensor.data_ptr()
         pinned = any(start <= address < start + size for start, size in self.pins.items())
         assert block or pinned, "the device copies from memory that is not pinned"
-        if not tensor.numel():
-            return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype), block
         sizes = zip(tensor.shape, tensor.stride(), strict=True)
         reach = 1 + sum(stride * (size - 1) for size, stride in sizes)
         count = reach * tensor.element_size()

@@ -254,29 +254,44 @@ def _unpacked(record: bytes) -> tuple[Any, ...]:
 def connect(
     host: Link, edge: Edge, secret: bytes, where: Place, accelerator: Accelerator, *, sends: bool
 ) -> Link:
+    """A link between the devices of two workers; see :func:`over`.
+
+    Args:
+        secret: what the two ends alone know.
+
+    Raises:
+        as :func:`over`, and :func:`pipeworker.worker.transport.shared.meet`.
+    """
+    connection = shared.meet(edge, secret, where, sends=sends)
+    connection.settimeout(where.left())
+    return over(connection, host, edge, accelerator, sends=sends)
+
+
+def over(
+    connection: socket.socket, host: Link, edge: Edge, accelerator: Accelerator, *, sends: bool
+) -> Link:
     """A link whose bulk lane is between the devices; or the one through the host, where they do not
     reach each other's memory: the log says why.
 
     Args:
+        connection: to the other end, which has proven itself. It has a timeout until both agree.
         host: the link through the host.
-        secret: what the two ends alone know.
 
     Raises:
-        as :func:`pipeworker.worker.transport.shared.meet`.
+        OSError: the other end is gone, or silent.
+        Stranger: it says something else.
     """
     mapping = accelerator.mapping
     assert mapping
-    connection = shared.meet(edge, secret, where, sends=sends)
     try:
-        connection.settimeout(where.left())
         reason = (_tried if sends else _offered)(connection, accelerator, mapping)
         connection.settimeout(None)
-    except (OSError, ProtocolError, Stranger):
+    except (OSError, Stranger):
         connection.close()
         raise
     if reason:
         connection.close()
-        streams.note(f"{edge}: tensors pass through the host, as devices cannot share: {reason}")
+        streams.note(f"{edge}: tensors pass through the host, since devices cannot share: {reason}")
         return host
     kind = SendingLane if sends else ReceivingLane
     lane = kind(edge, connection, accelerator, mapping)
@@ -323,7 +338,8 @@ def _heard(connection: socket.socket, count: int) -> tuple[Any, ...]:
     record = connection.recv(_RECORD_BYTES)
     if not record:
         raise ConnectionError("the other end is gone")
-    parts = _unpacked(record)
-    if [type(part) for part in parts] != [str, bytes, bytes][:count]:
-        raise Stranger("it says something else than what can be mapped")
-    return parts
+    with contextlib.suppress(ProtocolError):
+        parts = _unpacked(record)
+        if [type(part) for part in parts] == [str, bytes, bytes][:count]:
+            return parts
+    raise Stranger("it does not say what can be mapped")

@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+import secrets
+import socket
+import subprocess
+from collections import deque
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from typing import Any
 
 import pytest
 import torch
 
+from pipeworker.errors import PeerLost
+from pipeworker.worker.transport import mapped, shared
 from pipeworker.worker.transport.channel import Receiver, Sender
 from pipeworker.worker.transport.courier import Courier
-from pipeworker.worker.transport.link import Link
+from pipeworker.worker.transport.link import Link, Pending
+from pipeworker.worker.transport.mapped import ReceivingLane, SendingLane
 from support.device import EAGER
+from support.jobs import Jobs
 from support.mapped import MappedDevice
 from support.transport import FORTH, connect_all
 
@@ -94,3 +102,127 @@ def test_each_order_that_does_not_hold_gives_wrong_bytes(
 ) -> None:
     assert not travelled(eager, others, without)
     assert travelled(eager, others)
+
+
+@pytest.fixture
+def devices() -> list[MappedDevice]:
+    return [MappedDevice().start(), MappedDevice(["compute"]).start()]
+
+
+def test_what_is_not_expected_passes_through_the_host(devices: list[MappedDevice]) -> None:
+    """And is right all the same: other shapes, tensors of the host, strides, nothing at all."""
+    with linked(devices) as ends:
+        channel = Channel(ends, devices)
+        first = [torch.ones(4), torch.ones(4)]
+        for sent in (first, first, [torch.ones(4), torch.full((2, 3), 5.0)], first):
+            read = [devices[1].read(got) for got in channel.step(sent)]
+            assert all(torch.equal(a, b * 2.0) for a, b in zip(read, sent, strict=True))
+
+
+def test_few_bytes_pass_through_the_host(
+    devices: list[MappedDevice], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with linked(devices) as ends:
+        channel = Channel(ends, devices)
+        channel.step(values(0))
+        sent: list[int] = []
+        plain = ends[0].control.send
+
+        def send(tensor: torch.Tensor, tag: int) -> Pending:
+            sent.append(tensor.nbytes)
+            return plain(tensor, tag)
+
+        monkeypatch.setattr(ends[0].control, "send", send)
+        channel.step(values(1))
+        assert sent == [1] * MICROBATCHES  # that it is as expected
+
+
+def test_devices_that_do_not_share_say_why(capsys: pytest.CaptureFixture[str]) -> None:
+    devices = [MappedDevice(refuses="peer access is not supported"), MappedDevice()]
+    with linked(devices) as ends:
+        for device in devices:
+            device.start()
+        assert isinstance(ends[0], shared.SendingLink)
+        assert isinstance(ends[1], shared.ReceivingLink)
+        channel = Channel(ends, devices)
+        for step in range(2):
+            read = [devices[1].read(got) for got in channel.step(values(step))]
+            assert all(torch.equal(a, b * 2.0) for a, b in zip(read, values(step), strict=True))
+        assert devices[1].pins  # what the device copies from
+    said = "0>1/activation: tensors pass through the host, since devices cannot share: peer access"
+    assert capsys.readouterr().err.count(said) == 2
+
+
+def test_the_other_end_gone(devices: list[MappedDevice]) -> None:
+    with linked(devices) as (source, target):
+        with devices[1].active():
+            (pending,) = target.bulk.receive([target.bulk.allocate(8)], 0)
+        source.close()
+        with devices[1].active(), pytest.raises(PeerLost, match="0>1/activation closed"):
+            pending.wait()
+
+
+def test_memory_that_nobody_has_is_forgotten_at_both_ends(devices: list[MappedDevice]) -> None:
+    with linked(devices) as (source, target):
+        send, receive = source.bulk, target.bulk
+        assert isinstance(send, SendingLane)
+        assert isinstance(receive, ReceivingLane)
+        for _ in range(5):
+            with devices[1].active():
+                (pending,) = receive.receive([receive.allocate(8)], 0)
+            with devices[0].active():
+                send.send(devices[0].put(torch.ones(2)), 0).wait()
+            with devices[1].active():
+                pending.wait()
+            del pending
+        assert len(receive._buffers) == len(send._mapped_buffers) == 1
+
+
+SENDER = """
+import socket, sys, torch
+from pipeworker.worker.transport import mapped, shared
+from support.mapped import MappedDevice
+from support.transport import FORTH
+
+def connected():
+    made = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    made.connect("\\0" + sys.argv[1])
+    return made
+
+device = MappedDevice(["compute"]).start()
+host = shared.SendingLink(FORTH, connected())
+link = mapped.over(connected(), host, FORTH, device, sends=True)
+with device.active():
+    for m in range(int(sys.argv[2])):
+        link.bulk.send(device.put(torch.arange(1000.0)) * (1.0 + m), 0).wait()
+sys.stdin.read()
+"""
+
+
+def test_between_two_processes(jobs: Jobs) -> None:
+    device, frames = MappedDevice().start(), 100
+    name = f"pipeworker-test-{secrets.token_hex(8)}"
+    with closing(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)) as listener:
+        listener.bind(f"\0{name}")
+        listener.listen()
+        listener.settimeout(30)
+        sender = jobs.python("-c", SENDER, name, str(frames), stdin=subprocess.PIPE)
+        host = shared.ReceivingLink(FORTH, listener.accept()[0])
+        link = mapped.over(listener.accept()[0], host, FORTH, device, sends=False)
+    assert isinstance(link.bulk, ReceivingLane)
+    with device.active():
+        buffers = [link.bulk.allocate(4000).view(torch.float32) for _ in range(8)]
+        posted = deque(link.bulk.receive(buffers, 0))
+        results = []
+        for m in range(frames):
+            posted.popleft().wait()
+            results.append(buffers[m % 8] * 2.0)
+            posted += link.bulk.receive([buffers[m % 8]], 0)
+    for m, result in enumerate(results):
+        assert torch.equal(device.read(result), torch.arange(1000.0) * (1.0 + m) * 2.0), m
+    assert sender.stdin
+    sender.stdin.close()
+    out, err = sender.communicate(timeout=30)
+    assert (sender.returncode, out, err) == (0, "", "")
+    link.close()
+    device.stop()
