@@ -294,3 +294,26 @@ def test_a_loss_that_is_not_finite_stops_when_asked(jobs: Jobs) -> None:
     run = jobs.run("--stages", "2", "--steps", "2", "--stop-on-nan", source=NAN)
     assert "loss is nan at step 1" in check_failed(run, 1)
     assert [row["step"] for row in run.metrics] == [1]
+
+
+def test_what_an_optimizer_keeps_and_no_checkpoint_holds_is_said_behind_the_first_step(
+    jobs: Jobs,
+) -> None:
+    """Not at the end, when the first checkpoint is written."""
+    source = JOB.replace(
+        "def optimizer(params):",
+        """class Odd(torch.optim.SGD):
+        def step(self, closure=None):
+            super().step(closure)
+            for p in self.param_groups[0]["params"]:
+                self.state[p]["seen"] = {1, 2}
+
+    def optimizer(params):
+        return Odd(params, lr=0.1)
+
+    def another(params):""",
+    )
+    run = jobs.run("--stages", "2", "--steps", "9", "--restarts", "0", source=source)
+    assert run.status == 1
+    assert re.search(r"\d\.\w+/seen is a builtins\.set: a checkpoint holds tensors", run.stderr)
+    assert run.summary["steps"] == 1

@@ -75,7 +75,7 @@ class Generation:
         progress, snapshots: of the job, which outlast it.
         restore: what its workers begin with; `layers`, the names that are in it.
         launched: whether a worker that is told from outside to end is lost; else the job ends,
-            with a checkpoint.
+            with a checkpoint. Nor has such a worker a terminal, where somebody debugs it.
     """
 
     number: int
@@ -179,6 +179,8 @@ class Generation:
         failure = self._cause.overdue(now, patience)
         if failure is None and self.state is not State.CALLING:
             failure = self.roster.stuck(self._awaited, now, patience)
+        if failure is None and self.launched and self.state is State.STEPPING:
+            failure = self.roster.stalled(now, patience)
         if failure is None:
             return []
         if failure.cause is Cause.SIGNAL:

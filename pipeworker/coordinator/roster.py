@@ -16,6 +16,8 @@ from pipeworker.wire.messages.step import StepDone
 
 JOIN_FACTOR = 5
 """Workers may take this many worker timeouts to join."""
+STALL_FACTOR = 30
+"""And a layer, or ``data()``, this many: the user's code that takes longer is taken to be stuck."""
 
 
 @dataclass(slots=True)
@@ -101,7 +103,7 @@ class Roster:
         if hello.rank not in self.missing:
             return False
         name = self.placement.names(hello.rank)
-        self.members[hello.rank] = Member(peer, hello, name, now)
+        self.members[hello.rank] = Member(peer, hello, name, now, since=now)
         self.members = dict(sorted(self.members.items()))
         self._rank_of[peer] = hello.rank
         return True
@@ -156,6 +158,16 @@ class Roster:
         who = f"{names} wait{'s' if len(members) == 1 else ''} for what does not come"
         text = f"{who}: nothing has moved for {patience:g} s"
         return members[0].failure(Cause.HUNG, text)
+
+    def stalled(self, now: float, patience: float) -> Failure | None:
+        """Nobody has moved for so long that who computes is taken to be stuck."""
+        limit = STALL_FACTOR * patience
+        busy = [member for member in self.members.values() if not member.waits]
+        if not busy or not self.still(now, limit):
+            return None
+        member = busy[0]
+        who = f"{member.name} (pid {member.hello.pid} on {member.hello.host})"
+        return member.failure(Cause.HUNG, f"{who} has not moved for {limit:g} s")
 
     def still(self, now: float, patience: float) -> bool:
         """Whether nobody has moved for so long."""

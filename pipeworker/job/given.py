@@ -25,10 +25,10 @@ def complete(job_file: str, stages: int, given: Mapping[str, Any]) -> Options:
     """
     chosen = {name: value for name, value in given.items() if value is not None}
     balance = chosen.get("balance")
+    if isinstance(balance, (list, tuple)):
+        balance = ",".join(map(repr, balance))
     if isinstance(balance, str):
         chosen["balance"] = parse_balance(balance)
-    elif isinstance(balance, list):
-        chosen["balance"] = tuple(balance)
     if type(chosen.get("checkpoint_every")) is int:
         chosen["checkpoint_every"] = str(chosen["checkpoint_every"])
     every = chosen.get("evaluate_every")

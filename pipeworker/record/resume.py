@@ -99,14 +99,18 @@ def cut(path: Path, step: int) -> None:
         return
     temporary = path.with_name(f".{path.name}.partial")
     whole = True
-    with path.open("rb") as rows, temporary.open("wb") as kept:
-        for line in rows:
-            if _step(line) <= step:
-                kept.write(line)
-            else:
-                whole = False
-        kept.flush()
-        os.fsync(kept.fileno())
+    try:
+        with path.open("rb") as rows, temporary.open("wb") as kept:
+            for line in rows:
+                if _step(line) <= step:
+                    kept.write(line)
+                else:
+                    whole = False
+            kept.flush()
+            os.fsync(kept.fileno())
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        raise
     if whole:
         temporary.unlink()
     else:

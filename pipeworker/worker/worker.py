@@ -90,6 +90,7 @@ class Worker:
         self._held = Held()
         self._model: Model | None = None
         self._transient: tuple[type[BaseException], ...] = ()
+        self._updated = False
         self._restored: Restore | None = None
         self._classes: dict[str, type] = {}
         self._evaluation_pass: tuple[Action, ...] = ()
@@ -294,6 +295,9 @@ class Worker:
         self._tracker.set(Phase.UPDATE, update.step)
         self._state.settle()
         self._held.apply(update)
+        if not (self._updated or update.overflow):
+            self._updated = True
+            self._state.check()  # what an optimizer keeps is there now
         if self._role.shards and not update.overflow:
             self._tracker.wait(update.step)
             self._held.share(self._executor.others)

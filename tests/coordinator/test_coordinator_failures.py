@@ -12,7 +12,7 @@ from pipeworker.coordinator import report
 from pipeworker.coordinator.effects import Log, Status, Warn
 from pipeworker.coordinator.events import Unreachable
 from pipeworker.coordinator.job import Start
-from pipeworker.coordinator.roster import JOIN_FACTOR
+from pipeworker.coordinator.roster import JOIN_FACTOR, STALL_FACTOR
 from pipeworker.coordinator.snapshots import Mark
 from pipeworker.coordinator.states import Lost, State, Verdict
 from pipeworker.wire.lines import Again
@@ -120,6 +120,31 @@ def test_silence_is_a_hang_that_names_the_stage() -> None:
     assert job.failure.cause is Cause.HUNG
     assert job.failure.message == "stage 1 (pid 1001 on host) has not answered for 60 s"
     assert (job.failure.position, job.failure.layer_class) == (stuck, "Linear")
+
+
+@pytest.mark.parametrize("launched", [True, False])
+def test_who_is_busy_for_too_long_is_stuck(launched: bool) -> None:
+    """Where nobody can be debugging it: alive, at one place, and all others wait for it."""
+    begin = replaced if launched else Scripted
+    job = begin(2, worker_timeout=PATIENCE).running()
+    at = Position(Phase.FORWARD, 1, 0, 3)
+    for part in range(3 * STALL_FACTOR):
+        assert job.state() is State.STEPPING
+        moved = dataclasses.replace(at, microbatch=1) if part >= STALL_FACTOR else at
+        for message in (waiting(0), Heartbeat(1, moved)):
+            job.says(message)
+        job.tick(PATIENCE / 2)
+    for message in (waiting(0), Heartbeat(1, moved)):
+        job.says(message)
+    job.tick(0.1)
+    if not launched:
+        assert job.state() is State.STEPPING
+        return
+    (again,) = of(job.effects, Again)
+    assert again.cause == (
+        "stage 1 (pid 1001 on host) has not moved for 1800 s "
+        "(stage 1, layer 3 (Tanh), micro-batch 1, step 1)"
+    )
 
 
 def waiting(rank: int, microbatch: int = 0) -> Heartbeat:

@@ -34,7 +34,7 @@ def test_a_balance_may_be_written_in_several_ways(balance: Any) -> None:
         ("steps", 3.0, "--steps 3.0: a float"),
         ("seed", True, "--seed True: a bool"),
         ("stop_on_nan", 1, "--stop-on-nan 1: a int"),
-        ("balance", [1, "2"], "--balance"),
+        *(("balance", given, "not a list of layer counts") for given in ([1, "2"], (1.5, 1.5))),
         ("clip_grad_norm", "1", "--clip-grad-norm '1': a str"),
         ("init_from", {"0.weight": 1}, "--init-from {'0.weight': 1}: a dict"),
     ],

@@ -164,6 +164,7 @@ def test_a_file_that_cannot_be_written_stays(
     with pytest.raises(OSError, match="No space left"):
         resume.cut(path, 2)
     assert path.read_text() == "".join(ROWS)
+    assert [entry.name for entry in tmp_path.iterdir()] == ["metrics.jsonl"]
 
 
 def test_the_directory_is_as_it_was_at_the_checkpoint(run: RunDir) -> None:
