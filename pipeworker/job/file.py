@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
+from functools import partial
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from types import CodeType, ModuleType
@@ -206,7 +207,29 @@ def _is_function(value: Any) -> bool:
     return callable(value) and not isinstance(value, nn.Module)
 
 
-def unused(job: Job, options: Options) -> tuple[str, ...]:
+def notes(job: Job, options: Options) -> tuple[str, ...]:
+    """What may be meant otherwise, each in a sentence."""
+    return (*_sums(job, options), *(() if options.own_loop else _unused(job, options)))
+
+
+def _sums(job: Job, options: Options) -> tuple[str, ...]:
+    """That a loss is a sum, where it is one of torch's and says so."""
+    loss: Any = job.loss
+    if isinstance(loss, partial):
+        made, how = loss.func, loss.keywords.get("reduction")
+    else:
+        made, how = type(loss), getattr(loss, "reduction", None)
+    torchs = str(getattr(made, "__module__", "")).startswith("torch.")
+    if not torchs or how != "sum" or options.microbatches == 1:
+        return ()
+    return (
+        'loss is a sum, reduction="sum", and a step takes the mean over its micro-batches: what '
+        "is learnt depends on --microbatches; give a mean, or a function that returns the pair "
+        "(sum, count)",
+    )
+
+
+def _unused(job: Job, options: Options) -> tuple[str, ...]:
     """What a job file defines, and nobody asks for."""
     slips = [f"{slip} in {job.where} is not used: is {name} meant?" for slip, name in job.slips]
     if options.evaluate_every:

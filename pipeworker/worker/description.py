@@ -52,6 +52,6 @@ def describe(
     names = model.names if model.names != tuple(map(str, range(len(model.names)))) else ()
     types = tuple(classes)
     files = brought.files()
-    notes = () if options.own_loop else job_file.unused(brought.job, options)
+    notes = job_file.notes(brought.job, options)
     said = (model.classes, skips, ties, digest, types, names, files, notes)
     return Described(role.rank, *said), classes

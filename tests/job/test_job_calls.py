@@ -38,6 +38,18 @@ class OneInput(nn.Module):
         return output
 
 
+class Counted(OneInput):
+    """Gives a pair (sum, count)."""
+
+    reduction = "sum"
+
+    def forward(self, output: Any, target: Any = None) -> Any:
+        return output.sum(), len(output)
+
+
+SUM = functools.partial(nn.functional.mse_loss, reduction="sum")
+
+
 def check(**names: Any) -> job_file.Job:
     """A job that is right but for these names."""
     right = {
@@ -150,6 +162,13 @@ def test_what_a_builder_of_the_users_raises_is_its_own() -> None:
             job_file.build(entry, 0)
 
 
+def test_the_sum_of_one_micro_batch_is_the_steps() -> None:
+    assert job_file.notes(check(loss=SUM), Options("j.py", 1, 1)) == ()
+    assert len(job_file.notes(check(loss=SUM, evaluation=list), Options("j.py", 1, 2))) == 2
+    own = Options("script.py", 1, 2, own_loop=True)
+    assert len(job_file.notes(check(loss=SUM, evaluation=list), own)) == 1
+
+
 def test_a_slip_of_a_name_is_shown() -> None:
     module = SimpleNamespace(model=[], loss=print, data=[], optimiser=print)
     with pytest.raises(UsageError, match=r"lacks the name optimizer: .* and data; optimiser is"):
@@ -166,12 +185,21 @@ def test_a_slip_of_a_name_is_shown() -> None:
         ({"schedular": list}, 5, ("schedular in job file j.py is not used: is scheduler meant?",)),
         ({"evalution": list, "metric": 1}, None, ("metric in job", "evalution in job")),
         ({"scheduler": lambda o: o, "schedulers": 1, "tie": 1, "optimizers": 1}, 5, ()),
+        (
+            {"loss": SUM},
+            5,
+            ('loss is a sum, reduction="sum", and a step takes the mean over',),
+        ),
+        ({"loss": nn.BCELoss(reduction="sum")}, 5, ("loss is a sum",)),
+        ({"loss": functools.partial(nn.functional.mse_loss, reduction="mean")}, 5, ()),
+        ({"loss": nn.CrossEntropyLoss()}, 5, ()),
+        ({"loss": Counted()}, 5, ()),
     ],
 )
-def test_what_is_defined_and_not_used_is_noted(
+def test_what_may_be_meant_otherwise_is_noted(
     names: dict[str, Any], every: int | None, expected: tuple[str, ...]
 ) -> None:
-    notes = job_file.unused(check(**names), Options("j.py", 1, 1, evaluate_every=every))
+    notes = job_file.notes(check(**names), Options("j.py", 1, 2, evaluate_every=every))
     assert len(notes) == len(expected)
     assert all(map(str.startswith, notes, expected))
 

@@ -194,9 +194,21 @@ def test_a_full_file_is_said_once_and_ends_nothing() -> None:
     assert error.getvalue() == "warning: cannot write standard output: nothing doing\n"
 
 
-def test_where_nobody_reads_standard_error_has_the_rest() -> None:
+def test_where_nobody_reads_the_job_goes_on() -> None:
     error = StringIO()
     show = Show(Options("job.py", 2, 8), "/nowhere", View(), Broken(errno.EPIPE), error)
+    for event in (PLANNED, step(1), Warned("careful"), DONE):
+        show.hear(event)
+    assert show.gone is None
+    assert error.getvalue().splitlines() == [
+        "warning: nobody reads standard output any more: the job goes on without it",
+        "warning: careful",
+    ]
+
+
+def test_where_a_terminal_is_gone_standard_error_has_the_rest() -> None:
+    error = StringIO()
+    show = Show(Options("job.py", 2, 8), "/nowhere", View(), Broken(errno.EIO), error)
     show.hear(PLANNED)
     assert show.gone is not None
     show.hear(DONE)
@@ -298,15 +310,15 @@ def test_what_is_printed_is_shown_while_nothing_happens(folder: Path) -> None:
     assert not any(thread.name == "screen" for thread in threading.enumerate())
 
 
-def test_a_reader_that_is_gone_is_told_once(folder: Path) -> None:
-    screen = screen_on(folder, Broken(errno.EPIPE))
+def test_a_terminal_that_is_gone_is_told_once(folder: Path) -> None:
+    screen = screen_on(folder, Broken(errno.EIO))
 
     def heard() -> Iterator[bool]:
         for number in range(1, 1000):
             try:
                 screen.hear(step(number))
                 yield False
-            except BrokenPipeError:
+            except OSError:
                 yield True
 
     until(lambda: True in heard())

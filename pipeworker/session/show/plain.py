@@ -37,7 +37,6 @@ from pipeworker.wire.lines import (
 from pipeworker.wire.messages.evaluation import Evaluation
 from pipeworker.wire.messages.step import StepResult
 
-_GONE = (errno.EPIPE, errno.EIO)  # a reader, a terminal
 _SECONDS = 1.0
 """Between two lines of steps, and of one that the job draws anew."""
 
@@ -45,15 +44,15 @@ _SECONDS = 1.0
 class Show:
     """Plain lines on standard output, at most one a second of steps, and the first and the last.
 
-    That a file cannot take them is no reason to end a job; it is said once. Where a reader is gone,
-    standard error has what is still to be said.
+    That a file or a pipe does not take them is no reason to end a job; it is said once. Where a
+    terminal is gone, standard error has what is still to be said.
 
     Args:
         out, error: where lines, and warnings and errors, go; None for this process's own.
         now: a clock.
 
     Attributes:
-        gone: how it shows that a reader or a terminal is gone.
+        gone: how it shows that a terminal is gone.
     """
 
     def __init__(
@@ -252,14 +251,16 @@ class Show:
         try:
             write()
         except OSError as failed:
-            if failed.errno in _GONE:
+            if failed.errno == errno.EIO:
                 self.gone = self.gone or failed
                 if not error and self._out is not self._error:
                     self._out = self._error
                     self.warning("nobody reads standard output any more")
             elif not error and not self._refused:
                 self._refused = True
-                self.warning(str(RecordError("standard output", failed)))
+                unread = "nobody reads standard output any more: the job goes on without it"
+                refused = str(RecordError("standard output", failed))
+                self.warning(unread if failed.errno == errno.EPIPE else refused)
 
     def close(self) -> None:
         """Leave the terminal as it was."""

@@ -47,7 +47,7 @@ class Screen:
         """Show something, soon; a verdict, before this returns: it is the last.
 
         Raises:
-            OSError: a reader or a terminal is gone; once.
+            OSError: a terminal is gone; once.
         """
         if not (isinstance(event, StepResult) and self._events.qsize() > _MOST):
             self._events.put(event)

@@ -55,7 +55,8 @@ class CudaMapping:
     def map(self, handle: bytes) -> torch.Tensor:
         # The number that a device has there may be another's here: its memory is reached from ours.
         storage = map_storage(self._device, msgpack.unpackb(handle, use_list=False))
-        return torch.empty(0, dtype=torch.uint8, device=self._device).set_(storage)
+        found = torch.empty(0, dtype=torch.uint8, device=self._device)
+        return found.set_(storage)
 
     def signal(self) -> tuple[Signal, bytes]:
         event: Any = torch.cuda.Event(interprocess=True)  # type: ignore[no-untyped-call]
