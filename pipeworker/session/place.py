@@ -132,8 +132,10 @@ class Place:
 
             return default_store()
         serves = self.rank == 0 and not self.agent_serves
+        # Torchrun's is there before its ranks are: where it is not, it is gone.
+        limit = timings().reach if self.agent_serves else timings().meet
         try:
-            return _store_at(self.address, self.port, serves)
+            return _store_at(self.address, self.port, serves, limit)
         except (RuntimeError, OSError) as error:
             kind = NotMet if self.agent_serves else UsageError  # torchrun's agents did meet there
             raise kind(
@@ -228,12 +230,12 @@ def _listens(address: str, port: int) -> bool:
 
 
 @cache
-def _store_at(address: str, port: int, serves: bool) -> Store:
+def _store_at(address: str, port: int, serves: bool, limit: float) -> Store:
     from pipeworker.worker.internals import TCPStore
 
     _await_name(address)
     if not serves:
-        await_others(lambda: _listens(address, port))
+        await_others(lambda: _listens(address, port), limit)
     # Whoever serves here reaches it soon or never; who does not has just seen that it is there.
     soon = timedelta(seconds=timings().reach)
     store = TCPStore(

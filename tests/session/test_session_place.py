@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import socket
+from types import SimpleNamespace
+
 import pytest
 
-from pipeworker.errors import UsageError
+from pipeworker.errors import NotMet, UsageError
 from pipeworker.session import place as module
 from pipeworker.session.place import Place
 
@@ -38,3 +41,15 @@ def test_a_name_that_is_a_loopbacks_at_home_is_what_the_others_take_it_for(first
 def test_a_name_is_looked_up() -> None:
     assert Place(1, 2, 0, 1, "127.0.0.5", 1).master_address() == "127.0.0.5"
     assert Place(1, 2, 0, 1, "no host", 1).master_address() == ""
+
+
+def test_a_store_of_torchruns_that_is_gone_is_not_waited_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its first agent ends as soon as a rank there has said a mistake."""
+    monkeypatch.setattr(module, "timings", lambda: SimpleNamespace(reach=0.1, meet=300.0))
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    with pytest.raises(NotMet, match="rank 1 cannot meet the others"):
+        Place(1, 2, 0, 1, "127.0.0.1", port).store()
