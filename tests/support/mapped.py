@@ -9,18 +9,27 @@ import ctypes
 import mmap
 import os
 import random
+import secrets
+import socket
 import struct
+import subprocess
 import threading
 import time
+from collections import deque
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from pipeworker.worker.device.accelerator import Accelerator, accelerator_for
 from pipeworker.worker.device.mapping import Mapping
+from pipeworker.worker.transport import mapped, shared
 from pipeworker.worker.transport.link import Lane, Link, Pending
 from support.device import LateDevice, LateEvent, LateStream
+from support.jobs import Jobs
+from support.transport import FORTH
 
 _TURN = 0.0005  # seconds
 _COUNTS = struct.Struct("<2q")
@@ -197,3 +206,81 @@ class _Arriving:
             self.pending.wait()
         arrived = self.device.read(self.buffer)
         self.wanted.copy_(arrived.view(self.wanted.dtype).view(self.wanted.shape))
+
+
+@dataclass
+class RealDevice:
+    """The first CUDA device, where there is one."""
+
+    accelerator: Accelerator
+
+    def put(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to(self.accelerator.device)
+
+    def read(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.cpu()
+
+    def active(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def stop(self) -> None: ...
+
+
+def device_of(kind: str) -> tuple[Accelerator, MappedDevice | RealDevice]:
+    if kind == "late":
+        late = MappedDevice(["compute"]).start()
+        return late, late
+    real = accelerator_for(torch.device(kind, 0))
+    assert real
+    return real, RealDevice(real)
+
+
+SENDER = """
+import socket, sys, torch
+from pipeworker.worker.transport import mapped, shared
+from support.mapped import device_of
+from support.transport import FORTH
+
+def connected():
+    made = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    made.connect("\\0" + sys.argv[1])
+    return made
+
+accelerator, device = device_of(sys.argv[2])
+host = shared.SendingLink(FORTH, connected())
+link = mapped.over(connected(), host, FORTH, accelerator, sends=True)
+with device.active():
+    for m in range(int(sys.argv[3])):
+        link.bulk.send(device.put(torch.arange(1000.0)) * (1.0 + m), 0).wait()
+sys.stdin.read()
+"""
+
+
+def between_processes(jobs: Jobs, kind: str, frames: int = 100) -> None:
+    """Every bit arrives from a device of another process, in buffers that are used again."""
+    accelerator, device = device_of(kind)
+    name = f"pipeworker-test-{secrets.token_hex(8)}"
+    with closing(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)) as listener:
+        listener.bind(f"\0{name}")
+        listener.listen()
+        listener.settimeout(60)
+        sender = jobs.python("-c", SENDER, name, kind, str(frames), stdin=subprocess.PIPE)
+        host = shared.ReceivingLink(FORTH, listener.accept()[0])
+        link = mapped.over(listener.accept()[0], host, FORTH, accelerator, sends=False)
+    assert link is not host
+    with device.active():
+        buffers = [link.bulk.allocate(4000).view(torch.float32) for _ in range(8)]
+        posted = deque(link.bulk.receive(buffers, 0))
+        results = []
+        for m in range(frames):
+            posted.popleft().wait()
+            results.append(buffers[m % 8] * 2.0)
+            posted += link.bulk.receive([buffers[m % 8]], 0)
+    for m, result in enumerate(results):
+        assert torch.equal(device.read(result), torch.arange(1000.0) * (1.0 + m) * 2.0), m
+    assert sender.stdin
+    sender.stdin.close()
+    out, err = sender.communicate(timeout=30)
+    assert (sender.returncode, out, err) == (0, "", "")
+    link.close()
+    device.stop()

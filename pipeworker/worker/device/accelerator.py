@@ -20,6 +20,8 @@ import torch
 from pipeworker.host import streams
 from pipeworker.worker.device.mapping import CudaMapping, Mapping
 
+_cuda: Any = torch.cuda  # not all of it has types
+
 
 class Event(Protocol):
     """A place in a stream: behind all that it was given so far."""
@@ -91,29 +93,33 @@ class Accelerator(Protocol):
 
 
 class TorchAccelerator:
-    """By torch's public names, whatever the device is called.
+    """By torch's names for any accelerator.
 
     One that has a single stream (MPS) does all in turn.
     """
 
+    mapping: Mapping | None = None
+
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.mapping: Mapping | None = CudaMapping(device) if device.type == "cuda" else None
-        self.sends: Stream = self.current
-        self.receives: Stream = self.current
+        self.sends = self.receives = self.current
         with suppress(RuntimeError):
-            self.sends, self.receives = torch.Stream(device), torch.Stream(device)
+            self.sends, self.receives = self._stream(), self._stream()
+
+    def _stream(self) -> Any:
+        return torch.Stream(self.device)
 
     @property
-    def current(self) -> Stream:
+    def current(self) -> Any:
         return torch.accelerator.current_stream(self.device)
 
-    def using(self, stream: Stream) -> AbstractContextManager[object]:
-        return _torch(stream)
+    def using(self, stream: Any) -> AbstractContextManager[object]:
+        within: AbstractContextManager[object] = stream
+        return within
 
-    def event(self, stream: Stream) -> Event:
+    def event(self, stream: Any) -> Event:
         event = torch.Event(self.device, blocking=True)  # who waits for it leaves the core
-        event.record(_torch(stream))
+        event.record(stream)
         return event
 
     def holds(self, tensor: torch.Tensor) -> bool:
@@ -122,30 +128,51 @@ class TorchAccelerator:
     def empty(self, count: int) -> torch.Tensor:
         return torch.empty(count, dtype=torch.uint8, device=self.device)
 
-    def used(self, tensor: torch.Tensor, stream: Stream) -> None:
-        tensor.record_stream(_torch(stream))
+    def used(self, tensor: torch.Tensor, stream: Any) -> None:
+        tensor.record_stream(stream)
 
     def pinned(self, count: int) -> torch.Tensor:
         return torch.empty(count, dtype=torch.uint8, pin_memory=True)
 
     def pin(self, address: int, size: int) -> Callable[[], None] | None:
-        if self.device.type != "cuda":
-            return None
-        runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-        if int(runtime.cudaHostRegister(address, size, 0)):
-            streams.note("warning: shared memory cannot be pinned, so copies from it take longer")
-            return None
-        return lambda: runtime.cudaHostUnregister(address)
+        return None
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
         target.copy_(source, non_blocking=True)
 
 
-def _torch(stream: Stream) -> torch.Stream:
-    assert isinstance(stream, torch.Stream)
-    return stream
+class CudaAccelerator(TorchAccelerator):
+    """By CUDA's own names: events of two processes are of these, and the two kinds do not mix."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device)
+        self.mapping = CudaMapping(device)
+
+    def _stream(self) -> Any:
+        return _cuda.Stream(self.device)
+
+    @property
+    def current(self) -> Any:
+        return torch.cuda.current_stream(self.device)
+
+    def using(self, stream: Any) -> AbstractContextManager[object]:
+        return torch.cuda.stream(stream)
+
+    def event(self, stream: Any) -> Event:
+        event: Event = _cuda.Event(blocking=True)
+        stream.record_event(event)
+        return event
+
+    def pin(self, address: int, size: int) -> Callable[[], None] | None:
+        runtime = _cuda.cudart()
+        if int(runtime.cudaHostRegister(address, size, 0)):
+            streams.note("warning: shared memory cannot be pinned, so copies from it take longer")
+            return None
+        return lambda: runtime.cudaHostUnregister(address)
 
 
 def accelerator_for(device: torch.device) -> Accelerator | None:
     """None on the CPU, where a call returns when it is done."""
-    return None if device.type == "cpu" else TorchAccelerator(device)
+    if device.type == "cpu":
+        return None
+    return CudaAccelerator(device) if device.type == "cuda" else TorchAccelerator(device)

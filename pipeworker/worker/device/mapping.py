@@ -59,8 +59,9 @@ class CudaMapping:
         return found.set_(storage)
 
     def signal(self) -> tuple[Signal, bytes]:
-        event: Any = torch.cuda.Event(interprocess=True)  # type: ignore[no-untyped-call]
-        return event, event.ipc_handle()
+        with torch.cuda.device(self._device):  # of the thread that asks
+            event: Any = torch.cuda.Event(interprocess=True)  # type: ignore[no-untyped-call]
+            return event, event.ipc_handle()
 
     def signal_of(self, handle: bytes) -> Signal:
         event: Signal = torch.cuda.Event.from_ipc_handle(self._device, handle)  # type: ignore

@@ -2,26 +2,22 @@
 
 from __future__ import annotations
 
-import secrets
-import socket
-import subprocess
-from collections import deque
 from collections.abc import Iterator, Sequence
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
 import torch
 
 from pipeworker.errors import PeerLost
-from pipeworker.worker.transport import mapped, shared
+from pipeworker.worker.transport import shared
 from pipeworker.worker.transport.channel import Receiver, Sender
 from pipeworker.worker.transport.courier import Courier
 from pipeworker.worker.transport.link import Link, Pending
 from pipeworker.worker.transport.mapped import ReceivingLane, SendingLane
 from support.device import EAGER
 from support.jobs import Jobs
-from support.mapped import MappedDevice
+from support.mapped import MappedDevice, between_processes
 from support.transport import FORTH, connect_all
 
 MICROBATCHES = 6
@@ -178,51 +174,5 @@ def test_memory_that_nobody_has_is_forgotten_at_both_ends(devices: list[MappedDe
         assert len(receive._buffers) == len(send._mapped_buffers) == 1
 
 
-SENDER = """
-import socket, sys, torch
-from pipeworker.worker.transport import mapped, shared
-from support.mapped import MappedDevice
-from support.transport import FORTH
-
-def connected():
-    made = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    made.connect("\\0" + sys.argv[1])
-    return made
-
-device = MappedDevice(["compute"]).start()
-host = shared.SendingLink(FORTH, connected())
-link = mapped.over(connected(), host, FORTH, device, sends=True)
-with device.active():
-    for m in range(int(sys.argv[2])):
-        link.bulk.send(device.put(torch.arange(1000.0)) * (1.0 + m), 0).wait()
-sys.stdin.read()
-"""
-
-
 def test_between_two_processes(jobs: Jobs) -> None:
-    device, frames = MappedDevice().start(), 100
-    name = f"pipeworker-test-{secrets.token_hex(8)}"
-    with closing(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)) as listener:
-        listener.bind(f"\0{name}")
-        listener.listen()
-        listener.settimeout(30)
-        sender = jobs.python("-c", SENDER, name, str(frames), stdin=subprocess.PIPE)
-        host = shared.ReceivingLink(FORTH, listener.accept()[0])
-        link = mapped.over(listener.accept()[0], host, FORTH, device, sends=False)
-    assert isinstance(link.bulk, ReceivingLane)
-    with device.active():
-        buffers = [link.bulk.allocate(4000).view(torch.float32) for _ in range(8)]
-        posted = deque(link.bulk.receive(buffers, 0))
-        results = []
-        for m in range(frames):
-            posted.popleft().wait()
-            results.append(buffers[m % 8] * 2.0)
-            posted += link.bulk.receive([buffers[m % 8]], 0)
-    for m, result in enumerate(results):
-        assert torch.equal(device.read(result), torch.arange(1000.0) * (1.0 + m) * 2.0), m
-    assert sender.stdin
-    sender.stdin.close()
-    out, err = sender.communicate(timeout=30)
-    assert (sender.returncode, out, err) == (0, "", "")
-    link.close()
-    device.stop()
+    between_processes(jobs, "late")

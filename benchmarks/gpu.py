@@ -1,0 +1,232 @@
+"""What the first session with a GPU measures: the channel between devices, and K=1.
+
+``channel``: two processes, on two GPUs or sharing one; the rate of 64 MB against the device's own
+copy of as much (target 0.8), and what 64 KB takes there and back, half of it, beyond that copy
+(target 30 us). ``alone``: one stage against the plain loop over the same micro-batches, in turn:
+rate (0.99) and peak memory (1.01). ``launch``: the same with layers of no size, which leaves the
+host's time for an action (60 us). The last two run on the CPU as well, without a target.
+
+    python benchmarks/gpu.py channel
+    python benchmarks/gpu.py alone [--device cpu] [--width 1024 --layers 24 --precision bf16]
+    python benchmarks/gpu.py launch [--device cpu]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import secrets
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections import deque
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+from links import BACK, FORTH, asking, coordinate
+from parts import SKIPPED_STEPS
+
+from pipeworker.plan.placement import Placement
+from pipeworker.worker.device.accelerator import accelerator_for
+from pipeworker.worker.transport import distributed
+from pipeworker.worker.transport.proof import Membership
+
+AHEAD, FRAMES, PINGS, LARGE, SMALL = 4, 100, 500, 64 << 20, 64 << 10
+JOB = """
+import sys
+import torch
+from torch import nn
+
+WIDTH, LAYERS, SAMPLES, TIME = map(int, sys.argv[1:5])
+
+def block():
+    if not TIME:
+        return nn.Identity() if WIDTH else nn.Linear(1, 1)
+    return nn.TransformerEncoderLayer(WIDTH, 16, 4 * WIDTH, 0.0, batch_first=True)
+
+def model():
+    return [block] * LAYERS
+
+def loss(output, target):
+    return nn.functional.mse_loss(output, target)
+
+def optimizer(params):
+    return torch.optim.SGD(params, lr=0.01)
+
+def data():
+    x = torch.randn(SAMPLES, TIME, WIDTH) if TIME else torch.ones(SAMPLES, 1)
+    while True:
+        yield x, x
+"""
+PLAIN = """
+import contextlib, json, resource, runpy, sys, time, torch
+job_file, steps, m, device, precision, *words = sys.argv[1:]
+sys.argv = [job_file, *words]
+job = runpy.run_path(job_file)
+net = torch.nn.Sequential(*(made() for made in job["model"]())).to(device)
+opt = job["optimizer"](net.parameters())
+dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision)
+took = []
+for step, (x, y) in zip(range(int(steps)), job["data"]()):
+    began = time.perf_counter()
+    losses = []
+    x, y = x.to(device), y.to(device)
+    for xm, ym in zip(x.tensor_split(int(m)), y.tensor_split(int(m))):
+        with torch.autocast(device, dtype) if dtype else contextlib.nullcontext():
+            loss = job["loss"](net(xm), ym)
+        (loss * (len(xm) / len(x))).backward()
+        losses.append(loss.detach())
+    opt.step()
+    opt.zero_grad()
+    torch.stack(losses).tolist()
+    took.append(time.perf_counter() - began)
+peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+if device != "cpu":
+    peak = torch.cuda.max_memory_allocated()
+print(json.dumps([took, peak]))
+"""
+
+
+def channel() -> None:
+    member = Membership(secrets.token_hex(16), 1)
+    context = multiprocessing.get_context("spawn")
+    (mine, store_a), (theirs, store_b) = (context.Pipe() for _ in range(2))
+    server = context.Process(target=coordinate, args=([store_a, store_b],), daemon=True)
+    other = context.Process(target=source, args=(theirs, member), daemon=True)
+    server.start()
+    other.start()
+    device, made = linked(1, mine, member)
+    buffers = [made[FORTH].bulk.allocate(LARGE) for _ in range(AHEAD)]
+    posted = deque(made[FORTH].bulk.receive(buffers, 0))
+    began = 0.0
+    for number in range(FRAMES):
+        posted.popleft().wait()
+        if not began:
+            torch.cuda.synchronize(device)
+            began = time.perf_counter()
+        posted += made[FORTH].bulk.receive([buffers[number % AHEAD]], 0)
+    torch.cuda.synchronize(device)
+    rate = (FRAMES - 1) * LARGE / (time.perf_counter() - began)
+    copies = LARGE / copy_seconds(device, LARGE)
+    there = pings(device, made, BACK, FORTH, first=False) - 1e6 * copy_seconds(device, SMALL)
+    print(f"{torch.cuda.get_device_name(device)}, {torch.cuda.device_count()} of them")
+    print(f"64 MB: {rate / 1e9:.1f} GB/s, {rate / copies:.2f} of the device's copy (0.8)")
+    print(f"64 KB: {there:.0f} us beyond the copy (30)")
+
+
+def source(questions: Connection, member: Membership) -> None:
+    device, made = linked(0, questions, member)
+    tensor = torch.ones(LARGE, dtype=torch.uint8, device=device)
+    for _ in range(FRAMES):
+        made[FORTH].bulk.send(tensor, 0).wait()
+    pings(device, made, FORTH, BACK, first=True)
+    torch.cuda.synchronize(device)
+
+
+def linked(rank: int, questions: Connection, member: Membership) -> tuple[torch.device, Any]:
+    device = torch.device("cuda", rank % torch.cuda.device_count())
+    torch.cuda.set_device(device)
+    store = distributed.CoordinatorStore(asking(questions))
+    network = distributed.Network("tcp://127.0.0.1:1")
+    places = ([FORTH, BACK], rank, Placement.identity(2), store, network, member)
+    return device, distributed.connect(*places, accelerator_for(device))
+
+
+def pings(device: torch.device, made: Any, out: Any, back: Any, *, first: bool) -> float:
+    """Microseconds one way, until the device has it."""
+    tensor = torch.ones(SMALL, dtype=torch.uint8, device=device)
+    got, took = made[back].bulk.allocate(SMALL), []
+    for _ in range(PINGS):
+        began = time.perf_counter()
+        (receiving,) = made[back].bulk.receive([got], 0)
+        if first:
+            made[out].bulk.send(tensor, 0).wait()
+        receiving.wait()
+        torch.cuda.synchronize(device)
+        if not first:
+            made[out].bulk.send(tensor, 0).wait()
+        took.append(time.perf_counter() - began)
+    return 1e6 * statistics.median(took) / 2
+
+
+def copy_seconds(device: torch.device, size: int) -> float:
+    one, other = (torch.ones(size, dtype=torch.uint8, device=device) for _ in range(2))
+    times = []
+    for _ in range(20):
+        torch.cuda.synchronize(device)
+        began = time.perf_counter()
+        other.copy_(one)
+        torch.cuda.synchronize(device)
+        times.append(time.perf_counter() - began)
+    return statistics.median(times)
+
+
+def alone(args: argparse.Namespace, width: int, layers: int, length: int, samples: int) -> None:
+    """Both in turn, in processes of their own."""
+    m, words = args.microbatches, [str(n) for n in (width, layers, samples, length)]
+    times: tuple[list[float], list[float]] = ([], [])
+    peaks = [0, 0]
+    with tempfile.TemporaryDirectory() as folder:
+        job = Path(folder, "job.py")
+        job.write_text(JOB)
+        for number in range(args.rounds):
+            run = Path(folder, str(number))
+            line = ["-m", "pipeworker", "launch", "--stages", "1", "--microbatches", str(m)]
+            line += ["--steps", str(args.steps), "--recompute", "never", "--device", args.device]
+            line += ["--precision", args.precision, "--run-dir", str(run), str(job), "--", *words]
+            output(line)
+            rows = [json.loads(row) for row in (run / "metrics.jsonl").open()]
+            times[0].append(_median([row["seconds"] for row in rows]))
+            peaks[0] = json.loads((run / "summary.json").read_text())["peak_memory_bytes"][0]
+            options = [str(job), str(args.steps), str(m), args.device, args.precision]
+            took, peaks[1] = json.loads(output(["-c", PLAIN, *options, *words]))
+            times[1].append(_median(took))
+    ours, plain = map(statistics.median, times)
+    print(f"K=1, M={m}, {args.device}: ours {ours * 1e3:.2f} ms a step, plain {plain * 1e3:.2f}")
+    if length:
+        print(f"rate {plain / ours:.3f} (0.99), peak memory {peaks[0] / peaks[1]:.3f} (1.01)")
+    else:
+        print(f"{1e6 * (ours - plain) / (2 * m):.0f} us of the host's for an action (60)")
+
+
+def output(words: list[str]) -> str:
+    done = subprocess.run([sys.executable, *words], capture_output=True, text=True, timeout=600)
+    if done.returncode:
+        raise SystemExit(f"{' '.join(words)} failed:\n{done.stdout}{done.stderr}")
+    return done.stdout.strip().splitlines()[-1]
+
+
+def _median(seconds: list[float]) -> float:
+    return statistics.median(seconds[SKIPPED_STEPS:])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("what", choices=("channel", "alone", "launch"))
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--precision", choices=("fp32", "bf16", "fp16"), default="fp32")
+    parser.add_argument("--microbatches", type=int, default=8)
+    parser.add_argument("--width", type=int, default=1024)
+    parser.add_argument("--layers", type=int, default=24, help="24 of 1024: 300M parameters")
+    parser.add_argument("--length", type=int, default=512)
+    parser.add_argument("--steps", type=int, default=23)
+    parser.add_argument("--rounds", type=int, default=3)
+    args = parser.parse_args()
+    if (args.what == "channel" or args.device == "cuda") and not torch.cuda.is_available():
+        raise SystemExit("no GPU on this host: alone and launch run with --device cpu")
+    if args.what == "channel":
+        channel()
+    elif args.what == "alone":
+        alone(args, args.width, args.layers, args.length, 4 * args.microbatches)
+    else:
+        args.microbatches = 64
+        alone(args, 0, 1, 0, 64)
+
+
+if __name__ == "__main__":
+    main()
