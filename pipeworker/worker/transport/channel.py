@@ -71,6 +71,7 @@ class Sender:
         self._courier = courier
         self._kinds = kinds
         self._accelerator = accelerator
+        self._among_devices = link.bulk.device.type != "cpu"
         self._known: _Known = {}
         self._dynamic = False
         self._surprised = False
@@ -109,7 +110,7 @@ class Sender:
         if expected is not None and self._control is not self._bulk:
             messages.insert(0, (_NOTICE, _bytes_tensor(b"\0" if tensors is not None else b"\1")))
         accelerator = self._accelerator
-        if accelerator is not None and self._bulk.device.type != "cpu":
+        if accelerator is not None and self._among_devices:
             messages = self._hand_over(messages, accelerator)
         if accelerator is not None and any(accelerator.holds(tensor) for _, tensor in messages):
             self._depart(messages, accelerator)
@@ -149,10 +150,13 @@ class Sender:
             self._under_way.append(self._errand)
 
     def flush(self) -> None:
-        """Wait until everything has left."""
+        """Wait until everything has left: what was sent may be changed from now on."""
         while self._under_way:
             self._under_way.popleft().wait()
         self._errand = None
+        if self._accelerator is not None and self._among_devices:
+            left = self._accelerator.event(self._accelerator.sends)
+            self._accelerator.current.wait_event(left)  # who changes it then does so on the device
 
     def _describe(self, microbatch: int, value: Any, expected: Frame | None) -> Messages:
         """The messages for a value that the receiver does not expect."""

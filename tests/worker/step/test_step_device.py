@@ -26,7 +26,7 @@ from support.pipelines import (
     mse,
 )
 
-MICROBATCHES = 5
+MICROBATCHES = 4
 SKIPS = [Skip(0, 4, "kept")]
 
 
@@ -82,7 +82,7 @@ def pipeline(
 def test_the_bits_are_those_of_the_host_and_few_wait(
     eager: Sequence[tuple[str, ...]], mode: str, loss: Loss
 ) -> None:
-    steps = 3
+    steps = 2
     batches = data(*[10] * steps)
     with pipeline((), batches, mode, loss) as made:
         expected = made.train(steps)

@@ -100,6 +100,26 @@ def test_each_order_that_does_not_hold_gives_wrong_bytes(
     assert travelled(eager, others)
 
 
+@pytest.mark.parametrize("without", ["", "sends>compute"])
+def test_what_was_sent_may_be_changed_behind_a_flush(without: str) -> None:
+    devices = [MappedDevice(["compute"], without), MappedDevice()]
+    with linked(devices) as ends:
+        channel = Channel(ends, devices)
+        channel.step(values(0))
+        channel.sender.begin(0)
+        channel.receiver.begin(0, range(1))
+        with devices[0].active():
+            sent = devices[0].put(torch.ones(300))
+            channel.sender.send(0, sent)
+            channel.sender.flush()
+            sent.fill_(7.0)
+        with devices[1].active():
+            got = channel.receiver.receive(0) * 1.0
+        for device in devices:
+            device.start()
+        assert torch.equal(devices[1].read(got), torch.ones(300)) is not bool(without)
+
+
 @pytest.fixture
 def devices() -> list[MappedDevice]:
     return [MappedDevice().start(), MappedDevice(["compute"]).start()]
