@@ -258,5 +258,7 @@ def test_a_coordinator_and_the_fork_server_that_are_lost_at_once_are_replaced(
     _, stderr = process.communicate(timeout=60)
     assert process.returncode == 0, stderr
     assert_same(Run(0, "", stderr, path), quiet)
-    said = "warning: the coordinator was killed; the fork server of this host was killed"
-    assert said in stderr
+    # Another coordinator hears of the fork server, or begins behind that.
+    fork_server = "the fork server of this host was killed.*; "
+    lost = f"warning: the coordinator was killed; ({fork_server})?went on"
+    assert re.search(lost, stderr)
