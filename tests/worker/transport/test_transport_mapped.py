@@ -129,7 +129,7 @@ def devices() -> list[MappedDevice]:
 
 
 def test_tensors_of_the_host_pass_between_devices_too() -> None:
-    devices = [MappedDevice(["compute", "sends"]), MappedDevice(["compute"])]
+    devices = [MappedDevice(["compute", "sends"]), MappedDevice(EAGER[-1])]
     with linked(devices) as ends:
         channel = Channel(ends, devices)
         pairs = [[(value, value + 1.0) for value in values(step)] for step in range(2)]
