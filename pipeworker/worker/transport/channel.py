@@ -109,13 +109,10 @@ class Sender:
             messages = self._describe(microbatch, value, expected)
         if expected is not None and self._control is not self._bulk:
             messages.insert(0, (_NOTICE, _bytes_tensor(b"\0" if tensors is not None else b"\1")))
-        accelerator = self._accelerator
-        if accelerator is not None and self._among_devices:
-            messages = self._hand_over(messages, accelerator)
-        if accelerator is not None and any(accelerator.holds(tensor) for _, tensor in messages):
-            self._depart(messages, accelerator)
+        if self._accelerator is not None:
+            messages = self._depart(messages, self._accelerator)
         # A small send costs less than waking a thread for it; sends keep their order.
-        elif self._courier is None or (
+        if self._courier is None or (
             sum([tensor.nbytes for _, tensor in messages]) <= _SMALL_BYTES
             and (self._errand is None or self._errand.issued)
         ):
@@ -125,18 +122,12 @@ class Sender:
             self._errand = self._courier.submit(lambda: self._start(messages))
             under_way.append(self._errand)
 
-    def _hand_over(self, messages: Messages, accelerator: Accelerator) -> Messages:
-        """What the devices pass on among themselves; returns the rest."""
-        tensors = [tensor for tag, tensor in messages if tag == _EXPECTED]
-        if not all(map(accelerator.holds, tensors)):
-            tensors, there = staging.brought(accelerator, tensors)
-            accelerator.current.wait_event(there)
-        if started := self._start([(_EXPECTED, tensor) for tensor in tensors]):
-            self._under_way.append(_Started(started))
-        return [message for message in messages if message[0] != _EXPECTED]
-
-    def _depart(self, messages: Messages, accelerator: Accelerator) -> None:
-        """As soon as the device has computed them; the courier waits for that."""
+    def _depart(self, messages: Messages, accelerator: Accelerator) -> Messages:
+        """Send what lies on the device as soon as it is computed; returns the rest."""
+        if self._among_devices:
+            messages = self._hand_over(messages, accelerator)
+        if not any(accelerator.holds(tensor) for _, tensor in messages):
+            return messages
         staged, copied = staging.departed(accelerator, messages)
 
         def start() -> list[Pending]:
@@ -148,6 +139,17 @@ class Sender:
         else:
             self._errand = self._courier.submit(start)
             self._under_way.append(self._errand)
+        return []
+
+    def _hand_over(self, messages: Messages, accelerator: Accelerator) -> Messages:
+        """What is expected passes between the devices; returns the rest."""
+        tensors = [tensor for tag, tensor in messages if tag == _EXPECTED]
+        if not all(map(accelerator.holds, tensors)):
+            tensors, there = staging.brought(accelerator, tensors)
+            accelerator.current.wait_event(there)
+        if started := self._start([(_EXPECTED, tensor) for tensor in tensors]):
+            self._under_way.append(_Started(started))
+        return [message for message in messages if message[0] != _EXPECTED]
 
     def flush(self) -> None:
         """Wait until everything has left: what was sent may be changed from now on."""

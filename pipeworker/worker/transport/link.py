@@ -43,6 +43,8 @@ class Lane(Protocol):
     """Moves tensors one way. Messages of one tag arrive in the order they were sent.
 
     Tensors are contiguous, on :attr:`device`, and never of size zero. Both calls return at once.
+    Where the device works on by itself, both are about the thread's current stream: what it has
+    been given by then is sent, and who waits for a receive has that stream wait.
     """
 
     device: torch.device

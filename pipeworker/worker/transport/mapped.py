@@ -306,9 +306,7 @@ def _offered(connection: socket.socket, accelerator: Accelerator, mapping: Mappi
     memory, offer = accelerator.empty(1), (b"", b"")
     reason = ""
     try:
-        signal, handle = mapping.signal()
-        signal.record(accelerator.current)
-        offer = mapping.share(memory), handle
+        offer = mapping.share(memory), mapping.signal()[1]
     except _FAILURES as error:
         reason = _said(error)
     connection.sendall(msgpack.packb((reason, *offer)))

@@ -44,16 +44,19 @@ class Channel:
         self.receiver = Receiver(ends[1], 4, accelerator=self._there)
 
     def step(self, values: Sequence[Any], signature: int = 0) -> list[torch.Tensor]:
-        """Values are of the host; only those that are tensors lie on the device."""
+        """What the values are on the device; the second of a pair stays on the host."""
         self.sender.begin(signature)
         self.receiver.begin(signature, range(len(values)))
         results = []
         for m, value in enumerate(values):
             with self._here.active():
-                on_device = isinstance(value, torch.Tensor)
-                self.sender.send(m, self._here.put(value) * 1.0 if on_device else value)
+                pair = isinstance(value, tuple)
+                made = self._here.put(value[0] if pair else value) * 1.0
+                self.sender.send(m, (made, value[1]) if pair else made)
             with self._there.active():
-                results.append(self.receiver.receive(m) * 2.0)
+                got = self.receiver.receive(m)
+                results.append(got[0] * 2.0 + got[1] if pair else got * 2.0)
+                del got
                 self.receiver.release(m)
         return results
 
@@ -125,8 +128,21 @@ def devices() -> list[MappedDevice]:
     return [MappedDevice().start(), MappedDevice(["compute"]).start()]
 
 
+def test_tensors_of_the_host_pass_between_devices_too() -> None:
+    devices = [MappedDevice(["compute", "sends"]), MappedDevice(EAGER[-1])]
+    with linked(devices) as ends:
+        channel = Channel(ends, devices)
+        pairs = [[(value, value + 1.0) for value in values(step)] for step in range(2)]
+        results = [channel.step(some) for some in pairs]
+        for device in devices:
+            device.start()
+        for some, got in zip(pairs, results, strict=True):
+            for (one, other), result in zip(some, got, strict=True):
+                assert torch.equal(devices[1].read(result), one * 2.0 + other)
+
+
 def test_what_is_not_expected_passes_through_the_host(devices: list[MappedDevice]) -> None:
-    """And is right all the same: other shapes, tensors of the host, strides, nothing at all."""
+    """And is right all the same."""
     with linked(devices) as ends:
         channel = Channel(ends, devices)
         first = [torch.ones(4), torch.ones(4)]
