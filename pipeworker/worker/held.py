@@ -12,6 +12,7 @@ from pipeworker.exact import partials
 from pipeworker.host import streams
 from pipeworker.host.position import Tracker
 from pipeworker.job.file import Job
+from pipeworker.plan.schedule import OFFLOAD
 from pipeworker.plan.ties import Tie
 from pipeworker.record.checkpoint import Part
 from pipeworker.record.initial import Initial
@@ -19,6 +20,7 @@ from pipeworker.wire.messages.plan import Built, Plan
 from pipeworker.wire.messages.position import Phase
 from pipeworker.wire.messages.step import Update
 from pipeworker.worker.blame import users
+from pipeworker.worker.device.copies import copies_for
 from pipeworker.worker.model.model import Model
 from pipeworker.worker.role import Role
 from pipeworker.worker.stage.compiled import KERNELS
@@ -109,6 +111,7 @@ class Held:
                 precision=options.precision,
                 deferred_batch_norm=options.deferred_batch_norm,
                 compiler=KERNELS if options.compile else None,
+                copies=copies_for(device) if options.recompute == OFFLOAD else None,
             )
             if ties_of is not None:
                 self.ties[part.stage] = ties_of

@@ -22,9 +22,10 @@ from pipeworker.job.file import Job
 from pipeworker.plan import partition, ties
 from pipeworker.plan.check import check as check_schedule
 from pipeworker.plan.connect import connect, forward_only
+from pipeworker.plan.offload import fetched
 from pipeworker.plan.orders.gpipe import gpipe
 from pipeworker.plan.placement import Placement
-from pipeworker.plan.schedule import Pairs, Schedule, between, edges, recomputed
+from pipeworker.plan.schedule import OFFLOAD, Pairs, Schedule, between, edges, recomputed
 from pipeworker.plan.shares import block
 from pipeworker.plan.skips import Skip, between_stages, pairs
 from pipeworker.wire.messages.plan import SkipRoute
@@ -38,12 +39,13 @@ from pipeworker.worker.transport.courier import Courier
 from pipeworker.worker.transport.link import MemoryLink
 from pipeworker.worker.update.ties import Ties
 from pipeworker.worker.update.update import Updater
+from support.copies import LateCopies
 from support.device import LateDevice
 from support.orders import Orders
 from support.transport import TakingTurns, two_lanes
 
 CPU = torch.device("cpu")
-MODES = ("always", "except_first", "never")
+MODES = ("always", "except_first", "never", OFFLOAD)
 Batches = Sequence[tuple[Any, Any]]
 Grads = dict[str, "torch.Tensor | None"]
 Loss = Callable[[Any, Any], Any]
@@ -60,7 +62,12 @@ class Way:
 @functools.cache
 def filled(placement: Placement, mode: str = "never") -> Way:
     """Fill and drain."""
-    return Way(placement, lambda where, m: gpipe(where, m, recomputed(mode, m)))
+
+    def compute(where: Placement, m: int) -> Orders:
+        orders = gpipe(where, m, recomputed(mode, m))
+        return [fetched(order) for order in orders] if mode == OFFLOAD else orders
+
+    return Way(placement, compute)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -183,6 +190,7 @@ class Pipeline:
                 ),
                 deferred_batch_norm=self._deferred,
                 compiler=self._compiler,
+                copies=LateCopies(),
             )
             if tied is not None:
                 mine.ties[index] = tied
