@@ -38,7 +38,7 @@ from pipeworker.coordinator.effects import (
 from pipeworker.coordinator.loop import Due, Loop, alike
 from pipeworker.coordinator.progress import Progress
 from pipeworker.coordinator.rendezvous import Rendezvous
-from pipeworker.coordinator.report import few_samples, place
+from pipeworker.coordinator.report import few_samples, place, sharing
 from pipeworker.coordinator.roster import Member, Roster
 from pipeworker.coordinator.snapshots import Snapshots, Writing
 from pipeworker.coordinator.states import STOPPED, End, Lost, State, Verdict, Waiting
@@ -366,6 +366,8 @@ class Generation:
         if left_out := sum(ready.left_out for _, ready in workers):
             text = f"--init-partial: {left_out} names of the model or of --init-from are left out"
             effects.append(Warn(f"{text}: the stages' logs have them"))
+        if self._first and (shared := sharing(workers, self.placement.names)):
+            effects.append(Warn(shared))
         due = Due(boundary=self.interrupted is not None)
         return [*effects, *self._go_on(due, now)]
 

@@ -14,7 +14,8 @@ from pipeworker.plan.orders import ORDERS, placement
 from pipeworker.plan.partition import check_entries
 from pipeworker.plan.schedule import RECOMPUTE_MODES
 
-DEVICES = ("auto", "cpu", "cuda")
+DEVICES = ("auto", "cpu", "cuda", "mps")
+"""Accelerators of other kinds are taken by ``auto``."""
 BACKENDS = ("auto", "gloo", "nccl", "tls")
 WHEN_BUSY = ("skip", "wait")
 READERS = ("every", "once")

@@ -301,7 +301,8 @@ def _plain_modes() -> Iterator[None]:
     with ExitStack() as stack:
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.enable_grad())
-        for device in ("cpu", "cuda"):
+        current = torch.accelerator.current_accelerator()
+        for device in ("cpu", *([current.type] if current else [])):
             if torch.is_autocast_enabled(device):
                 stack.enter_context(torch.autocast(device, enabled=False))
         yield

@@ -42,7 +42,8 @@ from pipeworker.worker.brought import bring
 from pipeworker.worker.console import redirect_output
 from pipeworker.worker.description import describe
 from pipeworker.worker.device.accelerator import accelerator_for
-from pipeworker.worker.device.device import device_for, peak_memory
+from pipeworker.worker.device.accelerators import TorchAccelerators
+from pipeworker.worker.device.device import device_for, peak_memory, unit_of
 from pipeworker.worker.held import Held
 from pipeworker.worker.model.model import Model
 from pipeworker.worker.role import Role
@@ -148,7 +149,8 @@ class Worker:
         if not kind and self._model is not None:
             kind = self._model.class_of(position.layer)
         named = self._line.name if stage is None else f"stage {stage}"
-        failure = failure_of(error, self._rank, position, kind, named)
+        keeps = "" if stage is None or not self._executors else self._executor.keeps(stage)
+        failure = failure_of(error, self._rank, position, kind, named, keeps)
         if isinstance(error, Raised) and isinstance(error.error, self._transient):
             return replace(failure, cause=Cause.TRANSIENT)
         return failure
@@ -170,7 +172,9 @@ class Worker:
         if options.interface is not None:
             interfaces.address_of(options.interface)  # before anything takes long
         torch.set_num_threads(options.threads)
-        self._device = device_for(options.device, self._settings.local_rank)
+        seen = TorchAccelerators()
+        self._device = device_for(options.device, self._settings.local_rank, seen)
+        self._unit = unit_of(self._device, seen)
         self._brought = bring(self._settings, options, self._device, self._tracker, log)
         job = self._brought.job
         self._transient = job.transient
@@ -220,7 +224,7 @@ class Worker:
         self._connect(plan)
         batch = self._executor.next_batch
         length = self._reader.length if role.reads else 0
-        return Ready(self._rank, built, str(self._device), batch, left_out, length)
+        return Ready(self._rank, built, str(self._device), batch, left_out, length, self._unit)
 
     def _where(self) -> Where:
         """How other workers are reached."""

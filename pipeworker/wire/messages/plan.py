@@ -101,6 +101,8 @@ class Ready:
         batch: from where stage 0 is.
         left_out: how many names of ``--init-from`` and of its stages had no counterpart.
         length: mini-batches of an epoch, from where data is read; 0 where that is not known.
+        unit: which accelerator of its host the device is, whatever its number in the process; empty
+            for the CPU.
     """
 
     rank: int
@@ -109,6 +111,10 @@ class Ready:
     batch: Batch | None
     left_out: int = 0
     length: int = 0
+    unit: str = ""
+
+    def __post_init__(self) -> None:
+        check_names((self.device, self.unit), "names of devices")
 
 
 @dataclass(frozen=True, slots=True)
