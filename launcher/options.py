@@ -217,6 +217,10 @@ _OF_JOB = [
             "--compile/--no-compile",
             "Each layer compiled by torch.compile: kernels of its own, and other rounding.",
         ),
+        _option(
+            "--deterministic/--no-deterministic",
+            "Kernels alone that give the same bits each time; one that has no such kernel raises.",
+        ),
     ),
     *_in(
         _SCHEDULE,

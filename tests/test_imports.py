@@ -102,6 +102,7 @@ ROOMS_WITHIN = {
     ],
     "pipeworker.worker.device": [
         *("accelerators", "device", "stopwatch", "mapping", "accelerator", "copies"),
+        "numerics",
     ],
     "pipeworker.worker.stage": [
         *("microbatch", "rng", "recompute", "batchnorm", "losses", "skips", "values"),

@@ -323,7 +323,7 @@ class Generation:
         member.described = message
         if not self._last_awaited(message.rank):
             return [Joined(message.rank)]
-        if differ := agree.on_sources(self._members):
+        if differ := agree.on_sources(self._members) or agree.on_settings(self._members):
             return self.fail(Failure(Cause.USAGE, differ))
         described = [m.described for m in self._members if m.described]
         self.blueprint = Blueprint.draw(self.options, self.placement, described)

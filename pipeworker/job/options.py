@@ -95,6 +95,7 @@ class Options:
         read_data: by ``every`` replica, which keeps its part; or ``once``, by replica 0 for all.
         csv, tensorboard: figures are recorded in these formats as well.
         compile: each layer is compiled by ``torch.compile``.
+        deterministic: kernels without a fixed order are refused.
     """
 
     job_file: str
@@ -136,6 +137,7 @@ class Options:
     csv: bool = False
     tensorboard: bool = False
     compile: bool = False
+    deterministic: bool = False
 
     def __post_init__(self) -> None:
         for name, least in (

@@ -32,6 +32,12 @@ _LESS_MEMORY = (
     "\n  out of memory: {}more --microbatches make each smaller, --recompute always or offload "
     "keeps less of them, and more --stages or another --balance give this one fewer layers"
 )
+_NOT_DETERMINISTIC = "does not have a deterministic implementation"
+"""What torch says of a kernel under ``use_deterministic_algorithms``."""
+_OTHER_KERNEL = (
+    "\n  give the layer another operation, or leave out --deterministic: docs/networks.md says "
+    "what it is for"
+)
 THEIRS = BaseException
 """What the user's code may raise; an interrupt from the keyboard passes through it."""
 
@@ -135,6 +141,8 @@ def failure_of(
     if isinstance(error, Raised):
         cause = Cause.USAGE if error.early else Cause.USER
         cure = less if _is_out_of_memory(error.error) else ""
+        if isinstance(error.error, RuntimeError) and _NOT_DETERMINISTIC in str(error.error):
+            cure = _OTHER_KERNEL
         return failure(cause, f"{error}{cure}", user_traceback(error.error))
     if isinstance(error, PeerLost):
         return failure(Cause.PEER, str(error))

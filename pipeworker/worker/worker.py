@@ -41,6 +41,7 @@ from pipeworker.worker.blame import Raised, failure_of
 from pipeworker.worker.brought import bring
 from pipeworker.worker.console import redirect_output
 from pipeworker.worker.description import describe
+from pipeworker.worker.device import numerics
 from pipeworker.worker.device.accelerator import accelerator_for
 from pipeworker.worker.device.accelerators import TorchAccelerators
 from pipeworker.worker.device.device import device_for, peak_memory, unit_of
@@ -84,6 +85,7 @@ class Worker:
     """One rank."""
 
     def __init__(self, settings: Settings, line: Line) -> None:
+        self.deterministic = False  # until it is told so
         self._settings = settings
         self._line = line
         self._tracker = settings.tracker
@@ -172,10 +174,15 @@ class Worker:
         if options.interface is not None:
             interfaces.address_of(options.interface)  # before anything takes long
         torch.set_num_threads(options.threads)
+        self.deterministic = options.deterministic
+        if self.deterministic:
+            numerics.before_start()
         seen = TorchAccelerators()
         self._device = device_for(options.device, self._settings.local_rank, seen)
         self._unit = unit_of(self._device, seen)
         self._brought = bring(self._settings, options, self._device, self._tracker, log)
+        if self.deterministic:  # whatever the job file has set
+            numerics.deterministic()
         job = self._brought.job
         self._transient = job.transient
         self._model = model = Model(job, options.seed, self._device, self._tracker)

@@ -48,6 +48,7 @@ class Described:
         names: of the layers in the user's module, where they are not their indices.
         sources: the job file and what it imports from its folder.
         notes: for the user, who may have meant something else.
+        settings: of torch's, that numbers depend on, as ``torch.get_default_dtype() = …``.
     """
 
     rank: int
@@ -59,10 +60,12 @@ class Described:
     names: tuple[str, ...] = ()
     sources: tuple[Source, ...] = ()
     notes: tuple[str, ...] = ()
+    settings: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         check_names(self.types, "names of types")
         check_names(self.notes, "notes", MOST_NOTES)
+        check_names(self.settings, "settings")
         check(len(self.sources) <= MOST_TYPES, f"{len(self.sources)} files")
         count = len(self.layers)
         check_names(self.names, "names of layers", count)
