@@ -55,12 +55,15 @@ from pipeworker.wire.messages.directions import FromWorker, ToWorker
 from pipeworker.wire.messages.evaluation import Evaluate, Evaluation, EvaluationDone
 from pipeworker.wire.messages.failure import Abort, Cause, Failed, Failure, Signalled
 from pipeworker.wire.messages.plan import Described, Ready
+from pipeworker.wire.messages.position import Phase
 from pipeworker.wire.messages.presence import Heartbeat, Hello, Welcome
 from pipeworker.wire.messages.step import Batch, RunStep, StepDone, Upcoming
 from pipeworker.wire.messages.store import StoreRequest
 
 _AT_ONCE = (State.JOINING, State.BUILDING)
 """Where an interrupt finds no step that could be completed."""
+_NOTE_SECONDS = 20.0
+"""Between two notes that something is compiled."""
 _NOTICE = "SIGUSR1"
 """What clusters send before they take a node."""
 
@@ -97,6 +100,7 @@ class Generation:
     _rendezvous: Rendezvous = field(default_factory=Rendezvous)
     _awaited: set[int] = field(default_factory=set)
     _step: int = 0
+    _next_note: float = 0.0  # of what is compiled
     _sent_schedule: int = -1
     _evaluation: Evaluation | None = None
     _cause: FirstCause = field(init=False)
@@ -299,7 +303,11 @@ class Generation:
 
     def _on_heartbeat(self, member: Member, message: Heartbeat, now: float) -> list[Effect]:
         member.beats(message, now)
-        return []
+        if member.position.phase is not Phase.COMPILING or now < self._next_note:
+            return []
+        self._next_note = now + _NOTE_SECONDS
+        at = place(replace(member.failure(Cause.USER, ""), stage=member.name))
+        return [Warn(f"compiling: {at}; each shape that is new takes seconds", note=True)]
 
     def _on_failed(self, member: Member, message: Failed, now: float) -> list[Effect]:
         return self._reported(replace(message.failure, rank=message.rank), now)

@@ -23,7 +23,7 @@ from pipeworker.worker.blame import users
 from pipeworker.worker.device.copies import copies_for
 from pipeworker.worker.model.model import Model
 from pipeworker.worker.role import Role
-from pipeworker.worker.stage.compiled import KERNELS
+from pipeworker.worker.stage.compiled import KERNELS, Watch
 from pipeworker.worker.stage.stage import Skips, Stage
 from pipeworker.worker.step.others import Others
 from pipeworker.worker.update.ties import Ties
@@ -45,6 +45,7 @@ class Held:
         self.aliases: dict[str, str] = {}
         self._updaters: dict[int, Updater] = {}
         self._names: tuple[str, ...] = ()
+        self._watches: list[Watch] = []  # one, where layers are compiled
 
     @property
     def optimizer(self) -> torch.optim.Optimizer | None:
@@ -88,6 +89,8 @@ class Held:
         """
         options, placement = role.options, role.placement
         self._names = model.names
+        if options.compile:
+            self._watches.append(Watch(tracker))
         initial = None
         if options.init_from is not None and begins:
             tracker.set(Phase.RESTORING)
@@ -178,6 +181,8 @@ class Held:
         """Let go of what the stages hold beside their layers."""
         for stage in self.stages.values():
             stage.close()
+        while self._watches:
+            self._watches.pop().close()
 
     def _part(self, stage: Stage, *update: Any) -> Part:
         names = self._names[stage.first : stage.first + len(stage.layers)]
