@@ -101,7 +101,7 @@ ROOMS_WITHIN = {
         *("credentials", "tls", "distributed", "memories", "pool", "staging", "channel"),
     ],
     "pipeworker.worker.device": [
-        *("accelerators", "device", "stopwatch", "mapping", "accelerator", "copies"),
+        *("visible", "device", "stopwatch", "mapping", "accelerator", "copies"),
         "numerics",
     ],
     "pipeworker.worker.stage": [

@@ -43,8 +43,8 @@ from pipeworker.worker.console import redirect_output
 from pipeworker.worker.description import describe
 from pipeworker.worker.device import numerics
 from pipeworker.worker.device.accelerator import accelerator_for
-from pipeworker.worker.device.accelerators import TorchAccelerators
 from pipeworker.worker.device.device import device_for, peak_memory, unit_of
+from pipeworker.worker.device.visible import TorchAccelerators
 from pipeworker.worker.held import Held
 from pipeworker.worker.model.model import Model
 from pipeworker.worker.role import Role

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import Any, Protocol
 
 import torch
@@ -57,7 +58,7 @@ class HostCopies:
 
 
 class StreamCopies:
-    """In a stream of an accelerator's, to and from pinned memory.
+    """In a stream of an accelerator's, to and from pinned memory; in its only one where it has one.
 
     No tensor is recorded in that stream: what is copied is let go of when the stream of what is
     computed has waited, so the allocator has its memory again at once, however far ahead the host
@@ -68,7 +69,9 @@ class StreamCopies:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self._stream = torch.Stream(device)
+        self._stream = torch.accelerator.current_stream(device)
+        with suppress(RuntimeError):
+            self._stream = torch.Stream(device)
 
     def follow(self) -> None:
         self._stream.wait_stream(torch.accelerator.current_stream(self.device))

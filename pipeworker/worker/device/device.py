@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from pipeworker.errors import UsageError
-from pipeworker.worker.device.accelerators import Accelerators, module_of
+from pipeworker.worker.device.visible import Accelerators, module_of
 from pipeworker.worker.internals import pytree
 
 

@@ -18,7 +18,7 @@ from typing import Any, Protocol
 
 import torch
 
-from pipeworker.worker.device.accelerators import module_of
+from pipeworker.worker.device.visible import module_of
 
 _PATH = Struct("<6q")
 _LAYER, _BUILD, _DATA, _EVALUATION, _EVALUATION_DATA, _UPDATE = range(6)

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from pipeworker.errors import UsageError
-from pipeworker.worker.device.accelerators import Accelerators, TorchAccelerators
 from pipeworker.worker.device.device import device_for, peak_memory, to_device, unit_of
+from pipeworker.worker.device.visible import Accelerators, TorchAccelerators
 
 
 @dataclass
