@@ -53,6 +53,16 @@ def test_nor_is_it_said_for_each_mini_batch_of_a_step() -> None:
     assert warned(job) == [SAID]
 
 
+def test_who_shares_an_accelerator_is_a_warning_once() -> None:
+    job = Scripted(2)
+    job.join()
+    job.describe()
+    job.ready(unit="GPU-0")
+    job.step(1)
+    said = "fewer accelerators than workers: stage 0, stage 1 share cpu on host"
+    assert warned(job) == [said]
+
+
 def test_what_is_compiled_for_long_is_said_now_and_then() -> None:
     job = Scripted(2).running()
     at = Position(Phase.COMPILING, 1, 0, 4)
