@@ -20,6 +20,7 @@ from pipeworker.wire.messages.plan import Built, Plan
 from pipeworker.wire.messages.position import Phase
 from pipeworker.wire.messages.step import Update
 from pipeworker.worker.blame import users
+from pipeworker.worker.device.accelerator import Accelerator
 from pipeworker.worker.device.copies import copies_for
 from pipeworker.worker.model.model import Model
 from pipeworker.worker.role import Role
@@ -78,6 +79,7 @@ class Held:
         device: torch.device,
         tracker: Tracker,
         begins: bool,
+        accelerator: Accelerator | None = None,
     ) -> tuple[tuple[Built, ...], int]:
         """Build what the plan says, with the weights of ``--init-from`` where the run begins.
 
@@ -114,7 +116,7 @@ class Held:
                 precision=options.precision,
                 deferred_batch_norm=options.deferred_batch_norm,
                 compiler=KERNELS if options.compile else None,
-                copies=copies_for(device) if options.recompute == OFFLOAD else None,
+                copies=copies_for(accelerator) if options.recompute == OFFLOAD else None,
             )
             if ties_of is not None:
                 self.ties[part.stage] = ties_of

@@ -203,6 +203,7 @@ class Worker:
 
     def _build(self, plan: Plan) -> Ready:
         role, told = self._role, self._restored
+        self._accelerator = accelerator_for(self._device)
         assert self._model
         built, left_out = self._held.build(
             plan,
@@ -212,6 +213,7 @@ class Worker:
             device=self._device,
             tracker=self._tracker,
             begins=told is None,
+            accelerator=self._accelerator,
         )
         self._model.forget()
         state = State(
@@ -248,8 +250,9 @@ class Worker:
         self._tracker.wait(phase=Phase.CONNECTING)
         self._state.keep()
         edges = [Edge.parse(edge) for edge in plan.edges]
-        accelerator = accelerator_for(self._device)
-        links = distributed.connect(edges, self._rank, role.placement, *self._where(), accelerator)
+        links = distributed.connect(
+            edges, self._rank, role.placement, *self._where(), self._accelerator
+        )
         executor = Executor(
             self.stages,
             role.placement,
@@ -261,7 +264,7 @@ class Worker:
             self._agreed(plan.types),
             role.replica,
             reads_ahead=not role.options.own_loop,
-            accelerator=accelerator,
+            accelerator=self._accelerator,
         )
         self._executors.append(executor)
         self._evaluation_pass = parse_actions(plan.evaluation)

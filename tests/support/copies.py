@@ -21,13 +21,15 @@ class LateCopies:
             something to wait for.
     """
 
-    device = CPU
     least = 1
 
     def __init__(self) -> None:
         self.log: list[str] = []
         self._queue: deque[Callable[[], None]] = deque()
         self._done = 0
+
+    def holds(self, tensor: torch.Tensor) -> bool:
+        return tensor.is_cpu
 
     def follow(self) -> None:
         self.log.append("follow")

@@ -30,6 +30,7 @@ from pipeworker.plan.shares import block
 from pipeworker.plan.skips import Skip, between_stages, pairs
 from pipeworker.wire.messages.plan import SkipRoute
 from pipeworker.wire.messages.step import RunStep, Update
+from pipeworker.worker.device.copies import Copies, StreamCopies
 from pipeworker.worker.model.model import Model
 from pipeworker.worker.stage import rng
 from pipeworker.worker.stage.stage import Skips, Stage
@@ -190,7 +191,7 @@ class Pipeline:
                 ),
                 deferred_batch_norm=self._deferred,
                 compiler=self._compiler,
-                copies=LateCopies(),
+                copies=self._copies(rank),
             )
             if tied is not None:
                 mine.ties[index] = tied
@@ -212,6 +213,9 @@ class Pipeline:
         courier = Courier() if device else None
         ends = (own, placement, links, source, courier, mine_tied)
         self.executors.append(Executor(*ends, replica=replica, accelerator=device))
+
+    def _copies(self, rank: int) -> Copies:
+        return StreamCopies(self._devices[rank], least=1) if self._devices else LateCopies()
 
     def _active(self, rank: int) -> AbstractContextManager[None]:
         return self._devices[rank].active() if self._devices else nullcontext()

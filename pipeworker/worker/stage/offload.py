@@ -112,7 +112,7 @@ class Saved:
 
     def _moves(self, tensor: torch.Tensor) -> bool:
         plain = type(tensor) is torch.Tensor and tensor.layout is torch.strided
-        if not plain or tensor.device.type != self._copies.device.type:
+        if not plain or not self._copies.holds(tensor):
             return False
         if tensor.is_nested or tensor.is_quantized or tensor.is_conj() or tensor.is_neg():
             return False
