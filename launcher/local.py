@@ -59,7 +59,7 @@ def accelerators() -> int:
     Raises:
         UsageError: it has none.
     """
-    code = "import torch; print(torch.cuda.device_count())"
+    code = "import torch; print(torch.accelerator.device_count())"
     answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     count = int(answer.stdout or 0)
     if not count:

@@ -99,11 +99,16 @@ def _devices() -> str:
     try:
         import torch
 
-        names = [torch.cuda.get_device_name(n) for n in range(torch.cuda.device_count())]
-        kind = torch.version.cuda or torch.version.hip
+        count = torch.accelerator.device_count()
+        current, built = torch.accelerator.current_accelerator(), "the CPU alone"
+        names = [f"{current}:{number}" for number in range(count)]
+        if current is not None:
+            version = torch.version.cuda or torch.version.hip
+            built = f"CUDA {version}" if current.type == "cuda" else current.type
+            name_of = getattr(torch.get_device_module(current), "get_device_name", None)
+            names = [name_of(number) for number in range(count)] if name_of else names
     except (ImportError, OSError, RuntimeError) as error:
         return f"torch cannot say: {error}"
-    built = f"CUDA {kind}" if kind else "the CPU alone"
     return f"{', '.join(names) or 'no accelerator'}; torch is built for {built}"
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import platform
+import sys
 from collections.abc import Callable, Mapping
 from functools import partial
 from importlib.util import find_spec
@@ -60,13 +62,18 @@ class _Offered(click.Choice):  # type: ignore[type-arg]
         return value if value in self._elsewhere else super().convert(value, param, ctx)
 
 
-def devices_here(system: Path = Path("/dev")) -> tuple[str, ...]:
+def devices_here(
+    system: Path = Path("/dev"), machine: str = f"{sys.platform} {platform.machine()}"
+) -> tuple[str, ...]:
     """Those of DEVICES that this host has, as far as can be seen without importing torch."""
     torch = find_spec("torch")
     library = Path(torch.origin or "").parent / "lib" if torch else Path()
     built = any((library / f"libtorch_{kind}.so").exists() for kind in ("cuda", "hip"))
-    cuda = built and any((system / node).exists() for node in _NODES)
-    return tuple(name for name in DEVICES if name != "cuda" or cuda)
+    here = {
+        "cuda": built and any((system / node).exists() for node in _NODES),
+        "mps": machine == "darwin arm64",
+    }
+    return tuple(name for name in DEVICES if here.get(name, True))
 
 
 def _option(name: str, text: str, kind: Any = None, **how: Any) -> Callable[..., Decorate]:
@@ -138,7 +145,7 @@ _OF_JOB = [
         _option("--threads", "Intra-op threads of a worker. [default: OMP_NUM_THREADS, 1]", int),
         _option(
             "--device",
-            "Where stages compute; auto: on an accelerator where there is one.",
+            "Where stages compute; auto: on accelerators, of any kind, where there are some.",
             _Offered(devices_here(), DEVICES),
             default="auto",
         ),
@@ -210,13 +217,18 @@ _OF_JOB = [
             "--compile/--no-compile",
             "Each layer compiled by torch.compile: kernels of its own, and other rounding.",
         ),
+        _option(
+            "--deterministic/--no-deterministic",
+            "Kernels alone that give the same bits each time; one that has no such kernel raises.",
+        ),
     ),
     *_in(
         _SCHEDULE,
         _choice("--schedule", tuple(ORDERS), "gpipe", "In which order micro-batches run."),
         _choice(
             *("--recompute", RECOMPUTE_MODES, "auto"),
-            "Which micro-batches run forward again before backward, to save memory.",
+            "Which micro-batches run forward again before backward, to save memory; offload: none, "
+            "and what an accelerator keeps for backward waits in the host's memory.",
         ),
         _option("--balance", "Layers of each stage, as 3,5,5,3. [default: even]"),
         _option(

@@ -20,7 +20,12 @@ def test_equals_the_plain_loop(jobs: Jobs, source: str, steps: int) -> None:
     losses, weights, state = plain_loop(jobs.write(source), microbatches=4, steps=steps)
     runs = [
         jobs.train("--stages", str(k), "--microbatches", "4", *more, source=source)
-        for k, more in ((1, ()), (2, ()), (3, ("--recompute", "never")), (4, ()))
+        for k, more in (
+            (1, ()),
+            (2, ("--recompute", "offload")),
+            (3, ("--recompute", "never")),
+            (4, ()),
+        )
     ]
     for run in runs:
         assert [row["loss"] for row in run.metrics] == losses
@@ -36,7 +41,7 @@ def test_everything_random_is_the_same_for_any_grouping(jobs: Jobs) -> None:
     base = jobs.train("--stages", "1", *words, source=DROPOUT_JOB)
     for more in (
         ("--stages", "2", "--recompute", "never"),
-        ("--stages", "3", "--balance", "1,6,1"),
+        ("--stages", "3", "--recompute", "offload", "--balance", "1,6,1"),
         ("--stages", "4", "--recompute", "except_first"),
         ("--stages", "2", "--recompute", "always", "--balance", "3,5"),
     ):

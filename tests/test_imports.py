@@ -64,8 +64,8 @@ ROOMS_WITHIN = {
         *("plan", "calls", "store", "advance", "directions"),
     ],
     "pipeworker.plan": [
-        *("actions", "placement", "schedule", "connect", "orders", "columns", "network", "check"),
-        *("simulate", "shares"),
+        *("actions", "placement", "schedule", "connect", "offload", "orders"),
+        *("columns", "network", "kept", "check", "simulate", "shares"),
         *("partition", "skips", "ties"),
     ],
     "pipeworker.job": ["options", "given", "recorded", "sources", "calls", "file"],
@@ -100,10 +100,13 @@ ROOMS_WITHIN = {
         *("link", "courier", "structure", "frame", "proof", "heap", "shared", "mapped"),
         *("credentials", "tls", "distributed", "memories", "pool", "staging", "channel"),
     ],
-    "pipeworker.worker.device": ["device", "stopwatch", "mapping", "accelerator"],
+    "pipeworker.worker.device": [
+        *("visible", "device", "stopwatch", "mapping", "accelerator", "copies"),
+        "numerics",
+    ],
     "pipeworker.worker.stage": [
-        *("microbatch", "rng", "recompute", "batchnorm", "losses", "skips", "split", "values"),
-        *("boundary", "compiled", "stage"),
+        *("microbatch", "rng", "recompute", "batchnorm", "losses", "skips", "values"),
+        *("offload", "split", "boundary", "compiled", "stage"),
     ],
     "pipeworker.worker.update": ["ties", "condense", "replicas", "update"],
     "pipeworker.worker.step": [

@@ -133,7 +133,7 @@ def test_schedulers_by_epoch_and_by_metric(jobs: Jobs, kind: str) -> None:
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_mixed_precision(jobs: Jobs, precision: str) -> None:
     words = ("--microbatches", "4", "--precision", precision, "--clip-grad-norm", "0.5")
-    modes = ("never", "always", "except_first")
+    modes = ("never", "always", "offload")
     runs = [
         jobs.train("--stages", str(k), *words, "--recompute", mode, source=RICH)
         for k, mode in zip((1, 2, 4), modes, strict=True)

@@ -1,4 +1,7 @@
-"""What all hosts of a job must have alike, and who has not: versions, and the job's files. Pure."""
+"""What all workers of a job must have alike, and who has not. Pure.
+
+That is versions, the job's files, and the settings of torch's that its numbers depend on.
+"""
 
 from __future__ import annotations
 
@@ -48,6 +51,23 @@ def on_sources(members: Iterable[Member]) -> str:
                     f"{name} is not the same on all hosts: {who(hello)} has another one than "
                     f"{who(other)}"
                 )
+    return ""
+
+
+def on_settings(members: Iterable[Member]) -> str:
+    """Where torch is set otherwise than on most, and how; empty where it is alike on all."""
+    pairs = [(member.hello, member.described.settings) for member in members if member.described]
+    right = _usual([settings for _, settings in pairs])
+    for hello, settings in pairs:
+        if settings != right:
+            odd = [setting for setting in settings if setting not in right]
+            there = [setting for setting in right if setting not in settings]
+            other = next(hello for hello, found in pairs if found == right)
+            return (
+                f"{who(hello)} has {', '.join(odd) or 'no such setting'}, and {who(other)} "
+                f"{', '.join(there) or 'none of it'}: the numbers of a job depend on it, so set it "
+                "in the job file for all workers, or in the environment of all"
+            )
     return ""
 
 

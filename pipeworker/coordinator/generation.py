@@ -38,7 +38,7 @@ from pipeworker.coordinator.effects import (
 from pipeworker.coordinator.loop import Due, Loop, alike
 from pipeworker.coordinator.progress import Progress
 from pipeworker.coordinator.rendezvous import Rendezvous
-from pipeworker.coordinator.report import few_samples, place
+from pipeworker.coordinator.report import few_samples, place, sharing
 from pipeworker.coordinator.roster import Member, Roster
 from pipeworker.coordinator.snapshots import Snapshots, Writing
 from pipeworker.coordinator.states import STOPPED, End, Lost, State, Verdict, Waiting
@@ -55,12 +55,15 @@ from pipeworker.wire.messages.directions import FromWorker, ToWorker
 from pipeworker.wire.messages.evaluation import Evaluate, Evaluation, EvaluationDone
 from pipeworker.wire.messages.failure import Abort, Cause, Failed, Failure, Signalled
 from pipeworker.wire.messages.plan import Described, Ready
+from pipeworker.wire.messages.position import Phase
 from pipeworker.wire.messages.presence import Heartbeat, Hello, Welcome
 from pipeworker.wire.messages.step import Batch, RunStep, StepDone, Upcoming
 from pipeworker.wire.messages.store import StoreRequest
 
 _AT_ONCE = (State.JOINING, State.BUILDING)
 """Where an interrupt finds no step that could be completed."""
+_NOTE_SECONDS = 20.0
+"""Between two notes that something is compiled."""
 _NOTICE = "SIGUSR1"
 """What clusters send before they take a node."""
 
@@ -97,6 +100,7 @@ class Generation:
     _rendezvous: Rendezvous = field(default_factory=Rendezvous)
     _awaited: set[int] = field(default_factory=set)
     _step: int = 0
+    _next_note: float = 0.0  # of what is compiled
     _sent_schedule: int = -1
     _evaluation: Evaluation | None = None
     _cause: FirstCause = field(init=False)
@@ -299,7 +303,11 @@ class Generation:
 
     def _on_heartbeat(self, member: Member, message: Heartbeat, now: float) -> list[Effect]:
         member.beats(message, now)
-        return []
+        if member.position.phase is not Phase.COMPILING or now < self._next_note:
+            return []
+        self._next_note = now + _NOTE_SECONDS
+        at = place(replace(member.failure(Cause.USER, ""), stage=member.name))
+        return [Warn(f"compiling: {at}; each shape that is new takes seconds", note=True)]
 
     def _on_failed(self, member: Member, message: Failed, now: float) -> list[Effect]:
         return self._reported(replace(message.failure, rank=message.rank), now)
@@ -323,7 +331,7 @@ class Generation:
         member.described = message
         if not self._last_awaited(message.rank):
             return [Joined(message.rank)]
-        if differ := agree.on_sources(self._members):
+        if differ := agree.on_sources(self._members) or agree.on_settings(self._members):
             return self.fail(Failure(Cause.USAGE, differ))
         described = [m.described for m in self._members if m.described]
         self.blueprint = Blueprint.draw(self.options, self.placement, described)
@@ -366,6 +374,8 @@ class Generation:
         if left_out := sum(ready.left_out for _, ready in workers):
             text = f"--init-partial: {left_out} names of the model or of --init-from are left out"
             effects.append(Warn(f"{text}: the stages' logs have them"))
+        if self._first and (shared := sharing(workers, self.placement.names)):
+            effects.append(Warn(shared))
         due = Due(boundary=self.interrupted is not None)
         return [*effects, *self._go_on(due, now)]
 

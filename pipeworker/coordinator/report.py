@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from pipeworker.coordinator.effects import Ended, Planned
 from pipeworker.job.options import Options
 from pipeworker.wire import lines
 from pipeworker.wire.messages.failure import Cause, Failure
+from pipeworker.wire.messages.plan import Ready
 from pipeworker.wire.messages.position import Phase
+from pipeworker.wire.messages.presence import Hello
 from pipeworker.wire.messages.step import Batch
+
+_MOST_SHOWN = 8
+"""Shared devices that are named."""
 
 
 def place(failure: Failure) -> str:
@@ -94,6 +100,30 @@ def planned_line(planned: Planned, options: Options) -> lines.Planned:
         ", ".join(devices),
         len({stage.host for stage in planned.stages}),
     )
+
+
+def sharing(workers: Iterable[tuple[Hello, Ready]], names: Callable[[int], str]) -> str:
+    """Who computes on one accelerator with others; nothing where each has its own.
+
+    Args:
+        workers: by rank.
+        names: of a rank, by what it holds.
+    """
+    sharers: dict[tuple[str, str], list[str]] = {}
+    devices: dict[tuple[str, str], str] = {}
+    for hello, ready in workers:
+        if ready.unit:
+            sharers.setdefault((hello.host, ready.unit), []).append(names(hello.rank))
+            devices.setdefault((hello.host, ready.unit), f"{ready.device} on {hello.host}")
+    shared = [
+        f"{', '.join(some)} share {devices[unit]}"
+        for unit, some in sharers.items()
+        if len(some) > 1
+    ]
+    more = f"; and {len(shared) - _MOST_SHOWN} more are shared" if len(shared) > _MOST_SHOWN else ""
+    if not shared:
+        return ""
+    return f"fewer accelerators than workers: {'; '.join(shared[:_MOST_SHOWN])}{more}"
 
 
 def few_samples(batch: Batch, microbatches: int) -> str:

@@ -14,7 +14,8 @@ from pipeworker.plan.orders import ORDERS, placement
 from pipeworker.plan.partition import check_entries
 from pipeworker.plan.schedule import RECOMPUTE_MODES
 
-DEVICES = ("auto", "cpu", "cuda")
+DEVICES = ("auto", "cpu", "cuda", "mps")
+"""Accelerators of other kinds are taken by ``auto``."""
 BACKENDS = ("auto", "gloo", "nccl", "tls")
 WHEN_BUSY = ("skip", "wait")
 READERS = ("every", "once")
@@ -94,6 +95,7 @@ class Options:
         read_data: by ``every`` replica, which keeps its part; or ``once``, by replica 0 for all.
         csv, tensorboard: figures are recorded in these formats as well.
         compile: each layer is compiled by ``torch.compile``.
+        deterministic: kernels without a fixed order are refused.
     """
 
     job_file: str
@@ -135,6 +137,7 @@ class Options:
     csv: bool = False
     tensorboard: bool = False
     compile: bool = False
+    deterministic: bool = False
 
     def __post_init__(self) -> None:
         for name, least in (

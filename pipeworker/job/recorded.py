@@ -13,7 +13,7 @@ from pipeworker.job.options import RIVALS, Options
 NUMBERS = (
     *("seed", "microbatches", "accumulate", "precision", "clip_grad_norm", "clip_grad_value"),
     *("deferred_batch_norm", "threads", "arguments", "init_from", "init_partial", "replicas"),
-    "compile",
+    *("compile", "deterministic"),
 )
 """Options with which a run has other numbers from there on."""
 _WHERE = ("stages", "schedule")

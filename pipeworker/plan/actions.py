@@ -21,6 +21,8 @@ class Kind(str, Enum):
 
     FORWARD = "F"
     RECOMPUTE = "R"
+    FETCH = "FETCH"
+    """What the graph of a forward saved begins to come back from the host's memory."""
     BACKWARD = "B"
     """The whole backward: gradients of the input and of the weights."""
     BACKWARD_INPUT = "I"

@@ -15,12 +15,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 from operator import lt
 
 from pipeworker.errors import ScheduleError
-from pipeworker.plan.actions import REPLICAS, WEIGHTS, Action, Kind
-from pipeworker.plan.columns import NONE, Column, Columns, columns_of
+from pipeworker.plan.actions import COMPUTE, REPLICAS, WEIGHTS, Action, Kind
+from pipeworker.plan.columns import NONE, Column, Columns, columns_of, joined
+from pipeworker.plan.kept import keeps, leaves
 from pipeworker.plan.network import CHANNEL_CAPACITY, check_channels, check_progress
 from pipeworker.plan.schedule import Schedule
 
@@ -30,7 +30,8 @@ class Kept:
     """What each stage keeps at most at once, in micro-batches.
 
     Attributes:
-        activations: whose graph is kept: from forward, or recompute, to the end of backward.
+        activations: whose graph is kept: from forward, or recompute, to the end of backward; but
+            for the time that what it saved is in the host's memory.
         inputs: whose input is kept: from forward to the end of backward.
         deferred: whose backward is half done: for the input, but not yet for the weights.
     """
@@ -131,7 +132,7 @@ class _Stage:
         self._check_accumulation()
         self._check_complete()
         self._check_foreign(mine)
-        return self._kept()
+        return keeps(self._columns, self._stage, len(self._actions))
 
     def _away(self, stage: int) -> bool:
         """Whether a stage is on another worker."""
@@ -172,18 +173,13 @@ class _Stage:
         forwards = self._column(Kind.FORWARD)
         recomputes = self._column(Kind.RECOMPUTE)
         self._need(recomputes, forwards, Kind.FORWARD, stage)
-        again = set(recomputes.microbatches)
+        self._check_fetches()
         for kind in _BACKWARDS:
             backward = self._column(kind)
             self._need(backward, forwards, Kind.FORWARD, stage)
-            if again:
-                repeated = [
-                    (m, place)
-                    for m, place in zip(backward.microbatches, backward.places, strict=True)
-                    if m in again
-                ]
-                column = Column([m for m, _ in repeated], [place for _, place in repeated])
-                self._need(column, recomputes, Kind.RECOMPUTE, stage)
+            for ahead in (Kind.RECOMPUTE, Kind.FETCH):
+                column = self._column(ahead)
+                self._need(_of(backward, column), column, ahead, stage)
             if stage < last:
                 if self._away(stage + 1):
                     gradients = self._column(Kind.RECEIVE_GRADIENT)
@@ -208,13 +204,23 @@ class _Stage:
             self._need(column, backwards, Kind.BACKWARD, stage)
         self._check_reduction()
 
+    def _check_fetches(self) -> None:
+        """What is fetched has left before, and is not made again."""
+        fetches, again = self._column(Kind.FETCH), {*self._column(Kind.RECOMPUTE).microbatches}
+        left = leaves(self._columns, self._stage)
+        for m, place in zip(fetches.microbatches, fetches.places, strict=True):
+            action = self._actions[place]
+            if m in again:
+                raise self._fail(f"{action} comes beside {Action(Kind.RECOMPUTE, self._stage, m)}")
+            if left.get(m, place) >= place:
+                raise self._fail(
+                    f"{action} comes before another action of its stage has run behind its "
+                    f"{Action(Kind.FORWARD, self._stage, m)}"
+                )
+
     def _either(self, kinds: Sequence[Kind], stage: int | None = None) -> Column:
         """The actions of some kinds together, in the order of the tuple."""
-        columns = [self._column(kind, stage=stage) for kind in kinds]
-        if not columns[1].places:
-            return columns[0]
-        pairs = sorted(pair for c in columns for pair in zip(c.places, c.microbatches, strict=True))
-        return Column([m for _, m in pairs], [place for place, _ in pairs])
+        return joined([self._column(kind, stage=stage) for kind in kinds])
 
     def _need(self, column: Column, needed: Column, kind: Kind, stage: int, peer: int = -1) -> None:
         """Each action of `column` comes after the one of `needed` for the same micro-batch."""
@@ -336,7 +342,7 @@ class _Stage:
         expected, once = {*self._expected()}, {*self._ends()}
         compute = {Kind.FORWARD}
         if not self._schedule.forward_only:
-            compute |= {Kind.RECOMPUTE, *_BACKWARDS, *WEIGHTS}
+            compute |= {Kind.FETCH, *COMPUTE}
         for (kind, _, peer), column in mine.items():
             if (kind, peer) in once and column.microbatches != [0]:
                 place = next(
@@ -350,30 +356,12 @@ class _Stage:
                 raise self._fail(f"{action}: only stage 0 reads data")
             raise self._fail(f"{action} has nothing at its other end")
 
-    def _kept(self) -> tuple[int, int, int]:
-        forwards, recomputes = self._column(Kind.FORWARD), self._column(Kind.RECOMPUTE)
-        done = self._either(WEIGHTS).places
-        again = set(recomputes.microbatches)
-        first = [
-            place
-            for m, place in zip(forwards.microbatches, forwards.places, strict=True)
-            if m not in again
-        ]
-        size = len(self._actions)
-        inputs = self._column(Kind.BACKWARD_INPUT).places
-        weights = self._column(Kind.BACKWARD_WEIGHT).places
-        return (
-            _most([*first, *recomputes.places], done, size),
-            _most(forwards.places, done, size),
-            _most(inputs, weights, size),
-        )
 
-
-def _most(begins: Sequence[int], ends: Sequence[int], size: int) -> int:
-    """The most that is kept at once, where each end still has it."""
-    changes = [0] * (size + 1)
-    for place in begins:
-        changes[place] += 1
-    for place in ends:
-        changes[place + 1] -= 1
-    return max(accumulate(changes))
+def _of(column: Column, others: Column) -> Column:
+    """Its actions for the micro-batches that others are for."""
+    if not others.places:
+        return NONE
+    wanted = {*others.microbatches}
+    pairs = zip(column.microbatches, column.places, strict=True)
+    chosen = [(m, place) for m, place in pairs if m in wanted]
+    return Column([m for m, _ in chosen], [place for _, place in chosen])

@@ -6,7 +6,7 @@ actions are looked at quickly when they are not looked at one by one.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from pipeworker.plan.actions import Action, Kind
@@ -45,3 +45,12 @@ def columns_of(actions: Sequence[Action]) -> Columns:
         column.microbatches.append(microbatch)
         column.places.append(place)
     return columns
+
+
+def joined(columns: Iterable[Column]) -> Column:
+    """The actions of several columns together, in the order of the tuple."""
+    some = [column for column in columns if column.places]
+    if len(some) < 2:
+        return some[0] if some else NONE
+    pairs = sorted(pair for c in some for pair in zip(c.places, c.microbatches, strict=True))
+    return Column([m for _, m in pairs], [place for place, _ in pairs])

@@ -100,6 +100,9 @@ def _around(order: Sequence[Action], ends: Sequence[_Ends], *, reads: bool) -> l
         if kind is Kind.FORWARD:
             found += _forward(action, ends[stage])
             continue
+        if kind is Kind.FETCH:
+            found.append(action)
+            continue
         if reads:
             found.append(Action(Kind.LOAD, 0, 0))
             reads = False

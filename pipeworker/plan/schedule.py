@@ -30,7 +30,9 @@ from pipeworker.plan.placement import Placement
 
 Pairs = tuple[tuple[int, int], ...]
 
-RECOMPUTE_MODES = ("auto", "always", "except_first", "never")
+OFFLOAD = "offload"
+"""Nothing is recomputed: what graphs save goes to the host's memory, and comes back."""
+RECOMPUTE_MODES = ("auto", "always", "except_first", "never", OFFLOAD)
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +110,7 @@ def recomputed(mode: str, microbatches: int) -> range:
             return range(microbatches)
         case "except_first":
             return range(1, microbatches)
-        case "never":
+        case "never" | "offload":
             return range(0)
     raise ScheduleError(
         f"unknown recompute mode {mode!r}: choose from {', '.join(RECOMPUTE_MODES)}"

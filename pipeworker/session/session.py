@@ -37,6 +37,7 @@ from pipeworker.wire.messages.failure import Abort, Cause, Failed, Failure
 from pipeworker.wire.messages.step import StepResult
 from pipeworker.worker.blame import Raised, user_traceback
 from pipeworker.worker.control import Control, leave_process
+from pipeworker.worker.device import numerics
 from pipeworker.worker.service import over
 from pipeworker.worker.settings import Settings
 from pipeworker.worker.stage import rng
@@ -153,7 +154,8 @@ class Session:
                 "a call of this pipeline was made inside another one, or in another thread"
             )
         try:
-            with rng.undisturbed(), _plain_modes():
+            modes = numerics.put_back(lambda: self.worker.deterministic)
+            with rng.undisturbed(), _plain_modes(), modes:
                 yield
         except BaseException as error:
             self._fail(error)
@@ -301,7 +303,8 @@ def _plain_modes() -> Iterator[None]:
     with ExitStack() as stack:
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.enable_grad())
-        for device in ("cpu", "cuda"):
+        current = torch.accelerator.current_accelerator()
+        for device in ("cpu", *([current.type] if current else [])):
             if torch.is_autocast_enabled(device):
                 stack.enter_context(torch.autocast(device, enabled=False))
         yield

@@ -29,8 +29,14 @@ _MOST_CHARACTERS = 20_000
 _CPU_MEMORY = "DefaultCPUAllocator: "
 """What torch says in a RuntimeError when the host has no memory left."""
 _LESS_MEMORY = (
-    "\n  out of memory: more --microbatches make each smaller, --recompute always keeps less of "
-    "them, and more --stages or another --balance give this one fewer layers"
+    "\n  out of memory: {}more --microbatches make each smaller, --recompute always or offload "
+    "keeps less of them, and more --stages or another --balance give this one fewer layers"
+)
+_NOT_DETERMINISTIC = "does not have a deterministic implementation"
+"""What torch says of a kernel under ``use_deterministic_algorithms``."""
+_OTHER_KERNEL = (
+    "\n  give the layer another operation, or leave out --deterministic: docs/networks.md says "
+    "what it is for"
 )
 THEIRS = BaseException
 """What the user's code may raise; an interrupt from the keyboard passes through it."""
@@ -113,9 +119,19 @@ def layer(index: int, kind: str) -> str:
 
 
 def failure_of(
-    error: BaseException, rank: int, position: Position, layer_class: str = "", stage: str = ""
+    error: BaseException,
+    rank: int,
+    position: Position,
+    layer_class: str = "",
+    stage: str = "",
+    keeps: str = "",
 ) -> Failure:
-    """Describe `error`, raised while the worker was at `position`."""
+    """Describe `error`, raised while the worker was at `position`.
+
+    Args:
+        keeps: what the plan has it keep, for who runs out of memory.
+    """
+    less = _LESS_MEMORY.format(keeps and f"{keeps}; ")
 
     def failure(cause: Cause, message: str, shown: str = "") -> Failure:
         return Failure(cause, message, rank, position, layer_class, _cut(shown), stage)
@@ -124,7 +140,9 @@ def failure_of(
         return replace(failure(Cause.EXIT, _cut(error.words())), status=error.status)
     if isinstance(error, Raised):
         cause = Cause.USAGE if error.early else Cause.USER
-        cure = _LESS_MEMORY if _is_out_of_memory(error.error) else ""
+        cure = less if _is_out_of_memory(error.error) else ""
+        if isinstance(error.error, RuntimeError) and _NOT_DETERMINISTIC in str(error.error):
+            cure = _OTHER_KERNEL
         return failure(cause, f"{error}{cure}", user_traceback(error.error))
     if isinstance(error, PeerLost):
         return failure(Cause.PEER, str(error))
@@ -135,7 +153,7 @@ def failure_of(
     if isinstance(error, KeyboardInterrupt):
         return failure(Cause.USER, "KeyboardInterrupt", user_traceback(error))
     if _is_out_of_memory(error):
-        return failure(Cause.USER, f"{text(error)}{_LESS_MEMORY}")
+        return failure(Cause.USER, f"{text(error)}{less}")
     whole = "".join(traceback.format_exception(error))
     return failure(Cause.INTERNAL, f"a defect in pipeworker: {text(error)}", whole)
 

@@ -11,6 +11,7 @@ from pipeworker.wire.messages.plan import Described, SkipRoute, TiedWeights
 from pipeworker.wire.messages.position import Phase
 from pipeworker.worker.blame import users
 from pipeworker.worker.brought import Brought
+from pipeworker.worker.device import numerics
 from pipeworker.worker.model import survey
 from pipeworker.worker.model.model import Model
 from pipeworker.worker.model.structures import classes_of
@@ -53,5 +54,5 @@ def describe(
     types = tuple(classes)
     files = brought.files()
     notes = job_file.notes(brought.job, options)
-    said = (model.classes, skips, ties, digest, types, names, files, notes)
+    said = (model.classes, skips, ties, digest, types, names, files, notes, numerics.settings())
     return Described(role.rank, *said), classes

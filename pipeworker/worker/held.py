@@ -12,6 +12,7 @@ from pipeworker.exact import partials
 from pipeworker.host import streams
 from pipeworker.host.position import Tracker
 from pipeworker.job.file import Job
+from pipeworker.plan.schedule import OFFLOAD
 from pipeworker.plan.ties import Tie
 from pipeworker.record.checkpoint import Part
 from pipeworker.record.initial import Initial
@@ -19,9 +20,11 @@ from pipeworker.wire.messages.plan import Built, Plan
 from pipeworker.wire.messages.position import Phase
 from pipeworker.wire.messages.step import Update
 from pipeworker.worker.blame import users
+from pipeworker.worker.device.accelerator import Accelerator
+from pipeworker.worker.device.copies import copies_for
 from pipeworker.worker.model.model import Model
 from pipeworker.worker.role import Role
-from pipeworker.worker.stage.compiled import KERNELS
+from pipeworker.worker.stage.compiled import KERNELS, Watch
 from pipeworker.worker.stage.stage import Skips, Stage
 from pipeworker.worker.step.others import Others
 from pipeworker.worker.update.ties import Ties
@@ -43,6 +46,7 @@ class Held:
         self.aliases: dict[str, str] = {}
         self._updaters: dict[int, Updater] = {}
         self._names: tuple[str, ...] = ()
+        self._watches: list[Watch] = []  # one, where layers are compiled
 
     @property
     def optimizer(self) -> torch.optim.Optimizer | None:
@@ -75,6 +79,7 @@ class Held:
         device: torch.device,
         tracker: Tracker,
         begins: bool,
+        accelerator: Accelerator | None = None,
     ) -> tuple[tuple[Built, ...], int]:
         """Build what the plan says, with the weights of ``--init-from`` where the run begins.
 
@@ -86,6 +91,8 @@ class Held:
         """
         options, placement = role.options, role.placement
         self._names = model.names
+        if options.compile:
+            self._watches.append(Watch(tracker))
         initial = None
         if options.init_from is not None and begins:
             tracker.set(Phase.RESTORING)
@@ -109,6 +116,7 @@ class Held:
                 precision=options.precision,
                 deferred_batch_norm=options.deferred_batch_norm,
                 compiler=KERNELS if options.compile else None,
+                copies=copies_for(accelerator) if options.recompute == OFFLOAD else None,
             )
             if ties_of is not None:
                 self.ties[part.stage] = ties_of
@@ -175,6 +183,8 @@ class Held:
         """Let go of what the stages hold beside their layers."""
         for stage in self.stages.values():
             stage.close()
+        while self._watches:
+            self._watches.pop().close()
 
     def _part(self, stage: Stage, *update: Any) -> Part:
         names = self._names[stage.first : stage.first + len(stage.layers)]

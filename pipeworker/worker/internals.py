@@ -6,6 +6,7 @@ one fails at import, by that name.
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -176,6 +177,23 @@ def gloo_options(device: ProcessGroupGloo.Device, timeout: Any) -> Any:
 def preload() -> None:
     """Import what fake tensors and building any torch optimizer import: a second, once."""
     import torch._dynamo  # noqa: F401
+
+
+def on_compiling(began: Callable[[Any], None], ended: Callable[[Any], None]) -> None:
+    """Have these called around each compilation of ``torch.compile``, once each."""
+    from torch._dynamo.callback import callback_handler
+
+    callback_handler.register_start_callback(began)
+    callback_handler.register_end_callback(ended)
+
+
+def off_compiling(began: Callable[[Any], None], ended: Callable[[Any], None]) -> None:
+    """Not any more."""
+    from torch._dynamo.callback import callback_handler
+
+    with contextlib.suppress(ValueError):  # torch has forgotten them, by its reset
+        callback_handler.remove_start_callback(began)
+        callback_handler.remove_end_callback(ended)
 
 
 def allow_any_number_of_graphs() -> None:

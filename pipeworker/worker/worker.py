@@ -41,8 +41,10 @@ from pipeworker.worker.blame import Raised, failure_of
 from pipeworker.worker.brought import bring
 from pipeworker.worker.console import redirect_output
 from pipeworker.worker.description import describe
+from pipeworker.worker.device import numerics
 from pipeworker.worker.device.accelerator import accelerator_for
-from pipeworker.worker.device.device import device_for, peak_memory
+from pipeworker.worker.device.device import device_for, peak_memory, unit_of
+from pipeworker.worker.device.visible import TorchAccelerators
 from pipeworker.worker.held import Held
 from pipeworker.worker.model.model import Model
 from pipeworker.worker.role import Role
@@ -83,6 +85,7 @@ class Worker:
     """One rank."""
 
     def __init__(self, settings: Settings, line: Line) -> None:
+        self.deterministic = False  # until it is told so
         self._settings = settings
         self._line = line
         self._tracker = settings.tracker
@@ -148,7 +151,8 @@ class Worker:
         if not kind and self._model is not None:
             kind = self._model.class_of(position.layer)
         named = self._line.name if stage is None else f"stage {stage}"
-        failure = failure_of(error, self._rank, position, kind, named)
+        keeps = "" if stage is None or not self._executors else self._executor.keeps(stage)
+        failure = failure_of(error, self._rank, position, kind, named, keeps)
         if isinstance(error, Raised) and isinstance(error.error, self._transient):
             return replace(failure, cause=Cause.TRANSIENT)
         return failure
@@ -170,8 +174,15 @@ class Worker:
         if options.interface is not None:
             interfaces.address_of(options.interface)  # before anything takes long
         torch.set_num_threads(options.threads)
-        self._device = device_for(options.device, self._settings.local_rank)
+        self.deterministic = options.deterministic
+        if self.deterministic:
+            numerics.before_start()
+        seen = TorchAccelerators()
+        self._device = device_for(options.device, self._settings.local_rank, seen)
+        self._unit = unit_of(self._device, seen)
         self._brought = bring(self._settings, options, self._device, self._tracker, log)
+        if self.deterministic:  # whatever the job file has set
+            numerics.deterministic()
         job = self._brought.job
         self._transient = job.transient
         self._model = model = Model(job, options.seed, self._device, self._tracker)
@@ -192,6 +203,7 @@ class Worker:
 
     def _build(self, plan: Plan) -> Ready:
         role, told = self._role, self._restored
+        self._accelerator = accelerator_for(self._device)
         assert self._model
         built, left_out = self._held.build(
             plan,
@@ -201,6 +213,7 @@ class Worker:
             device=self._device,
             tracker=self._tracker,
             begins=told is None,
+            accelerator=self._accelerator,
         )
         self._model.forget()
         state = State(
@@ -220,7 +233,7 @@ class Worker:
         self._connect(plan)
         batch = self._executor.next_batch
         length = self._reader.length if role.reads else 0
-        return Ready(self._rank, built, str(self._device), batch, left_out, length)
+        return Ready(self._rank, built, str(self._device), batch, left_out, length, self._unit)
 
     def _where(self) -> Where:
         """How other workers are reached."""
@@ -237,8 +250,9 @@ class Worker:
         self._tracker.wait(phase=Phase.CONNECTING)
         self._state.keep()
         edges = [Edge.parse(edge) for edge in plan.edges]
-        accelerator = accelerator_for(self._device)
-        links = distributed.connect(edges, self._rank, role.placement, *self._where(), accelerator)
+        links = distributed.connect(
+            edges, self._rank, role.placement, *self._where(), self._accelerator
+        )
         executor = Executor(
             self.stages,
             role.placement,
@@ -250,7 +264,7 @@ class Worker:
             self._agreed(plan.types),
             role.replica,
             reads_ahead=not role.options.own_loop,
-            accelerator=accelerator,
+            accelerator=self._accelerator,
         )
         self._executors.append(executor)
         self._evaluation_pass = parse_actions(plan.evaluation)

@@ -56,6 +56,22 @@ def test_a_file_that_differs_is_named_with_its_host() -> None:
     assert job.ended.exit_status == 2
 
 
+def test_a_setting_of_torchs_that_differs_is_named_with_its_host() -> None:
+    def told(*settings: tuple[str, ...]) -> Scripted:
+        job = Scripted(len(settings))
+        job.join()
+        for rank, some in enumerate(settings):
+            job.says(Described(rank, LAYERS, (), settings=some), peer=f"w{rank}".encode())
+        return job
+
+    off, on, same = "benchmark = False", "benchmark = True", "precision = highest"
+    assert told((off, same), (off, same)).state() is State.BUILDING
+    job = told((on, same), (off, same), (off, same))
+    expected = f"rank 0 on host has {on}, and rank 1 on host {off}: the numbers of a job depend"
+    assert job.failure.message.startswith(expected)
+    assert job.ended.exit_status == 2
+
+
 def test_another_protocol_is_named_before_anybody_has_joined() -> None:
     frame = msgpack.packb([codec.VERSION - 1, 1, "Hello", [3, "host-3", 9, "a field of old"]])
     with pytest.raises(codec.OtherVersion, match="rank 3 on host-3 speaks version") as caught:

@@ -88,7 +88,7 @@ def step_done(**wrong: object) -> list[object]:
 
 def model(**wrong: object) -> list[object]:
     """The fields of what describes one, but for what is wrong."""
-    right = [0, ["Linear"], [], [], 0, [], [], [], []]
+    right = [0, ["Linear"], [], [], 0, [], [], [], [], []]
     names = [field.name for field in fields(Described)]
     return [wrong.get(name, value) for name, value in zip(names, right, strict=True)]
 
@@ -129,6 +129,8 @@ WRONG = [
     ("Described", model(layers=["A", "B"], names=["a", "a"]), "names that are not those of the"),
     ("Described", model(names=["a.b"]), "names that are not those of the layers"),
     ("Described", model(notes=["x" * 513]), "too many notes, or too long ones"),
+    ("Described", model(settings=["x" * 513]), "too many settings, or too long ones"),
+    ("Ready", [0, [], "cpu", None, 0, 0, "x" * 513], "too many names of devices, or too long ones"),
     ("Failed", [0, ["exit", "", 0, [0, -1, -1, -1], "", "", "", 256]], "an exit status of 256"),
     ("Saved", [0, 1, [["../x", 1, 1]], ""], "a file in another folder"),
     ("Saved", [0, 1, [["x", -1, 1]], ""], "a file that cannot be"),

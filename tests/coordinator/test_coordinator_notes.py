@@ -13,6 +13,8 @@ from pipeworker.coordinator.snapshots import Mark
 from pipeworker.plan import orders
 from pipeworker.wire.messages.calls import CallKind
 from pipeworker.wire.messages.plan import Described
+from pipeworker.wire.messages.position import Phase, Position
+from pipeworker.wire.messages.presence import Heartbeat
 from support.coordinator import BATCH, LAYERS, Scripted, of
 
 FEW = dataclasses.replace(BATCH, samples=3, microbatches=3)
@@ -49,6 +51,29 @@ def test_nor_is_it_said_for_each_mini_batch_of_a_step() -> None:
     job.ready(FEW)
     job.step(1, batch=FEW)
     assert warned(job) == [SAID]
+
+
+def test_who_shares_an_accelerator_is_a_warning_once() -> None:
+    job = Scripted(2)
+    job.join()
+    job.describe()
+    job.ready(unit="GPU-0")
+    job.step(1)
+    said = "fewer accelerators than workers: stage 0, stage 1 share cpu on host"
+    assert warned(job) == [said]
+
+
+def test_what_is_compiled_for_long_is_said_now_and_then() -> None:
+    job = Scripted(2).running()
+    at = Position(Phase.COMPILING, 1, 0, 4)
+    for rank, seconds in ((1, 0.5), (0, 1.0), (1, 15.0), (1, 5.0)):
+        job.now += seconds
+        job.says(Heartbeat(rank, at))
+    job.says(Heartbeat(0, Position(Phase.FORWARD, 1, 0, 1)))
+    said = (
+        "compiling: stage 1, layer 4 (Linear), micro-batch 0, step 1; each shape that is new takes"
+    )
+    assert warned(job) == [f"{said} seconds"] * 2
 
 
 def test_a_last_mini_batch_that_is_small_is_none() -> None:

@@ -10,7 +10,14 @@ from typing import Any
 import pytest
 
 from pipeworker.coordinator.effects import Ended, Planned, StagePlan, Status
-from pipeworker.coordinator.report import describe, place, planned_json, planned_line, verdict
+from pipeworker.coordinator.report import (
+    describe,
+    place,
+    planned_json,
+    planned_line,
+    sharing,
+    verdict,
+)
 from pipeworker.job.options import Options
 from pipeworker.plan.check import check
 from pipeworker.plan.orders import build
@@ -20,7 +27,9 @@ from pipeworker.record.rundir import RunDir, write_summary
 from pipeworker.wire import lines
 from pipeworker.wire.lines import Configuration, WorkerExited
 from pipeworker.wire.messages.failure import Cause, Failure
+from pipeworker.wire.messages.plan import Ready
 from pipeworker.wire.messages.position import Phase, Position
+from pipeworker.wire.messages.presence import Hello
 from pipeworker.wire.messages.step import Batch
 from support.coordinator import Scripted, of
 
@@ -45,6 +54,27 @@ def test_place_says_what_applies(
     assert place(failure) == text
     if stage:  # what it is called by goes before its number
         assert place(dataclasses.replace(failure, rank=7)) == text
+
+
+def test_who_shares_an_accelerator_is_said_once() -> None:
+    def told(*units: tuple[str, str, str]) -> str:
+        """Of workers on a host, with a device that is a unit there."""
+        workers = [
+            (Hello(rank, host, 1, ()), Ready(rank, (), device, None, unit=unit))
+            for rank, (host, device, unit) in enumerate(units)
+        ]
+        return sharing(workers, lambda rank: f"stage {rank}")
+
+    first, second = ("a", "cuda:0", "GPU-0"), ("a", "cuda:1", "GPU-1")
+    assert told(first, second, ("b", "cuda:0", "GPU-0")) == ""
+    assert told(("a", "cpu", ""), ("a", "cpu", "")) == ""
+    assert told(first, ("a", "cuda:0", "GPU-1")) == ""  # each task is shown its own
+    assert told(first, second, first, second, ("b", "xpu:0", "xpu:0")) == (
+        "fewer accelerators than workers: stage 0, stage 2 share cuda:0 on a; "
+        "stage 1, stage 3 share cuda:1 on a"
+    )
+    many = [("a", f"cuda:{n}", str(n)) for n in range(9)]
+    assert told(*many, *many).endswith("; and 1 more are shared")
 
 
 def test_a_rank_that_holds_nothing_known_is_called_by_its_number() -> None:

@@ -76,6 +76,7 @@ def test_a_balance_is_for_its_stages() -> None:
         ({"deferred_batch_norm": True}, "--deferred-batch-norm: off, now on"),
         ({"threads": 1}, "--threads: 3, now 1"),
         ({"compile": True}, "--compile: off, now on"),
+        ({"deterministic": True}, "--deterministic: off, now on"),
         ({"arguments": ("a",)}, "arguments: a 'b c', now a"),
     ],
 )

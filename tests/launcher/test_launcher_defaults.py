@@ -368,3 +368,4 @@ def test_a_device_is_offered_where_there_is_one(
     assert devices_here(tmp_path) == ("auto", "cpu", "cuda")
     (tmp_path / "nvidiactl").unlink()
     assert devices_here(tmp_path) == ("auto", "cpu")
+    assert devices_here(tmp_path, "darwin arm64") == ("auto", "cpu", "mps")

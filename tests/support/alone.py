@@ -63,11 +63,19 @@ class Alone:
         self.length = 0
         self._actions = ""
 
-    def begin(self, folder: Path, text: str, recompute: str = "always") -> Batch | None:
+    def begin(
+        self, folder: Path, text: str, recompute: str = "always", *, deterministic: bool = False
+    ) -> Batch | None:
         """Build the stage of a job file; returns the mini-batch that is ready, as is `batch`."""
         path = folder / "job.py"
         path.write_text(text)
-        options = Options(str(path), 1, microbatches=MICROBATCHES, steps=5, evaluate_every=1)
+        options = Options(
+            *(str(path), 1, MICROBATCHES),
+            steps=5,
+            evaluate_every=1,
+            recompute=recompute,
+            deterministic=deterministic,
+        )
         alone = Placement.identity(1)
         welcome = Welcome(options.to_json(), str(folder / "run"), alone.held, alone.replicas)
         described: Any = self.worker.handle(welcome)

@@ -179,11 +179,13 @@ class Scripted:
             effects = self.says(Described(rank, layers or self.layers, ()))
         return effects
 
-    def ready(self, batch: Batch | None = BATCH) -> list[Effect]:
+    def ready(self, batch: Batch | None = BATCH, unit: str = "") -> list[Effect]:
+        """All are; on one accelerator, where there is a `unit`."""
         for rank in self.ranks:
             plan = self.sent(rank, Plan)[-1]
             mine = batch if rank in self.firsts else None
-            effects = self.says(ready_of(rank, plan, self.layers, mine))
+            ready = ready_of(rank, plan, self.layers, mine)
+            effects = self.says(dataclasses.replace(ready, unit=unit))
         return effects
 
     def again(self) -> list[Effect]:

@@ -40,7 +40,7 @@ ORDERS = (
     "used by sends",
     "used by compute",
 )
-"""What is ordered by events, and by telling the allocator."""
+"""What is ordered by events, and by telling the allocator, where tensors travel."""
 
 
 @dataclass(eq=False)
@@ -105,9 +105,9 @@ class LateDevice:
     """An accelerator; see the module.
 
     Args:
-        eager: names of the streams that work as soon as they may, of ``compute``, ``sends`` and
-            ``receives``.
-        without: one of ORDERS, which does not hold.
+        eager: names of the streams that work as soon as they may, of ``compute``, ``sends``,
+            ``receives`` and ``aside``.
+        without: one of ORDERS, ``compute>aside`` or ``aside>compute``, which does not hold.
 
     Attributes:
         pins: memory of the host's that was pinned: bytes, by address.
@@ -116,10 +116,10 @@ class LateDevice:
 
     def __init__(self, eager: Sequence[str] = (), without: str = "") -> None:
         self.without = without
-        self.compute, self.sends, self.receives = (
-            LateStream(name, self) for name in ("compute", "sends", "receives")
-        )
-        self._eager = [s for s in (self.compute, self.sends, self.receives) if s.name in eager]
+        self.compute, self.sends, self.receives, self.aside = self._streams = [
+            LateStream(name, self) for name in ("compute", "sends", "receives", "aside")
+        ]
+        self._eager = [stream for stream in self._streams if stream.name in eager]
         self._blocks: dict[int, _Block] = {}
         self._freed: deque[int] = deque()
         self._lock = threading.RLock()
@@ -204,7 +204,7 @@ class LateDevice:
 
     def settle(self) -> None:
         """All that was given is done."""
-        for stream in (self.compute, self.sends, self.receives):
+        for stream in self._streams:
             self._come_to(LateEvent(stream, stream.given))
 
     # How it works.

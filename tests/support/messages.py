@@ -65,6 +65,7 @@ MADE: dict[Any, st.SearchStrategy[Any]] = {
         _ints,
         _some(_texts),
         notes=_some(_texts),
+        settings=_some(_texts),
     ),
     Failure: st.builds(
         Failure,

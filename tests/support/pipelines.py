@@ -22,13 +22,15 @@ from pipeworker.job.file import Job
 from pipeworker.plan import partition, ties
 from pipeworker.plan.check import check as check_schedule
 from pipeworker.plan.connect import connect, forward_only
+from pipeworker.plan.offload import fetched
 from pipeworker.plan.orders.gpipe import gpipe
 from pipeworker.plan.placement import Placement
-from pipeworker.plan.schedule import Pairs, Schedule, between, edges, recomputed
+from pipeworker.plan.schedule import OFFLOAD, Pairs, Schedule, between, edges, recomputed
 from pipeworker.plan.shares import block
 from pipeworker.plan.skips import Skip, between_stages, pairs
 from pipeworker.wire.messages.plan import SkipRoute
 from pipeworker.wire.messages.step import RunStep, Update
+from pipeworker.worker.device.copies import Copies, StreamCopies
 from pipeworker.worker.model.model import Model
 from pipeworker.worker.stage import rng
 from pipeworker.worker.stage.stage import Skips, Stage
@@ -38,12 +40,13 @@ from pipeworker.worker.transport.courier import Courier
 from pipeworker.worker.transport.link import MemoryLink
 from pipeworker.worker.update.ties import Ties
 from pipeworker.worker.update.update import Updater
+from support.copies import LateCopies
 from support.device import LateDevice
 from support.orders import Orders
 from support.transport import TakingTurns, two_lanes
 
 CPU = torch.device("cpu")
-MODES = ("always", "except_first", "never")
+MODES = ("always", "except_first", "never", OFFLOAD)
 Batches = Sequence[tuple[Any, Any]]
 Grads = dict[str, "torch.Tensor | None"]
 Loss = Callable[[Any, Any], Any]
@@ -60,7 +63,12 @@ class Way:
 @functools.cache
 def filled(placement: Placement, mode: str = "never") -> Way:
     """Fill and drain."""
-    return Way(placement, lambda where, m: gpipe(where, m, recomputed(mode, m)))
+
+    def compute(where: Placement, m: int) -> Orders:
+        orders = gpipe(where, m, recomputed(mode, m))
+        return [fetched(order) for order in orders] if mode == OFFLOAD else orders
+
+    return Way(placement, compute)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -183,6 +191,7 @@ class Pipeline:
                 ),
                 deferred_batch_norm=self._deferred,
                 compiler=self._compiler,
+                copies=self._copies(rank),
             )
             if tied is not None:
                 mine.ties[index] = tied
@@ -204,6 +213,9 @@ class Pipeline:
         courier = Courier() if device else None
         ends = (own, placement, links, source, courier, mine_tied)
         self.executors.append(Executor(*ends, replica=replica, accelerator=device))
+
+    def _copies(self, rank: int) -> Copies:
+        return StreamCopies(self._devices[rank], least=1) if self._devices else LateCopies()
 
     def _active(self, rank: int) -> AbstractContextManager[None]:
         return self._devices[rank].active() if self._devices else nullcontext()

@@ -117,6 +117,27 @@ def test_who_has_too_little_memory_is_told_what_takes_less() -> None:
     assert "memory" not in other.message
 
 
+def test_who_has_too_little_memory_is_told_what_the_plan_expected() -> None:
+    keeps = "the plan has stage 1 keep 4 graphs and 8 inputs of micro-batches at once"
+    for error in (torch.OutOfMemoryError("no"), raised_by(torch.OutOfMemoryError("no"), "layer 5")):
+        failure = failure_of(error, 0, Position(Phase.FORWARD, 3), keeps=keeps)
+        assert f"  out of memory: {keeps}; more --microbatches make" in failure.message
+
+
+def test_who_has_no_deterministic_kernel_is_told_what_it_is_for() -> None:
+    torch.use_deterministic_algorithms(True)
+    try:
+        with pytest.raises(RuntimeError) as seen:
+            torch.zeros(2).put_(torch.tensor([0]), torch.ones(1))
+    finally:
+        torch.use_deterministic_algorithms(False)
+    failure = failure_of(raised_by(seen.value, "layer 5"), 0, Position(Phase.BACKWARD, 3, 1, 5))
+    assert "put_ does not have a deterministic implementation" in failure.message
+    assert failure.message.endswith(
+        "leave out --deterministic: docs/networks.md says what it is for"
+    )
+
+
 def test_who_leaves_a_debugger_interrupts_the_job() -> None:
     with pytest.raises(KeyboardInterrupt), users("layer 3"):
         raise BdbQuit

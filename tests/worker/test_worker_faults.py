@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from pipeworker.coordinator.report import place
 from pipeworker.wire.codec import encode
 from pipeworker.wire.messages.advance import Advance
 from pipeworker.wire.messages.calls import Wait
@@ -15,6 +16,8 @@ from pipeworker.wire.messages.evaluation import Evaluate, Evaluated
 from pipeworker.wire.messages.failure import Cause, Failure
 from pipeworker.wire.messages.position import Phase
 from pipeworker.wire.messages.step import Update
+from pipeworker.worker.blame import Raised
+from pipeworker.worker.device import numerics
 from support.alone import Alone, as_it_was
 
 _as_it_was = pytest.fixture(autouse=True)(as_it_was)
@@ -312,6 +315,55 @@ def test_the_user_is_blamed(tmp_path: Path, name: str) -> None:
     assert NO in failure.traceback
     assert "/pipeworker/" not in failure.traceback
     assert failure.stage in ("stage 0", "rank 0")
+
+
+@pytest.mark.parametrize(("recompute", "graphs"), [("always", "1 graph"), ("never", "2 graphs")])
+def test_who_runs_out_of_memory_learns_what_the_plan_expected(
+    tmp_path: Path, recompute: str, graphs: str
+) -> None:
+    model = """
+class Big(nn.Linear):
+    def forward(self, x): raise torch.OutOfMemoryError("no")
+def model(): return [nn.Linear(6, 6), Big(6, 2)]
+"""
+    failure = job(tmp_path, source(model=model), recompute)
+    assert failure is not None
+    first, advice = failure.message.splitlines()
+    assert first.startswith("layer 1 (Big) raised OutOfMemoryError: no (its input was Tensor[2, 6]")
+    kept = f"the plan has stage 0 keep {graphs} and 2 inputs of micro-batches at once"
+    assert advice.startswith(f"  out of memory: {kept}; more --microbatches make each smaller")
+
+
+PUTS = """
+class Puts(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x): return x.clone()
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient.clone().put_(torch.tensor([0]), torch.ones(1))
+class Layer(nn.Module):
+    def forward(self, x): return Puts.apply(x)
+def model(): return [nn.Linear(6, 2), Layer()]
+"""
+
+
+def test_a_kernel_that_is_not_deterministic_is_named_by_its_layer_where_it_must_be(
+    tmp_path: Path,
+) -> None:
+    """Also where the job file says otherwise."""
+    text = source(model=PUTS, more="torch.use_deterministic_algorithms(False)")
+    assert job(tmp_path, text) is None
+    alone = Alone()
+    with numerics.put_back(lambda: True):
+        batch = alone.begin(tmp_path, text, deterministic=True)
+        assert batch
+        with pytest.raises(Raised) as seen:
+            alone.step(1, batch)
+    failure = alone.worker.explain(seen.value)
+    alone.worker.close()
+    assert failure.message.startswith("layer 1 (Layer) raised RuntimeError: put_ does not have a")
+    assert "leave out --deterministic" in failure.message
+    assert place(failure) == "stage 0, layer 1 (Layer), micro-batch 0, step 1"
 
 
 OURS: dict[str, tuple[str, Phase]] = {

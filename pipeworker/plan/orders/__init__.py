@@ -11,9 +11,10 @@ from dataclasses import dataclass
 from pipeworker.errors import ScheduleError
 from pipeworker.plan.actions import Action
 from pipeworker.plan.connect import connect
+from pipeworker.plan.offload import fetched
 from pipeworker.plan.orders.gpipe import gpipe
 from pipeworker.plan.placement import Placement
-from pipeworker.plan.schedule import Pairs, Schedule, recomputed
+from pipeworker.plan.schedule import OFFLOAD, Pairs, Schedule, recomputed
 
 Compute = list[list[Action]]
 """By worker, its compute actions in order."""
@@ -90,4 +91,6 @@ def arrange(
     if where.workers < 1 or microbatches < (where.replicas == 1):
         raise ScheduleError("a schedule needs at least one stage and one micro-batch")
     compute = chosen.compute(where, microbatches, recomputed(recompute, microbatches))
+    if recompute == OFFLOAD:
+        compute = [fetched(order) for order in compute]
     return connect(name, microbatches, where, compute, skips, ties)

@@ -48,6 +48,7 @@ class Described:
         names: of the layers in the user's module, where they are not their indices.
         sources: the job file and what it imports from its folder.
         notes: for the user, who may have meant something else.
+        settings: of torch's, that numbers depend on, as ``torch.get_default_dtype() = …``.
     """
 
     rank: int
@@ -59,10 +60,12 @@ class Described:
     names: tuple[str, ...] = ()
     sources: tuple[Source, ...] = ()
     notes: tuple[str, ...] = ()
+    settings: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         check_names(self.types, "names of types")
         check_names(self.notes, "notes", MOST_NOTES)
+        check_names(self.settings, "settings")
         check(len(self.sources) <= MOST_TYPES, f"{len(self.sources)} files")
         count = len(self.layers)
         check_names(self.names, "names of layers", count)
@@ -101,6 +104,8 @@ class Ready:
         batch: from where stage 0 is.
         left_out: how many names of ``--init-from`` and of its stages had no counterpart.
         length: mini-batches of an epoch, from where data is read; 0 where that is not known.
+        unit: which accelerator of its host the device is, whatever its number in the process; empty
+            for the CPU.
     """
 
     rank: int
@@ -109,6 +114,10 @@ class Ready:
     batch: Batch | None
     left_out: int = 0
     length: int = 0
+    unit: str = ""
+
+    def __post_init__(self) -> None:
+        check_names((self.device, self.unit), "names of devices")
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,6 +26,7 @@ class Phase(IntEnum):
     EVALUATION = 12
     SURVEY = 13
     RESTORING = 14
+    COMPILING = 15
 
     @property
     def label(self) -> str:

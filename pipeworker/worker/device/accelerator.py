@@ -1,9 +1,10 @@
 """A device that works on while the host goes on: in streams, and events say in which order.
 
 What is given to one stream is done in turn; between streams nothing is ordered but by an event that
-one records and another waits for. A worker has three: the one where its layers compute, which is
+one records and another waits for. A worker has four: the one where its layers compute, which is
 the current one of its main thread, and one each for what leaves the device and for what arrives.
-So a micro-batch travels while the next one computes, in both directions.
+So a micro-batch travels while the next one computes, in both directions. What waits in the host's
+memory for its backward goes there and comes back in a fourth.
 
 The tests have a device of this interface that does its work late and in any order, so that a wait
 that is missing gives wrong bytes.
@@ -60,6 +61,10 @@ class Accelerator(Protocol):
         """For what arrives."""
 
     @property
+    def aside(self) -> Stream:
+        """For what waits in the host's memory meanwhile."""
+
+    @property
     def current(self) -> Stream:
         """Of the calling thread: where layers compute."""
 
@@ -102,9 +107,9 @@ class TorchAccelerator:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.sends = self.receives = self.current
+        self.sends = self.receives = self.aside = self.current
         with suppress(RuntimeError):
-            self.sends, self.receives = self._stream(), self._stream()
+            self.sends, self.receives, self.aside = (self._stream() for _ in range(3))
 
     def _stream(self) -> Any:
         return torch.Stream(self.device)

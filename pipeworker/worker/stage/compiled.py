@@ -17,15 +17,46 @@ from typing import Any
 import torch
 from torch import nn
 
-from pipeworker.worker.internals import allow_any_number_of_graphs
+from pipeworker.host.position import Tracker
+from pipeworker.wire.messages.position import Phase, Position
+from pipeworker.worker.internals import allow_any_number_of_graphs, off_compiling, on_compiling
 
+Backend = Callable[..., Any]
 KERNELS = "inductor"
 """The backend of ``torch.compile`` that makes kernels."""
 
 
-def compiled(layers: Sequence[nn.Module], backend: str) -> list[Callable[[Any], Any]]:
+def compiled(layers: Sequence[nn.Module], backend: str | Backend) -> list[Callable[[Any], Any]]:
     """What to call in the place of each layer; the layers stay as they are."""
     return [partial(_call, torch.compile(one, backend=backend, dynamic=False)) for one in layers]
+
+
+class Watch:
+    """Says where a worker is while something is compiled, which may take minutes.
+
+    Args:
+        tracker: of the worker.
+    """
+
+    def __init__(self, tracker: Tracker) -> None:
+        self._tracker = tracker
+        self._at: Position | None = None
+        on_compiling(self._began, self._ended)
+
+    def _began(self, _: Any) -> None:
+        if self._tracker.waits:  # it is none of our layers
+            return
+        at = self._at = self._tracker.get()
+        self._tracker.set(Phase.COMPILING, at.step, at.microbatch, at.layer)
+
+    def _ended(self, _: Any) -> None:
+        at, self._at = self._at, None
+        if at is not None:
+            self._tracker.set(at.phase, at.step, at.microbatch, at.layer)
+
+    def close(self) -> None:
+        """Watch no more."""
+        off_compiling(self._began, self._ended)
 
 
 class _Thread(threading.local):

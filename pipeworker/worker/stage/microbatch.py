@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from torch.autograd.graph import GradientEdge
 
     from pipeworker.worker.stage.boundary import Caught
+    from pipeworker.worker.stage.offload import Saved
     from pipeworker.worker.stage.recompute import Before
     from pipeworker.worker.stage.split import Deferred
 
@@ -28,6 +29,7 @@ class MicroBatch:
         weight: its share of the samples.
         again: it will be forwarded again before its backward.
         halves: its backward is two actions.
+        away: what its graph saves is in the host's memory until it is fetched.
 
         value, wants_grad: the input, and which of its distinct tensors want a gradient.
         target: for the loss, on the last stage.
@@ -50,6 +52,7 @@ class MicroBatch:
     weight: float = 1.0
     again: bool = False
     halves: bool = False
+    away: bool = False
     value: Any = None
     wants_grad: Sequence[bool] = ()
     target: Any = None
@@ -69,6 +72,7 @@ class MicroBatch:
     caught: Caught | None = None
     before: Before | None = None
     deferred: Deferred | None = None
+    saved: Saved | None = None
 
     @property
     def share(self) -> torch.Tensor:

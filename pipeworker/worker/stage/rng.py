@@ -14,9 +14,11 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from struct import Struct
-from typing import Any
+from typing import Any, Protocol
 
 import torch
+
+from pipeworker.worker.device.visible import module_of
 
 _PATH = Struct("<6q")
 _LAYER, _BUILD, _DATA, _EVALUATION, _EVALUATION_DATA, _UPDATE = range(6)
@@ -58,7 +60,7 @@ def update_seed(seed: int, step: int, layer: int, tie: int = 0) -> int:
     return _derive(_UPDATE, seed, step, layer, tie)
 
 
-def seed_all(seed: int, accelerator: torch.Generator | None = None) -> None:
+def seed_all(seed: int, accelerator: Generator | None = None) -> None:
     """Seed every generator the user's code may draw from. Takes a few microseconds."""
     torch.default_generator.manual_seed(seed)
     if accelerator is not None:
@@ -69,32 +71,63 @@ def seed_all(seed: int, accelerator: torch.Generator | None = None) -> None:
         numpy.random.seed(seed & 0xFFFFFFFF)
 
 
-def accelerator_generator(device: torch.device) -> torch.Generator | None:
-    """The default generator of a CUDA device; None on the CPU."""
-    if device.type != "cuda":
+def accelerator_generator(device: torch.device) -> Generator | None:
+    """The default generator of an accelerator; None on the CPU."""
+    if device.type == "cpu":
         return None
-    generator: torch.Generator = torch.cuda.default_generators[device.index or 0]
-    return generator
+    module = module_of(device.type)
+    own = getattr(module, "default_generators", None)
+    found: Generator = _OfModule(module) if own is None else own[device.index or 0]
+    return found
+
+
+class Generator(Protocol):
+    """What is asked of an accelerator's generator, as :class:`torch.Generator` has it."""
+
+    def manual_seed(self, seed: int) -> Any: ...
+
+    def get_state(self) -> torch.Tensor: ...
+
+    def set_state(self, state: torch.Tensor) -> Any: ...
+
+
+class _OfModule:
+    """Of a kind of device whose module has functions in its place."""
+
+    def __init__(self, module: Any) -> None:
+        self.manual_seed = module.manual_seed
+        self.get_state = module.get_rng_state
+        self.set_state = module.set_rng_state
 
 
 @contextmanager
 def undisturbed() -> Iterator[None]:
     """Leave every generator as it was found."""
-    before = states()
-    initialized = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
-    cuda = torch.cuda.get_rng_state() if initialized else None
+    accelerator = _used()
+    before = states(accelerator)
     try:
         yield
     finally:
-        restore(before)
-        if cuda is not None:
-            torch.cuda.set_rng_state(cuda)
+        restore(before, accelerator)
+
+
+def _used() -> Generator | None:
+    """Of the accelerator that this process has begun to compute on."""
+    current = torch.accelerator.current_accelerator(check_available=True)
+    if current is None:
+        return None
+    module = module_of(current.type)
+    if not getattr(module, "is_initialized", lambda: True)():
+        return None
+    return accelerator_generator(
+        torch.device(current.type, torch.accelerator.current_device_index())
+    )
 
 
 States = tuple[Any, Any, Any, Any]
 
 
-def states(accelerator: torch.Generator | None = None) -> States:
+def states(accelerator: Generator | None = None) -> States:
     """Of torch's CPU generator, Python's and NumPy's, and that of an accelerator."""
     numpy: Any = sys.modules.get("numpy")
     return (
@@ -105,7 +138,7 @@ def states(accelerator: torch.Generator | None = None) -> States:
     )
 
 
-def restore(states: States, accelerator: torch.Generator | None = None) -> None:
+def restore(states: States, accelerator: Generator | None = None) -> None:
     """Let them draw as they did; one without a state is left out."""
     torch_state, python_state, numpy_state, accelerator_state = states
     torch.default_generator.set_state(torch_state)
@@ -124,7 +157,7 @@ class Stream:
         accelerator: the generator of the worker's, if it has one.
     """
 
-    def __init__(self, accelerator: torch.Generator | None = None) -> None:
+    def __init__(self, accelerator: Generator | None = None) -> None:
         self._accelerator = accelerator
         self._states: States | None = None
 

@@ -32,6 +32,7 @@ from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
 from pipeworker.worker.internals import SAVED_PREFIX, AccumulateGrad, engine
+from pipeworker.worker.stage import offload
 
 _Edges = tuple[tuple[Node | None, int], ...]
 
@@ -209,7 +210,8 @@ def _unpacked_by_hook(node: Node) -> bool:
     for name in _saved_names(type(node)):
         saved = getattr(node, name)
         for one in saved if isinstance(saved, tuple) else (saved,):
-            if getattr(one, "unpack_hook", None) is not None:
+            hook = getattr(one, "unpack_hook", None)
+            if hook is not None and hook is not offload.unpack:  # which may be called again
                 return True
     return False
 

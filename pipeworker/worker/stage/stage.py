@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from itertools import compress
 from typing import Any, NoReturn
@@ -16,12 +17,14 @@ from pipeworker.host.position import Tracker
 from pipeworker.wire.messages.plan import SkipRoute
 from pipeworker.wire.messages.position import Phase
 from pipeworker.worker import blame
+from pipeworker.worker.device.copies import Copies
 from pipeworker.worker.internals import engine, run_backward
 from pipeworker.worker.stage import losses, rng, split
 from pipeworker.worker.stage.batchnorm import DeferredBatchNorm
 from pipeworker.worker.stage.boundary import Caught, pass_boundary
 from pipeworker.worker.stage.compiled import compiled
 from pipeworker.worker.stage.microbatch import Arrived, Gradients, MicroBatch
+from pipeworker.worker.stage.offload import Offload
 from pipeworker.worker.stage.recompute import Buffers
 from pipeworker.worker.stage.skips import Table
 from pipeworker.worker.stage.values import (
@@ -82,6 +85,7 @@ class Stage:
         skips: None when no layer stashes or pops.
         precision: ``fp32``, or what layers and loss are autocast to, ``bf16`` or ``fp16``.
         compiler: a backend of ``torch.compile`` for the layers; None to run them as they are.
+        copies: by which what graphs save goes to the host's memory and back; None to keep it.
     """
 
     def __init__(
@@ -99,6 +103,7 @@ class Stage:
         precision: str = "fp32",
         deferred_batch_norm: bool = False,
         compiler: str | None = None,
+        copies: Copies | None = None,
     ) -> None:
         self.layers = list(layers)
         self.first = first
@@ -116,6 +121,7 @@ class Stage:
         if compiler:
             self._calls = compiled(self.layers, compiler)
         self._buffers = Buffers(self.layers)
+        self._offload = Offload(self.layers, copies) if copies is not None else None
         self._input_changes: bool | None = None
         self._phony = torch.empty(0, device=device, requires_grad=True)
         # Autocast is entered for each layer by itself: it keeps cast weights until it is left, and
@@ -135,6 +141,8 @@ class Stage:
         self._step = step
         self._number = first
         self._loss_scale = loss_scale
+        if self._offload is not None:
+            self._offload.begin()
 
     def end(self) -> None:
         """The mini-batch is complete."""
@@ -163,7 +171,8 @@ class Stage:
             Raised: what a layer or the loss raised.
         """
         if not mb.again:
-            mb.output = self._run(mb, mb.value, mb.arrived, Phase.FORWARD)
+            with self._saving(mb):
+                mb.output = self._run(mb, mb.value, mb.arrived, Phase.FORWARD)
             return
         # The graph of this forward is dropped at once. It is built all the same: kernels may depend
         # on grad mode, and which outputs require grad is only known from it. Its peak memory is
@@ -190,6 +199,16 @@ class Stage:
             mb.output = self._run(mb, mb.value, mb.arrived, Phase.RECOMPUTE)
         mb.outgoing = None
         mb.departing.clear()
+
+    def fetch(self, mb: MicroBatch) -> None:
+        """What the graph of its forward saved begins to come back from the host's memory."""
+        assert self._offload
+        self._offload.fetch(mb)
+
+    def ended(self, mb: MicroBatch) -> None:
+        """An action for a micro-batch has ended, and so has the time of what left beside it."""
+        if self._offload is not None:
+            self._offload.settle(mb)
 
     def backward(self, mb: MicroBatch) -> None:
         """Accumulate the gradients of weights; gives ``input_gradients``, ``arrived_gradients``.
@@ -226,6 +245,8 @@ class Stage:
     def _start(self, mb: MicroBatch) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]:
         """What backward starts from; the micro-batch lets go of it."""
         self.tracker.set(Phase.BACKWARD, self._step, mb.number, self.last_layer)
+        if mb.saved is not None and self._offload is not None:
+            self._offload.arrive(mb)
         output, mb.output, mb.value, mb.target = mb.output, None, None, None
         if self._loss is not None:
             if not output.requires_grad:
@@ -278,6 +299,12 @@ class Stage:
             mb.arrived_gradients[peer] = caught[start : start + count]
             start += count
         mb.arrived = {}
+
+    def _saving(self, mb: MicroBatch) -> AbstractContextManager[None]:
+        """While a graph is made that is kept."""
+        if self._offload is None or not mb.away:
+            return nullcontext()
+        return self._offload.saving(mb)
 
     def _run(self, mb: MicroBatch, value: Any, arrived: Arrived, phase: Phase) -> Any:
         """All layers in order, then the loss on the last stage; returns what backward starts at."""

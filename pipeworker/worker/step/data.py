@@ -60,7 +60,7 @@ class Reader:
         epochs: int | None,
         said: str = "data() gave",
         seed_of: Callable[[int, int], int] = rng.data_seed,
-        accelerator: torch.Generator | None = None,
+        accelerator: rng.Generator | None = None,
         replica: int = 0,
         replicas: int = 1,
     ) -> None:

@@ -8,6 +8,8 @@ from typing import Any
 
 from pipeworker.host.position import Tracker
 from pipeworker.plan.actions import COMPUTE, RECEIVES, SENDS, Action, Edge, Kind, Payload, edge_of
+from pipeworker.plan.columns import columns_of
+from pipeworker.plan.kept import keeps
 from pipeworker.plan.network import CHANNEL_CAPACITY, UNBOUNDED
 from pipeworker.plan.placement import Placement
 from pipeworker.plan.shares import block
@@ -110,10 +112,13 @@ class Executor:
         for edge in self._local_edges():
             self._hand_over(edge)
         self._program: list[tuple[_Handler, int, bool]] = []
+        self._actions: Sequence[Action] = ()
         self._order: dict[Edge, list[int]] = {}
-        # By stage, the micro-batches that are recomputed, and those with a backward in halves.
+        # By stage, the micro-batches that are recomputed, those with a backward in halves, and
+        # those whose graphs are kept in the host's memory.
         self._again: dict[int, frozenset[int]] = {}
         self._halves: dict[int, frozenset[int]] = {}
+        self._away: dict[int, frozenset[int]] = {}
         self._current: MicroBatches | None = None
         self._next: MicroBatches | None = None
         self._there: Event | None = None  # when the next mini-batch is on the accelerator
@@ -124,6 +129,7 @@ class Executor:
         self._computes: dict[Kind, Callable[[Flow], _Handler]] = {
             Kind.FORWARD: lambda flow: flow.forward,
             Kind.RECOMPUTE: lambda flow: flow.recompute,
+            Kind.FETCH: lambda flow: flow.fetch,
             Kind.BACKWARD: lambda flow: flow.backward,
             Kind.BACKWARD_INPUT: lambda flow: flow.backward_input,
             Kind.BACKWARD_WEIGHT: lambda flow: flow.backward_weight,
@@ -179,14 +185,15 @@ class Executor:
                 handlers[end] = self._handler(action)
             program.append((handlers[end], m, kind in _BUSY))
         self._program = program
-        self._again, self._halves = (
+        self._actions = actions
+        self._again, self._halves, self._away = (
             {
                 index: frozenset(
                     a.microbatch for a in actions if a.kind is kind and a.stage == index
                 )
                 for index in self._flows
             }
-            for kind in (Kind.RECOMPUTE, Kind.BACKWARD_INPUT)
+            for kind in (Kind.RECOMPUTE, Kind.BACKWARD_INPUT, Kind.FETCH)
         )
         self._order = {edge: [] for edge in self._receivers}
         for action in actions:
@@ -195,6 +202,14 @@ class Executor:
         for edge in self._receivers:
             if edge.payload is Payload.TIED:
                 self._order[edge] = self._tied.expected(edge)
+
+    def keeps(self, stage: int) -> str:
+        """What the plan has a stage keep, in words; nothing while there is none."""
+        if not self._actions:
+            return ""
+        graphs, inputs, _ = keeps(columns_of(self._actions), stage, len(self._actions))
+        kept = f"{graphs} graph{'s' * (graphs > 1)} and {inputs} input{'s' * (inputs > 1)}"
+        return f"the plan has stage {stage} keep {kept} of micro-batches at once"
 
     def _handler(self, action: Action) -> _Handler:
         kind, stage, _, peer = action
@@ -294,9 +309,10 @@ class Executor:
         for index, flow in self._flows.items():
             flow.step = run.step
             flow.stage.begin(run.step, run.first + mine.start, run.loss_scale)
-            again, halves = self._again[index], self._halves[index]
+            again, halves, away = self._again[index], self._halves[index], self._away[index]
             flow.microbatches = [
-                MicroBatch(m, weight, m in again, m in halves) for m, weight in enumerate(weights)
+                MicroBatch(m, weight, m in again, m in halves, m in away)
+                for m, weight in enumerate(weights)
             ]
         self._known.add(batch.microbatches)
         if batch.microbatches:

@@ -108,9 +108,15 @@ class Flow:
         self.stage.forward(mb)
         for handover in self.after_forward:
             handover(mb)
+        self.stage.ended(mb)
 
     def recompute(self, m: int) -> None:
-        self.stage.recompute(self.microbatches[m])
+        mb = self.microbatches[m]
+        self.stage.recompute(mb)
+        self.stage.ended(mb)
+
+    def fetch(self, m: int) -> None:
+        self.stage.fetch(self.microbatches[m])
 
     def backward(self, m: int) -> None:
         mb = self.microbatches[m]
@@ -119,17 +125,21 @@ class Flow:
             handover(mb)
         for receiver in self.receivers:
             receiver.release(m)
+        self.stage.ended(mb)
 
     def backward_input(self, m: int) -> None:
         mb = self.microbatches[m]
         self.stage.backward_input(mb)
         for handover in self.after_backward:
             handover(mb)
+        self.stage.ended(mb)
 
     def backward_weight(self, m: int) -> None:
-        self.stage.backward_weight(self.microbatches[m])
+        mb = self.microbatches[m]
+        self.stage.backward_weight(mb)
         for receiver in self.receivers:
             receiver.release(m)
+        self.stage.ended(mb)
 
 
 class Handover:

@@ -259,6 +259,8 @@ def _shifted(name: str, first: int) -> str:
 def _elements(gradient: torch.Tensor) -> torch.Tensor:
     """The real numbers of a gradient that may be sparse or complex."""
     values = gradient.detach()
+    if values.is_mps:  # which has no float64
+        values = values.cpu()
     if values.is_sparse:
         values = values.coalesce().values()
     return torch.view_as_real(values) if values.is_complex() else values

@@ -6,6 +6,7 @@ import random
 from itertools import product
 
 import numpy as np
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -132,3 +133,24 @@ def test_a_stream_goes_on_after_an_error() -> None:
         second = draw()
     rng.seed_all(9)
     assert [first, second] == [draw(), draw()]
+
+
+def test_an_accelerator_whose_module_has_no_generators_is_seeded_by_its_functions(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As ``torch.mps`` is; the CPU's own generator stands for it."""
+
+    class Module:
+        manual_seed = torch.default_generator.manual_seed
+        get_rng_state = torch.default_generator.get_state
+        set_rng_state = torch.default_generator.set_state
+
+    monkeypatch.setattr(rng, "module_of", {"mps": Module}.__getitem__)
+    found = rng.accelerator_generator(torch.device("mps"))
+    assert found is not None
+    found.manual_seed(5)
+    states = rng.states(found)
+    drawn = draw()
+    rng.restore(states, found)
+    assert draw() == drawn
+    assert rng.accelerator_generator(torch.device("cpu")) is None

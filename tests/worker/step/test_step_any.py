@@ -14,6 +14,7 @@ from torch import nn
 
 from pipeworker.errors import ScheduleError
 from pipeworker.plan.actions import Action
+from pipeworker.plan.offload import fetched
 from pipeworker.plan.placement import Placement
 from pipeworker.plan.skips import Skip
 from support.orders import Orders, legal
@@ -87,7 +88,7 @@ def networks(draw: st.DrawFn) -> tuple[list[nn.Module], tuple[Skip, ...]]:
 
 
 def drawn(draw: st.DataObject, placement: Placement, microbatches: int) -> Orders:
-    """Any legal order: what is recomputed, what is in halves, and who does what next."""
+    """Any legal order: what is recomputed, in halves, offloaded, and who does what next."""
     again = draw.draw(st.sets(st.tuples(st.integers(0, 5), st.integers(0, 4)), max_size=12))
     halves = draw.draw(st.sets(st.tuples(st.integers(0, 5), st.integers(0, 4)), max_size=12))
     forwards = draw.draw(st.permutations(range(microbatches)))
@@ -96,7 +97,7 @@ def drawn(draw: st.DataObject, placement: Placement, microbatches: int) -> Order
     def pick(ready: Sequence[Action], done: Sequence[Action]) -> Action | None:
         return randomness.choice([*ready, None])
 
-    return legal(
+    orders = legal(
         placement,
         microbatches,
         pick,
@@ -104,6 +105,7 @@ def drawn(draw: st.DataObject, placement: Placement, microbatches: int) -> Order
         halves=lambda s, m: (s, m) in halves,
         forwards=forwards,
     )
+    return [fetched(order) for order in orders] if draw.draw(st.booleans()) else orders
 
 
 @settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))

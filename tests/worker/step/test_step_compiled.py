@@ -6,6 +6,7 @@ Kernels take long to make: that their bits are the same is seen in ``benchmarks/
 from __future__ import annotations
 
 import copy
+import dataclasses
 import functools
 import itertools
 
@@ -15,8 +16,13 @@ from torch import nn
 from torch._dynamo import reset
 from torch._dynamo.utils import counters
 
+from pipeworker.host.position import Tracker
 from pipeworker.plan.placement import Placement
 from pipeworker.plan.skips import Skip
+from pipeworker.wire.messages.position import Phase, Position
+from pipeworker.worker.stage.compiled import Watch, compiled
+from pipeworker.worker.stage.microbatch import MicroBatch
+from pipeworker.worker.stage.stage import Stage
 from support.pipelines import (
     Batches,
     Noise,
@@ -87,6 +93,58 @@ def test_what_is_traced_and_not_rounded_otherwise_is_what_the_layers_give() -> N
     expected = plain(copy.deepcopy(built), mse, batches, 3, optimizer)
     assert_equal(train(1, "never", built, batches), expected)
     assert_equal(train(3, "always", built, batches), expected)
+
+
+def test_it_shows_where_something_is_compiled_and_where_it_was_behind_it() -> None:
+    tracker = Tracker()
+    at, seen = Position(Phase.FORWARD, 3, 1, 2), []
+
+    def backend(graph: torch.fx.GraphModule, _: object) -> object:
+        seen.append(tracker.get())
+        return graph
+
+    (layer,) = compiled([nn.Linear(2, 2)], backend)
+    watch = Watch(tracker)
+    tracker.set(at.phase, at.step, at.microbatch, at.layer)
+    for _ in range(2):
+        layer(torch.ones(1, 2))
+    assert seen == [dataclasses.replace(at, phase=Phase.COMPILING)]
+    assert tracker.get() == at
+    tracker.wait(4)  # it is not ours
+    layer(torch.ones(2, 2))
+    assert seen[1:] == [Position(Phase.WAITING, 4)]
+    assert tracker.waits
+    watch.close()
+    tracker.set(at.phase)
+    layer(torch.ones(3, 2))
+    assert seen[2:] == [Position(at.phase)]
+
+
+def test_autocast_is_traced_with_the_layers() -> None:
+    torch.manual_seed(0)
+    built = [nn.Linear(6, 6), Block(12), nn.Linear(6, 2)]
+    found = []
+    for backend in (None, EAGER):
+        stage = Stage(
+            copy.deepcopy(built),
+            *(0,),
+            seed=0,
+            device=torch.device("cpu"),
+            tracker=Tracker(),
+            loss=lambda output, _: output.float().square().mean(),
+            precision="bf16",
+            compiler=backend,
+        )
+        stage.begin(1)
+        mb = MicroBatch(
+            0, again=True, value=torch.linspace(-1, 1, 24).view(4, 6), wants_grad=[False]
+        )
+        stage.forward(mb)
+        stage.recompute(mb)
+        stage.backward(mb)
+        assert mb.loss is not None
+        found.append([mb.loss, *(p.grad for layer in stage.layers for p in layer.parameters())])
+    assert all(torch.equal(*pair) for pair in zip(*found, strict=True))
 
 
 def test_layers_that_are_alike_share_a_graph_and_no_number_of_them_is_too_many() -> None:

@@ -77,6 +77,7 @@ def pipeline(
         (((), ("compute", "receives"), ("sends",)), "never", mse),
         ((("sends", "receives"), (), ("compute",)), "always", mse),
         ((("compute",), ("sends", "receives"), ()), "except_first", counted),
+        ((("compute",), ("aside", "sends"), ("compute", "receives")), "offload", mse),
     ],
 )
 def test_the_bits_are_those_of_the_host_and_few_wait(
@@ -114,4 +115,18 @@ def test_a_mini_batch_is_waited_for_on_the_device(without: str) -> None:
     with pipeline((), batches, stages=1) as made:
         expected = made.train(2)
     with pipeline([LateDevice(["compute"], without)], batches, stages=1) as made:
+        assert (made.train(2).losses == expected.losses) is not bool(without)
+
+
+@pytest.mark.parametrize(
+    ("eager", "without"),
+    [("compute", "aside>compute"), ("aside", "compute>aside"), ("aside", ""), ("compute", "")],
+)
+def test_what_a_graph_saved_comes_and_goes_behind_what_is_computed(
+    eager: str, without: str
+) -> None:
+    batches = data(10, 10)
+    with pipeline((), batches, stages=1) as made:
+        expected = made.train(2)
+    with pipeline([LateDevice([eager], without)], batches, "offload", stages=1) as made:
         assert (made.train(2).losses == expected.losses) is not bool(without)

@@ -1,0 +1,209 @@
+"""What graphs save goes to the host's memory and comes back: what of it, and when."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from pipeworker.host.position import Tracker
+from pipeworker.worker.blame import Raised
+from pipeworker.worker.device.copies import Copies, HostCopies
+from pipeworker.worker.stage.microbatch import MicroBatch
+from pipeworker.worker.stage.stage import Stage
+from support.copies import CPU, LateCopies
+from support.pipelines import Layer
+
+
+class One:
+    """A stage that is the first and the last, and its copies."""
+
+    def __init__(
+        self, *layers: nn.Module | Callable[[Any], Any], copies: Copies | None = None
+    ) -> None:
+        self.late = LateCopies()
+        built = [one if isinstance(one, nn.Module) else Layer(one) for one in layers]
+        copies = copies or self.late
+        self.stage = Stage(
+            *(built, 0), seed=0, device=CPU, tracker=Tracker(), loss=_mean, copies=copies
+        )
+        self.stage.begin(1)
+
+    def given(self, *shape: int, count: int = 1) -> list[MicroBatch]:
+        made = [MicroBatch(m, away=True) for m in range(count)]
+        for mb in made:
+            mb.value, mb.wants_grad = torch.randn(shape), (False,)
+        return made
+
+    def forward(self, mb: MicroBatch) -> None:
+        self.stage.forward(mb)
+        self.stage.ended(mb)
+
+    def backward(self, mb: MicroBatch) -> None:
+        self.stage.backward(mb)
+        self.stage.ended(mb)
+
+    @property
+    def moved(self) -> list[str]:
+        """The copies, without what orders them."""
+        return [line for line in self.late.log if line[0] in "ob"]
+
+
+def _mean(output: torch.Tensor, target: Any) -> torch.Tensor:
+    return output.mean()
+
+
+def test_what_is_on_the_device_anyway_is_not_copied() -> None:
+    """Weights, buffers, the input and a view of it; the loss itself. What tanh gave is."""
+    norm = nn.BatchNorm1d(4).eval()
+    one = One(lambda x: x[:, 1:].t().t(), nn.Linear(3, 4), norm, torch.tanh, torch.exp)
+    (mb,) = one.given(5, 4)
+    one.forward(mb)
+    each = 5 * 4 * 4
+    assert one.moved == [f"out {each}"] * 3  # the linear layer's output, tanh's and exp's
+
+
+def test_a_memory_is_copied_once_however_often_it_is_saved() -> None:
+    def parts(x: torch.Tensor) -> torch.Tensor:
+        q, k, v = x.chunk(3, dim=1)
+        return q * k + k * v.t().contiguous().t() + (q * v).t().t() * q
+
+    one = One(nn.Linear(6, 6), parts)
+    (mb,) = one.given(2, 6)
+    one.forward(mb)
+    assert one.moved.count("out 48") == 1
+
+
+def test_what_leaves_is_let_go_of_when_the_next_action_has_ended_and_comes_back() -> None:
+    one = One(nn.Linear(3, 3), torch.tanh, lambda x: x * 2)
+    mbs = one.given(2, 3, count=3)
+    for mb in mbs:
+        one.forward(mb)
+    out, back = ["follow", "out 24"], ["follow", "back 24"]
+    assert one.late.log == [*out, *out, "wait", *out, "wait"]
+    one.late.log.clear()
+    one.stage.fetch(mbs[0])
+    one.stage.fetch(mbs[1])
+    assert one.late.log == [*back, *back]
+    one.backward(mbs[0])
+    assert one.late.log == [*back, *back, "wait"]
+    one.backward(mbs[1])
+    one.backward(mbs[2])  # though nobody fetched it
+    assert one.late.log[5:] == ["wait", *back, "wait"]
+
+
+class Sees(torch.autograd.Function):
+    """Notes how what it saves lies in memory, before and after."""
+
+    seen: ClassVar[list[Any]] = []
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x)
+        Sees.note(x)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        Sees.note(*ctx.saved_tensors)
+        return gradient
+
+    @staticmethod
+    def note(x: torch.Tensor) -> None:
+        lies = x.stride(), x.storage_offset(), x.data_ptr() % 64, x.dtype
+        Sees.seen.append((lies, x.tolist()))
+
+
+@pytest.mark.parametrize(
+    "view",
+    [
+        lambda x: x.t(),
+        lambda x: x[1:, ::2],
+        lambda x: x[:1].expand(3, 4),
+        lambda x: x.bfloat16(),
+        lambda x: torch.view_as_complex(x.reshape(3, 2, 2)).conj(),
+    ],
+)
+def test_what_comes_back_lies_in_memory_as_it_did(view: Callable[[Any], Any]) -> None:
+    """Strides and alignment decide which kernel runs."""
+    sees: Callable[[Any], Any] = Sees.apply
+    real = lambda y: torch.view_as_real(y) if y.is_complex() else y  # noqa: E731
+    Sees.seen.clear()
+    one = One(nn.Linear(4, 4), lambda x: real(sees(view(x * 2))))  # type: ignore[no-untyped-call]
+    mbs = one.given(3, 4, count=2)
+    for mb in mbs:
+        one.forward(mb)
+    for mb in mbs:
+        one.backward(mb)
+    assert Sees.seen[:2] == Sees.seen[2:]
+
+
+def test_a_memory_that_is_saved_again_after_a_change_is_copied_again() -> None:
+    """The graph of what was saved before leads nowhere, so nothing is wrong with it."""
+
+    def change(x: torch.Tensor) -> torch.Tensor:
+        saved = torch.sigmoid(x).detach()
+        unused = saved * x
+        saved.mul_(2)
+        return unused.detach() + saved * x
+
+    gradients: list[Any] = []
+    for away in (False, True):
+        torch.manual_seed(0)
+        one = One(nn.Linear(3, 3), change, copies=HostCopies())  # at once
+        mbs = one.given(2, 3, count=2)
+        for mb in mbs:
+            mb.away = away
+            one.forward(mb)
+        for mb in mbs:
+            one.backward(mb)
+        gradients += (p.grad for p in one.stage.layers[0].parameters())
+    assert torch.equal(gradients[0], gradients[2])
+    assert torch.equal(gradients[1], gradients[3])
+
+
+CHANGED = r"modified by an inplace operation: \[torch.FloatTensor \[.*\]\] is at version"
+
+
+def test_a_change_in_place_of_what_has_left_is_found_as_without_hooks() -> None:
+    def change(x: torch.Tensor) -> torch.Tensor:
+        saved = torch.sigmoid(x)
+        found = saved * 1
+        saved.detach().add_(0)
+        return found
+
+    one = One(nn.Linear(3, 3), change)
+    (mb,) = one.given(2, 3)
+    one.forward(mb)
+    with pytest.raises(Raised, match=CHANGED):
+        one.backward(mb)
+
+
+def test_a_change_in_place_of_what_stays_is_found_as_without_hooks() -> None:
+    linear = nn.Linear(3, 3)
+    one = One(nn.Linear(3, 3), linear)
+    (mb,) = one.given(2, 3)
+    one.forward(mb)
+    linear.weight.detach().add_(0)
+    with pytest.raises(Raised, match=CHANGED):
+        one.backward(mb)
+
+
+def test_a_checkpoint_inside_a_layer_keeps_its_own_input_there() -> None:
+    def inner(x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(torch.exp(torch.sin(x)))
+
+    for reentrant in (False, True):
+        again = partial(checkpoint, inner, use_reentrant=reentrant)
+        one = One(nn.Linear(3, 3), again)
+        first, second = one.given(2, 3, count=2)
+        one.forward(first)
+        one.forward(second)
+        one.backward(first)
+        one.backward(second)
+        assert one.moved == ["out 24", "out 24", "back 24", "back 24"]
