@@ -368,7 +368,7 @@ def test_only_what_a_codec_is_for_is_read_by_name(name: Any) -> None:
 @pytest.mark.parametrize("types", [["x"] * (MOST_TYPES + 1), ["x" * (LONGEST_NAME + 1)], [1], "x"])
 def test_names_of_types_are_bounded(types: Any) -> None:
     for name, fields in (
-        ("Described", [0, ["Linear"], [], [], 0, types, [], [], []]),
+        ("Described", [0, ["Linear"], [], [], 0, types, [], [], [], []]),
         ("Plan", [[[0, 0, 1]], [], [], [], "0F0", types]),
     ):
         with pytest.raises(ProtocolError):
