@@ -10,6 +10,7 @@ import socket
 import sys
 import threading
 import weakref
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -340,3 +341,24 @@ def test_buffers_posted_in_one_go_are_filled_in_order(
     for pending in receiving:
         pending.wait()
     assert [b[2].item() for b in buffers] == list(range(len(buffers)))
+
+
+def test_pinned_memory_keeps_its_pages_until_it_is_let_go() -> None:
+    pins: dict[int, int] = {}
+
+    def pin(address: int, size: int) -> Callable[[], None]:
+        pins[address] = size
+        return lambda: pins.__delitem__(address)
+
+    here, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    link = ReceivingLink(FORTH, here, pin)
+    block = link.allocate(100_000).fill_(7)
+    (first,) = pins
+    assert pins[first] >= 100_000
+    link._arenas[first].clear(first, pins[first])  # as when it is free
+    assert int(block.min()) == 7  # a device would go on with the pages that it had
+    del block
+    larger = link.allocate(3 << 20)
+    assert [*pins] == [larger.data_ptr()]
+    link.close()
+    there.close()
