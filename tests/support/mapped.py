@@ -13,6 +13,7 @@ import secrets
 import socket
 import struct
 import subprocess
+import sys
 import threading
 import time
 from collections import deque
@@ -264,7 +265,9 @@ def between_processes(jobs: Jobs, kind: str, frames: int = 100) -> None:
         listener.bind(f"\0{name}")
         listener.listen()
         listener.settimeout(60)
-        sender = jobs.python("-c", SENDER, name, kind, str(frames), stdin=subprocess.PIPE)
+        env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+        words = ("-c", SENDER, name, kind, str(frames))
+        sender = jobs.python(*words, env=env, stdin=subprocess.PIPE)
         host = shared.ReceivingLink(FORTH, listener.accept()[0])
         link = mapped.over(listener.accept()[0], host, FORTH, accelerator, sends=False)
     assert link is not host
