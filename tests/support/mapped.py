@@ -13,13 +13,13 @@ import secrets
 import socket
 import struct
 import subprocess
-import sys
 import threading
 import time
 from collections import deque
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -32,6 +32,7 @@ from support.device import LateDevice, LateEvent, LateStream
 from support.jobs import Jobs
 from support.transport import FORTH
 
+_TESTS = Path(__file__).parents[1]
 _TURN = 0.0005  # seconds
 _COUNTS = struct.Struct("<2q")
 
@@ -238,6 +239,7 @@ def device_of(kind: str) -> tuple[Accelerator, MappedDevice | RealDevice]:
 
 SENDER = """
 import socket, sys, torch
+sys.path.insert(0, sys.argv[4])
 from pipeworker.worker.transport import mapped, shared
 from support.mapped import device_of
 from support.transport import FORTH
@@ -265,9 +267,8 @@ def between_processes(jobs: Jobs, kind: str, frames: int = 100) -> None:
         listener.bind(f"\0{name}")
         listener.listen()
         listener.settimeout(60)
-        env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-        words = ("-c", SENDER, name, kind, str(frames))
-        sender = jobs.python(*words, env=env, stdin=subprocess.PIPE)
+        words = ("-c", SENDER, name, kind, str(frames), str(_TESTS))
+        sender = jobs.python(*words, stdin=subprocess.PIPE)
         host = shared.ReceivingLink(FORTH, listener.accept()[0])
         link = mapped.over(listener.accept()[0], host, FORTH, accelerator, sends=False)
     assert link is not host
