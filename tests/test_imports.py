@@ -97,8 +97,8 @@ ROOMS_WITHIN = {
     ],
     "pipeworker.coordinator.shell": ["starter", "begin", "files"],
     "pipeworker.worker.transport": [
-        *("link", "courier", "structure", "frame", "proof", "heap", "shared", "mapped"),
-        *("credentials", "tls", "distributed", "memories", "pool", "staging", "channel"),
+        *("link", "courier", "structure", "frame", "proof", "heap", "arena", "shared"),
+        *("mapped", "credentials", "tls", "distributed", "memories", "pool", "staging", "channel"),
     ],
     "pipeworker.worker.device": [
         *("visible", "device", "stopwatch", "mapping", "accelerator", "copies"),

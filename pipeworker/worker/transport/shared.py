@@ -30,7 +30,7 @@ import sys
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -39,6 +39,7 @@ import torch
 from pipeworker.errors import PeerLost, PipeworkerError, ProtocolError
 from pipeworker.plan.actions import Edge
 from pipeworker.worker.transport import proof
+from pipeworker.worker.transport.arena import Arena, Pin, address_of
 from pipeworker.worker.transport.frame import ALIGNMENT
 from pipeworker.worker.transport.heap import Heap
 from pipeworker.worker.transport.link import COMPLETE, OneLane, Pending
@@ -53,9 +54,6 @@ _ARENA_BYTES = 1 << 20
 _SPARE = 8  # what is held besides what was in use at once: this part of it
 _HANDLE_BYTES = socket.CMSG_LEN(struct.calcsize("i"))
 
-Pin = Callable[[int, int], "Callable[[], None] | None"]
-"""Pins memory, given its address and bytes; returns what undoes it, or None where it cannot be."""
-
 
 def host_identity() -> str:
     """Equal for processes that can share memory and meet on a Unix socket, else of no use."""
@@ -63,10 +61,6 @@ def host_identity() -> str:
         return secrets.token_hex(16)
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return f"{boot}/{Path('/proc/self/ns/net').stat().st_ino}/{os.getuid()}"
-
-
-def _address(memory: mmap.mmap) -> int:
-    return ctypes.addressof(ctypes.c_char.from_buffer(memory))
 
 
 def _roomy(connection: socket.socket) -> socket.socket:
@@ -87,48 +81,6 @@ class _Receiving:
             self.link.take()
 
 
-class _Arena:
-    """Memory that both ends map; the system holds only those of its pages that were written to."""
-
-    def __init__(self, number: int, size: int, pin: Pin | None) -> None:
-        count = -(-size // mmap.PAGESIZE)
-        self.number, self.size = number, count * mmap.PAGESIZE
-        self.handle = os.memfd_create("pipeworker", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        os.ftruncate(self.handle, self.size)
-        fcntl.fcntl(self.handle, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)  # or no sender trusts it
-        self.memory = mmap.mmap(self.handle, self.size)
-        self.start = _address(self.memory)
-        self._pages = bytearray(count)  # 1 for each that may have been written to
-        undo = pin(self.start, self.size) if pin else None
-        self._pinned = undo is not None
-        if undo is not None:
-            weakref.finalize(self.memory, undo).atexit = False
-
-    @property
-    def held(self) -> int:
-        """Bytes of memory, at most."""
-        return self._pages.count(1) * mmap.PAGESIZE
-
-    def use(self, start: int, size: int) -> memoryview:
-        """A range that will be written to."""
-        first = start - self.start
-        pages = slice(first // mmap.PAGESIZE, -(-(first + size) // mmap.PAGESIZE))
-        self._pages[pages] = b"\1" * (pages.stop - pages.start)
-        return memoryview(self.memory)[first : first + size]
-
-    def clear(self, start: int, size: int) -> None:
-        """Give the whole pages of a free range back to the system, unless a device has them."""
-        if self._pinned:
-            return
-        first = -(-(start - self.start) // mmap.PAGESIZE)
-        count = (start - self.start + size) // mmap.PAGESIZE - first
-        if count > 0:
-            with contextlib.suppress(OSError):  # what the user locked into memory stays there
-                where = first * mmap.PAGESIZE, count * mmap.PAGESIZE
-                self.memory.madvise(mmap.MADV_REMOVE, *where)
-            self._pages[first : first + count] = bytes(count)
-
-
 class ReceivingLink(OneLane):
     """The target's end. One thread posts and waits."""
 
@@ -139,7 +91,7 @@ class ReceivingLink(OneLane):
         self._edge = edge
         self._pin = pin
         self._socket = _roomy(connection)
-        self._arenas: dict[int, _Arena] = {}  # by start
+        self._arenas: dict[int, Arena] = {}  # by start
         self._numbers = itertools.count()
         self._heap = Heap()
         self._limit = 0  # bytes: the most that was in use at once, and some
@@ -182,7 +134,7 @@ class ReceivingLink(OneLane):
         heap = self._heap
         room = max(size, self._limit - heap.total, heap.used, _ARENA_BYTES)  # few, as each doubles
         try:
-            arena = _Arena(next(self._numbers), room, self._pin)
+            arena = Arena(next(self._numbers), room, self._pin)
             try:
                 socket.send_fds(self._socket, [_POST.pack(-1, -1, 0, arena.size)], [arena.handle])
             finally:
@@ -393,7 +345,7 @@ class SendingLink(OneLane):
             raise self._wrong(f"memory: {error}") from error
         finally:
             os.close(handle)
-        self._arenas[next(self._mapped)] = arena, _address(arena)
+        self._arenas[next(self._mapped)] = arena, address_of(arena)
 
     def _wrong(self, what: str) -> ProtocolError:
         return ProtocolError(f"the channel {self._edge}: the receiver posted {what}")
