@@ -300,6 +300,15 @@ def test_last_words_come_before_what_is_said_of_the_end(folder: Path) -> None:
     ]
 
 
+def test_a_job_that_ended_itself_says_so_once(folder: Path) -> None:
+    """Its other workers may have been about to: what they printed is still in their logs."""
+    out = StringIO()
+    screen = screen_on(folder, out)
+    (folder / "logs" / "stage-1.log").write_text("usage: job.py\n")
+    screen.hear(replace(DONE, status="failed", error="usage: job.py", own=True, steps=0))
+    assert out.getvalue().count("usage: job.py") == 1
+
+
 def test_what_is_printed_is_shown_while_nothing_happens(folder: Path) -> None:
     out = StringIO()
     screen = screen_on(folder, out)

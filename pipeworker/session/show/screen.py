@@ -20,6 +20,8 @@ from pipeworker.wire.messages.step import StepResult
 
 _LOOK = 0.25
 """Seconds between two looks at what the job has printed."""
+_HELD = 1.0
+"""The same before there is a plan: what is printed is shown a look later."""
 _NO_BAR = ("dumb", "unknown")
 """Terminals that cannot draw one."""
 _MOST = 1 << 10
@@ -38,6 +40,7 @@ class Screen:
         self._output = output
         self._events: queue.SimpleQueue[FromCoordinator | None] = queue.SimpleQueue()
         self._looks = 0.0  # when it looks again
+        self._reads = 0.0  # when it looks at logs again
         self._planned = False
         self._told = False
         self._thread = threading.Thread(target=self._run, name="screen", daemon=True)
@@ -77,13 +80,17 @@ class Screen:
 
     def _look(self) -> None:
         """At what the job has printed."""
-        self._looks = time.monotonic() + _LOOK
-        self._show.printed(self._output.more(early=not self._planned))
+        now = time.monotonic()
+        self._looks = now + _LOOK
+        if self._planned or now >= self._reads:
+            self._reads = now + _HELD
+            self._show.printed(self._output.more(early=not self._planned))
         self._show.look()
 
     def _heard(self, event: FromCoordinator) -> None:
         if isinstance(event, Again | Verdict):  # the last words of who is gone come first
-            self._show.printed(self._output.end())
+            if not (isinstance(event, Verdict) and event.own):  # it has what all were about to say
+                self._show.printed(self._output.end())
         elif time.monotonic() >= self._looks or (
             self._planned and not isinstance(event, StepResult)
         ):
