@@ -33,7 +33,8 @@ from parts import SKIPPED_STEPS
 
 from pipeworker.plan.placement import Placement
 from pipeworker.worker.device.accelerator import accelerator_for
-from pipeworker.worker.transport import distributed
+from pipeworker.worker.transport.connect import connect
+from pipeworker.worker.transport.network import CoordinatorStore, Network
 from pipeworker.worker.transport.proof import Membership
 
 AHEAD, FRAMES, PINGS, LARGE, SMALL = 4, 100, 500, 64 << 20, 64 << 10
@@ -131,10 +132,10 @@ def source(questions: Connection, member: Membership) -> None:
 def linked(rank: int, questions: Connection, member: Membership) -> tuple[torch.device, Any]:
     device = torch.device("cuda", rank % torch.cuda.device_count())
     torch.cuda.set_device(device)
-    store = distributed.CoordinatorStore(asking(questions))
-    network = distributed.Network("tcp://127.0.0.1:1")
+    store = CoordinatorStore(asking(questions))
+    network = Network("tcp://127.0.0.1:1")
     places = ([FORTH, BACK], rank, Placement.identity(2), store, network, member)
-    return device, distributed.connect(*places, accelerator_for(device))
+    return device, connect(*places, accelerator_for(device))
 
 
 def pings(device: torch.device, made: Any, out: Any, back: Any, *, first: bool) -> float:

@@ -106,9 +106,9 @@ def end(rank: int, size: int, rounds: int, seconds: float) -> None:
 
     from pipeworker.plan.actions import Edge, Payload
     from pipeworker.worker.internals import PrefixStore, ProcessGroupGloo, TCPStore, gloo_options
-    from pipeworker.worker.transport import tls
     from pipeworker.worker.transport.credentials import Credentials
-    from pipeworker.worker.transport.distributed import GroupLink
+    from pipeworker.worker.transport.links import tls
+    from pipeworker.worker.transport.links.gloo import GroupLink
     from pipeworker.worker.transport.proof import Place
 
     patience = timedelta(seconds=600)

@@ -26,8 +26,10 @@ from pipeworker.coordinator.rendezvous import Rendezvous
 from pipeworker.plan.actions import Edge, Payload
 from pipeworker.plan.placement import Placement
 from pipeworker.wire.messages.store import StoreRequest
-from pipeworker.worker.transport import distributed, shared
-from pipeworker.worker.transport.link import Link
+from pipeworker.worker.transport.connect import connect
+from pipeworker.worker.transport.links import shared
+from pipeworker.worker.transport.links.link import Link
+from pipeworker.worker.transport.network import CoordinatorStore, Network
 from pipeworker.worker.transport.proof import Membership
 
 FORTH, BACK = Edge(0, 1, Payload.ACTIVATION), Edge(1, 0, Payload.GRADIENT)
@@ -41,11 +43,11 @@ def links(kind: str, rank: int, ask: Any, member: Membership) -> dict[Edge, Link
     identity = shared.host_identity
     if kind == "tls":  # as if on two hosts
         shared.host_identity = lambda: f"host {rank}"
-    store = distributed.CoordinatorStore(ask)
+    store = CoordinatorStore(ask)
     try:
-        return distributed.connect(
+        return connect(
             *([FORTH, BACK], rank, Placement.identity(2), store),
-            *(distributed.Network("tcp://127.0.0.1:1", KINDS[kind]), member),
+            *(Network("tcp://127.0.0.1:1", KINDS[kind]), member),
         )
     finally:
         shared.host_identity = identity

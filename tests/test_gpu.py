@@ -8,7 +8,7 @@ import torch
 from pipeworker.worker.device.accelerator import accelerator_for
 from pipeworker.worker.transport.channel import Receiver, Sender
 from pipeworker.worker.transport.courier import Courier
-from pipeworker.worker.transport.link import MemoryLink
+from pipeworker.worker.transport.links.link import MemoryLink
 from support.compare import assert_same
 from support.jobs import Jobs
 from support.mapped import between_processes

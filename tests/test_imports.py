@@ -97,9 +97,10 @@ ROOMS_WITHIN = {
     ],
     "pipeworker.coordinator.shell": ["starter", "begin", "files"],
     "pipeworker.worker.transport": [
-        *("link", "courier", "structure", "frame", "proof", "heap", "arena", "shared"),
-        *("mapped", "credentials", "tls", "distributed", "memories", "pool", "staging", "channel"),
+        *("structure", "frame", "proof", "heap", "credentials", "network", "links", "courier"),
+        *("connect", "memories", "pool", "staging", "channel"),
     ],
+    "pipeworker.worker.transport.links": ["link", "arena", "shared", "mapped", "gloo", "tls"],
     "pipeworker.worker.device": [
         *("visible", "device", "stopwatch", "mapping", "accelerator", "copies"),
         "numerics",

@@ -40,11 +40,12 @@ from pipeworker.wire.messages.position import Position
 from pipeworker.wire.messages.presence import Heartbeat, Welcome
 from pipeworker.wire.messages.step import Batch, StepDone, Update
 from pipeworker.worker.internals import pytree
-from pipeworker.worker.transport import channel, mapped
+from pipeworker.worker.transport import channel
 from pipeworker.worker.transport import frame as frames
 from pipeworker.worker.transport.channel import Receiver
 from pipeworker.worker.transport.frame import Layout
-from pipeworker.worker.transport.link import MemoryLink
+from pipeworker.worker.transport.links import mapped
+from pipeworker.worker.transport.links.link import MemoryLink
 from pipeworker.worker.transport.structure import Kinds
 from support.transport import FORTH, connect_all
 

@@ -15,20 +15,20 @@ AWAITED = (
     + """
     import os, time
     from pathlib import Path
-    from pipeworker.worker.transport import distributed
+    from pipeworker.worker.transport.links import gloo
 
-    FOLDER, real = Path(__file__).parent, distributed._device
+    FOLDER, real = Path(__file__).parent, gloo._device
 
     def device(endpoint):
         "The first port of each worker is open to strangers before a peer may come."
         made = real(endpoint)
-        distributed._device = real
+        gloo._device = real
         (FOLDER / f"open-{os.getpid()}").touch()
         while not (FOLDER / f"struck-{os.getpid()}").exists():
             time.sleep(0.002)
         return made
 
-    distributed._device = device
+    gloo._device = device
 """
 )
 WORDS = ("--stages", "2", "--microbatches", "4", "--steps", "3", "--backend", "gloo")

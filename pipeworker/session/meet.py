@@ -63,7 +63,7 @@ class Greeting:
     @staticmethod
     def of(place: Place, mistake: str = "") -> Greeting:
         """This process's."""
-        from pipeworker.worker.transport.shared import host_identity
+        from pipeworker.worker.transport.links.shared import host_identity
 
         word, here = secrets.token_hex(8), socket.gethostname()
         master = place.master_address()

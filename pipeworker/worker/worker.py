@@ -55,8 +55,9 @@ from pipeworker.worker.state.state import State
 from pipeworker.worker.step.data import MicroBatches, Reader, joined
 from pipeworker.worker.step.evaluation import Averages
 from pipeworker.worker.step.executor import Executor
-from pipeworker.worker.transport import distributed
+from pipeworker.worker.transport.connect import connect
 from pipeworker.worker.transport.courier import Courier
+from pipeworker.worker.transport.network import CoordinatorStore, Network
 from pipeworker.worker.transport.proof import Membership
 from pipeworker.worker.transport.structure import Kinds
 
@@ -239,8 +240,8 @@ class Worker:
         """How other workers are reached."""
         options, settings = self._role.options, self._settings
         return (
-            distributed.CoordinatorStore(self._line.ask),
-            distributed.Network(settings.endpoint, options.backend, options.interface),
+            CoordinatorStore(self._line.ask),
+            Network(settings.endpoint, options.backend, options.interface),
             Membership(settings.token, settings.generation),
         )
 
@@ -250,9 +251,7 @@ class Worker:
         self._tracker.wait(phase=Phase.CONNECTING)
         self._state.keep()
         edges = [Edge.parse(edge) for edge in plan.edges]
-        links = distributed.connect(
-            edges, self._rank, role.placement, *self._where(), self._accelerator
-        )
+        links = connect(edges, self._rank, role.placement, *self._where(), self._accelerator)
         executor = Executor(
             self.stages,
             role.placement,

@@ -26,8 +26,8 @@ import torch
 
 from pipeworker.worker.device.accelerator import Accelerator, accelerator_for
 from pipeworker.worker.device.mapping import Mapping
-from pipeworker.worker.transport import mapped, shared
-from pipeworker.worker.transport.link import Lane, Link, Pending
+from pipeworker.worker.transport.links import mapped, shared
+from pipeworker.worker.transport.links.link import Lane, Link, Pending
 from support.device import LateDevice, LateEvent, LateStream
 from support.jobs import Jobs
 from support.transport import FORTH
@@ -240,7 +240,7 @@ def device_of(kind: str) -> tuple[Accelerator, MappedDevice | RealDevice]:
 SENDER = """
 import socket, sys, torch
 sys.path.insert(0, sys.argv[4])
-from pipeworker.worker.transport import mapped, shared
+from pipeworker.worker.transport.links import mapped, shared
 from support.mapped import device_of
 from support.transport import FORTH
 

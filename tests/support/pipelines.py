@@ -37,7 +37,7 @@ from pipeworker.worker.stage.stage import Skips, Stage
 from pipeworker.worker.step.data import MicroBatches, Reader, joined
 from pipeworker.worker.step.executor import Executor, Ran
 from pipeworker.worker.transport.courier import Courier
-from pipeworker.worker.transport.link import MemoryLink
+from pipeworker.worker.transport.links.link import MemoryLink
 from pipeworker.worker.update.ties import Ties
 from pipeworker.worker.update.update import Updater
 from support.copies import LateCopies

@@ -21,9 +21,9 @@ from pipeworker.plan.actions import Edge, Payload
 from pipeworker.plan.placement import Placement
 from pipeworker.wire.messages.store import StoreOperation, StoreReply, StoreRequest
 from pipeworker.worker.device.accelerator import Accelerator
-from pipeworker.worker.transport import shared
-from pipeworker.worker.transport.distributed import Ask, CoordinatorStore, Network, connect
-from pipeworker.worker.transport.link import (
+from pipeworker.worker.transport.connect import connect
+from pipeworker.worker.transport.links import shared
+from pipeworker.worker.transport.links.link import (
     Lane,
     Link,
     MemoryLink,
@@ -31,6 +31,7 @@ from pipeworker.worker.transport.link import (
     Pending,
     TwoLanes,
 )
+from pipeworker.worker.transport.network import Ask, CoordinatorStore, Network
 from pipeworker.worker.transport.proof import Membership
 
 ENDPOINT = "tcp://127.0.0.1:1"

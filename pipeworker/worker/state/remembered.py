@@ -12,8 +12,8 @@ from pipeworker.record.manifest import Shard
 from pipeworker.record.memory import Memory
 from pipeworker.wire.messages.checkpoint import Restore
 from pipeworker.wire.messages.plan import Plan
-from pipeworker.worker.transport.distributed import CoordinatorStore, Network
 from pipeworker.worker.transport.memories import Lender, Mirror, Pantry, borrow
+from pipeworker.worker.transport.network import CoordinatorStore, Network
 from pipeworker.worker.transport.proof import Membership
 
 Where = tuple[CoordinatorStore, Network, Membership]

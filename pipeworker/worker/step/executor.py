@@ -28,7 +28,7 @@ from pipeworker.worker.step.stream import Pass, Sink
 from pipeworker.worker.step.tied import Exchange
 from pipeworker.worker.transport.channel import Receiver, Sender
 from pipeworker.worker.transport.courier import Courier
-from pipeworker.worker.transport.link import Link
+from pipeworker.worker.transport.links.link import Link
 from pipeworker.worker.transport.staging import brought
 from pipeworker.worker.transport.structure import NONE, Kinds
 from pipeworker.worker.update.ties import Ties

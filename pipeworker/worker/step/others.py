@@ -13,7 +13,7 @@ from pipeworker.worker.step.deal import Deal
 from pipeworker.worker.step.reduction import Reduction
 from pipeworker.worker.transport.channel import Receiver, Sender
 from pipeworker.worker.transport.courier import Courier
-from pipeworker.worker.transport.link import Link
+from pipeworker.worker.transport.links.link import Link
 from pipeworker.worker.transport.structure import Kinds
 
 _AHEAD = 6  # frames: a little more than a channel holds, so that several are posted in one go

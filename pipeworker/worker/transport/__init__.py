@@ -1,5 +1,5 @@
 """Moves tensors between stages, point to point, one channel a directed edge.
 
-A :class:`~pipeworker.worker.transport.link.Link` moves raw tensors (in memory for tests,
-torch.distributed for real); a channel moves whole values, nested as the user's layers pass them.
+A :class:`~pipeworker.worker.transport.links.link.Link` moves raw tensors, by what its two ends have
+between them; a channel moves whole values, nested as the user's layers pass them.
 """

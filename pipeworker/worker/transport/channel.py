@@ -31,7 +31,7 @@ from pipeworker.worker.transport import frame as frames
 from pipeworker.worker.transport import staging
 from pipeworker.worker.transport.courier import Courier, Errand
 from pipeworker.worker.transport.frame import Frame, Layout
-from pipeworker.worker.transport.link import COMPLETE, Lane, Link, Pending
+from pipeworker.worker.transport.links.link import COMPLETE, Lane, Link, Pending
 from pipeworker.worker.transport.pool import BufferPool
 from pipeworker.worker.transport.staging import Messages, StagingPool
 from pipeworker.worker.transport.structure import NONE, Kinds

@@ -10,7 +10,7 @@ import queue
 import threading
 from collections.abc import Callable
 
-from pipeworker.worker.transport.link import Pending
+from pipeworker.worker.transport.links.link import Pending
 
 
 class Errand:

@@ -24,7 +24,7 @@ from pipeworker.host import streams
 from pipeworker.record.memory import Memory
 from pipeworker.worker.transport import proof
 from pipeworker.worker.transport.credentials import Credentials
-from pipeworker.worker.transport.distributed import CoordinatorStore, Network
+from pipeworker.worker.transport.network import CoordinatorStore, Network
 from pipeworker.worker.transport.proof import Left, Membership, Place, Steps, Stranger
 
 _ASK = struct.Struct("<2q")  # rank, slot

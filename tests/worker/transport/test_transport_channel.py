@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from pipeworker.errors import PeerLost, PipeworkerError
 from pipeworker.worker.transport.channel import Receiver, Sender
 from pipeworker.worker.transport.courier import Courier
-from pipeworker.worker.transport.link import Link, MemoryLink, TwoLanes
+from pipeworker.worker.transport.links.link import Link, MemoryLink, TwoLanes
 from support.transport import two_lanes
 
 CPU = torch.device("cpu")

@@ -10,7 +10,7 @@ import pytest
 
 from pipeworker.errors import PeerLost
 from pipeworker.worker.transport.courier import Courier, Errand
-from pipeworker.worker.transport.link import Pending
+from pipeworker.worker.transport.links.link import Pending
 
 
 class Step:

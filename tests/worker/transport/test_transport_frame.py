@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from pipeworker.errors import PipeworkerError
 from pipeworker.worker.transport import frame as frames
 from pipeworker.worker.transport.frame import Frame
-from pipeworker.worker.transport.link import MemoryLink
+from pipeworker.worker.transport.links.link import MemoryLink
 
 DTYPES = [
     torch.bool,

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeworker.errors import PeerLost
-from pipeworker.worker.transport.link import Lane, Link, MemoryLink, Pending, TwoLanes
+from pipeworker.worker.transport.links.link import Lane, Link, MemoryLink, Pending, TwoLanes
 from support.mapped import Lent, MappedDevice
 from support.transport import FORTH, StrictLane, connect_all, two_lanes
 

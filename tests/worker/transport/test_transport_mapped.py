@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from pipeworker.errors import PeerLost
-from pipeworker.worker.transport import shared
 from pipeworker.worker.transport.channel import Receiver, Sender
 from pipeworker.worker.transport.courier import Courier
-from pipeworker.worker.transport.link import Link, Pending
-from pipeworker.worker.transport.mapped import ReceivingLane, SendingLane
+from pipeworker.worker.transport.links import shared
+from pipeworker.worker.transport.links.link import Link, Pending
+from pipeworker.worker.transport.links.mapped import ReceivingLane, SendingLane
 from support.device import EAGER
 from support.jobs import Jobs
 from support.mapped import MappedDevice, between_processes

@@ -13,7 +13,6 @@ import pytest
 
 from pipeworker.record.memory import Memory
 from pipeworker.worker.transport import proof
-from pipeworker.worker.transport.distributed import Network
 from pipeworker.worker.transport.memories import (
     Lender,
     Mirror,
@@ -22,6 +21,7 @@ from pipeworker.worker.transport.memories import (
     _proven,
     borrow,
 )
+from pipeworker.worker.transport.network import Network
 from pipeworker.worker.transport.proof import Left, Membership
 from support.transport import ENDPOINT, MEMBERSHIP, Meeting
 

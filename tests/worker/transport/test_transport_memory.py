@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from pipeworker.worker.transport.channel import Receiver, Sender
-from pipeworker.worker.transport.distributed import GroupLink
+from pipeworker.worker.transport.links.gloo import GroupLink
 from support.jobs import Jobs, processes_of, until
 from support.memory import shared_memory
 from support.transport import FORTH, connect_all

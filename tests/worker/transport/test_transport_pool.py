@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
 
 from pipeworker.worker.transport.frame import ALIGNMENT, Layout, layout_of
-from pipeworker.worker.transport.link import MemoryLink
+from pipeworker.worker.transport.links.link import MemoryLink
 from pipeworker.worker.transport.pool import BufferPool
 
 allocate = MemoryLink().allocate

@@ -24,9 +24,12 @@ from pipeworker import environment
 from pipeworker.errors import PeerLost, UsageError
 from pipeworker.plan.placement import Placement
 from pipeworker.timings import VARIABLE
-from pipeworker.worker.transport import credentials, distributed, proof, shared
+from pipeworker.worker.transport import credentials, proof
+from pipeworker.worker.transport.connect import connect
 from pipeworker.worker.transport.credentials import Credentials
-from pipeworker.worker.transport.link import Link
+from pipeworker.worker.transport.links import gloo, shared
+from pipeworker.worker.transport.links.link import Link
+from pipeworker.worker.transport.network import Network
 from pipeworker.worker.transport.proof import Membership, Stranger, proving
 from support.strangers import Strangers, listening
 from support.transport import BACK, ENDPOINT, FORTH, MEMBERSHIP, Meeting, connect_all
@@ -158,8 +161,8 @@ OTHERS = [Membership("another secret of these tests", 1), Membership(MEMBERSHIP.
 
 def join(rank: int, meeting: Meeting, backend: str, member: Membership = MEMBERSHIP) -> Link:
     two, store = Placement.identity(2), meeting.store()
-    network = distributed.Network(ENDPOINT, backend)
-    return distributed.connect([FORTH], rank, two, store, network, member)[FORTH]
+    network = Network(ENDPOINT, backend)
+    return connect([FORTH], rank, two, store, network, member)[FORTH]
 
 
 @pytest.mark.parametrize("backends", [["auto", "gloo"], ["tls"]], ids=["near", "far"])
@@ -221,10 +224,10 @@ def test_a_stranger_in_a_stages_place_is_turned_away(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
     """It is in every place of both ends before the pair meets, and is turned out of it."""
-    real, lock = distributed._device, threading.Lock()
+    real, lock = gloo._device, threading.Lock()
     made: list[Any] = []
 
-    def device(network: distributed.Network) -> Any:
+    def device(network: Network) -> Any:
         with lock:
             before = listening()
             made.append(real(network))
@@ -233,7 +236,7 @@ def test_a_stranger_in_a_stages_place_is_turned_away(
                 strangers.strike(port)
         return made[-1]
 
-    monkeypatch.setattr(distributed, "_device", device)
+    monkeypatch.setattr(gloo, "_device", device)
     source, target = (links[FORTH] for links in connect_all((FORTH,), 2, "gloo"))
     assert carries(source, target)
     assert len(made) >= 4  # each end has left the port where the stranger was
@@ -254,7 +257,7 @@ def test_a_network_that_fails_is_not_taken_for_a_stranger(
         tried.append(prefix)
         raise RuntimeError("no route to host")
 
-    monkeypatch.setattr(distributed._Gloo, "_group", group)
+    monkeypatch.setattr(gloo.Gloo, "_group", group)
     with pytest.raises(PeerLost, match="no route to host"):
         connect_all((FORTH,), 2, "gloo")
     assert len(tried) == 2 * 3
@@ -516,11 +519,11 @@ def test_the_interface_may_be_named(monkeypatch: pytest.MonkeyPatch) -> None:
     """By the option for all hosts, else by the environment of this one, else it is the route's."""
     elsewhere = "tcp://192.0.2.1:1"
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
-    assert distributed.Network(elsewhere).own_address() == "127.0.0.1"
+    assert Network(elsewhere).own_address() == "127.0.0.1"
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "no-such-one")
-    assert distributed.Network(elsewhere, interface="lo").own_address() == "127.0.0.1"
+    assert Network(elsewhere, interface="lo").own_address() == "127.0.0.1"
     words = f"GLOO_SOCKET_IFNAME no-such-one: that is none on {socket.gethostname()}, which has lo"
     with pytest.raises(UsageError, match=re.escape(words)):
-        distributed.Network(ENDPOINT).own_address()
+        Network(ENDPOINT).own_address()
     monkeypatch.delenv("GLOO_SOCKET_IFNAME")
-    assert distributed.Network(ENDPOINT).own_address() == "127.0.0.1"
+    assert Network(ENDPOINT).own_address() == "127.0.0.1"

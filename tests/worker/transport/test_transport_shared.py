@@ -1,4 +1,4 @@
-"""Links through shared memory; what all links do is in test_transport_distributed.py."""
+"""Links through shared memory; what all links do is in test_transport_connect.py."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ import pytest
 import torch
 
 from pipeworker.errors import PeerLost, ProtocolError
-from pipeworker.worker.transport import shared
-from pipeworker.worker.transport.link import COMPLETE
-from pipeworker.worker.transport.shared import ReceivingLink, SendingLink
+from pipeworker.worker.transport.links import shared
+from pipeworker.worker.transport.links.link import COMPLETE
+from pipeworker.worker.transport.links.shared import ReceivingLink, SendingLink
 from support.jobs import until
 from support.memory import shared_memory
 from support.transport import FORTH, connect_all

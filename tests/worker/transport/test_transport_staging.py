@@ -13,7 +13,7 @@ import torch
 
 from pipeworker.worker.transport.channel import Receiver, Sender
 from pipeworker.worker.transport.courier import Courier
-from pipeworker.worker.transport.link import MemoryLink, Pending
+from pipeworker.worker.transport.links.link import MemoryLink, Pending
 from support.device import EAGER, ORDERS, LateDevice
 
 MICROBATCHES = 6

@@ -14,9 +14,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeworker.errors import PeerLost, PipeworkerError, ProtocolError
-from pipeworker.worker.transport import tls
-from pipeworker.worker.transport.link import COMPLETE, Pending
-from pipeworker.worker.transport.tls import ReceivingLink, SendingLink
+from pipeworker.worker.transport.links import tls
+from pipeworker.worker.transport.links.link import COMPLETE, Pending
+from pipeworker.worker.transport.links.tls import ReceivingLink, SendingLink
 from support.jobs import until
 from support.transport import FORTH, connect_all
 

@@ -21,9 +21,10 @@ from pipeworker.plan.placement import Placement
 from pipeworker.plan.schedule import between
 from pipeworker.plan.schedule import edges as edges_of
 from pipeworker.worker.transport.channel import Receiver, Sender
+from pipeworker.worker.transport.connect import connect
 from pipeworker.worker.transport.courier import Courier
-from pipeworker.worker.transport.distributed import Network, connect
-from pipeworker.worker.transport.link import Link
+from pipeworker.worker.transport.links.link import Link
+from pipeworker.worker.transport.network import Network
 from support.jobs import Jobs
 from support.transport import BACK, ENDPOINT, FORTH, MEMBERSHIP, Meeting, connect_all
 
@@ -209,8 +210,9 @@ NEIGHBOUR = """
     import torch
     from pipeworker.plan.actions import Edge, Payload
     from pipeworker.plan.placement import Placement
-    from pipeworker.worker.transport import shared
-    from pipeworker.worker.transport.distributed import CoordinatorStore, Network, connect
+    from pipeworker.worker.transport.connect import connect
+    from pipeworker.worker.transport.links import shared
+    from pipeworker.worker.transport.network import CoordinatorStore, Network
     from pipeworker.worker.transport.proof import Membership
 
     address, endpoint, backend, token = sys.argv[1:]

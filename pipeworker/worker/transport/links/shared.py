@@ -11,7 +11,7 @@ is free beyond that goes back to the system, page by page, for both ends. Memory
 no receive posted into it, so the sender does not write there.
 
 Linux only; elsewhere, between hosts, and with ``--backend gloo``, torch.distributed moves the
-tensors (:mod:`pipeworker.worker.transport.distributed`).
+tensors (:mod:`pipeworker.worker.transport.links.gloo`).
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ import torch
 from pipeworker.errors import PeerLost, PipeworkerError, ProtocolError
 from pipeworker.plan.actions import Edge
 from pipeworker.worker.transport import proof
-from pipeworker.worker.transport.arena import Arena, Pin, address_of
 from pipeworker.worker.transport.frame import ALIGNMENT
 from pipeworker.worker.transport.heap import Heap
-from pipeworker.worker.transport.link import COMPLETE, OneLane, Pending
+from pipeworker.worker.transport.links.arena import Arena, Pin, address_of
+from pipeworker.worker.transport.links.link import COMPLETE, OneLane, Pending
 from pipeworker.worker.transport.proof import Place
 
 _POST = struct.Struct("<4q")  # tag, arena (-1: inline), offset in it, bytes (-1: forget the arena)

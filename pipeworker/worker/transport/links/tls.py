@@ -31,7 +31,7 @@ from pipeworker.errors import PeerLost, PipeworkerError, ProtocolError
 from pipeworker.plan.actions import Edge
 from pipeworker.worker.transport import proof
 from pipeworker.worker.transport.credentials import Credentials
-from pipeworker.worker.transport.link import COMPLETE, OneLane, Pending
+from pipeworker.worker.transport.links.link import COMPLETE, OneLane, Pending
 from pipeworker.worker.transport.proof import Left, Place, Steps
 
 _HEAD = struct.Struct("<2q")  # tag, bytes

@@ -30,8 +30,8 @@ from pipeworker.host import streams
 from pipeworker.plan.actions import Edge
 from pipeworker.worker.device.accelerator import Accelerator, Event
 from pipeworker.worker.device.mapping import Mapping, Signal
-from pipeworker.worker.transport import shared
-from pipeworker.worker.transport.link import Link, Pending, TwoLanes
+from pipeworker.worker.transport.links import shared
+from pipeworker.worker.transport.links.link import Link, Pending, TwoLanes
 from pipeworker.worker.transport.proof import Place, Stranger
 
 _RECORD_BYTES = 2048
@@ -260,7 +260,7 @@ def connect(
         secret: what the two ends alone know.
 
     Raises:
-        as :func:`over`, and :func:`pipeworker.worker.transport.shared.meet`.
+        as :func:`over`, and :func:`pipeworker.worker.transport.links.shared.meet`.
     """
     connection = shared.meet(edge, secret, where, sends=sends)
     connection.settimeout(where.left())

@@ -1,0 +1,1 @@
+"""What moves raw, dense tensors over one directed edge, by each of several means."""
