@@ -49,8 +49,9 @@ class Meeting:
 
     def ask(self) -> Ask:
         """A new peer's way to ask."""
-        peer = str(len(self._replies)).encode()
-        mine = self._replies[peer] = queue.SimpleQueue()
+        with self._lock:  # two threads may come at once
+            peer = str(len(self._replies)).encode()
+            mine = self._replies[peer] = queue.SimpleQueue()
         numbers = itertools.count()
 
         def ask(

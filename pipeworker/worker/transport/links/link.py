@@ -115,12 +115,12 @@ class _Slot:
 
     def match(self) -> None:
         if self.source is not None and self.target is not None:
-            source = _bytes_of(self.source)
-            _bytes_of(self.target)[: source.numel()].copy_(source)
+            source = bytes_of(self.source)
+            bytes_of(self.target)[: source.numel()].copy_(source)
             self.done.set()
 
 
-def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
     """A contiguous tensor's memory; a dim of size 1 may have any stride."""
     return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
