@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import platform
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import click
@@ -16,7 +15,6 @@ import click
 from launcher.choose import ELSEWHERE
 from launcher.command import Option
 from launcher.templates import EXAMPLES
-from pipeworker.errors import UsageError
 from pipeworker.job.options import BACKENDS, DEVICES, PRECISIONS, READERS, WHEN_BUSY
 from pipeworker.plan.orders import ORDERS
 from pipeworker.plan.schedule import RECOMPUTE_MODES
@@ -31,7 +29,6 @@ ANYWHERE = (
 )
 """Below the help of a job's commands."""
 
-_NOT_YET = {"nccl": "is not available yet: use gloo"}
 _PATH = click.Path(readable=False)
 """Whether it can be read is found where it is read: click asks as another user would."""
 _METAVARS = {int: "N", float: "X"}
@@ -49,16 +46,12 @@ class _Offered(click.Choice):  # type: ignore[type-arg]
     def __init__(
         self,
         offered: tuple[str, ...],
-        elsewhere: tuple[str, ...] = (),
-        not_yet: Mapping[str, str] = MappingProxyType({}),
+        elsewhere: tuple[str, ...],
     ) -> None:
         super().__init__(offered)
         self._elsewhere = elsewhere
-        self._not_yet = not_yet
 
     def convert(self, value: Any, param: Any, ctx: Any) -> Any:
-        if value in self._not_yet:
-            raise UsageError(f"{param.opts[-1]} {value} {self._not_yet[value]}")
         return value if value in self._elsewhere else super().convert(value, param, ctx)
 
 
@@ -74,6 +67,12 @@ def devices_here(
         "mps": machine == "darwin arm64",
     }
     return tuple(name for name in DEVICES if here.get(name, True))
+
+
+def backends_here(devices: tuple[str, ...] | None = None) -> tuple[str, ...]:
+    """Those of BACKENDS that a host with these devices has."""
+    cuda = "cuda" in (devices_here() if devices is None else devices)
+    return tuple(name for name in BACKENDS if cuda or name != "nccl")
 
 
 def _option(name: str, text: str, kind: Any = None, **how: Any) -> Callable[..., Decorate]:
@@ -151,9 +150,9 @@ _OF_JOB = [
         ),
         _option(
             "--backend",
-            "What carries tensors; auto: shared memory on a host, gloo between hosts. tls "
-            "encrypts what hosts say.",
-            _Offered(tuple(name for name in BACKENDS if name not in _NOT_YET), (), _NOT_YET),
+            "What carries tensors; auto: shared memory on a host, gloo between hosts; between "
+            "accelerators what they have of their own. tls encrypts what hosts say.",
+            _Offered(backends_here(), BACKENDS),
             default="auto",
         ),
         _option(

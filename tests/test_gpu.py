@@ -45,6 +45,21 @@ def test_a_device_takes_tensors_from_another_process(jobs: Jobs) -> None:
     between_processes(jobs, "cuda")
 
 
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="NCCL needs two CUDA devices")
+def test_tensors_that_pass_by_nccl_are_the_same_bits(jobs: Jobs) -> None:
+    words = ("--microbatches", "4", "--steps", "6", "--device", "cuda", "--backend", "nccl")
+    base = jobs.train("--stages", "1", *words, source=DROPOUT_JOB)
+    assert_same(base, jobs.train("--stages", "2", *words, source=DROPOUT_JOB))
+
+
+@pytest.mark.skipif(torch.cuda.device_count() > 1, reason="each stage has a CUDA device of its own")
+def test_stages_that_share_a_device_cannot_have_nccl(jobs: Jobs) -> None:
+    words = ("--stages", "2", "--device", "cuda", "--backend", "nccl", "--steps", "1")
+    failed = jobs.run(*words, source=DROPOUT_JOB)
+    assert failed.status == 2
+    assert "nccl needs an accelerator for each worker, and the stages of 0>1" in failed.stderr
+
+
 def test_a_channel_through_the_host_waits_for_the_device() -> None:
     """Streams, events and pinned memory of the device itself, both ends in this process."""
     accelerator = accelerator_for(torch.device("cuda", 0))

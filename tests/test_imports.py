@@ -100,9 +100,17 @@ ROOMS_WITHIN = {
         *("structure", "frame", "proof", "heap", "credentials", "network", "links", "courier"),
         *("connect", "memories", "pool", "staging", "channel"),
     ],
-    "pipeworker.worker.transport.links": ["link", "arena", "shared", "mapped", "gloo", "tls"],
+    "pipeworker.worker.transport.links": [
+        "link",
+        "arena",
+        "shared",
+        "mapped",
+        "gloo",
+        "nccl",
+        "tls",
+    ],
     "pipeworker.worker.device": [
-        *("visible", "device", "stopwatch", "mapping", "accelerator", "copies"),
+        *("visible", "device", "stopwatch", "mapping", "nccl", "accelerator", "copies"),
         "numerics",
     ],
     "pipeworker.worker.stage": [

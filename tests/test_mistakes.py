@@ -50,8 +50,7 @@ def launch(folder: Path, *words: str) -> Result:
         (("--schedule", "fastest"), "'fastest' is not "),
         (("--recompute", "maybe"), "'maybe' is not one of 'auto', 'always', 'except_first'"),
         (("--device", "tpu"), "'tpu' is not one of 'auto', 'cpu'"),
-        (("--backend", "mpi"), "'mpi' is not one of 'auto', 'gloo', 'tls'"),
-        (("--backend", "nccl"), "--backend nccl is not available yet: use gloo"),
+        (("--backend", "mpi"), "'mpi' is not one of 'auto', 'gloo', "),
         (("--balance", "3,x"), "--balance '3,x' is not a list of layer counts"),
         (("--balance", "5,0"), "--balance '5,0' is not a list of layer counts"),
         (("--stagess", "2"), "No such option"),
@@ -66,6 +65,16 @@ def test_options_that_are_wrong(tmp_path: Path, words: tuple[str, ...], expected
     assert result.exit_code == 2
     assert expected in " ".join(result.output.split())
     assert not run_dir.exists()
+
+
+def test_a_backend_that_devices_do_not_have(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """It may be that of other hosts, so a worker says so."""
+    words = ("--stages", "2", "--device", "cpu", "--backend", "nccl")
+    assert launch(tmp_path, *words, str(tmp_path / "job.py")).exit_code == 2
+    said = capfd.readouterr().err.splitlines()
+    assert said == ["error: --backend nccl needs CUDA devices, and stages compute on cpu"]
 
 
 @pytest.mark.parametrize(

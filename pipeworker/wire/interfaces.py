@@ -70,6 +70,13 @@ def own_address(peer: tuple[str, int], interface: str | None) -> str:
     return address_of(name, said) if name else towards(*peer)
 
 
+def named(address: str) -> str:
+    """The interface of this host that has an address, as its first; empty where none is found."""
+    if sys.platform != "linux":
+        return ""
+    return next((name for _, name in socket.if_nameindex() if _address(name) == address), "")
+
+
 def towards(host: str, port: int = 1) -> str:
     """This host's own address on the route to another one (no packet is sent).
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -41,10 +42,12 @@ __all__ = [
     "divide",
     "engine",
     "gloo_options",
+    "has_nccl",
     "loads_itself",
     "map_storage",
     "move_hooks",
     "multiply",
+    "nccl_group",
     "preload",
     "pytree",
     "run_backward",
@@ -172,6 +175,24 @@ def gloo_options(device: ProcessGroupGloo.Device, timeout: Any) -> Any:
     options._timeout = timeout
     options._devices = [device]
     return options
+
+
+def has_nccl() -> bool:
+    """Whether this torch is built with NCCL, as those for CUDA are, on Linux."""
+    return dist.is_nccl_available()
+
+
+def nccl_group(store: Store, rank: int, device: torch.device) -> Any:
+    """A group of two devices, whose communicator is there when this returns.
+
+    torch's public way makes groups of a default one.
+    """
+    kind = torch._C._distributed_c10d.ProcessGroupNCCL
+    options = kind.Options()
+    options._timeout = timedelta(days=30)  # who is silent and who computes is not for it to say
+    group = kind(store, rank, 2, options)
+    group.eager_connect_single_device(device)
+    return group
 
 
 def preload() -> None:

@@ -41,7 +41,7 @@ from pipeworker.worker.blame import Raised, failure_of
 from pipeworker.worker.brought import bring
 from pipeworker.worker.console import redirect_output
 from pipeworker.worker.description import describe
-from pipeworker.worker.device import numerics
+from pipeworker.worker.device import nccl, numerics
 from pipeworker.worker.device.accelerator import accelerator_for
 from pipeworker.worker.device.device import device_for, peak_memory, unit_of
 from pipeworker.worker.device.visible import TorchAccelerators
@@ -55,7 +55,7 @@ from pipeworker.worker.state.state import State
 from pipeworker.worker.step.data import MicroBatches, Reader, joined
 from pipeworker.worker.step.evaluation import Averages
 from pipeworker.worker.step.executor import Executor
-from pipeworker.worker.transport.connect import connect
+from pipeworker.worker.transport.connect import check_backend, connect
 from pipeworker.worker.transport.courier import Courier
 from pipeworker.worker.transport.network import CoordinatorStore, Network
 from pipeworker.worker.transport.proof import Membership
@@ -178,9 +178,13 @@ class Worker:
         self.deterministic = options.deterministic
         if self.deterministic:
             numerics.before_start()
+        if options.device != "cpu":
+            nccl.before_start()
         seen = TorchAccelerators()
         self._device = device_for(options.device, self._settings.local_rank, seen)
         self._unit = unit_of(self._device, seen)
+        self._accelerator = accelerator_for(self._device)
+        check_backend(options.backend, self._device, self._accelerator)
         self._brought = bring(self._settings, options, self._device, self._tracker, log)
         if self.deterministic:  # whatever the job file has set
             numerics.deterministic()
@@ -204,7 +208,6 @@ class Worker:
 
     def _build(self, plan: Plan) -> Ready:
         role, told = self._role, self._restored
-        self._accelerator = accelerator_for(self._device)
         assert self._model
         built, left_out = self._held.build(
             plan,

@@ -13,7 +13,7 @@ from click.testing import CliRunner, Result
 
 import cli
 from launcher.defaults import Defaults, slips
-from launcher.options import devices_here
+from launcher.options import backends_here, devices_here
 from pipeworker.errors import UsageError
 from pipeworker.job.options import Options
 from pipeworker.past import page
@@ -338,7 +338,7 @@ def test_every_option_is_explained_in_a_group() -> None:
             assert option.opts[-1] in text
             assert option.help, option.name
     assert "4 × stages × replicas" in " ".join(text.split())
-    assert "nccl" not in text
+    assert ("nccl" in text) is ("cuda" in devices_here())
     groups = [line for line in text.splitlines() if line.endswith(":") and line[:1] != " "]
     assert groups == [
         *("Workers:", "Other hosts:", "Training:", "Numbers:", "Schedule and memory:"),
@@ -369,3 +369,5 @@ def test_a_device_is_offered_where_there_is_one(
     (tmp_path / "nvidiactl").unlink()
     assert devices_here(tmp_path) == ("auto", "cpu")
     assert devices_here(tmp_path, "darwin arm64") == ("auto", "cpu", "mps")
+    assert backends_here(("auto", "cpu", "mps")) == ("auto", "gloo", "tls")
+    assert backends_here(("auto", "cpu", "cuda")) == ("auto", "gloo", "nccl", "tls")

@@ -26,6 +26,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from pipeworker.worker.device.mapping import Mapping
+from pipeworker.worker.device.nccl import Communicators
 
 _aten = torch.ops.aten
 _VIEWS = {_aten._unsafe_view.default, _aten.lift_fresh.default}
@@ -106,7 +107,7 @@ class LateDevice:
 
     Args:
         eager: names of the streams that work as soon as they may, of ``compute``, ``sends``,
-            ``receives`` and ``aside``.
+            ``receives``, ``aside``, and those that are made.
         without: one of ORDERS, ``compute>aside`` or ``aside>compute``, which does not hold.
 
     Attributes:
@@ -119,6 +120,7 @@ class LateDevice:
         self.compute, self.sends, self.receives, self.aside = self._streams = [
             LateStream(name, self) for name in ("compute", "sends", "receives", "aside")
         ]
+        self._eager_names = eager
         self._eager = [stream for stream in self._streams if stream.name in eager]
         self._blocks: dict[int, _Block] = {}
         self._freed: deque[int] = deque()
@@ -134,6 +136,19 @@ class LateDevice:
     @property
     def mapping(self) -> Mapping | None:
         return None
+
+    @property
+    def communicators(self) -> Communicators | None:
+        return None
+
+    def stream(self, name: str) -> LateStream:
+        """Another one, of what has its own."""
+        made = LateStream(name, self)
+        with self._lock:
+            self._streams.append(made)
+            if name in self._eager_names:
+                self._eager.append(made)
+        return made
 
     @property
     def current(self) -> LateStream:

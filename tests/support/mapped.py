@@ -149,10 +149,9 @@ class MappedDevice(LateDevice):
 
     def _work(self) -> None:
         chance = random.Random(1)
-        streams = [self.compute, self.sends, self.receives]
         while not self._ended.is_set():
             with self._lock:
-                for stream in chance.sample(streams, 3):
+                for stream in chance.sample(self._streams, len(self._streams)):
                     self.do_ready(stream)
             time.sleep(_TURN)
 

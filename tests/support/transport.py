@@ -86,10 +86,12 @@ def connect_all(
     backend: str = "auto",
     memberships: Sequence[Membership] = (),
     devices: Sequence[Accelerator] = (),
+    *,
+    apart: bool = False,
 ) -> list[dict[Edge, Link]]:
     """The links of each worker, which has one stage; each connects on a thread of its own.
 
-    With ``tls`` each is on a host of its own, as far as they can tell.
+    With ``tls`` each is on a host of its own, as far as they can tell; and where they are `apart`.
 
     Args:
         memberships: of each, where they are not all of one job.
@@ -101,8 +103,8 @@ def connect_all(
     on_each: Sequence[Accelerator | None] = devices or [None] * stages
     members = memberships or [MEMBERSHIP] * stages
     hosts, network = iter(range(stages)), Network(ENDPOINT, backend)
-    apart = mock.patch.object(shared, "host_identity", side_effect=lambda: f"host {next(hosts)}")
-    with ThreadPoolExecutor(stages) as pool, apart if backend == "tls" else nullcontext():
+    hosted = mock.patch.object(shared, "host_identity", side_effect=lambda: f"host {next(hosts)}")
+    with ThreadPoolExecutor(stages) as pool, hosted if apart or backend == "tls" else nullcontext():
         made = [
             pool.submit(connect, mine, k, placement, store, network, members[k], on)
             for k, (store, on) in enumerate(zip(stores, on_each, strict=True))

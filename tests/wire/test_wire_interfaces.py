@@ -15,6 +15,8 @@ def test_an_interface_has_its_address() -> None:
     assert interfaces.address_of("lo") == "127.0.0.1"
     assert interfaces.own_address(("192.0.2.1", 1), "lo") == "127.0.0.1"
     assert interfaces.towards("127.0.0.1") == "127.0.0.1"
+    assert interfaces.named("127.0.0.1") == "lo"
+    assert interfaces.named("192.0.2.1") == ""
 
 
 def test_an_address_is_of_this_host_or_is_not() -> None:

@@ -20,6 +20,8 @@ import torch
 
 from pipeworker.host import streams
 from pipeworker.worker.device.mapping import CudaMapping, Mapping
+from pipeworker.worker.device.nccl import Communicators, Nccl
+from pipeworker.worker.internals import has_nccl
 
 _cuda: Any = torch.cuda  # not all of it has types
 
@@ -51,6 +53,10 @@ class Accelerator(Protocol):
     @property
     def mapping(self) -> Mapping | None:
         """How other processes reach its memory, if they can."""
+
+    @property
+    def communicators(self) -> Communicators | None:
+        """How it reaches devices of other hosts by itself, if it can."""
 
     @property
     def sends(self) -> Stream:
@@ -104,6 +110,7 @@ class TorchAccelerator:
     """
 
     mapping: Mapping | None = None
+    communicators: Communicators | None = None
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -152,6 +159,7 @@ class CudaAccelerator(TorchAccelerator):
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
         self.mapping = CudaMapping(device)
+        self.communicators = Nccl(device) if has_nccl() else None
 
     def _stream(self) -> Any:
         return _cuda.Stream(self.device)

@@ -7,18 +7,21 @@ import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+import torch
+
 from pipeworker.environment import timings
 from pipeworker.errors import PeerLost, UsageError
 from pipeworker.plan.actions import Edge, Payload
 from pipeworker.plan.placement import Placement
 from pipeworker.worker.device.accelerator import Accelerator
 from pipeworker.worker.transport.credentials import Credentials
-from pipeworker.worker.transport.links import mapped, shared, tls
+from pipeworker.worker.transport.links import mapped, nccl, shared, tls
 from pipeworker.worker.transport.links.gloo import Gloo
 from pipeworker.worker.transport.links.link import Link
 from pipeworker.worker.transport.network import CoordinatorStore, Network
 from pipeworker.worker.transport.proof import Membership, Place, Stranger
 
+SHARED, GLOO, TLS, MAPPED, NCCL = "shared", "gloo", "tls", "mapped", "nccl"
 _OF_THE_HOST = (Payload.TARGET, Payload.DATA)  # what they carry lies there where it is sent
 
 
@@ -43,46 +46,29 @@ def connect(
 
     Raises:
         PeerLost: a neighbour cannot be reached, or does not come in time.
-        UsageError: the backend is not available.
+        UsageError: as :func:`choose`; or the interface that is named leads to no other host.
     """
-    backend = network.backend
-    if backend not in ("auto", "gloo", "tls"):
-        raise UsageError(f"--backend {backend} is not available yet: use gloo")
     deadline = time.monotonic() + timings().connect
     store.deadline = deadline
-    gloo = Gloo(store, network, deadline)
-    secure = Credentials.of(membership.token) if backend == "tls" else None
-    identity = shared.host_identity()
-    kind = accelerator.mapping.kind if accelerator and accelerator.mapping else ""
-    store.set(f"host/{rank}", f"{identity}\n{kind}" if kind else identity)
-    held, mine = placement.stages_of(rank), placement.replica_of(rank)
+    mine = End.of(accelerator)
+    store.set(f"host/{rank}", mine.said())
+    joining = _Joining(store, network, membership, accelerator)
+    held, own = placement.stages_of(rank), placement.replica_of(rank)
     links: dict[Edge, Link] = {}
     with contextlib.ExitStack() as unless_all:
         for edge in edges:
-            replica, goal = (mine, mine) if edge.origin < 0 else (edge.origin, edge.goal)
-            sends = edge.source in held and replica == mine
+            replica, goal = (own, own) if edge.origin < 0 else (edge.origin, edge.goal)
+            sends = edge.source in held and replica == own
             stage, other = (edge.target, goal) if sends else (edge.source, replica)
             peer = placement.rank_of(stage, other)
-            secret = membership.key(edge, replica)
-            key = f"replica-{replica}/{edge}"
             try:
-                there, _, theirs = store.get(f"host/{peer}").decode().partition("\n")
-                here = there == identity
-                near = here and backend != "gloo"
-                if not here:
+                theirs = End.heard(store.get(f"host/{peer}").decode())
+                if theirs.host != mine.host:
                     network.check()
-                if not near:
+                means = choose(edge, mine, theirs, network.backend)
+                if means[0] != SHARED:
                     store.set(f"address/{rank}", network.said())
-                if near:
-                    maps = kind and theirs == kind and edge.payload not in _OF_THE_HOST
-                    meets = _Near(edge, secret, store, key, deadline, accelerator)
-                    links[edge] = meets.connect(sends=sends, maps=bool(maps))
-                elif secure is not None:
-                    where = Place(store, f"tls/{key}", deadline)
-                    host = network.own_address()
-                    links[edge] = tls.connect(edge, secret, where, secure, host, sends=sends)
-                else:
-                    links[edge] = gloo.connect(edge, secret, key, sends=sends)
+                links[edge] = joining.join(edge, replica, means, sends=sends)
             except (OSError, RuntimeError, Stranger) as error:
                 late = isinstance(error, TimeoutError) and time.monotonic() >= deadline
                 why = f"it did not come within {timings().connect:g} s" if late else str(error)
@@ -99,32 +85,123 @@ def connect(
 
 
 @dataclass(frozen=True, slots=True)
-class _Near:
-    """Connects within a host: through its memory, or devices among themselves."""
+class End:
+    """What a worker says of where it is.
 
-    edge: Edge
-    secret: bytes
-    store: CoordinatorStore
-    key: str
-    deadline: float
-    accelerator: Accelerator | None
+    Attributes:
+        host: which host.
+        maps: of whose handles of memory its device understands; empty where it has none.
+        unit: which device of the host, if NCCL reaches others from it.
+    """
 
-    def connect(self, *, sends: bool, maps: bool) -> Link:
-        """With `maps`, both ends have devices that may map each other's memory."""
-        edge, secret, accelerator = self.edge, self.secret, self.accelerator
-        pin = accelerator.pin if accelerator else None
-        host = shared.connect(edge, secret, self._where("shared"), pin, sends=sends)
-        if not maps or accelerator is None:
-            return host
+    host: str
+    maps: str = ""
+    unit: str = ""
+
+    @staticmethod
+    def of(accelerator: Accelerator | None) -> End:
+        """This worker's."""
+        mapping = accelerator.mapping if accelerator else None
+        communicators = accelerator.communicators if accelerator else None
+        return End(
+            shared.host_identity(),
+            mapping.kind if mapping else "",
+            communicators.unit if communicators else "",
+        )
+
+    def said(self) -> str:
+        return "\n".join((self.host, self.maps, self.unit))
+
+    @staticmethod
+    def heard(text: str) -> End:
+        return End(*text.split("\n")[:3])
+
+
+def choose(edge: Edge, mine: End, theirs: End, backend: str) -> tuple[str, str]:
+    """What connects two workers: their hosts, and their devices, if anything does.
+
+    Raises:
+        UsageError: NCCL alone is to, and they share a device.
+    """
+    near = mine.host == theirs.host and backend != "gloo"
+    host = SHARED if near else TLS if backend == "tls" else GLOO
+    if edge.payload in _OF_THE_HOST:
+        return host, ""
+    if near and backend != "nccl":
+        return host, MAPPED if mine.maps and mine.maps == theirs.maps else ""
+    if backend not in ("auto", "nccl") or not (mine.unit and theirs.unit):
+        return host, ""
+    if (mine.host, mine.unit) == (theirs.host, theirs.unit):
+        raise UsageError(
+            f"--backend nccl needs an accelerator for each worker, and the stages of {edge} share "
+            f"one ({mine.unit}): take fewer stages, or --backend auto"
+        )
+    return host, NCCL
+
+
+def check_backend(backend: str, device: torch.device, accelerator: Accelerator | None) -> None:
+    """That a worker's device can do what a backend needs.
+
+    Raises:
+        UsageError: it cannot.
+    """
+    if backend != NCCL or (accelerator is not None and accelerator.communicators is not None):
+        return
+    if device.type != "cuda":
+        raise UsageError(f"--backend nccl needs CUDA devices, and stages compute on {device}")
+    raise UsageError("--backend nccl: this torch is built without NCCL; use --backend auto")
+
+
+class _Joining:
+    """Joins one edge after the other, as long as the store waits."""
+
+    def __init__(
+        self,
+        store: CoordinatorStore,
+        network: Network,
+        membership: Membership,
+        accelerator: Accelerator | None,
+    ) -> None:
+        self._store, self._network, self._membership = store, network, membership
+        self._accelerator = accelerator
+        self._gloo = Gloo(store, network, store.deadline)
+        secure = network.backend == "tls"
+        self._credentials = Credentials.of(membership.token) if secure else None
+
+    def join(self, edge: Edge, replica: int, means: tuple[str, str], *, sends: bool) -> Link:
+        """This end of an edge.
+
+        Raises:
+            OSError, RuntimeError, Stranger: it cannot be.
+        """
+        secret, key = self._membership.key(edge, replica), f"replica-{replica}/{edge}"
+        hosts, devices = means
+        link = self._hosts(hosts, edge, secret, key, sends=sends)
+        if not devices:
+            return link
+        where, accelerator = (
+            Place(self._store, f"{devices}/{key}", self._store.deadline),
+            self._accelerator,
+        )
+        assert accelerator
         try:
-            where = self._where("mapped")
-            return mapped.connect(host, edge, secret, where, accelerator, sends=sends)
+            if devices == MAPPED:
+                return mapped.connect(link, edge, secret, where, accelerator, sends=sends)
+            carrier = self._network.carrier()
+            return nccl.connect(link, edge, where, carrier, accelerator, sends=sends)
         except BaseException:
-            host.close()
+            link.close()
             raise
 
-    def _where(self, how: str) -> Place:
-        return Place(self.store, f"{how}/{self.key}", self.deadline)
+    def _hosts(self, means: str, edge: Edge, secret: bytes, key: str, *, sends: bool) -> Link:
+        where = Place(self._store, f"{means}/{key}", self._store.deadline)
+        if means == SHARED:
+            pin = self._accelerator.pin if self._accelerator else None
+            return shared.connect(edge, secret, where, pin, sends=sends)
+        if self._credentials:
+            host = self._network.own_address()
+            return tls.connect(edge, secret, where, self._credentials, host, sends=sends)
+        return self._gloo.connect(edge, secret, key, sends=sends)
 
 
 def _between(store: CoordinatorStore, rank: int, peer: int) -> str:

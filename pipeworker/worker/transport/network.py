@@ -10,7 +10,7 @@ from datetime import timedelta
 from typing import Protocol
 from urllib.parse import urlsplit
 
-from pipeworker.wire.interfaces import chosen, outward, own_address
+from pipeworker.wire.interfaces import chosen, named, outward, own_address
 from pipeworker.wire.messages.store import StoreOperation, StoreReply
 from pipeworker.worker.internals import Store
 
@@ -78,8 +78,9 @@ class Network:
     Attributes:
         endpoint: the coordinator's address; the interface that reaches it carries the tensors,
         interface: unless this one is to, or ``GLOO_SOCKET_IFNAME`` names another.
-        backend: ``auto`` for shared memory between workers of one host and gloo between hosts,
-            ``tls`` for TLS between hosts, ``gloo`` for gloo everywhere.
+        backend: ``auto`` for shared memory between workers of one host, or what their devices map
+            of each other's, and between hosts NCCL where both have it, else gloo; ``tls`` for TLS
+            between hosts; ``gloo`` or ``nccl`` for that everywhere.
     """
 
     endpoint: str
@@ -94,6 +95,11 @@ class Network:
         """
         url = urlsplit(self.endpoint)
         return own_address((url.hostname or "127.0.0.1", url.port or 1), self.interface)
+
+    def carrier(self) -> str:
+        """The name of that interface; empty where it is not found."""
+        name, _ = chosen(self.interface)
+        return name or named(self.own_address())
 
     def check(self) -> None:
         """That the interface which is named, if one is, leads to other hosts.

@@ -21,11 +21,13 @@ from pipeworker.plan.placement import Placement
 from pipeworker.plan.schedule import between
 from pipeworker.plan.schedule import edges as edges_of
 from pipeworker.worker.transport.channel import Receiver, Sender
-from pipeworker.worker.transport.connect import connect
+from pipeworker.worker.transport.connect import End, check_backend, choose, connect
 from pipeworker.worker.transport.courier import Courier
 from pipeworker.worker.transport.links.link import Link
 from pipeworker.worker.transport.network import Network
+from support.device import LateDevice
 from support.jobs import Jobs
+from support.nccl import NcclDevice
 from support.transport import BACK, ENDPOINT, FORTH, MEMBERSHIP, Meeting, connect_all
 
 TWO = Placement.identity(2)
@@ -185,9 +187,50 @@ def test_a_stage_is_connected_to_its_like_in_other_replicas(backend: str) -> Non
             link.close()
 
 
-def test_a_backend_that_is_not_there_is_named() -> None:
-    with pytest.raises(UsageError, match="--backend nccl is not available yet: use gloo"):
-        connect([FORTH], 0, TWO, Meeting().store(), Network(ENDPOINT, "nccl"), MEMBERSHIP)
+# What connects two workers.
+
+HERE, BESIDE, FAR = End("a", "cuda", "gpu-1"), End("a", "cuda", "gpu-2"), End("b", "cuda", "gpu-1")
+
+
+@pytest.mark.parametrize(
+    ("mine", "theirs", "backend", "means"),
+    [
+        (HERE, BESIDE, "auto", ("shared", "mapped")),
+        (HERE, HERE, "auto", ("shared", "mapped")),
+        (HERE, FAR, "auto", ("gloo", "nccl")),
+        (End("a"), End("a"), "auto", ("shared", "")),
+        (End("a"), End("b"), "auto", ("gloo", "")),
+        (HERE, End("a"), "auto", ("shared", "")),
+        (HERE, End("b", "cuda"), "auto", ("gloo", "")),
+        (HERE, End("a", "posix", "gpu-2"), "auto", ("shared", "")),
+        (HERE, BESIDE, "tls", ("shared", "mapped")),
+        (HERE, FAR, "tls", ("tls", "")),
+        (HERE, BESIDE, "gloo", ("gloo", "")),
+        (HERE, FAR, "gloo", ("gloo", "")),
+        (HERE, BESIDE, "nccl", ("shared", "nccl")),
+        (HERE, FAR, "nccl", ("gloo", "nccl")),
+    ],
+)
+def test_each_edge_has_the_best_of_what_both_ends_have(
+    mine: End, theirs: End, backend: str, means: tuple[str, str]
+) -> None:
+    assert choose(FORTH, mine, theirs, backend) == means
+    assert choose(FORTH, theirs, mine, backend) == means
+    for payload in (Payload.TARGET, Payload.DATA):
+        assert choose(Edge(0, 1, payload), mine, theirs, backend) == (means[0], "")
+    for end in (mine, theirs):
+        assert End.heard(end.said()) == end
+
+
+def test_a_backend_is_refused_that_the_device_does_not_have() -> None:
+    cpu, cuda = torch.device("cpu"), torch.device("cuda", 1)
+    for backend in ("auto", "gloo", "tls"):
+        check_backend(backend, cpu, None)
+    check_backend("nccl", cuda, NcclDevice())
+    with pytest.raises(UsageError, match="nccl needs CUDA devices, and stages compute on cpu"):
+        check_backend("nccl", cpu, None)
+    with pytest.raises(UsageError, match="this torch is built without NCCL; use --backend auto"):
+        check_backend("nccl", cuda, LateDevice())
 
 
 def test_the_interface_may_be_named(monkeypatch: pytest.MonkeyPatch) -> None:

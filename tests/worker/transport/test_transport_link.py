@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from pipeworker.errors import PeerLost
 from pipeworker.worker.transport.links.link import Lane, Link, MemoryLink, Pending, TwoLanes
 from support.mapped import Lent, MappedDevice
+from support.nccl import NcclDevice
 from support.transport import FORTH, StrictLane, connect_all, two_lanes
 
 Ends = tuple[Link, Link]
@@ -40,6 +41,12 @@ def of_devices() -> Ends:
     return Lent(source[FORTH], devices[0]), Lent(target[FORTH], devices[1])
 
 
+def of_devices_by_nccl() -> Ends:
+    devices = [NcclDevice().start(), NcclDevice(["compute", "nccl"]).start()]
+    source, target = connect_all((FORTH,), 2, devices=devices, apart=True)
+    return Lent(source[FORTH], devices[0]), Lent(target[FORTH], devices[1])
+
+
 LINKS: dict[str, Callable[[], Ends]] = {
     "memory": in_memory(MemoryLink),
     "two lanes in memory": in_memory(lambda: TwoLanes(MemoryLink(), MemoryLink())),
@@ -48,6 +55,7 @@ LINKS: dict[str, Callable[[], Ends]] = {
     "gloo": connected("gloo"),
     "tls": connected("tls"),
     "devices": of_devices,
+    "devices by nccl": of_devices_by_nccl,
 }
 
 

@@ -1,0 +1,121 @@
+"""A lane between devices of two hosts, by a communicator of its own.
+
+NCCL has no tags, and a receive may not be left for ever: so it carries what both ends expect, each
+tensor as long as the buffer that is posted for it, in turn. Neither host waits for a device; what
+does is the stream that computes, for what it needs and for room to send. Whether a peer is gone
+NCCL does not say: the coordinator does, and ends the process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Sequence
+from concurrent import futures
+from concurrent.futures import Future
+from dataclasses import dataclass
+
+import torch
+
+from pipeworker.environment import timings
+from pipeworker.errors import PeerLost
+from pipeworker.plan.actions import Edge
+from pipeworker.worker.device.accelerator import Accelerator
+from pipeworker.worker.device.nccl import Group, Work
+from pipeworker.worker.internals import PrefixStore
+from pipeworker.worker.transport.links.link import Link, Pending, TwoLanes, bytes_of
+from pipeworker.worker.transport.proof import Place
+
+_PATIENCE = 2  # NCCL looks at all there is between the devices first
+_INSTEAD = " (--backend gloo does without)"
+
+
+@dataclass(frozen=True, slots=True)
+class _Given:
+    """A send or receive that the device was given."""
+
+    work: Work
+    edge: Edge
+
+    def wait(self) -> None:
+        try:
+            self.work.wait()
+        except RuntimeError as error:
+            raise PeerLost(f"the channel {self.edge} closed: {error}") from error
+
+
+class NcclLane:
+    """An end of an edge: rank 0 of its group sends, rank 1 receives."""
+
+    mapped = False
+
+    def __init__(self, edge: Edge, group: Group, accelerator: Accelerator) -> None:
+        self.device = accelerator.device
+        self._edge, self._group, self._accelerator = edge, group, accelerator
+
+    def allocate(self, count: int) -> torch.Tensor:
+        return self._accelerator.empty(count)
+
+    def send(self, tensor: torch.Tensor, tag: int) -> Pending:
+        return self._give(self._group.send, tensor, 1)
+
+    def receive(self, tensors: Sequence[torch.Tensor], tag: int) -> Sequence[Pending]:
+        return [self._give(self._group.recv, tensor, 0) for tensor in tensors]
+
+    def _give(
+        self, act: Callable[[list[torch.Tensor], int, int], Work], tensor: torch.Tensor, other: int
+    ) -> Pending:
+        try:
+            return _Given(act([bytes_of(tensor)], other, 0), self._edge)
+        except RuntimeError as error:
+            raise PeerLost(f"the channel {self._edge} closed: {error}") from error
+
+    def close(self) -> None:
+        self._group.abort()
+
+
+def connect(
+    host: Link, edge: Edge, where: Place, interface: str, accelerator: Accelerator, *, sends: bool
+) -> Link:
+    """A link whose bulk lane is between the devices, and whose control lane is another link's.
+
+    Args:
+        host: the other link, which is closed with this one.
+        interface: what carries what they say to connect; empty to have NCCL choose.
+        accelerator: one that has communicators, as the other end's has.
+
+    Raises:
+        RuntimeError: the devices cannot be connected, or not in time.
+    """
+    communicators = accelerator.communicators
+    assert communicators
+    store, rank = PrefixStore(where.key, where.store), 0 if sends else 1
+    store.set(f"here-{rank}", "")
+    store.get(f"here-{1 - rank}")  # what comes now is a matter of the network
+    seconds = min(_PATIENCE * timings().reach, where.left())
+    group = _in_time(lambda: communicators.group(store, rank, interface), seconds)
+    lane = NcclLane(edge, group, accelerator)
+    closing = contextlib.ExitStack()
+    closing.callback(host.close)
+    closing.callback(lane.close)
+    return TwoLanes(host.control, lane, closing.close)
+
+
+def _in_time(make: Callable[[], Group], seconds: float) -> Group:
+    """NCCL waits for its peer without end, on a thread that is left to itself then."""
+    future: Future[Group] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(make())
+        except Exception as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, name="nccl connects", daemon=True).start()
+    done, _ = futures.wait([future], seconds)
+    if not done:
+        raise RuntimeError(f"NCCL: no answer within {seconds:.0f} s{_INSTEAD}")
+    try:
+        return future.result()
+    except RuntimeError as error:
+        raise RuntimeError(f"NCCL: {str(error).splitlines()[0]}{_INSTEAD}") from error

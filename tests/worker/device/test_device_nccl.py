@@ -1,0 +1,70 @@
+"""What torch's groups are told. That they move bytes is tested on accelerators alone."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import pytest
+import torch
+
+from pipeworker.worker.device import nccl
+from pipeworker.worker.device.nccl import Nccl
+from support.transport import Meeting
+
+NAMES = ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "TORCH_NCCL_ENABLE_MONITORING", nccl.INTERFACE)
+
+
+class Seen:
+    """Two devices as torch would see them."""
+
+    def unit(self, index: int) -> str:
+        return f"gpu {index}"
+
+
+@pytest.fixture
+def made(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
+    """What groups were made of, and some of the environment they were made in."""
+    found: list[tuple[Any, ...]] = []
+
+    def group(*what: Any) -> str:
+        found.append((*what, *map(os.environ.get, NAMES)))
+        return "a group"
+
+    monkeypatch.setattr(nccl, "TorchAccelerators", Seen)
+    monkeypatch.setattr(nccl, "nccl_group", group)
+    for name in (*NAMES, "CUDA_DEVICE_MAX_CONNECTIONS"):
+        monkeypatch.setenv(name, "")  # so that it is as it was, afterwards
+        monkeypatch.delenv(name)
+    return found
+
+
+def test_a_group_leaves_failures_to_the_coordinator(made: list[tuple[Any, ...]]) -> None:
+    device, store = torch.device("cuda", 1), Meeting().store()
+    communicators = Nccl(device)
+    assert communicators.unit == "gpu 1"
+    assert communicators.group(store, 1, "eth1") == "a group"  # type: ignore[comparison-overlap]
+    assert made == [(store, 1, device, "0", "0", "=eth1")]
+
+
+def test_groups_of_the_users_own_are_as_they_say(
+    made: list[tuple[Any, ...]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(NAMES[0], "1")
+    Nccl(torch.device("cuda", 0)).group(Meeting().store(), 0, "")
+    assert made[0][3:] == ("0", "0", None)  # NCCL chooses the interface
+    assert os.environ[NAMES[0]] == "1"
+    assert NAMES[1] not in os.environ
+
+
+def test_what_the_user_says_of_the_network_stays(
+    made: list[tuple[Any, ...]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(nccl.INTERFACE, "ib")
+    Nccl(torch.device("cuda", 0)).group(Meeting().store(), 0, "eth1")
+    assert made[0][-1] == "ib"
+    nccl.before_start()
+    assert os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] == "32"
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "8")
+    nccl.before_start()
+    assert os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] == "8"

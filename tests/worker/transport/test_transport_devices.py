@@ -1,0 +1,362 @@
+"""Between devices, that map each other's memory or have NCCL: what waits for what, and refusals."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import pytest
+import torch
+
+from pipeworker.errors import PeerLost, UsageError
+from pipeworker.plan.actions import Edge, Payload
+from pipeworker.worker.device.nccl import Work
+from pipeworker.worker.transport.channel import Receiver, Sender
+from pipeworker.worker.transport.courier import Courier
+from pipeworker.worker.transport.links import nccl, shared
+from pipeworker.worker.transport.links.gloo import GroupLink
+from pipeworker.worker.transport.links.link import Link, Pending
+from pipeworker.worker.transport.links.mapped import ReceivingLane, SendingLane
+from pipeworker.worker.transport.links.nccl import NcclLane
+from support.device import EAGER, LateDevice
+from support.jobs import Jobs
+from support.mapped import MappedDevice, between_processes
+from support.nccl import LateCommunicators, LateGroup, NcclDevice
+from support.transport import BACK, FORTH, connect_all
+
+MICROBATCHES = 6
+
+
+@contextmanager
+def linked(devices: Sequence[MappedDevice]) -> Iterator[tuple[Link, Link]]:
+    """Those of NCCL are on two hosts."""
+    apart = isinstance(devices[0], NcclDevice)
+    source, target = connect_all((FORTH,), 2, devices=devices, apart=apart)
+    try:
+        yield source[FORTH], target[FORTH]
+    finally:
+        source[FORTH].close()
+        target[FORTH].close()
+        for device in devices:
+            device.stop()
+
+
+class Channel:
+    """From one device to another, which multiplies by two."""
+
+    def __init__(self, ends: tuple[Link, Link], devices: Sequence[MappedDevice]) -> None:
+        self._here, self._there = devices
+        self.sender = Sender(ends[0], None, Courier(), accelerator=self._here)
+        self.receiver = Receiver(ends[1], 4, accelerator=self._there)
+
+    def step(self, values: Sequence[Any], signature: int = 0) -> list[torch.Tensor]:
+        """What the values are on the device; the second of a pair stays on the host."""
+        self.sender.begin(signature)
+        self.receiver.begin(signature, range(len(values)))
+        results = []
+        for m, value in enumerate(values):
+            with self._here.active():
+                pair = isinstance(value, tuple)
+                made = self._here.put(value[0] if pair else value) * 1.0
+                self.sender.send(m, (made, value[1]) if pair else made)
+            with self._there.active():
+                got = self.receiver.receive(m)
+                results.append(got[0] * 2.0 + got[1] if pair else got * 2.0)
+                del got
+                self.receiver.release(m)
+        return results
+
+
+def values(step: int) -> list[torch.Tensor]:
+    return [torch.full((300,), float(100 * step + m)) for m in range(MICROBATCHES)]
+
+
+def travelled(
+    kind: type[MappedDevice], eager: Sequence[str], others: Sequence[str], without: str = ""
+) -> bool:
+    """Whether what arrives is right, when both hosts have gone on without waiting."""
+    devices = [kind(eager, without), kind(others, without)]
+    with linked(devices) as ends:
+        channel = Channel(ends, devices)
+        results = [channel.step(values(step)) for step in range(3)]
+        for device in devices:
+            device.start()
+        read = [[devices[1].read(result) for result in some] for some in results]
+        wanted = [[value * 2.0 for value in values(step)] for step in range(3)]
+        return all(
+            torch.equal(torch.stack(a), torch.stack(b)) for a, b in zip(read, wanted, strict=True)
+        )
+
+
+@pytest.mark.parametrize(("eager", "others"), [*zip(EAGER, reversed(EAGER), strict=True)])
+def test_every_bit_arrives_whatever_is_late(
+    eager: tuple[str, ...], others: tuple[str, ...]
+) -> None:
+    assert travelled(MappedDevice, eager, others)
+
+
+@pytest.mark.parametrize(("eager", "others"), [*zip(EAGER, reversed(EAGER), strict=True)])
+def test_every_bit_arrives_by_nccl_whatever_is_late(
+    eager: tuple[str, ...], others: tuple[str, ...]
+) -> None:
+    """Its streams are eager at one end, and late at the other."""
+    own, theirs = (["nccl" if n == "sends" else n for n in some] for some in (eager, others))
+    assert travelled(NcclDevice, own, theirs)
+
+
+@pytest.mark.parametrize(
+    ("kind", "without", "eager", "others"),
+    [
+        (MappedDevice, "compute>sends", ("sends",), ()),
+        (MappedDevice, "other>compute", (), ("compute",)),  # what is written
+        (MappedDevice, "other>sends", ("compute", "sends"), ()),  # what is free
+        (MappedDevice, "used by sends", ("compute",), ()),
+        (NcclDevice, "compute>nccl", ("nccl",), ()),
+        (NcclDevice, "compute>nccl", ("compute", "nccl"), ("nccl",)),  # what is free
+        (NcclDevice, "nccl>compute", (), ("compute",)),
+    ],
+)
+def test_each_order_that_does_not_hold_gives_wrong_bytes(
+    kind: type[MappedDevice], without: str, eager: tuple[str, ...], others: tuple[str, ...]
+) -> None:
+    assert not travelled(kind, eager, others, without)
+    assert travelled(kind, eager, others)
+
+
+@pytest.mark.parametrize(
+    ("kind", "without"),
+    [
+        *((MappedDevice, ""), (MappedDevice, "sends>compute")),
+        *((NcclDevice, ""), (NcclDevice, "nccl>compute")),
+    ],
+)
+def test_what_was_sent_may_be_changed_behind_a_flush(
+    kind: type[MappedDevice], without: str
+) -> None:
+    devices = [kind(["compute"], without), kind()]
+    with linked(devices) as ends:
+        channel = Channel(ends, devices)
+        channel.step(values(0))
+        channel.sender.begin(0)
+        channel.receiver.begin(0, range(1))
+        with devices[0].active():
+            sent = devices[0].put(torch.ones(300))
+            channel.sender.send(0, sent)
+            channel.sender.flush()
+            sent.fill_(7.0)
+        with devices[1].active():
+            got = channel.receiver.receive(0) * 1.0
+        for device in devices:
+            device.start()
+        assert torch.equal(devices[1].read(got), torch.ones(300)) is not bool(without)
+
+
+@pytest.fixture
+def devices() -> list[MappedDevice]:
+    return [MappedDevice().start(), MappedDevice(["compute"]).start()]
+
+
+@pytest.fixture(params=[MappedDevice, NcclDevice])
+def pair(request: pytest.FixtureRequest) -> list[MappedDevice]:
+    return [request.param().start(), request.param(["compute"]).start()]
+
+
+@pytest.mark.parametrize("kind", [MappedDevice, NcclDevice])
+def test_tensors_of_the_host_pass_between_devices_too(kind: type[MappedDevice]) -> None:
+    devices = [kind(["compute", "sends"]), kind(EAGER[-1])]
+    with linked(devices) as ends:
+        channel = Channel(ends, devices)
+        pairs = [[(value, value + 1.0) for value in values(step)] for step in range(2)]
+        results = [channel.step(some) for some in pairs]
+        for device in devices:
+            device.start()
+        for some, got in zip(pairs, results, strict=True):
+            for (one, other), result in zip(some, got, strict=True):
+                assert torch.equal(devices[1].read(result), one * 2.0 + other)
+
+
+def test_what_is_not_expected_passes_through_the_host(pair: list[MappedDevice]) -> None:
+    """And is right all the same."""
+    with linked(pair) as ends:
+        channel = Channel(ends, pair)
+        first = [torch.ones(4), torch.ones(4)]
+        for sent in (first, first, [torch.ones(4), torch.full((2, 3), 5.0)], first):
+            read = [pair[1].read(got) for got in channel.step(sent)]
+            assert all(torch.equal(a, b * 2.0) for a, b in zip(read, sent, strict=True))
+
+
+def test_few_bytes_pass_through_the_host(
+    pair: list[MappedDevice], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with linked(pair) as ends:
+        channel = Channel(ends, pair)
+        channel.step(values(0))
+        sent: list[int] = []
+        control: Any = ends[0].control
+        plain = type(control).send
+
+        def send(self: Any, tensor: torch.Tensor, tag: int) -> Pending:
+            if self is control:
+                sent.append(tensor.nbytes)
+            pending: Pending = plain(self, tensor, tag)
+            return pending
+
+        monkeypatch.setattr(type(control), "send", send)
+        channel.step(values(1))
+        assert sent == [1] * MICROBATCHES  # that it is as expected
+
+
+def test_devices_that_do_not_share_say_why(capsys: pytest.CaptureFixture[str]) -> None:
+    devices = [MappedDevice(refuses="peer access is not supported"), MappedDevice()]
+    with linked(devices) as ends:
+        for device in devices:
+            device.start()
+        assert isinstance(ends[0], shared.SendingLink)
+        assert isinstance(ends[1], shared.ReceivingLink)
+        channel = Channel(ends, devices)
+        for step in range(2):
+            read = [devices[1].read(got) for got in channel.step(values(step))]
+            assert all(torch.equal(a, b * 2.0) for a, b in zip(read, values(step), strict=True))
+        assert devices[1].pins  # what the device copies from
+    said = "0>1/activation: tensors pass through the host, since devices cannot share: peer access"
+    assert capsys.readouterr().err.count(said) == 2
+
+
+def test_the_other_end_gone(devices: list[MappedDevice]) -> None:
+    with linked(devices) as (source, target):
+        with devices[1].active():
+            (pending,) = target.bulk.receive([target.bulk.allocate(8)], 0)
+        source.close()
+        with devices[1].active(), pytest.raises(PeerLost, match="0>1/activation closed"):
+            pending.wait()
+
+
+def test_memory_that_nobody_has_is_forgotten_at_both_ends(devices: list[MappedDevice]) -> None:
+    with linked(devices) as (source, target):
+        send, receive = source.bulk, target.bulk
+        assert isinstance(send, SendingLane)
+        assert isinstance(receive, ReceivingLane)
+        for _ in range(5):
+            with devices[1].active():
+                (pending,) = receive.receive([receive.allocate(8)], 0)
+            with devices[0].active():
+                send.send(devices[0].put(torch.ones(2)), 0).wait()
+            with devices[1].active():
+                pending.wait()
+            del pending
+        assert len(receive._buffers) == len(send._mapped_buffers) == 1
+
+
+def test_between_two_processes(jobs: Jobs) -> None:
+    between_processes(jobs, "late")
+
+
+# By NCCL.
+
+
+def test_a_channel_has_a_group_of_its_own_and_aborts_it() -> None:
+    devices = [NcclDevice(), NcclDevice()]
+    source, target = connect_all((FORTH, BACK), 2, devices=devices, apart=True)
+    for links, device in ((source, devices[0]), (target, devices[1])):
+        assert len(device.made.groups) == 2
+        assert device.made.interfaces == ["lo", "lo"]  # the coordinator is here
+        for link in links.values():
+            assert isinstance(link.bulk, NcclLane)
+            assert isinstance(link.control, GroupLink)
+            link.close()
+        assert all(group.aborted for group in device.made.groups)
+        device.stop()
+
+
+@pytest.mark.parametrize("payload", [Payload.TARGET, Payload.DATA])
+def test_what_is_of_the_host_passes_there(payload: Payload) -> None:
+    devices = [NcclDevice(), NcclDevice()]
+    edge = Edge(0, 1, payload)
+    for links in connect_all((edge,), 2, devices=devices, apart=True):
+        assert isinstance(links[edge], GroupLink)
+        links[edge].close()
+
+
+def test_a_worker_on_the_cpu_has_gloo_between_it_and_a_device() -> None:
+    source, target = connect_all((FORTH,), 2, devices=[NcclDevice(), MappedDevice()], apart=True)
+    for links in (source, target):
+        assert isinstance(links[FORTH], GroupLink)
+        links[FORTH].close()
+
+
+def test_nccl_everywhere_has_its_control_lanes_in_shared_memory() -> None:
+    devices = [NcclDevice().start(), NcclDevice().start()]
+    source, target = connect_all((FORTH,), 2, "nccl", devices=devices)
+    assert isinstance(source[FORTH].control, shared.SendingLink)
+    channel = Channel((source[FORTH], target[FORTH]), devices)
+    for step in range(2):
+        read = [devices[1].read(got) for got in channel.step(values(step))]
+        assert all(torch.equal(a, b * 2.0) for a, b in zip(read, values(step), strict=True))
+    for end, device in ((source, devices[0]), (target, devices[1])):
+        end[FORTH].close()
+        device.stop()
+
+
+def test_workers_that_share_a_device_cannot_have_nccl() -> None:
+    devices = [NcclDevice(unit="cuda:3"), NcclDevice(unit="cuda:3")]
+    said = r"stages of 0>1/activation share one \(cuda:3\): take fewer stages, or --backend auto"
+    with pytest.raises(UsageError, match=said):
+        connect_all((FORTH,), 2, "nccl", devices=devices)
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (RuntimeError("NCCL error in: x.cpp:1, unhandled system error\nmore"), "unhandled system"),
+        (None, "no answer within 0 s"),
+    ],
+)
+def test_devices_that_cannot_be_connected_are_named(
+    error: RuntimeError | None, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    over = threading.Event()
+
+    def group(self: object, store: object, rank: int, interface: str) -> LateGroup:
+        if error is not None:
+            raise error
+        over.wait()
+        raise AssertionError
+
+    monkeypatch.setattr(LateCommunicators, "group", group)
+    devices = [NcclDevice(), NcclDevice()]
+    with ExitStack() as stack:
+        stack.callback(over.set)
+        if error is None:
+            monkeypatch.setattr(nccl, "_PATIENCE", 0.01)
+        with pytest.raises(PeerLost) as raised:
+            connect_all((FORTH,), 2, devices=devices, apart=True)
+    text = str(raised.value)
+    assert "the channel 0>1/activation could not be connected to the worker of stage" in text
+    assert said in text
+    assert "(--backend gloo does without)" in text
+    assert "more" not in text
+
+
+class _Group:
+    def send(self, tensors: list[torch.Tensor], rank: int, tag: int) -> Work:
+        raise RuntimeError("NCCL communicator was aborted")
+
+    def abort(self) -> None: ...
+
+    class Gone:
+        def wait(self) -> None:
+            raise RuntimeError("NCCL communicator was aborted")
+
+    def recv(self, tensors: list[torch.Tensor], rank: int, tag: int) -> Work:
+        return self.Gone()
+
+
+def test_what_nccl_says_of_a_lost_peer_names_the_channel() -> None:
+    lane = NcclLane(FORTH, _Group(), LateDevice())
+    with pytest.raises(PeerLost, match="channel 0>1/activation closed: NCCL communicator was"):
+        lane.send(torch.ones(1), 0)
+    (pending,) = lane.receive([torch.ones(1)], 0)
+    with pytest.raises(PeerLost, match="channel 0>1/activation closed: NCCL communicator was"):
+        pending.wait()
