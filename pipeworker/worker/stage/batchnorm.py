@@ -45,7 +45,8 @@ class DeferredBatchNorm:
         if not module.training or is_recomputing():
             return
         assert isinstance(module, BatchNorm)
-        x = (args[0] if args else named["input"]).detach().double()
+        x = (args[0] if args else named["input"]).detach()
+        x = (x.cpu() if x.is_mps else x).double()  # MPS has no float64
         dims = [d for d in range(x.dim()) if d != 1]
         variance, mean = torch.var_mean(x, dims, correction=0)
         self._seen[module].append((x.numel() // x.shape[1], mean, variance))
@@ -61,8 +62,9 @@ class DeferredBatchNorm:
             assert module.running_mean is not None
             rows = [torch.cat([m.new_tensor([n]), m, v]) for n, m, v in seen]
             width = 1 + 2 * module.num_features
-            like = module.running_mean.new_empty((0, width), dtype=torch.float64)
-            found.append(torch.stack(rows) if rows else like)
+            device = "cpu" if module.running_mean.is_mps else module.running_mean.device
+            none = torch.empty((0, width), dtype=torch.float64, device=device)
+            found.append(torch.stack(rows) if rows else none)
         return found
 
     def take(self, parts: Sequence[Sequence[torch.Tensor]]) -> None:
@@ -106,4 +108,4 @@ def _record(module: BatchNorm, seen: Sequence[_Moments]) -> None:
     if factor is None:  # a cumulative average
         factor = 1.0 / float(module.num_batches_tracked)
     for running, now in ((module.running_mean, mean), (module.running_var, variance)):
-        running.mul_(1 - factor).add_(now.to(running.dtype), alpha=factor)
+        running.mul_(1 - factor).add_(now.to(running), alpha=factor)

@@ -59,3 +59,32 @@ def test_a_norm_without_statistics_is_left_alone() -> None:
     norm = nn.BatchNorm1d(2, track_running_stats=False)
     DeferredBatchNorm([norm])
     assert not norm._forward_pre_hooks
+
+
+class OnMps(torch.Tensor):
+    """A tensor of a device without float64, as far as it says."""
+
+    @property
+    def is_mps(self) -> bool:  # type: ignore[override]
+        return True
+
+    def cpu(self) -> torch.Tensor:  # type: ignore[override]
+        return self.as_subclass(torch.Tensor)
+
+    def double(self) -> torch.Tensor:
+        raise TypeError("Cannot convert a MPS Tensor to float64 dtype")
+
+
+def test_a_device_without_float64_has_the_hosts() -> None:
+    norms = [nn.BatchNorm1d(3), nn.BatchNorm1d(3)]
+    norms[1].running_mean = torch.zeros(3).as_subclass(OnMps)
+    x = torch.randn(8, 3)
+    for norm, kind in zip(norms, (torch.Tensor, OnMps), strict=True):
+        deferred = DeferredBatchNorm([norm])
+        (none,) = deferred.moments()
+        assert (none.dtype, type(none)) == (torch.float64, torch.Tensor)
+        norm(x.as_subclass(kind))
+        assert type(deferred.moments()[0]) is torch.Tensor
+        deferred.commit()
+    assert norms[0].running_mean is not None
+    assert torch.equal(norms[0].running_mean, norms[1].running_mean.as_subclass(torch.Tensor))
