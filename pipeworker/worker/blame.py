@@ -38,6 +38,9 @@ _OTHER_KERNEL = (
     "\n  give the layer another operation, or leave out --deterministic: docs/networks.md says "
     "what it is for"
 )
+_NO_HOOKS = "saved tensor hooks"
+"""What torch says does not go together with ``torch.func``."""
+_OTHER_MODE = "\n  --recompute offload moves what graphs save by such hooks: take another mode"
 THEIRS = BaseException
 """What the user's code may raise; an interrupt from the keyboard passes through it."""
 
@@ -143,6 +146,8 @@ def failure_of(
         cure = less if _is_out_of_memory(error.error) else ""
         if isinstance(error.error, RuntimeError) and _NOT_DETERMINISTIC in str(error.error):
             cure = _OTHER_KERNEL
+        if isinstance(error.error, RuntimeError) and _NO_HOOKS in str(error.error):
+            cure = _OTHER_MODE
         return failure(cause, f"{error}{cure}", user_traceback(error.error))
     if isinstance(error, PeerLost):
         return failure(Cause.PEER, str(error))

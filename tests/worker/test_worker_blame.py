@@ -124,6 +124,20 @@ def test_who_has_too_little_memory_is_told_what_the_plan_expected() -> None:
         assert f"  out of memory: {keeps}; more --microbatches make" in failure.message
 
 
+def test_a_layer_that_cannot_be_offloaded_is_told_what_can_be_done() -> None:
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        derived: torch.Tensor = torch.func.grad(lambda v: v.square().sum())(x)
+        return derived
+
+    hooks = torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x)
+    with pytest.raises(RuntimeError) as seen, hooks:
+        forward(torch.ones(2))
+    failure = failure_of(raised_by(seen.value, "layer 1"), 0, Position(Phase.FORWARD, 3, 1, 1))
+    assert failure.message.endswith(
+        "\n  --recompute offload moves what graphs save by such hooks: take another mode"
+    )
+
+
 def test_who_has_no_deterministic_kernel_is_told_what_it_is_for() -> None:
     torch.use_deterministic_algorithms(True)
     try:
