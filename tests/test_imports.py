@@ -79,22 +79,11 @@ ROOMS_WITHIN = {
     "pipeworker.past": ["facts", "page", "table"],
     "pipeworker.host": ["lifetime", "spawn", "streams", "position", "forkserver"],
     "pipeworker.coordinator": [
-        *(
-            "scaler",
-            "calls",
-            "rendezvous",
-            "roster",
-            "agree",
-            "cause",
-            "tally",
-            "snapshots",
-            "progress",
-        ),
-        "events",
-        *("effects", "states", "blueprint", "loop", "report", "restarts", "hands"),
-        *("generation", "job"),
+        *("scaler", "rendezvous", "roster", "agree", "cause", "events", "effects", "states"),
+        *("blueprint", "steps", "report", "restarts", "hands", "generation", "job"),
         *("shell", "service"),
     ],
+    "pipeworker.coordinator.steps": ["calls", "tally", "snapshots", "progress", "loop"],
     "pipeworker.coordinator.shell": ["starter", "begin", "files"],
     "pipeworker.worker.transport": [
         *("structure", "frame", "proof", "heap", "credentials", "network", "links", "courier"),
@@ -161,9 +150,9 @@ PURE = [
     *(
         f"pipeworker.coordinator.{name}"
         for name in (
-            *("job", "generation", "loop", "progress", "events", "blueprint", "roster", "calls"),
-            *("tally", "scaler", "rendezvous", "effects", "report", "states", "cause"),
-            *("snapshots", "restarts", "hands", "agree"),
+            *("job", "generation", "events", "blueprint", "roster", "steps"),
+            *("scaler", "rendezvous", "effects", "report", "states", "cause"),
+            *("restarts", "hands", "agree"),
         )
     ),
 ]
@@ -312,7 +301,7 @@ def test_an_import_upward_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> None
         "pipeworker.plan.check": "from pipeworker.wire.codec import Codec",  # below: it may
         "pipeworker.wire.keys": "def late():\n    import pipeworker.plan.check",
         "pipeworker.worker.stage.rng": "from pipeworker.worker.step import executor",
-        "pipeworker.coordinator.tally": "from pipeworker.coordinator.loop import Loop",
+        "pipeworker.coordinator.steps.tally": "from pipeworker.coordinator.steps.loop import Loop",
     }
     for module, text in wrong.items():
         monkeypatch.setitem(MODULES, module, ast.parse(text))
@@ -321,8 +310,8 @@ def test_an_import_upward_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> None
         ("pipeworker.worker.stage.rng", "pipeworker.worker.step.executor"),
     ]
     assert (
-        "pipeworker.coordinator.tally",
-        "pipeworker.coordinator.loop",
+        "pipeworker.coordinator.steps.tally",
+        "pipeworker.coordinator.steps.loop",
     ) in upstairs()
 
 

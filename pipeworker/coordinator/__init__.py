@@ -1,1 +1,1 @@
-"""Decides: pure nouns (:mod:`job`, :mod:`generation`, :mod:`loop`), and a shell around them."""
+"""Decides: pure nouns (:mod:`job`, :mod:`generation`, :mod:`steps`), and a shell around them."""

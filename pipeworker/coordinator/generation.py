@@ -35,13 +35,13 @@ from pipeworker.coordinator.effects import (
     Status,
     Warn,
 )
-from pipeworker.coordinator.loop import Due, Loop, alike
-from pipeworker.coordinator.progress import Progress
 from pipeworker.coordinator.rendezvous import Rendezvous
 from pipeworker.coordinator.report import few_samples, place, sharing
 from pipeworker.coordinator.roster import Member, Roster
-from pipeworker.coordinator.snapshots import Snapshots, Writing
 from pipeworker.coordinator.states import STOPPED, End, Lost, State, Verdict, Waiting
+from pipeworker.coordinator.steps.loop import Due, Loop, alike
+from pipeworker.coordinator.steps.progress import Progress
+from pipeworker.coordinator.steps.snapshots import Snapshots, Writing
 from pipeworker.errors import AGAIN, ProtocolError, UsageError
 from pipeworker.job.options import Every, Options
 from pipeworker.plan.actions import format_actions

@@ -34,13 +34,13 @@ from pipeworker.coordinator.events import (
 )
 from pipeworker.coordinator.generation import Generation
 from pipeworker.coordinator.hands import Hands
-from pipeworker.coordinator.loop import loop_for
-from pipeworker.coordinator.progress import Progress
 from pipeworker.coordinator.report import place
 from pipeworker.coordinator.restarts import Restarts
 from pipeworker.coordinator.scaler import Scaler
-from pipeworker.coordinator.snapshots import Mark, Snapshots
 from pipeworker.coordinator.states import STOPPED, End, Lost, State, Verdict
+from pipeworker.coordinator.steps.loop import loop_for
+from pipeworker.coordinator.steps.progress import Progress
+from pipeworker.coordinator.steps.snapshots import Mark, Snapshots
 from pipeworker.job.options import Options
 from pipeworker.plan import orders
 from pipeworker.plan.placement import Placement

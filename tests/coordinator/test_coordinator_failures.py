@@ -13,8 +13,8 @@ from pipeworker.coordinator.effects import Log, Status, Warn
 from pipeworker.coordinator.events import Unreachable
 from pipeworker.coordinator.job import Start
 from pipeworker.coordinator.roster import JOIN_FACTOR, STALL_FACTOR
-from pipeworker.coordinator.snapshots import Mark
 from pipeworker.coordinator.states import Lost, State, Verdict
+from pipeworker.coordinator.steps.snapshots import Mark
 from pipeworker.wire.lines import Again
 from pipeworker.wire.messages.checkpoint import Restore, Save, Saved
 from pipeworker.wire.messages.failure import Abort, Cause, Failed, Failure

@@ -6,8 +6,8 @@ import pytest
 
 from pipeworker.coordinator.effects import Ended, Send, Status
 from pipeworker.coordinator.job import Start
-from pipeworker.coordinator.snapshots import Mark
 from pipeworker.coordinator.states import State
+from pipeworker.coordinator.steps.snapshots import Mark
 from pipeworker.wire.lines import Again
 from pipeworker.wire.messages.advance import Advance
 from pipeworker.wire.messages.checkpoint import Restore, Save

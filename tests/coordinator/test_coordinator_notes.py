@@ -9,7 +9,7 @@ import pytest
 from pipeworker.coordinator import report
 from pipeworker.coordinator.effects import Planned, Warn
 from pipeworker.coordinator.job import Start
-from pipeworker.coordinator.snapshots import Mark
+from pipeworker.coordinator.steps.snapshots import Mark
 from pipeworker.plan import orders
 from pipeworker.wire.messages.calls import CallKind
 from pipeworker.wire.messages.plan import Described

@@ -10,8 +10,8 @@ import pytest
 from pipeworker.coordinator.effects import Discard, Dropped, Effect, Send, Status, Warn
 from pipeworker.coordinator.job import Start
 from pipeworker.coordinator.scaler import Scaler
-from pipeworker.coordinator.snapshots import Mark
 from pipeworker.coordinator.states import State
+from pipeworker.coordinator.steps.snapshots import Mark
 from pipeworker.wire.lines import Again
 from pipeworker.wire.messages.advance import Advance
 from pipeworker.wire.messages.checkpoint import Copy, Restore, Saved

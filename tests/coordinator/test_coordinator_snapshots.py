@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from pipeworker.coordinator.snapshots import BUDGET, Mark, Snapshots
 from pipeworker.coordinator.states import State
+from pipeworker.coordinator.steps.snapshots import BUDGET, Mark, Snapshots
 from pipeworker.wire.lines import Snapshot
 from pipeworker.wire.messages.advance import Advance
 from pipeworker.wire.messages.checkpoint import Copy, Restore, Save, Saved

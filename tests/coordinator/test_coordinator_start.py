@@ -9,8 +9,8 @@ import pytest
 from pipeworker.coordinator.effects import Commit, Log, Send, Status, Warn
 from pipeworker.coordinator.job import Start
 from pipeworker.coordinator.scaler import Scaler
-from pipeworker.coordinator.snapshots import Mark
 from pipeworker.coordinator.states import State
+from pipeworker.coordinator.steps.snapshots import Mark
 from pipeworker.wire.lines import HostLost, Snapshot
 from pipeworker.wire.messages.advance import Advance, Finish
 from pipeworker.wire.messages.checkpoint import Copy, Restore

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from pipeworker.coordinator.job import Start
 from pipeworker.coordinator.scaler import Scaler
-from pipeworker.coordinator.snapshots import Mark
+from pipeworker.coordinator.steps.snapshots import Mark
 from pipeworker.job.options import Options
 from pipeworker.record.manifest import NAME, Manifest
 from pipeworker.record.metrics import rows

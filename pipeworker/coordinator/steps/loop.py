@@ -13,12 +13,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from pipeworker.coordinator.calls import Calls
 from pipeworker.coordinator.effects import Effect, Log, Warn
-from pipeworker.coordinator.progress import Progress
 from pipeworker.coordinator.scaler import Scaler
-from pipeworker.coordinator.snapshots import Mark
-from pipeworker.coordinator.tally import Tally
+from pipeworker.coordinator.steps.calls import Calls
+from pipeworker.coordinator.steps.progress import Progress
+from pipeworker.coordinator.steps.snapshots import Mark
+from pipeworker.coordinator.steps.tally import Tally
 from pipeworker.errors import UsageError
 from pipeworker.job.options import EPOCH, Options
 from pipeworker.plan.placement import Placement

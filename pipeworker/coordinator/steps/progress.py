@@ -6,8 +6,8 @@ import math
 from dataclasses import dataclass
 
 from pipeworker.coordinator.scaler import Scaler
-from pipeworker.coordinator.snapshots import Mark
-from pipeworker.coordinator.tally import Outcome
+from pipeworker.coordinator.steps.snapshots import Mark
+from pipeworker.coordinator.steps.tally import Outcome
 from pipeworker.wire.messages.evaluation import Evaluation
 from pipeworker.wire.messages.step import StepResult
 
