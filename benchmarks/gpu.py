@@ -4,11 +4,15 @@
 copy of as much (target 0.8), and what 64 KB takes there and back, half of it, beyond that copy
 (target 30 us). ``alone``: one stage against the plain loop over the same micro-batches, in turn:
 rate (0.99) and peak memory (1.01). ``launch``: the same with layers of no size, which leaves the
-host's time for an action (60 us). The last two run on the CPU as well, without a target.
+host's time for an action (60 us). ``modes``: stages that share the GPU, or have one each, by
+recompute mode: time and peak memory beside those of one stage that keeps all. (The peer,
+torch.distributed.pipelining, cannot share one: NCCL refuses, and gloo sends no tensors of a GPU.)
+The last three run on the CPU as well, without a target.
 
     python benchmarks/gpu.py channel
     python benchmarks/gpu.py alone [--device cpu] [--width 1024 --layers 24 --precision bf16]
     python benchmarks/gpu.py launch [--device cpu]
+    python benchmarks/gpu.py modes [--device cpu] [--stages 1,2,4] [--modes never,always,offload]
 """
 
 from __future__ import annotations
@@ -177,13 +181,8 @@ def alone(args: argparse.Namespace, width: int, layers: int, length: int, sample
         job.write_text(JOB)
         for number in range(args.rounds):
             run = Path(folder, str(number))
-            line = ["-m", "pipeworker", "launch", "--stages", "1", "--microbatches", str(m)]
-            line += ["--steps", str(args.steps), "--recompute", "never", "--device", args.device]
-            line += ["--precision", args.precision, "--run-dir", str(run), str(job), "--", *words]
-            output(line)
-            rows = [json.loads(row) for row in (run / "metrics.jsonl").open()]
-            times[0].append(_median([row["seconds"] for row in rows]))
-            peaks[0] = json.loads((run / "summary.json").read_text())["peak_memory_bytes"][0]
+            seconds, (peaks[0],) = launched(args, run, job, 1, "never", words)
+            times[0].append(seconds)
             options = [str(job), str(args.steps), str(m), args.device, args.precision]
             took, peaks[1] = json.loads(output(["-c", PLAIN, *options, *words]))
             times[1].append(_median(took))
@@ -193,6 +192,44 @@ def alone(args: argparse.Namespace, width: int, layers: int, length: int, sample
         print(f"rate {plain / ours:.3f} (0.99), peak memory {peaks[0] / peaks[1]:.3f} (1.01)")
     else:
         print(f"{1e6 * (ours - plain) / (2 * m):.0f} us of the host's for an action (60)")
+
+
+def modes(args: argparse.Namespace) -> None:
+    """All in turn, each round."""
+    words = [str(n) for n in (args.width, args.layers, 4 * args.microbatches, args.length)]
+    cases = [(int(k), mode) for k in args.stages.split(",") for mode in args.modes.split(",")]
+    times: dict[tuple[int, str], list[float]] = {case: [] for case in cases}
+    peaks: dict[tuple[int, str], list[int]] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        job = Path(folder, "job.py")
+        job.write_text(JOB)
+        for number in range(args.rounds):
+            for k, mode in cases:
+                run = Path(folder, f"{number}-{k}-{mode}")
+                seconds, peaks[k, mode] = launched(args, run, job, k, mode, words)
+                times[k, mode].append(seconds)
+    print(f"M={args.microbatches}, {args.device}, medians of {args.rounds} rounds")
+    for k, mode in cases:
+        took = [one / first for one, first in zip(times[k, mode], times[cases[0]], strict=True)]
+        print(
+            f"K={k} {mode:8} {statistics.median(times[k, mode]) * 1e3:9.2f} ms a step, "
+            f"{statistics.median(took):.3f} of the first; peak memory by stage "
+            f"{', '.join(f'{peak >> 20}' for peak in peaks[k, mode])} MiB, the most "
+            f"{max(peaks[k, mode]) / max(peaks[cases[0]]):.3f} of the first's"
+        )
+
+
+def launched(
+    args: argparse.Namespace, run: Path, job: Path, stages: int, mode: str, words: list[str]
+) -> tuple[float, list[int]]:
+    """Median seconds of a step of ours, and bytes by stage."""
+    line = ["-m", "pipeworker", "launch", "--stages", str(stages), "--steps", str(args.steps)]
+    line += ["--microbatches", str(args.microbatches), "--recompute", mode]
+    line += ["--device", args.device, "--precision", args.precision]
+    output([*line, "--run-dir", str(run), str(job), "--", *words])
+    rows = [json.loads(row) for row in (run / "metrics.jsonl").open()]
+    summary = json.loads((run / "summary.json").read_text())
+    return _median([row["seconds"] for row in rows]), summary["peak_memory_bytes"]
 
 
 def output(words: list[str]) -> str:
@@ -208,7 +245,7 @@ def _median(seconds: list[float]) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("what", choices=("channel", "alone", "launch"))
+    parser.add_argument("what", choices=("channel", "alone", "launch", "modes"))
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--precision", choices=("fp32", "bf16", "fp16"), default="fp32")
     parser.add_argument("--microbatches", type=int, default=8)
@@ -217,11 +254,15 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=512)
     parser.add_argument("--steps", type=int, default=23)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--stages", default="1,2,4")
+    parser.add_argument("--modes", default="never,always,offload")
     args = parser.parse_args()
     if (args.what == "channel" or args.device == "cuda") and not torch.cuda.is_available():
-        raise SystemExit("no GPU on this host: alone and launch run with --device cpu")
+        raise SystemExit("no GPU on this host: alone, launch and modes run with --device cpu")
     if args.what == "channel":
         channel()
+    elif args.what == "modes":
+        modes(args)
     elif args.what == "alone":
         alone(args, args.width, args.layers, args.length, 4 * args.microbatches)
     else:
