@@ -52,12 +52,12 @@ class Child(Generic[Said, Heard]):
     def has_spoken(self) -> bool:
         return self._heard is not None
 
-    def silence(self) -> str:
-        """What to say of it when it has not been heard of for too long, else nothing."""
+    def silence(self, now: float) -> str:
+        """What to say of it when by then it has not been heard of for too long, else nothing."""
         since, limit = self._heard, self._patience
         if since is None:
             since, limit = self._began, self._start
-        if time.monotonic() - since <= limit:
+        if now - since <= limit:
             return ""
         return f"{self._name} has not answered for {limit:g} s"
 

@@ -235,15 +235,13 @@ class Launch:
                 next_beat = now + self._timings.ping
                 self._beat()
             until = next_beat if self._deadline is None else min(next_beat, self._deadline)
-            ready = self._selector.select(max(0.0, until - now))
-            heard = {key.fileobj for key, _ in ready}
-            for key, _ in ready:
+            for key, _ in self._selector.select(max(0.0, until - now)):
                 if not key.data():
                     if self._is_coordinator(key.fileobj) and self._direct_again():
                         break
                     return
             else:
-                if not self._are_alive(heard) and not self._direct_again():
+                if not self._are_alive(now) and not self._direct_again():
                     return
             if self._deadline is not None and time.monotonic() >= self._deadline:
                 return
@@ -265,19 +263,19 @@ class Launch:
         if self._endpoint and self._verdict is None:
             self._fork_more()
 
-    def _are_alive(self, heard: set[Any]) -> bool:
+    def _are_alive(self, now: float) -> bool:
         """Give up who has been silent; False when that is the coordinator.
 
         Args:
-            heard: who has just been, and what may have been while this process was stopped.
+            now: before what they have said was read: this process may have been stopped since.
         """
         for agent in self._agents:
-            if not agent.lost and agent.process not in heard and (said := agent.child.silence()):
+            if not agent.lost and (said := agent.child.silence(now)):
                 agent.give_up(said)
         coordinator = self._coordinator
-        if self._verdict or coordinator is None or coordinator.process in heard:
+        if self._verdict or coordinator is None:
             return True
-        if silence := coordinator.silence():
+        if silence := coordinator.silence(now):
             self._failure = silence
             coordinator.process.kill()
             return False

@@ -131,11 +131,13 @@ class Service:
         next_tick = next_ping = time.monotonic()
         while self._ended is None:
             poller.register(starter.writes, zmq.POLLOUT if starter.pending else 0)
+            began = time.monotonic()
             ready = dict(poller.poll(int(1000 * self._timings.tick)))
             heard_all = self._socket not in ready or self._receive()
             if starter.writes in ready:
                 starter.flush()
-            now = time.monotonic()
+            # It may have been stopped since, with what was said meanwhile unread: no silence shows.
+            now = min(time.monotonic(), began + self._timings.tick + self._timings.burst)
             if starter.reads in ready:
                 self._hear_starter()
             elif (silent := starter.silence(now)) is not None:
@@ -144,7 +146,7 @@ class Service:
                 self._handle(Interrupt())
             if now >= next_tick and heard_all:
                 next_tick = now + self._timings.tick
-                self._handle(Ticked())
+                self._handle(Ticked(), now)
                 if self._run_dir.asked_for_checkpoint():
                     self._handle(SaveAsked())
             if now >= next_ping:
@@ -160,8 +162,8 @@ class Service:
     def _on_signal(self, number: int, frame: object) -> None:
         self._interrupted = True
 
-    def _handle(self, event: Event) -> None:
-        for effect in self._job.handle(event, time.monotonic()):
+    def _handle(self, event: Event, now: float | None = None) -> None:
+        for effect in self._job.handle(event, time.monotonic() if now is None else now):
             self._perform(effect)
 
     def _receive(self) -> bool:

@@ -79,6 +79,7 @@ class _ForkServer:
             heard, patience = time.monotonic(), 0.0  # none, until the launcher says how long
             _say(Beat(patience))
             while True:
+                now = time.monotonic()  # it may be stopped before it has read what was said by then
                 ready = {key.fd for key, _ in selector.select(timings().ping)}
                 if 0 in ready:
                     data = os.read(0, 65536)
@@ -94,7 +95,7 @@ class _ForkServer:
                     if not data:
                         self._kill_all()
                         return
-                elif patience and time.monotonic() - heard > patience:
+                elif patience and now - heard > patience:
                     self._kill_all()
                     return
                 if self._wake_out.fileno() in ready:

@@ -183,7 +183,8 @@ class Control:
         next_beat = time.monotonic() + self._timings.heartbeat
         lost_at: float | None = None
         while not (self._closing and not self._outbox):
-            ready = dict(poller.poll(1 + int(1000 * max(0.0, next_beat - time.monotonic()))))
+            now = time.monotonic()  # it may be stopped before it has read what was said by then
+            ready = dict(poller.poll(1 + int(1000 * max(0.0, next_beat - now))))
             if self._wake_out.fileno() in ready:
                 self._on_wake()
             while self._outbox:
@@ -199,7 +200,6 @@ class Control:
                     next_beat = 0.0  # which tells what the last connection had under way
                 elif lost_at is None:
                     lost_at = time.monotonic()
-            now = time.monotonic()
             if lost_at is not None and now - lost_at > self._timings.coordinator:
                 lost_at = None
                 self._end(Abort("the coordinator is gone", AGAIN))

@@ -9,6 +9,7 @@ import pytest
 
 from launcher import children
 from launcher.children import Child, meeting_place
+from launcher.run import Launch
 
 
 def test_what_a_host_says_before_it_is_ready_does_not_end_its_time_to_start(
@@ -23,14 +24,14 @@ def test_what_a_host_says_before_it_is_ready_does_not_end_its_time_to_start(
     child.goes_on_starting()
     assert not child.has_spoken
     now = 25
-    assert child.silence() == ""
+    assert child.silence(now) == ""
     now = 26
-    assert child.silence() == "it (pid 1) has not answered for 15 s"
+    assert child.silence(now) == "it (pid 1) has not answered for 15 s"
     child.hear()
     now = 29
-    assert child.silence() == ""
+    assert child.silence(now) == ""
     now = 30
-    assert child.silence() == "it (pid 1) has not answered for 3 s"
+    assert child.silence(now) == "it (pid 1) has not answered for 3 s"
 
 
 @pytest.mark.parametrize(
@@ -46,3 +47,35 @@ def test_what_a_host_says_before_it_is_ready_does_not_end_its_time_to_start(
 )
 def test_the_coordinator_listens_where_all_hosts_reach_it(callers: list[str], place: str) -> None:
     assert meeting_place(callers, lambda address: address in ("10.0.0.1", "fd00::1")) == place
+
+
+def test_who_spoke_while_the_launcher_was_stopped_is_not_silent(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It looks at the clock, is stopped for long, and then sees who has been silent."""
+    killed: list[str] = []
+
+    class Process:
+        pid = 1
+
+        def hear(self) -> tuple[list[Any], bool]:
+            return [], True
+
+        def kill(self) -> None:
+            killed.append("killed")
+
+    now = 10.0
+    monkeypatch.setattr(children, "time", SimpleNamespace(monotonic=lambda: now))
+    process: Any = Process()
+    launch = Launch.__new__(Launch)
+    launch._agents, launch._verdict = [], None
+    launch._coordinator = coordinator = Child(process, "it", patience=3, start=15)
+    coordinator.hear()
+    looked, now = 12.0, 112.0
+    assert launch._are_alive(looked)
+    coordinator.hear()  # what it has said meanwhile
+    assert launch._are_alive(now)
+    assert not killed
+    assert not launch._are_alive(now + 4)
+    assert killed == ["killed"]
+    assert launch._failure == "it (pid 1) has not answered for 3 s"
