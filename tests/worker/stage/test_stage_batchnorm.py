@@ -79,11 +79,11 @@ def test_a_device_without_float64_has_the_hosts() -> None:
     norms = [nn.BatchNorm1d(3), nn.BatchNorm1d(3)]
     norms[1].running_mean = torch.zeros(3).as_subclass(OnMps)
     x = torch.randn(8, 3)
-    for norm, kind in zip(norms, (torch.Tensor, OnMps), strict=True):
+    for norm, given in zip(norms, (x, x.as_subclass(OnMps)), strict=True):
         deferred = DeferredBatchNorm([norm])
         (none,) = deferred.moments()
         assert (none.dtype, type(none)) == (torch.float64, torch.Tensor)
-        norm(x.as_subclass(kind))
+        norm(given)
         assert type(deferred.moments()[0]) is torch.Tensor
         deferred.commit()
     assert norms[0].running_mean is not None
