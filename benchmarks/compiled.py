@@ -1,6 +1,7 @@
 """What ``--compile`` gains and costs, and that its bits do not depend on the number of stages.
 
-Transformer blocks, as in ``transformer.py``; each number of stages with and without.
+Transformer blocks, as in ``transformer.py``; each number of stages with and without. Each run has a
+cache of kernels of its own, which its workers share; the compiler notes what it is asked for.
 
     python benchmarks/compiled.py [--stages 1,2,4] [--microbatches 8] [--steps 8]
 """
@@ -9,6 +10,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
+import shlex
 import statistics
 import tempfile
 from pathlib import Path
@@ -18,6 +21,11 @@ from parts import python
 from safetensors.torch import load_file
 
 JOB = Path(__file__).with_name("transformer_job.py")
+COMPILER = "c++"
+NOTES = """#!/bin/sh
+echo "$@" >> {0}
+exec {1} "$@"
+"""
 
 
 def train(folder: Path, stages: int, microbatches: int, steps: int, *words: str) -> Path:
@@ -26,6 +34,27 @@ def train(folder: Path, stages: int, microbatches: int, steps: int, *words: str)
     line += ["--microbatches", str(microbatches), "--steps", str(steps)]
     python(*line, str(JOB), "--", str(microbatches))
     return run
+
+
+def noted(folder: Path) -> Path:
+    """Have kernels be compiled anew; returns where each compilation is noted."""
+    notes, compiler = folder / "notes", folder / "compiler"
+    folder.mkdir()
+    notes.touch()
+    compiler.write_text(NOTES.format(shlex.quote(str(notes)), COMPILER))
+    compiler.chmod(0o755)
+    os.environ.update(CXX=str(compiler), TORCHINDUCTOR_CACHE_DIR=str(folder / "cache"))
+    return notes
+
+
+def kernels(notes: Path) -> tuple[int, int]:
+    """How many were compiled, and how many different ones."""
+    outputs = [
+        words[words.index("-o") + 1]
+        for words in map(shlex.split, notes.read_text().splitlines())
+        if "-o" in words and any(word.endswith(".cpp") for word in words)
+    ]
+    return len(outputs), len(set(outputs))
 
 
 def rows(run: Path) -> list[dict[str, float]]:
@@ -48,8 +77,11 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         for stages in map(int, args.stages.split(",")):
             asked = Path(folder), stages, args.microbatches, args.steps
-            plain, run = rows(train(*asked)), train(*asked, "--compile")
+            plain = rows(train(*asked))
+            notes = noted(Path(folder, f"kernels-{stages}"))
+            run = train(*asked, "--compile")
             found = rows(run)
+            compiled, different = kernels(notes)
             ours = [row["loss"] for row in found], weights(run)
             first = first or ours
             alike = ours[0] == first[0] and all(
@@ -61,7 +93,8 @@ def main() -> None:
             print(
                 f"K={stages}: {steps[0] * 1e3:.0f} ms a step, compiled {steps[1] * 1e3:.0f} ms "
                 f"({steps[0] / steps[1]:.2f} times as fast) after a first one of "
-                f"{found[0]['seconds']:.1f} s; bits {'as the first' if alike else 'DIFFER'}",
+                f"{found[0]['seconds']:.1f} s; bits {'as the first' if alike else 'DIFFER'}; "
+                f"{compiled} kernels compiled, {different} different ones",
                 flush=True,
             )
 
