@@ -15,7 +15,7 @@ import torch
 
 from pipeworker.worker.device.device import unit_of
 from pipeworker.worker.device.visible import TorchAccelerators
-from pipeworker.worker.internals import Store, nccl_group
+from pipeworker.worker.internals import Store, has_nccl, nccl_group
 
 # Whether a peer is gone or computes, and what then happens, is for the coordinator to say: torch's
 # own threads would end the process, and blame it. Groups of two do one thing after the other, which
@@ -90,7 +90,8 @@ def before_start() -> None:
     A receive that is posted ahead keeps what shares its queue of the device from being begun.
     Streams share them where they are more than queues, of which there are 8 unless it is said.
     """
-    os.environ.setdefault(*_QUEUES)
+    if has_nccl():
+        os.environ.setdefault(*_QUEUES)
 
 
 @contextmanager
