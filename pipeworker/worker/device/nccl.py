@@ -17,12 +17,18 @@ from pipeworker.worker.device.device import unit_of
 from pipeworker.worker.device.visible import TorchAccelerators
 from pipeworker.worker.internals import Store, has_nccl, nccl_group
 
-# Whether a peer is gone or computes, and what then happens, is for the coordinator to say: torch's
-# own threads would end the process, and blame it. Groups of two do one thing after the other, which
+# Whether a peer is gone or computes, and what then happens, is for the coordinator to say. Torch's
+# own threads would end the process: for a peer that is silent or lost, and for an error of the
+# user's kernels, whose message comes from the main thread. They would wait first, with what the
+# main thread needs to send, and ask the store. Groups of two do one thing after the other, which
 # torch finds worth a warning.
 _SETTINGS = {
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
     "TORCH_NCCL_ENABLE_MONITORING": "0",
+    "TORCH_NCCL_RETHROW_CUDA_ERRORS": "0",
+    "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
+    "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "0",
+    "TORCH_NCCL_PROPAGATE_ERROR": "0",
     "TORCH_NCCL_BLOCKING_WAIT": "0",
     "TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING": "0",
 }
@@ -77,9 +83,10 @@ class Nccl:
         self.unit = unit_of(device, TorchAccelerators())
 
     def group(self, store: Store, rank: int, interface: str) -> Group:
-        if interface:
-            os.environ.setdefault(INTERFACE, f"={interface}")  # NCCL reads it once
-        with _settings():
+        settings = dict(_SETTINGS)
+        if interface and INTERFACE not in os.environ:
+            settings[INTERFACE] = f"={interface}"  # NCCL reads it once
+        with _set(settings):
             made: Group = nccl_group(store, rank, self._device)
             return made
 
@@ -95,10 +102,10 @@ def before_start() -> None:
 
 
 @contextmanager
-def _settings() -> Iterator[None]:
+def _set(settings: dict[str, str]) -> Iterator[None]:
     """For groups that are made within; those that the user's code makes have its own."""
-    before = {name: os.environ.get(name) for name in _SETTINGS}
-    os.environ.update(_SETTINGS)
+    before = {name: os.environ.get(name) for name in settings}
+    os.environ.update(settings)
     try:
         yield
     finally:

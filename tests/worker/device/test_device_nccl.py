@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +13,13 @@ from pipeworker.worker.device import nccl
 from pipeworker.worker.device.nccl import Nccl
 from support.transport import Meeting
 
-NAMES = ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "TORCH_NCCL_ENABLE_MONITORING", nccl.INTERFACE)
+NAMES = (
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING",
+    "TORCH_NCCL_RETHROW_CUDA_ERRORS",
+    "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC",
+    nccl.INTERFACE,
+)
+HEADER = "torch/csrc/distributed/c10d/ProcessGroupNCCL.hpp"
 
 
 class Seen:
@@ -45,7 +52,15 @@ def test_a_group_leaves_failures_to_the_coordinator(made: list[tuple[Any, ...]])
     communicators = Nccl(device)
     assert communicators.unit == "gpu 1"
     assert communicators.group(store, 1, "eth1") == "a group"  # type: ignore[comparison-overlap]
-    assert made == [(store, 1, device, "0", "0", "=eth1")]
+    assert made == [(store, 1, device, "0", "0", "0", "=eth1")]
+    assert nccl.INTERFACE not in os.environ  # what it was told for is over
+
+
+def test_torch_knows_what_it_is_told() -> None:
+    """It says nothing of a variable that it does not know."""
+    header = Path(torch.__file__).parent / "include" / HEADER
+    known = header.read_text()
+    assert not [name for name in nccl._SETTINGS if f'"{name}"' not in known]
 
 
 def test_groups_of_the_users_own_are_as_they_say(
@@ -53,7 +68,7 @@ def test_groups_of_the_users_own_are_as_they_say(
 ) -> None:
     monkeypatch.setenv(NAMES[0], "1")
     Nccl(torch.device("cuda", 0)).group(Meeting().store(), 0, "")
-    assert made[0][3:] == ("0", "0", None)  # NCCL chooses the interface
+    assert made[0][3:] == ("0", "0", "0", None)  # NCCL chooses the interface
     assert os.environ[NAMES[0]] == "1"
     assert NAMES[1] not in os.environ
 
