@@ -13,6 +13,7 @@ import torch
 from pipeworker.errors import PeerLost, UsageError
 from pipeworker.plan.actions import Edge, Payload
 from pipeworker.worker.device.nccl import Work
+from pipeworker.worker.internals import Store
 from pipeworker.worker.transport.channel import Receiver, Sender
 from pipeworker.worker.transport.courier import Courier
 from pipeworker.worker.transport.links import nccl, shared
@@ -310,6 +311,14 @@ def test_workers_that_share_a_device_cannot_have_nccl() -> None:
     ("error", "said"),
     [
         (RuntimeError("NCCL error in: x.cpp:1, unhandled system error\nmore"), "unhandled system"),
+        (
+            RuntimeError(
+                "NCCL error in: x.cpp:1, invalid usage, NCCL version 2.28.9\n"
+                "ncclInvalidUsage: This usually reflects more.\n"
+                "Last error:\nBootstrap : no socket interface found\n"
+            ),
+            "NCCL version 2.28.9: Bootstrap : no socket interface found (--backend gloo",
+        ),
         (None, "no answer within 0 s"),
     ],
 )
@@ -351,6 +360,26 @@ class _Group:
 
     def recv(self, tensors: list[torch.Tensor], rank: int, tag: int) -> Work:
         return self.Gone()
+
+
+def test_a_group_asks_no_store_once_its_ends_have_met(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It does so in a thread that is waited for, and of a job that is over nobody answers."""
+    stores: list[Store] = []
+    plain = LateCommunicators.group
+
+    def group(self: LateCommunicators, store: Any, rank: int, interface: str) -> LateGroup:
+        stores.append(store.underlying_store)
+        return plain(self, store, rank, interface)
+
+    monkeypatch.setattr(LateCommunicators, "group", group)
+    for links in connect_all((FORTH,), 2, devices=[NcclDevice(), NcclDevice()], apart=True):
+        links[FORTH].close()
+    assert len(stores) == 2
+    for store in stores:
+        with pytest.raises(ConnectionError, match="have met"):
+            store.set("exception_dump", "")
+        with pytest.raises(ConnectionError, match="have met"):
+            store.check(["exception_dump"])
 
 
 def test_what_nccl_says_of_a_lost_peer_names_the_channel() -> None:

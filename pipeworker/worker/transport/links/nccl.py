@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from concurrent import futures
 from concurrent.futures import Future
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -22,7 +23,7 @@ from pipeworker.errors import PeerLost
 from pipeworker.plan.actions import Edge
 from pipeworker.worker.device.accelerator import Accelerator
 from pipeworker.worker.device.nccl import Group, Work
-from pipeworker.worker.internals import PrefixStore
+from pipeworker.worker.internals import PrefixStore, Store
 from pipeworker.worker.transport.links.link import Link, Pending, TwoLanes, bytes_of
 from pipeworker.worker.transport.proof import Place
 
@@ -89,16 +90,48 @@ def connect(
     """
     communicators = accelerator.communicators
     assert communicators
-    store, rank = PrefixStore(where.key, where.store), 0 if sends else 1
+    meeting, rank = _Meeting(where.store), 0 if sends else 1
+    store = PrefixStore(where.key, meeting)
     store.set(f"here-{rank}", "")
     store.get(f"here-{1 - rank}")  # what comes now is a matter of the network
     seconds = min(_PATIENCE * timings().reach, where.left())
-    group = _in_time(lambda: communicators.group(store, rank, interface), seconds)
+    try:
+        group = _in_time(lambda: communicators.group(store, rank, interface), seconds)
+    finally:
+        meeting.over = True
     lane = NcclLane(edge, group, accelerator)
     closing = contextlib.ExitStack()
     closing.callback(host.close)
     closing.callback(lane.close)
     return TwoLanes(host.control, lane, closing.close)
+
+
+class _Meeting(Store):
+    """A store until the two ends have met.
+
+    A group keeps it, and tells it of a peer that is lost. By then the job may be over, so that
+    nobody answers; and who lets go of the group waits for its threads.
+    """
+
+    over = False
+
+    def __init__(self, store: Store) -> None:
+        super().__init__()
+        self._store = store
+
+    def set(self, key: str, value: Any) -> None:
+        self._open().set(key, value)
+
+    def get(self, key: str) -> bytes:
+        return self._open().get(key)
+
+    def check(self, keys: list[str]) -> bool:
+        return self._open().check(keys)
+
+    def _open(self) -> Store:
+        if self.over:
+            raise ConnectionError("the two ends have met")
+        return self._store
 
 
 def _in_time(make: Callable[[], Group], seconds: float) -> Group:
@@ -118,4 +151,11 @@ def _in_time(make: Callable[[], Group], seconds: float) -> Group:
     try:
         return future.result()
     except RuntimeError as error:
-        raise RuntimeError(f"NCCL: {str(error).splitlines()[0]}{_INSTEAD}") from error
+        raise RuntimeError(f"NCCL: {_said(str(error))}{_INSTEAD}") from error
+
+
+def _said(text: str) -> str:
+    """What NCCL says happened, and what it knows of why: the line behind ``Last error``."""
+    first, *more = text.splitlines() or [""]
+    _, _, why = "\n".join(more).partition("Last error:")
+    return ": ".join([first, *why.strip().splitlines()[:1]])
