@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,8 @@ class Begun:
     Attributes:
         warnings: for the user.
         made: the folders that were made for it, the deepest first; none for one that goes on.
+        before: ``run.json`` of one that goes on, as it was.
+        recorded: bytes of rows that were there when it began.
         origins: as :class:`Asked` has them, of the options that it was begun with.
     """
 
@@ -39,25 +42,30 @@ class Begun:
     lock: Lock
     warnings: tuple[str, ...] = ()
     made: tuple[Path, ...] = ()
+    before: bytes = b""
+    recorded: int = 0
     origins: Mapping[str, str] = field(default_factory=dict)
 
     def close(self, verdict: Verdict | None = None) -> None:
         """Leave the directory to others; so does the end of the process. Idempotent.
 
-        Of a run that never began because of a mistake nothing is left.
+        Of a run that never began because of a mistake nothing is left, and one that goes on has the
+        options from before: with those that were the mistake it could not go on again.
         """
-        if verdict is not None and verdict.mistake and self.made and not self._has_records:
-            self.run_dir.remove(self.made)
-        self.lock.close()
+        try:
+            if verdict is not None and verdict.mistake:
+                if self.made and not self._has_records:
+                    self.run_dir.remove(self.made)
+                elif self.before and _rows(self.run_dir) == self.recorded:
+                    with suppress(OSError):  # what was wrong is what is to be said
+                        rundir.write_whole(self.run_dir.run, self.before)
+        finally:
+            self.lock.close()
 
     @property
     def _has_records(self) -> bool:
         """Of a loop without a step, or of steps that a coordinator did before another's mistake."""
-        run_dir = self.run_dir
-        rows = (run_dir.metrics, run_dir.evaluation)
-        return any(path.exists() and path.stat().st_size for path in rows) or any(
-            run_dir.checkpoints.glob("*")
-        )
+        return bool(_rows(self.run_dir)) or any(self.run_dir.checkpoints.glob("*"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,6 +222,7 @@ class Asked:
             text = f"the run in {self.run_dir} has done its {found.step} steps: --steps says to how"
             warnings.append(f"{text} many it goes on")
         resume.prepare(run_dir, found)
+        before, rows = run_dir.run.read_bytes(), _rows(run_dir)
         if copy := record.go_on(_plain(options), _process(options), found.step):
             warnings.append(
                 f"{self.job_file} has changed since it last ran here: see {copy}. What an "
@@ -221,7 +230,7 @@ class Asked:
                 "the checkpoint"
             )
         lock.share()
-        return Begun(options, run_dir, lock, tuple(warnings))
+        return Begun(options, run_dir, lock, tuple(warnings), before=before, recorded=rows)
 
     def _merged(self, record: run.Record) -> Options:
         """What the run had, and what is said now."""
@@ -238,6 +247,12 @@ class Asked:
         options = complete(self.job_file, fields.pop("stages"), fields)
         recorded.check(before, options, allow, f"the run in {self.run_dir}")
         return options
+
+
+def _rows(run_dir: RunDir) -> int:
+    """Bytes of the rows of all steps and evaluations."""
+    paths = (run_dir.metrics, run_dir.evaluation)
+    return sum(path.stat().st_size for path in paths if path.exists())
 
 
 def _plain(options: Options) -> dict[str, Any]:

@@ -30,6 +30,23 @@ def test_a_mistake_takes_away_no_steps_from_before_a_coordinator_died(
     assert (tmp_path / "new").exists() == bool(steps)
 
 
+@pytest.mark.parametrize("steps", [0, 2])
+def test_a_mistake_in_going_on_is_not_gone_on_with(tmp_path: Path, steps: int) -> None:
+    """Unless it was another's, behind steps that were done with these options."""
+    job, run_dir = str(tmp_path / "job.py"), tmp_path / "run"
+    Asked(job, 1, {}, run_dir).begin().close()
+    wrong = Asked(job, None, {"backend": "nccl"}, run_dir, resume=True).begin()
+    assert wrong.options.backend == "nccl"
+    rows = Rows(wrong.run_dir.metrics)
+    for step in range(steps):
+        rows.add({"step": step + 1})
+    rows.close()
+    wrong.close(MISTAKE)
+    again = Asked(job, None, {}, run_dir, resume=True).begin()
+    assert again.options.backend == ("nccl" if steps else "auto")
+    again.close()
+
+
 def test_a_run_that_cannot_be_recorded_leaves_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
