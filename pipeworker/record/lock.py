@@ -55,6 +55,11 @@ class Lock:
                 raise BlockingIOError(errno.EAGAIN, "another process holds it", str(path))
             time.sleep(_POLL_SECONDS)
 
+    @property
+    def held(self) -> bool:
+        """Until it is closed."""
+        return not self._file.closed
+
     def share(self) -> None:
         """Be alone no longer; who waits to be alone still waits."""
         self._take(fcntl.LOCK_SH)

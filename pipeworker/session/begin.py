@@ -53,7 +53,7 @@ class Begun:
         options from before: with those that were the mistake it could not go on again.
         """
         try:
-            if verdict is not None and verdict.mistake:
+            if verdict is not None and verdict.mistake and self.lock.held:
                 if self.made and not self._has_records:
                     self.run_dir.remove(self.made)
                 elif self.before and _rows(self.run_dir) == self.recorded:

@@ -44,6 +44,9 @@ def test_a_mistake_in_going_on_is_not_gone_on_with(tmp_path: Path, steps: int) -
     wrong.close(MISTAKE)
     again = Asked(job, None, {}, run_dir, resume=True).begin()
     assert again.options.backend == ("nccl" if steps else "auto")
+    record = again.run_dir.run.read_bytes()
+    wrong.close(MISTAKE)
+    assert again.run_dir.run.read_bytes() == record  # which is another's by now
     again.close()
 
 
