@@ -41,7 +41,7 @@ from pipeworker.worker.blame import Raised, failure_of
 from pipeworker.worker.brought import bring
 from pipeworker.worker.console import redirect_output
 from pipeworker.worker.description import describe
-from pipeworker.worker.device import nccl, numerics
+from pipeworker.worker.device import numerics
 from pipeworker.worker.device.accelerator import accelerator_for
 from pipeworker.worker.device.device import device_for, peak_memory, unit_of
 from pipeworker.worker.device.visible import TorchAccelerators
@@ -178,8 +178,6 @@ class Worker:
         self.deterministic = options.deterministic
         if self.deterministic:
             numerics.before_start()
-        if options.device != "cpu":
-            nccl.before_start()
         seen = TorchAccelerators()
         self._device = device_for(options.device, self._settings.local_rank, seen)
         self._unit = unit_of(self._device, seen)

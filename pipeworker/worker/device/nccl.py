@@ -15,7 +15,7 @@ import torch
 
 from pipeworker.worker.device.device import unit_of
 from pipeworker.worker.device.visible import TorchAccelerators
-from pipeworker.worker.internals import Store, has_nccl, nccl_group
+from pipeworker.worker.internals import Store, nccl_group
 
 # Whether a peer is gone or computes, and what then happens, is for the coordinator to say. Torch's
 # own threads would end the process: for a peer that is silent or lost, and for an error of the
@@ -32,7 +32,6 @@ _SETTINGS = {
     "TORCH_NCCL_BLOCKING_WAIT": "0",
     "TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING": "0",
 }
-_QUEUES = "CUDA_DEVICE_MAX_CONNECTIONS", "32"
 INTERFACE = "NCCL_SOCKET_IFNAME"
 
 
@@ -89,16 +88,6 @@ class Nccl:
         with _set(settings):
             made: Group = nccl_group(store, rank, self._device)
             return made
-
-
-def before_start() -> None:
-    """What is needed before an accelerator is used.
-
-    A receive that is posted ahead keeps what shares its queue of the device from being begun.
-    Streams share them where they are more than queues, of which there are 8 unless it is said.
-    """
-    if has_nccl():
-        os.environ.setdefault(*_QUEUES)
 
 
 @contextmanager

@@ -40,8 +40,7 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
 
     monkeypatch.setattr(nccl, "TorchAccelerators", Seen)
     monkeypatch.setattr(nccl, "nccl_group", group)
-    monkeypatch.setattr(nccl, "has_nccl", lambda: False)
-    for name in (*NAMES, "CUDA_DEVICE_MAX_CONNECTIONS"):
+    for name in NAMES:
         monkeypatch.setenv(name, "")  # so that it is as it was, afterwards
         monkeypatch.delenv(name)
     return found
@@ -79,11 +78,3 @@ def test_what_the_user_says_of_the_network_stays(
     monkeypatch.setenv(nccl.INTERFACE, "ib")
     Nccl(torch.device("cuda", 0)).group(Meeting().store(), 0, "eth1")
     assert made[0][-1] == "ib"
-    nccl.before_start()
-    assert "CUDA_DEVICE_MAX_CONNECTIONS" not in os.environ  # where there is no NCCL
-    monkeypatch.setattr(nccl, "has_nccl", lambda: True)
-    nccl.before_start()
-    assert os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] == "32"
-    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "8")
-    nccl.before_start()
-    assert os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] == "8"

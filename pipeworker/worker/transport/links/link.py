@@ -44,7 +44,8 @@ class Lane(Protocol):
 
     Tensors are contiguous, on :attr:`device`, and never of size zero. Both calls return at once.
     Where the device works on by itself, both are about the thread's current stream: what it has
-    been given by then is sent, and who waits for a receive has that stream wait.
+    been given by then is sent, and who waits for a receive has that stream wait. A receive may
+    begin only when it is waited for.
     """
 
     device: torch.device

@@ -2,47 +2,65 @@
 
 NCCL has no tags, and a receive may not be left for ever: so it carries what both ends expect, each
 tensor as long as the buffer that is posted for it, in turn. Neither host waits for a device; what
-does is the stream that computes, for what it needs and for room to send. Whether a peer is gone
-NCCL does not say: the coordinator does, and ends the process.
+does is the stream that computes, for what it needs and for room to send.
+
+A receive keeps the device busy from when it is given to it until it is sent to. Whatever is given
+later may have to wait for that: a kernel that is loaded, memory that is let go of. So it is given
+when it is waited for, which needs only what was given before; and as the host is far ahead of the
+device by then, it travels while what is before it computes.
+
+Whether a peer is gone NCCL does not say: the coordinator does, and ends the process.
 """
 
 from __future__ import annotations
 
 import contextlib
 import threading
+from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent import futures
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from pipeworker.environment import timings
 from pipeworker.errors import PeerLost
 from pipeworker.plan.actions import Edge
-from pipeworker.worker.device.accelerator import Accelerator
+from pipeworker.worker.device.accelerator import Accelerator, Event
 from pipeworker.worker.device.nccl import Group, Work
 from pipeworker.worker.internals import PrefixStore, Store
 from pipeworker.worker.transport.links.link import Link, Pending, TwoLanes, bytes_of
 from pipeworker.worker.transport.proof import Place
 
 _PATIENCE = 2  # NCCL looks at all there is between the devices first
+T = TypeVar("T")
 _INSTEAD = " (--backend gloo does without)"
 
 
 @dataclass(frozen=True, slots=True)
-class _Given:
-    """A send or receive that the device was given."""
-
+class _Sending:
+    lane: NcclLane
     work: Work
-    edge: Edge
 
     def wait(self) -> None:
-        try:
-            self.work.wait()
-        except RuntimeError as error:
-            raise PeerLost(f"the channel {self.edge} closed: {error}") from error
+        """The current stream goes on when it has left."""
+        self.lane.guarded(self.work.wait)
+
+
+@dataclass(slots=True, eq=False)
+class _Receiving:
+    lane: NcclLane
+    tensor: torch.Tensor
+    free: Event
+    work: Work | None = None
+
+    def wait(self) -> None:
+        """The current stream goes on when the tensor is there."""
+        while self.work is None:
+            self.lane.begin_next()
+        self.lane.guarded(self.work.wait)
 
 
 class NcclLane:
@@ -53,26 +71,40 @@ class NcclLane:
     def __init__(self, edge: Edge, group: Group, accelerator: Accelerator) -> None:
         self.device = accelerator.device
         self._edge, self._group, self._accelerator = edge, group, accelerator
+        self._posted: deque[_Receiving] = deque()
 
     def allocate(self, count: int) -> torch.Tensor:
         return self._accelerator.empty(count)
 
     def send(self, tensor: torch.Tensor, tag: int) -> Pending:
-        return self._give(self._group.send, tensor, 1)
+        return _Sending(self, self.guarded(lambda: self._group.send([bytes_of(tensor)], 1, 0)))
 
     def receive(self, tensors: Sequence[torch.Tensor], tag: int) -> Sequence[Pending]:
-        return [self._give(self._group.recv, tensor, 0) for tensor in tensors]
+        free = self._accelerator.event(self._accelerator.current)
+        posted = [_Receiving(self, tensor, free) for tensor in tensors]
+        self._posted += posted
+        return posted
 
-    def _give(
-        self, act: Callable[[list[torch.Tensor], int, int], Work], tensor: torch.Tensor, other: int
-    ) -> Pending:
+    def begin_next(self) -> None:
+        """The device is given the first of the posted receives."""
+        first, receives = self._posted.popleft(), self._accelerator.receives
+        with self._accelerator.using(receives):
+            receives.wait_event(first.free)
+            tensors = [bytes_of(first.tensor)]
+            first.work = self.guarded(lambda: self._group.recv(tensors, 0, 0))
+
+    def guarded(self, act: Callable[[], T]) -> T:
+        """What the group says of a lost peer names the channel."""
         try:
-            return _Given(act([bytes_of(tensor)], other, 0), self._edge)
+            return act()
         except RuntimeError as error:
             raise PeerLost(f"the channel {self._edge} closed: {error}") from error
 
     def close(self) -> None:
-        self._group.abort()
+        """NCCL may not come back from a peer that is gone."""
+        aborts = threading.Thread(target=self._group.abort, name="nccl closes", daemon=True)
+        aborts.start()
+        aborts.join(timings().leave)
 
 
 def connect(
