@@ -284,9 +284,12 @@ class Launch:
     def _hear_coordinator(self) -> bool:
         assert self._coordinator
         events, more = self._coordinator.hear()
+        ended = any(isinstance(event, Verdict) for event in events)
         for event in events:
             match event:
                 case Beat():
+                    continue
+                case Bound() if ended:  # all that while this process was stopped
                     continue
                 case Bound():
                     self._endpoint = event.endpoint

@@ -155,7 +155,7 @@ class Service:
                 starter.tell(Beat(self._options.worker_timeout))
         self._let_finish()
         self._files.close()
-        starter.finish(self._timings.linger)
+        starter.finish()
         log.info("control messages: %d received, %d sent", self._received, self._sent)
         return self._ended.exit_status
 
@@ -393,7 +393,7 @@ def main() -> int:
                 name = platform.node()
                 text = f"the coordinator cannot listen at {host} ({name}): {error.strerror}"
         starter.tell(Verdict("failed", 1, 0, 0.0, (), 0.0, text))
-        starter.finish(timings().linger)
+        starter.finish()
         return 1
     except Exception:
         log.exception("the coordinator failed")

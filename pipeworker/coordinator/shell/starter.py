@@ -48,11 +48,16 @@ class Starter:
         except BrokenPipeError:
             self._output = b""
 
-    def finish(self, seconds: float) -> None:
-        """Give it so long to read the rest."""
-        until = time.monotonic() + seconds
-        while self._output and (left := until - time.monotonic()) > 0:
-            select.select([], [_WRITE], [], left)
+    def finish(self) -> None:
+        """Stay until it has read the rest, or is gone.
+
+        However long it is stopped, it must not take the end of the job for a coordinator's that was
+        lost: it would start another one.
+        """
+        while self._output and not self.gone:
+            readable, _, _ = select.select([_READ], [_WRITE], [])
+            if readable:
+                self.gone = not os.read(_READ, 65536)
             self.flush()
 
     def hear(self) -> Iterator[ToCoordinator]:
