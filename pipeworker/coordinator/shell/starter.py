@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import select
-import time
 from collections.abc import Iterator
 
 from pipeworker.wire import lines
@@ -60,14 +59,14 @@ class Starter:
                 self.gone = not os.read(_READ, 65536)
             self.flush()
 
-    def hear(self) -> Iterator[ToCoordinator]:
+    def hear(self, now: float) -> Iterator[ToCoordinator]:
         """What it says; with its end, it is gone."""
         data = os.read(_READ, 65536)
         self.gone = not data
         for event in self._input.feed(data):
             if isinstance(event, Beat):
                 self._patience = event.patience
-                self._heard = time.monotonic()
+                self._heard = now
             else:
                 yield event
 
