@@ -17,6 +17,7 @@ from pipeworker.session.processes import Heard, LineProcess, Said, fork_server
 from pipeworker.wire import interfaces
 from pipeworker.wire.lines import Forked, FromForkServer, Here, ToForkServer
 
+Clock = Callable[[], float]
 _LAST_WORDS = 2000
 _LOOPBACK = "127.0.0.1"
 _EVERYWHERE = ("0.0.0.0", "::")
@@ -28,25 +29,32 @@ class Child(Generic[Said, Heard]):
     Args:
         name: what it is called when it does not answer.
         patience: seconds it may be silent; its first word may take `start` seconds.
+        clock: by which it is.
     """
 
     def __init__(
-        self, process: LineProcess[Said, Heard], name: str, patience: float, start: float
+        self,
+        process: LineProcess[Said, Heard],
+        name: str,
+        patience: float,
+        start: float,
+        clock: Clock,
     ) -> None:
         self.process = process
         self._name = f"{name} (pid {process.pid})"
         self._patience = patience
         self._start = start
+        self._clock = clock
         self._heard: float | None = None
-        self._began = time.monotonic()
+        self._began = clock()
 
     def hear(self) -> tuple[list[Heard], bool]:
-        self._heard = time.monotonic()
+        self._heard = self._clock()
         return self.process.hear()
 
     def goes_on_starting(self) -> None:
         """What it has said, it said before it was ready: the next word may take as long again."""
-        self._heard, self._began = None, time.monotonic()
+        self._heard, self._began = None, self._clock()
 
     @property
     def has_spoken(self) -> bool:
@@ -69,6 +77,7 @@ class Agent:
         log: what a carrier says beside the lines goes there.
         patience: seconds that it may be silent, and is tried to be started again when it is lost.
         start: seconds that its first word may take.
+        clock: by which it is silent.
 
     Attributes:
         called: what its host is called.
@@ -78,7 +87,9 @@ class Agent:
         may_try: whether it may be started again at once, even if it does not come back.
     """
 
-    def __init__(self, carried: Carried, log: Path, patience: float, start: float) -> None:
+    def __init__(
+        self, carried: Carried, log: Path, patience: float, start: float, clock: Clock
+    ) -> None:
         self.carried = carried
         self.called = f"host {carried.host.name}" if carried.line else "this host"
         self.name = f"the fork server of {self.called}"
@@ -88,7 +99,7 @@ class Agent:
         self.lost = False
         self.may_try = False
         self._address = _LOOPBACK
-        self._log, self._patience, self._start = log, patience, start
+        self._log, self._patience, self._start, self._clock = log, patience, start, clock
         self._silence = ""
         self._errors: IO[bytes] | None = None
         self._said_before = 0
@@ -108,7 +119,7 @@ class Agent:
             self._errors = self._log.open("ab")
             self._said_before = self._errors.tell()
         process: LineProcess[ToForkServer, FromForkServer] = fork_server(line, self._errors)
-        self.child = Child(process, self.name, self._patience, self._start)
+        self.child = Child(process, self.name, self._patience, self._start, self._clock)
         self.lost = self.may_try = False
         self._silence, self._worked = "", False
 

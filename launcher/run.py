@@ -20,6 +20,7 @@ from pipeworker.coordinator.restarts import Restarts
 from pipeworker.coordinator.roster import JOIN_FACTOR
 from pipeworker.environment import timings
 from pipeworker.errors import RecordError
+from pipeworker.host.awake import Awake
 from pipeworker.job.options import Options
 from pipeworker.plan.orders import placement
 from pipeworker.record.rundir import RunDir, write_summary
@@ -89,6 +90,7 @@ class Launch:
         self._started = time.monotonic()
         self._timings = timings()
         self._patience = self._timings.patience(options.worker_timeout)
+        self._awake = Awake(self._timings.ping)
         self._agents: list[Agent] = []
         self._coordinator: Child[ToCoordinator, FromCoordinator] | None = None
         self._verdict: Verdict | None = None
@@ -131,7 +133,8 @@ class Launch:
             for carried in self._carried:
                 log = self._run_dir.host_log(carried.host.name)
                 importing = JOIN_FACTOR * self._patience
-                self._agents.append(Agent(carried, log, self._patience, importing))
+                agent = Agent(carried, log, self._patience, importing, self._awake.look)
+                self._agents.append(agent)
             if not any(carried.line for carried in self._carried):
                 self._direct(_LOOPBACK)
             for text in self._warnings:
@@ -174,8 +177,9 @@ class Launch:
         """
         self._host = host
         process = coordinator()
-        patience = self._patience
-        self._coordinator = Child(process, "the coordinator", patience, JOIN_FACTOR * patience)
+        patience, clock = self._patience, self._awake.look
+        limits = patience, JOIN_FACTOR * patience
+        self._coordinator = Child(process, "the coordinator", *limits, clock)
         self._selector.register(process, selectors.EVENT_READ, self._hear_coordinator)
         options, run_dir = self._options.to_json(), str(self._run_dir.path)
         where = self._token, host, self._generation, -1, self._slots
@@ -230,7 +234,7 @@ class Launch:
         self._selector.register(self._wake_out, selectors.EVENT_READ, self._on_signal)
         next_beat = time.monotonic()
         while self._verdict is None or any(agent.pids for agent in self._agents):
-            now = time.monotonic()
+            now, seen = time.monotonic(), self._awake.look()
             if now >= next_beat:
                 next_beat = now + self._timings.ping
                 self._beat()
@@ -241,7 +245,7 @@ class Launch:
                         break
                     return
             else:
-                if not self._are_alive(now) and not self._direct_again():
+                if not self._are_alive(seen) and not self._direct_again():
                     return
             if self._deadline is not None and time.monotonic() >= self._deadline:
                 return
@@ -284,9 +288,12 @@ class Launch:
     def _hear_coordinator(self) -> bool:
         assert self._coordinator
         events, more = self._coordinator.hear()
+        ended = any(isinstance(event, Verdict) for event in events)
         for event in events:
             match event:
                 case Beat():
+                    continue
+                case Bound() if ended:  # all that while this process was stopped
                     continue
                 case Bound():
                     self._endpoint = event.endpoint

@@ -77,7 +77,7 @@ ROOMS_WITHIN = {
     "pipeworker.record.metrics": ["rows", "table", "tensorboard", "extras"],
     "pipeworker.record.export": ["shards", "weights"],
     "pipeworker.past": ["facts", "page", "table"],
-    "pipeworker.host": ["lifetime", "spawn", "streams", "position", "forkserver"],
+    "pipeworker.host": ["awake", "lifetime", "spawn", "streams", "position", "forkserver"],
     "pipeworker.coordinator": [
         *("scaler", "rendezvous", "roster", "agree", "cause", "events", "effects", "states"),
         *("blueprint", "steps", "report", "restarts", "hands", "generation", "job"),
@@ -132,7 +132,8 @@ LIGHT = [
     *("pipeworker.record.run", "pipeworker.record.resume", "pipeworker.session.begin"),
     *("pipeworker.record.memory", "pipeworker.record.writer", "pipeworker.record.source"),
     *("pipeworker.record.metrics", "pipeworker.record.export.shards", "pipeworker.past"),
-    *("pipeworker.host.spawn", "pipeworker.host.lifetime", "pipeworker.host.position"),
+    *("pipeworker.host.awake", "pipeworker.host.spawn", "pipeworker.host.lifetime"),
+    "pipeworker.host.position",
     *("pipeworker.errors", "pipeworker.timings", "pipeworker.exact"),
     *("launcher.spec", "launcher.cluster.pod", "launcher.cluster.kubernetes"),
     "launcher.cluster.kubectl",

@@ -29,6 +29,12 @@ class FirstCause:
             self._echo = failure, now + self.roster.timings.echo
         return None
 
+    def stopped(self, seconds: float) -> None:
+        """What is behind an echo may have been said, and not heard, for so long."""
+        if self._echo is not None:
+            failure, until = self._echo
+            self._echo = failure, until + seconds
+
     def echoed(self, rank: int) -> bool:
         """Whether this rank has reported an echo."""
         return rank in self._echoed

@@ -57,7 +57,13 @@ class Uncommitted:
 
 @dataclass(frozen=True, slots=True)
 class Ticked:
-    """Time passed: something may be overdue."""
+    """Time passed: something may be overdue.
+
+    Attributes:
+        stopped: seconds of it that the coordinator was, and others may have been with it.
+    """
+
+    stopped: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

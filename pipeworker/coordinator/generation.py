@@ -175,8 +175,13 @@ class Generation:
             return self._over(self.stopped)
         return [Log(f"interrupted: stopping at the end of the step, {self.waiting}")]
 
-    def ticked(self, now: float) -> list[Effect]:
-        """Time passed: look for what is overdue."""
+    def ticked(self, now: float, stopped: float = 0.0) -> list[Effect]:
+        """Time passed, for some of it nobody looked: look for what is overdue."""
+        if stopped:
+            self.roster.stopped(stopped, now)
+            self._cause.stopped(stopped)
+            if self.interrupted is not None:
+                self.interrupted = min(now, self.interrupted + stopped)
         patience = self.options.worker_timeout
         if self.interrupted is not None and self._stands_still(now - self.interrupted, now):
             return self._over(self.stopped)

@@ -357,7 +357,7 @@ class Job:
                 generation.roster.unreachable(event.peer, now)
                 return []
             case Ticked():
-                return generation.ticked(now)
+                return generation.ticked(now, event.stopped)
             case Interrupt():
                 return generation.interrupt(now)
             case SaveAsked():

@@ -118,6 +118,15 @@ class Roster:
             member = self.members[self._rank_of[peer]]
             member.unreachable = member.unreachable or now
 
+    def stopped(self, seconds: float, now: float) -> None:
+        """Nobody heard what was said for so long before now: it counts as no silence."""
+        self.started = min(now, self.started + seconds)
+        for member in self.members.values():
+            member.heard = min(now, member.heard + seconds)
+            member.since = min(now, member.since + seconds)
+            if member.unreachable is not None:
+                member.unreachable = min(now, member.unreachable + seconds)
+
     def exited(self, report: WorkerExited) -> Failure:
         """The process of a rank, which may not have joined, ended."""
         how = (

@@ -47,6 +47,7 @@ from pipeworker.coordinator.shell.files import Files, LogFile
 from pipeworker.coordinator.shell.starter import Starter
 from pipeworker.environment import timings
 from pipeworker.errors import PipeworkerError, ProtocolError, RecordError
+from pipeworker.host.awake import Awake
 from pipeworker.job.options import Options
 from pipeworker.record.lock import Lock
 from pipeworker.record.rundir import RunDir
@@ -129,24 +130,25 @@ class Service:
         poller.register(self._socket, zmq.POLLIN)
         poller.register(starter.reads, zmq.POLLIN)
         next_tick = next_ping = time.monotonic()
+        awake, stopped = Awake(self._timings.tick + self._timings.burst), 0.0
         while self._ended is None:
             poller.register(starter.writes, zmq.POLLOUT if starter.pending else 0)
-            began = time.monotonic()
             ready = dict(poller.poll(int(1000 * self._timings.tick)))
             heard_all = self._socket not in ready or self._receive()
             if starter.writes in ready:
                 starter.flush()
-            # It may have been stopped since, with what was said meanwhile unread: no silence shows.
-            now = min(time.monotonic(), began + self._timings.tick + self._timings.burst)
+            now, seen = time.monotonic(), awake.look()
             if starter.reads in ready:
-                self._hear_starter()
-            elif (silent := starter.silence(now)) is not None:
+                self._hear_starter(seen)
+            elif (silent := starter.silence(seen)) is not None:
                 self._handle(Unwell(f"the launcher has not answered for {silent:g} s"))
             if self._interrupted:
                 self._handle(Interrupt())
             if now >= next_tick and heard_all:
                 next_tick = now + self._timings.tick
-                self._handle(Ticked(), now)
+                # What was said while it was stopped may be unread: nobody was silent meanwhile.
+                self._handle(Ticked(awake.stopped - stopped))
+                stopped = awake.stopped
                 if self._run_dir.asked_for_checkpoint():
                     self._handle(SaveAsked())
             if now >= next_ping:
@@ -155,15 +157,15 @@ class Service:
                 starter.tell(Beat(self._options.worker_timeout))
         self._let_finish()
         self._files.close()
-        starter.finish(self._timings.linger)
+        starter.finish()
         log.info("control messages: %d received, %d sent", self._received, self._sent)
         return self._ended.exit_status
 
     def _on_signal(self, number: int, frame: object) -> None:
         self._interrupted = True
 
-    def _handle(self, event: Event, now: float | None = None) -> None:
-        for effect in self._job.handle(event, time.monotonic() if now is None else now):
+    def _handle(self, event: Event) -> None:
+        for effect in self._job.handle(event, time.monotonic()):
             self._perform(effect)
 
     def _receive(self) -> bool:
@@ -256,9 +258,9 @@ class Service:
         if _shown(self._dropped):
             log.warning("dropped %s (%d so far)", what[:_SHOWN_CHARACTERS], self._dropped)
 
-    def _hear_starter(self) -> None:
+    def _hear_starter(self, now: float) -> None:
         """Its end is the end of the job."""
-        for event in self._starter.hear():
+        for event in self._starter.hear(now):
             match event:
                 case WorkerExited() | CannotStart() | HostLost() | Interrupt() | SaveAsked():
                     self._handle(event)
@@ -393,7 +395,7 @@ def main() -> int:
                 name = platform.node()
                 text = f"the coordinator cannot listen at {host} ({name}): {error.strerror}"
         starter.tell(Verdict("failed", 1, 0, 0.0, (), 0.0, text))
-        starter.finish(timings().linger)
+        starter.finish()
         return 1
     except Exception:
         log.exception("the coordinator failed")

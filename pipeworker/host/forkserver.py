@@ -18,11 +18,11 @@ import selectors
 import signal
 import socket
 import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
 
 from pipeworker.environment import facts, timings
+from pipeworker.host.awake import Awake
 from pipeworker.host.lifetime import die_with, dying_with, kill_group
 from pipeworker.host.position import Tracker
 from pipeworker.record.memory import Memory
@@ -76,14 +76,15 @@ class _ForkServer:
         with selectors.DefaultSelector() as selector:
             selector.register(0, selectors.EVENT_READ)
             selector.register(self._wake_out, selectors.EVENT_READ)
-            heard, patience = time.monotonic(), 0.0  # none, until the launcher says how long
+            awake = Awake(timings().ping)
+            heard, patience = awake.look(), 0.0  # none, until the launcher says how long
             _say(Beat(patience))
             while True:
-                now = time.monotonic()  # it may be stopped before it has read what was said by then
+                now = awake.look()  # it may be stopped before it has read what was said by then
                 ready = {key.fd for key, _ in selector.select(timings().ping)}
                 if 0 in ready:
                     data = os.read(0, 65536)
-                    heard = time.monotonic()
+                    heard = awake.look()
                     for event in self._input.feed(data):
                         match event:
                             case Fork():

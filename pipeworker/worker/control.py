@@ -24,6 +24,7 @@ from zmq.utils.monitor import recv_monitor_message
 from pipeworker.environment import timings
 from pipeworker.errors import AGAIN, PipeworkerError, ProtocolError
 from pipeworker.host import streams
+from pipeworker.host.awake import Awake
 from pipeworker.host.position import Tracker
 from pipeworker.wire import codec, exchange, sockets
 from pipeworker.wire.exchange import Exchange
@@ -88,7 +89,8 @@ class Control:
         """Seconds that the coordinator may be silent, once the job has said how many."""
         self._endpoint = endpoint
         self._exchange = Exchange()
-        self._heard = time.monotonic()
+        self._awake = Awake(self._timings.heartbeat)
+        self._heard = self._awake.look()
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._socket = sockets.client(self._context, token, endpoint, self._timings)
         self._wake_in, self._wake_out = socket.socketpair()
@@ -183,7 +185,8 @@ class Control:
         next_beat = time.monotonic() + self._timings.heartbeat
         lost_at: float | None = None
         while not (self._closing and not self._outbox):
-            now = time.monotonic()  # it may be stopped before it has read what was said by then
+            now = time.monotonic()
+            seen = self._awake.look()  # it may be stopped before it has read what was said by then
             ready = dict(poller.poll(1 + int(1000 * max(0.0, next_beat - now))))
             if self._wake_out.fileno() in ready:
                 self._on_wake()
@@ -199,11 +202,11 @@ class Control:
                     lost_at = None
                     next_beat = 0.0  # which tells what the last connection had under way
                 elif lost_at is None:
-                    lost_at = time.monotonic()
-            if lost_at is not None and now - lost_at > self._timings.coordinator:
+                    lost_at = self._awake.look()
+            if lost_at is not None and seen - lost_at > self._timings.coordinator:
                 lost_at = None
                 self._end(Abort("the coordinator is gone", AGAIN))
-            elif self.over is None and now - self._heard > self._limit:
+            elif self.over is None and seen - self._heard > self._limit:
                 self._end(Abort(self._silence(), AGAIN))
             if now >= next_beat:
                 next_beat = now + self._timings.heartbeat
@@ -283,7 +286,7 @@ class Control:
                 raise PipeworkerError(f"the coordinator sent {error}") from error
             if generation != self._generation:
                 continue
-            self._heard = time.monotonic()
+            self._heard = self._awake.look()
             if isinstance(message, Ping):
                 self._on_ping(message)
             elif not self._exchange.receive(number):

@@ -7,18 +7,18 @@ from typing import Any
 
 import pytest
 
-from launcher import children
 from launcher.children import Child, meeting_place
 from launcher.run import Launch
+from pipeworker.timings import Timings
+from pipeworker.wire.lines import Beat, Bound, Verdict
 
 
 def test_what_a_host_says_before_it_is_ready_does_not_end_its_time_to_start(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     now = 0.0
-    monkeypatch.setattr(children, "time", SimpleNamespace(monotonic=lambda: now))
     process: Any = SimpleNamespace(pid=1, hear=lambda: ([], True))
-    child: Child[Any, Any] = Child(process, "it", patience=3, start=15)
+    child: Child[Any, Any] = Child(process, "it", patience=3, start=15, clock=lambda: now)
     now = 10
     child.hear()
     child.goes_on_starting()
@@ -65,11 +65,12 @@ def test_who_spoke_while_the_launcher_was_stopped_is_not_silent(
             killed.append("killed")
 
     now = 10.0
-    monkeypatch.setattr(children, "time", SimpleNamespace(monotonic=lambda: now))
     process: Any = Process()
     launch = Launch.__new__(Launch)
     launch._agents, launch._verdict = [], None
-    launch._coordinator = coordinator = Child(process, "it", patience=3, start=15)
+    launch._coordinator = coordinator = Child(
+        process, "it", patience=3, start=15, clock=lambda: now
+    )
     coordinator.hear()
     looked, now = 12.0, 112.0
     assert launch._are_alive(looked)
@@ -79,3 +80,22 @@ def test_who_spoke_while_the_launcher_was_stopped_is_not_silent(
     assert not launch._are_alive(now + 4)
     assert killed == ["killed"]
     assert launch._failure == "it (pid 1) has not answered for 3 s"
+
+
+def test_a_coordinator_that_has_ended_meanwhile_is_not_called_to(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The launcher was stopped, and reads all at once: where it listened, and why it ended."""
+    verdict = Verdict("failed", 1, 0, 1.0, (0, 0), 0.0, "the launcher has not answered for 3 s")
+    said = [Bound("tcp://127.0.0.1:1"), Beat(3.0), verdict]
+    launch = Launch.__new__(Launch)
+    process: Any = SimpleNamespace(pid=1, hear=lambda: (said, True))
+    launch._coordinator = Child(process, "it", patience=3, start=15, clock=lambda: 0.0)
+    launch._timings, launch._verdict, launch._failure = Timings(), None, ""
+
+    def reaches() -> bool:
+        raise AssertionError("nobody listens there any more")
+
+    monkeypatch.setattr(launch, "_reaches", reaches)
+    assert launch._hear_coordinator()
+    assert launch._verdict == verdict

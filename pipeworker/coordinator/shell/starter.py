@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import select
-import time
 from collections.abc import Iterator
 
 from pipeworker.wire import lines
@@ -48,21 +47,26 @@ class Starter:
         except BrokenPipeError:
             self._output = b""
 
-    def finish(self, seconds: float) -> None:
-        """Give it so long to read the rest."""
-        until = time.monotonic() + seconds
-        while self._output and (left := until - time.monotonic()) > 0:
-            select.select([], [_WRITE], [], left)
+    def finish(self) -> None:
+        """Stay until it has read the rest, or is gone.
+
+        However long it is stopped, it must not take the end of the job for a coordinator's that was
+        lost: it would start another one.
+        """
+        while self._output and not self.gone:
+            readable, _, _ = select.select([_READ], [_WRITE], [])
+            if readable:
+                self.gone = not os.read(_READ, 65536)
             self.flush()
 
-    def hear(self) -> Iterator[ToCoordinator]:
+    def hear(self, now: float) -> Iterator[ToCoordinator]:
         """What it says; with its end, it is gone."""
         data = os.read(_READ, 65536)
         self.gone = not data
         for event in self._input.feed(data):
             if isinstance(event, Beat):
                 self._patience = event.patience
-                self._heard = time.monotonic()
+                self._heard = now
             else:
                 yield event
 
