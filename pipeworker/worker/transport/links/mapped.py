@@ -31,7 +31,7 @@ from pipeworker.plan.actions import Edge
 from pipeworker.worker.device.accelerator import Accelerator, Event
 from pipeworker.worker.device.mapping import Mapping, Signal
 from pipeworker.worker.transport.links import shared
-from pipeworker.worker.transport.links.link import Link, Pending, TwoLanes
+from pipeworker.worker.transport.links.link import Link, Pending, TwoLanes, bytes_of
 from pipeworker.worker.transport.proof import Place, Stranger
 
 _RECORD_BYTES = 2048
@@ -205,8 +205,7 @@ class SendingLane(shared.SendingLink):
         with accelerator.using(sends):
             sends.wait_event(self._computed.popleft())
             sends.wait_event(buffer.free)
-            source = tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
-            accelerator.copy(buffer.memory[offset : offset + size], source[:size])
+            accelerator.copy(buffer.memory[offset : offset + size], bytes_of(tensor)[:size])
             buffer.written.record(sends)
         try:
             self._socket.send(msgpack.packb((number, handle)))
