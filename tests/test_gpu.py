@@ -41,7 +41,7 @@ def test_tensors_that_pass_through_the_host_are_the_same_bits(jobs: Jobs) -> Non
 
 
 def test_a_device_takes_tensors_from_another_process(jobs: Jobs) -> None:
-    """Both share it; the same as in test_transport_mapped.py, by CUDA's own means."""
+    """Both share it; the same as in test_transport_devices.py, by CUDA's own means."""
     between_processes(jobs, "cuda")
 
 

@@ -179,10 +179,8 @@ class _Joining:
         link = self._hosts(hosts, edge, secret, key, sends=sends)
         if not devices:
             return link
-        where, accelerator = (
-            Place(self._store, f"{devices}/{key}", self._store.deadline),
-            self._accelerator,
-        )
+        where = Place(self._store, f"{devices}/{key}", self._store.deadline)
+        accelerator = self._accelerator
         assert accelerator
         try:
             if devices == MAPPED:

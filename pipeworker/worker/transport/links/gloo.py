@@ -27,7 +27,7 @@ from pipeworker.worker.transport.proof import Proving, Stranger, proving, turn_a
 
 # Waits for tensors end when a peer is lost or the coordinator ends the job, which knows who is
 # silent and who computes; no clock here can tell a long computation from a hang.
-FOREVER = timedelta(days=30)
+_FOREVER = timedelta(days=30)
 _ATTEMPTS = 5  # of gloo's to connect, each as long as its timeout
 _BROKEN = 3  # connections that fail before a word is said, until the network is to blame
 
@@ -42,7 +42,7 @@ class _WorkPending:
 
     def wait(self) -> None:
         try:
-            self.work.wait(FOREVER)
+            self.work.wait(_FOREVER)
         except RuntimeError as error:
             raise PeerLost(f"the channel {self.edge} closed: {error}") from error
 
