@@ -1,12 +1,13 @@
-# Two commands: `make demo` sets up and trains a small language model, `make test` sets up and tests.
-# `make docs` makes a site of docs/, in site/. `make soak` trains for half an hour among faults that
-# end nothing, `make chaos` among hundreds that do.
+# `make demo` sets up an environment and trains a small language model; `make test` sets it up and
+# runs the tests; `make check` runs the linter, the type checker and the import contracts. `make docs`
+# builds a site from docs/ in site/. `make soak` trains for half an hour under faults that a job
+# recovers from; `make chaos` injects hundreds of faults.
 
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
 VENV := .venv
 BIN := $(VENV)/bin
-# Tests wait more than they compute: two processes more than there are cores, up to four.
+# Tests wait more than they compute, so run two processes more than there are cores, up to four.
 PROCESSES := $(shell n=$$(($$(getconf _NPROCESSORS_ONLN) + 2)); echo $$((n < 4 ? n : 4)))
 
 .PHONY: demo test check docs soak chaos clean
@@ -21,6 +22,7 @@ check: $(VENV)/.test
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/lint-imports --config setup.cfg
 
 docs: $(VENV)/.docs
 	$(BIN)/python -m sphinx --fail-on-warning --keep-going --quiet docs site
@@ -31,8 +33,9 @@ soak: $(VENV)/.test
 chaos: $(VENV)/.test
 	CHAOS_FAULTS=220 $(BIN)/python -m pytest --cold --capture no tests/test_chaos.py
 
-# torch is asked for by its version: a range would bring a build with gigabytes of CUDA. Whatever is
-# imported is compiled then, once; pip would compile all of torch, which takes longer than the rest.
+# torch is pinned to a version: a range would install a build with gigabytes of CUDA. pip would compile
+# all of torch to bytecode, which takes longer than everything else; Python compiles each module when it
+# is first imported.
 export PYTHONDONTWRITEBYTECODE =
 INSTALL = test -x $(BIN)/python || $(PYTHON) -m venv $(VENV); \
 	$(BIN)/pip install --quiet --no-compile $(TORCH) --editable

@@ -1,4 +1,4 @@
-"""What the user types."""
+"""The command line: commands, their arguments, and exit statuses."""
 
 from __future__ import annotations
 
@@ -11,25 +11,27 @@ import time
 from collections.abc import Sequence
 from contextlib import closing, suppress
 from dataclasses import replace
+from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
 
-from launcher import templates
-from launcher.choose import Elsewhere
-from launcher.command import Command, Shown, clearly, is_given, is_said, origin
-from launcher.defaults import Defaults, slips
+from launcher import choose, templates
+from launcher.choose import Target
+from launcher.command import Command, Shown, clearly, is_given, is_typed, origin
+from launcher.defaults import Defaults, check_renamed, misspelt
+from launcher.display_options import take_style
+from launcher.engines.engine import Carrier, Cluster
 from launcher.options import ANYWHERE, export_options, init_options, job_options, launch_options
-from launcher.view import take
-from pipeworker import __version__
 from pipeworker.errors import PipeworkerError, UsageError
-from pipeworker.job.given import stages_of
+from pipeworker.job.option_parsing import workers_per_replica
 from pipeworker.timings import DEFAULT
+from pipeworker.version import __version__
 
 if TYPE_CHECKING:
-    from pipeworker.session.begin import Asked
-    from pipeworker.session.show.view import View
+    from pipeworker.display.style import Style
+    from pipeworker.runs.begin import RunRequest
 
 
 _HELP = {"help_option_names": ["-h", "--help"]}
@@ -37,44 +39,56 @@ _JOB = {**_HELP, "auto_envvar_prefix": "PIPEWORKER"}
 
 
 class _Main(click.Group):
-    """The command line; its errors are clear."""
+    """The top-level command; every error of ours is one message."""
 
     def invoke(self, ctx: click.Context) -> Any:
         with clearly():
             return super().invoke(ctx)
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        words = list(args)
-        try:
+        if not args:  # shows the help
             return super().parse_args(ctx, args)
-        except click.NoSuchOption as error:
-            if any(error.option_name in option.opts for option in launch.params):
-                _meant(f"{error.option_name} is an option of launch", ctx, words)
-            raise
+        words = list(args)
+        with clearly():
+            try:
+                return super().parse_args(ctx, args)
+            except click.NoSuchOption as error:
+                if any(error.option_name in option.opts for option in launch.params):
+                    _suggest_launch(f"{error.option_name}: an option of launch", ctx, words)
+                raise
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
         name = args[0]
-        if name not in self.commands and (name.endswith(".py") or Path(name).is_file()):
-            _meant(f"{name} is no command", ctx, args)
+        if name not in self.commands:
+            if name.endswith(".py") or Path(name).is_file():
+                _suggest_launch(f"{name}: no such command", ctx, args)
+            shown = [name for name, command in self.commands.items() if not command.hidden]
+            meant = get_close_matches(name, shown, 1)
+            advice = f"did you mean {meant[0]}?" if meant else f"use {', '.join(sorted(shown))}"
+            raise UsageError(f"{name}: no such command; {advice}")
         return super().resolve_command(ctx, args)
 
 
-def _meant(wrong: str, ctx: click.Context, words: Sequence[str]) -> NoReturn:
-    """Say what `launch` was left out of."""
+def _suggest_launch(mistake: str, ctx: click.Context, words: Sequence[str]) -> NoReturn:
+    """Reject a command line from which `launch` is missing, and show the whole command."""
     command = f"{ctx.info_name} launch {shlex.join(words)}"
-    raise Shown(UsageError(f"{wrong}: did you mean `{command}`?"))
+    raise UsageError(f"{mistake}; did you mean `{command}`?")
 
 
-class _Job(Command):
-    """A command that a file of the project's may give options."""
+class _JobCommand(Command):
+    """A command whose options may also come from the environment or a file of the project."""
 
     def invoke(self, ctx: click.Context) -> Any:
-        folders = (Path(ctx.params["job_file"]).parent, Path())
+        job_file = ctx.params["job_file"]
+        if job_file.startswith("-"):
+            raise UsageError(f"JOB_FILE: missing before --; write: job.py -- {job_file}")
+        folders = (Path(job_file).parent, Path())
+        check_renamed(os.environ, launch.params)
         Defaults.find(folders).fill(ctx, launch.params)
-        if os.environ.get("RANK", "0") == "0":  # of a torchrun job one rank says it
-            for text in slips(os.environ, launch.params):
+        if os.environ.get("RANK", "0") == "0":  # one rank of a torchrun job shows it
+            for text in misspelt(os.environ, launch.params):
                 click.echo(f"warning: {text}", err=True)
         return super().invoke(ctx)
 
@@ -85,33 +99,38 @@ def main() -> None:
     """Train a network too big for one accelerator, as a pipeline of worker processes."""
 
 
-def asked(chosen: dict[str, Any], ranks: int | None = None) -> Asked:
-    """What the words of the command ask for, from what click made of them.
-
-    Raises:
-        UsageError: the current folder is gone.
-    """
-    from pipeworker.session.begin import Asked
+def _request(chosen: dict[str, Any], ranks: int | None = None) -> RunRequest:
+    """Return the run that a command line requests; `ranks` is the number of a torchrun job."""
+    from pipeworker.runs.begin import RunRequest
 
     context = click.get_current_context()
-    how = {name: chosen[name] for name in ("run_dir", "resume", "go_on", "allow")}
-    options = chosen.keys() - how.keys() - {"job_file"}
-    said = {name: chosen[name] for name in options if is_said(context, name)}
-    defaults = {name: chosen[name] for name in options - said.keys() if is_given(context, name)}
+    of_run = ("run_dir", "resume", "auto_resume", "allow_change")
+    options = chosen.keys() - {*of_run, "job_file"}
+    typed = {name: chosen[name] for name in options if is_typed(context, name)}
+    given = {name for name in options - typed.keys() if is_given(context, name)}
     try:
-        Path.cwd()  # even where no path needs it: math libraries of torch end the process without
+        Path.cwd()  # needed even for absolute paths: math libraries of torch abort without it
         job_file = str(Path(chosen["job_file"]).resolve())
     except OSError as error:
-        raise UsageError(f"the current folder is gone: {error.strerror}") from None
-    stages = said.pop("stages", None)
-    origins = {name: origin(context, name) for name in defaults}
-    return Asked(job_file, stages, said, defaults=defaults, origins=origins, ranks=ranks, **how)
+        raise UsageError(
+            f"the current folder is gone: {error.strerror}; change to another one"
+        ) from None
+    stages = typed.pop("stages", None)
+    return RunRequest(
+        job_file,
+        stages,
+        typed,
+        defaults={name: chosen[name] for name in given},
+        origins={name: origin(context, name) for name in given},
+        ranks=ranks,
+        **{name: chosen[name] for name in of_run},
+    )
 
 
-def _check(request: Asked, *, here: bool = True) -> None:
-    """That nothing is wrong with it; an option that the command line does not say has a source."""
+def _check(request: RunRequest, *, here: bool = True) -> None:
+    """Validate the request; name the file or variable that a wrong option came from."""
     try:
-        request.check(here=here)
+        request.validate(local=here)
     except UsageError as error:
         context = click.get_current_context()
         for name in request.defaults:
@@ -120,7 +139,7 @@ def _check(request: Asked, *, here: bool = True) -> None:
         raise
 
 
-@main.command(cls=_Job, context_settings=_JOB, epilog=ANYWHERE)
+@main.command(cls=_JobCommand, context_settings=_JOB, epilog=ANYWHERE)
 @launch_options
 def launch(
     hosts: str | None,
@@ -133,151 +152,165 @@ def launch(
     debug: bool,
     **chosen: Any,
 ) -> None:
-    """Train the model of JOB_FILE. Words after -- reach the file as sys.argv[1:]."""
+    """Train the model of JOB_FILE. Arguments after -- reach the file as sys.argv[1:]."""
     from launcher import foreground, local
 
-    view = take(chosen, click.get_current_context())
-    where = Elsewhere.of(on, nodes, hosts, hosts_file, settings, sync, dry_run)
-    request = asked(chosen)
+    view = take_style(chosen, click.get_current_context())
+    named = choose.named_hosts(hosts, hosts_file)
+    target = Target(on or "", nodes, named, choose.parse_settings(settings), sync, dry_run)
+    request = _request(chosen)
     if debug:
-        foreground.check(request.stages, chosen["replicas"], here=where.here)
+        foreground.check(request.stages, chosen["replicas"], here=target.is_local)
         request = replace(request, stages=1)
-    if chosen["stages"] is None and where.hosts:
-        workers = sum(host.workers for host in where.hosts)
-        request = replace(request, stages=stages_of(workers, chosen["replicas"]))
-    if not where.here:
-        sys.exit(_launch_elsewhere(request, where, view, chosen))
-    if dry_run:
-        raise UsageError("--dry-run is of --on and --hosts: here nobody else is asked")
-    if chosen["stages"] is None and not request.goes_on and not debug:
-        stages = max(1, local.accelerators() // max(1, chosen["replicas"]))
-        request = replace(request, stages=stages)
-    _check(request)
+    if chosen["stages"] is None and target.hosts:
+        workers = sum(host.workers for host in target.hosts)
+        request = replace(request, stages=workers_per_replica(workers, chosen["replicas"]))
+    if target.is_local:
+        if dry_run:
+            raise UsageError("--dry-run requires --on or --hosts: a local job submits nothing")
+        if chosen["stages"] is None and not request.is_resume and not debug:
+            stages = max(1, local.accelerators() // max(1, chosen["replicas"]))
+            request = replace(request, stages=stages)
+    elif request.stages is None and chosen["stages"] is None:
+        option = "--on" if target.cluster else "an allocation"
+        raise UsageError(f"{option} requires --stages: the number of stages of the job")
+    engine = target.engine
+    shares_files = not isinstance(engine, Cluster) or engine.shares_files
+    _check(request, here=shares_files)  # only the other hosts know their paths
     local.check_job_file(Path(request.job_file))
-    sys.exit(foreground.run(request, view) if debug else local.run(request.begin(), view))
+    if debug:
+        sys.exit(foreground.run(request, view))
+    if isinstance(engine, Cluster):
+        sys.exit(_submit(request, engine, target, chosen))
+    sys.exit(_run(request, engine, target, view, chosen))
 
 
-def _launch_elsewhere(request: Asked, where: Elsewhere, view: View, chosen: dict[str, Any]) -> int:
-    """On other hosts than this one alone."""
-    from launcher import choose, local, ssh
-
-    stages = chosen["stages"] if request.stages is None else request.stages
-    if stages is None:
-        option = "--on" if where.cluster else "an allocation"
-        raise UsageError(f"{option} needs --stages: how many workers the job has there")
-    _check(request, here=where.cluster != "kubernetes")  # pods have files of their own
-    job_file = Path(request.job_file)
-    local.check_job_file(job_file)
-    words = choose.words(click.get_current_context())
-    replicas = max(1, chosen["replicas"])  # what is less has been said to be wrong
-    workers = stages * replicas
-    of_job = job_file, workers, words, chosen["arguments"], str(request.run_dir or "")
-    threads = chosen["threads"] or 1
-    spec = replace(choose.spec_of(*of_job, where), replicas=replicas, threads=threads)
-    if where.cluster:
-        replace(request, stages=stages).anew()  # a mistake is found before it is sent
-        return choose.submit(spec, where.cluster, dry_run=where.dry_run)
-    if where.dry_run:
-        planned = replace(spec, run_dir=spec.run_dir or choose.dated(job_file))
-        click.echo(ssh.render(planned, sync=where.sync).text(), nl=False)
+def _submit(
+    request: RunRequest, engine: Cluster[Any], target: Target, chosen: dict[str, Any]
+) -> int:
+    """Submit a job to a cluster; return the exit status."""
+    spec = choose.spec_of(request, target, chosen)
+    replace(request, stages=spec.stages).new_options()  # find mistakes before anything is sent
+    rendered = engine.render(replace(spec, run_dir=spec.run_dir or engine.new_run_dir(spec)))
+    if target.dry_run:
+        click.echo(rendered.text(), nl=False)
         return 0
-    choose.agents_of(spec)  # a mistake is found before anything is made or sent
-    ssh.send(ssh.render(spec, sync=where.sync))
-    with closing(request.begin()) as begun:
-        options = begun.options
-        workers = options.stages * options.replicas  # of a run that goes on, as it was
+    return choose.submit(engine, rendered)
+
+
+def _run(
+    request: RunRequest, engine: Carrier[Any], target: Target, view: Style, chosen: dict[str, Any]
+) -> int:
+    """Run a job whose hosts this process reaches; return the exit status."""
+    from launcher import local
+
+    spec = choose.spec_of(request, target, chosen)
+    if target.dry_run:
+        spec = replace(spec, run_dir=spec.run_dir or engine.new_run_dir(spec))
+        click.echo(engine.render(spec).text(), nl=False)
+        return 0
+    engine.agents(spec)  # find mistakes before anything is created or sent
+    engine.prepare(spec)
+    with closing(request.prepare()) as begun:
+        workers = begun.options.workers  # a resumed run has recorded them
         spec = replace(spec, run_dir=str(begun.run_dir.path), workers=workers)
-        return local.run(begun, view, choose.agents_of(spec))
+        return local.run(begun, view, engine.agents(spec))
 
 
-class _AtMeeting(Shown):
-    """Said where ranks meet, or later: rank 0 knows it."""
+class _AfterRendezvous(Shown):
+    """An error at or after the rendezvous of the ranks, which rank 0 knows."""
 
 
-class _Worker(_Job):
-    """A rank of a torchrun job. All ranks see a mistake; rank 0 alone says it.
+class _WorkerCommand(_JobCommand):
+    """The command of a torchrun rank. Every rank finds a mistake; only rank 0 shows it.
 
-    The first rank that ends has torchrun end the others, so they give rank 0 time to speak.
+    torchrun ends all ranks when the first one ends, so the others give rank 0 time to show it.
     """
 
     def main(self, *args: Any, **kwargs: Any) -> Any:
-        from launcher import errorfile
-
         kwargs["standalone_mode"] = False
         try:
             with clearly():
                 return super().main(*args, **kwargs)
         except click.ClickException as error:
-            errorfile.write(error.format_message())
+            from launcher import torchrun
+
+            torchrun.write_error(error.format_message())
             if os.environ.get("RANK", "0") != "0":
                 signal.signal(signal.SIGTERM, signal.SIG_DFL)
-                _give_time(error)
-            error.show()  # it was a mistake of this rank's alone
+                _wait_for_rank_0(error)
+            error.show()  # rank 0, or a rank that alone found the mistake
             sys.exit(error.exit_code)
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         first = args[0] if args else ""
         if first in main.commands and not Path(first).exists():
             if first != "launch":
-                raise UsageError(f"{first} is no matter for torchrun: say `pipeworker {first}`")
-            raise UsageError("under torchrun leave out launch: torchrun … -m pipeworker model.py")
+                raise UsageError(f"{first}: not a command under torchrun; run `pipeworker {first}`")
+            raise UsageError(
+                "launch: not a command under torchrun; run torchrun … -m pipeworker model.py"
+            )
         try:
             return super().parse_args(ctx, args)
         except click.NoSuchOption as error:
             if any(error.option_name in option.opts for option in launch.params):
                 raise UsageError(
-                    f"{error.option_name} is an option of launch: torchrun says where a job runs, "
-                    "and each of its processes is a stage"
+                    f"{error.option_name}: an option of launch; torchrun decides where a job runs, "
+                    "and each of its processes is a worker"
                 ) from None
             raise
 
 
-def _give_time(error: click.ClickException) -> None:
-    """To rank 0, to say a mistake; it is told, if it may wait for this rank on another host."""
+def _wait_for_rank_0(error: click.ClickException) -> None:
+    """Give rank 0 time to show a mistake; report it to a rank 0 on another host that may wait."""
     from launcher import torchrun
-    from pipeworker.session.place import Place
+    from pipeworker.ranks.rank_info import RankInfo
 
     with suppress(PipeworkerError):
-        place = Place.from_environment()
-        if place.rank != place.local_rank and isinstance(error, _AtMeeting):
+        info = RankInfo.from_environment()
+        if info.rank != info.local_rank and isinstance(error, _AfterRendezvous):
             return  # rank 0 is on another node, and does not end with this one
-        if place.agent_serves and place.local_world != place.world:
-            torchrun.refuse(place, error.format_message())
+        if info.agent_serves and info.local_world != info.world:
+            torchrun.report_mistake(info, error.format_message())
             return
-    time.sleep(DEFAULT.speak)  # the mistake may be in what changes the timings
+    time.sleep(DEFAULT.report)  # not the configured timings: they may be the mistake
 
 
-@click.command(cls=_Worker, context_settings=_JOB, epilog=ANYWHERE)
+@click.command(cls=_WorkerCommand, context_settings=_JOB, epilog=ANYWHERE)
 @job_options
 def worker(**chosen: Any) -> None:
-    """Train the model of JOB_FILE as one rank of a torchrun job: a rank is a stage of a replica."""
+    """Train the model of JOB_FILE as one rank of a torchrun job; each rank is a worker."""
     from launcher import local, torchrun
-    from pipeworker.session.place import Place
+    from pipeworker.ranks.rank_info import RankInfo
 
     local.check_job_file(Path(chosen["job_file"]))
-    place = Place.from_environment()
-    view = take(chosen, click.get_current_context())
-    request = asked(chosen, place.world)
+    info = RankInfo.from_environment()
+    view = take_style(chosen, click.get_current_context())
+    request = _request(chosen, info.world)
     _check(request)
     try:
-        status = torchrun.run(place, request, view)
+        status = torchrun.run(info, request, view)
     except PipeworkerError as error:
-        raise _AtMeeting(error) from None
+        raise _AfterRendezvous(error) from None
     sys.exit(status)
 
 
 @main.command(hidden=True)
-@click.option("--nodes", type=click.IntRange(1), default=1, help="Hosts of the job.")
+@click.option("--nodes", type=click.IntRange(1), default=1, help="Number of hosts of the job.")
 @click.option(
-    "--rank", type=click.IntRange(0), default=0, envvar="JOB_COMPLETION_INDEX", help="This one's."
+    "--rank",
+    type=click.IntRange(0),
+    default=0,
+    envvar="JOB_COMPLETION_INDEX",
+    help="Number of this host.",
 )
-@click.option("--workers", type=click.IntRange(1), default=1, help="Of each host.")
-@click.option("--at", default="localhost", help="The first host's name.")
-@click.option("--port", type=int, default=29500, help="Where the hosts meet.")
+@click.option("--workers", type=click.IntRange(1), default=1, help="Workers per host.")
+@click.option("--at", default="localhost", help="Name of the first host.")
+@click.option("--port", type=int, default=29500, help="Port of the rendezvous.")
 @click.argument("words", nargs=-1, type=click.UNPROCESSED)
 def node(nodes: int, rank: int, workers: int, at: str, port: int, words: tuple[str, ...]) -> None:
-    """Be one host of a job, as a cluster starts it; WORDS, behind --, are those of its ranks."""
-    from launcher.cluster.node import Node, run
+    """Run one host of a cluster's job; WORDS, after --, are the arguments of its ranks."""
+    from launcher.node import Node, run
 
     sys.exit(run(Node(rank, nodes, workers, at, port), words))
 
@@ -285,10 +318,10 @@ def node(nodes: int, rank: int, workers: int, at: str, port: int, words: tuple[s
 @main.command()
 @click.argument("run", type=click.Path(path_type=Path))
 def checkpoint(run: Path) -> None:
-    """Have the job that runs in RUN save at the end of its step, and wait until it has."""
-    from pipeworker.session import ask
+    """Make the job that runs in RUN save at the end of its step, and wait for the checkpoint."""
+    from pipeworker.runs import checkpoint_request
 
-    click.echo(ask.for_checkpoint(run))
+    click.echo(checkpoint_request.request_checkpoint(run))
 
 
 @main.command(cls=Command)
@@ -298,9 +331,9 @@ def checkpoint(run: Path) -> None:
 def export(source: Path, out: str, dtype: str | None, shard_size: str | None) -> None:
     """Write the weights of SOURCE to OUT, under the names of your own module.
 
-    SOURCE is the directory of a run, of which the newest checkpoint is taken, or a checkpoint.
+    SOURCE is a checkpoint, or the directory of a run, whose newest checkpoint is exported.
 
-    OUT says by its ending what is written; what is not whole is never there:
+    The ending of OUT selects the format; OUT appears only when it is complete:
 
     \b
       weights.safetensors   one file
@@ -308,41 +341,43 @@ def export(source: Path, out: str, dtype: str | None, shard_size: str | None) ->
       weights/, weights     a folder in Hugging Face's layout: model.safetensors,
                             or several files of at most SIZE with an index
     """
-    from pipeworker.record.export import weights
+    from pipeworker.record.export import export_weights
 
-    done = weights.export(source, out, dtype, shard_size)
+    done = export_weights(source, out, dtype, shard_size)
     files = f" in {done.files} file{'s' * (done.files > 1)}, Hugging Face's layout"
     made = f"{out.rstrip('/')}/: a folder of" if done.folder else f"{out}:"
     click.echo(f"{made} {done.tensors} tensors{files * done.folder}")
     for name in done.infinite:
-        click.echo(f"warning: {name} has values beyond those of {dtype}: infinite now", err=True)
+        click.echo(
+            f"warning: {name} has values beyond the range of {dtype}: now infinite", err=True
+        )
 
 
 @main.command()
 @click.argument("run", type=click.Path(path_type=Path))
-@click.option("--json", "as_json", is_flag=True, help="All of it as one JSON object.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def show(run: Path, *, as_json: bool) -> None:
     """Show what the run in the directory RUN was and did, and where its weights are."""
-    from pipeworker.past import page
+    from pipeworker.runs import show
 
-    click.echo(page.show(run, as_json=as_json))
+    click.echo(show.show(run, as_json=as_json))
 
 
 @main.command("list")
 @click.argument("folder", metavar="[DIR]", type=click.Path(path_type=Path), default="runs")
-@click.option("--json", "as_json", is_flag=True, help="As a JSON object a line.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object per run.")
 def list_runs(folder: Path, *, as_json: bool) -> None:
-    """List the runs in the folder DIR (default: runs), a line a run, the newest last."""
-    from pipeworker.past import table
+    """List the runs in the folder DIR (default: runs), one line each, the newest last."""
+    from pipeworker.runs import show
 
-    click.echo(table.listed(folder, as_json=as_json))
+    click.echo(show.list_runs(folder, as_json=as_json))
 
 
 @main.command(cls=Command)
 @click.argument("file", type=click.Path(path_type=Path), default="model.py")
 @init_options
 def init(file: Path, example: str) -> None:
-    """Write a job file to begin with, which runs as it is: FILE, or model.py."""
+    """Write a commented job file that runs as it is to FILE (default: model.py)."""
     templates.write(file, example)
     command = click.get_current_context().find_root().info_name
     click.echo(f"{file}: {templates.EXAMPLES[example]}")
@@ -350,9 +385,9 @@ def init(file: Path, example: str) -> None:
 
 
 @main.command()
-@click.option("--json", "as_json", is_flag=True, help="As one JSON object.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def env(*, as_json: bool) -> None:
-    """Show versions, devices, limits and variables, for a report of a defect."""
+    """Show versions, devices, limits and variables, for a bug report."""
     from launcher import machine
 
     found = machine.facts()

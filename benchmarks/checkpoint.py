@@ -1,8 +1,8 @@
-"""What copies of the state cost while steps go on: checkpoints on disk, snapshots in memory.
+"""The cost of checkpoints on disk and snapshots in memory while steps run.
 
 The steps right after a checkpoint are compared with those before the next one, in one run. A
-snapshot may follow every step, so jobs with and without run at the same time, each on a core of its
-own, and then change cores: nothing of what copying takes can hide in a bubble there.
+snapshot may follow every step, so jobs with and without snapshots run at the same time, each on its
+own core, and then change cores: no cost of copying can hide in a bubble there.
 
 python benchmarks/checkpoint.py [--rounds 3] [--microbatches 4] [--steps 120]
 """
@@ -22,7 +22,7 @@ from parts import python
 
 JOB = Path(__file__).with_name("transformer_job.py").resolve()
 EVERY = 10
-NEITHER = ("--restarts", "0")
+NEITHER = ("--max-restarts", "0")
 KINDS = {
     "snapshots by their cost": (),
     "snapshot every step": ("--snapshot-every", "1"),
@@ -32,7 +32,7 @@ KINDS = {
 def run(
     microbatches: int, steps: int, words: tuple[str, ...], core: int | None = None
 ) -> tuple[list[float], float]:
-    """The seconds of each step, and the bytes of a checkpoint."""
+    """Run a job, and return the seconds of each step and the bytes of a checkpoint."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "run"
         line = ["-m", "pipeworker", "launch", "--stages", "2", "--steps", str(steps)]
@@ -46,7 +46,7 @@ def run(
 
 
 def checkpoints(microbatches: int, steps: int) -> float:
-    """What one every ten steps costs: the mean of ten over the median of the last six of them."""
+    """Return the cost of a checkpoint every ten steps: mean of ten over median of the last six."""
     words = *NEITHER, "--checkpoint-every", str(EVERY)
     seconds, size = run(microbatches, steps, words)
     rounds = [seconds[i : i + EVERY] for i in range(2 * EVERY, len(seconds) - EVERY + 1, EVERY)]
@@ -57,13 +57,13 @@ def checkpoints(microbatches: int, steps: int) -> float:
 
 
 def snapshots(microbatches: int, steps: int, words: tuple[str, ...]) -> float:
-    """What they cost where nothing hides it."""
+    """Return the cost of snapshots: seconds a step with them over seconds without."""
     cores = sorted(os.sched_getaffinity(0))[:2]
     ratios = []
-    for ours, others in (cores, reversed(cores)):
+    for first, second in (cores, reversed(cores)):
         with ThreadPoolExecutor() as pool:
-            copying = pool.submit(run, microbatches, steps, words, ours)
-            plain = pool.submit(run, microbatches, steps, NEITHER, others)
+            copying = pool.submit(run, microbatches, steps, words, first)
+            plain = pool.submit(run, microbatches, steps, NEITHER, second)
         (slow, _), (quick, _) = copying.result(), plain.result()
         ratios.append(statistics.mean(slow[EVERY:]) / statistics.mean(quick[EVERY:]))
     return math.sqrt(math.prod(ratios))

@@ -1,7 +1,8 @@
-"""What ``--compile`` gains and costs, and that its bits do not depend on the number of stages.
+"""The gain and cost of ``--compile``, and whether its bits depend on the number of stages.
 
-Transformer blocks, as in ``transformer.py``; each number of stages with and without. Each run has a
-cache of kernels of its own, which its workers share; the compiler notes what it is asked for.
+The layers are transformer blocks, as in ``transformer.py``. Each number of stages runs with and
+without ``--compile``. Each run has its own cache of kernels, which its workers share. A wrapper of
+the compiler records each compilation.
 
     python benchmarks/compiled.py [--stages 1,2,4] [--microbatches 8] [--steps 8]
 """
@@ -36,8 +37,8 @@ def train(folder: Path, stages: int, microbatches: int, steps: int, *words: str)
     return run
 
 
-def noted(folder: Path) -> Path:
-    """Have kernels be compiled anew; returns where each compilation is noted."""
+def record_compiler(folder: Path) -> Path:
+    """Set an empty cache and a compiler that records; return the file of its records."""
     notes, compiler = folder / "notes", folder / "compiler"
     folder.mkdir()
     notes.touch()
@@ -48,7 +49,7 @@ def noted(folder: Path) -> Path:
 
 
 def kernels(notes: Path) -> tuple[int, int]:
-    """How many were compiled, and how many different ones."""
+    """Return the number of compiled kernels, and of different ones."""
     outputs = [
         words[words.index("-o") + 1]
         for words in map(shlex.split, notes.read_text().splitlines())
@@ -78,14 +79,14 @@ def main() -> None:
         for stages in map(int, args.stages.split(",")):
             asked = Path(folder), stages, args.microbatches, args.steps
             plain = rows(train(*asked))
-            notes = noted(Path(folder, f"kernels-{stages}"))
+            notes = record_compiler(Path(folder, f"kernels-{stages}"))
             run = train(*asked, "--compile")
             found = rows(run)
             compiled, different = kernels(notes)
-            ours = [row["loss"] for row in found], weights(run)
-            first = first or ours
-            alike = ours[0] == first[0] and all(
-                torch.equal(tensor, first[1][name]) for name, tensor in ours[1].items()
+            result = [row["loss"] for row in found], weights(run)
+            first = first or result
+            equal = result[0] == first[0] and all(
+                torch.equal(tensor, first[1][name]) for name, tensor in result[1].items()
             )
             steps = [
                 statistics.median(row["seconds"] for row in some[2:]) for some in (plain, found)
@@ -93,7 +94,7 @@ def main() -> None:
             print(
                 f"K={stages}: {steps[0] * 1e3:.0f} ms a step, compiled {steps[1] * 1e3:.0f} ms "
                 f"({steps[0] / steps[1]:.2f} times as fast) after a first one of "
-                f"{found[0]['seconds']:.1f} s; bits {'as the first' if alike else 'DIFFER'}; "
+                f"{found[0]['seconds']:.1f} s; bits {'as the first' if equal else 'DIFFER'}; "
                 f"{compiled} kernels compiled, {different} different ones",
                 flush=True,
             )

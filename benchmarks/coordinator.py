@@ -1,15 +1,15 @@
-"""What a step costs the coordinator: a real one, directing a simulated job of many workers.
+"""The coordinator's cost of a step: a real coordinator with a simulated job of many workers.
 
 The workers are sockets of this process. They join over CURVE as real ones do, then answer every
-RunStep with a frame encoded beforehand, so that the time measured is the coordinator's and the
-sockets'. Two figures, each with its target:
+RunStep with a frame encoded beforehand, so the measured time is that of the coordinator and the
+sockets. There are two figures, each with a target:
 
 - 512 workers: wall seconds from the first StepDone sent to the last Advance received, the median
   over the steps. All workers answer at once, which is the worst case.
-- 8 workers: CPU seconds of the coordinator a step, all its threads. Workers answer one after
+- 8 workers: CPU seconds of the coordinator per step, over all its threads. Workers answer one after
   another, as the stages of a pipeline do, so that each message wakes the coordinator.
 
-Run ``python benchmarks/coordinator.py``; the exit status is 1 when a target is missed.
+Run ``python benchmarks/coordinator.py``; the exit status is 1 if a target is missed.
 """
 
 from __future__ import annotations
@@ -26,23 +26,22 @@ from pathlib import Path
 
 import zmq
 
+from pipeworker.facts.step import Batch
+from pipeworker.host.line_process import LineProcess, start_coordinator
 from pipeworker.job.options import Options
-from pipeworker.session.processes import LineProcess
-from pipeworker.session.processes import coordinator as start_coordinator
 from pipeworker.wire import codec, sockets
-from pipeworker.wire.exchange import OUTSIDE, numbered
 from pipeworker.wire.keys import new_token
 from pipeworker.wire.lines import Bound, Configuration, FromCoordinator, ToCoordinator
-from pipeworker.wire.messages.advance import Advance
-from pipeworker.wire.messages.directions import Message
+from pipeworker.wire.messages.directions import Advance, Message
 from pipeworker.wire.messages.plan import Built, Described, Plan, Ready
 from pipeworker.wire.messages.presence import Hello, Ping, Welcome
-from pipeworker.wire.messages.step import Batch, StepDone
+from pipeworker.wire.messages.step import StepDone
+from pipeworker.wire.reliable_stream import UNNUMBERED, numbered
 
 GENERATION = 1
 MICROBATCHES = 32
 BATCH = Batch(signature=1, samples=64, microbatches=MICROBATCHES, epoch=0)
-PING = codec.encode(Ping(), GENERATION)[:-5]  # up to its counts
+PING = codec.encode(Ping(), GENERATION)[:-5]  # without its counts
 
 STEP_TARGET = 50e-3
 CPU_TARGET = 1e-3
@@ -50,7 +49,7 @@ CPU_TARGET = 1e-3
 
 @dataclass
 class Peers:
-    """The simulated workers of a job that has just been told to run its first step."""
+    """The simulated workers of a job that has just been sent its first step."""
 
     sockets: list[zmq.Socket[bytes]]
     coordinator: int
@@ -58,10 +57,14 @@ class Peers:
     joining: float
     """Seconds from the first Hello to the first RunStep."""
     bytes: int = 0
-    """Of all frames of the last step."""
+    """The size of all frames of the last step."""
 
     def step(self, step: int, gap: float = 0.0) -> float:
-        """Answer RunStep of `step`, `gap` seconds apart; the wall seconds until all are answered.
+        """Answer RunStep of `step` and return the wall seconds until all have the next command.
+
+        Args:
+            step: the step.
+            gap: seconds between the answers of two workers.
 
         Raises:
             zmq.Again: the coordinator does not answer.
@@ -79,7 +82,7 @@ class Peers:
         return time.perf_counter() - began
 
     def cpu(self) -> float:
-        """CPU seconds of the coordinator so far, to the nanosecond (Linux)."""
+        """Return the CPU seconds of the coordinator so far, to the nanosecond (Linux)."""
         tasks = Path(f"/proc/{self.coordinator}/task").iterdir()
         return sum(int((task / "schedstat").read_text().split()[0]) for task in tasks) * 1e-9
 
@@ -102,7 +105,7 @@ def _done(rank: int, step: int, stages: int, workers: int) -> bytes:
 
 
 def _framed(message: Message) -> bytes:
-    return numbered(OUTSIDE, codec.encode(message, GENERATION))
+    return numbered(UNNUMBERED, codec.encode(message, GENERATION))
 
 
 def _answer(peer: zmq.Socket[bytes]) -> bytes:
@@ -113,10 +116,11 @@ def _answer(peer: zmq.Socket[bytes]) -> bytes:
 
 @contextmanager
 def job(stages: int, replicas: int = 1) -> Iterator[Peers]:
-    """A coordinator process and the workers of all stages that have joined it.
+    """Start a coordinator process, and join the workers of all stages.
 
     Args:
-        replicas: a divisor of the number of micro-batches.
+        stages: stages of a replica.
+        replicas: number of replicas, a divisor of the number of micro-batches.
     """
     token, workers = new_token(), stages * replicas
     options = Options("job.py", stages, MICROBATCHES, recompute="never", replicas=replicas)
@@ -125,10 +129,10 @@ def job(stages: int, replicas: int = 1) -> Iterator[Peers]:
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "logs").mkdir()
         process = start_coordinator()
-        process.say(Configuration(options.to_json(), folder, token, "127.0.0.1"))
+        process.send(Configuration(options.to_json(), folder, token, "127.0.0.1"))
         peers: list[zmq.Socket[bytes]] = []
         try:
-            ((started,), _) = process.hear()
+            ((started,), _) = process.receive()
             assert isinstance(started, Bound)
             listener = threading.Thread(target=_listen, args=(process,))
             listener.start()
@@ -136,8 +140,8 @@ def job(stages: int, replicas: int = 1) -> Iterator[Peers]:
                 peers.append(sockets.client(context, token, started.endpoint))
                 peers[-1].setsockopt(zmq.RCVTIMEO, 60_000)
 
-            def exchange(kind: type[Message], say: list[Message]) -> None:
-                for peer, message in zip(peers, say, strict=True):
+            def exchange(kind: type[Message], messages: list[Message]) -> None:
+                for peer, message in zip(peers, messages, strict=True):
                     peer.send(_framed(message))
                 for peer in peers:
                     answer = codec.decode(_answer(peer))[1]
@@ -155,25 +159,25 @@ def job(stages: int, replicas: int = 1) -> Iterator[Peers]:
             yield Peers(peers, process._process.pid, stages, joining)
         finally:
             context.destroy(linger=0)
-            process.hang_up()
+            process.close_input()
             listener.join()
-            process.finish(5.0)
+            process.wait(5.0)
 
 
 def _listen(process: LineProcess[ToCoordinator, FromCoordinator]) -> None:
-    """Be the launcher that reads what the coordinator tells, to its end."""
-    while process.hear()[1]:
+    """Read the coordinator's output to its end, as the launcher does."""
+    while process.receive()[1]:
         pass
 
 
 def step_seconds(stages: int = 512, steps: int = 40) -> float:
-    """Median wall seconds in which `stages` StepDone are handled and answered."""
+    """Return the median wall seconds for handling and answering `stages` StepDone messages."""
     with job(stages) as peers:
         return statistics.median([peers.step(step) for step in range(1, steps + 1)][5:])
 
 
 def step_cpu(stages: int = 8, steps: int = 200) -> float:
-    """Mean CPU seconds of the coordinator a step."""
+    """Return the mean CPU seconds of the coordinator per step."""
     with job(stages) as peers:
         peers.step(1)
         before = peers.cpu()
@@ -184,8 +188,8 @@ def step_cpu(stages: int = 8, steps: int = 200) -> float:
 
 def main() -> int:
     step, cpu = step_seconds(), step_cpu()
-    print(f"512 workers: {step * 1e3:6.1f} ms a step        (target {STEP_TARGET * 1e3:g})")
-    print(f"  8 workers: {cpu * 1e3:6.2f} ms of CPU a step (target {CPU_TARGET * 1e3:g})")
+    print(f"512 workers: {step * 1e3:6.1f} ms per step        (target {STEP_TARGET * 1e3:g})")
+    print(f"  8 workers: {cpu * 1e3:6.2f} ms of CPU per step (target {CPU_TARGET * 1e3:g})")
     return int(step > STEP_TARGET or cpu > CPU_TARGET)
 
 

@@ -1,7 +1,8 @@
-"""A long line between two network namespaces: a rate, a delay and a loss, where netem is missing.
+"""A long-distance line between two network namespaces, for hosts without netem.
 
-Two tun devices and a process that hands packets from one to the other, later. It takes a core for
-some 30,000 packets a second.
+The line has a rate, a delay and a loss. It consists of two tun devices and a process that forwards
+packets from one to the other after the delay. The process uses one core for some 30,000 packets a
+second.
 """
 
 from __future__ import annotations
@@ -21,11 +22,11 @@ from pathlib import Path
 DEVICE = "line"
 _TUNSETIFF, _TUN, _NO_HEADER = 0x400454CA, 0x0001, 0x1000
 _BUFFER = 0.05
-"""Seconds of the line's rate that wait before it, as routers have; what comes then is lost."""
+"""The size of the queue before the line, in seconds at its rate; further packets are lost."""
 
 
 def device(namespace: str) -> int:
-    """A tun device in a namespace; this process stays in it."""
+    """Enter a namespace for good, and return the descriptor of a new tun device in it."""
     with Path("/run/netns", namespace).open() as file:
         if ctypes.CDLL(None, use_errno=True).setns(file.fileno(), 0):
             raise OSError(ctypes.get_errno(), f"cannot enter {namespace}")
@@ -36,9 +37,10 @@ def device(namespace: str) -> int:
 
 
 def relay(ends: tuple[int, int], rate: float, delay: float, loss: float) -> None:
-    """Hand packets on until this process is killed.
+    """Forward packets until this process is killed.
 
     Args:
+        ends: descriptors of the two devices.
         rate: bytes a second, each way.
         delay: seconds, each way.
         loss: share of packets.
@@ -52,7 +54,7 @@ def relay(ends: tuple[int, int], rate: float, delay: float, loss: float) -> None
         now = time.monotonic()
         for queue, out in zip(queues, reversed(ends), strict=True):
             while queue and queue[0][0] <= now:
-                with suppress(OSError):  # its device is not up yet, or full
+                with suppress(OSError):  # the device is not up yet, or its queue is full
                     os.write(out, queue.popleft()[1])
         due = min((queue[0][0] for queue in queues if queue), default=now + 1)
         poll.poll(max(0, int((due - now) * 1000)))

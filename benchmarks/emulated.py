@@ -1,10 +1,10 @@
-"""How close a step comes to the schedule's own limit, on emulated accelerators.
+"""The time of a step relative to the schedule's own limit, on emulated accelerators.
 
-A stage is a layer that sleeps in forward and twice as long in backward, so that two cores can host
-eight stages. The bound of a step is M + K - 1 times what one stage takes for one micro-batch in a
+A stage is a layer that sleeps in forward, and twice as long in backward, so that two cores can host
+eight stages. The bound of a step is M + K - 1 times the time of one stage for one micro-batch in a
 plain single process (with recompute, M (2 f + b) + (K - 1) (f + b)), measured in the same run. The
-peer is torch.distributed.pipelining's ScheduleGPipe on the same layers. All are run in turn; the
-table gives medians over the rounds.
+peer is torch.distributed.pipelining's ScheduleGPipe on the same layers. All of them run in turn,
+and the table gives medians over the rounds.
 
     python benchmarks/emulated.py [--rounds 3] [--stages 8] [--microbatches 32] [--no-peer]
 """
@@ -15,7 +15,7 @@ import argparse
 import statistics
 from pathlib import Path
 
-from parts import ours, peer, plain
+from parts import peer, pipeworker_step, plain
 
 JOB = Path(__file__).with_name("emulated_job.py").resolve()
 CASES = [  # forward seconds, activation bytes, recompute, steps, target share
@@ -32,7 +32,7 @@ def main() -> None:
     parser.add_argument("--stages", type=int, default=8)
     parser.add_argument("--microbatches", type=int, default=32)
     parser.add_argument("--no-peer", action="store_true")
-    parser.add_argument("--case", type=int, choices=range(len(CASES)), help="only this one")
+    parser.add_argument("--case", type=int, choices=range(len(CASES)), help="run only this case")
     args = parser.parse_args()
     k, m = args.stages, args.microbatches
     print(f"K={k} M={m}, medians of {args.rounds} rounds, seconds a step")
@@ -42,9 +42,9 @@ def main() -> None:
         bounds, times, peers = [], [], []
         for _ in range(args.rounds):
             f, both = plain(JOB, k, m, *words)
-            again = f if mode == "always" else 0.0
-            bounds.append(m * (both + again) + (k - 1) * both)
-            times.append(ours(JOB, k, m, steps, mode, *words))
+            recompute = f if mode == "always" else 0.0
+            bounds.append(m * (both + recompute) + (k - 1) * both)
+            times.append(pipeworker_step(JOB, k, m, steps, mode, *words))
             if mode == "never" and not args.no_peer:
                 peers.append(peer(JOB, k, m, steps, *words))
         share = statistics.median(b / t for b, t in zip(bounds, times, strict=True))
@@ -52,8 +52,8 @@ def main() -> None:
         line += f"{statistics.median(bounds):7.4f} {statistics.median(times):7.4f}"
         line += f"  {share:5.3f}   ({target:.2f})"
         if peers:
-            theirs = statistics.median(b / t for b, t in zip(bounds, peers, strict=True))
-            line += f"  {statistics.median(peers):7.4f}  {theirs:5.3f}"
+            peer_share = statistics.median(b / t for b, t in zip(bounds, peers, strict=True))
+            line += f"  {statistics.median(peers):7.4f}  {peer_share:5.3f}"
         print(line, flush=True)
 
 

@@ -1,4 +1,8 @@
-"""A job of sleeping layers: words are layers, forward seconds, activation bytes, micro-batches."""
+"""A job of sleeping layers.
+
+Its arguments are the number of layers, the seconds of a forward, the bytes of an activation, and
+the number of micro-batches.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +30,7 @@ class _Sleep(torch.autograd.Function):
 
 
 class Sleeping(nn.Module):
-    """An emulated accelerator: f seconds forward, 2 f backward, next to no work for the core."""
+    """An emulated accelerator: f seconds forward, 2 f backward, almost no CPU time."""
 
     def __init__(self, seconds: float) -> None:
         super().__init__()
@@ -39,7 +43,7 @@ class Sleeping(nn.Module):
 
 
 class _Free(torch.autograd.Function):
-    """A loss that takes no time, as the bound has none: its gradient is a tensor made before."""
+    """A loss that takes no time, as in the bound; its gradient is a fixed tensor."""
 
     gradient = torch.zeros(0)
 

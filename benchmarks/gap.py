@@ -1,6 +1,6 @@
-"""From the last backward of a step to the first forward of the next, at K=8.
+"""The time from the last backward of a step to the first forward of the next step, at K=8.
 
-Both are on the first stage, so one clock measures it.
+Both are on the first stage, so that one clock measures it.
 
     python benchmarks/gap.py [--stages 8] [--steps 60]
 """
@@ -75,8 +75,8 @@ def main() -> None:
         line = ["-m", "pipeworker", "launch", "--stages", str(args.stages), "--run-dir", str(run)]
         line += ["--steps", str(args.steps), "--microbatches", "32", "--recompute", "never"]
         python(*line, str(job), "--", str(args.stages), str(args.steps))
-        said = (run / "logs" / "stage-0.log").read_text()
-    gaps = [float(word) for word in said.split("gaps")[1].split()][2:]
+        log = (run / "logs" / "worker-0.log").read_text()
+    gaps = [float(word) for word in log.split("gaps")[1].split()][2:]
     print(f"K={args.stages}: median gap {statistics.median(gaps) * 1e3:.2f} ms (target <= 2)")
 
 

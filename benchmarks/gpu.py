@@ -1,12 +1,18 @@
-"""What the first session with a GPU measures: the channel between devices, and K=1.
+"""Measurements on GPUs: the channel between devices, one stage, and recompute modes.
 
-``channel``: two processes, on two GPUs or sharing one; the rate of 64 MB against the device's own
-copy of as much (target 0.8), and what 64 KB takes there and back, half of it, beyond that copy
-(target 30 us). ``alone``: one stage against the plain loop over the same micro-batches, in turn:
-rate (0.99) and peak memory (1.01). ``launch``: the same with layers of no size, which leaves the
-host's time for an action (60 us). ``modes``: stages that share the GPU, or have one each, by
-recompute mode: time and peak memory beside those of one stage that keeps all. (The peer,
-torch.distributed.pipelining, cannot share one: NCCL refuses, and gloo sends no tensors of a GPU.)
+``channel``
+    Two processes, on two GPUs or on one: the rate of 64 MB relative to the device's own copy of the
+    same size (target 0.8), and the time of 64 KB in one direction beyond that copy (target 30 us).
+``alone``
+    One stage compared with the plain loop over the same micro-batches, in turn: rate (0.99) and
+    peak memory (1.01).
+``launch``
+    The same with layers of no size, which leaves the host's time for an action (60 us).
+``modes``
+    Stages that share a GPU, or have one each, by recompute mode: time and peak memory relative to
+    those of one stage that keeps all activations. There is no peer: torch.distributed.pipelining
+    cannot share a GPU, because NCCL rejects it and gloo sends no tensors of a GPU.
+
 The last three run on the CPU as well, without a target.
 
     python benchmarks/gpu.py channel
@@ -38,8 +44,8 @@ from parts import SKIPPED_STEPS
 from pipeworker.plan.placement import Placement
 from pipeworker.worker.device.accelerator import accelerator_for
 from pipeworker.worker.transport.connect import connect
+from pipeworker.worker.transport.handshake import Membership
 from pipeworker.worker.transport.network import CoordinatorStore, Network
-from pipeworker.worker.transport.proof import Membership
 
 AHEAD, FRAMES, PINGS, LARGE, SMALL = 4, 100, 500, 64 << 20, 64 << 10
 JOB = """
@@ -100,12 +106,12 @@ print(json.dumps([took, peak]))
 def channel() -> None:
     member = Membership(secrets.token_hex(16), 1)
     context = multiprocessing.get_context("spawn")
-    (mine, store_a), (theirs, store_b) = (context.Pipe() for _ in range(2))
+    (target_store, store_a), (source_store, store_b) = (context.Pipe() for _ in range(2))
     server = context.Process(target=coordinate, args=([store_a, store_b],), daemon=True)
-    other = context.Process(target=source, args=(theirs, member), daemon=True)
+    other = context.Process(target=source, args=(source_store, member), daemon=True)
     server.start()
     other.start()
-    device, made = linked(1, mine, member)
+    device, made = linked(1, target_store, member)
     buffers = [made[FORTH].bulk.allocate(LARGE) for _ in range(AHEAD)]
     posted = deque(made[FORTH].bulk.receive(buffers, 0))
     began = 0.0
@@ -143,7 +149,7 @@ def linked(rank: int, questions: Connection, member: Membership) -> tuple[torch.
 
 
 def pings(device: torch.device, made: Any, out: Any, back: Any, *, first: bool) -> float:
-    """Microseconds one way, until the device has it."""
+    """Return the microseconds in one direction, until the tensor is on the device."""
     tensor = torch.ones(SMALL, dtype=torch.uint8, device=device)
     got, took = made[back].bulk.allocate(SMALL), []
     for _ in range(PINGS):
@@ -172,7 +178,7 @@ def copy_seconds(device: torch.device, size: int) -> float:
 
 
 def alone(args: argparse.Namespace, width: int, layers: int, length: int, samples: int) -> None:
-    """Both in turn, in processes of their own."""
+    """Measure pipeworker and the plain loop in turn, in separate processes."""
     m, words = args.microbatches, [str(n) for n in (width, layers, samples, length)]
     times: tuple[list[float], list[float]] = ([], [])
     peaks = [0, 0]
@@ -186,16 +192,16 @@ def alone(args: argparse.Namespace, width: int, layers: int, length: int, sample
             options = [str(job), str(args.steps), str(m), args.device, args.precision]
             took, peaks[1] = json.loads(output(["-c", PLAIN, *options, *words]))
             times[1].append(_median(took))
-    ours, plain = map(statistics.median, times)
-    print(f"K=1, M={m}, {args.device}: ours {ours * 1e3:.2f} ms a step, plain {plain * 1e3:.2f}")
+    seconds, plain = map(statistics.median, times)
+    print(f"K=1, M={m}, {args.device}: ours {seconds * 1e3:.2f} ms a step, plain {plain * 1e3:.2f}")
     if length:
-        print(f"rate {plain / ours:.3f} (0.99), peak memory {peaks[0] / peaks[1]:.3f} (1.01)")
+        print(f"rate {plain / seconds:.3f} (0.99), peak memory {peaks[0] / peaks[1]:.3f} (1.01)")
     else:
-        print(f"{1e6 * (ours - plain) / (2 * m):.0f} us of the host's for an action (60)")
+        print(f"{1e6 * (seconds - plain) / (2 * m):.0f} us of the host's time for an action (60)")
 
 
 def modes(args: argparse.Namespace) -> None:
-    """All in turn, each round."""
+    """Measure each mode with each number of stages, in turn in each round."""
     words = [str(n) for n in (args.width, args.layers, 4 * args.microbatches, args.length)]
     cases = [(int(k), mode) for k in args.stages.split(",") for mode in args.modes.split(",")]
     times: dict[tuple[int, str], list[float]] = {case: [] for case in cases}
@@ -222,7 +228,7 @@ def modes(args: argparse.Namespace) -> None:
 def launched(
     args: argparse.Namespace, run: Path, job: Path, stages: int, mode: str, words: list[str]
 ) -> tuple[float, list[int]]:
-    """Median seconds of a step of ours, and bytes by stage."""
+    """Run pipeworker; return the median seconds of a step, and the peak bytes by stage."""
     line = ["-m", "pipeworker", "launch", "--stages", str(stages), "--steps", str(args.steps)]
     line += ["--microbatches", str(args.microbatches), "--recompute", mode]
     line += ["--device", args.device, "--precision", args.precision]

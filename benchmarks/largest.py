@@ -1,8 +1,8 @@
-"""The largest networks that a step of training fits into a GPU: GPipe's Table 1, its first columns.
+"""The largest networks that a GPU can train: the first columns of GPipe's Table 1.
 
-A Transformer by its layers and an AmoebaNet-like network by its channels (``largest_job.py``), in
-the whole device and in an eighth of it: as one micro-batch that keeps all, and as 32 that are
-recomputed or offloaded.
+The size of a Transformer is its number of layers, and that of an AmoebaNet-like network its number
+of channels (``largest_job.py``). Each is measured with the whole device and with an eighth of it,
+as one micro-batch that keeps all activations, and as 32 that are recomputed or offloaded.
 
     python benchmarks/largest.py [--nets transformer,amoebanet] [--fractions 1,0.125]
 """
@@ -24,9 +24,9 @@ JOB = Path(__file__).with_name("largest_job.py")
 WAYS = {"never": 1, "always": 32, "offload": 32}
 """Micro-batches, by recompute mode."""
 STEP = {"transformer": 1, "amoebanet": 16}
-"""What sizes are a multiple of."""
+"""The step of the sizes, by network."""
 NEAR = 16
-"""A size is found to a part of it."""
+"""The search ends when the size is known to one part in this number."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Fits:
 
 
 def fits(net: str, size: int, fraction: float, mode: str) -> Fits | None:
-    """What a network of this size takes; None where it does not fit."""
+    """Train a network of this size; return its memory and time, or None if it does not fit."""
     with tempfile.TemporaryDirectory() as folder:
         run = Path(folder) / "run"
         line = [sys.executable, "-m", "pipeworker", "launch", "--stages", "1", "--steps", "9"]
@@ -56,7 +56,7 @@ def fits(net: str, size: int, fraction: float, mode: str) -> Fits | None:
 
 
 def largest(net: str, fraction: float, mode: str) -> Fits | None:
-    """Doubles until it does not fit, then halves what is between."""
+    """Return the largest size that fits: double until one does not fit, then bisect."""
     best, low, high = None, 0, 0
     while not high or (high - low) * NEAR > max(low, NEAR):
         size = (low + high) // 2 if high else max(1, 2 * low)
@@ -83,11 +83,11 @@ def main() -> None:
     fractions = map(float, args.fractions.split(","))
     for net, fraction, mode in product(args.nets.split(","), fractions, WAYS):
         found = largest(net, fraction, mode)
-        said = "does not fit | | |"
+        cells = "does not fit | | |"
         if found is not None:
             million, gib = found.parameters / 1e6, found.peak / 2**30
-            said = f"{found.size} | {million:.0f}M | {gib:.1f} GiB | {found.seconds:.2f}"
-        print(f"| {net} | {fraction:g} | {WAYS[mode]}, {mode} | {said} |", flush=True)
+            cells = f"{found.size} | {million:.0f}M | {gib:.1f} GiB | {found.seconds:.2f}"
+        print(f"| {net} | {fraction:g} | {WAYS[mode]}, {mode} | {cells} |", flush=True)
 
 
 if __name__ == "__main__":

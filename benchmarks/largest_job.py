@@ -1,8 +1,8 @@
-"""Networks of GPipe's Table 1 that grow by one number: ``NET SIZE FRACTION``.
+"""Networks of GPipe's Table 1 whose size is one number; the arguments are NET, SIZE and FRACTION.
 
-``transformer``: so many layers of width 2048 and 8192, 32 heads, 32k words, 1,024 of them a sample.
-``amoebanet``: 18 cells of separable convolutions and pools on two inputs, so many channels; images
-of 224 x 224. A fraction of the device is all that there is.
+``transformer`` has SIZE layers of width 2048 and 8192, 32 heads, 32k words, and 1,024 words a
+sample. ``amoebanet`` has 18 cells of separable convolutions and pools on two inputs, SIZE channels,
+and images of 224 x 224. FRACTION is the part of the device's memory that the job may use.
 """
 
 from __future__ import annotations
@@ -35,7 +35,10 @@ class Separable(nn.Sequential):
 
 
 class Cell(nn.Module):
-    """Five sums of two operations each, as AmoebaNet's; all of them, narrowed, come out."""
+    """Five sums of two operations each, as in AmoebaNet, reduced to the input's width.
+
+    Maps (before, x), both (batch, width, height, width of the image), to the next such pair.
+    """
 
     def __init__(self, width: int, stride: int) -> None:
         super().__init__()
@@ -52,8 +55,8 @@ class Cell(nn.Module):
         self.skip = nn.AvgPool2d(stride) if stride > 1 else nn.Identity()
         self.narrow = nn.Conv2d(5 * width, width, 1, bias=False)
 
-    def forward(self, given: tuple[torch.Tensor, torch.Tensor]) -> Any:
-        before, x = given
+    def forward(self, pair: tuple[torch.Tensor, torch.Tensor]) -> Any:
+        before, x = pair
         sums = [
             after(way(x)) + self.skip(before)
             for way, after in zip(self.ways, self.after, strict=True)
@@ -71,8 +74,8 @@ class Stem(nn.Sequential):
 
 
 class Head(nn.Linear):
-    def forward(self, given: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-        return super().forward(given[1].mean((2, 3)))
+    def forward(self, pair: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        return super().forward(pair[1].mean((2, 3)))
 
 
 def model() -> list[Any]:
@@ -98,4 +101,6 @@ def data() -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         else:
             words = torch.randint(WORDS, (BATCH, TIME))
             yield words, words
-    raise RuntimeError("it fits")  # rather than an end, which would write a checkpoint of this size
+    raise RuntimeError(
+        "it fits"
+    )  # an error, because the end of the data would write a checkpoint of this size

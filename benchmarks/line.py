@@ -1,8 +1,9 @@
-"""What of a line between two hosts a channel gets, against a bare loop over gloo and iperf3.
+"""The share of a line between two hosts that a channel uses, with a bare loop over gloo and iperf3.
 
-Two network namespaces and a veth between them, as root: ``python benchmarks/line.py [RATE]``. With
-a rate (``1gbit``) the line is that slow; without one, the two cores are what limits it. ``--delay``
-and ``--loss`` make a long line of it, ``--control`` says how TCP finds its rate there.
+The hosts are two network namespaces with a veth pair between them, so it runs as root:
+``python benchmarks/line.py [RATE]``. With a rate (``1gbit``) the line is that slow; without one the
+two cores are the limit. ``--delay`` and ``--loss`` make a long line of it; ``--control`` selects
+TCP's congestion control.
 """
 
 from __future__ import annotations
@@ -26,25 +27,25 @@ SIZES = {"64 KB": 64 << 10, "4 MB": 4 << 20, "64 MB": 64 << 20}
 STREAMS = (1, 2, 4)
 AHEAD, MICROBATCHES = 4, 8
 LONGEST = 10.0
-"""Seconds that a step's messages may take; larger ones are left out."""
+"""The most seconds that a step's messages may take; larger sizes are left out."""
 PORT = 29500
 UNITS = {"kbit": 1e3 / 8, "mbit": 1e6 / 8, "gbit": 1e9 / 8}
 
 Way = Callable[[int, int], None]
-"""Moves so many messages of a size, at one end."""
+"""Moves messages at one end, given their size in bytes and their number."""
 
 
 def ip(*words: str) -> None:
     subprocess.run(["ip", *words], check=True)
 
 
-def make(asked: argparse.Namespace) -> subprocess.Popen[str] | None:
-    """The hosts and their line, which a process carries when it is a long one."""
+def make(arguments: argparse.Namespace) -> subprocess.Popen[str] | None:
+    """Make the hosts and their line; return the process that carries a long line."""
     for name in HOSTS:
         ip("netns", "add", name)
     carrier = None
-    if asked.delay or asked.loss:
-        numbers = (in_bytes(asked.rate or "100mbit"), asked.delay / 1000, asked.loss)
+    if arguments.delay or arguments.loss:
+        numbers = (in_bytes(arguments.rate or "100mbit"), arguments.delay / 1000, arguments.loss)
         script = str(Path(__file__).with_name("distance.py"))
         line = [sys.executable, script, *HOSTS, *map(str, numbers)]
         carrier = subprocess.Popen(line, stdout=subprocess.PIPE, text=True)
@@ -57,59 +58,58 @@ def make(asked: argparse.Namespace) -> subprocess.Popen[str] | None:
         ip("-n", name, "address", "add", f"{address}/24", "dev", "line")
         for link in ("line", "lo"):
             ip("-n", name, "link", "set", link, "up")
-        if asked.rate and carrier is None:
-            shape = ("rate", asked.rate, "burst", "256kb", "latency", "20ms")
+        if arguments.rate and carrier is None:
+            shape = ("rate", arguments.rate, "burst", "256kb", "latency", "20ms")
             tc = ("tc", "-n", name, "qdisc", "add", "dev", "line", "root", "tbf")
             subprocess.run([*tc, *shape], check=True)
-        if asked.control:
-            setting = f"net.ipv4.tcp_congestion_control={asked.control}"
+        if arguments.control:
+            setting = f"net.ipv4.tcp_congestion_control={arguments.control}"
             subprocess.run(["ip", "netns", "exec", name, "sysctl", "-qw", setting], check=True)
     return carrier
 
 
 def in_bytes(rate: str) -> float:
-    """Bytes a second, of a rate as tc writes it."""
+    """Return bytes a second of a rate in tc's notation."""
     return float(rate[:-4]) * UNITS[rate[-4:]]
 
 
 def iperf(streams: int) -> float:
-    """Bytes a second."""
+    """Return bytes a second by iperf3."""
     within = ("ip", "netns", "exec")
     server = subprocess.Popen([*within, HOSTS[1], "iperf3", "-s", "-1"], stdout=subprocess.DEVNULL)
     time.sleep(0.5)
     client = [*within, HOSTS[0], "iperf3", "-c", ADDRESSES[1], "-P", str(streams)]
     line = [*client, "-t", "2", "-J"]
-    said = subprocess.run(line, check=True, capture_output=True, text=True).stdout
+    output = subprocess.run(line, check=True, capture_output=True, text=True).stdout
     server.wait()
-    return float(json.loads(said)["end"]["sum_received"]["bits_per_second"]) / 8
+    return float(json.loads(output)["end"]["sum_received"]["bits_per_second"]) / 8
 
 
-def loop(asked: argparse.Namespace, size: int) -> dict[str, float]:
-    """Bytes a second each way of moving messages gets, as the receiver sees them: medians."""
-    what = json.dumps([size, asked.rounds, asked.seconds])
+def loop(arguments: argparse.Namespace, size: int) -> dict[str, float]:
+    """Return the median bytes a second of each way of moving messages, at the receiver."""
+    settings = json.dumps([size, arguments.rounds, arguments.seconds])
     ends = [
         subprocess.Popen(
-            ["ip", "netns", "exec", name, sys.executable, __file__, "end", str(rank), what],
+            ["ip", "netns", "exec", name, sys.executable, __file__, "end", str(rank), settings],
             stdout=subprocess.PIPE,
             env={**os.environ, "TORCH_CPP_LOG_LEVEL": "ERROR"},
         )
         for rank, name in enumerate(HOSTS)
     ]
-    said = [end.communicate(timeout=900)[0] for end in ends]
-    figures: dict[str, list[float]] = json.loads(said[1])
+    outputs = [end.communicate(timeout=900)[0] for end in ends]
+    figures: dict[str, list[float]] = json.loads(outputs[1])
     return {name: statistics.median(values) for name, values in figures.items()}
 
 
 def end(rank: int, size: int, rounds: int, seconds: float) -> None:
-    """One of two processes: 0 sends."""
-    import torch
+    """Run one of the two processes; rank 0 sends."""
 
     from pipeworker.plan.actions import Edge, Payload
     from pipeworker.worker.internals import PrefixStore, ProcessGroupGloo, TCPStore, gloo_options
     from pipeworker.worker.transport.credentials import Credentials
+    from pipeworker.worker.transport.handshake import RendezvousPoint
     from pipeworker.worker.transport.links import tls
     from pipeworker.worker.transport.links.gloo import GroupLink
-    from pipeworker.worker.transport.proof import Place
 
     patience = timedelta(seconds=600)
     store = TCPStore(ADDRESSES[0], PORT, 2, rank == 0, patience)
@@ -121,18 +121,19 @@ def end(rank: int, size: int, rounds: int, seconds: float) -> None:
         )
 
     groups = [group(str(number)) for number in range(max(STREAMS))]
-    edge, place = Edge(0, 1, Payload.ACTIVATION), Place(store, "tls", time.monotonic() + 60)
+    edge = Edge(0, 1, Payload.ACTIVATION)
+    point = RendezvousPoint(store, "tls", time.monotonic() + 60)
     credentials = Credentials.of("the token of a benchmark, which is not secret")
-    over_gloo = GroupLink(edge, group("channel"), torch.device("cpu"))
+    over_gloo = GroupLink(edge, group("channel"))
     over_tls = tls.connect(
-        edge, b"not a secret either", place, credentials, ADDRESSES[rank], sends=not rank
+        edge, b"not a secret either", point, credentials, ADDRESSES[rank], sends=not rank
     )
     ways: dict[str, Way] = {f"gloo x{n}": partial(bare, groups[:n], rank) for n in STREAMS}
     ways |= {"channel": through_channel(over_gloo, rank), "tls": through_channel(over_tls, rank)}
 
-    def timed(what: str, run: Way, count: int) -> float:
-        store.set(f"{what}/{rank}", "")
-        store.wait([f"{what}/{1 - rank}"])
+    def timed(name: str, run: Way, count: int) -> float:
+        store.set(f"{name}/{rank}", "")
+        store.wait([f"{name}/{1 - rank}"])
         began = time.perf_counter()
         run(size, count)
         return time.perf_counter() - began
@@ -149,7 +150,7 @@ def end(rank: int, size: int, rounds: int, seconds: float) -> None:
         for name in ways if number % 2 else reversed(ways):
             took = timed(f"{name}/{number}", ways[name], counts[name])
             figures[name].append(counts[name] * size / took)
-    if rank:  # on standard output alone: it is what the parent reads
+    if rank:  # on standard output, which the parent reads
         print(json.dumps(figures))
         store.set("done", "")
     else:
@@ -159,35 +160,35 @@ def end(rank: int, size: int, rounds: int, seconds: float) -> None:
 
 
 def bare(groups: list[Any], rank: int, size: int, count: int) -> None:
-    """Each message is cut into as many parts as there are streams."""
+    """Move messages, each cut into as many parts as there are groups."""
     import torch
 
     tensors = [torch.zeros(size, dtype=torch.uint8) for _ in range(AHEAD)]
-    under_way: deque[list[Any]] = deque()
+    pending: deque[list[Any]] = deque()
     for number in range(count):
-        if len(under_way) == AHEAD:
-            for work in under_way.popleft():
+        if len(pending) == AHEAD:
+            for work in pending.popleft():
                 work.wait()
         parts = tensors[number % AHEAD].tensor_split(len(groups))
         pairs = zip(groups, parts, strict=True)
         if rank == 0:
-            under_way.append([group.send([p], 1, 0) for group, p in pairs])
+            pending.append([group.send([p], 1, 0) for group, p in pairs])
         else:
-            under_way.append([group.recv([p], 0, 0) for group, p in pairs])
-    while under_way:
-        for work in under_way.popleft():
+            pending.append([group.recv([p], 0, 0) for group, p in pairs])
+    while pending:
+        for work in pending.popleft():
             work.wait()
 
 
 def through_channel(link: Any, rank: int) -> Way:
-    """As stages exchange them, so many micro-batches a step."""
+    """Return a way that moves messages as stages do, a number of micro-batches a step."""
     import torch
 
     from pipeworker.worker.transport.channel import Receiver, Sender
-    from pipeworker.worker.transport.courier import Courier
+    from pipeworker.worker.transport.send_thread import SendThread
 
     if rank == 0:
-        sender = Sender(link, AHEAD, Courier())
+        sender = Sender(link, AHEAD, SendThread())
 
         def send(size: int, count: int) -> None:
             tensor = torch.zeros(size, dtype=torch.uint8)
@@ -212,23 +213,23 @@ def through_channel(link: Any, rank: int) -> Way:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("rate", nargs="?", default="", help="as tc writes it: 1gbit")
+    parser.add_argument("rate", nargs="?", default="", help="in tc's notation: 1gbit")
     parser.add_argument("--delay", type=float, default=0.0, help="milliseconds, each way")
     parser.add_argument("--loss", type=float, default=0.0, help="share of packets")
     parser.add_argument("--control", default="", help="TCP's congestion control: cubic, bbr")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--seconds", type=float, default=0.5, help="of one figure of one round")
-    asked = parser.parse_args()
+    arguments = parser.parse_args()
     carrier = None
     try:
-        carrier = make(asked)
+        carrier = make(arguments)
         line = max(one := iperf(1), several := iperf(4))
         print(f"iperf3: {one / 1e6:.1f} MB/s with one stream, {several / 1e6:.1f} with four")
         if carrier:
-            line = in_bytes(asked.rate or "100mbit")
+            line = in_bytes(arguments.rate or "100mbit")
         for name, size in SIZES.items():
             if MICROBATCHES * size / line < LONGEST:
-                figures = loop(asked, size)
+                figures = loop(arguments, size)
                 shares = ", ".join(f"{kind} {got / line:.2f}" for kind, got in figures.items())
                 print(f"{name}: {shares} of the line", flush=True)
     finally:

@@ -1,10 +1,10 @@
 """Links between two processes of this host: shared memory, gloo and TLS, over loopback.
 
-Throughput: one process sends a tensor again and again, the other has as many receives posted as a
-channel has (four) and posts another as each arrives; the time is that of the receiver, from the
-first arrival to the last, so that connecting and warming up are outside. Latency: 1 KB there and
-back over two links, half of the round trips' median. The kinds are measured in turn, in several
-rounds on the same links, and medians are given, with their ratio to gloo.
+Throughput: one process sends a tensor repeatedly; the other has as many receives posted as a
+channel has (four), and posts another as each arrives. The receiver measures the time from the first
+arrival to the last, which excludes connecting and warming up. Latency: half of the median round
+trip of 1 KB over two links. The kinds of links alternate, in several rounds on the same links; the
+benchmark prints medians and their ratio to gloo.
 
     python benchmarks/links.py [--rounds 5] [--seconds 0.3]
 """
@@ -22,15 +22,15 @@ from typing import Any
 
 import torch
 
-from pipeworker.coordinator.rendezvous import Rendezvous
+from pipeworker.coordinator.store import KeyValueStore
 from pipeworker.plan.actions import Edge, Payload
 from pipeworker.plan.placement import Placement
 from pipeworker.wire.messages.store import StoreRequest
 from pipeworker.worker.transport.connect import connect
-from pipeworker.worker.transport.links import shared
+from pipeworker.worker.transport.handshake import Membership
+from pipeworker.worker.transport.links import unix
 from pipeworker.worker.transport.links.link import Link
 from pipeworker.worker.transport.network import CoordinatorStore, Network
-from pipeworker.worker.transport.proof import Membership
 
 FORTH, BACK = Edge(0, 1, Payload.ACTIVATION), Edge(1, 0, Payload.GRADIENT)
 KINDS = {"shared memory": "auto", "gloo": "gloo", "tls": "tls"}
@@ -40,9 +40,9 @@ PINGS = 500
 
 
 def links(kind: str, rank: int, ask: Any, member: Membership) -> dict[Edge, Link]:
-    identity = shared.host_identity
+    identity = unix.host_identity
     if kind == "tls":  # as if on two hosts
-        shared.host_identity = lambda: f"host {rank}"
+        unix.host_identity = lambda: f"host {rank}"
     store = CoordinatorStore(ask)
     try:
         return connect(
@@ -50,22 +50,22 @@ def links(kind: str, rank: int, ask: Any, member: Membership) -> dict[Edge, Link
             *(Network("tcp://127.0.0.1:1", KINDS[kind]), member),
         )
     finally:
-        shared.host_identity = identity
+        unix.host_identity = identity
 
 
 def stream_out(link: Link, size: int, count: int) -> None:
     tensor = torch.ones(size, dtype=torch.uint8)
-    under_way: deque[Any] = deque()
+    pending: deque[Any] = deque()
     for _ in range(count):
-        if len(under_way) == AHEAD:
-            under_way.popleft().wait()
-        under_way.append(link.bulk.send(tensor, 0))
-    for pending in under_way:
-        pending.wait()
+        if len(pending) == AHEAD:
+            pending.popleft().wait()
+        pending.append(link.bulk.send(tensor, 0))
+    for one in pending:
+        one.wait()
 
 
 def stream_in(link: Link, size: int, count: int) -> float:
-    """Bytes a second."""
+    """Receive messages; return bytes a second."""
     buffers = [link.bulk.allocate(size)[:size] for _ in range(AHEAD)]
     posted = deque(link.bulk.receive([buffer], 0)[0] for buffer in buffers[:count])
     began = 0.0
@@ -78,7 +78,7 @@ def stream_in(link: Link, size: int, count: int) -> float:
 
 
 def pings(made: dict[Edge, Link], out: Edge, back: Edge, *, first: bool) -> float:
-    """Microseconds one way."""
+    """Exchange messages; return microseconds one way."""
     tensor, got = torch.ones(1024, dtype=torch.uint8), made[back].bulk.allocate(1024)[:1024]
     took = []
     for _ in range(PINGS):
@@ -116,8 +116,8 @@ def asking(questions: Connection) -> Any:
 
 
 def coordinate(ends: list[Connection]) -> None:
-    """Answer what both ask of the store until both have closed."""
-    rendezvous = Rendezvous()
+    """Perform the store's operations for both processes until both have closed."""
+    rendezvous = KeyValueStore()
     while ends:
         for end in multiprocessing.connection.wait(ends):
             assert isinstance(end, Connection)
@@ -134,24 +134,24 @@ def coordinate(ends: list[Connection]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--seconds", type=float, default=0.3, help="about, a measurement")
-    given = parser.parse_args()
+    parser.add_argument("--seconds", type=float, default=0.3, help="about, of one measurement")
+    arguments = parser.parse_args()
     torch.set_num_threads(1)
     member = Membership(secrets.token_hex(16), 1)
     context = multiprocessing.get_context("fork")
     pipes = [context.Pipe() for _ in range(3)]
-    (mine, store_a), (theirs, store_b), (orders, obeyed) = pipes
+    (own, store_a), (other_end, store_b), (orders, received_orders) = pipes
     server = context.Process(target=coordinate, args=([store_a, store_b],), daemon=True)
-    other = context.Process(target=source, args=(theirs, obeyed, member), daemon=True)
+    other = context.Process(target=source, args=(other_end, received_orders, member), daemon=True)
     server.start()
     other.start()
-    made = {kind: links(kind, 1, asking(mine), member) for kind in KINDS}
+    made = {kind: links(kind, 1, asking(own), member) for kind in KINDS}
 
     figures: dict[tuple[str, str], list[float]] = {}
-    for number in range(given.rounds + 1):
+    for number in range(arguments.rounds + 1):
         for kind in KINDS:
             for name, size in SIZES.items():
-                count = max(8, int(given.seconds * 1e9 / size))
+                count = max(8, int(arguments.seconds * 1e9 / size))
                 orders.send((kind, size, count))
                 figure = stream_in(made[kind][FORTH], size, count)
                 if number:  # the first round warms up

@@ -1,7 +1,7 @@
-"""What a benchmark runs in processes of its own, for any job file: ours, the peer, the bound.
+"""The parts that benchmarks run in separate processes, for any job file: pipeworker, peer, bound.
 
-python benchmarks/parts.py plain JOB_FILE STAGES MICROBATCHES WORDS...
-torchrun --nproc-per-node STAGES benchmarks/parts.py peer JOB_FILE STEPS MICROBATCHES WORDS...
+python benchmarks/parts.py plain JOB_FILE STAGES MICROBATCHES ARGUMENTS...
+torchrun --nproc-per-node STAGES benchmarks/parts.py peer JOB_FILE STEPS MICROBATCHES ARGUMENTS...
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ SKIPPED_STEPS = 3
 
 
 def python(*words: str, timeout: float = 300, core: int | None = None) -> str:
-    """Run a Python program, on one core if it is said; returns the last line it printed."""
+    """Run a Python program, on one core if `core` is given; return the last line of its output."""
     env = {**os.environ, "OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
     pinned = [] if core is None else ["taskset", "--cpu-list", str(core)]
     line = [*pinned, sys.executable, *words]
@@ -33,16 +33,16 @@ def python(*words: str, timeout: float = 300, core: int | None = None) -> str:
 
 
 def plain(job_file: Path, stages: int, microbatches: int, *words: str) -> tuple[float, float]:
-    """Seconds the slowest stage takes for one micro-batch in a single process: (forward, both)."""
-    said = python(str(HERE), "plain", str(job_file), str(stages), str(microbatches), *words)
-    forward, both = json.loads(said)
+    """Return the slowest stage's seconds for a micro-batch in one process: (forward, both)."""
+    output = python(str(HERE), "plain", str(job_file), str(stages), str(microbatches), *words)
+    forward, both = json.loads(output)
     return forward, both
 
 
-def ours(
+def pipeworker_step(
     job_file: Path, stages: int, microbatches: int, steps: int, recompute: str, *words: str
 ) -> float:
-    """Median seconds of a step of `pipeworker launch`."""
+    """Return the median seconds of a step of `pipeworker launch`."""
     with tempfile.TemporaryDirectory() as folder:
         run_dir = Path(folder) / "run"
         line = ["-m", "pipeworker", "launch", "--stages", str(stages), "--steps", str(steps)]
@@ -53,7 +53,7 @@ def ours(
 
 
 def peer(job_file: Path, stages: int, microbatches: int, steps: int, *words: str) -> float:
-    """Median seconds of a step of torch.distributed.pipelining's ScheduleGPipe."""
+    """Return the median seconds of a step of torch.distributed.pipelining's ScheduleGPipe."""
     line = ["-m", "torch.distributed.run", "--nproc-per-node", str(stages), str(HERE), "peer"]
     return float(python(*line, str(job_file), str(steps), str(microbatches), *words))
 
@@ -69,7 +69,7 @@ def _load(job_file: str, words: list[str]) -> Any:
 
 
 def _stage(job: Any, stage: int, stages: int) -> Any:
-    """An even share of the layers, as `pipeworker launch` gives it."""
+    """Build the layers of a stage, by the even balance of `pipeworker launch`."""
     from torch import nn
 
     entries = list(job.model())
@@ -80,7 +80,7 @@ def _stage(job: Any, stage: int, stages: int) -> Any:
 
 
 def run_plain(job: Any, stages: int, microbatches: int) -> None:
-    """Each stage by itself, all micro-batches forward and then all backward, as a stage does."""
+    """Time each stage by itself: all micro-batches forward, then all backward."""
     import torch
 
     torch.set_num_threads(1)
@@ -111,7 +111,7 @@ def run_plain(job: Any, stages: int, microbatches: int) -> None:
 
 
 def run_peer(job: Any, steps: int, microbatches: int) -> None:
-    """One rank of ScheduleGPipe."""
+    """Run one rank of ScheduleGPipe."""
     import torch
     import torch.distributed as dist
     from torch.distributed.pipelining import PipelineStage, ScheduleGPipe

@@ -1,4 +1,4 @@
-"""What a lost worker costs: windows with one and without one in turn, K=4.
+"""The cost of a lost worker: windows with and without a loss in turn, K=4.
 
 python benchmarks/recovery.py [--stages 4] [--rounds 5] [--every 30]
 """
@@ -42,14 +42,14 @@ def data():
 
 
 class Run:
-    """A job that trains on."""
+    """A job that trains without end."""
 
     def __init__(self, folder: Path, stages: int) -> None:
         job = folder / "job.py"
         job.write_text(JOB)
         self.path, self.stages = folder / "run", stages
         line = [sys.executable, "-m", "pipeworker", "launch", "--stages", str(stages)]
-        line += ["--microbatches", "8", "--steps", "1000000000", "--restarts", "1000000"]
+        line += ["--microbatches", "8", "--steps", "1000000000", "--max-restarts", "1000000"]
         line += ["--run-dir", str(self.path), str(job), "--", str(stages)]
         self.process = subprocess.Popen(
             line,
@@ -69,19 +69,19 @@ class Run:
         return [stage["pid"] for stage in plan["stages"]]
 
     def window(self, seconds: float, lost: bool) -> tuple[int, float]:
-        """Steps that are done in so many seconds, and seconds from a loss to the next one."""
-        begun, before, came = time.monotonic(), self.steps, 0.0
+        """Return the steps done in `seconds`, and the seconds from a loss to the next step."""
+        started, before, recovery = time.monotonic(), self.steps, 0.0
         if lost:
             old = self.pids
             os.kill(random.choice(old), signal.SIGKILL)
             while self.pids == old:
                 time.sleep(0.002)
-            there = self.steps
-            while self.steps == there:
+            resumed = self.steps
+            while self.steps == resumed:
                 time.sleep(0.002)
-            came = time.monotonic() - begun
-        time.sleep(begun + seconds - time.monotonic())
-        return self.steps - before, came
+            recovery = time.monotonic() - started
+        time.sleep(started + seconds - time.monotonic())
+        return self.steps - before, recovery
 
     def end(self) -> None:
         self.process.send_signal(signal.SIGINT)
@@ -102,10 +102,10 @@ def main() -> None:
             shares, times = [], []
             for _ in range(args.rounds):
                 quiet, _ = run.window(args.every, lost=False)
-                steps, came = run.window(args.every, lost=True)
+                steps, recovery = run.window(args.every, lost=True)
                 shares.append(steps / quiet)
-                times.append(came)
-                print(f"{quiet} steps, {steps} with a loss: {came:.2f} s", flush=True)
+                times.append(recovery)
+                print(f"{quiet} steps, {steps} with a loss: {recovery:.2f} s", flush=True)
         finally:
             run.end()
     print(f"share {statistics.median(shares):.3f} at a loss every {args.every:g} s (target >= 0.9)")

@@ -1,8 +1,8 @@
-"""How much of adding up gradients over replicas is hidden in the drain of the other stages.
+"""How much of the reduction of gradients over replicas is hidden in the drain of other stages.
 
-Layers sleep instead of computing, so that all workers of a small machine run side by side. For each
-stage the time from the first byte that leaves to the last sum that is taken is noted; what of it is
-behind the last backward of all stages is exposed.
+The layers sleep instead of computing, so that all workers run in parallel on a small machine. The
+job records, for each stage, the time from the first byte that is sent to the last sum that is
+received. The part of it after the last backward of all stages is exposed.
 
     python benchmarks/replicas.py [--stages 4] [--replicas 2] [--parameters 1000000] [--steps 12]
 """
@@ -29,16 +29,16 @@ from pipeworker.worker.step import reduction
 
 STAGES, PARAMETERS, SECONDS = int(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3])
 
-def noted(name):
+def recorded(name):
     call = getattr(reduction.Reduction, name)
-    def note(self):
+    def record(self):
         began = time.monotonic()
         call(self)
-        print("noted", json.dumps([name, began, time.monotonic()]), flush=True)
-    setattr(reduction.Reduction, name, note)
+        print("recorded", json.dumps([name, began, time.monotonic()]), flush=True)
+    setattr(reduction.Reduction, name, record)
 
 for name in ("scatter", "sum", "gather"):
-    noted(name)
+    recorded(name)
 
 class Sleep(torch.autograd.Function):
     @staticmethod
@@ -93,26 +93,28 @@ def main() -> None:
         line += ["--steps", str(args.steps), "--recompute", "never", "--run-dir", str(run)]
         python(*line, str(job), "--", str(args.stages), str(args.parameters), str(args.seconds))
         logs = {
-            (stage, replica): (run / f"logs/replica-{replica}-stage-{stage}.log").read_text()
+            (stage, replica): (run / f"logs/worker-{replica * args.stages + stage}.log").read_text()
             for replica in range(args.replicas)
             for stage in range(args.stages)
         }
     notes = {
-        place: [json.loads(line.split(" ", 1)[1]) for line in text.splitlines() if "noted" in line]
+        place: [
+            json.loads(line.split(" ", 1)[1]) for line in text.splitlines() if "recorded" in line
+        ]
         for place, text in logs.items()
     }
-    whole, exposed, behind = [], [], []
-    for step in range(2, args.steps):  # the first two describe frames and make buffers
+    whole, exposed, after = [], [], []
+    for step in range(2, args.steps):  # the first two describe frames and allocate buffers
         spans = {place: (some[3 * step][1], some[3 * step + 2][2]) for place, some in notes.items()}
         drained = max(began for began, _ in spans.values())
         whole.append(sum(end - began for began, end in spans.values()))
         exposed.append(sum(max(0.0, end - max(began, drained)) for began, end in spans.values()))
-        behind.append(max(end for _, end in spans.values()) - drained)
+        after.append(max(end for _, end in spans.values()) - drained)
     share = sum(exposed) / sum(whole)
     megabytes = 4 * args.parameters / 1e6
     print(
         f"K={args.stages} R={args.replicas}, {megabytes:g} MB of gradients a stage: "
-        f"{statistics.median(behind) * 1e3:.1f} ms of a step are behind the drain; "
+        f"{statistics.median(after) * 1e3:.1f} ms of a step are after the drain; "
         f"{share:.0%} of all reductions is exposed (one of {args.stages} stages ends the drain)"
     )
     for stage, some in groupby(sorted(notes), key=lambda place: place[0]):

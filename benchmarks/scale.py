@@ -1,8 +1,9 @@
-"""What a job of many workers costs its coordinator: a real one, with workers that are sockets.
+"""The coordinator's cost of a job with many workers: a real coordinator, simulated workers.
 
-The workers of all replicas answer at once, which is the worst case. Columns: stages and replicas;
-seconds from the first Hello to the first step; wall and CPU milliseconds a step, of the coordinator
-and its sockets; messages and bytes a step.
+The workers are sockets of this process. The workers of all replicas answer at the same time, which
+is the worst case. The columns are stages and replicas; seconds from the first Hello to the first
+step; wall and CPU milliseconds a step, of the coordinator and its sockets; messages and bytes a
+step.
 
 python benchmarks/scale.py [--steps 20]
 """

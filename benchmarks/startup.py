@@ -1,4 +1,4 @@
-"""From the command to the first forward of a layer, against one `import torch`.
+"""The time from the command to the first forward of a layer, relative to one `import torch`.
 
 python benchmarks/startup.py [--rounds 5]
 """
@@ -20,8 +20,8 @@ from torch import nn
 
 class First(nn.Linear):
     def forward(self, x):
-        if not hasattr(self, "told"):
-            self.told = True
+        if not hasattr(self, "reported"):
+            self.reported = True
             print("first action at", time.time(), flush=True)
         return super().forward(x)
 
@@ -54,8 +54,8 @@ def main() -> None:
             start = time.time()
             line = [sys.executable, "-m", "pipeworker", "launch", "--stages", "4"]
             subprocess.run([*line, "--run-dir", run, job], check=True, stdout=subprocess.DEVNULL)
-            said = (run / "logs" / "stage-0.log").read_text()
-        starts.append(float(said.split("first action at")[1].split()[0]) - start)
+            log = (run / "logs" / "worker-0.log").read_text()
+        starts.append(float(log.split("first action at")[1].split()[0]) - start)
     pairs = list(zip(starts, imports, strict=True))[1:]
     ratio = statistics.median(a / b for a, b in pairs)
     print(f"import torch {statistics.median(b for _, b in pairs):.2f} s  ", end="")

@@ -1,4 +1,4 @@
-"""Real compute: transformer blocks at K=2 on two cores, against the bound and the peer.
+"""Real compute: transformer blocks at K=2 on two cores, relative to the bound and the peer.
 
 python benchmarks/transformer.py [--rounds 5] [--microbatches 16]
 """
@@ -9,7 +9,7 @@ import argparse
 import statistics
 from pathlib import Path
 
-from parts import ours, peer, plain
+from parts import peer, pipeworker_step, plain
 
 JOB = Path(__file__).with_name("transformer_job.py").resolve()
 
@@ -25,7 +25,7 @@ def main() -> None:
     for _ in range(args.rounds):
         _, both = plain(JOB, k, m, str(m))
         bounds.append((m + k - 1) * both)
-        times.append(ours(JOB, k, m, args.steps, "never", str(m)))
+        times.append(pipeworker_step(JOB, k, m, args.steps, "never", str(m)))
         peers.append(peer(JOB, k, m, args.steps, str(m)))
     share = statistics.median(b / t for b, t in zip(bounds, times, strict=True))
     ratio = statistics.median(p / t for p, t in zip(peers, times, strict=True))

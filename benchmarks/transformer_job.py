@@ -1,6 +1,7 @@
-"""Eight equal transformer blocks on random vectors; the word is the number of micro-batches.
+"""Eight equal transformer blocks on random vectors.
 
-A further one, ``adamw``, chooses an optimizer with more state.
+The first argument is the number of micro-batches. The optional argument ``adamw`` selects an
+optimizer with more state.
 """
 
 from __future__ import annotations

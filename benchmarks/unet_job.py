@@ -1,7 +1,7 @@
-"""A U-Net of sixteen layers that cost the same; the word is the number of micro-batches.
+"""A U-Net of sixteen layers with equal cost; the argument is the number of micro-batches.
 
-A level down has half as many pixels, both ways, and twice the channels, so a convolution costs the
-same; what doubles and halves them has no weights.
+One level further down the image has half the height and width and twice the channels, so that a
+convolution costs the same. The operations that change the number of channels have no weights.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ CHANNELS, LEVELS, BLOCKS, SIZE, BATCH = 12, 3, 2, 64, 2
 
 
 class Block(nn.Module):
-    """A convolution; on its way down it may stash what it gives, and on its way up pop it."""
+    """A convolution; one on the way down may stash its output, one on the way up may pop it."""
 
     def __init__(self, width: int, *, stash: int = 0, pop: int = 0) -> None:
         super().__init__()

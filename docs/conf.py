@@ -1,4 +1,4 @@
-"""How these pages become a site: ``make docs``. What a page needs is on this machine."""
+"""The configuration of Sphinx for ``make docs``. The site needs no network."""
 
 import pipeworker
 

@@ -1,8 +1,9 @@
-"""Draws ``pipeline.svg``: a step of four stages and eight micro-batches, filled and drained.
+"""Draws ``pipeline.svg``: one step of GPipe with four stages and eight micro-batches.
 
     python docs/pipeline.py > docs/pipeline.svg
 
-Colours are of middle brightness on no background, so that the picture reads on white and on black.
+Colours have medium brightness and the background is transparent, so that the picture is legible on
+white and on black.
 """
 
 from __future__ import annotations
@@ -11,20 +12,20 @@ from collections.abc import Iterator
 
 STAGES, MICROBATCHES = 4, 8
 FORWARD, BACKWARD = 1, 2
-"""Cells that one micro-batch takes on a stage."""
+"""The cells that one micro-batch occupies on a stage."""
 CELL, ROW, GAP = 24, 26, 3
 LEFT, TOP = 66, 26
 BLUE, ORANGE, GREY = "#3b78c3", "#b85c14", "#76808c"
 
 
 def cells() -> Iterator[tuple[int, int, int, int, str]]:
-    """Stage, micro-batch, first cell, cells and colour of all that is computed."""
-    turn = MICROBATCHES + STAGES - 1  # the last stage has the last micro-batch's forward behind it
+    """Yield the stage, micro-batch, first cell, cells and colour of each computation."""
+    turn = MICROBATCHES + STAGES - 1  # when the last stage has finished its last forward
     for stage in range(STAGES):
         for m in range(MICROBATCHES):
             yield stage, m, (stage + m) * FORWARD, FORWARD, BLUE
-            behind = STAGES - 1 - stage
-            yield stage, m, turn * FORWARD + (behind + m) * BACKWARD, BACKWARD, ORANGE
+            later = STAGES - 1 - stage
+            yield stage, m, turn * FORWARD + (later + m) * BACKWARD, BACKWARD, ORANGE
 
 
 def box(x: float, y: float, cells: float, colour: str, more: str = "") -> str:
@@ -32,12 +33,12 @@ def box(x: float, y: float, cells: float, colour: str, more: str = "") -> str:
     return f'<rect x="{x}" y="{y}" width="{width}" height="{height}" rx="4" fill="{colour}"{more}/>'
 
 
-def text(x: float, y: float, what: object, colour: str = GREY, anchor: str = "start") -> str:
-    return f'<text x="{x}" y="{y}" fill="{colour}" text-anchor="{anchor}">{what}</text>'
+def text(x: float, y: float, label: object, colour: str = GREY, anchor: str = "start") -> str:
+    return f'<text x="{x}" y="{y}" fill="{colour}" text-anchor="{anchor}">{label}</text>'
 
 
 def svg() -> str:
-    """The picture."""
+    """Return the picture."""
     length = (MICROBATCHES + STAGES - 1) * (FORWARD + BACKWARD)
     width, below = LEFT + length * CELL, TOP + STAGES * ROW
     bubble = (STAGES - 1) / (MICROBATCHES + STAGES - 1)
@@ -58,13 +59,13 @@ def svg() -> str:
         lines.append(box(x, y, count, colour))
         lines.append(text(x + (count * CELL - GAP) / 2, y + 16, m, "#fff", "middle"))
     x, y = LEFT, below + 8
-    for colour, more, what in (
+    for colour, more, label in (
         (BLUE, "", "forward of a micro-batch"),
         (ORANGE, "", "its backward"),
         (GREY, ' fill-opacity="0.2"', f"idle, the bubble: {bubble:.0%} of the step"),
     ):
-        lines += [box(x, y, 1, colour, more), text(x + CELL + 4, y + 16, what)]
-        x += CELL + 40 + 7 * len(what)
+        lines += [box(x, y, 1, colour, more), text(x + CELL + 4, y + 16, label)]
+        x += CELL + 40 + 7 * len(label)
     return "\n".join([*lines, "</svg>", ""])
 
 

@@ -3,8 +3,8 @@
     pipeworker launch --stages 4 examples/bytelm.py
     pipeworker launch --stages 4 examples/bytelm.py -- --width 256 --blocks 10
 
-The layers are given as callables, so that each is built only on the stage that owns it. The files
-are read as they are needed; every twentieth is held out for evaluation.
+The layers are given as callables, so that each is built only on the stage that owns it. The job
+reads files as it needs them; every twentieth file is held out for evaluation.
 """
 
 import argparse
@@ -20,27 +20,27 @@ parser = argparse.ArgumentParser(prog="bytelm.py")
 parser.add_argument("--width", type=int, default=192)
 parser.add_argument("--heads", type=int, default=6)
 parser.add_argument("--blocks", type=int, default=6)
-parser.add_argument("--context", type=int, default=128, help="bytes the model looks back")
+parser.add_argument("--context", type=int, default=128, help="bytes in a sequence")
 parser.add_argument("--batch", type=int, default=32, help="sequences in a mini-batch")
 parser.add_argument("--rate", type=float, default=1.5e-3, help="peak learning rate")
 args = parser.parse_args()
 
 
 class Embed(nn.Module):
-    """Bytes to vectors: (batch, time) to (batch, time, width)."""
+    """An embedding of bytes and positions: (batch, time) to (batch, time, width)."""
 
     def __init__(self):
         super().__init__()
         self.byte = nn.Embedding(256, args.width)
-        self.place = nn.Parameter(0.02 * torch.randn(args.context, args.width))
+        self.position = nn.Parameter(0.02 * torch.randn(args.context, args.width))
         nn.init.normal_(self.byte.weight, std=0.02)
 
     def forward(self, x):
-        return self.byte(x) + self.place[: x.shape[1]]
+        return self.byte(x) + self.position[: x.shape[1]]
 
 
 class Block(nn.Module):
-    """Causal self-attention, then two linear layers; both add to their input."""
+    """Causal self-attention and an MLP, both with residuals: (batch, time, width) to the same."""
 
     def __init__(self):
         super().__init__()
@@ -60,7 +60,7 @@ class Block(nn.Module):
 
 
 class Head(nn.Module):
-    """Vectors to the logits of the next byte: (batch, time, width) to (batch, time, 256)."""
+    """The logits of the next byte: (batch, time, width) to (batch, time, 256)."""
 
     def __init__(self):
         super().__init__()
@@ -89,14 +89,14 @@ def scheduler(optimizer):
 
 @functools.cache
 def files():
-    """The standard library's modules, as (training, held out)."""
+    """Return the paths of the standard library's modules, as (training, held out)."""
     library = Path(sysconfig.get_paths()["stdlib"])
     found = sorted(p for p in library.rglob("*.py") if "site-packages" not in p.parts)
     return [p for i, p in enumerate(found) if i % 20], found[::20]
 
 
 def sequences(paths):
-    """Mini-batches of (bytes, next bytes), both (batch, context), in the order of the files."""
+    """Yield mini-batches of (bytes, next bytes), both (batch, context), in the order of `paths`."""
     size = args.batch * args.context
     rest = b""
     for path in paths:

@@ -1,103 +1,106 @@
-"""Who starts a job: what was said on the command line, as the spec of a job elsewhere."""
+"""The choice of the engine that runs a job, and the command line as the job's specification."""
 
 from __future__ import annotations
 
 import os
 import sys
-import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from launcher import ssh
-from launcher.cluster import sbatch, slurm
-from launcher.command import INTERRUPTED, is_given, is_said
-from launcher.spec import Carried, Host, JobSpec, job_name, seats
+from launcher.command import INTERRUPTED, is_given, is_typed
+from launcher.engines.engine import Carrier, Cluster, Request
+from launcher.engines.registry import CLUSTERS, Local, carrier
+from launcher.engines.ssh import parse_hosts, read_hosts
+from launcher.spec import Host, JobSpec, job_name
 from pipeworker.errors import UsageError
 from pipeworker.timings import VARIABLE
 
-ELSEWHERE = ("slurm", "kubernetes")
-"""What ``--on`` may say."""
-_OURS = frozenset(
+if TYPE_CHECKING:
+    from pipeworker.runs.begin import RunRequest
+
+_LAUNCHER_OPTIONS = frozenset(
     {
         *("on", "nodes", "settings", "dry_run", "stages", "run_dir", "hosts", "hosts_file"),
-        *("sync", "go_on"),
+        *("sync", "auto_resume"),
     }
 )
-"""Options that are no rank's."""
-_GIVEN = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "PYTHONPATH", "PYTHONHASHSEED", VARIABLE)
+"""Options of the launcher alone, which no rank has."""
+_PASSED_ON = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "PYTHONPATH", "PYTHONHASHSEED", VARIABLE)
 """Variables that decide how a process computes: they must be the same on all hosts."""
 
 
 @dataclass(frozen=True, slots=True)
-class Elsewhere:
-    """Where a job is to run, as it was said.
+class Target:
+    """Where a job is to run, as the command line specifies it.
 
     Attributes:
-        cluster: to submit it to; empty for none.
-        sync: the job file's folder is sent to the hosts first.
-        dry_run: only what would be asked for is shown.
+        cluster: to which the job is submitted; empty for none.
+        nodes: the number of hosts that the cluster is asked for; None for the default.
+        sync: whether the job file's folder is sent to the hosts first.
+        dry_run: whether the request is only shown.
 
     Raises:
-        UsageError: some of it does not go with the rest.
+        UsageError: the options contradict each other.
     """
 
-    cluster: str = ""
-    nodes: int | None = None
-    hosts: tuple[Host, ...] = ()
-    settings: Mapping[str, str] = field(default_factory=dict)
-    sync: bool = False
-    dry_run: bool = False
+    cluster: str
+    nodes: int | None
+    hosts: tuple[Host, ...]
+    settings: Mapping[str, str]
+    sync: bool
+    dry_run: bool
 
     def __post_init__(self) -> None:
         if self.cluster and self.hosts:
             raise UsageError(f"--on {self.cluster} and --hosts: choose one")
-        for option, said in (("--nodes", self.nodes), ("--set", self.settings)):
-            if said not in (None, {}) and not self.cluster:
-                raise UsageError(f"{option} is of --on: which cluster?")
+        for option, value in (("--nodes", self.nodes), ("--set", self.settings)):
+            if value not in (None, {}) and not self.cluster:
+                raise UsageError(f"{option} requires --on {' or --on '.join(CLUSTERS)}")
         if self.sync and not self.hosts:
-            raise UsageError("--sync is of --hosts: where is it to be sent?")
+            raise UsageError("--sync requires --hosts: no host is specified to send the folder to")
 
     @property
-    def here(self) -> bool:
-        """Whether it is this host alone."""
-        return not (self.cluster or self.hosts or slurm.is_inside(os.environ))
+    def engine(self) -> Cluster[Any] | Carrier[Any]:
+        if self.cluster:
+            return CLUSTERS[self.cluster]
+        return carrier(os.environ, has_hosts=bool(self.hosts))
 
-    @staticmethod
-    def of(
-        on: str | None,
-        nodes: int | None,
-        hosts: str | None,
-        hosts_file: str | None,
-        said: Sequence[str],
-        sync: bool,
-        dry_run: bool,
-    ) -> Elsewhere:
-        """Read it.
-
-        Raises:
-            UsageError: as for the class; or something cannot be read.
-        """
-        if hosts is not None and hosts_file is not None:
-            raise UsageError("--hosts and --hosts-file: choose one")
-        found = () if hosts_file is None else ssh.hosts_in(Path(hosts_file))
-        found = found if hosts is None else ssh.hosts_of(hosts)
-        return Elsewhere(on or "", nodes, found, settings(said), sync, dry_run)
+    @property
+    def is_local(self) -> bool:
+        """Whether the job runs on this host alone."""
+        return isinstance(self.engine, Local)
 
 
-def words(context: click.Context) -> tuple[str, ...]:
-    """The options that are for the ranks, as words again.
+def named_hosts(hosts: str | None, hosts_file: str | None) -> tuple[Host, ...]:
+    """Return the hosts that the user has named.
 
-    What the environment or a file gives is not there where they are; but a run that goes on has
-    options already.
+    Raises:
+        UsageError: an option is invalid, or they contradict each other.
+    """
+    if hosts is not None and hosts_file is not None:
+        raise UsageError("--hosts and --hosts-file: choose one")
+    if hosts is not None:
+        return parse_hosts(hosts)
+    return () if hosts_file is None else read_hosts(Path(hosts_file))
+
+
+def rank_options(context: click.Context) -> tuple[str, ...]:
+    """Return the options that are for the ranks, as typed.
+
+    Options of the environment or of a file are included, as neither is on the other hosts; unless
+    the job resumes a run, which has recorded them.
     """
     found: list[str] = []
-    given = is_said if context.params.get("resume") else is_given
+    included = is_typed if context.params.get("resume") else is_given
     for parameter in context.command.params:
         name = parameter.name or ""
-        if not isinstance(parameter, click.Option) or name in _OURS or not given(context, name):
+        if not isinstance(parameter, click.Option) or name in _LAUNCHER_OPTIONS:
+            continue
+        if not included(context, name):
             continue
         value, option = context.params[name], parameter.opts[-1]
         if parameter.is_flag:
@@ -108,14 +111,14 @@ def words(context: click.Context) -> tuple[str, ...]:
     return tuple(found)
 
 
-def settings(said: Sequence[str]) -> dict[str, str]:
-    """What ``--set NAME=VALUE`` says.
+def parse_settings(texts: Sequence[str]) -> dict[str, str]:
+    """Parse the values of ``--set NAME=VALUE``.
 
     Raises:
-        UsageError: it has no ``=``.
+        UsageError: a value has no name or no ``=``.
     """
     found = {}
-    for text in said:
+    for text in texts:
         name, equals, value = text.partition("=")
         if not name or not equals:
             raise UsageError(f"--set {text}: must be NAME=VALUE")
@@ -123,106 +126,54 @@ def settings(said: Sequence[str]) -> dict[str, str]:
     return found
 
 
-def spec_of(
-    job_file: Path,
-    workers: int,
-    options: tuple[str, ...],
-    arguments: tuple[str, ...],
-    run_dir: str,
-    elsewhere: Elsewhere,
-) -> JobSpec:
-    """A job that runs elsewhere."""
-    given = {name: os.environ[name] for name in _GIVEN if name in os.environ}
+def spec_of(request: RunRequest, target: Target, chosen: Mapping[str, Any]) -> JobSpec:
+    """Return the specification of a job, given the values of the command's parameters.
+
+    Raises:
+        UsageError: the job file has to be sent, and is not a text file.
+    """
+    from pipeworker.plan.orders import resolve
+
+    job_file, engine = Path(request.job_file), target.engine
+    stages = chosen["stages"] if request.stages is None else request.stages
+    stages = stages or 1  # a resumed run on this host has recorded them
+    replicas = max(1, chosen["replicas"])  # a smaller number has been rejected
+    source = ""
+    if isinstance(engine, Cluster) and not engine.shares_files and not target.settings.get("job"):
+        try:
+            source = job_file.read_text("utf-8")
+        except UnicodeDecodeError as error:
+            raise UsageError(f"{job_file}: not a text file: {error}") from None
     return JobSpec(
         name=job_name(job_file.stem),
         job_file=str(job_file),
-        workers=workers,
-        words=options,
-        arguments=arguments,
+        workers=resolve(chosen["schedule"]).place(stages, replicas).ranks,
+        options=rank_options(click.get_current_context()),
+        arguments=chosen["arguments"],
         folder=str(Path.cwd()),
-        run_dir=run_dir,
-        nodes=1 if elsewhere.nodes is None else elsewhere.nodes,
-        hosts=elsewhere.hosts,
-        environment=given,
-        settings=elsewhere.settings,
+        run_dir=str(request.run_dir or ""),
+        nodes=1 if target.nodes is None else target.nodes,
+        hosts=target.hosts,
+        environment={name: os.environ[name] for name in _PASSED_ON if name in os.environ},
+        settings=target.settings,
+        replicas=replicas,
+        threads=chosen["threads"] or 1,
+        sync=target.sync,
+        source=source,
+        python=sys.executable,
     )
 
 
-def dated(job_file: Path) -> str:
-    """The run directory of a job that does not say one; it is not made yet."""
-    return str(Path("runs", f"{job_file.stem}-{time.strftime('%Y%m%d-%H%M%S')}").absolute())
-
-
-def agents_of(spec: JobSpec) -> tuple[Carried, ...]:
-    """The agents of a job's hosts: those that were said, or else the nodes of the allocation.
+def submit(engine: Cluster[Any], request: Request) -> int:
+    """Have a cluster run a job; return the exit status.
 
     Raises:
-        UsageError: there are too few places, or too many nodes, for its workers.
+        PipeworkerError: the cluster rejects the job or does not answer.
     """
-    if spec.hosts:
-        seats([host.workers for host in spec.hosts], spec.workers)
-        return ssh.render(spec).carried
-    return slurm.carried(spec, sbatch.allocation(os.environ))
-
-
-def submit(spec: JobSpec, cluster: str, *, dry_run: bool) -> int:
-    """Have a cluster run a job; returns the exit status.
-
-    Args:
-        dry_run: only show what it would be asked for.
-
-    Raises:
-        PipeworkerError: the job or the cluster is not as it must be.
-    """
-    if cluster == "kubernetes":
-        click.echo(on_kubernetes(spec, dry_run=dry_run))
-        return 0
-    if not spec.run_dir:
-        spec = replace(spec, run_dir=dated(Path(spec.job_file)))
-    script = slurm.render(spec, sys.executable)
-    if dry_run:
-        click.echo(script.text(), nl=False)
-        return 0
-    job = sbatch.Sbatch.submit(script)
-    click.echo(f"job {job.job} is submitted; its output goes to {job.log}", err=True)
+    job = engine.submit(request)
     try:
         return job.follow()
     except KeyboardInterrupt:
         job.cancel()
-        click.echo(f"job {job.job} is told to save and to end; again to leave it alone", err=True)
         job.follow()
         return INTERRUPTED
-
-
-def on_kubernetes(spec: JobSpec, *, dry_run: bool) -> str:
-    """Submit a job to the cluster that kubectl is set to; returns what to show.
-
-    Args:
-        dry_run: only show what it would be asked for.
-
-    Raises:
-        PipeworkerError: the job or the cluster is not as it must be.
-    """
-    from launcher.cluster.kubectl import Kubectl
-    from launcher.cluster.kubernetes import render
-    from launcher.cluster.pod import RUNS
-
-    if not spec.run_dir:  # pods that begin anew must find it, other jobs must not
-        stamp = time.strftime("%Y%m%d-%H%M%S")
-        spec = replace(spec, run_dir=f"{RUNS}/{spec.name}-{stamp}")
-    try:
-        source = "" if spec.settings.get("job") else Path(spec.job_file).read_text("utf-8")
-    except UnicodeDecodeError as error:
-        raise UsageError(f"{spec.job_file} is no text: {error}") from None
-    manifests = render(spec, source)
-    if dry_run:
-        return manifests.text().rstrip("\n")
-    Kubectl(manifests).submit()
-    where = f" --namespace {manifests.namespace}" if manifests.namespace else ""
-    label = f"app.kubernetes.io/instance={manifests.name}"
-    return (
-        f"{manifests.kind} {manifests.name} is submitted; its run directory is {spec.run_dir}\n"
-        f"  kubectl get pods{where} --selector {label}\n"
-        f"  kubectl logs{where} --follow --selector {label}\n"
-        f"  kubectl delete {manifests.kind}{where} {manifests.name}"
-    )

@@ -1,11 +1,8 @@
-"""A command of ours: its mistakes are one message, and its options are shown in groups.
-
-The groups are a few lines on click: what there is for them also changes how all help looks, or puts
-parameters of its own among ours.
-"""
+"""Commands whose mistakes are one message, and whose options the help shows in groups."""
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,17 +11,18 @@ from typing import IO, Any
 import click
 from click.core import ParameterSource
 
-from pipeworker.errors import PipeworkerError
+from pipeworker.errors import PipeworkerError, UsageError
+from pipeworker.job.renamed import renamed_error
 
 INTERRUPTED = 130
-"""What a shell gives a program that SIGINT ended."""
+"""The exit status of an interrupted command, as shells use it."""
 
 FILE = "pipeworker.file"
-"""In the meta of a context: what to call the file that gives options."""
+"""Key in a context's ``meta``: the name of the file that options came from."""
 
 
 class Shown(click.ClickException):
-    """An error of ours, as the command line shows it."""
+    """An error of pipeworker as the command line shows it."""
 
     def __init__(self, error: PipeworkerError) -> None:
         super().__init__(str(error))
@@ -36,12 +34,14 @@ class Shown(click.ClickException):
 
 @contextmanager
 def clearly() -> Iterator[None]:
-    """Our own errors are one message and an exit status."""
+    """Turn pipeworker's errors inside the context into one message and an exit status."""
     try:
         yield
     except PipeworkerError as error:
         raise Shown(error) from None
-    except OSError as error:  # what the system refuses: descriptors, processes, a file
+    except click.UsageError as error:
+        raise Shown(UsageError(_one_line(error))) from None
+    except OSError as error:  # the system refused descriptors, a process or a file
         where = f"{error.filename}: " if error.filename else ""
         raise Shown(PipeworkerError(f"{where}{error.strerror or error}")) from None
     except KeyboardInterrupt:
@@ -49,38 +49,73 @@ def clearly() -> Iterator[None]:
         sys.exit(INTERRUPTED)
 
 
+def _one_line(error: click.UsageError) -> str:
+    """Return click's message as ours: ``<option or argument>: <what is wrong>; <what to do>``."""
+    text = error.message.rstrip(".")
+    if isinstance(error, click.BadOptionUsage):  # it lacks the context
+        name, value = error.option_name, " VALUE" * ("requires" in text)
+        return f"{name}: {text.partition(f'{name!r} ')[2]}; write {name}{value}"
+    assert error.ctx
+    usage = f"write `{' '.join(error.ctx.get_usage().split()[1:])}`"
+    listed = f"see `{error.ctx.command_path} --help`"
+    match error:
+        case click.NoSuchOption():
+            meant = " or ".join(error.possibilities or ())
+            advice = f"did you mean {meant}?" if meant else listed
+            return f"{error.option_name}: no such option; {advice}"
+        case click.BadParameter(param=click.Parameter() as parameter):
+            name = parameter.get_error_hint(error.ctx).replace("'", "")
+            if isinstance(error, click.MissingParameter):
+                return f"{name}: missing; {usage}"
+            advice = "" if isinstance(parameter.type, click.Choice) else f"; {listed}"
+            return f"{name}: {text}{advice}"
+    if extra := re.fullmatch(r"Got unexpected extra arguments? \((.*)\)", text):
+        return f"{extra[1]}: unexpected; {usage}"
+    return f"{text}; {usage}"
+
+
 class Option(click.Option):
-    """An option of a group.
+    """An option with a group.
 
     Args:
-        once: it is of one start: the command line alone says it.
+        words: spellings and name, as for :class:`click.Option`.
+        group: heading in the help.
+        once: only the command line may give the option, because it belongs to one start.
+        written: spelling in the help, if the help must not list all of them.
+        settings: further arguments of :class:`click.Option`.
     """
 
-    def __init__(self, *words: Any, group: str, once: bool = False, **settings: Any) -> None:
+    def __init__(
+        self, *words: Any, group: str, once: bool = False, written: str = "", **settings: Any
+    ) -> None:
         super().__init__(*words, **settings)
+        self.written = written
         self.allow_from_autoenv = not once
         self.group = group
         self.once = once
 
+    def get_help_record(self, ctx: click.Context) -> tuple[str, str] | None:
+        found = super().get_help_record(ctx)
+        return (self.written, found[1]) if found and self.written else found
+
     def get_error_hint(self, ctx: click.Context | None) -> str:
-        """How a message about it begins."""
-        said = origin(ctx, str(self.name)) if ctx else ""
-        return super().get_error_hint(ctx) + (f" ({said})" if said else "")
+        source = origin(ctx, str(self.name)) if ctx else ""
+        return super().get_error_hint(ctx) + (f" ({source})" if source else "")
 
 
-def is_said(context: click.Context, name: str) -> bool:
-    """Whether the command line says an option."""
+def is_typed(context: click.Context, name: str) -> bool:
+    """Return whether the command line gives an option."""
     return context.get_parameter_source(name) is ParameterSource.COMMANDLINE
 
 
 def is_given(context: click.Context, name: str) -> bool:
-    """Whether it is said anywhere: on the command line, in the environment, in a file."""
+    """Return whether the command line, the environment or a file gives an option."""
     source = context.get_parameter_source(name)
     return source not in (None, ParameterSource.DEFAULT)
 
 
 def origin(context: click.Context, name: str) -> str:
-    """Where an option is said that the command line does not say; empty where nobody does."""
+    """Return the variable or file that gives an option; "" if neither does."""
     match context.get_parameter_source(name):
         case ParameterSource.ENVIRONMENT:
             return f"{context.auto_envvar_prefix}_{name.upper()}"
@@ -89,27 +124,33 @@ def origin(context: click.Context, name: str) -> str:
     return ""
 
 
+def written(name: str) -> str:
+    """Return an option's name as the command line writes it."""
+    return f"--{name.replace('_', '-')}"
+
+
 class Command(click.Command):
     """A command whose options have groups."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """As click does; an option that is like none of ours may be the job file's own.
-
-        Raises:
-            NoSuchOption: nobody has it.
-        """
+        """Parse as click does; advise on a renamed option, and on one meant for the job file."""
         try:
             return super().parse_args(ctx, args)
         except click.NoSuchOption as error:
+            given = error.option_name.removeprefix("--")
+            known = {str(parameter.name) for parameter in self.params}
+            if renamed := renamed_error(given, known.__contains__, written):
+                raise UsageError(renamed) from None
             passes_on = any(parameter.name == "arguments" for parameter in self.params)
             if not passes_on or {*(error.possibilities or ())} - {"--help"}:
                 raise
             name = error.option_name
-            said = f"No such option '{name}'. Is it the job file's own? job.py -- {name}"
-            raise click.NoSuchOption(name, said, ctx=error.ctx) from None
+            raise UsageError(
+                f"{name}: no such option; is it for the job file? Write: job.py -- {name}"
+            ) from None
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Write them, each group under its name, in the order in which they are declared."""
+        """Write the options by group, in the order of their declaration."""
         groups: dict[str, list[tuple[str, str]]] = {}
         options = [one for one in self.get_params(ctx) if isinstance(one, click.Option)]
         for option in sorted(options, key=lambda one: not isinstance(one, Option)):

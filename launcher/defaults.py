@@ -1,9 +1,7 @@
-"""What a project says of its jobs in a file: the options of those that do not say them.
+"""Default options of a project, from a file; and misspelt variables of the environment.
 
-And variables of the environment that are meant to be such, and are not.
-
-``pipeworker.toml``, or the table ``[tool.pipeworker]`` of ``pyproject.toml``: beside the job file,
-or else in the current folder. The first that is found counts, and no other.
+The file is ``pipeworker.toml``, or ``pyproject.toml`` with a table ``[tool.pipeworker]``, beside
+the job file or else in the current folder. Only the first file that is found is read.
 """
 
 from __future__ import annotations
@@ -20,7 +18,8 @@ from click.core import ParameterSource
 
 from launcher.command import FILE, Option
 from pipeworker.errors import UsageError
-from pipeworker.job.options import RIVALS
+from pipeworker.job.options import EXCLUSIVE
+from pipeworker.job.renamed import renamed_error
 
 _PLACES: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("pipeworker.toml", ()),
@@ -32,25 +31,25 @@ _WANTED: dict[str, tuple[tuple[type, ...], str]] = {
     "float": ((int, float), "a number"),
     "choice": ((str,), "a string"),
 }
-"""By the name of an option's type in click, what a file may say."""
+"""By the name of an option's type in click: the types of its value in a file, and their name."""
 _ABOVE = {ParameterSource.COMMANDLINE, ParameterSource.ENVIRONMENT}
 _TEXT = (str, int), "a string, a whole number or a list of these"
 _PREFIX = "PIPEWORKER_"
 _OTHERS = ("TOKEN", "TIMINGS")
-"""Variables of ours that are no options."""
+"""Variables of pipeworker that are not options."""
 _NEARLY = 0.75
-"""How alike two names are of which one is a slip of the other, as difflib has it."""
+"""Ratio of difflib from which a name counts as a misspelling of another."""
 _FEW = 2
-"""Names that may be meant by what they begin with."""
+"""Number of options up to which a prefix of their names is completed in a message."""
 
 
 @dataclass(frozen=True, slots=True)
 class Defaults:
-    """What a file says.
+    """The options that a file gives, by key.
 
     Attributes:
-        where: what to call it.
-        folder: that it is in; paths are seen from there.
+        where: name of the file in messages.
+        folder: to which the file's paths are relative.
     """
 
     where: str = ""
@@ -59,56 +58,57 @@ class Defaults:
 
     @staticmethod
     def find(folders: Iterable[Path]) -> Defaults:
-        """In the first folder where there is such a file.
-
-        Raises:
-            UsageError: it cannot be read.
-        """
+        """Read the file in the first of these folders that has one."""
         for folder in dict.fromkeys(folders):
             for name, table in _PLACES:
                 values = _read(folder / name, table)
                 if values is not None:
-                    said = f"{folder / name}{', [tool.pipeworker]' if table else ''}"
-                    return Defaults(said, values, folder)
+                    where = f"{folder / name}{', [tool.pipeworker]' if table else ''}"
+                    return Defaults(where, values, folder)
         return Defaults()
 
     def fill(self, context: click.Context, parameters: Iterable[click.Parameter]) -> None:
-        """Give them to the options of a command that nobody else says.
+        """Set the options of a command that neither the command line nor the environment gives.
 
-        Args:
-            parameters: of `launch`; what only that one has is not for a rank of a torchrun job.
-
-        Raises:
-            UsageError: an option is unknown, of the wrong type, or of the command line alone.
+        A torchrun rank ignores those of `parameters`, which are `launch`'s, that it does not have.
         """
         options = {
-            word.removeprefix("--"): option
+            option.opts[-1].removeprefix("--"): option
             for option in parameters
             if isinstance(option, Option)
-            for word in option.opts
         }
+        known = {str(option.name) for option in options.values() if not option.once}
         for key, value in self.values.items():
             word = key.replace("_", "-")
             option = options.get(word)
             if option is None:
+                if error := renamed_error(
+                    key,
+                    known.__contains__,
+                    _key,
+                    lambda n, value: f"{_key(n)} = {str(value).lower()}",
+                    elsewhere=True,
+                ):
+                    raise UsageError(f"{self.where}: {error}")
                 meant = get_close_matches(word, options, 1) or ["one of `pipeworker launch -h`"]
-                raise UsageError(f"{self.where}: no option is {key}: did you mean {meant[0]}?")
+                raise UsageError(f"{self.where}: {key} is not an option; did you mean {meant[0]}?")
             if option.once:
-                raise UsageError(f"{self.where}: {key} can only be said on the command line")
-            given = self._convert(key, value, option, context)
+                raise UsageError(f"{self.where}: {key} is only for the command line; remove it")
+            converted = self._convert(key, value, option, context)
             name = str(option.name)
-            sources = {context.get_parameter_source(one) for one in (name, RIVALS.get(name, name))}
+            names = (name, EXCLUSIVE.get(name, name))
+            sources = {context.get_parameter_source(one) for one in names}
             if name in context.params and not sources & _ABOVE:
-                context.params[name] = given
+                context.params[name] = converted
                 context.set_parameter_source(name, ParameterSource.DEFAULT_MAP)
         context.meta[FILE] = self.where
 
     def _convert(self, key: str, value: Any, option: Option, context: click.Context) -> Any:
-        """A value of the file's, as click would give it."""
+        """Convert a value of the file as click converts one of the command line."""
         kinds, wanted = _WANTED.get(option.type.name, _TEXT)
         many = value if isinstance(value, list) and kinds == _TEXT[0] else [value]
         if any(type(one) not in kinds for one in many):
-            raise UsageError(f"{self.where}: {key} = {value!r}: it must be {wanted}")
+            raise UsageError(f"{self.where}: {key} = {value!r}: must be {wanted}")
         text = value if kinds != _TEXT[0] else ",".join(map(str, many))
         if isinstance(option.type, click.Path):
             text = str(self.folder / text)
@@ -118,59 +118,81 @@ class Defaults:
             raise UsageError(f"{self.where}: {key} = {value!r}: {error.message}") from None
 
 
-def slips(environment: Iterable[str], parameters: Iterable[click.Parameter]) -> Iterator[str]:
-    """Variables that nobody reads and that are nearly those of options, each in a sentence.
+def check_renamed(environment: Iterable[str], parameters: Iterable[click.Parameter]) -> None:
+    """Reject variables with former names of options, which are `launch`'s `parameters`."""
+    options = {str(one.name) for one in parameters if isinstance(one, Option) and not one.once}
+    for variable in environment:
+        if not variable.startswith(_PREFIX):
+            continue
+        name = variable.removeprefix(_PREFIX).lower()
+        if error := renamed_error(
+            name,
+            options.__contains__,
+            _variable,
+            lambda n, value: f"{_variable(n)}={value:d}",
+            elsewhere=True,
+        ):
+            raise UsageError(error)
 
-    Args:
-        parameters: of `launch`.
-    """
+
+def _key(name: str) -> str:
+    return name.replace("_", "-")
+
+
+def _variable(name: str) -> str:
+    return _PREFIX + name.upper()
+
+
+def misspelt(environment: Iterable[str], parameters: Iterable[click.Parameter]) -> Iterator[str]:
+    """Yield a warning for each variable that is not read and resembles that of an option."""
     options = {str(one.name).upper(): one for one in parameters if isinstance(one, Option)}
     for variable in environment:
         name = variable.removeprefix(_PREFIX)
         if name == variable or name in _OTHERS:
             continue
-        meant = _meant(name, options)
+        meant = _similar(name, options)
         if meant and options[meant[0]].once:
             word = options[meant[0]].opts[-1]
-            yield f"{variable} is not read: {word} can only be said on the command line"
+            yield f"{variable}: not read; {word} is only for the command line"
         elif meant and meant != [name]:
             which = " or ".join(f"{_PREFIX}{one}" for one in meant)
-            yield f"{variable} is not read: is {which} meant?"
+            yield f"{variable}: not read; did you mean {which}?"
 
 
-def _meant(name: str, there: Collection[str]) -> list[str]:
-    """What a name is, is nearly, or begins."""
-    if name in there:
+def _similar(name: str, known: Collection[str]) -> list[str]:
+    """Return the known names that a name equals, resembles, or is a prefix of."""
+    if name in known:
         return [name]
-    begun = [one for one in there if one.startswith(name)]
-    return begun if 0 < len(begun) <= _FEW else get_close_matches(name, there, 1, _NEARLY)
+    completed = [one for one in known if one.startswith(name)]
+    return completed if 0 < len(completed) <= _FEW else get_close_matches(name, known, 1, _NEARLY)
 
 
 def _read(path: Path, table: tuple[str, ...]) -> Mapping[str, Any] | None:
-    """The table of a file; None where there is none."""
+    """Return the table of a file; None if there is no file or no table."""
     try:
         content = path.read_bytes()
     except (FileNotFoundError, NotADirectoryError):
         return None
     except OSError as error:
-        raise UsageError(f"cannot read {path}: {error.strerror}") from None
+        raise UsageError(
+            f"{path}: cannot be read: {error.strerror}; make it readable, or remove it"
+        ) from None
     try:
         values = _parsed(content)
-    except (ValueError, RecursionError) as error:  # of TOML, or of UTF-8
-        raise UsageError(f"{path} is not TOML: {error}") from None
+    except (ValueError, RecursionError) as error:  # not TOML, or not UTF-8
+        raise UsageError(f"{path}: not TOML: {error}; correct it") from None
     for name in table:
         values = values.get(name)
         if values is None:
             return None
         if not isinstance(values, dict):
-            raise UsageError(f"{path}: {name} is no table")
+            raise UsageError(f"{path}: {name} is not a table; write [{'.'.join(table)}]")
     found: Mapping[str, Any] = values
     return found
 
 
 def _parsed(content: bytes) -> Any:
-    """TOML; its parser is imported where there is a file."""
-    if sys.version_info >= (3, 11):
+    if sys.version_info >= (3, 11):  # imported only when there is a file
         import tomllib
     else:
         import tomli as tomllib

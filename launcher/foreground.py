@@ -4,59 +4,59 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from pipeworker.display.lines import LineDisplay
+from pipeworker.display.style import Style
 from pipeworker.errors import PipeworkerError, UsageError
-from pipeworker.session.begin import Asked, Begun
-from pipeworker.session.head import UNSAID, Hear
-from pipeworker.session.place import Place
-from pipeworker.session.show.plain import Show
-from pipeworker.session.show.view import View
+from pipeworker.ranks.coordinator_process import REPORTED_BY_CALLER, EventListener
+from pipeworker.ranks.rank_info import RankInfo
+from pipeworker.runs.begin import PreparedRun, RunRequest
 from pipeworker.wire.lines import FromCoordinator, Verdict
 
 
 def check(stages: int | None, replicas: int, *, here: bool) -> None:
-    """That there is one worker, on this host.
+    """Check that the job has one worker, and runs `here`.
 
     Raises:
-        UsageError: there are others, which have no terminal.
+        UsageError: there are other workers, which have no terminal.
     """
     if not here or replicas != 1 or stages not in (None, 1):
         raise UsageError(
-            "--debug is for one worker on this host, since there is one terminal: say --stages 1, "
+            "--debug: requires one worker on this host, as there is one terminal; use --stages 1, "
             "which gives the same numbers"
         )
 
 
-def run(asked: Asked, view: View) -> int:
-    """Be the worker to the end of the job; returns the exit status.
+def run(request: RunRequest, view: Style) -> int:
+    """Run the job's only worker in this process; return the exit status.
 
-    The process keeps its terminal, so what the job prints is not in a log, nor is there a progress
-    bar. While it waits in a debugger its control thread says that it lives.
+    The process keeps its terminal, so the job's output is in no log, and there is no progress bar.
+    While the process waits in a debugger, its control thread sends heartbeats.
 
     Raises:
-        UsageError: something is wrong with what is asked for.
-        SystemExit: the job ended itself.
+        UsageError: the request is invalid.
+        SystemExit: the job file ended the process.
     """
     from pipeworker.session.session import Session  # which imports torch
 
     verdicts: list[Verdict] = []
 
-    def listen(begun: Begun) -> Hear:
-        shown = replace(view, origins=begun.origins)
-        show = Show(begun.options, str(begun.run_dir.path), shown)
+    def listen(prepared: PreparedRun) -> EventListener:
+        style = replace(view, origins=prepared.origins)
+        display = LineDisplay(prepared.options, str(prepared.run_dir.path), style)
 
-        def hear(event: FromCoordinator) -> None:
-            if event is UNSAID:
+        def show(event: FromCoordinator) -> None:
+            if event is REPORTED_BY_CALLER:
                 return
             if isinstance(event, Verdict):
                 verdicts.append(event)
-                if event.own:  # it has been heard
+                if event.job_exited:  # the job file has printed its own message
                     return
-            show.hear(event)
+            display.show(event)
 
-        return hear
+        return show
 
     try:
-        Session(Place.alone(), None, asked, listen=listen).run()
+        Session(RankInfo.single_process(), None, request, listen=listen).run()
     except (PipeworkerError, KeyboardInterrupt):
         if not verdicts:
             raise

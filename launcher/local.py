@@ -1,67 +1,341 @@
-"""This host: what is looked at before a process is started, and a job that has no other."""
+"""The run of a job by this process, and what is checked on this host before."""
 
 from __future__ import annotations
 
+import os
+import selectors
+import signal
+import socket
 import subprocess
 import sys
-from collections.abc import Sequence
-from contextlib import closing
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import IO, Any
+from urllib.parse import urlsplit
 
-from launcher.run import Launch
-from launcher.spec import Carried, Host
-from pipeworker.errors import UsageError
-from pipeworker.plan.orders import placement
-from pipeworker.session.begin import Begun
-from pipeworker.session.show.view import View
+from typing_extensions import assert_never
+
+from launcher.spec import RemoteAgent
+from launcher.supervisor import effects, events
+from launcher.supervisor.agents import host_problem
+from launcher.supervisor.effects import Effect
+from launcher.supervisor.events import AgentLine, CheckedHello, Event
+from launcher.supervisor.supervisor import Supervisor
+from pipeworker.display.style import Style
+from pipeworker.display.thread import start_display
+from pipeworker.environment import timings, versions
+from pipeworker.errors import RecordError, UsageError
+from pipeworker.host.lifetime import kill_group
+from pipeworker.host.line_process import LineProcess, start_agent, start_coordinator
+from pipeworker.host.suspend_clock import SuspendAwareClock
+from pipeworker.record.run_record import write_summary
+from pipeworker.record.rundir import file_digest
+from pipeworker.runs.begin import PreparedRun
+from pipeworker.wire import interfaces, lines
+from pipeworker.wire.keys import new_token
+
+_INTERRUPTS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_NOTICE = signal.SIGUSR1
+"""Sent by a cluster that is about to take this host: the job saves a checkpoint and continues."""
+_TAIL = 2000  # bytes of a log that are searched for its last line
+
+Coordinator = LineProcess[lines.ToCoordinator, lines.FromCoordinator]
+Readable = socket.socket | LineProcess[Any, Any]
+Source = Callable[[], Iterable[Event]]
+"""Reads what has become readable, and returns the events that it means."""
 
 
-def run(begun: Begun, view: View | None = None, carried: Sequence[Carried] = ()) -> int:
-    """Run a job to its end; returns the exit status.
+class AgentProcess:
+    """The process of an agent, or of the command that carries its lines.
 
-    Args:
-        view: what is shown.
-        carried: the agents of its hosts; none for this host alone.
+    `log` receives the standard error of that command.
     """
-    options = begun.options
-    view = replace(view or View(), origins=begun.origins)
-    if not carried:
-        ranks = placement(options.schedule, options.stages, options.replicas).ranks
-        carried = (Carried(Host("", ranks)),)
-    with closing(begun):
-        verdict = Launch(options, begun.run_dir, carried, begun.warnings, view).run()
-        begun.close(verdict)
+
+    def __init__(self, remote: RemoteAgent, log: Path) -> None:
+        self._errors: IO[bytes] | None = log.open("a+b") if remote.command else None
+        self._logged = self._errors.tell() if self._errors else 0
+        self.process: LineProcess[lines.ToAgent, lines.FromAgent] = start_agent(
+            remote.command, self._errors
+        )
+
+    def finish(self, seconds: float) -> tuple[int, str]:
+        """Wait for its end, and kill it when that takes longer.
+
+        Returns:
+            The exit code, and the last line of its standard error, such as ssh's reason.
+        """
+        code = self.process.wait(seconds)
+        if self._errors is None:
+            return code, ""
+        with self._errors as log:
+            log.seek(self._logged)
+            text = log.read()[-_TAIL:].decode(errors="replace").strip()
+        return code, text.rpartition("\n")[2].strip()
+
+
+class Launch:
+    """A job from its first process to its verdict, shown to the user."""
+
+    def __init__(
+        self,
+        prepared: PreparedRun,
+        agents: Sequence[RemoteAgent],
+        view: Style,
+    ) -> None:
+        self._options, self._run_dir, self._remote = prepared.options, prepared.run_dir, agents
+        self._warnings = prepared.warnings
+        self._timings = timings()
+        self._clock = SuspendAwareClock(self._timings.ping)
+        options, path = prepared.options, str(prepared.run_dir.path)
+        self._supervisor = Supervisor(
+            options, path, new_token(), agents, self._timings, os.cpu_count() or 1
+        )
+        self._agents: dict[int, AgentProcess] = {}
+        self._coordinator: Coordinator | None = None
+        self._selector = selectors.DefaultSelector()
+        view = replace(view, origins=prepared.origins)
+        self._screen = start_display(options, path, view, starting=True)
+
+    def run(self) -> lines.Verdict:
+        """Run the job to its end.
+
+        Raises:
+            PipeworkerError: a process cannot be started.
+            OSError: the log of a host cannot be opened.
+        """
+        started = time.monotonic()
+        try:
+            with _signals() as signals:
+                try:
+                    self._perform(self._supervisor.start(self._clock.now()))
+                    self._perform([effects.Show(lines.Warned(text)) for text in self._warnings])
+                    self._listen(signals, lambda: _read_signals(signals))
+                    self._loop()
+                finally:
+                    self._end()
+        except BaseException:
+            self._screen.close()
+            raise
+        verdict = self._supervisor.verdict
+        if verdict is None:
+            verdict = self._supervisor.own_verdict(time.monotonic() - started)
+            try:
+                write_summary(self._run_dir, verdict, self._supervisor.stages)
+            except OSError as error:
+                self._show(lines.Warned(str(RecordError(self._run_dir.summary, error))))
+        self._show(verdict)
+        return verdict
+
+    def _loop(self) -> None:
+        supervisor = self._supervisor
+        while not supervisor.over:
+            before = self._clock.now()
+            for key, _ in self._selector.select(max(0.0, supervisor.wakes_at - before)):
+                for event in key.data():
+                    self._perform(supervisor.handle(event, self._clock.now()))
+                if supervisor.over:
+                    return
+            # What was sent until `before` has been read: only now is silence known to be silence.
+            self._perform(supervisor.handle(events.Ticked(), before))
+
+    def _listen(self, source: Readable, read: Source) -> None:
+        self._selector.register(source, selectors.EVENT_READ, read)
+
+    def _perform(self, requested: Sequence[Effect]) -> None:
+        """Carry out effects, and those of the events that answer them."""
+        waiting = deque(requested)
+        while waiting:
+            answer = self._carry_out(waiting.popleft())
+            if answer is not None:
+                waiting.extend(self._supervisor.handle(answer, self._clock.now()))
+
+    def _carry_out(self, effect: Effect) -> Event | None:
+        match effect:
+            case effects.StartAgent():
+                return self._start_agent(effect.agent)
+            case effects.KillAgent():
+                if effect.agent in self._agents:
+                    self._agents[effect.agent].process.kill()
+            case effects.SendAgent():
+                if effect.agent in self._agents:
+                    self._agents[effect.agent].process.send(effect.line)
+            case effects.StartCoordinator():
+                return self._start_coordinator(effect.configuration)
+            case effects.EndCoordinator():
+                self._end_coordinator()
+            case effects.SendCoordinator():
+                if self._coordinator:
+                    self._coordinator.send(effect.line)
+            case effects.ProbeEndpoint():
+                return events.EndpointProbed(self._probe(effect.endpoint))
+            case effects.KillGroup():
+                kill_group(effect.pid)
+            case effects.Show():
+                return self._show(effect.line)
+            case _:
+                assert_never(effect)
+        return None
+
+    # Agents.
+
+    def _start_agent(self, number: int) -> Event:
+        remote = self._remote[number]
+        agent = AgentProcess(remote, self._run_dir.host_log(remote.host.name))
+        self._agents[number] = agent
+        self._listen(agent.process, lambda: self._read_agent(number, agent))
+        return events.AgentStarted(number, agent.process.pid)
+
+    def _read_agent(self, number: int, agent: AgentProcess) -> Iterator[Event]:
+        received, more = agent.process.receive()
+        host = self._remote[number].name
+        yield events.AgentLines(number, tuple(self._checked(host, line) for line in received))
+        if not more:
+            self._selector.unregister(agent.process)
+            del self._agents[number]
+            yield events.AgentEnded(number, *agent.finish(self._timings.exit))
+
+    def _checked(self, host: str, line: lines.FromAgent) -> AgentLine:
+        """Compare the host of an agent that introduces itself with this one."""
+        if not isinstance(line, lines.AgentHello):
+            return line
+        job_file, run_dir = self._options.job_file, self._run_dir
+        found = {name: version or "" for name, version in versions().items()}
+        digests = {"job": file_digest(Path(job_file)), "run": file_digest(run_dir.run)}
+        own = lines.AgentHello(host="", **found, **digests)
+        problem = host_problem(host, line, own, job_file, str(run_dir.path))
+        return CheckedHello(line.caller, _is_local(line.caller), problem)
+
+    # The coordinator.
+
+    def _start_coordinator(self, configuration: lines.Configuration) -> Event:
+        process = self._coordinator = start_coordinator()
+        self._listen(process, lambda: self._read_coordinator(process))
+        process.send(configuration)
+        return events.CoordinatorStarted(process.pid)
+
+    def _read_coordinator(self, process: Coordinator) -> Iterator[Event]:
+        received, more = process.receive()
+        if not more:
+            self._selector.unregister(process)
+        yield events.CoordinatorLines(tuple(received))
+        if not more and process is self._coordinator:  # these lines may have ended it
+            yield events.CoordinatorEnded()
+
+    def _end_coordinator(self) -> None:
+        process, self._coordinator = self._coordinator, None
+        if process is None:
+            return
+        if process in self._selector.get_map():  # it is silent, or cannot be reached
+            self._selector.unregister(process)
+        process.close_input()
+        process.wait(0.0)
+
+    def _probe(self, endpoint: str) -> str:
+        """Return why this host, and thus its workers, cannot reach the coordinator, else ""."""
+        error = interfaces.connection_error(endpoint, self._timings.handshake)
+        where = f"{urlsplit(endpoint).netloc} ({socket.gethostname()})"
+        return error and f"the coordinator cannot be reached at {where}: {error}"
+
+    # The user.
+
+    def _show(self, line: lines.FromCoordinator) -> events.TerminalLost | None:
+        try:
+            self._screen.show(line)
+        except OSError:
+            return events.TerminalLost()
+        return None
+
+    def _end(self) -> None:
+        """End all processes at the same time."""
+        self._selector.close()
+        self._perform(self._supervisor.shutdown())
+        for agent in self._agents.values():
+            agent.process.close_input()
+        if self._coordinator:
+            self._coordinator.close_input()
+        for agent in self._agents.values():
+            agent.finish(self._timings.exit)
+        if self._coordinator:
+            self._coordinator.wait(self._timings.exit)
+
+
+@contextmanager
+def _signals() -> Iterator[socket.socket]:
+    """Collect signals in a socket, from which their numbers are read."""
+    write, read = socket.socketpair()
+    for end in (write, read):
+        end.setblocking(False)
+    caught = {*_INTERRUPTS, _NOTICE}
+    if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:  # under nohup
+        caught.remove(signal.SIGHUP)
+    before = {number: signal.signal(number, lambda *_: None) for number in caught}
+    signal.set_wakeup_fd(write.fileno(), warn_on_full_buffer=False)
+    with write, read:
+        try:
+            yield read
+        finally:
+            signal.set_wakeup_fd(-1)
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+
+def _read_signals(source: socket.socket) -> Iterator[Event]:
+    numbers = source.recv(4096)
+    if _NOTICE in numbers:
+        yield lines.SaveRequest()
+    for _ in filter(_INTERRUPTS.__contains__, numbers):
+        yield lines.Interrupt()
+
+
+def _is_local(address: str) -> bool:
+    """Return whether an address belongs to this host."""
+    try:
+        return bool(address and interfaces.resolve_local(address))
+    except OSError:
+        return False
+
+
+def run(prepared: PreparedRun, view: Style, agents: Sequence[RemoteAgent]) -> int:
+    """Run a job to its end; return the exit status."""
+    with closing(prepared):
+        verdict = Launch(prepared, agents, view).run()
+        prepared.close(verdict)
     return verdict.exit_status
 
 
 def check_job_file(path: Path) -> None:
-    """Look at the job file without running it, so that a typing error starts no process.
+    """Compile the job file without running it, so that a syntax error starts no process.
 
     Raises:
-        UsageError: it does not exist, cannot be read or is not Python.
+        UsageError: the file does not exist, cannot be read or is not Python.
     """
     try:
         compile(path.read_bytes(), str(path), "exec")
     except OSError as error:
-        raise UsageError(f"job file {path}: {error.strerror}") from None
+        raise UsageError(
+            f"job file {path}: {error.strerror}; give the path of a Python file"
+        ) from None
     except SyntaxError as error:
         marked = f"\n    {error.text.strip()}" if error.text else ""
         line = f", line {error.lineno}" if error.lineno else ""
         raise UsageError(f"job file {path}{line}: {error.msg}{marked}") from None
     except ValueError as error:
-        raise UsageError(f"job file {path} is not Python source: {error}") from None
+        raise UsageError(f"job file {path}: not Python source: {error}") from None
 
 
 def accelerators() -> int:
-    """How many accelerators this host has, as the default number of stages.
+    """Return the number of accelerators of this host, the default number of stages.
 
     Raises:
-        UsageError: it has none.
+        UsageError: this host has none.
     """
     code = "import torch; print(torch.accelerator.device_count())"
     answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     count = int(answer.stdout or 0)
     if not count:
-        raise UsageError("this host has no accelerator: say how many stages with --stages")
+        raise UsageError("--stages: this host has no accelerator; specify the number of stages")
     return count

@@ -1,4 +1,4 @@
-"""What this machine is and what is installed on it, for who is to find out why something fails."""
+"""Facts about this machine and its installation, for bug reports (``pipeworker env``)."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from pipeworker import __version__
+from pipeworker.version import __version__
 from pipeworker.wire.keys import TOKEN_VARIABLE
 
 _PACKAGES = ("torch", "numpy", "pyzmq", "msgpack", "cryptography", "safetensors", "click", "rich")
 _VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "CUDA_VISIBLE_DEVICES", "GLOO_SOCKET_IFNAME")
 _LIMITS = ("NOFILE", "NPROC", "MEMLOCK", "CORE")
 _UNBOUNDED = 1 << 60
-"""Bytes; a memory cgroup of the first kind without a bound has one above this."""
+"""Bytes; a version-1 memory cgroup without a limit reports a number above this."""
 
 
 def facts(environment: Mapping[str, str] = os.environ) -> dict[str, Any]:
-    """By name, as it is shown. Of the token only that there is one."""
+    """Return the facts by name. Of the job's token only its presence is reported."""
     return {
         "pipeworker": __version__,
         "python": platform.python_version(),
@@ -41,13 +41,13 @@ def facts(environment: Mapping[str, str] = os.environ) -> dict[str, Any]:
 
 
 def text(found: Mapping[str, Any]) -> str:
-    """A line of each."""
+    """Format facts, one line each."""
     width = max(map(len, found))
     return "\n".join(f"{name:<{width}}  {value}" for name, value in found.items())
 
 
 def quota(root: Path = Path("/")) -> float | None:
-    """How many cores this process's cgroups let it have; None for all."""
+    """Return the number of cores that this process's cgroups allow; None for all."""
     found = []
     for folder in _cgroups("cpu", root):
         kept = [*_words(folder / "cpu.cfs_quota_us"), *_words(folder / "cpu.cfs_period_us")]
@@ -57,7 +57,7 @@ def quota(root: Path = Path("/")) -> float | None:
 
 
 def memory_bound(root: Path = Path("/")) -> int | None:
-    """Bytes that this process's cgroups let it have; None for all."""
+    """Return the bytes of memory that this process's cgroups allow; None for all."""
     found = []
     for folder in _cgroups("memory", root):
         words = _words(folder / "memory.max") or _words(folder / "memory.limit_in_bytes")
@@ -66,7 +66,7 @@ def memory_bound(root: Path = Path("/")) -> int | None:
 
 
 def _cgroups(controller: str, root: Path) -> Iterator[Path]:
-    """The folders of those that a controller may bound this process by, of either version."""
+    """Yield the folders of the cgroups, of version 1 or 2, that may limit this process."""
     for line in _lines(root / "proc/self/cgroup"):
         _, controllers, path = line.split(":", 2)
         if controllers and controller not in controllers.split(","):
@@ -95,12 +95,12 @@ def _version(name: str) -> str:
 
 
 def _devices() -> str:
-    """Those that torch sees; that it cannot be imported may be what is to be found out."""
+    """Describe the devices that torch sees, or why torch cannot be imported."""
     try:
         import torch
 
         count = torch.accelerator.device_count()
-        current, built = torch.accelerator.current_accelerator(), "the CPU alone"
+        current, built = torch.accelerator.current_accelerator(), "the CPU only"
         names = [f"{current}:{number}" for number in range(count)]
         if current is not None:
             version = torch.version.cuda or torch.version.hip
@@ -108,7 +108,7 @@ def _devices() -> str:
             name_of = getattr(torch.get_device_module(current), "get_device_name", None)
             names = [name_of(number) for number in range(count)] if name_of else names
     except (ImportError, OSError, RuntimeError) as error:
-        return f"torch cannot say: {error}"
+        return f"unknown: torch failed: {error}"
     return f"{', '.join(names) or 'no accelerator'}; torch is built for {built}"
 
 
@@ -140,8 +140,8 @@ def _gib(count: int) -> str:
 
 def _limit(name: str) -> str:
     soft, hard = resource.getrlimit(getattr(resource, f"RLIMIT_{name}"))
-    said = ["unlimited" if one == resource.RLIM_INFINITY else str(one) for one in (soft, hard)]
-    return said[0] if soft == hard else f"{said[0]}, up to {said[1]}"
+    shown = ["unlimited" if one == resource.RLIM_INFINITY else str(one) for one in (soft, hard)]
+    return shown[0] if soft == hard else f"{shown[0]}, up to {shown[1]}"
 
 
 def _variables(environment: Mapping[str, str]) -> Iterator[tuple[str, str]]:

@@ -1,4 +1,4 @@
-"""What can be said of a job: the options of `launch`, and of a rank of a torchrun job."""
+"""The options of `launch` and of a torchrun rank, by group."""
 
 from __future__ import annotations
 
@@ -12,42 +12,37 @@ from typing import Any
 
 import click
 
-from launcher.choose import ELSEWHERE
 from launcher.command import Option
+from launcher.engines.registry import CLUSTERS
 from launcher.templates import EXAMPLES
-from pipeworker.job.options import BACKENDS, DEVICES, PRECISIONS, READERS, WHEN_BUSY
+from pipeworker.display.style import OUTPUTS
+from pipeworker.job.options import BACKENDS, CHECKPOINT_BUSY, DATA_READERS, DEVICES, PRECISIONS
 from pipeworker.plan.orders import ORDERS
-from pipeworker.plan.schedule import RECOMPUTE_MODES
-from pipeworker.session.show.view import OUTPUTS
+from pipeworker.plan.recompute import RECOMPUTE_MODES
 
 Function = Callable[..., Any]
 Decorate = Callable[[Function], Function]
 
 ANYWHERE = (
-    "For a run that begins, options of a job may also be said by variables, as "
-    "PIPEWORKER_STEPS=100, or in pipeworker.toml: see docs/commands.md."
+    "A new run also takes options of a job from variables, as PIPEWORKER_STEPS=100, and from "
+    "pipeworker.toml: see docs/commands.md."
 )
-"""Below the help of a job's commands."""
+"""The epilog of the help of a job's commands."""
 
 _PATH = click.Path(readable=False)
-"""Whether it can be read is found where it is read: click asks as another user would."""
+"""A path whose readability is checked when it is read: click checks for the real user only."""
 _METAVARS = {int: "N", float: "X"}
 _NODES = ("nvidiactl", "nvidia0", "dxg", "kfd")
-"""Of /dev, where a driver has an accelerator that torch calls ``cuda``."""
+"""Files in /dev that the driver of an accelerator of type ``cuda`` creates."""
 
 
 class _Offered(click.Choice):  # type: ignore[type-arg]
-    """A choice that offers what works here.
+    """A choice that shows the values for this host and accepts those for other hosts.
 
-    What works on other hosts is taken as well: the job may run there, and where it runs is where it
-    is looked at.
+    The job may run on another host, and a value is checked where the job runs.
     """
 
-    def __init__(
-        self,
-        offered: tuple[str, ...],
-        elsewhere: tuple[str, ...],
-    ) -> None:
+    def __init__(self, offered: tuple[str, ...], elsewhere: tuple[str, ...]) -> None:
         super().__init__(offered)
         self._elsewhere = elsewhere
 
@@ -58,7 +53,7 @@ class _Offered(click.Choice):  # type: ignore[type-arg]
 def devices_here(
     system: Path = Path("/dev"), machine: str = f"{sys.platform} {platform.machine()}"
 ) -> tuple[str, ...]:
-    """Those of DEVICES that this host has, as far as can be seen without importing torch."""
+    """Return the DEVICES that this host seems to have, without importing torch."""
     torch = find_spec("torch")
     library = Path(torch.origin or "").parent / "lib" if torch else Path()
     built = any((library / f"libtorch_{kind}.so").exists() for kind in ("cuda", "hip"))
@@ -70,18 +65,21 @@ def devices_here(
 
 
 def backends_here(devices: tuple[str, ...] | None = None) -> tuple[str, ...]:
-    """Those of BACKENDS that a host with these devices has."""
+    """Return the BACKENDS of a host with these devices."""
     cuda = "cuda" in (devices_here() if devices is None else devices)
     return tuple(name for name in BACKENDS if cuda or name != "nccl")
 
 
-def _option(name: str, text: str, kind: Any = None, **how: Any) -> Callable[..., Decorate]:
-    """An option, for a group; what it is by default is shown where that is a value."""
+def _option(
+    name: str | tuple[str, ...], text: str, kind: Any = None, **how: Any
+) -> Callable[..., Decorate]:
+    """Declare an option for a group; the help shows its default value if it has one."""
+    words = name.split() if isinstance(name, str) else name
     shown = "default" in how
     if kind in _METAVARS:
         how.setdefault("metavar", _METAVARS[kind])
     return partial(
-        click.option, *name.split(), cls=Option, help=text, type=kind, show_default=shown, **how
+        click.option, *words, cls=Option, help=text, type=kind, show_default=shown, **how
     )
 
 
@@ -102,7 +100,7 @@ _TRAINING = "Training"
 _NUMBERS = "Numbers"
 _SCHEDULE = "Schedule and memory"
 _KEPT = "Checkpoints and recovery"
-_RESUMED = "A run that goes on"
+_RESUMED = "Resume"
 _OUTPUT = "Output"
 
 _STAGES = _in(_WORKERS, _option("--stages", "Pipeline stages. [default: one per accelerator]", int))
@@ -111,24 +109,24 @@ _ELSEWHERE = _in(
     _option("--hosts", "Hosts that ssh reaches, each with its workers.", metavar="A:2,B:2"),
     _option(
         "--hosts-file",
-        "The same: a host, its workers and its python a line.",
+        "The same in a file: a host, its workers and its python per line.",
         _PATH,
         metavar="FILE",
     ),
     _flag("--sync", "Send the job file's folder to the hosts first."),
-    _option("--on", "The cluster to submit the job to.", click.Choice(ELSEWHERE)),
+    _option("--on", "The cluster to submit the job to.", click.Choice([*CLUSTERS])),
     _option("--nodes", "Hosts of the cluster. [default: 1]", int),
     _many(
-        *("--set settings", "What the cluster is asked for besides, as image=IMAGE. Repeatable."),
+        *("--set settings", "A setting of the cluster's request, as image=IMAGE. Repeatable."),
         metavar="NAME=VALUE",
     ),
-    _flag("--dry-run", "Only print what would be asked for."),
+    _flag("--dry-run", "Only print what would be submitted."),
     once=True,
 )
 
 _HERE = _in(
     _WORKERS,
-    _flag("--debug", "With --stages 1: breakpoint() and input() have this terminal."),
+    _flag("--debug", "With --stages 1: breakpoint() and input() use this terminal."),
     once=True,
 )
 
@@ -144,67 +142,62 @@ _OF_JOB = [
         _option("--threads", "Intra-op threads of a worker. [default: OMP_NUM_THREADS, 1]", int),
         _option(
             "--device",
-            "Where stages compute; auto: on accelerators, of any kind, where there are some.",
+            "Where stages compute; auto: on accelerators, if the host has any.",
             _Offered(devices_here(), DEVICES),
             default="auto",
         ),
         _option(
             "--backend",
-            "What carries tensors; auto: shared memory on a host, gloo between hosts; between "
-            "accelerators what they have of their own. tls encrypts what hosts say.",
+            "How tensors are sent; auto: by shared memory on a host, by gloo between hosts, and "
+            "directly between accelerators where they can. tls encrypts between hosts.",
             _Offered(backends_here(), BACKENDS),
             default="auto",
         ),
         _option(
             "--interface",
-            "What carries tensors between hosts, as eth1. [default: by route]",
+            "Network interface between hosts, as eth1. [default: by route]",
             metavar="NAME",
         ),
         _option(
             "--worker-timeout",
-            "Seconds after which a silent worker is given up.",
+            "Seconds of silence after which a worker counts as lost.",
             float,
             default=60.0,
         ),
     ),
     *_in(
         _TRAINING,
-        _option("--steps", "Optimizer steps; data() starts again when it ends.", int),
-        _option("--epochs", "Passes of data(), each to its end. [default: 1]", int),
+        _option("--steps", "Number of optimizer steps; data() starts again when it ends.", int),
+        _option("--epochs", "Number of passes over data(). [default: 1]", int),
         _option(
             "--microbatches",
-            "Micro-batches a mini-batch is cut into, over all replicas. [default: 4 × stages × "
-            "replicas]",
+            "Micro-batches per mini-batch, over all replicas. [default: 4 × stages × replicas]",
             int,
         ),
-        _option("--accumulate", "Mini-batches an optimizer step.", int, default=1),
+        _option("--accumulate", "Mini-batches per optimizer step.", int, default=1),
         _option(
             "--evaluate-every",
             "Steps between evaluation passes, or epoch: at each end of data(). [default: off]",
             metavar="N",
         ),
         _choice(
-            *("--read-data", READERS, "every"),
-            "Whether every replica reads data() and keeps its part, or one reads for all.",
+            *("--data-reader", DATA_READERS, "every"),
+            "Which replica reads data(): every one, each keeping its part, or the first for all.",
         ),
-        _option("--init-from", "Weights that training begins with.", _PATH, metavar="FILE"),
+        _option("--init-from", "Initial weights.", _PATH, metavar="FILE"),
         _option(
-            "--init-partial/--no-init-partial",
-            "Take of them what the model has too, and leave the rest as it is.",
+            ("init_strict", " /--init-partial", "--init-strict/--no-init-strict"),
+            "Load the weights whose names and shapes match; leave the others as they are built.",
+            written="--no-init-strict",
         ),
         _option("--stop-on-nan/--no-stop-on-nan", "End the run when the loss is not finite."),
     ),
     *_in(
         _NUMBERS,
-        _option(
-            "--seed",
-            "Of all that is random in the job: initial weights, data, dropout.",
-            int,
-            default=0,
-        ),
+        _option("--seed", "Seed of initial weights, data and dropout.", int, default=0),
         _choice(
             *("--precision", PRECISIONS, "fp32"),
-            "What layers compute in, by autocast; fp16 scales the loss.",
+            "Precision of the layers, by autocast; fp16 scales the loss.",
         ),
         _option("--clip-grad-norm", "Bound on the global gradient norm. [default: off]", float),
         _option("--clip-grad-value", "Bound on each gradient element. [default: off]", float),
@@ -214,65 +207,63 @@ _OF_JOB = [
         ),
         _option(
             "--compile/--no-compile",
-            "Each layer compiled by torch.compile: kernels of its own, and other rounding.",
+            "Compile each layer with torch.compile; rounding differs from uncompiled layers.",
         ),
         _option(
             "--deterministic/--no-deterministic",
-            "Kernels alone that give the same bits each time; one that has no such kernel raises.",
+            "Use only deterministic kernels; an operator without one raises.",
         ),
     ),
     *_in(
         _SCHEDULE,
-        _choice("--schedule", tuple(ORDERS), "gpipe", "In which order micro-batches run."),
+        _choice("--schedule", tuple(ORDERS), "gpipe", "Order in which micro-batches run."),
         _choice(
             *("--recompute", RECOMPUTE_MODES, "auto"),
             "Which micro-batches run forward again before backward, to save memory; offload: none, "
-            "and what an accelerator keeps for backward waits in the host's memory.",
+            "but an accelerator's saved tensors are kept in the host's memory.",
         ),
-        _option("--balance", "Layers of each stage, as 3,5,5,3. [default: even]"),
+        _option(
+            "--balance", "Layers of each stage, as 3,5,5,3. [default: even]", metavar="N,N,..."
+        ),
         _option(
             "--shard-optimizer/--no-shard-optimizer",
-            "Each replica updates a part of the weights, and keeps its state alone.",
+            "Each replica updates a part of the weights, and keeps only its optimizer state.",
         ),
     ),
     *_in(
         _KEPT,
         _option(
             "--checkpoint-every",
-            "Steps between checkpoints, or time, as 30m. [default: at the end alone]",
+            "Steps between checkpoints, or time, as 30m. [default: only at the end]",
             metavar="N",
         ),
         _choice(
-            *("--checkpoint-busy", WHEN_BUSY, "skip"),
-            "What becomes of a checkpoint that is due while another is still being written.",
+            *("--checkpoint-busy", CHECKPOINT_BUSY, "skip"),
+            "What to do with a checkpoint that is due while another one is being written.",
         ),
-        _option("--keep", "Checkpoints that stay.", int, default=2),
+        _option("--keep", "Number of checkpoints to keep.", int, default=2),
         _option(
-            "--restarts",
-            "Losses of workers within an hour that the job goes on after.",
+            "--max-restarts",
+            "Worker losses within an hour that the job recovers from.",
             int,
             default=3,
         ),
         _option(
-            "--elastic",
-            "Go on with fewer stages, down to MIN, when a worker cannot be replaced.",
+            "--min-stages",
+            "Continue with fewer stages, down to MIN, when a worker cannot be replaced.",
             int,
             metavar="MIN",
         ),
         _option(
-            "--snapshot-every",
-            "Steps between copies of the state in memory. [default: by their cost]",
-            int,
+            "--snapshot-every", "Steps between snapshots in memory. [default: by their cost]", int
         ),
     ),
     *_in(
         _RESUMED,
-        _flag(
-            "--resume", "Go on with the run in --run-dir, with its options where none are given."
-        ),
-        _flag("--go-on", "As --resume where --run-dir holds a run; else begin it."),
+        _flag("--resume", "Continue the run in --run-dir, with its options unless they are given."),
+        _flag("--auto-resume", "Resume if --run-dir holds a run, else start one there."),
         _many(
-            *("--allow", "An option that may be another than the run's, as seed. Repeatable."),
+            *("--allow-change", "An option that may differ from the run's, as seed. Repeatable."),
             metavar="NAME",
         ),
         once=True,
@@ -281,26 +272,32 @@ _OF_JOB = [
         _OUTPUT,
         _option(
             "--run-dir",
-            "Where to record. [default: runs/<file stem>-<time>]",
+            "Run directory. [default: runs/<file stem>-<time>]",
             _PATH,
             metavar="FOLDER",
         ),
-        _option("--csv/--no-csv", "Write metrics.csv and evaluation.csv as well."),
+        _option("--csv/--no-csv", "Also write metrics.csv and evaluation.csv."),
         _option(
             "--tensorboard/--no-tensorboard",
-            "Write files for TensorBoard as well, to RUN/tensorboard.",
+            "Also write files for TensorBoard, to RUN/tensorboard.",
         ),
-        _option("--log-every", "Steps between lines. [default: one a second]", int, metavar="N"),
+        _option(
+            "--log-every",
+            "Steps between progress lines. [default: one line a second]",
+            int,
+            metavar="N",
+        ),
         _option(
             "--output",
-            "Whose output is shown: of the first and last stage, of all, of none. [default: stage]",
+            "Which workers' output is shown: of the first and last stage (stage), all or none. "
+            "[default: stage]",
             click.Choice(OUTPUTS),
         ),
     ),
     *_in(
         _OUTPUT,
-        _flag("-q --quiet", "Show warnings and errors alone."),
-        _flag("-v --verbose", "Show more of each step, and what pipeworker logs."),
+        _flag("-q --quiet", "Show only warnings and errors."),
+        _flag("-v --verbose", "Show more of each step, and pipeworker's log."),
         once=True,
     ),
 ]
@@ -313,7 +310,7 @@ def _all(decorators: list[Decorate], function: Function) -> Function:
 
 
 def job_options(function: Function) -> Function:
-    """The options of a training job, for `launch` and for a torchrun job; and the job file."""
+    """Add the job file and the options of a job, for `launch` and a torchrun rank."""
     arguments = [
         click.argument("job_file", metavar="JOB_FILE", type=_PATH),
         click.argument("arguments", nargs=-1, type=click.UNPROCESSED),
@@ -322,25 +319,29 @@ def job_options(function: Function) -> Function:
 
 
 def launch_options(function: Function) -> Function:
-    """The options of `launch`: where the job runs, and those of any job."""
+    """Add the options of `launch`: where the job runs, and those of any job."""
     return _all([*_STAGES, *_HERE, *_ELSEWHERE], job_options(function))
 
 
 def init_options(function: Function) -> Function:
-    """The options of `init`."""
-    said = "; ".join(f"{name}: {what}" for name, what in EXAMPLES.items())
-    return _all(_in("Options", _choice("--example", tuple(EXAMPLES), "mlp", f"{said}.")), function)
+    """Add the options of `init`."""
+    text = "; ".join(f"{name}: {what}" for name, what in EXAMPLES.items())
+    return _all(_in("Options", _choice("--example", tuple(EXAMPLES), "mlp", f"{text}.")), function)
 
 
 def export_options(function: Function) -> Function:
-    """The options of `export`."""
+    """Add the options of `export`."""
     of_export = _in(
         "Options",
         _option(
-            "--dtype", "Of all floating tensors. [default: as they are]", click.Choice(PRECISIONS)
+            "--dtype",
+            "Data type of floating tensors. [default: as they are]",
+            click.Choice(PRECISIONS),
         ),
         _option(
-            "--shard-size", "Of each file in a folder, as 500MB. [default: 5GB]", metavar="SIZE"
+            "--shard-size",
+            "Largest size of each file in a folder, as 500MB. [default: 5GB]",
+            metavar="SIZE",
         ),
     )
     return _all(of_export, function)

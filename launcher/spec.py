@@ -1,29 +1,17 @@
-"""What is to run and where, whoever starts it. Pure.
-
-A launcher renders a :class:`JobSpec` into a request of its own kind, which can be shown
-(``--dry-run``) and compared, and then acts on that (as TorchX does).
-"""
+"""The specification of a job, which an engine renders into a request (as TorchX does). Pure."""
 
 from __future__ import annotations
 
 import re
-import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from pipeworker.errors import UsageError
 
 
 @dataclass(frozen=True, slots=True)
 class Host:
-    """Where workers run.
-
-    Attributes:
-        name: as ssh or the cluster knows it.
-        workers: how many.
-        python: its interpreter; empty for the one that is used here.
-    """
+    """A host of a job, as ssh or the cluster names it; without `python`, it has ours."""
 
     name: str
     workers: int
@@ -31,37 +19,47 @@ class Host:
 
 
 @dataclass(frozen=True, slots=True)
-class Carried:
-    """The agent of a host, and the command whose pipes reach it; none where that is this host."""
+class RemoteAgent:
+    """The agent of a host.
+
+    The pipes of `command` carry its lines; it is empty for an agent on this host.
+    """
 
     host: Host
-    line: tuple[str, ...] = ()
+    command: tuple[str, ...] = ()
+
+    @property
+    def name(self) -> str:
+        """The name of its host in messages."""
+        return f"host {self.host.name}" if self.command else "this host"
 
 
 @dataclass(frozen=True, slots=True)
 class JobSpec:
-    """A job, as the user asked for it.
+    """A job, as the user specified it.
 
     Attributes:
-        name: of the job, as clusters take it: small letters, digits, ``-``.
-        job_file: absolute path.
-        workers: of all replicas.
-        words: the other options of ``pipeworker launch``, as they were said.
-        arguments: words after ``--``.
-        folder: where the command was said; absolute.
-        run_dir: absolute; empty where the launcher chooses.
-        nodes: hosts that a cluster is asked for.
-        hosts: those that are known by name.
-        environment: variables that processes on other hosts are given.
-        settings: what a cluster is asked for besides (``--set NAME=VALUE``).
-        replicas: among which the workers are divided.
-        threads: of a worker.
+        name: as clusters accept it: lower-case letters, digits, ``-``.
+        job_file: an absolute path.
+        workers: the number of workers of all replicas.
+        options: the other options of ``pipeworker launch``, as typed.
+        arguments: the words after ``--``.
+        folder: the absolute path of the folder in which the command was typed.
+        run_dir: an absolute path; empty if the engine chooses it.
+        nodes: the number of hosts that a cluster is asked for.
+        hosts: those that the user named.
+        environment: variables that processes on other hosts need.
+        settings: further settings of a cluster (``--set NAME=VALUE``).
+        threads: per worker.
+        sync: whether the job file's folder is sent to the hosts first.
+        source: the text of the job file, if the hosts do not share this host's files.
+        python: the interpreter that runs the launcher.
     """
 
     name: str
     job_file: str
     workers: int
-    words: tuple[str, ...] = ()
+    options: tuple[str, ...] = ()
     arguments: tuple[str, ...] = ()
     folder: str = "/"
     run_dir: str = ""
@@ -71,6 +69,9 @@ class JobSpec:
     settings: Mapping[str, str] = field(default_factory=dict)
     replicas: int = 1
     threads: int = 1
+    sync: bool = False
+    source: str = ""
+    python: str = "python"
 
     def __post_init__(self) -> None:
         if not 1 <= self.nodes <= self.workers:
@@ -78,77 +79,36 @@ class JobSpec:
 
     @property
     def stages(self) -> int:
-        """Of a replica."""
+        """The number of workers of a replica."""
         return self.workers // self.replicas
 
     @property
     def workers_per_node(self) -> int:
-        """Of the fullest one: workers are spread evenly, the first nodes have one more."""
+        """The number of workers of the fullest node: the first nodes may have one more."""
         return -(-self.workers // self.nodes)
 
     @property
     def cores_per_node(self) -> int:
-        """That its workers compute on."""
+        """The number of cores on which the workers of the fullest node compute."""
         return self.workers_per_node * self.threads
 
-    def command(self, *before: str) -> tuple[str, ...]:
-        """The words of a command that runs the job file, after those of a launcher."""
-        after = ("--", *self.arguments) if self.arguments else ()
-        return (*before, *self.words, self.job_file, *after)
 
-
-def seats(room: Sequence[int], ranks: int) -> list[int]:
-    """By rank, the number of its host: neighbours are on one for as long as there is room.
-
-    Args:
-        room: by host, how many workers it takes.
+def assign_ranks(places: Sequence[int], ranks: int) -> list[int]:
+    """Return the host of each rank: neighbouring ranks share a host while it has places.
 
     Raises:
-        UsageError: there is not enough of it.
+        UsageError: the hosts have too few places.
     """
-    found = [host for host, places in enumerate(room) for _ in range(places)]
+    found = [host for host, count in enumerate(places) for _ in range(count)]
     if len(found) < ranks:
-        raise UsageError(f"there are {ranks} workers, and places for {len(found)} on the hosts")
+        raise UsageError(
+            f"--hosts: the job has {ranks} workers, and the hosts have places for {len(found)}; "
+            "add hosts, or use fewer --stages"
+        )
     return found[:ranks]
 
 
-def kept_by(hosts: Sequence[int], host: int) -> tuple[int, ...]:
-    """The ranks whose copies a host keeps as well: those of the host before it, around.
-
-    Args:
-        hosts: by rank, the number of its host.
-    """
-    used = list(dict.fromkeys(hosts))
-    before = used[used.index(host) - 1]
-    return tuple(rank for rank, where in enumerate(hosts) if where == before)
-
-
-class Request(Protocol):
-    """What a launcher asks for; its text is what ``--dry-run`` prints."""
-
-    def text(self) -> str: ...
-
-
-@dataclass(frozen=True, slots=True)
-class Condition:
-    """How a job of a cluster is: ``absent``, ``waiting``, ``running``, ``done`` or ``failed``.
-
-    Attributes:
-        why: in the cluster's words.
-        status: the exit status, once it has one.
-    """
-
-    state: str
-    why: str = ""
-    status: int = 0
-
-
 def job_name(stem: str) -> str:
-    """A name that clusters take, made from that of a file: at most 40 characters."""
+    """Return a name that clusters accept, of at most 40 characters, made from a file's name."""
     name = re.sub(r"[^a-z0-9]+", "-", stem.lower()).strip("-")[:40].strip("-")
     return name if name[:1].isalpha() else f"job-{name}".strip("-")
-
-
-def shell(words: tuple[str, ...]) -> str:
-    """Words as a line for a shell."""
-    return shlex.join(words)

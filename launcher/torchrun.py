@@ -1,4 +1,4 @@
-"""One rank of a torchrun job: this process is the worker of a stage."""
+"""A rank of a torchrun job: this process is a worker."""
 
 from __future__ import annotations
 
@@ -7,125 +7,149 @@ import os
 import signal
 import sys
 import time
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
-from launcher import errorfile
 from pipeworker.coordinator.report import describe
+from pipeworker.display.style import Style
+from pipeworker.display.thread import start_display
 from pipeworker.environment import TORCHRUN_JOB, timings
-from pipeworker.errors import AGAIN, InUse, NotMet
-from pipeworker.host.lifetime import die_with, kill_group
-from pipeworker.record.run import Record
+from pipeworker.errors import AGAIN, InUse, RendezvousError
+from pipeworker.facts.failure import Cause, Failure
+from pipeworker.host.lifetime import die_with_parent, kill_group
+from pipeworker.ranks import rendezvous
+from pipeworker.ranks.coordinator_process import CoordinatorProcess, EventListener
+from pipeworker.ranks.rank_info import RankInfo
+from pipeworker.record.atomic_file import write_json
+from pipeworker.record.run_record import RunRecord
 from pipeworker.record.rundir import RunDir
-from pipeworker.session import meet as meeting
-from pipeworker.session.begin import Asked, Begun
-from pipeworker.session.head import Head, Hear
-from pipeworker.session.place import Place
-from pipeworker.session.show.screen import screen
-from pipeworker.session.show.view import View
-from pipeworker.wire.messages.failure import Abort, Cause, Failure
+from pipeworker.runs.begin import PreparedRun, RunRequest
+from pipeworker.wire.messages.presence import Abort
 
 _JOB = "job"
-"""What the job is called where ranks meet."""
+"""The name of the job in the rendezvous of its ranks."""
 _UNNAMED = "none"
-"""What torchrun calls a job that was given no ``--rdzv-id``."""
+"""Torchrun's name for a job that was given no ``--rdzv-id``."""
 _FAILED = (1, 2, AGAIN)
-"""Exit statuses that somebody is to blame for."""
+"""Exit statuses of a rank that reports a failure."""
 _RUN_DIR = "pipeworker/run_dir"
-"""In torchrun's store, which outlives the ranks that it starts again."""
+"""A key of torchrun's store, which outlives the ranks that torchrun restarts."""
+_ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
+"""The variable by which torchrun names the file that it reads a rank's error from."""
 
 
-def run(place: Place, asked: Asked, view: View) -> int:
-    """Be this rank's worker to the end of the job; returns the exit status.
-
-    Args:
-        view: what rank 0 shows.
-    """
-    die_with(os.getppid())
-    _guard()
+def run(rank: RankInfo, request: RunRequest, view: Style) -> int:
+    """Run this rank's worker to the end of the job, shown by rank 0; return the exit status."""
+    die_with_parent(os.getppid())
+    _fork_guard()
 
     from pipeworker.worker import service
     from pipeworker.worker.settings import Settings
 
-    def listen(begun: Begun) -> Hear:
-        # The worker's output goes to its log; what the user should see goes where it went before.
-        shown = dataclasses.replace(view, origins=begun.origins)
-        return screen(begun.options, str(begun.run_dir.path), shown).hear
+    def listen(prepared: PreparedRun) -> EventListener:
+        # The worker's output goes to its log; the display keeps the standard output of before.
+        style = dataclasses.replace(view, origins=prepared.origins)
+        return start_display(prepared.options, str(prepared.run_dir.path), style).show
 
-    met = meeting.meet(place, _JOB, partial(_begin, place, asked), listen)
+    met = rendezvous.rendezvous(rank, _JOB, partial(_prepare, rank, request), listen)
     settings = Settings(
-        place.rank, met.endpoint, met.token, place.local_rank, job_file=asked.job_file
+        rank.rank, met.endpoint, met.token, rank.local_rank, job_file=request.job_file
     )
-    head = met.head
-    status = service.run(settings, partial(_leave, head, os.dup(2)), _record)
-    return head.finish(status) if head else status
+    coordinator = met.coordinator
+    status = service.run(settings, partial(_leave, coordinator, os.dup(2)), _write_failure)
+    return coordinator.finish(status) if coordinator else status
 
 
-def refuse(place: Place, mistake: str) -> None:
-    """Have rank 0 say what is wrong on this rank, unless it has said it already."""
-    meeting.refuse(place, _JOB, mistake)
+def report_mistake(rank: RankInfo, mistake: str) -> None:
+    """Have rank 0 report a mistake of this rank, unless rank 0 has reported it already."""
+    rendezvous.report_mistake(rank, _JOB, mistake)
 
 
-def _begin(place: Place, asked: Asked, restart: int) -> Begun:
-    """On rank 0: a new run, or where torchrun has started ranks again, the one there was.
+def write_error(message: str, details: str = "") -> None:
+    """Write this rank's error for torchrun, which shows it in its summary.
 
-    It may have started them in another number: a node is lost, or one more has come.
+    The file has the format of ``torch.distributed.elastic.multiprocessing.errors.record``. The
+    first error is kept. It names stage, layer, micro-batch and step, instead of our frames;
+    `details` adds the user's traceback.
+    """
+    if not (path := _error_file()):
+        return
+    info = {"py_callstack": details or message, "timestamp": str(int(time.time()))}
+    with suppress(OSError):  # the error is shown elsewhere too
+        # torchrun may terminate this rank at any moment, and fails itself at half a file
+        write_json(path, {"message": {"message": message, "extraInfo": info}})
+
+
+def _error_file() -> Path | None:
+    """Return the file that torchrun has named for an error, if there is none yet."""
+    path = os.environ.get(_ERROR_FILE)
+    return Path(path) if path and not Path(path).exists() else None
+
+
+def _prepare(rank: RankInfo, request: RunRequest, restart: int) -> PreparedRun:
+    """Prepare a new run on rank 0, or the existing one if torchrun has restarted the ranks.
+
+    `restart` counts how often it has. The number of ranks may have changed: a node was lost, or one
+    was added.
 
     Raises:
-        NotMet: the ranks before these still have its directory.
+        RendezvousError: the ranks of before still use the run directory.
     """
-    store = place.store() if place.has_store else None
+    store = rank.open_store() if rank.has_store else None
     before = store.get(_RUN_DIR).decode() if store and store.check([_RUN_DIR]) else ""
-    where = str(asked.run_dir or before)
-    again = restart > 0 or bool(before) or asked.go_on or _is_ours(where)
-    if again and where:
-        asked = dataclasses.replace(asked, run_dir=where, go_on=True)
+    path = str(request.run_dir or before)
+    resumes = restart > 0 or bool(before) or request.auto_resume or _is_of_this_job(path)
+    if resumes and path:
+        request = dataclasses.replace(request, run_dir=path, auto_resume=True)
     try:
-        begun = asked.begin()
+        prepared = request.prepare()
     except InUse as error:
-        if again:
-            raise NotMet(str(error)) from None
+        if resumes:
+            raise RendezvousError(str(error)) from None
         raise
     if store:
-        store.set(_RUN_DIR, str(begun.run_dir.path))
-    return begun
+        store.set(_RUN_DIR, str(prepared.run_dir.path))
+    return prepared
 
 
-def _is_ours(where: str) -> bool:
-    """Whether a run was last begun in this job of torchrun's: a node that comes is no restart."""
-    job = os.environ.get(TORCHRUN_JOB, _UNNAMED)
-    if not where or job == _UNNAMED or not RunDir(Path(where)).run.exists():
-        return False
-    return Record.read(RunDir(Path(where))).last.get("torchrun") == job
+def _is_of_this_job(path: str) -> bool:
+    """Return whether a run was last started by this torchrun job.
 
-
-def _record(failure: Failure) -> None:
-    """For torchrun; that another rank is gone is not what went wrong."""
-    if failure.cause is not Cause.PEER:
-        errorfile.write(failure.message, describe(failure))
-
-
-def _leave(head: Head | None, shown: int, abort: Abort) -> None:
-    """Called by the control thread while the main thread is inside a step.
-
-    Args:
-        shown: what standard error was before it went to the log; rank 0 shows the verdict there.
+    When a node is added, torchrun restarts the ranks but does not count that as a restart.
     """
-    from pipeworker.worker.control import say
+    job = os.environ.get(TORCHRUN_JOB, _UNNAMED)
+    if not path or job == _UNNAMED or not RunDir(Path(path)).run.exists():
+        return False
+    return RunRecord.read(RunDir(Path(path))).last.get("torchrun") == job
 
-    if head is None or not os.path.sameopenfile(2, shown):
-        say(abort)
-    status = head.finish(abort.exit_status) if head else abort.exit_status
-    if abort.reason and abort.exit_status in _FAILED and errorfile.wanted():
-        time.sleep(timings().yields)
-        errorfile.write(abort.reason)
+
+def _write_failure(failure: Failure) -> None:
+    """Write a failure for torchrun, unless it is only that another rank is gone."""
+    if failure.cause is not Cause.PEER:
+        write_error(failure.message, describe(failure))
+
+
+def _leave(coordinator: CoordinatorProcess | None, stderr: int, abort: Abort) -> None:
+    """End this process; the control thread calls this while the main thread is in a step.
+
+    Rank 0 has the `coordinator`, and shows the verdict on `stderr`, which is not its log.
+    """
+    from pipeworker.worker.control import log_end
+
+    if coordinator is None or not os.path.sameopenfile(2, stderr):
+        log_end(abort)
+    status = coordinator.finish(abort.exit_status) if coordinator else abort.exit_status
+    if abort.reason and abort.exit_status in _FAILED and _error_file():
+        time.sleep(timings().exit_delay)
+        write_error(abort.reason)
     os._exit(AGAIN if abort.exit_status == AGAIN else status)
 
 
-def _guard() -> None:
-    """Fork a process that, when this one ends, kills what it started: its process group.
+def _fork_guard() -> None:
+    """Fork a process that kills this process group when this process ends.
 
-    Torchrun makes each rank the leader of a group, but forgets the group of one that died.
+    Torchrun makes each rank the leader of a group, but does not end the group of a dead rank.
     """
     me = os.getpid()
     if sys.platform != "linux" or os.getpgrp() != me or os.fork():
@@ -133,7 +157,7 @@ def _guard() -> None:
     try:
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
         os.setsid()
-        die_with(me, signal.SIGTERM)
+        die_with_parent(me, signal.SIGTERM)
         while os.getppid() == me:
             signal.sigwait({signal.SIGTERM})
         kill_group(me)

@@ -1,7 +1,7 @@
-"""pipeworker: pipeline-parallel training with the same numbers for any number of stages.
+"""Pipeline-parallel training with bitwise equal results for any number of stages.
 
-What a job file or a script may call is loaded when it is first asked for: importing this package
-does not import torch.
+Public names whose modules import torch are loaded at their first use: importing this package does
+not import torch.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from pipeworker.errors import (
     SkipError,
     UsageError,
 )
+from pipeworker.version import __version__
 
 if TYPE_CHECKING:
-    from pipeworker.session.pipeline import Pipeline, train
-    from pipeworker.wire.messages.step import StepResult
+    from pipeworker.facts.step import StepResult
+    from pipeworker.session.pipeline import Pipeline
+    from pipeworker.session.train import train
     from pipeworker.worker.stage.recompute import is_recomputing
     from pipeworker.worker.stage.skips import namespace, pop, stash
-
-__version__ = "0.1.0"
 
 __all__ = [
     "LayerError",
@@ -47,8 +47,8 @@ __all__ = [
 
 _LAZY = {
     "Pipeline": "pipeworker.session.pipeline",
-    "StepResult": "pipeworker.wire.messages.step",
-    "train": "pipeworker.session.pipeline",
+    "StepResult": "pipeworker.facts.step",
+    "train": "pipeworker.session.train",
     "is_recomputing": "pipeworker.worker.stage.recompute",
     "namespace": "pipeworker.worker.stage.skips",
     "pop": "pipeworker.worker.stage.skips",

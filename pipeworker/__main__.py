@@ -1,7 +1,7 @@
-"""``python -m pipeworker``: the command line of the installation this package is part of.
+"""Entry point: ``python -m pipeworker`` and the ``pipeworker`` command.
 
-The current folder is first on the import path here, and may hold a ``cli.py`` or a ``launcher/`` of
-the user's. Ours are imported with that folder out of the way.
+The current folder is first on the import path here and may hold a ``cli.py`` or a ``launcher/`` of
+the user's, so the command line of this installation is imported with that folder off the path.
 """
 
 from __future__ import annotations
@@ -12,12 +12,16 @@ from pathlib import Path
 
 from pipeworker.host import streams
 
-_ROOT = str(Path(__file__).parents[1])
+_PACKAGE = Path(__file__).parent
+_ROOT = str(_PACKAGE.parent)
+_INSTALLED = _PACKAGE / "_command"
+"""Holds ``cli.py`` and ``launcher/`` in an installation; in a checkout they are beside the package
+(``setup.py``)."""
 
 
 def main(name: str, *, rank: bool) -> None:
-    """Import our own ``cli`` and run it: as a rank of a torchrun job, or the command line."""
-    sys.path[0] = _ROOT
+    """Import and run the command line of this installation, as a rank of torchrun or not."""
+    sys.path[0] = str(_INSTALLED) if _INSTALLED.is_dir() else _ROOT
     import cli
     import launcher.local
     import launcher.torchrun  # noqa: F401
@@ -28,18 +32,18 @@ def main(name: str, *, rank: bool) -> None:
 
 
 def script() -> None:
-    """The ``pipeworker`` command."""
+    """Run the ``pipeworker`` command."""
     _run("pipeworker", rank=False)
 
 
 def _run(name: str, *, rank: bool) -> None:
-    streams.stand_in()
+    streams.open_missing()
     try:
         main(name, rank=rank)
-    except KeyboardInterrupt:  # before the command line could take it
+    except KeyboardInterrupt:  # before the command line handled it
         sys.exit(130)
     finally:
-        streams.let_go()
+        streams.discard_unwritten()
 
 
 if __name__ == "__main__":

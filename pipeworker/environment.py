@@ -1,4 +1,4 @@
-"""What the environment says to every process of a job, and what it is."""
+"""The environment of a process: its variables, versions, host, and the commit of its code."""
 
 from __future__ import annotations
 
@@ -13,34 +13,30 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from pipeworker import __version__
 from pipeworker.errors import UsageError
 from pipeworker.timings import DEFAULT, VARIABLE, Timings
+from pipeworker.version import __version__
 
 TORCHRUN_JOB = "TORCHELASTIC_RUN_ID"
-"""Of the environment: torchrun's name for its job."""
+"""The variable with torchrun's name for its job."""
 _GIT_SECONDS = 2.0
 _GIT_ELSEWHERE = ("GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE")
-"""Of the environment, inside a hook: another repository than that of a folder."""
+"""Variables that git sets inside a hook: they name another repository than a folder's own."""
 
 
 @cache
 def timings() -> Timings:
-    """The timings in force.
-
-    Raises:
-        UsageError: the variable that changes them does not make sense.
-    """
+    """Return the timings in force; raise a UsageError if their variable is wrong."""
     text = os.environ.get(VARIABLE, "")
     try:
         return DEFAULT.changed(text) if text else DEFAULT
     except ValueError as error:
-        raise UsageError(f"{VARIABLE} is {text!r}: {error}") from None
+        raise UsageError(f"{VARIABLE} {text!r}: {error}") from None
 
 
 def versions() -> dict[str, str | None]:
-    """Of what a job's numbers depend on."""
-    from importlib import metadata  # a process that records nothing does not wait for it
+    """Return the versions that the numbers of a job depend on."""
+    from importlib import metadata  # imported late: only recording needs it
 
     try:
         torch = metadata.version("torch")
@@ -50,7 +46,7 @@ def versions() -> dict[str, str | None]:
 
 
 def facts() -> dict[str, Any]:
-    """What there is to know of this process, for who reads of its run later."""
+    """Return the facts about this process that ``run.json`` records."""
     return {
         "started": datetime.now(timezone.utc).isoformat(timespec="microseconds"),
         "command": list(sys.argv),
@@ -63,10 +59,10 @@ def facts() -> dict[str, Any]:
 
 
 def git(file: Path, seconds: float = _GIT_SECONDS) -> dict[str, Any]:
-    """The commit of the folder that a file is in: `commit`, and whether it is `dirty`.
+    """Return the git commit of a file's folder; empty without a repository, a commit or git.
 
-    That is so when files of the repository have changed since, or this one is not in it; None where
-    it takes too long to say. Empty where there is no repository, no commit, no git, or no answer.
+    `dirty` tells whether files of the repository have changed since, or this file is not in it;
+    None if git needs more than `seconds` for all calls together.
     """
     until = time.monotonic() + seconds
     commit = _git(file.parent, until, "rev-parse", "--verify", "HEAD")
@@ -79,10 +75,7 @@ def git(file: Path, seconds: float = _GIT_SECONDS) -> dict[str, Any]:
 
 
 def _git(folder: Path, until: float, *words: str) -> str | None:
-    """What a git command says; None where it fails, or has not ended by then.
-
-    It takes no lock and starts no process that stays.
-    """
+    """Return the output of a git command, which takes no lock; None if it fails or is too slow."""
     env = {name: value for name, value in os.environ.items() if name not in _GIT_ELSEWHERE}
     try:
         done = subprocess.run(

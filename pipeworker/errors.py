@@ -1,71 +1,78 @@
-"""The errors a user of pipeworker can meet.
+"""The errors of pipeworker that a user may see.
 
-Two families, kept apart: :class:`UsageError` is a mistake in what the user wrote (the command,
-the job file, a schedule) and ends with exit status 2; every other :class:`PipeworkerError` is a run
-that failed and ends with exit status 1.
+:class:`UsageError` is a mistake in the command, the job file or a schedule, with exit status 2.
+Every other :class:`PipeworkerError` is a run that failed, with exit status 1.
 """
 
 from __future__ import annotations
 
-AGAIN = 75
-"""Exit status of a rank whose job has lost something, and may go on when it is started again.
+from typing import Any
 
-``EX_TEMPFAIL``: who starts ranks tells by it what is worth another try from what is not.
+AGAIN = 75
+"""The exit status of a rank whose job may be resumed by starting the ranks again.
+
+``EX_TEMPFAIL``: the launcher of ranks distinguishes by it failures that are worth a retry.
 """
 
 
 class PipeworkerError(Exception):
-    """A run failed. The message is complete: it is shown to the user as it stands."""
+    """A run that failed. The message is shown to the user as it stands."""
 
     exit_status = 1
 
 
 class UsageError(PipeworkerError):
-    """The command or the job file is wrong. The message says what, where and what to do."""
+    """A mistake in the command or the job file. The message names it, its place and the remedy."""
 
     exit_status = 2
 
 
 class ScheduleError(UsageError):
-    """A schedule is malformed, incomplete, out of order or can deadlock."""
+    """A schedule that is malformed, incomplete, out of order or can deadlock."""
 
 
 class SkipError(UsageError):
-    """Stashes and pops of skip connections do not match."""
+    """Stashes and pops of skip connections that do not match."""
 
     in_step = False
-    """Whether that shows in a step: the plan was right, and the run has failed."""
+    """Whether it was raised in a step: then the run has failed, although its plan was right."""
 
 
 class InUse(UsageError):
-    """Another process has the run directory; where that one is being ended, it will be free."""
+    """A run directory that another process uses; it becomes free when that process ends."""
 
 
-class NotMet(PipeworkerError):
-    """The ranks of a job did not find each other: one is gone, or has not come."""
+class RendezvousError(PipeworkerError):
+    """A rendezvous that failed: a rank of the job has ended, or never joined."""
 
     exit_status = AGAIN
 
 
 class LayerError(PipeworkerError):
-    """The user's code raised; the cause is the user's exception."""
+    """An exception of the user's code, which is its cause."""
 
 
 class PeerLost(PipeworkerError):
-    """A neighbour's connection closed: nearly always the echo of a failure elsewhere."""
+    """A closed connection to a peer: nearly always a secondary failure."""
 
 
 class RecordError(PipeworkerError):
-    """A file of the run cannot be written; the message has its path and the system's reason."""
+    """A file of the run that cannot be written; the message has its path and the reason."""
 
     def __init__(self, path: object, error: Exception) -> None:
         super().__init__(f"cannot write {path}: {getattr(error, 'strerror', None) or error}")
 
 
 class ProtocolError(PipeworkerError):
-    """A frame on the control plane is not a message of this version."""
+    """A message between processes that is not valid in this version."""
+
+
+def a_type(value: Any) -> str:
+    """Return the name of a value's type with its article, for messages: ``an int``."""
+    name = type(value).__name__
+    return f"{'an' if name[0] in 'aeiouAEIO' else 'a'} {name}"
 
 
 def of_status(status: int) -> type[PipeworkerError]:
-    """What an exit status of another process says of its error."""
-    return {AGAIN: NotMet, UsageError.exit_status: UsageError}.get(status, PipeworkerError)
+    """Return the class of the error with which another process ended with this exit status."""
+    return {AGAIN: RendezvousError, UsageError.exit_status: UsageError}.get(status, PipeworkerError)

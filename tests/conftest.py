@@ -2,24 +2,28 @@
 
 from __future__ import annotations
 
+import fcntl
+import gc
+import hashlib
 import os
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 
 import pytest
 from hypothesis import settings
 
-# Threads that wait for each other spin: with several processes of tests that costs most of the time
-# of both. What a job is to have it is told.
+# Waiting threads spin, which costs most of the time while several test processes run. A job that
+# needs more threads specifies them.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from support.forked import Server
 from support.hosts import Host, two_hosts
 from support.interpreter import fork_line_processes
-from support.jobs import Jobs, processes_of, until
+from support.jobs import Jobs, Reference, Run, processes_of, until
 from support.ranks import Scripts
+from support.sources import JOB
 from support.torchrun import Torchrun
 
 settings.register_profile("pipeworker", deadline=None)  # a busy machine is no defect
@@ -32,9 +36,38 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """Have one process compile the test modules in a new checkout, before the others load them."""
+    compiled = Path(__file__).with_name("__pycache__")
+    with Path(__file__).open() as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if sys.dont_write_bytecode or any(compiled.glob("test_*.pyc")):
+            fcntl.flock(lock, fcntl.LOCK_UN)
+        return (yield)
+
+
+def pytest_collection_finish() -> None:
+    """Exempt all that is imported from garbage collection, which some tests do many times."""
+    gc.collect()
+    gc.freeze()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(
+    item: pytest.Item, call: pytest.CallInfo[None]
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Show the errors and logs of the processes of a test that fails."""
+    report = yield
+    jobs = vars(item).get("funcargs", {}).get("jobs")
+    if report.when == "call" and report.failed and isinstance(jobs, Jobs):
+        report.sections += [(name, text) for name, text in jobs.outputs() if text]
+    return report
+
+
 @pytest.fixture(scope="session")
 def server(pytestconfig: pytest.Config) -> Iterator[Server | None]:
-    """What forks the processes of tests: one for all of pytest's own processes."""
+    """The server that forks the processes of tests: one for all of pytest's own processes."""
     if sys.platform != "linux" or pytestconfig.getoption("--cold"):
         yield None
         return
@@ -44,9 +77,28 @@ def server(pytestconfig: pytest.Config) -> Iterator[Server | None]:
     made.close()
 
 
+@pytest.fixture(scope="session")
+def reference(tmp_path_factory: pytest.TempPathFactory, server: Server | None) -> Reference:
+    """Return a function that trains without a disturbance, once for all of pytest's processes."""
+    base = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        base = base.parent
+
+    def train(*words: str, source: str = JOB) -> Run:
+        key = hashlib.sha256(repr((words, source)).encode()).hexdigest()[:16]
+        with (base / f"reference-{key}.lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            path = base / f"reference-{key}" / "run-1"
+            if (path / "summary.json").exists():
+                return Run(0, "", "", path)
+            return Jobs(path.parent, server).train(*words, source=source)
+
+    return train
+
+
 @pytest.fixture
 def jobs(tmp_path: Path, server: Server | None) -> Iterator[Jobs]:
-    """Real jobs; at the end no process of theirs may be left."""
+    """Start real jobs; at the end none of their processes may be left."""
     made = Jobs(tmp_path, server)
     try:
         yield made

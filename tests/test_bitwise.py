@@ -31,12 +31,12 @@ def test_equals_the_plain_loop(jobs: Jobs, source: str, steps: int) -> None:
         assert [row["loss"] for row in run.metrics] == losses
         assert run.weights.keys() == weights.keys()
         assert all(torch.equal(value, weights[key]) for key, value in run.weights.items())
-        for ours, theirs in zip(run.optimizer_state.values(), state, strict=True):
-            for name, value in theirs.items():
-                assert torch.equal(torch.as_tensor(ours[name]), torch.as_tensor(value)), name
+        for actual, expected in zip(run.optimizer_state.values(), state, strict=True):
+            for name, value in expected.items():
+                assert torch.equal(torch.as_tensor(actual[name]), torch.as_tensor(value)), name
 
 
-def test_everything_random_is_the_same_for_any_grouping(jobs: Jobs) -> None:
+def test_random_numbers_are_the_same_for_any_number_of_stages(jobs: Jobs) -> None:
     words = ("--microbatches", "4", "--steps", "8", "--clip-grad-norm", "0.5", "--seed", "3")
     base = jobs.train("--stages", "1", *words, source=DROPOUT_JOB)
     for more in (
@@ -52,7 +52,7 @@ def test_everything_random_is_the_same_for_any_grouping(jobs: Jobs) -> None:
     assert other.metrics[0]["loss"] != base.metrics[0]["loss"]
 
 
-def test_batch_norm_statistics_change_once(jobs: Jobs) -> None:
+def test_batch_norm_statistics_change_once_per_step(jobs: Jobs) -> None:
     run = jobs.train("--stages", "2", "--microbatches", "4", "--steps", "3", source=DROPOUT_JOB)
     assert run.weights["3.num_batches_tracked"].item() == 3 * 4
 
@@ -60,7 +60,7 @@ def test_batch_norm_statistics_change_once(jobs: Jobs) -> None:
 def test_threads_come_from_the_environment(jobs: Jobs) -> None:
     source = JOB.replace("def loss", "print('threads', torch.get_num_threads())\n\n    def loss")
     run = jobs.train("--stages", "1", "--steps", "1", "--threads", "2", source=source)
-    assert "threads 2" in run.log("stage-0")
+    assert "threads 2" in run.log("worker-0")
 
 
 def test_keys_are_those_of_a_sequential(jobs: Jobs) -> None:

@@ -1,7 +1,7 @@
-"""Faults at every place: ``make chaos`` has hundreds, a test run one of each kind.
+"""Faults at every failpoint: ``make chaos`` injects hundreds, a test run one of each kind.
 
-What is lost comes back, and the weights are those of a quiet run. Which faults, and where, is drawn
-from a seed; each is seen to have happened.
+The job recovers from each, and its weights equal those of a run without faults. The faults and
+their places are drawn from a seed; each one is checked to have occurred.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ import pytest
 
 from pipeworker.plan.actions import Action, Kind
 from pipeworker.record.manifest import file_names
-from support.besieged import Besieged
 from support.compare import assert_same
+from support.fault_injection import AT_START, IN_COMMIT, IN_RECOVERY, KILLED, Fault, FaultInjector
 from support.forked import Server
 from support.jobs import Jobs, until
-from support.registered import WITH_HALVES
-from support.siege import BEGINS, COMMITS, KILLED, RECOVERS, Fault, Siege
+from support.observed_job import ObservedJob
+from support.registered import SPLIT_BACKWARD
 
 FAULTS = int(os.environ.get("CHAOS_FAULTS", 0))
 SEED = int(os.environ.get("CHAOS_SEED", 0))
@@ -30,18 +30,21 @@ PAUSE = 0.5 if FAULTS else 0.0
 BITS = ("--microbatches", "6", "--clip-grad-norm", "1")
 WORDS = (
     *("--stages", f"{STAGES}", "--balance", "4,4,4,4", "--recompute", "except_first"),
-    *("--steps", "1000000", "--restarts", "1000000", "--checkpoint-every", "50"),
+    *("--steps", "1000000", "--max-restarts", "1000000", "--checkpoint-every", "50"),
 )
 
 SOURCE = """
+    import os
     import random
     import subprocess
+    import time
 
     import torch
     from torch import nn
 
     import pipeworker
 
+    PAUSE = float(os.environ.get("PAUSE", 0))
     transient = (ConnectionError,)
 
     class Table(nn.Module):
@@ -93,13 +96,14 @@ SOURCE = """
 
     def data():
         for _ in range(64):
+            time.sleep(PAUSE)
             ids = torch.randint(61, (12, random.randint(4, 8)))
             yield ids, ids.roll(1, 1)
 """
-"""A tie and a skip from end to end, a child process, all that is random, sizes that change."""
+"""A job with a tie and a skip from end to end, a child process, randomness and changing sizes."""
 
 
-_MANNERS = {
+_LOSSES = {
     "kill": KILLED,
     "exit": "os._exit of a worker",
     "terminate": "SIGTERM of a worker",
@@ -107,32 +111,32 @@ _MANNERS = {
 }
 _WEIGHTS = (6, 2, 1, 1)
 _STARTING = ("loading", "building", "restoring", "connecting")
-_SPEAKS = ("tell StepResult", "tell Snapshot", "tell Beat", "sent Advance")
+_WHILE_SENDING = ("send StepResult", "send Snapshot", "send KeepAlive", "sent Advance")
 _AGENT = (("kill", "any time"), ("kill", "forking"), ("stop", "any time"))
-_OFTEN = (
+_IN_EACH_RUN = (
     *(KILLED, "os._exit in a layer", "SIGKILL in a snapshot", "SIGKILL in a recovery"),
     *("control connection cut", "data connections cut", "disk full", "writer killed"),
     *("worker killed while its part is written", "coordinator killed in a commit"),
     "coordinator killed in a recovery",
 )
-"""Kinds of which a test run has one each: those that nobody waits for to fall silent."""
+"""The kinds that each test run injects once: those found without a timeout."""
 
 
-def by_place(actions: Sequence[Action], chance: random.Random) -> list[Action]:
-    """Of each kind at each stage, one."""
+def one_per_kind_and_stage(actions: Sequence[Action], chance: random.Random) -> list[Action]:
+    """Return one action of each kind at each stage."""
     places: dict[tuple[int, Kind], list[Action]] = {}
     for action in actions:
         places.setdefault((action.stage, action.kind), []).append(action)
     return [chance.choice(some) for some in places.values()]
 
 
-def at_action(action: Action, chance: random.Random) -> Fault:
-    (how,) = chance.choices(list(_MANNERS), _WEIGHTS)
-    return Fault(_MANNERS[how], how, str(action))
+def fault_at(action: Action, chance: random.Random) -> Fault:
+    (how,) = chance.choices(list(_LOSSES), _WEIGHTS)
+    return Fault(_LOSSES[how], how, str(action))
 
 
-def of_workers(actions: Sequence[Action], chance: random.Random) -> Iterator[Fault]:
-    """At each stage, what is no action."""
+def worker_faults(actions: Sequence[Action], chance: random.Random) -> Iterator[Fault]:
+    """Yield faults of workers that are not at actions, for each stage."""
     for stage in range(STAGES):
         yield Fault("os._exit in a layer", "exit", f"layer@{stage}")
         yield Fault("transient exception in a layer", "raise", f"layer@{stage}")
@@ -151,29 +155,29 @@ def of_workers(actions: Sequence[Action], chance: random.Random) -> Iterator[Fau
         yield Fault("SIGSTOP in a recovery", "stop again", f"{phase}@{stage}")
 
 
-def of_others() -> Iterator[Fault]:
-    """What is not a worker, or ends the job, which then goes on by ``--resume``."""
-    for place in _SPEAKS:
+def other_faults() -> Iterator[Fault]:
+    """Yield faults of other processes, and one that ends the job, which is then resumed."""
+    for place in _WHILE_SENDING:
         yield Fault("coordinator killed", "kill coordinator", place)
-    for place in COMMITS:
+    for place in IN_COMMIT:
         yield Fault("coordinator killed in a commit", "kill coordinator", place)
-    for place in (*RECOVERS, BEGINS):
+    for place in (*IN_RECOVERY, AT_START):
         yield Fault("coordinator killed in a recovery", "kill coordinator", place)
     yield Fault("coordinator stopped", "stop coordinator", "sent Advance")
     for how, when in _AGENT:
-        yield Fault(f"fork server: {how}", f"{how} agent", when)
+        yield Fault(f"agent: {how}", f"{how} agent", when)
     yield Fault("all but the launcher killed", "kill all")
     yield Fault("worker killed while an interrupted job is saved", "kill to save", "saving@1")
 
 
-def some(faults: Sequence[Fault], chance: random.Random) -> list[Fault]:
+def one_of_each(faults: Sequence[Fault], chance: random.Random) -> list[Fault]:
     kinds = {fault.kind: fault for fault in chance.sample(faults, len(faults))}
-    return chance.sample([kinds[kind] for kind in _OFTEN], len(_OFTEN))
+    return chance.sample([kinds[kind] for kind in _IN_EACH_RUN], len(_IN_EACH_RUN))
 
 
 @pytest.fixture
 def disk(jobs: Jobs) -> Iterator[Path | None]:
-    """A small one, where there can be one."""
+    """A small disk, if the system allows to mount one."""
     folder = jobs.folder / "disk"
     folder.mkdir()
     line = ["mount", "-t", "tmpfs", "-o", "size=4m", "pipeworker-test", str(folder)]
@@ -187,35 +191,41 @@ def disk(jobs: Jobs) -> Iterator[Path | None]:
         until(lambda: subprocess.run(line, capture_output=True).returncode == 0)
 
 
-def drawn(actions: Sequence[Action], chance: random.Random) -> list[Fault]:
-    """Those of workers first: what else there is outlives many of them."""
-    workers, others = [*of_workers(actions, chance)], [*of_others()]
+def choose_faults(actions: Sequence[Action], chance: random.Random) -> list[Fault]:
+    """Return the faults to inject, those of workers first: other processes survive many of them."""
+    workers, others = [*worker_faults(actions, chance)], [*other_faults()]
     if not FAULTS:
-        return some([Fault(KILLED, "kill", str(chance.choice(actions))), *workers, *others], chance)
-    workers += [at_action(action, chance) for action in by_place(actions, chance)]
+        return one_of_each(
+            [Fault(KILLED, "kill", str(chance.choice(actions))), *workers, *others], chance
+        )
+    workers += [fault_at(action, chance) for action in one_per_kind_and_stage(actions, chance)]
     more = range(len(workers) + len(others), FAULTS)
-    workers += [at_action(chance.choice(actions), chance) for _ in more]
+    workers += [fault_at(chance.choice(actions), chance) for _ in more]
     return [fault for part in (workers, others) for fault in chance.sample(part, len(part))]
 
 
 @pytest.mark.timeout(10 * FAULTS + 120)
-def test_among_faults_as_without_them(jobs: Jobs, server: Server | None, disk: Path | None) -> None:
+def test_weights_are_equal_with_and_without_faults(
+    jobs: Jobs, server: Server | None, disk: Path | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     chance = random.Random(SEED)
-    siege = Siege(Besieged(jobs, SOURCE, (*WORDS, *BITS)), chance, disk, PAUSE)
-    siege.start()
-    for fault in drawn(siege.actions, chance):
-        siege.do(fault)
-    if server is None:  # else it knows no orders of the tests
-        siege.go_over("--schedule", WITH_HALVES, "--recompute", "never")
-        for action in by_place(siege.actions, chance):
+    monkeypatch.setenv("PAUSE", "0.02")  # most of the time the job waits for the next fault
+    injector = FaultInjector(ObservedJob(jobs, SOURCE, (*WORDS, *BITS)), chance, disk, PAUSE)
+    injector.start()
+    for fault in choose_faults(injector.actions, chance):
+        injector.inject(fault)
+    if server is None:  # the test server does not know the orders of the tests
+        injector.restart_with("--schedule", SPLIT_BACKWARD, "--recompute", "never")
+        for action in one_per_kind_and_stage(injector.actions, chance):
             if action.kind in (Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT):
-                siege.do(at_action(action, chance))
-    run = siege.finish()
+                injector.inject(fault_at(action, chance))
+    run = injector.finish()
     steps = run.summary["steps"]
-    print(f"\nseed {SEED}: {sum(siege.fired.values())} faults in {steps} steps")
-    siege.report()
-    siege.check_flat()
+    print(f"\nseed {SEED}: {sum(injector.fired.values())} faults in {steps} steps")
+    injector.report()
+    injector.check_flat()
     assert [row["step"] for row in run.metrics] == [*range(1, steps + 1)]
     assert not list((run.path / "checkpoints").glob(".*"))
+    monkeypatch.delenv("PAUSE")
     words = ("--stages", "1", *BITS, "--steps", str(steps))
     assert_same(run, jobs.train(*words, source=SOURCE, timeout=60 + FAULTS))

@@ -1,4 +1,4 @@
-"""A real job under attack: strangers get nothing, an authenticated peer's rubbish harms nothing."""
+"""A real job under attack: neither unauthenticated peers nor invalid frames affect it."""
 
 from __future__ import annotations
 
@@ -12,22 +12,30 @@ import msgpack
 import pytest
 import zmq
 
+from pipeworker.facts.failure import Cause, Failure
+from pipeworker.facts.limits import LONGEST_VALUE, MOST_KEYS
+from pipeworker.facts.position import Position
+from pipeworker.host.line_process import start_coordinator
 from pipeworker.job.options import Options
-from pipeworker.session.processes import coordinator
 from pipeworker.wire import sockets
 from pipeworker.wire.codec import MAX_FRAME_BYTES
-from pipeworker.wire.exchange import MOST_KEPT, OUTSIDE, numbered
 from pipeworker.wire.keys import client_keys, new_token, server_keys
 from pipeworker.wire.lines import Bound, Configuration, FromCoordinator, Verdict
-from pipeworker.wire.messages.failure import Cause, Failed, Failure
-from pipeworker.wire.messages.limits import LONGEST_VALUE, MOST_KEYS
-from pipeworker.wire.messages.position import Position
-from pipeworker.wire.messages.presence import Heartbeat, Hello
+from pipeworker.wire.messages.presence import Failed, Heartbeat, Hello
 from pipeworker.wire.messages.store import StoreOperation, StoreRequest
+from pipeworker.wire.reliable_stream import MAX_UNACKNOWLEDGED, UNNUMBERED, pack
 from support.jobs import Jobs, Run, until
-from support.own import GENERATION, OwnJob
+from support.manual_job import GENERATION, ManualJob
 from support.sources import JOB
-from support.strangers import Crowd, descriptors, framed, lies, outsiders, raw_garbage, rubbish
+from support.unauthenticated_peers import (
+    SilentConnections,
+    descriptor_limit,
+    forged_messages,
+    framed,
+    invalid_frames,
+    peers_without_key,
+    send_random_bytes,
+)
 
 SLOW_JOB = (
     JOB.replace(
@@ -55,10 +63,10 @@ SLOW_JOB = (
     .replace("nn.ReLU()", "nn.ReLU(), Slow()")
     .replace("x = torch.randn(10", "gate()\n            x = torch.randn(10")
 )
-"""With the words ``slow N`` it takes its time, and after N mini-batches waits for a file ``go``."""
+"""With the arguments ``slow N`` it is slow, and after N mini-batches waits for a file ``go``."""
 
 FRAMES = 10_000
-STRANGERS = 2000
+CONNECTIONS = 1000
 
 
 def slow(job_file: Path, steps: int) -> Options:
@@ -73,35 +81,35 @@ def context() -> Iterator[zmq.Context[zmq.Socket[bytes]]]:
     made.destroy(linger=0)
 
 
-def test_rubbish_and_strangers_change_nothing(
+def test_invalid_frames_and_unauthenticated_peers_change_nothing(
     jobs: Jobs, context: zmq.Context[zmq.Socket[bytes]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(jobs.folder)
     steps = 70
     job_file = jobs.write(SLOW_JOB)
     chance = random.Random(1)
-    attacked = OwnJob(slow(job_file, steps), jobs.folder / "attacked")
+    attacked = ManualJob(slow(job_file, steps), jobs.folder / "attacked")
     try:
         until(lambda: attacked.steps >= 5)
         before = attacked.resident()
-        outside = outsiders(context, attacked.token, attacked.endpoint)
-        raw_garbage(attacked.endpoint, chance)
+        outside = peers_without_key(context, attacked.token, attacked.endpoint)
+        send_random_bytes(attacked.endpoint, chance)
         inside = sockets.client(context, attacked.token, attacked.endpoint)
         inside.setsockopt(zmq.SNDTIMEO, 10_000)
         inside.setsockopt(zmq.LINGER, 0)
-        for lie in lies():
-            inside.send(framed(lie, GENERATION - 1))  # a replay of an older generation
+        for lie in forged_messages():
+            inside.send(framed(lie, GENERATION - 1))  # a replay of an earlier generation
         until(lambda: "of generation 0 (" in attacked.log)
-        for frame in rubbish(chance, FRAMES):
+        for frame in invalid_frames(chance, FRAMES):
             inside.send(frame)
         for _ in range(20):
-            wants_into_the_log = msgpack.packb(["1" * 100_000, 1, "Ping", []])
-            inside.send(numbered(OUTSIDE, wants_into_the_log))
+            long_name = msgpack.packb(["1" * 100_000, 1, "Ping", []])
+            inside.send(pack(UNNUMBERED, long_name))
             inside.send_multipart([b"two", b"parts"])
         until(lambda: f"({FRAMES} so far)" in attacked.log)
-        inside.send(bytes(MAX_FRAME_BYTES + 1))  # costs the sender its connection
+        inside.send(bytes(MAX_FRAME_BYTES + 1))  # closes the sender's connection
         during = attacked.steps
-        assert during < steps, "the job was over before the attack was"
+        assert during < steps, "the job ended before the attack did"
         assert attacked.resident() - before < 8 << 20
         assert not any(peer.poll(0) for peer in outside)
         (jobs.folder / "go").touch()
@@ -116,11 +124,11 @@ def test_rubbish_and_strangers_change_nothing(
     for file in (jobs.folder / "attacked").rglob("*"):
         assert not file.is_file() or not holds_secret(attacked.token, file.read_bytes()), file
 
-    as_without_an_attack(jobs, attacked)
+    check_numbers(jobs, attacked)
 
 
-def as_without_an_attack(jobs: Jobs, attacked: OwnJob) -> None:
-    """The numbers are those of a quiet run."""
+def check_numbers(jobs: Jobs, attacked: ManualJob) -> None:
+    """Check that the numbers equal those of a run without an attack."""
     words = ("--stages", "2", "--microbatches", "2", "--recompute", "never")
     quiet = jobs.train(*words, "--steps", str(attacked.steps), source=SLOW_JOB)
     run = Run(0, "", "", attacked.run_dir)
@@ -130,30 +138,30 @@ def as_without_an_attack(jobs: Jobs, attacked: OwnJob) -> None:
     assert all((run.weights[key] == value).all() for key, value in quiet.weights.items())
 
 
-def test_what_a_broken_connection_had_under_way_is_not_lost(
+def test_messages_of_a_broken_connection_are_resent(
     jobs: Jobs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Control connections are reset while messages are under way: the job goes on with each."""
+    """Control connections are reset while messages are in flight: the job continues."""
     monkeypatch.chdir(jobs.folder)
     job_file = jobs.write(SLOW_JOB)
     (jobs.folder / "go").touch()
-    broken = OwnJob(slow(job_file, 30), jobs.folder / "broken", proxied=True)
+    broken = ManualJob(slow(job_file, 30), jobs.folder / "broken", proxied=True)
     try:
         for least in (3, 12):
             until(lambda least=least: broken.steps >= least)  # type: ignore[misc]
-            assert broken.proxy
-            broken.proxy.swallow()
-            stopped = until(lambda: stands_still(broken))
-            assert broken.proxy.lost > 0
+            proxy = broken.proxy
+            assert proxy
+            proxy.swallow()
+            stopped = until(lambda proxy=proxy: proxy.lost and paused_step(broken))  # type: ignore[misc]
             assert stopped < 30
-            broken.proxy.reset()
+            proxy.reset()
         until(lambda: broken.verdict)
     finally:
         broken.close()
     assert broken.verdict
     assert (broken.verdict.status, broken.verdict.error) == ("done", None)
     assert broken.codes == [0, 0]
-    assert re.search("messages of rank . are lost: asked for again|are sent again", broken.log)
+    assert re.search("messages of rank . are lost and requested again|are sent again", broken.log)
 
     words = ("--stages", "2", "--microbatches", "2", "--recompute", "never", "--steps", "30")
     quiet = jobs.train(*words, source=SLOW_JOB)
@@ -163,44 +171,45 @@ def test_what_a_broken_connection_had_under_way_is_not_lost(
     assert all((run.weights[key] == value).all() for key, value in quiet.weights.items())
 
 
-def stands_still(job: OwnJob) -> int:
-    """The step that no step follows for a while; 0 when one does."""
+def paused_step(job: ManualJob) -> int:
+    """Return the current step if no step follows for a while, else 0."""
     before = job.steps
-    time.sleep(0.6)  # a step takes a tenth of it
+    time.sleep(0.6)  # a step takes a tenth of this
     return before if job.steps == before else 0
 
 
-def test_silent_connections_cost_no_worker_its_place_and_no_file_its_descriptor(
+def test_silent_connections_take_no_workers_place_and_no_files_descriptor(
     jobs: Jobs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(jobs.folder)
-    crowds: list[Crowd] = []
+    monkeypatch.setenv("PIPEWORKER_TIMINGS", "3")  # the flood leaves little of a busy host
+    connections: list[SilentConnections] = []
 
     def gather(endpoint: str) -> None:
-        crowds.append(Crowd(endpoint, STRANGERS))
-        until(lambda: crowds[0].cut > STRANGERS)
+        connections.append(SilentConnections(endpoint, CONNECTIONS))
+        until(lambda: connections[0].lost > CONNECTIONS)
 
-    with descriptors(2 * STRANGERS):
+    with descriptor_limit(2 * CONNECTIONS):
         options = slow(jobs.write(SLOW_JOB), 20)
-        attacked = OwnJob(options, jobs.folder / "attacked", 256, gather)
+        attacked = ManualJob(options, jobs.folder / "attacked", 256, gather)
         try:
             until(lambda: attacked.steps >= 10)
-            before = crowds[0].cut
-            until(lambda: crowds[0].cut > before + STRANGERS)
+            before = connections[0].lost
+            until(lambda: connections[0].lost > before + CONNECTIONS)
             (jobs.folder / "go").touch()
             until(lambda: attacked.verdict)
         finally:
             attacked.close()
-            for crowd in crowds:
-                crowd.close()
+            for one in connections:
+                one.close()
     assert attacked.verdict
     assert (attacked.verdict.status, attacked.verdict.error) == ("done", None)
     assert (attacked.codes, attacked.steps) == ([0, 0], 20)
-    (cut,) = re.findall(r"(\d+) connections that had not proven themselves", attacked.log)
-    assert int(cut) > 2 * STRANGERS
+    (cut,) = re.findall(r"(\d+) unauthenticated connections were closed", attacked.log)
+    assert int(cut) > 2 * CONNECTIONS
     assert len(attacked.log) < 5000
     assert (attacked.run_dir / "summary.json").exists()
-    as_without_an_attack(jobs, attacked)
+    check_numbers(jobs, attacked)
 
 
 def test_a_file_that_cannot_be_written_is_named(
@@ -209,7 +218,7 @@ def test_a_file_that_cannot_be_written_is_named(
     monkeypatch.chdir(jobs.folder)
     plan = jobs.folder / "own" / "plan.json"
     plan.mkdir(parents=True)
-    own = OwnJob(slow(jobs.write(SLOW_JOB), 20), plan.parent)
+    own = ManualJob(slow(jobs.write(SLOW_JOB), 20), plan.parent)
     try:
         until(lambda: own.verdict)
     finally:
@@ -220,49 +229,49 @@ def test_a_file_that_cannot_be_written_is_named(
     assert f"cannot write {plan}: Is a directory" in own.verdict.error
 
 
-def test_a_member_that_asks_without_end_is_named(
+def test_a_member_that_never_acknowledges_is_named(
     tmp_path: Path, context: zmq.Context[zmq.Socket[bytes]]
 ) -> None:
-    """It never says what it has, and so all that it was answered is kept for it."""
+    """The answers it does not acknowledge are kept for it, up to a limit."""
     run_dir, token = tmp_path / "own", new_token()
     (run_dir / "logs").mkdir(parents=True)
-    process = coordinator()
+    process = start_coordinator()
     try:
         options = Options("job.py", 1, 1).to_json()
-        process.say(Configuration(options, str(run_dir), token, "127.0.0.1", GENERATION))
-        heard: list[FromCoordinator] = []
+        process.send(Configuration(options, str(run_dir), token, "127.0.0.1", GENERATION))
+        received: list[FromCoordinator] = []
 
-        def hear(kind: type[FromCoordinator]) -> FromCoordinator:
-            while not (found := [event for event in heard if isinstance(event, kind)]):
-                events, more = process.hear()
-                heard.extend(events)
+        def receive(kind: type[FromCoordinator]) -> FromCoordinator:
+            while not (found := [event for event in received if isinstance(event, kind)]):
+                events, more = process.receive()
+                received.extend(events)
                 assert more
             return found[0]
 
-        bound = hear(Bound)
+        bound = receive(Bound)
         assert isinstance(bound, Bound)
         member = sockets.client(context, token, bound.endpoint)
         keys = tuple(map(str, range(MOST_KEYS)))
         value = bytes(LONGEST_VALUE)
         member.send(framed(Hello(0, "half \ud800", 1), GENERATION))
-        for again in (False, True) * 500:
-            beat = Heartbeat(0, Position(), 1 << 40, 0, again)
+        for missing in (False, True) * 500:
+            beat = Heartbeat(0, Position(), 1 << 40, 0, missing)
             member.send(framed(beat, GENERATION))
         for _ in range(500):
-            echo = Failure(Cause.PEER, "no more " * 1000, 0)
-            member.send(framed(Failed(0, echo), GENERATION))
+            secondary = Failure(Cause.PEER, "no more " * 1000, 0)
+            member.send(framed(Failed(0, secondary), GENERATION))
         for key in keys:
             request = StoreRequest(0, 1, StoreOperation.SET, (key,), value)
             member.send(framed(request, GENERATION))
-        for number in range(2 + MOST_KEPT // (MOST_KEYS * LONGEST_VALUE)):
+        for number in range(2 + MAX_UNACKNOWLEDGED // (MOST_KEYS * LONGEST_VALUE)):
             member.send(framed(StoreRequest(0, number, StoreOperation.GET, keys), GENERATION))
-        verdict = hear(Verdict)
+        verdict = receive(Verdict)
     finally:
-        process.hang_up()
-        code = process.finish(5.0)
+        process.close_input()
+        code = process.wait(60.0)
     assert isinstance(verdict, Verdict)
     assert verdict.error
-    assert "sent what cannot be: it asks, and never says that it has" in verdict.error
+    assert "sent an invalid message: it sends requests and never acknowledges" in verdict.error
     assert code == 1
     log = (run_dir / "logs" / "coordinator.log").read_text()
     assert len(log) < 40_000

@@ -1,4 +1,4 @@
-"""The documentation is whole: links lead somewhere, every page and every option is there."""
+"""The documentation is complete: links have targets, and every page and option is described."""
 
 from __future__ import annotations
 
@@ -13,21 +13,23 @@ import pytest
 import cli
 import pipeworker
 from launcher.command import Option
+from pipeworker.display.summary import BubbleContext, explain_bubble
 from pipeworker.plan.actions import Kind
-from pipeworker.plan.orders import build
-from pipeworker.plan.orders.gpipe import gpipe
 from pipeworker.plan.placement import Placement
 from pipeworker.plan.simulate import simulate
-from pipeworker.session.show.ending import Measured, excess
+from support.orders import build, fill_drain
 from support.pages import DOCS, PAGES, ROOT, code, tokens
 
-LINKED = [*PAGES, *(ROOT / name for name in ("CONTRIBUTING.md", "deploy/README.md"))]
+OTHERS = ["CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md", "deploy/README.md", "tests/README.md"]
+LINKED = [*PAGES, *(ROOT / name for name in OTHERS)]
+NAMED = re.compile(r"(?:docs|deploy|examples|benchmarks|tests)/[\w/.-]*\w(?![\w*])")
+"""A path of a file or folder, as pages name it."""
 INDEX = DOCS / "index.md"
 
 
 @cache
 def anchors(page: Path) -> set[str]:
-    """Of a page's headings, as they are made of their words."""
+    """Return the anchors of a page's headings, as they are made from their words."""
     found, heading = set(), False
     for token in tokens(page.read_text()):
         if heading:
@@ -38,7 +40,7 @@ def anchors(page: Path) -> set[str]:
 
 
 def broken(page: Path, text: str) -> list[str]:
-    """The links of a page, and the paths of documents that it names, that lead nowhere."""
+    """Return the links of a page, and the paths of files that it names, without a target."""
     found = []
     for token in tokens(text):
         link = str(token.attrGet("href") or token.attrGet("src") or "")
@@ -48,17 +50,16 @@ def broken(page: Path, text: str) -> list[str]:
             if not target.exists() or (anchor and anchor not in anchors(target)):
                 found.append(link)
         if token.type == "code_inline":
-            paths = re.findall(r"(?:docs|deploy|examples|benchmarks)/[\w/.-]*\w", token.content)
-            found += [path for path in paths if not (ROOT / path).exists()]
+            found += [path for path in NAMED.findall(token.content) if not (ROOT / path).exists()]
     return found
 
 
 @pytest.mark.parametrize("page", LINKED, ids=lambda page: str(page.relative_to(ROOT)))
-def test_links_lead_somewhere(page: Path) -> None:
+def test_links_have_targets(page: Path) -> None:
     assert broken(page, page.read_text()) == []
 
 
-def test_a_broken_link_would_be_seen() -> None:
+def test_a_broken_link_is_detected() -> None:
     text = "[a](options.md) [b](nowhere.md) [c](options.md#nowhere) ![](no.svg) `docs/no.md`"
     page = DOCS / "status.md"
     assert broken(page, text) == ["nowhere.md", "options.md#nowhere", "no.svg", "docs/no.md"]
@@ -77,23 +78,24 @@ def test_every_page_is_in_the_site_once() -> None:
     )
 
 
-def test_python_is_python() -> None:
+def test_code_blocks_in_python_compile() -> None:
     for page in PAGES:
         for block in code(page.read_text(), "python"):
             compile(block, page, "exec")
 
 
-def test_options_are_described_in_the_groups_that_help_has() -> None:
-    groups: dict[str, set[str]] = {}
-    for option in cli.launch.params:
-        if isinstance(option, Option) and not option.hidden:
-            groups.setdefault(option.group, set()).add(max(option.opts, key=len))
+def test_options_are_described_in_the_groups_of_the_help() -> None:
     sections = re.split(r"^## (.*)$", (DOCS / "options.md").read_text(), flags=re.MULTILINE)[1:]
     described = {
-        title: set(re.findall(r"^\| `(--[\w-]+)", section, re.MULTILINE))
+        title: sorted(re.findall(r"^\| `(--[\w-]+)", section, re.MULTILINE))
         for title, section in zip(sections[::2], sections[1::2], strict=True)
     }
-    assert described == groups
+    groups: dict[str, list[str]] = {}
+    for option in cli.launch.params:
+        if isinstance(option, Option) and not option.hidden:
+            found = {*option.opts, *option.secondary_opts} & {*described.get(option.group, ())}
+            groups.setdefault(option.group, []).append(found.pop() if found else option.opts[0])
+    assert described == {title: sorted(names) for title, names in groups.items()}
 
 
 def test_commands_are_described() -> None:
@@ -104,14 +106,14 @@ def test_commands_are_described() -> None:
     assert set(described) == commands
 
 
-def test_causes_of_a_bubble_are_described_as_they_are_said() -> None:
+def test_causes_of_a_bubble_are_described_as_they_are_reported() -> None:
     page = (DOCS / "howto" / "bubble.md").read_text()
     for busy, against in (
-        ((0.1, 0.1, 0.31), Measured(0.1)),
-        ((0.1,) * 8, Measured(0.1, workers=8, cores=4)),
-        ((0.4,) * 2, Measured(0.1, workers=2, seconds=1e-3)),
+        ((0.1, 0.1, 0.31), BubbleContext(0.1)),
+        ((0.1,) * 8, BubbleContext(0.1, workers=8, cores=4)),
+        ((0.4,) * 2, BubbleContext(0.1, workers=2, seconds=1e-3)),
     ):
-        cause, _, _ = excess(0.9, busy, against).partition(" (")
+        cause, _, _ = explain_bubble(0.9, busy, against).partition(" (")
         assert f"| `{cause}` |" in page
 
 
@@ -120,7 +122,7 @@ def test_public_names_are_in_the_reference() -> None:
     assert named == {*pipeworker.__all__} - {"__version__"}
 
 
-def test_the_picture_is_the_schedule() -> None:
+def test_the_picture_shows_the_schedule() -> None:
     maker = runpy.run_path(str(DOCS / "pipeline.py"))
     assert (DOCS / "pipeline.svg").read_text() == maker["svg"]()
     stages, microbatches = maker["STAGES"], maker["MICROBATCHES"]
@@ -130,7 +132,7 @@ def test_the_picture_is_the_schedule() -> None:
         kind = Kind.FORWARD if count == maker["FORWARD"] else Kind.BACKWARD
         drawn[stage].append((first, m, kind))
         length = max(length, first + count)
-    order = gpipe(Placement.identity(stages), microbatches, ())
+    order = fill_drain(Placement.identity(stages), microbatches)
     for stage, actions in enumerate(order):
         assert [c[1:] for c in sorted(drawn[stage])] == [(a.microbatch, a.kind) for a in actions]
     timing = simulate(build("gpipe", stages, microbatches, "never"))

@@ -1,4 +1,4 @@
-"""What there is to know of where a job runs: the commit that its job file is at."""
+"""The git commit of a job file's folder."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pipeworker.environment import git
 
 @pytest.fixture
 def job_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """In a folder of no repository, whatever this one is in."""
+    """Return a job file outside of any repository."""
     monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
     found = tmp_path / "job.py"
     found.write_text("1")
@@ -23,14 +23,14 @@ def job_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def commit(job_file: Path) -> str:
-    """Of the job file and its neighbour."""
+    """Commit the job file and a file beside it."""
     if shutil.which("git") is None:
         pytest.skip("git is not installed")
     (job_file.parent / "neighbour.py").touch()
     made(job_file, "init", "--quiet")
     made(job_file, "add", ".")
-    who = ("-c", "user.name=x", "-c", "user.email=x", "-c", "commit.gpgsign=false")
-    made(job_file, *who, "commit", "--quiet", "--message", "x")
+    identity = ("-c", "user.name=x", "-c", "user.email=x", "-c", "commit.gpgsign=false")
+    made(job_file, *identity, "commit", "--quiet", "--message", "x")
     return made(job_file, "rev-parse", "HEAD")
 
 
@@ -39,7 +39,7 @@ def made(job_file: Path, *words: str) -> str:
     return subprocess.run(line, check=True, capture_output=True, text=True).stdout.strip()
 
 
-def test_a_commit_and_whether_it_is_what_runs(job_file: Path, commit: str) -> None:
+def test_the_commit_and_whether_files_differ_from_it(job_file: Path, commit: str) -> None:
     assert git(job_file) == {"commit": commit, "dirty": False}
     (job_file.parent / "runs").mkdir()
     (job_file.parent / "runs" / "run.json").touch()  # what git does not know is not the job's
@@ -51,7 +51,7 @@ def test_a_commit_and_whether_it_is_what_runs(job_file: Path, commit: str) -> No
     assert git(job_file) == {"commit": commit, "dirty": True}
 
 
-def test_another_repository_that_the_environment_names_is_not_meant(
+def test_a_repository_named_by_the_environment_is_ignored(
     job_file: Path, commit: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("GIT_DIR", str(tmp_path / "none"))
@@ -76,14 +76,14 @@ def test_no_repository_no_commit_no_folder(job_file: Path) -> None:
         ('case "$*" in *rev-parse*) echo c0ffee;; *) exit 1;; esac', None),
     ],
 )
-def test_a_git_that_is_not_there_or_does_not_answer_is_no_failure_and_no_wait(
+def test_a_missing_or_slow_git_neither_fails_nor_blocks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str | None, expected: object
 ) -> None:
     if script is not None:
         (tmp_path / "git").write_text(f"#!/bin/sh\nPATH=/bin:/usr/bin\n{script}\n")
         (tmp_path / "git").chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path))
-    begun = time.monotonic()
+    started = time.monotonic()
     found = git(tmp_path / "job.py", seconds=0.2)
     assert found == ({"commit": "c0ffee", "dirty": None} if expected is None else expected)
-    assert time.monotonic() - begun < 30
+    assert time.monotonic() - started < 30

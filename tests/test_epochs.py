@@ -1,4 +1,4 @@
-"""Passes over the data: as many as are asked for, and an evaluation at the end of each."""
+"""Epochs, and an evaluation at the end of each."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def evaluations(run: Run) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (run.path / "evaluation.jsonl").open()]
 
 
-def test_epochs_are_the_same_at_any_number_of_stages_and_when_they_are_gone_on_with(
+def test_epochs_are_equal_at_any_number_of_stages_and_after_a_resume(
     jobs: Jobs,
 ) -> None:
     uncut = jobs.train("--stages", "1", *WORDS, "--epochs", "3", source=RICH)
@@ -80,17 +80,15 @@ def test_epochs_are_the_same_at_any_number_of_stages_and_when_they_are_gone_on_w
     assert f"--epochs 2: the run in {cut.path} is in epoch 3 already" in done.stderr
 
 
-def test_replicas_have_the_same_epochs(jobs: Jobs) -> None:
-    words = (*WORDS, "--epochs", "2", "--replicas", "2", "--read-data", "once")
+def test_epochs_are_equal_with_replicas(jobs: Jobs) -> None:
+    words = (*WORDS, "--epochs", "2", "--replicas", "2", "--data-reader", "first")
     one, two = (jobs.train("--stages", str(k), *words, source=RICH) for k in (1, 2))
     assert [row["epoch"] for row in one.metrics] == [0, 0, 0, 1, 1, 1]
     assert_same(one, two)
     assert evaluations(one) == evaluations(two)
 
 
-def test_epochs_are_the_same_when_a_worker_is_lost_and_in_a_script(
-    jobs: Jobs, scripts: Scripts
-) -> None:
+def test_epochs_are_equal_after_a_lost_worker_and_in_a_script(jobs: Jobs, scripts: Scripts) -> None:
     whole = jobs.train("--stages", "1", *WORDS, "--epochs", "2", source=RICH)
     lost = jobs.train("--stages", "2", *WORDS, "--epochs", "2", "--", "dies", source=RICH)
     assert (jobs.folder / "died").exists()

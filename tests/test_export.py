@@ -1,4 +1,4 @@
-"""``pipeworker export``: one plain file with the weights of a run."""
+"""``pipeworker export`` over real jobs: the weights of a run as plain files."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from torch import nn
 import cli
 from support.jobs import Jobs, Run
 
-# Buffers, an entry that shares memory with another of its module, and entries of no floating type.
+# Buffers, two entries of a module that share memory, and entries of other types than floating.
 SOURCE = """
     import torch
     from torch import nn
@@ -136,10 +136,10 @@ LISTED = NAMED.replace("        return net\n", "        return list(net)\n")
     ],
     ids=["a named Sequential", "a list"],
 )
-def test_names_are_those_of_the_users_own_module(
+def test_exported_names_are_those_of_the_users_module(
     jobs: Jobs, source: str, expected: list[str]
 ) -> None:
-    """Named, nested, in a list, and tied over stages."""
+    """Layers are named, nested or in a list, and weights are tied across stages."""
     run = jobs.train("--stages", "3", "--microbatches", "2", source=source)
     net = model_of(jobs.folder)
     for out in ("w.pt", "w.safetensors", "folder"):
@@ -178,11 +178,10 @@ def test_the_options_of_export(jobs: Jobs) -> None:
     assert {str(value.dtype) for value in found.values()} == {"torch.bfloat16"}
     assert found.keys() == run.weights.keys()
     again = jobs.run("--stages", "1", "--microbatches", "4", "--init-from", out)
-    assert again.status == 0, again.stderr  # what is written can be begun from
+    assert again.status == 0, again.stderr  # the written weights can be loaded
 
 
-def test_the_weights_open_in_other_tools(run: Run) -> None:
-    """By the index, as Hugging Face's tools read it."""
+def test_other_tools_open_the_weights_by_the_index(run: Run) -> None:
     folder = run.checkpoint.path
     index = json.loads((folder / "model.safetensors.index.json").read_text())
     found = {}
@@ -195,7 +194,7 @@ def test_the_weights_open_in_other_tools(run: Run) -> None:
     assert index["metadata"]["total_size"] == sum(value.nbytes for value in found.values())
 
 
-def test_mistakes(jobs: Jobs, run: Run) -> None:
+def test_mistakes_are_refused(jobs: Jobs, run: Run) -> None:
     (checkpoint,) = (run.path / "checkpoints").iterdir()
     out = jobs.folder / "out.pt"
     assert (
@@ -212,7 +211,7 @@ def test_mistakes(jobs: Jobs, run: Run) -> None:
         (run.path, jobs.folder / "out.bin", "its name must end in .safetensors, .pt or .pth"),
         (run.path, jobs.folder / "no" / "out.pt", "cannot write"),
         (run.path, jobs.folder / "no" / "out.safetensors", "cannot write"),
-        (moved, out, "safetensors is missing: the stage wrote it on another host; copy it here"),
+        (moved, out, "safetensors is missing: a worker on another host wrote it; copy it here"),
     ):
         result = CliRunner().invoke(cli.main, ["export", str(source), str(to)])
         assert result.exit_code == 2

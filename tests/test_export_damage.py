@@ -1,4 +1,7 @@
-"""``pipeworker export`` of what is damaged or hostile, or to no place: a message and no file."""
+"""``pipeworker export`` of damaged or hostile checkpoints, or to unwritable places.
+
+The result is one message, and no file.
+"""
 
 from __future__ import annotations
 
@@ -21,11 +24,11 @@ from torch import nn
 
 import cli
 from pipeworker.errors import UsageError
-from pipeworker.record import checkpoint as checkpoints
-from pipeworker.record.export import weights
+from pipeworker.facts.checkpoint_file import CheckpointFile
+from pipeworker.facts.layer_names import LayerNames
+from pipeworker.record.export import export_weights
 from pipeworker.record.manifest import Manifest
-from pipeworker.wire.messages.checkpoint import File
-from support.checkpoints import part
+from support.checkpoints import part, save_worker_files
 from support.jobs import Jobs
 
 Done = subprocess.CompletedProcess[str]
@@ -33,7 +36,7 @@ PARTS = 2
 UNPRIVILEGED = """
 import os
 import sys
-import cli, torch, safetensors.torch, pipeworker.record.export.weights  # while they can be read
+import cli, torch, safetensors.torch, pipeworker.record.export  # while they can be read
 if os.geteuid() == 0:
     os.seteuid(65534)
 cli.main(sys.argv[1:], prog_name="pipeworker")
@@ -41,7 +44,7 @@ cli.main(sys.argv[1:], prog_name="pipeworker")
 
 
 class Hostile:
-    """Pickled, it is a call."""
+    """An object whose pickle is a call."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return (os.mkdir, ("called",))
@@ -52,23 +55,23 @@ FIRST, SECOND = (f"model-0000{number}-of-00002.safetensors" for number in (1, 2)
 
 @pytest.fixture(scope="module")
 def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A checkpoint of two stages."""
+    """Save a checkpoint of two stages."""
     folder = tmp_path_factory.mktemp("sound") / "checkpoint"
-    files: list[File] = []
+    files: list[CheckpointFile] = []
     for rank in range(PARTS):
-        files += checkpoints.save_part(folder, rank, PARTS, [part([nn.Linear(8, 8)], rank)])
-    write_manifest(folder, **Manifest(1, PARTS, ("0", "1"), tuple(files)).to_json())
+        files += save_worker_files(folder, rank, PARTS, [part([nn.Linear(8, 8)], rank)])
+    write_manifest(folder, **Manifest(1, PARTS, LayerNames.numbered(2), tuple(files)).to_json())
     return folder
 
 
 @pytest.fixture
 def checkpoint(sound: Path, jobs: Jobs) -> Path:
-    """A copy, to be damaged."""
+    """Copy the checkpoint, to be damaged by the test."""
     return Path(shutil.copytree(sound, jobs.folder / "checkpoint"))
 
 
 def write_manifest(checkpoint: Path, **fields: Any) -> None:
-    """Without a checksum of its own: it is what it says that is looked at."""
+    """Write a manifest without a checksum, so that its fields are examined."""
     fields.pop("crc32", None)
     (checkpoint / "manifest.json").write_text(json.dumps(fields))
 
@@ -79,7 +82,7 @@ def change_manifest(checkpoint: Path, **fields: Any) -> None:
 
 
 def replace(path: Path, data: bytes) -> None:
-    """A file of a checkpoint by another one, of which the manifest knows."""
+    """Replace a file of a checkpoint, and describe the new one in the manifest."""
     path.write_bytes(data)
     found = json.loads((path.parent / "manifest.json").read_text())
     found["files"][path.name] = {"bytes": len(data), "crc32": zlib.crc32(data)}
@@ -87,13 +90,13 @@ def replace(path: Path, data: bytes) -> None:
 
 
 def everything(folder: Path) -> dict[Path, bytes | None]:
-    """All files below a folder, with what is in them."""
+    """Return all paths below a folder with the contents of files."""
     return {p: p.read_bytes() if p.is_file() else None for p in folder.rglob("*")}
 
 
 @pytest.fixture
 def here(jobs: Jobs, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Done]:
-    """The command without a process of its own: a row of many cases does not need one each."""
+    """Return a function that runs a command in this process: many cases need no process each."""
     monkeypatch.chdir(jobs.folder)
 
     def run(*words: str) -> Done:
@@ -113,23 +116,23 @@ def assert_refused(done: subprocess.CompletedProcess[str], *expected: str) -> No
     assert line.isprintable()
 
 
-def test_the_checkpoint_that_is_damaged_here_is_sound(jobs: Jobs, checkpoint: Path) -> None:
+def test_the_undamaged_checkpoint_is_exported(jobs: Jobs, checkpoint: Path) -> None:
     for name in ("out.pt", "out.safetensors"):
         done = jobs.pipeworker("export", "checkpoint", name)
         assert (done.returncode, done.stdout) == (0, f"{name}: 4 tensors\n"), done.stderr
 
 
-# The first part.
+# The first file of weights.
 
 
 def of(header: Any, data: bytes = b"", length: int | None = None) -> bytes:
-    """A file of the format, or nearly."""
+    """Return a safetensors file with a header that may be invalid."""
     text = header if isinstance(header, bytes) else json.dumps(header).encode()
     return (len(text) if length is None else length).to_bytes(8, "little") + text + data
 
 
 def named(*names: str, **more: Any) -> bytes:
-    """Weights of one number each."""
+    """Return a file of weights with one element each."""
     entries = {
         name: {"dtype": "F32", "shape": [1], "data_offsets": [4 * i, 4 * i + 4]}
         for i, name in enumerate(names)
@@ -174,7 +177,7 @@ PARTS_OF: dict[str, tuple[bytes, str]] = {
 
 
 @pytest.mark.parametrize("name", PARTS_OF)
-def test_a_part_that_no_stage_wrote(
+def test_an_invalid_file_of_weights_is_refused(
     jobs: Jobs, here: Callable[..., Done], checkpoint: Path, name: str
 ) -> None:
     data, expected = PARTS_OF[name]
@@ -187,7 +190,7 @@ def test_a_part_that_no_stage_wrote(
 
 
 @pytest.mark.parametrize("to", [0, 4, 300, -1])
-def test_a_part_that_was_cut(
+def test_a_truncated_file_of_weights_is_refused(
     jobs: Jobs, here: Callable[..., Done], checkpoint: Path, to: int
 ) -> None:
     path = checkpoint / FIRST
@@ -197,19 +200,19 @@ def test_a_part_that_was_cut(
     assert_refused(here("export", "checkpoint", "out.pt"), f"cannot read checkpoint/{FIRST}", has)
 
 
-def test_a_byte_anywhere(checkpoint: Path, tmp_path: Path) -> None:
-    """Where the manifest does not know: weights that were changed are weights, the rest is said."""
+def test_any_flipped_byte_is_refused_or_changes_a_weight(checkpoint: Path, tmp_path: Path) -> None:
+    """The manifest matches the flipped file: changed weights are exported, the rest is refused."""
     path = checkpoint / FIRST
     whole = path.read_bytes()
-    said = []
+    errors = []
     for at in range(0, len(whole), 7):
         replace(path, whole[:at] + bytes([whole[at] ^ 0x81]) + whole[at + 1 :])
         try:
-            weights.export(checkpoint, tmp_path / "out.pt")
+            export_weights(checkpoint, tmp_path / "out.pt")
         except UsageError as error:
-            said.append(str(error))
-    assert len(said) > 20
-    assert [text for text in said if not text.startswith(f"cannot read {path}: ")] == []
+            errors.append(str(error))
+    assert len(errors) > 20
+    assert [text for text in errors if not text.startswith(f"cannot read {path}: ")] == []
 
 
 # The manifest.
@@ -233,9 +236,9 @@ MANIFESTS: dict[str, tuple[dict[str, Any] | bytes, str]] = {
             (1 << 70, str(1 << 70)),
         )
     },
-    "a later version": ({"version": 99}, "it is of version 99, this pipeworker"),
-    "no version": ({"version": None}, "it is of version None, this pipeworker"),
-    "a version in words": ({"version": "x" * 9999}, "it is of version 'xxx"),
+    "a later version": ({"version": 99}, "it has version 99, and this pipeworker"),
+    "no version": ({"version": None}, "it has version None, and this pipeworker"),
+    "a version in words": ({"version": "x" * 9999}, "it has version 'xxx"),
     **{
         name: (text, "it is not the manifest of a checkpoint")
         for name, text in {
@@ -253,7 +256,7 @@ MANIFESTS: dict[str, tuple[dict[str, Any] | bytes, str]] = {
     **{f"files {json.dumps(files)[:40]}": ({"files": files}, "files is ") for files in FILES},
     **{
         f"layers {json.dumps(layers)}": ({"layers": layers}, "layers is ")
-        for layers in ([], "01", ["0", "0"], ["0", 1], ["0.1"])
+        for layers in ([], "01", ["0", "0"], ["0", 1], ["0..1"])
     },
     **{
         f"ties {json.dumps(ties)}": ({"ties": ties}, expected)
@@ -274,7 +277,7 @@ MANIFESTS: dict[str, tuple[dict[str, Any] | bytes, str]] = {
 
 
 @pytest.mark.parametrize("name", MANIFESTS)
-def test_a_manifest_that_is_none(
+def test_an_invalid_manifest_is_refused(
     jobs: Jobs, here: Callable[..., Done], checkpoint: Path, name: str
 ) -> None:
     changed, expected = MANIFESTS[name]
@@ -289,7 +292,7 @@ def test_a_manifest_that_is_none(
 
 
 @pytest.mark.parametrize("name", ["model-99999-of-99999.safetensors", "model-00003-of-00003.json"])
-def test_more_files_than_there_are(
+def test_a_manifest_with_missing_files_is_refused(
     jobs: Jobs, here: Callable[..., Done], checkpoint: Path, name: str
 ) -> None:
     found = json.loads((checkpoint / "manifest.json").read_text())
@@ -298,7 +301,7 @@ def test_more_files_than_there_are(
     assert not (jobs.folder / "out.pt").exists()
 
 
-# Files that are something else.
+# Paths that are not files.
 
 
 def turned_into_a_folder(path: Path) -> None:
@@ -320,7 +323,7 @@ def turned_into_a_loop(path: Path) -> None:
     "turn", [turned_into_a_folder, turned_into_a_pipe, turned_into_a_loop], ids=lambda f: f.__name__
 )
 @pytest.mark.parametrize("name", ["manifest.json", FIRST])
-def test_a_file_that_is_something_else(
+def test_a_path_that_is_not_a_file_is_refused(
     jobs: Jobs, checkpoint: Path, name: str, turn: Callable[[Path], None]
 ) -> None:
     turn(checkpoint / name)
@@ -333,7 +336,7 @@ def test_a_file_that_is_something_else(
     assert not (jobs.folder / "out.pt").exists()
 
 
-def test_a_name_too_long(jobs: Jobs, checkpoint: Path) -> None:
+def test_a_name_that_is_too_long_is_refused(jobs: Jobs, checkpoint: Path) -> None:
     name = "x" * 300
     assert_refused(jobs.pipeworker("export", name, "out.pt"), "cannot read x", "File name too long")
     done = jobs.pipeworker("export", "checkpoint", f"{name}.pt")
@@ -343,7 +346,7 @@ def test_a_name_too_long(jobs: Jobs, checkpoint: Path) -> None:
 
 
 @pytest.mark.parametrize("name", [SECOND, "manifest.json", "."])
-def test_what_may_not_be_read(jobs: Jobs, checkpoint: Path, name: str) -> None:
+def test_a_file_without_read_permission_is_refused(jobs: Jobs, checkpoint: Path, name: str) -> None:
     jobs.folder.chmod(0o777)
     path = checkpoint / name
     mode = path.stat().st_mode
@@ -358,18 +361,18 @@ def test_what_may_not_be_read(jobs: Jobs, checkpoint: Path, name: str) -> None:
 
 
 def without_privileges(jobs: Jobs, *words: str) -> subprocess.CompletedProcess[str]:
-    """The command, run by a user whom file modes concern."""
+    """Run a command as a user whose access the file modes restrict."""
     process = jobs.python("-c", UNPRIVILEGED, "export", *words)
     stdout, stderr = process.communicate(timeout=90)
     assert process.returncode is not None
     return subprocess.CompletedProcess(process.args, process.returncode, stdout, stderr)
 
 
-# Where it cannot be written.
+# Outputs that cannot be written.
 
 
 @pytest.mark.parametrize("suffix", [".pt", ".safetensors"])
-def test_a_file_that_exists_is_replaced_when_all_is_well(
+def test_an_existing_file_is_replaced_on_success_only(
     jobs: Jobs, checkpoint: Path, suffix: str
 ) -> None:
     out = jobs.folder / f"out{suffix}"
@@ -383,7 +386,7 @@ def test_a_file_that_exists_is_replaced_when_all_is_well(
     assert sorted(p.name for p in jobs.folder.iterdir()) == ["checkpoint", out.name]
 
 
-def test_a_part_is_not_written_over(jobs: Jobs, checkpoint: Path) -> None:
+def test_a_file_of_the_checkpoint_is_not_overwritten(jobs: Jobs, checkpoint: Path) -> None:
     (jobs.folder / "other.pt").symlink_to(checkpoint / SECOND)
     before = everything(jobs.folder)
     for out in (f"checkpoint/{SECOND}", "other.pt"):
@@ -393,7 +396,7 @@ def test_a_part_is_not_written_over(jobs: Jobs, checkpoint: Path) -> None:
 
 
 @pytest.mark.parametrize("suffix", [".pt", ".safetensors"])
-def test_a_place_where_nothing_can_be_written(jobs: Jobs, checkpoint: Path, suffix: str) -> None:
+def test_an_unwritable_place_is_refused(jobs: Jobs, checkpoint: Path, suffix: str) -> None:
     folder = jobs.folder / "folder"
     (folder / f"out{suffix}").mkdir(parents=True)
     (jobs.folder / "file").touch()
@@ -417,7 +420,7 @@ def test_a_place_where_nothing_can_be_written(jobs: Jobs, checkpoint: Path, suff
 
 @pytest.fixture
 def disk(jobs: Jobs) -> Iterator[Path]:
-    """One with room for a page."""
+    """Mount a disk with room for one page."""
     folder = jobs.folder / "disk"
     folder.mkdir()
     line = ["mount", "-t", "tmpfs", "-o", "size=4k", "pipeworker-test", str(folder)]
@@ -433,7 +436,7 @@ def disk(jobs: Jobs) -> Iterator[Path]:
 
 
 @pytest.mark.parametrize("suffix", [".pt", ".safetensors"])
-def test_a_full_disk(jobs: Jobs, checkpoint: Path, disk: Path, suffix: str) -> None:
+def test_a_full_disk_leaves_no_file(jobs: Jobs, checkpoint: Path, disk: Path, suffix: str) -> None:
     large = jobs.folder / "large"
     save_file({"0.w": torch.ones(100, 100)}, large, {"names": '["0.w"]'})
     replace(checkpoint / FIRST, large.read_bytes())
@@ -444,20 +447,20 @@ def test_a_full_disk(jobs: Jobs, checkpoint: Path, disk: Path, suffix: str) -> N
     assert everything(disk) == {out: b"before"}
 
 
-def test_a_disk_that_is_read_only(jobs: Jobs, checkpoint: Path, disk: Path) -> None:
+def test_a_read_only_disk_is_refused(jobs: Jobs, checkpoint: Path, disk: Path) -> None:
     subprocess.run(["mount", "-o", "remount,ro", str(disk)], check=True, timeout=30)
     done = jobs.pipeworker("export", "checkpoint", "disk/out.pt")
     assert_refused(done, "cannot write disk/out.pt: Read-only file system")
 
 
-def test_a_tensor_that_the_format_does_not_know(jobs: Jobs, checkpoint: Path) -> None:
+def test_a_dtype_that_the_format_lacks_is_refused(jobs: Jobs, checkpoint: Path) -> None:
     large = jobs.folder / "large"
     header = {"names": '["0.x"]', "complex128": '["0.x"]'}
     save_file({"0.x": torch.ones(3, 2, dtype=torch.float64)}, large, header)
     replace(checkpoint / FIRST, large.read_bytes())
     large.unlink()
     done = jobs.pipeworker("export", "checkpoint", "out.safetensors")
-    said = "cannot write out.safetensors: the format does not know such a tensor ("
-    assert_refused(done, said, "; .pt does")
+    expected = "cannot write out.safetensors: the format does not know such a tensor ("
+    assert_refused(done, expected, "; .pt does")
     assert sorted(p.name for p in jobs.folder.iterdir()) == ["checkpoint"]
     assert jobs.pipeworker("export", "checkpoint", "out.pt").returncode == 0

@@ -1,4 +1,4 @@
-"""What a newcomer does in the first hour: a parser of arguments, a debugger, a mistake."""
+"""A newcomer's first hour: an argument parser, a debugger, a mistake."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ PARSES = JOB.replace(
         (("--width", "0"), 1, "", "a width of 0\n"),
     ],
 )
-def test_a_job_that_ends_itself_has_the_last_word(
+def test_the_message_of_a_job_file_that_exits_is_the_verdict(
     jobs: Jobs, words: tuple[str, ...], status: int, stdout: str, stderr: str
 ) -> None:
-    """Once, not once a worker; and nothing is left."""
+    """It is shown once, not once per worker, and no files remain."""
     job_file = jobs.write(PARSES)
     done = jobs.pipeworker("launch", "--stages", "2", str(job_file), "--", *words)
     assert done.returncode == status
@@ -46,7 +46,7 @@ def test_a_job_that_ends_itself_has_the_last_word(
     assert [path.name for path in jobs.folder.iterdir() if path.name != "__pycache__"] == ["job.py"]
 
 
-def test_a_run_directory_that_was_there_stays(jobs: Jobs) -> None:
+def test_an_existing_run_directory_stays(jobs: Jobs) -> None:
     words = ("--stages", "2", "--microbatches", "2", "--steps", "2")
     assert jobs.train(*words).summary["status"] == "done"
     before = {path.name for path in (jobs.folder / "run-1").iterdir()}
@@ -75,10 +75,10 @@ ASKS = JOB.replace(
 def test_a_debugger_has_the_terminal(jobs: Jobs) -> None:
     words = ("--stages", "1", "--debug", "--steps", "2", "--microbatches", "2")
     with Terminal(jobs, *words, source=ASKS) as terminal:
-        until(lambda: "(Pdb)" in terminal.read(), 40)
+        until(lambda: "(Pdb)" in terminal.read())
         terminal.type("up\n")
         terminal.type("p 'its shape is', output.shape\n")
-        until(lambda: "('its shape is', torch.Size([5, 3]))" in terminal.read(), 10)
+        until(lambda: "('its shape is', torch.Size([5, 3]))" in terminal.read())
         terminal.type("c\n")
         assert terminal.wait(60) == 0
         shown = terminal.read()
@@ -87,7 +87,7 @@ def test_a_debugger_has_the_terminal(jobs: Jobs) -> None:
     assert "\x1b[?25l" not in shown
 
 
-def test_elsewhere_a_debugger_is_told_where_there_is_one(jobs: Jobs) -> None:
+def test_a_debugger_in_a_worker_reports_the_option_debug(jobs: Jobs) -> None:
     run = jobs.run("--stages", "2", "--microbatches", "2", source=ASKS)
     assert run.status == 2
     (error,) = run.stderr.splitlines()
@@ -108,10 +108,10 @@ BUILDS = JOB.replace(
 )
 
 
-def test_in_the_foreground_too_a_coordinator_that_is_gone_is_said(
+def test_a_lost_coordinator_is_reported_in_the_foreground(
     jobs: Jobs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Though its only worker is not yet built, and waits for it."""
+    """Its only worker is not built yet and waits for the coordinator."""
     monkeypatch.setenv("PIPEWORKER_TIMINGS", "0.2")
     process, path = jobs.start("--stages", "1", "--debug", source=BUILDS)
     until(lambda: (jobs.folder / "builds").exists())
@@ -124,7 +124,7 @@ def test_in_the_foreground_too_a_coordinator_that_is_gone_is_said(
     assert json.loads((path / "summary.json").read_text())["status"] == "failed"
 
 
-def test_there_is_one_terminal(jobs: Jobs) -> None:
+def test_debug_requires_a_single_worker(jobs: Jobs) -> None:
     done = jobs.pipeworker("launch", "--stages", "2", "--debug", str(jobs.write(JOB)))
     assert done.returncode == 2
-    assert done.stderr.startswith("error: --debug is for one worker on this host")
+    assert done.stderr.startswith("error: --debug: requires one worker on this host")

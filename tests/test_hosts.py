@@ -1,4 +1,4 @@
-"""Two hosts on one machine: cables pulled out, interfaces, firewalls, and what differs."""
+"""Tests with two hosts on one machine: unplugged cables, interfaces, firewalls, differences."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Start = Callable[..., list[Process]]
 
 @pytest.fixture
 def ranks(jobs: Jobs, monkeypatch: pytest.MonkeyPatch) -> Start:
-    """Start one rank on each host, as torchrun does, without its agents."""
+    """Return a function that starts one rank on each host, as torchrun does without its agents."""
     monkeypatch.setenv(TOKEN, uuid.uuid4().hex)
 
     def start(
@@ -53,24 +53,30 @@ def ranks(jobs: Jobs, monkeypatch: pytest.MonkeyPatch) -> Start:
 
 
 def other(how: str) -> Mapping[str, str]:
-    """The environment of a host that pretends to be another."""
+    """Return the environment of a host that pretends to differ.
+
+    Args:
+        how: see :mod:`support.pretend`.
+    """
     return {PRELOAD: "support.pretend", PRETEND: how}
 
 
-def said(processes: Sequence[Process], jobs: Jobs, expected: str, rank: int = 0) -> list[Run]:
-    """All end soon, by one message."""
+def expect_error(
+    processes: Sequence[Process], jobs: Jobs, expected: str, rank: int = 0
+) -> list[Run]:
+    """Check that all processes fail soon, and that the one of `rank` shows the expected error."""
     began, runs = time.monotonic(), []
     for process in processes:
-        stdout, stderr = process.communicate(timeout=40)
+        stdout, stderr = process.communicate(timeout=90)
         assert process.returncode is not None
         runs.append(Run(process.returncode, stdout, stderr, jobs.folder / "run"))
         assert process.returncode in (1, 2, AGAIN), stderr
-    assert time.monotonic() - began < 30
+    assert time.monotonic() - began < 60
     assert re.search(f"^error: {expected}", runs[rank].stderr, re.MULTILINE), runs[rank].stderr
     return runs
 
 
-def test_a_cut_clocks_apart_and_a_named_interface_change_no_bit(
+def test_an_unplugged_cable_different_clocks_and_a_named_interface_change_no_bit(
     jobs: Jobs, torchrun: Torchrun, hosts: tuple[Host, Host], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(TOKEN, uuid.uuid4().hex)
@@ -86,7 +92,7 @@ def test_a_cut_clocks_apart_and_a_named_interface_change_no_bit(
     assert 3500 < second - first < 3700
     hosts[0].cut("second")
     metrics = both[0].path / "metrics.jsonl"
-    time.sleep(0.5)  # what was under way has come to its end
+    time.sleep(0.5)  # for messages that were on their way
     before = metrics.read_bytes()
     time.sleep(2)
     assert metrics.read_bytes() == before  # nothing passes
@@ -98,34 +104,45 @@ def test_a_cut_clocks_apart_and_a_named_interface_change_no_bit(
     assert_same(head, jobs.train("--stages", "2", *words[:4], source=source))
 
 
-def test_an_interface_that_one_host_lacks(
+def test_an_interface_that_one_host_does_not_have_is_an_error(
     jobs: Jobs, ranks: Start, hosts: tuple[Host, Host]
 ) -> None:
     ip("-n", hosts[1].name, "link", "set", "second", "name", "third")
     ip("-n", hosts[1].name, "link", "set", "third", "up")
     started = ranks(hosts, "--interface", "second")
     there = r"lo \(127.0.0.1\), .*cable \(10.77.0.2\).*"
-    said(started, jobs, f"--interface second: that is none on {hosts[1].name}, which has {there}")
+    expect_error(
+        started,
+        jobs,
+        f"--interface second: the interface does not exist on {hosts[1].name}; "
+        f"choose one of {there}",
+    )
 
 
-def test_no_host_has_the_interface(jobs: Jobs, ranks: Start, hosts: tuple[Host, Host]) -> None:
+def test_an_interface_that_no_host_has_is_an_error(
+    jobs: Jobs, ranks: Start, hosts: tuple[Host, Host]
+) -> None:
     started = ranks(hosts, "--interface", "eth7")
-    said(started, jobs, f"--interface eth7: that is none on {hosts[0].name}, which has lo ")
+    expect_error(
+        started,
+        jobs,
+        f"--interface eth7: the interface does not exist on {hosts[0].name}; choose one of lo ",
+    )
 
 
-def test_an_interface_that_leads_nowhere(
+def test_an_interface_that_other_hosts_cannot_reach_is_an_error(
     jobs: Jobs, ranks: Start, hosts: tuple[Host, Host]
 ) -> None:
     started = ranks(hosts, "--interface", "lo")
-    said(started, jobs, "--interface lo: other hosts of this job cannot reach 127.0.0.1")
+    expect_error(started, jobs, "--interface lo: other hosts of this job cannot reach 127.0.0.1")
 
 
-def test_a_firewall_before_the_coordinator(
+def test_a_firewall_before_the_coordinator_is_reported(
     jobs: Jobs, ranks: Start, hosts: tuple[Host, Host]
 ) -> None:
-    hosts[1].reaches_only(hosts[0], int(PORT))
+    hosts[1].reject_outgoing(hosts[0], int(PORT))
     expected = f"rank 1 on {hosts[1].name} cannot reach the coordinator at tcp://10.77.0.1:"
-    for rank, run in enumerate(said(ranks(hosts), jobs, expected)):
+    for rank, run in enumerate(expect_error(ranks(hosts), jobs, expected)):
         assert run.status == AGAIN
         assert rank or run.summary["error"].startswith(expected)
 
@@ -138,11 +155,11 @@ WAITS = """
     while not Path("go").exists():
         time.sleep(0.01)
 """
-"""At the end of a job file: its host has reached the coordinator, and no stage is connected yet."""
+"""The end of a job file that waits: its host has reached the coordinator, no stage is connected."""
 
 
 @pytest.mark.parametrize(("backend", "answers"), [("tls", True), ("gloo", False)])
-def test_a_firewall_between_two_stages(
+def test_a_firewall_between_two_stages_is_reported(
     jobs: Jobs,
     ranks: Start,
     hosts: tuple[Host, Host],
@@ -150,7 +167,7 @@ def test_a_firewall_between_two_stages(
     backend: str,
     answers: bool,
 ) -> None:
-    """It refuses what comes to other ports than those of the control plane, or swallows it."""
+    """It rejects or drops packets to all ports but those of the control plane."""
     monkeypatch.setenv("PIPEWORKER_TIMINGS", "0.15")
     started = ranks(hosts, "--backend", backend, sources=(JOB + WAITS, JOB + WAITS))
     until((jobs.folder / "loads").exists)
@@ -159,37 +176,39 @@ def test_a_firewall_between_two_stages(
     assert bound
     ports = (int(PORT), int(bound[1]))
     if answers:
-        hosts[1].reaches_only(hosts[0], *ports)
+        hosts[1].reject_outgoing(hosts[0], *ports)
     else:
-        hosts[0].hears_only(*ports)
+        hosts[0].drop_incoming(*ports)
     (jobs.folder / "go").touch()
     first, second = (rf"{host.name} \({host.address}\)" for host in hosts)
     ends = f"({first}, from {second}|{second}, from {first})"
     edge = r"the channel .* could not be connected to the worker of stage \d \(rank \d\) on "
-    said(started, jobs, edge + ends + ".*let TCP pass between them, to any port")
+    expect_error(started, jobs, edge + ends + ".*let TCP pass between them, to any port")
 
 
 @pytest.mark.parametrize(
     ("pretend", "odd"),
     [("torch=2.12.1", r"torch 2\.12\.1"), ("python=3.9 pipeworker=0", "pipeworker 0, Python 3.9")],
 )
-def test_other_versions(
+def test_another_version_is_an_error(
     jobs: Jobs, ranks: Start, hosts: tuple[Host, Host], pretend: str, odd: str
 ) -> None:
     started = ranks(hosts, pretend=pretend)
     expected = f"rank 1 on {hosts[1].name} runs {odd}, and others "
-    runs = said(started, jobs, expected)
+    runs = expect_error(started, jobs, expected)
     assert runs[0].status == 2
 
 
-def test_another_protocol(jobs: Jobs, ranks: Start, hosts: tuple[Host, Host]) -> None:
+def test_another_protocol_is_an_error(jobs: Jobs, ranks: Start, hosts: tuple[Host, Host]) -> None:
     started = ranks(hosts, pretend="protocol=1")
     expected = f"rank 1 on {hosts[1].name} speaks version 1, this is version "
-    said(started, jobs, expected)
+    expect_error(started, jobs, expected)
 
 
-def test_another_job_file(jobs: Jobs, ranks: Start, hosts: tuple[Host, Host]) -> None:
-    """Which gives the same layers."""
+def test_another_job_file_is_an_error(jobs: Jobs, ranks: Start, hosts: tuple[Host, Host]) -> None:
+    """Even one that has the same layers."""
     started = ranks(hosts, sources=(JOB, JOB.replace("lr=0.1", "lr=0.2")))
-    hosts_said = f"rank 1 on {hosts[1].name} has another one than rank 0 on {hosts[0].name}"
-    said(started, jobs, f"job.py is not the same on all hosts: {hosts_said}")
+    difference = (
+        f"rank 1 on {hosts[1].name} has another version of it than rank 0 on {hosts[0].name}"
+    )
+    expect_error(started, jobs, f"job.py: {difference}")

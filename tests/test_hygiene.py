@@ -1,4 +1,4 @@
-"""Whatever ends a job: nothing of it remains, and whoever is left to speak says what happened."""
+"""Tests of every end of a job: nothing of it remains, and a surviving process reports the cause."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 import pytest
 
 from pipeworker.errors import UsageError
-from pipeworker.session.begin import Asked
+from pipeworker.runs.begin import RunRequest
 from pipeworker.timings import DEFAULT
 from support.jobs import Jobs, Process, cpu_seconds, processes_of, until
 from support.sources import JOB, SLEEPERS
@@ -50,7 +50,7 @@ STARTING = (
 
 ENDLESS = ("--stages", "3", "--microbatches", "4", "--steps", "1000000")
 SECONDS = 60.0
-"""What a job may take to be gone, however busy the host is."""
+"""The time limit for a job to be gone, on a busy host."""
 
 
 @dataclass
@@ -67,18 +67,18 @@ class Live:
         loaded: dict[str, Any] = json.loads((self.path / "summary.json").read_text())
         return loaded
 
-    def pid(self, who: str) -> int:
-        """Of the launcher, the coordinator, the fork server, or ``stage 1``."""
-        if who == "launcher":
+    def pid(self, process: str) -> int:
+        """Return the pid of the launcher, the coordinator, the agent, or ``stage 1``."""
+        if process == "launcher":
             return self.process.pid
         plan = json.loads((self.path / "plan.json").read_text())
         stages = [stage["pid"] for stage in plan["stages"]]
-        if who.startswith("stage "):
-            return int(stages[int(who.split()[1])])
+        if process.startswith("stage "):
+            return int(stages[int(process.split()[1])])
         name, module = {
             "coordinator": ("coordinator\n", "coordinator.service"),
-            "fork server": ("forkserver\n", "host.forkserver"),
-        }[who]  # of a forked process, of an interpreter
+            "agent": ("agent\n", "host.agent"),
+        }[process]  # of a forked process, of an interpreter
         (pid,) = (
             pid
             for pid, line in processes_of(self.folder).items()
@@ -88,13 +88,14 @@ class Live:
         return pid
 
     def end(self) -> tuple[int, str]:
-        """Wait for the launcher and for every trace of the job to go; its status and stderr."""
+        """Wait until nothing of the job is left; return its exit status and standard error."""
         _, stderr = self.process.communicate(timeout=SECONDS)
         self.check_gone()
         assert self.process.returncode is not None
         return self.process.returncode, stderr
 
     def check_gone(self) -> None:
+        """Check that no process, file, shared memory or port of the job is left."""
         until(lambda: not processes_of(self.folder), SECONDS)
         assert not left_in(self.folder / "tmp")
         until(lambda: set(Path("/dev/shm").iterdir()) <= self.shared)
@@ -108,7 +109,7 @@ class Live:
 
 @pytest.fixture
 def start(jobs: Jobs, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Live]:
-    """Start a job that trains on and on, and wait until it does."""
+    """Return a function that starts an endless job and waits until it trains."""
     temporary = jobs.folder / "tmp"
     temporary.mkdir()
     monkeypatch.setenv("TMPDIR", str(temporary))
@@ -127,11 +128,12 @@ def start(jobs: Jobs, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Live]:
 
 
 def left_in(temporary: Path) -> list[Path]:
-    """Temporary files but for the cache that torch makes for all programs of a user."""
+    """Return the temporary files, without the cache that torch makes for all programs of a user."""
     return [path for path in temporary.iterdir() if not path.name.startswith("torchinductor_")]
 
 
 def rows(path: Path) -> int:
+    """Return the number of steps on record."""
     metrics = path / "metrics.jsonl"
     return metrics.read_text().count("\n") if metrics.exists() else 0
 
@@ -139,29 +141,29 @@ def rows(path: Path) -> int:
 @pytest.mark.parametrize(
     ("stage", "number", "how"),
     [
-        (0, signal.SIGKILL, "was killed by signal 9"),
-        (1, signal.SIGKILL, "was killed by signal 9"),
-        (2, signal.SIGKILL, "was killed by signal 9"),
+        (0, signal.SIGKILL, "was killed by SIGKILL"),
+        (1, signal.SIGKILL, "was killed by SIGKILL"),
+        (2, signal.SIGKILL, "was killed by SIGKILL"),
         (1, signal.SIGTERM, "was ended by SIGTERM"),
     ],
 )
-def test_a_killed_worker(
+def test_a_killed_worker_fails_the_job(
     start: Callable[..., Live], stage: int, number: signal.Signals, how: str
 ) -> None:
-    live = start("--restarts", "0")
+    live = start("--max-restarts", "0")
     os.kill(live.pid(f"stage {stage}"), number)
     status, stderr = live.end()
     assert status == 1
     assert f"the worker of stage {stage} {how}" in stderr
     assert stderr.count("error:") == 1
-    assert "closed" not in stderr  # what the neighbours saw
+    assert "closed" not in stderr  # the failure that the neighbours reported
     assert live.summary["status"] == "failed"
     assert f"stage {stage} {how}" in live.summary["error"]
     assert live.summary["steps"] >= 2
 
 
-def test_a_killed_coordinator(start: Callable[..., Live]) -> None:
-    live = start("--restarts", "0")
+def test_a_killed_coordinator_fails_the_job(start: Callable[..., Live]) -> None:
+    live = start("--max-restarts", "0")
     os.kill(live.pid("coordinator"), signal.SIGKILL)
     status, stderr = live.end()
     assert status == 1
@@ -172,17 +174,17 @@ def test_a_killed_coordinator(start: Callable[..., Live]) -> None:
     )
 
 
-def test_a_killed_fork_server(start: Callable[..., Live]) -> None:
-    live = start("--restarts", "0")  # else it is started again, and goes on from the disk
-    os.kill(live.pid("fork server"), signal.SIGKILL)
+def test_a_killed_agent_fails_the_job(start: Callable[..., Live]) -> None:
+    live = start("--max-restarts", "0")  # it is restarted otherwise
+    os.kill(live.pid("agent"), signal.SIGKILL)
     status, stderr = live.end()
     assert status == 1
-    assert "error: the fork server of this host was killed" in stderr
+    assert "error: the agent of this host was killed" in stderr
     assert live.summary["status"] == "failed"
-    assert "fork server" in live.summary["error"]
+    assert "agent" in live.summary["error"]
 
 
-def test_a_killed_launcher(start: Callable[..., Live]) -> None:
+def test_a_killed_launcher_fails_the_job(start: Callable[..., Live]) -> None:
     live = start()
     os.kill(live.pid("launcher"), signal.SIGKILL)
     status, _ = live.end()
@@ -191,24 +193,24 @@ def test_a_killed_launcher(start: Callable[..., Live]) -> None:
     assert "the process that started the job is gone" in live.summary["error"]
 
 
-def test_a_run_directory_is_in_use_until_all_who_write_there_are_gone(
+def test_a_run_directory_is_in_use_until_all_processes_that_write_there_are_gone(
     start: Callable[..., Live], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     live = start()
-    again = Asked(str(live.folder / "job.py"), None, {}, live.path, resume=True)
+    resume = RunRequest(str(live.folder / "job.py"), None, {}, live.path, resume=True)
     coordinator = live.pid("coordinator")
-    monkeypatch.setattr("pipeworker.session.begin.timings", lambda: DEFAULT.scaled(0.01))
+    monkeypatch.setattr("pipeworker.runs.begin.timings", lambda: DEFAULT.scaled(0.01))
     for _ in range(2):  # with the launcher, and without
         with pytest.raises(UsageError, match=f"is in use: process {live.process.pid} on "):
-            again.begin()
+            resume.prepare()
         os.kill(coordinator, signal.SIGSTOP)
         os.kill(live.pid("launcher"), signal.SIGKILL)
     os.kill(coordinator, signal.SIGCONT)
-    monkeypatch.setattr("pipeworker.session.begin.timings", lambda: DEFAULT.scaled(20))
-    begun = again.begin()
+    monkeypatch.setattr("pipeworker.runs.begin.timings", lambda: DEFAULT.scaled(20))
+    prepared = resume.prepare()
     assert not live.path.joinpath("summary.json").exists()
     assert rows(live.path) == 0
-    begun.close()
+    prepared.close()
     live.process.communicate(timeout=SECONDS)
 
 
@@ -221,20 +223,20 @@ def test_a_signal_ends_the_job_after_its_step(
     status, stderr = live.end()
     assert status == 130
     assert "stopping after this step" in stderr
-    assert stderr.endswith("interrupted\n")
+    assert stderr.endswith("interrupt again to stop at once\n")  # the summary has the status
     assert live.summary["status"] == "interrupted"
     assert live.summary["error"] is None
-    # The step it was in is whole, and on record.
+    # The job was in a step, which is complete and on record.
     assert live.summary["steps"] == rows(live.path)
 
 
 def test_an_interrupt_of_every_process_of_a_job_gives_a_checkpoint(
     start: Callable[..., Live],
 ) -> None:
-    """As a cluster sends it before it takes a node."""
+    """A cluster sends such an interrupt before it takes a node."""
     live = start()
-    for who in ("fork server", "coordinator", "stage 0", "stage 1", "stage 2", "launcher"):
-        os.kill(live.pid(who), signal.SIGINT)
+    for process in ("agent", "coordinator", "stage 0", "stage 1", "stage 2", "launcher"):
+        os.kill(live.pid(process), signal.SIGINT)
     status, stderr = live.end()
     assert (status, stderr.count("stopping after this step")) == (130, 1)
     assert [*(live.path / "checkpoints").glob("step-*")]
@@ -260,7 +262,9 @@ def test_a_job_under_nohup_outlives_its_terminal(jobs: Jobs) -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
 @pytest.mark.parametrize("cold", [True, False], ids=["importing torch", "in the job file"])
-def test_an_end_while_the_job_starts(jobs: Jobs, number: signal.Signals, cold: bool) -> None:
+def test_a_job_that_ends_while_it_starts_leaves_nothing(
+    jobs: Jobs, number: signal.Signals, cold: bool
+) -> None:
     process, path = jobs.start(*ENDLESS, source=STARTING, cold=cold)
     log = path / "logs" / "coordinator.log"
     until(lambda: log.exists() and "bound to" in log.read_text())
@@ -281,9 +285,9 @@ def test_an_end_while_the_job_starts(jobs: Jobs, number: signal.Signals, cold: b
 def test_a_second_interrupt_ends_the_job_at_once(start: Callable[..., Live]) -> None:
     patient = {
         **os.environ,
-        "PIPEWORKER_TIMINGS": "interrupt=1e5,verdict=1e6,meet=2e6",
+        "PIPEWORKER_TIMINGS": "interrupt=1e5,verdict=1e6,rendezvous=2e6",
     }
-    live = start(source=STUCK, env=patient)  # the step never ends, and is waited for
+    live = start(source=STUCK, env=patient)  # the step never ends
     until(lambda: (live.folder / "stuck").exists())
     live.process.send_signal(signal.SIGINT)
     assert live.process.stderr is not None
@@ -306,7 +310,7 @@ def test_an_interrupt_from_the_keyboard_while_a_layer_hangs(
     assert json.loads((terminal.path / "summary.json").read_text())["status"] == "interrupted"
 
 
-def test_a_closed_terminal(jobs: Jobs, start: Callable[..., Live]) -> None:
+def test_a_closed_terminal_interrupts_the_job(jobs: Jobs, start: Callable[..., Live]) -> None:
     with Terminal(jobs, *ENDLESS, source=SLEEPERS) as terminal:
         until(lambda: terminal.read() and rows(terminal.path) > 2)
         terminal.hang_up()
@@ -318,8 +322,8 @@ def test_a_closed_terminal(jobs: Jobs, start: Callable[..., Live]) -> None:
     assert not left_in(jobs.folder / "tmp")
 
 
-def test_a_reader_that_goes_away_ends_nothing(jobs: Jobs) -> None:
-    """As in ``pipeworker launch ... | head``."""
+def test_a_closed_output_does_not_end_the_job(jobs: Jobs) -> None:
+    """``pipeworker launch ... | head`` closes it."""
     process, path = jobs.start("--stages", "2", "--microbatches", "4", "--log-every", "1")
     assert process.stdout is not None
     process.stdout.close()
@@ -328,8 +332,8 @@ def test_a_reader_that_goes_away_ends_nothing(jobs: Jobs) -> None:
 
 
 @pytest.mark.parametrize("stage", [0, 2])
-def test_a_hung_worker_is_noticed_and_named(start: Callable[..., Live], stage: int) -> None:
-    live = start("--worker-timeout", "3", "--restarts", "0")
+def test_a_hung_worker_is_detected_and_named(start: Callable[..., Live], stage: int) -> None:
+    live = start("--worker-timeout", "3", "--max-restarts", "0")
     pid = live.pid(f"stage {stage}")
     os.kill(pid, signal.SIGSTOP)
     until(lambda: f"{pid} (" in (stat := Path(f"/proc/{pid}/stat").read_text()) and ") T " in stat)
@@ -337,7 +341,7 @@ def test_a_hung_worker_is_noticed_and_named(start: Callable[..., Live], stage: i
     launcher = live.pid("launcher")
     before = cpu_seconds(launcher)
     until(lambda: ") Z " in Path(f"/proc/{launcher}/stat").read_text())
-    assert cpu_seconds(launcher) - before < 0.3  # it waited for the worker, and did not spin
+    assert cpu_seconds(launcher) - before < 0.3  # it waits without spinning
     status, stderr = live.end()
     assert status == 1
     assert f"stage {stage} (pid {pid} on {socket.gethostname()}) has not answered" in stderr
@@ -348,24 +352,24 @@ def test_a_hung_worker_is_noticed_and_named(start: Callable[..., Live], stage: i
 
 STOPPED = {
     "coordinator": "the coordinator (pid {pid}) has not answered for 3 s",
-    "fork server": "the fork server of this host (pid {pid}) has not answered for 3 s",
+    "agent": "the agent of this host (pid {pid}) has not answered for 3 s",
 }
 
 
-@pytest.mark.parametrize("who", STOPPED)
-def test_who_is_stopped_is_noticed_and_named(start: Callable[..., Live], who: str) -> None:
-    live = start("--worker-timeout", "3", "--restarts", "0")
-    pid = live.pid(who)
+@pytest.mark.parametrize("process", STOPPED)
+def test_a_stopped_process_is_detected_and_named(start: Callable[..., Live], process: str) -> None:
+    live = start("--worker-timeout", "3", "--max-restarts", "0")
+    pid = live.pid(process)
     os.kill(pid, signal.SIGSTOP)
     status, stderr = live.end()
     assert status == 1
-    error = STOPPED[who].format(pid=pid)
+    error = STOPPED[process].format(pid=pid)
     assert f"error: {error}" in stderr
     assert error in live.summary["error"]
 
 
-def test_a_stopped_launcher_holds_nobody(start: Callable[..., Live]) -> None:
-    """It is paused for longer than a worker may be silent: the others end; then it says so."""
+def test_a_stopped_launcher_ends_the_job(start: Callable[..., Live]) -> None:
+    """The other processes end after the silence timeout; the launcher reports it when resumed."""
     live = start("--worker-timeout", "3")
     os.kill(live.pid("launcher"), signal.SIGSTOP)
     until(lambda: set(processes_of(live.folder)) == {live.process.pid}, SECONDS)
@@ -377,27 +381,26 @@ def test_a_stopped_launcher_holds_nobody(start: Callable[..., Live]) -> None:
     assert f"error: {error}" in stderr
 
 
-def test_an_impatient_user_does_not_outrun_the_beats(jobs: Jobs) -> None:
-    """A limit below what beats are apart takes nobody alive for dead."""
+def test_a_worker_timeout_below_the_heartbeat_interval_loses_no_worker(jobs: Jobs) -> None:
     source = JOB.replace("x = torch.randn(10", "import time; time.sleep(0.4); x = torch.randn(10")
     run = jobs.train("--stages", "2", "--worker-timeout", "0.9", source=source)
     assert run.summary["seconds"] > 1.5
 
 
-def test_more_stages_than_layers_start_one_worker(jobs: Jobs) -> None:
+def test_a_job_with_more_stages_than_layers_starts_one_worker(jobs: Jobs) -> None:
     source = JOB.replace("def model", "open('started', 'a').write('.')\n\n    def model", 1)
     run = jobs.run("--stages", "1000", source=source)
     assert run.status == 2
-    assert run.stderr.startswith("error: 1000 stages need at least 1000 layers, but model() has 5")
+    assert run.stderr.startswith("error: --stages 1000: more than the layers of model(), 5")
     assert (jobs.folder / "started").read_text() == "."
 
 
-def test_a_launcher_killed_while_it_starts_many(jobs: Jobs) -> None:
+def test_a_launcher_that_is_killed_while_it_starts_many_workers_leaves_nothing(jobs: Jobs) -> None:
     source = JOB.replace("nn.Linear(16, 3)", "*[nn.Identity()] * 64, nn.Linear(16, 3)")
     process, path = jobs.start("--stages", "64", source=source)
     log = path / "logs" / "coordinator.log"
     until(lambda: log.exists() and "rank 1 joined" in log.read_text())
     process.kill()
-    until(lambda: len(processes_of(jobs.folder)) == 0, 10.0)
+    until(lambda: not processes_of(jobs.folder), SECONDS)
     assert "all ranks joined" not in log.read_text()
     process.communicate()

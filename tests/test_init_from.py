@@ -1,4 +1,4 @@
-"""``--init-from``: training begins with weights from a file."""
+"""``--init-from``: training that begins with weights from a file."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from support.compare import assert_same
 from support.jobs import Jobs
 from support.ranks import LOOP, Scripts, script
 
-# The optimizer copies weights when it is built, and goes back to them.
+# The optimizer copies the weights when it is built, and pulls the parameters towards the copy.
 SOURCE = """
     import torch
     from torch import nn
@@ -64,7 +64,7 @@ exec(textwrap.dedent(SOURCE), JOB)
 
 @pytest.fixture
 def weights(jobs: Jobs) -> Path:
-    """Other ones than the job builds; one name of the tied weight is left out."""
+    """Save other weights than the job builds, and the tied weight under one of its names only."""
     torch.manual_seed(5)
     state = JOB["model"]().state_dict()
     state["1.running_mean"] += 0.5
@@ -74,7 +74,7 @@ def weights(jobs: Jobs) -> Path:
     return path
 
 
-def test_the_numbers_do_not_depend_on_the_stages(
+def test_results_do_not_depend_on_the_number_of_stages(
     jobs: Jobs, scripts: Scripts, weights: Path
 ) -> None:
     line = ("--microbatches", "4", "--init-from", weights.name)
@@ -96,7 +96,7 @@ def test_the_numbers_do_not_depend_on_the_stages(
         assert torch.allclose(runs[0].weights[name], value, atol=1e-6), name
 
 
-def test_what_does_not_match_is_refused_or_left_out(jobs: Jobs, weights: Path) -> None:
+def test_mismatches_are_refused_or_left_out(jobs: Jobs, weights: Path) -> None:
     state = load_file(weights)
     del state["4.bias"], state["1.running_var"]
     state["9.weight"] = torch.ones(1)
@@ -105,27 +105,30 @@ def test_what_does_not_match_is_refused_or_left_out(jobs: Jobs, weights: Path) -
     refused = jobs.run(*line, source=SOURCE)
     assert refused.status == 2
     (error,) = refused.stderr.splitlines()
-    assert error.startswith(f"error: {weights} does not fit the model: it lacks ")
-    assert error.endswith("the model does not have 9.weight; --init-partial takes what does fit")
+    assert error.startswith(f"error: --init-from {weights}: does not fit the model: it lacks ")
+    assert error.endswith(
+        "the model does not have 9.weight; use weights of this model, or --no-init-strict, "
+        "which loads what does fit"
+    )
 
     runs = [
-        jobs.train(*line, "--init-partial", source=SOURCE),
-        jobs.train(*line, "--init-partial", "--stages", "1", source=SOURCE),
+        jobs.train(*line, "--no-init-strict", source=SOURCE),
+        jobs.train(*line, "--no-init-strict", "--stages", "1", source=SOURCE),
     ]
     assert_same(*runs)
     for run in runs:
-        warning = "warning: --init-partial: 3 names of the model or of --init-from are left out"
+        warning = "warning: --no-init-strict: 3 names of the model or of --init-from are left out"
         assert sum(line.startswith(warning) for line in run.stderr.splitlines()) == 1, run.stderr
-    logs = [runs[0].log(f"stage-{number}") for number in (0, 1)]
+    logs = [runs[0].log(f"worker-{number}") for number in (0, 1)]
     assert "it lacks 1.running_var; the model does not have 9.weight\n" in logs[0]
     assert "it lacks 4.bias\n" in logs[1]
 
 
-def test_a_file_that_is_not_there_starts_nothing(jobs: Jobs) -> None:
+def test_a_missing_file_starts_no_process(jobs: Jobs) -> None:
     run = jobs.run("--stages", "2", "--init-from", "nowhere.pt", source=SOURCE)
     assert run.status == 2
     there = jobs.folder / "nowhere.pt"
-    assert run.stderr == f"error: cannot read {there}: No such file or directory\n"
+    assert run.stderr == f"error: --init-from {there}: No such file or directory\n"
     assert not run.path.exists()
-    run = jobs.run("--stages", "2", "--init-partial", source=SOURCE)
-    assert run.stderr == "error: --init-partial is of --init-from: there is no file\n"
+    run = jobs.run("--stages", "2", "--no-init-strict", source=SOURCE)
+    assert run.stderr == "error: --no-init-strict requires --init-from: no file is given\n"

@@ -1,4 +1,4 @@
-"""Jobs as users start them: commands and interpreters of their own, whatever lies beside them."""
+"""Jobs as users start them: with new interpreters, and beside files with the names of ours."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pytest
 
 from pipeworker.wire.keys import new_token
 from support.jobs import Jobs, Run, processes_of, until
-from support.neighbours import IMPORTS, SAID, write_neighbours
+from support.neighbours import IMPORTS, PRINTED, write_neighbours
 from support.sources import JOB
 
 TOKEN = re.compile(rb"(?<![0-9a-f])[0-9a-f]{64}(?![0-9a-f])")
@@ -34,11 +34,12 @@ GATED = (
 
 @dataclass(frozen=True)
 class Seen:
-    """What was seen of a job from outside.
+    """A job as seen from outside.
 
     Attributes:
-        processes: by pid, their command lines and environments while it trained.
-        log: of the first stage, at that time.
+        run: the finished job.
+        processes: the command lines and environments of its processes during training, by pid.
+        log: the log of the first stage during training.
     """
 
     run: Run
@@ -48,7 +49,7 @@ class Seen:
 
 @pytest.fixture(scope="module")
 def seen(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Seen]:
-    """One job, beside files with our names: nothing of it is forked by the tests' server."""
+    """Run one job beside files with our names; the tests' server forks none of its processes."""
     jobs = Jobs(tmp_path_factory.mktemp("seen"), None)
     write_neighbours(jobs)
     env = {name: value for name, value in os.environ.items() if not TOKEN.search(value.encode())}
@@ -63,7 +64,7 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Seen]:
             + Path(f"/proc/{pid}/environ").read_bytes()
             for pid in processes_of(jobs.folder)
         }
-        log = (path / "logs" / "stage-0.log").read_text()
+        log = (path / "logs" / "worker-0.log").read_text()
         (jobs.folder / "go").touch()
         stdout, stderr = process.communicate(timeout=60)
         assert process.returncode == 0, stderr
@@ -72,21 +73,21 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Seen]:
         jobs.close()
 
 
-def test_neighbours_with_our_names_are_the_users(seen: Seen) -> None:
+def test_a_job_file_imports_the_users_modules_with_our_names(seen: Seen) -> None:
     assert "done: 6 steps" in seen.run.stdout
-    assert all(SAID in seen.run.log(f"stage-{stage}") for stage in (0, 1))
+    assert all(PRINTED in seen.run.log(f"worker-{stage}") for stage in (0, 1))
 
 
-def test_what_is_printed_is_in_the_log_at_once(seen: Seen) -> None:
-    """And from there it is shown."""
-    assert SAID in seen.log
-    assert seen.run.stdout.count(SAID) == 2
+def test_printed_text_is_in_the_log_at_once(seen: Seen) -> None:
+    """The display shows it from there."""
+    assert PRINTED in seen.log
+    assert seen.run.stdout.count(PRINTED) == 2
 
 
-def test_the_command_shows_no_token(seen: Seen) -> None:
-    """Nothing that looks like a token in `ps`, in an environment or in a file."""
+def test_a_job_shows_no_token(seen: Seen) -> None:
+    """No command line, environment or file contains text that has the form of a token."""
     assert TOKEN.fullmatch(new_token().encode())
-    assert len(seen.processes) == 5  # the command, coordinator, fork server, two workers
+    assert len(seen.processes) == 5  # the command, coordinator, agent, two workers
     assert not any(TOKEN.search(shown) for shown in seen.processes.values())
     job = hashlib.sha256((seen.run.path / "job.py").read_bytes()).hexdigest().encode()
     for file in seen.run.path.rglob("*"):
@@ -95,14 +96,14 @@ def test_the_command_shows_no_token(seen: Seen) -> None:
     assert not TOKEN.search((seen.run.stdout + seen.run.stderr).encode())
 
 
-def test_the_fork_server_imports_what_every_worker_would(seen: Seen) -> None:
-    """A second for each of them: any torch optimizer imports torch._dynamo when it is built."""
-    assert all("there True" in seen.run.log(f"stage-{stage}") for stage in (0, 1))
+def test_the_agent_imports_modules_for_all_workers(seen: Seen) -> None:
+    """It saves each worker a second: any torch optimizer imports torch._dynamo when it is built."""
+    assert all("there True" in seen.run.log(f"worker-{stage}") for stage in (0, 1))
 
 
 @pytest.mark.parametrize("beside", [True, False])
-def test_a_command_with_neighbours_that_have_our_names(jobs: Jobs, beside: bool) -> None:
-    """The installed script, whose own folder is first on its import path."""
+def test_the_command_runs_beside_modules_with_our_names(jobs: Jobs, beside: bool) -> None:
+    """It is the installed script, whose own folder is first on its import path."""
     write_neighbours(jobs)
     folder = jobs.folder if beside else jobs.folder / "elsewhere"
     folder.mkdir(exist_ok=True)
@@ -113,4 +114,4 @@ def test_a_command_with_neighbours_that_have_our_names(jobs: Jobs, beside: bool)
     stdout, stderr = process.communicate(timeout=90)
     assert process.returncode == 0, stderr
     assert "done: 1 step in" in stdout
-    assert SAID in (jobs.folder / "run" / "logs" / "stage-0.log").read_text()
+    assert PRINTED in (jobs.folder / "run" / "logs" / "worker-0.log").read_text()

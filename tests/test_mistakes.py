@@ -1,4 +1,4 @@
-"""Mistakes seen before a process starts, and names of a job file that are wrong, one by one."""
+"""Mistakes that are found before a process starts, and wrong names of a job file."""
 
 from __future__ import annotations
 
@@ -18,17 +18,16 @@ import torch
 from click.testing import CliRunner, Result
 from torch import nn
 
+import cli
 from pipeworker.errors import UsageError
 from pipeworker.job import file as job_file
-from pipeworker.session.begin import Asked
+from pipeworker.runs.begin import RunRequest
 from pipeworker.wire.lines import Verdict
 from pipeworker.worker.step.data import Reader
 from support.sources import JOB
 
 
 def launch(folder: Path, *words: str) -> Result:
-    import cli
-
     path = folder / "job.py"
     if not path.exists():
         path.write_text(textwrap.dedent(JOB))
@@ -51,13 +50,16 @@ def launch(folder: Path, *words: str) -> Result:
         (("--recompute", "maybe"), "'maybe' is not one of 'auto', 'always', 'except_first'"),
         (("--device", "tpu"), "'tpu' is not one of 'auto', 'cpu'"),
         (("--backend", "mpi"), "'mpi' is not one of 'auto', 'gloo', "),
-        (("--balance", "3,x"), "--balance '3,x' is not a list of layer counts"),
-        (("--balance", "5,0"), "--balance '5,0' is not a list of layer counts"),
-        (("--stagess", "2"), "No such option"),
-        (("--lr", "2"), "No such option '--lr'. Is it the job file's own? job.py -- --lr"),
+        (("--balance", "3,x"), "--balance '3,x': not a list of layer counts"),
+        (("--balance", "5,0"), "--balance '5,0': not a list of layer counts"),
+        (("--stagess", "2"), "error: --stagess: no such option; did you mean --stages or "),
+        (("--quiet=3",), "error: --quiet: does not take a value; write --quiet"),
+        (("--", "--lr", "2"), "error: JOB_FILE: missing before --; write: job.py -- --lr"),
+        (("--threads", "two"), "error: --threads: 'two' is not a valid integer; see `pipeworker "),
+        (("--lr", "2"), "--lr: no such option; is it for the job file? Write: job.py -- --lr"),
     ],
 )
-def test_options_that_are_wrong(tmp_path: Path, words: tuple[str, ...], expected: str) -> None:
+def test_wrong_options(tmp_path: Path, words: tuple[str, ...], expected: str) -> None:
     run_dir = tmp_path / "run"
     result = launch(
         tmp_path, "--run-dir", str(run_dir), "--stages", "2", *words, str(tmp_path / "job.py")
@@ -67,14 +69,25 @@ def test_options_that_are_wrong(tmp_path: Path, words: tuple[str, ...], expected
     assert not run_dir.exists()
 
 
-def test_a_backend_that_devices_do_not_have(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    """It may be that of other hosts, so a worker says so."""
+def test_a_wrong_argument_gets_one_line(tmp_path: Path) -> None:
+    assert launch(tmp_path).output == (
+        "error: JOB_FILE: missing; write `pipeworker launch [OPTIONS] JOB_FILE [ARGUMENTS]...`\n"
+    )
+    expected = "error: --steps: requires an argument; write --steps VALUE\n"
+    assert launch(tmp_path, "--steps").output == expected
+    result = CliRunner().invoke(cli.main, ["show", "a", "b"], prog_name="pipeworker")
+    assert result.output == "error: b: unexpected; write `pipeworker show [OPTIONS] RUN`\n"
+
+
+def test_a_backend_that_the_devices_lack(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Other hosts may have it, so a worker reports it."""
     words = ("--stages", "2", "--device", "cpu", "--backend", "nccl")
     assert launch(tmp_path, *words, str(tmp_path / "job.py")).exit_code == 2
-    said = capfd.readouterr().err.splitlines()
-    assert said == ["error: --backend nccl needs CUDA devices, and stages compute on cpu"]
+    errors = capfd.readouterr().err.splitlines()
+    assert errors == [
+        "error: --backend nccl: requires CUDA devices, but stages compute on cpu; "
+        "use --backend auto"
+    ]
 
 
 @pytest.mark.parametrize(
@@ -99,18 +112,18 @@ def test_a_job_file_that_cannot_be_read(tmp_path: Path, content: str | None, exp
     assert not run_dir.exists()
 
 
-def test_a_run_directory_that_exists_is_left_alone(tmp_path: Path) -> None:
+def test_an_existing_run_directory_is_not_changed(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     run_dir.mkdir()
     (run_dir / "metrics.jsonl").write_text("precious")
     words = ("--stages", "2", str(tmp_path / "job.py"))
     result = launch(tmp_path, "--run-dir", str(run_dir), *words)
     assert result.exit_code == 2
-    assert f"run directory {run_dir} exists already: choose another --run-dir" in result.output
+    assert f"run directory {run_dir}: exists already; choose another --run-dir" in result.output
     assert [path.name for path in run_dir.iterdir()] == ["metrics.jsonl"]
     result = launch(tmp_path, "--run-dir", str(run_dir / "metrics.jsonl" / "deeper"), *words)
     assert result.exit_code == 2
-    assert "cannot make run directory" in result.output
+    assert "cannot be made" in result.output
 
 
 MISTAKE = Verdict("failed", 2, 0, 0.1, (), 0.0, "what is wrong")
@@ -120,7 +133,7 @@ MISTAKE = Verdict("failed", 2, 0, 0.1, (), 0.0, "what is wrong")
     ("verdict", "stays"),
     [
         (MISTAKE, False),
-        (dataclasses.replace(MISTAKE, exit_status=0, own=True), False),
+        (dataclasses.replace(MISTAKE, exit_status=0, job_exited=True), False),
         (dataclasses.replace(MISTAKE, exit_status=1), True),
         (dataclasses.replace(MISTAKE, steps=1), True),
         (None, True),
@@ -130,35 +143,35 @@ def test_a_mistake_leaves_no_run_directory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, verdict: Verdict | None, stays: bool
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    begun = Asked(str(tmp_path / "job.py"), 1, {}).begin()
-    begun.run_dir.metrics.touch()
-    begun.close(verdict)
+    prepared = RunRequest(str(tmp_path / "job.py"), 1, {}).prepare()
+    prepared.run_dir.metrics.touch()
+    prepared.close(verdict)
     assert (tmp_path / "runs").exists() == stays
 
 
-def test_what_a_loop_of_ones_own_has_recorded_stays(tmp_path: Path) -> None:
-    begun = Asked(str(tmp_path / "job.py"), 1, {}, tmp_path / "run").begin()
-    begun.run_dir.evaluation.write_text("{}\n")
-    begun.close(MISTAKE)
-    assert begun.run_dir.run.exists()
+def test_records_of_a_scripts_own_loop_are_kept(tmp_path: Path) -> None:
+    prepared = RunRequest(str(tmp_path / "job.py"), 1, {}, tmp_path / "run").prepare()
+    prepared.run_dir.evaluation.write_text("{}\n")
+    prepared.close(MISTAKE)
+    assert prepared.run_dir.run.exists()
 
 
 def runs_here(command: list[str], **_: Any) -> subprocess.CompletedProcess[str]:
-    """As an interpreter of its own would, without importing torch again."""
+    """Run a command as a separate interpreter would, without importing torch again."""
     assert command[:2] == [sys.executable, "-c"]
     with redirect_stdout(io.StringIO()) as output:
         exec(command[2], {})
     return subprocess.CompletedProcess(command, 0, output.getvalue(), "")
 
 
-def test_stages_must_be_said_without_accelerators(
+def test_stages_are_required_without_accelerators(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     monkeypatch.setattr(subprocess, "run", runs_here)
     result = launch(tmp_path, str(tmp_path / "job.py"))
     assert result.exit_code == 2
-    assert "no accelerator: say how many stages with --stages" in result.output
+    assert "--stages: this host has no accelerator; specify the number of stages" in result.output
 
 
 # The names of a job file, one by one.
@@ -180,19 +193,19 @@ def job(**names: Any) -> ModuleType:
 def test_a_name_that_is_missing(name: str) -> None:
     module = job()
     delattr(module, name)
-    with pytest.raises(UsageError, match=rf"job file j\.py lacks the name {name}: it must define"):
+    with pytest.raises(UsageError, match=rf"job file j\.py: lacks the name {name}; define"):
         job_file.check(module, "job file j.py")
 
 
 @pytest.mark.parametrize(
     ("name", "value", "expected"),
     [
-        ("model", 3, "model in job file j.py is a int: it must be an nn.Sequential, a list"),
-        ("model", nn.Linear(2, 2), "model in job file j.py is a Linear: it must be"),
-        ("loss", None, "loss in job file j.py is a NoneType: it must be a function"),
-        ("optimizer", "adam", "optimizer in job file j.py is a str: it must be a function"),
-        ("scheduler", 0.5, "scheduler in job file j.py is a float: it must be a function"),
-        ("data", 7, "data in job file j.py is a int: it must be an iterable of (input, target)"),
+        ("model", 3, "job file j.py: model is an int; make it an nn.Sequential, a list"),
+        ("model", nn.Linear(2, 2), "job file j.py: model is a Linear; make it"),
+        ("loss", None, "job file j.py: loss is a NoneType; make it a function"),
+        ("optimizer", "adam", "job file j.py: optimizer is a str; make it a function"),
+        ("scheduler", 0.5, "job file j.py: scheduler is a float; make it a function"),
+        ("data", 7, "job file j.py: data is an int; make it an iterable of (input, target)"),
     ],
 )
 def test_a_name_of_the_wrong_kind(name: str, value: Any, expected: str) -> None:
@@ -208,10 +221,10 @@ class _OwnForward(nn.Sequential):
 @pytest.mark.parametrize(
     ("model", "expected"),
     [
-        (lambda: None, "model() returned a NoneType: it must return an nn.Sequential or a list"),
-        (lambda: nn.Linear(2, 2), "model() returned a Linear: it must return an nn.Sequential"),
-        (list, "model() returned no layers"),
-        ([nn.ReLU(), 3], "layer 1 of model() is a int: each must be an nn.Module or a function"),
+        (lambda: None, "model() returned a NoneType; return an nn.Sequential or a list"),
+        (lambda: nn.Linear(2, 2), "model() returned a Linear; return an nn.Sequential"),
+        (list, "model() returned no layers; return at least one for each stage"),
+        ([nn.ReLU(), 3], "layer 1 of model() is an int; make it an nn.Module or a function"),
         (_OwnForward(nn.ReLU()), "a forward of its own, which a pipeline cannot cut"),
     ],
 )
@@ -220,8 +233,8 @@ def test_a_model_that_is_no_sequence_of_layers(model: Any, expected: str) -> Non
         job_file.entries(job_file.check(job(model=model), "job file j.py"))
 
 
-def test_a_layer_that_builds_something_else() -> None:
-    with pytest.raises(UsageError, match=r"layer 4 of model\(\) was built as a dict: it must be"):
+def test_a_layer_builder_that_returns_something_else() -> None:
+    with pytest.raises(UsageError, match=r"layer 4 of model\(\) was built as a dict; build an"):
         job_file.build(dict, 4)  # type: ignore[arg-type]
 
 
@@ -231,13 +244,13 @@ X, Y = torch.zeros(4, 2), torch.zeros(4)
 @pytest.mark.parametrize(
     ("data", "expected"),
     [
-        ([], "data() is empty"),
-        (lambda: None, "data() gave a NoneType: it must be an iterable of (input, target)"),
-        ([X], "data() gave a Tensor: it must be a pair (input, target)"),
-        ([(X, Y, Y)], "data() gave a tuple of 3: it must be a pair (input, target)"),
+        ([], "data(): is empty; yield"),
+        (lambda: None, "data(): gave a NoneType; return an iterable of (input, target)"),
+        ([X], "data(): gave a Tensor; make it a pair (input, target)"),
+        ([(X, Y, Y)], "data(): gave a tuple of 3; make it a pair (input, target)"),
         ([(X, Y[:3])], "disagree in dim 0, the batch: (4, 2), (3,)"),
         ([({"a": X, "b": X[:1]}, Y)], "disagree in dim 0, the batch: (4, 2), (1, 2), (4,)"),
-        ([(X, torch.tensor(1.0))], "a tensor without dims: dim 0 of every tensor is the batch"),
+        ([(X, torch.tensor(1.0))], "a tensor without dims; dim 0 of every tensor is the batch"),
         ([(X[:0], Y[:0])], "a mini-batch without samples"),
         ([("text", Y)], "an input without a tensor"),
     ],
@@ -248,7 +261,7 @@ def test_data_that_is_wrong(data: Any, expected: str) -> None:
         reader.read()
 
 
-def test_data_that_gives_nothing_when_started_again() -> None:
+def test_data_that_is_empty_when_it_starts_again() -> None:
     reader = Reader(iter([(X, Y)]), microbatches=2, seed=0, epochs=None)
     assert reader.read() is not None
     with pytest.raises(UsageError, match="make data a function, so that each epoch gets a fresh"):

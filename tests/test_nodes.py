@@ -1,4 +1,4 @@
-"""Several agents of torchrun: on one machine, in any number, lost and gained."""
+"""Tests with several agents of torchrun on one machine, which are lost and added."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from support.compare import assert_same
-from support.jobs import Jobs, until
+from support.jobs import Jobs, Reference, until
 from support.sources import CALM, DROPOUT_JOB, JOB
 from support.torchrun import Started, Torchrun
 
@@ -24,31 +24,33 @@ PLACED = """
     where = {name: os.environ[name] for name in ("GROUP_RANK", "LOCAL_RANK")}
     Path(f"at-{os.environ['RANK']}").write_text("{GROUP_RANK} {LOCAL_RANK}".format(**where))
 """
-"""At the end of a job file: each rank tells its node, and its place there."""
+"""The end of a job file in which each rank writes its node, and its local rank."""
 HOLDS = CALM.replace("sleep(0.01)", "sleep(0.01 if Path('go').exists() else 0.5)").replace(
     "import time", "import time\n    from pathlib import Path", 1
 )
-"""It is slow until it is told to go on, so that there is time to change its nodes."""
+"""A slow job until the file ``go`` exists, so that there is time to change its nodes."""
 
 
 def c10d(port: str, nodes: str, *also: str) -> tuple[str, ...]:
-    conf = "last_call_timeout=1,keep_alive_interval=1,keep_alive_max_attempt=4"
+    conf = "last_call_timeout=1,keep_alive_interval=1,keep_alive_max_attempt=6"
     place = ("--rdzv-backend", "c10d", "--rdzv-endpoint", f"localhost:{port}", "--rdzv-id", "x")
     return ("--nnodes", nodes, *place, "--rdzv-conf", conf, "--local-addr", "127.0.0.1", *also)
 
 
-def test_two_nodes_of_one_machine_are_one_host(jobs: Jobs, torchrun: Torchrun) -> None:
-    """As everybody tries it first."""
+def test_two_nodes_of_one_machine_are_one_host(
+    jobs: Jobs, reference: Reference, torchrun: Torchrun
+) -> None:
+    """This is the first thing that users try."""
     both = torchrun.nodes(*LOCAL, source=DROPOUT_JOB + PLACED)
     head, other = (started.end() for started in both)
     assert head.status == other.status == 0, head.stderr + other.stderr
-    assert_same(head, jobs.train("--stages", "4", *LOCAL, source=DROPOUT_JOB))
+    assert_same(head, reference("--stages", "4", *LOCAL, source=DROPOUT_JOB))
     assert "bound to tcp://127.0.0.1:" in head.log("coordinator")
     assert "step" not in other.stdout
     assert at(jobs.folder) == ["0 0", "0 1", "1 0", "1 1"]
 
 
-def test_neighbours_share_a_node_whichever_comes_first(jobs: Jobs, torchrun: Torchrun) -> None:
+def test_neighbouring_ranks_share_a_node_in_any_order(jobs: Jobs, torchrun: Torchrun) -> None:
     options = c10d(torchrun.port(), "2")
     both = [torchrun(*LOCAL, source=JOB + PLACED, options=options) for _ in range(2)]
     runs = [started.end() for started in both]
@@ -58,15 +60,15 @@ def test_neighbours_share_a_node_whichever_comes_first(jobs: Jobs, torchrun: Tor
 
 
 def at(folder: Path) -> list[str]:
-    """Node and place there, by rank."""
+    """Return the node and the local rank of each rank."""
     return [path.read_text() for path in sorted(folder.glob("at-*"))]
 
 
-def test_nodes_that_come_and_go_change_no_bit(
+def test_added_and_lost_nodes_change_no_bit(
     jobs: Jobs, torchrun: Torchrun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A job of one rank, then of two when a node comes, then of one when that is lost."""
-    # Without it, agents of torch 2.13 do not meet again when a node has come.
+    """A job has one rank, then two when a node is added, then one when that is lost."""
+    # Without it, agents of torch 2.13 do not meet again after a node was added.
     monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
     words = ("--microbatches", "4", "--checkpoint-every", "4", "--checkpoint-busy", "wait")
     options = c10d(torchrun.port(), "1:2", "--max-restarts", "2")
@@ -77,7 +79,7 @@ def test_nodes_that_come_and_go_change_no_bit(
     first = node()
     first.training()
     second = node()
-    until(lambda: len(plan(first.path)) == 2, 40)
+    until(lambda: len(plan(first.path)) == 2)
     steps = first.path / "metrics.jsonl"
     before = steps.read_text().count("\n")
     until(lambda: steps.read_text().count("\n") > before + 2)
@@ -94,34 +96,34 @@ def test_nodes_that_come_and_go_change_no_bit(
 
 
 def plan(run_dir: Path) -> list[dict[str, Any]]:
-    """The stages of the job that runs."""
+    """Return the stages of the running job."""
     found: list[dict[str, Any]] = json.loads((run_dir / "plan.json").read_text())["stages"]
     return found
 
 
-def test_the_rank_at_fault_says_why(
+def test_the_failed_rank_writes_its_error_for_torchrun(
     torchrun: Torchrun, jobs: Jobs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In the file where torchrun looks for it, and whoever started torchrun."""
+    """The starter of torchrun reads the same error."""
     reply = jobs.folder / "reply.json"
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(reply))
     run = torchrun(ranks=2, source=JOB.replace("Linear(16, 3)", "Linear(15, 3)")).end()
     assert run.status == 1
     cause = run.stderr.partition("Root Cause (first observed failure):")[2]
     assert re.search(r"rank      : 1 \(local_rank: 1\)\n  exitcode  : 1 ", cause), run.stderr
-    said = json.loads(reply.read_text())["message"]
-    assert said["message"].startswith("layer 4 (Linear) raised RuntimeError: ")
-    assert said["errorCode"] == 1
-    assert int(said["extraInfo"]["timestamp"]) > 1_600_000_000
-    shown = said["extraInfo"]["py_callstack"]
+    error = json.loads(reply.read_text())["message"]
+    assert error["message"].startswith("layer 4 (Linear) raised RuntimeError: ")
+    assert error["errorCode"] == 1
+    assert int(error["extraInfo"]["timestamp"]) > 1_600_000_000
+    shown = error["extraInfo"]["py_callstack"]
     assert "in forward: stage 1, layer 4 (Linear), micro-batch 0, step 1" in shown
     assert "Traceback" in shown
     assert "pipeworker/worker" not in shown
     assert shown.replace("\n", "\n  ") in cause
 
 
-def test_a_mistake_of_one_node_alone_is_said_by_the_first(jobs: Jobs, torchrun: Torchrun) -> None:
-    """Its ranks would wait for it, and it would for them."""
+def test_the_first_node_reports_a_mistake_of_another_one(jobs: Jobs, torchrun: Torchrun) -> None:
+    """The ranks of both nodes would wait for each other otherwise."""
     place = ("--nnodes", "2", "--master-addr", "127.0.0.1", "--master-port", torchrun.port())
     head = torchrun(*LOCAL, ranks=1, options=(*place, "--node-rank", "0"))
     other = torchrun(

@@ -15,9 +15,7 @@ from support.sources import DROPOUT, JOB
 
 
 @pytest.mark.parametrize("recompute", ["always", "never"])
-def test_a_loop_of_ones_own_gives_the_numbers_of_launch(
-    jobs: Jobs, scripts: Scripts, recompute: str
-) -> None:
+def test_an_own_loop_equals_launch(jobs: Jobs, scripts: Scripts, recompute: str) -> None:
     launched = jobs.train("--stages", "2", "--microbatches", "4", source=DROPOUT)
     options = json.dumps({"recompute": recompute})
     for stages in (1, 2, 4):
@@ -25,18 +23,18 @@ def test_a_loop_of_ones_own_gives_the_numbers_of_launch(
         run = ranks.succeed()[0]
         assert_same(run, launched)
         for rank in range(stages):
-            assert ranks.told(rank)["loss"] == [row["loss"] for row in launched.metrics]
-            assert ranks.told(rank)["norm"] == [row["grad_norm"] for row in launched.metrics]
+            assert ranks.reported(rank)["loss"] == [row["loss"] for row in launched.metrics]
+            assert ranks.reported(rank)["norm"] == [row["grad_norm"] for row in launched.metrics]
         assert run.summary["status"] == "done"
         assert not (run.path.parent / "runs").exists()
 
 
-def test_without_an_environment_one_process_is_a_job(jobs: Jobs, scripts: Scripts) -> None:
+def test_without_an_environment_the_job_is_one_process(jobs: Jobs, scripts: Scripts) -> None:
     launched = jobs.train("--stages", "1", "--microbatches", "4", source=JOB)
     assert_same(scripts.start(script(JOB, LOOP), 1, alone=True).succeed()[0], launched)
 
 
-def test_train_gives_the_numbers_of_launch(jobs: Jobs, scripts: Scripts) -> None:
+def test_train_equals_launch(jobs: Jobs, scripts: Scripts) -> None:
     train = """
         def evaluation():
             yield from list(data())[:2]
@@ -45,7 +43,7 @@ def test_train_gives_the_numbers_of_launch(jobs: Jobs, scripts: Scripts) -> None
             model, loss=loss, optimizer=optimizer, data=data, microbatches=4, steps=5,
             evaluation=evaluation, evaluate_every=2, clip_grad_norm=0.5, run_dir="run",
         )
-        tell(run=str(run.relative_to(Path.cwd())))
+        report(run=str(run.relative_to(Path.cwd())))
     """
     words = ("--stages", "2", "--microbatches", "4", "--steps", "5", "--clip-grad-norm", "0.5")
     launched = jobs.train(*words, source=DROPOUT)
@@ -56,7 +54,7 @@ def test_train_gives_the_numbers_of_launch(jobs: Jobs, scripts: Scripts) -> None
         assert "step 5/5  loss" in run.stdout
         assert "done: 5 steps" in run.stdout
         assert not any(other.stdout for other in others)
-        assert [ranks.told(rank)["run"] for rank in range(stages)] == ["run"] * stages
+        assert [ranks.reported(rank)["run"] for rank in range(stages)] == ["run"] * stages
         rows = [json.loads(line) for line in (run.path / "evaluation.jsonl").open()]
         assert [row["step"] for row in rows] == [2, 4]
 
@@ -79,13 +77,13 @@ def test_several_mini_batches_make_one_step(jobs: Jobs, scripts: Scripts) -> Non
         ) as pipe:
             batches = list(data()) if rank == 0 else [None] * 6
             results = [pipe.step(*batches[i : i + 3]) for i in (0, 3)]
-        tell(samples=[r.samples for r in results])
+        report(samples=[r.samples for r in results])
     """
     words = ("--stages", "1", "--microbatches", "4", "--accumulate", "3", "--steps", "2")
     launched = jobs.train(*words, source=DROPOUT)
     ranks = scripts.start(script(DROPOUT, loop), 3)
     assert_same(ranks.succeed()[0], launched)
-    assert ranks.told(2) == {"samples": [30, 30]}
+    assert ranks.reported(2) == {"samples": [30, 30]}
 
 
 HOOKS = """
@@ -113,7 +111,7 @@ HOOKS = """
 
 
 def test_hooks_on_layers_and_parameters_work(scripts: Scripts) -> None:
-    """Those on modules given as they are, and those on a stage's layers."""
+    """Hooks on modules passed by the user, and on a stage's layers."""
     before = """
         torch.manual_seed(0)
         net = model()
@@ -128,18 +126,18 @@ def test_hooks_on_layers_and_parameters_work(scripts: Scripts) -> None:
                 watch(pipe.layers)
             for batch in data():
                 pipe.step(batch)
-        tell(**{str(index): record for index, record in seen.items()})
+        report(**{str(index): record for index, record in seen.items()})
     """
-    told = []
+    reports = []
     for stages, first in ((1, before), (1, ""), (2, before), (2, ""), (4, before)):
         ranks = scripts.start(script(JOB, HOOKS, first, after), stages)
         ranks.succeed()
-        records = [ranks.told(rank) for rank in range(stages)]
+        records = [ranks.reported(rank) for rank in range(stages)]
         whole = {str(i): max((r.get(str(i), []) for r in records), key=len) for i in range(5)}
         # Six steps of four micro-batches: forward, backward, and each parameter's gradient.
         assert [len(whole[str(i)]) for i in range(5)] == [96, 48, 96, 48, 96]
-        told.append(whole)
-    assert all(one == told[0] for one in told)
+        reports.append(whole)
+    assert all(one == reports[0] for one in reports)
 
 
 EVALUATE = """
@@ -154,41 +152,41 @@ EVALUATE = """
         if os.environ.get("LOOK"):
             looked = [pipe.evaluate(batches[1]), pipe.evaluate(*batches)]
             x = batches[2][0][:7]
-            mine, all_have = pipe.predict(x), pipe.predict(x, everywhere=True)
-            same = mine is None or torch.equal(mine, all_have)
+            local, all_have = pipe.predict(x), pipe.predict(x, everywhere=True)
+            same = local is None or torch.equal(local, all_have)
             all_have.zero_()  # it is the caller's own
             again = pipe.predict(x, everywhere=True)
         losses += [pipe.step(batch).loss for batch in batches[1:]]
         if os.environ.get("LOOK"):
             last = rank == pipe.stages - 1
-            tell(looked=looked, mine=mine is not None, same=same, last=last, out=again.tolist())
+            report(looked=looked, local=local is not None, same=same, last=last, out=again.tolist())
 """
 
 
 def test_evaluation_and_prediction(jobs: Jobs, scripts: Scripts) -> None:
     plain = scripts.start(script(DROPOUT, EVALUATE)).succeed()[0]
-    told = []
+    reports = []
     for stages in (1, 2, 4):
         ranks = scripts.start(script(DROPOUT, EVALUATE), stages, LOOK="yes")
-        assert_same(ranks.succeed()[0], plain)  # looking changes nothing
+        assert_same(ranks.succeed()[0], plain)  # evaluation changes no numbers
         for rank in range(stages):
-            one = ranks.told(rank)
-            assert one["mine"] == one["last"]
+            one = ranks.reported(rank)
+            assert one["local"] == one["last"]
             assert one["same"]
-            told.append((one["looked"], one["out"]))
+            reports.append((one["looked"], one["out"]))
         rows = [json.loads(line) for line in (ranks.run_dir / "evaluation.jsonl").open()]
         assert [{k: v for k, v in row.items() if k != "step"} for row in rows] == one["looked"]
-    assert all(one == told[0] for one in told)
+    assert all(one == reports[0] for one in reports)
 
 
-def test_a_prediction_is_the_models_output(jobs: Jobs, scripts: Scripts) -> None:
+def test_a_prediction_equals_the_models_output(jobs: Jobs, scripts: Scripts) -> None:
     predict = """
         with pipeworker.Pipeline(
             model, loss=loss, optimizer=optimizer, microbatches=3, run_dir="run"
         ) as pipe:
             x = torch.arange(56.0).reshape(7, 8).sin()
             out = pipe.predict({"x": x, "scale": 2.0}, everywhere=True)
-        tell(out=out["y"].tolist(), scale=out["scale"])
+        report(out=out["y"].tolist(), scale=out["scale"])
     """
     layers = """
         class First(nn.Linear):
@@ -217,8 +215,8 @@ def test_a_prediction_is_the_models_output(jobs: Jobs, scripts: Scripts) -> None
         ]
     )
     for rank in (0, 1):
-        assert torch.equal(torch.tensor(ranks.told(rank)["out"]), expected)
-        assert ranks.told(rank)["scale"] == 2.0
+        assert torch.equal(torch.tensor(ranks.reported(rank)["out"]), expected)
+        assert ranks.reported(rank)["scale"] == 2.0
 
 
 def test_skips_need_a_sample(scripts: Scripts) -> None:
@@ -240,14 +238,14 @@ def test_skips_need_a_sample(scripts: Scripts) -> None:
             model, loss=loss, optimizer=optimizer, microbatches=4, run_dir="run", **options
         ) as pipe:
             losses = [pipe.step(batch).loss for batch in data()]
-            tell(losses=losses, out=pipe.predict(next(data())[0], everywhere=True).tolist())
+            report(losses=losses, out=pipe.predict(next(data())[0], everywhere=True).tolist())
     """
-    told = []
+    reports = []
     for stages in (1, 2, 4):
         ranks = scripts.start(script(JOB, skips), stages, SAMPLE="yes")
         ranks.succeed()
-        told.append(ranks.told(0))
-    assert told[0] == told[1] == told[2]
+        reports.append(ranks.reported(0))
+    assert reports[0] == reports[1] == reports[2]
     runs = scripts.start(script(JOB, skips), 4).end()
-    assert any("give pipeworker.Pipeline a sample" in run.stderr for run in runs)
+    assert any("pass a sample to pipeworker.Pipeline" in run.stderr for run in runs)
     assert all(run.status for run in runs)

@@ -1,4 +1,4 @@
-"""A loop of the user's own that fails: every rank is told, and nothing is left."""
+"""A user's own loop that fails: every rank gets the error, and no process stays."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import signal
 import pytest
 
 from support.jobs import Jobs, processes_of, until
-from support.ranks import LOOP, Scripts, script
+from support.ranks import LOOP, Ranks, Scripts, script
 from support.sources import JOB
 
 FAILING = """
@@ -66,7 +66,11 @@ FAILING = """
             "LayerError: layer 3 (Bad) raised ValueError: as asked (its input was Tensor[5, 3] "
             "float32)\n  in forward: stage 1, layer 3 (Bad), micro-batch 0, step 1",
         ),
-        ("weights", "UsageError: the model's initial weights differ", "UsageError: the model's"),
+        (
+            "weights",
+            "UsageError: model: the initial weights differ",
+            "UsageError: model: the initial",
+        ),
         (
             "loop",
             "PipeworkerError: the script of stage 1 raised RuntimeError: of my own",
@@ -79,18 +83,22 @@ FAILING = """
         ),
         (
             "batch",
-            "UsageError: step(batch) was given a Tensor: it must be a pair (input, target)",
-            "UsageError: step(batch) was given a Tensor",
+            "UsageError: step(batch): was given a Tensor; make it a pair (input, target)",
+            "UsageError: step(batch): was given a Tensor",
         ),
-        ("none", "UsageError: step(batch) was given a NoneType", "UsageError: step(batch)"),
+        ("none", "UsageError: step(batch): was given a NoneType", "UsageError: step(batch)"),
         (
             "inside",
-            "a call of this pipeline was made inside another one",
-            "a call of this pipeline was made inside another one",
+            "this pipeline is busy: a call was made inside another one",
+            "this pipeline is busy: a call was made inside another one",
         ),
-        ("sysexit", "PipeworkerError: the script of stage 1 raised SystemExit: 3", ""),
+        ("sysexit", "PipeworkerError: the script of stage 1 called sys.exit(3)", ""),
         ("exit", "PipeworkerError: the worker of stage 1 (pid ", ""),
-        ("closed", "PipeworkerError: the job is over", "PipeworkerError: the job is over"),
+        (
+            "closed",
+            "PipeworkerError: this pipeline is closed",
+            "PipeworkerError: this pipeline is closed",
+        ),
     ],
 )
 def test_a_failure_is_raised_on_every_rank(
@@ -114,29 +122,33 @@ def test_a_failure_is_raised_on_every_rank(
         assert "stage 1, layer 3 (Bad), micro-batch 0, step 1" in runs[0].stderr
 
 
+def training(ranks: Ranks) -> None:
+    """Wait until a step is on record."""
+    metrics = ranks.run_dir / "metrics.jsonl"
+    until(lambda: metrics.exists() and metrics.read_text())
+
+
 @pytest.mark.parametrize("rank", [0, 1, 2])
 def test_a_killed_rank_ends_the_others(jobs: Jobs, scripts: Scripts, rank: int) -> None:
     ranks = scripts.start(script(JOB, FAILING), 3, WHAT="endless")
-    until((ranks.run_dir / "metrics.jsonl").exists)
-    until(lambda: (ranks.run_dir / "metrics.jsonl").read_text(), 30)
+    training(ranks)
     os.kill(ranks.pids[rank], signal.SIGKILL)
-    runs = ranks.end(20)
+    runs = ranks.end()
     assert [run.status for run in runs] == [-signal.SIGKILL if r == rank else 1 for r in range(3)]
-    until(lambda: not processes_of(jobs.folder), 10)
+    until(lambda: not processes_of(jobs.folder))
     assert runs[0].summary["status"] == "failed"
     if rank:
         assert f"the worker of stage {rank} (pid " in runs[0].summary["error"]
 
 
-def test_an_interrupt_is_the_users_own(jobs: Jobs, scripts: Scripts) -> None:
+def test_an_interrupt_reaches_the_users_handler(jobs: Jobs, scripts: Scripts) -> None:
     ranks = scripts.start(script(JOB, FAILING), 3, WHAT="endless")
-    until((ranks.run_dir / "metrics.jsonl").exists)
-    until(lambda: (ranks.run_dir / "metrics.jsonl").read_text(), 30)
+    training(ranks)
     for pid in ranks.pids:
         os.kill(pid, signal.SIGINT)
-    runs = ranks.end(20)
+    runs = ranks.end()
     assert all("KeyboardInterrupt" in run.stderr or "the job ended" in run.stderr for run in runs)
-    until(lambda: not processes_of(jobs.folder), 10)
+    until(lambda: not processes_of(jobs.folder))
     assert runs[0].summary["status"] == "interrupted"
 
 
@@ -160,35 +172,44 @@ def test_the_end_of_a_script_closes_its_pipeline(scripts: Scripts, end: str) -> 
     assert len(run.weights) == 6
 
 
-def test_a_script_that_ends_by_an_exception_has_failed(scripts: Scripts) -> None:
+def test_a_script_that_ends_with_an_exception_fails_the_job(scripts: Scripts) -> None:
     first, second = scripts.start(script(JOB, UNCLOSED), 2, RAISE="yes").end()
-    said = "the script of stage 1 raised ValueError: of my own"
-    assert f"error: {said}" in first.stderr
+    message = "the script of stage 1 raised ValueError: of my own"
+    assert f"error: {message}" in first.stderr
     assert "ValueError: of my own" in second.stderr
     assert second.status == 1
     assert first.summary["status"] == "failed"
-    assert said in first.summary["error"]
+    assert message in first.summary["error"]
 
 
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        ("Pipeline(model, loss=3, optimizer=optimizer)", "loss in pipeworker.Pipeline() is a int"),
-        ("Pipeline(model, loss=loss, optimizer=optimizer, colour=1)", "has no option 'colour'"),
-        ("Pipeline(model, loss=loss, optimizer=optimizer, steps=1)", "has no option 'steps'"),
-        ("Pipeline(3, loss=loss, optimizer=optimizer)", "model in pipeworker.Pipeline() is a int"),
+        ("Pipeline(model, loss=3, optimizer=optimizer)", "pipeworker.Pipeline(): loss is an int"),
+        (
+            "Pipeline(model, loss=loss, optimizer=optimizer, colour=1)",
+            "colour: no such option; use one of",
+        ),
+        (
+            "Pipeline(model, loss=loss, optimizer=optimizer, steps=1)",
+            "steps: no such option; use one of",
+        ),
+        ("Pipeline(3, loss=loss, optimizer=optimizer)", "pipeworker.Pipeline(): model is an int"),
         (
             "Pipeline(model, loss=loss, optimizer=optimizer, recompute='some')",
             "--recompute some: must be one of auto, always, except_first, never",
         ),
-        ("Pipeline(model, loss=loss, optimizer=optimizer, seed='0')", "--seed '0': a str"),
+        (
+            "Pipeline(model, loss=loss, optimizer=optimizer, seed='0')",
+            "--seed '0': must be of type int, not str",
+        ),
         (
             "train(model, loss=loss, optimizer=optimizer, data=None)",
-            "data in pipeworker.train() is a NoneType",
+            "pipeworker.train(): data is a NoneType",
         ),
     ],
 )
-def test_what_is_wrong_is_said_before_anything_starts(
+def test_mistakes_are_reported_before_the_job_starts(
     scripts: Scripts, call: str, message: str
 ) -> None:
     (run,) = scripts.start(script(JOB, f"pipeworker.{call}"), 1, alone=True).end()
@@ -198,23 +219,23 @@ def test_what_is_wrong_is_said_before_anything_starts(
     assert not (run.path.parent / "runs").exists()
 
 
-def test_what_is_wrong_on_the_first_rank_is_told_to_the_others(scripts: Scripts) -> None:
+def test_a_mistake_on_rank_0_is_raised_on_the_others(scripts: Scripts) -> None:
     loop = """
         Path("taken").mkdir(exist_ok=True)
         try:
             pipeworker.Pipeline(model, loss=loss, optimizer=optimizer, run_dir="taken")
         except pipeworker.UsageError as error:
-            tell(error=str(error))
+            report(error=str(error))
         with pipeworker.Pipeline(model, loss=loss, optimizer=optimizer, run_dir="run") as pipe:
             pipe.step(next(data()))
     """
     ranks = scripts.start(script(JOB, loop), 2)
     ranks.succeed()
-    assert ranks.told(0) == ranks.told(1)
-    assert "run directory taken exists already" in ranks.told(1)["error"]
+    assert ranks.reported(0) == ranks.reported(1)
+    assert "run directory taken: exists already" in ranks.reported(1)["error"]
 
 
-def test_a_rank_that_is_busy_when_another_fails_is_not_ended(scripts: Scripts) -> None:
+def test_a_computing_rank_is_not_killed_when_another_fails(scripts: Scripts) -> None:
     loop = """
         import time
         class Slow(nn.Linear):
@@ -242,13 +263,13 @@ def test_a_rank_that_is_busy_when_another_fails_is_not_ended(scripts: Scripts) -
             try:
                 pipe.step(next(data()))
             except pipeworker.PipeworkerError as error:
-                tell(error=str(error))
+                report(error=str(error))
     """
     ranks = scripts.start(script(JOB, loop), 2, PIPEWORKER_TIMINGS="stuck=0.2")
     ranks.succeed()
-    assert "loss() raised ValueError: of my own" in ranks.told(0)["error"]
+    assert "loss() raised ValueError: of my own" in ranks.reported(0)["error"]
 
 
-def test_half_an_environment_is_said(scripts: Scripts) -> None:
+def test_an_incomplete_environment_is_reported(scripts: Scripts) -> None:
     (run,) = scripts.start(script(JOB, LOOP), 1, alone=True, RANK="0", WORLD_SIZE="2").end()
     assert "'MASTER_ADDR' is not set" in run.stderr

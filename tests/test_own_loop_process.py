@@ -1,4 +1,4 @@
-"""``pipeworker.Pipeline`` in a process that is the user's: what it leaves as it was."""
+"""``pipeworker.Pipeline`` in a process of the user's, whose state it restores."""
 
 from __future__ import annotations
 
@@ -8,24 +8,25 @@ from support.ranks import Scripts, script
 from support.sources import DROPOUT, JOB
 
 
-def test_the_process_is_left_as_it_was(scripts: Scripts) -> None:
-    """Random streams, signals, threads, descriptors, grad mode; one job after another."""
+def test_the_state_of_the_process_is_restored(scripts: Scripts) -> None:
+    """Random streams, signals, threads, descriptors and grad mode stay, over several jobs."""
     loop = """
         import gc, random, signal, threading
-        def mine():
+        def draw():
             return [torch.rand(()).item(), random.random()]
         torch.manual_seed(5); random.seed(5)
-        drawn, before = [mine()], None
+        drawn, before = [draw()], None
         for attempt in range(3):
             with torch.no_grad(), pipeworker.Pipeline(
                 model, loss=loss, optimizer=optimizer, microbatches=4, run_dir=f"run-{attempt}",
                 backend=os.environ["BACKEND"]
             ) as pipe:
-                drawn.append(mine())
+                drawn.append(draw())
                 pipe.step(next(data()))
-                drawn.append(mine())
+                drawn.append(draw())
                 pipe.evaluate(next(data()))
                 assert not torch.is_grad_enabled()
+            assert pipe.layers and pipe.run_dir.is_dir()  # they outlive the job
             del pipe
             gc.collect()
             left = (len(os.listdir("/proc/self/fd")), threading.active_count())
@@ -33,7 +34,7 @@ def test_the_process_is_left_as_it_was(scripts: Scripts) -> None:
             before = left
         assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
         assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
-        tell(drawn=drawn, threads=threading.active_count())
+        report(drawn=drawn, threads=threading.active_count())
     """
     torch.manual_seed(5)
     expected = [torch.rand(()).item() for _ in range(7)]
@@ -41,11 +42,11 @@ def test_the_process_is_left_as_it_was(scripts: Scripts) -> None:
         ranks = scripts.start(script(DROPOUT, loop), stages, BACKEND=backend)
         ranks.succeed()
         for rank in range(stages):
-            assert [drawn[0] for drawn in ranks.told(rank)["drawn"]] == expected
-            assert ranks.told(rank)["threads"] == 1
+            assert [drawn[0] for drawn in ranks.reported(rank)["drawn"]] == expected
+            assert ranks.reported(rank)["threads"] == 1
 
 
-def test_a_process_group_of_the_users_is_used_and_kept(scripts: Scripts) -> None:
+def test_a_process_group_of_the_users_is_used_and_stays(scripts: Scripts) -> None:
     loop = """
         import torch.distributed as dist
         if os.environ.get("PLACE") == "group":  # it alone knows the ranks
@@ -63,16 +64,16 @@ def test_a_process_group_of_the_users_is_used_and_kept(scripts: Scripts) -> None
             dist.all_reduce(loss)
         dist.barrier()
         dist.destroy_process_group()
-        tell(loss=loss.item())
+        report(loss=loss.item())
     """
     for place in ("environment", "group"):
         ranks = scripts.start(script(JOB, loop), 2, PLACE=place)
         assert ranks.succeed()[0].summary["stages"] == 2
-        assert ranks.told(0) == ranks.told(1)
+        assert ranks.reported(0) == ranks.reported(1)
 
 
-def test_modules_of_the_users_come_back_as_they_were(scripts: Scripts) -> None:
-    """Trained, but without leftovers; and what was left on them before does not count."""
+def test_modules_of_the_users_have_no_leftovers(scripts: Scripts) -> None:
+    """They are trained and have no leftovers; gradients they had before do not count."""
     loop = """
         def train():
             with pipeworker.Pipeline(

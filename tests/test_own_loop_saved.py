@@ -1,4 +1,4 @@
-"""A loop of one's own, and a script that trains, go on from a checkpoint."""
+"""Own loops and training scripts that resume from a checkpoint."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SAVES = """
         pipe.step(batches[5])  # which comes to nothing: what is loaded is of before
         loaded = pipe.load(saved)
         results = [pipe.step(batch) for batch in batches[2:4]]
-    tell(saved=str(saved), same=saved == again, loaded=loaded, steps=[r.step for r in results])
+    report(saved=str(saved), same=saved == again, loaded=loaded, steps=[r.step for r in results])
 """
 LOADS = """
     with pipeworker.Pipeline(
@@ -27,31 +27,29 @@ LOADS = """
     ) as pipe:
         loaded = pipe.load(os.environ["FROM"])
         results = [pipe.step(batch) for batch in list(data())[loaded:]]
-    tell(loaded=loaded, rows=[[r.step, r.loss, r.loss_scale] for r in results])
+    report(loaded=loaded, rows=[[r.step, r.loss, r.loss_scale] for r in results])
 """
 
 
-def test_what_a_pipeline_saves_it_loads_with_any_number_of_ranks(
-    jobs: Jobs, scripts: Scripts
-) -> None:
+def test_a_checkpoint_is_loaded_by_any_number_of_ranks(jobs: Jobs, scripts: Scripts) -> None:
     words = ("--microbatches", "4", "--precision", "fp16")
     launched = jobs.train("--stages", "1", *words, source=DROPOUT)
     first = scripts.start(script(DROPOUT, SAVES), 2)
     path = first.succeed()[0].path
     for rank in range(2):
-        told = first.told(rank)
-        assert told["saved"] == str(path.resolve() / "checkpoints/step-00000002")
-        assert (told["same"], told["loaded"], told["steps"]) == (True, 2, [3, 4])
+        reported = first.reported(rank)
+        assert reported["saved"] == str(path.resolve() / "checkpoints/step-00000002")
+        assert (reported["same"], reported["loaded"], reported["steps"]) == (True, 2, [3, 4])
     for ranks in (1, 3):
         run = scripts.start(script(DROPOUT, LOADS), ranks, FROM=str(path))
         end = run.succeed()[0]
         rows = [[row["step"], row["loss"], row["loss_scale"]] for row in launched.metrics[4:]]
-        assert all(run.told(r) == {"loaded": 4, "rows": rows} for r in range(ranks))
+        assert all(run.reported(r) == {"loaded": 4, "rows": rows} for r in range(ranks))
         for key, value in launched.weights.items():
             assert value.equal(end.weights[key]), key
 
 
-def test_train_goes_on(jobs: Jobs, scripts: Scripts) -> None:
+def test_train_resumes(jobs: Jobs, scripts: Scripts) -> None:
     train = """
         for steps in (3, 6):
             pipeworker.train(

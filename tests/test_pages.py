@@ -1,4 +1,4 @@
-"""The documentation does what it says: its files, commands and answers, as a reader meets them."""
+"""The documentation is correct: its commands print the output that it shows."""
 
 from __future__ import annotations
 
@@ -9,19 +9,23 @@ from pathlib import Path
 import pytest
 
 from support.jobs import Jobs
-from support.pages import PAGES, ROOT, Type, Write, acts, follow, unsaid
+from support.pages import PAGES, ROOT, Type, Write, actions, follow, missing_line
 
-FOLLOWED = [page for page in PAGES if any(isinstance(act, Type) for act in acts(page.read_text()))]
+FOLLOWED = [
+    page for page in PAGES if any(isinstance(act, Type) for act in actions(page.read_text()))
+]
 
 
 @pytest.mark.parametrize("page", FOLLOWED, ids=lambda page: str(page.relative_to(ROOT)))
-def test_a_page_is_followed(page: Path, jobs: Jobs, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # torchrun says so at length where it is not set
+def test_the_commands_of_a_page_print_what_it_shows(
+    page: Path, jobs: Jobs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # else torchrun prints a long warning
     monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
     follow(page.read_text(), jobs)
 
 
-def test_the_readme_and_all_how_tos_are_followed() -> None:
+def test_the_readme_and_all_how_tos_have_commands() -> None:
     how_tos = {page for page in PAGES if page.parent.name == "howto"}
     assert how_tos
     assert {ROOT / "README.md"} | how_tos <= {*FOLLOWED}
@@ -57,8 +61,8 @@ $ python -m pdb job.py
 """
 
 
-def test_a_page_is_read_as_what_its_reader_does() -> None:
-    assert acts(PAGE) == [
+def test_a_page_is_parsed_into_actions() -> None:
+    assert actions(PAGE) == [
         Write("job.py", "# job.py\nx = 1\n"),
         Type("python job.py     --more", ("step 3  loss 0.25", "…")),
         Type("ls", ("job.py",)),
@@ -67,7 +71,7 @@ def test_a_page_is_read_as_what_its_reader_does() -> None:
 
 
 @pytest.mark.parametrize(
-    ("shown", "answer", "line"),
+    ("shown", "output", "line"),
     [
         ((), "anything", None),
         (("step 3  loss 0.25",), "begin\nstep 3 loss 7.531e-04\nend", None),
@@ -78,15 +82,15 @@ def test_a_page_is_read_as_what_its_reader_does() -> None:
         (("2026-11-22 13:06 on …",), "2027-01-02 03:04 on vm", None),
     ],
 )
-def test_an_answer_has_the_lines_that_are_shown(
-    shown: tuple[str, ...], answer: str, line: str | None
+def test_the_first_missing_line_is_returned(
+    shown: tuple[str, ...], output: str, line: str | None
 ) -> None:
-    assert unsaid(shown, answer) == line
+    assert missing_line(shown, output) == line
 
 
-def test_a_page_that_is_wrong_is_seen(jobs: Jobs) -> None:
+def test_a_wrong_page_is_detected(jobs: Jobs) -> None:
     follow(PAGE.replace("--more\nstep 3  loss 0.25", "--more"), jobs)
-    with pytest.raises(AssertionError, match=r"does not say 'step 3  loss 0\.25'"):
+    with pytest.raises(AssertionError, match=r"does not print 'step 3  loss 0\.25'"):
         follow(PAGE, jobs)
     with pytest.raises(AssertionError, match="status 2"):
         follow("```console\n$ ls nowhere\n```", jobs)

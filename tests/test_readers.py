@@ -1,6 +1,6 @@
-"""Whatever bytes arrive from outside: a reader gives a value, or the error it documents.
+"""Readers of untrusted bytes: each returns a value or raises the error that it documents.
 
-Nothing else is raised, nothing is imported and nothing is called by them.
+A reader raises nothing else, and the bytes cause no import and no call.
 """
 
 from __future__ import annotations
@@ -24,30 +24,29 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeworker.errors import PeerLost, PipeworkerError, ProtocolError, ScheduleError, UsageError
+from pipeworker.facts.checkpoint_file import CheckpointFile
+from pipeworker.facts.layer_names import LayerNames
+from pipeworker.facts.position import Position
+from pipeworker.facts.step import Batch
 from pipeworker.job.options import Options
-from pipeworker.past import page, table
 from pipeworker.plan.actions import Edge, Payload, parse_actions
 from pipeworker.record.manifest import Manifest
-from pipeworker.record.run import Record
+from pipeworker.record.run_record import RunRecord
 from pipeworker.record.rundir import RunDir
+from pipeworker.runs import show
 from pipeworker.wire import codec, lines
-from pipeworker.wire.messages.advance import Advance
-from pipeworker.wire.messages.calls import Call, CallKind, Loaded
-from pipeworker.wire.messages.checkpoint import Copy, File, Restore, Save, Saved
-from pipeworker.wire.messages.failure import Abort, Signalled
+from pipeworker.wire.messages.checkpoint import Copy, Restore, Save, Saved
+from pipeworker.wire.messages.directions import Advance
 from pipeworker.wire.messages.plan import Described, Plan, SkipRoute, StageRange, TiedWeights
-from pipeworker.wire.messages.position import Position
-from pipeworker.wire.messages.presence import Heartbeat, Welcome
-from pipeworker.wire.messages.step import Batch, StepDone, Update
+from pipeworker.wire.messages.presence import Abort, Heartbeat, Signalled, Welcome
+from pipeworker.wire.messages.step import Call, CallKind, Loaded, StepDone, Update
 from pipeworker.worker.internals import pytree
-from pipeworker.worker.transport import channel
 from pipeworker.worker.transport import frame as frames
 from pipeworker.worker.transport.channel import Receiver
-from pipeworker.worker.transport.frame import Layout
+from pipeworker.worker.transport.layout import Layout, buffer_for, unpack
 from pipeworker.worker.transport.links import mapped
-from pipeworker.worker.transport.links.link import MemoryLink
-from pipeworker.worker.transport.structure import Kinds
-from support.transport import FORTH, connect_all
+from pipeworker.worker.transport.structure import TypeRegistry
+from support.transport import FORTH, MemoryLink, connect_all
 
 CPU = torch.device("cpu")
 Pair = namedtuple("Pair", "left right")
@@ -64,7 +63,7 @@ class State:
 
 
 pytree.register_dataclass(State)
-KINDS = Kinds((Pair, State, Mode))
+KINDS = TypeRegistry((Pair, State, Mode))
 X = torch.arange(6.0).reshape(2, 3)
 VALUES: list[Any] = [
     X,
@@ -84,7 +83,7 @@ MESSAGES = [
         Welcome("{}", "runs/x", ((0,), (1,)), 1, Restore(3, slot=1, ranks=2)),
         Advance(Save(2, 1), Update(2), Copy(2, 0, save=True)),
         StepDone(0, 2, (0.5,), (1.0,), (0.5,), 0.1, 0.1, 1, Batch(0, 4, 4, 0), 1, 0.1),
-        Saved(0, 2, (File("model.safetensors", 9, 9),), "no space left"),
+        Saved(0, 2, (CheckpointFile("model.safetensors", 9, 9),), "no space left"),
         Call(0, CallKind.LOAD, loaded=Loaded(2, 1024.0, 3)),
         Signalled(0, "SIGTERM"),
     )
@@ -96,12 +95,12 @@ LINES = [
             "{}", "runs/x", "token", "host", 2, -1, 2, lines.Snapshot(3, 1, 2), ("it was killed",)
         )
     ),
-    lines.encode(lines.Again(2, "it was killed", 2)),
+    lines.encode(lines.Restart(2, "it was killed", 2)),
     lines.encode(lines.Verdict("done", 0, 3, 1.0, (1, 2), 0.5, None, 1, ("it was killed",))),
     lines.encode(lines.WorkerExited(1, 1, -9, Position())),
 ]
 MANIFEST = Manifest(
-    *(3, 2, ("0", "1"), (File("model-00001-of-00001.safetensors", 1, 1),)),
+    *(3, 2, LayerNames.numbered(2), (CheckpointFile("model-00001-of-00001.safetensors", 1, 1),)),
     *((("0.weight", "1.weight"),), {"scale": 2.0}, {"step": 3, "loss": 0.5}),
 )
 MANIFESTS = [json.dumps(MANIFEST.to_json()).encode()]
@@ -121,7 +120,7 @@ FACTS = {
     "job": "job.py",
     "torchrun": "none",
 }
-BEGUN = [json.dumps({**json.loads(data), **FACTS}).encode() for data in RECORDS]
+STARTED = [json.dumps({**json.loads(data), **FACTS}).encode() for data in RECORDS]
 SUMMARIES = [
     b'{"status": "done", "steps": 3, "restarts": 1, "causes": ["x"], "seconds": 1.5, '
     b'"peak_memory_bytes": [3], "bubble": 0.5, "error": null}'
@@ -144,9 +143,9 @@ plain = st.recursive(
 
 
 @st.composite
-def mutated(draw: st.DrawFn, some: list[bytes]) -> bytes:
-    """What is right but for a few bytes."""
-    data = bytearray(draw(st.sampled_from(some)))
+def mutated(draw: st.DrawFn, valid: list[bytes]) -> bytes:
+    """Draw valid data with a few changed bytes."""
+    data = bytearray(draw(st.sampled_from(valid)))
     for _ in range(draw(st.integers(0, 4))):
         at = draw(st.integers(0, len(data)))
         data[at : at + draw(st.integers(0, 3))] = draw(st.binary(max_size=3))
@@ -154,8 +153,8 @@ def mutated(draw: st.DrawFn, some: list[bytes]) -> bytes:
 
 
 @st.composite
-def replaced(draw: st.DrawFn, some: list[Any]) -> Any:
-    """What is right but for one thing in it."""
+def replaced(draw: st.DrawFn, valid: list[Any]) -> Any:
+    """Draw a valid value in which one part is replaced."""
 
     def put(value: Any) -> Any:
         if isinstance(value, (list, dict)) and value and draw(st.integers(0, 5)):
@@ -166,7 +165,7 @@ def replaced(draw: st.DrawFn, some: list[Any]) -> Any:
             return copy
         return draw(plain)
 
-    return put(draw(st.sampled_from(some)))
+    return put(draw(st.sampled_from(valid)))
 
 
 def msgpacked(some: list[bytes]) -> st.SearchStrategy[bytes]:
@@ -192,8 +191,8 @@ def texts(some: list[str]) -> st.SearchStrategy[str]:
     )
 
 
-def reads(reader: Callable[[Any], Any], data: Any, *allowed: type[Exception]) -> None:
-    """It gives a value or one of these errors, and imports nothing."""
+def check_reader(reader: Callable[[Any], Any], data: Any, *allowed: type[Exception]) -> None:
+    """Check that a reader returns a value or raises one of these errors, and imports nothing."""
     before = set(sys.modules)
     with suppress(*allowed):
         reader(data)
@@ -202,21 +201,21 @@ def reads(reader: Callable[[Any], Any], data: Any, *allowed: type[Exception]) ->
 
 @given(msgpacked(HEADERS))
 def test_headers_of_frames(data: bytes) -> None:
-    """What is read can also be received, unpacked and put together."""
+    """The tensors of a header that was read can be received, unpacked and assembled."""
 
     def read(header: bytes) -> None:
         frame = frames.from_bytes(header, KINDS)
         if any(_span(layout) > 1 << 20 or layout.dtype in NOT_COPIED for layout in frame.tensors):
             return
-        buffers = [frames.buffer_for(layout, _zeros) for layout in frame.tensors]
-        value = frames.assemble(frame, list(map(frames.unpack, buffers, frame.tensors)), KINDS)
+        buffers = [buffer_for(layout, _zeros) for layout in frame.tensors]
+        value = frames.assemble(frame, list(map(unpack, buffers, frame.tensors)), KINDS)
         frames.describe(value, KINDS)
 
-    reads(read, data, PipeworkerError)
+    check_reader(read, data, PipeworkerError)
 
 
 NOT_COPIED = {getattr(torch, f"{sign}int{bits}") for sign in ("", "u") for bits in range(1, 8)}
-"""Torch knows their names and little else."""
+"""Dtypes for which torch implements hardly an operation."""
 
 
 def _span(layout: Layout) -> int:
@@ -229,7 +228,7 @@ def _zeros(count: int) -> torch.Tensor:
 
 
 class SmallLink(MemoryLink):
-    """What is not sent does not come, and what is too large is not waited for."""
+    """A link in memory whose waits end at once and whose buffers are bounded."""
 
     def __init__(self) -> None:
         super().__init__(0.001)
@@ -248,17 +247,17 @@ def test_headers_of_channels(head: tuple[int, int] | None, data: bytes) -> None:
     def read(header: bytes) -> None:
         link = SmallLink()
         receiver = Receiver(link, 1, KINDS)
-        for tag, tensor in channel._header_messages(0, header):
-            if head is not None and tag == channel._HEADER:
-                size = channel._HEAD.size
+        for tag, tensor in frames.header_messages(0, header):
+            if head is not None and tag == frames.HEADER:
+                size = frames.HEAD.size
                 tensor[:size] = torch.frombuffer(
-                    bytearray(channel._HEAD.pack(*head)), dtype=torch.uint8
+                    bytearray(frames.HEAD.pack(*head)), dtype=torch.uint8
                 )
             link.send(tensor, tag)
         receiver.begin(None, [0])
         receiver.receive(0)
 
-    reads(read, data, PipeworkerError)
+    check_reader(read, data, PipeworkerError)
 
 
 POSTS = [msgpack.packb(p) for p in ((3,), (3, 0, 64), (3, 0, 64, b"memory", b"event"))]
@@ -267,24 +266,26 @@ DONES = [msgpack.packb(d) for d in ((3, b""), (3, b"event"))]
 
 @given(msgpacked(POSTS))
 def test_posts_of_devices(data: bytes) -> None:
-    reads(mapped.read_post, data, ProtocolError)
+    check_reader(mapped.read_post, data, ProtocolError)
 
 
 @given(msgpacked(DONES))
-def test_what_devices_have_written(data: bytes) -> None:
-    reads(mapped.read_done, data, ProtocolError)
+def test_notices_of_devices(data: bytes) -> None:
+    check_reader(mapped.read_notice, data, ProtocolError)
 
 
 @pytest.mark.parametrize(
     ("length", "microbatch"),
-    [(0, 0), (-1, 0), (frames.MOST_HEADER_BYTES + 1, 0), (2**63 - 1, 0), (len(HEADERS[0]), 1)],
+    [(0, 0), (-1, 0), (frames.MAX_HEADER_BYTES + 1, 0), (2**63 - 1, 0), (len(HEADERS[0]), 1)],
 )
-def test_a_header_says_how_long_it_is_before_memory_is_taken(length: int, microbatch: int) -> None:
+def test_the_length_of_a_header_is_checked_before_memory_is_allocated(
+    length: int, microbatch: int
+) -> None:
     link = SmallLink()
     receiver = Receiver(link, 1, KINDS)
-    head = channel._HEAD.pack(length, microbatch) + HEADERS[0]
-    data = bytearray(head.ljust(channel._HEADER_BYTES, b"\0"))
-    link.send(torch.frombuffer(data, dtype=torch.uint8), channel._HEADER)
+    head = frames.HEAD.pack(length, microbatch) + HEADERS[0]
+    data = bytearray(head.ljust(frames.HEADER_BYTES, b"\0"))
+    link.send(torch.frombuffer(data, dtype=torch.uint8), frames.HEADER)
     receiver.begin(0, [0])
     with pytest.raises(ProtocolError, match=f"a header of {length} bytes for micro-batch"):
         receiver.receive(0)
@@ -292,12 +293,12 @@ def test_a_header_says_how_long_it_is_before_memory_is_taken(length: int, microb
 
 @given(msgpacked(MESSAGES))
 def test_frames_of_the_control_plane(data: bytes) -> None:
-    reads(codec.decode, data, ProtocolError)
+    check_reader(codec.decode, data, ProtocolError)
 
 
 @given(jsons(LINES))
-def test_lines(data: bytes) -> None:
-    reads(lines.decode, data, ProtocolError)
+def test_lines_of_the_launcher(data: bytes) -> None:
+    check_reader(lines.decode, data, ProtocolError)
 
 
 @given(jsons(MANIFESTS))
@@ -305,7 +306,7 @@ def test_manifests(data: bytes) -> None:
     with TemporaryDirectory() as folder:
         path = Path(folder) / "manifest.json"
         path.write_bytes(data)
-        reads(Manifest.read, path, UsageError)
+        check_reader(Manifest.read, path, UsageError)
 
 
 @given(jsons(RECORDS))
@@ -313,10 +314,12 @@ def test_records_of_runs(data: bytes) -> None:
     with TemporaryDirectory() as folder:
         run = RunDir(Path(folder))
         run.run.write_bytes(data)
-        reads(lambda _: Options.of(Record.read(run).options), run, ProtocolError, UsageError)
+        check_reader(
+            lambda _: Options.of(RunRecord.read(run).options), run, ProtocolError, UsageError
+        )
 
 
-@given(jsons(BEGUN), jsons(SUMMARIES) | st.none(), jsons(ROWS), jsons(ROWS))
+@given(jsons(STARTED), jsons(SUMMARIES) | st.none(), jsons(ROWS), jsons(ROWS))
 def test_runs_that_are_shown_and_listed(
     run: bytes, summary: bytes | None, metrics: bytes, evaluation: bytes
 ) -> None:
@@ -329,39 +332,39 @@ def test_runs_that_are_shown_and_listed(
         made.evaluation.write_bytes(evaluation + b"\n")
         if summary is not None:
             made.summary.write_bytes(summary)
-        reads(page.show, path, UsageError)
-        reads(lambda path: page.show(path, as_json=True), path, UsageError)
-        shown = table.listed(Path(folder))
+        check_reader(show.show, path, UsageError)
+        check_reader(lambda path: show.show(path, as_json=True), path, UsageError)
+        shown = show.list_runs(Path(folder))
         assert shown.replace("\n", "").isprintable()
 
 
 @given(jsons(OPTIONS))
 def test_options(data: bytes) -> None:
-    reads(Options.from_json, data.decode(errors="replace"), ProtocolError, UsageError)
+    check_reader(Options.from_json, data.decode(errors="replace"), ProtocolError, UsageError)
 
 
 @given(texts(["0F0 0>A0 0>T0@1 3<TIE0@1", "1<G3 1I3"]))
 def test_actions(text: str) -> None:
-    reads(parse_actions, text, ScheduleError)
+    check_reader(parse_actions, text, ScheduleError)
 
 
 @given(texts([str(Edge(0, 12, payload)) for payload in Payload]))
 def test_edges(text: str) -> None:
-    reads(Edge.parse, text, ScheduleError)
+    check_reader(Edge.parse, text, ScheduleError)
 
 
 CALLS = [
     ("os", "system"),
-    ("TRAP", "spring"),  # a module that nobody has imported
+    ("TRAP", "spring"),  # a module that is not imported yet
 ]
 
 
 @pytest.mark.parametrize(("module", "name"), CALLS)
 @pytest.mark.parametrize("backend", ["auto", "gloo"])
-def test_a_header_that_names_a_function_runs_nothing(
+def test_a_header_that_names_a_function_calls_nothing(
     module: str, name: str, backend: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As torch's own format has them: what makes a defaultdict's values, or what an enum is."""
+    """Torch's own format names functions: a defaultdict's factory, and the class of an enum."""
     trap = f"trap_{backend}_{tmp_path.name.replace('-', '_')}"
     (tmp_path / f"{trap}.py").write_text("import sys\nspring = sys.sprung = len\n")
     monkeypatch.syspath_prepend(tmp_path)
@@ -386,10 +389,10 @@ def test_a_header_that_names_a_function_runs_nothing(
         (source, target) = (links[FORTH] for links in connect_all((FORTH,), 2, backend))
         receiver = Receiver(target, 1, KINDS)
         pending = [
-            source.control.send(tensor, tag) for tag, tensor in channel._header_messages(0, header)
+            source.control.send(tensor, tag) for tag, tensor in frames.header_messages(0, header)
         ]
         receiver.begin(0, [0])
-        with pytest.raises(ProtocolError, match="what a neighbour sent"):
+        with pytest.raises(ProtocolError, match="the data of a neighbour"):
             receiver.receive(0)
         for one in pending:
             one.wait()

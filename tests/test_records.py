@@ -1,4 +1,4 @@
-"""What a job leaves behind in other formats, and what is told of it: while it runs, and later."""
+"""The records of a job, and ``show``, while it is running and later."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from click.testing import CliRunner
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import cli
-from pipeworker.past import page
-from pipeworker.past.facts import Run
-from pipeworker.session.begin import Asked
+from pipeworker.runs import show
+from pipeworker.runs.begin import RunRequest
+from pipeworker.runs.info import Run
 from support.jobs import Jobs, until
 from support.sources import JOB
 
@@ -34,6 +34,8 @@ SOURCE = (
         return {"accuracy": (output.argmax(1) == target).float().mean()}
 """
 )
+CALM = SOURCE.replace("x = torch", "__import__('time').sleep(0.01)\n            x = torch")
+"""A job that mostly sleeps."""
 WORDS = ("--stages", "2", "--microbatches", "4", "--evaluate-every", "2")
 
 
@@ -46,16 +48,16 @@ def rows(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def test_a_run_is_told_while_it_runs_and_when_it_has_gone_on(jobs: Jobs) -> None:
-    process, path = jobs.start(*WORDS, "--csv", "--tensorboard", "--steps", "100000", source=SOURCE)
+def test_show_while_a_job_is_running_and_after_a_resume(jobs: Jobs) -> None:
+    process, path = jobs.start(*WORDS, "--csv", "--tensorboard", "--steps", "100000", source=CALM)
     until(lambda: (path / "evaluation.csv").exists())
     found = Run.read(path)
-    assert (found.status, found.saved) == ("running", ())
+    assert (found.status, found.checkpoints) == ("running", ())
     os.kill(process.pid, signal.SIGINT)
     assert process.communicate(timeout=60)
     found = Run.read(path)
     assert found.status == "interrupted"
-    (saved,) = found.saved
+    (saved,) = found.checkpoints
     steps = str(saved.step + 3)
     line = ("launch", "--resume", "--run-dir", str(path), "--steps", steps, "job.py")
     done = jobs.pipeworker(*line)
@@ -70,8 +72,8 @@ def test_a_run_is_told_while_it_runs_and_when_it_has_gone_on(jobs: Jobs) -> None
         scalars = [(scalar.step, scalar.value) for scalar in events.Scalars(f"train/{name}")]
         assert scalars == [(row["step"], pytest.approx(row[name])) for row in metrics]
     assert len(events.Scalars("evaluation/accuracy")) == len(rows(path / "evaluation.jsonl"))
-    told = CliRunner().invoke(cli.main, ["show", "--json", str(path)])
-    shown = json.loads(told.output)
+    result = CliRunner().invoke(cli.main, ["show", "--json", str(path)])
+    shown = json.loads(result.output)
     summary = json.loads((path / "summary.json").read_text())
     assert (shown["status"], shown["steps"]) == ("done", int(steps))
     assert shown["loss"] == summary["loss"] == metrics[-1]["loss"]
@@ -80,17 +82,17 @@ def test_a_run_is_told_while_it_runs_and_when_it_has_gone_on(jobs: Jobs) -> None
     assert [again["step"] for again in shown["resumed"]] == [saved.step]
 
 
-def test_it_goes_on_as_is_shown_and_an_extra_that_cannot_be_written_ends_no_job(jobs: Jobs) -> None:
+def test_the_resume_command_works_and_a_failing_extra_format_ends_no_job(jobs: Jobs) -> None:
     run = jobs.train(*WORDS, "--steps", "2", "--csv", source=SOURCE)
     path = run.path / "evaluation.csv"
     path.unlink()
     path.mkdir()
-    shown = json.loads(page.show(run.path, as_json=True))
-    assert "--steps 4 " in shown["go_on"]
-    done = jobs.pipeworker(*shlex.split(shown["go_on"])[1:])
+    shown = json.loads(show.show(run.path, as_json=True))
+    assert "--steps 4 " in shown["resume"]
+    done = jobs.pipeworker(*shlex.split(shown["resume"])[1:])
     assert done.returncode == 0
-    said = f"warning: cannot write {path}: Is a directory: nothing more is written there"
-    assert done.stderr.count(said) == done.stderr.count("warning") == 1
+    expected = f"warning: cannot write {path}: Is a directory: nothing more is written there"
+    assert done.stderr.count(expected) == done.stderr.count("warning") == 1
     assert len(run.metrics) == 4
 
 
@@ -110,14 +112,14 @@ def test_the_commit_is_recorded(jobs: Jobs) -> None:
     ]
     for words in (["init", "--quiet"], ["add", "."], ["commit", "--quiet", "--message", "x"]):
         subprocess.run([*line, *words], check=True)
-    begun = Asked(str(job_file), 1, {}, jobs.folder / "run").begin()
-    begun.close()
-    recorded = json.loads(begun.run_dir.run.read_text())["git"]
+    prepared = RunRequest(str(job_file), 1, {}, jobs.folder / "run").prepare()
+    prepared.close()
+    recorded = json.loads(prepared.run_dir.run.read_text())["git"]
     head = subprocess.run([*line, "rev-parse", "HEAD"], capture_output=True, text=True, check=True)
     assert recorded == {"commit": head.stdout.strip(), "dirty": False}
 
 
-def test_a_package_that_is_missing_is_said_before_anything_is_made(
+def test_a_missing_package_is_reported_before_files_are_created(
     jobs: Jobs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     job_file = jobs.write(JOB)
@@ -128,6 +130,6 @@ def test_a_package_that_is_missing_is_said_before_anything_is_made(
     done = CliRunner().invoke(cli.main, words)
     assert (done.exit_code, done.output) == (
         2,
-        "error: --tensorboard needs the tensorboard package: pip install pipeworker[tensorboard]\n",
+        "error: --tensorboard: its package is missing; pip install pipeworker[tensorboard]\n",
     )
     assert not run.exists()

@@ -1,4 +1,4 @@
-"""What the system refuses: a file, a descriptor, a process, a port. One line says it."""
+"""Refusals of the system: a file, a descriptor, a process, a port. One line reports each."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 
 from pipeworker.errors import UsageError
-from pipeworker.session import place
+from pipeworker.ranks import rank_info
 from pipeworker.timings import DEFAULT
 from support.jobs import COMMAND, Jobs, Run, cpu_seconds, processes_of, until
 from support.sources import JOB
@@ -30,7 +30,7 @@ root = pytest.mark.skipif(os.geteuid() != 0, reason="mounts and namespaces are f
 
 
 def one_error(run: Run, *parts: str) -> str:
-    """The one line that says what was refused; there is no traceback."""
+    """Return the one line that reports the refusal; there is no traceback."""
     assert run.status == 1, (run.stdout, run.stderr)
     errors = [line for line in run.stderr.splitlines() if line.startswith("error: ")]
     assert len(errors) == 1, run.stderr
@@ -43,13 +43,13 @@ def one_error(run: Run, *parts: str) -> str:
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """An empty file system of two pages."""
+    """Mount an empty file system of two pages."""
     yield from disk_of("8k", tmp_path)
 
 
 @pytest.fixture
 def big_disk(tmp_path: Path) -> Iterator[Path]:
-    """One that has room for a small run."""
+    """Mount a file system with room for a small run."""
     yield from disk_of("1m", tmp_path)
 
 
@@ -71,7 +71,7 @@ def disk_of(size: str, tmp_path: Path) -> Iterator[Path]:
 
 @root
 def test_a_full_disk(jobs: Jobs, small_disk: Path) -> None:
-    """Logs, plan, metrics, checkpoint, summary: whatever does not fit is named."""
+    """Logs, plan, metrics, checkpoint, summary: the file that does not fit is named."""
     path = small_disk / "run"
     job_file = jobs.write(JOB)
     done = jobs.pipeworker("launch", *WORDS, "--run-dir", str(path), str(job_file))
@@ -136,7 +136,7 @@ FILLS = """
         fill("evaluation.jsonl")
         yield from data()
 """
-"""With the words WHERE DISK it fills the disk just before that file is written."""
+"""A job file that, given WHERE DISK, fills the disk just before that file is written."""
 
 
 @root
@@ -146,19 +146,21 @@ FILLS = """
 def test_a_disk_that_fills_up(jobs: Jobs, big_disk: Path, where: str) -> None:
     path = big_disk / "run"
     job_file = jobs.write(FILLS)
-    words = (*WORDS, "--evaluate-every", "2", "--restarts", "0", "--run-dir", str(path))
+    words = (*WORDS, "--evaluate-every", "2", "--max-restarts", "0", "--run-dir", str(path))
     done = jobs.pipeworker("launch", *words, str(job_file), "--", where, str(big_disk))
     run = Run(done.returncode, done.stdout, done.stderr, path)
     waits = where.endswith(".jsonl")  # for as long as a checkpoint can wait
     error = one_error(run, "cannot write", str(path), "checkpoints/" if waits else where)
     assert ("Is a directory" if where == "summary.json" else "No space left on device") in error
-    said = f"warning: cannot write {path / where}: No space left on device: its rows wait for room"
-    assert (said in run.stderr.splitlines()) == waits
+    expected = (
+        f"warning: cannot write {path / where}: No space left on device: its rows wait for room"
+    )
+    assert (expected in run.stderr.splitlines()) == waits
     assert bool(list((path / "checkpoints").glob("step-*"))) == (where == "summary.json")
     assert (big_disk / "filler").exists() == (where != "summary.json")
 
 
-def test_a_run_directory_that_goes_away(jobs: Jobs) -> None:
+def test_a_run_directory_that_is_removed(jobs: Jobs) -> None:
     source = JOB.replace(
         "x = torch.randn(10",
         """if _ == 3:
@@ -172,7 +174,7 @@ def test_a_run_directory_that_goes_away(jobs: Jobs) -> None:
 
 @pytest.mark.parametrize("most", [10, 20, 26])
 def test_too_few_descriptors(jobs: Jobs, most: int) -> None:
-    """Whoever meets the limit first says so."""
+    """The process that reaches the limit first reports it."""
     job_file = jobs.write(JOB)
     line = [*COMMAND, "launch", *WORDS, "--run-dir", str(jobs.folder / "run"), str(job_file)]
     done = subprocess.run(
@@ -215,7 +217,7 @@ def test_too_few_processes(jobs: Jobs, most: int) -> None:
 
 @pytest.mark.parametrize(("closed", "forking"), [((1,), True), ((0, 1, 2), False)])
 def test_closed_streams(jobs: Jobs, closed: tuple[int, ...], forking: bool) -> None:
-    """Nothing that is opened takes their place, and nothing that prints fails."""
+    """No file that is opened gets their descriptors, and no print fails."""
     run_dir = jobs.folder / "run"
 
     def close() -> None:
@@ -239,7 +241,7 @@ def test_closed_streams(jobs: Jobs, closed: tuple[int, ...], forking: bool) -> N
 
 
 @pytest.mark.skipif(not FULL.exists(), reason="needs a device that is always full")
-def test_a_full_standard_output_ends_no_job(jobs: Jobs) -> None:
+def test_a_full_standard_output_does_not_end_the_job(jobs: Jobs) -> None:
     run_dir = jobs.folder / "run"
     with FULL.open("w") as full:
         done = subprocess.run(
@@ -256,7 +258,7 @@ def test_a_full_standard_output_ends_no_job(jobs: Jobs) -> None:
 
 
 @pytest.mark.parametrize("absolute", [True, False])
-def test_a_current_folder_that_is_gone(jobs: Jobs, absolute: bool) -> None:
+def test_a_working_directory_that_was_removed(jobs: Jobs, absolute: bool) -> None:
     job_file = jobs.write(JOB)
     gone = jobs.folder / "gone"
     gone.mkdir()
@@ -269,12 +271,13 @@ def test_a_current_folder_that_is_gone(jobs: Jobs, absolute: bool) -> None:
         timeout=60,
     )
     assert done.returncode == 2
-    assert done.stderr == "error: the current folder is gone: No such file or directory\n"
+    message = "the current folder is gone: No such file or directory; change to another one"
+    assert done.stderr == f"error: {message}\n"
 
 
 @root
-def test_no_way_to_the_coordinator(jobs: Jobs) -> None:
-    """In a network without even a loopback."""
+def test_an_unreachable_coordinator(jobs: Jobs) -> None:
+    """In a network namespace without a loopback interface."""
     name = f"pipeworker-{uuid.uuid4().hex[:8]}"
     made = subprocess.run(["ip", "netns", "add", name], capture_output=True, text=True)
     if made.returncode:
@@ -290,13 +293,13 @@ def test_no_way_to_the_coordinator(jobs: Jobs) -> None:
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_master_without_an_address(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No rank waits for it as long as for ranks that start late."""
+    """No rank waits as long as for ranks that start late."""
 
     def unknown(*_: object) -> None:
         raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
 
-    limits = dataclasses.replace(DEFAULT, coordinator=2.6, reach=2.7, meet=31.0)
-    monkeypatch.setattr(place, "timings", lambda: limits)
+    limits = dataclasses.replace(DEFAULT, coordinator=2.6, reach=2.7, rendezvous=31.0)
+    monkeypatch.setattr(rank_info, "timings", lambda: limits)
     monkeypatch.setattr(socket, "getaddrinfo", unknown)
     expected = (
         f"rank {rank} cannot meet the others at MASTER_ADDR no-such-host.invalid, "
@@ -304,7 +307,7 @@ def test_a_master_without_an_address(rank: int, monkeypatch: pytest.MonkeyPatch)
     )
     began = time.monotonic()
     with pytest.raises(UsageError, match=re.escape(expected)):
-        place.Place(rank, 2, rank, 2, "no-such-host.invalid", 29500).store()
+        rank_info.RankInfo(rank, 2, rank, 2, "no-such-host.invalid", 29500).open_store()
     assert limits.reach < time.monotonic() - began < DEFAULT.reach
 
 

@@ -1,4 +1,4 @@
-"""``--replicas`` for real: processes, sockets and files; the numbers depend on R alone."""
+"""``--replicas`` with real processes, sockets and files; results depend only on their number."""
 
 from __future__ import annotations
 
@@ -12,10 +12,9 @@ import pytest
 import torch
 
 from support.compare import assert_same
-from support.forked import Server
-from support.jobs import Jobs, Run, processes_of, until
+from support.jobs import Jobs, Reference, Run, processes_of, until
 from support.ranks import LOOP, Scripts, script
-from support.sources import CALM, DIES, DROPOUT_JOB, JOB, NESTED_JOB
+from support.sources import CALM, DIES, DROPOUT_JOB, JOB, NESTED_JOB, gated
 
 WORDS = ("--microbatches", "4", "--clip-grad-norm", "0.5")
 
@@ -31,7 +30,7 @@ RICH = (
         return {"accuracy": (output.argmax(1) == target).float().mean()}
 """
 )
-"""Everything random, batch norm, a scheduler, and evaluation."""
+"""A job with random layers, batch norm, a scheduler, and evaluation."""
 
 
 def evaluations(run: Run) -> list[object]:
@@ -39,7 +38,7 @@ def evaluations(run: Run) -> list[object]:
 
 
 @pytest.mark.parametrize("replicas", ["2", "3"])
-def test_the_numbers_are_the_same_for_any_number_of_stages(jobs: Jobs, replicas: str) -> None:
+def test_results_are_the_same_for_any_number_of_stages(jobs: Jobs, replicas: str) -> None:
     words = (*WORDS, "--evaluate-every", "2", "--steps", "7", "--replicas", replicas)
     ways = (("1", "never"), ("2", "always"), ("3", "except_first"))
     runs = [
@@ -50,13 +49,14 @@ def test_the_numbers_are_the_same_for_any_number_of_stages(jobs: Jobs, replicas:
         assert_same(run, runs[0])
         assert evaluations(run) == evaluations(runs[0])
     last = runs[-1]
-    count = int(replicas) * len(last.plan["balance"])
+    stages = len(last.plan["balance"])
+    count = int(replicas) * stages
     assert len(last.summary["peak_memory_bytes"]) == len(last.plan["stages"]) == count
     assert f"{replicas} replicas of " in last.stdout
-    assert last.log(f"replica-{int(replicas) - 1}-stage-0") == ""
+    assert last.log(f"worker-{count - stages}") == ""
 
 
-def test_another_number_of_replicas_comes_close(jobs: Jobs) -> None:
+def test_results_with_another_number_of_replicas_are_close(jobs: Jobs) -> None:
     words = ("--stages", "2", "--microbatches", "4")
     one, two = (jobs.train(*words, "--replicas", r, source=JOB) for r in ("1", "2"))
     for a, b in zip(one.metrics, two.metrics, strict=True):
@@ -67,11 +67,11 @@ def test_another_number_of_replicas_comes_close(jobs: Jobs) -> None:
         assert torch.allclose(weight, two.weights[name], rtol=1e-4, atol=1e-6)
 
 
-def test_micro_batches_are_four_a_stage_of_each_replica(jobs: Jobs) -> None:
+def test_the_default_is_four_micro_batches_per_stage_of_each_replica(jobs: Jobs) -> None:
     run = jobs.train("--stages", "2", "--replicas", "2", "--steps", "1", source=JOB)
     assert json.loads((run.path / "run.json").read_text())["options"]["microbatches"] == 16
     assert run.plan["microbatches"] == 10  # as many as there are samples
-    assert run.metrics[0]["samples"] == 10  # of which there are fewer
+    assert run.metrics[0]["samples"] == 10  # fewer than 16
 
 
 @pytest.mark.parametrize(
@@ -84,8 +84,8 @@ def test_micro_batches_are_four_a_stage_of_each_replica(jobs: Jobs) -> None:
     ],
     ids=" ".join,
 )
-def test_whatever_else_is_asked_for(jobs: Jobs, words: tuple[str, ...]) -> None:
-    """Five mini-batches of eleven samples: a step of two ends with the data."""
+def test_results_are_the_same_with_other_options(jobs: Jobs, words: tuple[str, ...]) -> None:
+    """Five mini-batches: with two per step, the last step has one."""
     runs = [
         jobs.train("--stages", k, "--replicas", "2", *WORDS, *words, source=DROPOUT_JOB)
         for k in ("1", "2")
@@ -112,11 +112,11 @@ TOKENS = """
         return [lambda: nn.Embedding(11, 8), lambda: nn.Linear(8, 8), nn.Tanh, Head]
 
     def loss(output, target):
-        kept = target >= 0
-        given = nn.functional.cross_entropy(
+        counted = target >= 0
+        total = nn.functional.cross_entropy(
             output.flatten(0, 1), target.flatten(), ignore_index=-1, reduction="sum"
         )
-        return given, kept.sum()
+        return total, counted.sum()
 
     def optimizer(params):
         return torch.optim.AdamW(params, lr=1e-2)
@@ -128,10 +128,8 @@ TOKENS = """
 
 
 def test_tied_weights_and_a_loss_with_a_count(jobs: Jobs) -> None:
-    """Also with mini-batches of which a replica has nothing."""
-    runs = [
-        jobs.train("--stages", k, "--replicas", "3", *WORDS, source=TOKENS) for k in ("1", "2", "4")
-    ]
+    """In some mini-batches a replica has no samples."""
+    runs = [jobs.train("--stages", k, "--replicas", "3", *WORDS, source=TOKENS) for k in ("1", "3")]
     for run in runs[1:]:
         assert_same(run, runs[0])
     one = jobs.train("--stages", "2", *WORDS, source=TOKENS)
@@ -139,59 +137,56 @@ def test_tied_weights_and_a_loss_with_a_count(jobs: Jobs) -> None:
         assert a["loss"] == pytest.approx(b["loss"], rel=1e-5)
 
 
+HELD = gated(DIES, "length = random", "_ == 3")
+"""In its third step it waits for the test to kill a worker."""
 LOST = ("--stages", "2", "--replicas", "2", "--microbatches", "4", "--steps", "7")
 
 
-@pytest.fixture(scope="module")
-def quiet(tmp_path_factory: pytest.TempPathFactory, server: Server | None) -> Run:
-    """Without a fault."""
-    return Jobs(tmp_path_factory.mktemp("quiet"), server).train(*LOST, source=DIES)
+@pytest.fixture
+def quiet(reference: Reference) -> Run:
+    """Return a run without a fault."""
+    return reference(*LOST, source=DIES)
 
 
 @pytest.mark.parametrize("rank", [1, 3])
 def test_a_lost_worker_of_any_replica_is_replaced(jobs: Jobs, quiet: Run, rank: int) -> None:
-    process, path = jobs.start(*LOST, source=CALMER)
+    process, path = jobs.start(*LOST, source=HELD)
     rows = path / "metrics.jsonl"
-    until(lambda: rows.exists() and len(rows.read_text().splitlines()) > 2)
+    until(lambda: rows.exists() and len(rows.read_text().splitlines()) > 1)
     pid = json.loads((path / "plan.json").read_text())["stages"][rank]["pid"]
     os.kill(pid, signal.SIGKILL)
+    (jobs.folder / "go").touch()
     _, stderr = process.communicate(timeout=60)
     run = Run(process.returncode or 0, "", stderr, path)
     assert process.returncode == 0, stderr
     assert run.summary["restarts"] == 1
     (cause,) = run.summary["causes"]
-    assert f"the worker of stage 1 of replica {rank // 2} was killed by signal 9" in cause
+    assert f"the worker of stage 1 of replica {rank // 2} was killed by SIGKILL" in cause
     assert_same(run, quiet)
 
 
-CALMER = DIES.replace("import torch\n", "import time\n    import torch\n", 1).replace(
-    "length = random", "time.sleep(0.3); length = random"
-)
-"""Long enough for someone to be killed."""
-
-
-def test_one_that_dies_by_itself_is_named_with_its_replica(jobs: Jobs, quiet: Run) -> None:
+def test_the_cause_names_the_stage_and_replica_of_a_lost_worker(jobs: Jobs, quiet: Run) -> None:
     run = jobs.train(*LOST, "--", "kill", source=DIES)
     assert (jobs.folder / "died").exists()
     assert_same(run, quiet)
     assert re.search(r"the worker of stage \d of replica \d was killed", run.summary["causes"][0])
 
 
-def test_a_run_goes_on_with_as_many_replicas(jobs: Jobs) -> None:
+def test_a_run_resumes_with_the_same_number_of_replicas(jobs: Jobs, reference: Reference) -> None:
     words = ("--replicas", "2", "--microbatches", "4")
-    whole = jobs.train("--stages", "2", *words, "--steps", "6", source=DROPOUT_JOB)
+    whole = reference("--stages", "2", *words, "--steps", "6", source=DROPOUT_JOB)
     part = jobs.train("--stages", "2", *words, "--steps", "3", source=DROPOUT_JOB)
     names = {file.name for file in (part.checkpoint.path).iterdir()}
     assert {"model-00002-of-00002.safetensors"} <= names, names
     line = ("launch", "--run-dir", str(part.path), "--resume", str(jobs.folder / "job.py"))
     refused = jobs.pipeworker(*line, "--replicas", "1", "--steps", "6")
     assert refused.returncode == 2
-    assert "--replicas: 2, now 1" in refused.stderr
-    assert "--allow replicas" in refused.stderr
+    assert "--replicas (2, now 1)" in refused.stderr
+    assert "--allow-change replicas" in refused.stderr
     done = jobs.pipeworker(*line, "--stages", "3", "--steps", "6")
     assert done.returncode == 0, done.stderr
     assert_same(Run(0, "", "", part.path), whole)
-    other = jobs.pipeworker(*line, "--replicas", "1", "--allow", "replicas", "--steps", "8")
+    other = jobs.pipeworker(*line, "--replicas", "1", "--allow-change", "replicas", "--steps", "8")
     assert other.returncode == 0, other.stderr
 
 
@@ -199,60 +194,63 @@ UNLIKE = JOB.replace("import torch", "import os\n    import torch", 1).replace(
     "yield x,", "x = x + (os.getpid() if generator.initial_seed() and _ == 2 else 0)\n"
     "            yield x,"
 )  # fmt: skip
-"""The third mini-batch is another in each process."""
+"""A job whose third mini-batch differs between processes."""
 
 
-def test_replicas_that_read_other_data_are_told_so(jobs: Jobs) -> None:
+def test_replicas_that_read_different_data_fail(jobs: Jobs) -> None:
     run = jobs.run("--stages", "2", "--replicas", "2", "--microbatches", "4", source=UNLIKE)
     assert run.status == 1
-    assert "data() gave replica 1 another mini-batch for step 3 than replica 0" in run.stderr
-    until(lambda: not processes_of(jobs.folder), 10)
+    assert "data(): replica 1 read another mini-batch for step 3 than replica 0" in run.stderr
+    until(lambda: not processes_of(jobs.folder))
 
 
-ONCE = ("--replicas", "2", "--microbatches", "4", "--read-data", "once")
+ONCE = ("--replicas", "2", "--microbatches", "4", "--data-reader", "first")
 
 
 def test_replica_0_may_read_for_all(jobs: Jobs) -> None:
-    """The numbers are those of reading in every replica; data may then be any."""
+    """Results equal those of reading in every replica; processes may then have different data."""
     for words, source in (
         (("--steps", "7"), DROPOUT_JOB),
         (("--accumulate", "2"), NESTED_JOB),
         (("--replicas", "3", "--accumulate", "2"), TOKENS),
     ):
         every = jobs.train("--stages", "2", *ONCE[:-2], *words, source=source)
-        for stages in ("1", "2"):
+        for stages in ("1", "2") if source is DROPOUT_JOB else ("2",):
             once = jobs.train("--stages", stages, *ONCE, *words, source=source)
             assert_same(once, every)
     run = jobs.train("--stages", "2", *ONCE, source=UNLIKE)
     assert len(run.metrics) == 6
 
 
-def test_what_replica_0_reads_is_gone_on_with(jobs: Jobs, quiet: Run) -> None:
-    run = jobs.train(*LOST, "--read-data", "once", "--", "kill", source=DIES)
+def test_recovery_with_data_read_by_replica_0(jobs: Jobs, quiet: Run) -> None:
+    run = jobs.train(*LOST, "--data-reader", "first", "--", "kill", source=DIES)
     assert (jobs.folder / "died").exists()
     assert run.summary["restarts"] >= 1
     assert_same(run, quiet)
 
 
-def test_what_one_rank_of_a_script_is_given_is_for_all(jobs: Jobs, scripts: Scripts) -> None:
+def test_a_mini_batch_passed_on_one_rank_of_a_script_is_for_all(
+    jobs: Jobs, scripts: Scripts
+) -> None:
     local = jobs.train("--stages", "2", "--replicas", "2", "--microbatches", "4", source=JOB)
     loop = LOOP.replace("pipe.step(batch)", "pipe.step(batch if rank == 0 else None)")
-    options = json.dumps({"replicas": 2, "read_data": "once"})
+    options = json.dumps({"replicas": 2, "data_reader": "first"})
     ranks = scripts.start(script(JOB, loop), 4, OPTIONS=options)
     ranks.succeed()
     for rank in range(4):
-        assert ranks.told(rank)["loss"] == [row["loss"] for row in local.metrics]
+        assert ranks.reported(rank)["loss"] == [row["loss"] for row in local.metrics]
 
 
-def test_a_replica_that_is_gone_as_a_whole_is_replaced(jobs: Jobs, quiet: Run) -> None:
-    """All of its workers at once; what they are replaced with has the other one's state."""
-    process, path = jobs.start(*LOST, source=CALMER)
+def test_a_replica_that_lost_all_workers_is_replaced(jobs: Jobs, quiet: Run) -> None:
+    """All workers of replica 0 die at once; their replacements get the state of replica 1."""
+    process, path = jobs.start(*LOST, source=HELD)
     rows = path / "metrics.jsonl"
-    until(lambda: rows.exists() and len(rows.read_text().splitlines()) > 2)
+    until(lambda: rows.exists() and len(rows.read_text().splitlines()) > 1)
     stages = json.loads((path / "plan.json").read_text())["stages"]
     for stage in stages:
         if stage["replica"] == 0:
             os.kill(stage["pid"], signal.SIGKILL)
+    (jobs.folder / "go").touch()
     _, stderr = process.communicate(timeout=60)
     assert process.returncode == 0, stderr
     run = Run(0, "", stderr, path)
@@ -261,21 +259,23 @@ def test_a_replica_that_is_gone_as_a_whole_is_replaced(jobs: Jobs, quiet: Run) -
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "expected"),
     [
         (("--replicas", "0"), "--replicas 0: must be 1 or more"),
         (("--replicas", "300"), "--replicas 300: must be 256 or less"),
-        (("--replicas", "4", "--microbatches", "3"), "there must be 4 or more"),
+        (("--replicas", "4", "--microbatches", "3"), "must be 4 or more, because"),
     ],
 )
-def test_a_number_that_cannot_be(jobs: Jobs, words: tuple[str, ...], said: str) -> None:
+def test_an_invalid_number_of_replicas_is_rejected(
+    jobs: Jobs, words: tuple[str, ...], expected: str
+) -> None:
     run = jobs.run("--stages", "2", *words, source=JOB)
     assert run.status == 2
-    assert said in run.stderr
+    assert expected in run.stderr
     assert not run.path.exists()
 
 
-def test_a_sparse_gradient_is_said_to_be_one(jobs: Jobs) -> None:
+def test_a_sparse_gradient_is_rejected(jobs: Jobs) -> None:
     sparse = TOKENS.replace("nn.Embedding(11, 8)", "nn.Embedding(11, 8, sparse=True)")
     sparse = sparse.replace('tied = [("0.weight", "3.weight")]', "")
     run = jobs.run("--stages", "2", "--replicas", "2", *WORDS, source=sparse)
@@ -286,23 +286,23 @@ def test_a_sparse_gradient_is_said_to_be_one(jobs: Jobs) -> None:
 SHARDED = ("--replicas", "2", "--microbatches", "4", "--shard-optimizer")
 
 
-def test_the_state_of_the_optimizer_may_be_sharded(jobs: Jobs) -> None:
-    """The numbers stay; each worker keeps, and writes, its part of the state."""
+def test_a_sharded_optimizer_equals_a_whole_one(jobs: Jobs) -> None:
+    """Results do not change; each worker keeps and writes its part of the state."""
     words = ("--steps", "6", "--clip-grad-norm", "0.5")
     whole = jobs.train("--stages", "2", *SHARDED[:-1], *words, source=DROPOUT_JOB)
     runs = [jobs.train("--stages", k, *SHARDED, *words, source=DROPOUT_JOB) for k in ("1", "3")]
     for run in runs:
         assert_same(run, whole)
-    shards = runs[1].checkpoint.shards()
+    shards = runs[1].checkpoint.worker_files()
     assert len(shards) == 6
     sizes = [shard.optimizer.stat().st_size for shard in shards]
-    assert max(sizes) < sum(s.optimizer.stat().st_size for s in whole.checkpoint.shards())
+    assert max(sizes) < sum(s.optimizer.stat().st_size for s in whole.checkpoint.worker_files())
     assert all(json.loads(s.state.read_text())["extra"] == {} for s in shards)
 
 
-def test_sharded_state_is_gone_on_with_by_any(jobs: Jobs) -> None:
+def test_a_run_with_sharded_state_resumes_with_any_layout(jobs: Jobs, reference: Reference) -> None:
     first = ("--steps", "3", "--checkpoint-every", "1")
-    whole = jobs.train("--stages", "2", *SHARDED, "--steps", "6", source=DROPOUT_JOB)
+    whole = reference("--stages", "2", *SHARDED[:-1], "--steps", "6", source=DROPOUT_JOB)
     for begin, then in (
         (("--stages", "2", *SHARDED), ("--stages", "3", "--no-shard-optimizer")),
         (("--stages", "3", *SHARDED[:-1]), ("--stages", "1", "--shard-optimizer")),
@@ -321,20 +321,20 @@ def test_sharded_state_is_recovered(jobs: Jobs, quiet: Run) -> None:
     assert_same(run, quiet)
 
 
-def test_a_script_has_replicas_too(jobs: Jobs, scripts: Scripts) -> None:
-    """The first stage of each is given the whole mini-batch; all get the same results."""
+def test_a_script_with_replicas_equals_a_job(jobs: Jobs, scripts: Scripts) -> None:
+    """Stage 0 of each replica is passed the whole mini-batch; all ranks get the same results."""
     local = jobs.train("--stages", "2", "--replicas", "2", "--microbatches", "4", source=JOB)
     ranks = scripts.start(script(JOB, LOOP), 4, OPTIONS=json.dumps({"replicas": 2}))
     ranks.succeed()
     for rank in range(4):
-        told = ranks.told(rank)
-        assert told["loss"] == [row["loss"] for row in local.metrics]
-        assert told["norm"] == [row["grad_norm"] for row in local.metrics]
+        reported = ranks.reported(rank)
+        assert reported["loss"] == [row["loss"] for row in local.metrics]
+        assert reported["norm"] == [row["grad_norm"] for row in local.metrics]
     (saved,) = Path(ranks.run_dir).glob("checkpoints/step-*")
     assert len(list(saved.glob("model-*"))) == 2
 
 
-def test_what_a_script_asks_of_its_replicas(scripts: Scripts) -> None:
+def test_the_calls_of_a_script_with_replicas(scripts: Scripts) -> None:
     loop = """
         with pipeworker.Pipeline(
             model, loss=loss, optimizer=lambda params: torch.optim.AdamW(params, lr=0.01),
@@ -349,29 +349,29 @@ def test_what_a_script_asks_of_its_replicas(scripts: Scripts) -> None:
             first = pipe.step(batches[2]).loss
             assert pipe.load(path) == 1
             assert pipe.step(batches[2]).loss == first
-            tell(where=[pipe.replica, pipe.replicas, pipe.stage, pipe.stages], seen=seen["loss"],
+            report(where=[pipe.replica, pipe.replicas, pipe.stage, pipe.stages], seen=seen["loss"],
                  out=out.tolist(), loss=first)
     """
     losses = set()
     for ranks, shard in ((2, ""), (4, ""), (4, "1")):
         started = scripts.start(script(JOB, loop), ranks, SHARD=shard)
         started.succeed()
-        told = [started.told(rank) for rank in range(ranks)]
+        reports = [started.reported(rank) for rank in range(ranks)]
         where = [[r, 2, k, ranks // 2] for r in range(2) for k in range(ranks // 2)]
-        assert [one.pop("where") for one in told] == where
-        assert all(one == told[0] for one in told)
-        losses.add(told[0]["loss"])
+        assert [one.pop("where") for one in reports] == where
+        assert all(one == reports[0] for one in reports)
+        losses.add(reports[0]["loss"])
     assert len(losses) == 1
 
 
-def test_processes_that_cannot_be_divided(scripts: Scripts) -> None:
+def test_a_number_of_processes_not_divisible_by_replicas_is_rejected(scripts: Scripts) -> None:
     ranks = scripts.start(script(JOB, LOOP), 3, OPTIONS=json.dumps({"replicas": 2}))
     for run in ranks.end():
         assert run.status == 1
-        assert "--replicas 2: there are 3 processes" in run.stderr
+        assert "--replicas 2: must divide the number of processes, 3" in run.stderr
 
 
-def test_an_interrupt_saves_what_there_is(jobs: Jobs) -> None:
+def test_an_interrupt_saves_a_checkpoint(jobs: Jobs) -> None:
     words = ("--stages", "2", "--replicas", "2", "--microbatches", "4", "--steps", "100000")
     process, path = jobs.start(*words, source=CALM)
     rows = path / "metrics.jsonl"

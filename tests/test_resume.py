@@ -1,4 +1,4 @@
-"""A run that is cut and goes on, with any number of stages, is the run that was not cut."""
+"""A run that is interrupted and resumed, with any number of stages, equals one that is not."""
 
 from __future__ import annotations
 
@@ -83,8 +83,8 @@ def resumed(jobs: Jobs, run: Run, *words: str) -> Run:
     return Run(done.returncode, done.stdout, done.stderr, run.path)
 
 
-def test_it_goes_on_bit_for_bit_at_any_number_of_stages(jobs: Jobs) -> None:
-    """Twice, after an odd number of mini-batches each, and in the middle of an epoch."""
+def test_a_resumed_run_is_bitwise_equal_at_any_number_of_stages(jobs: Jobs) -> None:
+    """It is resumed twice, each time after an odd number of mini-batches within an epoch."""
     uncut = jobs.train("--stages", "1", *WORDS, "--steps", "9", "--keep", "1", source=RICH)
     cut = jobs.train("--stages", "3", *WORDS, "--steps", "3", "--keep", "1", source=RICH)
     counted = _calls(cut.checkpoint.path)
@@ -104,7 +104,7 @@ def test_it_goes_on_bit_for_bit_at_any_number_of_stages(jobs: Jobs) -> None:
 
 
 def _calls(checkpoint: Path) -> int:
-    """That a layer has counted in its extra state."""
+    """Return the calls that a layer has counted in its extra state."""
     found: dict[str, Any] = {}
     for path in sorted(checkpoint.glob("state-*.json")):
         found |= json.loads(path.read_text())["extra"]
@@ -113,10 +113,10 @@ def _calls(checkpoint: Path) -> int:
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_notice_gives_a_checkpoint_that_nothing_is_lost_after(
+def test_a_signal_saves_a_checkpoint_and_no_later_step_is_lost(
     jobs: Jobs, number: signal.Signals
 ) -> None:
-    """One that a cluster sends before it takes the host, and one that ends the job."""
+    """The signal of a cluster before it takes the host, and one that ends the job."""
     process, path = jobs.start(
         *("--stages", "2", *WORDS, "--steps", "7", "--", "held"), source=RICH
     )
@@ -130,7 +130,7 @@ def test_a_notice_gives_a_checkpoint_that_nothing_is_lost_after(
     process.send_signal(signal.SIGUSR1)
     stdout, stderr = process.communicate(timeout=60)
     run = Run(process.returncode or 0, stdout, stderr, path)
-    if run.status == 0:  # it was quicker
+    if run.status == 0:  # the job ended first
         return
     assert run.status == 130
     assert run.summary["status"] == "interrupted"
@@ -155,18 +155,19 @@ SLIP = (
 )
 
 
-def test_a_mistake_that_shows_late_costs_little(jobs: Jobs) -> None:
-    """It ends the job; but what was done until then is saved, and goes on when it is mended."""
+def test_a_late_mistake_loses_no_steps(jobs: Jobs) -> None:
+    """It ends the job, whose steps are saved; the corrected job resumes from them."""
     words = ("--microbatches", "2", "--evaluate-every", "4", "--steps", "6")
     run = jobs.run("--stages", "2", *words, source=SLIP)
     assert run.status == 1, run.stderr
     assert "metrics() raised AttributeError: 'Tensor' object has no attribute 'maen'" in run.stderr
-    # On a busy host the copy of the last step may not be whole yet.
-    saved = re.search("the job has failed; step ([123]) is saved before it ends", run.stderr)
+    # On a busy host the snapshot of the last step may be incomplete.
+    saved = re.search("the job failed; step ([123]) is saved before it ends", run.stderr)
     assert saved, run.stderr
     assert f"checkpoints/step-0000000{saved[1]}, after step {saved[1]}" in run.stdout
-    assert re.search("^go on: .* launch --resume --run-dir run-1 job.py$", run.stdout, re.MULTILINE)
-    assert "metrics() raised" in run.log("stage-0")  # who saved says why the job ended
+    resume = "^resume: .* launch --resume --run-dir run-1 job.py$"
+    assert re.search(resume, run.stdout, re.MULTILINE)
+    assert "metrics() raised" in run.log("worker-0")  # the worker that saved logs why the job ended
     jobs.write(SLIP.replace("maen", "mean"))
     done = resumed(jobs, run)
     assert done.status == 0, done.stderr

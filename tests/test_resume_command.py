@@ -1,4 +1,4 @@
-"""``--resume``: what is made of words and of a run directory before a process is started."""
+"""``--resume``: options and run directories, before any process starts."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import platform
 import socket
 from collections.abc import Callable
 from datetime import datetime, timezone
-from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -21,56 +20,51 @@ from torch import nn
 
 import cli
 import pipeworker
+from pipeworker.display.style import Style
 from pipeworker.errors import UsageError
 from pipeworker.job.options import Options
+from pipeworker.ranks.rank_info import RankInfo
 from pipeworker.record.rundir import RunDir
-from pipeworker.session.begin import Asked, Begun
-from pipeworker.session.place import Place
-from pipeworker.session.show.plain import Show
-from pipeworker.session.show.view import View
-from pipeworker.wire.lines import Planned
+from pipeworker.runs.begin import PreparedRun, RunRequest
 from support.checkpoints import complete
-from support.jobs import Jobs
-from support.ranks import Scripts, script
-from support.sources import JOB
 
 
 class Command:
-    """The command line in a folder with a job file; jobs themselves are only noted."""
+    """The command line in a folder with a job file; jobs are recorded, not run."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.job_file = folder / "job.py"
         self.job_file.write_text("job = 1\n")
         self.run = RunDir(folder / "run")
-        self.begun: list[tuple[Options, RunDir, tuple[str, ...]]] = []
+        self.prepared: list[tuple[Options, RunDir, tuple[str, ...]]] = []
 
     def __call__(self, *words: str, command: click.Command = cli.main) -> Result:
         line = ["launch", *words] if command is cli.main else list(words)
         return CliRunner().invoke(command, line)
 
     def launch(self, *words: str) -> Options:
-        """A new run, or one that goes on: with which options."""
-        before = len(self.begun)
+        """Launch or resume the run; return its options."""
+        before = len(self.prepared)
         result = self("--run-dir", "run", *words)
         assert result.exit_code == 0, result.output
-        ((options, run_dir, _),) = self.begun[before:]
-        assert run_dir == self.run
+        ((options, run_dir, _),) = self.prepared[before:]
+        assert run_dir.path == self.run.path
         return options
 
     def refused(self, *words: str) -> str:
-        """What is said of words that are wrong, when nothing was begun or changed."""
-        before, content = len(self.begun), self.content()
+        """Return the error of a command that begins and changes nothing."""
+        before, content = len(self.prepared), self.content()
         result = self(*words)
         assert result.exit_code == 2, result.output
         assert result.output.startswith("error: ")
-        assert (len(self.begun), self.content()) == (before, content)
+        assert (len(self.prepared), self.content()) == (before, content)
         return result.output.removeprefix("error: ")
 
     @property
     def warnings(self) -> list[str]:
-        """Of the run that was begun last."""
-        return list(self.begun[-1][2])
+        """The warnings of the latest start."""
+        return list(self.prepared[-1][2])
 
     @property
     def record(self) -> dict[str, Any]:
@@ -86,9 +80,9 @@ def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Command:
     monkeypatch.chdir(tmp_path)
     made = Command(tmp_path.resolve())
 
-    def run(begun: Begun, view: View) -> int:
-        made.begun.append((begun.options, begun.run_dir, begun.warnings))
-        begun.close()
+    def run(prepared: PreparedRun, view: Style, agents: object) -> int:
+        made.prepared.append((prepared.options, prepared.run_dir, prepared.warnings))
+        prepared.close()
         return 0
 
     monkeypatch.setattr("launcher.local.run", run)
@@ -99,14 +93,14 @@ NEW = ("--stages", "2", "job.py")
 RESUME = ("--resume", "--run-dir", "run", "job.py")
 
 
-def test_what_the_command_shows_as_defaults_are_those_of_a_job() -> None:
+def test_the_defaults_in_help_are_those_of_a_job() -> None:
     defaults = {field.name: field.default for field in dataclasses.fields(Options)}
     for option in cli.launch.params:
         if isinstance(option, click.Option) and option.show_default:
             assert option.default == defaults[str(option.name)], option.name
 
 
-def test_a_run_is_recorded_as_it_begins(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_record_of_a_new_run(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.argv", ["pipeworker", "launch", "and so on"])
     before = datetime.now(timezone.utc).replace(microsecond=0)
     made = command.launch("--seed", "5", "--balance", "1,2", *NEW, "--", "a", "b")
@@ -122,7 +116,7 @@ def test_a_run_is_recorded_as_it_begins(command: Command, monkeypatch: pytest.Mo
     assert found.pop("job_sha256")
     assert found.pop("platform")
     assert found == {
-        "version": 1,
+        "version": 2,
         "origins": {},
         "command": ["pipeworker", "launch", "and so on"],
         "versions": {
@@ -141,7 +135,7 @@ def test_a_run_is_recorded_as_it_begins(command: Command, monkeypatch: pytest.Mo
     assert (command.run.path / "job.py").read_text() == "job = 1\n"
 
 
-def test_what_is_not_said_is_as_it_was(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_options_that_are_not_given_stay(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     first = command.launch(
         *("--seed", "5", "--steps", "10", "--threads", "3", "--clip-grad-norm", "0.5"),
         *("--balance", "1,2", "--stop-on-nan", "--checkpoint-every", "30m", *NEW, "--", "a b"),
@@ -151,7 +145,7 @@ def test_what_is_not_said_is_as_it_was(command: Command, monkeypatch: pytest.Mon
     moved = dataclasses.replace(first, steps=20, stages=3, balance=None, recompute="never")
     words = ("--steps", "20", "--stages", "3", "--recompute", "never")
     assert command.launch(*words, *RESUME) == moved
-    assert command.launch(*RESUME) == moved  # as it was the last time
+    assert command.launch(*RESUME) == moved  # as of the latest start
     calm = dataclasses.replace(moved, stop_on_nan=False)
     assert command.launch("--no-stop-on-nan", *RESUME) == calm
     assert [entry["options"] for entry in command.record["resumed"]] == [
@@ -162,7 +156,7 @@ def test_what_is_not_said_is_as_it_was(command: Command, monkeypatch: pytest.Mon
     ]
 
 
-def test_a_run_goes_on_from_its_newest_whole_checkpoint(command: Command) -> None:
+def test_a_run_resumes_from_its_newest_intact_checkpoint(command: Command) -> None:
     command.launch(*NEW)
     for step in (2, 4, 6):
         complete(command.run, step)
@@ -173,7 +167,7 @@ def test_a_run_goes_on_from_its_newest_whole_checkpoint(command: Command) -> Non
     options = command.launch(*RESUME)
     assert (options.resume, options.resume_step) == (str(command.run.checkpoint(4)), 4)
     (warning,) = command.warnings
-    assert warning.startswith("a damaged checkpoint is set aside: ")
+    assert warning.startswith("damaged checkpoint set aside: ")
     assert "step-00000006/state-00001-of-00001.json is missing" in warning
     assert command.run.metrics.read_text() == "".join(rows[:4])
     assert not command.run.summary.exists()
@@ -182,18 +176,20 @@ def test_a_run_goes_on_from_its_newest_whole_checkpoint(command: Command) -> Non
     assert not command.warnings
 
 
-def test_a_run_without_a_checkpoint_begins_anew(command: Command) -> None:
+def test_a_run_without_a_checkpoint_starts_again(command: Command) -> None:
     command.launch(*NEW)
     assert command.launch(*RESUME).resume == ""
-    assert command.warnings == ["run has no complete checkpoint yet: it begins anew"]
+    assert command.warnings == [
+        "the run in run has no complete checkpoint yet: it starts again from step 1"
+    ]
 
 
-def test_a_run_that_is_at_its_end_already_says_so(command: Command) -> None:
+def test_resuming_a_finished_run_is_reported(command: Command) -> None:
     command.launch("--steps", "4", *NEW)
     complete(command.run, 4)
     assert command.launch(*RESUME).resume_step == 4
-    said = "the run in run has done its 4 steps: --steps says to how many it goes on"
-    assert command.warnings == [said]
+    warning = "the run in run has already done its 4 steps: give more --steps to train further"
+    assert command.warnings == [warning]
     command.launch("--steps", "5", *RESUME)
     assert not command.warnings
 
@@ -210,78 +206,81 @@ def test_a_job_file_may_have_moved_or_changed(command: Command) -> None:
     moved.write_text("job = 2\n")
     command.launch(*words)
     (warning,) = command.warnings
-    assert warning.startswith(f"{moved} has changed since it last ran here: see job-2.py. What")
+    assert warning.startswith(f"{moved} has changed since the run was last started: see job-2.py.")
     assert (command.run.path / "job.py").read_text() == "job = 1\n"
     assert (command.run.path / "job-2.py").read_text() == "job = 2\n"
 
 
-def test_other_numbers_are_refused_unless_they_are_allowed_by_name(command: Command) -> None:
+def test_options_that_change_numbers_are_rejected_unless_allowed_by_name(command: Command) -> None:
     command.launch(*NEW, "--", "a")
     complete(command.run, 3)
     words = ("--seed", "1", "--microbatches", "4", *RESUME, "--", "b")
     assert command.refused(*words) == (
-        "the run in run was begun with other options, and would go on with other numbers:\n"
-        "  --seed: 0, now 1\n"
-        "  --microbatches: 8, now 4\n"
-        "  arguments: a, now b\n"
-        "leave them out, or say that they may differ: "
-        "--allow seed --allow microbatches --allow arguments\n"
+        "the run in run: would continue with other numbers, by --seed (0, now 1), "
+        "--microbatches (8, now 4), arguments (a, now b); leave them out, or allow them to change: "
+        "--allow-change seed --allow-change microbatches --allow-change arguments\n"
     )
-    some = ("--allow", "seed", "--allow", "microbatches")
-    assert "  arguments: a, now b\nleave" in command.refused(*some, *words)
-    found = command.launch(*some, "--allow", "arguments", *words)
+    some = ("--allow-change", "seed", "--allow-change", "microbatches")
+    assert "by arguments (a, now b); leave" in command.refused(*some, *words)
+    found = command.launch(*some, "--allow-change", "arguments", *words)
     assert (found.seed, found.microbatches, found.arguments) == (1, 4, ("b",))
     assert command.launch(*RESUME) == found
-    assert command.launch("--allow", "arguments", *RESUME).arguments == ()
+    assert command.launch("--allow-change", "arguments", *RESUME).arguments == ()
 
 
-def test_words_that_do_not_go_together(command: Command) -> None:
+def test_options_that_contradict_each_other(command: Command) -> None:
     command.launch(*NEW)
     complete(command.run, 3)
     for words, expected in (
-        (("--resume", "job.py"), "--resume needs --run-dir: the directory of the run that goes on"),
-        (("--allow", "seed", *NEW), "--allow is of --resume: a new run may have any options"),
-        (("--allow", "sead", *RESUME), "--allow sead: must be one of seed, microbatches, "),
+        (("--resume", "job.py"), "--resume requires --run-dir: the directory of the run to resume"),
+        (
+            ("--allow-change", "seed", *NEW),
+            "--allow-change requires --resume: a new run may have any options",
+        ),
+        (
+            ("--allow-change", "sead", *RESUME),
+            "--allow-change sead: must be one of seed, microbatches, ",
+        ),
         (("--steps", "2", *RESUME), "--steps 2: the run in run is at step 3 already"),
         (("--seed", "-1", *RESUME), "--seed -1: must be 0 or more"),
-        (("--balance", "1,1,1", *RESUME), "--balance 1,1,1 is for 3 stages, but there are 2"),
-        (("--run-dir", "run", *NEW), "run directory run exists already: choose another"),
+        (("--balance", "1,1,1", *RESUME), "--balance 1,1,1: is for 3 stages, but there are 2"),
+        (("--run-dir", "run", *NEW), "run directory run: exists already; choose another"),
     ):
         assert command.refused(*words).startswith(expected)
     assert command.launch("--steps", "3", *RESUME).steps == 3
 
 
-def test_a_directory_of_no_run(command: Command) -> None:
+def test_a_directory_that_is_no_run_directory(command: Command) -> None:
     (command.folder / "run").mkdir()
     for name in ("run", "nowhere"):
-        said = command.refused("--resume", "--run-dir", name, "job.py")
+        error = command.refused("--resume", "--run-dir", name, "job.py")
         where = command.folder / name
-        assert said == f"{where} is not the directory of a run: no run.json is there\n"
+        assert error == f"{where} is not the directory of a run: no run.json is there\n"
     assert not (command.folder / "nowhere").exists()
 
 
-def test_a_directory_without_a_whole_checkpoint(command: Command) -> None:
+def test_a_directory_without_an_intact_checkpoint(command: Command) -> None:
     command.launch(*NEW)
     for step in (2, 4):
         (complete(command.run, step) / "manifest.json").write_text("")
-    said = command.refused(*RESUME)
-    assert said.startswith(
-        f"no checkpoint in {command.run.checkpoints} is whole:\n  step-00000004: "
+    error = command.refused(*RESUME)
+    assert error.startswith(
+        f"every checkpoint in {command.run.checkpoints} is damaged:\n  step-00000004: "
     )
-    assert "\n  step-00000002: cannot read " in said
+    assert "\n  step-00000002: cannot read " in error
 
 
 @pytest.mark.parametrize(
     ("changed", "expected"),
     [
         ({"fly": 1}, "there is no option 'fly'"),
-        ({"seed": "1"}, "an option is a str, not a int"),
-        ({"stages": None}, "an option is a NoneType, not a int"),
-        ({"own_loop": True}, "the run in run is of a pipeworker.Pipeline"),
+        ({"seed": "1"}, "the option seed must be of type int, not str"),
+        ({"stages": None}, "the option stages must be of type int, not null"),
+        ({"own_loop": True}, "the run in run: has the loop of a pipeworker.Pipeline"),
         ({"seed": -1}, "--seed -1: must be 0 or more"),
     ],
 )
-def test_options_that_no_run_had(command: Command, changed: dict[str, Any], expected: str) -> None:
+def test_invalid_recorded_options(command: Command, changed: dict[str, Any], expected: str) -> None:
     command.launch(*NEW)
     found = command.record
     found["options"] |= changed
@@ -301,9 +300,7 @@ def test_a_record_of_a_version_with_fewer_options(command: Command) -> None:
     assert "the option microbatches is missing" in command.refused(*RESUME)
 
 
-def test_what_the_system_refuses_is_said_with_its_path(
-    command: Command, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_system_errors_name_the_path(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(descriptor: int) -> None:
         raise OSError(28, "No space left on device", str(command.run.run))
 
@@ -319,30 +316,30 @@ def test_what_the_system_refuses_is_said_with_its_path(
 
 
 @pytest.fixture
-def ranks(command: Command, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Begun | None]:
-    """The command as a rank; gives what rank 0 has begun."""
-    begun: list[Begun] = []
+def ranks(command: Command, monkeypatch: pytest.MonkeyPatch) -> Callable[..., PreparedRun | None]:
+    """Return a function that runs the command as a rank, and returns the run of rank 0."""
+    prepared: list[PreparedRun] = []
 
-    def run(place: Place, asked: Asked, view: View) -> int:
+    def run(place: RankInfo, requested: RunRequest, view: Style) -> int:
         if place.rank == 0:
-            begun.append(asked.begin())
-            begun[0].close()
+            prepared.append(requested.prepare())
+            prepared[0].close()
         return 0
 
-    def start(rank: int, world: int, *words: str) -> Begun | None:
-        begun.clear()
+    def start(rank: int, world: int, *words: str) -> PreparedRun | None:
+        prepared.clear()
         address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
         for name, value in {"RANK": str(rank), "WORLD_SIZE": str(world), **address}.items():
             monkeypatch.setenv(name, value)
         result = command(*words, command=cli.worker)
         assert result.exit_code == 0, result.output
-        return begun[0] if begun else None
+        return prepared[0] if prepared else None
 
     monkeypatch.setattr("launcher.torchrun.run", run)
     return start
 
 
-def test_a_rank_of_torchrun(command: Command, ranks: Callable[..., Begun | None]) -> None:
+def test_a_rank_of_torchrun(command: Command, ranks: Callable[..., PreparedRun | None]) -> None:
     command.launch("--balance", "1,2", *NEW)
     complete(command.run, 3)
     made = ranks(0, 4, *RESUME)
@@ -356,22 +353,22 @@ def test_a_rank_of_torchrun(command: Command, ranks: Callable[..., Begun | None]
 
 
 def test_a_script(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[Asked] = []
+    requested: list[RunRequest] = []
 
-    def session(place: Place, job: object, request: Asked, **_: object) -> None:
-        request.check()
-        asked.append(request)
+    def session(place: RankInfo, job: object, request: RunRequest, **_: object) -> None:
+        request.validate()
+        requested.append(request)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("pipeworker.session.pipeline.Session", session)
+    monkeypatch.setattr("pipeworker.session.train.Session", session)
     job: dict[str, Any] = {"loss": nn.functional.mse_loss, "optimizer": torch.optim.SGD}
 
-    def train(**words: Any) -> Begun:
+    def train(**words: Any) -> PreparedRun:
         with pytest.raises(KeyboardInterrupt):
             pipeworker.train([nn.ReLU()], **job, data=[], **words)
-        begun = asked.pop().begin()
-        begun.close()
-        return begun
+        prepared = requested.pop().prepare()
+        prepared.close()
+        return prepared
 
     first = train(run_dir="run", seed=3, microbatches=2, steps=5).options
     complete(command.run, 2)
@@ -379,50 +376,20 @@ def test_a_script(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     resumed = dataclasses.replace(first, steps=9, resume=path, resume_step=2)
     assert train(run_dir="run", resume=True, steps=9).options == resumed
     changed = dataclasses.replace(resumed, seed=4)
-    assert train(run_dir=Path("run"), resume=True, seed=4, allow="seed").options == changed
+    assert train(run_dir=Path("run"), resume=True, seed=4, allow_change="seed").options == changed
     for wrong, expected in (
-        ({"resume": True}, "--resume needs --run-dir"),
-        ({"resume": True, "run_dir": "run", "allow": ["x"]}, "--allow x: must be one of"),
-        ({"allow": ["seed"]}, "--allow is of --resume"),
+        ({"resume": True}, "--resume requires --run-dir"),
+        (
+            {"resume": True, "run_dir": "run", "allow_change": ["x"]},
+            "--allow-change x: must be one of",
+        ),
+        ({"allow_change": ["seed"]}, "--allow-change requires --resume"),
+        ({"allow": "seed"}, "train\\(\\): allow: this option was renamed; use allow_change"),
+        ({"read_data": "once"}, "use data_reader, where once is now called first"),
+        ({"init_partial": True}, "use init_strict=False for init_partial=True"),
+        ({"restarts": 3}, "restarts: this option was renamed, and is only for the command line"),
     ):
         with pytest.raises(UsageError, match=expected):
             pipeworker.train([nn.ReLU()], **job, data=[], **wrong)
-    with pytest.raises(UsageError, match="no option 'resume'"):
+    with pytest.raises(UsageError, match="resume: no such option"):
         pipeworker.Pipeline([nn.ReLU()], **job, resume=True)
-
-
-# What the user sees.
-
-
-def test_how_a_run_goes_on_is_shown(jobs: Jobs, scripts: Scripts) -> None:
-    """By the command, and by a script."""
-    job_file = jobs.write(JOB)
-    said = {"steps": 1, "microbatches": 2}
-    Asked(str(job_file), 1, said, jobs.folder / "run").begin().close()
-    done = jobs.pipeworker("launch", "--resume", "--run-dir", "run", "job.py")
-    assert (done.returncode, done.stderr) == (
-        *(0, "warning: run has no complete checkpoint yet: it begins anew\n"),
-    )
-    train = """
-        pipeworker.train(
-            model, loss=loss, optimizer=optimizer, data=data, run_dir="run", resume=True
-        )
-    """
-    loop = jobs.folder / "script-1" / "loop.py"
-    loop.parent.mkdir()
-    Asked(str(loop), 1, said, loop.parent / "run").begin().close()
-    (run,) = scripts.start(script(JOB, train), 1, alone=True).succeed()
-    changed = f"warning: {loop} has changed since it last ran here: see job-1.py. What an optimizer"
-    assert run.stderr.startswith(done.stderr + changed)
-    assert len(run.stderr.splitlines()) == len(done.stderr.splitlines()) + 1
-    assert "done: 1 step in" in run.stdout
-
-
-def test_from_where_it_goes_on_is_shown() -> None:
-    out = StringIO()
-    for step in (0, 4):
-        options = Options("job.py", 2, 8, resume_step=step)
-        Show(options, "/run", View(), out, out).hear(Planned("gpipe", 8, (1, 2), 0.5))
-    plan = "2 stages (1,2 layers), 8 micro-batches, gpipe; run directory /run"
-    new, _, old, _ = out.getvalue().splitlines()
-    assert (new, old) == (plan, f"{plan}, from step 4")

@@ -1,4 +1,4 @@
-"""Schedules that nobody ships yet, on real processes: the bits are those of one stage."""
+"""Schedules of the tests, in real processes: the bits are those of one stage."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from support.forked import Server
 from support.interpreter import PRELOAD
 from support.jobs import Jobs
 from support.ranks import Scripts, script
-from support.registered import LOOPED, LOOPED_HALVES, WITH_HALVES
+from support.registered import LOOPED, LOOPED_SPLIT_BACKWARD, SPLIT_BACKWARD
 
 SOURCE = """
     import torch
@@ -71,10 +71,10 @@ TRAIN = """
 @pytest.mark.parametrize(
     ("schedule", "ranks", "recompute"),
     [
-        (WITH_HALVES, 3, "never"),
-        (WITH_HALVES, 2, "except_first"),
+        (SPLIT_BACKWARD, 3, "never"),
+        (SPLIT_BACKWARD, 2, "except_first"),
         (LOOPED, 2, "always"),
-        (LOOPED_HALVES, 3, "never"),
+        (LOOPED_SPLIT_BACKWARD, 3, "never"),
     ],
 )
 def test_any_legal_schedule_gives_the_same_bits(
@@ -95,4 +95,4 @@ def test_any_legal_schedule_gives_the_same_bits(
     assert run.plan["schedule"] == schedule
     actions = " ".join(run.plan["actions"])
     assert ("I0 " in actions) == (schedule != LOOPED)
-    assert len(run.plan["stages"]) == ranks * (1 if schedule == WITH_HALVES else 2)
+    assert len(run.plan["stages"]) == ranks * (1 if schedule == SPLIT_BACKWARD else 2)

@@ -1,4 +1,4 @@
-"""What the user sees of a job: lines or a bar, logs, and the run directory."""
+"""The display of a job, its logs and its run directory."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from support.jobs import Jobs, until
-from support.sources import JOB
+from support.sources import CALM, JOB
 from support.terminal import Terminal
 
 GATED = JOB.replace(
@@ -36,7 +36,7 @@ SUMMARY = [
 STEP = re.compile(r"step (\d+)  loss (\d\.\d{4})  lr 0\.1  (\d+\.\d) samples/s  bubble (\d+\.\d)%")
 
 
-def test_a_line_a_step_as_it_happens(jobs: Jobs) -> None:
+def test_a_line_per_step_appears_at_once(jobs: Jobs) -> None:
     words = ("--stages", "3", "--microbatches", "4", "--log-every", "1")
     process, path = jobs.start(*words, source=GATED)
     assert process.stdout is not None
@@ -44,11 +44,11 @@ def test_a_line_a_step_as_it_happens(jobs: Jobs) -> None:
         f"3 stages (2,2,1 layers), 4 micro-batches, gpipe; run directory {path}\n"
     )
     assert process.stdout.readline() == (
-        "seed 0, one pass over the data, 1 thread a worker, cpu, fp32\n"
+        "seed 0, one pass over the data, 1 thread per worker, cpu, fp32\n"
     )
     early = [STEP.fullmatch(process.stdout.readline().rstrip("\n")) for _ in range(2)]
     assert [found and found[1] for found in early] == ["1", "2"]
-    # The job waits in its third step: the record of two is whole, and so is the plan.
+    # The job waits in its third step: two steps and the plan are recorded.
     rows = until(lambda: lines if len(lines := read_rows(path)) == 2 else None)
     assert [list(row) for row in rows] == [METRICS] * 2
     assert (path / "plan.json").exists()
@@ -60,7 +60,7 @@ def test_a_line_a_step_as_it_happens(jobs: Jobs) -> None:
     assert (process.returncode, stderr) == (0, "")
     late = [STEP.fullmatch(text) for text in stdout.splitlines()[:4]]
     assert [found and found[1] for found in late] == ["3", "4", "5", "6"]
-    done, loss, bubble, *why, memory, weights, export, again, where = stdout.splitlines()[4:]
+    done, loss, bubble, *why, memory, weights, export, resume, where = stdout.splitlines()[4:]
     rows = read_rows(path)
     assert [row["step"] for row in rows] == [1, 2, 3, 4, 5, 6]
     for row, found in zip(rows, [*early, *late], strict=True):
@@ -77,13 +77,13 @@ def test_a_line_a_step_as_it_happens(jobs: Jobs) -> None:
     assert bubble == f"bubble: {measured} measured, {theory} by the schedule"
     assert all(line.startswith("  larger than the schedule's: ") for line in why)
     peaks = ", ".join(f"{peak / 2**20:.0f}" for peak in summary["peak_memory_bytes"])
-    assert memory == f"peak memory by stage: {peaks} MiB"
+    assert memory == f"peak memory by worker: {peaks} MiB"
     assert where == f"run directory: {path}"
     assert weights == f"weights: {path}/checkpoints/step-00000006"
-    # The commands that are said are those that work.
+    # The commands of the summary work.
     assert export.startswith("export: ")
-    assert again.startswith("train further: ")
-    for command in (export, again):
+    assert resume.startswith("train further: ")
+    for command in (export, resume):
         interpreter, *rest = shlex.split(command.partition(": ")[2])
         assert interpreter in (Path(sys.executable).name, sys.executable)
         assert rest[:2] == ["-m", "pipeworker"]
@@ -125,7 +125,7 @@ def test_the_run_directory(jobs: Jobs) -> None:
     assert run.summary["loss"] == run.metrics[-1]["loss"]
     assert run.plan["balance"] == [3, 2]
     assert run.plan["schedule"] == "gpipe"
-    assert run.plan["microbatches"] == 8  # four a stage
+    assert run.plan["microbatches"] == 8  # four per stage
     assert [stage["stage"] for stage in run.plan["stages"]] == [0, 1]
     assert [stage["layers"] for stage in run.plan["stages"]] == [[0, 1, 2], [3, 4]]
     assert [stage["classes"] for stage in run.plan["stages"]] == [
@@ -133,12 +133,12 @@ def test_the_run_directory(jobs: Jobs) -> None:
         ["Talker", "Linear"],
     ]
     assert [stage["parameters"] for stage in run.plan["stages"]] == [9 * 16 + 17 * 16, 17 * 3]
-    # What a worker prints is in its log, and shown; words after -- reach the job file.
+    # A worker's output is in its log and shown; words after -- reach the job file.
     for stage in (0, 1):
-        assert "words ['--depth', '3', '-x']" in run.log(f"stage-{stage}")
-    assert "printed by a layer" in run.log("stage-1")
-    assert "written by a layer" in run.log("stage-1")
-    assert "by a layer" not in run.log("stage-0") + run.stderr
+        assert "words ['--depth', '3', '-x']" in run.log(f"worker-{stage}")
+    assert "printed by a layer" in run.log("worker-1")
+    assert "written by a layer" in run.log("worker-1")
+    assert "by a layer" not in run.log("worker-0") + run.stderr
     shown = [line for line in run.stdout.splitlines() if "by a layer" in line]
     assert shown[0] == "[stage 1] printed by a layer"
     assert all(line.startswith("[stage 1] ") for line in shown)
@@ -180,26 +180,29 @@ def test_a_bar_on_a_terminal(jobs: Jobs) -> None:
     assert end[-1] == ""
     assert any("UserWarning: of the job" in line for line in end[:at])
     assert len(drawn.rstrip()) <= 78
-    # What is drawn anew stands above the bar, and went when the job was over.
+    # Redrawn lines are above the bar, and removed when the job is over.
     assert re.search(r"\[stage 0\] reading \d0%\s+step \d/6  [━╸╺]+  loss", terminal.text)
     assert terminal.read().count("\x1b[?25l") == terminal.read().count("\x1b[?25h")  # the cursor
 
 
-def test_what_a_job_that_is_told_to_end_says(jobs: Jobs) -> None:
-    """The first Ctrl-C saves, and how to go on is said."""
+def test_an_interrupted_job_shows_how_to_resume(jobs: Jobs) -> None:
+    """The first Ctrl-C saves a checkpoint, and the summary has the command to resume."""
     words = ("--stages", "2", "--steps", "100000")
-    with Terminal(jobs, *words, columns=200) as terminal:
+    with Terminal(jobs, *words, source=CALM, columns=200) as terminal:
         until(lambda: (terminal.path / "metrics.jsonl").exists() and read_rows(terminal.path))
         terminal.type("\x03")
         assert terminal.wait(60) == 130
     end = "\n".join(terminal.shown)
-    assert "warning: stopping after this step, with a checkpoint; again to stop at once" in end
+    assert (
+        "warning: stopping after this step, with a checkpoint; interrupt again to stop at once"
+        in end
+    )
     (step,) = re.findall(r"^interrupted: (\d+) steps", end, re.MULTILINE)
     saved = f"run-terminal/checkpoints/step-{int(step):08d}"
     assert re.search(rf"^weights: .*/{saved}$", end, re.MULTILINE)
     assert re.search(r"^export: .* export run-terminal weights.safetensors$", end, re.MULTILINE)
-    again = r"^go on: .* launch --resume --run-dir run-terminal job.py$"
-    assert re.search(again, end, re.MULTILINE)
+    resume = r"^resume: .* launch --resume --run-dir run-terminal job.py$"
+    assert re.search(resume, end, re.MULTILINE)
 
 
 DIES = """
@@ -218,15 +221,15 @@ DIES = """
 )
 
 
-def test_the_last_words_of_a_worker_that_dies(jobs: Jobs) -> None:
-    """Once, though its log is gone on with."""
+def test_the_last_output_of_a_worker_that_dies(jobs: Jobs) -> None:
+    """They are shown once, although the next worker appends to the same log."""
     run = jobs.train("--stages", "2", "--output", "all", source=DIES)
     assert [line for line in run.stdout.splitlines() if line.startswith("[stage")] == [
         "[stage 0] printed before",
         "[stage 0] and no end",
         "[stage 0] printed after",
     ]
-    assert run.log("stage-0").startswith("printed before\nand no end")
+    assert run.log("worker-0").startswith("printed before\nand no end")
 
 
 def test_the_default_run_directory(jobs: Jobs) -> None:

@@ -1,4 +1,4 @@
-"""Skip connections over real processes: the numbers of the plain loop, and named mistakes."""
+"""Skip connections in real processes: the numbers of the plain loop, and named mistakes."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_a_unet_equals_the_plain_loop_at_any_number_of_stages(jobs: Jobs) -> Non
         (
             ('stash("mask", x > 0)', 'stash("mask" if len(x) < 4 else "other", x > 0)'),
             1,
-            "'level0/other' is stashed or received here, and not popped",
+            "stash('level0/other', ...): stashed or received here, and not popped",
         ),
         (
             (
@@ -135,8 +135,8 @@ CACHED = """
 """
 
 
-def test_what_a_layer_caches_in_the_survey_does_not_reach_the_training(jobs: Jobs) -> None:
-    """And a skip may be there in training alone."""
+def test_layers_cached_in_the_survey_do_not_affect_training(jobs: Jobs) -> None:
+    """A skip may also exist only in training."""
     words = ("--microbatches", "2", "--steps", "3", "--evaluate-every", "2")
     one, three = (jobs.train("--stages", str(k), *words, source=UNET + CACHED) for k in (1, 3))
     assert_same(one, three)

@@ -1,8 +1,8 @@
-"""A long life among faults: ``make soak`` lasts half an hour, a test run one round of each.
+"""A long job among faults: ``make soak`` takes half an hour, a test run one round of each fault.
 
-Nothing here ends a job: what is stopped goes on, what is cut comes back, strangers stay strangers.
-Two spinning processes take the cores away, shapes change at every step. The weights are those of a
-quiet run, and no process has grown.
+No fault here ends the job: stopped processes continue, lost connections are made again, and
+unauthenticated peers stay rejected. Two spinning processes compete for the cores, and shapes change
+at every step. The weights must equal those of an undisturbed run, and no process may grow.
 """
 
 from __future__ import annotations
@@ -28,18 +28,23 @@ from pipeworker.job.options import Options
 from pipeworker.wire import sockets
 from support.compare import assert_same
 from support.jobs import Jobs, Run, until
+from support.manual_job import ManualJob
 from support.memory import resident
-from support.own import OwnJob
 from support.proxy import Proxy
-from support.strangers import Crowd, outsiders, raw_garbage, rubbish
+from support.unauthenticated_peers import (
+    SilentConnections,
+    invalid_frames,
+    peers_without_key,
+    send_random_bytes,
+)
 
 SECONDS = float(os.environ.get("SOAK_SECONDS", 0))
 SEED = int(os.environ.get("SOAK_SEED", 0))
 STAGES, MICROBATCHES, PACE = 3, 4, 0.25
 STEPS = int(max(SECONDS, 8) / PACE)
 PAUSE = 2.0 if SECONDS else 0.3
-"""Seconds that a fault lasts, at most, and that lie between two."""
-STRANGERS = 300
+"""The maximum number of seconds that a fault lasts, and between two faults."""
+CONNECTIONS = 300
 FRAMES = 200
 COUNTED = ("fd", "task")
 
@@ -72,49 +77,49 @@ SHAPES = f"""
         return torch.optim.AdamW(params, lr=1e-3)
 
     def data():
-        begun = time.monotonic()
+        started = time.monotonic()
         for number in range({STEPS}):
             last = number >= {STEPS - 4}
             while not QUIET and not GO.exists() and (
-                last or time.monotonic() < begun + {PACE} * number
+                last or time.monotonic() < started + {PACE} * number
             ):
                 time.sleep(0.02)
             length = int(2 ** random.uniform(0, 10))
             x = torch.randn(random.randint(1, 12), length, 32)
             yield x, (x[:, 0, 0] > 0).long()
 """
-"""Paced, and short of its last steps, until there is a file ``go``."""
+"""A job that runs at a fixed pace and withholds its last steps until the file ``go`` exists."""
 
 
 @dataclass
 class Soak:
-    """One job, what is done to it, and what its processes hold meanwhile."""
+    """A job, the faults injected into it, and the resources of its processes after each fault."""
 
-    job: OwnJob
+    job: ManualJob
     context: zmq.Context[zmq.Socket[bytes]]
     chance: random.Random
     pids: dict[str, int]
     fired: Counter[str] = field(default_factory=Counter)
-    held: list[dict[str, tuple[int, int, int]]] = field(default_factory=list)
+    usage: list[dict[str, tuple[int, int, int]]] = field(default_factory=list)
 
     @property
     def faults(self) -> dict[str, Callable[[], None]]:
         return {
-            **{f"{who} stopped": partial(self._stop, pid) for who, pid in self.pids.items()},
+            **{f"{name} stopped": partial(self._stop, pid) for name, pid in self.pids.items()},
             "control connections reset": self._reset,
             "control messages lost": self._lose,
-            "rubbish from a peer": self._rubbish,
-            "strangers with other keys": self._outsiders,
-            "silent strangers": self._crowd,
+            "invalid frames from a peer": self._send_invalid_frames,
+            "peers without the key": self._connect_without_key,
+            "silent connections": self._connect_silently,
         }
 
     def round(self) -> None:
-        """Each fault once, in some order."""
+        """Inject each fault once, in random order."""
         for name in self.chance.sample(sorted(self.faults), len(self.faults)):
             assert self.job.verdict is None, f"over after {dict(self.fired)}: {self.job.verdict}"
             self.faults[name]()
             self.fired[name] += 1
-            self.held.append({who: _held(pid) for who, pid in self.pids.items()})
+            self.usage.append({name: _usage(pid) for name, pid in self.pids.items()})
             time.sleep(self.chance.uniform(0, PAUSE))
 
     def _stop(self, pid: int) -> None:
@@ -138,61 +143,61 @@ class Soak:
         proxy.reset()
 
     def _proxy(self) -> Proxy:
-        """When all workers are connected."""
+        """Return the proxy once all workers are connected."""
         proxy = self.job.proxy
         assert proxy
         until(lambda: proxy.ends >= 2 * STAGES)
         return proxy
 
-    def _rubbish(self) -> None:
+    def _send_invalid_frames(self) -> None:
         inside = sockets.client(self.context, self.job.token, self.job.endpoint)
         inside.setsockopt(zmq.SNDTIMEO, 20_000)
-        for frame in rubbish(self.chance, FRAMES):
+        for frame in invalid_frames(self.chance, FRAMES):
             inside.send(frame)
         inside.close(linger=1000)
 
-    def _outsiders(self) -> None:
-        peers = outsiders(self.context, self.job.token, self.job.endpoint)
-        raw_garbage(self.job.endpoint, self.chance)
+    def _connect_without_key(self) -> None:
+        peers = peers_without_key(self.context, self.job.token, self.job.endpoint)
+        send_random_bytes(self.job.endpoint, self.chance)
         assert not any(peer.poll(0) for peer in peers)
         for peer in peers:
             peer.close(linger=0)
 
-    def _crowd(self) -> None:
-        crowd = Crowd(self.job.endpoint, STRANGERS)
+    def _connect_silently(self) -> None:
+        connections = SilentConnections(self.job.endpoint, CONNECTIONS)
         try:
-            until(lambda: crowd.cut)
+            until(lambda: connections.lost)
         finally:
-            crowd.close()
+            connections.close()
 
     def check_flat(self) -> None:
-        """The last quarter holds what the second did; memory may breathe."""
-        quarter = max(1, len(self.held) // 4)
-        for who in self.pids:
+        """Check that no process uses more in the last quarter than in the second."""
+        quarter = max(1, len(self.usage) // 4)
+        for name in self.pids:
             early, late = (
                 [
                     statistics.median(values)
-                    for values in zip(*(row[who] for row in rows), strict=True)
+                    for values in zip(*(row[name] for row in rows), strict=True)
                 ]
-                for rows in (self.held[quarter : 2 * quarter], self.held[-quarter:])
+                for rows in (self.usage[quarter : 2 * quarter], self.usage[-quarter:])
             )
-            print(f"{who}: {early[0] / 2**20:.1f} -> {late[0] / 2**20:.1f} MB", end=", ")
+            print(f"{name}: {early[0] / 2**20:.1f} -> {late[0] / 2**20:.1f} MB", end=", ")
             print(f"{early[1]:g} -> {late[1]:g} descriptors, {early[2]:g} -> {late[2]:g} threads")
             if SECONDS:
-                assert late[0] <= 1.1 * early[0] + (4 << 20), who
-            assert late[1] <= early[1] + 2, who
-            assert late[2] <= early[2], who
+                assert late[0] <= 1.1 * early[0] + (4 << 20), name
+            assert late[1] <= early[1] + 2, name
+            assert late[2] <= early[2], name
 
 
-def _held(pid: int) -> tuple[int, int, int]:
-    """Bytes, descriptors and threads of a process."""
-    descriptors, threads = (len(list(Path(f"/proc/{pid}", what).iterdir())) for what in COUNTED)
+def _usage(pid: int) -> tuple[int, int, int]:
+    """Return the resident bytes, descriptors and threads of a process."""
+    descriptors, threads = (len(list(Path(f"/proc/{pid}", kind).iterdir())) for kind in COUNTED)
     return resident(pid), descriptors, threads
 
 
 @contextmanager
 def burners() -> Iterator[None]:
-    """Two processes that want a core each, and stand back."""
+    """Run two processes that spin at the lowest priority."""
     with ExitStack() as stack:
         for _ in range(2 if SECONDS else 0):
             burner = stack.enter_context(
@@ -203,7 +208,7 @@ def burners() -> Iterator[None]:
 
 
 @pytest.mark.timeout(4 * SECONDS + 120)
-def test_among_faults_as_without_them(
+def test_faults_change_no_bit_and_no_process_grows(
     jobs: Jobs, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.chdir(jobs.folder)
@@ -211,13 +216,13 @@ def test_among_faults_as_without_them(
     options = Options(
         str(jobs.write(SHAPES)), STAGES, MICROBATCHES, clip_grad_norm=1.0, worker_timeout=30.0
     )
-    job = OwnJob(options, path, proxied=True)
+    job = ManualJob(options, path, proxied=True)
     try:
         until(lambda: job.steps >= 2)
         workers = {
             f"stage {stage['stage']}": stage["pid"] for stage in Run(0, "", "", path).plan["stages"]
         }
-        pids = {"coordinator": job.coordinator.pid, "fork server": job.forks.pid, **workers}
+        pids = {"coordinator": job.coordinator.pid, "agent": job.agent.pid, **workers}
         end = time.monotonic() + SECONDS
         with burners(), zmq.Context() as context:
             soak = Soak(job, context, random.Random(SEED), pids)

@@ -1,4 +1,4 @@
-"""The life of a step: what it costs on the control plane, and the shapes it may have."""
+"""Steps: their cost on the control plane, and numbers of micro-batches and tensors."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from support.sources import JOB
 
 
 def control_messages(jobs: Jobs, *words: str) -> tuple[int, int]:
-    """Control messages of a job of three stages, without heartbeats: (received, sent)."""
+    """Return the control messages (received, sent) of a job of three stages, without heartbeats."""
     run = jobs.train("--stages", "3", *words)
     found = re.search(r"control messages: (\d+) received, (\d+) sent", run.log("coordinator"))
     assert found
     return int(found[1]), int(found[2])
 
 
-def test_two_control_messages_a_worker_a_step_whatever_m_is(jobs: Jobs) -> None:
+def test_two_control_messages_per_worker_and_step_for_any_m(jobs: Jobs) -> None:
     few = control_messages(jobs, "--microbatches", "2", "--steps", "3")
     more = control_messages(jobs, "--microbatches", "10", "--steps", "8")
     assert [a - b for a, b in zip(more, few, strict=True)] == [3 * 5, 3 * 5]
@@ -35,7 +35,7 @@ def test_fewer_micro_batches_than_stages_or_more_than_samples(
     assert len(losses) == 6
 
 
-def test_the_tuple_that_is_proven_is_in_the_plan(jobs: Jobs) -> None:
+def test_the_checked_actions_are_in_the_plan(jobs: Jobs) -> None:
     run = jobs.train("--stages", "2", "--microbatches", "2", "--steps", "1", source=JOB)
     assert run.plan["actions"] == [
         "gpipe stages=2 microbatches=2",
@@ -77,7 +77,7 @@ MANY_JOB = """
         for _ in range(2):
             yield torch.ones(40, 2), torch.zeros(40)
 """
-"""Sixty tensors at each boundary, and who should take them is late: they pile up."""
+"""Sixty tensors at each boundary, and a slow receiver, so that they accumulate."""
 
 
 def test_many_tensors_and_many_micro_batches(jobs: Jobs) -> None:

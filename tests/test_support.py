@@ -1,4 +1,4 @@
-"""Processes that the tests fork are like interpreters of their own, and leave nothing behind."""
+"""Forked processes of the tests behave as new interpreters, and leave nothing behind."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ needs_server = pytest.mark.skipif(sys.platform != "linux", reason="the server is
 
 @pytest.fixture(autouse=True)
 def interruptible() -> Iterator[None]:
-    """A shell's background jobs ignore Ctrl-C, nohup's SIGHUP; an interpreter inherits that."""
+    """Restore signals that background jobs and nohup ignore: an interpreter inherits that."""
     ignored = (signal.SIGINT, signal.SIGQUIT, signal.SIGHUP)
     before = {number: signal.signal(number, signal.SIG_DFL) for number in ignored}
     yield
@@ -62,17 +62,17 @@ def interruptible() -> Iterator[None]:
         signal.signal(number, handler)
 
 
-def shown(jobs: Jobs, path: Path, cold: bool) -> tuple[int | None, str, str]:
+def run_script(jobs: Jobs, path: Path, cold: bool) -> tuple[int | None, str, str]:
     env = {**os.environ, "TMPDIR": str(jobs.folder), "WORD": "of the test"}
     process = jobs.python(path.name, "one", "-x", folder=path.parent, env=env, cold=cold)
     stdout, stderr = process.communicate(timeout=60)
     return process.returncode, stdout, stderr
 
 
-def test_a_forked_script_finds_what_a_fresh_one_does(jobs: Jobs) -> None:
+def test_a_forked_script_has_the_surroundings_of_a_fresh_one(jobs: Jobs) -> None:
     jobs.write("", "folder/neighbour.py")
     path = jobs.write(PROBE, "folder/probe.py")
-    forked, fresh = (shown(jobs, path, cold) for cold in (False, True))
+    forked, fresh = (run_script(jobs, path, cold) for cold in (False, True))
     assert fresh[0] == 0, fresh[2]
     assert forked[1].splitlines() == fresh[1].splitlines()
     assert forked == fresh
@@ -81,19 +81,19 @@ def test_a_forked_script_finds_what_a_fresh_one_does(jobs: Jobs) -> None:
 @pytest.mark.parametrize("end", ENDS)
 def test_a_forked_script_ends_as_a_fresh_one_does(jobs: Jobs, end: str) -> None:
     path = jobs.write(f"import os, signal, sys\n{end}\n", "folder/end.py")
-    forked, fresh = (shown(jobs, path, cold) for cold in (False, True))
+    forked, fresh = (run_script(jobs, path, cold) for cold in (False, True))
     assert forked == fresh
 
 
-def test_randomness_is_fresh_in_each_process(jobs: Jobs) -> None:
+def test_each_process_has_its_own_random_numbers(jobs: Jobs) -> None:
     path = jobs.write("import random, numpy; print(random.random(), numpy.random.rand())")
-    (_, first, _), (_, second, _) = (shown(jobs, path, cold=False) for _ in range(2))
+    (_, first, _), (_, second, _) = (run_script(jobs, path, cold=False) for _ in range(2))
     assert not set(first.split()) & set(second.split())
 
 
 @needs_server
 def test_nothing_outlives_the_server(tmp_path: Path) -> None:
-    """It is one for all who name it alike, ends with the last, and takes along what it forked."""
+    """Users of one name share a server, which ends with its last lease and kills its processes."""
     name = uuid.uuid4().hex
     first, second = Server(name, warm=False), Server(name)
     assert first.pid == second.pid
@@ -115,8 +115,8 @@ def state(pid: int) -> str:
 
 
 @needs_server
-def test_a_process_ends_with_who_asked_for_it(jobs: Jobs) -> None:
-    asks = """
+def test_a_process_ends_with_the_process_that_requested_it(jobs: Jobs) -> None:
+    requests = """
         import subprocess, sys, time
         from support.forked import Server
         server = Server(sys.argv[1], warm=False)
@@ -125,12 +125,12 @@ def test_a_process_ends_with_who_asked_for_it(jobs: Jobs) -> None:
         print(server.pid, process.pid, process.stdout.readline(), flush=True)
         time.sleep(1000)
     """
-    path = jobs.write(asks)
+    path = jobs.write(requests)
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
-    asking = jobs.python(str(path), uuid.uuid4().hex, env=env, cold=True)
-    assert asking.stdout is not None
-    server, child, _ = asking.stdout.readline().split()
+    requester = jobs.python(str(path), uuid.uuid4().hex, env=env, cold=True)
+    assert requester.stdout is not None
+    server, child, _ = requester.stdout.readline().split()
     assert int(child) in processes_of(jobs.folder)
-    asking.kill()
-    assert asking.wait(60) == -signal.SIGKILL
+    requester.kill()
+    assert requester.wait(60) == -signal.SIGKILL
     until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in (server, child)))

@@ -1,4 +1,4 @@
-"""Tied weights over real processes: equal on all stages, and close to the plain loop."""
+"""Tied weights in real processes: equal on all stages, and close to the plain loop."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def test_tied_weights_are_equal_on_all_stages(jobs: Jobs, source: str) -> None:
     assert f"{last}.table" not in states  # once
 
 
-def test_they_train_as_in_the_plain_loop_and_are_saved_once(jobs: Jobs) -> None:
+def test_tied_weights_train_as_in_the_plain_loop_and_are_saved_once(jobs: Jobs) -> None:
     source = textwrap.dedent(EAGER).replace("before_update", "unused")
     run = jobs.train("--stages", "4", "--microbatches", "3", source=source)
     namespace: dict[str, Any] = {}
@@ -118,12 +118,12 @@ def test_they_train_as_in_the_plain_loop_and_are_saved_once(jobs: Jobs) -> None:
 @pytest.mark.parametrize(
     ("tied", "message"),
     [
-        ("3", "tied in job file"),
-        ("[('0.table',)]", "each must be a tuple of two or more parameter names"),
-        ("[('0.table', '9.x')]", "tied names '9.x'"),
+        ("3", ": tied is an int; make it a list"),
+        ("[('0.table',)]", "make it a tuple of two or more parameter names"),
+        ("[('0.table', '9.x')]", "tied: names '9.x'"),
         ("[('0.table', '4.nothing')]", "layer 4 (Head) has no parameter 'nothing'"),
-        ("[('0.table', '1.weight')]", "tied parameters differ: 0.table is (11, 8)"),
-        ("[('0.table', '4.table'), ('1.weight', '4.table')]", "tied names '4.table' twice"),
+        ("[('0.table', '1.weight')]", "tied: 0.table is (11, 8)"),
+        ("[('0.table', '4.table'), ('1.weight', '4.table')]", "tied: names '4.table' twice"),
     ],
 )
 def test_mistakes(jobs: Jobs, tied: str, message: str) -> None:

@@ -1,4 +1,4 @@
-"""A torchrun job: each rank is a stage, and the numbers are those of the local run."""
+"""Tests of torchrun jobs: each rank is a stage, and the numbers are those of the local run."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ import pytest
 
 from support.compare import assert_same
 from support.hosts import ADDRESSES, Host
-from support.jobs import Jobs, processes_of, until
-from support.neighbours import IMPORTS, SAID, write_neighbours
+from support.jobs import Jobs, Reference, processes_of, until
+from support.neighbours import IMPORTS, PRINTED, write_neighbours
 from support.sources import CALM, DIES, DROPOUT_JOB, JOB, SLEEPERS
 from support.torchrun import TOKEN, Torchrun
 
@@ -23,13 +23,15 @@ LOCAL = ("--microbatches", "4", "--steps", "4", "--clip-grad-norm", "0.5")
 ENDLESS = ("--microbatches", "4", "--steps", "1000000")
 
 
-def test_one_host_gives_the_numbers_of_the_local_run(jobs: Jobs, torchrun: Torchrun) -> None:
+def test_one_host_gives_the_numbers_of_the_local_run(
+    jobs: Jobs, reference: Reference, torchrun: Torchrun
+) -> None:
     run = torchrun(*LOCAL, "--log-every", "1", ranks=4, source=DROPOUT_JOB, options=()).end()
     assert run.status == 0, run.stderr
     assert "warning" not in run.stderr  # a token that goes through the store stays on the host
     assert len(re.findall(r"^step \d/4  loss", run.stdout, re.MULTILINE)) == 4
     assert run.stdout.count("run directory") == 2
-    local = jobs.train("--stages", "4", *LOCAL, source=DROPOUT_JOB)
+    local = reference("--stages", "4", *LOCAL, source=DROPOUT_JOB)
     assert_same(run, local)
     assert run.summary.keys() == local.summary.keys()
     assert run.summary["status"] == "done"
@@ -52,28 +54,28 @@ def test_the_world_is_stages_times_replicas(jobs: Jobs, torchrun: Torchrun) -> N
     wrong = torchrun(
         *LOCAL, "--replicas", "2", ranks=3, source=DROPOUT_JOB, run_dir="run-wrong"
     ).end()
-    (said,) = re.findall("^error: .*", wrong.stderr, re.MULTILINE)
-    assert "--replicas 2: there are 3 processes" in said
+    (error,) = re.findall("^error: .*", wrong.stderr, re.MULTILINE)
+    assert "--replicas 2: must divide the number of processes, 3" in error
 
 
-def test_mistakes_are_said_once(jobs: Jobs, torchrun: Torchrun) -> None:
+def test_mistakes_are_reported_once(jobs: Jobs, torchrun: Torchrun) -> None:
     (jobs.folder / "taken").mkdir()
     for words, expected, run_dir in (
-        (("--microbatchess", "4"), "No such option", "run-torchrun"),
+        (("--microbatchess", "4"), "no such option", "run-torchrun"),
         (("--microbatches", "0"), "--microbatches 0: must be 1 or more", "run-torchrun"),
-        (("--steps", "1"), "exists already: choose another --run-dir", "taken"),
+        (("--steps", "1"), "exists already; choose another --run-dir", "taken"),
         (("--resume",), "taken is not the directory of a run", "taken"),
     ):
         run = torchrun(*words, run_dir=run_dir).end()
         assert run.status == 1  # torchrun's own
-        (said,) = re.findall("^[eE]rror: .*", run.stderr, re.MULTILINE)
-        assert expected in said
+        (error,) = re.findall("^[eE]rror: .*", run.stderr, re.MULTILINE)
+        assert expected in error
         assert "exitcode  : 2" in run.stderr
     assert not (jobs.folder / "run-torchrun").exists()
     assert not list((jobs.folder / "taken").iterdir())
 
 
-def test_an_error_of_a_layer_is_said_once(
+def test_an_error_of_a_layer_is_reported_once(
     torchrun: Torchrun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(TOKEN, "a secret of the test")
@@ -99,26 +101,26 @@ def test_a_killed_worker_ends_the_job(jobs: Jobs, torchrun: Torchrun, stage: int
     run = started.end()
     assert run.status == 1
     assert f"exitcode  : -9 (pid: {pid})" in run.stderr
-    until(lambda: not processes_of(jobs.folder), 10)
+    until(lambda: not processes_of(jobs.folder))
     assert run.summary["status"] == "failed"
     assert f"the worker of stage {stage} (pid {pid} on " in run.summary["error"]
-    if stage:  # rank 0, which shows things, could still speak
+    if stage:  # rank 0 is alive, and shows the error
         assert f"error: the worker of stage {stage}" in run.stderr
 
 
 def test_a_killed_torchrun_ends_the_job(jobs: Jobs, torchrun: Torchrun) -> None:
-    """Its ranks are interpreters of their own here, beside files with the names of ours."""
+    """Its ranks are separate interpreters here, beside files with the names of ours."""
     write_neighbours(jobs)
     started = torchrun(*ENDLESS, ranks=2, source=IMPORTS + SLEEPERS, cold=True)
     started.training()
-    assert all(SAID in (started.path / f"logs/stage-{rank}.log").read_text() for rank in (0, 1))
+    assert all(PRINTED in (started.path / f"logs/worker-{rank}.log").read_text() for rank in (0, 1))
     started.process.kill()
     assert started.end().status == -signal.SIGKILL
-    until(lambda: not processes_of(jobs.folder), 10)
+    until(lambda: not processes_of(jobs.folder))
     assert json.loads((started.path / "summary.json").read_text())["status"] == "failed"
 
 
-def test_a_stopped_coordinator_is_noticed_and_named(
+def test_a_stopped_coordinator_is_detected_and_named(
     jobs: Jobs, torchrun: Torchrun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PIPEWORKER_TIMINGS", "0.5")
@@ -133,23 +135,23 @@ def test_a_stopped_coordinator_is_noticed_and_named(
     error = f"the coordinator (pid {pid}) has not answered"
     assert f"error: {error}" in run.stderr
     assert run.summary["error"] == error
-    assert "has not answered for 3 s" in run.log("stage-1")
-    until(lambda: not processes_of(jobs.folder), 10)
+    assert "has not answered for 3 s" in run.log("worker-1")
+    until(lambda: not processes_of(jobs.folder))
 
 
-def test_an_ended_torchrun_is_an_interrupt(jobs: Jobs, torchrun: Torchrun) -> None:
+def test_a_terminated_torchrun_interrupts_the_job(jobs: Jobs, torchrun: Torchrun) -> None:
     started = torchrun(*ENDLESS, ranks=2, source=CALM)
     started.training()
     started.process.send_signal(signal.SIGTERM)
     run = started.end()
     assert run.status != 0
-    until(lambda: not processes_of(jobs.folder), 10)
+    until(lambda: not processes_of(jobs.folder))
     assert run.summary["status"] == "interrupted"
     assert run.summary["error"] is None
     assert run.checkpoint.manifest.step == run.summary["steps"] > 2
 
 
-def test_ranks_that_torchrun_starts_again_go_on(jobs: Jobs, torchrun: Torchrun) -> None:
+def test_ranks_that_torchrun_restarts_resume_the_run(jobs: Jobs, torchrun: Torchrun) -> None:
     words = ("--microbatches", "4", "--steps", "7", "--checkpoint-every", "1")
     options = ("--standalone", "--max-restarts", "1")
     busy = ("--checkpoint-busy", "wait")
@@ -160,7 +162,7 @@ def test_ranks_that_torchrun_starts_again_go_on(jobs: Jobs, torchrun: Torchrun) 
     assert re.search("from step [23]\n", run.stdout)
 
 
-def test_a_reader_that_goes_away_ends_nothing(jobs: Jobs, torchrun: Torchrun) -> None:
+def test_a_closed_output_does_not_end_the_job(jobs: Jobs, torchrun: Torchrun) -> None:
     """As in ``torchrun ... | head``, and as under ``pipeworker launch``."""
     started = torchrun(*LOCAL, "--log-every", "1", ranks=2)
     assert started.process.stdout is not None
@@ -174,29 +176,33 @@ def test_a_reader_that_goes_away_ends_nothing(jobs: Jobs, torchrun: Torchrun) ->
 
 
 @pytest.mark.root
-def test_a_cable_that_is_pulled_out_ends_both_hosts(
+def test_an_unplugged_cable_ends_the_job_on_both_hosts(
     jobs: Jobs, torchrun: Torchrun, hosts: tuple[Host, Host]
 ) -> None:
-    """Nothing closes: what is not heard any more is what both go by."""
+    """No connection closes: both hosts detect the silence of the other."""
     both = torchrun.nodes(*ENDLESS, "--worker-timeout", "3", hosts=hosts, source=CALM)
     workers = {stage["pid"] for stage in both[0].training()["stages"]}
     assert len(workers & processes_of(jobs.folder).keys()) == 4
     hosts[0].cut()
-    until(lambda: not workers & processes_of(jobs.folder).keys(), 30)
+    until(lambda: not workers & processes_of(jobs.folder).keys())
     head = both[0].end()
     assert head.status == 1
-    assert head.stderr.count(f"warning: {TOKEN} is not set") == 1
+    assert head.stderr.count(f"warning: {TOKEN}: not set") == 1
     assert re.search(r"error: .*stage [23] .*(is gone|has not answered)", head.stderr)
     assert head.summary["status"] == "failed"
-    given_up = "the coordinator at tcp://10.77.0.1:"  # torchrun may end one before it says so
-    assert any(given_up in head.log(f"stage-{rank}") for rank in (2, 3))
+    lost = "the coordinator at tcp://10.77.0.1:"  # torchrun may end one of them before it logs this
+    assert any(lost in head.log(f"worker-{rank}") for rank in (2, 3))
     both[1].process.kill()  # torchrun itself waits for its store, for minutes
     both[1].end()
 
 
 @pytest.mark.root
 def test_two_hosts_give_the_numbers_of_the_local_run(
-    jobs: Jobs, torchrun: Torchrun, hosts: tuple[Host, Host], monkeypatch: pytest.MonkeyPatch
+    jobs: Jobs,
+    reference: Reference,
+    torchrun: Torchrun,
+    hosts: tuple[Host, Host],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     secret = uuid.uuid4().hex
     monkeypatch.setenv(TOKEN, secret)
@@ -206,7 +212,7 @@ def test_two_hosts_give_the_numbers_of_the_local_run(
     assert TOKEN not in head.stderr + other.stderr
     assert head.stdout.count("\nstep ") == 4
     assert "step" not in other.stdout  # rank 0's host alone shows the job
-    local = jobs.train("--stages", "4", *LOCAL, source=DROPOUT_JOB)
+    local = reference("--stages", "4", *LOCAL, source=DROPOUT_JOB)
     assert_same(head, local)
     log = head.log("coordinator")
     assert f"bound to tcp://{ADDRESSES[0]}:" in log  # where the other host can reach it
@@ -242,12 +248,12 @@ CAPTURE = """
 """
 
 
-def is_begun(file: Path) -> bool:
+def has_content(file: Path) -> bool:
     return file.exists() and file.stat().st_size > 0
 
 
 @pytest.mark.root
-def test_what_two_hosts_say_over_tls_cannot_be_read_and_gives_the_same_numbers(
+def test_tls_between_two_hosts_is_unreadable_and_gives_the_same_numbers(
     jobs: Jobs, torchrun: Torchrun, hosts: tuple[Host, Host], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(TOKEN, uuid.uuid4().hex)
@@ -258,7 +264,7 @@ def test_what_two_hosts_say_over_tls_cannot_be_read_and_gives_the_same_numbers(
     for backend in ("tls", "auto"):
         seen = jobs.folder / f"wire-{backend}"
         listener = jobs.python(str(capture), str(seen), namespace=hosts[1].name)
-        until(partial(is_begun, seen))
+        until(partial(has_content, seen))
         both = torchrun.nodes(
             *(*words, "--backend", backend),
             hosts=hosts,
@@ -272,6 +278,6 @@ def test_what_two_hosts_say_over_tls_cannot_be_read_and_gives_the_same_numbers(
         assert head.status == other.status == 0, head.stderr + other.stderr
         assert_same(head, local)
         read[backend] = seen.read_bytes()
-    assert MARKER in read["auto"]  # gloo, between hosts: the capture works
+    assert MARKER in read["auto"]  # gloo between hosts is readable: the capture works
     assert MARKER not in read["tls"]
-    assert len(read["tls"]) > 3 * 10 * len(MARKER)  # samples: what carried it was seen
+    assert len(read["tls"]) > 3 * 10 * len(MARKER)  # the capture has seen all samples

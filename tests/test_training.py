@@ -1,4 +1,4 @@
-"""Whatever a training loop does around forward and backward, at any number of stages."""
+"""Features of a training loop besides forward and backward, for any number of stages."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from pipeworker.coordinator.scaler import Scaler
+from pipeworker.coordinator.loss_scaler import LossScaler
 from pipeworker.record.checkpoint import Checkpoint
 from support.compare import assert_same
 from support.jobs import Jobs, Run
@@ -111,8 +111,8 @@ def test_evaluation_changes_no_number_and_is_the_same_at_any_number_of_stages(jo
             samples += len(x)
     assert rows[-1]["loss"] == pytest.approx(math.fsum(losses) / samples)
     assert rows[-1]["accuracy"] == pytest.approx(right / samples)
-    assert "names 0.linear.weight" in runs[2].log("stage-0")
-    assert "5.bias" in runs[2].log("stage-3")
+    assert "names 0.linear.weight" in runs[2].log("worker-0")
+    assert "5.bias" in runs[2].log("worker-3")
 
 
 @pytest.mark.parametrize("kind", sorted(SCHEDULES))
@@ -150,7 +150,7 @@ def test_mixed_precision(jobs: Jobs, precision: str) -> None:
     (manifest,) = (runs[1].path / "checkpoints").glob("step-*/manifest.json")
     saved = json.loads(manifest.read_text())
     if precision == "fp16":
-        scaler = Scaler()
+        scaler = LossScaler()
         for row in runs[0].metrics:
             assert row["loss_scale"] == scaler.scale
             scaler = scaler.after(overflow=not math.isfinite(row["grad_norm"]))
@@ -186,7 +186,7 @@ OVERFLOW = """
 
 
 def test_an_overflow_on_one_stage_skips_the_update_on_all(jobs: Jobs) -> None:
-    """The second step overflows in stage 0's gradients alone."""
+    """Only stage 0's gradients overflow in the second step."""
     words = ("--microbatches", "2", "--precision", "fp16", "--recompute", "never")
     one, four = (jobs.train("--stages", str(k), *words, source=JOB + OVERFLOW) for k in (1, 4))
     assert [row["loss_scale"] for row in four.metrics] == [65536.0] * 2 + [32768.0] * 4
@@ -205,7 +205,7 @@ HOOKED = """
 """
 
 
-def test_gradients_in_the_users_hands(jobs: Jobs) -> None:
+def test_gradient_accumulation_clipping_and_noise(jobs: Jobs) -> None:
     """Accumulation, both kinds of clipping, and noise, together."""
     words = (
         "--microbatches",
@@ -226,7 +226,7 @@ def test_gradients_in_the_users_hands(jobs: Jobs) -> None:
     assert [row["samples"] for row in runs[0].metrics] == [36] * 4
     assert [row["epoch"] for row in runs[0].metrics] == [0, 1, 2, 2]
     noisy = [
-        float(line.split()[1]) for line in runs[0].log("stage-0").splitlines() if line[:3] == "lar"
+        float(line.split()[1]) for line in runs[0].log("worker-0").splitlines() if line[:3] == "lar"
     ]
     assert len(noisy) == 4 * 6
     assert all(0 < value < 0.02 + 0.01 * 6 for value in noisy)
@@ -267,7 +267,7 @@ FROZEN = """
 
 
 def test_frozen_layers(jobs: Jobs) -> None:
-    """A first stage without anything to train, and one in the middle."""
+    """A first stage without trainable parameters, and one in the middle."""
     runs = [
         jobs.train("--stages", str(k), "--microbatches", "4", source=JOB + FROZEN)
         for k in (1, 2, 5)
@@ -285,24 +285,28 @@ def test_frozen_layers(jobs: Jobs) -> None:
         (("--accumulate", "0"), "", "--accumulate 0: must be 1 or more"),
         (("--precision", "fp8"), "", "'fp8' is not one of 'fp32', 'bf16', 'fp16'"),
         (("--evaluate-every", "2"), "", "has no evaluation()"),
-        (("--evaluate-every", "2"), "evaluation = 3", "evaluation in job file"),
-        (("--evaluate-every", "2"), "evaluation = []", "evaluation() is empty"),
+        (
+            ("--evaluate-every", "2"),
+            "evaluation = 3",
+            ": evaluation is an int; make it an iterable",
+        ),
+        (("--evaluate-every", "2"), "evaluation = []", "evaluation(): is empty"),
         ((), "scheduler_interval = 'month'", "it must be 'step' or 'epoch'"),
-        ((), "before_update = 3", "before_update in job file"),
+        ((), "before_update = 3", ": before_update is an int; make it a function"),
         (
             ("--evaluate-every", "2"),
             "evaluation = data\ndef metrics(o, t): return {'x': o}",
-            "metrics(output, target) gave 'x' as a Tensor of shape",
+            "metrics(output, target) returned a Tensor of shape",
         ),
         (
             ("--evaluate-every", "2"),
             "evaluation = data\ndef metrics(o, t): return 3",
-            "metrics(output, target) returned a int",
+            "metrics(output, target) returned an int",
         ),
         (
             (),
             "def scheduler(o): return torch.optim.lr_scheduler.ReduceLROnPlateau(o)",
-            "ReduceLROnPlateau looks at the evaluation loss",
+            "ReduceLROnPlateau: needs the evaluation loss",
         ),
     ],
 )
@@ -314,7 +318,7 @@ def test_mistakes(jobs: Jobs, words: tuple[str, ...], change: str, message: str)
     assert "Traceback" not in run.stderr
 
 
-def test_a_failure_in_evaluation_is_placed(jobs: Jobs) -> None:
+def test_a_failure_in_evaluation_names_its_position(jobs: Jobs) -> None:
     failing = """
     class Fails(nn.Module):
         def forward(self, x):
@@ -336,7 +340,7 @@ def test_a_failure_in_evaluation_is_placed(jobs: Jobs) -> None:
 
 
 def test_deferred_batch_norm(jobs: Jobs) -> None:
-    """Uneven micro-batches, recompute and evaluation; statistics change once a mini-batch."""
+    """With uneven micro-batches, recompute and evaluation, statistics change once a mini-batch."""
     words = ("--microbatches", "5", "--steps", "3", "--deferred-batch-norm")
     modes = ("never", "always", "except_first")
     runs = [
@@ -368,17 +372,17 @@ COMPILED = JOB.replace(
 
 
 def test_compiled_layers(jobs: Jobs) -> None:
-    """Kernels are another test's: here each stage has its own layers compiled."""
+    """Each stage compiles its own layers; another test covers kernels."""
     words = ("--stages", "2", "--steps", "2")
     run = jobs.train(*words, "--compile", source=COMPILED)
     assert_same(run, jobs.train(*words, source=JOB))
     how = {"backend": "inductor", "dynamic": False}
-    assert run.log("stage-1").count("compiled") == 2
-    assert f"compiled Linear {how}" in run.log("stage-1")
+    assert run.log("worker-1").count("compiled") == 2
+    assert f"compiled Linear {how}" in run.log("worker-1")
 
 
-def test_checkpoints_on_the_way(jobs: Jobs) -> None:
-    """The last ones stay, each with the weights of its step."""
+def test_checkpoints_during_training(jobs: Jobs) -> None:
+    """The last checkpoints are kept, each with the weights of its step."""
     words = ("--stages", "2", "--microbatches", "4")
     run = jobs.train(*words, "--steps", "5", "--checkpoint-every", "2", "--checkpoint-busy", "wait")
     folder = run.path / "checkpoints"

@@ -1,4 +1,4 @@
-"""Whatever may pass between layers, over real processes."""
+"""All kinds of values between layers, in real processes."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ SOURCE = """
 """
 
 
-def test_any_value_passes_and_the_bits_are_the_same(jobs: Jobs) -> None:
+def test_any_value_is_sent_and_the_bits_are_the_same(jobs: Jobs) -> None:
     runs = [
         jobs.train(
             *("--stages", str(k), "--microbatches", "4", "--recompute", mode, *more), source=SOURCE
@@ -118,9 +118,9 @@ def test_any_value_passes_and_the_bits_are_the_same(jobs: Jobs) -> None:
     for run in runs[1:]:
         assert_same(run, runs[0])
     assert [row["samples"] for row in runs[0].metrics] == [10, 1, 3, 10, 7, 10]
-    said = runs[1].log("stage-1")
-    assert "True" in said.splitlines()[-1]  # is_recomputing, on the second stage
-    assert "True" not in runs[0].log("stage-0")
+    log = runs[1].log("worker-1")
+    assert "True" in log.splitlines()[-1]  # is_recomputing, on the second stage
+    assert "True" not in runs[0].log("worker-0")
 
 
 LATE = JOB.replace(

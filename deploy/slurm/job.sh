@@ -12,13 +12,13 @@
 #SBATCH --gpus-per-node=4
 #SBATCH --time=24:00:00
 
-# A notice (USR1 before the end of its time, TERM to the agents at a preemption) stops the run with
-# a checkpoint, and it goes on from there when the job is started again. INT stops it for good.
-python -m pipeworker launch --stages 8 --steps 10000 --checkpoint-every 30m --run-dir /project/runs/train --go-on /project/train.py -- --width 4096 &
+# A notice (USR1 before the time limit, TERM to the agents at a preemption) stops the run with a
+# checkpoint; the requeued job resumes it. INT stops the run for good.
+python -m pipeworker launch --stages 8 --steps 10000 --checkpoint-every 30m --run-dir /project/runs/train --auto-resume /project/train.py -- --width 4096 &
 run=$!
-again=yes
+requeue=yes
 trap 'kill -TERM $run' USR1
-trap 'again=no; kill -TERM $run' INT
+trap 'requeue=no; kill -TERM $run' INT
 trap : TERM
 wait $run
 status=$?
@@ -27,7 +27,7 @@ while kill -0 $run 2> /dev/null; do
     status=$?
 done
 state=$(squeue --noheader --job $SLURM_JOB_ID --format %T)
-if [ $status -eq 130 ] && [ $again = yes ] && [ "$state" = RUNNING ]; then
+if [ $status -eq 130 ] && [ $requeue = yes ] && [ "$state" = RUNNING ]; then
     scontrol requeue $SLURM_JOB_ID
 fi
 exit $status

@@ -13,22 +13,19 @@ EXAMPLES = {
     "transformer": "a language model of bytes",
     "unet": "an image for an image, with skip connections",
 }
-"""What each is, by its name; all make or find their data on the spot."""
+"""Descriptions by name; each template creates its data itself."""
 
 _NAME = "model.py"
-"""What they call themselves."""
+"""The name of the job file in a template's text."""
 
 
 def write(path: Path, example: str) -> None:
-    """Write one.
-
-    Raises:
-        UsageError: there is such a file already.
-        OSError: it cannot be written.
-    """
+    """Write an example to a new file."""
     text = Path(__file__).with_name(f"{example}.py").read_text("utf-8")
     try:
         with path.open("x", encoding="utf-8") as file:
             file.write(text.replace(_NAME, shlex.quote(path.name)))
     except FileExistsError:
-        raise UsageError(f"{path} is there already: name another file") from None
+        raise UsageError(f"{path}: exists already; name another file") from None
+    except OSError as error:
+        raise UsageError(f"{path}: {error.strerror}; name another file") from None

@@ -1,4 +1,6 @@
-"""A convolutional network learns to tell circles, squares and crosses apart. Train it:
+"""A convolutional network that learns to tell circles, squares and crosses apart.
+
+Train it:
 
     pipeworker launch --stages 2 --evaluate-every 50 model.py
 
@@ -12,7 +14,7 @@ SIZE = 32  # pixels, both ways
 
 
 def block(before, after):
-    """A convolution; then half as many pixels, both ways."""
+    """Return a convolution that halves the image's height and width."""
     return [nn.Conv2d(before, after, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)]
 
 

@@ -1,4 +1,6 @@
-"""A small network learns to tell three spirals apart. Train it in two processes:
+"""A small network that learns to tell three spirals apart.
+
+Train it in two processes:
 
     pipeworker launch --stages 2 model.py
 

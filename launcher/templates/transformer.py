@@ -84,7 +84,7 @@ def evaluation():
 
 
 def library():
-    """The first megabytes of the standard library's source, as numbers from 0 to 255."""
+    """Read the first megabytes of the standard library's source, as numbers from 0 to 255."""
     folder = Path(sysconfig.get_paths()["stdlib"])
     source = b"".join(path.read_bytes() for path in sorted(folder.glob("*.py")))
     return torch.frombuffer(bytearray(source), dtype=torch.uint8).long()

@@ -1,4 +1,6 @@
-"""A small U-Net learns to take the noise out of images. Train it:
+"""A small U-Net that learns to remove the noise from images.
+
+Train it:
 
     pipeworker launch --stages 2 --evaluate-every 50 model.py
 

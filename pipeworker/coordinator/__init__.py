@@ -1,1 +1,1 @@
-"""Decides: pure nouns (:mod:`job`, :mod:`generation`, :mod:`steps`), and a shell around them."""
+"""The coordinator: a pure state machine of a job, and the service that runs it in a process."""

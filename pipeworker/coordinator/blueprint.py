@@ -1,46 +1,52 @@
-"""What is decided once, before the first step: who owns what, and by which schedule it runs. Pure.
+"""The division of a job into stages, and the schedules that it runs. Pure.
 
-The schedule of a mini-batch depends on its number of micro-batches alone; each is built and checked
-once, when the first mini-batch of that number is announced. Each replica runs that of its own part.
+The division is decided once, before the first step. The schedule of a mini-batch depends only on
+its number of micro-batches: each schedule is built and checked once, when the first mini-batch of
+that number is announced. Each replica runs the schedule of its own part.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from pipeworker.coordinator.effects import Planned, StagePlan
-from pipeworker.errors import UsageError
+from pipeworker.errors import ProtocolError, UsageError
+from pipeworker.facts.layer_names import LayerNames
+from pipeworker.facts.position import Position
 from pipeworker.job.options import Options
-from pipeworker.plan import orders, partition, skips, ties
+from pipeworker.plan import partition, skips, ties
 from pipeworker.plan.actions import Edge, format_actions
-from pipeworker.plan.check import Kept, check
+from pipeworker.plan.check import LiveMicroBatches, check
 from pipeworker.plan.connect import forward_only
+from pipeworker.plan.partition import block
 from pipeworker.plan.placement import Placement
-from pipeworker.plan.schedule import Schedule, between, edges
-from pipeworker.plan.shares import block
+from pipeworker.plan.schedule import Schedule, edges, replica_edges
 from pipeworker.plan.simulate import simulate
 from pipeworker.plan.skips import Skip
 from pipeworker.plan.ties import Tie
+from pipeworker.wire.messages.checkpoint import Copy
+from pipeworker.wire.messages.directions import Advance
 from pipeworker.wire.messages.plan import Described, Plan, Ready, SkipRoute, StageRange, TiedWeights
-from pipeworker.wire.messages.position import Position
 from pipeworker.wire.messages.presence import Hello
+from pipeworker.wire.messages.step import Evaluated, RunStep, Update
 
-_MOST_SCHEDULES = 16
-"""Of mini-batches with fewer micro-batches, that are kept at once: data may have any number."""
+_MAX_SCHEDULES = 16
+"""Schedules for fewer micro-batches that are kept at once: data may have any number of them."""
 
 
 @dataclass(slots=True)
 class Blueprint:
-    """A job's division into stages.
+    """The division of a job into stages.
 
     Attributes:
-        ranges: each stage's layers, from the first to before the second number.
+        ranges: each stage's layers, as a half-open pair of indices.
         skips: skip connections between stages, and within one.
-        ties: weights with several places, each with the stages of the places.
+        ties: tied weights, each with the stages of its places.
         evaluation: the forward-only schedule of one micro-batch.
-        types: the classes that every worker knows.
-        names: of the layers in the user's module.
+        recompute: the recompute mode of each stage.
+        names: names of the layers in the user's module.
+        types: names of the classes that every worker knows.
     """
 
     options: Options
@@ -49,30 +55,33 @@ class Blueprint:
     skips: tuple[Skip, ...]
     ties: tuple[Tie, ...]
     evaluation: Schedule
+    recompute: tuple[str, ...]
+    names: LayerNames
     types: tuple[str, ...] = ()
-    names: tuple[str, ...] = ()
-    _within: dict[int, list[Edge]] = field(default_factory=dict)  # a replica, by stage
-    _between: dict[int, list[Edge]] = field(default_factory=dict)  # replicas, by rank
-    _schedules: dict[int, tuple[Schedule, Kept]] = field(default_factory=dict)
+    _stage_edges: dict[int, list[Edge]] = field(default_factory=dict)  # within a replica
+    _rank_edges: dict[int, list[Edge]] = field(default_factory=dict)  # between replicas
+    _schedules: dict[int, tuple[Schedule, LiveMicroBatches]] = field(default_factory=dict)
+    _sent_microbatches: int = -1  # of the schedule that the workers have
 
     @staticmethod
     def draw(options: Options, placement: Placement, described: Sequence[Described]) -> Blueprint:
-        """Divide the model that the workers described.
+        """Divide the model that the workers described; `described` is by rank.
 
         Raises:
-            UsageError: they do not agree, or it cannot be divided as the options ask.
+            UsageError: the descriptions differ, or the options do not fit the model.
         """
         if len({(d.layers, d.names) for d in described}) > 1:
             raise UsageError(
-                "model() gave different layers on different workers: it must depend on nothing but "
-                "the job file, its arguments and the seed"
+                "model(): different workers built different layers; it must depend only on the job "
+                "file, its arguments and the seed"
             )
         if len({d.weights for d in described}) > 1:
             raise UsageError(
-                "the model's initial weights differ from rank to rank: give model as a function, "
-                "which is called under the job's seed, or seed torch before you build it"
+                "model: the initial weights differ from rank to rank; pass it as a function, which "
+                "is called under the job's seed, or seed torch before building it"
             )
-        ranges = partition.ranges(Blueprint.balance(options, placement, len(described[0].layers)))
+        layers = len(described[0].layers)
+        ranges = partition.ranges(Blueprint.balance(options, placement, layers))
         surveyed = described[placement.rank_of(0)]
         between_layers = [Skip(s.source, s.target, s.name) for s in surveyed.skips]
         between_stages = skips.between_stages(between_layers, ranges)
@@ -85,59 +94,84 @@ class Blueprint:
             between_stages,
             ties.placed([Tie(t.names) for t in surveyed.ties], ranges),
             evaluation,
+            (options.recompute,) * placement.stages,
+            LayerNames(surveyed.names) if surveyed.names else LayerNames.numbered(layers),
             tuple(sorted(set.intersection(*({*d.types} for d in described)))),
-            surveyed.names or tuple(map(str, range(len(surveyed.layers)))),
         )
-        for edge in edges(found.of_replica(options.microbatches, 0)[0]):
+        for edge in edges(found.for_replica(options.microbatches, 0)[0]):
             for stage in {edge.source, edge.target}:
-                found._within.setdefault(stage, []).append(edge)
-        for edge in between(placement, deals=options.read_data == "once"):
+                found._stage_edges.setdefault(stage, []).append(edge)
+        for edge in replica_edges(placement, scatters_data=options.data_reader == "first"):
             for replica in (edge.origin, edge.goal):
                 rank = placement.rank_of(edge.source, replica)
-                found._between.setdefault(rank, []).append(edge)
+                found._rank_edges.setdefault(rank, []).append(edge)
         return found
 
     @staticmethod
     def balance(options: Options, placement: Placement, layers: int) -> tuple[int, ...]:
-        """How many of so many layers each stage is given.
+        """Return the number of layers of each stage, for a model of `layers` layers.
 
         Raises:
-            UsageError: they cannot be divided as the options ask.
+            UsageError: the options do not fit the model.
         """
         chosen = options.balance or partition.even(layers, placement.stages)
         return partition.check_balance(chosen, layers, placement.stages)
 
-    def of_replica(self, microbatches: int, replica: int) -> tuple[Schedule, Kept]:
-        """What a replica runs of a mini-batch of so many micro-batches; the first has the most."""
+    def check_resumed(self, layers: Sequence[str], step: int) -> None:
+        """Check that the model has the layers of the checkpoint of `step`; none without one.
+
+        Raises:
+            UsageError: the model has other layers.
+        """
+        names = self.names.prefixes
+        if not layers or names == layers:
+            return
+        if len(layers) != len(names):
+            difference = f"{len(names)} layers, and the checkpoint has {len(layers)}"
+        else:
+            old, new = next((a, b) for a, b in zip(layers, names, strict=True) if a != b)
+            difference = f"a layer {new!r}, which is {old!r} in the checkpoint"
+        raise UsageError(
+            f"cannot resume from step {step}: model() has {difference}; resume with the model that "
+            "was saved"
+        )
+
+    def check_built(self, ready: Ready) -> None:
+        """Check that a worker has built the stages that were planned for it.
+
+        Raises:
+            ProtocolError: it has built others.
+        """
+        planned = {stage: self.ranges[stage] for stage in self.placement.stages_of(ready.rank)}
+        built = {b.stage: (b.first, b.first + len(b.layers)) for b in ready.stages}
+        if built != planned:
+            raise ProtocolError(f"stages {built} were built instead of {planned}")
+
+    def for_replica(self, microbatches: int, replica: int) -> tuple[Schedule, LiveMicroBatches]:
+        """Return the schedule of a replica's part of a mini-batch; replica 0 has the largest."""
         return self.schedule(len(block(microbatches, self.placement.replicas, replica)))
 
     def prepare(self, microbatches: int) -> None:
-        """Make the schedules for a mini-batch of so many micro-batches."""
+        """Make the schedules for a mini-batch of `microbatches` micro-batches."""
         for replica in range(self.placement.replicas):
-            self.of_replica(microbatches, replica)
+            self.for_replica(microbatches, replica)
 
-    def schedule(self, microbatches: int) -> tuple[Schedule, Kept]:
-        """The checked schedule for a replica with so many micro-batches."""
+    def schedule(self, microbatches: int) -> tuple[Schedule, LiveMicroBatches]:
+        """Return the checked schedule for a replica with `microbatches` micro-batches."""
         if microbatches not in self._schedules:
-            options = self.options
-            built = orders.arrange(
-                options.schedule,
-                self.placement,
-                microbatches,
-                options.recompute,
-                skips.pairs(self.skips),
-                ties.pairs(self.ties),
-            )
+            options, pairs = self.options, (skips.pairs(self.skips), ties.pairs(self.ties))
+            build = options.schedule_source.build
+            built = build(self.placement, microbatches, self.recompute, *pairs)
             self._schedules[microbatches] = built, check(built)
             most = len(block(options.microbatches, self.placement.replicas, 0))
             others = [count for count in self._schedules if count != most]
-            for count in others[:-_MOST_SCHEDULES]:
+            for count in others[:-_MAX_SCHEDULES]:
                 del self._schedules[count]
         return self._schedules[microbatches]
 
-    def reasons(self) -> list[str]:
-        """What was decided, for the log."""
-        built, _ = self.of_replica(self.options.microbatches, 0)
+    def summary(self) -> list[str]:
+        """Return the decisions as lines for the log."""
+        built, _ = self.for_replica(self.options.microbatches, 0)
         balance = tuple(stop - first for first, stop in self.ranges)
         return [
             f"balance {balance} of {self.ranges[-1][1]} layers; schedule {built.name} is proven",
@@ -146,56 +180,60 @@ class Blueprint:
         ]
 
     def plan(self, rank: int) -> Plan:
-        """What the worker of this rank is told."""
+        """Return the message with the stages and channels of a rank."""
         placement = self.placement
         held = set(placement.stages_of(rank))
-        mine = {edge for stage in held for edge in self._within.get(stage, ())}
-        mine |= {*self._between.get(rank, ())}
+        channels = {edge for stage in held for edge in self._stage_edges.get(stage, ())}
+        channels |= {*self._rank_edges.get(rank, ())}
+        routes = (skip for skip in self.skips if held & {skip.source, skip.target})
         return Plan(
-            tuple(StageRange(stage, *self.ranges[stage]) for stage in sorted(held)),
-            tuple(map(str, sorted(mine))),
-            tuple(
-                SkipRoute(skip.source, skip.target, skip.name)
-                for skip in self.skips
-                if held & {skip.source, skip.target}
-            ),
+            tuple(StageRange(s, *self.ranges[s], self.recompute[s]) for s in sorted(held)),
+            tuple(map(str, sorted(channels))),
+            tuple(SkipRoute(s.source, s.target, s.name) for s in routes),
             tuple(TiedWeights(tie.names, tie.stages) for tie in self.ties if held & {*tie.stages}),
             format_actions(self.evaluation.workers[placement.worker_of(rank)]),
             self.types,
         )
 
-    def named(self, weight: str) -> str:
-        """A weight, as ``3.bias``, by its name in the user's module."""
-        layer, _, rest = weight.partition(".")
-        return f"{self.names[int(layer)]}.{rest}"
+    def run_messages(
+        self, run: RunStep, update: Update | Evaluated | None, copy: Copy | None
+    ) -> list[Advance]:
+        """Return one message per rank; the action list is included only if it has changed."""
+        placement, count = self.placement, run.batch.microbatches
+        if self._sent_microbatches == count:
+            return [Advance(run, update, copy)] * placement.ranks
+        self._sent_microbatches = count
+        texts: dict[int, list[str]] = {}  # by micro-batches: replicas may have the same number
+        messages = []
+        for rank in range(placement.ranks):
+            built, _ = self.for_replica(count, placement.replica_of(rank))
+            if built.microbatches not in texts:
+                texts[built.microbatches] = list(map(format_actions, built.workers))
+            text = texts[built.microbatches][placement.worker_of(rank)]
+            messages.append(Advance(replace(run, actions=text), update, copy))
+        return messages
+
+    @property
+    def has_run(self) -> bool:
+        """Whether the workers have been sent a schedule."""
+        return self._sent_microbatches >= 0
 
     def stage_at(self, position: Position) -> int:
-        """The stage of a position's layer; -1 where it has none."""
-        for stage, (first, stop) in enumerate(self.ranges):
-            if first <= position.layer < stop:
-                return stage
-        return -1
+        """Return the stage of a position's layer, -1 if it has none."""
+        layer, ranges = position.layer, enumerate(self.ranges)
+        return next((stage for stage, (first, stop) in ranges if first <= layer < stop), -1)
 
     def planned(self, workers: Sequence[tuple[Hello, Ready]]) -> Planned:
-        """The record of it, once every stage is built; `workers` by rank."""
-        stages: dict[tuple[int, int], StagePlan] = {}
-        for hello, ready in workers:
-            for built in ready.stages:
-                replica = self.placement.replica_of(hello.rank)
-                stages[replica, built.stage] = StagePlan(
-                    replica,
-                    built.stage,
-                    self.ranges[built.stage],
-                    built.layers,
-                    built.parameters,
-                    hello.rank,
-                    ready.device,
-                    hello.host,
-                    hello.pid,
-                )
+        """Return the record of the plan, once every stage is built; `workers` is by rank."""
+        replica_of = self.placement.replica_of
+        stages = [
+            StagePlan(replica_of(ready.rank), one, hello, ready.device, self.recompute[one.stage])
+            for hello, ready in workers
+            for one in ready.stages
+        ]
         batches = (ready.batch.microbatches for _, ready in workers if ready.batch)
         microbatches = next(batches, self.options.microbatches)
-        schedule, kept = self.of_replica(microbatches, 0)
-        ordered = tuple(stages[stage] for stage in sorted(stages))
-        length = max(ready.length for _, ready in workers)
+        schedule, kept = self.for_replica(microbatches, 0)
+        ordered = tuple(sorted(stages, key=lambda stage: (stage.replica, stage.built.stage)))
+        length = max(ready.epoch_length for _, ready in workers)
         return Planned(ordered, schedule, kept, simulate(schedule), microbatches, length)

@@ -1,23 +1,26 @@
-"""What the coordinator's decisions ask of the shell around them. Facts only."""
+"""The effects that a job returns for the service to perform, as frozen facts."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
 
-from pipeworker.coordinator.scaler import Scaler
-from pipeworker.plan.check import Kept
+from pipeworker.coordinator.loss_scaler import LossScaler
+from pipeworker.facts.checkpoint_file import CheckpointFile
+from pipeworker.facts.failure import Failure
+from pipeworker.facts.step import Evaluation, StepResult
+from pipeworker.plan.check import LiveMicroBatches
 from pipeworker.plan.schedule import Schedule
 from pipeworker.plan.simulate import Timing
-from pipeworker.wire.lines import Again, Joined, Snapshot
-from pipeworker.wire.messages.checkpoint import File
+from pipeworker.wire.lines import Joined, Restart, Snapshot
 from pipeworker.wire.messages.directions import ToWorker
-from pipeworker.wire.messages.evaluation import Evaluation
-from pipeworker.wire.messages.failure import Failure
-from pipeworker.wire.messages.step import StepResult
+from pipeworker.wire.messages.plan import Built
+from pipeworker.wire.messages.presence import Hello
 
 
 class Status(Enum):
+    """The outcome of a job."""
+
     DONE = "done"
     FAILED = "failed"
     INTERRUPTED = "interrupted"
@@ -25,6 +28,8 @@ class Status(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Send:
+    """A message to a peer, in a frame of this generation."""
+
     peer: bytes
     message: ToWorker
     generation: int
@@ -39,18 +44,14 @@ class Log:
 
 @dataclass(frozen=True, slots=True)
 class Dropped:
-    """A message that is not acted on. A peer may send any number of them."""
+    """A message that is ignored, with the reason. A peer may send any number of them."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class Warn:
-    """Something the user should see at once, though the job goes on.
-
-    Attributes:
-        note: it may well be meant so.
-    """
+    """A warning that the user sees at once; a `note` is about what may be intended."""
 
     text: str
     note: bool = False
@@ -58,35 +59,30 @@ class Warn:
 
 @dataclass(frozen=True, slots=True)
 class StagePlan:
-    """A stage of a replica that is built, and where."""
+    """A stage of a replica that has been built, and its worker."""
 
     replica: int
-    stage: int
-    layers: tuple[int, int]
-    classes: tuple[str, ...]
-    parameters: int
-    rank: int
+    built: Built
+    worker: Hello
     device: str
-    host: str
-    pid: int
+    recompute: str = "auto"
 
 
 @dataclass(frozen=True, slots=True)
 class Planned:
-    """All stages are built; the job starts.
+    """The plan of a job whose stages have all been built.
 
     Attributes:
-        stages: those of replica 0, then of replica 1, ...
-        schedule: of a replica with the most micro-batches; `kept`, `timing`: what it keeps and
-            takes.
-        microbatches: of the first mini-batch, over all replicas: fewer than asked for where it has
-            fewer samples.
-        length: mini-batches of an epoch; 0 where that is not known.
+        stages: the stages of replica 0, then of replica 1, ...
+        schedule: the schedule of a replica with the most micro-batches.
+        kept: the activations that it keeps.
+        microbatches: micro-batches of the first mini-batch, over all replicas.
+        length: mini-batches of an epoch; 0 if it is unknown.
     """
 
     stages: tuple[StagePlan, ...]
     schedule: Schedule
-    kept: Kept
+    kept: LiveMicroBatches
     timing: Timing
     microbatches: int
     length: int = 0
@@ -94,39 +90,31 @@ class Planned:
 
 @dataclass(frozen=True, slots=True)
 class Commit:
-    """Every worker has written its part of the checkpoint of `step`: make it complete.
+    """A request to complete the checkpoint of `step`, whose parts have all been written.
 
-    Attributes:
-        scaler: the state of the loss scale, with fp16.
-        ties: the names of tied weights.
-        layers: their names.
-        files: what the workers have written.
-        evaluation: of this very step, if there was one.
+    `ties` and `layers` are names; the evaluation is that of this very step.
     """
 
     step: int
-    scaler: Scaler | None = None
+    scaler: LossScaler | None = None
     ties: tuple[tuple[str, ...], ...] = ()
     layers: tuple[str, ...] = ()
-    files: tuple[File, ...] = ()
+    files: tuple[CheckpointFile, ...] = ()
     evaluation: Evaluation | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Discard:
-    """The checkpoint of `step` will not be complete: what is there of it goes."""
+    """A request to remove the unfinished checkpoint of `step`."""
 
     step: int
 
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """The verdict on a job.
+    """The end of a job, with its peak memory in bytes by rank and the causes of its restarts.
 
-    Attributes:
-        peak_memory: bytes, by rank.
-        causes: why generations had to start again.
-        busy: the share of the time of its steps that each worker of a replica computed.
+    `busy` is the share of the time of its steps that each worker of a replica computed.
     """
 
     status: Status
@@ -139,19 +127,6 @@ class Ended:
     busy: tuple[float, ...] = ()
 
 
-# The results of steps and evaluation passes are there to be recorded.
-Effect = (
-    Send
-    | Log
-    | Dropped
-    | Warn
-    | Joined
-    | Again
-    | Snapshot
-    | Planned
-    | Commit
-    | Discard
-    | Ended
-    | StepResult
-    | Evaluation
-)
+_Performed = Send | Log | Dropped | Warn | Planned | Commit | Discard | Ended
+Effect = _Performed | Joined | Restart | Snapshot | StepResult | Evaluation
+"""Of these, lines are sent to the parent; results of steps and evaluation passes are recorded."""

@@ -1,15 +1,15 @@
-"""What happens to a job, as frozen facts: a recorded sequence of them replays."""
+"""The events of a job, as frozen facts: a recorded sequence of them can be replayed."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from pipeworker.wire.lines import CannotStart, HostLost, Interrupt, SaveAsked, WorkerExited
+from pipeworker.wire.lines import JobEvent
 from pipeworker.wire.messages.directions import FromWorker
 
 
 @dataclass(frozen=True, slots=True)
-class Arrived:
+class MessageReceived:
     """A message from `peer`, a transport identity, in a frame of this generation."""
 
     peer: bytes
@@ -18,89 +18,65 @@ class Arrived:
 
 
 @dataclass(frozen=True, slots=True)
-class Garbled:
-    """A frame of `peer` is not a message."""
+class InvalidFrame:
+    """A frame from `peer` that is not a message."""
 
     peer: bytes
     text: str
 
 
 @dataclass(frozen=True, slots=True)
-class Foreign:
-    """A worker of the job says Hello in another version of the protocol, and who it is."""
+class VersionMismatch:
+    """A Hello in another version of the protocol; the text names the worker."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
-class Unreachable:
-    """The connection of `peer` is closed. It may come back."""
+class Disconnected:
+    """The connection of `peer` is closed. It may be reopened."""
 
     peer: bytes
 
 
 @dataclass(frozen=True, slots=True)
-class Committed:
-    """The checkpoint of `step`, asked for by Commit, is complete, at `path`."""
+class CheckpointCommitted:
+    """The checkpoint of `step`, for which the job returned Commit, is complete, at `path`."""
 
     step: int
     path: str = ""
 
 
 @dataclass(frozen=True, slots=True)
-class Uncommitted:
-    """It cannot be completed, and why."""
+class CheckpointFailed:
+    """The checkpoint of `step`, for which the job returned Commit, cannot be completed."""
 
     step: int
     text: str
 
 
 @dataclass(frozen=True, slots=True)
-class Ticked:
-    """Time passed: something may be overdue.
+class Tick:
+    """Time has passed; for `suspended` seconds of it, the coordinator did not run."""
 
-    Attributes:
-        stopped: seconds of it that the coordinator was, and others may have been with it.
-    """
-
-    stopped: float = 0.0
+    suspended: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
-class StarterGone:
-    """The coordinator's parent is gone: the worker of this rank, or a launcher (-1)."""
+class ParentLost:
+    """The coordinator's parent, the worker of this rank or a launcher (-1), ended or is silent."""
 
-    starter: int
+    rank: int = -1
+    text: str = "the process that started the job is gone"
 
 
 @dataclass(frozen=True, slots=True)
-class Unwell:
-    """Something the job cannot do without is gone."""
+class EffectFailed:
+    """The service could not perform an effect that the job depends on."""
 
     text: str
 
 
-@dataclass(frozen=True, slots=True)
-class Broken:
-    """The shell around the job could not perform an effect (a full disk, say)."""
-
-    text: str
-
-
-Event = (
-    Arrived
-    | Garbled
-    | Foreign
-    | Unreachable
-    | SaveAsked
-    | Committed
-    | Uncommitted
-    | Ticked
-    | StarterGone
-    | Broken
-    | WorkerExited
-    | CannotStart
-    | HostLost
-    | Unwell
-    | Interrupt
-)
+_FromWorkers = MessageReceived | InvalidFrame | VersionMismatch | Disconnected
+_FromService = CheckpointCommitted | CheckpointFailed | Tick | EffectFailed
+Event = _FromWorkers | _FromService | JobEvent | ParentLost

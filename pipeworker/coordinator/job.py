@@ -1,4 +1,4 @@
-"""The job: what lasts while generations of workers come and go. Pure: events in, effects out.
+"""A job: the state that outlasts its generations of workers. Pure: events in, effects out.
 
 Time is an argument; nothing here reads a clock, a file or a socket. The same events give the same
 effects.
@@ -9,112 +9,56 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from itertools import zip_longest
 
-from pipeworker.coordinator.effects import (
-    Discard,
-    Dropped,
-    Effect,
-    Ended,
-    Log,
-    Send,
-    Status,
-    Warn,
-)
-from pipeworker.coordinator.events import (
-    Arrived,
-    Broken,
-    Committed,
-    Event,
-    Foreign,
-    Garbled,
-    StarterGone,
-    Ticked,
-    Uncommitted,
-    Unreachable,
-    Unwell,
-)
+from typing_extensions import assert_never
+
+from pipeworker.coordinator import events
+from pipeworker.coordinator.effects import Discard, Dropped, Effect, Ended, Log, Send, Status, Warn
+from pipeworker.coordinator.ending import INTERRUPTED, End, JobEnd, Lost
+from pipeworker.coordinator.events import Event, MessageReceived
 from pipeworker.coordinator.generation import Generation
-from pipeworker.coordinator.hands import Hands
-from pipeworker.coordinator.report import place
-from pipeworker.coordinator.restarts import Restarts
-from pipeworker.coordinator.scaler import Scaler
-from pipeworker.coordinator.states import STOPPED, End, Lost, State, Verdict
-from pipeworker.coordinator.steps.loop import loop_for
-from pipeworker.coordinator.steps.progress import Progress
-from pipeworker.coordinator.steps.snapshots import Mark, Snapshots
+from pipeworker.coordinator.loss_scaler import LossScaler
+from pipeworker.coordinator.report import with_location
+from pipeworker.coordinator.restart_policy import ElasticPolicy, RestartPolicy
+from pipeworker.coordinator.states import BEFORE_STEPS, State
+from pipeworker.coordinator.steps.loop import CallLoop, FileLoop
+from pipeworker.coordinator.steps.progress import Progress, Start
+from pipeworker.coordinator.steps.snapshots import JobState, Snapshots
+from pipeworker.facts.failure import Cause, Failure
 from pipeworker.job.options import Options
-from pipeworker.plan import orders
 from pipeworker.plan.placement import Placement
 from pipeworker.timings import DEFAULT, Timings
-from pipeworker.wire.lines import (
-    Again,
-    CannotStart,
-    HostLost,
-    Interrupt,
-    SaveAsked,
-    Snapshot,
-    WorkerExited,
-    never,
-)
+from pipeworker.wire import lines
+from pipeworker.wire.lines import CannotStart, Restart, WorkerExited
 from pipeworker.wire.messages.checkpoint import Restore
-from pipeworker.wire.messages.failure import Cause, Failure
 from pipeworker.wire.messages.presence import Hello
 
 SLOTS = 2
-"""Memories for copies of a worker's state, where it can be replaced: one is always whole."""
-
-
-_BEGINNING = Mark(0)
-
-
-@dataclass(frozen=True, slots=True)
-class Start:
-    """Where a job goes on that another process has begun.
-
-    Attributes:
-        restore: what its workers begin with; None for the initial weights.
-        layers: their names.
-        snapshot: what the coordinator before this one left in memory, which may be newer.
-        recorded, evaluated, saved: as in :class:`Progress`.
-        causes: of the losses so far.
-    """
-
-    mark: Mark = _BEGINNING
-    restore: Restore | None = None
-    layers: tuple[str, ...] = ()
-    snapshot: tuple[Mark, Restore] | None = None
-    recorded: int = 0
-    evaluated: int = 0
-    saved: int = -1
-    causes: tuple[str, ...] = ()
-
-
-_FIRST = Start()
+"""Slots for copies of a worker's state if workers can be replaced: one is always complete."""
+_NEW_JOB = Start()
 
 
 @dataclass(frozen=True, slots=True)
-class _Loss:
-    """What the job is on its way back from."""
+class _Recovery:
+    """A restart that has not yet run a step: its cause, the steps done before it, and when."""
 
-    said: str
+    cause: str
     steps: int
     at: float
-
-
-def _taken(mark: Mark, restore: Restore) -> Snapshot:
-    scaler = mark.scaler or Scaler(0.0)
-    return Snapshot(mark.step, restore.slot, restore.ranks, scaler.scale, scaler.good_steps)
 
 
 class Job:
     """One job, from the first Hello to the verdict.
 
     Args:
-        started: when; the first generation begins at once.
-        generation: the number of the first one.
-        replaceable: whether workers that are lost can be started again.
-        launched: whether there is a launcher, which is told when the whole job is to end.
-        start: where it goes on.
-        cores: of the coordinator's host.
+        options: those of the job.
+        run_dir: path of the run directory.
+        started: the time, in seconds; the first generation begins at once.
+        timings: the limits on silence.
+        generation: the number of the first generation.
+        replaceable: whether lost workers can be replaced.
+        launched: whether a launcher, rather than a rank of the job, is the coordinator's parent.
+        start: the state from which the job continues.
+        cores: cores of the coordinator's host.
     """
 
     def __init__(
@@ -127,259 +71,263 @@ class Job:
         generation: int = 1,
         replaceable: bool = False,
         launched: bool = False,
-        start: Start = _FIRST,
+        start: Start = _NEW_JOB,
         cores: int = 1,
     ) -> None:
-        self._options = options
-        self._run_dir = run_dir
-        self._timings = timings
-        self._hands = Hands(options.stages, options.elastic or options.stages, timings.grow)
-        self._restarts = Restarts(options.restarts if replaceable else 0)
-        self._start = start
-        self._restarts.causes.extend(start.causes)
-        self._initial = start.mark
-        if options.precision == "fp16" and start.mark.scaler is None:
-            self._initial = replace(start.mark, scaler=Scaler())
+        self._options, self._run_dir, self._timings = options, run_dir, timings
+        least = options.min_stages or options.stages
+        self._elastic = ElasticPolicy(options.stages, least, timings.grow)
+        limit = options.max_restarts if replaceable else 0
+        self._restarts = RestartPolicy(limit, list(start.causes))
+        self._start, self._initial = start, start.state
+        if options.precision == "fp16" and start.state.scaler is None:
+            self._initial = replace(start.state, scaler=LossScaler())
         self.progress = Progress(
-            saved_at=started,
-            recorded=start.recorded,
-            evaluated=start.evaluated,
-            saved=start.saved,
+            saved_at=started, recorded=start.recorded, evaluated=start.evaluated, saved=start.saved
         )
-        slots = SLOTS if replaceable and options.restarts else 1
+        slots = SLOTS if replaceable and options.max_restarts else 1
         self.snapshots = Snapshots(slots, options.snapshot_every, cores)
         self.snapshots.last = start.snapshot
         if start.restore:
             self.snapshots.on_disk = self._initial, start.restore
-        self.progress.back_to(self._back)
+        self.progress.roll_back(self._newest_state)
         self._launched = launched or replaceable
-        self._loss: _Loss | None = None
-        if start.causes:  # of the coordinator before this one, last
-            self._loss = _Loss(start.causes[-1], start.recorded, started)
-        self._held: Verdict | None = None  # that is given when what is in memory is saved
+        self._recovery: _Recovery | None = None
+        if start.causes:  # the last one is the loss of the earlier coordinator
+            self._recovery = _Recovery(start.causes[-1], start.recorded, started)
+        self._pending_end: JobEnd | None = None  # takes effect once the last snapshot is saved
         self._peaks: tuple[int, ...] = ()
         self.generation = self._begin(generation, started)
         self.over = False
 
     @property
     def placement(self) -> Placement:
-        """Of the stages that there are now."""
-        options = self._options
-        return orders.placement(options.schedule, self._hands.now, options.replicas)
+        """The worker of each stage, with the current number of workers."""
+        return self._options.with_stages(self._elastic.workers).placement
 
     @property
     def peers(self) -> list[bytes]:
-        """The identities of all workers that joined."""
+        """The transport identities of all workers that have joined."""
         return self.generation.roster.peers
 
+    @property
+    def awaits_late_workers(self) -> bool:
+        """Whether workers that no launcher ends may still join a job that has failed."""
+        return not self._launched and bool(self.generation.roster.missing)
+
     def handle(self, event: Event, now: float) -> list[Effect]:
-        """Take part in what happened; returns what is to be done, in order."""
+        """Handle an event; return the effects to perform, in order."""
         if self.over:
-            return self._too_late(event, now)
+            return self._handle_late(event, now)
         before = self.snapshots.last
-        effects = self._pass_on(event, now)
+        effects = self._dispatch(event, now)
         last, end = self.snapshots.last, self.generation.end
-        if last and last is not before:  # known before anybody overwrites the one before it
-            effects = [_taken(*last), *effects]
+        if last and last is not before:  # reported before its predecessor is overwritten
+            effects = [_snapshot_line(*last), *effects]
         if end is None:
-            effects += self._recovered(now)
+            effects += self._report_recovery(now)
             if self._may_grow(now):
-                self._hands.grow()
-                text = f"the job tries to go on with {self._hands.now} stages again"
-                return [*effects, *self._start_again([], text, now)]
+                self._elastic.grow()
+                text = f"the job tries again with all {self._workers_text}"
+                return [*effects, *self._restart([], text, now)]
             return effects
-        if self._held is not None:
-            end = self._held
-        elif isinstance(end, Verdict) and self._is_worth_saving(end):
+        if self._pending_end is not None:
+            end = self._pending_end
+        elif isinstance(end, JobEnd) and self._is_worth_saving(end):
             return self._save_first(end, effects, now)
         if isinstance(end, Lost) and self._would_save_nothing:
-            end = STOPPED
+            end = INTERRUPTED
         if isinstance(end, Lost):
-            said, cannot_start = self._said(end.failure), isinstance(event, CannotStart)
-            enough = "" if cannot_start else self._restarts.enough(end.failure, now)
-            early = self.generation.state_before in (State.JOINING, State.BUILDING)
-            room = event.room if isinstance(event, CannotStart) else -1
-            room = room // self._options.replicas if room > 0 else room  # for stages
-            fewer = self._hands.lost(now, cannot_start=cannot_start, early=early, room=room)
-            if fewer:
-                said = f"{said}; the job goes on with {self._hands.now} stages"
-            if fewer or not (enough or cannot_start):
-                self._restarts.begin(said, now)
-                return self._start_again(effects, said, now)
-            if enough and self._restarts.causes:
-                effects.append(Warn(f"the job does not go on: {enough}"))
+            cannot_start, room = False, -1
+            if isinstance(event, CannotStart):
+                cannot_start, room = True, event.capacity // self._options.replicas
+            refusal = "" if cannot_start else self._restarts.refusal(end.failure, now)
+            early = self.generation.last_state in BEFORE_STEPS
+            fewer = self._elastic.shrink(now, cannot_start=cannot_start, early=early, room=room)
+            if fewer or not (refusal or cannot_start):
+                cause = with_location(end.failure)
+                if fewer:
+                    cause = f"{cause}; the job continues with {self._workers_text}"
+                self._restarts.record(cause, now)
+                return self._restart(effects, cause, now)
+            if refusal and self._restarts.causes:
+                effects.append(Warn(f"the job is not restarted: {refusal}"))
         self.over = True
         return [*effects, self._ended(end)]
 
-    @property
-    def late(self) -> bool:
-        """Whether workers that nobody ends may still be on their way to a job that has failed."""
-        return not self._launched and bool(self.generation.roster.missing)
-
-    def _too_late(self, event: Event, now: float) -> list[Effect]:
-        """Who joins a job that has failed hears why; else it would wait for an answer."""
+    def _dispatch(self, event: Event, now: float) -> list[Effect]:
         generation = self.generation
-        if not self.late or not isinstance(event, Arrived) or generation.abort is None:
-            return []
-        hello, peer = event.message, event.peer
-        if not isinstance(hello, Hello) or not generation.roster.admit(peer, hello, now):
-            return []
-        return [Send(peer, generation.abort, generation.number)]
+        number = generation.number
+        match event:
+            case MessageReceived() | WorkerExited() | CannotStart() if event.generation != number:
+                stale = event.message if isinstance(event, MessageReceived) else event
+                return [Dropped(f"{type(stale).__name__} of generation {event.generation}")]
+            case MessageReceived():
+                return generation.message_received(event.peer, event.message, now)
+            case WorkerExited():
+                return generation.worker_exited(event, now)
+            case CannotStart():
+                return generation.cannot_start(event)
+            case lines.HostLost():
+                return generation.host_lost(event)
+            case lines.Interrupt():
+                return generation.interrupt(now)
+            case lines.SaveRequest():
+                return generation.checkpoint_requested()
+            case events.InvalidFrame():
+                dropped = Dropped(event.text)
+                return generation.protocol_violation(event.peer, event.text) or [dropped]
+            case events.VersionMismatch():
+                if generation.state is not State.JOINING:
+                    return [Dropped(event.text)]
+                text = f"{event.text}: all hosts of a job need the same version of pipeworker"
+                return generation.fail(Failure(Cause.USAGE, text))
+            case events.Disconnected():
+                generation.roster.disconnected(event.peer, now)
+                return []
+            case events.Tick():
+                return generation.tick(now, event.suspended)
+            case events.CheckpointCommitted():
+                return generation.checkpoint_committed(event.step, event.path, now)
+            case events.CheckpointFailed():
+                return generation.checkpoint_failed(event.step, event.text, now)
+            case events.ParentLost():
+                member = generation.roster.members.get(event.rank)
+                return generation.fail(member.gone() if member else Failure(Cause.LOST, event.text))
+            case events.EffectFailed():
+                return generation.fail(Failure(Cause.INTERNAL, event.text))
+        return assert_never(event)
+
+    def _handle_late(self, event: Event, now: float) -> list[Effect]:
+        """Tell a worker that joins a job that has failed why; it would wait for an answer."""
+        generation, abort = self.generation, self.generation.abort
+        match event:
+            case MessageReceived(peer, _, Hello() as hello) if abort and self.awaits_late_workers:
+                if generation.roster.admit(peer, hello, now):
+                    return [Send(peer, abort, generation.number)]
+        return []
 
     def _may_grow(self, now: float) -> bool:
-        """Whether the job begins again with all its stages, of which it had lost some."""
+        """Return whether it is time to restart with all workers, after the loss of some."""
         runs = self.generation.state is State.STEPPING and self.generation.interrupted is None
-        return runs and self._hands.may_grow(now)
+        return runs and self._elastic.may_grow(now)
 
-    def _is_worth_saving(self, verdict: Verdict) -> bool:
-        """Whether the user's code has failed, and memory has steps that the disk has not."""
-        failure = verdict.failure
+    def _is_worth_saving(self, end: JobEnd) -> bool:
+        """Return whether the user's code has failed and memory has steps that the disk lacks."""
+        failure = end.failure
         users = failure is not None and failure.cause is Cause.USER and failure.rank >= 0
-        return users and self.progress.unsaved_at(self._back.step)
+        return users and self.progress.has_unsaved(self._newest_state.step)
 
-    def _save_first(self, verdict: Verdict, effects: list[Effect], now: float) -> list[Effect]:
-        """Who is in the middle of a step cannot save: others take what is in memory, and do.
+    def _save_first(self, end: JobEnd, effects: list[Effect], now: float) -> list[Effect]:
+        """Start one more generation that only writes the last snapshot, then end by `end`.
 
-        They run no step. However they end, the job ends with the verdict that there was.
+        The failed workers cannot save it themselves, because they are in the middle of a step.
         """
-        assert verdict.failure
-        self._held = verdict
-        effects = self._start_again(effects, self._said(verdict.failure), now)
-        self._loss = None
-        self.generation.interrupted, self.generation.stopped = now, verdict
-        saved = f"the job has failed; step {self.progress.steps} is saved before it ends"
-        return [*effects, Warn(saved)]
+        assert end.failure
+        self._pending_end = end
+        effects = self._restart(effects, with_location(end.failure), now)
+        self._recovery = None
+        self.generation.interrupted, self.generation.stopped = now, end
+        text = f"the job failed; step {self.progress.steps} is saved before it ends"
+        return [*effects, Warn(text)]
 
     @property
     def _would_save_nothing(self) -> bool:
-        """Whether an interrupted job has no reason to go on after a loss."""
-        interrupted = self._restarts.most > 0 and self.generation.interrupted is not None
-        return interrupted and not self.progress.unsaved_at(self._back.step)
+        """Whether an interrupted job has no reason to restart after a loss."""
+        interrupted = self._restarts.limit > 0 and self.generation.interrupted is not None
+        return interrupted and not self.progress.has_unsaved(self._newest_state.step)
 
     @property
-    def _back(self) -> Mark:
-        """Where the job goes back to when a worker is lost."""
+    def _newest_state(self) -> JobState:
+        """The state from which the job resumes after a loss."""
         newest = self.snapshots.newest
         return newest[0] if newest else self._initial
 
-    def _said(self, failure: Failure) -> str:
-        where = place(failure)
-        return failure.message + (f" ({where})" if where else "")
+    @property
+    def _workers_text(self) -> str:
+        """The current number of workers, as ``2 workers`` or ``2 workers per replica``."""
+        count = self._elastic.workers
+        text = f"{count} worker{'' if count == 1 else 's'}"
+        return text if self._options.replicas == 1 else f"{text} per replica"
 
-    def _start_again(self, effects: list[Effect], said: str, now: float) -> list[Effect]:
-        """A generation more, from the last snapshot; who is left of this one is ended, not told."""
-        kept = [effect for effect in effects if not isinstance(effect, Send)]
-        discarded = [Discard(step) for step in self.snapshots.lost()]
-        self.progress.asked = self.progress.asked or bool(discarded)
-        at, told = (self._loss.at, f"{self._loss.said}; {said}") if self._loss else (now, said)
-        self._loss = _Loss(told, self.progress.recorded, at)
-        self.progress.back_to(self._back)
+    def _restart(self, effects: list[Effect], cause: str, now: float) -> list[Effect]:
+        """Begin another generation, from the newest state.
+
+        Workers of this one that are left are killed, so messages to them are not sent.
+        """
+        performed = [effect for effect in effects if not isinstance(effect, Send)]
+        discarded = [Discard(step) for step in self.snapshots.workers_lost()]
+        if discarded:
+            self.progress.save_requested = True
+        at, causes = now, cause
+        if self._recovery:
+            at, causes = self._recovery.at, f"{self._recovery.cause}; {cause}"
+        self._recovery = _Recovery(causes, self.progress.recorded, at)
+        self.progress.roll_back(self._newest_state)
         before, self._peaks = self.generation, self._peak_memory()
         self.generation = self._begin(before.number + 1, now)
-        if before.interrupted is not None:  # what is in memory is saved before the job ends
+        if before.interrupted is not None:  # the snapshot is saved before the job ends
             self.generation.interrupted = now
-        went = f"lost: {said}; going on after step {self.progress.steps}"
-        return [*kept, *discarded, Log(went), Again(self.generation.number, said, self._hands.now)]
+        return [
+            *performed,
+            *discarded,
+            Log(f"lost: {cause}; resuming after step {self.progress.steps}"),
+            Restart(self.generation.number, cause, self._elastic.workers),
+        ]
 
-    def _recovered(self, now: float) -> list[Effect]:
-        """Say so as soon as steps are run again."""
-        loss, state = self._loss, self.generation.state
-        if loss is None or state in (State.JOINING, State.BUILDING):
+    def _report_recovery(self, now: float) -> list[Effect]:
+        """Report a restart to the user once steps run again."""
+        recovery = self._recovery
+        if recovery is None or self.generation.state in BEFORE_STEPS:
             return []
-        self._loss = None
-        self._hands.settled(now)
-        again = loss.steps - self.progress.steps
-        steps = f"{again} step{'' if again == 1 else 's'} repeated" if again else "nothing repeated"
-        back = f"after step {self.progress.steps}, {steps}"
-        return [Warn(f"{loss.said}; went on {back}, in {now - loss.at:.1f} s")]
+        self._recovery = None
+        self._elastic.steps_run(now)
+        count = recovery.steps - self.progress.steps
+        repeated = f"{count or 'no'} step{'' if count in (0, 1) else 's'} repeated"
+        resumed = f"resumed after step {self.progress.steps}, {repeated}"
+        return [Warn(f"{recovery.cause}; {resumed}, in {now - recovery.at:.1f} s")]
 
     def _ended(self, end: End) -> Ended:
-        """The verdict on the job, by how its last generation ended."""
-        verdict = Verdict(Status.FAILED, 1, end.failure) if isinstance(end, Lost) else end
+        """Return how the job ended, from the end of its last generation."""
+        if isinstance(end, Lost):
+            end = JobEnd(Status.FAILED, 1, end.failure)
         return Ended(
-            verdict.status,
-            verdict.exit_status,
+            end.status,
+            end.exit_status,
             self.progress.recorded,
             self._peak_memory(),
             self.progress.bubble,
-            verdict.failure,
+            end.failure,
             tuple(self._restarts.causes),
             self.progress.busy,
         )
 
     def _peak_memory(self) -> tuple[int, ...]:
-        """Bytes, by rank, of all generations so far."""
+        """Return the peak memory in bytes of each rank, over all generations so far."""
         pairs = zip_longest(self.generation.roster.peak_memory(), self._peaks, fillvalue=0)
         return tuple(max(pair) for pair in pairs)[: self.placement.ranks]
 
     def _begin(self, number: int, now: float) -> Generation:
         self.progress.attempts += 1
-        start, last = self._start, self.snapshots.newest
-        restore = last[1] if last else start.restore
-        options, width = self._options, self._hands.now
-        if width != options.stages:
-            options = replace(options, stages=width, balance=None)
+        newest, placement = self.snapshots.newest, self.placement
+        options = self._options.with_stages(self._elastic.workers)
+        loop = CallLoop if options.own_loop else FileLoop
         return Generation(
-            number,
-            options,
-            self._run_dir,
-            self.placement,
-            self._timings,
-            loop_for(options, self.placement, self.progress),
-            self.progress,
-            now,
-            self.snapshots,
-            restore,
-            start.layers,
-            self._launched,
+            number=number,
+            options=options,
+            run_dir=self._run_dir,
+            placement=placement,
+            timings=self._timings,
+            loop=loop(options, placement, self.progress),
+            progress=self.progress,
+            started=now,
+            snapshots=self.snapshots,
+            restore=newest[1] if newest else self._start.restore,
+            layers=self._start.layers,
+            launched=self._launched,
         )
 
-    def _pass_on(self, event: Event, now: float) -> list[Effect]:
-        generation = self.generation
-        match event:
-            case Arrived():
-                if event.generation != generation.number:
-                    name = type(event.message).__name__
-                    return [Dropped(f"{name} of generation {event.generation}")]
-                return generation.arrived(event.peer, event.message, now)
-            case Garbled():
-                return generation.lied(event.peer, event.text) or [Dropped(event.text)]
-            case WorkerExited():
-                if event.generation != generation.number:
-                    return [Dropped(f"an exit of generation {event.generation}")]
-                return generation.exited(event, now)
-            case Foreign():
-                if generation.state is not State.JOINING:
-                    return [Dropped(event.text)]
-                text = f"{event.text}: all hosts of a job need the same version of pipeworker"
-                return generation.fail(Failure(Cause.USAGE, text))
-            case Unreachable():
-                generation.roster.unreachable(event.peer, now)
-                return []
-            case Ticked():
-                return generation.ticked(now, event.stopped)
-            case Interrupt():
-                return generation.interrupt(now)
-            case SaveAsked():
-                return generation.save_asked()
-            case Committed():
-                return generation.committed(event.step, event.path, now)
-            case Uncommitted():
-                return generation.uncommitted(event.step, event.text, now)
-            case StarterGone():
-                member = generation.roster.members.get(event.starter)
-                if member is not None:
-                    return generation.fail(member.gone())
-                gone = "the process that started the job is gone"
-                return generation.fail(Failure(Cause.LOST, gone))
-            case CannotStart():
-                if event.generation != generation.number:
-                    return [Dropped(f"a worker of generation {event.generation}")]
-                return generation.cannot_start(event)
-            case HostLost():
-                return generation.host_lost(event)
-            case Unwell():
-                return generation.fail(Failure(Cause.LOST, event.text))
-            case Broken():
-                return generation.fail(Failure(Cause.INTERNAL, event.text))
-        return never(event)
+
+def _snapshot_line(state: JobState, restore: Restore) -> lines.Snapshot:
+    scaler = state.scaler or LossScaler(0.0)
+    return lines.Snapshot(state.step, restore.slot, restore.ranks, scaler.scale, scaler.good_steps)

@@ -1,71 +1,30 @@
-"""What a generation waits for and why, and how it ends."""
+"""The states of a generation: the message each one waits for, and the reason."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from enum import Enum
-
-from pipeworker.coordinator.effects import Status
-from pipeworker.wire.messages.failure import Failure
 
 
 class State(Enum):
-    """What a generation waits for."""
+    """The event that a generation waits for.
 
-    JOINING = "joining"
-    BUILDING = "building"
-    STEPPING = "stepping"
-    EVALUATING = "evaluating"
-    CALLING = "calling"
-    SAVING = "saving"
-    COMMITTING = "committing"
-    OVER = "over"
+    Attributes:
+        awaited_message: the name of the message that every awaited rank sends, or "".
+        reason: the reason to wait, for logs and messages.
+    """
 
+    def __init__(self, awaited_message: str, reason: str) -> None:
+        self.awaited_message, self.reason = awaited_message, reason
 
-_WHY = {
-    State.JOINING: ("Described", "the plan needs every worker's word on the model"),
-    State.BUILDING: ("Ready", "no step begins before every stage is built and connected"),
-    State.STEPPING: ("StepDone", "an update happens on all stages or on none"),
-    State.EVALUATING: ("EvaluationDone", "the next step begins when every stage is through"),
-    State.CALLING: ("Call", "every rank makes the same calls"),
-    State.SAVING: ("Saved", "a checkpoint is complete or it is not there"),
-    State.COMMITTING: ("", "the checkpoint is being made complete"),
-    State.OVER: ("", "it is over"),
-}
+    JOINING = "Described", "the plan needs every worker's description of the model"
+    BUILDING = "Ready", "no step begins before every stage is built and connected"
+    STEPPING = "StepDone", "an update happens on all stages or on none"
+    EVALUATING = "EvaluationDone", "the next step begins after all stages have evaluated"
+    CALLING = "Call", "every rank makes the same calls"
+    SAVING = "Saved", "a checkpoint is complete or absent"
+    COMMITTING = "", "the checkpoint is being completed"
+    OVER = "", "the generation has ended"
 
 
-@dataclass(frozen=True, slots=True)
-class Waiting:
-    """For whom, for what and why: in words, for logs and messages."""
-
-    state: State
-    ranks: tuple[int, ...]
-
-    def __str__(self) -> str:
-        what, why = _WHY[self.state]
-        ranks = f" of rank {', '.join(map(str, self.ranks))}" if self.ranks else ""
-        return f"waiting for {what}{ranks}: {why}" if what else why
-
-
-@dataclass(frozen=True, slots=True)
-class Verdict:
-    """The job ends with this generation."""
-
-    status: Status
-    exit_status: int
-    failure: Failure | None = None
-
-
-STOPPED = Verdict(Status.INTERRUPTED, 130)
-"""The user asked for it."""
-
-
-@dataclass(frozen=True, slots=True)
-class Lost:
-    """A worker is gone, by nothing that is sure to happen again: the job may go on without it."""
-
-    failure: Failure
-
-
-End = Verdict | Lost
-"""How a generation ends: with a verdict, or with a reason to start again."""
+BEFORE_STEPS = (State.JOINING, State.BUILDING)
+"""States in which no step has begun."""

@@ -1,1 +1,1 @@
-"""What belongs to a host rather than to a worker: the fork server, lifetimes, memory that stays."""
+"""The host's part of a job: its agent, process lifetimes, and memory that outlives a worker."""

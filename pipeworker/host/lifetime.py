@@ -1,4 +1,4 @@
-"""Processes that end with those they belong to."""
+"""Processes that end together with their parent."""
 
 from __future__ import annotations
 
@@ -7,13 +7,16 @@ import os
 import signal
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 _PR_SET_PDEATHSIG = 1
 
 
-def die_with(parent: int, number: int = signal.SIGKILL) -> None:
-    """On Linux, be sent a signal when the parent ends, however it ends."""
+def die_with_parent(parent: int, number: int = signal.SIGKILL) -> None:
+    """Have the kernel send this process a signal when its parent ends (Linux).
+
+    If `parent`, a pid, has ended already, this process exits.
+    """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number)
         if os.getppid() != parent:
@@ -21,17 +24,15 @@ def die_with(parent: int, number: int = signal.SIGKILL) -> None:
 
 
 @contextmanager
-def dying_with(parent: int) -> Iterator[None]:
-    """Meanwhile a process does not look who is there: on Linux it is killed with its parent."""
-    die_with(parent)
+def bound_to_parent(parent: int) -> Iterator[None]:
+    """Have this process killed with its parent while it cannot watch its parent itself (Linux)."""
+    die_with_parent(parent)
     yield
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, 0)
 
 
 def kill_group(pid: int) -> None:
-    """Kill a worker and what it started; its process group is named by its own pid."""
-    try:
+    """Kill the process group of a worker: the worker and the processes it started."""
+    with suppress(ProcessLookupError):  # all of them have ended
         os.killpg(pid, signal.SIGKILL)
-    except ProcessLookupError:
-        return  # nothing is left of it

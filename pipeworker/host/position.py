@@ -1,7 +1,6 @@
-"""Where a worker is, written before each layer into memory that outlives the worker.
+"""The position of a worker, written before each layer into memory that outlives the worker.
 
-The process that forked the worker shares the memory: when the worker dies without a word, what it
-was doing is still known. Writing costs a fraction of a microsecond.
+Its host's agent reads what a worker was doing that died without a message.
 """
 
 from __future__ import annotations
@@ -9,7 +8,7 @@ from __future__ import annotations
 import mmap
 from struct import Struct
 
-from pipeworker.wire.messages.position import Phase, Position
+from pipeworker.facts.position import Phase, Position
 
 _RECORD = Struct("<5q")
 
@@ -22,7 +21,7 @@ class Tracker:
         self.set(Phase.STARTING)
 
     def set(self, phase: Phase, step: int = -1, microbatch: int = -1, layer: int = -1) -> None:
-        """The worker computes."""
+        """Record a position at which the worker computes."""
         _RECORD.pack_into(self._memory, 0, phase, step, microbatch, layer, 0)
 
     def wait(
@@ -32,17 +31,19 @@ class Tracker:
         layer: int = -1,
         phase: Phase = Phase.WAITING,
     ) -> None:
-        """The worker may have to wait for others."""
+        """Record a position at which the worker may wait for other processes."""
         _RECORD.pack_into(self._memory, 0, phase, step, microbatch, layer, 1)
 
     def get(self) -> Position:
+        """Return the recorded position."""
         phase, step, microbatch, layer, _ = _RECORD.unpack_from(self._memory, 0)
         return Position(Phase(phase), step, microbatch, layer)
 
     @property
-    def waits(self) -> bool:
-        """Whether it is stuck when the others are gone."""
+    def waiting(self) -> bool:
+        """Whether the worker may wait for other processes, and is stuck without them."""
         return bool(_RECORD.unpack_from(self._memory, 0)[4])
 
     def close(self) -> None:
+        """Unmap the memory."""
         self._memory.close()

@@ -1,4 +1,4 @@
-"""How a process of our own installation is started, whatever the current folder holds."""
+"""The command line that runs a module of this installation, whatever the current folder holds."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from pathlib import Path
 import pipeworker
 
 _ROOT = str(Path(pipeworker.__file__).parents[1])
-# A module of the user's in the current folder must not be taken for one of ours, so the folder that
-# `-c` puts first on the path goes, and where pipeworker was found comes last.
-# An interrupt that comes before anybody can take it ends the process without a traceback.
+# A user's module in the current folder must not be imported in place of one of pipeworker's, so the
+# folder that `-c` puts first on the path is removed, and pipeworker's own is appended.
+# An interrupt before a handler is installed ends the process without a traceback.
 _BOOT = (
     "import signal; signal.signal(signal.SIGINT, signal.SIG_DFL); "
     "import sys; sys.path.pop(0); root, name = sys.argv[1:3]; "
@@ -20,10 +20,8 @@ _BOOT = (
 
 
 def command(module: str, python: str = "", *words: str) -> list[str]:
-    """The command that runs ``main()`` of one of our modules.
+    """Return the command that runs ``main()`` of a module of pipeworker.
 
-    Args:
-        python: another interpreter than the one that runs here.
-        words: behind the module in ``sys.argv``.
+    The `words` follow the module's name in ``sys.argv``; the default `python` is this interpreter.
     """
     return [python or sys.executable, "-c", _BOOT, _ROOT, module, *words]

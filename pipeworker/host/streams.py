@@ -1,4 +1,4 @@
-"""Standard streams that may be closed, full, or lead to a reader who has gone."""
+"""Standard streams that may be closed, full, or without a reader."""
 
 from __future__ import annotations
 
@@ -9,68 +9,73 @@ import select
 import sys
 from typing import Any, TextIO
 
-OURS = "[pipeworker] "
-"""Begins what is said in a worker's log by pipeworker and not by the job."""
+LOG_PREFIX = "[pipeworker] "
+"""The beginning of a line in a worker's log that pipeworker writes, not the job."""
 _MODES = {"stdin": "r", "stdout": "w", "stderr": "w"}
 
 
-def stand_in() -> None:
-    """Open on nothing what this process was started without.
+def open_missing() -> None:
+    """Open the null device in place of each standard stream that this process was started without.
 
-    Else the next file or socket takes its number, and is what everything that prints writes to.
+    Otherwise the next file or socket gets the descriptor, and receives everything that is printed.
     """
-    for name, mode in _MODES.items():  # in the order of their descriptors: the lowest is taken
+    for name, mode in _MODES.items():  # in the order of their descriptors: the lowest is used
         if getattr(sys, name) is None:
             descriptor = os.open(os.devnull, os.O_RDWR)
             os.set_inheritable(descriptor, True)
             setattr(sys, name, os.fdopen(descriptor, mode, encoding="utf-8"))
 
 
-class _Whole(io.FileIO):
-    """Takes all of what is written, or raises OSError."""
+class _WholeWrites(io.FileIO):
+    """A file that writes all data of a call, or raises OSError."""
 
     def write(self, data: Any) -> int:
+        """Write all of the data; return its length."""
         left = memoryview(data)
         while left:
             written = super().write(left)
-            if written is None:  # somebody has made it one that does not wait
+            if written is None:  # another process has made the descriptor non-blocking
                 select.select([], [self], [])
             left = left[written or 0 :]
         return len(data)
 
 
-def second(descriptor: int) -> TextIO:
-    """Another file on what standard output or error is open on; it takes any text.
+def duplicate(descriptor: int) -> TextIO:
+    """Return a second file for a descriptor; it accepts any text.
 
-    Nothing waits in it, which could be written neither now nor at the end.
+    It is unbuffered, so that no text is left that can be written neither now nor at exit.
     """
     encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
-    file = _Whole(os.dup(descriptor), "w")
+    file = _WholeWrites(os.dup(descriptor), "w")
     return io.TextIOWrapper(file, encoding, "backslashreplace", write_through=True)
 
 
+log_pending = False
+"""Whether this process is a worker that has yet to redirect its output to its log."""
+
+
 def note(text: str) -> None:
-    """Say something in the log of this worker, at once; nothing where the job has closed it.
+    """Write lines to this worker's log at once, or nothing if the job has closed the stream.
 
     Raises:
         OSError: the disk is full.
     """
-    lines = [f"{OURS}{line}\n" for line in text.splitlines()]
+    lines = [f"{LOG_PREFIX}{line}\n" for line in text.splitlines()]
     with contextlib.suppress(ValueError):
         print("".join(lines), end="", file=sys.stderr, flush=True)
 
 
-def by_line() -> None:
-    """What is printed is written line by line, though nobody sits before it."""
+def buffer_by_line() -> None:
+    """Have output written line by line, also if it does not go to a terminal."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(line_buffering=True)
 
 
 def flush() -> None:
-    """Write what was printed; that it cannot be written is no reason to fail.
+    """Write buffered output; ignore errors.
 
-    A job may have closed its streams, or have others in their place, which raise what they like.
+    A job may have closed its streams, or replaced them by objects that raise any exception.
     """
     for stream in (sys.stdout, sys.stderr):
         if stream is not None:
@@ -78,12 +83,15 @@ def flush() -> None:
                 stream.flush()
 
 
-def let_go() -> None:
-    """What a reader who has gone did not take is no error of the interpreter's (its status 120)."""
+def discard_unwritten() -> None:
+    """Write buffered output, or discard it if the reader is gone.
+
+    Otherwise the interpreter would fail at exit, with status 120.
+    """
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()
         except OSError:
-            nowhere = os.open(os.devnull, os.O_WRONLY)
-            os.dup2(nowhere, stream.fileno())
-            os.close(nowhere)
+            null = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(null, stream.fileno())
+            os.close(null)

@@ -1,1 +1,1 @@
-"""What the user brought: the options of the command and the job file."""
+"""The user's input: the options of the command, and the job file."""

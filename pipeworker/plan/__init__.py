@@ -1,1 +1,1 @@
-"""What will run: partition, placement, schedules, checks. Pure: no clock, file, socket, torch."""
+"""The plan of a job: partition, placement, schedules, checks. Pure, and without torch."""

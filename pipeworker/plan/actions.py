@@ -1,7 +1,27 @@
-"""The language of schedules: what a worker does for a micro-batch on one of its stages.
+"""Actions: the language of schedules.
 
-An action reads as the field writes it, the stage first: ``2F0`` is the forward of micro-batch 0 on
-stage 2, ``2>A0`` sends what it gave to stage 3, ``0>T0@3`` sends a target from stage 0 to stage 3.
+An action is one thing that a worker does in a step, for one micro-batch on one of its stages. It is
+written as the field writes it (torch.distributed.pipelining): stage, kind, micro-batch::
+
+    2F0       forward of micro-batch 0 on stage 2
+    2R0       the same forward again, because its graph was dropped to save memory (recompute)
+    2B0       backward of micro-batch 0 on stage 2: gradients of the input and of the weights
+    2I0 2W0   the same in two parts: gradient of the input, later those of the weights
+    2>A0      send the activation of micro-batch 0 to stage 3; there, 3<A0 receives it
+    2>G0      send the gradient of its input to stage 1; there, 1<G0 receives it
+    0>T0@3    send the target of micro-batch 0 from stage 0 to stage 3; there, 3<T0@0
+    0>S0@2    send the tensors of a skip connection to stage 2; there, 2<S0@0
+    2>H0@0    send their gradients back to stage 0; there, 0<H0@2
+    2FETCH0   begin to copy offloaded tensors of micro-batch 0 back from the host's memory
+    0L0       load the next mini-batch (stage 0 only)
+
+Activations and gradients go to a neighbouring stage. All other sends and receives name the stage at
+the other end after ``@``. A step has at most one ``L``, ``TIE``, ``SCATTER``, ``SUM`` and
+``GATHER`` per stage; they are written with micro-batch 0. A worker's part of a schedule is a line
+of actions separated by spaces, which :func:`parse_actions` reads and :func:`format_actions` writes.
+
+A compute order (:mod:`pipeworker.plan.orders`) consists of ``F``, ``R``, ``B``, ``I`` and ``W``;
+:mod:`pipeworker.plan.connect` and :mod:`pipeworker.plan.recompute` add the rest.
 """
 
 from __future__ import annotations
@@ -17,27 +37,29 @@ from pipeworker.errors import ScheduleError
 
 
 class Kind(str, Enum):
-    """What an action does; the value is its text form. (A str, so that it hashes quickly.)"""
+    """The kind of an action; its value is the text form. A str, because that hashes faster."""
 
     FORWARD = "F"
     RECOMPUTE = "R"
+    """The forward again, right before the backward."""
     FETCH = "FETCH"
-    """What the graph of a forward saved begins to come back from the host's memory."""
+    """Begin to copy the tensors that a forward's graph saved back from the host's memory."""
     BACKWARD = "B"
     """The whole backward: gradients of the input and of the weights."""
     BACKWARD_INPUT = "I"
-    """The gradient of the stage's input alone; the weights' follows (Qi et al. 2023)."""
+    """The gradient of the stage's input; the weights' follow (zero bubble, Qi et al. 2023)."""
     BACKWARD_WEIGHT = "W"
+    """The gradients of the stage's weights, after BACKWARD_INPUT."""
     LOAD = "L"
     """Stage 0 reads the next mini-batch, in the gap between fill and drain."""
     REDUCE_TIED = "TIE"
-    """Add up the gradients of tied weights, at the end of a step (counts as micro-batch 0)."""
+    """Add up the gradients of tied weights at the end of the step."""
     SCATTER = "SCATTER"
-    """Send each other replica its part of a stage's gradients (counts as micro-batch 0)."""
+    """Send each other replica its part of a stage's gradients."""
     SUM = "SUM"
-    """Add up one's own part in the order of the replicas, and send it to all others (likewise)."""
+    """Add up this replica's part in the order of the replicas, and send the sum to all others."""
     GATHER = "GATHER"
-    """Take the other parts, added up by other replicas (likewise)."""
+    """Receive the parts that other replicas have added up."""
     SEND_ACTIVATION = ">A"
     RECEIVE_ACTIVATION = "<A"
     SEND_GRADIENT = ">G"
@@ -56,7 +78,7 @@ class Kind(str, Enum):
 
 
 class Payload(str, Enum):
-    """What a channel between two stages carries."""
+    """The kind of values that a channel between two stages carries."""
 
     ACTIVATION = "activation"
     GRADIENT = "gradient"
@@ -65,53 +87,41 @@ class Payload(str, Enum):
     SKIP_GRADIENT = "skip-gradient"
     TIED = "tied"
     SUM = "sum"
-    """From one replica to another: gradients, and what they add up to."""
+    """Between replicas: gradients, and their sums."""
     DATA = "data"
-    """From the first stage of replica 0 to those of the others, where it reads for all."""
+    """From the first stage of replica 0 to the others', if replica 0 reads the data for all."""
 
     def __str__(self) -> str:
         return self.value
 
 
 REPLICAS = (Kind.SCATTER, Kind.SUM, Kind.GATHER)
-"""How the gradients of a stage are added up over its replicas, in this order."""
-COMPUTE = frozenset(
-    {
-        Kind.FORWARD,
-        Kind.RECOMPUTE,
-        Kind.BACKWARD,
-        Kind.BACKWARD_INPUT,
-        Kind.BACKWARD_WEIGHT,
-    }
-)
+"""The actions that add up a stage's gradients over its replicas, in this order."""
+INPUTS = (Kind.BACKWARD, Kind.BACKWARD_INPUT)
+"""The actions that compute the gradient of a stage's input."""
 WEIGHTS = (Kind.BACKWARD, Kind.BACKWARD_WEIGHT)
-"""What accumulates the gradients of a stage's weights."""
-SENDS = {
-    Kind.SEND_ACTIVATION: Payload.ACTIVATION,
-    Kind.SEND_GRADIENT: Payload.GRADIENT,
-    Kind.SEND_TARGET: Payload.TARGET,
-    Kind.SEND_SKIP: Payload.SKIP,
-    Kind.SEND_SKIP_GRADIENT: Payload.SKIP_GRADIENT,
-    Kind.SEND_TIED: Payload.TIED,
+"""The actions that accumulate the gradients of a stage's weights."""
+COMPUTE = frozenset({Kind.FORWARD, Kind.RECOMPUTE, *INPUTS, *WEIGHTS})
+_LETTERS = {
+    "A": Payload.ACTIVATION,
+    "G": Payload.GRADIENT,
+    "T": Payload.TARGET,
+    "S": Payload.SKIP,
+    "H": Payload.SKIP_GRADIENT,
+    "TIE": Payload.TIED,
 }
-RECEIVES = {
-    Kind.RECEIVE_ACTIVATION: Payload.ACTIVATION,
-    Kind.RECEIVE_GRADIENT: Payload.GRADIENT,
-    Kind.RECEIVE_TARGET: Payload.TARGET,
-    Kind.RECEIVE_SKIP: Payload.SKIP,
-    Kind.RECEIVE_SKIP_GRADIENT: Payload.SKIP_GRADIENT,
-    Kind.RECEIVE_TIED: Payload.TIED,
-}
+SENDS = {Kind(f">{letter}"): payload for letter, payload in _LETTERS.items()}
+RECEIVES = {Kind(f"<{letter}"): payload for letter, payload in _LETTERS.items()}
 _NEIGHBOURS = {Payload.ACTIVATION: 1, Payload.GRADIENT: -1}
-"""Payloads that go to the stage beside; the others' actions name the stage at the other end."""
+"""Payloads that go to a neighbouring stage; the actions of the others name the peer."""
 
 
 class Action(NamedTuple):
-    """One thing a worker does for one micro-batch on one of its stages.
+    """One thing that a worker does for one micro-batch on one of its stages.
 
-    `peer` is the stage at the other end, where it is not the neighbour: of a target, a skip
-    connection or a tie. (A named tuple, which is made three times as quickly as a frozen dataclass:
-    64 stages with 1,024 micro-batches have half a million.)
+    `peer` is the stage at the other end of a target, skip connection or tie. A named tuple is made
+    three times as fast as a frozen dataclass: 64 stages with 1,024 micro-batches have half a
+    million actions.
     """
 
     kind: Kind
@@ -133,11 +143,10 @@ _EDGE = re.compile(
 
 @dataclass(frozen=True, slots=True, order=True)
 class Edge:
-    """A directed channel: `payload` goes from stage `source` to stage `target`.
+    """A directed channel between two stages, or between the same stage of two replicas.
 
-    Attributes:
-        origin, goal: where it leads from one replica to another, these; else -1, and every replica
-            has one.
+    `origin` and `goal` are the sending and the receiving replica; -1 for a channel that every
+    replica has within it.
     """
 
     source: int
@@ -152,30 +161,22 @@ class Edge:
 
     @staticmethod
     def parse(text: str) -> Edge:
-        """Read the text form.
-
-        Raises:
-            ScheduleError: it is not an edge.
-        """
+        """Read the text form: ``0>1/activation``, or ``2>2/sum@0>1`` between replicas."""
         match = _EDGE.fullmatch(text)
         if match is None:
-            raise ScheduleError(f"{text!r} is not an edge: 0>1/activation is")
+            raise ScheduleError(f"{text!r} is not an edge: write it as 0>1/activation")
         between = (int(match[4]), int(match[5])) if match[4] is not None else ()
         return Edge(int(match[1]), int(match[2]), Payload(match[3]), *between)
 
     @staticmethod
     def between(stage: int, origin: int, goal: int) -> Edge:
-        """From a stage of one replica to the same stage of another."""
+        """Return the channel from a stage of one replica to the same stage of another."""
         return Edge(stage, stage, Payload.SUM, origin, goal)
-
-    def other(self, stage: int) -> int:
-        """The stage at the other end."""
-        return self.target if stage == self.source else self.source
 
 
 @cache
 def channel(kind: Kind, stage: int, peer: int = -1) -> Edge:
-    """The channel that a send or receive of `stage` uses."""
+    """Return the channel that a send or receive of `stage` uses."""
     payload = SENDS.get(kind) or RECEIVES[kind]
     step = _NEIGHBOURS.get(payload)
     if kind in SENDS:
@@ -184,12 +185,12 @@ def channel(kind: Kind, stage: int, peer: int = -1) -> Edge:
 
 
 def edge_of(action: Action) -> Edge:
-    """The channel that a send or receive uses."""
+    """Return the channel that a send or receive uses."""
     return channel(action.kind, action.stage, action.peer)
 
 
 def format_actions(actions: Iterable[Action]) -> str:
-    """One worker's actions as text."""
+    """Return one worker's actions as text."""
     return " ".join(map(str, actions))
 
 
@@ -204,11 +205,7 @@ _TOKEN = re.compile(
 
 
 def parse_actions(text: str) -> tuple[Action, ...]:
-    """Read one worker's actions.
-
-    Raises:
-        ScheduleError: a word is not an action.
-    """
+    """Read one worker's actions; raise ScheduleError if a word is not an action."""
     actions = []
     for word in text.split():
         match = _TOKEN.fullmatch(word)

@@ -1,39 +1,45 @@
-"""Shows, before anything runs, that a schedule can run, and what it keeps.
+"""The checker: proves before a job runs that a schedule can run, and counts what it holds.
 
-A schedule passes when it is *complete* (every micro-batch forward and backward once on every
-stage), *ordered* (each action's needs are met by earlier actions; gradients of weights accumulate
-in micro-batch order; each channel is received in the order it is sent) and *free of deadlock* when
-a channel holds at most `capacity` frames. Workers that block on reading an empty channel and on
-writing a full one form a bounded Kahn network: whether it deadlocks does not depend on timing, so
-one run decides it.
+A schedule passes if it is
 
-The actions of one kind and stage are a column: their micro-batches, and their places in the tuple.
-Laws compare whole columns, so that half a million actions take half a second.
+- *complete*: every stage runs forward and backward of every micro-batch once;
+- *ordered*: each action comes after those that it needs, gradients of weights accumulate in
+  micro-batch order, and each channel is received in the order in which it is sent;
+- *free of deadlock* with channels that hold at most `capacity` frames. Workers that block while
+  they read an empty channel or write to a full one form a bounded Kahn network. Whether such a
+  network deadlocks does not depend on timing, so one simulated run decides it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from itertools import compress
 from operator import lt
+from typing import NamedTuple
 
 from pipeworker.errors import ScheduleError
-from pipeworker.plan.actions import COMPUTE, REPLICAS, WEIGHTS, Action, Kind
-from pipeworker.plan.columns import NONE, Column, Columns, columns_of, joined
-from pipeworker.plan.kept import keeps, leaves
+from pipeworker.plan.actions import COMPUTE, INPUTS, REPLICAS, WEIGHTS, Action, Kind
+from pipeworker.plan.columns import (
+    NONE,
+    Column,
+    Columns,
+    columns_of,
+    joined,
+    offloaded_at,
+    peak_live,
+)
 from pipeworker.plan.network import CHANNEL_CAPACITY, check_channels, check_progress
-from pipeworker.plan.schedule import Schedule
+from pipeworker.plan.schedule import End, Schedule, StageEnds
 
 
-@dataclass(frozen=True, slots=True)
-class Kept:
-    """What each stage keeps at most at once, in micro-batches.
+class LiveMicroBatches(NamedTuple):
+    """The peak number of micro-batches of which each stage holds something, by stage.
 
     Attributes:
-        activations: whose graph is kept: from forward, or recompute, to the end of backward; but
-            for the time that what it saved is in the host's memory.
-        inputs: whose input is kept: from forward to the end of backward.
-        deferred: whose backward is half done: for the input, but not yet for the weights.
+        activations: graphs on the device: from forward, or recompute, to the end of backward,
+            without the time during which they are offloaded.
+        inputs: inputs that are held: from forward to the end of backward.
+        deferred: split backwards that have run for the input, but not yet for the weights.
     """
 
     activations: tuple[int, ...]
@@ -41,8 +47,8 @@ class Kept:
     deferred: tuple[int, ...]
 
 
-def check(schedule: Schedule, *, capacity: int = CHANNEL_CAPACITY) -> Kept:
-    """What a legal schedule keeps.
+def check(schedule: Schedule, *, capacity: int = CHANNEL_CAPACITY) -> LiveMicroBatches:
+    """Prove that a schedule can run; return how many micro-batches each stage holds at once.
 
     Raises:
         ScheduleError: it is incomplete, out of order or deadlocks; the message names the worker,
@@ -57,9 +63,10 @@ def check(schedule: Schedule, *, capacity: int = CHANNEL_CAPACITY) -> Kept:
         if not 0 <= source < schedule.placement.stages:
             raise ScheduleError(f"tie {source}>{target} is not of the stages")
     workers = [columns_of(actions) for actions in schedule.workers]
-    kept: list[tuple[int, int, int]] = []
-    for stage, worker in enumerate(schedule.placement.owners):
-        kept.append(_Stage(schedule, worker, stage, workers[worker]).check())
+    live = [
+        _StageChecks(schedule, worker, stage, workers[worker]).check()
+        for stage, worker in enumerate(schedule.placement.owners)
+    ]
     for worker, (actions, columns) in enumerate(zip(schedule.workers, workers, strict=True)):
         for (_, stage, _), column in columns.items():
             if stage not in schedule.placement.held[worker]:
@@ -68,8 +75,7 @@ def check(schedule: Schedule, *, capacity: int = CHANNEL_CAPACITY) -> Kept:
         _check_phases(worker, actions, columns)
     check_channels(workers)
     check_progress(schedule, workers, capacity)
-    activations, inputs, deferred = zip(*kept, strict=True)
-    return Kept(activations, inputs, deferred)
+    return LiveMicroBatches(*zip(*live, strict=True))
 
 
 _PHASES = {
@@ -77,14 +83,16 @@ _PHASES = {
     Kind.GATHER: 2,
     **dict.fromkeys((Kind.SEND_TIED, Kind.RECEIVE_TIED, Kind.REDUCE_TIED), 3),
 }
-"""What waits for other replicas, by what it waits for: of an earlier phase, and so on its way."""
+"""The actions that wait for other replicas: those of a phase need all replicas' earlier ones."""
 
 
 def _check_phases(worker: int, actions: Sequence[Action], columns: Columns) -> None:
-    """Nobody waits for another replica before all is done that it may wait for in turn.
+    """Check that replicas cannot wait for each other in a circle.
 
-    Sends between replicas wait for nobody. So the stages of a replica come to the end of the first
-    phase by themselves, and to that of each next one when all replicas have come to the one before.
+    A worker must not wait for another replica before it has done everything that this replica may
+    wait for. Sends between replicas never block. So the stages of a replica reach the end of the
+    first phase without other replicas, and the end of each further phase once all replicas have
+    reached the end of the previous one.
     """
     if not any(kind in REPLICAS for kind, _, _ in columns):
         return
@@ -96,121 +104,92 @@ def _check_phases(worker: int, actions: Sequence[Action], columns: Columns) -> N
         ended, last = phase, place
 
 
-_BACKWARDS = (Kind.BACKWARD, Kind.BACKWARD_INPUT)
-"""What gives the gradient of a stage's input."""
 _ONCE = {Kind.LOAD, *REPLICAS, *_PHASES}
-"""What a step has one of, as if it were of micro-batch 0."""
-_End = tuple[Kind, int]
-"""A kind, and the stage at the other end or -1."""
+"""The kinds that a step has at most once per stage, written with micro-batch 0."""
 
 
-class _Stage:
-    """The laws of one stage on the worker that holds it."""
+class _StageChecks:
+    """The checks of one stage on the worker that holds it."""
 
     def __init__(self, schedule: Schedule, worker: int, stage: int, columns: Columns) -> None:
         self._schedule = schedule
-        self._worker = worker
-        self._stage = stage
-        self._columns = columns
+        self._worker, self._stage, self._columns = worker, stage, columns
         self._count = schedule.microbatches
         self._actions = schedule.workers[worker]
-        self._last = schedule.placement.stages - 1
-        self._reduces = schedule.placement.replicas > 1 and not schedule.forward_only
         self._owners = schedule.placement.owners
-        skips = schedule.skips
-        self._sources = [a for a, b in skips if b == stage and self._away(a)]
-        self._targets = [b for a, b in skips if a == stage and self._away(b)]
+        self._ends = StageEnds.of(schedule.placement, stage, schedule.skips)
         self._tied = [b for a, b in schedule.ties if a == stage]
 
     def check(self) -> tuple[int, int, int]:
-        """Raise what is wrong; returns what is kept: activations, inputs, deferred."""
-        mine = {key: column for key, column in self._columns.items() if key[1] == self._stage}
-        for (kind, _, _), column in self._columns.items():  # and the stages beside it
+        """Raise the first error; return the live activations, inputs and deferred backwards."""
+        for (kind, _, _), column in self._columns.items():  # the worker's other stages are needed
             self._check_numbers(column, max(self._count, kind in _ONCE))
         self._check_needs()
+        self._check_reduction()
         self._check_replicas()
         self._check_accumulation()
         self._check_complete()
-        self._check_foreign(mine)
-        return keeps(self._columns, self._stage, len(self._actions))
+        self._check_foreign()
+        return peak_live(self._columns, self._stage, len(self._actions))
 
-    def _away(self, stage: int) -> bool:
-        """Whether a stage is on another worker."""
-        return self._owners[stage] != self._worker
+    def _is_local(self, stage: int) -> bool:
+        return 0 <= stage < len(self._owners) and self._owners[stage] == self._worker
 
-    def _column(self, kind: Kind, peer: int = -1, stage: int | None = None) -> Column:
-        key = kind, self._stage if stage is None else stage, peer
-        return self._columns.get(key, NONE)
+    def _column(self, kind: Kind, peer: int = -1) -> Column:
+        return self._columns.get((kind, self._stage, peer), NONE)
 
     def _fail(self, what: str) -> ScheduleError:
         return ScheduleError(f"worker {self._worker}: {what}")
 
     def _check_numbers(self, column: Column, count: int) -> None:
-        actions, found = self._actions, column.microbatches
-        if len(set(found)) < len(found):
-            seen: set[int] = set()
-            for m, place in zip(found, column.places, strict=True):
+        """Check that a column has each micro-batch at most once, and only those below `count`."""
+        seen: set[int] = set()
+        if len(set(column.microbatches)) < len(column.places):
+            for m, place in zip(column.microbatches, column.places, strict=True):
                 if m in seen:
-                    raise self._fail(f"{actions[place]} appears twice")
+                    raise self._fail(f"{self._actions[place]} appears twice")
                 seen.add(m)
-        if min(found) < 0 or max(found) >= count:
-            place = next(p for m, p in zip(found, column.places, strict=True) if not 0 <= m < count)
-            raise self._fail(f"{actions[place]} is not one of the micro-batches")
+        if min(column.microbatches) < 0 or max(column.microbatches) >= count:
+            place = column.place_of(lambda m: not 0 <= m < count)
+            raise self._fail(f"{self._actions[place]} is not one of the micro-batches")
 
     def _check_needs(self) -> None:
-        stage, last = self._stage, self._last
-        forward: list[tuple[_End, int]] = []  # what it needs, and of which stage
-        if stage > 0:
-            before = (Kind.RECEIVE_ACTIVATION, stage), (Kind.FORWARD, stage - 1)
-            kind, of = before[0] if self._away(stage - 1) else before[1]
-            forward.append(((kind, -1), of))
-        if stage == last and self._away(0):
-            forward.append(((Kind.RECEIVE_TARGET, 0), stage))
-        forward += [((Kind.RECEIVE_SKIP, peer), stage) for peer in self._sources]
-        for (kind, peer), of in forward:
-            self._need(self._column(Kind.FORWARD), self._column(kind, peer, of), kind, of, peer)
-
-        forwards = self._column(Kind.FORWARD)
-        recomputes = self._column(Kind.RECOMPUTE)
-        self._need(recomputes, forwards, Kind.FORWARD, stage)
+        """Check that each action comes after those that it needs."""
+        stage, ends = self._stage, self._ends
+        forwards, backwards = self._column(Kind.FORWARD), self._either(INPUTS)
+        if self._is_local(stage - 1):
+            before = self._columns.get((Kind.FORWARD, stage - 1, -1), NONE)
+            self._need(forwards, before, Kind.FORWARD, stage - 1)
+        for end in ends.before_forward:
+            self._need_end(forwards, end)
+        self._need(self._column(Kind.RECOMPUTE), forwards, Kind.FORWARD)
         self._check_fetches()
-        for kind in _BACKWARDS:
+        for kind in INPUTS:
             backward = self._column(kind)
-            self._need(backward, forwards, Kind.FORWARD, stage)
+            self._need(backward, forwards, Kind.FORWARD)
             for ahead in (Kind.RECOMPUTE, Kind.FETCH):
                 column = self._column(ahead)
-                self._need(_of(backward, column), column, ahead, stage)
-            if stage < last:
-                if self._away(stage + 1):
-                    gradients = self._column(Kind.RECEIVE_GRADIENT)
-                    self._need(backward, gradients, Kind.RECEIVE_GRADIENT, stage)
-                else:
-                    self._need(
-                        backward, self._either(_BACKWARDS, stage + 1), Kind.BACKWARD, stage + 1
-                    )
-            for peer in self._targets:
-                column = self._column(Kind.RECEIVE_SKIP_GRADIENT, peer)
-                self._need(backward, column, Kind.RECEIVE_SKIP_GRADIENT, stage, peer)
+                self._need(_restricted(backward, column), column, ahead)
+            if self._is_local(stage + 1):
+                after = self._either(INPUTS, stage + 1)
+                self._need(backward, after, Kind.BACKWARD, stage + 1)
+            for end in ends.before_backward:
+                self._need_end(backward, end)
         inputs = self._column(Kind.BACKWARD_INPUT)
-        self._need(self._column(Kind.BACKWARD_WEIGHT), inputs, Kind.BACKWARD_INPUT, stage)
-        backwards = self._either(_BACKWARDS)
-        for end in ((Kind.SEND_ACTIVATION, -1), (Kind.SEND_TARGET, last)):
-            self._need(self._column(*end), forwards, Kind.FORWARD, stage)
-        for peer in self._targets:
-            self._need(self._column(Kind.SEND_SKIP, peer), forwards, Kind.FORWARD, stage)
-        self._need(self._column(Kind.SEND_GRADIENT), backwards, Kind.BACKWARD, stage)
-        for peer in self._sources:
-            column = self._column(Kind.SEND_SKIP_GRADIENT, peer)
-            self._need(column, backwards, Kind.BACKWARD, stage)
-        self._check_reduction()
+        self._need(self._column(Kind.BACKWARD_WEIGHT), inputs, Kind.BACKWARD_INPUT)
+        for end in ends.after_forward:
+            self._need(self._column(*end), forwards, Kind.FORWARD)
+        for end in ends.after_backward:
+            self._need(self._column(*end), backwards, Kind.BACKWARD)
 
     def _check_fetches(self) -> None:
-        """What is fetched has left before, and is not made again."""
-        fetches, again = self._column(Kind.FETCH), {*self._column(Kind.RECOMPUTE).microbatches}
-        left = leaves(self._columns, self._stage)
+        """Check that a fetched micro-batch has left the device before, and is not recomputed."""
+        fetches = self._column(Kind.FETCH)
+        recomputed = {*self._column(Kind.RECOMPUTE).microbatches}
+        left = offloaded_at(self._columns, self._stage)
         for m, place in zip(fetches.microbatches, fetches.places, strict=True):
             action = self._actions[place]
-            if m in again:
+            if m in recomputed:
                 raise self._fail(f"{action} comes beside {Action(Kind.RECOMPUTE, self._stage, m)}")
             if left.get(m, place) >= place:
                 raise self._fail(
@@ -219,14 +198,25 @@ class _Stage:
                 )
 
     def _either(self, kinds: Sequence[Kind], stage: int | None = None) -> Column:
-        """The actions of some kinds together, in the order of the tuple."""
-        return joined([self._column(kind, stage=stage) for kind in kinds])
+        """Return the actions of several kinds together, in the order of the tuple."""
+        of = self._stage if stage is None else stage
+        return joined([self._columns.get((kind, of, -1), NONE) for kind in kinds])
 
-    def _need(self, column: Column, needed: Column, kind: Kind, stage: int, peer: int = -1) -> None:
-        """Each action of `column` comes after the one of `needed` for the same micro-batch."""
+    def _need_end(self, column: Column, end: End) -> None:
+        """Check that each action of `column` comes after a receive of its micro-batch."""
+        self._need(column, self._column(*end), end[0], peer=end[1])
+
+    def _need(
+        self, column: Column, needed: Column, kind: Kind, stage: int | None = None, peer: int = -1
+    ) -> None:
+        """Check that each action of `column` comes after that of `needed` for its micro-batch.
+
+        For the message, `kind`, `stage` (this one by default) and `peer` are those of `needed`.
+        """
         if not column.places:
             return
-        there = needed.by_microbatch(max(1, self._count))  # what there is one of is of 0
+        stage = self._stage if stage is None else stage
+        there = needed.by_microbatch(max(1, self._count))  # single actions have micro-batch 0
         if len(column.places) == self._count and all(
             map(lt, there, column.by_microbatch(self._count))
         ):
@@ -237,22 +227,19 @@ class _Stage:
                 raise self._fail(f"{action} comes before its {Action(kind, stage, m, peer)}")
 
     def _check_reduction(self) -> None:
-        """Tied gradients leave after the last backward, and are added when all are in."""
-        stage = self._stage
+        """Check that tied gradients leave after the last backward, and are added when complete."""
         for peer in self._tied:
-            done = max(self._either(WEIGHTS, peer).places, default=-1)
-            for what, of in ((Kind.SEND_TIED, peer), (Kind.REDUCE_TIED, -1)):
-                mine = max(self._either(WEIGHTS).places, default=-1)
-                for place in self._column(what, of).places:
-                    if place < max(mine, -1 if self._away(peer) else done):
+            local = [*self._either(WEIGHTS).places]
+            local += self._either(WEIGHTS, peer).places if self._is_local(peer) else []
+            for end in ((Kind.SEND_TIED, peer), (Kind.REDUCE_TIED, -1)):
+                for place in self._column(*end).places:
+                    if place < max(local, default=-1):
                         raise self._fail(f"{self._actions[place]} comes before the last backward")
-            if self._away(peer):
-                received = self._column(Kind.RECEIVE_TIED, peer)
-                reductions = self._column(Kind.REDUCE_TIED)
-                self._need(reductions, received, Kind.RECEIVE_TIED, stage, peer)
+            if not self._is_local(peer):
+                self._need_end(self._column(Kind.REDUCE_TIED), (Kind.RECEIVE_TIED, peer))
 
     def _check_replicas(self) -> None:
-        """Gradients leave for other replicas when they are whole, and come back as sums."""
+        """Check that gradients are complete when they leave for other replicas."""
         before = max(self._either(WEIGHTS).places, default=-1)
         what = "the last backward"
         for kind in REPLICAS:
@@ -263,6 +250,7 @@ class _Stage:
             what = f"its {Action(kind, self._stage, 0)}"
 
     def _check_accumulation(self) -> None:
+        """Check that gradients of weights accumulate in micro-batch order."""
         order = self._either(WEIGHTS)
         ascending = sorted(order.microbatches)
         if order.microbatches != ascending:
@@ -273,95 +261,71 @@ class _Stage:
                 f"micro-batch {ascending[wrong]} comes first"
             )
 
-    def _expected(self) -> list[_End]:
-        stage, last = self._stage, self._last
-        training = not self._schedule.forward_only
-        expected: list[_End] = [(Kind.FORWARD, -1)]
-        if stage > 0 and self._away(stage - 1):
-            expected.append((Kind.RECEIVE_ACTIVATION, -1))
-            expected += [(Kind.SEND_GRADIENT, -1)] * training
-        if stage < last and self._away(stage + 1):
-            expected.append((Kind.SEND_ACTIVATION, -1))
-            expected += [(Kind.RECEIVE_GRADIENT, -1)] * training
-        if stage == 0 and self._away(last):
-            expected.append((Kind.SEND_TARGET, last))
-        if stage == last and self._away(0):
-            expected.append((Kind.RECEIVE_TARGET, 0))
-        for peer in self._sources:
-            expected.append((Kind.RECEIVE_SKIP, peer))
-            expected += [(Kind.SEND_SKIP_GRADIENT, peer)] * training
-        for peer in self._targets:
-            expected.append((Kind.SEND_SKIP, peer))
-            expected += [(Kind.RECEIVE_SKIP_GRADIENT, peer)] * training
-        return expected
+    def _expected(self) -> list[End]:
+        """Return the kinds and peers of which every micro-batch has one action."""
+        ends, training = self._ends, not self._schedule.forward_only
+        backward = [*ends.before_backward, *ends.after_backward] if training else []
+        return [(Kind.FORWARD, -1), *ends.before_forward, *ends.after_forward, *backward]
 
-    def _ends(self) -> list[_End]:
-        """What is there once, at the end of a step or between fill and drain."""
-        found: list[_End] = []
-        if self._stage == 0 and not self._schedule.forward_only:
-            found.append((Kind.LOAD, -1))
-        for peer in self._tied:
-            if self._away(peer):
-                found += [(Kind.SEND_TIED, peer), (Kind.RECEIVE_TIED, peer)]
-        if self._tied:
-            found.append((Kind.REDUCE_TIED, -1))
-        if self._reduces:
-            found += [(kind, -1) for kind in REPLICAS]
-        return found
+    def _once(self) -> list[End]:
+        """Return the actions that a step has once, between fill and drain or at its end."""
+        training = not self._schedule.forward_only
+        remote = [peer for peer in self._tied if not self._is_local(peer)]
+        return [
+            *([(Kind.LOAD, -1)] if self._stage == 0 and training else []),
+            *((kind, peer) for peer in remote for kind in (Kind.SEND_TIED, Kind.RECEIVE_TIED)),
+            *([(Kind.REDUCE_TIED, -1)] if self._tied else []),
+            *((k, -1) for k in REPLICAS if self._schedule.placement.replicas > 1 and training),
+        ]
 
     def _check_complete(self) -> None:
-        stage = self._stage
+        """Check that no action is missing."""
         for kind, peer in self._expected():
-            self._whole(self._column(kind, peer), kind, peer)
+            self._check_all(self._column(kind, peer), range(self._count), kind, peer)
         if not self._schedule.forward_only:
-            inputs = self._column(Kind.BACKWARD_INPUT)
-            weights = set(self._column(Kind.BACKWARD_WEIGHT).microbatches)
-            for m in inputs.microbatches:
-                if m not in weights:
-                    action = Action(Kind.BACKWARD_WEIGHT, stage, m)
-                    raise self._fail(f"{action} is missing")
-            both = self._either(_BACKWARDS)
-            if len(set(both.microbatches)) < len(both.microbatches):
+            inputs, both = self._column(Kind.BACKWARD_INPUT), self._either(INPUTS)
+            weights = self._column(Kind.BACKWARD_WEIGHT)
+            self._check_all(weights, inputs.microbatches, Kind.BACKWARD_WEIGHT)
+            if len(set(both.microbatches)) < len(both.places):
                 m = next(m for m in inputs.microbatches if both.microbatches.count(m) > 1)
-                raise self._fail(
-                    f"{Action(Kind.BACKWARD_INPUT, stage, m)} comes beside a whole one"
-                )
-            self._whole(both, Kind.BACKWARD, -1)
-        for kind, peer in self._ends():
-            if not self._column(kind, peer).places:
-                raise self._fail(f"{Action(kind, stage, 0, peer)} is missing")
+                action = Action(Kind.BACKWARD_INPUT, self._stage, m)
+                raise self._fail(f"{action} comes beside a whole one")
+            self._check_all(both, range(self._count), Kind.BACKWARD)
+        for kind, peer in self._once():
+            self._check_all(self._column(kind, peer), [0], kind, peer)
 
-    def _whole(self, column: Column, kind: Kind, peer: int) -> None:
-        if len(column.places) < self._count:
+    def _check_all(
+        self, column: Column, microbatches: Sequence[int], kind: Kind, peer: int = -1
+    ) -> None:
+        """Check that a column has an action for each of some micro-batches."""
+        if len(column.places) < len(microbatches):
             there = set(column.microbatches)
-            m = next(m for m in range(self._count) if m not in there)
+            m = next(m for m in microbatches if m not in there)
             raise self._fail(f"{Action(kind, self._stage, m, peer)} is missing")
 
-    def _check_foreign(self, mine: Columns) -> None:
-        """Nothing is there that leads nowhere."""
-        expected, once = {*self._expected()}, {*self._ends()}
-        compute = {Kind.FORWARD}
-        if not self._schedule.forward_only:
-            compute |= {Kind.FETCH, *COMPUTE}
-        for (kind, _, peer), column in mine.items():
-            if (kind, peer) in once and column.microbatches != [0]:
-                place = next(
-                    p for m, p in zip(column.microbatches, column.places, strict=True) if m
-                )
-                raise self._fail(f"{self._actions[place]}: a step has one, of 0")
-            if (kind, peer) in expected or (kind, peer) in once or (kind in compute and peer < 0):
+    def _check_foreign(self) -> None:
+        """Check that the stage has no action without a purpose."""
+        training = not self._schedule.forward_only
+        once = {*self._once()}
+        known = {*self._expected(), *once}
+        known |= {(kind, -1) for kind in (Kind.FETCH, *COMPUTE) if training}
+        for (kind, stage, peer), column in self._columns.items():
+            if stage != self._stage:
                 continue
             action = self._actions[column.places[0]]
-            if kind is Kind.LOAD and not self._schedule.forward_only:
+            if (kind, peer) in once and column.microbatches != [0]:
+                place = column.place_of(bool)
+                raise self._fail(f"{self._actions[place]}: a step has one, of 0")
+            if (kind, peer) not in known and kind is Kind.LOAD and training:
                 raise self._fail(f"{action}: only stage 0 reads data")
-            raise self._fail(f"{action} has nothing at its other end")
+            if (kind, peer) not in known:
+                raise self._fail(f"{action} has nothing at its other end")
 
 
-def _of(column: Column, others: Column) -> Column:
-    """Its actions for the micro-batches that others are for."""
+def _restricted(column: Column, others: Column) -> Column:
+    """Return the actions of `column` for the micro-batches of `others`."""
     if not others.places:
         return NONE
     wanted = {*others.microbatches}
-    pairs = zip(column.microbatches, column.places, strict=True)
-    chosen = [(m, place) for m, place in pairs if m in wanted]
-    return Column([m for m, _ in chosen], [place for _, place in chosen])
+    kept = [m in wanted for m in column.microbatches]
+    return Column([*compress(column.microbatches, kept)], [*compress(column.places, kept)])

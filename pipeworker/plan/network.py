@@ -1,4 +1,4 @@
-"""Workers and channels as a network: how far a sender may run ahead, and whether all can end."""
+"""Workers and channels as a network: how far a sender may run ahead, and whether all finish."""
 
 from __future__ import annotations
 
@@ -11,25 +11,26 @@ from pipeworker.plan.columns import NOWHERE, Columns
 from pipeworker.plan.schedule import Schedule
 
 CHANNEL_CAPACITY = 4
-"""Frames an activation or gradient channel holds before its sender waits. The transport keeps to
-it."""
+"""Frames that a channel of activations or gradients holds before its sender waits. The transport
+keeps to this number, so that what the checker proves holds when the schedule runs."""
 UNBOUNDED = frozenset({Payload.TARGET, Payload.SKIP, Payload.SKIP_GRADIENT, Payload.TIED})
-"""What never makes its sender wait. Targets and skips are taken several stages, so as many
-micro-batches, later: a bound below that would hold up every fill. Activations and gradients, which
-are bounded, keep the stages together. (The transport stops at 512 frames of them, more than that
-leaves under way.)"""
+"""Payloads whose sender never waits. Targets and skips are received several stages later, so as
+many micro-batches later: a lower bound would stall every fill. The bounded activations and
+gradients keep the stages together. (The transport stops at 512 frames, which is more than can be in
+flight then.)"""
 
 
 def check_channels(workers: Sequence[Columns]) -> None:
-    """Each channel's receiver takes the micro-batches in the order they are sent."""
-    sent: dict[Edge, list[int]] = {}
-    received: dict[Edge, list[int]] = {}
-    for columns in workers:
-        for (kind, stage, peer), column in columns.items():
-            if kind in SENDS:
-                sent[channel(kind, stage, peer)] = column.microbatches
-            elif kind in RECEIVES:
-                received[channel(kind, stage, peer)] = column.microbatches
+    """Check that each channel's micro-batches are received in the order in which they are sent."""
+    sent, received = (
+        {
+            channel(*end): column.microbatches
+            for columns in workers
+            for end, column in columns.items()
+            if end[0] in kinds
+        }
+        for kinds in (SENDS, RECEIVES)
+    )
     for edge in sorted(sent.keys() | received.keys()):
         if sent.get(edge) != received.get(edge):
             raise ScheduleError(
@@ -38,7 +39,7 @@ def check_channels(workers: Sequence[Columns]) -> None:
 
 
 def check_progress(schedule: Schedule, workers: Sequence[Columns], capacity: int) -> None:
-    """Run the network once, counting frames."""
+    """Run the network once, counting frames, and name the action at which each worker is stuck."""
     numbers: dict[Edge, int] = {}
     programs: list[list[int]] = []  # by worker: n sends on channel n, -n receives
     for actions, columns in zip(schedule.workers, workers, strict=True):
@@ -53,7 +54,7 @@ def check_progress(schedule: Schedule, workers: Sequence[Columns], capacity: int
         programs.append([code for code in program if code])
     room = [0, *(NOWHERE if edge.payload in UNBOUNDED else capacity for edge in numbers)]
     frames = [0] * len(room)
-    waiting = [-1] * len(room)  # the worker that waits at a channel: it has two ends
+    waiting = [-1] * len(room)  # by channel, the worker that waits at it: at most one of two ends
     at = [0] * len(programs)
     ready = deque(range(len(programs)))
     while ready:
@@ -92,5 +93,5 @@ def check_progress(schedule: Schedule, workers: Sequence[Columns], capacity: int
 
 
 def _communication(actions: Sequence[Action], number: int) -> Action:
-    """The send or receive of this number."""
+    """Return the send or receive of this number."""
     return [a for a in actions if a.kind in SENDS or a.kind in RECEIVES][number]

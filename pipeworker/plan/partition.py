@@ -1,15 +1,33 @@
-"""Which layers each stage owns.
+"""How layers, samples and micro-batches are divided.
 
 A *balance* is the number of layers of each stage in order, as in torchgpipe: ``(3, 5, 5, 3)``.
+Samples are divided among micro-batches, and micro-batches among replicas, as ``torch.tensor_split``
+divides: in order, the first parts larger by one.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import accumulate, pairwise
+
 from pipeworker.errors import UsageError
 
 
+def sizes(count: int, parts: int) -> list[int]:
+    """Return how many of `count` items each of `parts` parts has."""
+    size, extra = divmod(count, parts)
+    return [size + (part < extra) for part in range(parts)]
+
+
+def block(count: int, parts: int, part: int) -> range:
+    """Return which of `count` items part number `part` has; empty if there are more parts."""
+    size, extra = divmod(count, parts)
+    first = part * size + min(part, extra)
+    return range(first, first + size + (part < extra))
+
+
 def even(layers: int, stages: int) -> tuple[int, ...]:
-    """The balance whose stages differ by at most one layer, the larger ones first.
+    """Return the balance whose stages differ by at most one layer, the larger ones first.
 
     The last stage also computes the loss, so it is never given the extra layer.
 
@@ -18,37 +36,35 @@ def even(layers: int, stages: int) -> tuple[int, ...]:
     """
     if layers < stages:
         raise UsageError(
-            f"{stages} stages need at least {stages} layers, but model() has {layers}: "
+            f"--stages {stages}: more than the layers of model(), {layers}; "
             f"use --stages {layers} or fewer, or split the layers more finely"
         )
-    share, extra = divmod(layers, stages)
-    return tuple(share + (stage < extra) for stage in range(stages))
+    return tuple(sizes(layers, stages))
 
 
 def parse_balance(text: str) -> tuple[int, ...]:
-    """Read ``"3,5,5,3"``.
-
-    Raises:
-        UsageError: an entry is not a whole number.
-    """
+    """Read a balance such as ``3,5,5,3``; raise UsageError if an entry is not a whole number."""
     try:
         return tuple(int(part) for part in text.split(","))
     except ValueError:
-        raise UsageError(_not_a_list(repr(text))) from None
+        raise UsageError(_not_a_balance(repr(text))) from None
 
 
 def check_entries(balance: tuple[int, ...], stages: int) -> None:
-    """Raise UsageError unless `balance` has an entry for each stage, and a layer in each entry."""
+    """Raise UsageError unless a balance has a positive entry for each stage."""
     shown = ",".join(map(str, balance))
     if not balance or min(balance) < 1:
-        raise UsageError(_not_a_list(repr(shown)))
+        raise UsageError(_not_a_balance(repr(shown)))
     if len(balance) != stages:
-        raise UsageError(f"--balance {shown} is for {len(balance)} stages, but there are {stages}")
+        raise UsageError(
+            f"--balance {shown}: is for {len(balance)} stages, but there are {stages}; write one "
+            "number for each stage"
+        )
 
 
-def _not_a_list(shown: str) -> str:
+def _not_a_balance(shown: str) -> str:
     return (
-        f"--balance {shown} is not a list of layer counts: write one positive number for each "
+        f"--balance {shown}: not a list of layer counts; write one positive number for each "
         "stage, as in 3,5,5,3"
     )
 
@@ -63,12 +79,17 @@ def check_balance(balance: tuple[int, ...], layers: int, stages: int) -> tuple[i
     if sum(balance) != layers:
         shown = ",".join(map(str, balance))
         raise UsageError(
-            f"--balance {shown} adds up to {sum(balance)} layers, but model() has {layers}"
+            f"--balance {shown}: adds up to {sum(balance)} layers, but model() has {layers}; "
+            "give each layer to one stage"
         )
     return balance
 
 
 def ranges(balance: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
-    """The half-open range of layer indices of each stage."""
-    stops = [sum(balance[: stage + 1]) for stage in range(len(balance))]
-    return tuple((stop - size, stop) for stop, size in zip(stops, balance, strict=True))
+    """Return the half-open range of layer indices of each stage."""
+    return tuple(pairwise(accumulate(balance, initial=0)))
+
+
+def stages_of_layers(ranges: Sequence[tuple[int, int]]) -> list[int]:
+    """Return the stage of each layer."""
+    return [stage for stage, (first, stop) in enumerate(ranges) for _ in range(first, stop)]

@@ -1,7 +1,6 @@
-"""Which worker of which replica holds which stages.
+"""Placements: which worker of which replica holds which stages.
 
-Words: a *worker* is a process, numbered by its *rank*; a *stage* is a run of layers; a *replica* is
-one copy of the pipeline. Ranks count through the workers of replica 0, then of replica 1, ...
+Ranks number the workers of replica 0 first, then those of replica 1, and so on.
 """
 
 from __future__ import annotations
@@ -11,12 +10,9 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """The one place that knows where stages are.
+    """The stages of each worker of a replica, ascending; the only source of that knowledge.
 
-    Attributes:
-        held: by worker of a replica, the stages it holds, ascending.
-        replicas: copies of the pipeline; all are placed alike.
-        owners: by stage, the worker of a replica that holds it.
+    `owners` has the worker that holds each stage. All replicas are placed alike.
     """
 
     held: tuple[tuple[int, ...], ...]
@@ -25,67 +21,70 @@ class Placement:
 
     def __post_init__(self) -> None:
         owner = {stage: worker for worker, held in enumerate(self.held) for stage in held}
-        # Found once: what asks for it is often asked itself.
+        # Computed once, because callers look owners up in loops over actions.
         object.__setattr__(self, "owners", tuple(owner[stage] for stage in range(len(owner))))
 
     @staticmethod
     def identity(stages: int, replicas: int = 1) -> Placement:
-        """One stage a worker."""
+        """Return the placement of one stage per worker."""
         return Placement(tuple((stage,) for stage in range(stages)), replicas)
 
     def copies(self, replicas: int) -> Placement:
-        """The same with so many replicas."""
+        """Return the same placement with another number of replicas."""
         return Placement(self.held, replicas)
 
     @staticmethod
-    def looped(workers: int, rounds: int) -> Placement:
-        """Several stages a worker, dealt out in turn: neighbours are on neighbouring workers.
+    def looped(workers: int, virtual_stages: int) -> Placement:
+        """Return a placement of several stages per worker, dealt out in turn.
 
-        As in the interleaved schedule of Megatron-LM (Narayanan et al. 2021, section 2.2).
+        Neighbouring stages are on neighbouring workers, as in the interleaved schedule of
+        Megatron-LM (Narayanan et al. 2021, section 2.2).
         """
         return Placement(
-            tuple(tuple(w + r * workers for r in range(rounds)) for w in range(workers))
+            tuple(tuple(w + r * workers for r in range(virtual_stages)) for w in range(workers))
         )
 
     @property
     def workers(self) -> int:
-        """Of one replica."""
+        """The number of workers of a replica."""
         return len(self.held)
 
     @property
     def stages(self) -> int:
-        """Of one replica."""
+        """The number of stages of one replica."""
         return len(self.owners)
 
     @property
     def ranks(self) -> int:
-        """Workers of all replicas."""
+        """The number of workers of all replicas."""
         return self.workers * self.replicas
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
-        """What a rank holds, ascending."""
+        """Return the stages that a rank holds, ascending."""
         return self.held[rank % self.workers]
 
     def worker_of(self, rank: int) -> int:
-        """Its number within its replica."""
+        """Return the number of a rank's worker within its replica."""
         return rank % self.workers
 
     def replica_of(self, rank: int) -> int:
+        """Return the replica of a rank."""
         return rank // self.workers
 
     def rank_of(self, stage: int, replica: int = 0) -> int:
+        """Return the rank that holds a stage of a replica."""
         return replica * self.workers + self.owners[stage]
 
     def ranks_of(self, stage: int) -> list[int]:
-        """Of a stage in each replica."""
+        """Return the ranks that hold a stage, by replica."""
         return [self.rank_of(stage, replica) for replica in range(self.replicas)]
 
     def names(self, rank: int) -> str:
-        """``stage 1``, ``stages 1, 3`` or ``stage 1 of replica 0``: how a rank is called."""
+        """Return how messages call a rank: ``stages 1, 3``, or ``stage 1 of replica 0``."""
         held = self.stages_of(rank)
         text = f"stage{'s' if len(held) > 1 else ''} {', '.join(map(str, held))}"
         return text if self.replicas == 1 else f"{text} of replica {self.replica_of(rank)}"
 
     def __str__(self) -> str:
-        """``0,2/1,3``: the stages of each worker of a replica."""
+        """Return the stages of each worker of a replica as text: ``0,2/1,3``."""
         return "/".join(",".join(map(str, held)) for held in self.held)

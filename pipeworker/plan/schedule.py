@@ -1,19 +1,21 @@
-"""A schedule as data: for each worker, the tuple of actions it runs in a step.
+"""Schedules as data: for each worker, the tuple of actions that it runs in a step.
 
-The tuples are checked by :mod:`pipeworker.plan.check` and then executed as they stand. Text form,
-one line a worker, which round-trips (:func:`parse` of ``str(schedule)``)::
+:mod:`pipeworker.plan.check` checks these very tuples, and workers execute them. The text form has a
+line per worker and round-trips (:func:`parse` of ``str(schedule)``)::
 
     gpipe stages=2 microbatches=2
     0: 0F0 0>A0 0>T0@1 0F1 0>A1 0>T1@1 0L0 0<G0 0B0 0<G1 0B1
     1: 1<A0 1<T0@0 1F0 1<A1 1<T1@0 1F1 1B0 1>G0 1B1 1>G1
 
-A *forward-only* schedule is the pass of one micro-batch. An evaluation runs it again and again.
+The actions are explained in :mod:`pipeworker.plan.actions`. A *forward-only* schedule is the pass
+of one micro-batch, which evaluation repeats.
 """
 
 from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from pipeworker.errors import ScheduleError
 from pipeworker.plan.actions import (
@@ -21,6 +23,7 @@ from pipeworker.plan.actions import (
     SENDS,
     Action,
     Edge,
+    Kind,
     Payload,
     channel,
     format_actions,
@@ -30,22 +33,17 @@ from pipeworker.plan.placement import Placement
 
 Pairs = tuple[tuple[int, int], ...]
 
-OFFLOAD = "offload"
-"""Nothing is recomputed: what graphs save goes to the host's memory, and comes back."""
-RECOMPUTE_MODES = ("auto", "always", "except_first", "never", OFFLOAD)
-
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """The actions of every worker of a replica for one step of `microbatches` micro-batches.
+    """The actions of every worker of a replica for one step, or of a pass without backward.
 
-    Replicas with as many micro-batches have the same; one with none adds up gradients alone.
+    Replicas with the same number of micro-batches run the same schedule. A replica without
+    micro-batches only takes part in adding up gradients.
 
     Attributes:
-        workers: by worker, its actions.
         skips: the pairs of stages (source, target) that skip connections lead between.
-        ties: those that tell each other gradients of tied weights, each pair in both directions.
-        forward_only: there is no backward, and no end: what runs is a pass of any length.
+        ties: the pairs of stages that exchange gradients of tied weights, in both directions.
     """
 
     name: str
@@ -71,8 +69,53 @@ class Schedule:
         return "\n".join([head, *lines])
 
 
+End = tuple[Kind, int]
+"""A send or receive of a stage: its kind, and the stage at the other end where actions name it."""
+
+
+class StageEnds(NamedTuple):
+    """The sends and receives of a stage around its forward and backward."""
+
+    before_forward: list[End]
+    after_forward: list[End]
+    before_backward: list[End]
+    after_backward: list[End]
+
+    @staticmethod
+    def of(placement: Placement, stage: int, skips: Pairs) -> StageEnds:
+        """Return the ends of a stage; stages of one worker pass tensors in memory."""
+        owners, last = placement.owners, placement.stages - 1
+
+        def is_remote(other: int) -> bool:
+            return 0 <= other <= last and owners[other] != owners[stage]
+
+        before, after = is_remote(stage - 1), is_remote(stage + 1)
+        sources = [source for source, target in skips if target == stage and is_remote(source)]
+        targets = [target for source, target in skips if source == stage and is_remote(target)]
+        return StageEnds(
+            [
+                *([(Kind.RECEIVE_ACTIVATION, -1)] if before else []),
+                *([(Kind.RECEIVE_TARGET, 0)] if stage == last and is_remote(0) else []),
+                *((Kind.RECEIVE_SKIP, peer) for peer in sources),
+            ],
+            [
+                *([(Kind.SEND_ACTIVATION, -1)] if after else []),
+                *([(Kind.SEND_TARGET, last)] if stage == 0 and is_remote(last) else []),
+                *((Kind.SEND_SKIP, peer) for peer in targets),
+            ],
+            [
+                *([(Kind.RECEIVE_GRADIENT, -1)] if after else []),
+                *((Kind.RECEIVE_SKIP_GRADIENT, peer) for peer in targets),
+            ],
+            [
+                *([(Kind.SEND_GRADIENT, -1)] if before else []),
+                *((Kind.SEND_SKIP_GRADIENT, peer) for peer in sources),
+            ],
+        )
+
+
 def edges(schedule: Schedule) -> tuple[Edge, ...]:
-    """Every channel the schedule uses, sorted so that all workers connect in one order."""
+    """Return every channel of a schedule, sorted so that all workers connect in one order."""
     used = {
         (action.kind, action.stage, action.peer)
         for actions in schedule.workers
@@ -82,11 +125,10 @@ def edges(schedule: Schedule) -> tuple[Edge, ...]:
     return tuple(sorted({channel(*end) for end in used}))
 
 
-def between(placement: Placement, *, deals: bool = False) -> tuple[Edge, ...]:
-    """Every channel between replicas, sorted likewise: from each to each other, for each stage.
+def replica_edges(placement: Placement, *, scatters_data: bool = False) -> tuple[Edge, ...]:
+    """Return every channel between replicas, sorted: from each to each other, for each stage.
 
-    Args:
-        deals: replica 0 reads the data for all.
+    With `scatters_data` replica 0 reads the data, and sends the other replicas their parts.
     """
     numbers = range(placement.replicas)
     found = [
@@ -96,25 +138,8 @@ def between(placement: Placement, *, deals: bool = False) -> tuple[Edge, ...]:
         for goal in numbers
         if origin != goal
     ]
-    found += [Edge(0, 0, Payload.DATA, 0, goal) for goal in numbers if goal and deals]
+    found += [Edge(0, 0, Payload.DATA, 0, goal) for goal in numbers if goal and scatters_data]
     return tuple(sorted(found))
-
-
-def recomputed(mode: str, microbatches: int) -> range:
-    """The micro-batches that are forwarded twice under a recompute mode.
-
-    ``auto`` is ``always`` while no plan knows the memory.
-    """
-    match mode:
-        case "auto" | "always":
-            return range(microbatches)
-        case "except_first":
-            return range(1, microbatches)
-        case "never" | "offload":
-            return range(0)
-    raise ScheduleError(
-        f"unknown recompute mode {mode!r}: choose from {', '.join(RECOMPUTE_MODES)}"
-    )
 
 
 _PAIR = r"\d{1,9}>\d{1,9}"
@@ -145,11 +170,7 @@ def _placement(text: str | None, stages: int) -> Placement:
 
 
 def parse(text: str) -> Schedule:
-    """Read the text form of a schedule.
-
-    Raises:
-        ScheduleError: the head or a worker's line is malformed.
-    """
+    """Read the text form of a schedule; raise ScheduleError if it is malformed."""
     head, _, body = text.strip().partition("\n")
     match = _HEAD.fullmatch(head.strip())
     if match is None:
@@ -169,7 +190,7 @@ def parse(text: str) -> Schedule:
         workers.append(parse_actions(actions))
     if len(workers) != placement.workers:
         raise ScheduleError(
-            f"the head says {placement.workers} workers, but {len(workers)} lines follow"
+            f"the head has {placement.workers} workers, but {len(workers)} lines follow"
         )
     return Schedule(
         match["name"],

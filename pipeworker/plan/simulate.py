@@ -1,10 +1,11 @@
-"""Plays a schedule with costs: how long a step is, who is busy, and what idle workers wait for."""
+"""The simulator: the duration of a step, and why its workers are idle, from costs by stage."""
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from pipeworker.errors import ScheduleError
 from pipeworker.plan.actions import RECEIVES, SENDS, Edge, Kind, Payload, channel
@@ -12,19 +13,17 @@ from pipeworker.plan.network import CHANNEL_CAPACITY, UNBOUNDED
 from pipeworker.plan.schedule import Schedule
 
 FULL = "full"
-"""Why a worker is idle, besides the payload it waits for: the channel it sends on is full."""
+"""A cause of idle time, besides the payload that a worker waits for: its channel is full."""
 END = "end"
-"""Another worker is not done yet."""
+"""A cause of idle time: another worker has not finished the step yet."""
 
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """Seconds of one micro-batch, by stage, or relative to each other.
+    """The costs of one micro-batch by stage, and of transfers by payload, in any unit.
 
-    Attributes:
-        forward, backward: of one stage; recompute costs what forward costs.
-        backward_input: of the first part of a split backward; the rest is that of the weights.
-        transfer: from send to receive, by what is sent.
+    A recompute costs as much as a forward. The second part of a split backward costs what the first
+    (`backward_input`) leaves of `backward`.
     """
 
     forward: tuple[float, ...]
@@ -34,10 +33,11 @@ class Costs:
 
     @staticmethod
     def even(stages: int, forward: float = 1.0, backward: float = 2.0) -> Costs:
-        """The same for every stage, with free transfers and a backward of two equal parts."""
+        """Return equal costs for every stage, free transfers and a backward of two equal parts."""
         return Costs((forward,) * stages, (backward,) * stages, (backward / 2,) * stages)
 
     def of(self, kind: Kind, stage: int) -> float:
+        """Return the cost of an action; 0 if it does not compute."""
         match kind:
             case Kind.FORWARD | Kind.RECOMPUTE:
                 return self.forward[stage]
@@ -52,12 +52,12 @@ class Costs:
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """How a step goes, in the unit of the costs.
+    """The times of a step, in the unit of the costs.
 
     Attributes:
-        makespan: length of the step.
-        busy: seconds of computing, by stage.
-        idle: seconds of waiting, by worker and by cause: a payload, ``full`` or ``end``.
+        makespan: duration of the step.
+        busy: time of computing, by stage.
+        idle: time of waiting, by worker and by cause: a payload, FULL or END.
     """
 
     makespan: float
@@ -66,7 +66,7 @@ class Timing:
 
     @property
     def bubble(self) -> float:
-        """Idle share of all workers over the step, 0..1."""
+        """The idle share of all workers over the step, 0..1."""
         total = self.makespan * len(self.idle)
         return 1 - sum(self.busy) / total if total else 0.0
 
@@ -74,7 +74,9 @@ class Timing:
 def simulate(
     schedule: Schedule, costs: Costs | None = None, *, capacity: int = CHANNEL_CAPACITY
 ) -> Timing:
-    """Play a schedule that :func:`~pipeworker.plan.check.check` has passed.
+    """Simulate a step of a schedule that :func:`~pipeworker.plan.check.check` has passed.
+
+    Without costs, a forward takes 1 and a backward 2.
 
     Raises:
         ScheduleError: it deadlocks.
@@ -90,17 +92,18 @@ def simulate(
     ready = deque(range(count))
     while ready:
         worker = ready.popleft()
-        actions, place, now, waits = (
-            schedule.workers[worker],
-            at[worker],
-            clock[worker],
-            idle[worker],
-        )
+        actions, waits = schedule.workers[worker], idle[worker]
+        place, now = at[worker], clock[worker]
         while place < len(actions):
             kind, stage, _, peer = actions[place]
             act = known.get((kind, stage, peer))
             if act is None:
-                act = known[kind, stage, peer] = _Act(kind, stage, peer, costs, channels, capacity)
+                through: _Channel | None = None
+                if kind in SENDS or kind in RECEIVES:
+                    edge = channel(kind, stage, peer)
+                    through = channels.setdefault(edge, _Channel(edge, capacity, costs))
+                act = _Act(costs.of(kind, stage), kind in SENDS, through)
+                known[kind, stage, peer] = act
             through = act.channel
             if through is None:
                 now += act.cost
@@ -137,7 +140,7 @@ def simulate(
 
 
 class _Channel:
-    """The times at which its frames arrive, and at which its slots became free."""
+    """A channel: the times at which its frames arrive, and at which its slots became free."""
 
     __slots__ = ("frames", "payload", "slots", "transfer", "unbounded", "waiting")
 
@@ -150,23 +153,9 @@ class _Channel:
         self.waiting = -1  # the worker that waits at it
 
 
-class _Act:
-    """What all actions of one kind, stage and peer come to."""
+class _Act(NamedTuple):
+    """The cost and the channel that all actions of one kind, stage and peer share."""
 
-    __slots__ = ("channel", "cost", "sends")
-
-    def __init__(
-        self,
-        kind: Kind,
-        stage: int,
-        peer: int,
-        costs: Costs,
-        channels: dict[Edge, _Channel],
-        capacity: int,
-    ) -> None:
-        self.cost = costs.of(kind, stage)
-        self.sends = kind in SENDS
-        self.channel: _Channel | None = None
-        if self.sends or kind in RECEIVES:
-            edge = channel(kind, stage, peer)
-            self.channel = channels.setdefault(edge, _Channel(edge, capacity, costs))
+    cost: float
+    sends: bool
+    channel: _Channel | None

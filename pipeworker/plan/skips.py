@@ -1,7 +1,7 @@
-"""Skip connections as data: which layer stashes what, which pops it, and what stages pass on.
+"""Skip connections as data: the layers that stash and pop tensors, and the stages they are on.
 
-The idea is torchgpipe's (Kim et al. 2020, section 3.3): a tensor goes from the stage that stashes
-it straight to the stage that pops it, not through those between.
+A tensor goes from the stage that stashes it directly to the stage that pops it, not through those
+between (torchgpipe, Kim et al. 2020, section 3.3).
 """
 
 from __future__ import annotations
@@ -10,11 +10,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from pipeworker.errors import SkipError
+from pipeworker.plan.partition import stages_of_layers
 
 
 @dataclass(frozen=True, slots=True, order=True)
 class Skip:
-    """`name` goes from `source` to `target`: layers, or the stages they are on."""
+    """A tensor `name` that goes from `source` to `target`: layers, or the stages they are on."""
 
     source: int
     target: int
@@ -22,16 +23,14 @@ class Skip:
 
 
 def match(events: Sequence[Sequence[tuple[str, str]]], layers: Sequence[str]) -> tuple[Skip, ...]:
-    """The skips of a model, between layers.
+    """Return the skips of a model, between layers.
 
-    Args:
-        events: for each layer, what its forward did in order: ``("stash", name)`` or
-            ``("pop", name)``.
-        layers: the class of each layer, for messages.
+    Its layers are of the classes `layers`. The forward of each did `events`: ``("stash", name)`` or
+    ``("pop", name)``, in order.
 
     Raises:
-        SkipError: a pop without a stash before it, a second pop, a stash of a name that is still
-            held, or a stash nobody pops.
+        SkipError: a pop without a stash before it, a second pop, a stash of a name that is not
+            popped yet, or a stash that is never popped.
     """
     held: dict[str, int] = {}
     popped: dict[str, int] = {}
@@ -46,7 +45,7 @@ def match(events: Sequence[Sequence[tuple[str, str]]], layers: Sequence[str]) ->
                 if name in held:
                     raise SkipError(
                         f"{layer(index)} stashes {name!r}, which {layer(held[name])} has stashed "
-                        "and nobody has popped yet: use another name or a namespace"
+                        "and no layer has popped yet: use another name or a namespace"
                     )
                 held[name] = index
             elif name in held:
@@ -64,13 +63,11 @@ def match(events: Sequence[Sequence[tuple[str, str]]], layers: Sequence[str]) ->
 
 
 def between_stages(skips: Iterable[Skip], ranges: Sequence[tuple[int, int]]) -> tuple[Skip, ...]:
-    """The same skips between stages; one that stays on a stage begins and ends there."""
-    stage_of = {
-        layer: stage for stage, (first, stop) in enumerate(ranges) for layer in range(first, stop)
-    }
+    """Return the same skips between stages; one within a stage begins and ends there."""
+    stage_of = stages_of_layers(ranges)
     return tuple(sorted(Skip(stage_of[s.source], stage_of[s.target], s.name) for s in skips))
 
 
 def pairs(skips: Iterable[Skip]) -> tuple[tuple[int, int], ...]:
-    """The different stages (source, target) that something goes between, each pair once."""
+    """Return the pairs of different stages (source, target) that skips lead between, each once."""
     return tuple(sorted({(s.source, s.target) for s in skips if s.source != s.target}))

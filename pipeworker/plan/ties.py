@@ -1,4 +1,4 @@
-"""Tied weights as data: the places where one parameter is used, and who must tell whom."""
+"""Tied weights as data: the places where one parameter is used, and the stages they are on."""
 
 from __future__ import annotations
 
@@ -6,28 +6,23 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from pipeworker.errors import UsageError
+from pipeworker.facts.layer_names import is_numbered, layer_of
+from pipeworker.plan.partition import stages_of_layers
 
 
 @dataclass(frozen=True, slots=True)
 class Tie:
-    """One parameter at several places.
+    """One parameter that is used in several places, named as in ``nn.Sequential(*layers)``.
 
-    Attributes:
-        names: of its places, in model order, as in ``nn.Sequential(*layers).state_dict()``.
-        stages: of its places; empty while they are not known.
+    Places are in model order; `stages` is empty until layers are divided among stages.
     """
 
     names: tuple[str, ...]
     stages: tuple[int, ...] = ()
 
 
-def layer_of(name: str) -> int:
-    """``3`` of ``3.attention.weight``."""
-    return int(name.partition(".")[0])
-
-
 def declared(groups: Iterable[Sequence[str]], layers: int) -> tuple[Tie, ...]:
-    """The ties a job file declares.
+    """Return the ties that a job file declares, each by the names of the parameter in its places.
 
     Raises:
         UsageError: a name is not that of a parameter of a layer, or is tied twice.
@@ -38,37 +33,32 @@ def declared(groups: Iterable[Sequence[str]], layers: int) -> tuple[Tie, ...]:
         names = tuple(group) if isinstance(group, (list, tuple)) else ()
         if len(set(names)) < 2 or not all(isinstance(name, str) for name in names):
             raise UsageError(
-                f"tied has the entry {group!r}: each must be a tuple of two or more parameter names"
+                f"tied: has the entry {group!r}; make it a tuple of two or more parameter names"
             )
         for name in names:
-            head, _, rest = name.partition(".")
-            if not head.isdecimal() or not rest or int(head) >= layers:
+            if not is_numbered(name, layers):
                 raise UsageError(
-                    f"tied names {name!r}: a name is a layer's index and its parameter, as "
-                    f"'0.weight', and there are {layers} layers"
+                    f"tied: names {name!r}; write a layer's index, of {layers} layers, and its "
+                    "parameter, as '0.weight'"
                 )
             if name in seen:
-                raise UsageError(f"tied names {name!r} twice")
+                raise UsageError(f"tied: names {name!r} twice; name it once")
             seen.add(name)
         found.append(Tie(tuple(sorted(names, key=lambda name: (layer_of(name), name)))))
     return tuple(found)
 
 
 def placed(ties: Iterable[Tie], ranges: Sequence[tuple[int, int]]) -> tuple[Tie, ...]:
-    """The same ties with the stages of their places."""
-    stage_of = {
-        layer: stage for stage, (first, stop) in enumerate(ranges) for layer in range(first, stop)
-    }
+    """Return the same ties with the stages of their places."""
+    stage_of = stages_of_layers(ranges)
     return tuple(Tie(t.names, tuple(stage_of[layer_of(name)] for name in t.names)) for t in ties)
 
 
 def pairs(ties: Iterable[Tie]) -> tuple[tuple[int, int], ...]:
-    """The stages (source, target) that tell each other gradients, in both directions.
+    """Return the pairs of stages (source, target) that exchange gradients, in both directions.
 
-    A stage that has all places of a weight is paired with itself: it has something to add up.
+    A stage that has all places of a weight is paired with itself, because it adds up gradients too.
     """
-    found = set()
-    for tie in ties:
-        stages = set(tie.stages)
-        found |= {(a, b) for a in stages for b in stages if a != b or len(stages) == 1}
+    stages = [set(tie.stages) for tie in ties]
+    found = {(a, b) for some in stages for a in some for b in some if a != b or len(some) == 1}
     return tuple(sorted(found))

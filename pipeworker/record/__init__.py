@@ -1,1 +1,1 @@
-"""What is left behind: the run directory, metrics, summary, weights."""
+"""The files of a run: its directory, record, metrics, checkpoints and exported weights."""

@@ -1,4 +1,4 @@
-"""Whose a run directory is: one job's at a time."""
+"""The lock of a run directory: one job at a time writes in it. Imports no torch."""
 
 from __future__ import annotations
 
@@ -10,67 +10,70 @@ import time
 from pathlib import Path
 
 _POLL_SECONDS = 0.05
-# The C library's `struct flock`, here and on BSD and macOS: where the type is among its fields.
+# The C library's `struct flock`, here and on BSD and macOS, and the place of the type in it.
 _FLOCK, _TYPE = ("hhqqi4x", 0) if sys.platform == "linux" else ("qqihh", 3)
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 
 
-def held(path: Path) -> bool:
-    """Whether another process holds it. To ask takes it from nobody, and keeps nobody out.
+def is_locked(path: Path) -> bool:
+    """Return whether another process holds the lock. The lock itself is not touched.
 
-    It is not for a process that has it: what closes any file of it lets it go.
+    A process that holds the lock must not call this: closing any file of the lock releases it.
     """
-    asked: list[int] = [0] * 5
-    asked[_TYPE] = fcntl.F_WRLCK  # which would be refused whatever another one holds
+    query: list[int] = [0] * 5
+    query[_TYPE] = fcntl.F_WRLCK  # conflicts with every lock, shared or exclusive
     try:
         with path.open("rb") as file:
-            found = fcntl.fcntl(file, fcntl.F_GETLK, struct.pack(_FLOCK, *asked))
+            found = fcntl.fcntl(file, fcntl.F_GETLK, struct.pack(_FLOCK, *query))
     except OSError:
         return False
     return bool(struct.unpack(_FLOCK, found)[_TYPE] != fcntl.F_UNLCK)
 
 
-class Lock:
-    """Held by a process for as long as it writes in a run directory; the kernel ends it with it.
+class RunLock:
+    """A lock that a process holds while it writes in a run directory.
 
-    Who would begin there is alone, and shares it then with the other processes of its job. It is
-    the process's own: a child that it forks does not have it, and cannot outlive it. A process has
-    one at a time. A file system without locks keeps nobody out.
-
-    Args:
-        alone: that no other process may hold one.
-        seconds: what who holds one is given to end.
+    The kernel releases it when the process ends. A process that resumes a run acquires the lock
+    exclusively, and then shares it with the other processes of its job. A child that it forks does
+    not hold it. A process has one lock at a time. On a file system without locks every process gets
+    the lock.
 
     Raises:
-        BlockingIOError: another process holds one.
-        OSError: the file cannot be made.
+        BlockingIOError: another process still holds the lock.
+        OSError: the file cannot be created.
     """
 
-    def __init__(self, path: Path, *, alone: bool, seconds: float = 0.0) -> None:
+    def __init__(self, path: Path, *, exclusive: bool, timeout: float = 0.0) -> None:
         self._file = path.open("a+b")
-        until = time.monotonic() + seconds
-        while not self._take(fcntl.LOCK_EX if alone else fcntl.LOCK_SH):
-            if time.monotonic() >= until:
-                self.close()
+        deadline = time.monotonic() + timeout
+        while not self._acquire(fcntl.LOCK_EX if exclusive else fcntl.LOCK_SH):
+            if time.monotonic() >= deadline:
+                self.release()
                 raise BlockingIOError(errno.EAGAIN, "another process holds it", str(path))
             time.sleep(_POLL_SECONDS)
 
     @property
-    def held(self) -> bool:
-        """Until it is closed."""
+    def locked(self) -> bool:
+        """Whether this process has not released the lock."""
         return not self._file.closed
 
     def share(self) -> None:
-        """Be alone no longer; who waits to be alone still waits."""
-        self._take(fcntl.LOCK_SH)
+        """Let other processes share the lock; a process that wants it alone still waits."""
+        self._acquire(fcntl.LOCK_SH)
 
-    def close(self) -> None:
-        """Hold it no longer. Idempotent."""
+    def release(self) -> None:
+        """Release the lock. Idempotent."""
         self._file.close()
 
-    def _take(self, how: int) -> bool:
+    def __enter__(self) -> RunLock:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
+
+    def _acquire(self, kind: int) -> bool:
         try:
-            fcntl.lockf(self._file, how | fcntl.LOCK_NB)
+            fcntl.lockf(self._file, kind | fcntl.LOCK_NB)
         except (BlockingIOError, PermissionError):
             return False
         except OSError as error:

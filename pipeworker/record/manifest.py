@@ -1,35 +1,38 @@
-"""What a checkpoint consists of: its files' names, and ``manifest.json``. Imports no torch.
+"""The files of a checkpoint: their names, and ``manifest.json``. Imports no torch.
 
-A manifest is read as a file that anybody may have made: no name in it becomes a path unless it is
-one of ours.
+A manifest is read as a file that anybody may have written: no name in it becomes a path unless it
+has the form of :func:`file_names`.
 """
 
 from __future__ import annotations
 
 import json
-import re
 import reprlib
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from pipeworker.errors import UsageError
-from pipeworker.wire.messages.checkpoint import File
+import msgspec
+from msgspec import Meta
+
+from pipeworker.errors import ProtocolError, UsageError
+from pipeworker.facts.checkpoint_file import CheckpointFile
+from pipeworker.facts.layer_names import LayerNames
 
 VERSION = 2
-NAME = "manifest.json"
-INDEX = "model.safetensors.index.json"
+MANIFEST = "manifest.json"
+WEIGHTS_INDEX = "model.safetensors.index.json"
 _MOST_BYTES = 16 << 20
 _MOST_HEADER = 100 << 20
 _CHUNK = 1 << 20
-_SUM = "crc32"
-_NAME = re.compile(r"(model|optimizer|state)-\d{5,9}-of-\d{5,9}\.(safetensors|json)")
+_CHECKSUM = "crc32"
+_NAME = r"^(model|optimizer|state)-[0-9]{5,9}-of-[0-9]{5,9}\.(safetensors|json)\Z"
 
 
 def file_names(rank: int, ranks: int) -> tuple[str, str, str]:
-    """Of what a worker writes: weights, the tensors of all other state, the rest of it.
+    """Return the names of a worker's files: weights, the tensors of all other state, the rest.
 
     The weights are named as Hugging Face names the shards of a model.
     """
@@ -38,225 +41,188 @@ def file_names(rank: int, ranks: int) -> tuple[str, str, str]:
 
 
 @dataclass(frozen=True, slots=True)
-class Shard:
-    """What one worker wrote: three files."""
+class WorkerFiles:
+    """The three files that one worker wrote."""
 
     model: Path
     optimizer: Path
     state: Path
 
 
-def described(path: Path) -> File:
-    """A file that is written, by its size and checksum.
-
-    Raises:
-        OSError: it cannot be read.
-    """
+def describe_file(path: Path) -> CheckpointFile:
+    """Return the name, size and checksum of a file."""
     size = checksum = 0
     with path.open("rb") as file:
         while chunk := file.read(_CHUNK):
             size += len(chunk)
             checksum = zlib.crc32(chunk, checksum)
-    return File(path.name, size, checksum)
+    return CheckpointFile(path.name, size, checksum)
+
+
+_Count = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
+_Name = Annotated[str, Meta(pattern=_NAME)]
+_Names = Annotated[tuple[str, ...], Meta(min_length=1)]
+
+
+class _FileEntry(msgspec.Struct):
+    bytes: _Count
+    crc32: Annotated[int, Meta(ge=0, lt=1 << 32)]
+
+
+_FIELDS: dict[str, Any] = {
+    "step": _Count,
+    "stages": _Count,
+    "layers": _Names,
+    "files": Annotated[dict[_Name, _FileEntry], Meta(min_length=1)],
+    "ties": tuple[_Names, ...],
+    "scaler": dict[str, Any] | None,
+    "evaluation": dict[str, _Count | float] | None,
+}
+"""The type of each field of ``manifest.json``, beside its version and checksum."""
 
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """What is needed to put a checkpoint together.
+    """The description of a complete checkpoint: the state after the optimizer step `step`.
 
     Attributes:
-        stages: that there were.
-        layers: their names, in order.
-        files: of all workers.
-        ties: by tied parameter, its names; the first one is in a file.
+        stages: the number of stages that saved it.
+        files: those of all workers.
+        ties: for each tied parameter all its names; a file has it under the first one.
         scaler: the state of the loss scale, with fp16.
-        evaluation: the row of the pass after exactly this step, if there was one.
+        evaluation: the row of the evaluation pass after exactly this step, if there was one.
     """
 
     step: int
     stages: int
-    layers: tuple[str, ...]
-    files: tuple[File, ...]
+    layers: LayerNames
+    files: tuple[CheckpointFile, ...]
     ties: tuple[tuple[str, ...], ...] = ()
     scaler: dict[str, Any] | None = None
     evaluation: dict[str, float] | None = None
 
     def to_json(self) -> dict[str, Any]:
+        """Return the content of ``manifest.json``."""
+        optional = {"ties": self.ties, "scaler": self.scaler, "evaluation": self.evaluation}
         content = {
             "version": VERSION,
             "step": self.step,
             "stages": self.stages,
-            "layers": list(self.layers),
+            "layers": self.layers.prefixes,
             "files": {f.name: {"bytes": f.bytes, "crc32": f.crc32} for f in self.files},
-            **({"ties": [list(names) for names in self.ties]} if self.ties else {}),
-            **({"scaler": self.scaler} if self.scaler else {}),
-            **({"evaluation": self.evaluation} if self.evaluation else {}),
+            **{name: value for name, value in optional.items() if value},
         }
-        return {**content, _SUM: _sum(content)}
+        return {**content, _CHECKSUM: _checksum(content)}
 
     @classmethod
     def read(cls, path: Path) -> Manifest:
-        """Every field checked.
+        """Read and check ``manifest.json``.
 
         Raises:
-            UsageError: it is no manifest, one of another version, or damaged.
-            OSError: it cannot be read.
+            UsageError: the file is not a manifest, has another version, or is damaged.
         """
         with path.open("rb") as file:
             text = file.read(_MOST_BYTES + 1)
         try:
-            found: Any = json.loads(text.decode()) if len(text) <= _MOST_BYTES else None
-            whole = isinstance(found, dict) and found.get(_SUM) in (None, _sum(found))
-        except (ValueError, RecursionError):
-            found = None
-        if not isinstance(found, dict):
-            raise UsageError(f"cannot read {path}: it is not the manifest of a checkpoint")
-        version = found.get("version")
+            content: Any = json.loads(text.decode()) if len(text) <= _MOST_BYTES else None
+            whole = content.get(_CHECKSUM) in (None, _checksum(content))
+        except (ValueError, RecursionError, AttributeError):
+            raise _invalid(path, "it is not the manifest of a checkpoint") from None
+        version = content.get("version")
         if type(version) is not int or version != VERSION:
-            shown = f"version {reprlib.repr(version)}, this pipeworker reads version {VERSION}"
-            raise UsageError(f"cannot read {path}: it is of {shown}")
-        for key, fits in _FIELDS.items():
-            value = found.setdefault(key, [] if key == "ties" else None)
-            if not fits(value):
-                raise UsageError(f"cannot read {path}: {key} is {reprlib.repr(value)}")
+            raise UsageError(
+                f"cannot read {path}: it has version {reprlib.repr(version)}, and this pipeworker "
+                f"reads version {VERSION}; use the pipeworker that wrote it"
+            )
+        try:
+            found = {name: _field(name, kind, content) for name, kind in _FIELDS.items()}
+            found["layers"] = LayerNames(found["layers"])
+        except msgspec.ValidationError as error:
+            raise _invalid(path, error) from None
+        except ProtocolError as error:
+            layers = reprlib.repr(content["layers"])
+            raise _invalid(path, f"layers is {layers} ({error})") from None
         if not whole:
-            raise UsageError(f"cannot read {path}: it is damaged (its checksum is another one)")
-        return cls(
-            found["step"],
-            found["stages"],
-            tuple(found["layers"]),
-            tuple(File(n, f["bytes"], f["crc32"]) for n, f in found["files"].items()),
-            tuple(map(tuple, found["ties"])),
-            found["scaler"],
-            found["evaluation"],
-        )
+            raise _damaged(path, "its checksum does not match what it holds")
+        files = found.pop("files").items()
+        return cls(files=tuple(CheckpointFile(n, f.bytes, f.crc32) for n, f in files), **found)
 
     def check_files(self, folder: Path, kind: str = "") -> None:
-        """That those of a kind, as ``model``, or all, are there and none is damaged.
+        """Check the checksums of the files in `folder` whose names begin with `kind`.
 
         Raises:
-            UsageError: one is missing or damaged; it is named.
-            OSError: one cannot be read.
+            UsageError: a file is missing or damaged.
         """
-        found = [file for file in self.files if file.name.startswith(kind)]
-        for path, file in [(self.there(folder, file), file) for file in found]:
-            if described(path) != file:
-                raise UsageError(f"cannot read {path}: it is damaged (its checksum is another one)")
+        for file in self.files:
+            if file.name.startswith(kind):
+                path = self.locate(folder, file)
+                if describe_file(path) != file:
+                    raise _damaged(path, "its checksum does not match the manifest")
 
-    def there(self, folder: Path, file: File) -> Path:
-        """Where a file is, if it is, with the right size.
+    def locate(self, folder: Path, file: CheckpointFile) -> Path:
+        """Return the path of a file, which is there and has the right size.
 
         Raises:
-            as :meth:`check_files`.
+            UsageError: the file is missing, or has another size.
         """
         path = folder / file.name
         if not path.exists():
             raise UsageError(
-                f"{path} is missing: the stage wrote it on another host; copy it here and try again"
+                f"{path} is missing: a worker on another host wrote it; copy it here and try again"
             )
         if not path.is_file():
             raise UsageError(f"cannot read {path}: it is not a file")
         size = path.stat().st_size
         if size != file.bytes:
-            raise UsageError(f"cannot read {path}: it has {size} bytes, not {file.bytes}")
+            raise _damaged(path, f"it has {size} bytes, not {file.bytes}")
         return path
 
 
-def _sum(content: dict[str, Any]) -> int:
-    """The checksum of all else that a manifest says, however it is laid out."""
-    said = {key: value for key, value in content.items() if key != _SUM}
-    return zlib.crc32(json.dumps(said).encode())
+def _invalid(path: Path, reason: object) -> UsageError:
+    return UsageError(f"cannot read {path}: {reason}; use another checkpoint")
 
 
-def _is_count(value: Any) -> bool:
-    return type(value) is int and 0 <= value < 1 << 63
+def _damaged(path: Path, reason: str) -> UsageError:
+    return _invalid(path, f"it is damaged ({reason})")
 
 
-def _is_sum(value: Any) -> bool:
-    return _is_count(value) and value < 1 << 32
+def _checksum(content: dict[str, Any]) -> int:
+    """Return the checksum of all other fields, independent of the file's layout."""
+    rest = {key: value for key, value in content.items() if key != _CHECKSUM}
+    return zlib.crc32(json.dumps(rest).encode())
 
 
-def _are_names(value: Any) -> bool:
-    return isinstance(value, list) and bool(value) and all(type(name) is str for name in value)
+def _field(name: str, kind: Any, content: dict[str, Any]) -> Any:
+    """Return a field of ``manifest.json``; raise msgspec.ValidationError if it is invalid."""
+    value = content.get(name, [] if name == "ties" else None)
+    try:
+        return msgspec.convert(value, kind)
+    except msgspec.ValidationError as error:
+        raise msgspec.ValidationError(f"{name} is {reprlib.repr(value)} ({error})") from None
 
 
-def _are_layers(value: Any) -> bool:
-    return _are_names(value) and len({*value}) == len(value) and not any("." in n for n in value)
+def weights_index(files: Mapping[str, Mapping[str, int]]) -> dict[str, Any]:
+    """Return the index of weights by file, as tools for Hugging Face's layout read it.
+
+    By the name of each file, `files` has the bytes of its tensors by name.
+    """
+    where = {name: file for file, sizes in files.items() for name in sizes}
+    total = sum(size for sizes in files.values() for size in sizes.values())
+    return {"metadata": {"total_size": total}, "weight_map": where}
 
 
-def _are_files(value: Any) -> bool:
-    return (
-        isinstance(value, dict)
-        and bool(value)
-        and all(map(_NAME.fullmatch, value))
-        and all(
-            isinstance(file, dict) and _is_count(file.get("bytes")) and _is_sum(file.get("crc32"))
-            for file in value.values()
-        )
-    )
-
-
-def _are_ties(value: Any) -> bool:
-    return isinstance(value, list) and all(map(_are_names, value))
-
-
-def _is_scaler(value: Any) -> bool:
-    return value is None or isinstance(value, dict)
-
-
-def _is_evaluation(value: Any) -> bool:
-    return value is None or (
-        isinstance(value, dict)
-        and all(type(figure) is float or _is_count(figure) for figure in value.values())
-    )
-
-
-_FIELDS: dict[str, Callable[[Any], bool]] = {
-    "step": _is_count,
-    "stages": _is_count,
-    "layers": _are_layers,
-    "files": _are_files,
-    "ties": _are_ties,
-    "scaler": _is_scaler,
-    "evaluation": _is_evaluation,
-}
-
-
-def index_of(folder: Path, files: Sequence[File]) -> dict[str, Any] | None:
-    """Which weight is in which file, as tools that read Hugging Face's layout want to know.
-
-    None where a file is not there: its stage wrote it on another host.
+def tensor_sizes(path: Path) -> dict[str, int]:
+    """Return the bytes of each tensor by name, from the header of a safetensors file.
 
     Raises:
-        OSError: a file cannot be read.
-        ValueError: it is not what a stage writes.
+        ValueError: the file is not one that a worker writes.
     """
-    where: dict[str, str] = {}
-    size = 0
-    for file in files:
-        if file.name.startswith("model-"):
-            path = folder / file.name
-            if not path.exists():
-                return None
-            try:
-                sizes = _sizes(path)
-            except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-                raise ValueError(f"{path} is not what a stage writes") from None
-            where |= dict.fromkeys(sizes, file.name)
-            size += sum(sizes.values())
-    return {"metadata": {"total_size": size}, "weight_map": where}
-
-
-def _sizes(path: Path) -> dict[str, int]:
-    """The bytes of each tensor, by name, as the header of a safetensors file has it."""
-    with path.open("rb") as file:
-        length = int.from_bytes(file.read(8), "little")
-        if length > _MOST_HEADER:
-            raise ValueError(f"a header of {length} bytes")
-        header = json.loads(file.read(length))
-    header.pop("__metadata__", None)
-    found = {}
-    for name, entry in header.items():
-        first, last = entry["data_offsets"]
-        found[name] = last - first
-    return found
+    try:
+        with path.open("rb") as file:
+            length = min(int.from_bytes(file.read(8), "little"), _MOST_HEADER)
+            header: Any = json.loads(file.read(length))
+        header.pop("__metadata__", None)
+        ranges = {name: entry["data_offsets"] for name, entry in header.items()}
+        return {name: last - first for name, (first, last) in ranges.items()}
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        raise ValueError(f"{path} is not what a worker writes") from None

@@ -1,15 +1,15 @@
-"""The state of a checkpoint put back into a worker's stages, whatever number of stages wrote it.
+"""Restoring the state of a checkpoint into a worker's stages, however many stages wrote it.
 
-Everything is kept by the names of weights. A worker opens the files of all, and reads of them what
-is its own.
+A worker opens the files of all workers, and reads what its own stages need.
 """
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
+from functools import partial
+from itertools import chain
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -18,80 +18,73 @@ import torch
 from torch import nn
 
 from pipeworker.errors import UsageError
-from pipeworker.record.checkpoint import Part, read_plain
-from pipeworker.record.manifest import Shard
-from pipeworker.record.misfits import Misfits, by_layer, is_extra
-from pipeworker.record.plain import Refused, unpack
-from pipeworker.record.regroup import Place, Update, regrouped
-from pipeworker.record.tensors import TensorFile
+from pipeworker.facts.layer_names import LayerNames
+from pipeworker.record.checkpoint import read_plain
+from pipeworker.record.json_state import InvalidState, unpack
+from pipeworker.record.manifest import WorkerFiles
+from pipeworker.record.param_groups import SavedGroup, SavedOptimizer, scheduler_state_for
+from pipeworker.record.stage_state import StageState, UserCode
+from pipeworker.record.state_dict_diff import StateDictDiff, is_extra_state
+from pipeworker.record.tensor_file import TensorFile
 
 _MEMBERS = {"params", "param_names"}
-"""Of a parameter group: what says whose it is."""
-Users = Callable[[str], AbstractContextManager[Any]]
+"""The entries of a parameter group that say which parameters it has."""
 
 
 def restore(
-    shards: Sequence[Shard],
-    parts: Sequence[Part],
+    files: Sequence[WorkerFiles],
+    stages: Sequence[StageState],
     ties: Mapping[str, str] = MappingProxyType({}),
-    users: Users = nullcontext,
+    user_code: UserCode = nullcontext,
     loads_itself: Callable[[nn.Module], bool] = lambda _: False,
 ) -> None:
-    """Put the state of a checkpoint into stages that are built.
+    """Restore the state in the files of all workers into the stages of this one, which are built.
 
-    Args:
-        shards: what all workers wrote; checksums are not looked at.
-        parts: the stages of this worker.
-        ties: each further name of a tied weight, and the first one, which has its state.
-        users: entered around each call of the user's code, with what is called.
-        loads_itself: whether a module has a way of its own to load what it holds.
+    The checksums of the files are not examined. By each further name of a tied weight, `ties` has
+    the first one, which the state has; `loads_itself` returns whether a module has a way of its own
+    to load its state.
 
     Raises:
         UsageError: the checkpoint is of another model, and nothing has changed; or it is damaged.
-        Exception: what the user's code raises.
     """
-    saved = _Saved(shards, ties, loads_itself)
-    misfits = Misfits()
-    for part in parts:
-        for name, layer, state in zip(part.names, part.layers, part.states, strict=True):
-            saved.compare(name, layer, state, misfits)
-    if misfits:
-        where = shards[0].model.parent
-        raise UsageError(f"the checkpoint {where} is of another model: {misfits}")
+    saved = _SavedState(files, stages[0].names, ties, loads_itself)
+    diff = StateDictDiff()
+    for stage in stages:
+        for index, layer, state in stage.indexed():
+            saved.compare(index, layer, state, diff)
+    if diff:
+        where = files[0].model.parent
+        raise UsageError(f"the checkpoint {where} is of another model: {diff}")
     with torch.no_grad():
-        for part in parts:
-            for name, layer, state in zip(part.names, part.layers, part.states, strict=True):
-                filled: Any = copy.copy(state)  # with what it says of versions
-                filled.clear()
-                filled.update(saved.state_of(name, layer, state))
-                with users(f"load_state_dict() of layer {name} ({type(layer).__name__})"):
-                    layer.load_state_dict(filled)
-                for key, buffer in saved.buffers_of(name).items():
-                    _put(layer, key, buffer, _device_of(part.layers))
-            if part.optimizer is not None:
-                _restore_update(part, part.optimizer, saved, users)
+        for stage in stages:
+            stage.load(saved.state_of, user_code)
+            for index, layer, _ in stage.indexed():
+                for key, buffer in saved.buffers_of(index).items():
+                    _set_buffer(layer, key, buffer, _device_of(stage.layers))
+            if stage.optimizer is not None:
+                _restore_update(stage, stage.optimizer, saved, user_code)
 
 
-def position(shards: Sequence[Shard]) -> dict[str, Any]:
-    """Where the worker with the first stage was in the data.
+def restored_position(files: Sequence[WorkerFiles]) -> dict[str, Any]:
+    """Return the position in the data that the worker with stage 0 saved.
 
     Raises:
-        UsageError: nobody says, or it is damaged.
+        UsageError: no file has the position, or a file is damaged.
     """
-    for shard in shards:
-        plain = read_plain(shard.state)
+    for one in files:
+        plain = read_plain(one.state)
         if "data" in plain:
-            found: dict[str, Any] = _Source(
-                shard.state, TensorFile(shard.optimizer), plain["data"]
-            ).read(dict)
+            value = _PackedValue(one.state, TensorFile(one.optimizer), plain["data"])
+            found: dict[str, Any] = value.read(dict)
             return found
     raise UsageError(
-        f"{shards[0].state.parent} does not say where the data was: it is of a loop of its own"
+        f"{files[0].state.parent} has no position in the data: a loop of its own wrote it; restore "
+        "it from such a loop"
     )
 
 
 @dataclass(frozen=True, slots=True)
-class _Source:
+class _PackedValue:
     """A packed value in the file of a worker."""
 
     path: Path
@@ -99,160 +92,156 @@ class _Source:
     packed: Any
 
     def read(self, kind: type = object) -> Any:
+        """Unpack the value, which must be of this type."""
         try:
             value = unpack(self.packed, self.tensors)
-        except Refused as error:
+        except InvalidState as error:
             raise _damaged(self.path, error) from None
         if not isinstance(value, kind):
             raise _damaged(self.path, f"{value!r:.40} is no {kind.__name__}")
         return value
 
-    def within(self, packed: Any) -> _Source:
-        return _Source(self.path, self.tensors, packed)
 
-
-def _damaged(path: Path, why: object) -> UsageError:
-    return UsageError(f"cannot read {path}: it is not what a stage writes ({why})")
+def _damaged(path: Path, reason: object) -> UsageError:
+    return UsageError(
+        f"cannot read {path}: it is not what a worker writes ({reason}); use another checkpoint"
+    )
 
 
 @dataclass(slots=True)
-class _Saved:
-    """What all workers wrote, by name; nothing is read before it is asked for."""
+class _SavedState:
+    """The state that all workers saved, by name. Values are read when they are needed."""
 
-    shards: Sequence[Shard]
+    files: Sequence[WorkerFiles]
+    names: LayerNames
     ties: Mapping[str, str]
     loads_itself: Callable[[nn.Module], bool]
     weights: dict[str, TensorFile] = field(default_factory=dict)
-    extra: dict[str, _Source] = field(default_factory=dict)
-    buffers: dict[str, _Source] = field(default_factory=dict)
-    states: dict[str, _Source] = field(default_factory=dict)  # of optimizers, by parameter
-    places: dict[str, Place] = field(default_factory=dict)  # of parameters in groups
-    _layers: dict[int, dict[str, list[str]]] = field(default_factory=dict)
+    extra: dict[str, _PackedValue] = field(default_factory=dict)
+    buffers: dict[str, _PackedValue] = field(default_factory=dict)
+    states: dict[str, _PackedValue] = field(default_factory=dict)  # of optimizers, by parameter
+    groups: dict[str, SavedGroup] = field(default_factory=dict)  # by parameter
+    weight_keys: Mapping[int, list[str]] = field(init=False)  # by layer
+    extra_keys: Mapping[int, list[str]] = field(init=False)
+    buffer_keys: Mapping[int, list[str]] = field(init=False)
 
     def __post_init__(self) -> None:
-        for shard in self.shards:
-            weights = TensorFile(shard.model)
+        for files in self.files:
+            weights = TensorFile(files.model)
             both = next((name for name in weights if name in self.weights), None)
             if both is not None:
-                raise _damaged(shard.model, f"{both!r:.80} is in another part as well")
+                raise _damaged(files.model, f"{both!r:.80} is in another part as well")
             self.weights |= dict.fromkeys(weights, weights)
             try:
-                plain = read_plain(shard.state)
+                plain = read_plain(files.state)
             except OSError as error:
-                raise UsageError(f"cannot read {shard.state}: {error.strerror}") from None
-            file = _Source(shard.state, TensorFile(shard.optimizer), None)
-            self.extra |= {name: file.within(value) for name, value in plain["extra"].items()}
-            self.buffers |= {name: file.within(value) for name, value in plain["buffers"].items()}
+                raise UsageError(f"cannot read {files.state}: {error.strerror}") from None
+            packed = partial(_PackedValue, files.state, TensorFile(files.optimizer))
+            self.extra |= {name: packed(value) for name, value in plain["extra"].items()}
+            self.buffers |= {name: packed(value) for name, value in plain["buffers"].items()}
             for update in plain["updates"]:
-                self._open_update(file, update)
-        for names in (self.weights, self.extra, self.buffers):
-            self._layers[id(names)] = by_layer(names)
+                self._add_update(files.state, packed, update)
+        self.weight_keys, _ = self.names.by_layer(self.weights)
+        self.extra_keys, _ = self.names.by_layer(self.extra)
+        self.buffer_keys, _ = self.names.by_layer(self.buffers)
 
-    def _open_update(self, file: _Source, update: Any) -> None:
+    def _add_update(self, path: Path, packed: Callable[[Any], _PackedValue], update: Any) -> None:
         if not (isinstance(update, dict) and isinstance(update.get("state"), dict)):
-            raise _damaged(file.path, "an optimizer's state is not there")
-        groups = file.within(update.get("groups")).read(list)
-        scheduler = file.within(update.get("scheduler")).read()
-        found = Update(groups, scheduler)
+            raise _damaged(path, "an optimizer's state is not there")
+        groups = packed(update.get("groups")).read(list)
+        optimizer = SavedOptimizer(groups, packed(update.get("scheduler")).read())
         for index, group in enumerate(groups):
             names = group.get("params") if isinstance(group, dict) else None
             if not (isinstance(names, list) and all(type(name) is str for name in names)):
-                raise _damaged(file.path, "a parameter group is none")
-            self.places |= dict.fromkeys(names, Place(found, index))
-        self.states |= {name: file.within(value) for name, value in update["state"].items()}
+                raise _damaged(path, "a parameter group is none")
+            self.groups |= dict.fromkeys(names, SavedGroup(optimizer, index))
+        self.states |= {name: packed(value) for name, value in update["state"].items()}
 
-    def _of(self, names: Mapping[str, Any], layer: str) -> list[str]:
-        """Those of a layer, without its name."""
-        return self._layers[id(names)].get(layer, [])
-
-    def first(self, name: str) -> str:
-        """The name that a weight has its state under."""
+    def first_name(self, name: str) -> str:
+        """Return the name under which a weight has its optimizer state."""
         return self.ties.get(name, name)
 
     def _weight(self, name: str) -> tuple[TensorFile, str] | None:
-        for one in (self.first(name), name):
+        for one in (self.first_name(name), name):
             if one in self.weights:
                 return self.weights[one], one
         return None
 
     def compare(
-        self, name: str, layer: nn.Module, state: Mapping[str, Any], misfits: Misfits
+        self, index: int, layer: nn.Module, state: Mapping[str, Any], diff: StateDictDiff
     ) -> None:
-        """Find what load_state_dict() would refuse, or cast.
+        """Record what load_state_dict() would refuse or cast.
 
-        What is no tensor, or extra state, is the layer's own to judge, and so are the shapes of
-        what a module loads itself: an observer's grow with what it has seen.
+        Extra state and values that are not tensors are left to the layer. So are the shapes of the
+        tensors that a module loads itself: those of an observer grow with the data.
         """
-        own = self._loaded_by_themselves(layer)
+        own = self._self_loading_paths(layer)
         for key, value in state.items():
-            full = f"{name}.{key}"
-            if not isinstance(value, torch.Tensor) or is_extra(key):
+            full = self.names.parameter(index, key)
+            if not isinstance(value, torch.Tensor) or is_extra_state(key):
                 continue
             found = self._weight(full)
-            if found is not None:
-                file, stored = found
-                look, wanted = file.look(stored), (value.dtype, tuple(value.shape))
-                if look != wanted and key.rpartition(".")[0] not in own:
-                    misfits.differ(full, look, wanted)
-            else:
-                misfits.missing.append(full)
+            if found is None:
+                diff.missing.append(full)
+                continue
+            file, stored = found
+            info, wanted = file.info(stored), (value.dtype, tuple(value.shape))
+            if info != wanted and key.rpartition(".")[0] not in own:
+                diff.add_different(full, info, wanted)
         modules = {path for path, _ in layer.named_modules(remove_duplicate=False)}
-        misfits.unexpected += [
-            f"{name}.{key}" for key in self._of(self.weights, name) if key not in state
-        ]
-        misfits.unexpected += [
-            f"{name}.{key}"
-            for key in self._of(self.buffers, name)
-            if key.rpartition(".")[0] not in modules
-        ]
+        unexpected = [key for key in self.weight_keys.get(index, ()) if key not in state]
+        for key in self.buffer_keys.get(index, ()):
+            if key.rpartition(".")[0] not in modules:
+                unexpected.append(key)
+        diff.unexpected += [self.names.parameter(index, key) for key in unexpected]
 
-    def _loaded_by_themselves(self, layer: nn.Module) -> set[str]:
-        """The paths of such modules."""
+    def _self_loading_paths(self, layer: nn.Module) -> set[str]:
+        """Return the paths of the modules that load their state themselves."""
         modules = layer.named_modules(remove_duplicate=False)
         return {path for path, module in modules if self.loads_itself(module)}
 
-    def state_of(self, name: str, layer: nn.Module, state: Mapping[str, Any]) -> dict[str, Any]:
-        """The state dict of a layer."""
+    def state_of(self, index: int, layer: nn.Module, state: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the saved state dict of a layer."""
         found: dict[str, Any] = {}
-        copied = {key for key, _ in layer.named_parameters(remove_duplicate=False)}
-        copied |= {key for key, _ in layer.named_buffers(remove_duplicate=False)}
-        own = self._loaded_by_themselves(layer)
-        copied = {key for key in copied if key.rpartition(".")[0] not in own}
-        for key in dict.fromkeys([*state, *self._of(self.weights, name)]):
-            weight = self._weight(f"{name}.{key}")
+        own = self._self_loading_paths(layer)
+        named = chain(
+            layer.named_parameters(remove_duplicate=False),
+            layer.named_buffers(remove_duplicate=False),
+        )
+        copied = {key for key, _ in named if key.rpartition(".")[0] not in own}
+        for key in dict.fromkeys([*state, *self.weight_keys.get(index, ())]):
+            weight = self._weight(self.names.parameter(index, key))
             if weight is not None:
                 file, stored = weight
                 found[key] = file.mapped(stored) if key in copied else file[stored]
-        for key in self._of(self.extra, name):
-            found[key] = self.extra[f"{name}.{key}"].read()
+        for key in self.extra_keys.get(index, ()):
+            found[key] = self.extra[self.names.parameter(index, key)].read()
         return found
 
-    def buffers_of(self, layer: str) -> dict[str, torch.Tensor]:
-        """The buffers of a layer that its state dict does not have."""
-        keys = self._of(self.buffers, layer)
-        return {key: self.buffers[f"{layer}.{key}"].read(torch.Tensor) for key in keys}
+    def buffers_of(self, index: int) -> dict[str, torch.Tensor]:
+        """Return the saved buffers of a layer that its state dict does not have."""
+        return {
+            key: self.buffers[self.names.parameter(index, key)].read(torch.Tensor)
+            for key in self.buffer_keys.get(index, ())
+        }
 
 
 def _device_of(layers: Sequence[nn.Module]) -> torch.device:
-    for layer in layers:
-        for tensor in (*layer.parameters(), *layer.buffers()):
-            return tensor.device
-    return torch.device("cpu")
+    tensors = (t for layer in layers for t in (*layer.parameters(), *layer.buffers()))
+    return next((tensor.device for tensor in tensors), torch.device("cpu"))
 
 
-def _put(layer: nn.Module, key: str, value: torch.Tensor, device: torch.device) -> None:
-    """Give a buffer its value: in place where it fits, since others may share its memory."""
+def _set_buffer(layer: nn.Module, key: str, value: torch.Tensor, device: torch.device) -> None:
+    """Set a buffer, in place if the value fits: other tensors may share its memory."""
     path, _, name = key.rpartition(".")
     module = layer.get_submodule(path)
-    there = getattr(module, name, None)
-    if isinstance(there, torch.Tensor):
-        device = there.device
-        if there.shape == value.shape and there.dtype is value.dtype:
-            try:
-                there.copy_(value)
+    present = getattr(module, name, None)
+    if isinstance(present, torch.Tensor):
+        device = present.device
+        if present.shape == value.shape and present.dtype is value.dtype:
+            with suppress(RuntimeError):  # several elements share memory, as those of expand()
+                present.copy_(value)
                 return
-            except RuntimeError:  # one place of memory for several numbers, as of expand()
-                pass
     if hasattr(module, name):
         setattr(module, name, value.to(device))
     else:
@@ -260,61 +249,59 @@ def _put(layer: nn.Module, key: str, value: torch.Tensor, device: torch.device) 
 
 
 def _restore_update(
-    part: Part, optimizer: torch.optim.Optimizer, saved: _Saved, users: Users
+    stage: StageState, optimizer: torch.optim.Optimizer, saved: _SavedState, user_code: UserCode
 ) -> None:
-    """Put back the optimizer's state and groups, and the scheduler's state."""
-    parameters = part.parameters()
-    names = {id(p): saved.first(name) for name, p in parameters.items()}
-    given = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    trained = [names[id(p)] for p in parameters.values() if id(p) in given]
-    origin = next((saved.places[name].update for name in trained if name in saved.places), None)
+    """Restore the optimizer's state and groups, and the scheduler's state."""
+    parameters = stage.parameters()
+    names = {id(p): saved.first_name(name) for name, p in parameters.items()}
+    grouped = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    trained = [names[id(p)] for p in parameters.values() if id(p) in grouped]
+    origin = next((saved.groups[name].optimizer for name in trained if name in saved.groups), None)
     if origin is None:
         return
     groups = optimizer.param_groups
-    places: list[Place | None] = []
+    saved_groups: list[SavedGroup | None] = []
     for index, group in enumerate(groups):
-        known = (saved.places.get(names.get(id(p), "")) for p in group["params"])
-        same = Place(origin, index) if len(origin.groups) == len(groups) else None
-        places.append(next(filter(None, known), same))
-    for group, place in zip(groups, places, strict=True):
-        if place is not None:
-            _fill(group, place.group)
+        known = (saved.groups.get(names.get(id(p), "")) for p in group["params"])
+        same = SavedGroup(origin, index) if len(origin.groups) == len(groups) else None
+        saved_groups.append(next(filter(None, known), same))
+    for group, saved_group in zip(groups, saved_groups, strict=True):
+        if saved_group is not None:
+            _fill_group(group, saved_group.optimizer.groups[saved_group.index])
         for parameter in group["params"]:
-            source = saved.states.get(names.get(id(parameter), ""))
-            if source is not None:
-                optimizer.state[parameter] = _placed(source.read(), parameter, group)
-    if part.scheduler is not None and origin.scheduler is not None:
-        state = regrouped(origin, places, part.schedule)
-        with users("load_state_dict() of the scheduler"):
-            part.scheduler.load_state_dict(state)
+            value = saved.states.get(names.get(id(parameter), ""))
+            if value is not None:
+                optimizer.state[parameter] = _placed(value.read(), parameter, group)
+    if stage.scheduler is not None and origin.scheduler is not None:
+        state = scheduler_state_for(origin, saved_groups, stage.schedule)
+        with user_code("load_state_dict() of the scheduler"):
+            stage.scheduler.load_state_dict(state)
 
 
-def _fill(group: dict[str, Any], saved: Mapping[str, Any]) -> None:
-    """Give a parameter group all that the saved one had but its parameters."""
+def _fill_group(group: dict[str, Any], saved: Mapping[str, Any]) -> None:
+    """Copy all entries of a saved parameter group except its parameters."""
     for key, value in saved.items():
-        there = group.get(key)
-        if key in _MEMBERS:
-            continue
-        if isinstance(value, torch.Tensor) and isinstance(there, torch.Tensor):
-            there.copy_(value)  # groups may share it
-        else:
+        present = group.get(key)
+        if isinstance(value, torch.Tensor) and isinstance(present, torch.Tensor):
+            present.copy_(value)  # groups may share it
+        elif key not in _MEMBERS:
             group[key] = value
 
 
 def _placed(value: Any, parameter: nn.Parameter, group: Mapping[str, Any], key: Any = None) -> Any:
-    """A part of a parameter's state where torch's own load_state_dict() has it; nothing is cast.
+    """Return a parameter's state on the device on which torch's own load_state_dict() puts it.
 
-    What is as large as the parameter is laid out as it is: its strides were lost in the file.
+    Nothing is cast. A tensor of the parameter's shape gets the parameter's strides, because the
+    file does not have the tensor's own.
     """
     if isinstance(value, dict):
-        filled = value.copy()
+        filled = value.copy()  # of its own class
         filled.update((k, _placed(v, parameter, group, k)) for k, v in value.items())
         return filled
     if type(value) in (list, tuple):
         return type(value)(_placed(item, parameter, group) for item in value)
-    if not isinstance(value, torch.Tensor):
-        return value
-    if key == "step" and not (group.get("capturable") or group.get("fused")):
+    on_host = key == "step" and not (group.get("capturable") or group.get("fused"))
+    if on_host or not isinstance(value, torch.Tensor):
         return value
     if value.shape != parameter.shape:
         return value.to(parameter.device)

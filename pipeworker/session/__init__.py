@@ -1,1 +1,1 @@
-"""A rank in a process that is not ours: joins a job, and leaves as it came."""
+"""Ranks in processes of the user's: ``Pipeline`` and ``train``."""

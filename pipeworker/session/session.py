@@ -1,8 +1,8 @@
-"""A rank in a process of the user's: joins a job, takes part in calls, leaves as it came.
+"""A rank in a process of the user's: joins a job, takes part in its calls, and leaves.
 
-Unlike a worker that was started for the job, it leaves the process its signals, its output and its
-random streams, and an error is raised where it happened. Only a rank that is stuck in a step that
-cannot end, because another has failed, has its process ended.
+A worker that pipeworker starts owns its process; here signals, output and random streams remain the
+user's, and an error is raised by the call that caused it. The process is ended only if this rank is
+stuck in a step that cannot end because another rank has failed.
 """
 
 from __future__ import annotations
@@ -23,22 +23,21 @@ import torch
 from pipeworker.coordinator import report
 from pipeworker.environment import timings
 from pipeworker.errors import LayerError, PeerLost, PipeworkerError, UsageError
+from pipeworker.facts.failure import Cause, Failure
+from pipeworker.facts.step import Evaluation, StepResult
 from pipeworker.host.position import Tracker
-from pipeworker.job.file import Job
-from pipeworker.session.begin import Asked, Begun
-from pipeworker.session.head import Hear
-from pipeworker.session.meet import meet
-from pipeworker.session.place import Place
-from pipeworker.wire.messages.advance import Advance
-from pipeworker.wire.messages.calls import Call, CallKind, Wait
-from pipeworker.wire.messages.directions import FromWorker, ToWorker
-from pipeworker.wire.messages.evaluation import Evaluation
-from pipeworker.wire.messages.failure import Abort, Cause, Failed, Failure
-from pipeworker.wire.messages.step import StepResult
-from pipeworker.worker.blame import Raised, user_traceback
-from pipeworker.worker.control import Control, leave_process
+from pipeworker.job.file import JobFile
+from pipeworker.ranks.coordinator_process import EventListener
+from pipeworker.ranks.rank_info import RankInfo
+from pipeworker.ranks.rendezvous import rendezvous
+from pipeworker.runs.begin import PreparedRun, RunRequest
+from pipeworker.wire.messages.directions import Advance, FromWorker, ToWorker
+from pipeworker.wire.messages.presence import Abort, Failed
+from pipeworker.wire.messages.step import Call, CallKind, Wait
+from pipeworker.worker.blame import UserCodeError, raised, user_traceback
+from pipeworker.worker.control import Control, exit_process
 from pipeworker.worker.device import numerics
-from pipeworker.worker.service import over
+from pipeworker.worker.service import is_last
 from pipeworker.worker.settings import Settings
 from pipeworker.worker.stage import rng
 from pipeworker.worker.worker import Worker
@@ -47,134 +46,114 @@ _numbers = itertools.count()
 
 
 class JobEnded(PipeworkerError):
-    """The job is over, by no fault of this rank's."""
+    """The end of the job, for a reason that is not on this rank."""
 
     def __init__(self, abort: Abort) -> None:
         super().__init__(abort.reason)
         self.abort = abort
 
 
-def script() -> str:
-    """The path of the program that runs, as the job's file."""
+def script_path() -> str:
+    """Return the path of the running program, which is the job's file."""
     name = sys.argv[0] if sys.argv and sys.argv[0] not in ("", "-c") else "script"
     return str(Path(name).resolve())
 
 
 class Session:
-    """One rank of one job.
+    """One rank of one job; without `job`, that of the request's job file.
 
     Args:
-        place: its rank and how many there are.
-        job: None for the job file that is asked for.
-        asked: what the script asks for.
+        info: the rank.
+        job: the job's functions.
+        request: the request to begin or resume a run.
         sample: an input of the model, for a job without data whose layers stash and pop.
-        listen: given the run, gives who is told what the coordinator says, on rank 0.
-
-    Raises:
-        UsageError: what is asked for is wrong, or the ranks cannot meet.
+        listen: called on rank 0 with the run; returns the listener to the coordinator's events.
     """
 
     def __init__(
         self,
-        place: Place,
-        job: Job | None,
-        asked: Asked,
+        info: RankInfo,
+        job: JobFile | None,
+        request: RunRequest,
         *,
         sample: Any = None,
-        listen: Callable[[Begun], Hear],
+        listen: Callable[[PreparedRun], EventListener],
     ) -> None:
-        asked.check()
-        self.rank = place.rank
-        self._is_started_again = place.has_store  # by the exit status
+        request.validate()
+        self.rank = info.rank
+        self._restarts_by_status = info.has_store  # torchrun, or another launcher of the user's
         self._pid = os.getpid()
         self.closed = False
         self._tracker = Tracker()
-        self._one = threading.Lock()
+        self._call_lock = threading.Lock()
         self._idle = threading.Event()
         self._idle.set()
-        self._meeting = meet(
-            place,
-            f"script-{next(_numbers)}",
-            lambda _: asked.begin(),
-            listen,
+        self._rendezvous = rendezvous(
+            info, f"script-{next(_numbers)}", lambda _: request.prepare(), listen
         )
         settings = Settings(
-            rank=place.rank,
-            endpoint=self._meeting.endpoint,
-            token=self._meeting.token,
-            local_rank=place.local_rank,
+            rank=info.rank,
+            endpoint=self._rendezvous.endpoint,
+            token=self._rendezvous.token,
+            local_rank=info.local_rank,
             tracker=self._tracker,
             to_log=False,
             job=job,
             sample=sample,
         )
-        self._control = Control(
-            endpoint=settings.endpoint,
-            token=settings.token,
-            rank=settings.rank,
-            generation=settings.generation,
-            tracker=settings.tracker,
-            leave=self._leave,
-        )
+        self._control = Control(settings, self._leave)
         self._control.start(signals=False)
         self.worker = Worker(settings, self._control)
-        atexit.register(self._abandoned)
+        atexit.register(self._at_exit)
         self._control.send(self.worker.hello())
 
     def run(self) -> None:
-        """Take part to the end of a job whose loop is not the user's own.
-
-        Raises:
-            as :meth:`inside`.
-        """
-        with self.inside():
-            while not over(message := self.receive()):
+        """Take part in a job to its end; its loop is pipeworker's."""
+        with self.participating():
+            while not is_last(message := self.receive()):
                 self.perform(message)
-        self.shut()
+        self.close()
 
-    def join(self) -> None:
+    def build(self) -> None:
         """Take part until every stage is built."""
-        with self.inside():
+        with self.participating():
             while not isinstance(message := self.receive(), Advance):
                 self.perform(message)
 
     @contextmanager
-    def inside(self) -> Iterator[None]:
-        """Take part in the job. An error ends it, on all ranks.
+    def participating(self) -> Iterator[None]:
+        """Take part in the job inside the context; an error there ends it on all ranks.
 
         Raises:
-            LayerError: the user's code raised; the message says where, the cause is its exception.
-            UsageError: something was given that cannot be.
-            PipeworkerError: the job is over: another rank failed.
+            LayerError: the user's code raised an exception, which is the cause.
+            UsageError: an argument is wrong.
+            PipeworkerError: the job is over because another rank failed.
         """
         if self.closed:
-            raise PipeworkerError("the job is over: this pipeline is closed")
-        if not self._one.acquire(blocking=False):
+            raise PipeworkerError("this pipeline is closed: its job is over; create another one")
+        if not self._call_lock.acquire(blocking=False):
             raise UsageError(
-                "a call of this pipeline was made inside another one, or in another thread"
+                "this pipeline is busy: a call was made inside another one, or in another thread; "
+                "wait for each call to return"
             )
         try:
-            modes = numerics.put_back(lambda: self.worker.deterministic)
-            with rng.undisturbed(), _plain_modes(), modes:
+            modes = numerics.deterministic_mode(lambda: self.worker.deterministic)
+            with rng.preserve_generators(), _plain_modes(), modes:
                 yield
         except BaseException as error:
             self._fail(error)
         finally:
-            self._one.release()
+            self._call_lock.release()
 
     def receive(self) -> ToWorker:
-        """What the coordinator says next.
-
-        Raises:
-            JobEnded: that the job is over, and has failed.
-        """
+        """Return the coordinator's next message; raise JobEnded if it is the end of the job."""
         message = self._control.receive()
         if isinstance(message, Abort):
             raise JobEnded(message)
         return message
 
     def perform(self, message: ToWorker) -> None:
-        """Do what the coordinator says, and answer."""
+        """Execute a command of the coordinator and send the answer."""
         with self.working():
             answer = self.worker.handle(message)
         if answer is not None:
@@ -182,11 +161,11 @@ class Session:
 
     @contextmanager
     def working(self) -> Iterator[None]:
-        """While this rank may be stuck because another has failed."""
+        """Mark the time in which this rank may get stuck because another one has failed."""
         self._idle.clear()
         try:
-            if self._control.over is not None:
-                raise JobEnded(self._control.over)
+            if self._control.ended is not None:
+                raise JobEnded(self._control.ended)
             yield
         finally:
             self._idle.set()
@@ -195,101 +174,96 @@ class Session:
         self._control.send(message)
 
     def call(self, call: Call) -> ToWorker:
-        """Make a call of the user's loop; returns what the coordinator says to it."""
+        """Report a call of the user's loop; return the coordinator's command for it."""
         self.send(call)
         return self.receive()
 
-    def given(self) -> StepResult | Evaluation | None:
-        """What a call that is complete on all ranks gave; what is due with it is done."""
+    def wait_for_result(self) -> StepResult | Evaluation | None:
+        """Return the result of a call when all ranks have completed it; execute what is due."""
         while True:
             message = self.receive()
             self.perform(message)
             assert isinstance(message, Advance)
-            if isinstance(message.next, Wait):  # else a checkpoint comes first
-                return message.next.gave
+            if isinstance(message.next, Wait):  # else a checkpoint is due first
+                return message.next.result
 
     def finish(self) -> None:
-        """Save and end the job, with all ranks.
-
-        Raises:
-            as :meth:`inside`.
-        """
-        with self.inside():
+        """Save a checkpoint and end the job, together with all ranks."""
+        with self.participating():
             self.send(Call(self.rank, CallKind.CLOSE))
-            while not over(message := self.receive()):
+            while not is_last(message := self.receive()):
                 self.perform(message)
-        self.shut()
+        self.close()
 
-    def shut(self) -> None:
-        """Leave: nothing of ours stays in the process. Idempotent."""
+    def close(self) -> None:
+        """Leave the job and remove everything of pipeworker's from the process. Idempotent."""
         if self.closed:
             return
         self.closed = True
-        atexit.unregister(self._abandoned)
+        atexit.unregister(self._at_exit)
         self.worker.close()
         self._control.close()
-        if self._meeting.head is not None:
-            self._meeting.head.finish(1)
+        if self._rendezvous.coordinator is not None:
+            self._rendezvous.coordinator.finish(1)
 
-    def left_by(self, error: BaseException) -> None:
-        """The user's own loop raised between two calls: the job has failed."""
+    def fail(self, error: BaseException) -> None:
+        """End the job because the user's loop raised an error between two calls."""
         if self.closed:
             return
-        text = f"the script of {self._control.name} raised {type(error).__name__}: {error}"
+        text = f"the script of {self._control.name} {raised(error)}"
         cause = Cause.SIGNAL if isinstance(error, KeyboardInterrupt) else Cause.USER
-        failure = Failure(cause, text.rstrip(": "), self.rank, traceback=user_traceback(error))
-        self._tell(failure, wait=cause is Cause.USER)
+        failure = Failure(cause, text, self.rank, traceback=user_traceback(error))
+        self._report_failure(failure, wait=cause is Cause.USER)
 
     def _fail(self, error: BaseException) -> NoReturn:
         if isinstance(error, JobEnded):
-            self.shut()
+            self.close()
             raise _error_of(error.abort) from None
         failure = self.worker.explain(error)
         if isinstance(error, KeyboardInterrupt):
             text = f"{self._control.name} was interrupted by {type(error).__name__}"
             failure = replace(failure, cause=Cause.SIGNAL, message=text)
-        abort = self._tell(failure, wait=not isinstance(error, KeyboardInterrupt))
-        theirs = error.error if isinstance(error, Raised) else error
-        if isinstance(theirs, UsageError) or not isinstance(theirs, Exception):
-            raise theirs
-        if isinstance(theirs, PeerLost):
+        abort = self._report_failure(failure, wait=not isinstance(error, KeyboardInterrupt))
+        original = error.error if isinstance(error, UserCodeError) else error
+        if isinstance(original, UsageError) or not isinstance(original, Exception):
+            raise original
+        if isinstance(original, PeerLost):
             raise _error_of(abort) from None
-        raise LayerError(report.describe(replace(failure, traceback=""))) from theirs
+        raise LayerError(report.describe(replace(failure, traceback=""))) from original
 
-    def _tell(self, failure: Failure, *, wait: bool) -> Abort:
-        """Say why this rank fails and leave; returns how the job ended, if it was waited for."""
+    def _report_failure(self, failure: Failure, *, wait: bool) -> Abort:
+        """Report why this rank has failed, and leave; return how the job ended."""
         self.send(Failed(self.rank, failure))
         message: ToWorker = Abort(failure.message, 1)
         while wait and not isinstance(message := self._control.receive(), Abort):
             continue
-        self.shut()
+        self.close()
         assert isinstance(message, Abort)
         return message
 
     def _leave(self, abort: Abort) -> None:
-        """Called by the control thread: the job is over. End the process if it stays stuck.
+        """End the process if it stays stuck; the control thread calls this when the job is over.
 
-        A rank that is busy in a layer may go on: it learns of the end when it next waits.
+        A rank that is computing a layer continues: it learns of the end when it next waits.
         """
         waited, limits = 0.0, timings()
-        while not self._idle.wait(limits.look):
-            waited = waited + limits.look if self._tracker.waits else 0.0
+        while not self._idle.wait(limits.poll):
+            waited = waited + limits.poll if self._tracker.waiting else 0.0
             if waited >= limits.stuck:
-                status = self._meeting.head.finish(1) if self._meeting.head else 1
-                leave_process(
-                    abort if self._is_started_again else replace(abort, exit_status=status)
+                status = (
+                    self._rendezvous.coordinator.finish(1) if self._rendezvous.coordinator else 1
+                )
+                exit_process(
+                    abort if self._restarts_by_status else replace(abort, exit_status=status)
                 )
 
-    def _abandoned(self) -> None:
-        """The interpreter ends, and nobody has closed the pipeline: it is closed now.
-
-        Unless an exception is why: then the job has failed, on all ranks.
-        """
+    def _at_exit(self) -> None:
+        """Close a pipeline that the script left open; fail the job if an exception ends it."""
         if os.getpid() != self._pid:  # a child that the user's code has forked
             return
         error = getattr(sys, "last_value", None)
         if error is not None:
-            self.left_by(error)
+            self.fail(error)
             return
         try:
             self.finish()
@@ -299,7 +273,7 @@ class Session:
 
 @contextmanager
 def _plain_modes() -> Iterator[None]:
-    """Whatever modes the user's code has entered: the job's numbers do not depend on them."""
+    """Leave the modes that the user's code has entered: the job's numbers depend on none."""
     with ExitStack() as stack:
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.enable_grad())
@@ -311,6 +285,6 @@ def _plain_modes() -> Iterator[None]:
 
 
 def _error_of(abort: Abort) -> PipeworkerError:
-    """How the job's end reads on a rank that did not cause it."""
+    """Return the error for a rank that did not cause the end of the job."""
     kind = UsageError if abort.exit_status == UsageError.exit_status else PipeworkerError
-    return kind(abort.reason or "another rank has ended the job")
+    return kind(abort.reason or "the job is over: another rank has ended it")

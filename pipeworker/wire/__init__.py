@@ -1,1 +1,1 @@
-"""How processes talk: messages and frames, lines over pipes, keys and sockets."""
+"""Communication between processes: messages, frames, lines over pipes, keys and sockets."""

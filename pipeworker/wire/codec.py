@@ -1,13 +1,15 @@
-"""Typed values to plain ones and back, every field checked, nothing pickled.
+"""The codec of control-plane frames: typed messages to bytes and back, every field checked.
 
-A frame of the control plane is the msgpack array ``[version, generation, name, [field, ...]]``.
-Reading one either yields a message whose every field has its declared type, or raises
-ProtocolError: a malformed frame cannot surface later as an odd value inside the coordinator.
+A frame is the msgpack array ``[version, generation, name, [field, ...]]``. Decoding one either
+yields a message whose every field has its declared type, or raises ProtocolError, so a malformed
+frame cannot surface later as an odd value inside the coordinator. Nothing is pickled.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
+import operator
 import types
 import typing
 from collections.abc import Callable, Iterable, Iterator
@@ -15,6 +17,8 @@ from enum import Enum
 from typing import Any, Generic, TypeVar
 
 import msgpack
+import msgspec
+from msgspec.structs import astuple
 
 from pipeworker.errors import ProtocolError
 from pipeworker.wire.messages.directions import FromWorker, Message, ToWorker
@@ -22,99 +26,109 @@ from pipeworker.wire.messages.presence import Hello
 
 VERSION = 3
 MAX_FRAME_BYTES = 16 << 20
-_SHOWN = 256  # characters of a host's name
-_ANY_TEXT = "surrogatepass"
-"""How strings are encoded: every str comes through, file names that are not UTF-8 too."""
+_MAX_HOST = 256  # characters of a host name that an error shows
+_UNICODE_ERRORS = "surrogatepass"
+"""How strings are encoded: file names that are not UTF-8 hold lone surrogates."""
 
-Reader = Callable[[Any], Any]
+Build = Callable[[Any], Any]
 T = TypeVar("T")
+_define_struct = functools.partial(msgspec.defstruct, array_like=True, forbid_unknown_fields=True)
 
 
 class OtherVersion(ProtocolError):
-    """A Hello in another version of the protocol; says whose."""
+    """A Hello in another version of the protocol; the text names its sender."""
 
 
 class Codec(Generic[T]):
-    """A closed set of dataclasses, as plain values.
+    """A closed set of dataclasses, converted to and from builtin values.
 
-    A value is the list of its fields, in order. Where a field may hold one of several classes (a
-    tagged union), these are ``[name, fields]`` wherever they occur.
-
-    Args:
-        kinds: the classes that may be read by name; what they hold is found.
+    A dataclass is the list of its fields, in order. A member of a union of several dataclasses (a
+    tagged union) is ``[name, fields]`` wherever it occurs. Each dataclass has a ``msgspec.Struct``
+    with the same fields, because msgspec reads neither dataclasses from lists nor unions of them.
     """
 
-    def __init__(self, kinds: Iterable[Any]) -> None:
-        kinds = tuple(kinds)
-        self._tagged = {kind for hint in _hints(kinds) for kind in _members(hint)}
-        self._made: dict[Any, Reader] = {}
-        self._readers = {kind.__name__: self._fields(kind) for kind in kinds}
+    def __init__(self, classes: Iterable[Any]) -> None:
+        classes = tuple(classes)
+        unions = map(_members, _hints(classes))
+        self._tagged = {member for union in unions if len(union) > 1 for member in union}
+        self._structs: dict[Any, tuple[Any, Build]] = {}
+        self._tags: dict[Any, tuple[Any, Build]] = {}
+        self._readers = {cls.__name__: self._struct(cls) for cls in classes}
 
-    def plain(self, value: Any) -> Any:
-        """What a serializer does not know: an enum's value, the fields of a message."""
+    def to_builtin(self, value: Any) -> Any:
+        """Return the value of an enum member, or the fields of a dataclass: a serializer's hook."""
         if isinstance(value, Enum):
             return value.value
         fields = self.fields(value)
         return [type(value).__name__, fields] if type(value) in self._tagged else fields
 
     def fields(self, message: Any) -> list[Any]:
-        """The fields of a message."""
+        """Return the fields of a message, in order."""
         return [getattr(message, name) for name in type(message).__slots__]
 
     def read(self, name: Any, fields: Any) -> T:
-        """The message of this name.
+        """Return the message of this name and these fields, none of which is checked yet.
 
         Raises:
-            ProtocolError: there is none, or a field is not of its type.
+            ProtocolError: the name is unknown, or a field does not have its type or range.
         """
         if type(name) is not str or name not in self._readers:
             raise ProtocolError("unknown message")
-        message: T = self._readers[name](fields)
+        struct, build = self._readers[name]
+        try:
+            checked = msgspec.convert(fields, struct, builtin_types=(bytes,))
+        except msgspec.ValidationError as error:
+            raise ProtocolError(_without_value(str(error))) from None
+        message: T = build(checked)
         return message
 
-    def _fields(self, kind: Any) -> Reader:
-        """Reads the fields of a class."""
-        if kind in self._made:
-            return self._made[kind]
-        hints = typing.get_type_hints(kind)
-        readers = tuple(self._reader(hints[field.name]) for field in dataclasses.fields(kind))
+    def _struct(self, cls: Any) -> tuple[Any, Build]:
+        """Return the struct that checks the fields of a class, and what builds the class of it."""
+        if cls not in self._structs:
+            hints = typing.get_type_hints(cls)
+            checks = {f.name: self._check(hints[f.name]) for f in dataclasses.fields(cls)}
+            struct = _define_struct(cls.__name__, [(name, c[0]) for name, c in checks.items()])
+            self._structs[cls] = struct, _constructor(cls, [build for _, build in checks.values()])
+        return self._structs[cls]
 
-        def read(value: Any) -> Any:
-            if type(value) is not list or len(value) != len(readers):
-                raise ProtocolError(f"not the fields of {kind.__name__}")
-            return kind(*[of(item) for of, item in zip(readers, value, strict=True)])
+    def _tag(self, cls: Any) -> tuple[Any, Build]:
+        """Return the struct of ``[name, fields]``, and what builds the class of it."""
+        if cls not in self._tags:
+            fields, build = self._struct(cls)
+            struct = _define_struct(cls.__name__, [("fields", fields)], tag=cls.__name__)
+            self._tags[cls] = struct, lambda tagged: build(tagged.fields)
+        return self._tags[cls]
 
-        self._made[kind] = read
-        return read
-
-    def _reader(self, hint: Any) -> Reader:
+    def _check(self, hint: Any) -> tuple[Any, Build | None]:
+        """Return the type that msgspec checks a field by, and what builds the field, if needed."""
         origin = typing.get_origin(hint)
         if origin is tuple:
             (item, _) = typing.get_args(hint)
-            return _tuple(self._reader(item), item if item in (int, float, str, bytes) else None)
-        if origin in (types.UnionType, typing.Union):
-            return self._union(hint)
-        if issubclass(hint, Enum):
-            return _enum(hint)
-        if hint in self._tagged:
-            return _tag({hint.__name__: self._fields(hint)})
-        return self._fields(hint) if dataclasses.is_dataclass(hint) else _exactly(hint)
+            if item is float:
+                return Any, _exact_floats
+            checked, build = self._check(item)
+            return types.GenericAlias(tuple, (checked, ...)), build and _each(build)
+        if members := _members(hint):
+            return self._union(members, optional=types.NoneType in typing.get_args(hint))
+        if hint is float:
+            return int | float, _exact_float
+        if not dataclasses.is_dataclass(hint):
+            return hint, None
+        return self._tag(hint) if hint in self._tagged else self._struct(hint)
 
-    def _union(self, hint: Any) -> Reader:
-        args = [arg for arg in typing.get_args(hint) if arg is not types.NoneType]
-        if len(args) > 1:
-            read = _tag({arg.__name__: self._fields(arg) for arg in args})
-        else:
-            read = self._reader(args[0])
-        if types.NoneType not in typing.get_args(hint):
-            return read
-        return lambda value: None if value is None else read(value)
+    def _union(self, members: list[Any], *, optional: bool) -> tuple[Any, Build | None]:
+        """As :meth:`_check`, of an optional type or a union of dataclasses."""
+        checked, build = self._check(members[0])
+        if len(members) > 1:
+            builds = dict(map(self._tag, members))
+            checked, build = functools.reduce(operator.or_, builds), _by_type(builds)
+        return (checked | None, build and _unless_none(build)) if optional else (checked, build)
 
 
-def _hints(kinds: Iterable[Any]) -> Iterator[Any]:
-    """The types of all fields of some classes, and of the classes they hold."""
+def _hints(classes: Iterable[Any]) -> Iterator[Any]:
+    """Yield the types of all fields of some classes, and of the classes in these."""
     seen: set[Any] = set()
-    queue = list(kinds)
+    queue = list(classes)
     while queue:
         hint = queue.pop()
         if hint in seen:
@@ -127,82 +141,85 @@ def _hints(kinds: Iterable[Any]) -> Iterator[Any]:
 
 
 def _members(hint: Any) -> list[Any]:
-    """The classes of a union of several."""
+    """Return the types of a union besides None, or an empty list for any other type."""
     if typing.get_origin(hint) not in (types.UnionType, typing.Union):
         return []
-    found = [arg for arg in typing.get_args(hint) if arg is not types.NoneType]
-    return found if len(found) > 1 else []
+    return [arg for arg in typing.get_args(hint) if arg is not types.NoneType]
 
 
-def _exactly(kind: type) -> Reader:
-    def read(value: Any) -> Any:
-        if type(value) is not kind:
-            raise ProtocolError(f"expected {kind.__name__}, got {type(value).__name__}")
-        return value
+def _constructor(cls: Any, builds: list[Build | None]) -> Build:
+    """Return a function that makes the dataclass of a checked struct."""
+    needed = [(index, build) for index, build in enumerate(builds) if build is not None]
 
-    return read
+    def construct(struct: Any) -> Any:
+        values = list(astuple(struct))
+        for index, build in needed:
+            values[index] = build(values[index])
+        return cls(*values)
 
-
-def _enum(kind: type[Enum]) -> Reader:
-    members = {(type(member.value), member.value): member for member in kind}
-
-    def read(value: Any) -> Any:
-        try:
-            return members[type(value), value]
-        except (KeyError, TypeError):
-            raise ProtocolError(f"not a {kind.__name__}") from None
-
-    return read
+    return construct
 
 
-def _tuple(item: Reader, kind: type | None) -> Reader:
-    def read(value: Any) -> Any:
-        if type(value) is not list:
-            raise ProtocolError("expected an array")
-        if kind is not None:  # one pass in C, for losses of many micro-batches
-            if value and set(map(type, value)) != {kind}:
-                raise ProtocolError(f"expected an array of {kind.__name__}")
-            return tuple(value)
-        return tuple(map(item, value))
-
-    return read
+def _each(build: Build) -> Build:
+    return lambda values: tuple(map(build, values))
 
 
-def _tag(readers: dict[str, Reader]) -> Reader:
-    def read(value: Any) -> Any:
-        if type(value) is not list or len(value) != 2 or type(value[0]) is not str:
-            raise ProtocolError("expected a name and its fields")
-        if value[0] not in readers:
-            raise ProtocolError(f"expected one of {', '.join(readers)}")
-        return readers[value[0]](value[1])
+def _by_type(builds: dict[Any, Build]) -> Build:
+    return lambda value: builds[type(value)](value)
 
-    return read
+
+def _unless_none(build: Build) -> Build:
+    return lambda value: None if value is None else build(value)
+
+
+def _exact_float(value: Any) -> Any:
+    """Reject an int, which msgspec would convert."""
+    if type(value) is not float:
+        raise ProtocolError("Expected `float`, got `int`")
+    return value
+
+
+def _exact_floats(values: Any) -> Any:
+    """Check an array of floats in one pass in C: a step has a loss per micro-batch."""
+    if type(values) is not list or (values and set(map(type, values)) != {float}):
+        raise ProtocolError("Expected an array of `float`")
+    return tuple(values)
+
+
+def _without_value(text: str) -> str:
+    """Return msgspec's error text without the value, which may be long or secret."""
+    if text.startswith("Expected"):
+        return text
+    _, found, path = text.rpartition(" - at ")
+    return f"Invalid value{found}{path}" if found else "Invalid value"
 
 
 _FRAMES: Codec[Message] = Codec((*typing.get_args(FromWorker), *typing.get_args(ToWorker)))
 
 
 def encode(message: Message, generation: int) -> bytes:
-    """One frame. `generation` numbers the incarnation of the job the message belongs to."""
+    """Return the frame of a message, in this generation of the workers."""
     frame: bytes = msgpack.packb(
         [VERSION, generation, type(message).__name__, _FRAMES.fields(message)],
-        default=_FRAMES.plain,
-        unicode_errors=_ANY_TEXT,
+        default=_FRAMES.to_builtin,
+        unicode_errors=_UNICODE_ERRORS,
     )
     return frame
 
 
 def decode(frame: bytes) -> tuple[int, Message]:
-    """``(generation, message)``.
+    """Return ``(generation, message)``.
 
     Raises:
         OtherVersion: the frame is a Hello of another version.
-        ProtocolError: it is not a message of this one.
+        ProtocolError: the frame is not a message of this version.
     """
     if len(frame) > MAX_FRAME_BYTES:
         raise ProtocolError("the frame is too large")
     try:
-        parts = msgpack.unpackb(frame, strict_map_key=True, use_list=True, unicode_errors=_ANY_TEXT)
+        parts = msgpack.unpackb(
+            frame, strict_map_key=True, use_list=True, unicode_errors=_UNICODE_ERRORS
+        )
     except Exception as error:  # msgpack raises ValueError, UnicodeDecodeError and its own kinds
         raise ProtocolError(f"not msgpack: {type(error).__name__}") from error
     if type(parts) is not list or len(parts) != 4:
@@ -211,10 +228,9 @@ def decode(frame: bytes) -> tuple[int, Message]:
     if type(version) is not int or version != VERSION:
         other = version if type(version) is int else type(version).__name__
         text = f"version {other}, this is version {VERSION}"
-        if name == Hello.__name__ and type(fields) is list:
-            match fields[:2]:
-                case [int(rank), str(host)]:
-                    raise OtherVersion(f"rank {rank} on {host[:_SHOWN]} speaks {text}")
+        match name, fields:
+            case Hello.__name__, [int(rank), str(host), *_]:
+                raise OtherVersion(f"rank {rank} on {host[:_MAX_HOST]} speaks {text}")
         raise ProtocolError(text)
     if type(generation) is not int:
         raise ProtocolError("unknown message")

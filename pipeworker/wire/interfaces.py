@@ -1,87 +1,75 @@
-"""The addresses of this host: of an interface, and on the way to another host."""
+"""The addresses of this host: of an interface, and on the route to another host."""
 
 from __future__ import annotations
 
 import ipaddress
 import os
 import socket
-import struct
-import sys
-from pathlib import Path
 from urllib.parse import urlsplit
 
 from pipeworker.errors import UsageError
 
 VARIABLE = "GLOO_SOCKET_IFNAME"
-"""Of the environment: the interface of this host, where ``--interface`` names none for all."""
-_ADDRESS_OF_INTERFACE = 0x8915  # SIOCGIFADDR
-_GLOBAL = "00"  # the scope of an address that other hosts can reach
+"""The environment variable that names this host's interface, without ``--interface``."""
 
 
-def chosen(interface: str | None) -> tuple[str, str]:
-    """The interface that is asked for and by what; empty where the route is to choose."""
-    if interface:
-        return interface, "--interface"
-    return os.environ.get(VARIABLE, ""), VARIABLE
+def configured(interface: str | None) -> tuple[str, str]:
+    """Return the interface, "" if the route decides, and the option or variable it comes from."""
+    return (interface, "--interface") if interface else (os.environ.get(VARIABLE, ""), VARIABLE)
 
 
-def address_of(name: str, said: str = "--interface") -> str:
-    """The first address of an interface.
-
-    Args:
-        said: by what it was asked for.
+def address_of(name: str, source: str = "--interface") -> str:
+    """Return the first address of an interface, which the option or variable `source` names.
 
     Raises:
         UsageError: this host has no such interface, or it has no address.
     """
-    if sys.platform != "linux":
-        raise UsageError(f"{said} {name}: interfaces can be named on Linux only")
-    if address := _address(name):
+    addresses = _addresses()
+    if address := addresses.get(name):
         return address
-    names = [known for _, known in socket.if_nameindex()]
-    what = "has no address" if name in names else "is none"
-    there = ", ".join(f"{known} ({_address(known) or 'no address'})" for known in names)
-    raise UsageError(f"{said} {name}: that {what} on {socket.gethostname()}, which has {there}")
+    problem = "has no address" if name in addresses else "does not exist"
+    known = ", ".join(f"{one} ({address or 'no address'})" for one, address in addresses.items())
+    raise UsageError(
+        f"{source} {name}: the interface {problem} on {socket.gethostname()}; choose one of {known}"
+    )
 
 
-def outward(name: str, said: str = "--interface") -> str:
-    """The first address of an interface, where it leads to other hosts.
+def external_address_of(name: str, source: str = "--interface") -> str:
+    """Return the first address of an interface that other hosts can reach.
 
     Raises:
-        UsageError: as for :func:`address_of`; or it leads to none.
+        UsageError: as for :func:`address_of`, or the interface is a loopback interface.
     """
-    address = address_of(name, said)
+    address = address_of(name, source)
     if is_loopback(address):
-        raise UsageError(f"{said} {name}: other hosts of this job cannot reach {address}")
+        raise UsageError(
+            f"{source} {name}: other hosts of this job cannot reach {address}; choose an interface "
+            "that leads to them"
+        )
     return address
 
 
 def own_address(peer: tuple[str, int], interface: str | None) -> str:
-    """This host's address for what it exchanges with others.
-
-    Args:
-        peer: one of them; the interface that reaches it is taken where none is named.
+    """Return this host's address of an interface, or else on the route to a peer (host, port).
 
     Raises:
-        UsageError: the one that is named has no address.
-        OSError: nothing leads to the peer.
+        UsageError: the configured interface does not exist or has no address.
+        OSError: there is no route to the peer.
     """
-    name, said = chosen(interface)
-    return address_of(name, said) if name else towards(*peer)
+    name, source = configured(interface)
+    return address_of(name, source) if name else address_towards(*peer)
 
 
-def named(address: str) -> str:
-    """The interface of this host that has an address, as its first; empty where none is found."""
-    if sys.platform != "linux":
-        return ""
-    return next((name for _, name in socket.if_nameindex() if _address(name) == address), "")
+def interface_with(address: str) -> str:
+    """Return the interface of this host whose first address this is, or ""."""
+    return next((name for name, first in _addresses().items() if first == address), "")
 
 
-def towards(host: str, port: int = 1) -> str:
-    """This host's own address on the route to another one (no packet is sent).
+def address_towards(host: str, port: int = 1) -> str:
+    """Return this host's own address on the route to another one; no packet is sent.
 
     Raises:
-        OSError: the other has no address, or nothing leads there.
+        OSError: the other host has no address, or there is no route to it.
     """
     family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind, protocol) as probe:
@@ -89,56 +77,46 @@ def towards(host: str, port: int = 1) -> str:
         return str(probe.getsockname()[0])
 
 
-def ours(name: str) -> str:
-    """The address that a name stands for, if it is this host's.
+def resolve_local(host: str) -> str:
+    """Return the address that a host name stands for, provided that it is this host's.
 
     Raises:
-        OSError: it is not.
+        OSError: it is not this host's.
     """
-    family, kind, protocol, _, address = socket.getaddrinfo(name, 0, type=socket.SOCK_STREAM)[0]
+    family, kind, protocol, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
     with socket.socket(family, kind, protocol) as probe:
         probe.bind(address)
     return str(address[0])
 
 
-def unreached(endpoint: str, seconds: float) -> str:
-    """Why nobody answers at an endpoint, within so many seconds; empty where somebody does."""
+def connection_error(endpoint: str, timeout: float) -> str:
+    """Return why ``tcp://host:port`` does not accept a connection in `timeout` seconds, or ""."""
     url = urlsplit(endpoint)
     try:
-        socket.create_connection((url.hostname or "", url.port or 0), seconds).close()
+        socket.create_connection((url.hostname or "", url.port or 0), timeout).close()
     except TimeoutError:
-        return f"no answer within {seconds:g} s"
+        return f"no answer within {timeout:g} s"
     except OSError as error:
         return error.strerror or str(error)
     return ""
 
 
 def is_loopback(address: str) -> bool:
-    """Whether a name or an address is of the host itself alone, as far as its look tells."""
+    """Return whether a name or an address is a loopback one; names are not resolved."""
     try:
         return ipaddress.ip_address(address).is_loopback
     except ValueError:
         return address == "localhost"
 
 
-def _address(name: str) -> str:
-    """Of an interface, IPv4 before IPv6; empty where there is none."""
-    import fcntl
+def _addresses() -> dict[str, str]:
+    """Return the first address of each interface, IPv4 before IPv6, or ""."""
+    import psutil  # here: most commands never need it
 
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            answer = fcntl.ioctl(
-                probe, _ADDRESS_OF_INTERFACE, struct.pack("256s", os.fsencode(name)[:15])
-            )
-        except OSError:
-            return _address_6(name)
-    return socket.inet_ntoa(answer[20:24])
-
-
-def _address_6(name: str) -> str:
-    table = Path("/proc/net/if_inet6")
-    for line in table.read_text().splitlines() if table.exists() else ():
-        address, _, _, scope, _, interface = line.split()
-        if interface == name and scope == _GLOBAL:
-            return str(ipaddress.IPv6Address(bytes.fromhex(address)))
-    return ""
+    found = {}
+    for name, addresses in psutil.net_if_addrs().items():
+        v4 = [one.address for one in addresses if one.family == socket.AF_INET]
+        v6 = [one.address for one in addresses if one.family == socket.AF_INET6]
+        routed = [a for a in v6 if not ipaddress.ip_address(a.partition("%")[0]).is_link_local]
+        found[name] = next(iter(v4 + routed), "")
+    return found

@@ -1,14 +1,14 @@
-"""CURVE keys, and whatever else is secret, from the job's token.
+"""CURVE keys and other secrets, derived from the job's token.
 
-Whoever holds the token can be, and can recognise, either side; nobody else gets past the
-handshake. The token is 32 random bytes, written as hexadecimal.
+A process with the token can authenticate itself as either side and recognize the other; no other
+process completes the handshake. The token is 32 random bytes in hexadecimal.
 """
 
 from __future__ import annotations
 
 import hashlib
 import secrets
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import zmq
 from zmq.utils import z85
@@ -16,43 +16,46 @@ from zmq.utils import z85
 from pipeworker.errors import UsageError
 
 TOKEN_VARIABLE = "PIPEWORKER_TOKEN"
+_MIN_CHARACTERS = 16
 
 
 def new_token() -> str:
-    """A fresh job token."""
+    """Return a new job token."""
     return secrets.token_hex(32)
 
 
 @dataclass(frozen=True, slots=True)
 class KeyPair:
+    """A public key and its secret one."""
+
     public: bytes
-    secret: bytes
-
-    def __repr__(self) -> str:  # a secret never reaches a log by accident
-        return f"KeyPair(public={self.public!r})"
+    secret: bytes = field(repr=False)  # it never reaches a log by accident
 
 
-def secret_of(token: str, role: bytes) -> bytes:
-    """32 bytes for one use, which is named in 16 bytes at most; they tell nothing of the others.
+def derive_secret(token: str, purpose: bytes) -> bytes:
+    """Return 32 bytes for one purpose, named by at most 16 bytes, independent of all others.
 
     Raises:
-        UsageError: the token is no secret.
+        UsageError: the token is too short.
     """
-    if len(token) < 16:
-        raise UsageError(f"{TOKEN_VARIABLE} is too short to be a secret: use 16 characters or more")
-    return hashlib.blake2b(token.encode(), digest_size=32, person=role).digest()
+    if len(token) < _MIN_CHARACTERS:
+        raise UsageError(
+            f"{TOKEN_VARIABLE}: the token is too short to be a secret; use {_MIN_CHARACTERS} "
+            "characters or more"
+        )
+    return hashlib.blake2b(token.encode(), digest_size=32, person=purpose).digest()
 
 
-def _derive(token: str, role: bytes) -> KeyPair:
-    secret = z85.encode(secret_of(token, role))
+def _key_pair(token: str, purpose: bytes) -> KeyPair:
+    secret = z85.encode(derive_secret(token, purpose))
     return KeyPair(zmq.curve_public(secret), secret)
 
 
 def server_keys(token: str) -> KeyPair:
-    """The coordinator's key pair."""
-    return _derive(token, b"pipeworker-coord")
+    """Return the coordinator's key pair."""
+    return _key_pair(token, b"pipeworker-coord")
 
 
 def client_keys(token: str) -> KeyPair:
-    """The key pair every worker of the job shares."""
-    return _derive(token, b"pipeworker-peer")
+    """Return the key pair that all workers of the job share."""
+    return _key_pair(token, b"pipeworker-peer")

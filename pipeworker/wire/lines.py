@@ -1,46 +1,41 @@
-"""What processes say to each other over pipes: one JSON array a line, ``[name, [field, ...]]``.
-
-Pipes end when a process ends, which is what they are there for. Who speaks to whom:
+"""Events that processes send each other over pipes: lines with a JSON array, ``[name, fields]``.
 
 ========================  =====================  ================================================
-from                      to                     events
+sender                    receiver               events
 ========================  =====================  ================================================
 launcher, or rank 0       coordinator            Configuration first, WorkerExited, CannotStart,
-                                                 HostLost, Interrupt, SaveAsked, Beat
-                                                 (all but Interrupt from the launcher alone)
-coordinator               launcher, or rank 0    Bound, Joined, Again, Snapshot, Planned,
-                                                 StepResult, Evaluation, Warned, Beat, Verdict last
-launcher                  fork server            Fork, Beat
-fork server               launcher               Here first, Forked, WorkerExited, CannotStart,
-                                                 Interrupt, SaveAsked, Beat
+                                                 HostLost, Interrupt, SaveRequest, KeepAlive
+                                                 (rank 0 sends only Configuration and Interrupt)
+coordinator               launcher, or rank 0    Bound, Joined, Restart, Snapshot, Planned,
+                                                 StepResult, Evaluation, Warned, KeepAlive,
+                                                 Verdict last
+launcher                  agent                  Fork, KeepAlive
+agent                     launcher               AgentHello first, Forked, WorkerExited,
+                                                 CannotStart, Interrupt, SaveRequest, KeepAlive
 ========================  =====================  ================================================
 
-A pipe does not end when a process is stopped, so each says Beat about once a second; who hears
-nothing for as long as a worker may be silent gives the other up.
-
-A reader matches on the event and ends with :func:`never`, so that one which lacks a case does not
-pass the type checker.
+A pipe closes when a process ends, but not when it is suspended, so each process also sends a
+KeepAlive about once a second. A receiver matches on the event and ends with ``assert_never``, so
+the type checker rejects one that lacks a case.
 """
 
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
-from typing import Any, Generic, NoReturn, TypeVar, get_args
+from dataclasses import dataclass, field
+from typing import Any, Generic, TypeVar, get_args
 
 from pipeworker.errors import ProtocolError, UsageError
+from pipeworker.facts.position import Position
+from pipeworker.facts.step import Evaluation, StepResult
 from pipeworker.wire.codec import Codec
-from pipeworker.wire.messages.evaluation import Evaluation
-from pipeworker.wire.messages.position import Position
-from pipeworker.wire.messages.step import StepResult
 
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """The state after `step` is in the memories `slot` of so many workers.
+    """A complete snapshot of the state after `step`, in the memory slot `slot` of `ranks` workers.
 
-    Attributes:
-        scale, good_steps: the loss scale, 0 where there is none.
+    `scale` and `good_steps` are those of the loss scale, 0 if there is none.
     """
 
     step: int
@@ -52,35 +47,31 @@ class Snapshot:
 
 @dataclass(frozen=True, slots=True)
 class Configuration:
-    """What the coordinator is started with. `token` travels in the pipe and nowhere else.
+    """The configuration of a coordinator.
 
     Attributes:
         options: as JSON.
-        host: where it listens.
-        starter: the rank of the worker that is its parent; -1 for a launcher.
-        slots: memories for copies of the state of each worker; more than one where workers that
-            are lost are started again.
-        snapshot: where the job goes on whose coordinator was lost.
-        causes: of the losses so far.
+        token: the job's secret; it travels in this pipe and nowhere else.
+        parent_rank: the rank of the worker that is the coordinator's parent; -1 for a launcher.
+        slots: snapshot memories per worker; more than one if lost workers are replaced.
+        snapshot: the one that the job resumes from after its coordinator was lost.
+        causes: the causes of the losses so far.
     """
 
     options: str
     run_dir: str
-    token: str
+    token: str = field(repr=False)
     host: str
     generation: int = 1
-    starter: int = -1
+    parent_rank: int = -1
     slots: int = 1
     snapshot: Snapshot | None = None
     causes: tuple[str, ...] = ()
 
-    def __repr__(self) -> str:  # never the token
-        return f"Configuration(run_dir={self.run_dir!r}, host={self.host!r})"
-
 
 @dataclass(frozen=True, slots=True)
 class WorkerExited:
-    """A worker process ended, as its parent saw. `code` is negative for a signal."""
+    """A worker process ended at `position`, with an exit status, or a negative signal as `code`."""
 
     rank: int
     generation: int
@@ -90,54 +81,50 @@ class WorkerExited:
 
 @dataclass(frozen=True, slots=True)
 class CannotStart:
-    """The worker of a rank cannot be started.
-
-    Attributes:
-        room: workers that can be, on all hosts; -1 where nobody knows.
-    """
+    """A worker cannot be started; all hosts can start `capacity` workers, -1 if unknown."""
 
     rank: int
     generation: int
     text: str
-    room: int = -1
+    capacity: int = -1
 
 
 @dataclass(frozen=True, slots=True)
 class HostLost:
-    """A host is gone, with the workers of these ranks and what its memory held of their state.
+    """A host is lost, with its workers and the snapshots in its memory.
 
-    Attributes:
-        kept: whether other hosts have all of the last snapshot.
+    `survives` means that the other hosts hold all of the last snapshot.
     """
 
     ranks: tuple[int, ...]
     text: str
-    kept: bool = False
+    survives: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Interrupt:
-    """The job is asked to stop."""
+    """A request to stop the job."""
 
 
 @dataclass(frozen=True, slots=True)
-class SaveAsked:
-    """Somebody asks for a checkpoint, and the job to go on."""
+class SaveRequest:
+    """A request to write a checkpoint and continue."""
 
 
 @dataclass(frozen=True, slots=True)
-class Beat:
-    """Its sender is alive; `patience` seconds without a word would mean that it is not."""
+class KeepAlive:
+    """The sender is alive; after `timeout` seconds of silence it is considered lost."""
 
-    patience: float
+    timeout: float
 
 
-ToCoordinator = Configuration | WorkerExited | CannotStart | HostLost | Interrupt | SaveAsked | Beat
+JobEvent = WorkerExited | CannotStart | HostLost | Interrupt | SaveRequest
+ToCoordinator = Configuration | JobEvent | KeepAlive
 
 
 @dataclass(frozen=True, slots=True)
 class Bound:
-    """The coordinator listens."""
+    """The coordinator listens at an endpoint."""
 
     endpoint: str
 
@@ -150,11 +137,8 @@ class Joined:
 
 
 @dataclass(frozen=True, slots=True)
-class Again:
-    """What is left of the workers is to end; those of this generation are to be started.
-
-    So many that there are `stages`.
-    """
+class Restart:
+    """A request to end the remaining workers and to start a new generation of `stages` stages."""
 
     generation: int
     cause: str
@@ -168,15 +152,15 @@ class Planned:
     Attributes:
         microbatches: of the first mini-batch, over all replicas.
         balance: layers, by stage.
-        bubble: the schedule's own, 0..1.
-        steps: that the job has, as far as that is known; 0 where it is not.
-        device: as ``cpu``.
-        hosts: how many there are.
+        held: by worker of a replica, the stages it holds.
+        bubble: the idle share of the schedule itself, 0 to 1.
+        steps: the number of steps of the job, 0 if unknown.
     """
 
     schedule: str
     microbatches: int
     balance: tuple[int, ...]
+    held: tuple[tuple[int, ...], ...]
     bubble: float
     replicas: int = 1
     steps: int = 0
@@ -186,11 +170,7 @@ class Planned:
 
 @dataclass(frozen=True, slots=True)
 class Warned:
-    """Something the user should see at once, though the job goes on.
-
-    Attributes:
-        note: it may well be meant so.
-    """
+    """A warning that the user should see at once; a `note` is about what may be intended."""
 
     text: str
     note: bool = False
@@ -198,12 +178,15 @@ class Warned:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """How the job ended; `status` is ``done``, ``failed`` or ``interrupted``.
+    """The result of the job.
 
     Attributes:
-        peak_memory: bytes, by rank; 0 where it is not known.
-        busy: the share of the time of its steps that each worker of a replica computed.
-        own: the job file ended itself when it was run; `error` is what it said.
+        status: ``done``, ``failed`` or ``interrupted``.
+        peak_memory: bytes, by rank; 0 if unknown.
+        bubble: the measured idle share, 0 to 1.
+        causes: the causes of the restarts.
+        busy: by worker of a replica, the share of the steps' time that it computed.
+        job_exited: whether the job file ended its process; `error` is the text that it printed.
     """
 
     status: str
@@ -216,56 +199,51 @@ class Verdict:
     restarts: int = 0
     causes: tuple[str, ...] = ()
     busy: tuple[float, ...] = ()
-    own: bool = False
+    job_exited: bool = False
 
     @property
-    def mistake(self) -> bool:
-        """Whether the job never came to its first step because of something the user wrote."""
-        return self.own or (self.exit_status == UsageError.exit_status and not self.steps)
+    def is_usage_error(self) -> bool:
+        """Whether the job ended before its first step because of the command or the job file."""
+        return self.job_exited or (self.exit_status == UsageError.exit_status and not self.steps)
 
 
-FromCoordinator = (
-    Beat | Bound | Joined | Again | Snapshot | Planned | StepResult | Evaluation | Warned | Verdict
-)
+_Progress = Joined | Planned | Snapshot | StepResult | Evaluation
+FromCoordinator = Bound | _Progress | Restart | Warned | KeepAlive | Verdict
 
 
 @dataclass(frozen=True, slots=True)
 class Fork:
-    """Start a worker; `local_rank` is its number on this host.
-
-    Workers of earlier generations are killed first. `slots` memories for copies of its state stay
-    when it ends.
+    """A request to start a worker; workers of earlier generations are killed first.
 
     Attributes:
-        keeps: ranks of other hosts whose copies this host keeps as well.
-        kept: whether another host keeps this worker's.
+        token: the job's secret.
+        slots: the number of snapshot memories, which outlive the worker.
+        mirrors: ranks of other hosts whose snapshots this host holds as well.
+        mirrored: whether another host holds this worker's snapshots.
     """
 
     rank: int
     generation: int
     endpoint: str
-    token: str
+    token: str = field(repr=False)
     local_rank: int
     slots: int = 0
-    keeps: tuple[int, ...] = ()
-    kept: bool = False
-
-    def __repr__(self) -> str:  # never the token
-        return f"Fork(rank={self.rank}, generation={self.generation})"
+    mirrors: tuple[int, ...] = ()
+    mirrored: bool = False
 
 
-ToForkServer = Fork | Beat
+ToAgent = Fork | KeepAlive
 
 
 @dataclass(frozen=True, slots=True)
-class Here:
-    """A fork server runs, on a host that may be another one.
+class AgentHello:
+    """The introduction of an agent, which may be on another host than the launcher.
 
     Attributes:
-        pipeworker, python, torch: versions; empty where it is not installed.
-        host: its name, as it says itself.
-        caller: the address under which it sees the launcher's host; empty where that is its own.
-        job, run: digests of the job file and of ``run.json``; empty where it does not see them.
+        torch: its version, empty if it is not installed.
+        caller: the address under which the host sees the launcher's; empty for the same host.
+        job: a digest of the job file, empty if it is not there.
+        run: a digest of ``run.json``, empty if it is not there.
     """
 
     pipeworker: str
@@ -286,28 +264,28 @@ class Forked:
     pid: int
 
 
-FromForkServer = Here | Forked | WorkerExited | CannotStart | Interrupt | SaveAsked | Beat
+FromAgent = AgentHello | Forked | WorkerExited | CannotStart | Interrupt | SaveRequest | KeepAlive
 
-Line = ToCoordinator | FromCoordinator | ToForkServer | FromForkServer
+Line = ToCoordinator | FromCoordinator | ToAgent | FromAgent
 _LINES: Codec[Line] = Codec(get_args(Line))
 
 
 def encode(event: Line) -> bytes:
-    """One line."""
+    """Return the line of an event, with its newline."""
     name = type(event).__name__
-    return (json.dumps([name, _LINES.fields(event)], default=_LINES.plain) + "\n").encode()
+    return (json.dumps([name, _LINES.fields(event)], default=_LINES.to_builtin) + "\n").encode()
 
 
 def decode(line: bytes) -> Line:
-    """Read a line.
+    """Return the event of a line.
 
     Raises:
-        ProtocolError: it is not an event.
+        ProtocolError: the line is not an event.
     """
     try:
-        name, fields = json.loads(line.decode())  # of bytes, json guesses
+        name, fields = json.loads(line.decode())  # of bytes, json guesses the encoding
     except (ValueError, TypeError, RecursionError) as error:
-        # Without what it holds, which may be a token.
+        # Not the line itself, which may contain a token.
         raise ProtocolError(f"a line of {len(line)} bytes is not an event") from error
     return _LINES.read(name, fields)
 
@@ -316,18 +294,14 @@ E = TypeVar("E")
 
 
 class Buffer(Generic[E]):
-    """Cuts what arrives into events.
+    """A buffer that splits received bytes into events of a union: ``Buffer[Line](Line)``."""
 
-    Args:
-        kinds: those that may arrive: ``Buffer[FromForkServer](FromForkServer)``.
-    """
-
-    def __init__(self, kinds: Any) -> None:
-        self._kinds = get_args(kinds) or (kinds,)
+    def __init__(self, direction: Any) -> None:
+        self._accepted = get_args(direction) or (direction,)
         self._rest = b""
 
     def feed(self, data: bytes) -> list[E]:
-        """The events that are complete now.
+        """Return the events that are complete now.
 
         Raises:
             ProtocolError: a line is not an event, or not one that may arrive here.
@@ -335,12 +309,6 @@ class Buffer(Generic[E]):
         *lines, self._rest = (self._rest + data).split(b"\n")
         events: list[Any] = [decode(line) for line in lines]
         for event in events:
-            if not isinstance(event, self._kinds):
-                raise ProtocolError(f"{type(event).__name__} is not said here")
+            if not isinstance(event, self._accepted):
+                raise ProtocolError(f"{type(event).__name__} is not an event of this direction")
         return events
-
-
-def never(value: NoReturn) -> NoReturn:
-    """The end of a match that has a case for everything: the type checker sees to it."""
-    shown: Any = value
-    raise AssertionError(f"no case for {shown!r}")

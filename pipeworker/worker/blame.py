@@ -1,8 +1,8 @@
-"""Whose fault it is, caught where it happens.
+"""Whose error an exception is, decided where it is raised.
 
-Every call of the user's code is made inside :func:`users`, or says :func:`raised` itself where a
-context manager would cost too much. What comes out of it is the user's. Any other exception is a
-defect of ours, and is shown with our frames.
+Every call of the user's code is made inside :func:`user_code`, or calls :func:`blame_user` itself
+where a context manager would cost too much. An exception that leaves such a call is the user's. Any
+other exception is a defect of pipeworker, and is shown with pipeworker's frames.
 """
 
 from __future__ import annotations
@@ -20,104 +20,112 @@ import torch
 
 import pipeworker
 from pipeworker.errors import PeerLost, PipeworkerError, SkipError, UsageError
-from pipeworker.wire.messages.failure import Cause, Failure
-from pipeworker.wire.messages.limits import MOST_STATUSES
-from pipeworker.wire.messages.position import Position
+from pipeworker.facts.failure import Cause, Failure
+from pipeworker.facts.limits import MOST_STATUSES
+from pipeworker.facts.position import Position
 
-_OURS = f"{Path(pipeworker.__file__).parent}{os.sep}"
-_MOST_CHARACTERS = 20_000
+_OWN_FILES = f"{Path(pipeworker.__file__).parent}{os.sep}"
+_MAX_CHARACTERS = 20_000
 _CPU_MEMORY = "DefaultCPUAllocator: "
-"""What torch says in a RuntimeError when the host has no memory left."""
-_LESS_MEMORY = (
-    "\n  out of memory: {}more --microbatches make each smaller, --recompute always or offload "
-    "keeps less of them, and more --stages or another --balance give this one fewer layers"
+"""Part of torch's RuntimeError for a host without memory."""
+_USE_LESS_MEMORY = (
+    "\n  out of memory: {}use more --microbatches, to make each smaller, --recompute always or "
+    "offload, to keep less of them, or more --stages or another --balance, to give this stage "
+    "fewer layers"
 )
-_NOT_DETERMINISTIC = "does not have a deterministic implementation"
-"""What torch says of a kernel under ``use_deterministic_algorithms``."""
-_OTHER_KERNEL = (
-    "\n  give the layer another operation, or leave out --deterministic: docs/networks.md says "
-    "what it is for"
-)
-_NO_HOOKS = "saved tensor hooks"
-"""What torch says does not go together with ``torch.func``."""
-_OTHER_MODE = "\n  --recompute offload moves what graphs save by such hooks: take another mode"
-THEIRS = BaseException
-"""What the user's code may raise; an interrupt from the keyboard passes through it."""
+_ADVICE = {
+    "does not have a deterministic implementation": (
+        "\n  --deterministic: use another operation in the layer, or leave out --deterministic "
+        "(docs/networks.md explains its purpose)"
+    ),
+    "saved tensor hooks": (
+        "\n  --recompute offload: the layer does not support the hooks that move saved tensors; "
+        "choose another mode"
+    ),
+}
+"""Advice by a part of torch's error: for an operation under ``use_deterministic_algorithms``, and
+for hooks inside ``torch.func``."""
 
 
-class Raised(Exception):
-    """The user's code raised; the cause is its own exception.
+class UserCodeError(Exception):
+    """The user's code raised an exception, `error`.
 
     Attributes:
-        who: of the user's: ``layer 3 (Linear)``, ``data()``.
-        early: what cannot be loaded or built is wrong; what fails in a step has failed.
-        note: what it was given.
+        early: whether loading or building failed, a mistake in the job file, rather than a step.
     """
 
-    def __init__(self, who: str, error: BaseException, *, early: bool, note: str) -> None:
-        super().__init__(f"{who} raised {text(error)}{note and f' ({note})'}")
+    def __init__(self, name: str, error: BaseException, *, early: bool, note: str) -> None:
+        super().__init__(f"{name} {raised(error)}{note and f' ({note})'}")
         self.early = early
         self.error = error
 
 
-class Left(Raised):
-    """The user's code ended its process before anything began, as a parser of arguments does.
+class JobExit(UserCodeError):
+    """The job file ended its process while it was loaded, as a parser of arguments does.
 
     Attributes:
-        status: the exit status that it chose.
-        said: why, in its own words; what it has printed comes before that.
+        message: its output and its reason, for the user.
     """
 
     error: SystemExit
 
-    def __init__(self, who: str, error: SystemExit) -> None:
-        super().__init__(who, error, early=True, note="")
+    def __init__(self, name: str, error: SystemExit) -> None:
+        super().__init__(name, error, early=True, note="")
         code = error.code
-        plain = code is None or isinstance(code, int)
-        self.status = int(code or 0) % MOST_STATUSES if plain else 1
-        self.said = "" if plain else str(code)
-        self._who = who
+        is_status = code is None or isinstance(code, int)
+        self.status = int(code or 0) % MOST_STATUSES if is_status else 1
+        self.message = "" if is_status else str(code)
+        self._name = name
 
-    def words(self) -> str:
-        """What the user is shown of it."""
-        return self.said or f"{self._who} ended with exit status {self.status} and said nothing"
+    def text(self) -> str:
+        """Return the message for the user."""
+        return self.message or f"{self._name} exited with status {self.status} without a message"
 
 
-def raised(who: str, error: BaseException, *, early: bool = False, note: str = "") -> NoReturn:
-    """Say that the user's code raised; what is an error of ours already stays as it is."""
-    if isinstance(error, (PipeworkerError, Raised, KeyboardInterrupt, GeneratorExit)):
+def blame_user(name: str, error: BaseException, *, early: bool = False, note: str = "") -> NoReturn:
+    """Raise the error of user code as a UserCodeError, and one of pipeworker as it is.
+
+    `name` is that of the code: ``layer 3 (Linear)``, ``data()``. `early`: it loads or builds.
+
+    Raises:
+        UserCodeError: always, with these exceptions.
+        JobExit: the job file ended its process.
+        KeyboardInterrupt: from the keyboard, or from leaving a debugger.
+        PipeworkerError: `error` is one already.
+    """
+    if isinstance(error, (PipeworkerError, UserCodeError, KeyboardInterrupt, GeneratorExit)):
         raise error
     if isinstance(error, SystemExit) and early:
-        raise Left(who, error) from error
+        raise JobExit(name, error) from error
     if isinstance(error, BdbQuit):  # the user has left the debugger
         raise KeyboardInterrupt from error
-    raise Raised(who, error, early=early, note=note) from error
+    raise UserCodeError(name, error, early=early, note=note) from error
 
 
 @contextmanager
-def users(who: str, *, early: bool = False) -> Iterator[None]:
-    """Run code of the user's."""
+def user_code(name: str, *, early: bool = False) -> Iterator[None]:
+    """Blame the user for exceptions inside the context; see :func:`blame_user`."""
     try:
         yield
-    except THEIRS as error:
-        raised(who, error, early=early)
+    except BaseException as error:
+        blame_user(name, error, early=early)
 
 
-def refuse_nothing(given: Any, by: str, who: str, error: BaseException) -> None:
-    """Where the user's code raised on a None, it is the layer that returned it who is to blame.
+def reject_none(value: Any, source: str, name: str, error: BaseException) -> None:
+    """Blame the layer `source` that returned `value`, if that is None, for the error of its user.
 
     Raises:
-        UsageError: so it is.
+        UsageError: `value` is None.
     """
-    if given is None and isinstance(error, Exception):
+    if value is None and isinstance(error, Exception):
         raise UsageError(
-            f"{by} returned None, on which {who} raised {text(error)}: the forward of a layer must "
-            "return its output"
+            f"{source} returned None, on which {name} raised {text(error)}; return the layer's "
+            "output from its forward"
         ) from None
 
 
 def layer(index: int, kind: str) -> str:
-    """``layer 3 (Linear)``."""
+    """Return the name of a layer for errors: ``layer 3 (Linear)``."""
     return f"layer {index} ({kind})" if kind else f"layer {index}"
 
 
@@ -129,26 +137,24 @@ def failure_of(
     stage: str = "",
     keeps: str = "",
 ) -> Failure:
-    """Describe `error`, raised while the worker was at `position`.
+    """Return the failure that an exception means, with the class and the stage of its position.
 
-    Args:
-        keeps: what the plan has it keep, for who runs out of memory.
+    `keeps` is the memory that the plan expects, for the error of a worker without memory.
     """
-    less = _LESS_MEMORY.format(keeps and f"{keeps}; ")
+    use_less = _USE_LESS_MEMORY.format(keeps and f"{keeps}; ")
 
     def failure(cause: Cause, message: str, shown: str = "") -> Failure:
-        return Failure(cause, message, rank, position, layer_class, _cut(shown), stage)
+        return Failure(cause, message, rank, position, layer_class, _shorten(shown), stage)
 
-    if isinstance(error, Left):
-        return replace(failure(Cause.EXIT, _cut(error.words())), status=error.status)
-    if isinstance(error, Raised):
+    if isinstance(error, JobExit):
+        return replace(failure(Cause.EXIT, _shorten(error.text())), status=error.status)
+    if isinstance(error, UserCodeError):
         cause = Cause.USAGE if error.early else Cause.USER
-        cure = less if _is_out_of_memory(error.error) else ""
-        if isinstance(error.error, RuntimeError) and _NOT_DETERMINISTIC in str(error.error):
-            cure = _OTHER_KERNEL
-        if isinstance(error.error, RuntimeError) and _NO_HOOKS in str(error.error):
-            cure = _OTHER_MODE
-        return failure(cause, f"{error}{cure}", user_traceback(error.error))
+        advice = use_less if _is_out_of_memory(error.error) else ""
+        if isinstance(error.error, RuntimeError):
+            raised = str(error.error)
+            advice = next((_ADVICE[part] for part in _ADVICE if part in raised), advice)
+        return failure(cause, f"{error}{advice}", user_traceback(error.error))
     if isinstance(error, PeerLost):
         return failure(Cause.PEER, str(error))
     if isinstance(error, UsageError) and not (isinstance(error, SkipError) and error.in_step):
@@ -158,7 +164,7 @@ def failure_of(
     if isinstance(error, KeyboardInterrupt):
         return failure(Cause.USER, "KeyboardInterrupt", user_traceback(error))
     if _is_out_of_memory(error):
-        return failure(Cause.USER, f"{text(error)}{less}")
+        return failure(Cause.USER, f"{text(error)}{use_less}")
     whole = "".join(traceback.format_exception(error))
     return failure(Cause.INTERNAL, f"a defect in pipeworker: {text(error)}", whole)
 
@@ -170,20 +176,27 @@ def _is_out_of_memory(error: BaseException) -> bool:
 
 
 def text(error: BaseException) -> str:
-    """``ValueError: what it says``."""
-    return _cut(f"{type(error).__name__}: {error}".rstrip(": "))
+    """Return the class and message of an exception: ``ValueError: no``."""
+    return _shorten(f"{type(error).__name__}: {error}".rstrip(": "))
 
 
-def _cut(text: str) -> str:
-    """A message that a tensor or a whole file got into must still fit a frame and a screen."""
-    if len(text) <= _MOST_CHARACTERS:
+def raised(error: BaseException) -> str:
+    """Return ``raised ValueError: no``, or ``called sys.exit(3)``."""
+    if isinstance(error, SystemExit):
+        return _shorten(f"called sys.exit({'' if error.code is None else repr(error.code)})")
+    return f"raised {text(error)}"
+
+
+def _shorten(text: str) -> str:
+    """Shorten a message that contains a tensor or a whole file, to fit a frame and a screen."""
+    if len(text) <= _MAX_CHARACTERS:
         return text
-    half = _MOST_CHARACTERS // 2
+    half = _MAX_CHARACTERS // 2
     return f"{text[:half]}\n[... {len(text) - 2 * half} characters ...]\n{text[-half:]}"
 
 
 def user_traceback(error: BaseException) -> str:
-    """The traceback without our frames, nor those of the import machinery."""
+    """Return the traceback without the frames of pipeworker and of the import machinery."""
     shown = traceback.TracebackException.from_exception(error)
     _strip(shown, set())
     return "".join(shown.format())
@@ -193,13 +206,9 @@ def _strip(shown: traceback.TracebackException, seen: set[int]) -> None:
     if id(shown) in seen:
         return
     seen.add(id(shown))
-    shown.stack = traceback.StackSummary.from_list(
-        [
-            frame
-            for frame in shown.stack
-            if not frame.filename.startswith((_OURS, "<frozen importlib"))
-        ]
-    )
+    outer = (_OWN_FILES, "<frozen importlib")
+    frames = [frame for frame in shown.stack if not frame.filename.startswith(outer)]
+    shown.stack = traceback.StackSummary.from_list(frames)
     for other in (shown.__cause__, shown.__context__):
         if other is not None:
             _strip(other, seen)

@@ -1,4 +1,4 @@
-"""What a worker has in the place of a terminal: nobody who answers, and a log."""
+"""The standard streams of a worker: input that is rejected, and output to a log."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from typing import NoReturn
 
 from pipeworker.errors import RecordError, UsageError
 from pipeworker.host import streams
-from pipeworker.worker.blame import Left
+from pipeworker.worker.blame import JobExit
 
 _DEBUGGERS = ("bdb", "cmd", "pdb")
 
 
 def redirect_output(path: Path) -> None:
-    """Everything the worker prints, C code included, goes to its log, from where it is shown.
+    """Send all output, C code's included, to the worker's log; the display follows the log.
 
     Raises:
-        RecordError: there can be none.
+        RecordError: the log cannot be opened.
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -34,49 +34,45 @@ def redirect_output(path: Path) -> None:
     os.dup2(log, 1)
     os.dup2(log, 2)
     os.close(log)
-    streams.by_line()
+    streams.log_pending = False
+    streams.buffer_by_line()
 
 
-class NobodyAnswers(io.TextIOBase):
-    """Standard input of a worker: who asks for a line is told how to be where there is one."""
+class NoTerminal(io.TextIOBase):
+    """Standard input of a worker: reading it is an error that names the way to a terminal."""
 
     def fileno(self) -> int:
+        """Return the descriptor of standard input, which libraries may look at."""
         return 0
 
     def readline(self, size: int = -1, /) -> NoReturn:  # type: ignore[override]
-        """What ``input()`` and a debugger call.
-
-        Raises:
-            UsageError: always.
-        """
-        refuse()
+        reject_input()
 
     def read(self, size: int | None = -1, /) -> NoReturn:
-        """As :meth:`readline`."""
-        self.readline()
+        reject_input()
 
 
-def refuse() -> NoReturn:
-    """Say that there is no terminal here, and where there is one; for ``breakpoint()`` as well.
+def reject_input() -> NoReturn:
+    """Reject a request for input, such as ``breakpoint()``.
 
     Raises:
         UsageError: always.
     """
     raise UsageError(
-        f"{_asker()}: a worker has no terminal for input() or a debugger; pipeworker launch "
-        "--stages 1 --debug gives it yours, and the same numbers"
+        f"{_caller()}: a worker has no terminal for input() or a debugger; run pipeworker launch "
+        "--stages 1 --debug, which uses your terminal and gives the same numbers"
     )
 
 
-def detach() -> None:
-    """Have whatever asks for a terminal say that a worker has none."""
-    sys.stdin = NobodyAnswers()
+def detach_terminal() -> None:
+    """Have every request for input rejected."""
+    sys.stdin = NoTerminal()
     if "PYTHONBREAKPOINT" not in os.environ:
-        sys.breakpointhook = lambda *_, **__: refuse()
+        sys.breakpointhook = lambda *_, **__: reject_input()
 
 
-def _asker() -> str:
-    """``job.py, line 3``: who asks, behind the debugger."""
+def _caller() -> str:
+    """Return the file and line that request input, outside of a debugger: ``job.py, line 3``."""
     frame: FrameType | None = inspect.currentframe()
     while frame and frame.f_globals.get("__name__") in (__name__, *_DEBUGGERS):
         frame = frame.f_back
@@ -86,12 +82,8 @@ def _asker() -> str:
 
 
 @contextmanager
-def last_words(log: Path | None) -> Iterator[None]:
-    """What is printed inside is said to the user, not to the log, where the job leaves inside.
-
-    Args:
-        log: where what is printed goes; None where that is no file of ours.
-    """
+def capture_exit_message(log: Path | None) -> Iterator[None]:
+    """Add the output inside the context to the message of a JobExit, instead of to the log."""
     if log is None:
         yield
         return
@@ -99,11 +91,11 @@ def last_words(log: Path | None) -> Iterator[None]:
     start = log.stat().st_size
     try:
         yield
-    except Left as left:
+    except JobExit as job_exit:
         streams.flush()
         with log.open("rb") as file:
             file.seek(start)
             printed = file.read().decode(errors="replace").rstrip()
-        left.said = "\n".join(filter(None, [printed, left.said]))
+        job_exit.message = "\n".join(filter(None, [printed, job_exit.message]))
         os.truncate(log, start)
         raise

@@ -1,74 +1,65 @@
-"""What torch does not promise: its private names, in one place.
+"""The private names of torch that pipeworker uses, each with its reason.
 
-Each entry says what it is for, and what it saves where it is there for speed. A torch that lacks
-one fails at import, by that name.
+No other module uses a private name of torch (a test checks that). Names that are imported or looked
+up at the top of this module are missing at import, with their name in the error, if a torch lacks
+them. To move to another torch:
+
+1. Run ``tests/worker/test_worker_internals.py``: it tests what each name does, not only that it
+   exists.
+2. Where a name is gone or behaves differently, change its function here. A function that is here
+   for speed says which public function it replaces, which is always a correct substitute.
+3. Run the tests that compare bits with the plain loop, and ``benchmarks/emulated.py`` before and
+   after.
 """
 
 from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, MutableMapping, Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from operator import attrgetter
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch._C import _storage_Use_Count
-from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, Store, TCPStore, Work
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._C._distributed_c10d import PrefixStore as PrefixStore
+from torch._C._distributed_c10d import ProcessGroupGloo as ProcessGroupGloo
+from torch._C._distributed_c10d import Store as Store
+from torch._C._distributed_c10d import TCPStore as TCPStore
+from torch._C._distributed_c10d import Work as Work
+from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
 from torch.autograd import Variable
-from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
-from torch.utils import _pytree as pytree
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.utils import _pytree
 
-if TYPE_CHECKING:
-    from collections.abc import MutableMapping
+# The names of c10d make groups of two ranks that rendezvous at the coordinator's store, without a
+# default process group. FakeTensorMode: the survey of skips runs layers without memory.
 
-__all__ = [
-    "SAVED_PREFIX",
-    "AccumulateGrad",
-    "BatchNorm",
-    "FakeTensorMode",
-    "PrefixStore",
-    "ProcessGroupGloo",
-    "Store",
-    "TCPStore",
-    "Work",
-    "alias_of",
-    "apply_of",
-    "buffers_of",
-    "default_store",
-    "divide",
-    "engine",
-    "gloo_options",
-    "has_nccl",
-    "loads_itself",
-    "map_storage",
-    "move_hooks",
-    "multiply",
-    "nccl_group",
-    "preload",
-    "pytree",
-    "run_backward",
-    "share_storage",
-    "storage_uses",
-    "version_of",
-    "view_of",
-]
-# pytree: nested values are taken apart as torch's own tools do, registered classes among them.
-# FakeTensorMode: the survey of skips runs layers without memory.
-# BatchNorm: the common class of all batch norms, for deferred statistics.
-# The c10d classes: links of two ranks on their own, which meet at a store of ours.
-# engine, AccumulateGrad, SAVED_PREFIX: a backward in two parts enters the graph in its middle. The
-# node that adds to a leaf's .grad can be called without firing the leaf's hooks; what nodes saved
-# tells whether hooks bring it back.
-
+BatchNorm = _BatchNorm
+"""The common base class of all batch norms, whose statistics are deferred."""
+pytree = _pytree
+"""Nested values are flattened as torch's own tools flatten them, with the classes that users have
+registered. Torch 2.13 has no public module for that."""
 engine: Callable[..., Any] = Variable._execution_engine.run_backward
+"""The autograd engine. A backward in two parts calls it to start in the middle of the graph."""
 AccumulateGrad: type = torch._C._functions.AccumulateGrad  # type: ignore[attr-defined]
+"""The class of the graph's nodes that add to a leaf's ``.grad``. A split backward calls such a node
+itself, which does not run the leaf's hooks."""
 SAVED_PREFIX = "_raw_saved_"
-_multiply, _divide = torch._foreach_mul_, torch._foreach_div_
-_alias = torch.ops.aten.alias.default
+"""The prefix of a graph node's attributes with its saved tensors, which tell whether a saved-tensor
+hook unpacks them."""
+version_of: Callable[[torch.Tensor], int] = attrgetter("_version")
+"""Returns the number of changes in place that a tensor and its views have had."""
+buffers_of: Callable[[nn.Module], MutableMapping[str, torch.Tensor | None]] = attrgetter("_buffers")
+"""Returns a module's own dict of buffers, to restore them; ``named_buffers`` cannot set them."""
+alias_of: Callable[[torch.Tensor], torch.Tensor] = torch.ops.aten.alias.default
+"""Returns a view with a graph node of its own, so that gradients are summed in a fixed order."""
+multiply: Callable[[list[torch.Tensor], float], object] = torch._foreach_mul_
+divide: Callable[[list[torch.Tensor], float], object] = torch._foreach_div_
+"""Change tensors in place in one call, as torch's own optimizers do; for speed."""
 _share: Callable[..., Any] = torch.UntypedStorage._share_cuda_
 _map: Callable[..., Any] = torch.UntypedStorage._new_shared_cuda
 _view = torch.ops.aten._unsafe_view.default
@@ -77,39 +68,35 @@ _view = torch.ops.aten._unsafe_view.default
 def run_backward(
     roots: tuple[torch.Tensor, ...], gradients: tuple[torch.Tensor | None, ...]
 ) -> None:
-    """As torch.autograd.backward, without its checks of shapes.
+    """Run ``torch.autograd.backward`` without its checks of shapes.
 
-    They take as long as the engine's own call for a small layer: 20 µs a micro-batch.
+    For speed: for a small layer the checks take as long as the engine, 20 µs a micro-batch. A
+    root's gradient has its shape, or is None for a scalar.
     """
     engine(roots, gradients, False, False, (), allow_unreachable=True, accumulate_grad=True)
 
 
 def apply_of(function: type[torch.autograd.Function]) -> Callable[..., Any]:
-    """``Function.apply`` without its care for functorch, whose wrappers no stage is given.
+    """Return ``Function.apply`` without its handling of functorch's wrappers, which no stage has.
 
-    Saves 10 µs a micro-batch.
+    For speed: it saves 10 µs a micro-batch.
     """
     apply: Callable[..., Any] = super(torch.autograd.Function, function).apply  # type: ignore[misc]
     return apply
 
 
 def storage_uses(tensor: torch.Tensor) -> int:
-    """How many tensors refer to the memory of this one (the look itself counts as one).
+    """Return the number of tensors that use a tensor's storage; this call counts as one.
 
-    A buffer is received into again only when nobody looks at it any more.
+    A buffer is received into again only when no other tensor uses its storage.
     """
     return int(_storage_Use_Count(tensor.untyped_storage()._cdata))
 
 
-def buffers_of(module: nn.Module) -> MutableMapping[str, torch.Tensor | None]:
-    """A module's own buffers, to be put back: ``named_buffers`` gives no place to put to."""
-    return module._buffers
-
-
 def loads_itself(module: nn.Module) -> bool:
-    """Whether the user, or a library, has given a module a way of its own to load its tensors.
+    """Return whether a module overrides how its tensors are loaded, in code outside torch.
 
-    Batch norm has one that gives no buffer another shape.
+    Torch's own overrides (batch norm has one) change no buffer's shape.
     """
     kind = type(module)
     other = kind._load_from_state_dict is not nn.Module._load_from_state_dict
@@ -117,91 +104,62 @@ def loads_itself(module: nn.Module) -> bool:
 
 
 def share_storage(storage: torch.UntypedStorage) -> tuple[Any, ...]:
-    """Plain values by which another process maps a storage of a CUDA device, once for each share.
+    """Return plain values by which one other process maps a storage of a CUDA device.
 
-    torch's public way pickles them. It keeps the memory until the other process has let go.
+    Torch keeps the memory until that process has freed it. The public functions pickle the values.
     """
     _, *handles = _share(storage)
     return tuple(handles)
 
 
 def map_storage(device: torch.device, handles: Sequence[Any]) -> torch.UntypedStorage:
-    """The storage another process has shared; RuntimeError where its memory cannot be reached."""
+    """Return the storage behind :func:`share_storage`; RuntimeError: `device` cannot reach it."""
     storage: torch.UntypedStorage = _map(device.index, *handles)
     return storage
 
 
-def version_of(tensor: torch.Tensor) -> int:
-    """Counts changes in place."""
-    return tensor._version
-
-
-def alias_of(tensor: torch.Tensor) -> torch.Tensor:
-    """A view with a node of its own in the graph, so that gradients add in a fixed order."""
-    alias: torch.Tensor = _alias(tensor)
-    return alias
-
-
 def view_of(tensor: torch.Tensor) -> torch.Tensor:
-    """The same memory as a tensor that is no leaf and no view, so it may be changed in place."""
+    """Return a tensor of the same memory that is neither a leaf nor a view: it may be changed."""
     view: torch.Tensor = _view(tensor, tensor.shape)
     return view
 
 
-def multiply(tensors: Sequence[torch.Tensor], factor: float) -> None:
-    """In place, all in one go: as torch's own optimizers do."""
-    _multiply(list(tensors), factor)
-
-
-def divide(tensors: Sequence[torch.Tensor], divisor: float) -> None:
-    """In place, all in one go."""
-    _divide(list(tensors), divisor)
-
-
 def move_hooks(source: torch.Tensor, target: torch.Tensor) -> None:
-    """Hooks that the user registered on a parameter run for the object that stands for it."""
+    """Make a parameter's hooks run for the tensor that replaces it."""
     target._backward_hooks = source._backward_hooks
 
 
 def default_store() -> Store:
-    """The store of the default process group, where the ranks of a script can meet."""
+    """Return the store of the default process group; ValueError: there is none."""
     store: Store = dist.distributed_c10d._get_default_store()
     return store
 
 
 def gloo_options(device: ProcessGroupGloo.Device, timeout: Any) -> Any:
-    """A group's options: public constructors take neither a device nor these defaults."""
+    """Return the options of a gloo group that listens on `device`; public functions accept none."""
     options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     options._timeout = timeout
     options._devices = [device]
     return options
 
 
-def has_nccl() -> bool:
-    """Whether this torch is built with NCCL, as those for CUDA are, on Linux."""
-    return dist.is_nccl_available()
-
-
 def nccl_group(store: Store, rank: int, device: torch.device) -> Any:
-    """A group of two devices, whose communicator is there when this returns.
-
-    torch's public way makes groups of a default one.
-    """
+    """Return an NCCL group of two devices, connected; public functions need a default group."""
     kind = torch._C._distributed_c10d.ProcessGroupNCCL
     options = kind.Options()
-    options._timeout = timedelta(days=30)  # who is silent and who computes is not for it to say
+    options._timeout = timedelta(days=30)  # the coordinator decides which worker hangs, not NCCL
     group = kind(store, rank, 2, options)
     group.eager_connect_single_device(device)
     return group
 
 
 def preload() -> None:
-    """Import what fake tensors and building any torch optimizer import: a second, once."""
+    """Import the module that fake tensors and optimizers import: it takes a second, once."""
     import torch._dynamo  # noqa: F401
 
 
 def on_compiling(began: Callable[[Any], None], ended: Callable[[Any], None]) -> None:
-    """Have these called around each compilation of ``torch.compile``, once each."""
+    """Have `began` and `ended` called around each compilation of ``torch.compile``."""
     from torch._dynamo.callback import callback_handler
 
     callback_handler.register_start_callback(began)
@@ -209,16 +167,16 @@ def on_compiling(began: Callable[[Any], None], ended: Callable[[Any], None]) -> 
 
 
 def off_compiling(began: Callable[[Any], None], ended: Callable[[Any], None]) -> None:
-    """Not any more."""
+    """Undo :func:`on_compiling`."""
     from torch._dynamo.callback import callback_handler
 
-    with contextlib.suppress(ValueError):  # torch has forgotten them, by its reset
+    with contextlib.suppress(ValueError):  # torch's reset has removed them
         callback_handler.remove_start_callback(began)
         callback_handler.remove_end_callback(ended)
 
 
 def allow_any_number_of_graphs() -> None:
-    """Have ``torch.compile`` compile as often as there are shapes, and say so where it cannot."""
+    """Have ``torch.compile`` compile for every new shape, and raise an error where it cannot."""
     from torch._dynamo import config
 
     config.recompile_limit = config.accumulated_recompile_limit = sys.maxsize

@@ -1,56 +1,44 @@
-"""A worker's main thread: does what the coordinator says, and says what went wrong."""
+"""A worker's main thread: executes the coordinator's commands, and reports a failure."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
+from pipeworker.facts.failure import Failure
 from pipeworker.host import streams
-from pipeworker.wire.messages.advance import Advance, Finish
-from pipeworker.wire.messages.failure import Abort, Failed, Failure
-from pipeworker.worker.console import detach
-from pipeworker.worker.control import Control, Leave, leave_process
+from pipeworker.wire.messages.directions import Advance, Finish
+from pipeworker.wire.messages.presence import Abort, Failed
+from pipeworker.worker.console import detach_terminal
+from pipeworker.worker.control import Control, Exit, exit_process
 from pipeworker.worker.settings import Settings
 from pipeworker.worker.worker import Worker
 
 
-def _nobody(failure: Failure) -> None:
-    """Who else is told of a failure, where there is nobody."""
-
-
 def run(
     settings: Settings,
-    leave: Leave = leave_process,
-    tell: Callable[[Failure], None] = _nobody,
+    exit_process: Exit = exit_process,
+    on_failure: Callable[[Failure], None] = lambda failure: None,
 ) -> int:
-    """Be one worker from Hello to the end; returns the exit status.
+    """Run one worker from its Hello to the end; return the exit status.
 
-    Args:
-        leave: as :class:`Control` takes it.
-        tell: is told of a failure of this worker's before the coordinator is.
+    `on_failure` is called with a failure of this worker before the coordinator receives it.
     """
-    detach()
-    control = Control(
-        endpoint=settings.endpoint,
-        token=settings.token,
-        rank=settings.rank,
-        generation=settings.generation,
-        tracker=settings.tracker,
-        leave=leave,
-    )
+    detach_terminal()
+    streams.log_pending = settings.to_log
+    control = Control(settings, exit_process)
     control.start()
     worker = Worker(settings, control)
     try:
         control.send(worker.hello())
-        while not over(message := control.receive()):
-            answer = worker.handle(message)
-            if answer is not None:
+        while not is_last(message := control.receive()):
+            if (answer := worker.handle(message)) is not None:
                 control.send(answer)
     except BaseException as error:
         failure = worker.explain(error)
-        tell(failure)
+        on_failure(failure)
         control.send(Failed(settings.rank, failure))
-        # The coordinator knows the first cause; leaving before it says so would make neighbours
-        # report a lost connection first. The control thread ends the process.
+        # The coordinator decides about the first cause. If this worker exited before that, its
+        # neighbours would report a lost connection first. The control thread ends the process.
         while True:
             control.receive()
     control.close()
@@ -58,8 +46,8 @@ def run(
     return 0
 
 
-def over(message: object) -> bool:
-    """Whether the coordinator says that there is no more to do."""
+def is_last(message: object) -> bool:
+    """Return whether a message of the coordinator ends the worker."""
     if isinstance(message, Advance):
         return isinstance(message.next, Finish)
     return isinstance(message, Abort)

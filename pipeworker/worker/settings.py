@@ -1,4 +1,4 @@
-"""What a worker is started with; all else the coordinator tells it."""
+"""What a worker process starts with, and its role in the job, which the coordinator sends."""
 
 from __future__ import annotations
 
@@ -7,24 +7,28 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from pipeworker.host.position import Tracker
-from pipeworker.job.file import Job
-from pipeworker.record.memory import Memory
+from pipeworker.job.file import JobFile
+from pipeworker.job.options import Options
+from pipeworker.plan.placement import Placement
+from pipeworker.record.snapshot_memory import SnapshotMemory
 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """See the module.
+    """A worker's settings.
 
     Attributes:
-        local_rank: which accelerator of this host is the worker's.
-        to_log: send what is printed to the stage's log in the run directory.
-        memories: by rank, for copies of a worker's state, of all workers of the host; none where
-            they would not outlive it.
-        keeps: ranks of other hosts whose copies are kept there as well, by this worker.
-        kept: whether another host keeps this worker's.
-        job_file: where it is on this host, if the job does not know.
-        job: what a script gave; None for a job file.
-        sample: with a job that has no data, an input of the model, if its layers stash and pop.
+        endpoint: address of the coordinator.
+        token: secret of the job.
+        local_rank: index of the worker's accelerator on this host.
+        to_log: whether output goes to the worker's log in the run directory.
+        memories: the snapshot memories of all workers of this host, by rank; empty if they would
+            not outlive the worker.
+        mirrors: ranks of other hosts whose snapshots this worker stores on this host as well.
+        mirrored: whether another host stores this worker's snapshots as well.
+        job_file: its path on this host, if the options do not have it.
+        job: the job of a script; None for a job file.
+        sample: an input of the model, for a job without data whose layers stash and pop.
     """
 
     rank: int
@@ -34,12 +38,56 @@ class Settings:
     generation: int = 1
     tracker: Tracker = field(default_factory=Tracker)
     to_log: bool = True
-    memories: Mapping[int, Sequence[Memory]] = field(default_factory=dict)
-    keeps: tuple[int, ...] = ()
-    kept: bool = False
+    memories: Mapping[int, Sequence[SnapshotMemory]] = field(default_factory=dict)
+    mirrors: tuple[int, ...] = ()
+    mirrored: bool = False
     job_file: str = ""
-    job: Job | None = None
+    job: JobFile | None = None
     sample: Any = None
 
     def __repr__(self) -> str:  # never the token
         return f"Settings(rank={self.rank}, endpoint={self.endpoint!r})"
+
+
+@dataclass(frozen=True, slots=True)
+class Role:
+    """A rank in a placement, under the job's options."""
+
+    rank: int
+    placement: Placement
+    options: Options
+
+    @property
+    def replica(self) -> int:
+        """The number of its replica."""
+        return self.placement.replica_of(self.rank)
+
+    @property
+    def stages(self) -> tuple[int, ...]:
+        """The stages of the worker."""
+        return self.placement.stages_of(self.rank)
+
+    @property
+    def shards(self) -> bool:
+        """Whether each replica updates a part of the weights."""
+        return self.options.shard_optimizer and self.placement.replicas > 1
+
+    @property
+    def writes_checkpoint(self) -> bool:
+        """Whether it writes a part of a checkpoint: without shards, the first replica has all."""
+        return self.shards or not self.replica
+
+    @property
+    def every_replica_reads(self) -> bool:
+        """Whether each replica reads the data, rather than the first one for all."""
+        return self.options.data_reader == "every"
+
+    @property
+    def has_batches(self) -> bool:
+        """Whether it has stage 0 of a replica that gets mini-batches from the data or the user."""
+        return 0 in self.stages and (self.every_replica_reads or not self.replica)
+
+    @property
+    def reads_data(self) -> bool:
+        """Whether it reads the job's data; a user's own loop passes mini-batches instead."""
+        return self.has_batches and not self.options.own_loop

@@ -1,4 +1,4 @@
-"""Jobs as hypothesis makes them up: what they are to do, and what happens to them meanwhile."""
+"""Hypothesis strategies for jobs and for the events that happen to them."""
 
 from __future__ import annotations
 
@@ -10,40 +10,39 @@ from typing import Any
 from hypothesis import strategies as st
 
 from pipeworker.coordinator.events import (
-    Arrived,
-    Broken,
-    Committed,
+    CheckpointCommitted,
+    Disconnected,
+    EffectFailed,
     Event,
-    StarterGone,
-    Unreachable,
-    Unwell,
+    MessageReceived,
+    ParentLost,
 )
-from pipeworker.wire.lines import HostLost, Interrupt, SaveAsked, WorkerExited
-from pipeworker.wire.messages.calls import Call, CallKind, Loaded
+from pipeworker.facts.failure import Cause, Failure
+from pipeworker.facts.position import Position
+from pipeworker.facts.step import Batch, Evaluation
+from pipeworker.wire.lines import HostLost, Interrupt, SaveRequest, WorkerExited
 from pipeworker.wire.messages.checkpoint import Saved
 from pipeworker.wire.messages.directions import FromWorker
-from pipeworker.wire.messages.evaluation import Evaluation, EvaluationDone
-from pipeworker.wire.messages.failure import Cause, Failed, Failure, Signalled
 from pipeworker.wire.messages.plan import Described
-from pipeworker.wire.messages.position import Position
-from pipeworker.wire.messages.presence import Heartbeat, Hello
-from pipeworker.wire.messages.step import Batch, StepDone, Upcoming
-from support.coordinator import BATCH, identity
+from pipeworker.wire.messages.presence import Failed, Heartbeat, Hello, Signalled
+from pipeworker.wire.messages.step import Call, CallKind, EvaluationDone, Loaded, StepDone, Upcoming
+from support.coordinator import BATCH, peer_of
 
 LAYERS = tuple(f"Layer{number}" for number in range(8))
 NUMBER = 2
-"""The first generation; there was one before it."""
+"""The number of the first generation; there was one before it."""
 
 
 @dataclass(frozen=True)
 class Life:
-    """A job and what its workers would do if nothing went wrong.
+    """A job, and what its workers do without faults.
 
     Attributes:
-        calls: of the user's own loop; none of a job file.
-        slow: whether a copy is not yet whole when the step beside it is done, in turn.
+        data: the mini-batches of a job file.
+        calls: the calls of an own loop; none for a job file.
+        slow: whether a copy is unfinished when the step beside it is done, in turn.
         overflows: steps with a gradient that is not finite.
-        crowded: rank and step where there is no memory to spare for a snapshot.
+        crowded: ranks and steps without memory for a snapshot.
     """
 
     workers: int
@@ -62,7 +61,7 @@ class Life:
 
     @property
     def rows(self) -> list[int]:
-        """The steps that are recorded, of a job that comes to its end."""
+        """The steps that a job which is done has recorded."""
         if self.calls:
             return self._played[0]
         there, limit = len(self.cut), self.options["steps"]
@@ -70,7 +69,7 @@ class Life:
 
     @property
     def cut(self) -> list[list[Batch]]:
-        """The mini-batches of each step of a job file, had it as many as there are."""
+        """The mini-batches of each step of a job file without a limit of steps."""
         found: list[list[Batch]] = []
         for batch in self.data:
             last = found[-1] if found else []
@@ -83,7 +82,7 @@ class Life:
 
     @property
     def steps(self) -> int:
-        """That it comes to."""
+        """The last step of a job that is done."""
         return self._played[1] if self.calls else len(self.rows)
 
     @property
@@ -99,7 +98,7 @@ class Life:
 
     @property
     def evaluations(self) -> list[int]:
-        """The steps that are evaluated, of a job file."""
+        """The steps of a job file that are evaluated."""
         every: int | str | None = self.options["evaluate_every"]
         if every == "epoch":
             epochs = [*(cut[0].epoch for cut in self.cut), -1]
@@ -107,10 +106,10 @@ class Life:
         return [step for step in self.rows if isinstance(every, int) and step % every == 0]
 
 
-# Lives.
+# Jobs.
 
 PLAIN = tuple(kind for kind in CallKind if kind is not CallKind.LOAD)
-"""Calls that bear no checkpoint."""
+"""CallRound that bear no checkpoint."""
 BATCHES = st.builds(
     Batch,
     signature=st.just(1),
@@ -122,7 +121,7 @@ BATCHES = st.builds(
 
 @st.composite
 def calls(draw: st.DrawFn, kinds: Sequence[CallKind] = tuple(CallKind)) -> list[Call]:
-    """What one line of the user's own loop comes to."""
+    """Return the calls that one line of the user's loop makes."""
     match draw(st.sampled_from([CallKind.STEP, CallKind.STEP, *kinds])):
         case CallKind.EVALUATE | CallKind.SAVE as kind:
             return [Call(0, kind)]
@@ -139,7 +138,7 @@ def calls(draw: st.DrawFn, kinds: Sequence[CallKind] = tuple(CallKind)) -> list[
 
 @st.composite
 def loops(draw: st.DrawFn, kinds: Sequence[CallKind] = tuple(CallKind)) -> Life:
-    """Of a loop of the user's own."""
+    """Return a job with a loop of the user's own."""
     workers, options = draw(st.integers(1, 4)), draw(_options())
     lines = draw(st.lists(calls(kinds), max_size=5))
     made = [call for line in lines for call in line]
@@ -151,7 +150,7 @@ def loops(draw: st.DrawFn, kinds: Sequence[CallKind] = tuple(CallKind)) -> Life:
 def files(
     draw: st.DrawFn, accumulate: int = 3, *, replaceable: bool = False, least: int = 0
 ) -> Life:
-    """Of a job file, with at least so many mini-batches."""
+    """Return a job file's job with at least `least` mini-batches."""
     steps = draw(st.none() | st.integers(max(1, least), 6))
     options = draw(_options()) | {
         "steps": steps,
@@ -164,8 +163,8 @@ def files(
     if replaceable:
         options |= {
             "snapshot_every": draw(st.sampled_from([None, 1, 2, 3])),
-            "restarts": draw(st.integers(1, 4)),
-            "elastic": draw(st.sampled_from([None, None, 1])),
+            "max_restarts": draw(st.integers(1, 4)),
+            "min_stages": draw(st.sampled_from([None, None, 1])),
         }
     return Life(
         draw(st.sampled_from([2, 1, 3, 4])),
@@ -180,7 +179,7 @@ def files(
 
 
 def lives(*, replaceable: bool = False) -> st.SearchStrategy[Life]:
-    """Of any job."""
+    """Return jobs of both kinds."""
     return files(replaceable=replaceable) | loops()
 
 
@@ -194,34 +193,40 @@ def _options() -> st.SearchStrategy[dict[str, Any]]:
     )
 
 
-# What may happen to them.
+# Events.
 
 
 @dataclass(frozen=True)
 class Deliver:
+    """Messages, parts and commits that are due are processed in this order."""
+
     choices: list[int]
 
 
 @dataclass(frozen=True)
 class Beat:
+    """Time passes, and the workers send heartbeats."""
+
     seconds: float
 
 
 @dataclass(frozen=True)
 class Silence:
+    """Time passes without heartbeats."""
+
     seconds: float
 
 
 @dataclass(frozen=True)
-class Again:
-    """Something that was said is said once more."""
+class Repeat:
+    """A message that was sent arrives once more."""
 
     choice: int
 
 
 @dataclass(frozen=True)
 class Foreign:
-    """Something that was said, or an exit, in a frame of a generation so much younger or older."""
+    """An earlier message, or an exit, with the number of a younger or older generation."""
 
     choice: int
     younger: int
@@ -229,7 +234,7 @@ class Foreign:
 
 @dataclass(frozen=True)
 class Stolen:
-    """What a worker is about to say, said by another peer: a stranger, or the worker of a rank."""
+    """The next message of a worker, sent by an unknown peer or another rank's worker."""
 
     choice: int
     rank: int
@@ -237,24 +242,24 @@ class Stolen:
 
 @dataclass(frozen=True)
 class Rush:
-    """Every rank calls before it is its turn."""
+    """Every rank makes a call out of turn."""
 
     kind: CallKind
 
 
 @dataclass(frozen=True)
 class Full:
-    """A disk is full for so many attempts: that of the worker of a rank, or the coordinator's."""
+    """The disk of a rank's worker, or of the coordinator (-1), is full for some attempts."""
 
     rank: int
     times: int
 
 
 class How(Enum):
-    """A worker is lost."""
+    """The way in which a worker is lost."""
 
     KILLED = "killed"
-    RAISED = "raised what is worth another try"
+    RAISED = "raised a transient error"
     HUNG = "hung"
     CUT_OFF = "cut off"
     SIGNALLED = "signalled"
@@ -262,14 +267,14 @@ class How(Enum):
 
 @dataclass(frozen=True)
 class Lose:
-    """The worker of a rank is lost, while it computes a layer or something else (-1)."""
+    """The worker of a rank is lost while it computes a layer, or outside of layers (-1)."""
 
     rank: int
     how: How
     layer: int
 
 
-Happening = Deliver | Beat | Silence | Again | Foreign | Stolen | Rush | Full | Lose | Event
+Happening = Deliver | Beat | Silence | Repeat | Foreign | Stolen | Rush | Full | Lose | Event
 RANKS = st.integers(-1, 4)
 STEPS = st.integers(0, 4)
 FAILURES = st.builds(Failure, st.sampled_from(Cause), st.just("m"))
@@ -302,36 +307,38 @@ PLAUSIBLE: st.SearchStrategy[Happening] = st.builds(
 HARMLESS: st.SearchStrategy[Happening] = st.one_of(
     st.builds(Beat, st.sampled_from([0.2, 1.0, 20.0])),
     st.builds(Foreign, st.integers(0, 99), st.sampled_from([-2, -1, 1])),
-    st.builds(Arrived, st.sampled_from([b"stranger", b""]), st.just(NUMBER), MESSAGES),
+    st.builds(MessageReceived, st.sampled_from([b"unknown", b""]), st.just(NUMBER), MESSAGES),
     st.builds(Stolen, st.integers(0, 9), RANKS),
-    st.builds(Committed, st.just(99)),
-    st.builds(Unreachable, st.just(b"stranger")),
+    st.builds(CheckpointCommitted, st.just(99)),
+    st.builds(Disconnected, st.just(b"unknown")),
 )
 FAILING: st.SearchStrategy[Happening] = st.builds(Full, RANKS, st.integers(1, 3))
 LOSSES: st.SearchStrategy[Lose] = st.builds(
     Lose, st.integers(0, 3), st.sampled_from(How), st.sampled_from([-1, -1, 0, 1])
 )
-ASKED: st.SearchStrategy[Happening] = st.just(SaveAsked())
+ASKED: st.SearchStrategy[Happening] = st.just(SaveRequest())
 ODD: st.SearchStrategy[Happening] = st.one_of(
-    st.builds(Again, st.integers(0, 99)),
+    st.builds(Repeat, st.integers(0, 99)),
     st.builds(Rush, st.sampled_from(PLAIN)),
     st.one_of(MESSAGES, HELLOS).map(
-        lambda message: Arrived(identity(max(message.rank, 0)), NUMBER, message)
+        lambda message: MessageReceived(peer_of(max(message.rank, 0)), NUMBER, message)
     ),
-    st.builds(Arrived, st.just(b"stranger"), st.just(NUMBER), HELLOS),
-    st.builds(Arrived, RANKS.map(lambda rank: identity(max(rank, 0))), st.just(NUMBER), MESSAGES),
+    st.builds(MessageReceived, st.just(b"unknown"), st.just(NUMBER), HELLOS),
+    st.builds(
+        MessageReceived, RANKS.map(lambda rank: peer_of(max(rank, 0))), st.just(NUMBER), MESSAGES
+    ),
     st.builds(Silence, st.sampled_from([0.5, 3.0, 70.0])),
-    st.builds(Unreachable, RANKS.map(lambda rank: identity(max(rank, 0)))),
+    st.builds(Disconnected, RANKS.map(lambda rank: peer_of(max(rank, 0)))),
 )
 FATAL: st.SearchStrategy[Happening] = st.one_of(
     st.builds(WorkerExited, RANKS, st.just(NUMBER), st.integers(-9, 2), st.just(Position())),
     st.builds(Failed, st.integers(0, 3), FAILURES).map(
-        lambda failed: Arrived(identity(failed.rank), NUMBER, failed)
+        lambda failed: MessageReceived(peer_of(failed.rank), NUMBER, failed)
     ),
     st.just(Interrupt()),
-    st.builds(StarterGone, RANKS),
+    st.builds(ParentLost, RANKS),
     st.builds(HostLost, st.lists(RANKS, max_size=3).map(tuple), st.just("h")),
-    st.sampled_from([Unwell("x"), Broken("y")]),
+    st.sampled_from([ParentLost(text="x"), EffectFailed("y")]),
 )
 
 

@@ -1,4 +1,4 @@
-"""How a model is divided, and what cannot be."""
+"""The division of a model into stages, and its errors."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 
-from pipeworker.wire.messages.failure import Cause
+from pipeworker.facts.failure import Cause
 from pipeworker.wire.messages.plan import Described, Plan, SkipRoute, StageRange, TiedWeights
-from support.coordinator import LAYERS, Scripted, sent_to
+from support.coordinator import LAYERS, ScriptedJob, sent_to
 
 
-def test_a_given_balance_is_used() -> None:
-    job = Scripted(2, balance=(1, 4))
+def test_a_specified_balance_is_used() -> None:
+    job = ScriptedJob(2, balance=(1, 4))
     job.join()
     job.describe()
     ranges = [r for rank in (0, 1) for plan in job.sent(rank, Plan) for r in plan.ranges]
@@ -22,15 +22,15 @@ def test_a_given_balance_is_used() -> None:
 @pytest.mark.parametrize(
     ("options", "layers", "why"),
     [
-        ({"workers": 3}, LAYERS[:2], "model() has 2: use --stages 2"),
+        ({"workers": 3}, LAYERS[:2], "model(), 2; use --stages 2"),
         ({"balance": (1, 2)}, LAYERS, "adds up to 3 layers"),
     ],
     ids=str,
 )
-def test_a_job_that_cannot_be_planned_is_the_users_mistake(
+def test_a_job_that_cannot_be_planned_is_a_usage_error(
     options: dict[str, Any], layers: tuple[str, ...], why: str
 ) -> None:
-    job = Scripted(**options)
+    job = ScriptedJob(**options)
     job.join()
     job.describe(layers)
     assert job.failure.cause is Cause.USAGE
@@ -38,19 +38,34 @@ def test_a_job_that_cannot_be_planned_is_the_users_mistake(
     assert why in job.failure.message
 
 
-def test_workers_must_agree_on_the_model() -> None:
-    job = Scripted(2)
+def test_workers_must_build_the_same_model() -> None:
+    job = ScriptedJob(2)
     job.join()
-    job.says(Described(0, LAYERS, ()))
-    job.says(Described(1, LAYERS[:4], ()))
-    assert "different layers on different workers" in job.failure.message
+    job.receive(Described(0, LAYERS, ()))
+    job.receive(Described(1, LAYERS[:4], ()))
+    assert "different workers built different layers" in job.failure.message
     assert job.ended.exit_status == 2
 
 
-def test_skips_and_ties_are_planned_between_stages() -> None:
-    job = Scripted(2, balance=(3, 2))
+def test_a_tied_weight_is_recorded_under_names_that_hold_dots() -> None:
+    job = ScriptedJob(2, balance=(3, 2))
     job.join()
-    job.says(
+    names = ("model.embed", "model.layers.0", "model.layers.1", "model.layers.1.norm", "lm_head")
+    ties = (TiedWeights(("0.weight", "4.weight"), ()), TiedWeights(("2.a.b", "3.b"), ()))
+    for rank in (0, 1):
+        job.receive(Described(rank, LAYERS, (), ties, names=names))
+    assert job.job.generation.blueprint
+    named = job.job.generation.blueprint.names.of_numbered
+    assert [tuple(map(named, tie.names)) for tie in ties] == [
+        ("model.embed.weight", "lm_head.weight"),
+        ("model.layers.1.a.b", "model.layers.1.norm.b"),
+    ]
+
+
+def test_skips_and_ties_are_planned_between_stages() -> None:
+    job = ScriptedJob(2, balance=(3, 2))
+    job.join()
+    job.receive(
         Described(
             0,
             LAYERS,
@@ -58,7 +73,7 @@ def test_skips_and_ties_are_planned_between_stages() -> None:
             (TiedWeights(("0.weight", "4.weight"), ()), TiedWeights(("1.bias", "2.bias"), ())),
         )
     )
-    effects = job.says(Described(1, LAYERS, ()))
+    effects = job.receive(Described(1, LAYERS, ()))
     (first,), (second,) = (sent_to(effects, rank) for rank in (0, 1))
     assert isinstance(first, Plan)
     assert isinstance(second, Plan)
@@ -70,20 +85,20 @@ def test_skips_and_ties_are_planned_between_stages() -> None:
     assert {"0>1/skip", "1>0/skip-gradient", "0>1/tied", "1>0/tied"} <= set(second.edges)
 
 
-def test_workers_must_agree_on_the_weights() -> None:
-    job = Scripted(2)
+def test_workers_must_have_the_same_initial_weights() -> None:
+    job = ScriptedJob(2)
     job.join()
-    job.says(Described(0, LAYERS, (), weights=1))
-    job.says(Described(1, LAYERS, (), weights=2))
-    assert "the model's initial weights differ from rank to rank" in job.failure.message
+    job.receive(Described(0, LAYERS, (), weights=1))
+    job.receive(Described(1, LAYERS, (), weights=2))
+    assert "model: the initial weights differ from rank to rank" in job.failure.message
     assert job.ended.exit_status == 2
 
 
-def test_the_types_that_all_workers_know_get_their_numbers() -> None:
-    job = Scripted(2)
+def test_types_that_all_workers_know_are_numbered() -> None:
+    job = ScriptedJob(2)
     job.join()
-    job.says(Described(0, LAYERS, (), types=("job.B", "job.C", "job.A")))
-    effects = job.says(Described(1, LAYERS, (), types=("job.A", "job.B", "lib.D")))
+    job.receive(Described(0, LAYERS, (), types=("job.B", "job.C", "job.A")))
+    effects = job.receive(Described(1, LAYERS, (), types=("job.A", "job.B", "lib.D")))
     for rank in (0, 1):
         (plan,) = sent_to(effects, rank)
         assert isinstance(plan, Plan)

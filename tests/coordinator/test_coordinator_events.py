@@ -1,6 +1,6 @@
-"""The coordinator under generated events: the protocol, and all that goes wrong.
+"""The coordinator under generated events: the protocol, and all kinds of faults.
 
-What must hold is written down once, in `Watch`, and looked at after every event.
+The invariants are written once, in `Watch`, and checked after every event.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from coordinator.lives import (
     LOSSES,
     ODD,
     PLAIN,
-    Again,
     Happening,
     Life,
+    Repeat,
     Rush,
     files,
     lives,
@@ -33,13 +33,12 @@ from coordinator.lives import (
 from coordinator.world import World
 from pipeworker.coordinator.effects import Commit, Ended, Status, Warn
 from pipeworker.coordinator.states import State
+from pipeworker.facts.failure import Cause
+from pipeworker.facts.step import Evaluation, StepResult
 from pipeworker.plan.orders import ORDERS
-from pipeworker.wire.lines import SaveAsked
-from pipeworker.wire.messages.advance import Advance, Finish
-from pipeworker.wire.messages.calls import CallKind
-from pipeworker.wire.messages.evaluation import Evaluation
-from pipeworker.wire.messages.failure import Cause
-from pipeworker.wire.messages.step import StepResult
+from pipeworker.wire.lines import SaveRequest
+from pipeworker.wire.messages.directions import Advance, Finish
+from pipeworker.wire.messages.step import CallKind
 from support.coordinator import LOOPED, of
 
 LOST = (Cause.LOST, Cause.HUNG, Cause.PEER, Cause.TRANSIENT, Cause.SIGNAL)
@@ -63,7 +62,7 @@ def evaluations(world: World) -> list[int]:
 
 @settings(max_examples=200, deadline=None)
 @given(lives(replaceable=True), often(HARMLESS, ASKED, ODD, FATAL, FAILING))
-def test_whatever_happens(life: Life, happenings: list[Happening]) -> None:
+def test_invariants_hold_for_any_events(life: Life, happenings: list[Happening]) -> None:
     world = World(life, strict=False)
     for happening in happenings:
         world.perform(happening)
@@ -78,7 +77,7 @@ def test_whatever_happens(life: Life, happenings: list[Happening]) -> None:
 def test_without_a_fault_every_step_is_done(
     life: Life, happenings: list[Happening], order: list[int]
 ) -> None:
-    """In whatever order workers speak, whatever strangers say, however often it is saved."""
+    """For any order of messages, messages of other peers, and number of checkpoints."""
     world = World(life)
     for happening in happenings:
         world.perform(happening)
@@ -89,7 +88,7 @@ def test_without_a_fault_every_step_is_done(
     assert rows(world) == life.rows
     assert of(script.effects, Commit)[-1].step == life.steps
     for worker in world.workers:
-        assert worker.heard[-1] == Advance(Finish())
+        assert worker.received[-1] == Advance(Finish())
     world.check_replay()
 
 
@@ -99,12 +98,12 @@ def test_without_a_fault_every_step_is_done(
     st.lists(st.tuples(st.integers(0, 20), LOSSES | LOSSES | ASKED), min_size=1, max_size=5),
     ORDER,
 )
-def test_whoever_is_lost_every_step_is_recorded_once(
+def test_every_step_is_recorded_once_whichever_worker_is_lost(
     life: Life, happenings: list[tuple[int, Happening]], order: list[int]
 ) -> None:
-    """The job ends as without a loss, or because there were too many of them.
+    """The job ends as without a loss, or because there were too many losses.
 
-    What it goes back to is whole, as a `World` sees to.
+    `World` checks that every state to resume from is complete.
     """
     world = World(life)
     for turns, happening in happenings:
@@ -116,7 +115,7 @@ def test_whoever_is_lost_every_step_is_recorded_once(
     if script.ended.status is Status.FAILED:
         assert script.ended.failure
         assert script.ended.failure.cause in LOST
-        assert of(script.effects, Warn)[-1].text.startswith("the job does not go on: ")
+        assert of(script.effects, Warn)[-1].text.startswith("the job is not restarted: ")
         return
     assert len(script.ended.causes) <= world.losses
     assert (script.ended.status, script.ended.steps) == (Status.DONE, life.steps)
@@ -128,7 +127,7 @@ def test_whoever_is_lost_every_step_is_recorded_once(
 
 @settings(max_examples=60, deadline=None)
 @given(lives(replaceable=True), often(ASKED, FAILING), ORDER)
-def test_a_disk_that_is_full_costs_checkpoints_and_twice_in_a_row_the_job(
+def test_a_full_disk_fails_checkpoints_and_twice_in_a_row_the_job(
     life: Life, happenings: list[Happening], order: list[int]
 ) -> None:
     world = World(life)
@@ -150,43 +149,41 @@ def test_a_disk_that_is_full_costs_checkpoints_and_twice_in_a_row_the_job(
 
 @settings(max_examples=30, deadline=None)
 @given(files(accumulate=1), st.data())
-def test_what_is_said_twice_counts_once(life: Life, data: st.DataObject) -> None:
-    """Where a message names its step: a repeated call, or mini-batch of a step, has no number."""
+def test_repeated_messages_count_once(life: Life, data: st.DataObject) -> None:
+    """For messages that name their step; a repeated call or mini-batch of a step has no number."""
     world = World(life)
     while world.deliver(data.draw(st.integers(0, 4))):
         if data.draw(st.booleans()):
-            world.perform(Again(data.draw(st.integers(0, 99))))
+            world.perform(Repeat(data.draw(st.integers(0, 99))))
     assert (world.script.ended.status, world.script.ended.steps) == (Status.DONE, life.steps)
     assert evaluations(world) == life.evaluations
 
 
 @settings(max_examples=80, deadline=None)
 @given(lives(), st.integers(0, 60), ORDER)
-def test_a_checkpoint_changes_nothing_but_that_it_is_there(
-    life: Life, moment: int, order: list[int]
-) -> None:
-    plain, asked = World(life), World(life)
+def test_a_checkpoint_changes_no_other_result(life: Life, moment: int, order: list[int]) -> None:
+    plain, saving = World(life), World(life)
     plain.finish(order)
     for turn in range(moment):
-        asked.deliver(order[turn % len(order)])
-    before, over = asked.watch.rows, asked.watch.ended
-    last = asked.script.state() in (State.SAVING, State.COMMITTING)  # nothing comes after it
-    asked.happens(SaveAsked())
-    asked.finish(order)
-    for rank in asked.script.ranks:
-        assert asked.script.runs(rank) == plain.script.runs(rank)
+        saving.deliver(order[turn % len(order)])
+    before, over = saving.watch.rows, saving.watch.ended
+    last = saving.script.state() in (State.SAVING, State.COMMITTING)  # the job ends after it
+    saving.handle(SaveRequest())
+    saving.finish(order)
+    for rank in saving.script.ranks:
+        assert saving.script.runs(rank) == plain.script.runs(rank)
     for kind in (StepResult, Evaluation, Ended):
-        # As text: a norm may be no number.
-        assert str(of(asked.script.effects, kind)) == str(of(plain.script.effects, kind))
+        # Compared as text, because a norm may be NaN.
+        assert str(of(saving.script.effects, kind)) == str(of(plain.script.effects, kind))
     *_, final = of(plain.script.effects, Commit)
-    *more, end = of(asked.script.effects, Commit)
-    if life.calls:  # an evaluation that a loop of one's own makes behind it is not in it
+    *more, end = of(saving.script.effects, Commit)
+    if life.calls:  # it lacks an evaluation that an own loop makes afterwards
         end, final = (dataclasses.replace(commit, evaluation=None) for commit in (end, final))
     assert end == final
     if life.calls or life.options["checkpoint_every"]:
         return
     assert [commit.step for commit in more] in ([], [before], [before + 1])
-    if not more:  # the last one is the one that was asked for
+    if not more:  # the requested one is the last one
         assert over or last or final.step - before <= 1
 
 
@@ -195,7 +192,7 @@ def test_a_checkpoint_changes_nothing_but_that_it_is_there(
     loops(PLAIN),
     st.lists(st.tuples(st.integers(1, 9), st.sampled_from(PLAIN)), max_size=12),
 )
-def test_a_call_out_of_turn_does_not_leave_a_step_half_done(
+def test_a_call_out_of_turn_leaves_no_step_half_done(
     life: Life, rushes: list[tuple[int, CallKind]]
 ) -> None:
     world = World(life, strict=False)

@@ -1,4 +1,4 @@
-"""What the coordinator writes, and from where another one goes on."""
+"""The files that the coordinator writes, and the state from which a new one resumes."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from typing import cast
 import pytest
 
 from pipeworker.coordinator.effects import Commit
-from pipeworker.coordinator.shell.begin import start
-from pipeworker.coordinator.shell.files import Files
-from pipeworker.coordinator.shell.starter import Starter
+from pipeworker.coordinator.io.files import RunFiles
+from pipeworker.coordinator.io.parent import ParentProcess
+from pipeworker.coordinator.service import read_start
+from pipeworker.facts.step import StepResult
+from pipeworker.host.descriptors import DescriptorReserve
 from pipeworker.job.options import Options
-from pipeworker.record import rundir
+from pipeworker.record import run_record
 from pipeworker.record.metrics import rows
 from pipeworker.record.rundir import RunDir
 from pipeworker.wire.lines import Configuration, FromCoordinator, Snapshot, Verdict, Warned
-from pipeworker.wire.messages.step import StepResult
-from pipeworker.wire.strangers import Descriptors
 
 OPTIONS = Options("job.py", 2, 8)
 COMMIT = Commit(3, None, (), ("0",), (), None)
@@ -28,24 +28,24 @@ DONE = Verdict("done", 0, 3, 1.0, (0, 0), 0.5, None)
 
 
 class Plenty:
-    """Descriptors enough."""
+    """A reserve of descriptors that is never needed."""
 
-    def spare(self, write: Callable[[], None]) -> None:
+    def run(self, write: Callable[[], None]) -> None:
         write()
 
 
 class Listener:
-    """Who started the coordinator."""
+    """The parent process, which keeps what it receives."""
 
     def __init__(self) -> None:
-        self.heard: list[FromCoordinator] = []
+        self.received: list[FromCoordinator] = []
 
-    def tell(self, event: FromCoordinator) -> None:
-        self.heard.append(event)
+    def send(self, event: FromCoordinator) -> None:
+        self.received.append(event)
 
 
 class Disk:
-    """One that may be full."""
+    """A disk that may be full."""
 
     full = False
 
@@ -81,17 +81,17 @@ def listener() -> Listener:
 
 @pytest.fixture
 def broken() -> list[str]:
-    """What ended the job."""
+    """The errors that ended the job."""
     return []
 
 
 @pytest.fixture
-def files(run_dir: RunDir, disk: Disk, listener: Listener, broken: list[str]) -> Iterator[Files]:
-    made = Files(
+def files(run_dir: RunDir, disk: Disk, listener: Listener, broken: list[str]) -> Iterator[RunFiles]:
+    made = RunFiles(
         run_dir,
         OPTIONS,
-        cast(Descriptors, Plenty()),
-        cast(Starter, listener),
+        cast(DescriptorReserve, Plenty()),
+        cast(ParentProcess, listener),
         broken.append,
     )
     yield made
@@ -106,74 +106,74 @@ def recorded(run_dir: RunDir) -> list[int]:
     return [row["step"] for row in rows.read(run_dir.metrics)]
 
 
-def test_on_a_full_disk_rows_wait_which_is_said_once(
-    files: Files, run_dir: RunDir, disk: Disk, listener: Listener, broken: list[str]
+def test_rows_wait_on_a_full_disk_with_one_warning(
+    files: RunFiles, run_dir: RunDir, disk: Disk, listener: Listener, broken: list[str]
 ) -> None:
-    files.plan({"number": 1})
-    files.step(result(1))
+    files.write_plan({"number": 1})
+    files.add_step(result(1))
     for times, steps in ((1, (2, 3)), (2, (5,))):
         disk.full = True
         for step in steps:
-            files.step(result(step))
-        files.plan({"number": 2})
-        said = f"cannot write {run_dir.metrics}: No space left on device: its rows wait for room"
-        assert listener.heard.count(Warned(said)) == times
+            files.add_step(result(step))
+        files.write_plan({"number": 2})
+        text = f"cannot write {run_dir.metrics}: No space left on device: its rows wait for room"
+        assert listener.received.count(Warned(text)) == times
         disk.full = False
-        files.plan({"number": 3})
-        files.step(result(steps[-1] + 1))
+        files.write_plan({"number": 3})
+        files.add_step(result(steps[-1] + 1))
     assert recorded(run_dir) == [1, 2, 3, 4, 5, 6]
-    assert len(listener.heard) == 4
+    assert len(listener.received) == 4
     assert '"number": 3' in run_dir.plan.read_text()
     assert broken == []
 
 
-def test_a_checkpoint_is_complete_behind_the_rows_of_its_steps(
-    files: Files, run_dir: RunDir, disk: Disk
+def test_a_checkpoint_is_complete_only_after_the_rows_of_its_steps(
+    files: RunFiles, run_dir: RunDir, disk: Disk
 ) -> None:
     run_dir.partial_checkpoint(3).mkdir()
     disk.full = True
-    files.step(result(3))
+    files.add_step(result(3))
     with pytest.raises(OSError, match="No space left"):
         files.commit(COMMIT, 2)
-    assert run_dir.saved() == []
+    assert run_dir.checkpoint_paths() == []
     disk.full = False
     assert files.commit(COMMIT, 2) == run_dir.checkpoint(3)
     assert recorded(run_dir) == [3]
 
 
-def test_without_a_row_no_job_is_done(
-    files: Files, disk: Disk, run_dir: RunDir, listener: Listener
+def test_a_job_with_a_missing_row_is_not_done(
+    files: RunFiles, disk: Disk, run_dir: RunDir, listener: Listener
 ) -> None:
     disk.full = True
-    files.step(result(3))
-    listener.heard.clear()
-    verdict = files.end(DONE, 2)
+    files.add_step(result(3))
+    listener.received.clear()
+    verdict = files.write_summary(DONE, 2)
     assert (verdict.status, verdict.exit_status) == ("failed", 1)
     assert verdict.error == f"cannot write {run_dir.metrics}: No space left on device"
     disk.full = False
-    assert files.end(DONE, 2) == DONE
-    assert rundir.read_summary(run_dir)["status"] == "done"
+    assert files.write_summary(DONE, 2) == DONE
+    assert run_record.read_summary(run_dir)["status"] == "done"
 
 
-def test_a_plan_that_was_never_written_ends_the_job(
-    files: Files, disk: Disk, broken: list[str]
+def test_a_plan_that_cannot_be_written_ends_the_job(
+    files: RunFiles, disk: Disk, broken: list[str]
 ) -> None:
     disk.full = True
-    files.plan({})
+    files.write_plan({})
     assert len(broken) == 1
 
 
 @pytest.mark.parametrize(("steps", "goes_on"), [(4, 3), (3, 3), (2, 0)])
-def test_another_coordinator_goes_on_from_a_snapshot_whose_rows_are_there(
-    files: Files, run_dir: RunDir, steps: int, goes_on: int
+def test_a_new_coordinator_resumes_from_a_snapshot_whose_rows_exist(
+    files: RunFiles, run_dir: RunDir, steps: int, goes_on: int
 ) -> None:
     for step in range(1, steps + 1):
-        files.step(result(step))
+        files.add_step(result(step))
     left = Configuration(
         *(OPTIONS.to_json(), str(run_dir.path), "token", "host"),
         snapshot=Snapshot(3, 1, 2, 0.0, 0),
         causes=("the coordinator was killed",),
     )
-    begins = start(left, OPTIONS, run_dir)
+    begins = read_start(left, OPTIONS, run_dir)
     assert begins.recorded == steps
     assert (begins.snapshot[0].step if begins.snapshot else 0) == goes_on

@@ -16,33 +16,38 @@ from pipeworker.coordinator.effects import (
     Send,
     Status,
 )
-from pipeworker.coordinator.events import Arrived, Broken, StarterGone, Unreachable, Unwell
+from pipeworker.coordinator.events import (
+    Disconnected,
+    EffectFailed,
+    MessageReceived,
+    ParentLost,
+)
 from pipeworker.coordinator.states import State
 from pipeworker.errors import AGAIN
+from pipeworker.facts.failure import Cause, Failure
+from pipeworker.facts.step import StepResult
 from pipeworker.plan.actions import format_actions
-from pipeworker.plan.orders import build
 from pipeworker.wire.lines import Joined, WorkerExited
-from pipeworker.wire.messages.advance import Advance, Finish
 from pipeworker.wire.messages.checkpoint import Save, Saved
-from pipeworker.wire.messages.directions import FromWorker
-from pipeworker.wire.messages.failure import Abort, Cause, Failed, Failure
+from pipeworker.wire.messages.directions import Advance, Finish, FromWorker
 from pipeworker.wire.messages.plan import Built, Described, Plan, Ready, StageRange
-from pipeworker.wire.messages.presence import Heartbeat, Hello, Welcome
-from pipeworker.wire.messages.step import RunStep, StepDone, StepResult, Update
+from pipeworker.wire.messages.presence import Abort, Failed, Heartbeat, Hello, Welcome
+from pipeworker.wire.messages.step import RunStep, StepDone, Update
 from pipeworker.wire.messages.store import StoreOperation, StoreReply, StoreRequest
-from support.coordinator import BATCH, LAYERS, NOWHERE, Scripted, commit, ends, of, sent_to
+from support.coordinator import BATCH, LAYERS, NOWHERE, ScriptedJob, commit, ends, of, sent_to
+from support.orders import build
 
 
-def test_a_whole_life() -> None:
-    job = Scripted(2, recompute="never")
+def test_a_job_from_start_to_end() -> None:
+    job = ScriptedJob(2, recompute="never")
     held = ((0,), (1,))
     assert job.join(0)[1] == Send(b"w0", Welcome(job.options.to_json(), "runs/x", held, 1), 1)
     assert job.join(1)[-1] == Log("all ranks joined")
 
-    assert job.says(Described(0, LAYERS, ())) == [Joined(0)]
-    plans = job.says(Described(1, LAYERS, ()))
+    assert job.receive(Described(0, LAYERS, ())) == [Joined(0)]
+    plans = job.receive(Described(1, LAYERS, ()))
     edges = ("0>1/activation", "0>1/target", "1>0/gradient")
-    layers = (StageRange(0, 0, 3),), (StageRange(1, 3, 5),)
+    layers = (StageRange(0, 0, 3, "never"),), (StageRange(1, 3, 5, "never"),)
     evaluation = ("0F0 0>A0 0>T0@1", "1<A0 1<T0@0 1F0")
     assert of(plans, Send) == [
         Send(b"w%d" % rank, Plan(layers[rank], edges, (), (), evaluation[rank]), 1)
@@ -51,11 +56,12 @@ def test_a_whole_life() -> None:
     assert "schedule gpipe is proven" in of(plans, Log)[0].text
 
     job.now += 5
-    assert job.says(Ready(0, (Built(0, 0, LAYERS[:3], 40),), "cpu", BATCH)) == []
-    planned, *first = job.says(Ready(1, (Built(1, 3, LAYERS[3:], 20),), "cpu", None))
+    assert job.receive(Ready(0, (Built(0, 0, LAYERS[:3], 40),), "cpu", BATCH)) == []
+    planned, *first = job.receive(Ready(1, (Built(1, 3, LAYERS[3:], 20),), "cpu", None))
     assert isinstance(planned, Planned)
-    assert [stage.layers for stage in planned.stages] == [(0, 3), (3, 5)]
-    assert [stage.parameters for stage in planned.stages] == [40, 20]
+    assert [stage.built.first for stage in planned.stages] == [0, 3]
+    assert [stage.built.layers for stage in planned.stages] == [LAYERS[:3], LAYERS[3:]]
+    assert [stage.built.parameters for stage in planned.stages] == [40, 20]
     assert planned.timing.bubble == pytest.approx(1 / 5)
     actions = [format_actions(worker) for worker in build("gpipe", 2, 4, "never").workers]
     assert first == [
@@ -84,35 +90,39 @@ def test_a_whole_life() -> None:
     assert sent_to(job.step(3), 1) == [Advance(Save(3), Update(3))]
     assert job.state() is State.SAVING
 
-    assert job.says(Saved(1, 3)) == []
-    assert job.says(Saved(0, 3)) == [commit(3)]
+    assert job.receive(Saved(1, 3)) == []
+    assert job.receive(Saved(0, 3)) == [commit(3)]
     assert job.state() is State.COMMITTING
-    assert job.committed() == [
+    assert job.checkpoint_committed() == [
         Log("ended: done"),
         Send(b"w0", Advance(Finish()), 1),
         Send(b"w1", Advance(Finish()), 1),
         Ended(Status.DONE, 0, 3, (3, 103), job.ended.bubble, None, busy=job.ended.busy),
     ]
     assert job.ended.bubble == pytest.approx((0.75 + 0.5 + 0) / 3)
-    assert job.ended.busy == pytest.approx((0.5, 0.5))  # of three seconds
+    assert job.ended.busy == pytest.approx((0.5, 0.5))  # 1.5 of 3 seconds
     assert [row.step for row in of(job.effects, StepResult)] == [1, 2, 3]
 
 
 def test_nothing_happens_after_the_end() -> None:
-    job = Scripted(2).running()
+    job = ScriptedJob(2).running()
     job.exited(1, 1)
     assert job.job.over
     assert job.step(4) == job.join() == job.tick(1000) == job.exited(0, -9) == []
-    assert job.interrupt() == job.handle(Unwell("x")) == job.handle(Broken("x")) == []
-    assert job.save_asked() == job.committed(1) == job.handle(StarterGone(-1)) == []
-    assert job.handle(Unreachable(b"w0")) == []
-    assert job.handle(Arrived(b"w0", 7, Heartbeat(0, NOWHERE))) == []
+    assert (
+        job.interrupt() == job.handle(ParentLost(text="x")) == job.handle(EffectFailed("x")) == []
+    )
+    assert (
+        job.request_checkpoint() == job.checkpoint_committed(1) == job.handle(ParentLost(-1)) == []
+    )
+    assert job.handle(Disconnected(b"w0")) == []
+    assert job.handle(MessageReceived(b"w0", 7, Heartbeat(0, NOWHERE))) == []
 
 
 @pytest.mark.parametrize("microbatches", [1, 4, 64])
 @pytest.mark.parametrize("workers", [1, 2, 5])
-def test_two_messages_a_worker_a_step(workers: int, microbatches: int) -> None:
-    job = Scripted(workers, microbatches=microbatches, steps=50)
+def test_two_messages_per_worker_and_step(workers: int, microbatches: int) -> None:
+    job = ScriptedJob(workers, microbatches=microbatches, steps=50)
     batch = dataclasses.replace(BATCH, microbatches=microbatches)
     job.join()
     job.describe()
@@ -127,52 +137,52 @@ def test_two_messages_a_worker_a_step(workers: int, microbatches: int) -> None:
             assert advance == Advance(RunStep(step + 1, batch, False, ""), Update(step))
 
 
-def test_two_ranks_meet_in_the_store() -> None:
-    job = Scripted(2)
+def test_two_ranks_exchange_values_by_the_store() -> None:
+    job = ScriptedJob(2)
     job.join()
     get = StoreRequest(0, 1, StoreOperation.GET, ("k",))
-    assert job.says(get) == []
-    assert job.says(StoreRequest(1, 1, StoreOperation.SET, ("k",), b"v")) == [
+    assert job.receive(get) == []
+    assert job.receive(StoreRequest(1, 1, StoreOperation.SET, ("k",), b"v")) == [
         Send(b"w1", StoreReply(1, (), 0), 1),
         Send(b"w0", StoreReply(1, (b"v",), 0), 1),
     ]
-    job.says(StoreRequest(1, 2, StoreOperation.ADD, ("k",), b"x"))
-    assert "sent what cannot be: StoreRequest: ADD needs a number" in job.failure.message
+    job.receive(StoreRequest(1, 2, StoreOperation.ADD, ("k",), b"x"))
+    assert "sent an invalid message: StoreRequest: ADD needs a number" in job.failure.message
 
 
 @pytest.mark.parametrize("event", ["abandoned", "lost", "defect"])
-def test_what_a_job_cannot_do_without(event: str) -> None:
-    job = Scripted(2).running()
+def test_a_lost_dependency_ends_the_job(event: str) -> None:
+    job = ScriptedJob(2).running()
     match event:
         case "abandoned":
-            job.handle(StarterGone(-1))
+            job.handle(ParentLost(-1))
             assert job.failure.message == "the process that started the job is gone"
         case "lost":
-            job.handle(Unwell("no fork server"))
-            assert (job.failure.cause, job.failure.message) == (Cause.LOST, "no fork server")
+            job.handle(ParentLost(text="no agent"))
+            assert (job.failure.cause, job.failure.message) == (Cause.LOST, "no agent")
         case "defect":
-            job.handle(Broken("disk full"))
+            job.handle(EffectFailed("disk full"))
             assert (job.failure.cause, job.failure.message) == (Cause.INTERNAL, "disk full")
     assert job.ended.exit_status == 1
 
 
-def test_the_starter_that_is_a_worker_is_lost_as_one() -> None:
-    job = Scripted(2).running()
-    job.handle(StarterGone(0))
+def test_a_parent_that_is_a_worker_is_lost_as_a_worker() -> None:
+    job = ScriptedJob(2).running()
+    job.handle(ParentLost(0))
     assert job.failure.message == "the worker of stage 0 (pid 1000 on host) is gone"
 
 
 # Generations.
 
 
-def test_every_message_bears_the_generation() -> None:
-    job = Scripted(2, generation=2).running()
-    job.says(StoreRequest(0, 1, StoreOperation.SET, ("k",)))
-    job.says(Hello(0, "elsewhere", 5), peer=b"late")
+def test_every_message_carries_the_generation() -> None:
+    job = ScriptedJob(2, generation=2).running()
+    job.receive(StoreRequest(0, 1, StoreOperation.SET, ("k",)))
+    job.receive(Hello(0, "elsewhere", 5), peer=b"late")
     for step in (1, 2, 3):
         job.step(step)
     job.saved()
-    job.committed()
+    job.checkpoint_committed()
     assert job.ended.status is Status.DONE
     assert {send.generation for send in of(job.effects, Send)} == {2}
 
@@ -189,36 +199,36 @@ OF_ANOTHER: list[FromWorker] = [
 @pytest.mark.parametrize("message", OF_ANOTHER, ids=lambda m: type(m).__name__)
 @pytest.mark.parametrize("number", [1, 3])
 def test_a_message_of_another_generation_is_dropped(message: FromWorker, number: int) -> None:
-    job = Scripted(2, generation=2).running()
+    job = ScriptedJob(2, generation=2).running()
     before = pickle.dumps(job.job)
     job.now += 1.0
-    effects = job.handle(Arrived(b"w0", number, message))
+    effects = job.handle(MessageReceived(b"w0", number, message))
     assert effects == [Dropped(f"{type(message).__name__} of generation {number}")]
     assert pickle.dumps(job.job) == before
 
 
-def test_a_late_exit_of_another_generation_touches_nothing() -> None:
-    job = Scripted(2, generation=2).running()
+def test_an_exit_of_another_generation_is_dropped() -> None:
+    job = ScriptedJob(2, generation=2).running()
     before = pickle.dumps(job.job)
     effects = job.handle(WorkerExited(0, 1, -9, NOWHERE))
-    assert effects == [Dropped("an exit of generation 1")]
+    assert effects == [Dropped("WorkerExited of generation 1")]
     assert pickle.dumps(job.job) == before
     job.handle(WorkerExited(0, 2, -9, NOWHERE))
-    assert job.failure.message == "the worker of stage 0 was killed by signal 9"
+    assert job.failure.message == "the worker of stage 0 was killed by SIGKILL"
 
 
 def test_a_worker_of_another_generation_cannot_join() -> None:
-    job = Scripted(1, generation=2)
-    assert of(job.handle(Arrived(b"w0", 1, Hello(0, "host", 1))), Send) == []
+    job = ScriptedJob(1, generation=2)
+    assert of(job.handle(MessageReceived(b"w0", 1, Hello(0, "host", 1))), Send) == []
     assert job.job.peers == []
     job.join()
     assert job.job.peers == [b"w0"]
 
 
-def test_the_end_is_told_to_who_joined_and_to_nobody_else() -> None:
-    job = Scripted(3)
+def test_the_end_is_sent_to_members_only() -> None:
+    job = ScriptedJob(3)
     job.join(2, 0)
-    job.says(Hello(0, "host", 1), peer=b"late")
-    told = job.handle(Unwell("x"))
-    assert [send.peer for send in ends(told)] == [b"w2", b"w0"]
-    assert of(told, Send) == [Send(peer, Abort("x", AGAIN), 1) for peer in (b"w2", b"w0")]
+    job.receive(Hello(0, "host", 1), peer=b"late")
+    effects = job.handle(ParentLost(text="x"))
+    assert [send.peer for send in ends(effects)] == [b"w2", b"w0"]
+    assert of(effects, Send) == [Send(peer, Abort("x", AGAIN), 1) for peer in (b"w2", b"w0")]

@@ -4,23 +4,32 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
 from pipeworker.coordinator import blueprint
 from pipeworker.coordinator.effects import Send, Status
 from pipeworker.coordinator.states import State
-from pipeworker.plan import orders
+from pipeworker.facts.failure import Cause
+from pipeworker.facts.step import Evaluation, StepResult
 from pipeworker.plan.actions import format_actions
-from pipeworker.plan.check import Kept, check
-from pipeworker.plan.orders import build
+from pipeworker.plan.check import LiveMicroBatches, check
+from pipeworker.plan.orders import RegisteredOrder
 from pipeworker.plan.schedule import Schedule
-from pipeworker.wire.messages.advance import Advance
 from pipeworker.wire.messages.checkpoint import Save
-from pipeworker.wire.messages.evaluation import Evaluate, Evaluated, Evaluation, EvaluationDone
-from pipeworker.wire.messages.failure import Cause
-from pipeworker.wire.messages.step import RunStep, StepDone, StepResult, Upcoming, Update
-from support.coordinator import BATCH, Scripted, commit, of, sent_to
+from pipeworker.wire.messages.directions import Advance
+from pipeworker.wire.messages.step import (
+    Evaluate,
+    Evaluated,
+    EvaluationDone,
+    RunStep,
+    StepDone,
+    Upcoming,
+    Update,
+)
+from support.coordinator import BATCH, ScriptedJob, commit, of, sent_to
+from support.orders import build
 
 SMALL = dataclasses.replace(BATCH, microbatches=2, samples=2)
 
@@ -29,26 +38,26 @@ SMALL = dataclasses.replace(BATCH, microbatches=2, samples=2)
 
 
 def test_the_first_step_ends_the_data_of_one_pass() -> None:
-    """Without --steps the job ends where the first stage has no next mini-batch."""
-    job = Scripted(2, steps=None).running()
+    """Without --steps the job ends when the first stage has no next mini-batch."""
+    job = ScriptedJob(2, steps=None).running()
     advance = Advance(Save(1), Update(1, epoch_ended=True))
     assert job.step(1, batch=None)[0] == Send(b"w0", advance, 1)
     assert job.state() is State.SAVING
 
 
-def test_without_any_data_the_job_is_done_at_once() -> None:
-    job = Scripted(2)
+def test_without_data_the_job_is_done_at_once() -> None:
+    job = ScriptedJob(2)
     job.join()
     job.describe()
     job.ready(batch=None)
     assert job.sent(1, Advance) == [Advance(Save(0))]
     assert job.saved() == [commit(0)]
-    job.committed()
+    job.checkpoint_committed()
     assert (job.ended.status, job.ended.steps) == (Status.DONE, 0)
 
 
-def test_a_smaller_batch_gets_its_own_actions_and_a_larger_one_again() -> None:
-    job = Scripted(2, steps=None, recompute="never").running()
+def test_actions_are_sent_again_when_the_batch_size_changes() -> None:
+    job = ScriptedJob(2, steps=None, recompute="never").running()
     job.step(1, batch=SMALL)
     job.step(2, batch=SMALL)
     job.step(3)
@@ -57,78 +66,78 @@ def test_a_smaller_batch_gets_its_own_actions_and_a_larger_one_again() -> None:
 
 
 @pytest.mark.parametrize("save", [False, True])
-def test_actions_are_sent_where_they_differ_from_those_that_ran(save: bool) -> None:
-    """Also when a checkpoint or an evaluation stands between two steps."""
-    job = Scripted(2, steps=None, evaluate_every=1).running()
+def test_actions_are_sent_only_when_they_have_changed(save: bool) -> None:
+    """Also with a checkpoint or an evaluation between two steps."""
+    job = ScriptedJob(2, steps=None, evaluate_every=1).running()
     for step, batch in ((1, BATCH), (2, SMALL), (3, SMALL)):
         if save:
-            job.save_asked()
+            job.request_checkpoint()
         job.step(step, batch=batch)
         job.evaluated(step)
         if save:
             job.saved()
-            job.committed()
+            job.checkpoint_committed()
     assert [bool(run.actions) for run in job.runs(1)] == [True, False, True, False]
 
 
 @pytest.fixture
 def made(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[str, int]]]:
-    """What is built and checked, and for how many micro-batches."""
+    """The schedules that are built and checked, by their number of micro-batches."""
     calls: list[tuple[str, int]] = []
-    real = orders.arrange
+    real = RegisteredOrder.build
 
-    def built(*arguments: object, **more: object) -> Schedule:
-        schedule = real(*arguments, **more)  # type: ignore[arg-type]
+    def built(*arguments: Any, **more: Any) -> Schedule:
+        schedule = real(*arguments, **more)
         calls.append(("build", schedule.microbatches))
         return schedule
 
-    def checked(schedule: Schedule) -> Kept:
+    def checked(schedule: Schedule) -> LiveMicroBatches:
         if not schedule.forward_only:
             calls.append(("check", schedule.microbatches))
         return check(schedule)
 
     with monkeypatch.context() as patch:
-        patch.setattr(orders, "arrange", built)
+        patch.setattr(RegisteredOrder, "build", built)
         patch.setattr(blueprint, "check", checked)
         yield calls
 
 
 def test_a_schedule_is_made_when_its_mini_batch_is_announced(made: list[tuple[str, int]]) -> None:
-    job = Scripted(2).running()
+    job = ScriptedJob(2).running()
     assert made == [("build", 4), ("check", 4)]
-    assert job.says(Upcoming(0, 2)) == []
+    assert job.receive(Upcoming(0, 2)) == []
     assert made[2:] == [("build", 2), ("check", 2)]  # within the step
     assert job.state() is State.STEPPING
     job.step(1, batch=SMALL)
     assert job.runs(0)[-1].actions
     job.step(2)
-    job.says(Upcoming(0, 2))  # said again: it is there
+    job.receive(Upcoming(0, 2))  # announced again: it exists
     assert len(made) == 4
 
 
-def test_schedules_of_many_sizes_are_not_all_kept(made: list[tuple[str, int]]) -> None:
-    job = Scripted(2, microbatches=40).running()
+def test_the_number_of_cached_schedules_is_limited(made: list[tuple[str, int]]) -> None:
+    job = ScriptedJob(2, microbatches=40).running()
     for _ in range(2):
         for count in range(5, 40):
-            job.says(Upcoming(0, count))
-            job.says(Upcoming(0, count))
+            job.receive(Upcoming(0, count))
+            job.receive(Upcoming(0, count))
     built = [count for what, count in made if what == "build"]
-    assert built == [40, 4, *range(5, 40), *range(5, 40)]  # 4: the step that runs
-    job.says(Upcoming(0, 40))
-    job.says(Upcoming(0, 39 - 8))
+    assert built == [40, 4, *range(5, 40), *range(5, 40)]  # 4 is that of the running step
+    job.receive(Upcoming(0, 40))
+    job.receive(Upcoming(0, 39 - 8))
     assert len(made) == 2 * len(built)
 
 
-def test_a_mini_batch_that_nobody_announced_runs_all_the_same(made: list[tuple[str, int]]) -> None:
-    job = Scripted(2).running()
+def test_an_unannounced_mini_batch_runs_too(made: list[tuple[str, int]]) -> None:
+    job = ScriptedJob(2).running()
     job.step(1, batch=SMALL)
     assert made[2:] == [("build", 2), ("check", 2)]
     assert job.runs(1)[-1].batch == SMALL
 
 
-def test_an_announcement_does_not_stand_for_the_end_of_the_step() -> None:
-    job = Scripted(1).running()
-    job.says(Upcoming(0, 2))
+def test_an_announcement_does_not_end_the_step() -> None:
+    job = ScriptedJob(1).running()
+    job.receive(Upcoming(0, 2))
     assert len(job.runs(0)) == 1
     job.step(1)
     assert [run.step for run in job.runs(0)] == [1, 2]
@@ -138,13 +147,13 @@ def test_an_announcement_does_not_stand_for_the_end_of_the_step() -> None:
 
 
 def test_an_evaluation_comes_after_the_update_and_before_the_next_step() -> None:
-    job = Scripted(2, evaluate_every=2).running()
+    job = ScriptedJob(2, evaluate_every=2).running()
     job.step(1)
     effects = job.step(2)
-    asked = Advance(Evaluate(2), Update(2))
-    assert [sent_to(effects, rank) for rank in (0, 1)] == [[asked], [asked]]
+    expected = Advance(Evaluate(2), Update(2))
+    assert [sent_to(effects, rank) for rank in (0, 1)] == [[expected], [expected]]
     late = StepDone(0, 2, (), (), (), 0.0, 0.1, 0, BATCH)
-    assert of(job.says(late), Send) == []  # not awaited, no harm
+    assert of(job.receive(late), Send) == []  # not awaited, and ignored
     job.now += 5.0
     effects = job.evaluated(2)
     result = Evaluation(2, 0.5, ("accuracy",), (0.75,))
@@ -155,10 +164,10 @@ def test_an_evaluation_comes_after_the_update_and_before_the_next_step() -> None
     assert row.seconds == 1.0  # the evaluation is not part of the step
 
 
-def test_evaluations_are_at_the_ends_of_epochs() -> None:
-    """Two mini-batches each; that a limit of steps falls on an end is seen, as that it does not."""
+def test_evaluations_follow_the_ends_of_epochs() -> None:
+    """Two mini-batches each, with a limit of steps at the end of an epoch and within one."""
     for steps, ends in ((5, [2, 4]), (4, [2, 4])):
-        job = Scripted(1, evaluate_every="epoch", steps=steps).running()
+        job = ScriptedJob(1, evaluate_every="epoch", steps=steps).running()
         for step in range(1, 1 + steps):
             job.step(step, batch=dataclasses.replace(BATCH, epoch=step // 2))
             if job.state() is State.EVALUATING:
@@ -169,14 +178,14 @@ def test_evaluations_are_at_the_ends_of_epochs() -> None:
 
 
 def test_an_evaluation_after_the_last_step_comes_before_the_save() -> None:
-    job = Scripted(1, steps=1, evaluate_every=1).running()
+    job = ScriptedJob(1, steps=1, evaluate_every=1).running()
     job.step(1)
     assert job.state() is State.EVALUATING
     assert sent_to(job.evaluated(1), 0) == [Advance(Save(1), Evaluated(0.5))]
 
 
 def test_an_interrupt_during_an_evaluation_ends_after_it() -> None:
-    job = Scripted(2, evaluate_every=1).running()
+    job = ScriptedJob(2, evaluate_every=1).running()
     job.step(1)
     job.interrupt()
     assert job.state() is State.EVALUATING
@@ -184,33 +193,33 @@ def test_an_interrupt_during_an_evaluation_ends_after_it() -> None:
     assert of(job.effects, Evaluation)
     assert job.state() is State.SAVING
     job.saved()
-    job.committed()
+    job.checkpoint_committed()
     assert job.ended.status is Status.INTERRUPTED
 
 
 def test_no_step_begins_before_every_worker_has_evaluated() -> None:
-    job = Scripted(3, evaluate_every=1).running()
+    job = ScriptedJob(3, evaluate_every=1).running()
     job.step(1)
     for rank in (2, 0, 2):
         result = Evaluation(1, 0.5) if rank == 2 else None
-        assert job.says(EvaluationDone(rank, 1, 0, result)) == []
-    job.says(EvaluationDone(1, 1, 7000, None))
+        assert job.receive(EvaluationDone(rank, 1, 0, result)) == []
+    job.receive(EvaluationDone(1, 1, 7000, None))
     assert [run.step for run in job.runs(0)] == [1, 2]
     assert job.job.generation.roster.peak_memory()[1] == 7000
 
 
 def test_an_evaluation_without_a_result_is_a_defect() -> None:
-    job = Scripted(1, evaluate_every=1).running()
+    job = ScriptedJob(1, evaluate_every=1).running()
     job.step(1)
-    job.says(EvaluationDone(0, 1, 0, None))
+    job.receive(EvaluationDone(0, 1, 0, None))
     assert job.failure.cause is Cause.INTERNAL
-    assert job.failure.message == "no worker gave the evaluation's result"
+    assert job.failure.message == "no worker reported the result of the evaluation pass"
 
 
-def test_the_result_of_one_evaluation_is_not_that_of_the_next() -> None:
-    job = Scripted(1, evaluate_every=1).running()
+def test_an_evaluation_result_is_not_reused_by_the_next_pass() -> None:
+    job = ScriptedJob(1, evaluate_every=1).running()
     job.step(1)
     job.evaluated(1)
     job.step(2)
-    job.says(EvaluationDone(0, 2, 0, None))
+    job.receive(EvaluationDone(0, 2, 0, None))
     assert job.failure.cause is Cause.INTERNAL

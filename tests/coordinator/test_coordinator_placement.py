@@ -1,9 +1,8 @@
-"""Several stages a worker: who is told what, who is asked for what, and how it is called."""
+"""Several stages per worker: commands, messages and names."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
 from typing import Any
 
 import pytest
@@ -11,26 +10,28 @@ import pytest
 from pipeworker.coordinator.effects import Planned, Status
 from pipeworker.coordinator.report import balance, planned_json
 from pipeworker.errors import ScheduleError
+from pipeworker.facts.failure import Cause, Failure
+from pipeworker.facts.position import Phase, Position
+from pipeworker.facts.step import StepResult
 from pipeworker.plan import orders
 from pipeworker.plan.actions import format_actions
 from pipeworker.plan.orders.gpipe import gpipe
 from pipeworker.plan.placement import Placement
-from pipeworker.wire.messages.calls import Call, CallKind
-from pipeworker.wire.messages.failure import Cause, Failed, Failure
+from pipeworker.plan.recompute import Recomputed
 from pipeworker.wire.messages.plan import Plan, StageRange
-from pipeworker.wire.messages.position import Phase, Position
-from pipeworker.wire.messages.presence import Heartbeat, Welcome
-from pipeworker.wire.messages.step import StepResult, Upcoming
+from pipeworker.wire.messages.presence import Failed, Heartbeat, Welcome
+from pipeworker.wire.messages.step import Call, CallKind, Upcoming
 from support.coordinator import (
     BATCH,
     LOOPED,
     NOWHERE,
     PATIENCE,
     TIMINGS,
-    Scripted,
+    ScriptedJob,
     of,
     ready_of,
 )
+from support.orders import build
 
 LAYERS = ("Linear", "ReLU", "Linear", "Tanh", "Linear", "GELU", "Linear", "Softmax")
 
@@ -40,9 +41,9 @@ def looped(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(orders.ORDERS, "looped", LOOPED)
 
 
-def two(**options: Any) -> Scripted:
-    """Worker 0 holds stages 0 and 2, worker 1 stages 1 and 3, of two layers each."""
-    return Scripted(2, layers=LAYERS, schedule="looped", **options)
+def two(**options: Any) -> ScriptedJob:
+    """Return a job whose worker 0 holds stages 0 and 2, and worker 1 stages 1 and 3."""
+    return ScriptedJob(2, layers=LAYERS, schedule="looped", **options)
 
 
 def test_a_worker_builds_all_its_stages() -> None:
@@ -50,7 +51,7 @@ def test_a_worker_builds_all_its_stages() -> None:
     job.join()
     job.describe()
     for rank in (0, 1):
-        assert [welcome.held for welcome in job.sent(rank, Welcome)] == [((0, 2), (1, 3))]
+        assert [welcome.stages for welcome in job.sent(rank, Welcome)] == [((0, 2), (1, 3))]
     (first,), (second,) = job.sent(0, Plan), job.sent(1, Plan)
     assert first.ranges == (StageRange(0, 0, 2), StageRange(2, 4, 6))
     assert second.ranges == (StageRange(1, 2, 4), StageRange(3, 6, 8))
@@ -63,8 +64,8 @@ def test_a_worker_builds_all_its_stages() -> None:
 def test_the_plan_names_every_stage_with_its_rank() -> None:
     job = two().running()
     (planned,) = of(job.effects, Planned)
-    assert [stage.rank for stage in planned.stages] == [0, 1, 0, 1]
-    assert [stage.pid for stage in planned.stages] == [1000, 1001, 1000, 1001]
+    assert [stage.worker.rank for stage in planned.stages] == [0, 1, 0, 1]
+    assert [stage.worker.pid for stage in planned.stages] == [1000, 1001, 1000, 1001]
     assert balance(planned) == (2, 2, 2, 2)
     shown = planned_json(planned, job.options)
     assert [stage["classes"] for stage in shown["stages"]] == [
@@ -74,9 +75,9 @@ def test_the_plan_names_every_stage_with_its_rank() -> None:
 
 @pytest.mark.parametrize("workers", [1, 2, 4])
 def test_a_job_with_two_stages_a_worker_runs_to_its_end(workers: int) -> None:
-    job = Scripted(workers, layers=LAYERS, schedule="looped", evaluate_every=2).running()
+    job = ScriptedJob(workers, layers=LAYERS, schedule="looped", evaluate_every=2).running()
     assert job.placement.stages == 2 * workers
-    built = orders.build("looped", workers, 4, "auto")
+    built = build("looped", workers, 4, "auto")
     for rank, actions in enumerate(built.workers):
         assert job.runs(rank)[0].actions == format_actions(actions)
     for step in (1, 2, 3):
@@ -84,20 +85,20 @@ def test_a_job_with_two_stages_a_worker_runs_to_its_end(workers: int) -> None:
         if step == 2:
             job.evaluated(2)
     job.saved()
-    job.committed()
+    job.checkpoint_committed()
     assert (job.ended.status, job.ended.steps) == (Status.DONE, 3)
     assert len(job.ended.peak_memory) == workers
 
 
-def test_losses_come_from_where_the_last_stage_is() -> None:
-    """And from there alone, though every worker holds one."""
+def test_losses_come_from_the_worker_with_the_last_stage() -> None:
+    """No other worker has losses, although every worker holds a stage."""
     job = two().running()
     job.done(0, 1, losses=(100.0,))
     (row,) = of(job.done(1, 1, losses=(0.5, 0.25)), StepResult)
     assert row.loss == 0.75
 
 
-def test_the_next_mini_batch_comes_from_where_stage_0_is() -> None:
+def test_the_next_mini_batch_comes_from_the_worker_with_stage_0() -> None:
     job = two().running()
     other = dataclasses.replace(BATCH, signature=9)
     job.done(1, 1, batch=other)
@@ -105,27 +106,29 @@ def test_the_next_mini_batch_comes_from_where_stage_0_is() -> None:
     assert [run.batch for run in job.runs(1)] == [BATCH, BATCH]
     job.done(1, 2, batch=other)
     job.done(0, 2, batch=None)
-    assert len(job.runs(0)) == 2  # the data ended
+    assert len(job.runs(0)) == 2  # the data has ended
 
 
-def test_a_first_mini_batch_from_elsewhere_is_not_looked_at() -> None:
+def test_a_first_mini_batch_from_another_worker_is_ignored() -> None:
     job = two()
     job.join()
     job.describe()
     (first,), (second,) = job.sent(0, Plan), job.sent(1, Plan)
-    job.says(ready_of(1, second, LAYERS, dataclasses.replace(BATCH, signature=9)))
-    job.says(ready_of(0, first, LAYERS, BATCH))
+    job.receive(ready_of(1, second, LAYERS, dataclasses.replace(BATCH, signature=9)))
+    job.receive(ready_of(0, first, LAYERS, BATCH))
     assert [run.batch for run in job.runs(1)] == [BATCH]
 
 
-def test_a_call_needs_its_mini_batch_where_stage_0_is() -> None:
+def test_a_call_needs_a_mini_batch_on_the_worker_with_stage_0() -> None:
     job = two(own_loop=True, steps=None).running()
-    job.says(Call(1, CallKind.STEP, BATCH))
-    job.says(Call(0, CallKind.STEP))
-    assert job.failure.message == "step() was given no mini-batch on the first stage"
+    job.receive(Call(1, CallKind.STEP, BATCH))
+    job.receive(Call(0, CallKind.STEP))
+    assert job.failure.message == (
+        "step(): the first stage was given no mini-batch; pass one on its rank"
+    )
 
 
-def test_different_calls_name_all_stages() -> None:
+def test_different_calls_are_reported_with_all_stages() -> None:
     job = two(own_loop=True, steps=None).running()
     job.called(CallKind.CLOSE, 0)
     job.called(CallKind.EVALUATE, 1)
@@ -134,20 +137,20 @@ def test_different_calls_name_all_stages() -> None:
     )
 
 
-def test_a_worker_is_called_by_all_its_stages() -> None:
+def test_a_worker_is_named_by_all_its_stages() -> None:
     job = two().running()
     job.exited(0, -9)
-    assert job.failure.message == "the worker of stages 0, 2 was killed by signal 9"
+    assert job.failure.message == "the worker of stages 0, 2 was killed by SIGKILL"
     assert job.failure.stage == "stages 0, 2"
     silent = two(worker_timeout=PATIENCE).running()
     silent.now += PATIENCE + 0.1
-    silent.says(Heartbeat(0, NOWHERE))
+    silent.receive(Heartbeat(0, NOWHERE))
     silent.tick()
     assert silent.failure.message == "stages 1, 3 (pid 1001 on host) has not answered for 60 s"
     gone = two().running()
-    gone.now += TIMINGS.silent
-    gone.says(Failed(1, Failure(Cause.PEER, "closed")))
-    gone.tick(TIMINGS.echo)
+    gone.now += TIMINGS.silence
+    gone.receive(Failed(1, Failure(Cause.PEER, "closed")))
+    gone.tick(TIMINGS.grace)
     assert gone.failure.message == "the worker of stages 0, 2 (pid 1000 on host) is gone"
 
 
@@ -156,29 +159,27 @@ def test_a_worker_is_called_by_all_its_stages() -> None:
     [
         *((0, 0, "stage 0"), (0, 5, "stage 2"), (1, 2, "stage 1"), (1, 7, "stage 3")),
         *((0, -1, "stages 0, 2"), (1, -1, "stages 1, 3")),
-        (0, 3, "stages 0, 2"),  # a layer that is not there
+        (0, 3, "stages 0, 2"),  # a layer that the rank does not hold
         (0, 8, "stages 0, 2"),
     ],
 )
-def test_a_failure_at_a_layer_names_the_stage_that_has_it(
-    rank: int, layer: int, stage: str
-) -> None:
+def test_a_failure_at_a_layer_names_its_stage(rank: int, layer: int, stage: str) -> None:
     job = two().running()
     at = Position(Phase.FORWARD, 1, 0, layer)
-    job.says(Failed(rank, Failure(Cause.USER, "no", position=at)))
+    job.receive(Failed(rank, Failure(Cause.USER, "no", position=at)))
     assert job.failure.stage == stage
 
 
 @pytest.mark.parametrize(("rank", "layer"), [(0, 1), (0, 4), (1, 3), (1, 6)])
-def test_the_class_of_a_layer_is_found_in_whichever_stage(rank: int, layer: int) -> None:
+def test_the_class_of_a_layer_is_found_in_any_stage(rank: int, layer: int) -> None:
     job = two().running()
     job.exited(rank, 1, Position(Phase.BACKWARD, 1, 0, layer))
     assert job.failure.layer_class == LAYERS[layer]
     assert job.failure.stage == f"stage {layer // 2}"
 
 
-def test_the_norm_is_taken_in_the_order_of_the_stages() -> None:
-    """The rows are the same for any placement: exact sums, whoever says what."""
+def test_the_norm_does_not_depend_on_the_placement() -> None:
+    """Rows are equal for any placement, because sums are exact."""
     rows = []
     for squares in ((0.1, 0.2), (0.2, 0.1)):
         job = two().running()
@@ -189,32 +190,34 @@ def test_the_norm_is_taken_in_the_order_of_the_stages() -> None:
 
 
 def test_one_worker_may_hold_the_first_and_the_last_stage() -> None:
-    job = Scripted(1, layers=LAYERS, schedule="looped", steps=1).running()
+    job = ScriptedJob(1, layers=LAYERS, schedule="looped", steps=1).running()
     assert (job.first, job.last) == (0, 0)
     job.step(1)
     job.saved()
-    job.committed()
+    job.checkpoint_committed()
     assert job.ended.status is Status.DONE
 
 
 @pytest.mark.parametrize("upcoming", [Upcoming(0, 64), Upcoming(1, 2)])
-def test_a_mini_batch_that_cannot_be_ends_the_job(upcoming: Upcoming) -> None:
-    """It has more micro-batches than were asked for, or is where stage 0 is not."""
+def test_an_invalid_mini_batch_ends_the_job(upcoming: Upcoming) -> None:
+    """It has too many micro-batches, or comes from a worker without stage 0."""
     job = two().running()
-    job.says(upcoming)
-    who = f"{job.placement.names(upcoming.rank)} (pid {1000 + upcoming.rank} on host)"
-    assert job.failure.message.startswith(f"{who} sent what cannot be: Upcoming: a mini-batch ")
+    job.receive(upcoming)
+    worker = f"{job.placement.names(upcoming.rank)} (pid {1000 + upcoming.rank} on host)"
+    assert job.failure.message.startswith(
+        f"{worker} sent an invalid message: Upcoming: a mini-batch "
+    )
 
 
-def test_a_mini_batch_without_a_legal_schedule_ends_the_job(
+def test_a_mini_batch_without_a_schedule_ends_the_job(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Not the coordinator; and there was a step already."""
+    """The coordinator survives; a step has been run already."""
 
-    def whole(placement: Placement, microbatches: int, again: Iterable[int]) -> orders.Compute:
+    def whole(placement: Placement, microbatches: int, recomputed: Recomputed) -> orders.Compute:
         if microbatches < 4:
             raise ScheduleError("only for four micro-batches")
-        return gpipe(placement, microbatches, again)
+        return gpipe(placement, microbatches, recomputed)
 
     monkeypatch.setitem(orders.ORDERS, "looped", dataclasses.replace(LOOPED, compute=whole))
     job = two().running()

@@ -1,4 +1,4 @@
-"""Several replicas: who is told what, whose word counts, and what they must have in common."""
+"""Several replicas: commands, which replica's messages count, and what must be equal."""
 
 from __future__ import annotations
 
@@ -11,33 +11,50 @@ import pytest
 from pipeworker.coordinator.effects import Commit, Planned, Status
 from pipeworker.coordinator.report import balance, planned_json, planned_line
 from pipeworker.coordinator.states import State
-from pipeworker.wire.lines import Again, HostLost, Snapshot
-from pipeworker.wire.messages.advance import Advance, Finish
-from pipeworker.wire.messages.calls import Call, CallKind, Wait
+from pipeworker.facts.failure import Cause
+from pipeworker.facts.step import Batch, StepResult
+from pipeworker.wire.lines import HostLost, Restart, Snapshot
 from pipeworker.wire.messages.checkpoint import Save, Saved
-from pipeworker.wire.messages.evaluation import EvaluationDone
-from pipeworker.wire.messages.failure import Cause
+from pipeworker.wire.messages.directions import Advance, Finish
 from pipeworker.wire.messages.plan import Plan
 from pipeworker.wire.messages.presence import Welcome
-from pipeworker.wire.messages.step import Batch, RunStep, StepResult, Upcoming, Update
-from support.coordinator import BATCH, Scripted, of, own, passed, ready_of, replaced, runs, updates
+from pipeworker.wire.messages.step import (
+    Call,
+    CallKind,
+    EvaluationDone,
+    RunStep,
+    Upcoming,
+    Update,
+    Wait,
+)
+from support.coordinator import (
+    BATCH,
+    ScriptedJob,
+    evaluation_of,
+    of,
+    own_loop_job,
+    ready_of,
+    replaceable_job,
+    runs,
+    updates,
+)
 
 TWO = {"replicas": 2, "microbatches": 4}
 """Ranks 0 and 1 are replica 0, ranks 2 and 3 replica 1."""
 OTHER = dataclasses.replace(BATCH, digest=1)
 
 
-def two(**options: Any) -> Scripted:
-    return Scripted(2, **{**TWO, **options})
+def two(**options: Any) -> ScriptedJob:
+    return ScriptedJob(2, **{**TWO, **options})
 
 
-def test_every_replica_is_told_what_it_holds_and_whom_it_is_connected_to() -> None:
+def test_every_replica_receives_its_stages_and_channels() -> None:
     job = two()
     job.join()
     job.describe()
     for rank in range(4):
         (welcome,) = job.sent(rank, Welcome)
-        assert (welcome.held, welcome.replicas) == (((0,), (1,)), 2)
+        assert (welcome.stages, welcome.replicas) == (((0,), (1,)), 2)
         (plan,) = job.sent(rank, Plan)
         stage = rank % 2
         assert [part.stage for part in plan.ranges] == [stage]
@@ -51,7 +68,7 @@ def test_every_replica_is_told_what_it_holds_and_whom_it_is_connected_to() -> No
 def test_the_plan_has_the_stages_of_every_replica() -> None:
     job = two().running()
     (planned,) = of(job.effects, Planned)
-    assert [(s.replica, s.stage, s.rank) for s in planned.stages] == [
+    assert [(s.replica, s.built.stage, s.worker.rank) for s in planned.stages] == [
         (0, 0, 0),
         (0, 1, 1),
         (1, 0, 2),
@@ -64,7 +81,7 @@ def test_the_plan_has_the_stages_of_every_replica() -> None:
     assert planned_line(planned, job.options).replicas == 2
 
 
-def test_each_runs_the_schedule_of_its_own_micro_batches() -> None:
+def test_each_replica_runs_the_schedule_of_its_own_micro_batches() -> None:
     odd = dataclasses.replace(BATCH, microbatches=3)
     job = two()
     job.join()
@@ -74,10 +91,10 @@ def test_each_runs_the_schedule_of_its_own_micro_batches() -> None:
     assert [sum(word.startswith(("0F", "1F")) for word in text) for text in texts] == [2, 2, 1, 1]
     for text in texts:
         assert [word[1:] for word in text[-3:]] == ["SCATTER0", "SUM0", "GATHER0"]
-    assert {(run.batch, run.first, run.whole) for run in runs(job.effects)} == {(odd, 0, True)}
+    assert {(run.batch, run.first, run.complete) for run in runs(job.effects)} == {(odd, 0, True)}
 
 
-def test_a_replica_may_have_none() -> None:
+def test_a_replica_may_have_no_micro_batches() -> None:
     one = dataclasses.replace(BATCH, samples=1, microbatches=1)
     job = two()
     job.join()
@@ -86,7 +103,7 @@ def test_a_replica_may_have_none() -> None:
     assert job.runs(2)[-1].actions == "0L0 0SCATTER0 0SUM0 0GATHER0"
 
 
-def test_losses_are_of_all_replicas_and_the_norm_of_one() -> None:
+def test_losses_cover_all_replicas_and_the_norm_one() -> None:
     job = two(clip_grad_norm=1.0).running()
     ends = {1: (0.1, 0.2), 3: (0.3, 0.4)}
     for rank in job.ranks:
@@ -98,7 +115,7 @@ def test_losses_are_of_all_replicas_and_the_norm_of_one() -> None:
     assert updates(effects)[0].scale == pytest.approx(0.25)
 
 
-def test_counts_are_of_all_replicas() -> None:
+def test_counts_cover_all_replicas() -> None:
     job = two().running()
     ends = {1: ((1.0, 2.0), (1.0, 2.0)), 3: ((3.0, 4.0), (0.0, 5.0))}
     for rank in job.ranks:
@@ -110,58 +127,58 @@ def test_counts_are_of_all_replicas() -> None:
     assert row.grad_norm == math.sqrt(32.0) / 8.0
 
 
-def test_replicas_that_read_other_data_are_named() -> None:
+def test_replicas_that_read_different_data_are_named() -> None:
     job = two()
     job.join()
     job.describe()
     for rank in job.ranks:
         plan = job.sent(rank, Plan)[-1]
-        mine = {0: BATCH, 2: OTHER}.get(rank)
-        job.says(ready_of(rank, plan, job.layers, mine))
+        batch = {0: BATCH, 2: OTHER}.get(rank)
+        job.receive(ready_of(rank, plan, job.layers, batch))
     assert job.failure.cause is Cause.USAGE
     assert job.ended.exit_status == 2
-    said = "data() gave replica 1 another mini-batch for step 1 than replica 0"
-    assert job.failure.message.startswith(said)
+    text = "data(): replica 1 read another mini-batch for step 1 than replica 0"
+    assert job.failure.message.startswith(text)
 
 
-@pytest.mark.parametrize("theirs", [OTHER, None, dataclasses.replace(BATCH, samples=9)])
-def test_so_are_those_that_come_apart_later(theirs: Batch | None) -> None:
+@pytest.mark.parametrize("other", [OTHER, None, dataclasses.replace(BATCH, samples=9)])
+def test_replicas_that_diverge_later_are_named(other: Batch | None) -> None:
     job = two().running()
     for rank in job.ranks:
-        mine = {0: BATCH, 2: theirs}.get(rank)
-        job.done(rank, 1, batch=mine)
+        batch = {0: BATCH, 2: other}.get(rank)
+        job.done(rank, 1, batch=batch)
     assert "another mini-batch for step 2" in job.failure.message
 
 
-def test_shapes_may_have_other_numbers_on_another_replica() -> None:
+def test_replicas_may_number_shapes_differently() -> None:
     job = two().running()
     for rank in job.ranks:
-        mine = {0: BATCH, 2: dataclasses.replace(BATCH, signature=7)}.get(rank)
-        job.done(rank, 1, batch=mine)
+        batch = {0: BATCH, 2: dataclasses.replace(BATCH, signature=7)}.get(rank)
+        job.done(rank, 1, batch=batch)
     assert {run.batch for run in runs(job.effects)} == {BATCH}
 
 
-def test_a_mini_batch_of_another_size_is_announced_by_the_first_replica_alone() -> None:
+def test_only_the_first_replica_announces_mini_batches() -> None:
     job = two().running()
-    assert job.says(Upcoming(0, 3)) == []
-    job.says(Upcoming(2, 3))
+    assert job.receive(Upcoming(0, 3)) == []
+    job.receive(Upcoming(2, 3))
     assert job.failure.cause is Cause.INTERNAL
 
 
-def test_gradients_are_added_up_at_the_end_of_a_step_alone() -> None:
+def test_gradients_are_reduced_only_at_the_end_of_a_step() -> None:
     job = two(accumulate=2).running()
     job.step(1)
     job.step(1)
-    assert [run.whole for run in job.runs(3)] == [False, True, False]
+    assert [run.complete for run in job.runs(3)] == [False, True, False]
     assert [run.first for run in job.runs(3)] == [0, 4, 0]
 
 
-def test_where_the_data_ends_in_a_step_they_are_added_up_behind_it() -> None:
+def test_gradients_are_reduced_when_the_data_ends_within_a_step() -> None:
     job = two(accumulate=3, steps=None).running()
     job.step(1)
     job.step(1, batch=None)
     last = job.runs(3)[-1]
-    assert last == RunStep(1, Batch(1, 0, 0, 0), True, last.actions, first=8, whole=True)
+    assert last == RunStep(1, Batch(1, 0, 0, 0), True, last.actions, first=8, complete=True)
     assert last.actions == "1SCATTER0 1SUM0 1GATHER0"
     assert not of(job.effects, StepResult)
     for rank in job.ranks:
@@ -172,20 +189,20 @@ def test_where_the_data_ends_in_a_step_they_are_added_up_behind_it() -> None:
     assert update.divisor == 2.0
 
 
-def test_replicas_add_up_at_the_end_of_an_epoch_while_the_next_mini_batch_waits() -> None:
+def test_gradients_are_reduced_at_the_end_of_an_epoch_before_the_next_mini_batch() -> None:
     job = two(accumulate=3, steps=None, epochs=2).running()
     following = dataclasses.replace(BATCH, epoch=1)
     job.step(1, batch=following)
     assert not of(job.effects, StepResult)
     empty = job.runs(0)[-1]
-    assert (empty.step, empty.batch.microbatches, empty.whole, empty.last) == (1, 0, True, True)
+    assert (empty.step, empty.batch.microbatches, empty.complete, empty.last) == (1, 0, True, True)
     job.step(1, batch=following)
     assert [row.step for row in of(job.effects, StepResult)] == [1]
     assert (job.runs(0)[-1].step, job.runs(0)[-1].batch) == (2, following)
 
 
-def test_one_replica_needs_nothing_of_that() -> None:
-    job = Scripted(2, microbatches=4, accumulate=3, steps=None).running()
+def test_one_replica_reduces_nothing() -> None:
+    job = ScriptedJob(2, microbatches=4, accumulate=3, steps=None).running()
     job.step(1)
     job.step(1, batch=None)
     assert [row.step for row in of(job.effects, StepResult)] == [1]
@@ -195,15 +212,15 @@ def test_the_first_replica_evaluates() -> None:
     job = two(evaluate_every=1, steps=1).running()
     job.step(1)
     for rank in job.ranks:
-        effects = job.says(EvaluationDone(rank, 1, 0, passed(1) if rank == 1 else None))
+        effects = job.receive(EvaluationDone(rank, 1, 0, evaluation_of(1) if rank == 1 else None))
     assert job.state() is State.SAVING
     assert effects
 
 
-def test_a_result_of_another_replica_cannot_be() -> None:
+def test_a_result_of_another_replica_is_invalid() -> None:
     job = two(evaluate_every=1, steps=1).running()
     job.step(1)
-    job.says(EvaluationDone(3, 1, 0, passed(1)))
+    job.receive(EvaluationDone(3, 1, 0, evaluation_of(1)))
     assert job.failure.cause is Cause.INTERNAL
 
 
@@ -211,15 +228,15 @@ def test_the_first_replica_writes_checkpoints() -> None:
     job = two(steps=1).running()
     job.step(1)
     assert [type(job.sent(rank, Advance)[-1].next) for rank in job.ranks] == [Save] * 4
-    assert job.job.generation.waiting.ranks == (0, 1)
+    assert job.job.generation.awaited == {0, 1}
     job.saved()
     assert len(of(job.effects, Commit)) == 1
-    job.committed()
+    job.checkpoint_committed()
     assert job.ended.status is Status.DONE
     assert all(isinstance(job.sent(rank, Advance)[-1].next, Finish) for rank in job.ranks)
 
 
-def test_a_checkpoint_beside_steps_is_complete_when_the_first_replica_has_written() -> None:
+def test_a_checkpoint_beside_steps_needs_only_the_first_replica() -> None:
     job = two(checkpoint_every="1", steps=9).running()
     job.step(1)
     assert all(copy.save for rank in job.ranks for copy in job.copies(rank))
@@ -228,104 +245,89 @@ def test_a_checkpoint_beside_steps_is_complete_when_the_first_replica_has_writte
     assert of(job.effects, Commit)
 
 
-def test_a_lost_worker_of_any_replica_is_recovered_from() -> None:
-    """All have the state; a snapshot is that of one replica's workers."""
-    job = replaced(2, **TWO).running()
+def test_the_loss_of_a_worker_of_any_replica_is_recovered() -> None:
+    """Every replica has the state; a snapshot is that of one replica's workers."""
+    job = replaceable_job(2, **TWO).running()
     job.step(1)
     job.step(2)
-    (taken,) = of(job.effects, Snapshot)
-    assert (taken.step, taken.ranks) == (1, 2)
+    (snapshot,) = of(job.effects, Snapshot)
+    assert (snapshot.step, snapshot.ranks) == (1, 2)
     job.exited(3, -9)
-    (again,) = of(job.effects, Again)
-    assert again.stages == 2
-    assert again.cause.startswith("the worker of stage 1 of replica 1 was killed by signal 9")
-    job.again()
+    (restart,) = of(job.effects, Restart)
+    assert restart.stages == 2
+    assert restart.cause.startswith("the worker of stage 1 of replica 1 was killed by SIGKILL")
+    job.start()
     (_, welcome) = job.sent(3, Welcome)
     assert welcome.restore is not None
     assert (welcome.restore.step, welcome.restore.ranks, welcome.replicas) == (1, 2, 2)
 
 
-@pytest.mark.parametrize(
-    ("gone", "options", "stays"),
-    [
-        ([(2, 3)], {}, True),
-        ([(0, 1)], {}, True),
-        ([(3,)], {}, True),
-        ([(1, 2)], {}, False),
-        ([(2, 3), (0, 1)], {}, False),  # what was given to the first is in no snapshot yet
-        ([(2, 3)], {"shard_optimizer": True}, False),
-        ([(2, 3)], {"read_data": "once"}, True),
-        ([(0, 1)], {"read_data": "once"}, False),
-    ],
-)
-def test_a_lost_host_takes_the_snapshot_with_it_unless_a_replica_is_whole_elsewhere(
-    gone: list[tuple[int, ...]], options: dict[str, Any], *, stays: bool
-) -> None:
-    job = replaced(2, **TWO, **options).running()
+@pytest.mark.parametrize("survives", [True, False])
+def test_a_host_loss_drops_a_snapshot_that_does_not_survive_it(*, survives: bool) -> None:
+    job = replaceable_job(2, **TWO).running()
     job.step(1)
     job.step(2)
-    for ranks in gone:
-        job.handle(HostLost(ranks, "host b is lost"))
-        job.again()
+    job.handle(HostLost((2, 3), "host b is lost", survives))
+    job.start()
     restore = job.sent(1, Welcome)[-1].restore
-    assert (restore is not None) is stays
+    assert (restore is not None) is survives
     assert restore is None or restore.step == 1
 
 
-def test_where_each_has_a_part_of_the_state_all_keep_theirs() -> None:
-    job = replaced(2, shard_optimizer=True, **TWO).running()
+def test_with_sharded_optimizers_every_replica_saves_its_part() -> None:
+    job = replaceable_job(2, shard_optimizer=True, **TWO).running()
     job.step(1)
     job.step(2)
-    (taken,) = of(job.effects, Snapshot)
-    assert taken.ranks == 4
-    job.save_asked()
+    (snapshot,) = of(job.effects, Snapshot)
+    assert snapshot.ranks == 4
+    job.request_checkpoint()
     job.step(3)
     assert all(job.copies(rank)[-1].save for rank in job.ranks)
     job.step(4)
     for rank in job.ranks:
         assert not of(job.effects, Commit)
-        job.says(Saved(rank, 3))
+        job.receive(Saved(rank, 3))
     assert of(job.effects, Commit)
 
 
-def test_with_fewer_hands_every_replica_has_a_stage_less() -> None:
-    job = replaced(3, elastic=1, **TWO).running()
+def test_with_fewer_workers_every_replica_shrinks() -> None:
+    job = replaceable_job(3, min_stages=1, **TWO).running()
     job.step(1)
-    for _ in range(3):  # the last two before a step is run
+    for _ in range(3):  # the last two before a step has run
         job.exited(4, -9)
-    assert [again.stages for again in of(job.effects, Again)] == [3, 3, 2]
+    assert [restart.stages for restart in of(job.effects, Restart)] == [3, 3, 2]
     assert job.placement.ranks == 4
 
 
-def test_a_call_is_given_the_same_by_all_replicas() -> None:
-    job = own(**TWO)
+def test_all_replicas_must_pass_the_same_mini_batch() -> None:
+    job = own_loop_job(**TWO)
     job.called(CallKind.STEP, 0, 1, 2)
     effects = job.called(CallKind.STEP, 3)
-    assert [run.whole for run in runs(effects)] == [True] * 4
+    assert [run.complete for run in runs(effects)] == [True] * 4
     for rank in job.ranks:
         job.done(rank, 1, batch=None)
     assert isinstance(job.sent(3, Advance)[-1].next, Wait)
     for rank in job.ranks:
-        job.says(Call(rank, CallKind.STEP, {0: BATCH, 2: OTHER}.get(rank)))
-    assert "another mini-batch on replica 1 than on replica 0" in job.failure.message
+        job.receive(Call(rank, CallKind.STEP, {0: BATCH, 2: OTHER}.get(rank)))
+    assert "replica 1 was given another mini-batch than replica 0" in job.failure.message
 
 
-def test_no_replica_is_forgotten() -> None:
-    job = own(**TWO)
+def test_every_replica_must_pass_a_mini_batch() -> None:
+    job = own_loop_job(**TWO)
     for rank in job.ranks:
-        job.says(Call(rank, CallKind.STEP, BATCH if rank == 0 else None))
-    assert "no mini-batch on the first stage of replica 1" in job.failure.message
+        job.receive(Call(rank, CallKind.STEP, BATCH if rank == 0 else None))
+    assert "the first stage of replica 1 was given no mini-batch" in job.failure.message
 
 
-def test_a_step_of_several_calls_is_whole_with_the_last() -> None:
-    job = own(**TWO)
+def test_the_last_of_several_calls_completes_the_step() -> None:
+    job = own_loop_job(**TWO)
     job.called(CallKind.STEP, last=False)
     job.step(1, batch=None)
     job.called(CallKind.STEP)
-    assert [run.whole for run in job.runs(0)] == [False, True]
+    assert [run.complete for run in job.runs(0)] == [False, True]
 
 
-def test_steps_done_are_of_every_rank() -> None:
+def test_a_step_is_done_when_every_rank_is() -> None:
     job = two().running()
     for rank in (0, 1, 2):
         job.done(rank, 1)

@@ -1,4 +1,4 @@
-"""How a failure reads, and what is told to the starter."""
+"""The text of failures, and the lines sent to the parent."""
 
 from __future__ import annotations
 
@@ -12,26 +12,27 @@ import pytest
 from pipeworker.coordinator.effects import Ended, Planned, StagePlan, Status
 from pipeworker.coordinator.report import (
     describe,
-    place,
+    location,
     planned_json,
     planned_line,
-    sharing,
+    shared_accelerators,
     verdict,
 )
+from pipeworker.facts.failure import Cause, Failure
+from pipeworker.facts.position import Phase, Position
+from pipeworker.facts.step import Batch
 from pipeworker.job.options import Options
 from pipeworker.plan.check import check
-from pipeworker.plan.orders import build
 from pipeworker.plan.schedule import parse
 from pipeworker.plan.simulate import simulate
-from pipeworker.record.rundir import RunDir, write_summary
+from pipeworker.record.run_record import write_summary
+from pipeworker.record.rundir import RunDir
 from pipeworker.wire import lines
 from pipeworker.wire.lines import Configuration, WorkerExited
-from pipeworker.wire.messages.failure import Cause, Failure
-from pipeworker.wire.messages.plan import Ready
-from pipeworker.wire.messages.position import Phase, Position
+from pipeworker.wire.messages.plan import Built, Ready
 from pipeworker.wire.messages.presence import Hello
-from pipeworker.wire.messages.step import Batch
-from support.coordinator import Scripted, of
+from support.coordinator import ScriptedJob, of
+from support.orders import build
 
 FORWARD = Position(Phase.FORWARD, step=7, microbatch=2, layer=3)
 
@@ -47,41 +48,41 @@ FORWARD = Position(Phase.FORWARD, step=7, microbatch=2, layer=3)
         ("", Position(), "Block", ""),
     ],
 )
-def test_place_says_what_applies(
+def test_a_location_has_the_known_parts(
     stage: str, position: Position, layer_class: str, text: str
 ) -> None:
     failure = Failure(Cause.USER, "m", -1, position, layer_class, stage=stage)
-    assert place(failure) == text
-    if stage:  # what it is called by goes before its number
-        assert place(dataclasses.replace(failure, rank=7)) == text
+    assert location(failure) == text
+    if stage:  # the stage is preferred to the rank
+        assert location(dataclasses.replace(failure, rank=7)) == text
 
 
-def test_who_shares_an_accelerator_is_said_once() -> None:
-    def told(*units: tuple[str, str, str]) -> str:
-        """Of workers on a host, with a device that is a unit there."""
+def test_each_shared_accelerator_is_named_once() -> None:
+    def warning_for(*units: tuple[str, str, str]) -> str:
+        """Return the warning for workers with these hosts, devices and units."""
         workers = [
-            (Hello(rank, host, 1, ()), Ready(rank, (), device, None, unit=unit))
+            (Hello(rank, host, 1, ()), Ready(rank, (), device, None, accelerator=unit))
             for rank, (host, device, unit) in enumerate(units)
         ]
-        return sharing(workers, lambda rank: f"stage {rank}")
+        return shared_accelerators(workers, lambda rank: f"stage {rank}")
 
     first, second = ("a", "cuda:0", "GPU-0"), ("a", "cuda:1", "GPU-1")
-    assert told(first, second, ("b", "cuda:0", "GPU-0")) == ""
-    assert told(("a", "cpu", ""), ("a", "cpu", "")) == ""
-    assert told(first, ("a", "cuda:0", "GPU-1")) == ""  # each task is shown its own
-    assert told(first, second, first, second, ("b", "xpu:0", "xpu:0")) == (
+    assert warning_for(first, second, ("b", "cuda:0", "GPU-0")) == ""
+    assert warning_for(("a", "cpu", ""), ("a", "cpu", "")) == ""
+    assert warning_for(first, ("a", "cuda:0", "GPU-1")) == ""  # each task sees only its own device
+    assert warning_for(first, second, first, second, ("b", "xpu:0", "xpu:0")) == (
         "fewer accelerators than workers: stage 0, stage 2 share cuda:0 on a; "
         "stage 1, stage 3 share cuda:1 on a"
     )
     many = [("a", f"cuda:{n}", str(n)) for n in range(9)]
-    assert told(*many, *many).endswith("; and 1 more are shared")
+    assert warning_for(*many, *many).endswith("; and 1 more are shared")
 
 
-def test_a_rank_that_holds_nothing_known_is_called_by_its_number() -> None:
-    assert place(Failure(Cause.LOST, "m", 3, Position(step=2))) == "rank 3, step 2"
+def test_a_rank_without_known_stages_is_named_by_its_number() -> None:
+    assert location(Failure(Cause.LOST, "m", 3, Position(step=2))) == "rank 3, step 2"
 
 
-def test_a_failure_of_the_users_code_is_whole() -> None:
+def test_a_failure_of_the_users_code_has_location_and_traceback() -> None:
     failure = Failure(
         Cause.USER,
         "layer 3 (Block) raised ValueError: no",
@@ -101,30 +102,32 @@ def test_a_failure_of_the_users_code_is_whole() -> None:
 
 
 @pytest.mark.parametrize("phase", set(Phase) - {Phase.STARTING})
-def test_the_phase_is_a_word(phase: Phase) -> None:
+def test_the_phase_is_named(phase: Phase) -> None:
     shown = describe(Failure(Cause.LOST, "gone", 0, Position(phase), stage="stage 0"))
     assert shown == f"gone\n  in {phase.name.lower()}: stage 0"
 
 
-def test_nothing_is_said_that_is_not_known() -> None:
+def test_unknown_parts_are_omitted() -> None:
     assert describe(Failure(Cause.LOST, "gone")) == "gone"
     assert describe(Failure(Cause.LOST, "gone", 2, stage="stage 2")) == "gone\n  stage 2"
 
 
-def test_a_mistake_of_the_user_needs_no_place() -> None:
+def test_a_usage_error_has_no_location() -> None:
     assert describe(Failure(Cause.USAGE, "fix it", 1, FORWARD)) == "fix it"
 
 
-def test_a_configuration_comes_through_its_pipe() -> None:
+def test_a_configuration_survives_encoding() -> None:
     options = Options("job.py", 4, 8, arguments=("-x", "1"), balance=(1, 2, 3, 4), steps=3)
-    sent = Configuration(options.to_json(), "run", "t" * 32, "127.0.0.1", generation=2, starter=0)
+    sent = Configuration(
+        options.to_json(), "run", "t" * 32, "127.0.0.1", generation=2, parent_rank=0
+    )
     received = lines.decode(lines.encode(sent))
     assert received == sent
     assert isinstance(received, Configuration)
     assert Options.from_json(received.options) == options
 
 
-def test_a_position_comes_through_its_pipe() -> None:
+def test_a_position_survives_encoding() -> None:
     exited = WorkerExited(1, 2, -9, FORWARD)
     assert lines.decode(lines.encode(exited)) == exited
 
@@ -132,8 +135,8 @@ def test_a_position_comes_through_its_pipe() -> None:
 def planned() -> Planned:
     schedule = build("gpipe", 2, 4, "never")
     stages = (
-        StagePlan(0, 0, (0, 2), ("Linear", "ReLU"), 40, 0, "cpu", "here", 10),
-        StagePlan(0, 1, (2, 3), ("Linear",), 20, 1, "cpu", "there", 11),
+        StagePlan(0, Built(0, 0, ("Linear", "ReLU"), 40), Hello(0, "here", 10), "cpu"),
+        StagePlan(0, Built(1, 2, ("Linear",), 20), Hello(1, "there", 11), "cpu"),
     )
     return Planned(stages, schedule, check(schedule), simulate(schedule), 4)
 
@@ -146,19 +149,19 @@ def test_the_plan_as_json() -> None:
     assert [stage["layers"] for stage in plan["stages"]] == [[0, 1], [2]]
     assert plan["stages"][1]["classes"] == ["Linear"]
     assert plan["stages"][1]["live_activations"] == 4
-    # What is shown is what runs.
+    # The plan shows the schedule that runs.
     assert parse("\n".join(plan["actions"])) == planned().schedule
 
 
 def test_the_plan_as_a_line() -> None:
     line = planned_line(planned(), Options("job.py", 2, 4, recompute="never"))
     bubble = planned().timing.bubble
-    assert line == lines.Planned("gpipe", 4, (2, 1), bubble, device="cpu", hosts=2)
+    assert line == lines.Planned("gpipe", 4, (2, 1), ((0,), (1,)), bubble, device="cpu", hosts=2)
 
 
-def test_the_plan_is_of_the_micro_batches_that_there_are() -> None:
-    """A mini-batch with fewer samples than micro-batches were asked for has fewer."""
-    job = Scripted(2, microbatches=8, recompute="never")
+def test_the_plan_has_the_actual_number_of_micro_batches() -> None:
+    """A mini-batch with fewer samples than micro-batches has fewer micro-batches."""
+    job = ScriptedJob(2, microbatches=8, recompute="never")
     job.join()
     job.describe()
     (plan,) = of(job.ready(Batch(0, 3, 3, 0)), Planned)
@@ -179,10 +182,10 @@ def test_the_plan_is_of_the_micro_batches_that_there_are() -> None:
         ({}, 0, 0),
     ],
 )
-def test_the_steps_of_a_job_are_told_where_they_are_known(
+def test_the_number_of_steps_is_reported_if_known(
     options: dict[str, Any], length: int, steps: int
 ) -> None:
-    """Two mini-batches each."""
+    """Each step has two mini-batches."""
     made = dataclasses.replace(planned(), length=length)
     assert planned_line(made, Options("job.py", 2, 4, accumulate=2, **options)).steps == steps
 

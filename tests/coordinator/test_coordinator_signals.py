@@ -1,4 +1,4 @@
-"""Signals that workers are sent from outside: a notice, or the wish that one or all of them end."""
+"""Signals from outside: to save, or to end one worker or all of them."""
 
 from __future__ import annotations
 
@@ -6,100 +6,101 @@ import pytest
 
 from pipeworker.coordinator.effects import Ended, Status
 from pipeworker.coordinator.states import State
-from pipeworker.wire.lines import Again
-from pipeworker.wire.messages.advance import Advance
-from pipeworker.wire.messages.calls import CallKind
+from pipeworker.facts.failure import Cause, Failure
+from pipeworker.wire.lines import Restart
 from pipeworker.wire.messages.checkpoint import Copy, Save
-from pipeworker.wire.messages.failure import Cause, Failed, Failure, Signalled
-from pipeworker.wire.messages.presence import Heartbeat
-from pipeworker.wire.messages.step import Update
+from pipeworker.wire.messages.directions import Advance
+from pipeworker.wire.messages.presence import Failed, Heartbeat, Signalled
+from pipeworker.wire.messages.step import CallKind, Update
 from support.coordinator import (
     NOWHERE,
     TIMINGS,
-    Scripted,
+    ScriptedJob,
     commit,
     copies,
     of,
-    own,
-    replaced,
+    own_loop_job,
+    replaceable_job,
     saves,
 )
 
 ENDED = "the worker of stage 1 was ended by SIGTERM"
 
 
-def passes(job: Scripted, seconds: float = TIMINGS.echo) -> None:
-    """Time, in which all workers are alive."""
+def passes(job: ScriptedJob, seconds: float = TIMINGS.grace) -> None:
+    """Let time pass while all workers send heartbeats."""
     job.now += seconds
     for rank in job.ranks:
-        job.says(Heartbeat(rank, NOWHERE))
+        job.receive(Heartbeat(rank, NOWHERE))
     job.tick()
 
 
-@pytest.mark.parametrize("job", [replaced(), Scripted(2)], ids=["replaced", "not replaced"])
-def test_a_notice_asks_for_a_checkpoint(job: Scripted) -> None:
-    """The whole job gets it: once for all of them."""
+@pytest.mark.parametrize(
+    "job", [replaceable_job(), ScriptedJob(2)], ids=["replaced", "not replaced"]
+)
+def test_sigusr1_requests_a_checkpoint(job: ScriptedJob) -> None:
+    """The whole job receives it: all workers together request one checkpoint."""
     job.running()
     for rank in job.ranks:
-        job.says(Signalled(rank, "SIGUSR1"))
-    job.save_asked()  # as the launcher does
+        job.receive(Signalled(rank, "SIGUSR1"))
+    job.request_checkpoint()  # as the launcher does
     assert copies(job.step(1)) == [Copy(1, 0, save=True)] * 2
     assert job.saved() == [commit(1)]
-    job.committed()
+    job.checkpoint_committed()
     assert not [copy for copy in copies(job.step(2)) if copy.save]
     assert not job.job.over
 
 
-def test_a_notice_comes_at_any_time() -> None:
-    job = Scripted(2, evaluate_every=1)
+def test_sigusr1_is_handled_in_every_state() -> None:
+    job = ScriptedJob(2, evaluate_every=1)
     job.join()
-    job.says(Signalled(0, "SIGUSR1"))
+    job.receive(Signalled(0, "SIGUSR1"))
     job.describe()
     job.ready()
     job.step(1)
-    job.says(Signalled(1, "SIGUSR1"))
+    job.receive(Signalled(1, "SIGUSR1"))
     assert copies(job.evaluated(1)) == [Copy(1, 0, save=True)] * 2
 
 
 @pytest.mark.parametrize("signal", ["SIGTERM", "SIGINT"])
-def test_a_worker_that_alone_is_to_end_is_replaced(signal: str) -> None:
-    job = replaced().running()
+def test_a_worker_that_alone_is_signalled_is_replaced(signal: str) -> None:
+    job = replaceable_job().running()
     job.step(1)
-    job.says(Signalled(1, signal))
-    passes(job, TIMINGS.echo - 0.1)
-    assert job.state() is State.STEPPING  # it may be the whole job's
+    job.receive(Signalled(1, signal))
+    passes(job, TIMINGS.grace - 0.1)
+    assert job.state() is State.STEPPING  # the signal may be for the whole job
     passes(job, 0.1)
-    (begun,) = of(job.effects, Again)
-    assert begun.cause == f"the worker of stage 1 was ended by {signal} (stage 1)"
+    (restart,) = of(job.effects, Restart)
+    assert restart.cause == f"the worker of stage 1 was ended by {signal}"
 
 
-def test_it_is_replaced_while_stages_are_built_as_well() -> None:
+def test_a_signalled_worker_is_replaced_while_stages_are_built() -> None:
     for state in (State.JOINING, State.BUILDING):
-        job = replaced()
+        job = replaceable_job()
         job.join()
         if state is State.BUILDING:
             job.describe()
         assert job.state() is state
-        job.says(Signalled(1, "SIGTERM"))
+        job.receive(Signalled(1, "SIGTERM"))
         passes(job)
-        assert [begun.cause for begun in of(job.effects, Again)] == [f"{ENDED} (stage 1)"]
+        assert [restart.cause for restart in of(job.effects, Restart)] == [ENDED]
 
 
-def test_a_worker_that_ends_by_a_signal_is_replaced_at_once() -> None:
-    job = replaced().running()
-    job.says(Signalled(1, "SIGTERM"))
+def test_a_worker_that_exits_by_a_signal_is_replaced_at_once() -> None:
+    job = replaceable_job().running()
+    job.receive(Signalled(1, "SIGTERM"))
     job.exited(1, 143)
-    assert [begun.cause for begun in of(job.effects, Again)] == [f"{ENDED} (stage 1)"]
+    assert [restart.cause for restart in of(job.effects, Restart)] == [ENDED]
 
 
-def test_the_whole_job_goes_on_to_the_end_of_its_step_though_each_worker_is_told() -> None:
-    """As by scancel: workers stay until the checkpoint is there, however long the step is."""
+def test_a_job_that_is_signalled_as_a_whole_completes_its_step() -> None:
+    """As by scancel: workers stay until the checkpoint is complete, however long that takes."""
     for told_first in (False, True):
-        job = replaced().running()
+        job = replaceable_job().running()
         if not told_first:
             job.interrupt()
         for rank in job.ranks:
-            job.says(Signalled(rank, "SIGTERM"))
+            job.receive(Signalled(rank, "SIGTERM"))
         if told_first:
             job.interrupt()
         for _ in range(9):
@@ -109,52 +110,52 @@ def test_the_whole_job_goes_on_to_the_end_of_its_step_though_each_worker_is_told
         for _ in range(9):
             passes(job)
         assert job.saved() == [commit(1)]
-        job.committed()
+        job.checkpoint_committed()
         assert job.ended.status is Status.INTERRUPTED
 
 
-def test_an_interrupted_job_does_not_wait_for_a_worker_that_a_signal_has_ended() -> None:
-    """There is nobody to save its part."""
-    job = Scripted(2).running()
+def test_an_interrupted_job_does_not_wait_for_a_worker_that_exited_by_a_signal() -> None:
+    """No worker could save its part."""
+    job = ScriptedJob(2).running()
     job.interrupt()
-    job.says(Failed(1, Failure(Cause.SIGNAL, ENDED)))
-    job.now += TIMINGS.echo
-    job.says(Heartbeat(0, NOWHERE))
+    job.receive(Failed(1, Failure(Cause.SIGNAL, ENDED)))
+    job.now += TIMINGS.grace
+    job.receive(Heartbeat(0, NOWHERE))
     job.tick()
     assert job.ended.status is Status.INTERRUPTED
 
 
-def test_where_workers_are_not_replaced_a_signal_to_one_stops_the_job_with_a_checkpoint() -> None:
-    job = Scripted(2).running()
-    job.says(Signalled(1, "SIGTERM"))
-    assert of(job.says(Signalled(0, "SIGTERM")), Ended) == []
-    passes(job, 3 * TIMINGS.echo)
+def test_without_replacement_a_signal_to_one_worker_stops_the_job_with_a_checkpoint() -> None:
+    job = ScriptedJob(2).running()
+    job.receive(Signalled(1, "SIGTERM"))
+    assert of(job.receive(Signalled(0, "SIGTERM")), Ended) == []
+    passes(job, 3 * TIMINGS.grace)
     assert len(saves(job.step(1))) == 2
     job.saved()
-    job.committed()
+    job.checkpoint_committed()
     assert (job.ended.status, job.ended.exit_status) == (Status.INTERRUPTED, 130)
 
 
-def test_before_there_is_a_step_nothing_is_saved() -> None:
+def test_a_signal_before_the_first_step_saves_nothing() -> None:
     for state in (State.JOINING, State.BUILDING):
-        job = Scripted(2)
+        job = ScriptedJob(2)
         job.join()
         if state is State.BUILDING:
             job.describe()
-        job.says(Signalled(1, "SIGTERM"))
+        job.receive(Signalled(1, "SIGTERM"))
         assert job.state() is state
         passes(job)
         assert job.ended.status is Status.INTERRUPTED
 
 
-def test_a_loop_of_the_users_own_stops_within_the_time_of_an_interrupt() -> None:
-    job = own()
+def test_an_own_loop_stops_within_the_interrupt_timeout() -> None:
+    job = own_loop_job()
     job.called(CallKind.STEP)
-    job.says(Signalled(1, "SIGTERM"))
+    job.receive(Signalled(1, "SIGTERM"))
     passes(job, TIMINGS.interrupt)
     assert job.state() is State.STEPPING
     job.step(1)
     assert job.state() is State.SAVING
     job.saved()
-    job.committed()
+    job.checkpoint_committed()
     assert job.ended.status is Status.INTERRUPTED

@@ -1,4 +1,4 @@
-"""What the mini-batches of a step come to."""
+"""The outcome of a step."""
 
 from __future__ import annotations
 
@@ -11,18 +11,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeworker.coordinator.effects import Send, Warn
-from pipeworker.coordinator.scaler import Scaler
+from pipeworker.coordinator.loss_scaler import LossScaler
 from pipeworker.coordinator.states import State
 from pipeworker.errors import ProtocolError
-from pipeworker.exact import partials
-from pipeworker.wire.messages.advance import Advance
-from pipeworker.wire.messages.position import Phase, Position
-from pipeworker.wire.messages.step import RunStep, StepResult, Update
-from support.coordinator import BATCH, Scripted, commit, of, of_messages, updates
+from pipeworker.exact_sum import partials
+from pipeworker.facts.position import Phase, Position
+from pipeworker.facts.step import StepResult
+from pipeworker.wire.messages.directions import Advance
+from pipeworker.wire.messages.step import RunStep, Update
+from support.coordinator import BATCH, ScriptedJob, commit, messages_of, of, updates
 
 
-def stepped(job: Scripted, **more: Any) -> tuple[StepResult, Update]:
-    """The row of step 1 and the update."""
+def stepped(job: ScriptedJob, **more: Any) -> tuple[StepResult, Update]:
+    """Return the row of step 1 and the update."""
     effects = job.step(1, **more)
     (row,) = of(effects, StepResult)
     update, *others = updates(effects)
@@ -32,16 +33,16 @@ def stepped(job: Scripted, **more: Any) -> tuple[StepResult, Update]:
 
 
 def test_clipping_scales_to_the_norm_over_all_stages() -> None:
-    row, update = stepped(Scripted(2, clip_grad_norm=1.0).running(), squares=(6.0, 2.0))
+    row, update = stepped(ScriptedJob(2, clip_grad_norm=1.0).running(), squares=(6.0, 2.0))
     assert row.grad_norm == 4.0
     clipped = 1.0 / (4.0 + 1e-6)  # as torch.nn.utils.clip_grad_norm_
     assert update == Update(1, divisor=1.0, scale=clipped)
-    assert stepped(Scripted(2, clip_grad_norm=4.1).running(), squares=(6.0, 2.0))[1] == Update(1)
-    assert stepped(Scripted(2).running(), squares=(6.0, 2.0))[1] == Update(1)
+    assert stepped(ScriptedJob(2, clip_grad_norm=4.1).running(), squares=(6.0, 2.0))[1] == Update(1)
+    assert stepped(ScriptedJob(2).running(), squares=(6.0, 2.0))[1] == Update(1)
 
 
 def test_token_weighted_losses_divide_by_the_count() -> None:
-    job = Scripted(1, clip_grad_norm=1.0).running()
+    job = ScriptedJob(1, clip_grad_norm=1.0).running()
     row, update = stepped(job, losses=(6.0, 2.0), counts=(3.0, 1.0), squares=(64.0,))
     assert (row.loss, row.grad_norm) == (2.0, 2.0)
     assert update == Update(1, divisor=4.0, scale=1 / (2 + 1e-6))
@@ -49,16 +50,16 @@ def test_token_weighted_losses_divide_by_the_count() -> None:
 
 def test_without_clipping_a_count_divides_and_nothing_scales() -> None:
     """The plain loop divides by the count too: a product with 1/count would differ in a bit."""
-    _, update = stepped(Scripted(2).running(), losses=(6.0, 0.0), counts=(3.0, 4.0))
+    _, update = stepped(ScriptedJob(2).running(), losses=(6.0, 0.0), counts=(3.0, 4.0))
     assert update == Update(1, divisor=7.0, scale=1.0)
 
 
 def test_the_norm_that_is_clipped_is_that_of_the_divided_gradient() -> None:
-    job = Scripted(1, clip_grad_norm=1.0).running()
+    job = ScriptedJob(1, clip_grad_norm=1.0).running()
     assert stepped(job, losses=(0.75,), counts=(8.0,), squares=(64.0,))[1] == Update(
         1, divisor=8.0, scale=1.0 / (1.0 + 1e-6)
     )
-    job = Scripted(1, clip_grad_norm=1.0).running()
+    job = ScriptedJob(1, clip_grad_norm=1.0).running()
     assert stepped(job, losses=(0.75,), counts=(9.0,), squares=(64.0,))[1] == Update(
         1, divisor=9.0, scale=1.0
     )
@@ -66,7 +67,7 @@ def test_the_norm_that_is_clipped_is_that_of_the_divided_gradient() -> None:
 
 @given(st.lists(st.floats(0, 1e300), min_size=4, max_size=12), st.integers(1, 3))
 def test_the_norm_does_not_depend_on_the_grouping(squares: list[float], cut: int) -> None:
-    one, two = Scripted(1).running(), Scripted(2).running()
+    one, two = ScriptedJob(1).running(), ScriptedJob(2).running()
     one.step(1, squares=partials(squares))
     two.done(0, 1, squares=partials(squares[:cut]))
     two.done(1, 1, squares=partials(squares[cut:]))
@@ -78,14 +79,14 @@ def test_the_norm_does_not_depend_on_the_grouping(squares: list[float], cut: int
 @pytest.mark.parametrize(
     "squares", [(math.inf, 1.0), (math.nan, 1.0), (math.inf, math.nan), (1e308, 1e308)], ids=str
 )
-def test_a_gradient_that_is_not_finite_is_so_wherever_it_is(
+def test_a_gradient_that_is_not_finite_is_found_on_any_worker(
     squares: tuple[float, float], precision: str
 ) -> None:
-    """Terms one by one on one worker, or partials of them, on one worker or two."""
+    """The terms themselves or their partial sums, on one worker or on two."""
     together = tuple((terms, terms) for terms in (squares, partials(squares)))
     apart = (partials(squares[:1]), partials(squares[1:]))
     for first, second in (*together, apart, apart[::-1]):
-        job = Scripted(2, precision=precision, clip_grad_norm=1.0).running()
+        job = ScriptedJob(2, precision=precision, clip_grad_norm=1.0).running()
         job.done(0, 1, squares=first)
         effects = job.done(1, 1, squares=second)
         assert math.isnan(of(effects, StepResult)[0].grad_norm)
@@ -94,8 +95,8 @@ def test_a_gradient_that_is_not_finite_is_so_wherever_it_is(
 
 
 def test_a_sum_of_squares_is_not_negative() -> None:
-    """A partial may be negative; what it is a part of may not."""
-    job = Scripted(1).running()
+    """A partial sum may be negative, but not the whole."""
+    job = ScriptedJob(1).running()
     with pytest.raises(ProtocolError, match="a negative sum of squares"):
         job.step(1, squares=(1.0, -1.5))
     row, _ = stepped(job, squares=(1.0, -(2.0**-60)))
@@ -104,7 +105,7 @@ def test_a_sum_of_squares_is_not_negative() -> None:
 
 def test_losses_add_left_to_right() -> None:
     """As the plain loop adds them; a compensated sum would give 1.0."""
-    row, _ = stepped(Scripted(1).running(), losses=(0.1,) * 10)
+    row, _ = stepped(ScriptedJob(1).running(), losses=(0.1,) * 10)
     assert row.loss == 0.9999999999999999
 
 
@@ -113,7 +114,7 @@ def test_losses_add_left_to_right() -> None:
     [
         {"squares": (math.inf,)},
         {"squares": (math.nan,)},
-        {"squares": (1.7e308, 1.7e308)},  # finite, with a sum that is not
+        {"squares": (1.7e308, 1.7e308)},  # finite terms whose sum is not finite
         {"losses": (1.0, 2.0), "counts": (math.inf, -math.inf)},
         {"losses": (1.0,), "counts": (0.0,)},
         {"losses": ()},
@@ -121,14 +122,14 @@ def test_losses_add_left_to_right() -> None:
     ],
     ids=str,
 )
-def test_odd_numbers_end_nothing(odd: dict[str, Any]) -> None:
-    job = Scripted(2, clip_grad_norm=1.0).running()
+def test_unusual_numbers_do_not_end_the_job(odd: dict[str, Any]) -> None:
+    job = ScriptedJob(2, clip_grad_norm=1.0).running()
     stepped(job, **odd)
     assert job.state() is State.STEPPING
 
 
 def test_a_loss_that_is_not_finite_is_a_warning() -> None:
-    job = Scripted(1).running()
+    job = ScriptedJob(1).running()
     job.step(1, losses=(math.nan, 1.0))
     (warning,) = of(job.effects, Warn)
     assert "loss is nan at step 1" in warning.text
@@ -139,7 +140,7 @@ def test_a_loss_that_is_not_finite_is_a_warning() -> None:
 
 @pytest.mark.parametrize("loss", [math.nan, math.inf, -math.inf])
 def test_stop_on_nan_ends_before_the_update(loss: float) -> None:
-    job = Scripted(2, stop_on_nan=True).running()
+    job = ScriptedJob(2, stop_on_nan=True).running()
     job.step(1)
     job.step(2, losses=(loss,))
     assert f"loss is {loss} at step 2" in job.failure.message
@@ -150,7 +151,7 @@ def test_stop_on_nan_ends_before_the_update(loss: float) -> None:
 
 
 def test_accumulation_updates_once_after_several_mini_batches() -> None:
-    job = Scripted(2, accumulate=3, steps=2).running()
+    job = ScriptedJob(2, accumulate=3, steps=2).running()
     job.now += 1.0
     for number in (1, 2):
         effects = job.step(1, losses=(0.5, 0.25))
@@ -160,7 +161,7 @@ def test_accumulation_updates_once_after_several_mini_batches() -> None:
     (row,) = of(effects, StepResult)
     assert (row.loss, row.samples, row.grad_norm) == (0.75, 30, math.sqrt(2.0) / 3)
     advance = Advance(RunStep(2, BATCH, False, ""), Update(1, divisor=3.0))
-    assert of_messages(effects, Advance) == [advance] * 2
+    assert messages_of(effects, Advance) == [advance] * 2
     assert [run.last for run in job.runs(0)] == [False] * 4
     job.step(2)
     job.step(2)
@@ -168,21 +169,21 @@ def test_accumulation_updates_once_after_several_mini_batches() -> None:
 
 
 def test_data_that_ends_within_a_step_gives_a_smaller_step() -> None:
-    job = Scripted(1, accumulate=3, steps=None).running()
+    job = ScriptedJob(1, accumulate=3, steps=None).running()
     job.step(1)
     assert updates(job.step(1, batch=None)) == [Update(1, divisor=2.0, epoch_ended=True)]
 
 
 def test_counts_add_up_over_the_mini_batches_of_a_step() -> None:
-    job = Scripted(1, accumulate=2).running()
+    job = ScriptedJob(1, accumulate=2).running()
     job.step(1, losses=(2.0,), counts=(4.0,))
     effects = job.step(1, losses=(4.0,), counts=(8.0,))
     assert of(effects, StepResult)[0].loss == 0.5
     assert updates(effects) == [Update(1, divisor=12.0)]
 
 
-def test_the_loss_scale_is_one_for_all_and_falls_when_a_gradient_overflows() -> None:
-    job = Scripted(2, precision="fp16", clip_grad_norm=1.0).running()
+def test_one_loss_scale_for_all_halves_when_a_gradient_overflows() -> None:
+    job = ScriptedJob(2, precision="fp16", clip_grad_norm=1.0).running()
     scale = 2.0**16
     assert [run.loss_scale for run in job.runs(1)] == [scale]
     effects = job.step(1, squares=((3 * scale) ** 2,))
@@ -196,20 +197,20 @@ def test_the_loss_scale_is_one_for_all_and_falls_when_a_gradient_overflows() -> 
     assert second.overflow
     assert [run.loss_scale for run in job.runs(1)] == [scale, scale, scale / 2]
     job.step(3)
-    assert job.saved() == [commit(3, Scaler(scale / 2, 1))]
+    assert job.saved() == [commit(3, LossScaler(scale / 2, 1))]
 
 
-def test_an_overflow_without_a_loss_scale_is_no_overflow() -> None:
-    effects = Scripted(1).running().step(1, squares=(math.inf,))
+def test_without_a_loss_scale_there_is_no_overflow() -> None:
+    effects = ScriptedJob(1).running().step(1, squares=(math.inf,))
     assert updates(effects) == [Update(1)]
 
 
 def test_an_epoch_that_ends_within_a_step_has_ended() -> None:
-    """Three mini-batches an epoch, two a step."""
-    job = Scripted(1, accumulate=2, steps=None).running()
+    """Three mini-batches per epoch, two per step."""
+    job = ScriptedJob(1, accumulate=2, steps=None).running()
     ended = []
     for step in range(1, 7):
-        epochs = [((2 * step - 1) // 3), (2 * step) // 3]  # of the mini-batches to come
+        epochs = [((2 * step - 1) // 3), (2 * step) // 3]  # of the following mini-batches
         for epoch in epochs:
             effects = job.step(step, batch=dataclasses.replace(BATCH, epoch=epoch))
         (update,) = updates(effects)
@@ -218,8 +219,8 @@ def test_an_epoch_that_ends_within_a_step_has_ended() -> None:
 
 
 def test_with_epochs_a_step_ends_with_its_epoch() -> None:
-    """Three mini-batches an epoch, two a step."""
-    job = Scripted(1, accumulate=2, steps=None, epochs=2).running()
+    """Three mini-batches per epoch, two per step."""
+    job = ScriptedJob(1, accumulate=2, steps=None, epochs=2).running()
     epochs, steps = [0, 0, 1, 1, 1, None], [1, 1, 2, 3, 3, 4]
     for step, epoch in zip(steps, epochs, strict=True):
         batch = None if epoch is None else dataclasses.replace(BATCH, epoch=epoch)
@@ -229,8 +230,8 @@ def test_with_epochs_a_step_ends_with_its_epoch() -> None:
     assert [run.step for run in job.runs(0)] == steps
 
 
-def test_the_divisor_has_the_loss_scale_and_the_mini_batches() -> None:
-    job = Scripted(2, precision="fp16", accumulate=3).running()
+def test_the_divisor_includes_the_loss_scale_and_the_mini_batches() -> None:
+    job = ScriptedJob(2, precision="fp16", accumulate=3).running()
     for _ in range(3):
         effects = job.step(1)
     assert updates(effects) == [Update(1, divisor=3.0 * 2.0**16)] * 2

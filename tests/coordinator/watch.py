@@ -1,4 +1,4 @@
-"""What must hold of a job whatever happens, looked at after every event."""
+"""Invariants of a job, checked after every event."""
 
 from __future__ import annotations
 
@@ -6,28 +6,27 @@ import dataclasses
 from dataclasses import dataclass, field
 
 from pipeworker.coordinator.effects import Commit, Discard, Effect, Ended, Send
-from pipeworker.coordinator.events import Arrived, Committed, Event
-from pipeworker.wire.lines import Again
-from pipeworker.wire.messages.advance import Advance, Finish, Next
-from pipeworker.wire.messages.calls import Call, Wait
+from pipeworker.coordinator.events import CheckpointCommitted, Event, MessageReceived
+from pipeworker.facts.step import StepResult
+from pipeworker.wire.lines import Restart
 from pipeworker.wire.messages.checkpoint import Copy, Save, Saved
-from pipeworker.wire.messages.evaluation import Evaluate
-from pipeworker.wire.messages.failure import Abort
-from pipeworker.wire.messages.presence import Hello, Welcome
-from pipeworker.wire.messages.step import RunStep, StepDone, StepResult, Update
+from pipeworker.wire.messages.directions import Advance, Finish, Next
+from pipeworker.wire.messages.presence import Abort, Hello, Welcome
+from pipeworker.wire.messages.step import Call, Evaluate, RunStep, StepDone, Update, Wait
 from support.coordinator import ends, of
 
 
 @dataclass
 class Watch:
-    """What has been done so far, and what may be done next.
+    """The history of a job, as far as the invariants need it.
 
     Attributes:
-        ran: by step and first micro-batch, what was told, to compare when it runs again.
-        rows: the last step that is recorded; `lost`, that it was when a worker was lost.
-        updated: the last step that workers were told to apply, in this generation.
-        parts: of each checkpoint that is being written, who has written theirs.
-        tried: of each attempt at a checkpoint that has come to its end, whether it is there.
+        ran: the commands by step and first micro-batch, which must be equal when repeated.
+        rows: the last recorded step.
+        lost: the value of `rows` when a worker was lost.
+        updated: the last step whose update was sent in this generation.
+        parts: by checkpoint being written, the ranks that have written their part.
+        tried: for each checkpoint that has ended, whether it is complete.
     """
 
     ranks: frozenset[int]
@@ -46,10 +45,10 @@ class Watch:
     ended: bool = False
 
     def before(self, event: Event) -> None:
-        """What a worker says for itself, in this generation."""
-        if isinstance(event, Committed):
+        """Note an event before the job handles it."""
+        if isinstance(event, CheckpointCommitted):
             self.tried.append(True)
-        if not isinstance(event, Arrived) or event.generation != self.number:
+        if not isinstance(event, MessageReceived) or event.generation != self.number:
             return
         message = event.message
         if isinstance(message, Hello):
@@ -64,9 +63,9 @@ class Watch:
                     self.call = message
 
     def after(self, effects: list[Effect], ranks: int) -> None:
-        """Of an event; `ranks`: how many there are then."""
+        """Check the effects of an event; `ranks` is the number of ranks after it."""
         late = [e for e in effects if isinstance(e, Send) and isinstance(e.message, Abort)]
-        assert not (self.ended and effects != late)  # who comes too late hears why
+        assert not (self.ended and effects != late)  # late workers learn the reason
         for discarded in of(effects, Discard):
             self.parts.pop(discarded.step, None)
             self.tried.append(False)
@@ -84,21 +83,21 @@ class Watch:
                     self.updated = restore.step if restore else 0
                 case Commit():
                     assert self.parts.pop(effect.step) == self.ranks
-                case Again():
-                    self._begin_again(effect, ranks)
+                case Restart():
+                    self._restart(effect, ranks)
         self._verdict(effects)
 
-    def _begin_again(self, again: Again, ranks: int) -> None:
-        assert again.generation == self.number + 1
-        assert not self.parts  # all discarded
-        self.ranks, self.number = frozenset(range(ranks)), again.generation
+    def _restart(self, restart: Restart, ranks: int) -> None:
+        assert restart.generation == self.number + 1
+        assert not self.parts  # all were discarded
+        self.ranks, self.number = frozenset(range(ranks)), restart.generation
         self.joined, self.done, self.running = {}, set(), None
         self.updated, self.lost = 0, self.rows
 
     def _verdict(self, effects: list[Effect]) -> None:
         verdicts = of(effects, Ended)
-        told = sorted(send.peer for send in ends(effects) if send.peer in self.joined)
-        assert told == (sorted(self.joined) if verdicts else [])
+        ended = sorted(send.peer for send in ends(effects) if send.peer in self.joined)
+        assert ended == (sorted(self.joined) if verdicts else [])
         if verdicts:
             assert effects[-1:] == verdicts
             assert verdicts[0].steps == self.rows
@@ -107,15 +106,15 @@ class Watch:
             assert self.rows == max(self.updated, self.lost)
 
     def _advances(self, effects: list[Effect]) -> None:
-        """All are told the same, or nobody is told anything."""
+        """Check that all workers receive the same command, or none does."""
         sends = [s for s in of(effects, Send) if isinstance(s.message, Advance)]
-        told = [s.message for s in sends if isinstance(s.message, Advance)]
-        if not told or isinstance(told[0].next, Finish):
+        advances = [s.message for s in sends if isinstance(s.message, Advance)]
+        if not advances or isinstance(advances[0].next, Finish):
             return
         assert [self.joined[send.peer] for send in sends] == sorted(self.ranks)
-        told = [dataclasses.replace(advance, next=_bare(advance.next)) for advance in told]
-        assert all(advance == told[0] for advance in told)
-        following, update, copy = told[0].next, told[0].update, told[0].copy
+        advances = [dataclasses.replace(one, next=_bare(one.next)) for one in advances]
+        assert all(one == advances[0] for one in advances)
+        following, update, copy = advances[0].next, advances[0].update, advances[0].copy
         if isinstance(update, Update):
             assert update.step == self.updated + 1
             assert self.running
@@ -141,11 +140,11 @@ class Watch:
     def _runs(self, run: RunStep) -> None:
         assert run.step == self.updated + 1
         assert self.running is None or self.done == self.ranks
-        assert self.ran.setdefault((run.step, run.first), run) == run  # as the first time
+        assert self.ran.setdefault((run.step, run.first), run) == run  # equal to the first time
         self.running, self.done = run, set()
 
     def _copies(self, copy: Copy, beside: Next) -> None:
-        """Beside the first mini-batch of a step, whose weights stand still."""
+        """Check that a copy is made beside the first mini-batch of a step."""
         assert isinstance(beside, RunStep)
         assert beside.first == 0
         assert copy.step == self.updated
@@ -154,7 +153,7 @@ class Watch:
 
 
 def _bare(following: Next) -> Next:
-    """Without the actions, which are each worker's own."""
+    """Return a command without its actions, which differ between workers."""
     if isinstance(following, RunStep):
         return dataclasses.replace(following, actions="")
     return following

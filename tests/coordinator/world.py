@@ -1,4 +1,4 @@
-"""A job, workers that follow it, and whatever else happens: recorded and watched."""
+"""A job with simulated workers under generated events, all recorded and checked."""
 
 from __future__ import annotations
 
@@ -20,42 +20,49 @@ from coordinator.lives import (
     How,
     Life,
     Lose,
+    Repeat,
     Rush,
     Silence,
     Stolen,
 )
-from coordinator.lives import Again as SaidAgain
 from coordinator.watch import Watch
 from pipeworker.coordinator.effects import Commit, Dropped, Effect, Send
-from pipeworker.coordinator.events import Arrived, Committed, Event, Ticked, Uncommitted
-from pipeworker.wire.lines import Again, Snapshot, WorkerExited
-from pipeworker.wire.messages.calls import Call
+from pipeworker.coordinator.events import (
+    CheckpointCommitted,
+    CheckpointFailed,
+    Event,
+    MessageReceived,
+    Tick,
+)
+from pipeworker.facts.failure import Cause, Failure
+from pipeworker.facts.position import Phase, Position
+from pipeworker.wire.lines import Restart, Snapshot, WorkerExited
 from pipeworker.wire.messages.checkpoint import Restore
-from pipeworker.wire.messages.failure import Cause, Failed, Failure, Signalled
-from pipeworker.wire.messages.position import Phase, Position
-from pipeworker.wire.messages.presence import Heartbeat, Hello, Welcome
-from support.coordinator import BATCH, TIMINGS, Scripted, identity
+from pipeworker.wire.messages.presence import Failed, Heartbeat, Hello, Signalled, Welcome
+from pipeworker.wire.messages.step import Call
+from support.coordinator import BATCH, TIMINGS, ScriptedJob, peer_of
 
 _MOST = 5000
-"""Turns within which a job comes to its end."""
+"""Turns within which a job ends."""
 
 
 class World:
-    """See the module.
+    """A simulated job.
 
     Args:
-        strict: workers are themselves; not, where others speak in their names.
+        life: the job, and what its workers do.
+        strict: whether only the workers themselves send messages in their names.
 
     Attributes:
-        memories: by rank; they outlive the workers.
-        full: so many checkpoints cannot be completed.
-        losses: how many workers were lost so far.
+        memories: the slots of each rank, which outlast the workers.
+        full: checkpoints that cannot be completed.
+        losses: workers lost so far.
     """
 
     def __init__(self, life: Life, *, strict: bool = True) -> None:
         self._strict = strict
         self.life = life
-        self.script = Scripted(
+        self.script = ScriptedJob(
             life.workers,
             generation=NUMBER,
             layers=LAYERS,
@@ -66,8 +73,8 @@ class World:
         self.watch = Watch(frozenset(self.script.ranks), NUMBER)
         self.commits: deque[int] = deque()
         self.complete: set[int] = set()
-        self.said: list[Arrived] = []
-        self.late: deque[Arrived] = deque()
+        self.sent: list[MessageReceived] = []
+        self.late: deque[MessageReceived] = deque()
         self.events: list[tuple[Event, float]] = []
         self.full = 0
         self.losses = 0
@@ -79,7 +86,7 @@ class World:
             for rank in self.script.ranks
         ]
 
-    def happens(self, event: Event) -> list[Effect]:
+    def handle(self, event: Event) -> list[Effect]:
         self.events.append((event, self.script.now))
         self.watch.before(event)
         effects = self.script.handle(event)
@@ -90,18 +97,18 @@ class World:
                     self.commits.append(effect.step)
                 case Send(peer, message, _):
                     if isinstance(message, Welcome) and message.restore:
-                        self._is_there(message.restore)
+                        self._check_complete(message.restore)
                     for worker in self.workers:
-                        if peer == identity(worker.rank):
-                            worker.hears(message)
+                        if peer == peer_of(worker.rank):
+                            worker.receive(message)
                 case Snapshot(step, slot, ranks):
-                    self._is_there(Restore(step, slot=slot, ranks=ranks))
-                case Again():
+                    self._check_complete(Restore(step, slot=slot, ranks=ranks))
+                case Restart():
                     self._replace()
         return effects
 
-    def _is_there(self, restore: Restore) -> None:
-        """What is gone back to is whole: on disk, or in the memories of all who left it."""
+    def _check_complete(self, restore: Restore) -> None:
+        """Check that a state to resume from is complete, on disk or in the memory of all ranks."""
         if not self._strict:
             return
         if restore.path:
@@ -112,67 +119,69 @@ class World:
         assert held == [restore.step] * restore.ranks
 
     def _replace(self) -> None:
-        """What the old workers had under way may still arrive."""
+        """Replace the workers; messages that the earlier ones had sent may still arrive."""
         for worker in self.workers:
-            said = [Arrived(identity(worker.rank), worker.generation, m) for m in worker.outbox]
-            self.late.extend(said)
+            sent = [
+                MessageReceived(peer_of(worker.rank), worker.generation, m) for m in worker.outbox
+            ]
+            self.late.extend(sent)
         self._begin()
 
     def deliver(self, choice: int) -> bool:
-        """One of those who have something to do or to say: a worker, its disk, or the shell."""
+        """Process one of the pending items: a message, a worker's write, or a commit."""
         turns: list[Callable[[], object]] = []
         for worker in self.workers:
-            turns += [partial(self._speak, worker)] if worker.outbox else []
+            turns += [partial(self._send_next, worker)] if worker.outbox else []
             turns += [worker.write] if worker.writes else []
         turns += [self._commit] if self.commits else []
-        turns += [lambda: self.happens(self.late.popleft())] if self.late else []
+        turns += [lambda: self.handle(self.late.popleft())] if self.late else []
         if not turns:
             return False
         turns[choice % len(turns)]()
         return True
 
-    def _speak(self, worker: Follower) -> None:
-        said = Arrived(identity(worker.rank), worker.generation, worker.outbox.popleft())
-        self.said.append(said)
-        self.happens(said)
+    def _send_next(self, worker: Follower) -> None:
+        received = MessageReceived(peer_of(worker.rank), worker.generation, worker.outbox.popleft())
+        self.sent.append(received)
+        self.handle(received)
 
     def _commit(self) -> None:
         step = self.commits.popleft()
         if self.full:
             self.full -= 1
-            self.happens(Uncommitted(step, "no space left"))
+            self.handle(CheckpointFailed(step, "no space left"))
         else:
             self.complete.add(step)
-            self.happens(Committed(step, f"checkpoints/{step}"))
+            self.handle(CheckpointCommitted(step, f"checkpoints/{step}"))
 
     def finish(self, order: list[int]) -> None:
-        """All goes on until nobody has anything to say; who is silent is found out."""
+        """Process everything that is pending; silent workers are lost by their timeout."""
         for turn in range(_MOST):
             if not self.deliver(order[turn % len(order)]):
                 if self.watch.ended or not self.life.replaceable:
                     return
                 self.beat(20.0)
-        raise AssertionError("it does not come to its end")
+        raise AssertionError("the job does not end")
 
     def beat(self, seconds: float) -> None:
-        """Time passes, and whoever has joined and is there is alive."""
+        """Let time pass, and let all members that are alive send heartbeats."""
         self.script.now += seconds
         for worker in self.workers:
-            peer = identity(worker.rank)
+            peer = peer_of(worker.rank)
             if peer in self.watch.joined and not worker.gone:
                 beat = Heartbeat(worker.rank, Position())
-                self.happens(Arrived(peer, worker.generation, beat))
-        self.happens(Ticked())
+                self.handle(MessageReceived(peer, worker.generation, beat))
+        self.handle(Tick())
 
     def silence(self) -> None:
-        """Nothing but ticks, until all have been given up."""
+        """Let time pass without messages until all workers are lost."""
         for _ in range(60):
             self.script.now += 40.0
-            self.happens(Ticked())
+            self.handle(Tick())
 
     def check_replay(self) -> None:
-        """The same events give the same effects."""
-        job = self.script.begun()
+        """Check that the same events give the same effects."""
+        job = self.script.new_job()
         replayed = [effect for event, now in self.events for effect in job.handle(event, now)]
         assert repr(replayed) == repr(self.script.effects)
         assert pickle.dumps(job) == pickle.dumps(self.script.job)
@@ -186,10 +195,10 @@ class World:
                 self.beat(happening.seconds)
             case Silence():
                 self.script.now += happening.seconds
-                self.happens(Ticked())
-            case SaidAgain():
-                if self.said:
-                    self.happens(self.said[happening.choice % len(self.said)])
+                self.handle(Tick())
+            case Repeat():
+                if self.sent:
+                    self.handle(self.sent[happening.choice % len(self.sent)])
             case Foreign():
                 self._foreign(happening)
             case Stolen():
@@ -198,7 +207,7 @@ class World:
                 for rank in self.script.ranks:
                     batch = BATCH if rank == self.script.first else None
                     call = Call(rank, happening.kind, batch)
-                    self.happens(Arrived(identity(rank), self.script.number, call))
+                    self.handle(MessageReceived(peer_of(rank), self.script.number, call))
             case Full(-1):
                 self.full = happening.times
             case Full():
@@ -206,15 +215,15 @@ class World:
                     self.workers[happening.rank].full = happening.times
             case Lose():
                 self._lose(happening)
-            case Committed() if happening.step in self.commits:
-                pass  # the shell completes what it was asked for when it is its turn
+            case CheckpointCommitted() if happening.step in self.commits:
+                pass  # the service completes it in its turn
             case _:
-                self.happens(happening)
+                self.handle(happening)
 
     def _lose(self, lose: Lose) -> None:
         rank = lose.rank % len(self.workers)
         worker, number = self.workers[rank], self.script.number
-        peer = identity(rank)
+        peer = peer_of(rank)
         joined = peer in self.watch.joined
         if worker.gone or self.watch.ended:
             return
@@ -225,42 +234,42 @@ class World:
         match lose.how:
             case How.RAISED if joined:
                 failure = Failure(Cause.TRANSIENT, "no route", position=at)
-                self.happens(Arrived(peer, number, Failed(rank, failure)))
+                self.handle(MessageReceived(peer, number, Failed(rank, failure)))
             case How.CUT_OFF if joined:
                 other = (rank + 1) % len(self.workers)
                 failure = Failure(Cause.PEER, "a channel closed")
-                self.happens(Arrived(identity(other), number, Failed(other, failure)))
-                self.beat(TIMINGS.echo + 0.1)
+                self.handle(MessageReceived(peer_of(other), number, Failed(other, failure)))
+                self.beat(TIMINGS.grace + 0.1)
             case How.SIGNALLED if joined:
-                self.happens(Arrived(peer, number, Signalled(rank, "SIGTERM")))
-                self.beat(TIMINGS.echo + 0.1)
+                self.handle(MessageReceived(peer, number, Signalled(rank, "SIGTERM")))
+                self.beat(TIMINGS.grace + 0.1)
             case How.HUNG:
-                pass  # time shows it
+                pass  # found by its timeout
             case _:
-                self.happens(WorkerExited(rank, number, -9, at))
+                self.handle(WorkerExited(rank, number, -9, at))
 
     def _stolen(self, happening: Stolen) -> None:
-        """Nobody else speaks for a worker. (A member that does ends the job: it lies.)"""
-        speakers = [worker for worker in self.workers if worker.outbox]
-        if not speakers:
+        """Check that an unknown peer's message is dropped; a member's would end the job."""
+        senders = [worker for worker in self.workers if worker.outbox]
+        if not senders:
             return
-        worker = speakers[happening.choice % len(speakers)]
+        worker = senders[happening.choice % len(senders)]
         message = worker.outbox[0]
         if worker.rank != happening.rank and not isinstance(message, Hello):
-            effects = self.happens(Arrived(b"not a member", worker.generation, message))
+            effects = self.handle(MessageReceived(b"not a member", worker.generation, message))
             assert [type(effect) for effect in effects] == self._dropped
 
     def _foreign(self, happening: Foreign) -> None:
-        """A message of another generation changes nothing: the whole state is as it was."""
+        """Check that a message of another generation does not change the job's state."""
         number = self.script.number + happening.younger
         events: list[Event] = [WorkerExited(0, number, -9, Position())]
-        events += [dataclasses.replace(said, generation=number) for said in self.said]
+        events += [dataclasses.replace(sent, generation=number) for sent in self.sent]
         before = pickle.dumps(self.script.job)
-        effects = self.happens(events[happening.choice % len(events)])
+        effects = self.handle(events[happening.choice % len(events)])
         assert [type(effect) for effect in effects] == self._dropped
         assert pickle.dumps(self.script.job) == before
 
     @property
     def _dropped(self) -> list[type]:
-        """What is done with what does not count."""
+        """The effects of a message that does not count."""
         return [] if self.watch.ended else [Dropped]

@@ -1,4 +1,4 @@
-"""Processes that end with those they belong to."""
+"""Processes that end together with their parent."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from support.jobs import until
 
 CHILD = """
 import os, sys
-from pipeworker.host.lifetime import dying_with
+from pipeworker.host.lifetime import bound_to_parent
 
-with dying_with(os.getppid()):
+with bound_to_parent(os.getppid()):
     if sys.argv[1] == "within":
         print(os.getpid(), flush=True)
         sys.stdin.read()
@@ -27,7 +27,7 @@ PARENT = "import subprocess, sys; subprocess.run([sys.executable, '-c', *sys.arg
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the kernel's signal is Linux's")
 @pytest.mark.parametrize("where", ["within", "behind"])
-def test_a_process_dies_with_its_parent_while_it_is_bound(where: str) -> None:
+def test_a_process_dies_with_its_parent_while_bound_to_it(where: str) -> None:
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
     line = [sys.executable, "-c", PARENT, CHILD, where]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}

@@ -1,4 +1,4 @@
-"""Where a worker is, and was when it died."""
+"""The position of a worker, which outlives the worker."""
 
 from __future__ import annotations
 
@@ -8,25 +8,27 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pipeworker.facts.position import Phase, Position
 from pipeworker.host.position import Tracker
-from pipeworker.wire.messages.position import Phase, Position
 
 number = st.integers(-1, 2**62)
 
 
-def test_it_begins_at_the_start() -> None:
+def test_a_tracker_starts_at_the_starting_phase() -> None:
     assert Tracker().get() == Position(Phase.STARTING, -1, -1, -1)
 
 
 @given(st.sampled_from(Phase), number, number, number)
-def test_what_is_set_is_read(phase: Phase, step: int, microbatch: int, layer: int) -> None:
+def test_the_recorded_position_is_returned(
+    phase: Phase, step: int, microbatch: int, layer: int
+) -> None:
     tracker = Tracker()
     tracker.set(phase, step, microbatch, layer)
     assert tracker.get() == Position(phase, step, microbatch, layer)
     tracker.close()
 
 
-def test_what_is_not_given_does_not_stay() -> None:
+def test_omitted_fields_do_not_keep_their_values() -> None:
     tracker = Tracker()
     tracker.set(Phase.FORWARD, 1, 2, 3)
     tracker.set(Phase.WAITING, 4)
@@ -34,7 +36,7 @@ def test_what_is_not_given_does_not_stay() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
-def test_the_parent_reads_what_a_dead_child_wrote() -> None:
+def test_the_parent_reads_the_position_of_a_dead_child() -> None:
     tracker = Tracker()
     pid = os.fork()
     if pid == 0:
@@ -44,8 +46,18 @@ def test_the_parent_reads_what_a_dead_child_wrote() -> None:
     assert tracker.get() == Position(Phase.BACKWARD, 5, 6, 7)
 
 
-def test_a_closed_tracker_is_not_read() -> None:
+def test_a_closed_tracker_cannot_be_read() -> None:
     tracker = Tracker()
     tracker.close()
     with pytest.raises(ValueError, match="closed"):
         tracker.get()
+
+
+def test_a_tracker_records_whether_the_worker_waits() -> None:
+    tracker = Tracker()
+    assert not tracker.waiting
+    tracker.wait(3, 1, 2)
+    assert tracker.waiting
+    assert tracker.get() == Position(Phase.WAITING, 3, 1, 2)
+    tracker.set(Phase.LOSS, 3)
+    assert not tracker.waiting

@@ -1,4 +1,4 @@
-"""Standard streams with which a job does what it likes."""
+"""Standard streams that a job has closed or replaced."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import sys
 import pytest
 
 from pipeworker.host import streams
-from pipeworker.wire.messages.failure import Abort
+from pipeworker.wire.messages.presence import Abort
 from pipeworker.worker import control
 
 
-class _Odd(io.TextIOBase):
-    """As jobs have them that send what is printed elsewhere."""
+class _Failing(io.TextIOBase):
+    """A stream of a job that sends its output elsewhere."""
 
     def write(self, text: str, /) -> int:
         raise RuntimeError(text)
@@ -29,7 +29,7 @@ def _closed() -> io.TextIOBase:
     return stream
 
 
-@pytest.mark.parametrize("stream", [_closed(), _Odd(), None])
+@pytest.mark.parametrize("stream", [_closed(), _Failing(), None])
 def test_a_worker_whose_job_has_closed_its_streams_still_ends(
     stream: io.TextIOBase | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -37,17 +37,17 @@ def test_a_worker_whose_job_has_closed_its_streams_still_ends(
         monkeypatch.setattr(sys, name, stream)
     ended: list[int] = []
     monkeypatch.setattr(os, "_exit", ended.append)
-    control.leave_process(Abort("another rank is gone", 1))
+    control.exit_process(Abort("another rank is gone", 1))
     monkeypatch.undo()
     assert ended == [1]
 
 
-def test_what_nobody_can_read_is_not_said(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_note_to_a_closed_stream_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stderr", _closed())
     streams.note("the channel is another one")
     streams.flush()
 
 
-def test_what_is_said_in_a_log_is_marked(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_note_has_a_prefix_on_each_line(capsys: pytest.CaptureFixture[str]) -> None:
     streams.note("one\ntwo")
     assert capsys.readouterr().err == "[pipeworker] one\n[pipeworker] two\n"

@@ -1,4 +1,4 @@
-"""The job file: found, run with its own neighbours, and checked."""
+"""The job file: run with the modules beside it, and checked."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import sys
 import textwrap
 from collections import OrderedDict
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from torch import nn
 
 from pipeworker.errors import UsageError
 from pipeworker.job import file as job_file
-from pipeworker.job.file import Job
+from pipeworker.job.file import JobFile
 
 GOOD = {
     "model": "def model(): return [nn.Linear(2, 2), nn.ReLU]",
@@ -29,14 +30,14 @@ pytestmark = pytest.mark.usefixtures("as_a_worker")
 
 
 def write(folder: Path, name: str = "job.py", more: str = "", **lines: str | None) -> Path:
-    """A job file like GOOD but for some names; None leaves one out."""
+    """Write a job file like GOOD with some names changed; None leaves one out."""
     body = [line for line in {**GOOD, **lines}.values() if line is not None]
     path = folder / name
     path.write_text("\n".join(["import torch", "from torch import nn", *body, more]))
     return path
 
 
-def load(path: Path, *arguments: str) -> Job:
+def load(path: Path, *arguments: str) -> JobFile:
     return job_file.load(path, arguments)
 
 
@@ -47,8 +48,8 @@ def test_a_good_file(tmp_path: Path) -> None:
     assert job.data() == []
 
 
-def test_a_file_runs_as_it_is_now(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where Python's cached bytecode seems to be its own: same size, same second."""
+def test_a_changed_file_is_compiled_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Even if size and modification second are those of Python's cached bytecode."""
     monkeypatch.setattr(sys, "dont_write_bytecode", False)
     path = write(tmp_path, more="tied = [('a', 'b')]")
     before = path.stat()
@@ -61,14 +62,14 @@ def test_a_file_runs_as_it_is_now(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize(
     ("lines", "message"),
     [
-        ({"model": None}, "lacks the name model: it must define model, loss, optimizer and data"),
+        ({"model": None}, ": lacks the name model; define model, loss, optimizer and data"),
         ({"loss": None, "data": None}, "lacks the names loss, data"),
-        ({"model": "model = 3"}, "model in job file .* is a int"),
-        ({"model": "model = nn.Linear(1, 1)"}, "model in job file .* is a Linear"),
-        ({"loss": "loss = 1.0"}, "loss in job file .* is a float: it must be a function"),
-        ({"optimizer": "optimizer = None"}, "optimizer in job file .* is a NoneType"),
-        ({"scheduler": "scheduler = 3"}, "scheduler in job file .* is a int"),
-        ({"data": "data = 3"}, "data in job file .* is a int: it must be an iterable"),
+        ({"model": "model = 3"}, "job file .*: model is an int"),
+        ({"model": "model = nn.Linear(1, 1)"}, "job file .*: model is a Linear"),
+        ({"loss": "loss = 1.0"}, "job file .*: loss is a float; make it a function"),
+        ({"optimizer": "optimizer = None"}, "job file .*: optimizer is a NoneType"),
+        ({"scheduler": "scheduler = 3"}, "job file .*: scheduler is an int"),
+        ({"data": "data = 3"}, "job file .*: data is an int; make it an iterable"),
     ],
 )
 def test_a_name_that_is_missing_or_wrong(
@@ -93,7 +94,7 @@ def test_a_name_that_is_missing_or_wrong(
         {"data": "data = torch.utils.data.TensorDataset(torch.ones(1))"},
     ],
 )
-def test_names_that_are_right_in_other_ways(tmp_path: Path, lines: dict[str, Any]) -> None:
+def test_other_accepted_kinds_of_names(tmp_path: Path, lines: dict[str, Any]) -> None:
     assert job_file.entries(load(write(tmp_path, **lines)))
 
 
@@ -105,7 +106,7 @@ def test_no_file(tmp_path: Path) -> None:
 
 
 def test_a_file_that_is_not_python(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match=r"is not a Python file: its name must end in \.py"):
+    with pytest.raises(UsageError, match=r"not a Python file; its name must end in \.py"):
         load(write(tmp_path, "job.txt"))
 
 
@@ -113,7 +114,7 @@ def test_a_file_that_is_not_python(tmp_path: Path) -> None:
     ("more", "error"),
     [("1 / 0", ZeroDivisionError), ("x = = 1", SyntaxError), ("import none_such", ImportError)],
 )
-def test_what_the_file_raises_comes_through(
+def test_exceptions_of_the_file_propagate(
     tmp_path: Path, more: str, error: type[Exception]
 ) -> None:
     with pytest.raises(error):
@@ -134,7 +135,9 @@ def test_neighbours(tmp_path: Path, name: str, line: str) -> None:
 
 @pytest.mark.parametrize("name", ["cli", "plan", "worker", "launcher", "job", "wire"])
 @pytest.mark.parametrize("package", [True, False])
-def test_neighbours_named_as_ours_are_the_users(tmp_path: Path, name: str, package: bool) -> None:
+def test_neighbours_named_like_our_modules_are_the_users(
+    tmp_path: Path, name: str, package: bool
+) -> None:
     import cli  # noqa: F401
     import launcher.local  # noqa: F401
 
@@ -157,7 +160,7 @@ def test_arguments_reach_the_file(tmp_path: Path) -> None:
 
 
 def test_classes_of_the_file_can_be_pickled(tmp_path: Path) -> None:
-    """A DataLoader's processes are given the dataset so."""
+    """A DataLoader pickles its dataset for its worker processes."""
     import pickle
 
     path = write(tmp_path, data="class Set(list): pass\ndata = Set()")
@@ -168,8 +171,8 @@ def test_classes_of_the_file_can_be_pickled(tmp_path: Path) -> None:
 # The model.
 
 
-def job(model: Any) -> Job:
-    return Job(model, torch.sum, torch.optim.Adam, [], None)
+def job(model: Any) -> JobFile:
+    return JobFile(model, torch.sum, torch.optim.Adam, [], None)
 
 
 class Own(nn.Sequential):
@@ -180,12 +183,12 @@ class Own(nn.Sequential):
 @pytest.mark.parametrize(
     ("model", "message"),
     [
-        (lambda: nn.Linear(1, 1), r"model\(\) returned a Linear: it must return"),
+        (lambda: nn.Linear(1, 1), r"model\(\) returned a Linear; return an"),
         (lambda: None, r"model\(\) returned a NoneType"),
         (list, "returned no layers"),
         (nn.Sequential(), "returned no layers"),
-        ([nn.ReLU(), 3], r"layer 1 of model\(\) is a int"),
-        (Own(nn.ReLU()), "a Own with a forward of its own, which a pipeline cannot cut"),
+        ([nn.ReLU(), 3], r"layer 1 of model\(\) is an int"),
+        (Own(nn.ReLU()), "an Own with a forward of its own, which a pipeline cannot cut"),
         (lambda: Own(nn.ReLU()), "with a forward of its own"),
     ],
 )
@@ -218,7 +221,7 @@ def test_callables_are_built_only_when_asked() -> None:
 
 
 def test_a_callable_that_builds_something_else() -> None:
-    with pytest.raises(UsageError, match=r"layer 4 of model\(\) was built as a int"):
+    with pytest.raises(UsageError, match=r"layer 4 of model\(\) was built as an int"):
         job_file.build(lambda: 3, 4)  # type: ignore[arg-type,return-value]
 
 
@@ -234,7 +237,7 @@ def test_shared_buffers_must_be_on_one_stage() -> None:
         job_file.check_buffers(layers, 3, 4)
 
 
-def test_a_docstring_in_the_contract_is_a_job(tmp_path: Path) -> None:
+def test_the_documented_example_is_a_job(tmp_path: Path) -> None:
     path = tmp_path / "job.py"
     path.write_text(
         textwrap.dedent(
@@ -259,3 +262,19 @@ def test_a_docstring_in_the_contract_is_a_job(tmp_path: Path) -> None:
     made = load(path)
     assert [type(entry) for entry in job_file.entries(made).values()] == [nn.Linear, nn.ReLU]
     assert isinstance(made.optimizer([nn.Parameter(torch.ones(1))]), torch.optim.AdamW)
+
+
+def test_digests_cover_the_job_file_and_the_modules_beside_it(tmp_path: Path) -> None:
+    (tmp_path / "net").mkdir()
+    for name in ("job.py", "net/blocks.py", "job2.py"):
+        (tmp_path / name).write_text(name)
+    modules = []
+    for file in (tmp_path / "net/blocks.py", tmp_path / "gone.py", "/usr/lib/other.py", None):
+        module = ModuleType("m")
+        module.__file__ = None if file is None else str(file)
+        modules.append(module)
+    found = dict(job_file.source_digests(tmp_path / "job.py", modules))
+    assert [*found] == ["job.py", "net/blocks.py"]
+    assert len({*found.values()}) == 2
+    (tmp_path / "job.py").write_text("another")
+    assert dict(job_file.source_digests(tmp_path / "job.py", [])) != {"job.py": found["job.py"]}

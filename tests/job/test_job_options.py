@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeworker.errors import UsageError
-from pipeworker.job.given import complete
-from pipeworker.job.options import Every, Options
+from pipeworker.job.option_parsing import make_options
+from pipeworker.job.options import Interval, Options
 
 
 def options(**fields: Any) -> Options:
@@ -20,7 +20,7 @@ def options(**fields: Any) -> Options:
 positive = st.integers(1, 10**6)
 
 
-def test_steps_and_epochs_are_one_or_the_other() -> None:
+def test_steps_and_epochs_exclude_each_other() -> None:
     with pytest.raises(UsageError, match="--steps 3 and --epochs 2: choose one"):
         options(steps=3, epochs=2)
     assert [o.passes for o in (options(), options(epochs=3), options(steps=3))] == [1, 3, None]
@@ -29,8 +29,8 @@ def test_steps_and_epochs_are_one_or_the_other() -> None:
 @pytest.mark.parametrize(
     ("every", "steps"), [(None, []), (2, [2, 4, 6]), ("epoch", [3, 6]), ("2", [2, 4, 6])]
 )
-def test_after_which_steps_there_is_an_evaluation(every: Any, steps: list[int]) -> None:
-    made = complete("/job.py", 2, {"evaluate_every": every})
+def test_steps_that_are_followed_by_an_evaluation(every: Any, steps: list[int]) -> None:
+    made = make_options("/job.py", 2, {"evaluate_every": every})
     assert Options.from_json(made.to_json()) == made
     ended = {step: step % 3 == 0 for step in range(1, 7)}
     assert [n for n, end in ended.items() if made.evaluates(n, epoch_ended=end)] == steps
@@ -75,11 +75,11 @@ def test_json_round_trip(made: Options) -> None:
         ("epochs", 0, "--epochs 0: must be 1 or more"),
         ("evaluate_every", 0, "--evaluate-every 0: must be 1 or more"),
         ("evaluate_every", "step", "--evaluate-every step: must be a number of steps, or epoch"),
-        ("init_partial", True, "--init-partial is of --init-from: there is no file"),
+        ("init_strict", False, "--no-init-strict requires --init-from: no file is given"),
         ("clip_grad_norm", 0.0, "--clip-grad-norm 0.0: must be greater than 0"),
         ("clip_grad_norm", float("nan"), "--clip-grad-norm nan: must be greater than 0"),
         ("worker_timeout", 0.0, "--worker-timeout 0.0: must be greater than 0"),
-        ("balance", (2, 2, 1), "--balance 2,2,1 is for 3 stages, but there are 2"),
+        ("balance", (2, 2, 1), "--balance 2,2,1: is for 3 stages, but there are 2"),
         ("schedule", "zigzag", "--schedule zigzag: must be one of gpipe"),
         ("recompute", "rarely", "--recompute rarely: must be one of auto, always, except_first"),
         ("precision", "fp8", "--precision fp8: must be one of fp32, bf16, fp16"),
@@ -98,40 +98,41 @@ def test_at_the_edge_of_the_range(name: str, value: int) -> None:
 
 
 def given_as(how: str, balance: list[int]) -> Options:
-    """A balance for two stages, by the way it came."""
+    """Return options with a balance for two stages, given in one of several ways."""
     if how == "options":
         return options(balance=tuple(balance))
     shown = ",".join(map(str, balance))
     value = {"list": balance, "tuple": tuple(balance), "text": shown}[how]
-    return complete("/jobs/job.py", 2, {"balance": value, "microbatches": 8, "threads": 1})
+    return make_options("/jobs/job.py", 2, {"balance": value, "microbatches": 8, "threads": 1})
 
 
 @pytest.mark.parametrize("how", ["options", "list", "tuple", "text"])
-def test_a_balance_is_checked_alike_however_it_is_given(how: str) -> None:
+def test_a_balance_is_checked_equally_from_every_source(how: str) -> None:
     assert given_as(how, [2, 1]) == options(balance=(2, 1))
     for balance in ([0, 2], [-1, 3], [2, 0], [], [0]):
         shown = ",".join(map(str, balance))
         with pytest.raises(UsageError) as caught:
             given_as(how, balance)
         assert str(caught.value).startswith(
-            f"--balance {shown!r} is not a list of layer counts: write one positive number"
+            f"--balance {shown!r}: not a list of layer counts; write one positive number"
         )
     for balance in ([3], [1, 1, 1]):
         shown = ",".join(map(str, balance))
         with pytest.raises(UsageError) as caught:
             given_as(how, balance)
         assert str(caught.value) == (
-            f"--balance {shown} is for {len(balance)} stages, but there are 2"
+            f"--balance {shown}: is for {len(balance)} stages, but there are 2; write one "
+            "number for each stage"
         )
 
 
 @pytest.mark.parametrize(
     ("text", "every"),
     [
-        *(("1", Every(1)), ("007", Every(7)), ("90s", Every(seconds=90))),
-        *(("30m", Every(seconds=1800)), ("2h", Every(seconds=7200))),
+        *(("1", Interval(1)), ("007", Interval(7)), ("90s", Interval(seconds=90))),
+        *(("30m", Interval(seconds=1800)), ("2h", Interval(seconds=7200))),
     ],
 )
-def test_how_often(text: str, every: Every) -> None:
-    assert Every.parse(text) == every
+def test_intervals_are_read_from_text(text: str, every: Interval) -> None:
+    assert Interval.parse(text) == every
     assert Options("job.py", 1, 1, checkpoint_every=text).checkpoint_every == text

@@ -1,4 +1,4 @@
-"""What is said on the command line, for a job elsewhere."""
+"""Tests of the command line of a job that runs on other hosts."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ from pipeworker.errors import UsageError
 from support.sources import JOB
 
 
-def words_of(*line: str) -> tuple[str, ...]:
-    """The words that are for the ranks."""
+def options_of(*line: str) -> tuple[str, ...]:
+    """Return the options for the ranks."""
     found = []
 
     @click.command()
     @click.option("--stages", type=int)
     @job_options
     def command(**chosen: object) -> None:
-        found.append(choose.words(click.get_current_context()))
+        found.append(choose.rank_options(click.get_current_context()))
 
     command.main([*line, "job.py"], standalone_mode=False)
     return found[0]
 
 
-def test_options_that_were_said_are_words_again() -> None:
-    said: tuple[str, ...] = (
+def test_typed_options_are_passed_on_as_typed() -> None:
+    typed: tuple[str, ...] = (
         "--microbatches",
         "3",
         "--steps",
@@ -42,25 +42,32 @@ def test_options_that_were_said_are_words_again() -> None:
         "0.5",
         "--resume",
     )
-    said += ("--allow", "seed", "--allow", "threads", "--no-stop-on-nan", "--init-partial")
-    found = words_of(*said, "--stages", "3", "--run-dir", "here")
-    assert words_of(*found) == found
-    pairs = {"--microbatches 3", "--steps 2", "--clip-grad-norm 0.5", "--allow seed"}
-    assert all(pair in " ".join(found) for pair in pairs | {"--allow threads"})
-    assert {"--resume", "--no-stop-on-nan", "--init-partial"} <= {*found}
-    assert len(found) == len(said)  # the others are not of a rank
-    assert words_of() == ()
+    typed += (
+        "--allow-change",
+        "seed",
+        "--allow-change",
+        "threads",
+        "--no-stop-on-nan",
+        "--no-init-strict",
+    )
+    found = options_of(*typed, "--stages", "3", "--run-dir", "here")
+    assert options_of(*found) == found
+    pairs = {"--microbatches 3", "--steps 2", "--clip-grad-norm 0.5", "--allow-change seed"}
+    assert all(pair in " ".join(found) for pair in pairs | {"--allow-change threads"})
+    assert {"--resume", "--no-stop-on-nan", "--no-init-strict"} <= {*found}
+    assert len(found) == len(typed)  # the others are for the launcher
+    assert options_of() == ()
 
 
-def test_what_was_said_in_the_environment_or_by_default_is_no_word() -> None:
-    assert words_of("--seed", "0") == ("--seed", "0")  # the default, but said
+def test_a_typed_default_is_passed_on() -> None:
+    assert options_of("--seed", "0") == ("--seed", "0")  # the default, but typed
 
 
 def test_settings_are_names_and_values() -> None:
-    assert choose.settings(["a=b=c", "d="]) == {"a": "b=c", "d": ""}
+    assert choose.parse_settings(["a=b=c", "d="]) == {"a": "b=c", "d": ""}
     for wrong in ("a", "=b", ""):
         with pytest.raises(UsageError, match=f"--set {wrong}: must be NAME=VALUE"):
-            choose.settings([wrong])
+            choose.parse_settings([wrong])
 
 
 ON = ("launch", "--on", "kubernetes", "--set", "image=image")
@@ -73,7 +80,7 @@ def job_file(tmp_path: Path) -> Path:
     return path
 
 
-def test_a_dry_run_prints_what_kubectl_would_be_given(job_file: Path) -> None:
+def test_a_dry_run_prints_the_input_of_kubectl(job_file: Path) -> None:
     line = [*ON, "--dry-run", "--stages", "4", "--nodes", "2", "--seed", "3", str(job_file)]
     ran = CliRunner().invoke(cli.main, [*line, "--", "--x"])
     assert ran.exit_code == 0, ran.output
@@ -83,7 +90,7 @@ def test_a_dry_run_prints_what_kubectl_would_be_given(job_file: Path) -> None:
     run_dir = args[args.index("--run-dir") + 1]
     assert re.fullmatch(r"/runs/my-job-\d{8}-\d{6}", run_dir)
     assert args[args.index("--") + 1 :] == [
-        *("--seed", "3", "--run-dir", run_dir, "--go-on", "/job/My Job.py", "--", "--x")
+        *("--seed", "3", "--run-dir", run_dir, "--auto-resume", "/job/My Job.py", "--", "--x")
     ]
 
 
@@ -92,35 +99,35 @@ def test_paths_of_options_are_those_in_the_pods(job_file: Path) -> None:
     ran = CliRunner().invoke(cli.main, [*line, "--threads", "3", str(job_file)])
     assert ran.exit_code == 0, ran.output
     assert "- /runs/w.safetensors\n" in ran.stdout
-    assert "cpu: '12'\n" in ran.stdout  # as many as there are threads
+    assert "cpu: '12'\n" in ran.stdout  # one for each thread
     slurm = ["launch", "--on", "slurm", "--dry-run", "--stages", "4", "--threads", "3"]
     ran = CliRunner().invoke(cli.main, [*slurm, str(job_file)])
     assert "#SBATCH --cpus-per-task=12\n" in ran.stdout
 
 
 @pytest.mark.parametrize(("on", "words"), [("slurm", "--stages 2"), ("kubernetes", "--workers 2")])
-def test_workers_are_those_of_all_replicas(job_file: Path, on: str, words: str) -> None:
-    """Two hosts have two each; a rank, or the launcher within, is told of the replicas again."""
+def test_a_cluster_runs_the_workers_of_all_replicas(job_file: Path, on: str, words: str) -> None:
+    """Two hosts have two workers each; their ranks or launcher get the replicas as an option."""
     line = ["launch", "--on", on, "--stages", "2", "--replicas", "2", "--nodes", "2", "--dry-run"]
     image = ["--set", "image=image"] if on == "kubernetes" else []
     ran = CliRunner().invoke(cli.main, [*line, *image, str(job_file)])
     assert ran.exit_code == 0, ran.output
-    said = " ".join(ran.stdout.replace("\n", " ").replace("- ", "").replace("'", "").split())
-    assert words in said
-    assert "--replicas 2" in said
+    text = " ".join(ran.stdout.replace("\n", " ").replace("- ", "").replace("'", "").split())
+    assert words in text
+    assert "--replicas 2" in text
 
 
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (("--dry-run",), "--on needs --stages"),
+        (("--dry-run",), "--on requires --stages"),
         (("--stages", "2", "--nodes", "3"), "--nodes 3: must be 1 to the 2 workers"),
         (("--stages", "2", "--nodes", "0"), "--nodes 0: must be 1 to the 2 workers"),
         (("--stages", "2", "--steps", "0"), "--steps 0: must be 1 or more"),
         (("--stages", "2", "--set", "kind"), "--set kind: must be NAME=VALUE"),
     ],
 )
-def test_mistakes_are_found_before_anything_is_sent(
+def test_a_mistake_is_found_before_anything_is_sent(
     job_file: Path, words: tuple[str, ...], message: str
 ) -> None:
     ran = CliRunner().invoke(cli.main, [*ON, *words, str(job_file)])
@@ -128,8 +135,8 @@ def test_mistakes_are_found_before_anything_is_sent(
     assert message in ran.output
 
 
-def test_what_is_of_a_cluster_needs_one(job_file: Path) -> None:
+def test_options_of_a_cluster_require_one(job_file: Path) -> None:
     for words in (("--nodes", "2"), ("--set", "image=x"), ("--dry-run",)):
         ran = CliRunner().invoke(cli.main, ["launch", "--stages", "2", *words, str(job_file)])
         assert ran.exit_code == 2
-        assert f"{words[0]} is of --on" in ran.output
+        assert f"{words[0]} requires --on" in ran.output

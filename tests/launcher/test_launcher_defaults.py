@@ -5,21 +5,19 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import click
 import pytest
 from click.testing import CliRunner, Result
 
 import cli
-from launcher.defaults import Defaults, slips
-from launcher.options import backends_here, devices_here
+from launcher.defaults import Defaults, misspelt
+from pipeworker.display.style import Style
 from pipeworker.errors import UsageError
 from pipeworker.job.options import Options
-from pipeworker.past import page
-from pipeworker.session.begin import Asked
-from pipeworker.session.place import Place
-from pipeworker.session.show.view import View
+from pipeworker.ranks.rank_info import RankInfo
+from pipeworker.runs import show
+from pipeworker.runs.begin import RunRequest
 from pipeworker.timings import VARIABLE
 from pipeworker.wire.keys import TOKEN_VARIABLE
 
@@ -32,17 +30,17 @@ def run(*words: str, command: click.Command = cli.main) -> Result:
 
 @pytest.fixture
 def launch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Launch:
-    """`launch` with a job file in a folder of its own: what it is begun with."""
+    """Return a function that runs `launch`, and returns the options of the job."""
     monkeypatch.chdir(tmp_path)
     Path("jobs").mkdir()
     Path("jobs/job.py").touch()
-    begun: list[Options] = []
-    monkeypatch.setattr("launcher.local.run", lambda it, *_: begun.append(it.options))
+    started: list[Options] = []
+    monkeypatch.setattr("launcher.local.run", lambda it, *_: started.append(it.options))
 
     def launch(*words: str) -> Options:
         result = run("launch", *words, "jobs/job.py")
         assert result.exit_code == 0, result.output
-        return begun[-1]
+        return started[-1]
 
     return launch
 
@@ -84,7 +82,7 @@ def test_steps_and_epochs_are_instead_of_each_other(
     assert launch("--epochs", "5").steps is None
 
 
-def test_a_file_says_each_kind_of_value(launch: Launch) -> None:
+def test_a_file_sets_values_of_each_type(launch: Launch) -> None:
     project(
         'balance = [2, 1]\ncheckpoint_every = 10\nprecision = "bf16"\nstop-on-nan = true\n'
         "clip-grad-norm = 1\nworker-timeout = 2.5"
@@ -95,7 +93,7 @@ def test_a_file_says_each_kind_of_value(launch: Launch) -> None:
     assert not launch("--stages", "2", "--no-stop-on-nan").stop_on_nan
 
 
-def test_paths_are_seen_from_the_file(launch: Launch, tmp_path: Path) -> None:
+def test_paths_are_relative_to_the_file(launch: Launch, tmp_path: Path) -> None:
     Path("jobs/pipeworker.toml").write_text('run-dir = "runs/1"\ninit-from = "weights.pt"')
     Path("jobs/weights.pt").touch()
     assert launch("--stages", "2").init_from == str(tmp_path / "jobs/weights.pt")
@@ -108,7 +106,7 @@ def test_the_file_beside_the_job_comes_first_and_no_other_is_read(launch: Launch
     Path("pipeworker.toml").write_text("seed = 2")
     assert launch("--stages", "2").seed == 2
     Path("jobs/pyproject.toml").write_text("[tool.other]\nx = 1")
-    assert launch("--stages", "2").seed == 2  # there is no table of ours in that one
+    assert launch("--stages", "2").seed == 2  # that file has no table of pipeworker
     Path("jobs/pipeworker.toml").write_text("seed = 3")
     made = launch("--stages", "2")
     assert (made.seed, made.keep) == (3, 2)
@@ -117,37 +115,40 @@ def test_the_file_beside_the_job_comes_first_and_no_other_is_read(launch: Launch
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("stepss = 3", "no option is stepss: did you mean steps?"),
-        ("xyz = 3", "no option is xyz: did you mean one of `pipeworker launch -h`?"),
-        ('steps = "3"', "steps = '3': it must be a whole number"),
-        ("seed = true", "seed = True: it must be a whole number"),
-        ("stop-on-nan = 1", "stop-on-nan = 1: it must be true or false"),
-        ("balance = [1.5]", "balance = [1.5]: it must be a string, a whole number or a list"),
+        ("stepss = 3", "stepss is not an option; did you mean steps?"),
+        ("xyz = 3", "xyz is not an option; did you mean one of `pipeworker launch -h`?"),
+        ('steps = "3"', "steps = '3': must be a whole number"),
+        ("seed = true", "seed = True: must be a whole number"),
+        ("stop-on-nan = 1", "stop-on-nan = 1: must be true or false"),
+        ("balance = [1.5]", "balance = [1.5]: must be a string, a whole number or a list"),
         ('precision = "fp8"', "precision = 'fp8': 'fp8' is not one of 'fp32', 'bf16', 'fp16'"),
-        ("resume = true", "resume can only be said on the command line"),
-        ('hosts = "a:2"', "hosts can only be said on the command line"),
-        ("steps = [", "is not TOML: "),
-        (f"steps = {'[' * 10_000}", "is not TOML: "),
+        ("resume = true", "resume is only for the command line"),
+        ('hosts = "a:2"', "hosts is only for the command line"),
+        ("steps = [", ": not TOML: "),
+        (f"steps = {'[' * 10_000}", ": not TOML: "),
     ],
 )
-def test_a_mistake_in_a_file_is_said_with_file_and_key(
+def test_an_error_in_a_file_names_the_file_and_the_key(
     launch: Launch, text: str, message: str
 ) -> None:
     Path("pipeworker.toml").write_text(text)
-    said = refused()
-    assert said.startswith("pipeworker.toml")
-    assert message in said
+    error = refused()
+    assert error.startswith("pipeworker.toml")
+    assert message in error
 
 
-def test_a_file_that_cannot_be_read_is_said(launch: Launch) -> None:
+def test_an_unreadable_file_is_an_error(launch: Launch) -> None:
     Path("pipeworker.toml").mkdir()
-    assert refused() == "cannot read pipeworker.toml: Is a directory"
+    assert (
+        refused()
+        == "pipeworker.toml: cannot be read: Is a directory; make it readable, or remove it"
+    )
     Path("pipeworker.toml").rmdir()
     Path("pyproject.toml").write_text("tool = 3")
-    assert refused() == "pyproject.toml: tool is no table"
+    assert refused() == "pyproject.toml: tool is not a table; write [tool.pipeworker]"
 
 
-def test_a_value_that_is_out_of_range_is_said_with_where_it_is(
+def test_an_error_of_a_value_out_of_range_names_its_source(
     launch: Launch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     project("keep = 0")
@@ -155,27 +156,25 @@ def test_a_value_that_is_out_of_range_is_said_with_where_it_is(
     monkeypatch.setenv("PIPEWORKER_SEED", "-1")
     assert refused("--keep", "1") == "--seed -1: must be 0 or more (PIPEWORKER_SEED)"
     monkeypatch.setenv("PIPEWORKER_SEED", "one")
-    assert "'--seed' (PIPEWORKER_SEED): 'one' is not a valid integer" in refused()
+    assert "--seed (PIPEWORKER_SEED): 'one' is not a valid integer; see" in refused()
     assert refused("--keep", "0", "--seed", "1") == "--keep 0: must be 1 or more"
 
 
-def test_a_run_that_goes_on_has_its_options_already(
-    launch: Launch, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_resumed_run_keeps_its_options(launch: Launch, monkeypatch: pytest.MonkeyPatch) -> None:
     project("stages = 2\nseed = 5\nsteps = 3")
-    begun = launch("--run-dir", "run")
+    first = launch("--run-dir", "run")
     project("stages = 3\nseed = 6\nsteps = 4")
     monkeypatch.setenv("PIPEWORKER_PRECISION", "bf16")
     monkeypatch.setenv("PIPEWORKER_RUN_DIR", "run")
-    for words in (("--resume",), ("--go-on",)):
-        assert launch(*words) == begun
-    assert launch("--go-on", "--steps", "9").steps == 9
+    for words in (("--resume",), ("--auto-resume",)):
+        assert launch(*words) == first
+    assert launch("--auto-resume", "--steps", "9").steps == 9
     result = run("launch", "--resume", "--seed", "6", "jobs/job.py")
-    assert "--seed: 5, now 6" in result.output
-    assert launch("--go-on", "--run-dir", "other").seed == 6
+    assert "--seed (5, now 6)" in result.output
+    assert launch("--auto-resume", "--run-dir", "other").seed == 6
 
 
-def test_jobs_elsewhere_are_told_what_the_environment_and_a_file_say(
+def test_options_of_the_environment_and_a_file_reach_jobs_on_other_hosts(
     launch: Launch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     project("stages = 2\nseed = 5\nstop-on-nan = true")
@@ -195,15 +194,15 @@ def test_ranks_of_torchrun_read_them_too(launch: Launch, monkeypatch: pytest.Mon
     for name, value in {"RANK": "0", "WORLD_SIZE": "3", "MASTER_ADDR": "a"}.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("MASTER_PORT", "1")
-    found: list[Asked] = []
+    found: list[RunRequest] = []
 
-    def joins(place: Place, asked: Asked, view: View) -> int:
-        found.append(asked)
+    def joins(place: RankInfo, request: RunRequest, view: Style) -> int:
+        found.append(request)
         return 0
 
     monkeypatch.setattr("launcher.torchrun.run", joins)
     assert run("jobs/job.py", command=cli.worker).exit_code == 0
-    made = found[0].anew()
+    made = found[0].new_options()
     assert (made.stages, made.seed, made.keep) == (3, 5, 7)
     Path("pyproject.toml").write_text("[tool.pipeworker]\nstage = 2")
     assert "did you mean stages?" in run("jobs/job.py", command=cli.worker).output
@@ -227,36 +226,38 @@ def test_what_is_of_one_start_is_not_in_the_environment(
 
 
 @pytest.mark.parametrize(
-    ("name", "said"),
+    ("name", "hint"),
     [
-        ("MICROBATCH", "is PIPEWORKER_MICROBATCHES meant?"),
-        ("SETPS", "is PIPEWORKER_STEPS meant?"),
-        ("CHECKPOINT", "is PIPEWORKER_CHECKPOINT_EVERY or PIPEWORKER_CHECKPOINT_BUSY meant?"),
-        ("HOSTS", "--hosts can only be said on the command line"),
-        ("SETTINGS", "--set can only be said on the command line"),
+        ("MICROBATCH", "did you mean PIPEWORKER_MICROBATCHES?"),
+        ("SETPS", "did you mean PIPEWORKER_STEPS?"),
+        ("CHECKPOINT", "did you mean PIPEWORKER_CHECKPOINT_EVERY or PIPEWORKER_CHECKPOINT_BUSY?"),
+        ("HOSTS", "--hosts is only for the command line"),
+        ("SETTINGS", "--set is only for the command line"),
         ("STEPS", ""),
         ("TIMINGS", ""),
-        ("TESTS_SERVER", ""),  # somebody else's
+        ("TESTS_SERVER", ""),  # not pipeworker's to check
         ("", ""),
     ],
 )
-def test_a_variable_that_is_misspelt_is_said(name: str, said: str) -> None:
+def test_a_misspelt_variable_gives_a_warning(name: str, hint: str) -> None:
     variable = f"PIPEWORKER_{name}"
-    found = [*slips([variable, name, "PATH"], cli.launch.params)]
-    assert found == ([f"{variable} is not read: {said}"] if said else [])
+    found = [*misspelt([variable, name, "PATH"], cli.launch.params)]
+    assert found == ([f"{variable}: not read; {hint}"] if hint else [])
 
 
-def test_a_misspelt_variable_ends_nothing(launch: Launch, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PIPEWORKER_SETPS", "3")
-    assert launch("--stages", "2").steps is None
-    said = "warning: PIPEWORKER_SETPS is not read: is PIPEWORKER_STEPS meant?\n"
-    assert said in run("launch", "--stages", "2", "jobs/job.py").stderr
-
-
-def test_what_nobody_typed_is_recorded_with_where_it_is_from(
+def test_a_misspelt_variable_does_not_end_the_command(
     launch: Launch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As far as it counts."""
+    monkeypatch.setenv("PIPEWORKER_SETPS", "3")
+    assert launch("--stages", "2").steps is None
+    expected = "warning: PIPEWORKER_SETPS: not read; did you mean PIPEWORKER_STEPS?\n"
+    assert expected in run("launch", "--stages", "2", "jobs/job.py").stderr
+
+
+def test_the_source_of_an_option_that_was_not_typed_is_recorded(
+    launch: Launch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Options that a later source overrides have no recorded origin."""
     project("stages = 3\nkeep = 4\nseed = 5\nepochs = 7")
     monkeypatch.setenv("PIPEWORKER_KEEP", "6")
     launch("--steps", "8", "--run-dir", "run")
@@ -272,102 +273,82 @@ def test_what_nobody_typed_is_recorded_with_where_it_is_from(
 
 
 def lines_of(folder: str) -> list[str]:
-    """What `show` has of what was not typed."""
-    text = page.show(Path(folder)).partition("not typed")
+    """Return the lines in which `show` lists options from elsewhere than the command line."""
+    text = show.show(Path(folder)).partition("not typed")
     return (text[1] + text[2].partition("\nversions")[0]).splitlines()
 
 
-def test_no_file_says_nothing(tmp_path: Path) -> None:
+def test_no_file_gives_no_defaults(tmp_path: Path) -> None:
     assert Defaults.find([tmp_path, tmp_path / "none"]) == Defaults()
     (tmp_path / "pipeworker.toml").write_bytes(b"\xff")
-    with pytest.raises(UsageError, match="is not TOML"):
+    with pytest.raises(UsageError, match="not TOML"):
         Defaults.find([tmp_path])
 
 
-# What is meant, and what is offered.
+# Former names of options.
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "expected"),
     [
-        (("job.py", "--", "x y"), "job.py is no command: did you mean `pipeworker launch job.py"),
+        (("--restarts", "3"), "--restarts: this option was renamed; use --max-restarts"),
+        (("--elastic=1",), "--elastic: this option was renamed; use --min-stages"),
+        (("--go-on",), "--go-on: this option was renamed; use --auto-resume"),
+        (("--allow", "seed"), "--allow: this option was renamed; use --allow-change"),
         (
-            ("--stages", "2", "job.py"),
-            "--stages is an option of launch: did you mean `pipeworker l",
+            ("--no-init-partial",),
+            "--no-init-partial: this option was renamed; use --init-strict",
         ),
-        (("lanch", "job.py"), "No such command 'lanch'"),
-        (("--stags",), "No such option"),
+        (
+            ("--read-data", "once"),
+            "--read-data: this option was renamed; use --data-reader, where once is now called "
+            "first",
+        ),
     ],
 )
-def test_launch_that_is_left_out_is_meant(words: tuple[str, ...], said: str) -> None:
-    result = run(*words)
-    assert result.exit_code == 2
-    assert said in result.output
-
-
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (("launch", "--stages", "2", "job.py"), "under torchrun leave out launch: torchrun … -m"),
-        (("export", "run"), "export is no matter for torchrun: say `pipeworker export`"),
-        (("--stages", "2", "job.py"), "--stages is an option of launch: torchrun says where"),
-        (("--stags", "2"), "No such option"),
-    ],
-)
-def test_under_torchrun_launch_is_too_much(
-    words: tuple[str, ...], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_former_option_gets_one_line_that_names_the_present_one(
+    launch: Launch, words: tuple[str, ...], expected: str
 ) -> None:
-    monkeypatch.chdir(tmp_path)
-    result = run(*words, command=cli.worker)
-    assert result.exit_code == 2
-    assert said in result.output
+    assert refused(*words) == expected
+    ranks = run(*words, "jobs/job.py", command=cli.worker)
+    assert (ranks.exit_code, ranks.output) == (2, f"error: {expected}\n")
 
 
-@pytest.mark.parametrize("words", [(), ("launch",), ("init",), ("export",), ("checkpoint",)])
-def test_help_is_given_for_h(words: tuple[str, ...]) -> None:
-    short, long = run(*words, "-h"), run(*words, "--help")
-    assert short.exit_code == 0
-    assert short.output == long.output
-    assert "-h, --help" in short.output
+def test_init_partial_is_still_accepted_and_not_shown(launch: Launch) -> None:
+    Path("w.safetensors").write_bytes(b"\2\0\0\0\0\0\0\0{}")
+    weights = ("--stages", "1", "--init-from", "w.safetensors")
+    assert launch(*weights).init_strict
+    assert not launch(*weights, "--init-partial").init_strict
+    assert not launch(*weights, "--no-init-strict").init_strict
+    shown = run("launch", "--help").output
+    assert "  --no-init-strict  " in shown
+    assert "init-partial" not in shown
 
 
-def test_every_option_is_explained_in_a_group() -> None:
-    text = run("launch", "-h").output
-    for option in cli.launch.params:
-        if isinstance(option, click.Option):
-            assert option.opts[-1] in text
-            assert option.help, option.name
-    assert "4 × stages × replicas" in " ".join(text.split())
-    assert ("nccl" in text) is ("cuda" in devices_here())
-    groups = [line for line in text.splitlines() if line.endswith(":") and line[:1] != " "]
-    assert groups == [
-        *("Workers:", "Other hosts:", "Training:", "Numbers:", "Schedule and memory:"),
-        *("Checkpoints and recovery:", "A run that goes on:", "Output:", "Other:"),
-    ]
-    text = run("-h", command=cli.worker).output
-    assert "--steps N" in text
-    assert "--stages" not in text
-
-
-def test_a_device_is_offered_where_there_is_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_former_option_of_a_file_or_a_variable_is_an_error(
+    launch: Launch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    library = tmp_path / "torch" / "lib"
-    library.mkdir(parents=True)
-
-    class Found:
-        origin = str(tmp_path / "torch" / "__init__.py")
-
-    def find(name: str) -> Any:
-        return Found if name == "torch" else None
-
-    monkeypatch.setattr("launcher.options.find_spec", find)
-    (tmp_path / "nvidiactl").touch()
-    assert devices_here(tmp_path) == ("auto", "cpu")
-    (library / "libtorch_cuda.so").touch()
-    assert devices_here(tmp_path) == ("auto", "cpu", "cuda")
-    (tmp_path / "nvidiactl").unlink()
-    assert devices_here(tmp_path) == ("auto", "cpu")
-    assert devices_here(tmp_path, "darwin arm64") == ("auto", "cpu", "mps")
-    assert backends_here(("auto", "cpu", "mps")) == ("auto", "gloo", "tls")
-    assert backends_here(("auto", "cpu", "cuda")) == ("auto", "gloo", "nccl", "tls")
+    renamed = "this option was renamed; use"
+    for key, present in (
+        ("restarts = 3", "max-restarts"),
+        ('read_data = "once"', "data-reader, where once is now called first"),
+        ("init-partial = true", "init-strict = false for init-partial = true"),
+    ):
+        Path("pipeworker.toml").write_text(key)
+        word = key.split()[0].replace("_", "-")
+        assert refused() == f"pipeworker.toml: {word}: {renamed} {present}"
+    Path("pipeworker.toml").unlink()
+    monkeypatch.setenv("PIPEWORKER_ELASTIC", "2")
+    assert refused() == f"PIPEWORKER_ELASTIC: {renamed} PIPEWORKER_MIN_STAGES"
+    monkeypatch.delenv("PIPEWORKER_ELASTIC")
+    monkeypatch.setenv("PIPEWORKER_INIT_PARTIAL", "1")
+    assert refused() == (
+        f"PIPEWORKER_INIT_PARTIAL: {renamed} PIPEWORKER_INIT_STRICT=0 for PIPEWORKER_INIT_PARTIAL=1"
+    )
+    monkeypatch.delenv("PIPEWORKER_INIT_PARTIAL")
+    monkeypatch.setenv("PIPEWORKER_GO_ON", "1")
+    only = "this option was renamed, and is only for the command line; use --auto-resume"
+    assert refused() == f"PIPEWORKER_GO_ON: {only}"
+    monkeypatch.delenv("PIPEWORKER_GO_ON")
+    Path("pipeworker.toml").write_text("go-on = true")
+    assert refused() == f"pipeworker.toml: go-on: {only}"

@@ -1,4 +1,4 @@
-"""A job of one worker that is this process."""
+"""Tests of a job of one worker that is this process."""
 
 from __future__ import annotations
 
@@ -8,22 +8,22 @@ from typing import Any
 import pytest
 
 from launcher import foreground
+from pipeworker.display.style import Style
 from pipeworker.errors import PipeworkerError
+from pipeworker.ranks.coordinator_process import REPORTED_BY_CALLER
+from pipeworker.runs.begin import RunRequest
 from pipeworker.session import session
-from pipeworker.session.begin import Asked
-from pipeworker.session.head import UNSAID
-from pipeworker.session.show.view import View
 
 
-def test_that_its_coordinator_did_not_start_is_said(
+def test_a_coordinator_that_did_not_start_is_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def dead(place: object, job: object, asked: Asked, *, listen: Any) -> None:
-        begun = asked.begin()
-        listen(begun)(UNSAID)
-        begun.close()
+    def fail(place: object, job: object, request: RunRequest, *, listen: Any) -> None:
+        prepared = request.prepare()
+        listen(prepared)(REPORTED_BY_CALLER)
+        prepared.close()
         raise PipeworkerError("the coordinator did not start")
 
-    monkeypatch.setattr(session, "Session", dead)
+    monkeypatch.setattr(session, "Session", fail)
     with pytest.raises(PipeworkerError, match="did not start"):
-        foreground.run(Asked(str(tmp_path / "job.py"), 1, {}, tmp_path / "run"), View())
+        foreground.run(RunRequest(str(tmp_path / "job.py"), 1, {}, tmp_path / "run"), Style())

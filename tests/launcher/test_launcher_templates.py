@@ -1,4 +1,4 @@
-"""Job files to begin with: they are written, and learn something."""
+"""The example job files of `pipeworker init`: each is written, and its loss decreases."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from pipeworker.job import file as job_file
 from support.jobs import Jobs
 
 STEPS = {"mlp": 60, "cnn": 30, "transformer": 20, "unet": 20}
-"""After which a loss is seen to be smaller."""
+"""Steps after which the loss of an example is clearly lower."""
 
 
 def init(*words: str) -> Result:
@@ -25,7 +25,7 @@ def init(*words: str) -> Result:
 
 
 @pytest.mark.parametrize("example", EXAMPLES)
-def test_an_example_learns(example: str) -> None:
+def test_the_loss_of_an_example_decreases(example: str) -> None:
     module = importlib.import_module(f"launcher.templates.{example}")
     job = job_file.check(module, "it")
     torch.manual_seed(0)
@@ -47,7 +47,7 @@ def test_an_example_learns(example: str) -> None:
 
 
 @pytest.mark.parametrize("example", EXAMPLES)
-def test_what_an_example_has_of_each_name_is_explained(example: str) -> None:
+def test_an_example_explains_each_of_its_functions(example: str) -> None:
     lines = Path(cli.__file__, "..", "launcher", "templates", f"{example}.py").resolve().read_text()
     for name in ("model", "loss", "optimizer", "data", "evaluation"):
         before, _, _ = lines.partition(f"\ndef {name}(")
@@ -55,7 +55,7 @@ def test_what_an_example_has_of_each_name_is_explained(example: str) -> None:
         assert before.rpartition("\n")[2].startswith("# "), name
 
 
-def test_one_is_written_with_the_command_that_trains_it(
+def test_init_writes_an_example_with_the_command_that_trains_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -67,20 +67,22 @@ def test_one_is_written_with_the_command_that_trains_it(
     )
     written = Path("model.py").read_text()
     assert "    pipeworker launch --stages 2 model.py\n" in written
-    again = init("--example", "cnn")
-    assert (again.exit_code, again.output) == (
+    second = init("--example", "cnn")
+    assert (second.exit_code, second.output) == (
         2,
-        "error: model.py is there already: name another file\n",
+        "error: model.py: exists already; name another file\n",
     )
     assert Path("model.py").read_text() == written
     assert init("--example", "unet", "my net.py").stdout.endswith(" --stages 2 'my net.py'\n")
     assert "    pipeworker launch --stages 2 --evaluate-every 50 'my net.py'\n" in (
         Path("my net.py").read_text()
     )
-    assert init("nowhere/model.py").output == "error: nowhere/model.py: No such file or directory\n"
+    nowhere = init("nowhere/model.py")
+    expected = "error: nowhere/model.py: No such file or directory; name another file\n"
+    assert (nowhere.exit_code, nowhere.output) == (2, expected)
 
 
-def test_what_is_written_runs_as_it_is(jobs: Jobs) -> None:
+def test_a_written_example_runs_unchanged(jobs: Jobs) -> None:
     done = jobs.pipeworker("init", "--example", "unet", "job.py")
     assert done.returncode == 0, done.stderr
     run = jobs.train("--stages", "3", "--steps", "2", source=(jobs.folder / "job.py").read_text())

@@ -6,11 +6,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeworker.plan.actions import COMPUTE, RECEIVES, SENDS, parse_actions
-from pipeworker.plan.check import Kept, check
+from pipeworker.plan.check import LiveMicroBatches, check
 from pipeworker.plan.connect import connect, forward_only
-from pipeworker.plan.orders.gpipe import gpipe
 from pipeworker.plan.placement import Placement
-from pipeworker.plan.schedule import Pairs, recomputed
+from pipeworker.plan.schedule import Pairs
+from support.orders import fill_drain
 
 V = Placement(((0, 3), (1, 2)))
 
@@ -22,7 +22,7 @@ def connected(
     skips: Pairs = (),
     ties: Pairs = (),
 ) -> list[str]:
-    """The lines of the workers."""
+    """Return the lines of the workers."""
     schedule = connect(
         "order",
         microbatches,
@@ -49,14 +49,14 @@ def test_recompute_fills_the_wait_for_the_gradient() -> None:
     ]
 
 
-def test_the_gradient_leaves_before_those_of_the_weights_are_made() -> None:
+def test_the_input_gradient_is_sent_before_the_weight_gradients_are_computed() -> None:
     assert connected("0F0 0I0 0W0", "1F0 1I0 1W0") == [
         "0F0 0>A0 0>T0@1 0L0 0<G0 0I0 0W0",
         "1<A0 1<T0@0 1F0 1I0 1>G0 1W0",
     ]
 
 
-def test_the_next_data_is_read_at_the_first_turn_from_forward() -> None:
+def test_the_next_mini_batch_is_loaded_after_the_first_forwards() -> None:
     (line, _) = connected("0F0 0F1 0B0 0F2 0B1 0B2", "1F0 1B0 1F1 1B1 1F2 1B2", microbatches=3)
     assert line == (
         "0F0 0>A0 0>T0@1 0F1 0>A1 0>T1@1 0L0 0<G0 0B0 0F2 0>A2 0>T2@1 0<G1 0B1 0<G2 0B2"
@@ -64,7 +64,7 @@ def test_the_next_data_is_read_at_the_first_turn_from_forward() -> None:
     assert connected("0F0") == ["0F0 0L0"]  # it is read, even where no backward is
 
 
-def test_stages_of_one_worker_hand_over_in_memory() -> None:
+def test_stages_of_one_worker_pass_tensors_in_memory() -> None:
     assert connected("0F0 3F0 3B0 0B0", "1F0 2F0 2B0 1B0", placement=V) == [
         "0F0 0>A0 3<A0 3F0 0L0 3B0 3>G0 0<G0 0B0",
         "1<A0 1F0 2F0 2>A0 2<G0 2B0 1B0 1>G0",
@@ -74,16 +74,16 @@ def test_stages_of_one_worker_hand_over_in_memory() -> None:
     assert connected(line.replace("0L0 ", ""), placement=alone, skips=((0, 2),)) == [line]
 
 
-def test_skips_go_straight_between_workers() -> None:
-    """0>2 crosses; 0>3 begins and ends on one worker."""
+def test_skips_are_sent_directly_between_workers() -> None:
+    """The skip 0>2 is sent; 0>3 begins and ends on one worker."""
     assert connected("0F0 3F0 3B0 0B0", "1F0 2F0 2B0 1B0", placement=V, skips=((0, 2), (0, 3))) == [
         "0F0 0>A0 0>S0@2 3<A0 3F0 0L0 3B0 3>G0 0<G0 0<H0@2 0B0",
         "1<A0 1F0 2<S0@0 2F0 2>A0 2<G0 2B0 2>H0@0 1B0 1>G0",
     ]
 
 
-def test_tied_gradients_are_told_and_added_at_the_end() -> None:
-    """Of 0, 1 and 3, which are one weight, 0 and 3 are on one worker: they are told once each."""
+def test_tied_gradients_are_exchanged_and_added_at_the_end() -> None:
+    """Stages 0, 1 and 3 share a weight, 0 and 3 on one worker: each sends to stage 1 once."""
     some = (0, 1, 3)
     ties = tuple((a, b) for a in some for b in some if a != b)
     first, second = connected("0F0 3F0 3B0 0B0", "1F0 2F0 2B0 1B0", placement=V, ties=ties)
@@ -91,11 +91,11 @@ def test_tied_gradients_are_told_and_added_at_the_end() -> None:
     assert second.endswith(" 1>G0 1>TIE0@0 1>TIE0@3 1<TIE0@0 1<TIE0@3 1TIE0")
 
 
-def test_a_weight_that_is_twice_on_a_stage_is_added_up_there() -> None:
+def test_a_weight_with_two_places_on_a_stage_is_added_up_there() -> None:
     assert connected("0F0 0B0", "1F0 1B0", ties=((1, 1),))[1].endswith(" 1B0 1>G0 1TIE0")
 
 
-def test_a_pass_without_backward() -> None:
+def test_a_forward_only_schedule() -> None:
     lines = str(forward_only(Placement.looped(2, 2), ((0, 3),))).splitlines()
     assert lines == [
         "evaluation stages=4 microbatches=1 placement=0,2/1,3 skips=0>3 forward-only",
@@ -110,12 +110,12 @@ def test_a_pass_without_backward() -> None:
         [Placement.identity(1), Placement.identity(5), Placement.looped(2, 3), V]
     ),
     microbatches=st.integers(1, 4),
-    again=st.sampled_from(["always", "except_first", "never"]),
+    recompute=st.sampled_from(["always", "except_first", "never"]),
 )
-def test_the_compute_order_stays_as_it_was(
-    placement: Placement, microbatches: int, again: str
+def test_the_compute_order_is_not_changed(
+    placement: Placement, microbatches: int, recompute: str
 ) -> None:
-    orders = gpipe(placement, microbatches, recomputed(again, microbatches))
+    orders = fill_drain(placement, microbatches, recompute)
     schedule = connect("same", microbatches, placement, orders)
     assert [[a for a in actions if a.kind in COMPUTE] for actions in schedule.workers] == orders
     counts = [
@@ -127,6 +127,6 @@ def test_the_compute_order_stays_as_it_was(
 
 
 @given(placement=st.sampled_from([Placement.identity(3), Placement.looped(2, 3), V]))
-def test_a_pass_without_backward_keeps_a_microbatch(placement: Placement) -> None:
+def test_a_forward_only_schedule_holds_one_microbatch(placement: Placement) -> None:
     ones = (1,) * placement.stages
-    assert check(forward_only(placement)) == Kept(ones, ones, (0,) * placement.stages)
+    assert check(forward_only(placement)) == LiveMicroBatches(ones, ones, (0,) * placement.stages)

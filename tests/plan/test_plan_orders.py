@@ -1,4 +1,4 @@
-"""The named compute orders, and the schedules they come to."""
+"""The registered compute orders, and the schedules made from them."""
 
 from __future__ import annotations
 
@@ -8,13 +8,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeworker.errors import ScheduleError
+from pipeworker.errors import ScheduleError, UsageError
 from pipeworker.plan.actions import COMPUTE, Kind, format_actions
 from pipeworker.plan.check import check
-from pipeworker.plan.orders import ORDERS, build, order, placement
+from pipeworker.plan.orders import ORDERS, Order, RegisteredOrder, resolve
 from pipeworker.plan.orders.gpipe import gpipe
 from pipeworker.plan.placement import Placement
-from pipeworker.plan.schedule import RECOMPUTE_MODES, Schedule, edges, recomputed
+from pipeworker.plan.recompute import RECOMPUTE_MODES, recomputed
+from pipeworker.plan.schedule import Schedule, edges
+from support.orders import build, fill_drain
 
 
 def text(schedule: Schedule) -> str:
@@ -22,7 +24,7 @@ def text(schedule: Schedule) -> str:
 
 
 def staircase(schedule: Schedule) -> list[str]:
-    """The compute of each stage, moved right by one place a stage as the first forward is."""
+    """Return the compute actions of each stage, each line shifted by one place."""
     return [
         "   " * worker + " ".join(f"{a.kind}{a.microbatch}" for a in actions if a.kind in COMPUTE)
         for worker, actions in enumerate(schedule.workers)
@@ -61,7 +63,7 @@ def test_one_stage_sends_nothing() -> None:
     assert edges(alone) == ()
 
 
-def test_skips_and_ties_are_of_the_schedule() -> None:
+def test_skips_and_ties_are_part_of_the_schedule() -> None:
     made = build("gpipe", 3, 1, "never", ((0, 2),), ((0, 2), (2, 0)))
     assert text(made) == textwrap.dedent("""\
         gpipe stages=3 microbatches=1 skips=0>2 ties=0>2,2>0
@@ -72,25 +74,22 @@ def test_skips_and_ties_are_of_the_schedule() -> None:
 
 
 def test_a_worker_runs_its_stages_up_and_down_again() -> None:
-    orders = gpipe(Placement(((0, 3), (1, 2))), 2, recomputed("except_first", 2))
+    orders = fill_drain(Placement(((0, 3), (1, 2))), 2, "except_first")
     assert [format_actions(actions) for actions in orders] == [
         "0F0 0F1 3F0 3F1 3B0 3R1 3B1 0B0 0R1 0B1",
         "1F0 1F1 2F0 2F1 2B0 2R1 2B1 1B0 1R1 1B1",
     ]
 
 
-def test_unknown_names_are_refused_with_the_choice() -> None:
-    for ask in (lambda: build("zigzag", 1, 1, "never"), lambda: order("zigzag")):
-        with pytest.raises(ScheduleError, match="'zigzag': choose from gpipe"):
-            ask()
-    with pytest.raises(ScheduleError, match="'zigzag': choose from gpipe"):
-        placement("zigzag", 2)
+def test_unknown_names_are_rejected_with_the_known_ones() -> None:
+    with pytest.raises(UsageError, match=r"^--schedule zigzag: must be one of gpipe\b"):
+        resolve("zigzag")
     with pytest.raises(ScheduleError, match="'sometimes': choose from auto, always"):
         build("gpipe", 1, 1, "sometimes")
 
 
 @pytest.mark.parametrize("counts", [(0, 1), (1, 0), (-1, 1), (1, -3)])
-def test_nothing_to_run_is_refused(counts: tuple[int, int]) -> None:
+def test_an_empty_schedule_is_rejected(counts: tuple[int, int]) -> None:
     with pytest.raises(ScheduleError, match="at least one stage and one micro-batch"):
         build("gpipe", *counts, "never")
 
@@ -103,11 +102,34 @@ def test_nothing_to_run_is_refused(counts: tuple[int, int]) -> None:
 )
 def test_every_order_is_legal(name: str, workers: int, microbatches: int, mode: str) -> None:
     """With skips over the whole length and ties between the ends."""
-    where = placement(name, workers)
+    where = resolve(name).place(workers)
     last = where.stages - 1
     skips = ((0, last),) if last else ()
     schedule = build(name, workers, microbatches, mode, skips, tuple({(0, last), (last, 0)}))
     assert schedule.placement == where
     check(schedule)
-    again = sum(a.kind is Kind.RECOMPUTE for actions in schedule.workers for a in actions)
-    assert again == where.stages * len(recomputed(mode, microbatches))
+    recomputes = sum(a.kind is Kind.RECOMPUTE for actions in schedule.workers for a in actions)
+    assert recomputes == where.stages * len(recomputed(mode, microbatches))
+
+
+def test_each_stage_may_have_a_recompute_mode_of_its_own() -> None:
+    source = resolve("gpipe")
+    mixed = source.build(source.place(4), 3, ("always", "never", "except_first", "offload"))
+    check(mixed)
+    assert [shown.split() for shown in staircase(mixed)] == [
+        ["F0", "F1", "F2", "R0", "B0", "R1", "B1", "R2", "B2"],
+        ["F0", "F1", "F2", "B0", "B1", "B2"],
+        ["F0", "F1", "F2", "B0", "R1", "B1", "R2", "B2"],
+        ["F0", "F1", "F2", "B0", "B1", "B2"],
+    ]
+    fetched = [[a.microbatch for a in actions if a.kind is Kind.FETCH] for actions in mixed.workers]
+    assert fetched == [[], [], [], [0, 1, 2]]
+    with pytest.raises(ScheduleError, match="'sometimes': choose from auto, always"):
+        source.build(source.place(2), 3, ("always", "sometimes"))
+
+
+def test_an_order_places_its_default_number_of_stages_per_worker() -> None:
+    order = Order(gpipe, virtual_stages=3)
+    placed = RegisteredOrder("looped", order).place(2, replicas=4)
+    assert placed == Placement.looped(2, 3).copies(4)
+    assert (placed.workers, placed.stages, placed.ranks) == (2, 6, 8)

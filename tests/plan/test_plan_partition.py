@@ -1,4 +1,4 @@
-"""Which layers each stage owns."""
+"""Partitions: the layers of each stage."""
 
 from __future__ import annotations
 
@@ -21,28 +21,28 @@ def test_even(layers: int, stages: int, balance: tuple[int, ...]) -> None:
 
 
 @given(stages=st.integers(1, 20), more=st.integers(0, 60))
-def test_even_is_even_and_favours_no_later_stage(stages: int, more: int) -> None:
+def test_even_gives_extra_layers_to_the_first_stages(stages: int, more: int) -> None:
     balance = even(stages + more, stages)
     assert check_balance(balance, stages + more, stages) == balance
     assert max(balance) - min(balance) <= 1
     assert list(balance) == sorted(balance, reverse=True)
 
 
-def test_even_needs_a_layer_a_stage() -> None:
-    with pytest.raises(UsageError, match=r"3 stages need .* has 2: use --stages 2 or fewer"):
+def test_even_needs_a_layer_per_stage() -> None:
+    with pytest.raises(UsageError, match=r"^--stages 3: .* model\(\), 2; use --stages 2 or fewer"):
         even(2, 3)
 
 
 @given(balances)
-def test_parse_reads_what_is_shown(balance: tuple[int, ...]) -> None:
+def test_parse_reads_the_text_of_a_balance(balance: tuple[int, ...]) -> None:
     assert parse_balance(",".join(map(str, balance))) == balance
 
 
 @pytest.mark.parametrize("text", ["", "3,,5", "a", "3;5", "2.5", "3,5,"])
-def test_parse_refuses(text: str) -> None:
+def test_parse_rejects(text: str) -> None:
     with pytest.raises(UsageError, match="one positive number for each stage") as caught:
         parse_balance(text)
-    assert str(caught.value).startswith(f"--balance {text!r} is not a list of layer counts")
+    assert str(caught.value).startswith(f"--balance {text!r}: not a list of layer counts")
 
 
 @pytest.mark.parametrize("balance", [(), (0,), (3, 0), (-1, 3), (0, 0)])
@@ -51,14 +51,14 @@ def test_every_stage_has_a_layer(balance: tuple[int, ...]) -> None:
     for stages in (len(balance), 2, 5):
         with pytest.raises(UsageError, match="one positive number for each stage") as caught:
             check_entries(balance, stages)
-        assert str(caught.value).startswith(f"--balance {shown!r} is not a list of layer counts")
+        assert str(caught.value).startswith(f"--balance {shown!r}: not a list of layer counts")
 
 
 def test_a_balance_must_fit_the_job() -> None:
     assert check_balance((3, 2), 5, 2) == (3, 2)
-    with pytest.raises(UsageError, match="3,2 is for 2 stages, but there are 3"):
+    with pytest.raises(UsageError, match="3,2: is for 2 stages, but there are 3"):
         check_balance((3, 2), 5, 3)
-    with pytest.raises(UsageError, match=r"3,2 adds up to 5 layers, but model\(\) has 6"):
+    with pytest.raises(UsageError, match=r"3,2: adds up to 5 layers, but model\(\) has 6"):
         check_balance((3, 2), 6, 2)
 
 

@@ -1,4 +1,4 @@
-"""Which worker of which replica holds which stages."""
+"""Placements: which worker of which replica holds which stages."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ few = st.integers(1, 6)
 
 @st.composite
 def placements(draw: st.DrawFn) -> Placement:
-    """Any stages on any workers."""
+    """Draw a placement of any stages on any workers."""
     stages = draw(st.permutations(range(draw(st.integers(1, 8)))))
     cuts = draw(st.sets(st.integers(1, len(stages) - 1))) if len(stages) > 1 else set()
     bounds = [0, *sorted(cuts), len(stages)]
@@ -24,14 +24,14 @@ def placements(draw: st.DrawFn) -> Placement:
 
 
 @given(few)
-def test_a_stage_a_worker(stages: int) -> None:
+def test_one_stage_per_worker(stages: int) -> None:
     placement = Placement.identity(stages)
     assert placement.held == tuple((stage,) for stage in range(stages))
     assert placement.owners == tuple(range(stages))
     assert placement == Placement.looped(stages, 1)
 
 
-def test_stages_are_dealt_out_in_turn() -> None:
+def test_looped_stages_alternate_between_workers() -> None:
     placement = Placement.looped(2, 3)
     assert placement.held == ((0, 2, 4), (1, 3, 5))
     assert placement.owners == (0, 1, 0, 1, 0, 1)
@@ -40,7 +40,7 @@ def test_stages_are_dealt_out_in_turn() -> None:
 
 
 @given(workers=st.integers(2, 6), rounds=few)
-def test_dealt_out_neighbours_are_on_neighbouring_workers(workers: int, rounds: int) -> None:
+def test_looped_neighbours_are_on_neighbouring_workers(workers: int, rounds: int) -> None:
     owners = Placement.looped(workers, rounds).owners
     for before, after in pairwise(owners):
         assert (after - before) % workers == 1
@@ -75,5 +75,5 @@ def test_every_stage_of_every_replica_is_on_one_rank(placement: Placement) -> No
         (Placement(((0, 2), (1, 3)), replicas=2), 2, "stages 0, 2 of replica 1"),
     ],
 )
-def test_a_rank_is_called_by_what_it_holds(placement: Placement, rank: int, name: str) -> None:
+def test_a_rank_is_named_by_its_stages(placement: Placement, rank: int, name: str) -> None:
     assert placement.names(rank) == name

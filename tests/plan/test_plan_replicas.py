@@ -1,4 +1,4 @@
-"""How replicas share a mini-batch, and the actions that add up their gradients."""
+"""Replicas: how they divide a mini-batch, and the actions that add up their gradients."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeworker.errors import ScheduleError
-from pipeworker.plan import orders
 from pipeworker.plan.actions import RECEIVES as TAKES
 from pipeworker.plan.actions import REPLICAS, SENDS, Action, Edge, Kind, Payload, edge_of
 from pipeworker.plan.check import check
+from pipeworker.plan.orders import resolve
+from pipeworker.plan.partition import block, sizes
 from pipeworker.plan.placement import Placement
-from pipeworker.plan.schedule import Schedule, between, edges, parse
-from pipeworker.plan.shares import block, sizes
+from pipeworker.plan.schedule import Schedule, edges, parse, replica_edges
 from pipeworker.plan.simulate import simulate
 
 V = Placement(((0, 3), (1, 2)), 2)
@@ -26,11 +26,12 @@ TIES = ((0, 2), (2, 0))
 def gpipe(
     placement: Placement, microbatches: int, ties: tuple[tuple[int, int], ...] = ()
 ) -> Schedule:
-    return orders.arrange("gpipe", placement, microbatches, "always", (), ties)
+    modes = ("always",) * placement.stages
+    return resolve("gpipe").build(placement, microbatches, modes, (), ties)
 
 
 @given(count=st.integers(0, 50), parts=st.integers(1, 12))
-def test_things_are_dealt_out_as_tensor_split_does(count: int, parts: int) -> None:
+def test_items_are_divided_as_by_tensor_split(count: int, parts: int) -> None:
     pieces = torch.arange(count).tensor_split(parts)
     assert [list(block(count, parts, part)) for part in range(parts)] == [
         p.tolist() for p in pieces
@@ -38,7 +39,7 @@ def test_things_are_dealt_out_as_tensor_split_does(count: int, parts: int) -> No
     assert sizes(count, parts) == [len(piece) for piece in pieces]
 
 
-def test_gradients_leave_behind_the_last_backward_and_come_back_at_the_end() -> None:
+def test_gradients_are_scattered_after_the_last_backward_and_gathered_at_the_end() -> None:
     schedule = gpipe(Placement.identity(2, 3), 2)
     assert str(schedule).splitlines() == [
         "gpipe stages=2 microbatches=2 replicas=3",
@@ -47,21 +48,21 @@ def test_gradients_leave_behind_the_last_backward_and_come_back_at_the_end() -> 
     ]
 
 
-def test_of_several_stages_each_leaves_as_soon_as_it_can() -> None:
-    """What another stage waits for goes first; what is taken waits for all backwards."""
+def test_the_gradients_of_each_stage_are_scattered_as_soon_as_possible() -> None:
+    """Sends that other stages wait for go first; receives come after all backwards."""
     words = str(gpipe(V, 1)).splitlines()[1:]
     assert words[0].endswith(
         "3B0 3>G0 3SCATTER0 0R0 0<G0 0B0 0SCATTER0 3SUM0 0SUM0 3GATHER0 0GATHER0"
     )
 
 
-def test_ties_come_behind_it() -> None:
+def test_tied_gradients_come_last() -> None:
     words = str(gpipe(Placement.identity(3, 2), 1, TIES)).splitlines()[1]
     assert words.endswith("0GATHER0 0>TIE0@2 0<TIE0@2 0TIE0")
 
 
 @pytest.mark.parametrize("placement", [Placement.identity(3, 2), V, Placement.identity(1, 4)])
-def test_a_replica_without_micro_batches_takes_part_in_it(placement: Placement) -> None:
+def test_a_replica_without_micro_batches_takes_part_in_the_exchange(placement: Placement) -> None:
     schedule = gpipe(placement, 0)
     check(schedule)
     kinds = {action.kind for actions in schedule.workers for action in actions}
@@ -85,11 +86,11 @@ def test_text_names_the_replicas_of_a_channel() -> None:
 
 
 def test_every_replica_is_connected_to_every_other_for_each_stage() -> None:
-    found = between(Placement.identity(2, 3))
+    found = replica_edges(Placement.identity(2, 3))
     assert len(found) == len({*found}) == 2 * 3 * 2
     assert list(found) == sorted(found)
-    assert not between(Placement.identity(4))
-    deals = between(Placement.identity(2, 3), deals=True)
+    assert not replica_edges(Placement.identity(4))
+    deals = replica_edges(Placement.identity(2, 3), scatters_data=True)
     assert {str(edge) for edge in {*deals} - {*found}} == {"0>0/data@0>1", "0>0/data@0>2"}
     assert all(edge.origin < 0 for edge in edges(gpipe(Placement.identity(2, 3), 2)))
 
@@ -102,7 +103,7 @@ def broken(schedule: Schedule, worker: int, old: str, new: str) -> Schedule:
 
 
 @pytest.mark.parametrize(
-    ("old", "new", "said"),
+    ("old", "new", "expected"),
     [
         ("1SCATTER0 1SUM0", "1SUM0", "1SCATTER0 is missing"),
         ("1SUM0 ", "", "1SUM0 is missing"),
@@ -116,32 +117,34 @@ def broken(schedule: Schedule, worker: int, old: str, new: str) -> Schedule:
         ("1SCATTER0", "1SCATTER0 0SCATTER0", "is of a stage it does not hold"),
     ],
 )
-def test_what_is_wrong_with_it_is_named(old: str, new: str, said: str) -> None:
+def test_errors_in_the_exchange_are_named(old: str, new: str, expected: str) -> None:
     schedule = gpipe(Placement.identity(2, 2), 2)
     with pytest.raises(ScheduleError) as error:
         check(broken(schedule, 1, old, new))
-    assert said in str(error.value)
+    assert expected in str(error.value)
 
 
 @pytest.mark.parametrize(
-    ("old", "new", "said"),
+    ("old", "new", "expected"),
     [
         ("3SUM0 0SUM0 3GATHER0", "3SUM0 3GATHER0 0SUM0", "0SUM0 comes behind 3GATHER0"),
         ("0R0 0<G0 0B0 0SCATTER0 3SUM0", "3SUM0 0R0 0<G0 0B0 0SCATTER0", "0R0 comes behind 3SUM0"),
     ],
 )
-def test_nobody_waits_for_a_replica_that_waits_for_it(old: str, new: str, said: str) -> None:
-    with pytest.raises(ScheduleError, match=said):
+def test_replicas_that_could_wait_for_each_other_are_rejected(
+    old: str, new: str, expected: str
+) -> None:
+    with pytest.raises(ScheduleError, match=expected):
         check(broken(gpipe(V, 1), 0, old, new))
 
 
-def test_ties_are_not_told_before_they_are_whole() -> None:
+def test_tied_gradients_are_not_sent_before_they_are_complete() -> None:
     schedule = gpipe(Placement.identity(3, 2), 1, TIES)
     with pytest.raises(ScheduleError, match="comes behind"):
         check(broken(schedule, 0, "0SUM0 0GATHER0 0>TIE0@2", "0>TIE0@2 0SUM0 0GATHER0"))
 
 
-def test_one_replica_has_none_of_it() -> None:
+def test_one_replica_has_no_exchange() -> None:
     schedule = gpipe(Placement.identity(2), 2)
     assert not {*REPLICAS} & {action.kind for some in schedule.workers for action in some}
     with pytest.raises(ScheduleError, match="0SUM0 has nothing at its other end"):
@@ -156,10 +159,10 @@ def test_one_replica_has_none_of_it() -> None:
     microbatches=st.integers(1, 7),
     tied=st.booleans(),
 )
-def test_all_replicas_together_come_to_their_end(
+def test_all_replicas_together_finish(
     placement: Placement, replicas: int, microbatches: int, *, tied: bool
 ) -> None:
-    """What the phases are to show: run as one network, with as little room as there is."""
+    """Run all replicas as one network with channels of the smallest capacity: the phases hold."""
     placement = placement.copies(replicas)
     ties = TIES if tied and placement.stages > 2 else ()
     programs: list[deque[Action]] = []
@@ -179,30 +182,30 @@ def test_all_replicas_together_come_to_their_end(
 
 
 def _may(action: Action, replica: int, replicas: int, frames: dict[object, int]) -> bool:
-    """Do it, if nothing that it waits for is missing."""
+    """Run the action if nothing that it waits for is missing."""
     others = [other for other in range(replicas) if other != replica]
-    takes: list[object] = []
-    gives: list[object] = []
+    received: list[object] = []
+    sent: list[object] = []
     match action.kind:
         case Kind.SCATTER:
-            gives = [("part", action.stage, replica, other) for other in others]
+            sent = [("part", action.stage, replica, other) for other in others]
         case Kind.SUM:
-            takes = [("part", action.stage, other, replica) for other in others]
-            gives = [("sum", action.stage, replica, other) for other in others]
+            received = [("part", action.stage, other, replica) for other in others]
+            sent = [("sum", action.stage, replica, other) for other in others]
         case Kind.GATHER:
-            takes = [("sum", action.stage, other, replica) for other in others]
+            received = [("sum", action.stage, other, replica) for other in others]
         case kind if kind in SENDS:
             edge = edge_of(action)
             bounded = edge.payload in (Payload.ACTIVATION, Payload.GRADIENT)
             if bounded and frames.get((replica, edge), 0) >= 4:
                 return False
-            gives = [(replica, edge)]
+            sent = [(replica, edge)]
         case kind if kind in TAKES:
-            takes = [(replica, edge_of(action))]
-    if not all(frames.get(take, 0) for take in takes):
+            received = [(replica, edge_of(action))]
+    if not all(frames.get(frame, 0) for frame in received):
         return False
-    for take in takes:
-        frames[take] -= 1
-    for give in gives:
-        frames[give] = frames.get(give, 0) + 1
+    for frame in received:
+        frames[frame] -= 1
+    for frame in sent:
+        frames[frame] = frames.get(frame, 0) + 1
     return True

@@ -9,10 +9,11 @@ from hypothesis import strategies as st
 from pipeworker.errors import ScheduleError
 from pipeworker.plan.actions import Edge, parse_actions
 from pipeworker.plan.connect import connect, forward_only
-from pipeworker.plan.orders import ORDERS, build
-from pipeworker.plan.orders.gpipe import gpipe
+from pipeworker.plan.orders import ORDERS
 from pipeworker.plan.placement import Placement
-from pipeworker.plan.schedule import RECOMPUTE_MODES, Pairs, Schedule, edges, parse, recomputed
+from pipeworker.plan.recompute import RECOMPUTE_MODES, recomputed
+from pipeworker.plan.schedule import Pairs, Schedule, edges, parse
+from support.orders import build, fill_drain
 
 PLACEMENTS = [
     Placement.identity(1),
@@ -27,9 +28,9 @@ PLACEMENTS = [
 # Placements, skips and ties in their text.
 
 
-def test_what_is_not_the_usual_is_in_the_head() -> None:
+def test_the_head_has_what_differs_from_the_default() -> None:
     v = Placement(((0, 3), (1, 2)))
-    orders = gpipe(v, 1, ())
+    orders = fill_drain(v, 1)
     skips, ties = ((0, 2), (1, 2)), ((0, 2), (2, 0))
     made = connect("vee", 1, v, orders, skips, ties)
     assert str(made).splitlines() == [
@@ -40,7 +41,7 @@ def test_what_is_not_the_usual_is_in_the_head() -> None:
     assert parse(str(made)) == made
 
 
-def test_a_pass_without_backward_says_so() -> None:
+def test_the_head_of_a_forward_only_schedule() -> None:
     made = forward_only(Placement.identity(2), ((0, 1),))
     assert str(made).splitlines() == [
         "evaluation stages=2 microbatches=1 skips=0>1 forward-only",
@@ -52,7 +53,7 @@ def test_a_pass_without_backward_says_so() -> None:
 
 
 def pairs(stages: int) -> st.SearchStrategy[Pairs]:
-    """Any pairs of stages (source, target), source first."""
+    """Draw pairs of stages (source, target), source first."""
     several = [(a, b) for b in range(stages) for a in range(b)]
     return (
         st.sets(st.sampled_from(several)).map(lambda found: tuple(sorted(found)))
@@ -76,7 +77,7 @@ def test_text_round_trips(
     if only:
         schedule = forward_only(placement, skips)
     else:
-        orders = gpipe(placement, microbatches, recomputed(mode, microbatches))
+        orders = fill_drain(placement, microbatches, mode)
         schedule = connect("any", microbatches, placement, orders, skips, ties)
     assert parse(str(schedule)) == schedule
     assert parse(f"\n  {schedule}\n\n") == schedule
@@ -113,8 +114,8 @@ def test_text_of_every_named_schedule_round_trips(
         ("gpipe stages=1 microbatches=1\n1: 0F0", "expected the line of worker 0"),
         ("gpipe stages=1 microbatches=1\n0F0 0B0", "expected the line of worker 0"),
         ("gpipe stages=2 microbatches=1\n1: 0F0\n0: 1F0", "expected the line of worker 0"),
-        ("gpipe stages=2 microbatches=1\n0: 0F0 0B0", "says 2 workers, but 1 lines"),
-        ("g stages=2 microbatches=1 placement=0,1\n0: 0F0\n1: 1F0", "says 1 workers, but 2"),
+        ("gpipe stages=2 microbatches=1\n0: 0F0 0B0", "has 2 workers, but 1 lines"),
+        ("g stages=2 microbatches=1 placement=0,1\n0: 0F0\n1: 1F0", "has 1 workers, but 2"),
         ("g stages=2 microbatches=1 placement=0/2\n0:\n1:", "does not hold each of 2 stages once"),
         ("g stages=2 microbatches=1 placement=0,1/1\n0:\n1:", "does not hold each of 2 stages"),
         ("g stages=2 microbatches=1 placement=0\n0:", "does not hold each of 2 stages once"),
@@ -122,7 +123,7 @@ def test_text_of_every_named_schedule_round_trips(
         ("gpipe stages=1 microbatches=1\n0: F0", "'F0' is not an action"),
     ],
 )
-def test_malformed_text_is_refused(broken: str, why: str) -> None:
+def test_malformed_text_is_rejected(broken: str, why: str) -> None:
     with pytest.raises(ScheduleError, match=why):
         parse(broken)
 
@@ -131,7 +132,7 @@ def test_malformed_text_is_refused(broken: str, why: str) -> None:
     head=st.text(alphabet="placementskiptfrwd-only=>,/0123 ", max_size=40),
     body=st.text(alphabet="FRBIWLAGT<>@0123 :\n", max_size=40),
 )
-def test_any_text_is_a_schedule_or_refused(head: str, body: str) -> None:
+def test_any_text_is_read_as_a_schedule_or_rejected(head: str, body: str) -> None:
     try:
         schedule = parse(f"any stages=2 microbatches=1 {head}\n{body}")
     except ScheduleError:
@@ -147,7 +148,7 @@ def test_recompute_modes(mode: str, again: list[int]) -> None:
     assert list(recomputed(mode, 3)) == again
 
 
-def test_an_unknown_recompute_mode_is_refused_with_the_choice() -> None:
+def test_an_unknown_recompute_mode_is_rejected_with_the_known_ones() -> None:
     with pytest.raises(ScheduleError, match="'sometimes': choose from auto, always"):
         recomputed("sometimes", 1)
 
@@ -159,7 +160,7 @@ def shown(schedule: Schedule) -> list[str]:
     return [str(edge) for edge in edges(schedule)]
 
 
-def test_edges_join_neighbours_and_the_ends() -> None:
+def test_edges_connect_neighbours_and_both_ends() -> None:
     found = shown(build("gpipe", 3, 2, "never"))
     assert found == [
         "0>1/activation",
@@ -177,13 +178,15 @@ def test_edges_join_neighbours_and_the_ends() -> None:
 
 
 def test_stages_of_one_worker_have_no_channel() -> None:
-    """In a V the ends are on one worker, and so are the two stages at its turn."""
+    """In a V-shaped placement one worker holds both ends, another the two stages at the turn."""
     v = Placement(((0, 3), (1, 2)))
-    assert shown(connect("vee", 2, v, gpipe(v, 2, ()))) == [
+    assert shown(connect("vee", 2, v, fill_drain(v, 2))) == [
         "0>1/activation",
         "1>0/gradient",
         "2>3/activation",
         "3>2/gradient",
     ]
     alone = Placement(((0, 1, 2),))
-    assert shown(connect("alone", 2, alone, gpipe(alone, 2, ()), ((0, 2),), ((0, 2), (2, 0)))) == []
+    assert (
+        shown(connect("alone", 2, alone, fill_drain(alone, 2), ((0, 2),), ((0, 2), (2, 0)))) == []
+    )

@@ -1,4 +1,4 @@
-"""How long a step is, who is busy, and what idle workers wait for."""
+"""The simulator: durations of steps, busy stages and idle workers."""
 
 from __future__ import annotations
 
@@ -15,11 +15,10 @@ from pipeworker.plan.actions import RECEIVES, SENDS, Action, Edge, Kind, Payload
 from pipeworker.plan.check import check
 from pipeworker.plan.connect import connect, forward_only
 from pipeworker.plan.network import UNBOUNDED
-from pipeworker.plan.orders import build
-from pipeworker.plan.orders.gpipe import gpipe
 from pipeworker.plan.placement import Placement
 from pipeworker.plan.schedule import Schedule, parse
 from pipeworker.plan.simulate import END, FULL, Costs, Timing, simulate
+from support.orders import build, fill_drain
 
 GRID = [(k, m) for k in (1, 2, 3, 4, 8) for m in (1, 2, 3, 4, 7, 16, 32)]
 """Stages and micro-batches, fewer micro-batches than stages included."""
@@ -30,7 +29,7 @@ cost = st.integers(1, 9)
 
 
 def ones(stages: int) -> Costs:
-    """Forward and each half of backward take one."""
+    """Return costs of 1 for forward and for each part of a split backward."""
     return Costs.even(stages, 1, 2)
 
 
@@ -46,10 +45,10 @@ def test_gpipe_has_the_bubble_of_the_paper(stages: int, microbatches: int) -> No
 
 
 @given(stages=few, microbatches=few, forward=cost, backward=cost)
-def test_recompute_lengthens_the_step_by_its_forwards_alone(
+def test_recompute_costs_only_its_forwards(
     stages: int, microbatches: int, forward: int, backward: int
 ) -> None:
-    """Early recompute hides in the drain, so it costs M forwards and nothing at the edges."""
+    """Early recompute runs while gradients are awaited, so it costs M forwards and no more."""
     schedule = build("gpipe", stages, microbatches, "always")
     timing = simulate(schedule, Costs.even(stages, forward, backward))
     step = 2 * forward + backward
@@ -98,7 +97,7 @@ def zero_bubble(stages: int, microbatches: int) -> Schedule:
 @pytest.mark.parametrize("stages", [1, 2, 3, 4, 6])
 @pytest.mark.parametrize("rounds", [1, 2, 5])
 def test_one_forward_one_backward_has_the_bubble_of_gpipe(stages: int, rounds: int) -> None:
-    """(K-1)(F+B) of each worker, and it keeps no more than there are stages after it."""
+    """Each worker idles (K-1)(F+B), and holds no more micro-batches than stages follow it."""
     schedule = one_forward_one_backward(stages, rounds * stages)
     kept = check(schedule)
     assert kept.activations == kept.inputs == tuple(range(stages, 0, -1))
@@ -109,7 +108,7 @@ def test_one_forward_one_backward_has_the_bubble_of_gpipe(stages: int, rounds: i
 
 @pytest.mark.parametrize("stages", [2, 3, 4, 6])
 @pytest.mark.parametrize("rounds", [2, 3, 5])
-def test_halves_leave_a_third_of_the_bubble(stages: int, rounds: int) -> None:
+def test_a_split_backward_leaves_a_third_of_the_bubble(stages: int, rounds: int) -> None:
     """ZB-H1: (K-1)(F+I-W) of each worker, where 1F1B has (K-1)(F+I+W); section 2.2 there."""
     schedule = zero_bubble(stages, rounds * stages)
     kept = check(schedule)
@@ -135,20 +134,22 @@ def test_the_orders_of_the_papers_are_legal(stages: int, microbatches: int) -> N
 
 
 @given(forward=cost, backward=cost, share=st.integers(0, 9))
-def test_halves_cost_what_the_whole_costs(forward: int, backward: int, share: int) -> None:
+def test_a_split_backward_costs_as_much_as_a_whole_one(
+    forward: int, backward: int, share: int
+) -> None:
     costs = Costs((forward,), (backward,), (min(share, backward),))
-    halves = costs.of(Kind.BACKWARD_INPUT, 0) + costs.of(Kind.BACKWARD_WEIGHT, 0)
-    assert halves == costs.of(Kind.BACKWARD, 0) == backward
+    split = costs.of(Kind.BACKWARD_INPUT, 0) + costs.of(Kind.BACKWARD_WEIGHT, 0)
+    assert split == costs.of(Kind.BACKWARD, 0) == backward
     assert costs.of(Kind.FORWARD, 0) == costs.of(Kind.RECOMPUTE, 0) == forward
 
 
 @pytest.mark.parametrize("kind", [*SENDS, *RECEIVES, Kind.LOAD, Kind.REDUCE_TIED], ids=str)
-def test_what_computes_nothing_costs_nothing(kind: Kind) -> None:
+def test_actions_that_do_not_compute_cost_nothing(kind: Kind) -> None:
     assert Costs.even(1).of(kind, 0) == 0
 
 
 def test_each_stage_has_costs_of_its_own() -> None:
-    """The slowest one is never idle once it has begun, but for its own neighbours' ends."""
+    """The slowest stage idles only during fill and drain."""
     costs = Costs((1, 3), (2, 6), (1, 3))
     timing = simulate(build("gpipe", 2, 4, "never"), costs)
     assert timing.busy == (12, 36)
@@ -157,7 +158,7 @@ def test_each_stage_has_costs_of_its_own() -> None:
 
 
 def test_a_transfer_lengthens_the_fill_and_the_drain() -> None:
-    """Once there and once back for each stage but the last."""
+    """One transfer each way for each stage but the last."""
     for stages, microbatches in GRID:
         even = Costs.even(stages)
         slow = Costs(
@@ -171,7 +172,7 @@ def test_a_transfer_lengthens_the_fill_and_the_drain() -> None:
         assert longer == pytest.approx(0.75 * (stages - 1))
 
 
-def test_a_transfer_is_waited_for_and_named() -> None:
+def test_waits_for_a_transfer_are_counted_by_payload() -> None:
     costs = Costs((1, 1), (2, 2), (1, 1), {Payload.ACTIVATION: 10})
     timing = simulate(build("gpipe", 2, 1, "never"), costs)
     assert timing == Timing(16, (3, 3), ({"gradient": 13.0}, {"activation": 11.0, END: 2.0}))
@@ -184,7 +185,7 @@ def test_a_transfer_is_waited_for_and_named() -> None:
 
 
 def test_a_sender_waits_for_a_full_channel() -> None:
-    """Stage 0 is ten times as quick; one frame fits."""
+    """Stage 0 is ten times as fast, and a channel holds one frame."""
     costs = Costs((1, 10), (2, 20), (1, 10))
     schedule = build("gpipe", 2, 5, "never")
     narrow = simulate(schedule, costs, capacity=1)
@@ -192,8 +193,8 @@ def test_a_sender_waits_for_a_full_channel() -> None:
     assert simulate(schedule, costs, capacity=5).idle[0].keys() == {"gradient"}
 
 
-def test_several_stages_a_worker_are_busy_apart_and_idle_together() -> None:
-    timing = simulate(connect("vee", 2, V, gpipe(V, 2, ())))
+def test_busy_time_is_by_stage_and_idle_time_by_worker() -> None:
+    timing = simulate(connect("vee", 2, V, fill_drain(V, 2)))
     assert timing.busy == (6.0,) * 4
     assert len(timing.idle) == 2
     for held, idle in zip(V.held, timing.idle, strict=True):
@@ -201,7 +202,7 @@ def test_several_stages_a_worker_are_busy_apart_and_idle_together() -> None:
 
 
 def test_looped_stages_have_a_smaller_bubble() -> None:
-    """As many layers in stages half as long: the fill is half as long (Narayanan et al. 2021)."""
+    """Stages of half the length have a fill of half the length (Narayanan et al. 2021)."""
     looped = Placement.looped(4, 2)
     orders = [  # groups of four micro-batches, each up through both rounds
         [
@@ -226,7 +227,7 @@ def test_looped_stages_have_a_smaller_bubble() -> None:
     assert simulate(build("gpipe", 4, 8, "never")).makespan == 3 * 8 + 3 * 3
 
 
-def test_a_pass_without_backward_takes_its_forwards() -> None:
+def test_a_forward_only_schedule_takes_its_forwards() -> None:
     timing = simulate(forward_only(Placement.identity(3)))
     assert timing.makespan == 3
     assert timing.busy == (1, 1, 1)
@@ -254,26 +255,26 @@ def schedules(draw: st.DrawFn) -> Schedule:
         return zero_bubble(stages, microbatches)
     if made == 2:
         placement = draw(st.sampled_from([V, Placement.looped(2, 2), Placement(((0, 1, 2),))]))
-        return connect("any", microbatches, placement, gpipe(placement, microbatches, ()))
+        return connect("any", microbatches, placement, fill_drain(placement, microbatches))
     return build("gpipe", stages, microbatches, mode, skips)
 
 
 @st.composite
 def prices(draw: st.DrawFn, stages: int) -> Costs:
-    """Eighths, which add up without rounding."""
+    """Draw costs in eighths, which add up without rounding."""
 
     def some(least: int) -> tuple[float, ...]:
         numbers = st.integers(least, 40)
         return tuple(draw(st.lists(numbers, min_size=stages, max_size=stages).map(eighths)))
 
     backward = some(1)
-    halves = tuple(min(a, b) for a, b in zip(backward, some(0), strict=True))
+    split = tuple(min(a, b) for a, b in zip(backward, some(0), strict=True))
     transfer = draw(st.dictionaries(st.sampled_from(Payload), st.integers(0, 40)))
-    return Costs(some(1), backward, halves, {what: t / 8 for what, t in transfer.items()})
+    return Costs(some(1), backward, split, {what: t / 8 for what, t in transfer.items()})
 
 
 def runs(schedule: Schedule, capacity: int) -> bool:
-    """Whether channels hold enough for it."""
+    """Return whether channels of this capacity suffice."""
     try:
         check(schedule, capacity=capacity)
     except ScheduleError:
@@ -286,7 +287,7 @@ def eighths(numbers: list[int]) -> list[float]:
 
 
 def slowly(schedule: Schedule, costs: Costs, capacity: int) -> list[float]:
-    """When each worker ends: what must end before an action is looked up until nothing changes."""
+    """Return when each worker ends, by relaxing the dependencies until nothing changes."""
     ends: dict[tuple[int, int], float] = {}
     sent: dict[Edge, list[tuple[int, int]]] = defaultdict(list)
     taken: dict[Edge, list[tuple[int, int]]] = defaultdict(list)
@@ -363,7 +364,7 @@ def test_smaller_channels_never_make_a_step_shorter(
 
 
 @given(schedules(), st.integers(1, 4))
-def test_what_does_not_run_is_not_timed(schedule: Schedule, capacity: int) -> None:
+def test_a_schedule_that_deadlocks_is_not_timed(schedule: Schedule, capacity: int) -> None:
     if runs(schedule, capacity):
         simulate(schedule, capacity=capacity)
         return
@@ -372,7 +373,7 @@ def test_what_does_not_run_is_not_timed(schedule: Schedule, capacity: int) -> No
 
 
 @given(stages=few, microbatches=few, capacity=st.integers(1, 5))
-def test_gpipe_is_as_quick_under_any_capacity(
+def test_gpipe_is_equally_fast_under_any_capacity(
     stages: int, microbatches: int, capacity: int
 ) -> None:
     for mode in ("always", "except_first", "never"):
@@ -380,8 +381,8 @@ def test_gpipe_is_as_quick_under_any_capacity(
         assert simulate(schedule, capacity=capacity) == simulate(schedule)
 
 
-def test_half_a_million_actions_are_looked_at_in_a_second() -> None:
-    """On a quiet machine. CPU time, the best of three, and twice that: others may be at work."""
+def test_half_a_million_actions_are_simulated_in_a_second() -> None:
+    """Measured as the best CPU time of three runs, with a margin of two for a busy machine."""
     schedule = build("gpipe", 64, 1024, "always")
     assert sum(map(len, schedule.workers)) > 450_000
     took = []

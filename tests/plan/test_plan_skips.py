@@ -1,4 +1,4 @@
-"""Which stash meets which pop, and what crosses between stages."""
+"""Skips: which stash belongs to which pop, and which skips lead between stages."""
 
 from __future__ import annotations
 
@@ -9,27 +9,27 @@ import pytest
 from pipeworker.errors import ScheduleError, SkipError
 from pipeworker.plan.actions import Kind, parse_actions
 from pipeworker.plan.check import check
-from pipeworker.plan.orders import build
 from pipeworker.plan.schedule import Schedule, edges, parse
 from pipeworker.plan.simulate import simulate
 from pipeworker.plan.skips import Skip, between_stages, match, pairs
+from support.orders import build
 
 CLASSES = ("A", "B", "C", "D")
 PAIRS = ((0, 1), (0, 3), (1, 2))
 
 
 def events(*by_layer: str) -> list[list[tuple[str, str]]]:
-    """``"+x -y"``: a layer that stashes x and pops y."""
+    """Read ``"+x -y"``: a layer that stashes x and pops y."""
     kinds = {"+": "stash", "-": "pop"}
     return [[(kinds[word[0]], word[1:]) for word in done.split()] for done in by_layer]
 
 
-def test_stashes_meet_their_pops() -> None:
+def test_stashes_are_matched_with_pops() -> None:
     found = match(events("+x +y", "-y +z", "", "-x -z"), CLASSES)
     assert found == (Skip(0, 1, "y"), Skip(0, 3, "x"), Skip(1, 3, "z"))
 
 
-def test_a_name_is_free_again_once_popped() -> None:
+def test_a_name_may_be_stashed_again_once_popped() -> None:
     found = match(events("+x", "-x +x", "+y -y", "-x"), CLASSES)
     assert found == (Skip(0, 1, "x"), Skip(1, 3, "x"), Skip(2, 2, "y"))
 
@@ -40,11 +40,11 @@ def test_a_name_is_free_again_once_popped() -> None:
         (("", "-x"), r"layer 1 \(B\) pops 'x', which no layer before it stashes"),
         (("+x", "-x", "-x"), r"layer 2 \(C\) pops 'x', which layer 1 \(B\) has popped already"),
         (("+x", "", ""), r"layer 0 \(A\) stashes 'x', which no layer after it pops"),
-        (("+x", "+x"), r"layer 1 \(B\) stashes 'x', which layer 0 \(A\) has stashed and nobody"),
+        (("+x", "+x"), r"layer 1 \(B\) stashes 'x', which layer 0 \(A\) has stashed and no"),
         (("-x", "+x"), r"layer 0 \(A\) pops 'x', which no layer before"),
     ],
 )
-def test_what_does_not_match_is_named(done: tuple[str, ...], message: str) -> None:
+def test_a_mismatch_is_named(done: tuple[str, ...], message: str) -> None:
     with pytest.raises(SkipError, match=message):
         match(events(*done), CLASSES)
 
@@ -63,9 +63,7 @@ def test_between_stages() -> None:
 
 @pytest.mark.parametrize("recompute", ["always", "never", "except_first"])
 @pytest.mark.parametrize("microbatches", [1, 3, 9])
-def test_a_schedule_with_skips_is_legal_and_reads_as_text(
-    recompute: str, microbatches: int
-) -> None:
+def test_a_schedule_with_skips_is_legal_and_round_trips(recompute: str, microbatches: int) -> None:
     built = build("gpipe", 4, microbatches, recompute, PAIRS)
     check(built)
     assert parse(str(built)) == built
@@ -80,8 +78,8 @@ def test_a_schedule_with_skips_is_legal_and_reads_as_text(
     ]
 
 
-def test_long_skips_do_not_hold_up_the_fill() -> None:
-    """The makespan is that of the schedule without skips, whatever they span."""
+def test_long_skips_do_not_stall_the_fill() -> None:
+    """The makespan equals that of the schedule without skips, however long they are."""
     plain = simulate(build("gpipe", 12, 24, "never")).makespan
     assert simulate(build("gpipe", 12, 24, "never", ((0, 11), (1, 10)))).makespan == plain
 

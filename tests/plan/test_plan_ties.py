@@ -1,4 +1,4 @@
-"""Which parameters are one, and which stages tell each other."""
+"""Tied weights: their places, and the stages that exchange gradients."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import pytest
 from pipeworker.errors import ScheduleError, UsageError
 from pipeworker.plan.actions import parse_actions
 from pipeworker.plan.check import check
-from pipeworker.plan.orders import build
 from pipeworker.plan.schedule import parse
 from pipeworker.plan.ties import Tie, declared, pairs, placed
+from support.orders import build
 
 RANGES = [(0, 2), (2, 4), (4, 5)]
 
@@ -25,15 +25,15 @@ def test_declared_ties_are_in_model_order() -> None:
 @pytest.mark.parametrize(
     ("groups", "message"),
     [
-        ([("0.weight",)], "each must be a tuple of two or more parameter names"),
-        ([("0.weight", "0.weight")], "each must be a tuple of two or more"),
-        (["0.weight"], "each must be a tuple"),
-        ([(1, 2)], "each must be a tuple"),
-        ([("0.weight", "5.weight")], "there are 5 layers"),
-        ([("0.weight", "weight")], "tied names 'weight'"),
-        ([("0.weight", "-1.weight")], "tied names '-1.weight'"),
-        ([("0.weight", "1.")], "tied names '1.'"),
-        ([("0.a", "1.a"), ("0.a", "2.a")], "tied names '0.a' twice"),
+        ([("0.weight",)], "make it a tuple of two or more parameter names"),
+        ([("0.weight", "0.weight")], "make it a tuple of two or more"),
+        (["0.weight"], "make it a tuple"),
+        ([(1, 2)], "make it a tuple"),
+        ([("0.weight", "5.weight")], "of 5 layers"),
+        ([("0.weight", "weight")], "tied: names 'weight'"),
+        ([("0.weight", "-1.weight")], "tied: names '-1.weight'"),
+        ([("0.weight", "1.")], "tied: names '1.'"),
+        ([("0.a", "1.a"), ("0.a", "2.a")], "tied: names '0.a' twice"),
     ],
 )
 def test_mistakes_are_named(groups: Any, message: str) -> None:
@@ -41,7 +41,7 @@ def test_mistakes_are_named(groups: Any, message: str) -> None:
         declared(groups, 5)
 
 
-def test_stages_that_share_tell_each_other() -> None:
+def test_stages_with_places_of_a_weight_exchange_gradients() -> None:
     ties = placed([Tie(("0.w", "1.w", "4.w")), Tie(("2.w", "4.v"))], RANGES)
     assert [tie.stages for tie in ties] == [(0, 0, 2), (1, 2)]
     assert pairs(ties) == ((0, 2), (1, 2), (2, 0), (2, 1))
@@ -52,7 +52,7 @@ def test_stages_that_share_tell_each_other() -> None:
 
 
 def test_a_stage_with_all_places_of_a_weight_is_paired_with_itself() -> None:
-    """It has something to add up, and nobody to tell."""
+    """It adds up gradients and exchanges none."""
     assert pairs(placed([Tie(("2.w", "3.w"))], RANGES)) == ((1, 1),)
 
 
@@ -85,7 +85,7 @@ def test_the_exchange_comes_after_the_last_backward(word: str) -> None:
         check(replace(built, workers=((early, *first), built.workers[1])))
 
 
-def test_gradients_are_added_when_all_are_in() -> None:
+def test_tied_gradients_are_added_when_all_have_arrived() -> None:
     built = build("gpipe", 2, 2, "never", (), ((0, 1), (1, 0)))
     *rest, receive, add = built.workers[0]
     with pytest.raises(ScheduleError, match="0TIE0 comes before its 0<TIE0@1"):

@@ -1,4 +1,4 @@
-"""What stages save, and what is read of it."""
+"""A worker's part of a checkpoint, and how a checkpoint is read."""
 
 from __future__ import annotations
 
@@ -17,24 +17,27 @@ from hypothesis import strategies as st
 from torch import nn
 
 from pipeworker.errors import UsageError
-from pipeworker.record import checkpoint
-from pipeworker.record.checkpoint import Checkpoint, Part
+from pipeworker.facts.layer_names import LayerNames
+from pipeworker.record.checkpoint import Checkpoint
+from pipeworker.record.json_state import InvalidState, pack, unpack
 from pipeworker.record.manifest import Manifest
-from pipeworker.record.plain import Refused, pack, unpack
-from support.checkpoints import part
+from pipeworker.record.stage_state import StageState, check_savable
+from support.checkpoints import optimizer_state, part, save_worker_files
 
 
-def saved(folder: Path, *parts: Part, elsewhere: frozenset[int] = frozenset()) -> Checkpoint:
-    """One worker's checkpoint."""
-    files = checkpoint.save_part(folder, 0, 1, parts, elsewhere)
-    layers = tuple(name for part in parts for name in part.names)
+def saved(folder: Path, *parts: StageState, elsewhere: frozenset[int] = frozenset()) -> Checkpoint:
+    """Save the checkpoint of a single worker."""
+    files = save_worker_files(folder, 0, 1, parts, elsewhere)
+    layers = LayerNames(
+        tuple(part.names.prefixes[index] for part in parts for index, _, _ in part.indexed())
+    )
     manifest = Manifest(1, len(parts), layers, files)
     (folder / "manifest.json").write_text(json.dumps(manifest.to_json()))
     return Checkpoint(folder)
 
 
 def updates(of: Checkpoint) -> list[dict[str, Any]]:
-    (shard,) = of.shards()
+    (shard,) = of.worker_files()
     found: list[dict[str, Any]] = json.loads(shard.state.read_text())["updates"]
     return found
 
@@ -48,7 +51,7 @@ def test_optimizer_state_is_kept_by_parameter_name(tmp_path: Path) -> None:
     nn.Sequential(*layers)(torch.ones(1, 2)).sum().backward()
     optimizer.step()
     found = saved(tmp_path, part(layers, 3, optimizer))
-    state = found.optimizer_state()
+    state = optimizer_state(found.path)
     assert list(state) == ["3.weight", "3.bias", "4.weight"]
     for name, parameter in zip(state, params, strict=False):
         assert state[name].keys() == optimizer.state[parameter].keys()
@@ -62,18 +65,18 @@ def test_optimizer_state_is_kept_by_parameter_name(tmp_path: Path) -> None:
     assert update["groups"][0]["lr"] == 0.5
 
 
-def test_a_tied_parameter_has_the_name_of_its_first_place(tmp_path: Path) -> None:
+def test_a_tied_parameter_is_saved_under_its_first_name(tmp_path: Path) -> None:
     a, b = nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False)
     b.weight = a.weight
     optimizer = torch.optim.Adam([a.weight])
     b(a(torch.ones(1, 2))).sum().backward()
     optimizer.step()
     found = saved(tmp_path, part([a, b], 0, optimizer))
-    assert list(found.optimizer_state()) == ["0.weight"]
+    assert list(optimizer_state(found.path)) == ["0.weight"]
     assert list(found.weights()) == ["0.weight", "1.weight"]
 
 
-def test_optimizers_of_several_stages_are_joined_and_what_is_elsewhere_is_left_out(
+def test_optimizer_state_of_several_stages_is_merged_without_what_others_write(
     tmp_path: Path,
 ) -> None:
     layers = [nn.Linear(2, 2, bias=False) for _ in range(3)]
@@ -85,14 +88,14 @@ def test_optimizers_of_several_stages_are_joined_and_what_is_elsewhere_is_left_o
     for elsewhere, names in ((frozenset(), ["0.weight", "2.weight"]), (other, ["0.weight"])):
         found = saved(tmp_path / str(len(names)), *parts, elsewhere=elsewhere)
         assert list(found.weights()) == ["0.weight", "1.weight", "2.weight"]
-        assert list(found.optimizer_state()) == names
+        assert list(optimizer_state(found.path)) == names
         assert [n for update in updates(found) for g in update["groups"] for n in g["params"]] == (
             names
         )
 
 
 class Odd(nn.Module):
-    """Entries of all kinds."""
+    """A module with state of all kinds."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -117,7 +120,7 @@ def test_weights_of_all_kinds(tmp_path: Path) -> None:
     for name, value in state.items():
         assert weights[name].dtype is value.dtype
         assert torch.equal(weights[name], value), name
-    (shard,) = found.shards()
+    (shard,) = found.worker_files()
     packed = json.loads(shard.state.read_text())["extra"]["0._extra_state"]
     assert packed == {"seen": 3, "at": {"$tensor": "0._extra_state/at"}}
 
@@ -129,42 +132,42 @@ def test_weights_of_all_kinds(tmp_path: Path) -> None:
         ({}, {"hook": print}, "groups/0/hook is a builtins.builtin_function_or_method: "),
     ],
 )
-def test_what_cannot_be_held_is_refused_before_it_is_too_late(
+def test_state_that_cannot_be_saved_is_refused_early(
     scheduled: Any, group: Any, message: str
 ) -> None:
     layer = nn.Linear(2, 2)
     optimizer = torch.optim.SGD([{"params": list(layer.parameters()), **group}], lr=0.1)
     with pytest.raises(UsageError, match=message):
-        checkpoint.check([part([layer], 0, optimizer, scheduled)])
+        check_savable([part([layer], 0, optimizer, scheduled)])
 
 
-def test_state_that_is_no_parameters_is_refused() -> None:
+def test_optimizer_state_of_no_parameter_is_refused() -> None:
     layer = nn.Linear(2, 2)
     optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
     optimizer.state["calls"] = 3  # type: ignore[index]
     with pytest.raises(UsageError, match="the optimizer's state has the key 'calls', which is no"):
-        checkpoint.check([part([layer], 0, optimizer)])
+        check_savable([part([layer], 0, optimizer)])
 
 
 @pytest.mark.parametrize("name", ["model", "optimizer", "state"])
-def test_a_flipped_bit_is_named(tmp_path: Path, name: str) -> None:
+def test_verify_names_the_file_with_a_flipped_bit(tmp_path: Path, name: str) -> None:
     layer = nn.Linear(2, 2)
     optimizer = torch.optim.Adam(layer.parameters())
     layer(torch.ones(1, 2)).sum().backward()
     optimizer.step()
     found = saved(tmp_path, part([layer], 0, optimizer))
-    (shard,) = found.shards()
+    (shard,) = found.worker_files()
     path: Path = getattr(shard, name)
     found.verify()
     whole = path.read_bytes()
     for at in range(len(whole)):
         path.write_bytes(whole[:at] + bytes([whole[at] ^ 4]) + whole[at + 1 :])
-        with pytest.raises(UsageError, match=f"cannot read {path}: .*its checksum is another"):
+        with pytest.raises(UsageError, match=f"cannot read {path}: .*its checksum does not match"):
             found.verify()
-        found.shards()  # which leaves that to others
+        found.worker_files()  # which leaves that to others
 
 
-# Values as JSON.
+# State as JSON.
 
 numbers = st.integers() | st.floats(allow_nan=False) | st.booleans() | st.none()
 keys = st.text(max_size=3) | st.integers() | st.sampled_from(["$tuple", "$tensor"])
@@ -192,13 +195,13 @@ def alike(one: Any, other: Any) -> bool:
 
 
 @given(values)
-def test_any_plain_value_comes_back(value: Any) -> None:
+def test_unpack_inverts_pack(value: Any) -> None:
     tensors: dict[str, torch.Tensor] = {}
     text = json.dumps(pack(value, tensors, "x"), allow_nan=False)
     assert alike(unpack(json.loads(text), tensors), value)
 
 
-def test_special_values_come_back() -> None:
+def test_unpack_inverts_pack_for_special_values() -> None:
     value = [
         *(math.inf, -math.inf, Counter({3: 2}), OrderedDict(b=1, a=2), torch.Size([2, 3])),
         *(torch.bfloat16, np.arange(3, dtype=np.uint32), np.float32(0.1), -0.0, b"\0\xff"),
@@ -231,17 +234,17 @@ hostile = st.recursive(
 
 
 @given(hostile)
-def test_what_no_stage_wrote_is_refused_or_plain(packed: Any) -> None:
-    """Nothing but Refused is raised, and nothing is made but plain values."""
-    with contextlib.suppress(Refused):
+def test_hostile_packed_values_are_refused_or_plain(packed: Any) -> None:
+    """Only InvalidState is raised, and only plain values are made."""
+    with contextlib.suppress(InvalidState):
         unpack(packed, {"t": torch.ones(2)})
 
 
-def test_what_is_nested_too_deeply_is_refused() -> None:
+def test_deeply_nested_values_are_refused() -> None:
     deep: Any = []
     for _ in range(300):
         deep = [deep]
     with pytest.raises(UsageError, match="nested too deeply"):
         pack(deep, {}, "x")
-    with pytest.raises(Refused, match="nested too deeply"):
+    with pytest.raises(InvalidState, match="nested too deeply"):
         unpack(deep, {})

@@ -1,4 +1,4 @@
-"""Whose a run directory is, among processes."""
+"""The lock of a run directory, among processes."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from pathlib import Path
 
 import pytest
 
-from pipeworker.record.lock import Lock, held
+from pipeworker.record.lock import RunLock, is_locked
 
 HOLDER = """
 import os, sys
 from pathlib import Path
-from pipeworker.record.lock import Lock
+from pipeworker.record.lock import RunLock
 
 for line in sys.stdin:
     match line.split():
-        case ["take", path, how]:
-            lock = Lock(Path(path), alone=how == "alone")
+        case ["acquire", path, how]:
+            lock = RunLock(Path(path), exclusive=how == "alone")
         case ["share"]:
             lock.share()
         case ["close"]:
-            lock.close()
+            lock.release()
         case ["fork"]:
             if not (child := os.fork()):
                 os.read(int(sys.argv[1]), 1)
@@ -36,7 +36,7 @@ for line in sys.stdin:
 
 
 class Holder:
-    """Another process, which does what it is told."""
+    """Another process, which executes commands on the lock."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -50,10 +50,10 @@ class Holder:
         )
         os.close(self._gate)
 
-    def tell(self, words: str) -> None:
+    def command(self, words: str) -> None:
         assert self.process.stdin
         assert self.process.stdout
-        self.process.stdin.write(words.replace("take", f"take {self._path}") + "\n")
+        self.process.stdin.write(words.replace("acquire", f"acquire {self._path}") + "\n")
         self.process.stdin.flush()
         assert self.process.stdout.readline() == "done\n"
 
@@ -85,61 +85,61 @@ def holder(path: Path) -> Iterator[Holder]:
 
 def free(path: Path, *, alone: bool) -> bool:
     try:
-        Lock(path, alone=alone).close()
+        RunLock(path, exclusive=alone).release()
     except BlockingIOError:
         return False
     return True
 
 
-def test_who_begins_is_alone_and_shares_it_then(path: Path, holder: Holder) -> None:
+def test_the_lock_is_exclusive_until_it_is_shared(path: Path, holder: Holder) -> None:
     assert free(path, alone=True)
-    holder.tell("take alone")
+    holder.command("acquire alone")
     assert not free(path, alone=True)
     assert not free(path, alone=False)
-    holder.tell("share")
+    holder.command("share")
     assert not free(path, alone=True)
-    ours = Lock(path, alone=False)
-    holder.tell("close")
-    holder.tell("take shared")
-    ours.close()
-    ours.close()
-    holder.tell("close")
+    ours = RunLock(path, exclusive=False)
+    holder.command("close")
+    holder.command("acquire shared")
+    ours.release()
+    ours.release()
+    holder.command("close")
     assert free(path, alone=True)
 
 
-def test_whether_it_is_held_is_asked_without_taking_it(path: Path, holder: Holder) -> None:
-    assert not held(path)
+def test_is_locked_does_not_take_the_lock(path: Path, holder: Holder) -> None:
+    assert not is_locked(path)
     for how in ("alone", "shared"):
-        holder.tell(f"take {how}")
-        assert held(path)
-        holder.tell("close")
-        assert not held(path)
-    assert not held(path.parent / "none" / "lock")
+        holder.command(f"acquire {how}")
+        assert is_locked(path)
+        holder.command("close")
+        assert not is_locked(path)
+    assert not is_locked(path.parent / "none" / "lock")
 
 
-def test_it_ends_with_its_process_whatever_that_has_forked(path: Path, holder: Holder) -> None:
-    holder.tell("take alone")
-    holder.tell("fork")
+def test_the_lock_ends_with_its_process_despite_children(path: Path, holder: Holder) -> None:
+    holder.command("acquire alone")
+    holder.command("fork")
     assert not free(path, alone=True)
     holder.end()
     assert free(path, alone=True)
 
 
-def test_who_holds_it_is_given_time_to_end(path: Path, holder: Holder) -> None:
-    holder.tell("take alone")
+def test_the_timeout_lets_another_process_end(path: Path, holder: Holder) -> None:
+    holder.command("acquire alone")
     end = threading.Timer(0.1, holder.end)
     end.start()
-    Lock(path, alone=True, seconds=60).close()
+    RunLock(path, exclusive=True, timeout=60).release()
     end.join()
 
 
-def test_a_file_that_cannot_be_made(tmp_path: Path) -> None:
+def test_a_lock_file_that_cannot_be_created_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(NotADirectoryError):
-        Lock(tmp_path / "file" / "lock", alone=True)
+        RunLock(tmp_path / "file" / "lock", exclusive=True)
 
 
-def test_a_file_system_without_locks_keeps_nobody_out(
+def test_every_process_gets_the_lock_on_a_file_system_without_locks(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def none(*_: object) -> None:

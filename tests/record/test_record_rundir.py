@@ -1,4 +1,4 @@
-"""The run directory: where things are, and that they are whole."""
+"""The run directory, its checkpoints and its summary."""
 
 from __future__ import annotations
 
@@ -11,16 +11,17 @@ import torch
 from safetensors.torch import save_file
 
 from pipeworker.errors import UsageError
-from pipeworker.record import manifest, rundir
+from pipeworker.facts.checkpoint_file import CheckpointFile
+from pipeworker.facts.layer_names import LayerNames
+from pipeworker.record import atomic_file, manifest, run_record, rundir
 from pipeworker.record.manifest import Manifest
 from pipeworker.record.rundir import RunDir
 from pipeworker.wire.lines import Verdict
-from pipeworker.wire.messages.checkpoint import File
 
 _LATE = [100_000_000, 100_000_001]
 
 
-def test_where_things_are() -> None:
+def test_the_layout_of_a_run_directory() -> None:
     run = RunDir(Path("r"))
     found = [
         run.plan,
@@ -35,44 +36,46 @@ def test_where_things_are() -> None:
         "metrics.jsonl",
         "summary.json",
         "logs/coordinator.log",
-        "logs/stage-2.log",
+        "logs/worker-2.log",
         "checkpoints/step-00000100",
     ]
 
 
-def test_the_directory_asked_for_is_made(tmp_path: Path) -> None:
+def test_create_makes_the_requested_directory(tmp_path: Path) -> None:
     made, folders = rundir.create(str(tmp_path / "a" / "b"), Path("job.py"))
     assert made.path == (tmp_path / "a" / "b").resolve()
     assert (made.path / "logs").is_dir()
     assert folders == (made.path, made.path.parent)
 
 
-def test_nothing_is_left_of_one_that_is_removed(tmp_path: Path) -> None:
+def test_remove_run_leaves_nothing(tmp_path: Path) -> None:
     made, folders = rundir.create(str(tmp_path / "a" / "b"), Path("job.py"))
     made.events.mkdir()
     table, events = made.path / "metrics.csv", made.events / "events.out.tfevents.1"
     for path in (made.run, made.metrics, table, events, made.coordinator_log(), made.worker_log(0)):
         path.touch()
-    made.remove(folders)
+    made.remove_run(folders)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_what_is_not_ours_stays_where_one_is_removed(tmp_path: Path) -> None:
+def test_remove_run_keeps_files_of_others(tmp_path: Path) -> None:
     made, folders = rundir.create(str(tmp_path / "a" / "b"), Path("job.py"))
     for path in (made.run, made.path / "notes.txt", made.path.parent / "b-2"):
         path.touch()
-    made.remove(folders)
+    made.remove_run(folders)
     assert [path.name for path in made.path.iterdir()] == ["notes.txt"]
     assert sorted(path.name for path in made.path.parent.iterdir()) == ["b", "b-2"]
 
 
-def test_one_that_exists_is_not_touched(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="exists already: choose another --run-dir"):
+def test_create_refuses_an_existing_directory(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="exists already; choose another --run-dir"):
         rundir.create(str(tmp_path), Path("job.py"))
     assert list(tmp_path.iterdir()) == []
 
 
-def test_the_default_is_new_each_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_default_directory_is_new_each_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("time.strftime", lambda _: "20000101-000000")
     names = [rundir.create(None, Path("/jobs/net.py"))[0].path for _ in range(3)]
@@ -80,20 +83,20 @@ def test_the_default_is_new_each_time(tmp_path: Path, monkeypatch: pytest.Monkey
     assert names == [stem, Path(f"{stem}-2"), Path(f"{stem}-3")]
 
 
-def test_one_that_cannot_be_made(tmp_path: Path) -> None:
+def test_create_refuses_an_impossible_directory(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(UsageError, match=r"cannot make run directory .*: Not a directory"):
+    with pytest.raises(UsageError, match=r"run directory .*: cannot be made: Not a directory"):
         rundir.create(str(tmp_path / "file" / "run"), Path("job.py"))
 
 
-def test_a_checkpoint_is_there_once_it_is_committed(tmp_path: Path) -> None:
+def test_a_checkpoint_exists_once_it_is_committed(tmp_path: Path) -> None:
     run = RunDir(tmp_path)
     partial = run.partial_checkpoint(3)
     partial.mkdir(parents=True)
     save_file({"0.w": torch.ones(2)}, partial / "model-00001-of-00001.safetensors")
-    file = manifest.described(partial / "model-00001-of-00001.safetensors")
+    file = manifest.describe_file(partial / "model-00001-of-00001.safetensors")
     assert not run.checkpoint(3).exists()
-    run.commit_checkpoint(made := Manifest(3, 1, ("0",), (file,)))
+    run.commit_checkpoint(made := Manifest(3, 1, LayerNames.numbered(1), (file,)))
     assert not partial.exists()
     assert Manifest.read(run.checkpoint(3) / "manifest.json") == made
     index = json.loads((run.checkpoint(3) / "model.safetensors.index.json").read_text())
@@ -101,16 +104,22 @@ def test_a_checkpoint_is_there_once_it_is_committed(tmp_path: Path) -> None:
 
 
 def saved(run: RunDir, losses: dict[int, float | str | None]) -> list[int]:
-    """Checkpoints as the last one is complete and two are kept: the steps of those that stay."""
+    """Complete a checkpoint for each loss, keep two, and return the steps of those that stay."""
     for step, loss in losses.items():
         run.checkpoint(step).mkdir(parents=True)
         row = None if loss is None or isinstance(loss, str) else {"step": step, "loss": loss}
-        made = Manifest(step, 1, ("0",), (File("state-00001-of-00001.json", 1, 1),), evaluation=row)
-        rundir.write_json(run.checkpoint(step) / "manifest.json", made.to_json())
+        made = Manifest(
+            step,
+            1,
+            LayerNames.numbered(1),
+            (CheckpointFile("state-00001-of-00001.json", 1, 1),),
+            evaluation=row,
+        )
+        atomic_file.write_json(run.checkpoint(step) / "manifest.json", made.to_json())
         if isinstance(loss, str):
             (run.checkpoint(step) / "manifest.json").write_text(loss)
-    run.let_go(2)
-    return [int(path.name.removeprefix("step-")) for path in run.saved()]
+    run.prune_checkpoints(2)
+    return [int(path.name.removeprefix("step-")) for path in run.checkpoint_paths()]
 
 
 @pytest.mark.parametrize(
@@ -128,7 +137,7 @@ def saved(run: RunDir, losses: dict[int, float | str | None]) -> list[int]:
         ({99_999_999: 3.0, 100_000_000: 2.0, 100_000_001: 1.0}, _LATE),
     ],
 )
-def test_the_newest_checkpoints_stay_and_the_best(
+def test_the_newest_and_the_best_checkpoints_stay(
     tmp_path: Path, losses: dict[int, float | str | None], stay: list[int]
 ) -> None:
     assert saved(RunDir(tmp_path), losses) == stay
@@ -137,7 +146,7 @@ def test_the_newest_checkpoints_stay_and_the_best(
     }
 
 
-def test_the_best_goes_when_there_is_a_better_one(tmp_path: Path) -> None:
+def test_the_best_checkpoint_is_removed_when_there_is_a_better_one(tmp_path: Path) -> None:
     run = RunDir(tmp_path)
     assert saved(run, {1: 1.0, 2: 2.0, 3: 3.0, 4: 4.0}) == [1, 3, 4]
     assert saved(run, {5: 0.5}) == [4, 5]
@@ -146,40 +155,42 @@ def test_the_best_goes_when_there_is_a_better_one(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "header", [b"", b"[]", b"x", b'{"0.w": 3}', b'{"0.w": {}}', b'{"0.w": {"data_offsets": [1]}}']
 )
-def test_weights_that_no_stage_wrote_complete_no_checkpoint(tmp_path: Path, header: bytes) -> None:
+def test_invalid_weights_complete_no_checkpoint(tmp_path: Path, header: bytes) -> None:
     run = RunDir(tmp_path)
     partial = run.partial_checkpoint(3)
     partial.mkdir(parents=True)
     path = partial / "model-00001-of-00001.safetensors"
     path.write_bytes(len(header).to_bytes(8, "little") + header)
-    with pytest.raises(ValueError, match=f"{path} is not what a stage writes"):
-        run.commit_checkpoint(Manifest(3, 1, ("0",), (manifest.described(path),)))
+    with pytest.raises(ValueError, match=f"{path} is not what a worker writes"):
+        run.commit_checkpoint(
+            Manifest(3, 1, LayerNames.numbered(1), (manifest.describe_file(path),))
+        )
     assert not run.checkpoint(3).exists()
 
 
-def test_a_json_file_is_whole_or_not_there(tmp_path: Path) -> None:
+def test_a_json_file_appears_whole_or_not_at_all(tmp_path: Path) -> None:
     path = tmp_path / "x.json"
-    rundir.write_json(path, {"a": [1]})
+    atomic_file.write_json(path, {"a": [1]})
     with pytest.raises(TypeError):
-        rundir.write_json(path, {"b": object()})
+        atomic_file.write_json(path, {"b": object()})
     assert json.loads(path.read_text()) == {"a": [1]}
-    rundir.write_json(path, 2)
+    atomic_file.write_json(path, 2)
     assert path.read_text() == "2\n"
     assert [entry.name for entry in tmp_path.iterdir()] == ["x.json"]
 
 
-def test_the_summary(tmp_path: Path) -> None:
+def test_the_summary_is_read_as_it_was_written(tmp_path: Path) -> None:
     run = RunDir(tmp_path)
-    assert rundir.read_summary(run) == {}
+    assert run_record.read_summary(run) == {}
     verdict = Verdict("failed", 1, 4, 1.5, (1, 2), 0.25, "lost")
-    rundir.write_summary(run, verdict, 2)
-    assert rundir.read_summary(run)["loss"] is None
-    assert "best_evaluation" not in rundir.read_summary(run)
+    run_record.write_summary(run, verdict, 2)
+    assert run_record.read_summary(run)["loss"] is None
+    assert "best_evaluation" not in run_record.read_summary(run)
     run.metrics.write_text('{"step": 3, "loss": 2.0}\n{"step": 4, "loss": 1.0}\n')
     run.evaluation.write_text('{"step": 2, "loss": 3.0, "x": 1}\n{"step": 4, "loss": 4.0}\n')
-    rundir.write_summary(run, verdict, 2)
-    assert json.loads(run.summary.read_text()) == rundir.read_summary(run)
-    assert rundir.read_summary(run) == {
+    run_record.write_summary(run, verdict, 2)
+    assert json.loads(run.summary.read_text()) == run_record.read_summary(run)
+    assert run_record.read_summary(run) == {
         "status": "failed",
         "steps": 4,
         "stages": 2,

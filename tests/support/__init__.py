@@ -1,1 +1,1 @@
-"""What test modules share."""
+"""Helpers that test modules share."""

@@ -1,17 +1,25 @@
-"""Parts of checkpoints, made without a job, and what looks like whole ones."""
+"""Checkpoints that are made without a job."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from pipeworker.record.checkpoint import Part
-from pipeworker.record.manifest import Manifest, described, file_names
-from pipeworker.record.rundir import RunDir, write_json
+from pipeworker.facts.checkpoint_file import CheckpointFile
+from pipeworker.facts.layer_names import LayerNames
+from pipeworker.record.atomic_file import write_json
+from pipeworker.record.checkpoint import Checkpoint, read_plain
+from pipeworker.record.json_state import unpack
+from pipeworker.record.manifest import Manifest, describe_file, file_names
+from pipeworker.record.rundir import RunDir
+from pipeworker.record.snapshot_buffer import SnapshotBuffer
+from pipeworker.record.snapshot_memory import SnapshotMemory, write_files
+from pipeworker.record.stage_state import StageState
+from pipeworker.record.tensor_file import TensorFile
 
 
 def part(
@@ -19,19 +27,50 @@ def part(
     first: int,
     optimizer: torch.optim.Optimizer | None = None,
     scheduler: object = None,
-) -> Part:
-    """A stage from layer `first` on, in a module without names."""
-    names = [str(index) for index in range(first, first + len(layers))]
+) -> StageState:
+    """Return the state of a stage that begins with layer `first`; layers are named by index."""
+    names = LayerNames.numbered(first + len(layers))
     states = [layer.state_dict() for layer in layers]
-    return Part(names, layers, states, optimizer, scheduler)
+    return StageState(names, layers, states, optimizer, scheduler, first=first)
 
 
 def complete(run: RunDir, step: int, **fields: Any) -> Path:
-    """A checkpoint with files of any content, and a manifest that knows them."""
+    """Write a checkpoint whose files have any content, and a matching manifest."""
     path = run.checkpoint(step)
     path.mkdir(parents=True)
     for name in file_names(0, 1):
         (path / name).write_bytes(f"{name} of step {step}".encode() * 100)
-    files = tuple(described(path / name) for name in file_names(0, 1))
-    write_json(path / "manifest.json", Manifest(step, 1, ("0",), files, **fields).to_json())
+    files = tuple(describe_file(path / name) for name in file_names(0, 1))
+    write_json(
+        path / "manifest.json", Manifest(step, 1, LayerNames.numbered(1), files, **fields).to_json()
+    )
     return path
+
+
+def save_worker_files(
+    folder: Path,
+    rank: int,
+    ranks: int,
+    stages: Sequence[StageState],
+    elsewhere: Collection[int] = (),
+    position: Mapping[str, Any] | None = None,
+) -> tuple[CheckpointFile, ...]:
+    """Write the files of a worker, one of `ranks` that write."""
+    memory = SnapshotMemory()
+    try:
+        SnapshotBuffer(memory).fill(0, stages, elsewhere, position)
+        return write_files(memory.handles, folder, file_names(rank, ranks))
+    finally:
+        memory.close()
+
+
+def optimizer_state(path: Path) -> dict[str, dict[str, Any]]:
+    """Return the state of all optimizers of a checkpoint by the parameter's name."""
+    checkpoint = Checkpoint(path)
+    checkpoint.verify()
+    found: dict[str, dict[str, Any]] = {}
+    for files in checkpoint.worker_files():
+        tensors = TensorFile(files.optimizer)
+        for update in read_plain(files.state)["updates"]:
+            found |= {name: unpack(v, tensors) for name, v in update["state"].items()}
+    return found

@@ -1,4 +1,4 @@
-"""What it means that two trainings are the same, and the plain loop that all are held against."""
+"""Comparisons of two runs, and the plain loop as the reference."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from support.jobs import Run
 def plain_loop(
     job_file: Path, *, microbatches: int, steps: int
 ) -> tuple[list[float], dict[str, torch.Tensor], list[dict[str, Any]]]:
-    """The loop of the contract: losses, weights, optimizer state in parameter order."""
+    """Run the documented plain loop; return losses, weights and optimizer state."""
     torch.set_num_threads(1)
     spec = importlib.util.spec_from_file_location("plain_job", job_file)
     assert spec is not None
@@ -53,7 +53,7 @@ def _split(value: Any, count: int) -> list[Any]:
 
 
 def assert_same(left: Run, right: Run) -> None:
-    """Losses, norms, weights and optimizer state, without tolerance."""
+    """Compare losses, norms, weights and optimizer state without tolerance."""
     for name in ("loss", "grad_norm", "lr", "epoch"):
         assert [r[name] for r in left.metrics] == [r[name] for r in right.metrics], name
     assert left.weights.keys() == right.weights.keys()

@@ -1,4 +1,4 @@
-"""A job, its workers as plain messages, and time by hand."""
+"""A scripted job: its workers are plain messages, and its time is set by hand."""
 
 from __future__ import annotations
 
@@ -6,27 +6,32 @@ import dataclasses
 from typing import Any, TypeVar
 
 from pipeworker.coordinator.effects import Commit, Effect, Ended, Send, Status
-from pipeworker.coordinator.events import Arrived, Committed, Event, Ticked, Uncommitted
-from pipeworker.coordinator.job import Job, Start
-from pipeworker.coordinator.scaler import Scaler
+from pipeworker.coordinator.events import (
+    CheckpointCommitted,
+    CheckpointFailed,
+    Event,
+    MessageReceived,
+    Tick,
+)
+from pipeworker.coordinator.job import Job
+from pipeworker.coordinator.loss_scaler import LossScaler
 from pipeworker.coordinator.states import State
+from pipeworker.coordinator.steps.progress import Start
 from pipeworker.errors import AGAIN
+from pipeworker.facts.failure import Cause, Failure
+from pipeworker.facts.position import Position
+from pipeworker.facts.step import Batch, Evaluation, StepResult
 from pipeworker.job.options import Options
 from pipeworker.plan.orders import Order
 from pipeworker.plan.orders.gpipe import gpipe
 from pipeworker.plan.placement import Placement
 from pipeworker.timings import DEFAULT
-from pipeworker.wire.lines import Interrupt, SaveAsked, WorkerExited
-from pipeworker.wire.messages.advance import Advance, Finish
-from pipeworker.wire.messages.calls import Call, CallKind
+from pipeworker.wire.lines import Interrupt, SaveRequest, WorkerExited
 from pipeworker.wire.messages.checkpoint import Copy, Save, Saved
-from pipeworker.wire.messages.directions import FromWorker, ToWorker
-from pipeworker.wire.messages.evaluation import Evaluation, EvaluationDone
-from pipeworker.wire.messages.failure import Abort, Cause, Failure
+from pipeworker.wire.messages.directions import Advance, Finish, FromWorker, ToWorker
 from pipeworker.wire.messages.plan import Built, Described, Plan, Ready
-from pipeworker.wire.messages.position import Position
-from pipeworker.wire.messages.presence import Hello
-from pipeworker.wire.messages.step import Batch, RunStep, StepDone, StepResult, Update
+from pipeworker.wire.messages.presence import Abort, Hello
+from pipeworker.wire.messages.step import Call, CallKind, EvaluationDone, RunStep, StepDone, Update
 
 T = TypeVar("T")
 
@@ -36,38 +41,45 @@ PATIENCE = 60.0
 NOWHERE = Position()
 TIMINGS = DEFAULT
 _LOSSES = (Cause.LOST, Cause.HUNG, Cause.PEER, Cause.TRANSIENT)
-"""After which another start may go on."""
-LOOPED = Order(gpipe, lambda workers: Placement.looped(workers, 2))
-"""Two stages a worker. Tests register it under a name of their own."""
+"""Causes after which a job may restart."""
+LOOPED = Order(gpipe, virtual_stages=2)
+"""An order with two stages per worker, which tests register under a name."""
 
 
-def commit(step: int, scaler: Scaler | None = None, evaluation: Evaluation | None = None) -> Commit:
-    """Of a job of the usual layers."""
+def commit(
+    step: int, scaler: LossScaler | None = None, evaluation: Evaluation | None = None
+) -> Commit:
+    """Return the Commit of a job of the usual layers."""
     names = tuple(map(str, range(len(LAYERS))))
     return Commit(step, scaler, layers=names, evaluation=evaluation)
 
 
-def passed(step: int, loss: float = 0.5) -> Evaluation:
-    """What an evaluation pass gives."""
+def evaluation_of(step: int, loss: float = 0.5) -> Evaluation:
+    """Return the result of an evaluation pass."""
     return Evaluation(step, loss, ("accuracy",), (0.75,))
 
 
 def ready_of(rank: int, plan: Plan, layers: tuple[str, ...], batch: Batch | None) -> Ready:
-    """What a worker says when it has built what `plan` asks."""
+    """Return the message of a worker that has built the stages of `plan`."""
     built = tuple(Built(r.stage, r.first, layers[r.first : r.stop], 8) for r in plan.ranges)
     return Ready(rank, built, "cpu", batch)
 
 
-def identity(rank: int) -> bytes:
-    """The transport identity of the worker of a rank; of a stranger, where there is no such."""
+def peer_of(rank: int) -> bytes:
+    """Return the transport identity of the worker of a rank; any other belongs to no worker."""
     return b"w%d" % rank
 
 
-class Scripted:
-    """A job, its workers as plain messages, and everything it ever did.
+class ScriptedJob:
+    """A job whose workers are plain messages, and all of its effects.
 
     Args:
-        replaceable, start: as :class:`Job` takes them.
+        workers: workers of a replica.
+        generation: the number of the first generation.
+        layers: the classes of the model's layers.
+        replaceable: as in :class:`Job`.
+        start: as in :class:`Job`.
+        options: more options of the job.
     """
 
     def __init__(
@@ -84,22 +96,22 @@ class Scripted:
         self.options = Options("job.py", workers, **options)
         self.layers = layers
         self.now = 100.0
-        self._given = {
+        self._arguments = {
             "generation": generation,
             "replaceable": replaceable,
             "start": start or Start(),
         }
-        self.job = self.begun()
+        self.job = self.new_job()
         self.effects: list[Effect] = []
 
-    def begun(self) -> Job:
-        """A job as this one was at its beginning."""
-        given: Any = self._given
-        return Job(self.options, "runs/x", 100.0, timings=TIMINGS, **given)
+    def new_job(self) -> Job:
+        """Return a job in the initial state of this one."""
+        arguments: Any = self._arguments
+        return Job(self.options, "runs/x", 100.0, timings=TIMINGS, **arguments)
 
     @property
     def number(self) -> int:
-        """Of the generation."""
+        """The number of the generation."""
         return self.job.generation.number
 
     @property
@@ -122,15 +134,16 @@ class Scripted:
 
     @property
     def firsts(self) -> list[int]:
-        """The ranks that hold the first stage of a replica; `lasts`, the last."""
+        """The ranks that hold the first stage of a replica."""
         return self.placement.ranks_of(0)
 
     @property
     def lasts(self) -> list[int]:
+        """The ranks that hold the last stage of a replica."""
         return self.placement.ranks_of(self.placement.stages - 1)
 
     def state(self) -> State:
-        """A method, for what is true of it now may not be true after the next event."""
+        """Return the generation's state; not a property, so mypy does not assume it stays."""
         return self.job.generation.state
 
     # Events.
@@ -140,14 +153,14 @@ class Scripted:
         self.effects += effects
         return effects
 
-    def says(self, message: FromWorker, peer: bytes | None = None) -> list[Effect]:
-        """A message arrives from the worker whose rank it bears, or from `peer`."""
-        sender = identity(message.rank) if peer is None else peer
-        return self.handle(Arrived(sender, self.number, message))
+    def receive(self, message: FromWorker, peer: bytes | None = None) -> list[Effect]:
+        """Handle a message from the worker of its rank, or from `peer`."""
+        sender = peer_of(message.rank) if peer is None else peer
+        return self.handle(MessageReceived(sender, self.number, message))
 
     def tick(self, seconds: float = 0.0) -> list[Effect]:
         self.now += seconds
-        return self.handle(Ticked())
+        return self.handle(Tick())
 
     def exited(self, rank: int, code: int, position: Position = NOWHERE) -> list[Effect]:
         return self.handle(WorkerExited(rank, self.number, code, position))
@@ -155,52 +168,52 @@ class Scripted:
     def interrupt(self) -> list[Effect]:
         return self.handle(Interrupt())
 
-    def save_asked(self) -> list[Effect]:
-        return self.handle(SaveAsked())
+    def request_checkpoint(self) -> list[Effect]:
+        return self.handle(SaveRequest())
 
-    def committed(self, step: int | None = None) -> list[Effect]:
-        """The checkpoint of `step`, or the last that was to be completed, is."""
+    def checkpoint_committed(self, step: int | None = None) -> list[Effect]:
+        """Complete the checkpoint of `step`, or of the last Commit."""
         step = of(self.effects, Commit)[-1].step if step is None else step
-        return self.handle(Committed(step, f"checkpoints/{step}"))
+        return self.handle(CheckpointCommitted(step, f"checkpoints/{step}"))
 
-    def uncommitted(self, text: str = "no space left") -> list[Effect]:
-        """It cannot be completed."""
-        return self.handle(Uncommitted(of(self.effects, Commit)[-1].step, text))
+    def checkpoint_failed(self, text: str = "no space left") -> list[Effect]:
+        """Fail the checkpoint of the last Commit."""
+        return self.handle(CheckpointFailed(of(self.effects, Commit)[-1].step, text))
 
-    # A happy life, in pieces.
+    # The usual course, in pieces.
 
     def join(self, *ranks: int) -> list[Effect]:
         for rank in ranks or self.ranks:
-            effects = self.says(Hello(rank, "host", 1000 + rank))
+            effects = self.receive(Hello(rank, "host", 1000 + rank))
         return effects
 
     def describe(self, layers: tuple[str, ...] | None = None) -> list[Effect]:
         for rank in self.ranks:
-            effects = self.says(Described(rank, layers or self.layers, ()))
+            effects = self.receive(Described(rank, layers or self.layers, ()))
         return effects
 
     def ready(self, batch: Batch | None = BATCH, unit: str = "") -> list[Effect]:
-        """All are; on one accelerator, where there is a `unit`."""
+        """Let all workers report that they are ready, on one accelerator if there is a `unit`."""
         for rank in self.ranks:
             plan = self.sent(rank, Plan)[-1]
-            mine = batch if rank in self.firsts else None
-            ready = ready_of(rank, plan, self.layers, mine)
-            effects = self.says(dataclasses.replace(ready, unit=unit))
+            first = batch if rank in self.firsts else None
+            ready = ready_of(rank, plan, self.layers, first)
+            effects = self.receive(dataclasses.replace(ready, accelerator=unit))
         return effects
 
-    def again(self) -> list[Effect]:
-        """Its workers, or those in their places, come as far as the first step."""
+    def start(self) -> list[Effect]:
+        """Let the workers of the generation join and build, up to the first step."""
         self.join()
         self.describe()
         return self.ready()
 
-    def running(self) -> Scripted:
-        self.again()
+    def running(self) -> ScriptedJob:
+        self.start()
         assert self.state() is (State.CALLING if self.options.own_loop else State.STEPPING)
         return self
 
     def done(self, rank: int, step: int, **more: Any) -> list[Effect]:
-        """What it was to copy is whole, if `more` does not say otherwise."""
+        """Let a rank complete a mini-batch and its copies; `more` replaces fields."""
         copied = [copy.step for copy in self.copies(rank)]
         message = StepDone(
             rank,
@@ -212,45 +225,44 @@ class Scripted:
             learning_rate=0.1,
             peak_memory=100 * rank + step,
             batch=BATCH if rank in self.firsts else None,
-            copied=max(copied, default=-1),
+            snapshot_step=max(copied, default=-1),
         )
-        return self.says(dataclasses.replace(message, **more))
+        return self.receive(dataclasses.replace(message, **more))
 
     def step(self, step: int, **more: Any) -> list[Effect]:
-        """Every worker is done; returns what the last one's message caused. `more` is for all."""
+        """Let every rank complete a mini-batch; return the effects of the last message."""
         for rank in self.ranks:
             effects = self.done(rank, step, **more)
         return effects
 
     def evaluated(self, step: int, loss: float = 0.5) -> list[Effect]:
-        """Every worker has ended an evaluation pass."""
+        """Let every rank complete an evaluation pass."""
         for rank in self.ranks:
-            result = passed(step, loss) if rank == self.last else None
-            effects = self.says(EvaluationDone(rank, step, 1000, result))
+            result = evaluation_of(step, loss) if rank == self.last else None
+            effects = self.receive(EvaluationDone(rank, step, 1000, result))
         return effects
 
     def called(self, kind: CallKind, *ranks: int, **more: Any) -> list[Effect]:
-        """The user's own loop makes a call, on all ranks or on these."""
+        """Let the user's loop make a call, on all ranks or on these."""
         for rank in ranks or self.ranks:
             batch = BATCH if kind is CallKind.STEP and rank in self.firsts else None
-            effects = self.says(Call(rank, kind, batch, **more))
+            effects = self.receive(Call(rank, kind, batch, **more))
         return effects
 
     def saved(self, step: int | None = None, error: str = "") -> list[Effect]:
-        """Every worker of the first replica has written its part of `step`, or of what it was
-        last told to write."""
+        """Let the first replica write its parts of `step`, or of the last requested checkpoint."""
         for rank in range(self.placement.workers):
-            told = self.told_to_write(rank)[-1] if step is None else step
-            effects = self.says(Saved(rank, told, error=error))
+            last = self.saves_requested(rank)[-1] if step is None else step
+            effects = self.receive(Saved(rank, last, error=error))
         return effects
 
-    # What it did.
+    # Effects so far.
 
     def sent(self, rank: int, kind: type[T]) -> list[T]:
         return [m for m in sent_to(self.effects, rank) if isinstance(m, kind)]
 
     def runs(self, rank: int) -> list[RunStep]:
-        """What it was told to run."""
+        """Return the mini-batches that a rank was directed to run."""
         return [a.next for a in self.sent(rank, Advance) if isinstance(a.next, RunStep)]
 
     @property
@@ -259,18 +271,18 @@ class Scripted:
         return [row.step for row in of(self.effects, StepResult)]
 
     def copies(self, rank: int) -> list[Copy]:
-        """What it was told to copy, in this generation."""
+        """Return the copies that a rank was directed to make, in this generation."""
         sends = of(self.effects, Send)
-        mine = [s for s in sends if s.peer == identity(rank) and s.generation == self.number]
-        told = [s.message for s in mine if isinstance(s.message, Advance)]
-        return [advance.copy for advance in told if advance.copy]
+        own = [s for s in sends if s.peer == peer_of(rank) and s.generation == self.number]
+        advances = [s.message for s in own if isinstance(s.message, Advance)]
+        return [advance.copy for advance in advances if advance.copy]
 
-    def told_to_write(self, rank: int) -> list[int]:
-        """The steps of the checkpoints it was told to write, beside a step or at once."""
+    def saves_requested(self, rank: int) -> list[int]:
+        """Return the steps that a rank was directed to save, beside a step or at once."""
         found = []
-        for told in self.sent(rank, Advance):
-            found += [told.copy.step] if told.copy and told.copy.save else []
-            found += [told.next.step] if isinstance(told.next, Save) else []
+        for advance in self.sent(rank, Advance):
+            found += [advance.copy.step] if advance.copy and advance.copy.save else []
+            found += [advance.next.step] if isinstance(advance.next, Save) else []
         return found
 
     @property
@@ -280,7 +292,7 @@ class Scripted:
 
     @property
     def failure(self) -> Failure:
-        """Of a job that failed: told once, to everyone who joined."""
+        """The failure of a failed job, which was sent to every member once."""
         assert self.ended.status is Status.FAILED
         assert self.ended.failure
         assert self.state() is State.OVER
@@ -294,15 +306,15 @@ class Scripted:
         return self.ended.failure
 
 
-def own(workers: int = 2, **options: Any) -> Scripted:
-    """With a loop of the user's own, before its first call."""
-    return Scripted(workers, own_loop=True, steps=None, **options).running()
+def own_loop_job(workers: int = 2, **options: Any) -> ScriptedJob:
+    """Return a job with a loop of the user's own, before its first call."""
+    return ScriptedJob(workers, own_loop=True, steps=None, **options).running()
 
 
-def replaced(workers: int = 2, **options: Any) -> Scripted:
-    """With workers that are replaced when they are lost, and copy their state at every step."""
+def replaceable_job(workers: int = 2, **options: Any) -> ScriptedJob:
+    """Return a job whose lost workers are replaced, with a snapshot at every step."""
     options = {"steps": 9, "snapshot_every": 1, **options}
-    return Scripted(workers, replaceable=True, **options)
+    return ScriptedJob(workers, replaceable=True, **options)
 
 
 def of(effects: list[Effect], kind: type[T]) -> list[T]:
@@ -310,35 +322,35 @@ def of(effects: list[Effect], kind: type[T]) -> list[T]:
 
 
 def sent_to(effects: list[Effect], rank: int) -> list[ToWorker]:
-    return [effect.message for effect in of(effects, Send) if effect.peer == identity(rank)]
+    return [effect.message for effect in of(effects, Send) if effect.peer == peer_of(rank)]
 
 
-def of_messages(effects: list[Effect], kind: type[T]) -> list[T]:
+def messages_of(effects: list[Effect], kind: type[T]) -> list[T]:
     return [m for m in (s.message for s in of(effects, Send)) if isinstance(m, kind)]
 
 
 def runs(effects: list[Effect]) -> list[RunStep]:
-    """What workers are told to run, in the order they are told."""
-    return [a.next for a in of_messages(effects, Advance) if isinstance(a.next, RunStep)]
+    """Return the mini-batches that workers are directed to run, in the order of messages."""
+    return [a.next for a in messages_of(effects, Advance) if isinstance(a.next, RunStep)]
 
 
 def saves(effects: list[Effect]) -> list[Advance]:
-    """Those by which workers are told to write a checkpoint before anything else is done."""
-    return [a for a in of_messages(effects, Advance) if isinstance(a.next, Save)]
+    """Return the messages that direct workers to save before anything else runs."""
+    return [a for a in messages_of(effects, Advance) if isinstance(a.next, Save)]
 
 
 def copies(effects: list[Effect]) -> list[Copy]:
-    """What workers are told to copy while they run a step, in the order they are told."""
-    return [a.copy for a in of_messages(effects, Advance) if a.copy]
+    """Return the copies to be made beside a step, in the order of messages."""
+    return [a.copy for a in messages_of(effects, Advance) if a.copy]
 
 
 def updates(effects: list[Effect]) -> list[Update]:
-    """What the workers are told to apply, in the order they are told."""
-    return [a.update for a in of_messages(effects, Advance) if isinstance(a.update, Update)]
+    """Return the updates that workers are directed to apply, in the order of messages."""
+    return [a.update for a in messages_of(effects, Advance) if isinstance(a.update, Update)]
 
 
 def ends(effects: list[Effect]) -> list[Send]:
-    """Who is told that it is over."""
+    """Return the messages that end the job for the workers."""
     return [
         send
         for send in of(effects, Send)

@@ -1,4 +1,4 @@
-"""Copies that are made as late as they may be, as by a device that is behind."""
+"""Copies to and from a device that are made as late as they may be."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ from collections.abc import Callable
 
 import torch
 
+from pipeworker.worker.stage.offload import Copies
+
 CPU = torch.device("cpu")
 _STALE = 0xAB
-"""What memory holds that has not been copied to."""
+"""The byte that fills a target before the copy is made."""
 
 
-class LateCopies:
-    """Each is made when it is waited for; a memory that was let go of before that is a defect.
+class LateCopies(Copies):
+    """Copies that are made when a caller waits for them; their tensors must exist until then.
 
     Attributes:
         log: ``out 24``, ``back 24`` with their bytes, ``follow``, and ``wait`` where there was
             something to wait for.
     """
-
-    least = 1
 
     def __init__(self) -> None:
         self.log: list[str] = []
@@ -41,7 +41,7 @@ class LateCopies:
         def copy() -> None:
             if (made := here()) is not None:
                 left = there()
-                assert left is not None, "let go of before it was copied"
+                assert left is not None, "freed before it was copied"
                 made.copy_(left)
 
         self._add("out", source, copy)
@@ -53,7 +53,7 @@ class LateCopies:
 
         def copy() -> None:
             made = here()
-            assert made is not None, "let go of while it was copied to"
+            assert made is not None, "freed while it was copied to"
             made.copy_(source)
 
         self._add("back", source, copy)

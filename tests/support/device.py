@@ -1,9 +1,9 @@
-"""A device that works late and in an order of its own, so that a wait that is missing is seen.
+"""An emulated device that executes work late and in its own order, to reveal missing waits.
 
-Its memory is the host's, and its tensors look like the host's. What a thread gives it within
-:meth:`LateDevice.active` is queued in the current stream with the addresses of what it reads and
-writes, and is done when somebody waits for it, or at once in streams that are eager. Memory that is
-freed is spoilt as soon as its allocator may give it out again.
+Its memory is the host's, and its tensors look like the host's. Operators that a thread calls within
+:meth:`LateDevice.active` are queued in the current stream, with the addresses that they read and
+write. They run when a thread waits for them, or at once in eager streams. Freed memory is
+overwritten as soon as the allocator may reuse it.
 """
 
 from __future__ import annotations
@@ -25,14 +25,13 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from pipeworker.worker.device.mapping import Mapping
-from pipeworker.worker.device.nccl import Communicators
+from pipeworker.worker.device.accelerator import Accelerator
 
 _aten = torch.ops.aten
 _VIEWS = {_aten._unsafe_view.default, _aten.lift_fresh.default}
 _READS = {_aten._local_scalar_dense.default, _aten.equal.default, _aten.is_nonzero.default}
 _LINE = 64
-_PATIENCE, _LOOK = 20.0, 0.0003  # seconds
+_PATIENCE, _POLL = 20.0, 0.0003  # seconds
 ORDERS = (
     "compute>sends",
     "receives>compute",
@@ -41,37 +40,37 @@ ORDERS = (
     "used by sends",
     "used by compute",
 )
-"""What is ordered by events, and by telling the allocator, where tensors travel."""
+"""The orderings that transfers need, by events and by the allocator; each can be left out."""
 
 
 @dataclass(eq=False)
 class LateStream:
-    """Work in turn: calls, and events that are waited for."""
+    """A queue of calls to execute in order, and of events to wait for."""
 
     name: str
     device: LateDevice
-    given: int = 0
+    submitted: int = 0
     done: int = 0
     queue: deque[Callable[[], None] | LateEvent] = field(default_factory=deque)
 
-    def give(self, work: Callable[[], None] | LateEvent) -> None:
+    def submit(self, work: Callable[[], None] | LateEvent) -> None:
         self.queue.append(work)
-        self.given += 1
+        self.submitted += 1
 
     def wait_event(self, event: Any) -> None:
         if f"{event.stream.name}>{self.name}" != self.device.without:
-            self.device.give(self, event.now())
+            self.device.submit(self, event.now())
 
 
 @dataclass(eq=False)
 class LateEvent:
-    """A place in a stream."""
+    """A position in a stream."""
 
     stream: LateStream
     place: int
 
     def record(self, stream: Any) -> None:
-        self.stream, self.place = stream, stream.given
+        self.stream, self.place = stream, stream.submitted
 
     @property
     def reached(self) -> bool:
@@ -89,12 +88,12 @@ class LateEvent:
 
     def synchronize(self) -> None:
         if not self._ignored:
-            self.stream.device.come_to(self)
+            self.stream.device.run_until(self)
 
 
 @dataclass(eq=False)
 class _Block:
-    """Memory of the device, or pinned."""
+    """A block of device memory, or of pinned host memory."""
 
     memory: Any
     stream: LateStream | None  # None: pinned
@@ -102,26 +101,27 @@ class _Block:
     users: set[LateStream] = field(default_factory=set)
 
 
-class LateDevice:
-    """An accelerator; see the module.
+class LateDevice(Accelerator):
+    """An emulated accelerator; see the module.
 
     Args:
-        eager: names of the streams that work as soon as they may, of ``compute``, ``sends``,
-            ``receives``, ``aside``, and those that are made.
-        without: one of ORDERS, ``compute>aside`` or ``aside>compute``, which does not hold.
+        eager: names of the streams that run work as soon as possible: ``compute``, ``sends``,
+            ``receives``, ``offloads``, or one from :meth:`stream`.
+        without: an ordering to leave out: one of ORDERS, ``compute>offloads`` or
+            ``offloads>compute``.
 
     Attributes:
-        pins: memory of the host's that was pinned: bytes, by address.
-        waits: who waited for the device: the names of threads.
+        pins: sizes in bytes of pinned host memory, by address.
+        waits: names of the threads that waited for the device.
     """
 
     def __init__(self, eager: Sequence[str] = (), without: str = "") -> None:
         self.without = without
-        self.compute, self.sends, self.receives, self.aside = self._streams = [
-            LateStream(name, self) for name in ("compute", "sends", "receives", "aside")
+        self.compute, self.sends, self.receives, self.offloads = self._streams = [
+            LateStream(name, self) for name in ("compute", "sends", "receives", "offloads")
         ]
         self._eager_names = eager
-        self._eager = [stream for stream in self._streams if stream.name in eager]
+        self.eager = [stream for stream in self._streams if stream.name in eager]
         self._blocks: dict[int, _Block] = {}
         self._freed: deque[int] = deque()
         self._lock = threading.RLock()
@@ -129,26 +129,18 @@ class LateDevice:
         self.pins: dict[int, int] = {}
         self.waits: list[str] = []
 
-    # What an accelerator is.
+    # The interface of an accelerator.
 
     device = torch.device("privateuseone")
 
-    @property
-    def mapping(self) -> Mapping | None:
-        return None
-
-    @property
-    def communicators(self) -> Communicators | None:
-        return None
-
     def stream(self, name: str) -> LateStream:
-        """Another one, of what has its own."""
-        made = LateStream(name, self)
+        """Create a stream for a component that needs one of its own."""
+        stream = LateStream(name, self)
         with self._lock:
-            self._streams.append(made)
+            self._streams.append(stream)
             if name in self._eager_names:
-                self._eager.append(made)
-        return made
+                self.eager.append(stream)
+        return stream
 
     @property
     def current(self) -> LateStream:
@@ -164,8 +156,8 @@ class LateDevice:
             self._local.stream = before
 
     def event(self, stream: Any) -> LateEvent:
-        self._settle()
-        return LateEvent(stream, stream.given)
+        self._spoil_freed()
+        return LateEvent(stream, stream.submitted)
 
     def holds(self, tensor: torch.Tensor) -> bool:
         block = self._block_of(tensor)
@@ -190,65 +182,65 @@ class LateDevice:
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
         self.operate(_aten.copy_.default, (target, source, True), {})
 
-    # What a test does with it.
+    # For tests.
 
     @contextmanager
     def active(self) -> Iterator[None]:
-        """Of this thread."""
+        """Queue the operators of this thread on the device."""
         with _Functions(self), _Operators(self):
             yield
 
     def put(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A copy on the device, at once."""
+        """Copy a tensor to the device immediately."""
         target = _strided(self._new(tensor.nbytes, self.current), tensor)
         with _disable_current_modes(), torch.no_grad():
             target.copy_(tensor)
         return target
 
-    def take(self, layers: Sequence[nn.Module]) -> None:
-        """Have the tensors of some layers."""
+    def move(self, layers: Sequence[nn.Module]) -> None:
+        """Move the parameters and buffers of layers to the device."""
         for module in layers:
             for tensor in [*module.parameters(), *module.buffers()]:
                 tensor.data = self.put(tensor.data)
 
     def read(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A copy on the host, when all is done."""
-        self.settle()
+        """Execute all queued work, and return a copy of a tensor on the host."""
+        self.drain()
         with _disable_current_modes(), torch.no_grad():
             return tensor.detach().clone()
 
-    def settle(self) -> None:
-        """All that was given is done."""
+    def drain(self) -> None:
+        """Execute all queued work."""
         for stream in self._streams:
-            self._come_to(LateEvent(stream, stream.given))
+            self._run_until(LateEvent(stream, stream.submitted))
 
-    # How it works.
+    # Implementation.
 
-    def give(self, stream: LateStream, work: Callable[[], None] | LateEvent) -> None:
+    def submit(self, stream: LateStream, work: Callable[[], None] | LateEvent) -> None:
         with self._lock:
-            self._settle()
-            stream.give(work)
-            self._hurry()
+            self._spoil_freed()
+            stream.submit(work)
+            self._run_eager()
 
-    def come_to(self, event: LateEvent) -> None:
+    def run_until(self, event: LateEvent) -> None:
         self.waits.append(threading.current_thread().name)
-        self._come_to(event)
+        self._run_until(event)
 
-    def _come_to(self, event: LateEvent) -> None:
-        """What waits for another process gives up the turn meanwhile."""
+    def _run_until(self, event: LateEvent) -> None:
+        """Run until an event is reached; release the lock while it depends on another process."""
         deadline = time.monotonic() + _PATIENCE
         while True:
             with self._lock:
-                self._settle()
-                there = self._advance(event)
-                self._hurry()
-            if there:
+                self._spoil_freed()
+                reached = self._advance(event)
+                self._run_eager()
+            if reached:
                 return
-            assert time.monotonic() < deadline, "the device waits for ever"
-            time.sleep(_LOOK)
+            assert time.monotonic() < deadline, "the device waits forever"
+            time.sleep(_POLL)
 
     def _advance(self, event: LateEvent) -> bool:
-        """As far as this process can; whether it has come there."""
+        """Execute work up to an event, if this process can; return whether the event is reached."""
         while not event.reached:
             if event.stream.device is not self or not self._do_next(event.stream):
                 return False
@@ -266,9 +258,9 @@ class LateDevice:
         stream.done += 1
         return True
 
-    def _hurry(self) -> None:
-        """Do what eager streams need not wait for."""
-        for stream in self._eager * len(self._eager):
+    def _run_eager(self) -> None:
+        """Execute the work of eager streams that is ready."""
+        for stream in self.eager * len(self.eager):
             self.do_ready(stream)
 
     def do_ready(self, stream: LateStream) -> None:
@@ -279,8 +271,8 @@ class LateDevice:
             self._do_next(stream)
 
     def _new(self, count: int, stream: LateStream | None) -> torch.Tensor:
-        """Memory that holds nothing of use; it is spoilt again behind its last use."""
-        self._settle()
+        """Allocate memory of invalid content; it is overwritten again after its last use."""
+        self._spoil_freed()
         memory = self.memory(max(1, count) + _LINE)
         ctypes.memset(memory, 0xFF, len(memory))
         start = -ctypes.addressof(memory) % _LINE
@@ -290,28 +282,28 @@ class LateDevice:
         return (ctypes.c_char * count)()
 
     def block(self, memory: Any, start: int, count: int, stream: LateStream | None) -> torch.Tensor:
-        """A storage of its own, which says when nothing refers to it any more."""
+        """Return a tensor with its own storage, and record when nothing refers to it any more."""
         address = ctypes.addressof(memory) + start
         view = memoryview(memory).cast("B")[start : start + count]
         block = self._blocks[address] = _Block(memory, stream)
         block.view = weakref.ref(view, lambda _: self._freed.append(address))
         return torch.frombuffer(view, dtype=torch.uint8)
 
-    def _settle(self) -> None:
-        """Spoil what is free."""
+    def _spoil_freed(self) -> None:
+        """Queue the overwriting of freed blocks."""
         while self._freed:
             block = self._blocks.pop(self._freed.popleft())
             stream, memory = block.stream, block.memory
             if stream is not None:
                 for user in block.users - {stream}:
-                    stream.give(LateEvent(user, user.given))
-                stream.give(_spoiling(memory))
+                    stream.submit(LateEvent(user, user.submitted))
+                stream.submit(_spoiling(memory))
 
     def _block_of(self, tensor: torch.Tensor) -> _Block | None:
         return self._blocks.get(tensor.untyped_storage().data_ptr())
 
     def bare(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
-        """The memory of a tensor without a claim to it, and what keeps it mapped."""
+        """Return a view of a tensor's memory that does not keep its block alive, and its memory."""
         if not tensor.numel():
             return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype), None
         block, address = self._block_of(tensor), tensor.data_ptr()
@@ -325,7 +317,7 @@ class LateDevice:
         return flat.as_strided(tensor.shape, tensor.stride()), block and block.memory
 
     def operate(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Queue an operator; gives its results, which hold nothing yet."""
+        """Queue an operator; return its results, whose content is not computed yet."""
         leaves, structure = pytree.tree_flatten((args, kwargs))
         copies = func is _aten.copy_.default
         if copies and not all(map(self.holds, args[:2])) and not (*args, False)[2]:
@@ -338,7 +330,7 @@ class LateDevice:
                 kept.append(memory)
                 late.append(bare)
             elif isinstance(leaf, torch.Tensor):
-                assert not leaf.dim(), f"{func} is given a tensor of the host"
+                assert not leaf.dim(), f"{func}: an argument is a tensor of the host"
                 late.append(leaf.clone())
             else:
                 late.append(leaf)
@@ -362,20 +354,20 @@ class LateDevice:
                 if out is not None:
                     out.copy_(one)
 
-        self.give(self.current, work)
+        self.submit(self.current, work)
         return results
 
     def _results(self, func: Any, args: Any, kwargs: Any, shapes: Any) -> Any:
-        """What an operator returns: what it writes to, or new tensors."""
+        """Return the results of an operator: the tensors that it writes to, or new ones."""
         schema = func._schema
         if not schema.returns or shapes is None:
             return None
         several = isinstance(shapes, (tuple, list))
-        given = dict(zip([a.name for a in schema.arguments], args, strict=False)) | kwargs
+        arguments = dict(zip([a.name for a in schema.arguments], args, strict=False)) | kwargs
         written = {
-            name: given[a.name]
+            name: arguments[a.name]
             for a in schema.arguments
-            if a.alias_info and a.alias_info.is_write and a.name in given
+            if a.alias_info and a.alias_info.is_write and a.name in arguments
             for name in a.alias_info.before_set
         }
         found = []
@@ -393,9 +385,9 @@ class LateDevice:
         return _strided(self._new(reach * shape.element_size(), self.current), shape)
 
     def _at_once(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """The host waits for all the device was given."""
+        """Execute all queued work, then the operator, as a synchronizing call does."""
         self.waits.append(threading.current_thread().name)
-        self.settle()
+        self.drain()
         return func(*args, **kwargs)
 
     def dispatch(self, func: Any, args: Any, kwargs: Any) -> Any:
@@ -418,7 +410,7 @@ class _Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 class _Functions(TorchFunctionMode):
-    """What looks at memory without an operator."""
+    """The mode for functions that read memory without an operator."""
 
     def __init__(self, device: LateDevice) -> None:
         super().__init__()
@@ -427,7 +419,7 @@ class _Functions(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.Tensor.tolist and self._device.holds(args[0]):
             self._device.waits.append(threading.current_thread().name)
-            self._device.settle()
+            self._device.drain()
         return func(*args, **(kwargs or {}))
 
 
@@ -458,4 +450,4 @@ EAGER = [
     for count in range(4)
     for names in itertools.combinations(("compute", "sends", "receives"), count)
 ]
-"""All choices of streams that are eager."""
+"""All choices of eager streams."""

@@ -1,4 +1,4 @@
-"""Processes that the warm server forks, seen as `subprocess.Popen` shows those it starts."""
+"""Processes that the warm server forks, with the interface of `subprocess.Popen`."""
 
 from __future__ import annotations
 
@@ -21,23 +21,23 @@ from support.interpreter import MAXIMUM
 
 MODULES = (
     *("torch._dynamo", "zmq", "rich.progress", "safetensors.torch"),
-    *("cli", "launcher.local", "launcher.torchrun", "pipeworker.session.pipeline"),
-    *("pipeworker.coordinator.service", "pipeworker.host.forkserver"),
-    *("pipeworker.worker.service", "pipeworker.record.export.weights"),
+    *("cli", "launcher.local", "launcher.torchrun", "pipeworker.session.train"),
+    *("pipeworker.coordinator.service", "pipeworker.host.agent"),
+    *("pipeworker.worker.service", "pipeworker.record.export"),
 )
-"""What the processes of tests need, imported once."""
+"""The modules of the tests' processes, which the server imports once."""
 _TESTS = Path(__file__).parents[1]
 _PATIENCE = 120.0
-"""Seconds that the server may take to import what it imports."""
+"""The seconds within which the server must have imported its modules."""
 _CLONE_NEWNET, _CLONE_NEWUTS = 0x40000000, 0x04000000
 _entered: list[tuple[str, int]] = []
-"""The namespace of the network that this process has entered, and a descriptor of the server's."""
+"""The network namespace that this process has entered, and a descriptor of the server's."""
 
 
 class Forked:
     """A Python command line in a process of its own, forked by a server.
 
-    It has those parts of :class:`subprocess.Popen` that tests and :class:`LineProcess` use.
+    It has the parts of :class:`subprocess.Popen` that tests and :class:`LineProcess` use.
     """
 
     def __init__(
@@ -54,12 +54,19 @@ class Forked:
         bound: bool = True,
         namespace: str = "",
     ) -> None:
-        """Start it.
+        """Start the process.
 
         Args:
-            command: the interpreter, then what it is given.
-            bound: it is killed when this object's process is gone.
-            namespace: of the network, where it is not that of this process.
+            server: the address of the server.
+            command: the interpreter, then its arguments.
+            stdin: as of :class:`subprocess.Popen`, and so are the other streams.
+            stdout: as `stdin`.
+            stderr: as `stdin`.
+            cwd: its folder; by default that of this process.
+            env: its environment; by default that of this process.
+            text: whether the streams of this object are text.
+            bound: whether it is killed when this object's process is gone.
+            namespace: its network namespace; by default that of this process.
         """
         self.args = command
         self.returncode: int | None = None
@@ -77,27 +84,27 @@ class Forked:
         self._connection = _connect(server)
         data = json.dumps(request).encode()
         assert len(data) < MAXIMUM
-        socket.send_fds(self._connection, [data], [theirs for _, theirs in ends])
-        for given, (_, theirs) in zip((stdin, stdout, stderr), ends, strict=True):
+        socket.send_fds(self._connection, [data], [child_end for _, child_end in ends])
+        for given, (_, child_end) in zip((stdin, stdout, stderr), ends, strict=True):
             if given is not None:
-                os.close(theirs)
-        self.pid: int = self._hear(None)["pid"]
+                os.close(child_end)
+        self.pid: int = self._receive(None)["pid"]
         mode = "" if text else "b"
         files: list[IO[Any] | None] = [
-            None if ours is None else os.fdopen(ours, ("w" if number == 0 else "r") + mode)
-            for number, (ours, _) in enumerate(ends)
+            None if own_end is None else os.fdopen(own_end, ("w" if number == 0 else "r") + mode)
+            for number, (own_end, _) in enumerate(ends)
         ]
         self.stdin, self.stdout, self.stderr = files
 
-    def _hear(self, seconds: float | None) -> dict[str, Any]:
-        """What the server says next; nothing when it does not within so many seconds."""
+    def _receive(self, seconds: float | None) -> dict[str, Any]:
+        """Return the server's next message; an empty one if none arrives within `seconds`."""
         if not select.select([self._connection], [], [], seconds)[0]:
             return {}
         data = self._connection.recv(4096)
         if not data:
             raise ConnectionError("the server of the tests has ended")
-        said: dict[str, Any] = json.loads(data)
-        return said
+        message: dict[str, Any] = json.loads(data)
+        return message
 
     def poll(self) -> int | None:
         with suppress(subprocess.TimeoutExpired):
@@ -106,10 +113,10 @@ class Forked:
 
     def wait(self, timeout: float | None = None) -> int:
         if self.returncode is None:
-            said = self._hear(timeout)
-            if not said:
+            message = self._receive(timeout)
+            if not message:
                 raise subprocess.TimeoutExpired(self.args, timeout or 0)
-            self.returncode = said["exited"]
+            self.returncode = message["exited"]
             self._connection.close()
         assert self.returncode is not None
         return self.returncode
@@ -144,16 +151,16 @@ class Forked:
 
 
 def stand_for(server: bytes) -> NoReturn:
-    """Have the server fork what this interpreter was started for, with our streams and signals."""
+    """Have the server fork this interpreter's program, with our streams; forward signals to it."""
     line = [sys.executable, *sys.orig_argv[1:]]
     child = Forked(server, line, stdin=0, stdout=1, stderr=2)
     for number in (signal.SIGTERM, signal.SIGUSR1):
-        signal.signal(number, lambda taken, _: os.kill(child.pid, taken))
+        signal.signal(number, lambda received, _: os.kill(child.pid, received))
     os._exit(child.wait() % 256)
 
 
 def _ends(given: int | None, number: int) -> tuple[int | None, int]:
-    """Our end of a stream and theirs."""
+    """Return our end of a stream and the child's."""
     if given is None:
         return None, number
     if given == subprocess.DEVNULL:
@@ -166,7 +173,7 @@ def _ends(given: int | None, number: int) -> tuple[int | None, int]:
 
 
 def _name(command: list[str]) -> str:
-    """Of a process: what of ours it runs, as ``coordinator``, or the script's own name."""
+    """Return the name of a process: a module of ours, as ``coordinator``, or the script's name."""
     words = [word for word in command[1:] if word != "-u"]
     if words[0] == "-c":
         ours = len(words) > 3 and words[3].startswith("pipeworker.")
@@ -188,9 +195,9 @@ def _connect(address: bytes) -> socket.socket:
 
 
 def enter(namespace: str) -> None:
-    """Make this thread, and what it starts, part of a namespace of the network (``ip netns``).
+    """Move this thread, and processes it starts, into a network namespace (``ip netns``).
 
-    As on a host of its own, that is its name.
+    The host name becomes that of the namespace, as on a host of its own.
     """
     _entered[:] = [(namespace, os.open("/proc/self/ns/net", os.O_RDONLY | os.O_CLOEXEC))]
     _enter(namespace)
@@ -213,7 +220,7 @@ def _set(descriptor: int) -> None:
 
 @contextmanager
 def _home() -> Iterator[None]:
-    """Sockets made here are in the server's namespace, which its address belongs to."""
+    """Return to the server's namespace inside the context: its address exists only there."""
     if not _entered:
         yield
         return
@@ -226,13 +233,13 @@ def _home() -> Iterator[None]:
 
 
 class Server:
-    """The server of a test run, started by whoever of its processes needs it first.
+    """The server of a test run, which the first of its processes that needs it starts.
 
-    Its socket has a name in no folder, so that nothing is left behind however the run ends.
+    Its socket has an abstract name, in no folder, so that no end of the run leaves a file.
 
     Args:
-        run: who says the same has the same server.
-        warm: if it is started here, it imports what tests need first.
+        run: a name; processes that use the same name share a server.
+        warm: whether a server that is started here first imports the modules of tests.
     """
 
     def __init__(self, run: str, *, warm: bool = True) -> None:
@@ -246,7 +253,7 @@ class Server:
         assert self._join(), "the server of the tests does not start"
 
     def _join(self) -> bool:
-        """Take a lease on a server; False when there is none, or it has just ended."""
+        """Take a lease on a server; return False if there is none, or it has just ended."""
         try:
             self._lease = _connect(self.address)
         except ConnectionRefusedError:
@@ -254,13 +261,13 @@ class Server:
         self._lease.settimeout(_PATIENCE)
         try:
             self._lease.send(b'{"lease": true}')
-            said = self._lease.recv(4096)
+            reply = self._lease.recv(4096)
         except ConnectionError:
-            said = b""
-        if not said:
+            reply = b""
+        if not reply:
             self._lease.close()
             return False
-        self.pid = json.loads(said)["pid"]
+        self.pid = json.loads(reply)["pid"]
         return True
 
     def _launch(self) -> None:
@@ -268,7 +275,7 @@ class Server:
             try:
                 listener.bind(self.address)
             except OSError:
-                return  # another one has been quicker
+                return  # another process has just started one
             listener.listen(128)
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "support.server", str(listener.fileno()), *self._modules],
@@ -284,5 +291,5 @@ class Server:
         return Forked(self.address, command, **options)
 
     def close(self) -> None:
-        """Give the lease back; the server ends with the last one."""
+        """Return the lease; the server ends with its last one."""
         self._lease.close()

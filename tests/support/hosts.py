@@ -1,4 +1,4 @@
-"""Hosts on one machine: network namespaces, joined by cables that a test can pull out."""
+"""Hosts on one machine: network namespaces, joined by cables that a test can unplug."""
 
 from __future__ import annotations
 
@@ -20,34 +20,36 @@ ADDRESSES = CABLES["cable"]
 
 
 def ip(*words: str) -> str:
+    """Run the command ip; return its output."""
     return subprocess.run(["ip", *words], check=True, capture_output=True, text=True).stdout
 
 
 @dataclass(frozen=True)
 class Host:
-    """One of two: a network namespace; processes in it take its name for the host's."""
+    """One of two hosts: a network namespace, whose name its processes use as the host's."""
 
     name: str
     address: str
 
     def cut(self, cable: str = "cable") -> None:
-        """Pull a cable out at this end: nothing closes, and nothing arrives."""
+        """Unplug a cable at this end: no connection closes, and nothing arrives."""
         ip("-n", self.name, "link", "set", cable, "down")
 
     def plug(self, cable: str = "cable") -> None:
+        """Plug a cable in again."""
         ip("-n", self.name, "link", "set", cable, "up")
 
     def sent(self, cable: str) -> int:
-        """Bytes that have left over a cable."""
+        """Return the number of bytes that were sent over a cable."""
         (link,) = json.loads(ip("-n", self.name, "-s", "-json", "link", "show", "dev", cable))
         return int(link["stats64"]["tx"]["bytes"])
 
-    def reaches_only(self, to: Host, *open_ports: int) -> None:
-        """As a firewall does: other ports of another host refuse what comes from here."""
+    def reject_outgoing(self, to: Host, *open_ports: int) -> None:
+        """Reject connections to another host, as a firewall does, except to some ports."""
         self._block(("to", to.address), open_ports, "prohibit")
 
-    def hears_only(self, *open_ports: int) -> None:
-        """As a firewall does: what comes to other ports is lost without an answer."""
+    def drop_incoming(self, *open_ports: int) -> None:
+        """Drop packets that come to all other ports, without an answer, as a firewall does."""
         after_ours = ("priority", "1000", "lookup", "local")
         ip("-n", self.name, "rule", "add", *after_ours)
         ip("-n", self.name, "rule", "delete", "priority", "0")
@@ -62,7 +64,7 @@ class Host:
 
 @contextmanager
 def two_hosts() -> Iterator[tuple[Host, Host]]:
-    """They reach each other and nothing else."""
+    """Make two hosts that reach each other and nothing else."""
     if os.geteuid() != 0 or shutil.which("ip") is None:
         pytest.skip("network namespaces need root and the ip command")
     word = uuid.uuid4().hex[:8]

@@ -1,4 +1,4 @@
-"""A forked process becomes what a fresh interpreter would be, given the same command line."""
+"""A forked process that behaves as a fresh interpreter with the same command line."""
 
 from __future__ import annotations
 
@@ -23,26 +23,26 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any, NoReturn
 
-from pipeworker.host.lifetime import die_with
+from pipeworker.host.lifetime import die_with_parent
 
 MAXIMUM = 1 << 17
-"""Bytes of a request, as it arrives at the server."""
+"""The largest request to the server, in bytes."""
 PRELOAD = "PIPEWORKER_TESTS_PRELOAD"
-"""Of the environment: a module to import first, in what is forked and in what that starts."""
+"""The variable with a module that forked processes, and those they start, import first."""
 COLD_RANKS = "PIPEWORKER_TESTS_COLD_RANKS"
-"""Of torchrun's environment: its ranks are interpreters of their own, and its children."""
+"""The variable that has torchrun start its ranks as separate interpreters."""
 SERVER = "PIPEWORKER_TESTS_SERVER"
-"""Of the environment of an interpreter: who forks what it starts, by name."""
+"""The variable with the name of the server that forks what an interpreter starts."""
 _TORCHRUN = "torch.distributed.run"
 _NODE = ["-m", "pipeworker", "node"]
 _PR_SET_NAME = 15
 _IGNORED = (signal.SIGPIPE, signal.SIGXFSZ)
-"""By every Python interpreter."""
+"""Signals that every Python interpreter ignores."""
 
 
 @dataclass(frozen=True)
 class Request:
-    """What to become.
+    """The command line that a forked process runs, and its surroundings.
 
     Attributes:
         words: a command line of the interpreter's, without its own name.
@@ -77,8 +77,9 @@ def become(request: Request, server: bytes) -> NoReturn:
             _fork_ranks(server)
         if preload := os.environ.get(PRELOAD):
             importlib.import_module(preload)
-        for name in [name for name in sys.modules if name.partition(".")[0] == "support"]:
-            del sys.modules[name]
+        # To look at the names of all modules would copy a thousand pages of the server's memory.
+        for name in ("support", *(f"support.{own}" for own in vars(sys.modules["support"]))):
+            sys.modules.pop(name, None)
         status = _status_of(run)
     except BaseException:
         traceback.print_exc()
@@ -87,8 +88,8 @@ def become(request: Request, server: bytes) -> NoReturn:
 
 
 def _take_over(request: Request) -> None:
-    """Be a process that the server has no part in."""
-    die_with(request.parent)
+    """Detach the process from the server."""
+    die_with_parent(request.parent)
     if request.namespace:
         from support import forked
 
@@ -114,7 +115,7 @@ def _take_over(request: Request) -> None:
 
 
 def take_terminal() -> None:
-    """Begin a session; standard input, if it is a terminal that nobody has, is its terminal."""
+    """Start a session whose terminal is standard input, if that is a free terminal."""
     os.setsid()
     if os.isatty(0):
         with contextlib.suppress(PermissionError):
@@ -122,7 +123,7 @@ def take_terminal() -> None:
 
 
 def _program(words: list[str]) -> Callable[[], Any]:
-    """What a command line runs; arguments, import path and ``__main__`` are in place."""
+    """Return what a command line runs, after setting arguments, import path and ``__main__``."""
     unbuffered = words[0] == "-u"
     words = words[unbuffered:]
     for stream in (sys.stdout, sys.stderr):
@@ -149,26 +150,26 @@ def _program(words: list[str]) -> Callable[[], Any]:
 
 
 def fork_line_processes(server: bytes) -> None:
-    """What this process starts as interpreters of ours, is forked by the server as well.
+    """Have the server also fork the interpreters that this process starts with our modules.
 
     Args:
         server: its address.
     """
-    from pipeworker.session import processes
+    from pipeworker.host import line_process
     from support import forked
 
     def start(command: Sequence[str], **options: Any) -> Any:
-        if command[0] != sys.executable:  # what carries the pipes of another host's
+        if command[0] != sys.executable:  # ssh or srun, which carries the pipes of another host
             return subprocess.Popen(command, **options)
         assert options.pop("start_new_session")
         return forked.Forked(server, list(command), bound=False, text=False, **options)
 
     replaced = SimpleNamespace(**{**vars(subprocess), "Popen": start})
-    vars(processes)["subprocess"] = replaced
+    vars(line_process)["subprocess"] = replaced
 
 
 def _fork_ranks(server: bytes) -> None:
-    """What torchrun starts, is forked by the server; only its parent is another."""
+    """Have the server fork what torchrun starts; only the parent differs."""
     from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
 
     from support import forked
@@ -181,7 +182,7 @@ def _fork_ranks(server: bytes) -> None:
 
 
 def _status_of(run: Callable[[], Any]) -> int:
-    """Run it, and what an interpreter does at its end; returns the exit status."""
+    """Run a program and an interpreter's exit handlers; return the exit status."""
     status = 0
     try:
         run()

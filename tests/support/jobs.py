@@ -1,4 +1,4 @@
-"""Jobs run for real: the command, its processes, its sockets, its files."""
+"""Real jobs: the command, its processes, sockets and files."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ import subprocess
 import sys
 import textwrap
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -17,6 +18,7 @@ from typing import Any
 import torch
 
 from pipeworker.record.checkpoint import Checkpoint
+from support.checkpoints import optimizer_state
 from support.forked import Forked, Server
 from support.interpreter import SERVER, take_terminal
 from support.sources import JOB
@@ -55,7 +57,7 @@ class Run:
 
     @cached_property
     def checkpoint(self) -> Checkpoint:
-        """The last one."""
+        """The last checkpoint."""
         *_, path = sorted((self.path / "checkpoints").glob("step-*"))
         return Checkpoint(path)
 
@@ -65,11 +67,11 @@ class Run:
 
     @cached_property
     def optimizer_state(self) -> dict[str, dict[str, Any]]:
-        return self.checkpoint.optimizer_state()
+        return optimizer_state(self.checkpoint.path)
 
 
 class Jobs:
-    """Writes job files into a folder of the test's own and runs them there.
+    """A folder of the test's own, into which it writes job files and where it runs them.
 
     Processes are forked by a server that has imported torch; *cold* ones are interpreters of their
     own, for what is about the start of one, its command line or its environment as others see it.
@@ -89,7 +91,7 @@ class Jobs:
 
     @property
     def forking(self) -> dict[str, str]:
-        """The environment of an interpreter that has its coordinator and fork server forked."""
+        """The environment of an interpreter that has its coordinator and agent forked."""
         if self.server is None:
             return dict(os.environ)
         path = [str(_STARTUP), str(_STARTUP.parents[1]), os.environ.get("PYTHONPATH", "")]
@@ -142,7 +144,7 @@ class Jobs:
         return subprocess.CompletedProcess(process.args, process.returncode, stdout, stderr)
 
     def start(self, *words: str, source: str = JOB, **options: Any) -> tuple[Process, Path]:
-        """Start ``pipeworker launch WORDS job.py``; returns the process and its run directory."""
+        """Start ``pipeworker launch WORDS job.py``; return the process and its run directory."""
         job_file = self.write(source)
         self._count += 1
         run_dir = self.folder / f"run-{self._count}"
@@ -163,11 +165,25 @@ class Jobs:
         assert run.status == 0, run.stderr
         return run
 
+    def outputs(self) -> Iterator[tuple[str, str]]:
+        """End all processes; yield the names and texts of their errors and logs."""
+        for number, process in enumerate(self._started):
+            with suppress(Exception):  # a test may have closed a stream, or read it
+                process.kill()
+                _, stderr = process.communicate(timeout=5)
+                yield f"standard error of process {number}", stderr
+        for log in sorted(self.folder.rglob("*.log")):
+            yield f"last lines of {log.relative_to(self.folder)}", log.read_text()[-3000:]
+
     def close(self) -> None:
         for process in self._started:
             if process.poll() is None:
                 process.kill()
                 process.communicate()
+
+
+Reference = Callable[..., Run]
+"""The type of the fixture `reference`, called as :meth:`Jobs.train`."""
 
 
 def _before(words: tuple[str, ...]) -> list[str]:
@@ -179,7 +195,7 @@ def _after(words: tuple[str, ...]) -> list[str]:
 
 
 def processes_of(folder: Path) -> dict[int, str]:
-    """The processes that work in a folder (Linux), by pid: their names and command lines.
+    """Return the names and command lines of the processes that work in a folder (Linux), by pid.
 
     A forked one has the command line of the process that forked it, and a name of its own.
     """
@@ -191,20 +207,33 @@ def processes_of(folder: Path) -> dict[int, str]:
                 line = (process / "cmdline").read_bytes().decode(errors="replace")
                 found[int(entry)] = (process / "comm").read_text() + line
         except OSError:
-            continue  # it ended while we looked
+            continue  # it has ended meanwhile
     return found
 
 
 def cpu_seconds(pid: int) -> float:
-    """Seconds of CPU that a process has had (Linux)."""
+    """Return the seconds of CPU that a process has used (Linux)."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
-def until(condition: Callable[[], Any], seconds: float = 60.0) -> Any:
-    """Poll until `condition` is true; returns its value."""
+def until(
+    condition: Callable[[], Any],
+    seconds: float = 60.0,
+    *,
+    pause: float = 0.02,
+    explain: Callable[[], str] = str,
+) -> Any:
+    """Poll until `condition` is true; return its value.
+
+    Args:
+        condition: what to wait for.
+        seconds: the time limit.
+        pause: the seconds between two polls.
+        explain: returns what a failure shows besides the time limit.
+    """
     deadline = time.monotonic() + seconds
     while not (value := condition()):
-        assert time.monotonic() < deadline, f"not so within {seconds:g} s"
-        time.sleep(0.02)
+        assert time.monotonic() < deadline, f"not so within {seconds:g} s\n{explain()}"
+        time.sleep(pause)
     return value

@@ -1,6 +1,7 @@
-"""A device that works late whose memory other processes map: files without a name, and counters.
+"""A late device whose memory other processes map: files without a name, and counters.
 
-It works on by itself as well, a little at a time, because nobody waits for it in another process.
+A thread of its own does its work as well, a little at a time, since another process cannot make it
+do any.
 """
 
 from __future__ import annotations
@@ -24,33 +25,32 @@ from typing import Any
 
 import torch
 
-from pipeworker.worker.device.accelerator import Accelerator, accelerator_for
-from pipeworker.worker.device.mapping import Mapping
+from pipeworker.worker.device.accelerator import Accelerator, Mapping, accelerator_for
 from pipeworker.worker.transport.links import mapped, shared
-from pipeworker.worker.transport.links.link import Lane, Link, Pending
+from pipeworker.worker.transport.links.link import Lane, Link, Pending, TwoLanes
 from support.device import LateDevice, LateEvent, LateStream
 from support.jobs import Jobs
 from support.transport import FORTH
 
 _TESTS = Path(__file__).parents[1]
-_TURN = 0.0005  # seconds
+_PAUSE = 0.0005  # seconds
 _COUNTS = struct.Struct("<2q")
 
 
 @dataclass(eq=False)
 class PosixSignal:
-    """Two counters in shared memory: how often it was recorded, and how often that was reached."""
+    """An event in shared memory: two counters, of its records and of the records reached."""
 
     memory: mmap.mmap
-    stream: LateStream  # of what is waited for in another process
+    stream: LateStream  # stands for the streams of the other process
 
     def record(self, stream: Any) -> None:
-        given, done = _COUNTS.unpack_from(self.memory)
-        _COUNTS.pack_into(self.memory, 0, given + 1, done)
-        stream.device.give(stream, lambda: struct.pack_into("<q", self.memory, 8, given + 1))
+        recorded, done = _COUNTS.unpack_from(self.memory)
+        _COUNTS.pack_into(self.memory, 0, recorded + 1, done)
+        stream.device.submit(stream, lambda: struct.pack_into("<q", self.memory, 8, recorded + 1))
 
     def now(self) -> LateEvent:
-        """What was recorded last."""
+        """Return the last record as an event."""
         return _Recorded(self.stream, _COUNTS.unpack_from(self.memory)[0], self)
 
 
@@ -63,20 +63,21 @@ class _Recorded(LateEvent):
         return bool(_COUNTS.unpack_from(self.signal.memory)[1] >= self.place)
 
 
-class PosixMapping:
-    """See the module.
+class PosixMapping(Mapping):
+    """The mapping of memory by files of ``/proc``.
 
     Args:
-        refuses: what is said of memory that is to be mapped.
+        device: the device whose memory is shared.
+        refuses: the reason for which memory cannot be mapped; empty if it can.
     """
 
     kind = "posix"
 
     def __init__(self, device: MappedDevice, refuses: str = "") -> None:
-        self._device, self._refuses = device, refuses
+        self._late, self._refuses = device, refuses
 
     def share(self, memory: torch.Tensor) -> bytes:
-        file, start, count = self._device.files[memory.untyped_storage().data_ptr()]
+        file, start, count = self._late.files[memory.untyped_storage().data_ptr()]
         return f"{os.getpid()} {file} {start} {count}".encode()
 
     def map(self, handle: bytes) -> torch.Tensor:
@@ -85,18 +86,18 @@ class PosixMapping:
         process, file, start, count = map(int, handle.split())
         memory = _mapped(process, file)
         raw = (ctypes.c_char * len(memory)).from_buffer(memory)
-        return self._device.block(raw, start, count, self._device.foreign)
+        return self._late.block(raw, start, count, self._late.foreign)
 
     def signal(self) -> tuple[PosixSignal, bytes]:
         file = os.memfd_create("signal", os.MFD_CLOEXEC)
         os.ftruncate(file, _COUNTS.size)
-        self._device.opened.append(file)
+        self._late.opened.append(file)
         memory = mmap.mmap(file, _COUNTS.size)
-        return PosixSignal(memory, self._device.foreign), f"{os.getpid()} {file}".encode()
+        return PosixSignal(memory, self._late.foreign), f"{os.getpid()} {file}".encode()
 
     def signal_of(self, handle: bytes) -> PosixSignal:
         process, file = map(int, handle.split())
-        return PosixSignal(_mapped(process, file), self._device.foreign)
+        return PosixSignal(_mapped(process, file), self._late.foreign)
 
 
 def _mapped(process: int, file: int) -> mmap.mmap:
@@ -108,23 +109,19 @@ def _mapped(process: int, file: int) -> mmap.mmap:
 
 
 class MappedDevice(LateDevice):
-    """See the module."""
+    """A late device whose memory other processes map."""
 
     def __init__(self, eager: Sequence[str] = (), without: str = "", refuses: str = "") -> None:
         super().__init__(eager, without)
-        self._mapping = PosixMapping(self, refuses)
-        self.foreign = LateStream("other", LateDevice())  # what others do with their memory
+        self.mapping = PosixMapping(self, refuses)
+        self.foreign = LateStream("other", LateDevice())  # the work of other processes
         self.files: dict[int, tuple[int, int, int]] = {}
         self.opened: list[int] = []
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._work, daemon=True)
 
-    @property
-    def mapping(self) -> Mapping:
-        return self._mapping
-
     def empty(self, count: int) -> torch.Tensor:
-        """In a file, whose rest is not used."""
+        """Return memory in a file of its own."""
         file = os.memfd_create("device", os.MFD_CLOEXEC)
         self.opened.append(file)
         os.ftruncate(file, max(1, count))
@@ -136,7 +133,7 @@ class MappedDevice(LateDevice):
         return made[:count]
 
     def start(self) -> MappedDevice:
-        """A thread does what was given, by and by, in any order of the streams."""
+        """Start the thread, which does the work of the streams in random order."""
         self._thread.start()
         return self
 
@@ -153,15 +150,15 @@ class MappedDevice(LateDevice):
             with self._lock:
                 for stream in chance.sample(self._streams, len(self._streams)):
                     self.do_ready(stream)
-            time.sleep(_TURN)
+            time.sleep(_PAUSE)
 
 
-class Lent:
-    """A link between such devices, for tests that send and receive tensors of the host."""
+class HostTensors:
+    """A link between such devices for tests that send and receive tensors of the host."""
 
     def __init__(self, link: Link, device: MappedDevice) -> None:
         self.control: Lane = link.control
-        self.bulk: Lane = _LentLane(link.bulk, device)
+        self.bulk: Lane = _HostTensorLane(link.bulk, device)
         self._link, self._device = link, device
 
     def close(self) -> None:
@@ -171,7 +168,7 @@ class Lent:
         self._device.stop()
 
 
-class _LentLane:
+class _HostTensorLane:
     device = torch.device("cpu")
     mapped = False
 
@@ -191,27 +188,27 @@ class _LentLane:
             buffers = [self._lane.allocate(tensor.nbytes) for tensor in tensors]
             pending = self._lane.receive(buffers, tag)
         return [
-            _Arriving(self._device, *one) for one in zip(pending, tensors, buffers, strict=True)
+            _HostReceive(self._device, *one) for one in zip(pending, tensors, buffers, strict=True)
         ]
 
 
 @dataclass
-class _Arriving:
+class _HostReceive:
     device: MappedDevice
     pending: Pending
-    wanted: torch.Tensor
+    target: torch.Tensor
     buffer: torch.Tensor
 
     def wait(self) -> None:
         with self.device.active():
             self.pending.wait()
         arrived = self.device.read(self.buffer)
-        self.wanted.copy_(arrived.view(self.wanted.dtype).view(self.wanted.shape))
+        self.target.copy_(arrived.view(self.target.dtype).view(self.target.shape))
 
 
 @dataclass
 class RealDevice:
-    """The first CUDA device, where there is one."""
+    """The first CUDA device."""
 
     accelerator: Accelerator
 
@@ -228,6 +225,7 @@ class RealDevice:
 
 
 def device_of(kind: str) -> tuple[Accelerator, MappedDevice | RealDevice]:
+    """Return an accelerator, and how a test accesses its tensors; ``late`` stands for none."""
     if kind == "late":
         late = MappedDevice(["compute"]).start()
         return late, late
@@ -240,6 +238,7 @@ SENDER = """
 import socket, sys, torch
 sys.path.insert(0, sys.argv[4])
 from pipeworker.worker.transport.links import mapped, shared
+from pipeworker.worker.transport.links.link import TwoLanes
 from support.mapped import device_of
 from support.transport import FORTH
 
@@ -250,7 +249,7 @@ def connected():
 
 accelerator, device = device_of(sys.argv[2])
 host = shared.SendingLink(FORTH, connected())
-link = mapped.over(connected(), host, FORTH, accelerator, sends=True)
+link = TwoLanes(host, mapped.negotiate(connected(), FORTH, accelerator, sends=True))
 with device.active():
     for m in range(int(sys.argv[3])):
         link.bulk.send(device.put(torch.arange(1000.0)) * (1.0 + m), 0).wait()
@@ -259,7 +258,7 @@ sys.stdin.read()
 
 
 def between_processes(jobs: Jobs, kind: str, frames: int = 100) -> None:
-    """Every bit arrives from a device of another process, in buffers that are used again."""
+    """Check that every bit arrives from a device of another process, in reused buffers."""
     accelerator, device = device_of(kind)
     name = f"pipeworker-test-{secrets.token_hex(8)}"
     with closing(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)) as listener:
@@ -269,8 +268,9 @@ def between_processes(jobs: Jobs, kind: str, frames: int = 100) -> None:
         words = ("-c", SENDER, name, kind, str(frames), str(_TESTS))
         sender = jobs.python(*words, stdin=subprocess.PIPE)
         host = shared.ReceivingLink(FORTH, listener.accept()[0])
-        link = mapped.over(listener.accept()[0], host, FORTH, accelerator, sends=False)
-    assert link is not host
+        lane = mapped.negotiate(listener.accept()[0], FORTH, accelerator, sends=False)
+    assert lane
+    link = TwoLanes(host, lane)
     with device.active():
         buffers = [link.bulk.allocate(4000).view(torch.float32) for _ in range(8)]
         posted = deque(link.bulk.receive(buffers, 0))
@@ -283,7 +283,7 @@ def between_processes(jobs: Jobs, kind: str, frames: int = 100) -> None:
         assert torch.equal(device.read(result), torch.arange(1000.0) * (1.0 + m) * 2.0), m
     assert sender.stdin
     sender.stdin.close()
-    out, err = sender.communicate(timeout=30)
+    out, err = sender.communicate(timeout=60)
     assert (sender.returncode, out, err) == (0, "", "")
     link.close()
     device.stop()

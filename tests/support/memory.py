@@ -1,4 +1,4 @@
-"""What processes hold, as the system counts it (Linux)."""
+"""The memory of processes, as Linux counts it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 
 def shared_memory(pids: Iterable[int | str] = ("self",)) -> int:
-    """Bytes of the links' shared memory that these processes have mapped and that is there."""
+    """Return the bytes of the links' shared memory that these processes have mapped."""
     pids = list(pids)
     with suppress(PermissionError):
         return _of_files(pids)
@@ -16,7 +16,7 @@ def shared_memory(pids: Iterable[int | str] = ("self",)) -> int:
 
 
 def _of_files(pids: Iterable[int | str]) -> int:
-    """By what is behind the mappings, once each: quick, and for root alone."""
+    """Count each mapped file once: quick, but requires root."""
     found: dict[int, int] = {}
     for pid in pids:
         for line in Path(f"/proc/{pid}/maps").read_text().splitlines():
@@ -28,7 +28,7 @@ def _of_files(pids: Iterable[int | str]) -> int:
 
 
 def _of_pages(pid: int | str) -> int:
-    """By the pages of a process: what several have mapped counts by shares."""
+    """Count the pages of a process; a page of several processes counts in proportion."""
     total, ours = 0, False
     for line in Path(f"/proc/{pid}/smaps").read_text().splitlines():
         name, _, rest = line.partition(" ")
@@ -40,13 +40,13 @@ def _of_pages(pid: int | str) -> int:
 
 
 def resident(pid: int) -> int:
-    """Bytes of memory that a process holds."""
+    """Return the resident bytes of a process."""
     status = Path(f"/proc/{pid}/status").read_text()
     return int(status.partition("VmRSS:")[2].split()[0]) * 1024
 
 
 def peak() -> int:
-    """The most bytes of memory that this process has held since it was last asked."""
+    """Return the peak of this process's resident bytes since the last call."""
     status = Path("/proc/self/status").read_text()
     Path("/proc/self/clear_refs").write_text("5")
     return int(status.partition("VmHWM:")[2].split()[0]) * 1024

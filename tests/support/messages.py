@@ -1,4 +1,4 @@
-"""Messages as hypothesis makes them: any that can be made, for each checks its own ranges."""
+"""Hypothesis strategies of messages: all values that pass each message's own checks."""
 
 from __future__ import annotations
 
@@ -7,15 +7,14 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from pipeworker.wire.messages.calls import Call, CallKind, Loaded
-from pipeworker.wire.messages.checkpoint import File
-from pipeworker.wire.messages.evaluation import Evaluation, EvaluationDone
-from pipeworker.wire.messages.failure import Cause, Failure
-from pipeworker.wire.messages.limits import MOST_SAMPLES
+from pipeworker.facts.checkpoint_file import CheckpointFile
+from pipeworker.facts.failure import Cause, Failure
+from pipeworker.facts.limits import MOST_SAMPLES
+from pipeworker.facts.position import Phase, Position
+from pipeworker.facts.step import Batch, Evaluation
 from pipeworker.wire.messages.plan import Built, Described, SkipRoute, TiedWeights
-from pipeworker.wire.messages.position import Phase, Position
 from pipeworker.wire.messages.presence import Heartbeat, Hello
-from pipeworker.wire.messages.step import Batch, StepDone, Upcoming
+from pipeworker.wire.messages.step import Call, CallKind, EvaluationDone, Loaded, StepDone, Upcoming
 from pipeworker.wire.messages.store import StoreOperation, StoreRequest
 
 _MOST = 2**63 - 1
@@ -46,7 +45,7 @@ _evaluation = st.lists(st.tuples(_texts, _floats), max_size=4).flatmap(
     )
 )
 _route = st.tuples(st.integers(0, 2), st.integers(2, 3), _texts).map(lambda r: SkipRoute(*r))
-_weight = st.tuples(st.integers(0, 3), _texts).map(lambda w: f"{w[0]}.{w[1]}")
+_weight = st.tuples(st.integers(0, 3), _texts.filter(bool)).map(lambda w: f"{w[0]}.{w[1]}")
 _loaded = st.builds(Loaded, _counts, st.floats(0.0), _counts)
 _squares = _some(st.floats(0.0)) | st.just((math.inf, -math.inf))
 
@@ -108,7 +107,9 @@ MADE: dict[Any, st.SearchStrategy[Any]] = {
         )
     ),
     EvaluationDone: st.builds(EvaluationDone, _ints, _ints, _counts, st.none() | _evaluation),
-    File: st.builds(File, _texts.map(lambda t: t.replace("/", "")), _counts, st.integers(0, 9)),
+    CheckpointFile: st.builds(
+        CheckpointFile, _texts.map(lambda t: t.replace("/", "")), _counts, st.integers(0, 9)
+    ),
     Heartbeat: st.builds(
         Heartbeat, _ints, _position, _counts, _counts, st.booleans(), st.booleans()
     ),
@@ -122,7 +123,7 @@ MADE: dict[Any, st.SearchStrategy[Any]] = {
         _bytes,
     ),
 }
-"""How to make those that not any values of the right types make."""
+"""The strategies of classes that reject some values of the right types."""
 
 for _kind, _made in MADE.items():
     st.register_type_strategy(_kind, _made)

@@ -1,7 +1,7 @@
-"""What stands for NCCL on a device that works late: a stream a group, and bytes that pass in turn.
+"""A substitute for NCCL on a late device: one stream a group, and bytes that pass in order.
 
-As NCCL it takes bytes alone, knows no tags, and does on the device what it is given. Where NCCL
-would mix up messages this fails.
+Like NCCL it accepts only bytes, has no tags, and works on the device. It fails where NCCL would mix
+up messages.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from pipeworker.worker.device.nccl import Communicators
+from pipeworker.worker.device.nccl import Nccl
 from pipeworker.worker.internals import Store
 from support.device import LateDevice, LateEvent, LateStream
 from support.mapped import MappedDevice
@@ -24,7 +24,7 @@ _WIRES: dict[bytes, deque[bytes]] = defaultdict(deque)
 
 @dataclass(eq=False)
 class _Arrived(LateEvent):
-    """There is a message that was sent."""
+    """The event that a message has been sent."""
 
     wire: deque[bytes]
 
@@ -43,17 +43,17 @@ class _LateWork:
 
 
 class LateGroup:
-    """An end; see the module."""
+    """One end of a group."""
 
     def __init__(self, device: LateDevice, wire: deque[bytes]) -> None:
         self._device, self._wire = device, wire
         self._stream = device.stream("nccl")
-        self._theirs = LateStream("wire", LateDevice())
+        self._remote = LateStream("wire", LateDevice())
         self.aborted = False
 
     def send(self, tensors: list[torch.Tensor], rank: int, tag: int) -> _LateWork:
         assert (rank, tag) == (1, 0)
-        bare, kept = self._given(tensors)
+        bare, kept = self._submitted(tensors)
 
         def leave(kept: Any = kept) -> None:
             self._wire.append(bare.numpy().tobytes())
@@ -62,21 +62,21 @@ class LateGroup:
 
     def recv(self, tensors: list[torch.Tensor], rank: int, tag: int) -> _LateWork:
         assert (rank, tag) == (0, 0)
-        bare, kept = self._given(tensors)
+        bare, kept = self._submitted(tensors)
 
         def arrive(kept: Any = kept) -> None:
             data = self._wire.popleft()
             assert len(data) == bare.numel(), "messages of other sizes meet"
             bare.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
 
-        self._device.give(self._stream, _Arrived(self._theirs, 0, self._wire))
+        self._device.submit(self._stream, _Arrived(self._remote, 0, self._wire))
         return self._do(arrive)
 
     def abort(self) -> None:
         self.aborted = True
 
-    def _given(self, tensors: list[torch.Tensor]) -> tuple[torch.Tensor, Any]:
-        """Behind what the current stream has been given; and its memory stays until it is used."""
+    def _submitted(self, tensors: list[torch.Tensor]) -> tuple[torch.Tensor, Any]:
+        """Wait for the current stream; return the bytes, and an object that keeps them."""
         (tensor,) = tensors
         assert tensor.dtype is torch.uint8
         assert tensor.is_contiguous()
@@ -87,22 +87,22 @@ class LateGroup:
         return device.bare(tensor)
 
     def _do(self, work: Any) -> _LateWork:
-        self._device.give(self._stream, work)
+        self._device.submit(self._stream, work)
         return _LateWork(self._device, self._device.event(self._stream))
 
 
-class LateCommunicators:
-    """Groups that meet at the store they are given, by a name that the first makes."""
+class LateCommunicators(Nccl):
+    """Groups whose ends meet at a store, by a name that rank 0 makes."""
 
     def __init__(self, device: LateDevice, unit: str) -> None:
-        self._device, self.unit = device, unit
+        self._late, self.unit = device, unit
         self.groups: list[LateGroup] = []
         self.interfaces: list[str] = []
 
     def group(self, store: Store, rank: int, interface: str) -> LateGroup:
         if rank == 0:
             store.set("name", uuid.uuid4().hex)
-        self.groups.append(LateGroup(self._device, _WIRES[store.get("name")]))
+        self.groups.append(LateGroup(self._late, _WIRES[store.get("name")]))
         self.interfaces.append(interface)
         return self.groups[-1]
 
@@ -112,8 +112,4 @@ class NcclDevice(MappedDevice):
 
     def __init__(self, eager: Sequence[str] = (), without: str = "", unit: str = "") -> None:
         super().__init__(eager, without)
-        self.made = LateCommunicators(self, unit or uuid.uuid4().hex)
-
-    @property
-    def communicators(self) -> Communicators:
-        return self.made
+        self.made = self.communicators = LateCommunicators(self, unit or uuid.uuid4().hex)

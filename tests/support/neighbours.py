@@ -1,4 +1,4 @@
-"""Files of the user's with the names of ours."""
+"""Neighbours: files beside a job file that have the names of modules of pipeworker."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from support.jobs import Jobs
 IMPORTS = """
     import cli, launcher.local, plan, worker
 
-    print("mine", cli.MINE, launcher.MINE, launcher.local.MINE, plan.MINE, worker.MINE)
+    print("found", cli.OWNER, launcher.OWNER, launcher.local.OWNER, plan.OWNER, worker.OWNER)
 """
-"""What a job file begins with that lies beside them."""
-SAID = "mine" + " is mine" * 5
-"""In the log of a worker that has run it."""
+"""The first lines of a job file beside them, which import them."""
+PRINTED = "found" + " the user's" * 5
+"""The output of these lines, in the log of a worker."""
 
 
 def write_neighbours(jobs: Jobs) -> None:
     for name in ("cli.py", "launcher/__init__.py", "launcher/local.py", "plan.py", "worker.py"):
-        jobs.write("MINE = 'is mine'\n", name)
+        jobs.write('OWNER = "the user\'s"\n', name)

@@ -1,19 +1,23 @@
-"""Compute orders for whole pipelines: written out, greedy by a preference, or drawn at random."""
+"""Compute orders of whole pipelines: written out, greedy by a preference, or random."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 
 from pipeworker.plan.actions import Action, Kind, parse_actions
+from pipeworker.plan.orders import resolve
+from pipeworker.plan.orders.gpipe import gpipe
 from pipeworker.plan.placement import Placement
+from pipeworker.plan.recompute import recomputed
+from pipeworker.plan.schedule import Pairs, Schedule
 
 Orders = list[list[Action]]
 Pick = Callable[[Sequence[Action], Sequence[Action]], "Action | None"]
-"""From what a worker could do now, and what it has done, what it does next."""
+"""Choose a worker's next action from those it could run now and those it has run."""
 Which = Callable[[int, int], bool]
-"""Whether it holds for a stage and a micro-batch."""
+"""A predicate of a stage and a micro-batch."""
 
-_FORWARD, _AGAIN, _BACKWARD = Kind.FORWARD, Kind.RECOMPUTE, Kind.BACKWARD
+_FORWARD, _RECOMPUTE, _BACKWARD = Kind.FORWARD, Kind.RECOMPUTE, Kind.BACKWARD
 _INPUT, _WEIGHT = Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT
 
 
@@ -25,8 +29,23 @@ def always(stage: int, microbatch: int) -> bool:
     return True
 
 
+def build(
+    name: str, workers: int, microbatches: int, mode: str, skips: Pairs = (), ties: Pairs = ()
+) -> Schedule:
+    """Return the schedule of a registered order, with one recompute mode for all stages."""
+    source = resolve(name)
+    placement = source.place(workers)
+    return source.build(placement, microbatches, (mode,) * placement.stages, skips, ties)
+
+
+def fill_drain(placement: Placement, microbatches: int, mode: str = "never") -> Orders:
+    """Return GPipe's compute order, with one recompute mode for all stages."""
+    modes = (mode,) * placement.stages
+    return gpipe(placement, microbatches, [recomputed(mode, microbatches) for mode in modes])
+
+
 def written(*workers: str) -> Orders:
-    """Read the workers' orders."""
+    """Read the workers' orders from text."""
     return [list(parse_actions(text)) for text in workers]
 
 
@@ -35,19 +54,19 @@ def legal(
     microbatches: int,
     pick: Pick,
     *,
-    again: Which = never,
-    halves: Which = never,
+    recompute: Which = never,
+    split: Which = never,
     forwards: Sequence[int] | None = None,
 ) -> Orders:
     """Orders that respect the needs of every action, in rounds: each worker does one thing or none.
 
     Args:
-        again: what is recomputed; `halves`: whose backward is two actions.
+        recompute: what is recomputed; `split`: whose backward is two actions.
         forwards: the order in which micro-batches are forwarded.
     """
     orders: Orders = [[] for _ in placement.held]
     done: set[Action] = set()
-    state = _State(placement, microbatches, again, halves, forwards or range(microbatches))
+    state = _State(placement, microbatches, recompute, split, forwards or range(microbatches))
     while True:
         ready = [
             [action for stage in held for action in state.ready(stage, done)]
@@ -72,46 +91,46 @@ class _State:
         self,
         placement: Placement,
         microbatches: int,
-        again: Which,
-        halves: Which,
+        recompute: Which,
+        split: Which,
         forwards: Sequence[int],
     ) -> None:
         self._last = placement.stages - 1
         self._count = microbatches
-        self._again, self._halves, self._forwards = again, halves, forwards
+        self._recompute, self._split, self._forwards = recompute, split, forwards
 
     def ready(self, s: int, done: Collection[Action]) -> list[Action]:
-        """What a stage could do now."""
+        """Return the actions that a stage could run now."""
 
         def is_done(kind: Kind, stage: int, m: int) -> bool:
             return Action(kind, stage, m) in done
 
-        def given(stage: int, m: int) -> bool:
-            """Whether the gradient of the stage's input is there."""
+        def has_input_gradient(stage: int, m: int) -> bool:
+            """Return whether the gradient of the stage's input has been computed."""
             return is_done(_BACKWARD, stage, m) or is_done(_INPUT, stage, m)
 
-        def whole(stage: int, m: int) -> bool:
+        def has_weight_gradients(stage: int, m: int) -> bool:
             return is_done(_BACKWARD, stage, m) or is_done(_WEIGHT, stage, m)
 
         found: list[Action] = []
         count = self._count
-        backward = next((m for m in range(count) if not given(s, m)), count)
-        weights = next((m for m in range(count) if not whole(s, m)), count)
+        backward = next((m for m in range(count) if not has_input_gradient(s, m)), count)
+        weights = next((m for m in range(count) if not has_weight_gradients(s, m)), count)
         if backward < count and is_done(_FORWARD, s, backward):
-            halved = self._halves(s, backward)
+            is_split = self._split(s, backward)
             if (
-                (s == self._last or given(s + 1, backward))
-                and (not self._again(s, backward) or is_done(_AGAIN, s, backward))
-                and (halved or weights == backward)
+                (s == self._last or has_input_gradient(s + 1, backward))
+                and (not self._recompute(s, backward) or is_done(_RECOMPUTE, s, backward))
+                and (is_split or weights == backward)
             ):
-                found.append(Action(_INPUT if halved else _BACKWARD, s, backward))
+                found.append(Action(_INPUT if is_split else _BACKWARD, s, backward))
         for m in range(count):
-            if self._again(s, m) and is_done(_FORWARD, s, m) and not is_done(_AGAIN, s, m):
-                found.append(Action(_AGAIN, s, m))
+            if self._recompute(s, m) and is_done(_FORWARD, s, m) and not is_done(_RECOMPUTE, s, m):
+                found.append(Action(_RECOMPUTE, s, m))
         forward = next((m for m in self._forwards if not is_done(_FORWARD, s, m)), None)
         if forward is not None and (s == 0 or is_done(_FORWARD, s - 1, forward)):
             found.append(Action(_FORWARD, s, forward))
-        if weights < backward and self._halves(s, weights):
+        if weights < backward and self._split(s, weights):
             found.append(Action(_WEIGHT, s, weights))
         return found
 
@@ -134,14 +153,14 @@ def by(*kinds: Kind, limit: int = 1 << 30, deep: bool = True) -> Pick:
 
 
 def depth_first(
-    placement: Placement, microbatches: int, again: Which = never, halves: Which = never
+    placement: Placement, microbatches: int, recompute: Which = never, split: Which = never
 ) -> Orders:
-    """Backward as soon as it can be; forward of the deepest stage first."""
-    pick = by(_BACKWARD, _INPUT, _AGAIN, _FORWARD, _WEIGHT)
-    return legal(placement, microbatches, pick, again=again, halves=halves)
+    """Return orders with backward as early as possible, then forward of the deepest stage."""
+    pick = by(_BACKWARD, _INPUT, _RECOMPUTE, _FORWARD, _WEIGHT)
+    return legal(placement, microbatches, pick, recompute=recompute, split=split)
 
 
-def zero_bubble(placement: Placement, microbatches: int, again: Which = never) -> Orders:
-    """As ZB-H1: inputs' gradients first, weights' to fill gaps (Qi et al. 2023)."""
-    pick = by(_INPUT, _AGAIN, _FORWARD, _WEIGHT, limit=placement.stages + 1)
-    return legal(placement, microbatches, pick, again=again, halves=always)
+def zero_bubble(placement: Placement, microbatches: int, recompute: Which = never) -> Orders:
+    """Return ZB-H1's orders: input gradients first, weight gradients in gaps (Qi et al. 2023)."""
+    pick = by(_INPUT, _RECOMPUTE, _FORWARD, _WEIGHT, limit=placement.stages + 1)
+    return legal(placement, microbatches, pick, recompute=recompute, split=always)

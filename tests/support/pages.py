@@ -1,4 +1,4 @@
-"""Pages of the documentation: their files are written and their commands typed, as readers do."""
+"""Execution of documentation pages: their files are written and their commands are run."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _HOME = "/home/me"
 
 @dataclass(frozen=True, slots=True)
 class Write:
-    """A file that a page shows: a block of code whose first line is ``# NAME``."""
+    """A file on a page: a block of code whose first line is ``# NAME``."""
 
     name: str
     text: str
@@ -45,9 +45,12 @@ class Write:
 
 @dataclass(frozen=True, slots=True)
 class Type:
-    """A command behind ``$`` in a block of ``console``, and what the page shows of its answer.
+    """A command of a ``console`` block.
 
-    `typed` are the lines behind a debugger's prompt.
+    Attributes:
+        command: the line after ``$``.
+        shown: the lines of its output on the page.
+        typed: the lines after a debugger's prompt.
     """
 
     command: str
@@ -56,27 +59,27 @@ class Type:
 
     @staticmethod
     def of(text: str) -> Type:
-        """Of the lines that a page has from one ``$`` to the next."""
+        """Parse the lines of a block from one ``$`` to the next."""
         command, *lines = text.splitlines()
         typed = tuple(line.removeprefix(_PROMPT) for line in lines if line.startswith(_PROMPT))
         return Type(command, tuple(x for x in lines if not x.startswith(_PROMPT)), typed)
 
 
 def tokens(page: str) -> Iterator[Token]:
-    """A page's blocks, and what is within its lines."""
+    """Yield the blocks of a page and their inline tokens."""
     for token in MarkdownIt().enable("table").parse(page):
         yield token
         yield from token.children or ()
 
 
 def code(page: str, language: str) -> list[str]:
-    """A page's blocks of code in a language."""
+    """Return the code blocks of a page in a language."""
     blocks = [token for token in tokens(page) if token.type == "fence"]
     return [block.content for block in blocks if block.info.split(" ")[0] == language]
 
 
-def acts(page: str) -> list[Write | Type]:
-    """What a reader of a page does, in order."""
+def actions(page: str) -> list[Write | Type]:
+    """Return the actions of a reader who follows a page, in order."""
     found: list[Write | Type] = []
     for token in tokens(page):
         if token.type == "fence" and token.info == "console":
@@ -87,15 +90,15 @@ def acts(page: str) -> list[Write | Type]:
     return found
 
 
-def unsaid(shown: Sequence[str], answer: str) -> str | None:
-    """The first line that is shown and does not come in the answer, behind those before it.
+def missing_line(shown: Sequence[str], output: str) -> str | None:
+    """Return the first line of the page that is missing in the output, if there is one.
 
-    Numbers that another machine gives are all alike; ``…`` is anything.
+    Lines must come in order. All measured numbers are equal, and ``…`` stands for anything.
     """
-    lines = iter([_plain(line) for line in answer.splitlines()])
+    lines = iter([_plain(line) for line in output.splitlines()])
     for line in shown:
         pattern = re.escape(_plain(line)).replace(re.escape(_ANY), ".*")
-        if line != _ANY and not any(re.fullmatch(pattern, said) for said in lines):
+        if line != _ANY and not any(re.fullmatch(pattern, printed) for printed in lines):
             return line
     return None
 
@@ -105,18 +108,18 @@ def _plain(line: str) -> str:
 
 
 def follow(page: str, jobs: Jobs) -> None:
-    """Do what a page says; its commands end as it shows, and answer what it shows."""
-    for act in acts(page):
+    """Follow a page; check the exit status and the output of its commands."""
+    for act in actions(page):
         match act:
             case Write():
                 jobs.write(act.text, act.name)
             case Type():
-                status, answer = _run(act, jobs)
-                answer = answer.replace(str(jobs.folder), _HOME)
+                status, output = _run(act, jobs)
+                output = output.replace(str(jobs.folder), _HOME)
                 fails = any(line.startswith(_ENDS_BADLY) for line in act.shown)
-                assert bool(status) == fails, f"$ {act.command}: status {status}\n{answer}"
-                line = unsaid(act.shown, answer)
-                assert line is None, f"$ {act.command}: does not say {line!r}\n{answer}"
+                assert bool(status) == fails, f"$ {act.command}: status {status}\n{output}"
+                line = missing_line(act.shown, output)
+                assert line is None, f"$ {act.command}: does not print {line!r}\n{output}"
 
 
 def _run(act: Type, jobs: Jobs) -> tuple[int, str]:

@@ -1,4 +1,4 @@
-"""Whole pipelines in one process, a thread a worker, and the plain loop they are held against."""
+"""Whole pipelines in one process, one thread per worker."""
 
 from __future__ import annotations
 
@@ -13,48 +13,44 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
-import pipeworker
 from pipeworker.errors import PeerLost
 from pipeworker.host.position import Tracker
-from pipeworker.job.file import Job
+from pipeworker.job.file import JobFile
 from pipeworker.plan import partition, ties
 from pipeworker.plan.check import check as check_schedule
 from pipeworker.plan.connect import connect, forward_only
-from pipeworker.plan.offload import fetched
-from pipeworker.plan.orders.gpipe import gpipe
+from pipeworker.plan.partition import block
 from pipeworker.plan.placement import Placement
-from pipeworker.plan.schedule import OFFLOAD, Pairs, Schedule, between, edges, recomputed
-from pipeworker.plan.shares import block
+from pipeworker.plan.recompute import OFFLOAD, with_fetches
+from pipeworker.plan.schedule import Pairs, Schedule, edges, replica_edges
 from pipeworker.plan.skips import Skip, between_stages, pairs
-from pipeworker.wire.messages.plan import SkipRoute
+from pipeworker.wire.messages.plan import SkipRoute, StageRange
 from pipeworker.wire.messages.step import RunStep, Update
-from pipeworker.worker.device.copies import Copies, StreamCopies
 from pipeworker.worker.model.model import Model
-from pipeworker.worker.stage import rng
-from pipeworker.worker.stage.stage import Skips, Stage
-from pipeworker.worker.step.data import MicroBatches, Reader, joined
-from pipeworker.worker.step.executor import Executor, Ran
-from pipeworker.worker.transport.courier import Courier
-from pipeworker.worker.transport.links.link import MemoryLink
+from pipeworker.worker.stage.layers import StageConfig
+from pipeworker.worker.stage.offload import Copies, StreamCopies
+from pipeworker.worker.stage.skips import StageSkips
+from pipeworker.worker.stage.stage import Stage
+from pipeworker.worker.step.data import MicroBatches, Reader, concatenate_outputs
+from pipeworker.worker.step.executor import ActionHook, Executor, StepOutput
+from pipeworker.worker.step.wiring import Wiring
+from pipeworker.worker.transport.send_thread import SendThread
 from pipeworker.worker.update.ties import Ties
 from pipeworker.worker.update.update import Updater
 from support.copies import LateCopies
 from support.device import LateDevice
-from support.orders import Orders
-from support.transport import TakingTurns, two_lanes
+from support.orders import Orders, fill_drain
+from support.plain_loop import Grads, Loss, Trained, copy_grad, copy_weights
+from support.transport import MemoryLink, TakingTurns, two_lanes
 
 CPU = torch.device("cpu")
 MODES = ("always", "except_first", "never", OFFLOAD)
-Batches = Sequence[tuple[Any, Any]]
-Grads = dict[str, "torch.Tensor | None"]
-Loss = Callable[[Any, Any], Any]
 
 
 @dataclass(frozen=True)
 class Way:
-    """Where stages are, and in which order they compute, by the number of micro-batches."""
+    """A placement of stages, and their compute orders by the number of micro-batches."""
 
     placement: Placement
     compute: Callable[[Placement, int], Orders]
@@ -62,37 +58,28 @@ class Way:
 
 @functools.cache
 def filled(placement: Placement, mode: str = "never") -> Way:
-    """Fill and drain."""
+    """Return the fill-drain (GPipe) order in a placement."""
 
     def compute(where: Placement, m: int) -> Orders:
-        orders = gpipe(where, m, recomputed(mode, m))
-        return [fetched(order) for order in orders] if mode == OFFLOAD else orders
+        orders = fill_drain(where, m, mode)
+        stages = range(where.stages)
+        return [with_fetches(order, stages) for order in orders] if mode == OFFLOAD else orders
 
     return Way(placement, compute)
 
 
 @functools.lru_cache(maxsize=1024)
-def checked(way: Way, microbatches: int, skips: Pairs, tied: Pairs) -> Schedule:
-    """What runs for a number of micro-batches. Ways that are made once are checked once."""
+def checked_schedule(way: Way, microbatches: int, skips: Pairs, tied: Pairs) -> Schedule:
+    """Return the checked schedule for a number of micro-batches, from the cache if it is there."""
     compute = way.compute(way.placement, microbatches)
-    made = connect("test", microbatches, way.placement, compute, skips, tied)
-    check_schedule(made)
-    return made
+    schedule = connect("test", microbatches, way.placement, compute, skips, tied)
+    check_schedule(schedule)
+    return schedule
 
 
 @dataclass
-class Trained:
-    """Losses and gradients of every step; weights at the end. A tied gradient is the whole one."""
-
-    losses: list[tuple[float, ...]] = field(default_factory=list)
-    counts: list[tuple[float, ...]] = field(default_factory=list)
-    grads: list[Grads] = field(default_factory=list)
-    weights: dict[str, torch.Tensor] = field(default_factory=dict)
-
-
-@dataclass
-class Copy:
-    """A replica of it."""
+class Replica:
+    """The layers and stages of one replica of the pipeline."""
 
     layers: list[nn.Module]
     stages: dict[int, Stage] = field(default_factory=dict)
@@ -101,16 +88,18 @@ class Copy:
 
 
 class Pipeline:
-    """The stages of one model, joined by links in memory.
+    """The stages of one model, connected by links in memory.
 
-    Workers take turns: one computes until it waits, for the random generators are the process's.
+    Workers take turns, because they share the process's random generators: one computes until it
+    waits.
 
     Args:
-        devices: one a worker, instead of the CPU.
+        devices: one per worker, instead of the CPU.
+        hooks: hook of each worker's loop, instead of the default.
 
     Attributes:
-        layers: as they were built, each worker's from a copy of its own; of replica 0, as `stages`,
-            `updaters` and `ties`. Of the others they are in `copies`.
+        layers: layers of replica 0, each built from its worker's own copy of the model; `stages`,
+            `updaters` and `ties` are those of replica 0 as well. `copies` has all replicas.
     """
 
     def __init__(
@@ -131,26 +120,28 @@ class Pipeline:
         compiler: str | None = None,
         sharded: bool = False,
         devices: Sequence[LateDevice] = (),
+        hooks: Sequence[ActionHook] = (),
     ) -> None:
         placement, self.way, self.microbatches = way.placement, way, microbatches
         self._ranges = partition.ranges(balance or partition.even(len(layers), placement.stages))
         self._turn = threading.Lock()
-        job = Job(list(layers), loss, optimizer or _nothing, None, None, tied=tied)
+        job = JobFile(list(layers), loss, optimizer or _nothing, None, None, tied=tied)
         found = Model(job, 0, CPU, Tracker()).ties()
         self._tied = ties.placed(found, self._ranges)
         self._routes = between_stages(skips, self._ranges)
         self._deferred, self._compiler, self._sharded = deferred, compiler, sharded
-        self._devices = devices
+        self._devices, self._hooks = devices, hooks
         most = len(block(microbatches, placement.replicas, 0))
         used = [(e, r) for e in edges(self.schedule(most)) for r in range(placement.replicas)]
-        used += [(edge, -1) for edge in between(placement)]
+        used += [(edge, -1) for edge in replica_edges(placement)]
         self._links = {
-            one: TakingTurns(MemoryLink(limit) if lanes == 1 else two_lanes(limit), self._turn)
-            for one in used
+            key: TakingTurns(MemoryLink(limit) if lanes == 1 else two_lanes(limit), self._turn)
+            for key in used
         }
-        self.copies = [Copy([nn.Identity()] * len(layers)) for _ in range(placement.replicas)]
+        self.copies = [Replica([nn.Identity()] * len(layers)) for _ in range(placement.replicas)]
         self.layers, self.stages = self.copies[0].layers, self.copies[0].stages
         self.updaters, self.ties = self.copies[0].updaters, self.copies[0].ties
+        self.wirings: list[Wiring] = []
         self.executors: list[Executor] = []
         for rank in range(placement.ranks):
             reader = Reader(
@@ -164,55 +155,61 @@ class Pipeline:
             self._worker(rank, copy.deepcopy(job), loss, reader)
         for rank in placement.ranks_of(0):
             with self._active(rank):
-                self.executors[rank].load_first()
+                self.executors[rank].feed.load()
 
-    def _worker(self, rank: int, job: Job, loss: Loss, reader: Reader) -> None:
+    def _worker(self, rank: int, job: JobFile, loss: Loss, reader: Reader) -> None:
         placement, tracker = self.way.placement, Tracker()
-        held, replica = placement.stages_of(rank), placement.replica_of(rank)
-        mine = self.copies[replica]
+        indices, replica = placement.stages_of(rank), placement.replica_of(rank)
+        parts = self.copies[replica]
         model = Model(job, 0, CPU, tracker)
-        for index in held:
+        for index in indices:
             first, stop = self._ranges[index]
             of_stage = [tie for tie in self._tied if index in tie.stages]
-            built, tied = model.build(first, stop, index, of_stage, held)
+            built, tied = model.build(StageRange(index, first, stop), of_stage, indices)
             if self._devices:
-                self._devices[rank].take(built)
-            mine.layers[first:stop] = built
-            mine.stages[index] = Stage(
+                self._devices[rank].move(built)
+            parts.layers[first:stop] = built
+            parts.stages[index] = Stage(
                 built,
-                first,
-                index=index,
-                seed=0,
-                device=CPU,
-                tracker=tracker,
-                loss=loss if index == placement.stages - 1 else None,
-                skips=Skips.of(
-                    [SkipRoute(s.source, s.target, s.name) for s in self._routes], index
+                StageConfig(
+                    index=index,
+                    first=first,
+                    seed=0,
+                    device=CPU,
+                    skips=StageSkips.of(
+                        [SkipRoute(s.source, s.target, s.name) for s in self._routes], index
+                    ),
+                    deferred_batch_norm=self._deferred,
+                    compiler=self._compiler,
                 ),
-                deferred_batch_norm=self._deferred,
-                compiler=self._compiler,
+                tracker,
+                loss=loss if index == placement.stages - 1 else None,
                 copies=self._copies(rank),
             )
             if tied is not None:
-                mine.ties[index] = tied
+                parts.ties[index] = tied
             if job.optimizer is not _nothing:
                 shard = (replica, placement.replicas) if self._sharded else (0, 1)
-                mine.updaters[index] = Updater(
+                parts.updaters[index] = Updater(
                     built, first, job, ties=tied, replica=shard[0], replicas=shard[1]
                 )
         links = {
             edge: link
             for (edge, of), link in self._links.items()
-            if {edge.source, edge.target} & set(held)
+            if {edge.source, edge.target} & set(indices)
             and (of == replica if edge.origin < 0 else replica in (edge.origin, edge.goal))
         }
-        own = {index: mine.stages[index] for index in held}
-        mine_tied = {index: mine.ties[index] for index in held if index in mine.ties}
-        source = reader if 0 in held else None
+        stages = {index: parts.stages[index] for index in indices}
+        own_ties = {index: parts.ties[index] for index in indices if index in parts.ties}
+        source = reader if 0 in indices else None
+        hook = self._hooks[rank] if self._hooks else None
         device = self._devices[rank] if self._devices else None
-        courier = Courier() if device else None
-        ends = (own, placement, links, source, courier, mine_tied)
-        self.executors.append(Executor(*ends, replica=replica, accelerator=device))
+        send_thread = SendThread() if device else None
+        wiring = Wiring(stages, links, send_thread, own_ties, replica=replica, accelerator=device)
+        self.wirings.append(wiring)
+        self.executors.append(
+            Executor(wiring, placement, replica, reader=source, accelerator=device, hook=hook)
+        )
 
     def _copies(self, rank: int) -> Copies:
         return StreamCopies(self._devices[rank], least=1) if self._devices else LateCopies()
@@ -229,39 +226,41 @@ class Pipeline:
         return self.way.placement.owners[-1]
 
     def schedule(self, microbatches: int) -> Schedule:
-        """What runs for a number of micro-batches; it has been checked."""
-        return checked(self.way, microbatches, pairs(self._routes), ties.pairs(self._tied))
+        """Return the checked schedule for a number of micro-batches."""
+        return checked_schedule(self.way, microbatches, pairs(self._routes), ties.pairs(self._tied))
 
-    def _all(self, run: Callable[[int], Any]) -> list[Any]:
-        """On every worker; raises what one raised by itself, not as an echo of another."""
+    def _run_all(self, run: Callable[[int], Any]) -> list[Any]:
+        """Run on every worker; raise a primary error rather than one caused by a lost peer."""
 
-        def alone(worker: int) -> Any:
+        def run_in_turn(worker: int) -> Any:
             with self._turn, self._active(worker):
                 return run(worker)
 
         with ThreadPoolExecutor(len(self.executors)) as pool:
-            futures = [pool.submit(alone, worker) for worker in range(len(self.executors))]
+            futures = [pool.submit(run_in_turn, worker) for worker in range(len(self.executors))]
         errors = [error for future in futures if (error := future.exception())]
         for error in sorted(errors, key=lambda error: isinstance(error, PeerLost)):
             raise error
         for device in self._devices:
-            device.settle()
+            device.drain()
         return [future.result() for future in futures]
 
-    def step(self, step: int, last: bool, *, whole: bool = True, first: int = 0) -> list[Ran]:
+    def step(
+        self, step: int, last: bool, *, whole: bool = True, first: int = 0
+    ) -> list[StepOutput]:
         """Run one step on all workers."""
-        batch = self._first.next_batch
+        batch = self._first.feed.next_batch
         assert batch is not None
         placement = self.way.placement
-        assert all(self.executors[rank].next_batch == batch for rank in placement.ranks_of(0))
+        assert all(self.executors[rank].feed.next_batch == batch for rank in placement.ranks_of(0))
 
-        def run(rank: int) -> Ran:
-            mine = block(batch.microbatches, placement.replicas, placement.replica_of(rank))
-            actions = self.schedule(len(mine)).workers[placement.worker_of(rank)]
-            self.executors[rank].program(actions)
-            return self.executors[rank].run(RunStep(step, batch, last, "", first, whole=whole))
+        def run(rank: int) -> StepOutput:
+            own = block(batch.microbatches, placement.replicas, placement.replica_of(rank))
+            actions = self.schedule(len(own)).workers[placement.worker_of(rank)]
+            self.executors[rank].set_actions(actions)
+            return self.executors[rank].run(RunStep(step, batch, last, "", first, complete=whole))
 
-        return self._all(run)
+        return self._run_all(run)
 
     def train(self, steps: int) -> Trained:
         trained = Trained()
@@ -276,33 +275,33 @@ class Pipeline:
             trained.losses.append(losses)
             trained.counts.append(counts)
             trained.grads.append(self.grads())
-            self._are_alike()
+            self._assert_replicas_equal()
             for one in self.copies:
                 for updater in one.updaters.values():
                     updater.apply(Update(step, divisor=sum(counts) or 1.0))
             if self._sharded:
-                self._all(self._share)
+                self._run_all(self._share_weights)
             if not self.updaters:
                 self.clear()
-        assert self._first.next_batch is None
-        self._are_alike()
-        trained.weights = _copied(self._named())
+        assert self._first.feed.next_batch is None
+        self._assert_replicas_equal()
+        trained.weights = copy_weights(self._named())
         return trained
 
-    def _share(self, rank: int) -> None:
+    def _share_weights(self, rank: int) -> None:
         placement = self.way.placement
         updaters = self.copies[placement.replica_of(rank)].updaters
-        held = placement.stages_of(rank)
-        self.executors[rank].others.share_weights({index: updaters[index].shards for index in held})
+        indices = placement.stages_of(rank)
+        self.wirings[rank].replicas.share_weights({i: updaters[i].shards for i in indices})
 
-    def _are_alike(self) -> None:
-        """All replicas have the same gradients, weights and buffers."""
+    def _assert_replicas_equal(self) -> None:
+        """Assert that all replicas have equal gradients, weights and buffers."""
         first = [(p, p.grad) for layer in self.layers for p in layer.parameters()]
         buffers = [b for layer in self.layers for b in layer.buffers()]
         for one in self.copies[1:]:
             others = [p for layer in one.layers for p in layer.parameters()]
-            for (mine, grad), other in zip(first, others, strict=True):
-                assert torch.equal(mine, other)
+            for (parameter, grad), other in zip(first, others, strict=True):
+                assert torch.equal(parameter, other)
                 assert (grad is None) == (other.grad is None)
                 assert grad is None or other.grad is None or torch.equal(grad, other.grad)
             copied = [b for layer in one.layers for b in layer.buffers()]
@@ -314,11 +313,11 @@ class Pipeline:
                 yield f"{index}.{name}", parameter
 
     def grads(self) -> Grads:
-        """By name; each place of a tied weight has the sum of all."""
-        found: Grads = {name: _copy(parameter.grad) for name, parameter in self._named()}
-        for index, held in self.ties.items():
-            for tie, (_, owner) in zip(held.ties, held.owners, strict=True):
-                total = _copy(held.total(owner))
+        """Return the gradients by name; each use of a tied weight has the sum of all uses."""
+        found: Grads = {name: copy_grad(parameter.grad) for name, parameter in self._named()}
+        for index, of_stage in self.ties.items():
+            for tie, (_, owner) in zip(of_stage.ties, of_stage.owners, strict=True):
+                total = copy_grad(of_stage.total(owner))
                 for name, stage in zip(tie.names, tie.stages, strict=True):
                     if stage == index:
                         found[name] = total
@@ -331,7 +330,7 @@ class Pipeline:
                     parameter.grad = None
 
     def stream(self, step: int, batches: Iterable[Any]) -> list[tuple[Any, Any, int]]:
-        """An evaluation pass: each micro-batch's output, target and samples."""
+        """Run an evaluation pass; return output, target and samples of each micro-batch."""
         schedule = forward_only(self.way.placement, pairs(self._routes))
         check_schedule(schedule)
         seen: list[tuple[Any, Any, int]] = []
@@ -341,159 +340,25 @@ class Pipeline:
             if self.executors[worker] is self._first:
                 source = Reader(batches, microbatches=self.microbatches, seed=0, epochs=1)
                 read = iter(source.read, None)
-            sink = _refuse if worker != self._last else lambda *given: seen.append(given)
+            sink = _unexpected if worker != self._last else lambda *outputs: seen.append(outputs)
             self.executors[worker].stream(step, schedule.workers[worker], read, sink)
 
-        self._all(run)
+        self._run_all(run)
         return seen
 
     def predict(self, step: int, batches: Iterable[Any]) -> list[Any]:
-        """The whole output, as every worker gets it."""
+        """Return the whole output as each worker receives it, by rank."""
         outputs = [output for output, _, _ in self.stream(step, batches)]
-        return self._all(
-            lambda w: self.executors[w].hand_back(joined(outputs) if w == self._last else None)
+        return self._run_all(
+            lambda w: self.executors[w].broadcast(
+                concatenate_outputs(outputs) if w == self._last else None
+            )
         )
 
 
 def _nothing(parameters: Any) -> Any:
-    raise AssertionError("nothing is updated")
+    raise AssertionError("a pipeline without an optimizer made an update")
 
 
-def _refuse(*_: Any) -> None:
-    raise AssertionError("an output where the last stage is not")
-
-
-def _copy(grad: torch.Tensor | None) -> torch.Tensor | None:
-    return None if grad is None else grad.clone()
-
-
-def _copied(named: Iterable[tuple[str, nn.Parameter]]) -> dict[str, torch.Tensor]:
-    return {name: parameter.detach().clone() for name, parameter in named}
-
-
-def split(value: Any, count: int) -> list[Any]:
-    leaves, structure = pytree.tree_flatten(value)
-    cut = [
-        leaf.tensor_split(count) if isinstance(leaf, torch.Tensor) else [leaf] * count
-        for leaf in leaves
-    ]
-    return [pytree.tree_unflatten([piece[m] for piece in cut], structure) for m in range(count)]
-
-
-def plain(
-    layers: Sequence[nn.Module],
-    loss: Loss,
-    batches: Batches,
-    microbatches: int,
-    optimizer: Callable[[Any], torch.optim.Optimizer] | None = None,
-) -> Trained:
-    """The loop of the contract; without an optimizer nothing is updated."""
-    net = nn.Sequential(*layers)
-    opt = optimizer(net.parameters()) if optimizer else None
-    trained = Trained()
-    for step, (x, y) in enumerate(batches, 1):
-        net.zero_grad()
-        samples = len(pytree.tree_leaves(x)[0])
-        losses: list[float] = []
-        counts: list[float] = []
-        count = min(microbatches, samples)
-        for m, (xm, ym) in enumerate(zip(split(x, count), split(y, count), strict=True)):
-            share = len(pytree.tree_leaves(xm)[0]) / samples
-            for index, layer in enumerate(net):
-                rng.seed_all(rng.layer_seed(0, step, m, index))
-                xm = layer(xm)
-            given = loss(xm, ym)
-            if isinstance(given, tuple):
-                root = given[0]
-                counts.append(float(given[1]))
-            else:
-                root = given * share
-            root.backward()
-            losses.append(root.item())
-        trained.losses.append(tuple(losses))
-        trained.counts.append(tuple(counts))
-        trained.grads.append({name: _copy(p.grad) for name, p in net.named_parameters()})
-        if opt is not None:
-            for parameter in net.parameters():
-                if counts and parameter.grad is not None:
-                    parameter.grad /= sum(counts)
-            opt.step()
-    trained.weights = _copied(net.named_parameters())
-    return trained
-
-
-def assert_equal(ours: Trained, theirs: Trained, case: str = "") -> None:
-    """Without tolerance."""
-    assert ours.losses == theirs.losses, case
-    assert ours.counts == theirs.counts, case
-    for step, (mine, yours) in enumerate(zip(ours.grads, theirs.grads, strict=True)):
-        assert mine.keys() == yours.keys()
-        for name, a in mine.items():
-            b = yours[name]
-            assert (a is None) == (b is None), (case, step, name)
-            if a is not None and b is not None:
-                assert torch.equal(a, b), (case, step, name)
-    assert ours.weights.keys() == theirs.weights.keys()
-    for name, weight in ours.weights.items():
-        assert torch.equal(weight, theirs.weights[name]), (case, name)
-
-
-def mse(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    return nn.functional.mse_loss(output, target)
-
-
-def data(*sizes: int, width: int = 6, out: int = 2) -> Batches:
-    return [(torch.randn(n, width), torch.randn(n, out)) for n in sizes]
-
-
-class Layer(nn.Module):
-    """A layer from a function."""
-
-    def __init__(self, function: Callable[[Any], Any]) -> None:
-        super().__init__()
-        self.function = function
-
-    def forward(self, value: Any) -> Any:
-        return self.function(value)
-
-
-class Apply(nn.Module):
-    """A linear layer applied to one key of a dict."""
-
-    def __init__(self, source: str, target: str, width: int = 6, out: int = 6) -> None:
-        super().__init__()
-        self.linear = nn.Linear(width, out)
-        self.source, self.target = source, target
-
-    def forward(self, value: dict[str, Any]) -> dict[str, Any]:
-        return {**value, self.target: self.linear(value[self.source])}
-
-
-class Noise(nn.Module):
-    """As dropout does: another draw in each micro-batch, the same when it is recomputed."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return nn.functional.dropout(x, 0.3) + torch.rand(x.shape[1]) if self.training else x
-
-
-class Stash(nn.Module):
-    """Keeps what passes."""
-
-    def __init__(self, name: str) -> None:
-        super().__init__()
-        self.name = name
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        pipeworker.stash(self.name, x)
-        return x
-
-
-class Pop(nn.Module):
-    """Adds what was kept."""
-
-    def __init__(self, name: str) -> None:
-        super().__init__()
-        self.name = name
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x * 0.5 + pipeworker.pop(self.name)
+def _unexpected(*_: Any) -> None:
+    raise AssertionError("a worker without the last stage has an output")

@@ -1,6 +1,7 @@
-"""Imported first by the processes of a host that is to be another than this one.
+"""A fake of another host: replaces the versions that this process reports, or shifts its clock.
 
-``PIPEWORKER_TESTS_PRETEND`` says how, as ``torch=2.12.0 clock=3600``.
+The process imports this module first; ``PIPEWORKER_TESTS_PRETEND`` lists the differences, such as
+``torch=2.12.0 clock=3600``.
 """
 
 from __future__ import annotations
@@ -18,14 +19,14 @@ VARIABLE = "PIPEWORKER_TESTS_PRETEND"
 
 
 def _shift(seconds: float) -> None:
-    """Clocks that tell the time of day, and no others."""
+    """Shift the clocks of the time of day; monotonic clocks do not change."""
     real, real_ns = time.time, time.time_ns
     time.time = lambda: real() + seconds
     time.time_ns = lambda: real_ns() + int(seconds * 1e9)
 
 
-def _runs(name: str, version: str) -> None:
-    """What a worker finds when it looks which versions it runs."""
+def _replace_version(name: str, version: str) -> None:
+    """Replace a version that a worker reports."""
     if name == "python":
         major, minor = version.split(".")
         platform.python_version_tuple = lambda: (major, minor, "0")
@@ -40,4 +41,4 @@ for word in os.environ.get(VARIABLE, "").split():
     elif what == "protocol":
         codec.VERSION = int(value)
     else:
-        _runs(what, value)
+        _replace_version(what, value)

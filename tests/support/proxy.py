@@ -1,4 +1,4 @@
-"""A line between two processes that a test can cut: a relay of TCP connections."""
+"""A relay of TCP connections between two processes, which a test can interrupt."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from contextlib import suppress
 
 
 class Proxy:
-    """Relays every connection to `target`, until it is told otherwise.
+    """A relay of all connections to `target`; a test can make it swallow data or reset them.
 
     Attributes:
-        lost: bytes that were taken and not passed on.
-        broken: ends of connections that it has reset.
+        lost: the number of bytes that it received and did not pass on.
+        broken: the number of ends of connections that it has reset.
     """
 
     def __init__(self, target: tuple[str, int]) -> None:
@@ -26,7 +26,7 @@ class Proxy:
         self._selector = selectors.DefaultSelector()
         self._wake_in, self._wake_out = socket.socketpair()
         self._other: dict[socket.socket, socket.socket] = {}
-        self._said = b""
+        self._requested = b""
         self._answered = threading.Event()
         self._selector.register(self._listener, selectors.EVENT_READ)
         self._selector.register(self._wake_out, selectors.EVENT_READ)
@@ -35,34 +35,34 @@ class Proxy:
 
     @property
     def ends(self) -> int:
-        """Of connections that it relays; two are one."""
+        """The number of ends of relayed connections: two for each."""
         return len(self._other)
 
     def swallow(self) -> None:
-        """Take what both ends send, as a working connection does, and pass nothing on."""
+        """Receive the data of both ends, as a working connection does, and pass nothing on."""
         self.swallows = True
 
     def reset(self) -> None:
-        """Break all connections, as a router that has forgotten them; new ones are relayed."""
-        self._say(b"r")
+        """Reset all connections, as a router does that has lost its table; relay new ones."""
+        self._request(b"r")
 
     def close(self) -> None:
-        self._say(b"c")
+        self._request(b"c")
         self._thread.join()
 
-    def _say(self, word: bytes) -> None:
+    def _request(self, word: bytes) -> None:
         self._answered.clear()
         self._wake_in.send(word)
         assert self._answered.wait(10)
 
     def _run(self) -> None:
         with self._listener, self._wake_in, self._wake_out, self._selector:
-            while self._said != b"c":
+            while self._requested != b"c":
                 for key, _ in self._selector.select():
                     if key.fileobj is self._listener:
                         self._accept()
                     elif key.fileobj is self._wake_out:
-                        self._said = self._wake_out.recv(1)
+                        self._requested = self._wake_out.recv(1)
                         self._break_all()
                         self._answered.set()
                     elif isinstance(key.fileobj, socket.socket) and key.fileobj in self._other:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import textwrap
 from collections.abc import Mapping
 from contextlib import ExitStack
@@ -13,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from support.jobs import Jobs, Process, Run
+from support.ports import reserve_port
 
 PREAMBLE = """
     import json, os, sys
@@ -20,27 +20,28 @@ PREAMBLE = """
     import pipeworker
     rank = int(os.environ.get("RANK", "0"))
 
-    def tell(**what):
-        Path(f"told-{rank}.json").write_text(json.dumps(what))
+    def report(**values):
+        Path(f"report-{rank}.json").write_text(json.dumps(values))
 """
-"""What scripts begin with."""
+"""The beginning of all scripts."""
 LOOP = """
     with pipeworker.Pipeline(
         model, loss=loss, optimizer=optimizer, microbatches=4, run_dir=os.environ["RUN_DIR"],
         **json.loads(os.environ.get("OPTIONS", "{}"))
     ) as pipe:
         results = [pipe.step(batch) for batch in data()]
-    tell(loss=[r.loss for r in results], norm=[r.grad_norm for r in results])
+    report(loss=[r.loss for r in results], norm=[r.grad_norm for r in results])
 """
 
 
 def script(*parts: str) -> str:
+    """Return the text of a script."""
     return "\n".join(textwrap.dedent(part) for part in (PREAMBLE, *parts))
 
 
 @dataclass
 class Ranks:
-    """The processes of a script, one a rank."""
+    """The processes of a script, one for each rank."""
 
     processes: list[Process]
     run_dir: Path
@@ -50,6 +51,7 @@ class Ranks:
         return [process.pid for process in self.processes]
 
     def end(self, seconds: float = 60) -> list[Run]:
+        """Wait for the end of all processes; return their runs."""
         runs = []
         for process in self.processes:
             stdout, stderr = process.communicate(timeout=seconds)
@@ -58,19 +60,22 @@ class Ranks:
         return runs
 
     def succeed(self) -> list[Run]:
+        """Wait for the end of all processes, and check that they have succeeded."""
         runs = self.end()
         for run in runs:
             assert run.status == 0, run.stderr
         return runs
 
-    def told(self, rank: int) -> dict[str, Any]:
-        """What the script of a rank said with ``tell``, once all have succeeded."""
-        told: dict[str, Any] = json.loads((self.run_dir.parent / f"told-{rank}.json").read_text())
-        return told
+    def reported(self, rank: int) -> dict[str, Any]:
+        """Return what the script of a rank wrote with ``report``, once all have succeeded."""
+        reported: dict[str, Any] = json.loads(
+            (self.run_dir.parent / f"report-{rank}.json").read_text()
+        )
+        return reported
 
 
 class Scripts(ExitStack):
-    """Starts scripts, each in a folder of its own and at a port that nobody else is given."""
+    """A starter of scripts, each in a folder of its own and at a port of its own."""
 
     def __init__(self, jobs: Jobs) -> None:
         super().__init__()
@@ -86,10 +91,11 @@ class Scripts(ExitStack):
         also: Mapping[str, str] | None = None,
         **variables: str,
     ) -> Ranks:
-        """Start a script on some ranks; `alone`, its environment knows of no others."""
+        """Start a script on some ranks; with `alone`, its environment names no others."""
         self._count += 1
         path = self._jobs.write(source, f"script-{self._count}/loop.py")
-        place = {"WORLD_SIZE": f"{ranks}", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": self._port()}
+        port = str(reserve_port(self))
+        place = {"WORLD_SIZE": f"{ranks}", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
         base = {**os.environ, "OMP_NUM_THREADS": "1", "RUN_DIR": "run"}
         processes = [
             self._jobs.python(
@@ -105,10 +111,3 @@ class Scripts(ExitStack):
             for rank in range(ranks)
         ]
         return Ranks(processes, path.parent / "run")
-
-    def _port(self) -> str:
-        """A free port: held, so that nobody is given it, yet who asks for it by number gets it."""
-        holder = self.enter_context(socket.socket())
-        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        holder.bind(("127.0.0.1", 0))
-        return str(holder.getsockname()[1])

@@ -1,36 +1,29 @@
-"""Registers orders of the tests as schedules, in the process that imports it."""
+"""Compute orders for tests, registered as schedules in the process that imports this module."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 from pipeworker.plan.orders import ORDERS, Order
 from pipeworker.plan.placement import Placement
+from pipeworker.plan.recompute import Recomputed
 from support import orders
 
-WITH_HALVES = "test-halves"
+SPLIT_BACKWARD = "test-split-backward"
 LOOPED = "test-looped"
-LOOPED_HALVES = "test-looped-halves"
+LOOPED_SPLIT_BACKWARD = "test-looped-split-backward"
 
 
-def _halves(placement: Placement, microbatches: int, again: Iterable[int]) -> orders.Orders:
-    some = set(again)
-    return orders.zero_bubble(placement, microbatches, lambda _, m: m in some)
+def _zero_bubble(placement: Placement, microbatches: int, recomputed: Recomputed) -> orders.Orders:
+    return orders.zero_bubble(placement, microbatches, lambda s, m: m in recomputed[s])
 
 
-def _deep(placement: Placement, microbatches: int, again: Iterable[int]) -> orders.Orders:
-    some = set(again)
-    return orders.depth_first(placement, microbatches, lambda _, m: m in some)
-
-
-def _twice(workers: int) -> Placement:
-    return Placement.looped(workers, 2)
+def _depth_first(placement: Placement, microbatches: int, recomputed: Recomputed) -> orders.Orders:
+    return orders.depth_first(placement, microbatches, lambda s, m: m in recomputed[s])
 
 
 ORDERS.update(
     {
-        WITH_HALVES: Order(_halves),
-        LOOPED: Order(_deep, _twice),
-        LOOPED_HALVES: Order(_halves, _twice),
+        SPLIT_BACKWARD: Order(_zero_bubble),
+        LOOPED: Order(_depth_first, virtual_stages=2),
+        LOOPED_SPLIT_BACKWARD: Order(_zero_bubble, virtual_stages=2),
     }
 )

@@ -1,4 +1,4 @@
-"""The plain loop of several replicas: each adds up its micro-batches, then they are added."""
+"""The plain loop of several replicas: gradients are summed per replica, then over replicas."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from pipeworker.plan.shares import block
+from pipeworker.plan.partition import block
 from pipeworker.worker.stage import rng
-from support.pipelines import Batches, Grads, Loss, Trained, split
+from support.plain_loop import Batches, Grads, Loss, Trained, split
 
 
 def plain(
@@ -24,10 +24,10 @@ def plain(
     *,
     accumulate: int = 1,
 ) -> Trained:
-    """Train as `replicas` processes with a part of each mini-batch would, in one.
+    """Train in one process as `replicas` processes with a part of each mini-batch would.
 
     Args:
-        accumulate: mini-batches of a step; the last step may have fewer.
+        accumulate: number of mini-batches per step; the last step may have fewer.
     """
     net = nn.Sequential(*layers)
     opt = optimizer(net.parameters()) if optimizer else None
@@ -38,15 +38,15 @@ def plain(
         of_replica = []
         for replica in range(replicas):
             net.zero_grad()
-            given, number = [], 0
+            results, number = [], 0
             for x, y in some:
                 at = step, number
-                given.append(_run(net, loss, (x, y), microbatches, (replicas, replica), at))
+                results.append(_run(net, loss, (x, y), microbatches, (replicas, replica), at))
                 number += min(microbatches, len(pytree.tree_leaves(x)[0]))
-            of_replica.append(given)
+            of_replica.append(results)
             totals.append({n: _clone(p.grad) for n, p in net.named_parameters()})
         for index in range(len(some)):
-            parts = [given[index] for given in of_replica]
+            parts = [results[index] for results in of_replica]
             trained.losses.append(tuple(a for losses, _ in parts for a in losses))
             trained.counts.append(tuple(a for _, counts in parts for a in counts))
         gradients = {name: added([total[name] for total in totals]) for name in totals[0]}
@@ -70,11 +70,11 @@ def _run(
     part: tuple[int, int],
     at: tuple[int, int],
 ) -> tuple[list[float], list[float]]:
-    """A replica's micro-batches of a mini-batch; returns losses and counts.
+    """Run one replica's micro-batches of a mini-batch; return losses and counts.
 
     Args:
-        part: of how many replicas, and which.
-        at: the step, and the number of the first micro-batch of all within it.
+        part: the number of replicas, and the number of this one.
+        at: the step, and the number within it of the mini-batch's first micro-batch.
     """
     (x, y), (step, first) = batch, at
     samples = len(pytree.tree_leaves(x)[0])
@@ -88,19 +88,19 @@ def _run(
         for index, layer in enumerate(net):
             rng.seed_all(rng.layer_seed(0, step, first + m, index))
             value = layer(value)
-        given = loss(value, targets[m])
-        if isinstance(given, tuple):
-            root = given[0]
-            counts.append(float(given[1]))
+        result = loss(value, targets[m])
+        if isinstance(result, tuple):
+            root = result[0]
+            counts.append(float(result[1]))
         else:
-            root = given * share
+            root = result * share
         root.backward()
         losses.append(root.item())
     return losses, counts
 
 
 def added(gradients: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
-    """In the order given; None counts for nothing."""
+    """Return the sum of gradients in their order, ignoring None."""
     total = None
     for gradient in gradients:
         if gradient is not None:

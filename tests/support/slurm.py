@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import secrets
 import shutil
-import socket
 import subprocess
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -15,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from support.jobs import until
+from support.ports import reserve_port
 
 NODES = ("n1", "n2")
 _PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch")
@@ -25,7 +25,7 @@ SlurmctldHost=localhost(127.0.0.1)
 SlurmUser=root
 SlurmdUser=root
 AuthType=auth/munge
-AuthInfo=socket={folder}/munge/socket,cred_expire=5
+AuthInfo=socket={folder}/munge/socket,cred_expire=8
 SlurmctldPort={controller}
 StateSaveLocation={folder}/state
 SlurmdSpoolDir={folder}/spool-%n
@@ -56,7 +56,7 @@ PartitionName=high Nodes=n1,n2 State=UP PriorityTier=10 PreemptMode=OFF
 
 @dataclass(frozen=True)
 class Slurm:
-    """It runs; commands need `environment`."""
+    """A Slurm that runs; its commands need `environment`."""
 
     folder: Path
 
@@ -73,7 +73,7 @@ class Slurm:
 
 @contextmanager
 def slurm(folder: Path) -> Iterator[Slurm]:
-    """Two nodes; skipped where it is not installed, and for who is not root."""
+    """Start a Slurm of two nodes; skip the test without Slurm or root."""
     path = f"{os.environ['PATH']}:{_BROKERS}"
     found = {name: shutil.which(name, path=path) for name in _PROGRAMS}
     if missing := [name for name, where in found.items() if where is None]:
@@ -86,12 +86,7 @@ def slurm(folder: Path) -> Iterator[Slurm]:
     key = munge / "key"
     key.write_bytes(secrets.token_bytes(128))
     key.chmod(0o400)
-    with ExitStack() as probing:
-        probes = [probing.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(3)]
-        controller, first, second = (probe.getsockname()[1] for probe in probes)
-    ports = {"controller": controller, "first": first, "second": second}
     configuration = folder / "slurm.conf"
-    configuration.write_text(_CONFIGURATION.format(folder=folder, **ports))
     made = Slurm(folder)
     started: list[subprocess.Popen[bytes]] = []
 
@@ -101,26 +96,36 @@ def slurm(folder: Path) -> Iterator[Slurm]:
             env = {**os.environ, **made.environment}
             started.append(subprocess.Popen(line, cwd="/", env=env, stdout=out, stderr=out))
 
+    def idle_nodes() -> str:
+        words = ("sinfo", "--noheader", "--partition", "low", "--states", "idle", "-o", "%D")
+        return _output(made, *words).strip()
+
+    def outputs() -> str:
+        return "\n".join(f"{out.name}: {out.read_text()}" for out in sorted(folder.glob("*.out")))
+
     files = {"socket": "socket", "key-file": "key", "log-file": "log", "seed-file": "seed"}
     where = [f"--{option}={munge / name}" for option, name in files.items()]
-    try:
-        start("munged", "--foreground", "--force", f"--pid-file={munge / 'pid'}", *where)
-        until((munge / "socket").exists)
-        start("slurmctld", "-D", "-f", str(configuration))
-        for node in NODES:
-            start("slurmd", "-D", "-N", node, "-f", str(configuration))
-        idle = [*("sinfo", "--noheader", "--partition", "low", "--states", "idle"), "-o", "%D"]
-        until(lambda: _said(made, *idle).strip() == str(len(NODES)))
-        yield made
-    finally:
-        _said(made, "scancel", "--full", "--user", "root")
-        until(lambda: not _said(made, "squeue", "--noheader", "--states", "running,completing"))
-        for process in reversed(started):
-            process.terminate()
-            process.wait()
+    with ExitStack() as reserved:
+        ports = {name: reserve_port(reserved) for name in ("controller", "first", "second")}
+        configuration.write_text(_CONFIGURATION.format(folder=folder, **ports))
+        try:
+            start("munged", "--foreground", "--force", f"--pid-file={munge / 'pid'}", *where)
+            until((munge / "socket").exists, explain=outputs)
+            start("slurmctld", "-D", "-f", str(configuration))
+            for node in NODES:
+                start("slurmd", "-D", "-N", node, "-f", str(configuration))
+            until(lambda: idle_nodes() == str(len(NODES)), pause=0.2, explain=outputs)
+            yield made
+        finally:
+            _output(made, "scancel", "--full", "--user", "root")
+            jobs = ("squeue", "--noheader", "--states", "running,completing")
+            until(lambda: not _output(made, *jobs), pause=0.2, explain=outputs)
+            for process in reversed(started):
+                process.terminate()
+                process.wait()
 
 
-def _said(made: Slurm, *words: str) -> str:
-    """Where the controller may not be there yet, or any more."""
+def _output(made: Slurm, *words: str) -> str:
+    """Return the output of a command while the controller may not run."""
     env = {**os.environ, **made.environment}
     return subprocess.run(words, env=env, capture_output=True, text=True, timeout=30).stdout

@@ -1,4 +1,4 @@
-"""Job files that several test modules run."""
+"""Job files that several test modules use."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ NESTED_JOB = """
 CALM = JOB.replace("import torch", "import time\n    import torch", 1).replace(
     "x = torch", "time.sleep(0.01)\n            x = torch"
 )
-"""It leaves the machine to others: for jobs that train until something ends them."""
+"""A job that mostly sleeps, for jobs that train until they are ended."""
 
 SLEEPERS = CALM.replace(
     "def model",
@@ -129,7 +129,7 @@ SLEEPERS = CALM.replace(
 
     def model""",
 ).replace("nn.Tanh()", "Parent(), nn.Tanh()")
-"""Layer 3, on the middle stage of three, starts a process that stays if nobody ends it."""
+"""Layer 3, on the middle stage of three, starts a process that runs until it is killed."""
 
 DIES = """
     import os
@@ -179,4 +179,21 @@ DIES = """
             length = random.randint(5, 9)
             yield torch.randn(length, 8), torch.randint(0, 3, (length,))
 """
-"""With a word that says how, a worker dies in its fourth step: once; with ``always``, each time."""
+"""With an argument for the way, a worker dies in its fourth step: once, or ``always``."""
+
+
+def gated(source: str, line: str = "x = torch.randn(10", when: str = "_ == 5") -> str:
+    """Return a job whose ``data()`` waits, before a line of it, for the file ``go``.
+
+    Args:
+        source: the job.
+        line: the beginning of the line.
+        when: the condition under which it waits.
+    """
+    indent = "\n" + 12 * " "
+    return source.replace(
+        line,
+        f"import pathlib, time{indent}"
+        f'while {when} and not pathlib.Path("go").exists():{indent}'
+        f"    time.sleep(0.02){indent}{line}",
+    )

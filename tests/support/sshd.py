@@ -1,9 +1,8 @@
-"""Real ssh servers on this machine, and a client that knows them."""
+"""Real ssh servers on this machine, and a client that is configured for them."""
 
 from __future__ import annotations
 
 import shutil
-import socket
 import subprocess
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -15,20 +14,23 @@ import pytest
 from support.forked import Server
 from support.interpreter import SERVER
 from support.jobs import until
+from support.ports import reserve_port
 
 _SERVER = "/usr/sbin/sshd"
 
 
 @dataclass
 class Sshd:
-    """Hosts that a client in `path` reaches by name.
+    """Hosts that a client reaches by name.
 
     Attributes:
         path: a folder with an ``ssh`` that has a configuration of its own.
+        reserved: holds the servers' ports.
     """
 
     folder: Path
     path: Path
+    reserved: ExitStack
     processes: list[subprocess.Popen[bytes]] = field(default_factory=list)
 
     def add(
@@ -38,14 +40,15 @@ class Sshd:
         before: Sequence[str] = (),
         forking: Server | None = None,
     ) -> None:
-        """Start a server, which these names lead to.
+        """Start a server that these names reach.
 
         Args:
+            names: names of the host.
+            address: where the server listens.
             before: a command that runs it, as ``ip netns exec NAME``.
-            forking: forks the agents of its hosts, where they have the variables for that.
+            forking: the server that forks the agents of these hosts; None for interpreters.
         """
-        with socket.create_server(("127.0.0.1", 0)) as probe:
-            port = probe.getsockname()[1]
+        port = reserve_port(self.reserved)
         number = len(self.processes)
         options = {
             "Port": port,
@@ -61,12 +64,12 @@ class Sshd:
             name = forking.address.decode().removeprefix("\0")
             options["SetEnv"] = f"{SERVER}={name}"
         words = [word for name, value in options.items() for word in ("-o", f"{name}={value}")]
-        log = (self.folder / f"log-{number}").open("wb")
+        read = (self.folder / f"log-{number}").read_text
         line = [*before, _SERVER, "-D", "-e", "-f", "/dev/null", *words]
-        with log:
+        with (self.folder / f"log-{number}").open("wb") as log:
             server = subprocess.Popen(line, stderr=log, cwd="/")
         self.processes.append(server)
-        until(lambda: b"Server listening" in (self.folder / f"log-{number}").read_bytes())
+        until(lambda: "Server listening" in read(), explain=read)
         with (self.folder / "config").open("a") as config:
             config.write(f"Host {' '.join(names)}\n  HostName {address}\n  Port {port}\n")
 
@@ -78,7 +81,7 @@ class Sshd:
 
 @contextmanager
 def servers(folder: Path) -> Iterator[Sshd]:
-    """None yet; skipped where OpenSSH is not installed."""
+    """Return an object that starts servers; skip the test without OpenSSH."""
     if shutil.which(_SERVER) is None or shutil.which("ssh") is None:
         pytest.skip("OpenSSH's server is not installed")
     for name in ("host", "key"):
@@ -90,15 +93,15 @@ def servers(folder: Path) -> Iterator[Sshd]:
         "UserKnownHostsFile": "/dev/null",
         "LogLevel": "ERROR",
     }
-    said = " ".join(f"-o {name}={value}" for name, value in general.items())
+    options = " ".join(f"-o {name}={value}" for name, value in general.items())
     client, config = folder / "bin" / "ssh", folder / "config"
     client.parent.mkdir()
     config.touch()
     real = shutil.which("ssh")
-    client.write_text(f'#!/bin/sh\nexec {real} -F {config} {said} "$@"\n')
+    client.write_text(f'#!/bin/sh\nexec {real} -F {config} {options} "$@"\n')
     client.chmod(0o755)
-    Path("/run/sshd").mkdir(exist_ok=True)  # where it gives up its rights
+    Path("/run/sshd").mkdir(exist_ok=True)  # for its privilege separation
     with ExitStack() as closing:
-        made = Sshd(folder, client.parent)
+        made = Sshd(folder, client.parent, closing)
         closing.callback(made.close)
         yield made

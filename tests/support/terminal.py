@@ -1,4 +1,4 @@
-"""A job on a terminal of its own."""
+"""A job on a pseudo-terminal."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _CONTROL = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 
 
 class Terminal:
-    """``pipeworker launch WORDS job.py`` on a terminal of its own."""
+    """``pipeworker launch WORDS job.py`` on a pseudo-terminal."""
 
     def __init__(self, jobs: Jobs, *words: str, source: str = JOB, columns: int = 80) -> None:
         job_file = jobs.write(source)
@@ -27,12 +27,12 @@ class Terminal:
         line = [*COMMAND[1:], "launch", "--run-dir", str(self.path), *words, str(job_file)]
         self._text = ""
         self._master: int | None = None
-        self._master, theirs = pty.openpty()
-        fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("4H", 24, columns, 0, 0))
+        self._master, child_end = pty.openpty()
+        fcntl.ioctl(child_end, termios.TIOCSWINSZ, struct.pack("4H", 24, columns, 0, 0))
         try:
-            self._process = jobs.python(*line, terminal=theirs)
+            self._process = jobs.python(*line, terminal=child_end)
         finally:
-            os.close(theirs)
+            os.close(child_end)
 
     def __enter__(self) -> Terminal:
         return self
@@ -41,23 +41,23 @@ class Terminal:
         self.hang_up()
 
     def read(self) -> str:
-        """Everything shown so far."""
+        """Return everything written so far."""
         while self._master is not None and select.select([self._master], [], [], 0)[0]:
             try:
                 data = os.read(self._master, 65536)
-            except OSError:  # nobody has the terminal open
+            except OSError:  # no process has the terminal open
                 break
             self._text += data.decode(errors="replace")
         return self._text
 
     @property
     def text(self) -> str:
-        """Everything shown so far, without what moves the cursor."""
+        """Return everything written so far, without escape sequences."""
         return _CONTROL.sub("", self.read())
 
     @property
     def shown(self) -> list[str]:
-        """The lines that a terminal of any height and width would show now."""
+        """Return the lines that a terminal of unlimited size would show now."""
         lines, row, column = [""], 0, 0
         for found in re.finditer(r"\x1b\[([?0-9;]*)([A-Za-z])|[^\x1b]", self.read()):
             number, letter = found[1], found[2]
@@ -86,7 +86,7 @@ class Terminal:
             self._master = None
 
     def wait(self, seconds: float) -> int:
-        """The exit status."""
+        """Wait for the end; return the exit status."""
         deadline = time.monotonic() + seconds
         while (status := self._process.poll()) is None:
             assert time.monotonic() < deadline, f"still running after {seconds:g} s"

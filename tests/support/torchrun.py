@@ -1,10 +1,9 @@
-"""``torchrun … -m pipeworker job.py``, on one node or several."""
+"""Torchrun jobs, ``torchrun … -m pipeworker job.py``, on one node or several."""
 
 from __future__ import annotations
 
 import json
 import os
-import socket
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ import pytest
 from support.hosts import Host
 from support.interpreter import COLD_RANKS
 from support.jobs import Jobs, Process, Run, until
+from support.ports import reserve_port
 from support.sources import JOB
 
 TORCHRUN = ("-m", "torch.distributed.run")
@@ -24,29 +24,32 @@ TOKEN = "PIPEWORKER_TOKEN"
 
 @dataclass
 class Started:
+    """An agent of torchrun that runs."""
+
     process: Process
     path: Path
 
     def end(self, seconds: float = 60) -> Run:
+        """Wait for the end of the agent; return its run."""
         stdout, stderr = self.process.communicate(timeout=seconds)
         assert self.process.returncode is not None
         return Run(self.process.returncode, stdout, stderr, self.path)
 
     def training(self, rows: int = 3) -> dict[str, Any]:
-        """Wait until a job has done some steps; its plan."""
+        """Wait until the job has done some steps; return its plan."""
         metrics = self.path / "metrics.jsonl"
-        until(lambda: metrics.exists() and metrics.read_text().count("\n") >= rows, 40)
+        until(lambda: metrics.exists() and metrics.read_text().count("\n") >= rows)
         plan: dict[str, Any] = json.loads((self.path / "plan.json").read_text())
         return plan
 
 
 class Torchrun(ExitStack):
-    """Starts agents of torchrun."""
+    """A starter of torchrun's agents."""
 
     def __init__(self, jobs: Jobs, monkeypatch: pytest.MonkeyPatch) -> None:
         super().__init__()
         self._jobs = jobs
-        monkeypatch.setenv("OMP_NUM_THREADS", "1")  # torchrun says so at length where it is not set
+        monkeypatch.setenv("OMP_NUM_THREADS", "1")  # torchrun prints a long warning otherwise
         monkeypatch.delenv(TOKEN, raising=False)
 
     def __call__(
@@ -63,7 +66,7 @@ class Torchrun(ExitStack):
     ) -> Started:
         """Start ``torchrun OPTIONS -m pipeworker job.py WORDS``.
 
-        With `cold`, ranks are interpreters of their own, and torchrun's children.
+        With `cold`, ranks are separate interpreters, and torchrun's children.
         """
         job_file = self._jobs.write(source, job)
         path = self._jobs.folder / run_dir
@@ -80,7 +83,7 @@ class Torchrun(ExitStack):
         envs: Sequence[Mapping[str, str]] = ({}, {}),
         **options: Any,
     ) -> list[Started]:
-        """Two nodes of a job, with a static rendezvous at the first one's address."""
+        """Start two nodes of a job, with a static rendezvous at the first one's address."""
         address = hosts[0].address if hosts else "127.0.0.1"
         ports = ("--nnodes", "2", "--master-addr", address, "--master-port", self.port(bool(hosts)))
         return [
@@ -95,14 +98,5 @@ class Torchrun(ExitStack):
         ]
 
     def port(self, alone: bool = False) -> str:
-        """A free port: held, so that nobody is given it, yet who asks for it by number gets it.
-
-        Args:
-            alone: it is for a network of its own.
-        """
-        if alone:
-            return "29500"
-        holder = self.enter_context(socket.socket())
-        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        holder.bind(("127.0.0.1", 0))
-        return str(holder.getsockname()[1])
+        """Return a reserved port; with `alone`, one of a network where all ports are free."""
+        return "29500" if alone else str(reserve_port(self))

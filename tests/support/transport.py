@@ -1,4 +1,4 @@
-"""Links between the workers of one process: real ones, which meet, and ones in memory."""
+"""Links between the workers of one process: connected ones, and ones in memory."""
 
 from __future__ import annotations
 
@@ -6,55 +6,49 @@ import itertools
 import queue
 import threading
 import time
+from collections import Counter, deque
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol, cast
 from unittest import mock
 
 import torch
 
-from pipeworker.coordinator.rendezvous import Rendezvous
+from pipeworker.coordinator.store import KeyValueStore
 from pipeworker.errors import PeerLost
 from pipeworker.plan.actions import Edge, Payload
 from pipeworker.plan.placement import Placement
 from pipeworker.wire.messages.store import StoreOperation, StoreReply, StoreRequest
 from pipeworker.worker.device.accelerator import Accelerator
 from pipeworker.worker.transport.connect import connect
-from pipeworker.worker.transport.links import shared
-from pipeworker.worker.transport.links.link import (
-    Lane,
-    Link,
-    MemoryLink,
-    MemoryPending,
-    Pending,
-    TwoLanes,
-)
-from pipeworker.worker.transport.network import Ask, CoordinatorStore, Network
-from pipeworker.worker.transport.proof import Membership
+from pipeworker.worker.transport.handshake import Membership
+from pipeworker.worker.transport.links import unix
+from pipeworker.worker.transport.links.link import Lane, Link, OneLane, Pending, TwoLanes, bytes_of
+from pipeworker.worker.transport.network import CoordinatorStore, Network, StoreCall
 
 ENDPOINT = "tcp://127.0.0.1:1"
 MEMBERSHIP = Membership("the secret of these tests", 1)
 FORTH, BACK = Edge(0, 1, Payload.ACTIVATION), Edge(1, 0, Payload.GRADIENT)
 
 
-class Meeting:
-    """The coordinator's store, for the threads of this process; each asks one thing at a time."""
+class LocalStore:
+    """The coordinator's store for the threads of this process; each sends one request at a time."""
 
     def __init__(self) -> None:
-        self._rendezvous = Rendezvous()
+        self._values = KeyValueStore()
         self._lock = threading.Lock()
         self._replies: dict[bytes, queue.SimpleQueue[StoreReply]] = {}
 
-    def ask(self) -> Ask:
-        """A new peer's way to ask."""
-        with self._lock:  # two threads may come at once
+    def connect(self) -> StoreCall:
+        """Return the function by which a new peer sends requests."""
+        with self._lock:  # two threads may call at once
             peer = str(len(self._replies)).encode()
-            mine = self._replies[peer] = queue.SimpleQueue()
+            own = self._replies[peer] = queue.SimpleQueue()
         numbers = itertools.count()
 
-        def ask(
+        def call(
             operation: StoreOperation,
             keys: tuple[str, ...],
             value: bytes,
@@ -63,21 +57,22 @@ class Meeting:
         ) -> StoreReply:
             request = StoreRequest(0, next(numbers), operation, keys, value, expected)
             with self._lock:
-                for other, reply in self._rendezvous.handle(peer, request):
+                for other, reply in self._values.handle(peer, request):
                     self._replies[other].put(reply)
             deadline = time.monotonic() + min(20.0, 20.0 if seconds is None else seconds)
             try:
                 while True:
-                    reply = mine.get(timeout=max(0.0, deadline - time.monotonic()))
+                    reply = own.get(timeout=max(0.0, deadline - time.monotonic()))
                     if reply.number == request.number:
                         return reply
             except queue.Empty:
-                raise TimeoutError(f"nobody has set {', '.join(keys)}") from None
+                raise TimeoutError(f"no peer has set {', '.join(keys)}") from None
 
-        return ask
+        return call
 
     def store(self) -> CoordinatorStore:
-        return CoordinatorStore(self.ask())
+        """Return a new peer's store."""
+        return CoordinatorStore(self.connect())
 
 
 def connect_all(
@@ -89,34 +84,125 @@ def connect_all(
     *,
     apart: bool = False,
 ) -> list[dict[Edge, Link]]:
-    """The links of each worker, which has one stage; each connects on a thread of its own.
-
-    With ``tls`` each is on a host of its own, as far as they can tell; and where they are `apart`.
+    """Return the links of each worker; each has one stage and connects on a thread of its own.
 
     Args:
-        memberships: of each, where they are not all of one job.
-        devices: of each, instead of the CPU.
+        edges: the edges to connect.
+        stages: the number of workers.
+        backend: as ``--backend``; with ``tls`` each worker seems to be on a host of its own.
+        memberships: one a worker; empty if all are of one job.
+        devices: one a worker; empty for the CPU.
+        apart: whether each worker seems to be on a host of its own with any backend.
     """
-    meeting = Meeting()
-    stores = [meeting.store() for _ in range(stages)]
+    local_store = LocalStore()
+    stores = [local_store.store() for _ in range(stages)]
     placement = Placement.identity(stages)
     on_each: Sequence[Accelerator | None] = devices or [None] * stages
     members = memberships or [MEMBERSHIP] * stages
     hosts, network = iter(range(stages)), Network(ENDPOINT, backend)
-    hosted = mock.patch.object(shared, "host_identity", side_effect=lambda: f"host {next(hosts)}")
+    hosted = mock.patch.object(unix, "host_identity", side_effect=lambda: f"host {next(hosts)}")
     with ThreadPoolExecutor(stages) as pool, hosted if apart or backend == "tls" else nullcontext():
         made = [
-            pool.submit(connect, mine, k, placement, store, network, members[k], on)
+            pool.submit(connect, own, k, placement, store, network, members[k], on)
             for k, (store, on) in enumerate(zip(stores, on_each, strict=True))
-            if (mine := [edge for edge in edges if k in (edge.source, edge.target)])
+            if (own := [edge for edge in edges if k in (edge.source, edge.target)])
         ]
         return [future.result() for future in made]
 
 
-class StrictLane:
-    """A bulk lane in memory as nccl's are: no tags, equal sizes, and every receive is sent to.
+# Links in memory.
 
-    Where nccl would hang, or mix up messages, this fails.
+
+@dataclass(slots=True)
+class _Slot:
+    """One message, which is copied once both its tensors are there."""
+
+    source: torch.Tensor | None = None
+    target: torch.Tensor | None = None
+    done: threading.Event = field(default_factory=threading.Event)
+
+    def match(self) -> None:
+        if self.source is not None and self.target is not None:
+            source = bytes_of(self.source)
+            bytes_of(self.target)[: source.numel()].copy_(source)
+            self.done.set()
+
+
+@dataclass(slots=True)
+class MemoryPending:
+    """A send or receive in memory."""
+
+    slot: _Slot
+    limit: float
+
+    def done(self) -> bool:
+        """Return whether :meth:`wait` would return at once."""
+        return self.slot.done.is_set()
+
+    def wait(self) -> None:
+        if not self.slot.done.wait(self.limit):
+            raise PeerLost(f"no matching send or receive within {self.limit:g} s")
+
+
+@dataclass(slots=True)
+class MemoryLink(OneLane):
+    """Both ends of an edge between two threads of one process.
+
+    Attributes:
+        limit: the seconds after which a wait raises PeerLost.
+        sent: the number of messages sent, by tag.
+    """
+
+    limit: float = 30.0
+    sent: Counter[int] = field(default_factory=Counter)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+    _unreceived: dict[int, deque[_Slot]] = field(default_factory=dict)
+    _unsent: dict[int, deque[_Slot]] = field(default_factory=dict)
+
+    def send(self, tensor: torch.Tensor, tag: int) -> MemoryPending:
+        self.sent[tag] += 1
+        with self._lock:
+            slot = self._match(self._unsent, self._unreceived, tag)
+            slot.source = tensor
+            slot.match()
+        return MemoryPending(slot, self.limit)
+
+    def receive(self, tensors: Sequence[torch.Tensor], tag: int) -> Sequence[MemoryPending]:
+        return [self._receive(tensor, tag) for tensor in tensors]
+
+    def unmatched(self) -> tuple[dict[int, int], dict[int, int]]:
+        """Return the numbers of sends without a receive and of receives without a send, by tag."""
+        unreceived, unsent = (
+            {tag: len(slots) for tag, slots in queues.items() if slots}
+            for queues in (self._unreceived, self._unsent)
+        )
+        return unreceived, unsent
+
+    def _receive(self, tensor: torch.Tensor, tag: int) -> MemoryPending:
+        with self._lock:
+            slot = self._match(self._unreceived, self._unsent, tag)
+            slot.target = tensor
+            slot.match()
+        return MemoryPending(slot, self.limit)
+
+    def close(self) -> None:
+        """Do nothing: there is no connection."""
+
+    @staticmethod
+    def _match(other: dict[int, deque[_Slot]], own: dict[int, deque[_Slot]], tag: int) -> _Slot:
+        """Return the slot that the other end has left for a tag, or leave a new one for it."""
+        waiting = other.get(tag)
+        if waiting:
+            return waiting.popleft()
+        slot = _Slot()
+        own.setdefault(tag, deque()).append(slot)
+        return slot
+
+
+class StrictLane:
+    """A bulk lane in memory with NCCL's rules: no tags, equal sizes, every receive is sent to.
+
+    It fails where NCCL would hang or mix up messages.
     """
 
     device = torch.device("cpu")
@@ -129,12 +215,12 @@ class StrictLane:
         self._posted: list[int] = []
 
     @property
-    def sent(self) -> int:
+    def sent(self) -> Counter[int]:
         return self._link.sent
 
     @property
     def waiting(self) -> int:
-        """Receives that nothing was sent to."""
+        """The number of receives that nothing was sent to."""
         return len(self._posted) - len(self._sent)
 
     def allocate(self, count: int) -> torch.Tensor:
@@ -146,11 +232,11 @@ class StrictLane:
 
     def receive(self, tensors: Sequence[torch.Tensor], tag: int) -> Sequence[Pending]:
         self._note(self._posted, tensors)
-        return [_Awaited(pending) for pending in self._link.receive(tensors, 0)]
+        return [_StrictPending(pending) for pending in self._link.receive(tensors, 0)]
 
-    def _note(self, mine: list[int], tensors: Sequence[torch.Tensor]) -> None:
+    def _note(self, own: list[int], tensors: Sequence[torch.Tensor]) -> None:
         with self._lock:
-            mine += [tensor.nbytes for tensor in tensors]
+            own += [tensor.nbytes for tensor in tensors]
             count = min(len(self._sent), len(self._posted))
             assert self._sent[:count] == self._posted[:count], "messages of other sizes meet"
 
@@ -159,7 +245,7 @@ class StrictLane:
 
 
 @dataclass(frozen=True)
-class _Awaited:
+class _StrictPending:
     pending: MemoryPending
 
     def done(self) -> bool:
@@ -173,24 +259,24 @@ class _Awaited:
 
 
 def two_lanes(limit: float = 20.0) -> TwoLanes:
-    """One link in memory for both ends: the bulk lane is strict."""
+    """Return one link in memory for both ends, with a strict bulk lane."""
     bulk = StrictLane(limit)
-    return TwoLanes(MemoryLink(limit), bulk, bulk.close)
+    return TwoLanes(MemoryLink(limit), bulk)
 
 
 class TakingTurns:
-    """A link between workers of which one runs at a time: a turn is given up only to wait."""
+    """A link between workers of which one runs at a time: only a wait lets another one run."""
 
     def __init__(self, link: Link, turn: threading.Lock) -> None:
-        self.control: Lane = _Turns(link.control, turn)
-        self.bulk = self.control if link.bulk is link.control else _Turns(link.bulk, turn)
+        self.control: Lane = _TurnLane(link.control, turn)
+        self.bulk = self.control if link.bulk is link.control else _TurnLane(link.bulk, turn)
         self._link = link
 
     def close(self) -> None:
         self._link.close()
 
 
-class _Turns:
+class _TurnLane:
     def __init__(self, lane: Lane, turn: threading.Lock) -> None:
         self._lane, self._turn, self.device = lane, turn, lane.device
         self.mapped = lane.mapped
@@ -199,11 +285,11 @@ class _Turns:
         return self._lane.allocate(count)
 
     def send(self, tensor: torch.Tensor, tag: int) -> Pending:
-        return _Turn(cast("_InMemory", self._lane.send(tensor, tag)), self._turn)
+        return _TurnPending(cast("_InMemory", self._lane.send(tensor, tag)), self._turn)
 
     def receive(self, tensors: Sequence[torch.Tensor], tag: int) -> Sequence[Pending]:
         pending = cast("Sequence[_InMemory]", self._lane.receive(tensors, tag))
-        return [_Turn(one, self._turn) for one in pending]
+        return [_TurnPending(one, self._turn) for one in pending]
 
 
 class _InMemory(Pending, Protocol):
@@ -211,7 +297,7 @@ class _InMemory(Pending, Protocol):
 
 
 @dataclass(frozen=True)
-class _Turn:
+class _TurnPending:
     pending: _InMemory
     turn: threading.Lock
 

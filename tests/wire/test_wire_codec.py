@@ -1,4 +1,4 @@
-"""Frames: every message comes through unchanged, and nothing else comes through at all."""
+"""Frames: every message is decoded unchanged, and nothing else is decoded."""
 
 from __future__ import annotations
 
@@ -15,18 +15,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeworker.errors import ProtocolError
+from pipeworker.facts.failure import Cause, Failure
+from pipeworker.facts.limits import LONGEST_NAME, MOST_TYPES
+from pipeworker.facts.position import Phase, Position
+from pipeworker.facts.step import Batch, Evaluation, StepResult
 from pipeworker.wire.codec import MAX_FRAME_BYTES, VERSION, Codec, decode, encode
-from pipeworker.wire.messages.advance import Advance, Finish
-from pipeworker.wire.messages.calls import Wait
 from pipeworker.wire.messages.checkpoint import Copy
-from pipeworker.wire.messages.directions import FromWorker, Message, ToWorker
-from pipeworker.wire.messages.evaluation import Evaluation, EvaluationDone
-from pipeworker.wire.messages.failure import Abort, Cause, Failed, Failure
-from pipeworker.wire.messages.limits import LONGEST_NAME, MOST_TYPES
+from pipeworker.wire.messages.directions import Advance, Finish, FromWorker, Message, ToWorker
 from pipeworker.wire.messages.plan import Plan, SkipRoute, StageRange, TiedWeights
-from pipeworker.wire.messages.position import Phase, Position
-from pipeworker.wire.messages.presence import Heartbeat, Hello, Ping
-from pipeworker.wire.messages.step import Batch, RunStep, StepDone, StepResult, Update
+from pipeworker.wire.messages.presence import Abort, Failed, Heartbeat, Hello, Ping
+from pipeworker.wire.messages.step import EvaluationDone, RunStep, StepDone, Update, Wait
 from support.messages import MADE
 
 KINDS = [*typing.get_args(FromWorker), *typing.get_args(ToWorker)]
@@ -47,8 +45,8 @@ DONE = StepDone(
     learning_rate=0.1,
     peak_memory=1 << 40,
     batch=Batch(signature=2, samples=10, microbatches=4, epoch=0),
-    copied=6,
-    copying=0.25,
+    snapshot_step=6,
+    snapshot_seconds=0.25,
 )
 ADVANCE = Advance(
     RunStep(8, Batch(2, 10, 4, 1), True, "0F0 0>A0 0>T0@1 0L0 0<G0 0B0", loss_scale=1024.0),
@@ -91,8 +89,8 @@ def test_the_frame_is_four_plain_values() -> None:
     ]
 
 
-def test_what_is_next_is_called_by_its_name() -> None:
-    """And what is one of several here is so everywhere, where it stands alone too."""
+def test_a_member_of_a_union_is_sent_with_its_name() -> None:
+    """It has its name wherever it occurs, also in a field of its own type."""
     gave = StepResult(1, 0.5, 8, 0.25, 32.0, 1.5, 0.1, 0.4, 0)
     (what, due, copy) = msgpack.unpackb(encode(Advance(Wait(gave)), 1))[3]
     assert what == ["Wait", [["StepResult", [*dataclasses.astuple(gave)]]]]
@@ -104,7 +102,7 @@ def test_what_is_next_is_called_by_its_name() -> None:
 
 
 @given(st.binary(max_size=200))
-def test_random_bytes_are_refused(noise: bytes) -> None:
+def test_random_bytes_are_rejected(noise: bytes) -> None:
     with pytest.raises(ProtocolError):
         decode(noise)
 
@@ -120,7 +118,7 @@ def test_random_bytes_are_refused(noise: bytes) -> None:
         lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(), inner, max_size=4),
     )
 )
-def test_well_formed_values_that_are_no_message_are_refused(value: Any) -> None:
+def test_well_formed_values_that_are_no_message_are_rejected(value: Any) -> None:
     for frame in (value, [VERSION, 1, "StepDone", value], [VERSION, 1, value, []]):
         with pytest.raises(ProtocolError):
             decode(msgpack.packb(frame))
@@ -128,11 +126,11 @@ def test_well_formed_values_that_are_no_message_are_refused(value: Any) -> None:
 
 @pytest.mark.parametrize("message", [DONE, FAILED, ADVANCE, PLAN], ids=lambda m: type(m).__name__)
 @pytest.mark.parametrize("seed", range(4))
-def test_a_mutated_frame_is_a_message_or_refused(message: Message, seed: int) -> None:
-    """What a mutation yields is either refused or a message that encodes to the same meaning."""
+def test_a_mutated_frame_is_a_message_or_rejected(message: Message, seed: int) -> None:
+    """A mutated frame is rejected, or decoded to a message that encodes to the same meaning."""
     chance = random.Random(seed)
     original = encode(message, 1)
-    refused = 0
+    rejected = 0
     for _ in range(500):
         frame = bytearray(original)
         for _ in range(chance.randint(1, 3)):
@@ -147,13 +145,13 @@ def test_a_mutated_frame_is_a_message_or_refused(message: Message, seed: int) ->
         try:
             generation, read = decode(bytes(frame))
         except ProtocolError:
-            refused += 1
+            rejected += 1
         else:
             assert repr(decode(encode(read, generation))) == repr((generation, read))
-    assert refused > 100
+    assert rejected > 100
 
 
-def test_every_shorter_or_longer_frame_is_refused() -> None:
+def test_every_shorter_or_longer_frame_is_rejected() -> None:
     for frame in (encode(message, 1) for message in (DONE, ADVANCE, PLAN)):
         for length in range(len(frame)):
             with pytest.raises(ProtocolError):
@@ -181,7 +179,7 @@ def test_every_shorter_or_longer_frame_is_refused() -> None:
         ([VERSION, 1, ["Ping"], []], "unknown message"),
     ],
 )
-def test_a_wrong_head_is_refused(frame: Any, why: str) -> None:
+def test_a_wrong_header_is_rejected(frame: Any, why: str) -> None:
     with pytest.raises(ProtocolError, match=why):
         decode(msgpack.packb(frame))
 
@@ -228,7 +226,7 @@ def test_a_wrong_head_is_refused(frame: Any, why: str) -> None:
         ("Advance", [[["Finish"], []], None, None]),
         ("Advance", [["Finish", []], None]),
         ("Advance", [["Finish", []], None, [1, 0]]),
-        ("Advance", [["Finish", []], None, ["Copy", [1, 0, True]]]),  # there is but one
+        ("Advance", [["Finish", []], None, ["Copy", [1, 0, True]]]),  # in no union: it has no name
         ("EvaluationDone", [0, 1, 0, [3, 0.5, [], []]]),  # without its name
         ("EvaluationDone", [0, 1, 0, ["StepResult", [3, 0.5, [], []]]]),
         ("Plan", [[0, 1], 1, [], [], [], [], ""]),
@@ -236,12 +234,12 @@ def test_a_wrong_head_is_refused(frame: Any, why: str) -> None:
         ("Plan", [[[0]], 1, [[0, 0]], [], [], [], ""]),
     ],
 )
-def test_a_field_of_another_type_is_refused(name: str, fields: Any) -> None:
+def test_a_field_of_another_type_is_rejected(name: str, fields: Any) -> None:
     with pytest.raises(ProtocolError):
         decode(msgpack.packb([VERSION, 1, name, fields]))
 
 
-def test_a_frame_too_large_is_not_even_read() -> None:
+def test_a_frame_that_is_too_large_is_not_decoded() -> None:
     largest = encode(Abort("x" * (MAX_FRAME_BYTES - 100), 1), 1)
     assert decode(largest)[0] == 1
     with pytest.raises(ProtocolError, match="too large"):
@@ -251,13 +249,13 @@ def test_a_frame_too_large_is_not_even_read() -> None:
 @pytest.mark.parametrize(
     "bomb",
     [
-        b"\xdd\xff\xff\xff\xff",  # an array said to have 4 G entries
-        b"\xdb\xff\xff\xff\xff",  # a string said to have 4 GB
+        b"\xdd\xff\xff\xff\xff",  # an array that declares 4 G entries
+        b"\xdb\xff\xff\xff\xff",  # a string that declares 4 GB
         b"\x91" * 100_000,  # nested 100,000 deep
         b"\xdf\xff\xff\xff\xff\x01",
     ],
 )
-def test_a_frame_that_promises_more_than_it_holds_is_refused(bomb: bytes) -> None:
+def test_a_frame_that_declares_more_than_it_contains_is_rejected(bomb: bytes) -> None:
     with pytest.raises(ProtocolError):
         decode(bomb)
 
@@ -269,7 +267,7 @@ def test_messages_are_frozen_plain_and_unpickled(kind: type) -> None:
     assert not hasattr(kind, "__dict__") or "__slots__" in vars(kind)
 
 
-def test_text_that_is_not_utf8_comes_through() -> None:
+def test_text_that_is_not_utf8_round_trips() -> None:
     """A file name with a stray byte reaches Python as a lone surrogate."""
     name = str(Path(b"caf\xe9.py".decode("utf-8", "surrogateescape")))
     assert decode(encode(Abort(name, 1), 1))[1] == Abort(name, 1)
@@ -280,7 +278,7 @@ def test_ping_is_small() -> None:
     assert len(encode(Hello(0, "host", 1), 1)) < 30
 
 
-# Any closed set of classes.
+# Codecs of other classes.
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -312,55 +310,55 @@ SHAPES: Codec[Drawing | Circle] = Codec((Drawing, Circle))
 DRAWING = Drawing((Square(2), Circle(1.0)), Circle(3.0), None, Point(1), (Point(2),))
 
 
-def through(codec: Codec[Any], value: Any) -> Any:
+def round_trip(codec: Codec[Any], value: Any) -> Any:
     name, fields = type(value).__name__, codec.fields(value)
-    return codec.read(name, msgpack.unpackb(msgpack.packb(fields, default=codec.plain)))
+    return codec.read(name, msgpack.unpackb(msgpack.packb(fields, default=codec.to_builtin)))
 
 
-def test_a_class_of_a_union_has_its_name_wherever_it_is_held() -> None:
-    plain = msgpack.unpackb(msgpack.packb(SHAPES.fields(DRAWING), default=SHAPES.plain))
+def test_a_class_of_a_union_has_its_name_wherever_it_occurs() -> None:
+    plain = msgpack.unpackb(msgpack.packb(SHAPES.fields(DRAWING), default=SHAPES.to_builtin))
     circle = ["Circle", [3.0]]
     assert plain == [[["Square", [2, "lost"]], ["Circle", [1.0]]], circle, None, [1], [[2]]]
-    assert through(SHAPES, DRAWING) == DRAWING
-    assert through(SHAPES, Circle(1.0)) == Circle(1.0)  # its name is told beside it already
+    assert round_trip(SHAPES, DRAWING) == DRAWING
+    assert round_trip(SHAPES, Circle(1.0)) == Circle(1.0)  # its name is an argument of its own
 
 
 @given(st.from_type(Drawing))
-def test_what_holds_several_classes_comes_through(drawing: Drawing) -> None:
-    read = through(SHAPES, drawing)
+def test_nested_classes_round_trip(drawing: Drawing) -> None:
+    read = round_trip(SHAPES, drawing)
     assert repr(read) == repr(drawing)
 
 
 @pytest.mark.parametrize(
     ("at", "value", "why"),
     [
-        (0, [["Point", [1]]], "expected one of Circle, Square"),
-        (0, [["Circle", [1]]], "expected float, got int"),
-        (0, [["Circle", []]], "not the fields of Circle"),
-        (0, [[1.0]], "expected a name and its fields"),
-        (0, [None], "expected a name and its fields"),
-        (0, [["Square", [2, "none"]]], "not a Cause"),
-        (0, "Circle", "expected an array"),
-        (1, ["Square", [2, "lost"]], "expected one of Circle"),
-        (1, [3.0], "expected a name and its fields"),
-        (1, None, "expected a name and its fields"),
-        (2, ["Point", [1]], "expected one of Circle, Square"),
-        (2, [], "expected a name and its fields"),
-        (3, ["Point", [1]], "not the fields of Point"),  # it is of no union: it has no name
-        (4, [["Point", [1]]], "not the fields of Point"),
-        (4, [None], "not the fields of Point"),
+        (0, [["Point", [1]]], r"^Invalid value - at `\$\[0\]\[0\]\[0\]`$"),
+        (0, [["Circle", [1]]], r"^Expected `float`, got `int`$"),
+        (0, [["Circle", []]], "^Expected `array` of .*length 1, got 0"),
+        (0, [[1.0]], "^Expected `str`, got `float`"),
+        (0, [None], "^Expected `array`, got `null`"),
+        (0, [["Square", [2, "none"]]], "^Invalid value - at"),
+        (0, "Circle", "^Expected `array`, got `str`"),
+        (1, ["Square", [2, "lost"]], "^Invalid value - at"),
+        (1, [3.0], "^Expected `array` of .*length 2, got 1"),
+        (1, None, "^Expected `array`, got `null`"),
+        (2, ["Point", [1]], "^Invalid value - at"),
+        (2, [], "^Expected `array` of at least length 1, got 0"),
+        (3, ["Point", [1]], "^Expected `int`, got `str`"),  # it is in no union: it has no name
+        (4, [["Point", [1]]], "^Expected `int`, got `str`"),
+        (4, [None], "^Expected `array`, got `null`"),
     ],
 )
-def test_what_is_no_member_of_a_union_is_refused(at: int, value: Any, why: str) -> None:
-    fields = msgpack.unpackb(msgpack.packb(SHAPES.fields(DRAWING), default=SHAPES.plain))
+def test_a_value_that_is_no_member_of_a_union_is_rejected(at: int, value: Any, why: str) -> None:
+    fields = msgpack.unpackb(msgpack.packb(SHAPES.fields(DRAWING), default=SHAPES.to_builtin))
     fields[at] = value
     with pytest.raises(ProtocolError, match=why):
         SHAPES.read("Drawing", fields)
 
 
 @pytest.mark.parametrize("name", ["Square", "Point", "drawing", "", None, 1, b"Circle", ["Circle"]])
-def test_only_what_a_codec_is_for_is_read_by_name(name: Any) -> None:
-    """What they hold is found, and is not read by itself."""
+def test_only_the_classes_of_a_codec_are_read_by_name(name: Any) -> None:
+    """The classes of their fields are not read on their own."""
     with pytest.raises(ProtocolError, match="unknown message"):
         SHAPES.read(name, [1.0])
 
@@ -369,7 +367,7 @@ def test_only_what_a_codec_is_for_is_read_by_name(name: Any) -> None:
 def test_names_of_types_are_bounded(types: Any) -> None:
     for name, fields in (
         ("Described", [0, ["Linear"], [], [], 0, types, [], [], [], []]),
-        ("Plan", [[[0, 0, 1]], [], [], [], "0F0", types]),
+        ("Plan", [[[0, 0, 1, "auto"]], [], [], [], "0F0", types]),
     ):
         with pytest.raises(ProtocolError):
             decode(msgpack.packb([VERSION, 1, name, fields]))

@@ -11,44 +11,51 @@ from pipeworker.errors import UsageError
 from pipeworker.wire import interfaces
 
 
-def test_an_interface_has_its_address() -> None:
+def test_an_interface_has_an_address() -> None:
     assert interfaces.address_of("lo") == "127.0.0.1"
     assert interfaces.own_address(("192.0.2.1", 1), "lo") == "127.0.0.1"
-    assert interfaces.towards("127.0.0.1") == "127.0.0.1"
-    assert interfaces.named("127.0.0.1") == "lo"
-    assert interfaces.named("192.0.2.1") == ""
+    assert interfaces.address_towards("127.0.0.1") == "127.0.0.1"
+    assert interfaces.interface_with("127.0.0.1") == "lo"
+    assert interfaces.interface_with("192.0.2.1") == ""
 
 
-def test_an_address_is_of_this_host_or_is_not() -> None:
-    assert interfaces.ours("127.0.0.1") == interfaces.ours("localhost") == "127.0.0.1"
+def test_only_an_address_of_this_host_is_local() -> None:
+    assert interfaces.resolve_local("127.0.0.1") == "127.0.0.1"
+    assert interfaces.resolve_local("localhost") == "127.0.0.1"
     with pytest.raises(OSError, match="assign"):
-        interfaces.ours("192.0.2.1")
+        interfaces.resolve_local("192.0.2.1")
 
 
-def test_why_nobody_answers_is_said() -> None:
+def test_the_reason_for_a_failed_connection_is_returned() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         endpoint = f"tcp://127.0.0.1:{server.getsockname()[1]}"
-        assert interfaces.unreached(endpoint, 5) == ""
-    assert interfaces.unreached(endpoint, 5) == "Connection refused"
+        assert interfaces.connection_error(endpoint, 5) == ""
+    assert interfaces.connection_error(endpoint, 5) == "Connection refused"
 
 
-def test_one_that_is_none_is_said_with_those_there_are() -> None:
-    words = f"--interface eth77: that is none on {socket.gethostname()}, which has lo (127.0.0.1)"
-    with pytest.raises(UsageError, match=re.escape(words)):
+def test_an_unknown_interface_is_rejected_with_the_known_ones() -> None:
+    host = socket.gethostname()
+    words = f"--interface eth77: the interface does not exist on {host}; choose one of lo "
+    with pytest.raises(UsageError, match=re.escape(words + "(127.0.0.1)")):
         interfaces.address_of("eth77")
 
 
-def test_the_option_goes_before_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_loopback_interface_does_not_lead_to_other_hosts() -> None:
+    with pytest.raises(UsageError, match=r"^--interface lo: other hosts .* cannot reach 127\.0"):
+        interfaces.external_address_of("lo")
+
+
+def test_the_option_precedes_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(interfaces.VARIABLE, "eth5")
-    assert interfaces.chosen("eth1") == ("eth1", "--interface")
-    assert interfaces.chosen(None) == ("eth5", interfaces.VARIABLE)
+    assert interfaces.configured("eth1") == ("eth1", "--interface")
+    assert interfaces.configured(None) == ("eth5", interfaces.VARIABLE)
     monkeypatch.delenv(interfaces.VARIABLE)
-    assert interfaces.chosen(None)[0] == ""
+    assert interfaces.configured(None)[0] == ""
 
 
 @pytest.mark.parametrize(
-    ("address", "is_so"),
+    ("address", "expected"),
     [("127.0.0.1", True), ("127.3.0.1", True), ("::1", True), ("localhost", True), ("a", False)],
 )
-def test_loopback_is_told_by_its_look(address: str, is_so: bool) -> None:
-    assert interfaces.is_loopback(address) is is_so
+def test_loopback_addresses_are_recognized(address: str, expected: bool) -> None:
+    assert interfaces.is_loopback(address) is expected

@@ -1,4 +1,4 @@
-"""What processes say over pipes: every event comes through, and nothing else."""
+"""Lines over pipes: every event is decoded unchanged, and nothing else is decoded."""
 
 from __future__ import annotations
 
@@ -11,33 +11,31 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeworker.errors import ProtocolError
+from pipeworker.facts.position import Phase, Position
+from pipeworker.facts.step import Evaluation, StepResult
 from pipeworker.wire import lines
 from pipeworker.wire.lines import (
-    Beat,
     Bound,
     Buffer,
     CannotStart,
     Configuration,
     Fork,
     Forked,
+    FromAgent,
     FromCoordinator,
-    FromForkServer,
     HostLost,
     Interrupt,
+    KeepAlive,
     Line,
     Planned,
-    SaveAsked,
+    SaveRequest,
+    ToAgent,
     ToCoordinator,
-    ToForkServer,
     Verdict,
     WorkerExited,
     decode,
     encode,
-    never,
 )
-from pipeworker.wire.messages.evaluation import Evaluation
-from pipeworker.wire.messages.position import Phase, Position
-from pipeworker.wire.messages.step import StepResult
 from support.messages import MADE
 
 KINDS: list[Any] = list(typing.get_args(Line))
@@ -52,7 +50,7 @@ simple: dict[Any, st.SearchStrategy[Any]] = {
 
 
 def any_of(kind: Any) -> st.SearchStrategy[Any]:
-    """What a field of this type may hold."""
+    """Return the values that a field of this type may have."""
     if kind in MADE:
         return MADE[kind]
     if kind in simple:
@@ -73,7 +71,7 @@ any_event = st.sampled_from(KINDS).flatmap(any_of)
 
 
 @given(any_event)
-def test_every_event_comes_through(event: Line) -> None:
+def test_every_event_round_trips(event: Line) -> None:
     line = encode(event)
     assert line.count(b"\n") == 1
     assert line.isascii()
@@ -91,7 +89,7 @@ def test_a_line_is_a_name_and_fields() -> None:
     assert encode(HostLost((2, 3), "a\nb")) == b'["HostLost", [[2, 3], "a\\nb", false]]\n'
 
 
-def test_numbers_that_are_not_finite_come_through() -> None:
+def test_numbers_that_are_not_finite_round_trip() -> None:
     row = StepResult(1, math.nan, 8, 0.25, math.inf, -math.inf, 0.1, 0.4, 0, None)
     assert repr(decode(encode(row))) == repr(row)
 
@@ -111,13 +109,13 @@ def test_numbers_that_are_not_finite_come_through() -> None:
         *(b"[" * 100_000, b'{"a":' * 100_000, b'["Forked", ' + b"[" * 100_000),
     ],
 )
-def test_a_malformed_line_is_refused(line: bytes) -> None:
+def test_a_malformed_line_is_rejected(line: bytes) -> None:
     with pytest.raises(ProtocolError):
         decode(line)
 
 
 @given(st.binary(max_size=60) | st.text('[]{}",:0123456789eForkedBun \\u').map(str.encode))
-def test_any_line_is_an_event_or_refused(noise: bytes) -> None:
+def test_any_line_is_an_event_or_rejected(noise: bytes) -> None:
     try:
         event = decode(noise)
     except ProtocolError:
@@ -126,7 +124,7 @@ def test_any_line_is_an_event_or_refused(noise: bytes) -> None:
 
 
 @given(event=any_event, data=st.data())
-def test_a_line_with_other_bytes_is_an_event_or_refused(event: Line, data: st.DataObject) -> None:
+def test_a_line_with_other_bytes_is_an_event_or_rejected(event: Line, data: st.DataObject) -> None:
     line = bytearray(encode(event))
     at = data.draw(st.integers(0, len(line) - 1))
     line[at : at + data.draw(st.integers(0, 2))] = data.draw(st.binary(max_size=2))
@@ -154,77 +152,72 @@ def test_a_token_never_shows(event: Any, show: Any) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
-def test_what_has_a_token_hides_it(kind: Any) -> None:
+def test_every_event_with_a_token_hides_it(kind: Any) -> None:
     names = kind.__dataclass_fields__
     assert ("token" in names) == (kind in (Configuration, Fork))
 
 
-# Cut where the pipe cuts.
+# Data split at any byte.
 
-SAID: list[Line] = [
+SENT: list[Line] = [
     Bound("tcp://127.0.0.1:1234"),
-    Planned("gpipe", 8, (3, 2), 0.25),
+    Planned("gpipe", 8, (3, 2), ((0,), (1,)), 0.25),
     StepResult(1, 0.5, 8, 0.25, 32.0, 1.5, 0.1, 0.4, 0),
     Evaluation(1, 0.5, ("accuracy",), (0.75,)),
     Verdict("done", 0, 1, 2.0, (1, 2), 0.25, None),
 ]
 
 
-@given(st.lists(st.integers(0, sum(len(encode(event)) for event in SAID)), max_size=12))
-def test_events_are_whole_wherever_they_are_cut(cuts: list[int]) -> None:
-    stream = b"".join(map(encode, SAID))
+@given(st.lists(st.integers(0, sum(len(encode(event)) for event in SENT)), max_size=12))
+def test_events_are_decoded_however_the_data_is_split(cuts: list[int]) -> None:
+    stream = b"".join(map(encode, SENT))
     bounds = [0, *sorted(cuts), len(stream)]
     buffer: Buffer[FromCoordinator] = Buffer(FromCoordinator)
-    heard: list[Line] = []
+    received: list[Line] = []
     for begin, end in zip(bounds, bounds[1:], strict=False):  # noqa: RUF007
-        heard += buffer.feed(stream[begin:end])
-        assert len(heard) == stream[:end].count(b"\n")  # each at once
-    assert heard == SAID
+        received += buffer.feed(stream[begin:end])
+        assert len(received) == stream[:end].count(b"\n")  # each at once
+    assert received == SENT
 
 
-def test_events_are_whole_a_byte_at_a_time() -> None:
+def test_events_are_decoded_byte_by_byte() -> None:
     buffer: Buffer[FromCoordinator] = Buffer(FromCoordinator)
-    stream = b"".join(map(encode, SAID))
-    assert [event for byte in stream for event in buffer.feed(bytes([byte]))] == SAID
+    stream = b"".join(map(encode, SENT))
+    assert [event for byte in stream for event in buffer.feed(bytes([byte]))] == SENT
     assert buffer.feed(b"") == []
 
 
-def test_what_never_ends_is_no_event() -> None:
-    buffer: Buffer[FromForkServer] = Buffer(FromForkServer)
+def test_a_line_without_its_end_is_no_event() -> None:
+    buffer: Buffer[FromAgent] = Buffer(FromAgent)
     assert buffer.feed(encode(Forked(1, 1, 1))[:-1]) == []
     assert buffer.feed(b"") == []
     assert buffer.feed(b"\n") == [Forked(1, 1, 1)]
 
 
-def test_a_malformed_line_is_refused_when_it_is_whole() -> None:
-    buffer: Buffer[FromForkServer] = Buffer(FromForkServer)
+def test_a_malformed_line_is_rejected_at_its_end() -> None:
+    buffer: Buffer[FromAgent] = Buffer(FromAgent)
     assert buffer.feed(b"Traceback (most recent") == []
     with pytest.raises(ProtocolError, match=r"a line of \d+ bytes is not an event"):
         buffer.feed(b" call last):\n")
 
 
-DIRECTIONS: list[Any] = [ToCoordinator, FromCoordinator, ToForkServer, FromForkServer]
+DIRECTIONS: list[Any] = [ToCoordinator, FromCoordinator, ToAgent, FromAgent]
 
 
 @pytest.mark.parametrize("direction", DIRECTIONS, ids=["to it", "from it", "to forks", "of forks"])
 @given(any_event)
-def test_only_what_is_said_here_is_heard(direction: Any, event: Line) -> None:
+def test_only_events_of_the_direction_are_accepted(direction: Any, event: Line) -> None:
     buffer: Buffer[Line] = Buffer(direction)
     if isinstance(event, typing.get_args(direction) or direction):
         assert buffer.feed(encode(event)) == [event]
         return
-    with pytest.raises(ProtocolError, match=f"{type(event).__name__} is not said here"):
+    with pytest.raises(ProtocolError, match=f"^{type(event).__name__} is not an event of"):
         buffer.feed(encode(event))
 
 
 def test_every_event_has_a_direction() -> None:
-    said = [kind for kinds in DIRECTIONS for kind in (typing.get_args(kinds) or (kinds,))]
-    assert {*said} == {*KINDS}
-    passed_on = {WorkerExited, CannotStart, Interrupt, SaveAsked, Beat}
-    assert {kind for kind in said if said.count(kind) > 1} == passed_on
+    listed = [kind for kinds in DIRECTIONS for kind in (typing.get_args(kinds) or (kinds,))]
+    assert {*listed} == {*KINDS}
+    passed_on = {WorkerExited, CannotStart, Interrupt, SaveRequest, KeepAlive}
+    assert {kind for kind in listed if listed.count(kind) > 1} == passed_on
     assert all(kind.__name__ in (lines.__doc__ or "") for kind in KINDS)
-
-
-def test_what_no_case_is_for_is_an_error() -> None:
-    with pytest.raises(AssertionError, match=r"no case for Interrupt\(\)"):
-        never(Interrupt())  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""What the user sees of an exception: whose fault, where, and only their own frames."""
+"""Exceptions as the user sees them: whose error, where, and only the user's own frames."""
 
 from __future__ import annotations
 
@@ -12,19 +12,20 @@ import torch
 from torch import nn
 
 from pipeworker.errors import PeerLost, PipeworkerError, SkipError, UsageError
+from pipeworker.facts.failure import Cause, Failure
+from pipeworker.facts.position import Phase, Position
 from pipeworker.host.position import Tracker
 from pipeworker.job import file as job_file
-from pipeworker.wire.messages.failure import Cause, Failure
-from pipeworker.wire.messages.position import Phase, Position
 from pipeworker.worker.blame import (
-    Raised,
+    UserCodeError,
+    blame_user,
     failure_of,
     layer,
-    raised,
-    refuse_nothing,
+    reject_none,
+    user_code,
     user_traceback,
-    users,
 )
+from pipeworker.worker.stage.layers import StageConfig
 from pipeworker.worker.stage.microbatch import MicroBatch
 from pipeworker.worker.stage.stage import Stage
 
@@ -36,9 +37,11 @@ def in_step(error: SkipError) -> SkipError:
     return error
 
 
-def raised_by(error: BaseException, who: str, *, early: bool = False, note: str = "") -> Raised:
-    with pytest.raises(Raised) as caught:
-        raised(who, error, early=early, note=note)
+def raised_by(
+    error: BaseException, function: str, *, early: bool = False, note: str = ""
+) -> UserCodeError:
+    with pytest.raises(UserCodeError) as caught:
+        blame_user(function, error, early=early, note=note)
     assert caught.value.__cause__ is error
     return caught.value
 
@@ -56,7 +59,9 @@ def raised_by(error: BaseException, who: str, *, early: bool = False, note: str 
         (KeyboardInterrupt(), 3, Cause.USER, "KeyboardInterrupt"),
     ],
 )
-def test_whose_fault(error: BaseException, step: int, cause: Cause, message: str) -> None:
+def test_an_exception_has_a_cause(
+    error: BaseException, step: int, cause: Cause, message: str
+) -> None:
     position = Position(Phase.FORWARD, step, 1, 5)
     failure = failure_of(error, 2, position, "Linear", "stage 1")
     assert (failure.cause, failure.message) == (cause, message)
@@ -66,19 +71,19 @@ def test_whose_fault(error: BaseException, step: int, cause: Cause, message: str
 
 
 @pytest.mark.parametrize(
-    ("error", "who", "early", "cause", "message"),
+    ("error", "function", "early", "cause", "message"),
     [
         (ValueError("no"), layer(5, "Linear"), False, Cause.USER, "layer 5 (Linear) raised Val"),
         (KeyError(), layer(5, ""), False, Cause.USER, "layer 5 raised KeyError"),
         (ValueError("no"), "the job file", True, Cause.USAGE, "the job file raised ValueError: no"),
-        (SystemExit(3), "data()", False, Cause.USER, "data() raised SystemExit: 3"),
+        (SystemExit(3), "data()", False, Cause.USER, "data() called sys.exit(3)"),
     ],
 )
-def test_what_the_users_code_raised_is_the_users_wherever_we_are(
-    error: BaseException, who: str, early: bool, cause: Cause, message: str
+def test_an_exception_of_user_code_is_the_users_in_any_phase(
+    error: BaseException, function: str, early: bool, cause: Cause, message: str
 ) -> None:
     for phase in Phase:
-        failure = failure_of(raised_by(error, who, early=early), 0, Position(phase, 3))
+        failure = failure_of(raised_by(error, function, early=early), 0, Position(phase, 3))
         assert failure.cause is cause
         assert failure.message.startswith(message)
         assert type(error).__name__ in failure.traceback
@@ -87,13 +92,13 @@ def test_what_the_users_code_raised_is_the_users_wherever_we_are(
 @pytest.mark.parametrize(
     ("code", "status", "message"),
     [
-        (3, 3, "the job file ended with exit status 3 and said nothing"),
-        (None, 0, "the job file ended with exit status 0 and said nothing"),
-        (-1, 255, "the job file ended with exit status 255 and said nothing"),
+        (3, 3, "the job file exited with status 3 without a message"),
+        (None, 0, "the job file exited with status 0 without a message"),
+        (-1, 255, "the job file exited with status 255 without a message"),
         ("no data", 1, "no data"),
     ],
 )
-def test_a_job_that_ends_itself_has_its_own_words_and_status(
+def test_a_job_file_that_exits_chooses_its_message_and_status(
     code: object, status: int, message: str
 ) -> None:
     error = raised_by(SystemExit(code), "the job file", early=True)
@@ -102,7 +107,7 @@ def test_a_job_that_ends_itself_has_its_own_words_and_status(
     assert not failure.traceback
 
 
-def test_who_has_too_little_memory_is_told_what_takes_less() -> None:
+def test_an_error_about_memory_advises_how_to_use_less() -> None:
     with pytest.raises(RuntimeError) as on_the_cpu:
         torch.empty(1 << 46)
     for error in (on_the_cpu.value, torch.OutOfMemoryError("CUDA out of memory"), MemoryError()):
@@ -112,19 +117,19 @@ def test_who_has_too_little_memory_is_told_what_takes_less() -> None:
             assert failure.message.startswith(
                 f"{'layer 5 (Linear) raised ' if seen is not error else ''}{type(error).__name__}"
             )
-            assert "out of memory: more --microbatches make each smaller" in failure.message
+            assert "out of memory: use more --microbatches, to make each smaller" in failure.message
     other = failure_of(raised_by(RuntimeError("no"), "data()"), 0, Position(Phase.READING))
     assert "memory" not in other.message
 
 
-def test_who_has_too_little_memory_is_told_what_the_plan_expected() -> None:
+def test_an_error_about_memory_has_the_expectation_of_the_plan() -> None:
     keeps = "the plan has stage 1 keep 4 graphs and 8 inputs of micro-batches at once"
     for error in (torch.OutOfMemoryError("no"), raised_by(torch.OutOfMemoryError("no"), "layer 5")):
         failure = failure_of(error, 0, Position(Phase.FORWARD, 3), keeps=keeps)
-        assert f"  out of memory: {keeps}; more --microbatches make" in failure.message
+        assert f"  out of memory: {keeps}; use more --microbatches" in failure.message
 
 
-def test_a_layer_that_cannot_be_offloaded_is_told_what_can_be_done() -> None:
+def test_a_layer_that_cannot_be_offloaded_is_advised_another_mode() -> None:
     def forward(x: torch.Tensor) -> torch.Tensor:
         derived: torch.Tensor = torch.func.grad(lambda v: v.square().sum())(x)
         return derived
@@ -134,11 +139,12 @@ def test_a_layer_that_cannot_be_offloaded_is_told_what_can_be_done() -> None:
         forward(torch.ones(2))
     failure = failure_of(raised_by(seen.value, "layer 1"), 0, Position(Phase.FORWARD, 3, 1, 1))
     assert failure.message.endswith(
-        "\n  --recompute offload moves what graphs save by such hooks: take another mode"
+        "\n  --recompute offload: the layer does not support the hooks that move saved tensors; "
+        "choose another mode"
     )
 
 
-def test_who_has_no_deterministic_kernel_is_told_what_it_is_for() -> None:
+def test_a_missing_deterministic_kernel_is_explained() -> None:
     torch.use_deterministic_algorithms(True)
     try:
         with pytest.raises(RuntimeError) as seen:
@@ -148,43 +154,45 @@ def test_who_has_no_deterministic_kernel_is_told_what_it_is_for() -> None:
     failure = failure_of(raised_by(seen.value, "layer 5"), 0, Position(Phase.BACKWARD, 3, 1, 5))
     assert "put_ does not have a deterministic implementation" in failure.message
     assert failure.message.endswith(
-        "leave out --deterministic: docs/networks.md says what it is for"
+        "leave out --deterministic (docs/networks.md explains its purpose)"
     )
 
 
-def test_who_leaves_a_debugger_interrupts_the_job() -> None:
-    with pytest.raises(KeyboardInterrupt), users("layer 3"):
+def test_leaving_a_debugger_interrupts_the_job() -> None:
+    with pytest.raises(KeyboardInterrupt), user_code("layer 3"):
         raise BdbQuit
 
 
 @pytest.mark.parametrize("error", [TypeError("no"), ValueError("no")])
-def test_a_layer_that_returned_none_is_named_itself(error: Exception) -> None:
+def test_a_layer_that_returned_none_is_named(error: Exception) -> None:
     expected = "layer 2 (Block) returned None, on which layer 3 (Linear) raised"
-    with pytest.raises(UsageError, match=re.escape(f"{expected} {type(error).__name__}: no: the")):
-        refuse_nothing(None, "layer 2 (Block)", "layer 3 (Linear)", error)
-    refuse_nothing(torch.ones(1), "layer 2 (Block)", "layer 3 (Linear)", error)
+    with pytest.raises(
+        UsageError, match=re.escape(f"{expected} {type(error).__name__}: no; return")
+    ):
+        reject_none(None, "layer 2 (Block)", "layer 3 (Linear)", error)
+    reject_none(torch.ones(1), "layer 2 (Block)", "layer 3 (Linear)", error)
 
 
-def test_what_the_layer_was_given_is_added() -> None:
+def test_the_input_of_a_layer_is_added() -> None:
     error = raised_by(ValueError("no"), "layer 5 (Linear)", note="its input was Tensor[2]")
     assert str(error) == "layer 5 (Linear) raised ValueError: no (its input was Tensor[2])"
 
 
 @pytest.mark.parametrize("error", [UsageError("x"), PeerLost("x"), SkipError("x")])
-def test_an_error_of_ours_passes_through_the_users_code(error: PipeworkerError) -> None:
-    with pytest.raises(type(error)) as caught, users("data()"), users("layer 3"):
+def test_an_error_of_pipeworker_passes_through_user_code(error: PipeworkerError) -> None:
+    with pytest.raises(type(error)) as caught, user_code("data()"), user_code("layer 3"):
         raise error
     assert caught.value is error
 
 
-def test_the_innermost_of_the_users_is_named() -> None:
-    said = r"^loss\(\) raised ValueError: no$"
-    with pytest.raises(Raised, match=said), users("the script"), users("loss()"):
+def test_the_innermost_user_code_is_named() -> None:
+    expected = r"^loss\(\) raised ValueError: no$"
+    with pytest.raises(UserCodeError, match=expected), user_code("the script"), user_code("loss()"):
         raise ValueError("no")
 
 
-def test_an_interrupt_is_nobodys() -> None:
-    with pytest.raises(KeyboardInterrupt), users("data()"):
+def test_an_interrupt_is_not_blamed_on_user_code() -> None:
+    with pytest.raises(KeyboardInterrupt), user_code("data()"):
         raise KeyboardInterrupt
 
 
@@ -194,8 +202,12 @@ class Unsaved(nn.Module):
 
 
 def test_a_layer_that_cannot_be_saved_is_named() -> None:
-    stage = Stage([nn.ReLU(), Unsaved()], 2, seed=0, device=torch.device("cpu"), tracker=Tracker())
-    with pytest.raises(Raised, match=r"state_dict\(\) of layer 3 \(Unsaved\) raised KeyError"):
+    stage = Stage(
+        [nn.ReLU(), Unsaved()], StageConfig(0, 2, seed=0, device=torch.device("cpu")), Tracker()
+    )
+    with pytest.raises(
+        UserCodeError, match=r"state_dict\(\) of layer 3 \(Unsaved\) raised KeyError"
+    ):
         stage.state_dicts()
 
 
@@ -207,11 +219,11 @@ class Broken(nn.Module):
             raise ValueError("outer") from error
 
 
-def test_only_frames_of_the_user_are_shown() -> None:
-    stage = Stage([Broken()], 0, seed=0, device=torch.device("cpu"), tracker=Tracker())
+def test_only_the_users_frames_are_shown() -> None:
+    stage = Stage([Broken()], StageConfig(0, 0, seed=0, device=torch.device("cpu")), Tracker())
     stage.begin(1)
     mb = MicroBatch(0, value=torch.ones(1), wants_grad=[False])
-    with pytest.raises(Raised, match="ValueError: outer") as caught:
+    with pytest.raises(UserCodeError, match="ValueError: outer") as caught:
         stage.forward(mb)
     shown = failure_of(caught.value, 0, FORWARD).traceback
     assert Path(__file__).name in shown
@@ -243,7 +255,7 @@ def test_a_syntax_error_shows_its_line(tmp_path: Path) -> None:
     assert "y = = 2" in user_traceback(caught.value)
 
 
-def test_a_defect_of_ours_shows_all_frames() -> None:
+def test_a_defect_of_pipeworker_shows_all_frames() -> None:
     def ours() -> None:
         raise ValueError("no")
 
@@ -253,7 +265,7 @@ def test_a_defect_of_ours_shows_all_frames() -> None:
     assert "in ours" in failure.traceback
 
 
-def test_an_echo_and_a_mistake_have_no_traceback() -> None:
+def test_secondary_failures_and_usage_errors_have_no_traceback() -> None:
     for error in (PeerLost("closed"), UsageError("write it so")):
         assert failure_of(error, 0, FORWARD, "").traceback == ""
 

@@ -1,4 +1,4 @@
-"""A worker has no terminal: who asks is told so, and the job's last words reach the user."""
+"""A worker has no terminal: requests for input are rejected, and an exit message is shown."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from pipeworker.errors import UsageError
-from pipeworker.worker.blame import Left, users
-from pipeworker.worker.console import NobodyAnswers, detach, last_words
+from pipeworker.worker.blame import JobExit, user_code
+from pipeworker.worker.console import NoTerminal, capture_exit_message, detach_terminal
 
 
 @pytest.fixture(autouse=True)
@@ -20,52 +20,53 @@ def _detached(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("PYTHONBREAKPOINT", raising=False)
     monkeypatch.setattr(sys, "breakpointhook", sys.breakpointhook)
     monkeypatch.setattr(sys, "stdin", sys.stdin)
-    detach()
+    detach_terminal()
 
 
 HERE = Path(__file__).name
-SAID = rf"^{HERE}, line \d+: a worker has no terminal for input\(\) .* --stages 1 --debug"
+NO_TERMINAL = rf"^{HERE}, line \d+: a worker has no terminal for input\(\) .* --stages 1 --debug"
 
 
-def test_who_asks_for_a_line_is_told_where_there_is_a_terminal() -> None:
+def test_a_request_for_input_is_rejected_with_the_way_to_a_terminal() -> None:
     for ask in (lambda: input("width? "), lambda: sys.stdin.read(), lambda: list(sys.stdin)):
-        with pytest.raises(UsageError, match=SAID):
+        with pytest.raises(UsageError, match=NO_TERMINAL):
             ask()
 
 
-def test_a_breakpoint_is_told_at_its_own_line() -> None:
-    with pytest.raises(UsageError, match=SAID) as caught:
+def test_a_breakpoint_is_rejected_at_its_own_line() -> None:
+    with pytest.raises(UsageError, match=NO_TERMINAL) as caught:
         breakpoint()
     line = caught.tb.tb_lineno
     assert str(caught.value).startswith(f"{HERE}, line {line}: ")
 
 
-def test_so_is_a_debugger_that_is_started_by_hand() -> None:
+def test_a_debugger_that_is_started_by_hand_is_rejected() -> None:
     debugger = pdb.Pdb(stdout=io.StringIO(), nosigint=True, readrc=False)
-    with pytest.raises(UsageError, match=SAID.replace(HERE, "job.py")):
+    with pytest.raises(UsageError, match=NO_TERMINAL.replace(HERE, "job.py")):
         debugger.run(compile("x = 1", "job.py", "exec"), {"__name__": "job"})
     sys.settrace(None)
 
 
-def test_breakpoints_that_are_turned_off_stay_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_disabled_breakpoints_stay_disabled(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "breakpointhook", sys.__breakpointhook__)
     monkeypatch.setenv("PYTHONBREAKPOINT", "0")
-    detach()
+    detach_terminal()
     breakpoint()
 
 
-def test_a_library_may_look_at_standard_input() -> None:
-    assert isinstance(sys.stdin, NobodyAnswers)
+def test_a_library_may_inspect_standard_input() -> None:
+    assert isinstance(sys.stdin, NoTerminal)
     assert (sys.stdin.fileno(), sys.stdin.isatty()) == (0, False)
 
 
 @pytest.mark.parametrize(
-    ("code", "said"), [(2, "usage: job.py"), ("no data", "usage: job.py\nno data"), (0, "usage:")]
+    ("code", "expected"),
+    [(2, "usage: job.py"), ("no data", "usage: job.py\nno data"), (0, "usage:")],
 )
-def test_what_a_job_printed_last_is_said_and_not_logged(
-    tmp_path: Path, code: object, said: str
+def test_the_output_of_a_job_that_exits_is_shown_and_not_logged(
+    tmp_path: Path, code: object, expected: str
 ) -> None:
-    log = tmp_path / "stage-0.log"
+    log = tmp_path / "worker-0.log"
     log.write_text("before\n")
 
     def leave() -> None:
@@ -73,18 +74,22 @@ def test_what_a_job_printed_last_is_said_and_not_logged(
             file.write("usage: job.py\n")
         raise SystemExit(code)
 
-    with pytest.raises(Left) as caught, last_words(log), users("the job file", early=True):
+    with (
+        pytest.raises(JobExit) as caught,
+        capture_exit_message(log),
+        user_code("the job file", early=True),
+    ):
         leave()
-    assert caught.value.words().startswith(said)
+    assert caught.value.text().startswith(expected)
     assert log.read_text() == "before\n"
 
 
 @pytest.mark.parametrize("error", [None, ValueError("no")])
-def test_what_a_job_prints_is_logged_otherwise(tmp_path: Path, error: Exception | None) -> None:
-    log = tmp_path / "stage-0.log"
+def test_other_output_of_a_job_is_logged(tmp_path: Path, error: Exception | None) -> None:
+    log = tmp_path / "worker-0.log"
     log.touch()
     try:
-        with last_words(log):
+        with capture_exit_message(log):
             os.write(file := os.open(log, os.O_WRONLY), b"hello\n")
             os.close(file)
             if error:

@@ -1,4 +1,4 @@
-"""The names that torch does not promise: each is there, and does what we take it to do."""
+"""The private names of torch: each exists, and does what pipeworker relies on."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from pipeworker.worker import internals
 from support.jobs import Jobs
 
 
-@pytest.mark.parametrize("name", internals.__all__)
-def test_it_is_there(name: str) -> None:
-    assert getattr(internals, name, None) is not None, f"torch lacks what {name} stands for"
+@pytest.mark.parametrize("name", [n for n in vars(internals) if not n.startswith("_")])
+def test_the_name_exists(name: str) -> None:
+    assert getattr(internals, name, None) is not None, f"torch lacks the name behind {name}"
 
 
 WITHOUT = """
@@ -30,7 +30,7 @@ class Without:
         if attribute == last:
             raise AttributeError(f"no {attribute}")
         return getattr(self.module, attribute)
-def take_away():
+def remove():
     for module in (name, "pipeworker.worker.internals"):
         sys.modules.pop(module, None)
     if holder in sys.modules:
@@ -44,7 +44,7 @@ for name in sys.argv[1:]:
     holder, _, last = name.rpartition(".")
     pid = os.fork()
     if not pid:
-        take_away()
+        remove()
         try:
             import pipeworker.worker.internals
         except Exception as error:
@@ -54,8 +54,7 @@ for name in sys.argv[1:]:
 """
 
 
-def test_a_torch_that_lacks_one_says_its_name(jobs: Jobs) -> None:
-    """At import, plainly."""
+def test_the_import_fails_with_the_name_that_a_torch_lacks(jobs: Jobs) -> None:
     names = [
         "torch._C._storage_Use_Count",
         "torch._C._functions.AccumulateGrad",
@@ -65,13 +64,13 @@ def test_a_torch_that_lacks_one_says_its_name(jobs: Jobs) -> None:
         "torch.utils._pytree",
     ]
     stdout, stderr = jobs.python("-c", WITHOUT, *names).communicate(timeout=60)
-    said = [line.partition(": ") for line in stdout.splitlines()]
-    assert [name for name, _, _ in said] == names, stderr
-    for name, _, message in said:
+    errors = [line.partition(": ") for line in stdout.splitlines()]
+    assert [name for name, _, _ in errors] == names, stderr
+    for name, _, message in errors:
         assert name.rpartition(".")[2] in message
 
 
-def test_run_backward_accumulates_as_backward() -> None:
+def test_run_backward_accumulates_like_backward() -> None:
     found = []
     for run in (internals.run_backward, torch.autograd.backward):
         torch.manual_seed(0)
@@ -83,7 +82,7 @@ def test_run_backward_accumulates_as_backward() -> None:
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True) if a is not None)
 
 
-def test_the_engine_gives_gradients_and_leaves_the_rest() -> None:
+def test_the_engine_returns_gradients_and_accumulates_none() -> None:
     x = torch.ones(2, requires_grad=True)
     weight = torch.full((2,), 3.0, requires_grad=True)
     (grad,) = internals.engine((x * weight,), (torch.ones(2),), False, False, (x,), True, False)
@@ -102,7 +101,7 @@ class _Twice(torch.autograd.Function):
         return gradient * ctx.factor, None
 
 
-def test_apply_of_equals_apply() -> None:
+def test_apply_of_behaves_like_apply() -> None:
     for apply in (internals.apply_of(_Twice), _Twice.apply):
         x = torch.ones(2, requires_grad=True)
         y = apply(x, 5)
@@ -112,7 +111,7 @@ def test_apply_of_equals_apply() -> None:
         assert x.grad.tolist() == [5, 5]
 
 
-def test_storage_uses_counts_those_who_refer_to_the_memory() -> None:
+def test_storage_uses_counts_the_users_of_a_storage() -> None:
     x = torch.zeros(4)
     alone = internals.storage_uses(x)
     views = [x[1:], x.detach(), x.view(2, 2)]
@@ -123,7 +122,7 @@ def test_storage_uses_counts_those_who_refer_to_the_memory() -> None:
     assert internals.storage_uses(x) == alone
 
 
-def test_buffers_of_is_the_live_dict() -> None:
+def test_buffers_of_is_the_modules_own_dict() -> None:
     norm = nn.BatchNorm1d(2)
     internals.buffers_of(norm)["running_mean"] = torch.ones(2)
     assert norm.running_mean is not None
@@ -144,7 +143,7 @@ def test_version_of_counts_changes_in_place() -> None:
     assert internals.version_of(x + 1) == 0
 
 
-def test_alias_of_is_a_view_with_a_node_of_its_own() -> None:
+def test_alias_of_returns_a_view_with_a_node_of_its_own() -> None:
     y = torch.ones(2, requires_grad=True) * 2
     alias = internals.alias_of(y)
     assert alias.data_ptr() == y.data_ptr()
@@ -174,7 +173,7 @@ def test_multiply_and_divide_work_in_place() -> None:
     assert [t.data_ptr() for t in tensors] == addresses
 
 
-def test_a_leaf_is_accumulated_into_by_a_node_that_can_be_called() -> None:
+def test_the_accumulating_node_of_a_leaf_can_be_called() -> None:
     x = torch.ones(2, requires_grad=True)
     product = (x * 2).grad_fn
     assert product is not None
@@ -187,7 +186,7 @@ def test_a_leaf_is_accumulated_into_by_a_node_that_can_be_called() -> None:
     assert x.grad.tolist() == [4, 4]
 
 
-def test_the_prefix_finds_what_a_node_saved() -> None:
+def test_the_prefix_finds_the_saved_tensors_of_a_node() -> None:
     x = torch.ones(2, requires_grad=True)
     with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t):
         hooked = torch.tanh(x).grad_fn
@@ -197,7 +196,7 @@ def test_the_prefix_finds_what_a_node_saved() -> None:
         assert (getattr(getattr(node, saved[0]), "unpack_hook", None) is not None) is expected
 
 
-def test_hooks_are_moved() -> None:
+def test_move_hooks_moves_them() -> None:
     one, other = (nn.Parameter(torch.ones(2)) for _ in range(2))
     seen: list[float] = []
     one.register_hook(lambda grad: seen.append(grad[0].item()))  # type: ignore[no-untyped-call]
@@ -227,7 +226,7 @@ def test_the_default_store_needs_a_process_group() -> None:
         dist.destroy_process_group()
 
 
-def test_stores_and_fakes() -> None:
+def test_stores_fake_tensors_and_pytree() -> None:
     prefixed = internals.PrefixStore("p", HashStore())
     prefixed.set("a", "1")
     assert prefixed.get("a") == b"1"

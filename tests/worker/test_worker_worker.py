@@ -7,13 +7,11 @@ from pathlib import Path
 import pytest
 
 from pipeworker.errors import UsageError
-from pipeworker.wire.messages.advance import Advance
-from pipeworker.wire.messages.calls import Wait
-from pipeworker.wire.messages.evaluation import Evaluate, EvaluationDone
-from pipeworker.wire.messages.step import Update
-from support.alone import Alone, as_it_was
+from pipeworker.wire.messages.directions import Advance
+from pipeworker.wire.messages.step import Evaluate, EvaluationDone, Update, Wait
+from support.single_worker import SingleWorker, restored_process
 
-_as_it_was = pytest.fixture(autouse=True)(as_it_was)
+_restored_process = pytest.fixture(autouse=True)(restored_process)
 
 JOB = """
 import torch
@@ -33,8 +31,8 @@ scheduler_interval = "epoch"
 """
 
 
-def begun(folder: Path, text: str = JOB) -> Alone:
-    alone = Alone()
+def start_worker(folder: Path, text: str = JOB) -> SingleWorker:
+    alone = SingleWorker()
     try:
         alone.begin(folder, text)
     except BaseException:
@@ -43,7 +41,7 @@ def begun(folder: Path, text: str = JOB) -> Alone:
     return alone
 
 
-def evaluated(alone: Alone) -> float:
+def evaluated(alone: SingleWorker) -> float:
     done = alone.worker.handle(Advance(Evaluate(0)))
     assert isinstance(done, EvaluationDone)
     assert done.result is not None
@@ -54,13 +52,13 @@ def test_an_evaluation_leaves_generators_of_the_users_own_as_they_were(tmp_path:
     """So it is the same each time, and the data does not depend on how often there is one."""
     positions, losses = [], []
     for count in (0, 2):
-        alone = begun(tmp_path)
+        alone = start_worker(tmp_path)
         losses += [evaluated(alone) for _ in range(count)]
         for step in range(1, 5):
             assert alone.batch is not None
             alone.step(step, alone.batch)
             alone.worker.handle(Advance(Wait(), Update(step)))
-        positions.append(alone.worker.position())
+        positions.append(alone.worker.connected.position)
         alone.worker.close()
     assert losses[0] == losses[1]
     assert repr(positions[0]) == repr(positions[1])
@@ -70,7 +68,7 @@ def test_an_evaluation_leaves_generators_of_the_users_own_as_they_were(tmp_path:
 def test_whether_an_epoch_ends_with_the_last_step_is_seen_where_rates_depend_on_it(
     tmp_path: Path, interval: str
 ) -> None:
-    alone = begun(tmp_path, JOB.replace('"epoch"', repr(interval)))
+    alone = start_worker(tmp_path, JOB.replace('"epoch"', repr(interval)))
     assert alone.batch is not None
     done = alone.step(1, alone.batch, last=True)
     alone.worker.close()
@@ -79,14 +77,14 @@ def test_whether_an_epoch_ends_with_the_last_step_is_seen_where_rates_depend_on_
 
 def test_it_says_how_long_an_epoch_is_where_the_data_does(tmp_path: Path) -> None:
     for data, length in (("", 3), ("\ndef data(): yield torch.randn(4, 3), torch.randn(4, 1)", 0)):
-        alone = begun(tmp_path, JOB + data)
+        alone = start_worker(tmp_path, JOB + data)
         alone.worker.close()
-        assert alone.length == length
+        assert alone.epoch_length == length
 
 
 def test_a_layer_that_has_no_sizes_before_its_first_input(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"layer 0 \(LazyLinear\) has parameters without sizes"):
-        begun(tmp_path, JOB.replace("nn.Linear(3, 1)", "nn.LazyLinear(1)"))
+        start_worker(tmp_path, JOB.replace("nn.Linear(3, 1)", "nn.LazyLinear(1)"))
 
 
 def test_a_state_of_the_data_that_no_checkpoint_holds_is_refused_before_the_first_step(
@@ -100,4 +98,4 @@ class Data:
 data = Data()
 """
     with pytest.raises(UsageError, match=r"data/source/at is a pipeworker_job\.job\.Data"):
-        begun(tmp_path, JOB + data)
+        start_worker(tmp_path, JOB + data)

@@ -1,1 +1,1 @@
-"""What goes on from step to step, and lasts while generations come and go. Pure."""
+"""The steps of a job: the state that outlasts a generation of workers. Pure."""

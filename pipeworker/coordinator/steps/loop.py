@@ -1,329 +1,351 @@
-"""What a job does next: the loop of a job file, or the calls of the user's own. Pure.
+"""The next command of a job: from the loop of a job file, or from the calls of a user's loop. Pure.
 
-A loop is told what every worker has done, and says what is due by it: a record, an update. Then it
-is asked what is next. Between the two there may be a checkpoint, of which it knows nothing, nor of
-workers and messages.
+A loop receives the results of all workers, and returns what is due because of them: a record, an
+update. Then it is asked for the next command. In between there may be a checkpoint; a loop knows
+nothing of checkpoints, workers and messages.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Protocol
+from dataclasses import dataclass, field, replace
 
 from pipeworker.coordinator.effects import Effect, Log, Warn
-from pipeworker.coordinator.scaler import Scaler
-from pipeworker.coordinator.steps.calls import Calls
+from pipeworker.coordinator.loss_scaler import LossScaler
 from pipeworker.coordinator.steps.progress import Progress
-from pipeworker.coordinator.steps.snapshots import Mark
+from pipeworker.coordinator.steps.snapshots import JobState
 from pipeworker.coordinator.steps.tally import Tally
 from pipeworker.errors import UsageError
+from pipeworker.facts.failure import Cause, Failure
+from pipeworker.facts.position import Phase, Position
+from pipeworker.facts.step import Batch, Evaluation, StepResult
 from pipeworker.job.options import EPOCH, Options
 from pipeworker.plan.placement import Placement
-from pipeworker.wire.messages.advance import Finish
-from pipeworker.wire.messages.calls import Call, CallKind, Loaded, Wait
-from pipeworker.wire.messages.evaluation import Evaluate, Evaluated, Evaluation
-from pipeworker.wire.messages.failure import Cause, Failure
-from pipeworker.wire.messages.position import Phase, Position
-from pipeworker.wire.messages.step import Batch, RunStep, StepDone, StepResult, Update
+from pipeworker.wire.messages.directions import Finish
+from pipeworker.wire.messages.step import (
+    Call,
+    CallKind,
+    Evaluate,
+    Evaluated,
+    Loaded,
+    RunStep,
+    StepDone,
+    Update,
+    Wait,
+)
 
 
 @dataclass(frozen=True, slots=True)
 class Due:
-    """What comes before what is next.
+    """The actions that are due before the next command.
 
     Attributes:
-        boundary: no step is half done: the job may stop or save here.
-        evaluates: an evaluation pass of this step comes first; a checkpoint is taken behind it.
-        saves: a checkpoint is taken here, whether or not there is one of this step.
-        failure: the job ends by it.
+        update: the update that workers apply first, if any.
+        effects: records and log lines.
+        can_save: whether the job may save or stop here: no step is half done, and no evaluation of
+            the last one follows.
+        must_save: whether a checkpoint is written here, even if there is one of this step.
+        failure: the failure by which the job ends, if any.
     """
 
     update: Update | Evaluated | None = None
     effects: tuple[Effect, ...] = ()
-    boundary: bool = False
-    evaluates: bool = False
-    saves: bool = False
+    can_save: bool = False
+    must_save: bool = False
     failure: Failure | None = None
 
 
-class Loop(Protocol):
-    """The one that feeds a generation."""
-
-    @property
-    def finished(self) -> bool:
-        """Whether there is nothing more to do."""
-
-    @property
-    def answered(self) -> bool:
-        """Whether workers say when they have done what is next; a prediction they do not."""
-
-    def begin(self, batch: Batch | None) -> None:
-        """Every stage is built; `batch` is ready where stage 0 is."""
-
-    def ran(self, done: Sequence[StepDone], now: float) -> Due:
-        """Every worker has run a mini-batch; `done` is by rank."""
-
-    def evaluated(self, evaluation: Evaluation) -> Due:
-        """Every worker has ended an evaluation pass."""
-
-    def called(self, call: Call) -> Due | None:
-        """The user's own loop made its next call on one rank; None while others have not."""
-
-    def next(self, now: float) -> RunStep | Evaluate | Wait | Finish | None:
-        """What is next; None while nobody is told anything: calls are waited for."""
-
-
-def alike(placement: Placement, by_rank: Sequence[Batch | None], step: int) -> Batch | None:
-    """The mini-batch of `step` that the first stage of every replica has read.
+def common_batch(placement: Placement, by_rank: Sequence[Batch | None], step: int) -> Batch | None:
+    """Return the mini-batch of `step` that the first stage of every replica has read.
 
     Raises:
-        UsageError: they have not read the same.
+        UsageError: the replicas have read different mini-batches.
     """
     first, *others = [by_rank[rank] for rank in placement.ranks_of(0)]
     for replica, other in enumerate(others, 1):
         if _content(first) != _content(other):
             raise UsageError(
-                f"data() gave replica {replica} another mini-batch for step {step} than replica 0: "
-                "every replica reads all of it and takes its part, so it must be the same each "
-                "time it is read: let nothing in it depend on the process, the time or the order "
-                "in which processes come; or have replica 0 read it for all, by --read-data once"
+                f"data(): replica {replica} read another mini-batch for step {step} than replica "
+                "0; every replica reads all mini-batches and takes its part, so they must not "
+                "depend on the process, the time or the order of processes. Or use --data-reader "
+                "first, by which replica 0 reads for all"
             )
     return first
 
 
 def _content(batch: Batch | None) -> Batch | None:
-    """But for the number of its shapes, which each replica gives by itself."""
-    return None if batch is None else dataclasses.replace(batch, signature=0)
+    """Return a mini-batch without the number of its shapes, which each replica counts itself."""
+    return None if batch is None else replace(batch, signature=0)
 
 
-@dataclass(slots=True)
-class _Steps:
-    """The mini-batches of steps: begun, added up, completed."""
+class _Loop:
+    """The current step: begun, added up, completed."""
 
-    options: Options
-    placement: Placement
-    progress: Progress
-    step: int = 0
-    tally: Tally = field(default_factory=lambda: Tally(0.0))
-    _stage_order: tuple[int, ...] = field(init=False)
+    def __init__(self, options: Options, placement: Placement, progress: Progress) -> None:
+        self._options, self._placement, self._progress = options, placement, progress
+        self._step = progress.steps
+        self._tally = Tally(self._step, placement, 0.0)
+        self._batch: Batch | None = None
+        self._half_done = False
 
-    def __post_init__(self) -> None:
-        ranks = range(self.placement.workers)  # of the first replica
-        self._stage_order = tuple(sorted(ranks, key=self.placement.stages_of))
+    def start(self, batch: Batch | None) -> None:
+        """Begin: every stage is built, and `batch` is the first mini-batch, if one was read."""
+        self._batch = batch
 
-    def begin(self, batch: Batch, now: float, *, whole: bool | None = None) -> RunStep:
-        """The first mini-batch of the next step."""
-        self.step += 1
-        self.tally = Tally(now)
-        return self.run(batch, whole=whole)
+    def _begin(self, batch: Batch, now: float, *, last: bool | None = None) -> RunStep:
+        """Return the command that runs the first mini-batch of the next step."""
+        self._step += 1
+        self._tally = Tally(self._step, self._placement, now)
+        return self._run(batch, last=last)
 
-    def run(self, batch: Batch, *, whole: bool | None = None) -> RunStep:
-        """One more mini-batch of the step; `whole`: the last, if that is known otherwise."""
-        options, tally, scaler = self.options, self.tally, self.progress.scaler
+    def _run(self, batch: Batch, *, last: bool | None = None) -> RunStep:
+        """Return the command that runs one more mini-batch of the step.
+
+        A mini-batch without micro-batches only completes the step. `last` says whether it is the
+        last one; None to find out from the options.
+        """
+        options, tally, scaler = self._options, self._tally, self._progress.scaler
         complete = tally.batches + 1 == options.accumulate or not batch.microbatches
         return RunStep(
-            step=self.step,
+            step=self._step,
             batch=batch,
-            last=(self.step == options.steps and complete and options.evaluate_every != EPOCH)
+            last=(self._step == options.steps and complete and options.evaluate_every != EPOCH)
             or not batch.microbatches,
             first=tally.microbatches,
             loss_scale=scaler.scale if scaler else 1.0,
-            whole=self.placement.replicas == 1 or (complete if whole is None else whole),
+            complete=self._placement.replicas == 1 or (complete if last is None else last),
         )
 
-    def add(self, done: Sequence[StepDone], batch: Batch) -> None:
-        placement = self.placement
-        stage_order = [done[rank] for rank in self._stage_order]
-        ends = [done[rank] for rank in placement.ranks_of(placement.stages - 1)]
-        self.tally.add(stage_order, ends, sum(d.busy for d in done) / len(done), batch)
-
-    def complete(self, following: Batch | None, now: float) -> tuple[StepResult, Due]:
-        """The gradients of the step are there: its row, and all that is due."""
-        step = self.step
-        outcome = self.tally.outcome(now, self.options.clip_grad_norm, self.progress.scaler)
-        result = self.progress.done(step, outcome)
-        new = step > self.progress.recorded  # else it is done again, behind a loss
+    def _complete(self, following: Batch | None, now: float) -> tuple[StepResult, Update, Due]:
+        """Complete the step; `following` is the next mini-batch, None if the data has ended."""
+        step, options, progress = self._step, self._options, self._progress
+        clip, scaler = options.clip_grad_norm, progress.scaler
+        result, update = self._tally.outcome(following, now, clip, scaler)
+        progress.complete_step(result, self._tally.busy, overflow=update.overflow)
+        new = step > progress.recorded  # not repeated after a loss
         effects: list[Effect] = [result] if new else []
-        self.progress.recorded = max(step, self.progress.recorded)
+        progress.recorded = max(step, progress.recorded)
         failure = None
-        if not math.isfinite(outcome.loss):
-            text = f"loss is {outcome.loss} at step {step}"
-            if self.options.stop_on_nan:
+        if not math.isfinite(result.loss):
+            text = f"loss is {result.loss} at step {step}"
+            if options.stop_on_nan:
                 failure = Failure(Cause.USER, text, position=Position(Phase.LOSS, step))
             elif new:
-                again = "training goes on (--stop-on-nan would stop here)"
-                effects.append(Warn(f"{text}; {again}"))
-        if outcome.overflow:
-            scale = self.progress.scaler
+                effects.append(Warn(f"{text}; training continues (--stop-on-nan would stop here)"))
+        if update.overflow:
+            scale = progress.scaler
             effects.append(Log(f"step {step}: a gradient overflowed; no update, scale {scale}"))
-        epoch_ended = following is None or following.epoch != outcome.first_epoch
-        update = Update(step, outcome.divisor, outcome.scale, outcome.overflow, epoch_ended)
-        return result, Due(update, tuple(effects), boundary=True, failure=failure)
+        return result, update, Due(update, tuple(effects), can_save=True, failure=failure)
 
 
-class FileLoop:
-    """Steps until ``--steps`` or the data ends, with evaluation passes between them.
+class FileLoop(_Loop):
+    """The loop of a job file: steps until ``--steps`` or the data ends, and evaluation passes.
 
-    With ``--epochs`` a step ends with its epoch, so that a run which goes on further than it was
-    begun for is one that was begun for as many.
+    With ``--epochs`` a step ends with its epoch, so a run of N epochs that is resumed for more has
+    the same steps as one that was started for as many.
     """
 
-    answered = True
-
-    def __init__(self, options: Options, placement: Placement, progress: Progress) -> None:
-        self._options = options
-        self._steps = _Steps(options, placement, progress, progress.steps)
-        self._batch: Batch | None = None
-        self._running: Batch | None = None
-        self._half_done = False
-        self._evaluate = False
+    acknowledged = True
+    _running: Batch
+    _evaluate = False
 
     @property
     def finished(self) -> bool:
-        ended = self._batch is None or self._steps.step == self._options.steps
+        """Whether there are no more commands."""
+        ended = self._batch is None or self._step == self._options.steps
         return ended and not self._half_done and not self._evaluate
 
-    def begin(self, batch: Batch | None) -> None:
-        self._batch = batch
-
-    def ran(self, done: Sequence[StepDone], now: float) -> Due:
-        assert self._running
-        steps, ran = self._steps, self._running
-        steps.add(done, ran)
-        self._batch = alike(steps.placement, [d.batch for d in done], steps.step + 1)
-        # Where the data ends in the middle of a step, replicas have not added up what they have.
-        left = self._more or (ran.microbatches and steps.placement.replicas > 1)
-        self._half_done = bool(left) and steps.tally.batches < self._options.accumulate
+    def step_done(self, done: Sequence[StepDone], now: float) -> Due:
+        """Return what is due after a mini-batch that every worker has run; `done` is by rank."""
+        ran, tally, placement = self._running, self._tally, self._placement
+        tally.add(done, ran)
+        self._batch = common_batch(placement, [d.batch for d in done], self._step + 1)
+        # If the data ends within a step, replicas have not yet added up their gradients.
+        left = self._more or (ran.microbatches and placement.replicas > 1)
+        self._half_done = bool(left) and tally.batches < self._options.accumulate
         if self._half_done:
             return Due()
-        due = steps.complete(self._batch, now)[1]
-        assert isinstance(due.update, Update)
-        ended = due.update.epoch_ended
-        self._evaluate = self._options.evaluates(steps.step, epoch_ended=ended)
-        return dataclasses.replace(due, evaluates=self._evaluate)
+        _, update, due = self._complete(self._batch, now)
+        self._evaluate = self._options.evaluates(self._step, epoch_ended=update.epoch_ended)
+        return replace(due, can_save=not self._evaluate)
 
     @property
     def _more(self) -> bool:
-        """Whether the next mini-batch may be of the same step."""
-        assert self._running
+        """Whether the next mini-batch may belong to the same step."""
         if self._batch is None:
             return False
         return self._options.epochs is None or self._batch.epoch == self._running.epoch
 
-    def evaluated(self, evaluation: Evaluation) -> Due:
-        progress = self._steps.progress
+    def evaluation_done(self, evaluation: Evaluation) -> Due:
+        """Return what is due after an evaluation pass that every worker has completed."""
+        progress = self._progress
         new = evaluation.step > progress.evaluated
-        progress.evaluation, progress.evaluated = (
-            evaluation,
-            max(evaluation.step, progress.evaluated),
-        )
-        return Due(Evaluated(evaluation.loss), (evaluation,) if new else (), boundary=True)
-
-    def called(self, call: Call) -> Due | None:
-        raise AssertionError(call)  # not legal in a job file's generation
+        progress.evaluation = evaluation
+        progress.evaluated = max(evaluation.step, progress.evaluated)
+        return Due(Evaluated(evaluation.loss), (evaluation,) if new else (), can_save=True)
 
     def next(self, now: float) -> RunStep | Evaluate | Wait | Finish | None:
+        """Return the next command, or None while waiting for calls from the user's loop."""
         if self._evaluate:
             self._evaluate = False
-            return Evaluate(self._steps.step)
+            return Evaluate(self._step)
         if self.finished:
             return Finish()
         batch = self._batch
         if self._half_done:
-            self._running = batch if batch and self._more else _no_more(self._running)
-            return self._steps.run(self._running)
+            if not (batch and self._more):  # one without samples completes the step
+                batch = Batch(self._running.signature, 0, 0, self._running.epoch)
+            self._running = batch
+            return self._run(batch)
         assert batch
         self._running = batch
-        return self._steps.begin(batch, now)
+        return self._begin(batch, now)
 
 
-def _no_more(last: Batch | None) -> Batch:
-    """What ends a step behind its last mini-batch."""
-    assert last
-    return Batch(last.signature, 0, 0, last.epoch)
+@dataclass(slots=True)
+class _CallRound:
+    """The calls of a round; with `scatters`, replica 0 reads mini-batches for all replicas."""
+
+    placement: Placement
+    scatters: bool = False
+    _by_rank: dict[int, Call] = field(default_factory=dict)
+
+    def add(self, call: Call) -> str:
+        """Add a call, to a new round if the last one is complete; return a mismatch, or ""."""
+        if self.complete:
+            self._by_rank.clear()
+        self._by_rank[call.rank] = call
+        first, name = self._first, self.placement.names
+        if replace(call, rank=0, batch=None) != replace(first, rank=0, batch=None):
+            return (
+                f"{name(first.rank)} called {_source(first)} while {name(call.rank)} called "
+                f"{_source(call)}: every rank must make the same calls in the same order"
+            )
+        if not self.complete or call.kind is not CallKind.STEP:
+            return ""
+        if self.batch is None:
+            return "step(): the first stage was given no mini-batch; pass one on its rank"
+        return "" if self.scatters else self._batch_mismatch()
+
+    def _batch_mismatch(self) -> str:
+        """Return how the mini-batches of the replicas differ, or an empty string."""
+        batches = [self._by_rank[rank].batch for rank in self.placement.ranks_of(0)]
+        for replica, batch in enumerate(batches):
+            if batch is None:
+                return (
+                    f"step(): the first stage of replica {replica} was given no mini-batch; pass "
+                    "the whole mini-batch on each replica"
+                )
+            if _content(batch) != _content(batches[0]):
+                return (
+                    f"step(): replica {replica} was given another mini-batch than replica 0; pass "
+                    "the whole mini-batch on each replica, which takes its part of it"
+                )
+        return ""
+
+    @property
+    def complete(self) -> bool:
+        """Whether all ranks have called."""
+        return len(self._by_rank) == self.placement.ranks
+
+    @property
+    def batch(self) -> Batch | None:
+        """The mini-batch that the first stage was given."""
+        return self._by_rank[self.placement.rank_of(0)].batch
+
+    @property
+    def last(self) -> bool:
+        """Whether the step is complete with this mini-batch."""
+        return self._first.last
+
+    @property
+    def _first(self) -> Call:
+        return next(iter(self._by_rank.values()))
 
 
-class CallLoop:
-    """What the user's own loop calls, when all ranks have called it."""
+class CallLoop(_Loop):
+    """The loop of the user's own: each command is a call that all ranks have made."""
 
     def __init__(self, options: Options, placement: Placement, progress: Progress) -> None:
-        self._steps = _Steps(options, placement, progress, progress.steps)
-        self._progress = progress
-        self._calls = Calls(placement, deals=options.read_data == "once")
-        self._batch: Batch | None = None
-        self._asked: CallKind | None = None
-        self._half_done = False
-        self._gave: Wait | None = Wait()
+        super().__init__(options, placement, progress)
+        self._calls = _CallRound(placement, scatters=options.data_reader == "first")
+        self._current: CallKind | None = None
+        self._reply: Wait | None = Wait()
 
     @property
     def finished(self) -> bool:
-        return self._asked is CallKind.CLOSE
+        return self._current is CallKind.CLOSE
 
     @property
-    def answered(self) -> bool:
-        return self._asked is not CallKind.PREDICT
+    def acknowledged(self) -> bool:
+        """Whether workers report the end of the current command; not that of a prediction."""
+        return self._current is not CallKind.PREDICT
 
-    def begin(self, batch: Batch | None) -> None:
-        """Mini-batches come with calls."""
-
-    def ran(self, done: Sequence[StepDone], now: float) -> Due:
+    def step_done(self, done: Sequence[StepDone], now: float) -> Due:
         assert self._batch
-        self._steps.add(done, self._batch)
-        self._asked = None
+        self._tally.add(done, self._batch)
+        self._current = None
         if self._half_done:
             return Due()
-        result, due = self._steps.complete(self._batch, now)
-        self._gave = Wait(result)
+        result, _, due = self._complete(self._batch, now)
+        self._reply = Wait(result)
         return due
 
-    def evaluated(self, evaluation: Evaluation) -> Due:
-        self._asked, self._gave = None, Wait(evaluation)
+    def evaluation_done(self, evaluation: Evaluation) -> Due:
+        self._current, self._reply = None, Wait(evaluation)
         self._progress.evaluation = evaluation
-        return Due(Evaluated(evaluation.loss), (evaluation,), boundary=not self._half_done)
+        return Due(Evaluated(evaluation.loss), (evaluation,), can_save=not self._half_done)
 
-    def called(self, call: Call) -> Due | None:
-        if wrong := self._calls.add(call):
-            return Due(failure=Failure(Cause.USAGE, wrong))
+    def call_received(self, call: Call) -> Due | None:
+        """Return what is due after a call of the user's loop; None while ranks are awaited."""
+        if mismatch := self._calls.add(call):
+            return Due(failure=Failure(Cause.USAGE, mismatch))
         if not self._calls.complete:
             return None
-        self._asked = call.kind
+        self._current = call.kind
         if call.loaded is not None:
-            self._go_on_from(call.loaded)
-        return Due(saves=call.kind is CallKind.SAVE)
+            self._resume_from(call.loaded)
+        return Due(must_save=call.kind is CallKind.SAVE)
 
-    def _go_on_from(self, loaded: Loaded) -> None:
+    def _resume_from(self, loaded: Loaded) -> None:
         progress = self._progress
-        scaler = progress.scaler and Scaler(loaded.scale or Scaler().scale, loaded.good_steps)
-        progress.back_to(Mark(loaded.step, scaler))
-        progress.saved = -1  # what is there of the same step may be another run's
-        self._steps.step = progress.recorded = progress.evaluated = loaded.step
+        scaler = progress.scaler and LossScaler(
+            loaded.scale or LossScaler().scale, loaded.good_steps
+        )
+        progress.roll_back(JobState(loaded.step, scaler))
+        progress.saved = -1  # a checkpoint of the same step may be another run's
+        self._step = progress.recorded = progress.evaluated = loaded.step
 
     def next(self, now: float) -> RunStep | Evaluate | Wait | Finish | None:
-        match self._asked:
+        match self._current:
             case CallKind.STEP:
                 batch = self._batch = self._calls.batch
                 assert batch
                 more, last = self._half_done, self._calls.last
                 self._half_done = not last
-                if more:
-                    return self._steps.run(batch, whole=last)
-                return self._steps.begin(batch, now, whole=last)
+                return self._run(batch, last=last) if more else self._begin(batch, now, last=last)
             case CallKind.CLOSE:
                 return Finish()
             case CallKind.EVALUATE | CallKind.PREDICT:
                 return Evaluate(self._progress.steps)
             case CallKind.SAVE | CallKind.LOAD:
-                self._asked = None
+                self._current = None
                 return Wait()
             case None:
-                gave, self._gave = self._gave, None
-                return gave
+                reply, self._reply = self._reply, None
+                return reply
 
 
-def loop_for(options: Options, placement: Placement, progress: Progress) -> Loop:
-    """The job file's, or the user's own."""
-    kind = CallLoop if options.own_loop else FileLoop
-    return kind(options, placement, progress)
+def _source(call: Call) -> str:
+    """Return a call as the user wrote it."""
+    if call.loaded is not None:
+        return f"load(a checkpoint of step {call.loaded.step})"
+    if call.kind in (CallKind.SAVE, CallKind.CLOSE):
+        return f"{call.kind.value}()"
+    more = ", everywhere=True" if call.everywhere else "" if call.last else ", of several"
+    return f"{call.kind.value}(batch{more})"
+
+
+Loop = FileLoop | CallLoop
+"""The source of a generation's commands."""

@@ -1,104 +1,111 @@
-"""What lasts as long as the job: steps done, the loss scale, how busy its stages were. Pure."""
+"""The progress of a job: steps done, the loss scale, how busy its workers were. Pure."""
 
 from __future__ import annotations
 
-import math
+import operator
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from pipeworker.coordinator.scaler import Scaler
-from pipeworker.coordinator.steps.snapshots import Mark
-from pipeworker.coordinator.steps.tally import Outcome
-from pipeworker.wire.messages.evaluation import Evaluation
-from pipeworker.wire.messages.step import StepResult
+from pipeworker.coordinator.loss_scaler import LossScaler
+from pipeworker.coordinator.steps.snapshots import JobState
+from pipeworker.facts.step import Evaluation, StepResult
+from pipeworker.wire.messages.checkpoint import Restore
+
+_INITIAL = JobState(0)
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """The state from which a coordinator continues a job that another process began.
+
+    Attributes:
+        restore: the state that the workers begin with; None for the initial weights.
+        layers: the names of its layers.
+        snapshot: the last snapshot of an earlier coordinator, which may be newer.
+        recorded: as in :class:`Progress`, like `evaluated` and `saved`.
+        causes: the causes of all restarts so far.
+    """
+
+    state: JobState = _INITIAL
+    restore: Restore | None = None
+    layers: tuple[str, ...] = ()
+    snapshot: tuple[JobState, Restore] | None = None
+    recorded: int = 0
+    evaluated: int = 0
+    saved: int = -1
+    causes: tuple[str, ...] = ()
 
 
 @dataclass(slots=True)
 class Progress:
-    """How far a job is.
+    """The progress of a job, which outlasts its generations.
 
     Attributes:
-        steps: that are done.
-        scaler: with fp16.
-        evaluation: the last one.
+        steps: the last completed step.
         attempts: generations begun.
-        recorded, evaluated: the last step whose row, and whose evaluation, is recorded; what is
-            repeated behind a loss gives the same, and is not recorded again.
-        saved: the step of the last checkpoint, -1 for none.
-        saved_at: when the last one was begun.
-        asked: somebody wants one, and it is not begun.
-        unsaved: attempts at a checkpoint that failed since the last that did not.
-        seconds: that the last step took.
+        recorded: the last step whose row is recorded; a step that is repeated after a loss gives
+            the same row, which is not recorded again.
+        evaluated: the last step whose evaluation is recorded.
+        saved: the step of the last checkpoint, -1 if there is none.
+        saved_at: the time at which the last checkpoint was begun.
+        failed_saves: checkpoints that failed since the last complete one.
+        seconds: the duration of the last step.
     """
 
     steps: int = 0
-    scaler: Scaler | None = None
+    scaler: LossScaler | None = None
     evaluation: Evaluation | None = None
     attempts: int = 0
     recorded: int = 0
     evaluated: int = 0
     saved: int = -1
     saved_at: float = 0.0
-    asked: bool = False
-    unsaved: int = 0
+    save_requested: bool = False
+    failed_saves: int = 0
     seconds: float = 0.0
-    _done: int = 0  # steps, here and now
-    _bubbles: float = 0.0  # the sum of theirs
-    _worked: tuple[float, ...] = ()  # seconds, by worker; since there are as many as now
-    _lasted: float = 0.0  # seconds, of the same steps
+    _completed: int = 0  # steps that this process saw completed
+    _bubbles: float = 0.0  # the sum of their bubbles
+    _busy_seconds: tuple[float, ...] = ()  # by worker, since their number last changed
+    _step_seconds: float = 0.0  # of the same steps
 
     @property
-    def begun(self) -> bool:
-        """Whether a step was completed, here and now: not before the run was gone on with."""
-        return self._done > 0
+    def started(self) -> bool:
+        """Whether a step was completed since this process started or resumed the run."""
+        return self._completed > 0
 
     @property
     def bubble(self) -> float:
-        """The mean over the steps."""
-        return self._bubbles / self._done if self._done else 0.0
+        """The mean idle share of the steps, 0 to 1."""
+        return self._bubbles / self._completed if self._completed else 0.0
 
     @property
     def busy(self) -> tuple[float, ...]:
         """The share of the time of its steps that each worker of a replica computed."""
-        return tuple(worked / self._lasted for worked in self._worked) if self._lasted else ()
+        total = self._step_seconds
+        return tuple(seconds / total for seconds in self._busy_seconds) if total else ()
 
     @property
-    def mark(self) -> Mark:
-        """Where the job stands."""
-        this = self.evaluation and self.evaluation.step == self.steps
-        return Mark(self.steps, self.scaler, self.evaluation if this else None)
+    def job_state(self) -> JobState:
+        """The coordinator's part of a snapshot or checkpoint of the current step."""
+        current = self.evaluation and self.evaluation.step == self.steps
+        return JobState(self.steps, self.scaler, self.evaluation if current else None)
 
-    def unsaved_at(self, step: int) -> bool:
-        """Whether something was done up to a step that is in no checkpoint."""
+    def has_unsaved(self, step: int) -> bool:
+        """Return whether a step up to `step` is in no checkpoint."""
         return step > max(0, self.saved)
 
-    def back_to(self, mark: Mark) -> None:
-        """What was done since is to be done again."""
-        self.steps, self.scaler = mark.step, mark.scaler
-        self.evaluation = mark.evaluation
+    def roll_back(self, state: JobState) -> None:
+        """Return to an earlier state; later steps will be repeated."""
+        self.steps, self.scaler, self.evaluation = state.step, state.scaler, state.evaluation
 
-    def done(self, step: int, outcome: Outcome) -> StepResult:
-        """A step is complete; returns its row."""
-        scaler = self.scaler
-        self.steps = step
-        self._done += 1
-        self._bubbles += outcome.bubble
-        if len(outcome.busy) != len(self._worked):  # the first step, or of another number
-            self._worked, self._lasted = (0.0,) * len(outcome.busy), 0.0
-        pairs = zip(self._worked, outcome.busy, strict=True)
-        self._worked = tuple(so_far + more for so_far, more in pairs)
-        self._lasted += outcome.seconds
-        if scaler:
-            self.scaler = scaler.after(overflow=outcome.overflow)
-        seconds = self.seconds = outcome.seconds
-        return StepResult(
-            step=step,
-            loss=outcome.loss,
-            samples=outcome.samples,
-            seconds=seconds,
-            samples_per_second=outcome.samples / seconds if seconds > 0 else math.inf,
-            grad_norm=outcome.norm,
-            lr=outcome.learning_rate,
-            bubble=outcome.bubble,
-            epoch=outcome.epoch,
-            loss_scale=scaler.scale if scaler else None,
-        )
+    def complete_step(self, result: StepResult, busy: Sequence[float], *, overflow: bool) -> None:
+        """Record a step; `busy` is the seconds that each worker of a replica computed."""
+        self.steps, self.seconds = result.step, result.seconds
+        self._completed += 1
+        self._bubbles += result.bubble
+        if len(busy) != len(self._busy_seconds):  # the first step with so many workers
+            self._busy_seconds, self._step_seconds = (0.0,) * len(busy), 0.0
+        self._busy_seconds = tuple(map(operator.add, self._busy_seconds, busy))
+        self._step_seconds += result.seconds
+        if self.scaler:
+            self.scaler = self.scaler.after(overflow=overflow)

@@ -1,9 +1,9 @@
-"""Copies of the job's state: which memory of the workers' holds which step, and when to copy. Pure.
+"""Copies of the job's state: which memory slot holds which step, and when to copy. Pure.
 
-Between two updates weights and optimizer state stand still, so a worker copies them while the next
-step runs. A copy is a *snapshot* once it is whole on all workers. It goes into a slot, the same on
-all of them: with two, the last snapshot stays until the next is whole; what is being written to
-disk stays until it is.
+Between two updates weights and optimizer state do not change, so a worker copies them while the
+next step runs. A copy is a *snapshot* once it is complete on all workers. It goes into a slot, the
+same one on all workers: with two slots, the last snapshot stays until the next one is complete. A
+slot that is being written to disk is not overwritten either.
 """
 
 from __future__ import annotations
@@ -13,188 +13,179 @@ from collections import deque
 from collections.abc import Collection
 from dataclasses import dataclass, field
 
-from pipeworker.coordinator.scaler import Scaler
-from pipeworker.wire.messages.checkpoint import File, Restore
-from pipeworker.wire.messages.evaluation import Evaluation
+from pipeworker.coordinator.loss_scaler import LossScaler
+from pipeworker.facts.checkpoint_file import CheckpointFile
+from pipeworker.facts.step import Evaluation
+from pipeworker.wire.messages.checkpoint import Restore, Saved
 from pipeworker.wire.messages.step import StepDone
 
 BUDGET = 0.02
-"""Share of the time of steps that copying may take where the user has not said how often."""
-_COSTS = 4  # of so many copies the cheapest counts: the first in a slot has its memory to make
-_RARELY = 1000
+"""Share of the time of steps that copying may take where the user has not chosen an interval."""
+_COSTS = 4
+"""Copies of which the cheapest counts: the first copy into a slot also allocates its memory."""
+_MAX_INTERVAL = 1000
 
 
 @dataclass(frozen=True, slots=True)
-class Mark:
-    """What the coordinator itself goes back to: where the job stood after `step`.
-
-    Attributes:
-        scaler: the loss scale, with fp16.
-        evaluation: of this very step, if there was one.
-    """
+class JobState:
+    """The coordinator's own part of a snapshot or checkpoint, after `step`."""
 
     step: int
-    scaler: Scaler | None = None
+    scaler: LossScaler | None = None
     evaluation: Evaluation | None = None
 
 
 @dataclass(slots=True)
 class Writing:
-    """A checkpoint on its way to disk, by rank.
+    """A checkpoint that is being written to disk, and the ranks whose parts are awaited."""
 
-    Attributes:
-        errors: what kept ranks from writing theirs.
-    """
-
-    mark: Mark
+    state: JobState
     slot: int
     awaited: set[int]
-    files: dict[int, tuple[File, ...]] = field(default_factory=dict)
+    files: dict[int, tuple[CheckpointFile, ...]] = field(default_factory=dict)
     errors: list[str] = field(default_factory=list)
 
 
 @dataclass(slots=True)
 class Snapshots:
-    """See the module.
+    """The slots of the workers, and the checkpoints that are written from them.
 
     Args:
-        slots: that each worker has; with one there are no snapshots, only what is written to disk.
-        every: steps between two snapshots; None to choose by what they cost.
-        cores: of the coordinator's host, which workers are taken to share.
+        slots: slots of each worker; with one there are no snapshots, only checkpoints.
+        every: steps between two snapshots; None to choose by their cost.
+        cores: cores of the coordinator's host, which the workers are assumed to share.
+
+    Attributes:
+        last: the last snapshot.
+        on_disk: the last checkpoint.
+        writing: the checkpoints being written, by step.
     """
 
     slots: int = 1
     every: int | None = None
     cores: int = 1
-    last: tuple[Mark, Restore] | None = None
-    on_disk: tuple[Mark, Restore] | None = None
+    last: tuple[JobState, Restore] | None = None
+    on_disk: tuple[JobState, Restore] | None = None
     writing: dict[int, Writing] = field(default_factory=dict)
-    _written: dict[int, Mark] = field(default_factory=dict)
-    _copying: dict[int, Mark] = field(default_factory=dict)
-    _gone: set[int] = field(default_factory=set)  # the ranks that have lost the last one
+    _written: dict[int, JobState] = field(default_factory=dict)
+    _copying: dict[int, JobState] = field(default_factory=dict)
     _costs: deque[float] = field(default_factory=lambda: deque(maxlen=_COSTS))
 
     @property
-    def newest(self) -> tuple[Mark, Restore] | None:
-        """What the job goes back to: the last snapshot, or a checkpoint that is newer still."""
+    def newest(self) -> tuple[JobState, Restore] | None:
+        """The state to resume from: the last snapshot, or a checkpoint that is newer."""
         found = [one for one in (self.last, self.on_disk) if one]
         return max(found, key=lambda one: one[0].step, default=None)
 
     @property
-    def free(self) -> int | None:
-        """A slot for a snapshot: nothing is in it that is still wanted."""
-        taken = self._written_from | self._whole | self._copying.keys()
-        return next((slot for slot in range(self.slots) if slot not in taken), None)
+    def free_slot(self) -> int | None:
+        """A slot for a snapshot, whose content is no longer needed; None if there is none."""
+        return next((slot for slot in self._unwritten if slot not in self._copying), None)
 
     @property
-    def room(self) -> int | None:
-        """A slot for a checkpoint that is written beside steps: a snapshot on its way gives way.
+    def checkpoint_slot(self) -> int | None:
+        """A slot for a checkpoint that is written beside steps; None if there is none.
 
-        What is copied is whole on each worker before it changes, so that it can be copied over; but
-        until that is known of all, the last snapshot stays.
+        It may be the slot of a copy in progress: each worker completes that copy before its state
+        changes, so it can be overwritten. Until the new copy is known to be complete on all
+        workers, the last snapshot stays.
         """
-        taken = self._written_from | self._whole
-        slots = [slot for slot in range(self.slots) if slot not in taken]
-        return min(slots, key=self._copying.__contains__, default=None)
+        return min(self._unwritten, key=self._copying.__contains__, default=None)
 
-    def take(self) -> int:
-        """A slot to copy into while nothing runs.
+    def blocking_slot(self) -> int:
+        """Return a slot for a checkpoint that is copied while nothing runs.
 
-        What is not known to be whole goes, and what is being written a worker waits for.
+        A copy that is not known to be complete is abandoned. A worker waits for the end of a write
+        from the same slot.
         """
-        slot = next(slot for slot in range(self.slots) if slot not in self._whole)
+        slot = self._replaceable[0]
         self._copying.pop(slot, None)
         return slot
 
     @property
-    def _written_from(self) -> set[int]:
-        return {writing.slot for writing in self.writing.values()}
+    def _replaceable(self) -> list[int]:
+        """The slots without the last snapshot."""
+        kept = self.last[1].slot if self.last else -1
+        return [slot for slot in range(self.slots) if slot != kept]
 
     @property
-    def _whole(self) -> set[int]:
-        return {self.last[1].slot} if self.last else set()
+    def _unwritten(self) -> list[int]:
+        """Those that are not being written to disk either."""
+        written = {writing.slot for writing in self.writing.values()}
+        return [slot for slot in self._replaceable if slot not in written]
 
-    def due(self, step: int, seconds: float) -> bool:
-        """Whether the state after `step`, which has taken so long, is to be copied."""
-        if self.slots < 2 or self.free is None:
+    def is_due(self, step: int, seconds: float) -> bool:
+        """Return whether the state after `step`, which took `seconds`, is to be copied."""
+        if self.slots < 2 or self.free_slot is None:
             return False
         since = step - (self.last[0].step if self.last else 0)
-        return since >= (self.every or self.rate(seconds))
+        return since >= (self.every or self.interval(seconds))
 
-    def rate(self, seconds: float) -> int:
-        """After how many steps of so many seconds the next copy stays within the budget."""
+    def interval(self, seconds: float) -> int:
+        """Return the steps of so many seconds after which another copy is within the budget."""
         if len(self._costs) < _COSTS or not seconds > 0:
             return 1
-        return min(_RARELY, max(1, math.ceil(min(self._costs) / (BUDGET * seconds))))
+        return min(_MAX_INTERVAL, max(1, math.ceil(min(self._costs) / (BUDGET * seconds))))
 
-    def copy(self, mark: Mark, slot: int) -> None:
-        """The state is copied into a slot from now on."""
-        self._copying[slot] = mark
+    def begin_copy(self, state: JobState, slot: int) -> None:
+        """Note that the workers begin to copy their state into a slot."""
+        self._copying[slot] = state
 
-    def ran(self, done: Collection[StepDone], ranks: int | None = None) -> None:
-        """All workers have run a mini-batch: a copy that is whole on all of them is a snapshot.
+    def step_done(self, done: Collection[StepDone], ranks: int | None = None) -> None:
+        """Take a copy that is complete on all workers as the last snapshot.
 
-        It counts where all name the same: a worker that lacks memory for a copy makes none.
-
-        Args:
-            ranks: so many have the whole state together; None for all.
+        All of them must report the same step: a worker that lacks memory for a copy makes none. The
+        first `ranks` workers, or all, hold the whole state together.
         """
-        copied = {d.copied for d in done}
-        slot = next((s for s, mark in self._copying.items() if copied == {mark.step}), None)
+        copied = {d.snapshot_step for d in done}
+        slot = next((s for s, state in self._copying.items() if copied == {state.step}), None)
         if slot is None:
             return
-        mark = self._copying[slot]
-        self._copying = {s: later for s, later in self._copying.items() if later.step > mark.step}
-        self._costs.append(max(d.copying for d in done) * max(1.0, len(done) / self.cores))
+        state = self._copying[slot]
+        self._copying = {s: later for s, later in self._copying.items() if later.step > state.step}
+        self._costs.append(max(d.snapshot_seconds for d in done) * max(1.0, len(done) / self.cores))
         if self.slots > 1:
-            self.last = mark, Restore(mark.step, slot=slot, ranks=ranks or len(done))
-            self._gone.clear()
+            self.last = state, Restore(state.step, slot=slot, ranks=ranks or len(done))
 
-    def write(self, mark: Mark, slot: int, ranks: int) -> None:
-        """What is in a slot is written to disk by the first so many workers."""
-        self.writing[mark.step] = Writing(mark, slot, set(range(ranks)))
+    def begin_write(self, state: JobState, slot: int, ranks: int) -> None:
+        """Note that the ranks below `ranks` begin to write a slot to disk."""
+        self.writing[state.step] = Writing(state, slot, set(range(ranks)))
 
-    def wrote(self, rank: int, step: int, files: tuple[File, ...], error: str) -> Writing | None:
-        """A worker has written its part, or has failed to; returns what it belongs to."""
-        writing = self.writing.get(step)
-        if writing is None or rank not in writing.awaited:
+    def part_written(self, part: Saved) -> Writing | None:
+        """Record a part that a rank has written or not; return its checkpoint if it is awaited."""
+        writing = self.writing.get(part.step)
+        if writing is None or part.rank not in writing.awaited:
             return None
-        writing.awaited.discard(rank)
-        if error:
-            writing.errors.append(error)
+        writing.awaited.discard(part.rank)
+        if part.error:
+            writing.errors.append(part.error)
         else:
-            writing.files[rank] = files
+            writing.files[part.rank] = part.files
         if not writing.awaited:
-            del self.writing[step]
+            del self.writing[part.step]
             if not writing.errors:
-                self._written[step] = writing.mark
+                self._written[part.step] = writing.state
         return writing
 
-    def saved(self, step: int, path: str) -> bool:
-        """The checkpoint that all have written is complete, at `path`, or cannot be, without one.
+    def checkpoint_ended(self, step: int, path: str) -> bool:
+        """Record that a checkpoint is complete at `path`, or failed if that is empty.
 
         Returns:
-            Whether there is one of this step.
+            Whether a checkpoint of this step was to be completed.
         """
-        mark = self._written.pop(step, None)
-        if mark and path:
-            self.on_disk = mark, Restore(step, path)
-        return mark is not None
+        state = self._written.pop(step, None)
+        if state and path:
+            self.on_disk = state, Restore(step, path)
+        return state is not None
 
-    def forget(self, ranks: Collection[int], total: int) -> None:
-        """The memory of these ranks is gone, of so many: what is copied is not whole.
-
-        Nor is the snapshot, unless others have all of it: another replica.
-        """
+    def host_lost(self, *, survives: bool) -> None:
+        """Discard copies in progress, and the last snapshot unless it `survives` elsewhere."""
         self._copying.clear()
-        self._gone |= {*ranks}
-        size = self.last[1].ranks if self.last else total
-        starts = range(0, total, size or total)
-        if all(self._gone & {*range(start, start + size)} for start in starts):
+        if not survives:
             self.last = None
 
-    def lost(self) -> list[int]:
-        """The workers are gone, and what they were doing; returns the steps being written."""
+    def workers_lost(self) -> list[int]:
+        """Discard what the workers were doing; return the steps of unfinished checkpoints."""
         steps = list(self.writing)
         self.writing.clear()
         self._copying.clear()

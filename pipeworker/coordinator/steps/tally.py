@@ -1,4 +1,4 @@
-"""What the mini-batches of one step give: loss, gradient norm, and the scale of the update."""
+"""The outcome of a step: loss, gradient norm, and the scale of the update. Pure."""
 
 from __future__ import annotations
 
@@ -9,112 +9,106 @@ import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from pipeworker.coordinator.scaler import Scaler
-from pipeworker.exact import total
-from pipeworker.wire.messages.step import Batch, StepDone
+from pipeworker.coordinator.loss_scaler import LossScaler
+from pipeworker.exact_sum import total
+from pipeworker.facts.step import Batch, StepResult
+from pipeworker.plan.placement import Placement
+from pipeworker.wire.messages.step import StepDone, Update
 
 _CLIP_EPSILON = 1e-6  # as torch.nn.utils.clip_grad_norm_
 
 
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """Of one step, over all stages.
-
-    Attributes:
-        loss: mean over the samples, or Σsum / Σcount.
-        norm: 2-norm of the whole gradient, before clipping.
-        divisor: what the accumulated gradients are divided by in the update.
-        scale: what they are then multiplied by, to clip their norm.
-        epoch, first_epoch: of its last and of its first mini-batch.
-        busy: seconds that each worker of the first replica computed, in the order of the stages.
-        overflow: with a loss scale, whether a gradient is not finite.
-    """
-
-    loss: float
-    norm: float
-    divisor: float
-    scale: float
-    overflow: bool
-    learning_rate: float
-    samples: int
-    seconds: float
-    bubble: float
-    epoch: int
-    first_epoch: int
-    busy: tuple[float, ...] = ()
-
-
 @dataclass(slots=True)
 class Tally:
-    """Adds up the mini-batches of a step as they are done."""
+    """The sums of a step, over the mini-batches done so far.
 
+    Attributes:
+        started: the time at which the step started.
+        batches: mini-batches done.
+        microbatches: micro-batches of these.
+        busy: seconds that each worker of the first replica computed.
+    """
+
+    step: int
+    placement: Placement
     started: float
     batches: int = 0
     microbatches: int = 0
+    busy: tuple[float, ...] = ()
     _losses: float = 0.0
     _counts: float = 0.0
     _counted: bool = False
-    _busy: float = 0.0
-    _worked: tuple[float, ...] = ()
+    _mean_busy: float = 0.0
     _samples: int = 0
     _epoch: int = 0
     _first_epoch: int = 0
     _squares: tuple[float, ...] = ()
     _rate: float = 0.0
 
-    def add(
-        self, done: Sequence[StepDone], ends: Sequence[StepDone], busy: float, batch: Batch
-    ) -> None:
-        """Every stage has run a mini-batch.
-
-        Args:
-            done: of one replica, in the order of the stages: gradients are those of all replicas.
-            ends: of the workers with the last stage, by replica, which have the losses.
-            busy: seconds of computing, the mean over all workers.
-        """
+    def add(self, done: Sequence[StepDone], batch: Batch) -> None:
+        """Add a mini-batch that every worker has run; `done` is by rank."""
+        placement = self.placement
+        # Gradients are those of all replicas, so the first replica has them all.
+        first = done[: placement.workers]
+        ends = [done[rank] for rank in placement.ranks_of(placement.stages - 1)]
         losses = [loss for one in ends for loss in one.losses]
         counts = [count for one in ends for count in one.counts]
         # Left to right, as the plain loop adds: sum() compensates since Python 3.12.
         self._losses += functools.reduce(operator.add, losses, 0.0)
         self._counted = self._counted or bool(counts)
         self._counts += total(counts)
-        self._busy += busy
-        worked = self._worked or (0.0,) * len(done)
-        self._worked = tuple(so_far + d.busy for so_far, d in zip(worked, done, strict=True))
+        self._mean_busy += sum(d.busy for d in done) / len(done)
+        busy = self.busy or (0.0,) * len(first)
+        self.busy = tuple(so_far + d.busy for so_far, d in zip(busy, first, strict=True))
         self._samples += batch.samples
         self._epoch = batch.epoch
         if not self.batches:
             self._first_epoch = batch.epoch
-        self._squares = tuple(itertools.chain.from_iterable(d.squares for d in done))
-        rates = (d.learning_rate for d in done if not math.isnan(d.learning_rate))
-        self._rate = next(rates, 0.0)
+        self._squares = tuple(itertools.chain.from_iterable(d.squares for d in first))
+        rates = (done[worker].learning_rate for worker in placement.owners)
+        self._rate = next((rate for rate in rates if not math.isnan(rate)), 0.0)
         self.batches += bool(batch.microbatches)
         self.microbatches += batch.microbatches
 
-    def outcome(self, now: float, clip: float | None, scaler: Scaler | None) -> Outcome:
-        """The step as a whole; gradients are the mean of the mini-batches', or Σ / Σcount."""
+    def outcome(
+        self, following: Batch | None, now: float, clip: float | None, scaler: LossScaler | None
+    ) -> tuple[StepResult, Update]:
+        """Return the row of the step, and the update.
+
+        The gradient is the mean over the mini-batches, or the sum divided by Σcount.
+
+        Args:
+            following: the next mini-batch; None if the data has ended.
+            now: the time, in seconds.
+            clip: largest norm of the whole gradient; None for no limit.
+            scaler: the loss scale of the step, with fp16.
+        """
         count = self._counts if self._counted else float(self.batches)
-        loss_scale = scaler.scale if scaler else 1.0
-        loss = self._losses / count if count else math.nan
         accumulated = math.sqrt(total(self._squares))
-        divisor = (count or 1.0) * loss_scale
+        divisor = (count or 1.0) * (scaler.scale if scaler else 1.0)
         norm = accumulated / divisor if count else math.nan
         scale = 1.0
         if clip is not None and norm + _CLIP_EPSILON > clip:
             scale = clip / (norm + _CLIP_EPSILON)
         seconds = now - self.started
-        busy = self._busy / seconds if seconds > 0 else 1.0
-        return Outcome(
-            loss=loss,
-            norm=norm,
-            divisor=divisor,
-            scale=scale,
-            overflow=scaler is not None and not math.isfinite(accumulated),
-            learning_rate=self._rate,
+        busy = self._mean_busy / seconds if seconds > 0 else 1.0
+        result = StepResult(
+            step=self.step,
+            loss=self._losses / count if count else math.nan,
             samples=self._samples,
             seconds=seconds,
+            samples_per_second=self._samples / seconds if seconds > 0 else math.inf,
+            grad_norm=norm,
+            lr=self._rate,
             bubble=min(1.0, max(0.0, 1.0 - busy)),
             epoch=self._epoch,
-            first_epoch=self._first_epoch,
-            busy=self._worked,
+            loss_scale=scaler.scale if scaler else None,
         )
+        update = Update(
+            self.step,
+            divisor,
+            scale,
+            overflow=scaler is not None and not math.isfinite(accumulated),
+            epoch_ended=following is None or following.epoch != self._first_epoch,
+        )
+        return result, update

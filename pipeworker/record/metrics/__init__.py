@@ -1,1 +1,1 @@
-"""What is measured, a row a step or an evaluation: as JSON lines, and as others want it."""
+"""The figures of each step and evaluation: as JSON lines, CSV and TensorBoard files."""

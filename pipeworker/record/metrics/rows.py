@@ -1,4 +1,4 @@
-"""Files of JSON objects, one a line, each with its `step`: written, read, the last and the best."""
+"""Rows of a run: files of JSON objects, one a line, each with its ``step``."""
 
 from __future__ import annotations
 
@@ -12,55 +12,47 @@ from pathlib import Path
 from typing import Any
 
 Row = dict[str, Any]
-_LONGEST = 1 << 16  # bytes of a row
+MAX_ROW_BYTES = 1 << 16
 
 
 class Rows:
-    """A file opened once; a row is there whole or not at all.
+    """A file of rows that is open for writing; a row appears whole or not at all.
 
-    That of a process which was killed while it wrote it goes. What the disk does not take is held,
-    and tried again with the next one.
+    Opening the file removes a row that a killed process left incomplete. A row that a full disk
+    does not take is kept, and written again with the next one.
     """
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._held: deque[bytes] = deque()
+        self._pending: deque[bytes] = deque()
         self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
         size = os.fstat(self._file).st_size
-        end = os.pread(self._file, _LONGEST, max(0, size - _LONGEST))
+        end = os.pread(self._file, MAX_ROW_BYTES, max(0, size - MAX_ROW_BYTES))
         if not end.endswith(b"\n"):
             os.ftruncate(self._file, size - len(end) + end.rfind(b"\n") + 1)
 
     def add(self, row: Row) -> None:
-        """Write a row, behind those that are held.
+        """Write a row, behind the rows that are pending.
 
         Raises:
-            OSError: the disk is full, or the file is not there any more.
+            OSError: the disk is full, or the file was removed; the row is pending then.
         """
-        self._held.append((json.dumps(row) + "\n").encode())
+        self._pending.append((json.dumps(row) + "\n").encode())
         self.flush()
 
     def flush(self) -> None:
-        """Write what is held.
-
-        Raises:
-            OSError: as :meth:`add`.
-        """
-        while self._held:
+        """Write the rows that are pending; raises as :meth:`add`."""
+        while self._pending:
             found = os.fstat(self._file)
             if not found.st_nlink:
                 raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(self._path))
-            if os.write(self._file, self._held[0]) < len(self._held[0]):
+            if os.write(self._file, self._pending[0]) < len(self._pending[0]):
                 os.ftruncate(self._file, found.st_size)
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self._path))
-            self._held.popleft()
+            self._pending.popleft()
 
     def sync(self) -> None:
-        """All rows are on disk when this returns.
-
-        Raises:
-            OSError: as :meth:`add`.
-        """
+        """Flush all rows to disk; raises as :meth:`add`."""
         self.flush()
         os.fsync(self._file)
 
@@ -69,56 +61,37 @@ class Rows:
 
 
 def read(path: Path) -> Iterator[Row]:
-    """All whole rows; none where there is no file.
-
-    Raises:
-        OSError: it cannot be read.
-    """
+    """Yield all whole rows of a file; none if there is no file."""
     try:
         file = path.open("rb")
     except FileNotFoundError:
         return
     with file:
         for line in file:
-            if row := _row(line):
+            if row := parse(line):
                 yield row
 
 
 def last(path: Path) -> Row | None:
-    """The last whole row; None where there is none.
-
-    Raises:
-        OSError: the file cannot be read.
-    """
-    for line in reversed(last_lines(path)):
-        if row := _row(line):
-            return row
-    return None
+    """Return the last whole row of a file; None if there is none."""
+    return next(filter(None, map(parse, reversed(last_lines(path)))), None)
 
 
 def last_lines(path: Path) -> list[bytes]:
-    """Of a file, some of the last; each whole, but for the last one perhaps.
-
-    Raises:
-        OSError: the file cannot be read.
-    """
+    """Return some of the last lines of a file; the last one may be incomplete."""
     try:
         file = path.open("rb")
     except FileNotFoundError:
         return []
     with file:
-        start = max(0, file.seek(0, os.SEEK_END) - _LONGEST)
+        start = max(0, file.seek(0, os.SEEK_END) - MAX_ROW_BYTES)
         file.seek(start)
         lines = file.read().splitlines(keepends=True)
     return lines[1:] if start else lines
 
 
 def best(path: Path) -> Row | None:
-    """The row with the least loss, of equal ones the last; None where no loss is finite.
-
-    Raises:
-        OSError: the file cannot be read.
-    """
+    """Return the row with the least loss, of equal ones the last; None if no loss is finite."""
     found: Row | None = None
     for row in read(path):
         loss = row.get("loss")
@@ -131,8 +104,8 @@ def best(path: Path) -> Row | None:
     return found
 
 
-def _row(line: bytes) -> Row | None:
-    """What a line says, if it is a whole row."""
+def parse(line: bytes) -> Row | None:
+    """Return the row in a line; None if the line is not a whole row."""
     if not line.endswith(b"\n"):
         return None
     try:

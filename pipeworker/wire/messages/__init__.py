@@ -1,6 +1,5 @@
-"""The messages between a worker and the coordinator: typed, frozen, plain values only.
+"""Messages between workers and the coordinator, by subject: typed, frozen, of plain values.
 
-A module has what is said of one thing, in both directions; `directions` says who sends what. What a
-message may hold is what the codec can check: whole numbers, floats, strings, bytes, booleans,
-enums, tuples of these, optional values and other messages.
+:mod:`.directions` lists which side sends which. A field may have any type that the codec checks:
+int, float, str, bytes, bool, enums, tuples of these, optional values and other dataclasses.
 """

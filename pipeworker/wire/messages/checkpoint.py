@@ -1,33 +1,20 @@
-"""The state: copied, written, and begun with."""
+"""Messages about the training state: snapshots in memory, checkpoints, and restoring."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from pipeworker.wire.messages.limits import LONGEST_TEXT, check, check_names
-
-
-@dataclass(frozen=True, slots=True)
-class File:
-    """A file of a checkpoint, its size and the CRC-32 of what is in it."""
-
-    name: str
-    bytes: int
-    crc32: int
-
-    def __post_init__(self) -> None:
-        check_names((self.name,), "names of files")
-        check("/" not in self.name, "a file in another folder")
-        check(self.bytes >= 0 and 0 <= self.crc32 < 1 << 32, "a file that cannot be")
+from pipeworker.facts.checkpoint_file import CheckpointFile
+from pipeworker.facts.limits import LONGEST_TEXT, check
 
 
 @dataclass(frozen=True, slots=True)
 class Saved:
-    """A worker's part of the checkpoint of `step` is on disk; or it is not, for this reason."""
+    """A worker's part of the checkpoint of `step` is on disk, or cannot be written (`error`)."""
 
     rank: int
     step: int
-    files: tuple[File, ...] = ()
+    files: tuple[CheckpointFile, ...] = ()
     error: str = ""
 
     def __post_init__(self) -> None:
@@ -36,12 +23,13 @@ class Saved:
 
 @dataclass(frozen=True, slots=True)
 class Restore:
-    """The state that a generation begins with, which is that after `step`.
+    """The state after `step`, with which a generation begins.
 
     Attributes:
-        path: of a checkpoint; or, where that is empty,
-        slot: of the memories that workers of an earlier generation left behind: `ranks` of them,
-            one after the other, have the whole state.
+        path: of a checkpoint; empty for a snapshot.
+        slot: the number of the memory that holds the snapshot.
+        ranks: the number of workers of the earlier generation whose memories, one after the other,
+            hold the whole state.
     """
 
     step: int
@@ -52,11 +40,9 @@ class Restore:
 
 @dataclass(frozen=True, slots=True)
 class Copy:
-    """Copy the state after `step` into a memory of this worker's, while the next step runs.
+    """A request to copy the state after `step` into the memory `slot` while the next step runs.
 
-    Attributes:
-        slot: the number of the memory.
-        save: write the copy to disk as well, as the worker's part of a checkpoint.
+    With `save` the copy is also written to disk, as the worker's part of a checkpoint.
     """
 
     step: int
@@ -66,7 +52,7 @@ class Copy:
 
 @dataclass(frozen=True, slots=True)
 class Save:
-    """Write this worker's part of the checkpoint of `step`, by way of the memory `slot`."""
+    """A command: write this worker's part of the checkpoint of `step`, using the memory `slot`."""
 
     step: int
     slot: int = 0

@@ -1,30 +1,56 @@
-"""Who sends which messages."""
+"""The command to a worker, and the messages that workers and the coordinator send."""
 
 from __future__ import annotations
 
-from pipeworker.wire.messages.advance import Advance
-from pipeworker.wire.messages.calls import Call
-from pipeworker.wire.messages.checkpoint import Saved
-from pipeworker.wire.messages.evaluation import EvaluationDone
-from pipeworker.wire.messages.failure import Abort, Failed, Signalled
+from dataclasses import dataclass
+
+from pipeworker.wire.messages.checkpoint import Copy, Save, Saved
 from pipeworker.wire.messages.plan import Described, Plan, Ready
-from pipeworker.wire.messages.presence import Heartbeat, Hello, Ping, Welcome
-from pipeworker.wire.messages.step import StepDone, Upcoming
+from pipeworker.wire.messages.presence import (
+    Abort,
+    Failed,
+    Heartbeat,
+    Hello,
+    Ping,
+    Signalled,
+    Welcome,
+)
+from pipeworker.wire.messages.step import (
+    Call,
+    Evaluate,
+    Evaluated,
+    EvaluationDone,
+    RunStep,
+    StepDone,
+    Upcoming,
+    Update,
+    Wait,
+)
 from pipeworker.wire.messages.store import StoreReply, StoreRequest
 
-FromWorker = (
-    Hello
-    | Described
-    | Ready
-    | Upcoming
-    | StepDone
-    | EvaluationDone
-    | Call
-    | Saved
-    | Heartbeat
-    | Failed
-    | Signalled
-    | StoreRequest
-)
+
+@dataclass(frozen=True, slots=True)
+class Finish:
+    """The job is done: leave."""
+
+
+Next = RunStep | Evaluate | Save | Wait | Finish
+
+
+@dataclass(frozen=True, slots=True)
+class Advance:
+    """The next command, and what to execute before it.
+
+    Before it come an update, or the loss of the last evaluation pass, and then a snapshot.
+    """
+
+    next: Next
+    update: Update | Evaluated | None = None
+    copy: Copy | None = None
+
+
+_WhileJoining = Hello | Described | Ready | StoreRequest
+_WhileRunning = Upcoming | StepDone | EvaluationDone | Call | Saved
+FromWorker = _WhileJoining | _WhileRunning | Heartbeat | Failed | Signalled
 ToWorker = Welcome | Plan | Advance | StoreReply | Ping | Abort
 Message = FromWorker | ToWorker

@@ -1,16 +1,20 @@
-"""What the model is, what each worker holds of it, and that this is built."""
+"""Messages about the model, its division into stages, and the stages that are built."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from pipeworker.wire.messages.limits import MOST_NOTES, MOST_TYPES, check, check_names
-from pipeworker.wire.messages.step import Batch
+from pipeworker.facts.layer_names import LayerNames, is_numbered
+from pipeworker.facts.limits import MOST_NOTES, MOST_TYPES, check, check_names
+from pipeworker.facts.step import Batch
 
 
 @dataclass(frozen=True, slots=True)
 class SkipRoute:
-    """A skip connection: between layers in `Described`, between stages in `Plan`."""
+    """A value that layer or stage `source` stashes and `target` pops.
+
+    The numbers are layers in `Described` and stages in `Plan`.
+    """
 
     source: int
     target: int
@@ -19,7 +23,7 @@ class SkipRoute:
 
 @dataclass(frozen=True, slots=True)
 class TiedWeights:
-    """One parameter at several places: its names, and in `Plan` the stages of the places."""
+    """One parameter that several layers share: its name in each place; in `Plan`, the stages."""
 
     names: tuple[str, ...]
     stages: tuple[int, ...]
@@ -27,7 +31,7 @@ class TiedWeights:
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """A file of the job's, by its name in the job file's folder, and a digest of what is in it."""
+    """A source file of the job: its name in the job file's folder, and a digest of its content."""
 
     name: str
     digest: str
@@ -38,17 +42,18 @@ class Source:
 
 @dataclass(frozen=True, slots=True)
 class Described:
-    """What the job file's model is.
+    """A worker's description of the job file's model.
 
     Attributes:
         layers: the class of each layer, or ``"?"`` for one that is not built yet.
-        weights: a digest of those layers' initial weights.
-        skips: from the rank with stage 0, which reads the data.
-        types: the classes of the user's that this worker can tell others of, by name.
-        names: of the layers in the user's module, where they are not their indices.
-        sources: the job file and what it imports from its folder.
-        notes: for the user, who may have meant something else.
-        settings: of torch's, that numbers depend on, as ``torch.get_default_dtype() = …``.
+        skips: the skip connections, from the worker with stage 0, which reads the data.
+        weights: a digest of the initial weights of the layers that are built.
+        types: names of the user's classes whose instances this worker can send.
+        names: the layers' names in the user's module, empty if they are their indices.
+        sources: the job file and the files that it imports from its folder.
+        notes: hints for the user about code that may not do what is intended.
+        settings: torch's global settings that results depend on, as
+            ``torch.get_default_dtype() = …``.
     """
 
     rank: int
@@ -69,8 +74,8 @@ class Described:
         check(len(self.sources) <= MOST_TYPES, f"{len(self.sources)} files")
         count = len(self.layers)
         check_names(self.names, "names of layers", count)
-        right = len({*self.names}) in (0, count) and not any("." in name for name in self.names)
-        check(right, "names that are not those of the layers")
+        LayerNames(self.names)
+        check(len(self.names) in (0, count), f"{len(self.names)} names for {count} layers")
         for skip in self.skips:
             check(0 <= skip.source <= skip.target < count, f"a skip to layer {skip.target}")
             check_names((skip.name,), "names of skips")
@@ -78,13 +83,12 @@ class Described:
             check(bool(tie.names), "tied weights without a name")
             check_names(tie.names, "names of tied weights")
             for name in tie.names:
-                layer = name.partition(".")[0]
-                check(layer.isdecimal() and int(layer) < count, f"a tied weight {name!r}")
+                check(is_numbered(name, count), f"a tied weight {name!r}")
 
 
 @dataclass(frozen=True, slots=True)
 class Built:
-    """A stage that is built: the classes of its layers, from layer `first` on."""
+    """A stage that is built: its first layer, its layers' classes, its number of parameters."""
 
     stage: int
     first: int
@@ -101,10 +105,10 @@ class Ready:
     """A worker's stages are built and connected.
 
     Attributes:
-        batch: from where stage 0 is.
-        left_out: how many names of ``--init-from`` and of its stages had no counterpart.
-        length: mini-batches of an epoch, from where data is read; 0 where that is not known.
-        unit: which accelerator of its host the device is, whatever its number in the process; empty
+        batch: the first mini-batch, from the worker with stage 0.
+        unmatched: the number of names of ``--init-from`` and of its stages without a counterpart.
+        epoch_length: mini-batches in an epoch, from the worker that reads the data; 0 if unknown.
+        accelerator: identifies the device on its host, whatever its number in the process; empty
             for the CPU.
     """
 
@@ -112,33 +116,37 @@ class Ready:
     stages: tuple[Built, ...]
     device: str
     batch: Batch | None
-    left_out: int = 0
-    length: int = 0
-    unit: str = ""
+    unmatched: int = 0
+    epoch_length: int = 0
+    accelerator: str = ""
 
     def __post_init__(self) -> None:
-        check_names((self.device, self.unit), "names of devices")
+        check_names((self.device, self.accelerator), "names of devices")
 
 
 @dataclass(frozen=True, slots=True)
 class StageRange:
-    """Layers ``first`` to ``stop - 1`` of the model are `stage`."""
+    """Layers ``first`` to ``stop - 1`` of the model are `stage`; its recompute mode."""
 
     stage: int
     first: int
     stop: int
+    recompute: str = "auto"
+
+    def __post_init__(self) -> None:
+        check_names((self.recompute,), "recompute modes")
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What this worker holds, and what it is connected to.
+    """The stages of a worker, and its channels.
 
     Attributes:
-        ranges: this worker's stages.
         edges: its channels, in connection order.
-        skips: those that begin or end on its stages; `ties` those with a place on them.
+        skips: the skip connections that begin or end on its stages.
+        ties: the tied weights with a place on its stages.
         evaluation: its actions for one micro-batch of a forward-only pass.
-        types: the classes that all workers know; a channel says their numbers in this list.
+        types: the user's classes that all workers know; a channel sends an index in this list.
     """
 
     ranges: tuple[StageRange, ...]

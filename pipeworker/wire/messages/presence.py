@@ -1,23 +1,21 @@
-"""A worker joins, and each end says that it is alive."""
+"""Messages by which a worker joins, shows that it is alive, and leaves or is sent away early."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+from pipeworker.facts.failure import Failure
+from pipeworker.facts.limits import LONGEST_NAME, MOST_VERSIONS, check, check_names
+from pipeworker.facts.position import Position
 from pipeworker.wire.messages.checkpoint import Restore
-from pipeworker.wire.messages.limits import LONGEST_NAME, MOST_VERSIONS, check, check_names
-from pipeworker.wire.messages.position import Position
 
 
 @dataclass(frozen=True, slots=True)
 class Hello:
-    """A worker is there.
+    """The first message of a worker, with its versions of software, as ``torch 2.13.0``.
 
-    The first two fields are read by other versions of the protocol too, to name who speaks it: they
-    stay as they are.
-
-    Attributes:
-        versions: what it runs, as ``torch 2.13.0``.
+    Other versions of the protocol read the first two fields too, to name the sender in an error, so
+    these must not change.
     """
 
     rank: int
@@ -26,27 +24,28 @@ class Hello:
     versions: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        check(self.pid >= 0 and len(self.host) <= LONGEST_NAME, "a host or pid that cannot be")
+        check(self.pid >= 0, f"the process number {self.pid}")
+        check(len(self.host) <= LONGEST_NAME, f"a host name of {len(self.host)} characters")
         check_names(self.versions, "versions", MOST_VERSIONS)
 
 
 @dataclass(frozen=True, slots=True)
 class Heartbeat:
-    """A worker is alive, and where it is.
+    """A worker is alive.
 
     Attributes:
-        sent: how many numbered messages it has sent (:mod:`pipeworker.wire.exchange`).
-        received: how many it has.
-        again: it lacks some that were sent to it.
-        waits: for another worker, or to be told what is next.
+        sent: the number of messages it has sent (:mod:`pipeworker.wire.reliable_stream`).
+        received: the number of messages it has received.
+        resend: whether it requests the messages that it has not received.
+        waiting: whether it waits for another worker or for a command.
     """
 
     rank: int
     position: Position
     sent: int = 0
     received: int = 0
-    again: bool = False
-    waits: bool = False
+    resend: bool = False
+    waiting: bool = False
 
     def __post_init__(self) -> None:
         check(min(self.sent, self.received) >= 0, "a negative number of messages")
@@ -54,25 +53,52 @@ class Heartbeat:
 
 @dataclass(frozen=True, slots=True)
 class Welcome:
-    """What the job is.
+    """The coordinator's answer to a Hello: the job.
 
     Attributes:
         options: as JSON.
-        held: the placement: by worker of a replica, its stages.
-        restore: what to begin with; None for the initial weights.
+        stages: the placement: by worker of a replica, its stages.
+        restore: the state to begin with; None for the initial weights.
     """
 
     options: str
     run_dir: str
-    held: tuple[tuple[int, ...], ...]
+    stages: tuple[tuple[int, ...], ...]
     replicas: int
     restore: Restore | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Ping:
-    """The coordinator is alive; the counts are those of Heartbeat, the other way."""
+    """The coordinator is alive; the fields are those of Heartbeat, for the other direction."""
 
     sent: int = 0
     received: int = 0
-    again: bool = False
+    resend: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """A worker has failed."""
+
+    rank: int
+    failure: Failure
+
+
+@dataclass(frozen=True, slots=True)
+class Signalled:
+    """A worker received a signal from outside; it continues until the coordinator decides."""
+
+    rank: int
+    signal: str
+
+    def __post_init__(self) -> None:
+        check_names((self.signal,), "names of signals")
+
+
+@dataclass(frozen=True, slots=True)
+class Abort:
+    """A command: exit with this status, because the job has ended early for this reason."""
+
+    reason: str
+    exit_status: int

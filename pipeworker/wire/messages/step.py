@@ -1,72 +1,21 @@
-"""A step: its mini-batches, what is run, what that gave, and the update."""
+"""Messages about steps, evaluation passes, and the calls of a user's own training loop."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import Enum
 
-from pipeworker import exact
-from pipeworker.wire.messages.limits import MOST_MICROBATCHES, MOST_SAMPLES, check
-
-
-@dataclass(frozen=True, slots=True)
-class Batch:
-    """The mini-batch the first stage holds ready for the next step.
-
-    Attributes:
-        signature: numbers its shapes: equal numbers mean equal structure, shapes and dtypes.
-        samples, microbatches: of all replicas; both are 0 where a step ends without another one,
-            and the replicas' gradients are to be added up.
-        digest: of all that it holds, with several replicas: all have read the same.
-    """
-
-    signature: int
-    samples: int
-    microbatches: int
-    epoch: int
-    digest: int = 0
-
-    def __post_init__(self) -> None:
-        count = self.microbatches
-        possible = 0 <= self.samples <= MOST_SAMPLES and 0 <= count <= MOST_MICROBATCHES
-        both = bool(count) == bool(self.samples)
-        check(possible and both, f"a mini-batch of {self.samples} samples in {count} micro-batches")
-        check(self.epoch >= 0, f"epoch {self.epoch}")
-        check(0 <= self.digest < 1 << 32, f"a digest of {self.digest}")
-
-
-@dataclass(frozen=True, slots=True)
-class StepResult:
-    """What a step gave, over all stages: a row of metrics.jsonl.
-
-    Attributes:
-        step: counts from 1.
-        loss: mean over the samples, or Σsum / Σcount.
-        samples, samples_per_second: of all its mini-batches.
-        seconds: from the step's start to its last gradient.
-        grad_norm: 2-norm of the whole gradient, before clipping.
-        lr: of the first parameter group.
-        bubble: measured idle share, 0 to 1, over all stages.
-        epoch: counts from 0.
-        loss_scale: with fp16 alone.
-    """
-
-    step: int
-    loss: float
-    samples: int
-    seconds: float
-    samples_per_second: float
-    grad_norm: float
-    lr: float
-    bubble: float
-    epoch: int
-    loss_scale: float | None = None
+from pipeworker import exact_sum
+from pipeworker.facts.limits import MOST_MICROBATCHES, check
+from pipeworker.facts.step import Batch, Evaluation, StepResult
 
 
 @dataclass(frozen=True, slots=True)
 class Upcoming:
-    """Where stage 0 is, the next mini-batch is cut into a number of micro-batches that is new.
+    """The next mini-batch has a number of micro-batches that none before had.
 
-    Told when it is read, within a step, so that its schedule is made before it is needed.
+    The worker with stage 0 sends it when it reads that mini-batch, within a step, so that the
+    coordinator makes the schedule before it is needed.
     """
 
     rank: int
@@ -79,19 +28,18 @@ class Upcoming:
 
 @dataclass(frozen=True, slots=True)
 class StepDone:
-    """A worker has run its tuple; gradients are accumulated and not applied.
+    """A worker has run its actions; gradients are accumulated and not applied.
 
     Attributes:
-        losses: from where the last stage is, each micro-batch's share of the loss (already weighted
-            by samples), or each sum where the loss function returns ``(sum, count)``.
+        losses: from the worker with the last stage, each micro-batch's share of the loss (already
+            weighted by samples), or each sum if the loss function returns ``(sum, count)``.
         counts: with `losses`, the counts of ``(sum, count)`` losses, else empty.
-        squares: their exact sum is the squared 2-norm of this worker's gradient; a few, however
-            many parameters there are (:func:`pipeworker.exact.partials`).
+        squares: floats whose exact sum is the squared 2-norm of this worker's gradient; few,
+            however many parameters there are (:func:`pipeworker.exact_sum.partials`).
         busy: seconds spent computing (forward, recompute, backward, data).
-        learning_rate: of the first parameter group; NaN where the worker has no optimizer.
-        batch: from where stage 0 is, the next mini-batch; None when the data ended.
-        copied: the last step whose state is copied as a whole (:class:`Copy`), -1 for none.
-        copying: seconds of work that copy took.
+        learning_rate: of the first parameter group; NaN if the worker has no optimizer.
+        batch: from the worker with stage 0, the next mini-batch; None at the end of the data.
+        snapshot_step: the last step whose snapshot is complete, -1 for none.
     """
 
     rank: int
@@ -103,29 +51,30 @@ class StepDone:
     learning_rate: float
     peak_memory: int
     batch: Batch | None
-    copied: int = -1
-    copying: float = 0.0
+    snapshot_step: int = -1
+    snapshot_seconds: float = 0.0
 
     def __post_init__(self) -> None:
         losses, counts = len(self.losses), len(self.counts)
         check(losses <= MOST_MICROBATCHES, f"{losses} losses")
         check(counts in (0, losses), f"{counts} counts for {losses} losses")
-        check(len(self.squares) <= exact.MOST, f"{len(self.squares)} squares")
-        check(not exact.total(self.squares) < 0.0, "a negative sum of squares")
+        check(len(self.squares) <= exact_sum.MOST, f"{len(self.squares)} squares")
+        check(not exact_sum.total(self.squares) < 0.0, "a negative sum of squares")
         check(self.busy >= 0.0, f"{self.busy} seconds of work")
-        check(self.copied >= -1 and self.copying >= 0.0, "a copy that cannot be")
+        check(self.snapshot_step >= -1, f"a snapshot of step {self.snapshot_step}")
+        check(self.snapshot_seconds >= 0.0, f"{self.snapshot_seconds} seconds for a snapshot")
         check(self.peak_memory >= 0, f"{self.peak_memory} bytes of memory")
 
 
 @dataclass(frozen=True, slots=True)
 class Update:
-    """Apply the gradients of `step`, and step the scheduler.
+    """A command: apply the gradients of `step`, and step the scheduler.
 
     Attributes:
-        divisor: what gradients are divided by: Σcount, mini-batches, the loss scale.
-        scale: what they are then multiplied by, to clip their norm.
-        overflow: somewhere a gradient is not finite, so on all stages the optimizer does nothing.
-        epoch_ended: the next mini-batch belongs to another epoch than the step's first.
+        divisor: divides the gradients: Σcount, the number of mini-batches, the loss scale.
+        scale: then multiplies them, to clip their norm.
+        overflow: whether a gradient of any worker is not finite: then no optimizer steps.
+        epoch_ended: whether the next mini-batch belongs to another epoch than the step's first.
     """
 
     step: int
@@ -137,14 +86,14 @@ class Update:
 
 @dataclass(frozen=True, slots=True)
 class RunStep:
-    """Run one mini-batch of a step; its gradients are added to those of the ones before.
+    """A command: run one mini-batch of a step, and add its gradients to those of earlier ones.
 
     Attributes:
-        last: no further mini-batch will be needed.
-        actions: the worker's tuple as text, when it differs from the last one.
+        last: whether no further mini-batch will be needed.
+        actions: the worker's actions as text, empty if they are those of the last mini-batch.
         first: the number of its first micro-batch within the step, for the random streams.
-        loss_scale: what gradients are multiplied by on their way (fp16).
-        whole: the step's gradients are complete with it: replicas add theirs up.
+        loss_scale: multiplies the gradients during backward (fp16).
+        complete: whether it completes the step's gradients: then replicas add theirs up.
     """
 
     step: int
@@ -153,4 +102,88 @@ class RunStep:
     actions: str = ""
     first: int = 0
     loss_scale: float = 1.0
-    whole: bool = True
+    complete: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class EvaluationDone:
+    """A worker has completed the evaluation pass after `step`.
+
+    The `result` comes from the worker with the last stage; memory is in bytes.
+    """
+
+    rank: int
+    step: int
+    peak_memory: int
+    result: Evaluation | None
+
+    def __post_init__(self) -> None:
+        check(self.peak_memory >= 0, f"{self.peak_memory} bytes of memory")
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluated:
+    """The loss of the last evaluation pass, which a scheduler may use."""
+
+    loss: float
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluate:
+    """A command: run an evaluation pass, or a prediction, after `step`."""
+
+    step: int
+
+
+class CallKind(Enum):
+    """The kind of a call."""
+
+    STEP = "step"
+    EVALUATE = "evaluate"
+    PREDICT = "predict"
+    SAVE = "save"
+    LOAD = "load"
+    CLOSE = "close"
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """The step and loss scale of the checkpoint that a user's own loop has loaded."""
+
+    step: int
+    scale: float = 0.0
+    good_steps: int = 0
+
+    def __post_init__(self) -> None:
+        least = min(self.step, self.scale, self.good_steps)
+        check(least >= 0, f"a loaded checkpoint with a negative field: {least}")
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """The next call of the user's own loop on this rank; all ranks make the same calls.
+
+    Attributes:
+        batch: for STEP, the mini-batch on the first stage; None on the others.
+        last: for STEP, whether this mini-batch completes the optimizer step.
+        everywhere: for PREDICT, whether every rank gets the output.
+        loaded: for LOAD, the checkpoint.
+    """
+
+    rank: int
+    kind: CallKind
+    batch: Batch | None = None
+    last: bool = True
+    everywhere: bool = False
+    loaded: Loaded | None = None
+
+    def __post_init__(self) -> None:
+        consistent = (self.loaded is not None) == (self.kind is CallKind.LOAD)
+        check(consistent, "LOAD without a checkpoint, or another call with one")
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """A command: wait for the next call of the user's own loop; `result` is the last call's."""
+
+    result: StepResult | Evaluation | None = None

@@ -1,14 +1,16 @@
-"""The key-value store that torch.distributed meets at."""
+"""Requests to the key-value store of torch.distributed's rendezvous, and the replies."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
 
-from pipeworker.wire.messages.limits import LONGEST_VALUE, MOST_KEYS, check, check_names
+from pipeworker.facts.limits import LONGEST_VALUE, MOST_KEYS, check, check_names
 
 
 class StoreOperation(Enum):
+    """An operation of the store."""
+
     SET = "set"
     GET = "get"
     ADD = "add"
@@ -19,9 +21,10 @@ class StoreOperation(Enum):
 
 @dataclass(frozen=True, slots=True)
 class StoreRequest:
-    """One operation of torch.distributed's rendezvous store; GET waits until every key is set.
+    """One operation on the store; the reply to GET waits until every key is set.
 
-    So few keys, and such short values, that every answer fits a frame many times.
+    Keys are so few, and values so short, that every reply fits into a frame many times.
+    COMPARE_SET replaces the value `expected` by `value`.
     """
 
     rank: int
@@ -39,7 +42,10 @@ class StoreRequest:
 
 @dataclass(frozen=True, slots=True)
 class StoreReply:
-    """Answer to a StoreRequest: `values` for GET, the sum or truth as a number otherwise."""
+    """The reply to the StoreRequest of this number.
+
+    GET has one value per key; `result` is the sum or the truth value of another operation.
+    """
 
     number: int
     values: tuple[bytes, ...]

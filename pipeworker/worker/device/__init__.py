@@ -1,1 +1,1 @@
-"""What a worker computes on: a device, its memory and its time."""
+"""The device that a worker computes on, its memory and its time."""

@@ -1,13 +1,13 @@
-"""A device that works on while the host goes on: in streams, and events say in which order.
+"""Accelerators: devices that compute asynchronously, in streams ordered by events.
 
-What is given to one stream is done in turn; between streams nothing is ordered but by an event that
-one records and another waits for. A worker has four: the one where its layers compute, which is
-the current one of its main thread, and one each for what leaves the device and for what arrives.
-So a micro-batch travels while the next one computes, in both directions. What waits in the host's
-memory for its backward goes there and comes back in a fourth.
+Work of one stream is done in order; work of two streams is ordered only by an event that one stream
+records and the other waits for. A worker uses four streams: one where its layers compute, which is
+the current stream of its main thread, one for tensors that leave the device, and one for tensors
+that arrive. A micro-batch is therefore transferred while the next one computes, in both directions.
+Offloaded tensors are copied to the host's memory and back in the fourth.
 
-The tests have a device of this interface that does its work late and in any order, so that a wait
-that is missing gives wrong bytes.
+The tests have a device with this interface that does its work late and in any order, so that a
+missing wait gives wrong bytes.
 """
 
 from __future__ import annotations
@@ -16,150 +16,156 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, suppress
 from typing import Any, Protocol
 
+import msgpack
 import torch
+from torch.distributed import is_nccl_available
 
 from pipeworker.host import streams
-from pipeworker.worker.device.mapping import CudaMapping, Mapping
-from pipeworker.worker.device.nccl import Communicators, Nccl
-from pipeworker.worker.internals import has_nccl
+from pipeworker.worker.device.nccl import Nccl
+from pipeworker.worker.internals import map_storage, share_storage
+
+
+class Signal(Protocol):
+    """An event shared by two processes; a stream waits for its last record."""
+
+    def record(self, stream: Any) -> None:
+        """Record the event after all work submitted to the stream so far."""
+
+
+class Mapping:
+    """CUDA IPC, between processes on one device or on devices that reach each other's memory.
+
+    A process maps what another one shares by a handle: bytes that are sent over a socket.
+
+    Methods raise RuntimeError if a handle cannot be mapped.
+
+    Attributes:
+        kind: the type of handles: both processes must use the same.
+    """
+
+    kind = "cuda"
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def share(self, memory: torch.Tensor) -> bytes:
+        """Return a handle of a tensor's whole storage, for one other process."""
+        handle: bytes = msgpack.packb(share_storage(memory.untyped_storage()))
+        return handle
+
+    def map(self, handle: bytes) -> torch.Tensor:
+        """Map a shared storage; return a uint8 tensor on this process's device."""
+        # Device numbers may differ between processes: open the memory from this worker's device.
+        storage = map_storage(self._device, msgpack.unpackb(handle, use_list=False))
+        found = torch.empty(0, dtype=torch.uint8, device=self._device)
+        return found.set_(storage)
+
+    def signal(self) -> tuple[Signal, bytes]:
+        """Create an event that this process records; return it and its handle."""
+        with torch.cuda.device(self._device):  # the current device is per thread
+            event: Any = torch.cuda.Event(interprocess=True)  # type: ignore[no-untyped-call]
+            return event, event.ipc_handle()
+
+    def signal_of(self, handle: bytes) -> Signal:
+        """Return the event of a handle, which another process records."""
+        event: Signal = torch.cuda.Event.from_ipc_handle(self._device, handle)  # type: ignore
+        return event
+
 
 _cuda: Any = torch.cuda  # not all of it has types
 
 
 class Event(Protocol):
-    """A place in a stream: behind all that it was given so far."""
+    """A point in a stream, after all work submitted to it so far."""
 
     def query(self) -> bool:
-        """Whether the device has come there."""
+        """Return whether the device has reached the point."""
 
     def synchronize(self) -> None:
-        """Wait until it has. Only the courier may, or where a number is read."""
+        """Wait until the device has reached it; only in the send thread, or to read a number."""
 
 
-class Stream(Protocol):
-    """Work that is done in turn."""
+class Accelerator:
+    """A device by torch's device-independent interface.
 
-    def wait_event(self, event: Any) -> None:
-        """What is given to the stream from now on is done behind the event."""
+    A device with a single stream (MPS) does all work in order.
 
-
-class Accelerator(Protocol):
-    """See the module."""
-
-    @property
-    def device(self) -> torch.device:
-        """What its tensors say they are on."""
-
-    @property
-    def mapping(self) -> Mapping | None:
-        """How other processes reach its memory, if they can."""
-
-    @property
-    def communicators(self) -> Communicators | None:
-        """How it reaches devices of other hosts by itself, if it can."""
-
-    @property
-    def sends(self) -> Stream:
-        """For what leaves the device."""
-
-    @property
-    def receives(self) -> Stream:
-        """For what arrives."""
-
-    @property
-    def aside(self) -> Stream:
-        """For what waits in the host's memory meanwhile."""
-
-    @property
-    def current(self) -> Stream:
-        """Of the calling thread: where layers compute."""
-
-    def using(self, stream: Stream) -> AbstractContextManager[object]:
-        """What the calling thread gives the device within goes to this stream."""
-
-    def event(self, stream: Stream) -> Event:
-        """Where a stream is now."""
-
-    def holds(self, tensor: torch.Tensor) -> bool:
-        """Whether the tensor's memory is the device's."""
-
-    def empty(self, count: int) -> torch.Tensor:
-        """So many bytes of the device. When they are free, the current stream may use them."""
-
-    def used(self, tensor: torch.Tensor, stream: Stream) -> None:
-        """Another stream than that of its memory uses a tensor: it is free behind what that has
-        been given by the time nothing refers to it."""
-
-    def pinned(self, count: int) -> torch.Tensor:
-        """So many bytes of the host that the device copies to and from by itself.
-
-        When nothing refers to them they are used again, behind the copies.
-        """
-
-    def pin(self, address: int, size: int) -> Callable[[], None] | None:
-        """Have memory of the host be so; returns what undoes it, or None where it cannot be."""
-
-    def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        """In the current stream, between pinned memory and the device."""
-
-
-class TorchAccelerator:
-    """By torch's names for any accelerator.
-
-    One that has a single stream (MPS) does all in turn.
+    Attributes:
+        device: device of its tensors.
+        mapping: the means by which other processes map its memory, if there are any.
+        communicators: the means by which it transfers to devices of other hosts directly, if there
+            are any.
+        sends: stream of tensors that leave the device.
+        receives: stream of tensors that arrive.
+        offloads: stream of offloaded tensors.
     """
 
     mapping: Mapping | None = None
-    communicators: Communicators | None = None
+    communicators: Nccl | None = None
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.sends = self.receives = self.aside = self.current
+        self.sends = self.receives = self.offloads = self.current
         with suppress(RuntimeError):
-            self.sends, self.receives, self.aside = (self._stream() for _ in range(3))
+            self.sends, self.receives, self.offloads = (self._stream() for _ in range(3))
 
     def _stream(self) -> Any:
         return torch.Stream(self.device)
 
     @property
     def current(self) -> Any:
+        """The calling thread's current stream, where layers compute."""
         return torch.accelerator.current_stream(self.device)
 
     def using(self, stream: Any) -> AbstractContextManager[object]:
+        """Submit the calling thread's work inside the context to this stream."""
         within: AbstractContextManager[object] = stream
         return within
 
     def event(self, stream: Any) -> Event:
-        event = torch.Event(self.device, blocking=True)  # who waits for it leaves the core
+        """Record an event after the work submitted to a stream so far."""
+        event = torch.Event(self.device, blocking=True)  # a waiting thread sleeps
         event.record(stream)
         return event
 
     def holds(self, tensor: torch.Tensor) -> bool:
+        """Return whether the tensor is in the device's memory."""
         return tensor.device.type == self.device.type
 
     def empty(self, count: int) -> torch.Tensor:
+        """Allocate a uint8 tensor of shape [count] on the device, for the current stream."""
         return torch.empty(count, dtype=torch.uint8, device=self.device)
 
     def used(self, tensor: torch.Tensor, stream: Any) -> None:
+        """Record that a stream uses a tensor allocated for another one.
+
+        Its memory is reused after the work submitted to that stream until the last reference goes.
+        """
         tensor.record_stream(stream)
 
     def pinned(self, count: int) -> torch.Tensor:
+        """Allocate a uint8 tensor of shape [count] in pinned host memory.
+
+        After the last reference is gone, its memory is reused once pending copies are done.
+        """
         return torch.empty(count, dtype=torch.uint8, pin_memory=True)
 
     def pin(self, address: int, size: int) -> Callable[[], None] | None:
+        """Pin memory of the host; return a function that unpins it, or None if that fails."""
         return None
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        """Copy in the current stream, between pinned memory and the device."""
         target.copy_(source, non_blocking=True)
 
 
-class CudaAccelerator(TorchAccelerator):
-    """By CUDA's own names: events of two processes are of these, and the two kinds do not mix."""
+class CudaAccelerator(Accelerator):
+    """A CUDA device by torch.cuda's own classes, which events between processes require."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
-        self.mapping = CudaMapping(device)
-        self.communicators = Nccl(device) if has_nccl() else None
+        self.mapping = Mapping(device)
+        self.communicators = Nccl(device) if is_nccl_available() else None
 
     def _stream(self) -> Any:
         return _cuda.Stream(self.device)
@@ -179,13 +185,13 @@ class CudaAccelerator(TorchAccelerator):
     def pin(self, address: int, size: int) -> Callable[[], None] | None:
         runtime = _cuda.cudart()
         if int(runtime.cudaHostRegister(address, size, 0)):
-            streams.note("warning: shared memory cannot be pinned, so copies from it take longer")
+            streams.note("warning: shared memory cannot be pinned; copies from it take longer")
             return None
         return lambda: runtime.cudaHostUnregister(address)
 
 
 def accelerator_for(device: torch.device) -> Accelerator | None:
-    """None on the CPU, where a call returns when it is done."""
+    """Return the accelerator of a device; None for the CPU, where calls are synchronous."""
     if device.type == "cpu":
         return None
-    return CudaAccelerator(device) if device.type == "cuda" else TorchAccelerator(device)
+    return CudaAccelerator(device) if device.type == "cuda" else Accelerator(device)

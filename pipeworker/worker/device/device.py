@@ -1,49 +1,60 @@
-"""The device a worker computes on, and how much of its memory it took."""
+"""The device that a worker computes on, its peak memory and its stopwatch."""
 
 from __future__ import annotations
 
 import resource
 import sys
+from collections.abc import Callable, Sequence
+from time import perf_counter
 from typing import Any
 
 import torch
 
 from pipeworker.errors import UsageError
-from pipeworker.worker.device.visible import Accelerators, module_of
 from pipeworker.worker.internals import pytree
 
 
-def device_for(asked: str, local_rank: int, seen: Accelerators) -> torch.device:
-    """The device of a worker, which is pinned to it; where they are few, several have one.
+def accelerator_type() -> str:
+    """Return the type of the accelerators that torch sees, as ``cuda``; "" if there are none."""
+    current = torch.accelerator.current_accelerator(check_available=True)
+    return current.type if current is not None and torch.accelerator.device_count() else ""
 
-    Args:
-        asked: ``auto``, ``cpu``, or a kind of accelerator.
-        local_rank: the worker's number on its host.
+
+def device_for(requested: str, local_rank: int) -> torch.device:
+    """Choose the device of a worker and make it the current one; few devices are shared.
+
+    `requested` is ``auto``, ``cpu``, or a device type of torch.
 
     Raises:
-        UsageError: there is none of this kind.
+        UsageError: the host has no device of this type.
     """
-    kind = seen.kind
-    if asked not in ("auto", "cpu", kind):
-        instead = f"it sees {kind}, which --device auto takes" if kind else "see pipeworker env"
+    kind = accelerator_type()
+    if requested not in ("auto", "cpu", kind):
+        instead = f"it sees {kind}, which --device auto uses" if kind else "see pipeworker env"
         raise UsageError(
-            f"--device {asked}: torch sees no {asked.upper()} device on this host: {instead}"
+            f"--device {requested}: torch sees no {requested.upper()} device on this host; "
+            f"{instead}"
         )
-    if asked == "cpu" or not kind:
+    if requested == "cpu" or not kind:
         return torch.device("cpu")
-    index = local_rank % seen.count
-    seen.take(index)
+    index = local_rank % torch.accelerator.device_count()
+    torch.accelerator.set_device_index(index)
     return torch.device(kind, index)
 
 
-def unit_of(device: torch.device, seen: Accelerators) -> str:
-    """Which accelerator of its host it is; empty for the CPU."""
-    return "" if device.type == "cpu" else seen.unit(device.index or 0)
+def unit_of(device: torch.device) -> str:
+    """Return an identifier of a device on its host, the same in all processes; "" for the CPU."""
+    if device.type == "cpu":
+        return ""
+    index = device.index or 0
+    properties = getattr(torch.get_device_module(device.type), "get_device_properties", None)
+    uuid: Any = getattr(properties(index), "uuid", None) if properties else None
+    return f"{device.type}:{index}" if uuid is None else str(uuid)
 
 
 def peak_memory(device: torch.device) -> int:
-    """Bytes: of the accelerator's allocator, or of the process where it has none of its own."""
-    allocated = getattr(module_of(device.type), "max_memory_allocated", None)
+    """Return peak memory in bytes: of the accelerator's allocator, else of the process."""
+    allocated = getattr(torch.get_device_module(device.type), "max_memory_allocated", None)
     if allocated is not None:
         return int(allocated(device))
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -51,7 +62,49 @@ def peak_memory(device: torch.device) -> int:
 
 
 def to_device(value: Any, device: torch.device) -> Any:
-    """The value with its tensors on a device."""
+    """Copy the tensors of a nested value to a device."""
     if device.type == "cpu":
         return value
     return pytree.tree_map_only(torch.Tensor, lambda t: t.to(device, non_blocking=True), value)
+
+
+class Stopwatch:
+    """A stopwatch for the CPU, where calls are synchronous."""
+
+    mark: Callable[[], Any] = staticmethod(perf_counter)
+    """To be called at each start and each stop; returns a mark."""
+
+    def seconds(self, marks: Sequence[Any]) -> float:
+        """Return the seconds between each start and its stop, added up; wait for the device.
+
+        `marks` are those of starts and stops, alternating.
+        """
+        return sum(marks[1::2], 0.0) - sum(marks[::2], 0.0)
+
+
+class EventStopwatch(Stopwatch):
+    """A stopwatch for an asynchronous device; `event` creates an event with timing."""
+
+    def __init__(self, event: Callable[[], Any]) -> None:
+        self._event = event
+        self._free: list[Any] = []
+
+    def mark(self) -> Any:
+        event = self._free.pop() if self._free else self._event()
+        event.record()
+        return event
+
+    def seconds(self, marks: Sequence[Any]) -> float:
+        if marks:
+            marks[-1].synchronize()
+        pairs = zip(marks[::2], marks[1::2], strict=True)
+        milliseconds: float = sum((start.elapsed_time(stop) for start, stop in pairs), 0.0)
+        self._free += marks
+        return milliseconds / 1e3
+
+
+def stopwatch_for(device: torch.device) -> Stopwatch:
+    """Return a stopwatch for a device."""
+    if device.type == "cpu":
+        return Stopwatch()
+    return EventStopwatch(lambda: torch.Event(device, enable_timing=True))

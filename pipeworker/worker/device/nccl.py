@@ -1,7 +1,7 @@
-"""Two devices that reach each other over the network by themselves: by NCCL, or AMD's RCCL.
+"""NCCL (or AMD's RCCL) between two devices on different hosts.
 
-A group is of two devices and one direction, on a stream of its own: what it is given is done in
-turn, behind what the calling thread's current stream has been given by then.
+A group has two devices and one direction, and a stream of its own. Its transfers are done in order,
+each after the work submitted to the calling thread's current stream by then.
 """
 
 from __future__ import annotations
@@ -14,15 +14,14 @@ from typing import Any, Protocol
 import torch
 
 from pipeworker.worker.device.device import unit_of
-from pipeworker.worker.device.visible import TorchAccelerators
 from pipeworker.worker.internals import Store, nccl_group
 
-# Whether a peer is gone or computes, and what then happens, is for the coordinator to say. Torch's
-# own threads would end the process: for a peer that is silent or lost, and for an error of the
-# user's kernels, whose message comes from the main thread. They would wait first, with what the
-# main thread needs to send, and ask the store. Groups of two do one thing after the other, which
-# torch finds worth a warning.
-_SETTINGS = {
+# The coordinator decides whether a peer is lost or computes, and what follows. Torch's own watchdog
+# threads would end the process: for a silent or lost peer, and for an error of the user's kernels,
+# whose message comes from the main thread. They would first wait, with locks that the main thread
+# needs to send, and query the store. The last setting silences a warning about groups of two, which
+# do one transfer after the other.
+SETTINGS = {
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
     "TORCH_NCCL_ENABLE_MONITORING": "0",
     "TORCH_NCCL_RETHROW_CUDA_ERRORS": "0",
@@ -36,55 +35,47 @@ INTERFACE = "NCCL_SOCKET_IFNAME"
 
 
 class Work(Protocol):
-    """A send or receive that the device was given."""
+    """A submitted send or receive."""
 
     def wait(self) -> Any:
-        """The current stream goes on when it is done."""
+        """Make the current stream wait for the transfer."""
 
 
 class Group(Protocol):
-    """See the module. Rank 0 sends, rank 1 receives; both say the same number of bytes."""
+    """A group: rank 0 sends, rank 1 receives; both pass tensors of the same number of bytes."""
 
     def send(self, tensors: list[torch.Tensor], rank: int, tag: int, /) -> Work:
-        """One tensor of bytes, whose memory is kept until it has left."""
+        """Submit the send of one uint8 tensor; its memory is kept until it is sent."""
 
     def recv(self, tensors: list[torch.Tensor], rank: int, tag: int, /) -> Work:
-        """One tensor of bytes."""
+        """Submit the receive of one uint8 tensor."""
 
     def abort(self) -> None:
-        """Give up what is under way."""
-
-
-class Communicators(Protocol):
-    """What makes groups."""
-
-    @property
-    def unit(self) -> str:
-        """Which device of its host it is: a group needs two."""
-
-    def group(self, store: Store, rank: int, interface: str) -> Group:
-        """A group, which is connected. It waits for the other end, however long that takes.
-
-        Args:
-            store: where the two meet.
-            interface: what carries what they say to connect; empty to have it choose.
-
-        Raises:
-            RuntimeError: they cannot be connected.
-        """
+        """Abort the pending transfers."""
 
 
 class Nccl:
-    """By torch's own process groups."""
+    """A factory of groups of a CUDA device, as torch's process groups.
+
+    Attributes:
+        unit: identifier of the device on its host: a group needs two different ones.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self.unit = unit_of(device, TorchAccelerators())
+        self.unit = unit_of(device)
 
     def group(self, store: Store, rank: int, interface: str) -> Group:
-        settings = dict(_SETTINGS)
+        """Connect a group: rank 0 sends, rank 1 receives. Wait for the other end without a limit.
+
+        `interface` is the network interface for connecting; "" lets NCCL choose.
+
+        Raises:
+            RuntimeError: the ends cannot be connected.
+        """
+        settings = dict(SETTINGS)
         if interface and INTERFACE not in os.environ:
-            settings[INTERFACE] = f"={interface}"  # NCCL reads it once
+            settings[INTERFACE] = f"={interface}"  # NCCL reads the variable once
         with _set(settings):
             made: Group = nccl_group(store, rank, self._device)
             return made
@@ -92,7 +83,7 @@ class Nccl:
 
 @contextmanager
 def _set(settings: dict[str, str]) -> Iterator[None]:
-    """For groups that are made within; those that the user's code makes have its own."""
+    """Set variables for groups created inside the context; the user's own groups are unaffected."""
     before = {name: os.environ.get(name) for name in settings}
     os.environ.update(settings)
     try:

@@ -1,7 +1,7 @@
-"""Torch's own settings that kernels are chosen by, and so a job's numbers depend on.
+"""Torch's settings by which kernels are chosen: a job's numbers depend on them.
 
-They are the user's: set in the job file, or in the environment of all workers. What must be is that
-they are the same on every worker.
+The user sets them in the job file, or in the environment of all workers. They must be the same on
+every worker.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from operator import attrgetter
 import torch
 
 _WORKSPACE = ("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-"""Of the environment, before cuBLAS starts: its products are then the same in each run."""
+"""A variable that makes cuBLAS deterministic; it is read when cuBLAS starts."""
 _OF_BACKENDS = (
     *("fp32_precision", "cuda.matmul.fp32_precision", "cudnn.conv.fp32_precision"),
     *("cudnn.rnn.fp32_precision", "mkldnn.matmul.fp32_precision", "mkldnn.conv.fp32_precision"),
@@ -32,11 +32,11 @@ _OF_ENVIRONMENT = (
     *("MKL_CBWR", "ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA"),
 )
 _LONGEST = 64
-"""Characters of a variable that are looked at."""
+"""Number of characters of a variable that are compared."""
 
 
 def settings() -> tuple[str, ...]:
-    """As they are now: ``torch.backends.cudnn.benchmark = False``."""
+    """Return the settings in force, each as ``torch.backends.cudnn.benchmark = False``."""
     found = [(f"torch.backends.{name}", attrgetter(name)(torch.backends)) for name in _OF_BACKENDS]
     found += [(f"{of.__module__}.{of.__name__}()", of()) for of in _OF_TORCH]
     found += [(name, os.environ.get(name, "not set")[:_LONGEST]) for name in _OF_ENVIRONMENT]
@@ -44,31 +44,31 @@ def settings() -> tuple[str, ...]:
 
 
 def before_start() -> None:
-    """What ``--deterministic`` needs before an accelerator is used."""
+    """Set what ``--deterministic`` needs before an accelerator is used."""
     os.environ.setdefault(*_WORKSPACE)
 
 
-def deterministic() -> None:
-    """What ``--deterministic`` sets: each kernel that has no fixed order raises."""
+def enable_deterministic() -> None:
+    """Make kernels without a fixed order raise, for ``--deterministic``."""
     torch.use_deterministic_algorithms(True)
     torch.backends.cudnn.benchmark = False
 
 
 @contextmanager
-def put_back(asked: Callable[[], bool]) -> Iterator[None]:
-    """In a process of the user's: on inside of this where it is asked for, and as it was behind it.
+def deterministic_mode(requested: Callable[[], bool]) -> Iterator[None]:
+    """Enable deterministic mode inside the context if requested; restore the settings on exit.
 
-    Args:
-        asked: whether ``--deterministic`` is in force, as far as that is known.
+    `requested` returns whether ``--deterministic`` is in force; it is called on entry and on exit,
+    because a worker may learn that only in between.
     """
     before = torch.are_deterministic_algorithms_enabled()
     only_warns = torch.is_deterministic_algorithms_warn_only_enabled()
     benchmark = torch.backends.cudnn.benchmark
-    if asked():
-        deterministic()
+    if requested():
+        enable_deterministic()
     try:
         yield
     finally:
-        if asked():
+        if requested():
             torch.use_deterministic_algorithms(before, warn_only=only_warns)
             torch.backends.cudnn.benchmark = benchmark

@@ -1,4 +1,4 @@
-"""The job's model as a worker meets it: described as a whole, built in part."""
+"""The job's model on one worker: described as a whole, built in part."""
 
 from __future__ import annotations
 
@@ -11,30 +11,36 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from pipeworker.errors import UsageError
+from pipeworker.facts.layer_names import LayerNames, layer_of, split_numbered
+from pipeworker.facts.position import Phase
 from pipeworker.host.position import Tracker
 from pipeworker.job import file as job_file
-from pipeworker.job.file import Job
+from pipeworker.job.file import JobFile
 from pipeworker.plan.skips import Skip
-from pipeworker.plan.ties import Tie, declared, layer_of
-from pipeworker.wire.messages.position import Phase
+from pipeworker.plan.ties import Tie, declared
+from pipeworker.wire.messages.plan import StageRange
 from pipeworker.worker import blame
 from pipeworker.worker.model.survey import Survey
 from pipeworker.worker.stage import rng
 from pipeworker.worker.update.ties import Ties, separate, shared_parameters
 
 _DIGESTED = 16
-"""Elements of each parameter that the digest of the initial weights looks at."""
+"""Number of elements of each parameter that the digest of the initial weights covers."""
 _NOT_BUILT = "?"
 
 
 class Model:
-    """The layers of a job, those given as callables not yet built.
+    """The layers of a job; layers given as callables are not built yet.
 
     Raises:
-        UsageError: ``model`` gave something that is not a sequence of layers.
+        UsageError: ``model`` returned something that is not a sequence of layers.
+        UserCodeError: ``model`` raised.
+
+    Attributes:
+        names: names of the layers in the user's module.
     """
 
-    def __init__(self, job: Job, seed: int, device: torch.device, tracker: Tracker) -> None:
+    def __init__(self, job: JobFile, seed: int, device: torch.device, tracker: Tracker) -> None:
         self._seed = seed
         self._device = device
         self._tracker = tracker
@@ -42,10 +48,9 @@ class Model:
         rng.seed_all(seed, rng.accelerator_generator(device))
         try:
             named = job_file.entries(job)
-        except blame.THEIRS as error:
-            blame.raised("model()", error, early=True, note=_hint(error))
-        self.names = tuple(named)
-        """Of the layers, in the user's module."""
+        except BaseException as error:
+            blame.blame_user("model()", error, early=True, note=_hint(error))
+        self.names = LayerNames(tuple(named))
         self._entries = list(named.values())
         self._declared = job.tied
 
@@ -58,30 +63,27 @@ class Model:
         )
 
     def class_of(self, layer: int) -> str:
-        """The class of a layer; empty where it is not known."""
+        """Return the class of a layer, or "" if it is not known."""
         classes = self.classes
         return classes[layer].replace(_NOT_BUILT, "") if 0 <= layer < len(classes) else ""
 
     def ties(self) -> tuple[Tie, ...]:
-        """Parameters that are one object in several layers, and those the job declares."""
+        """Return the tied parameters: one object in several layers, or declared by the job file."""
         found = [*shared_parameters(self._entries), *self._declared]
         return declared(found, len(self._entries))
 
     def digest(self) -> int:
-        """Equal for equal initial weights of the layers that are there, as far as it looks."""
+        """Return a checksum of the first elements of each parameter that already exists."""
         digest = 0
         for entry in self._entries:
             for parameter in entry.parameters() if isinstance(entry, nn.Module) else ():
-                if not (parameter.is_meta or nn.parameter.is_lazy(parameter)):
+                if not (parameter.is_meta or is_lazy(parameter)):
                     some = parameter.detach().reshape(-1)[:_DIGESTED].cpu()
                     digest = zlib.crc32(some.view(torch.uint8).numpy().tobytes(), digest)
         return digest
 
     def skips(self, value: Any, precision: str) -> tuple[Skip, ...]:
-        """The skip connections between layers.
-
-        Args:
-            value: the input of a micro-batch, on the CPU.
+        """Return the skip connections between layers; `value` is a micro-batch's input on the CPU.
 
         Raises:
             SkipError: stashes and pops do not match.
@@ -90,79 +92,77 @@ class Model:
         return survey.run(value, self._tracker)
 
     def build(
-        self,
-        first: int,
-        stop: int,
-        stage: int,
-        tied: Sequence[Tie],
-        held: Collection[int] = (),
+        self, part: StageRange, tied: Sequence[Tie], local_stages: Collection[int] = ()
     ) -> tuple[list[nn.Module], Ties | None]:
-        """The layers ``first`` to ``stop - 1``, on the device.
+        """Build the layers of a stage on the device; return them, and the stage's ties.
 
         Args:
-            tied: the weights that have a place on `stage`.
-            held: the stages of this worker.
+            part: layers of the stage.
+            tied: tied weights with a place on the stage.
+            local_stages: the stages of this worker.
 
         Raises:
-            UsageError: layers share what stages cannot.
-            Raised: what building a layer raised.
+            UsageError: layers share parameters or buffers that stages cannot share.
+            UserCodeError: building a layer raised.
         """
         later = [name for tie in tied for name in tie.names[1:]]
-        layers = []
-        for index in range(first, stop):
-            names = [name for name in later if layer_of(name) == index]
-            layers.append(self._build(index, names, self._device))
-        job_file.check_buffers(self._entries, first, stop)
+        layers = [
+            self._build(i, [name for name in later if layer_of(name) == i], self._device)
+            for i in range(part.first, part.stop)
+        ]
+        job_file.check_buffers(self._entries, part.first, part.stop)
         ties = None
         if tied:
-            mine = dict(enumerate(layers, first))
-            ties = Ties(stage, tied, mine, lambda index: self._build(index, (), None), held)
-        _check_apart(layers, first)
-        _check_sizes(layers, first)
+            built = dict(enumerate(layers, part.first))
+            ties = Ties(part.stage, tied, built, lambda i: self._build(i, (), None), local_stages)
+        _check_apart(layers, part.first)
+        _check_sizes(layers, part.first)
         return layers, ties
 
-    def forget(self) -> None:
-        """All stages of the worker are built: the other layers are let go."""
+    def release_layers(self) -> None:
+        """Drop the other layers, once all stages of the worker are built."""
         self._entries = []
 
     def _build(self, index: int, tied: Sequence[str], device: torch.device | None) -> nn.Module:
-        """A layer, with objects of its own for the parameters of these names."""
+        """Build a layer; its parameters named in `tied` become objects of their own."""
         self._tracker.set(Phase.BUILDING, layer=index)
         entry = self._entries[index]
-        with blame.users(f"building {blame.layer(index, self.class_of(index))}", early=True):
+        with blame.user_code(f"building {blame.layer(index, self.class_of(index))}", early=True):
             if not isinstance(entry, nn.Module):
                 seed = rng.build_seed(self._seed, index)
                 rng.seed_all(seed, rng.accelerator_generator(self._device))
                 built = job_file.build(entry, index)
             elif tied:
-                built = separate(entry, [name.partition(".")[2] for name in tied])
+                built = separate(entry, [split_numbered(name)[1] for name in tied])
             else:
                 built = entry
             return built if device is None else built.to(device)
 
 
 def _hint(error: BaseException) -> str:
-    """What to do where torch does not say it."""
+    """Return advice for an error whose message from torch gives none."""
     if isinstance(error, TypeError) and "is not a Module subclass" in str(error):
         return "layers are instances: nn.ReLU(), neither nn.ReLU nor torch.relu"
     return ""
 
 
 def _check_sizes(layers: Sequence[nn.Module], first: int) -> None:
-    """A layer that gets its sizes from its first input has no parameters for an optimizer yet."""
+    """Reject lazy layers: before their first input an optimizer finds no parameters in them."""
     for index, layer in enumerate(layers, first):
         if any(map(is_lazy, (*layer.parameters(), *layer.buffers()))):
             named = blame.layer(index, type(layer).__name__)
-            raise UsageError(f"{named} has parameters without sizes: give them when it is built")
+            raise UsageError(
+                f"{named} has parameters without sizes; pass the sizes when you build it"
+            )
 
 
 def _check_apart(layers: Sequence[nn.Module], first: int) -> None:
-    """Callables that return one module would share it on one stage and not on two."""
+    """Reject callables that return one module: it would be shared on one stage and not on two."""
     seen: dict[int, int] = {}
     for index, layer in enumerate(layers, first):
         for parameter in layer.parameters():
             if seen.setdefault(id(parameter), index) != index:
                 raise UsageError(
                     f"layers {seen[id(parameter)]} and {index} were built with one parameter in "
-                    "both: declare it with tied = [...] and build each layer anew"
+                    "both; declare it with tied = [...] and build a new module for each layer"
                 )

@@ -1,9 +1,9 @@
-"""A pass over the layers before the job is planned: what each one stashes and pops.
+"""Survey: a pass over the layers before the job is planned, to find what each stashes and pops.
 
-Shapes are enough to find out, so the pass runs on fake tensors: meta tensors that stand for ones on
-the CPU, which more layers accept than bare meta ones. Layers are built one at a time and dropped,
-and neither take memory. A model that needs real numbers (a layer that looks at its values) is
-surveyed once more with real ones, a micro-batch through one layer after the other.
+Shapes are enough for it, so the pass runs on fake tensors: meta tensors that stand for CPU tensors,
+which more layers accept than bare meta tensors. Layers are built one at a time and dropped; neither
+they nor the tensors take memory. A model that needs real numbers (a layer that branches on values)
+is surveyed once more with real tensors, one micro-batch through one layer after the other.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import signal
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
@@ -24,61 +25,55 @@ from torch import nn
 
 import pipeworker
 from pipeworker.errors import SkipError
-from pipeworker.host.lifetime import die_with
+from pipeworker.facts.position import Phase
+from pipeworker.host.lifetime import die_with_parent
 from pipeworker.host.position import Tracker
 from pipeworker.job import file as job_file
 from pipeworker.plan.skips import Skip, match
-from pipeworker.wire.messages.position import Phase
 from pipeworker.worker import blame
 from pipeworker.worker.device.device import to_device
 from pipeworker.worker.internals import FakeTensorMode, preload, pytree, view_of
 from pipeworker.worker.stage import rng, skips
-from pipeworker.worker.stage.stage import autocast
+from pipeworker.worker.stage.layers import autocast
 from pipeworker.worker.stage.values import distinct_tensors, replace_tensors
 
 log = logging.getLogger(__name__)
 
 
 def mentions_skips(modules: Iterable[ModuleType]) -> bool:
-    """Whether any of the modules imports pipeworker, or stash or pop from it.
-
-    A job that does not needs no survey.
-    """
+    """Return whether any module imports pipeworker, or stash or pop from it; else, no survey."""
     names = {id(pipeworker), id(skips.stash), id(skips.pop)}
     return any(id(value) in names for module in modules for value in vars(module).values())
 
 
+@dataclass(frozen=True, slots=True)
 class Survey:
-    """See the module."""
+    """The survey of a model.
 
-    def __init__(
-        self,
-        entries: Sequence[job_file.Entry],
-        seed: int,
-        device: torch.device,
-        precision: str = "fp32",
-    ) -> None:
-        self._entries = entries
-        self._seed = seed
-        self._device = device
-        self._precision = precision
+    Attributes:
+        entries: the layers, or callables that build them.
+        device: where real tensors are computed.
+        precision: ``fp32``, or ``bf16`` or ``fp16`` for autocast.
+    """
+
+    entries: Sequence[job_file.Entry]
+    seed: int
+    device: torch.device
+    precision: str = "fp32"
 
     def run(self, value: Any, tracker: Tracker) -> tuple[Skip, ...]:
-        """The skips of the model.
-
-        Args:
-            value: the input of a micro-batch, on the CPU.
+        """Return the skip connections of the model; `value` is a micro-batch's input on the CPU.
 
         Raises:
             SkipError: stashes and pops do not match.
-            Exception: what a layer raises on real numbers; the tracker says which.
+            UserCodeError: a layer raised on real tensors.
         """
-        said = _in_a_child(lambda: self._on_fakes(value))
-        if "error" in said:  # if the layer is broken, it will say so again
-            log.info("the survey needs real numbers: %s", said["error"])
-            said = self._pass(to_device(value, self._device), tracker, self._device)
-        events = [[(what, name) for what, name in done] for done in said["events"]]
-        return match(events, said["classes"])
+        found = _in_child(lambda: self._on_fakes(value))
+        if "error" in found:  # a broken layer raises again on real tensors
+            log.info("the survey needs real tensors: %s", found["error"])
+            found = self._pass(to_device(value, self.device), tracker, self.device)
+        events = [[(use, name) for use, name in of_layer] for of_layer in found["events"]]
+        return match(events, found["classes"])
 
     def _on_fakes(self, value: Any) -> dict[str, Any]:
         fake = FakeTensorMode(allow_non_fake_inputs=True)
@@ -89,52 +84,52 @@ class Survey:
     def _pass(
         self, value: Any, tracker: Tracker, device: torch.device | None
     ) -> dict[str, list[Any]]:
-        """What each layer did, up to the first that pops what is not there, and its class."""
+        """Return each layer's class and its stashes and pops, up to the first pop that fails."""
         classes: list[str] = []
         events: list[list[tuple[str, str]]] = []
         table = skips.Recorder()
         where = (device or torch.device("cpu")).type
         with table.active():
-            for index, entry in enumerate(self._entries):
+            for index, entry in enumerate(self.entries):
                 table.events = []
                 events.append(table.events)
                 tracker.set(Phase.BUILDING, layer=index)
                 kind = type(entry).__name__ if isinstance(entry, nn.Module) else ""
-                with blame.users(f"building {blame.layer(index, kind)}", early=True):
+                with blame.user_code(f"building {blame.layer(index, kind)}", early=True):
                     layer = self._build(entry, index)
                     if device is not None:
                         layer = layer.to(device)
                 classes.append(type(layer).__name__)
                 tracker.set(Phase.SURVEY, microbatch=0, layer=index)
-                rng.seed_all(rng.layer_seed(self._seed, 0, 0, index))
+                rng.seed_all(rng.layer_seed(self.seed, 0, 0, index))
                 try:
-                    with autocast(where, self._precision) or nullcontext():
+                    with autocast(where, self.precision) or nullcontext():
                         value = layer(value)
                 except SkipError:
-                    break  # what does not match is said when all is known
-                except blame.THEIRS as error:
-                    who = blame.layer(index, classes[-1])
+                    break  # the match of all events reports it
+                except BaseException as error:
+                    name = blame.layer(index, classes[-1])
                     before = blame.layer(index - 1, classes[index - 1])
-                    blame.refuse_nothing(value, before, who, error)
-                    blame.raised(who, error)
+                    blame.reject_none(value, before, name, error)
+                    blame.blame_user(name, error)
                 if device is not None:
-                    value = _cut(value)
-        classes += [type(entry).__name__ for entry in self._entries[len(classes) :]]
+                    value = _detach(value)
+        classes += [type(entry).__name__ for entry in self.entries[len(classes) :]]
         return {"events": events, "classes": classes}
 
     def _build(self, entry: job_file.Entry, index: int) -> nn.Module:
-        """The layer, or a copy: the one that will train is not touched."""
+        """Build a layer, or copy it: the survey must not change the layer that will train."""
         if isinstance(entry, nn.Module):
-            # A buffer's own deep copy shares its memory, which a fake one does not have.
+            # A buffer's own deep copy shares its memory, and a fake buffer has none.
             return copy.deepcopy(entry, {id(b): b.detach().clone() for b in entry.buffers()})
-        rng.seed_all(rng.build_seed(self._seed, index))
+        rng.seed_all(rng.build_seed(self.seed, index))
         return job_file.build(entry, index)
 
 
-def _cut(value: Any) -> Any:
-    """The value without the graph behind it; the same tensor twice stays one.
+def _detach(value: Any) -> Any:
+    """Drop the graph behind a value; a tensor that occurs twice stays one tensor.
 
-    What requires grad still does, and is no leaf, so that a layer may change it in place.
+    A tensor that requires grad still does, and is no leaf, so that a layer may change it in place.
     """
     return replace_tensors(value, {id(t): _without_graph(t) for t in distinct_tensors(value)})
 
@@ -146,31 +141,31 @@ def _without_graph(tensor: torch.Tensor) -> torch.Tensor:
     return view_of(fresh.requires_grad_())
 
 
-def _in_a_child(work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """Do it in a forked process: what the user's code caches there must not reach the training.
+def _in_child(work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """Run `work` in a forked process, and return its result, or an object with an "error".
 
-    A layer may keep a mask or a table it has made, and a fake one has no memory behind it.
+    A layer may cache a mask or a table, and a fake tensor in a cache must not reach the training.
     """
     reads, writes = os.pipe()
     parent = os.getpid()
-    preload()  # what fake tensors import as well as an optimizer: once, and not in the child alone
+    preload()  # modules that fake tensors import, and later an optimizer: import them once
     child = os.fork()
     if not child:
         status = 1
         try:
             signal.set_wakeup_fd(-1)
-            die_with(parent)
+            die_with_parent(parent)
             os.close(reads)
             nowhere = os.open(os.devnull, os.O_WRONLY)
             os.dup2(nowhere, 1)
             os.dup2(nowhere, 2)
-            torch.set_num_threads(1)  # the pool of threads did not come along
+            torch.set_num_threads(1)  # a fork does not copy the thread pool
             try:
-                said = work()
+                found = work()
             except Exception as error:
-                said = {"error": f"{type(error).__name__}: {error}"}
+                found = {"error": f"{type(error).__name__}: {error}"}
             with os.fdopen(writes, "w", encoding="utf-8") as file:
-                json.dump(said, file)
+                json.dump(found, file)
             status = 0
         finally:
             os._exit(status)
@@ -178,13 +173,11 @@ def _in_a_child(work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
     with os.fdopen(reads, encoding="utf-8") as file:
         text = file.read()
     os.waitpid(child, 0)
-    said = json.loads(text) if text else {"error": "the process that made it ended"}
-    return dict(said)
+    return dict(json.loads(text) if text else {"error": "its process ended"})
 
 
 def new_modules(before: Iterable[str]) -> list[ModuleType]:
-    """The modules that are imported now and were not before, but for torch's and ours, which come
-    when they like."""
+    """Return the modules that were imported since, without torch's and pipeworker's own."""
     old, others = set(before), ("torch", "pipeworker")
     return [
         module
@@ -196,6 +189,6 @@ def new_modules(before: Iterable[str]) -> list[ModuleType]:
 
 
 def modules_of_the_user() -> list[ModuleType]:
-    """The modules of a script: all but those of Python, torch and pipeworker."""
+    """Return the modules of a script: all but those of Python, torch, NumPy and pipeworker."""
     others = {*sys.stdlib_module_names, "torch", "numpy", "pipeworker", "launcher", "cli"}
     return new_modules(name for name in list(sys.modules) if name.partition(".")[0] in others)

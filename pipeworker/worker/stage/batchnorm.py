@@ -1,9 +1,10 @@
 """Deferred batch norm: running statistics of the whole mini-batch.
 
-Plain batch norm under micro-batches updates its running statistics once a micro-batch, with what
-that one holds. Deferred, it still normalizes by the micro-batch, but its running statistics change
-once a mini-batch, by what batch norm on the whole of it would have recorded (GPipe, Huang et al.
-2019, section 2; torchgpipe's DeferredBatchNorm, there with the biased variance).
+Plain batch norm under micro-batches updates its running statistics once per micro-batch, from that
+micro-batch alone. Deferred batch norm still normalizes by the micro-batch, but updates its running
+statistics once per mini-batch, with the values that batch norm on the whole mini-batch would have
+recorded (GPipe, Huang et al. 2019, section 2; torchgpipe's DeferredBatchNorm, there with the biased
+variance).
 """
 
 from __future__ import annotations
@@ -19,29 +20,30 @@ from pipeworker.worker.internals import BatchNorm
 from pipeworker.worker.stage.recompute import is_recomputing
 
 _Moments = tuple[int, torch.Tensor, torch.Tensor]
-"""Elements a channel, their mean and their biased variance, in float64."""
+"""Number of elements per channel, and their mean and biased variance: float64, shape [channels]."""
 
 
 class DeferredBatchNorm:
-    """Takes the running statistics of every batch norm in some layers into its own hands.
+    """The deferred update of the running statistics of every batch norm in some layers.
 
-    The modules stay as they are, and so do the keys of their state.
+    The modules keep their class and the keys of their state.
     """
 
     def __init__(self, layers: Sequence[nn.Module]) -> None:
-        self._seen: dict[BatchNorm, list[_Moments]] = {}
+        self._moments: dict[BatchNorm, list[_Moments]] = {}
         self._hooks: list[RemovableHandle] = []
-        modules = {id(m): m for layer in layers for m in layer.modules()}.values()
-        for module in modules:
+        for module in nn.ModuleList(layers).modules():
             if isinstance(module, BatchNorm) and module.track_running_stats:
-                # In training it then records nothing; in eval mode it uses what is recorded.
+                # The module then records nothing in training, and uses its statistics in eval mode.
                 module.track_running_stats = False
-                hook = module.register_forward_pre_hook(self._look, with_kwargs=True)
+                hook = module.register_forward_pre_hook(self._record_moments, with_kwargs=True)
                 self._hooks.append(hook)
-                self._seen[module] = []
+                self._moments[module] = []
 
-    def _look(self, module: nn.Module, args: tuple[Any, ...], named: dict[str, Any]) -> None:
-        """Note a micro-batch's moments, in its first forward alone."""
+    def _record_moments(
+        self, module: nn.Module, args: tuple[Any, ...], named: dict[str, Any]
+    ) -> None:
+        """Record the moments of a micro-batch, in its first forward only."""
         if not module.training or is_recomputing():
             return
         assert isinstance(module, BatchNorm)
@@ -49,16 +51,19 @@ class DeferredBatchNorm:
         x = (x.cpu() if x.is_mps else x).double()  # MPS has no float64
         dims = [d for d in range(x.dim()) if d != 1]
         variance, mean = torch.var_mean(x, dims, correction=0)
-        self._seen[module].append((x.numel() // x.shape[1], mean, variance))
+        self._moments[module].append((x.numel() // x.shape[1], mean, variance))
 
     def __bool__(self) -> bool:
-        """Whether there is any."""
-        return bool(self._seen)
+        """Return whether the layers have any batch norm."""
+        return bool(self._moments)
 
     def moments(self) -> list[torch.Tensor]:
-        """By module, a row for each forward of this mini-batch: elements, means, variances."""
+        """Return, by module, a row for each forward of this mini-batch: elements, means, variances.
+
+        The tensors are float64, of shape [forwards, 1 + 2 * channels].
+        """
         found = []
-        for module, seen in self._seen.items():
+        for module, seen in self._moments.items():
             assert module.running_mean is not None
             rows = [torch.cat([m.new_tensor([n]), m, v]) for n, m, v in seen]
             width = 1 + 2 * module.num_features
@@ -67,34 +72,31 @@ class DeferredBatchNorm:
             found.append(torch.stack(rows) if rows else none)
         return found
 
-    def take(self, parts: Sequence[Sequence[torch.Tensor]]) -> None:
-        """The mini-batch is what these replicas have seen, in their order: :meth:`moments` of each.
-
-        The rows are copied.
-        """
-        for place, module in enumerate(self._seen):
-            rows = [row.clone() for part in parts for row in part[place]]
+    def set_moments(self, parts: Sequence[Sequence[torch.Tensor]]) -> None:
+        """Replace the moments by copies of those of all replicas, in the replicas' order."""
+        for number, module in enumerate(self._moments):
+            rows = [row.clone() for part in parts for row in part[number]]
             count = module.num_features
-            self._seen[module] = [(int(r[0]), r[1 : 1 + count], r[1 + count :]) for r in rows]
+            self._moments[module] = [(int(r[0]), r[1 : 1 + count], r[1 + count :]) for r in rows]
 
-    def close(self) -> None:
-        """Give the modules back."""
+    def restore_modules(self) -> None:
+        """Remove the hooks and restore the modules' own settings."""
         for hook in self._hooks:
             hook.remove()
-        for module in self._seen:
+        for module in self._moments:
             module.track_running_stats = True
         self._hooks.clear()
-        self._seen.clear()
+        self._moments.clear()
 
     def commit(self) -> None:
-        """The mini-batch is complete: change the running statistics once."""
-        for module, seen in self._seen.items():
+        """Update the running statistics at the end of a mini-batch."""
+        for module, seen in self._moments.items():
             if seen:
-                _record(module, seen)
+                _update_statistics(module, seen)
                 seen.clear()
 
 
-def _record(module: BatchNorm, seen: Sequence[_Moments]) -> None:
+def _update_statistics(module: BatchNorm, seen: Sequence[_Moments]) -> None:
     assert module.running_mean is not None
     assert module.running_var is not None
     assert module.num_batches_tracked is not None

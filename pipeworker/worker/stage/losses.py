@@ -1,21 +1,20 @@
-"""What ``loss(output, target)`` returned, by micro-batch."""
+"""The scalars that ``loss(output, target)`` returns, by micro-batch."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
 
-from pipeworker.errors import UsageError
+from pipeworker.errors import UsageError, a_type
 from pipeworker.worker.stage.microbatch import MicroBatch
 
 
 def gradient(mb: MicroBatch, scale: float) -> torch.Tensor:
-    """What backward starts from, as if the loss had been multiplied by its weight.
+    """Return the gradient that backward starts from, as if the loss were multiplied by its weight.
 
-    Args:
-        scale: against underflow in fp16; a power of two.
+    It has the loss's shape and dtype. `scale`, a power of two, prevents underflow in fp16.
     """
     assert mb.loss is not None
     one = torch.ones_like(mb.loss, memory_format=torch.preserve_format)
@@ -25,10 +24,10 @@ def gradient(mb: MicroBatch, scale: float) -> torch.Tensor:
 
 
 def record(mb: MicroBatch, loss: Any) -> torch.Tensor:
-    """Keep what ``loss`` returned; gives the root of the micro-batch's backward.
+    """Store the scalars that ``loss`` returned, and return the root of the backward.
 
     Raises:
-        UsageError: it is neither a scalar nor a pair (sum, count).
+        UsageError: `loss` is neither a scalar nor a pair (sum, count).
     """
     root, count = parts(loss)
     mb.loss = root.detach()
@@ -36,8 +35,8 @@ def record(mb: MicroBatch, loss: Any) -> torch.Tensor:
     return root
 
 
-def shares(microbatches: Sequence[MicroBatch]) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """The losses and the counts of a mini-batch, in micro-batch order; one transfer of each."""
+def shares(microbatches: Collection[MicroBatch]) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Return the losses and counts of a mini-batch by micro-batch, each by one copy."""
     return (
         _as_floats([mb.share for mb in microbatches if mb.loss is not None]),
         _as_floats([mb.count for mb in microbatches if mb.count is not None]),
@@ -51,10 +50,10 @@ def _as_floats(values: Sequence[torch.Tensor]) -> tuple[float, ...]:
 
 
 def parts(loss: Any) -> tuple[torch.Tensor, Any]:
-    """The scalar of what ``loss`` returned, and the count of a pair (sum, count), else None.
+    """Return the scalar that ``loss`` returned, and the count of a pair (sum, count), else None.
 
     Raises:
-        UsageError: it is neither.
+        UsageError: `loss` is neither a scalar nor such a pair.
     """
     if isinstance(loss, (tuple, list)) and len(loss) == 2:
         return _checked(loss[0]), _count(loss[1])
@@ -66,24 +65,24 @@ def _count(count: Any) -> Any:
         return count.detach().reshape(())
     if isinstance(count, (int, float)):
         return count
-    shown = type(count).__name__
+    shown = a_type(count)
     if isinstance(count, torch.Tensor):
-        shown = f"tensor of shape {tuple(count.shape)}"
+        shown = f"a tensor of shape {tuple(count.shape)}"
     raise UsageError(
-        f"loss(output, target) returned a {shown} as the count of a pair (sum, count): it must be "
-        "a number"
+        f"loss(output, target) returned {shown} as the count of a pair (sum, count); return a "
+        "number"
     )
 
 
 def _checked(loss: Any) -> torch.Tensor:
     if not isinstance(loss, torch.Tensor):
         raise UsageError(
-            f"loss(output, target) returned a {type(loss).__name__}: it must return a scalar "
-            "tensor, or a pair (sum, count)"
+            f"loss(output, target) returned {a_type(loss)}; return a scalar tensor, or a pair "
+            "(sum, count)"
         )
     if loss.numel() != 1:
         raise UsageError(
-            f"loss(output, target) returned a tensor of shape {tuple(loss.shape)}: it must be a "
-            "scalar, the mean over the samples it is given"
+            f"loss(output, target) returned a tensor of shape {tuple(loss.shape)}; return a "
+            "scalar, the mean over its samples"
         )
     return loss

@@ -1,58 +1,73 @@
-"""A micro-batch on its way through one stage."""
+"""A micro-batch on its way through one stage, and the boundary where the stage's graph begins."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
+from torch.autograd.graph import GradientEdge
+
+from pipeworker.worker.internals import apply_of
+from pipeworker.worker.stage.values import distinct_tensors, replace_tensors
 
 if TYPE_CHECKING:
-    from torch.autograd.graph import GradientEdge
+    from pipeworker.worker.stage.offload import SavedGraph
+    from pipeworker.worker.stage.split import DeferredBackward
 
-    from pipeworker.worker.stage.boundary import Caught
-    from pipeworker.worker.stage.offload import Saved
-    from pipeworker.worker.stage.recompute import Before
-    from pipeworker.worker.stage.split import Deferred
+Gradients = list[torch.Tensor | None]
+Arrived = dict[int, tuple[list[torch.Tensor], Sequence[bool]]]
+BufferValues = list[tuple[tuple[nn.Module, str], torch.Tensor | None]]
+"""Values of buffers, each by its module and its name there."""
 
-Gradients = list["torch.Tensor | None"]
-Arrived = dict[int, "tuple[list[torch.Tensor], Sequence[bool]]"]
+
+@dataclass(slots=True)
+class BoundaryGradients:
+    """The gradients that backward returned to the stage's boundary; None before backward."""
+
+    gradients: Gradients | None = None
 
 
 @dataclass(slots=True, eq=False)
 class MicroBatch:
-    """What a stage is given, keeps and gives for one micro-batch.
+    """The input, state and results of one micro-batch on one stage.
 
     Attributes:
-        number: within the mini-batch.
-        weight: its share of the samples.
-        again: it will be forwarded again before its backward.
-        halves: its backward is two actions.
-        away: what its graph saves is in the host's memory until it is fetched.
+        weight: share of the mini-batch's samples, 0 to 1.
+        recompute, split_backward, offload: run the forward a second time before the backward; run
+            the backward as two actions; keep what the graph saves in the host's memory.
 
-        value, wants_grad: the input, and which of its distinct tensors want a gradient.
-        target: for the loss, on the last stage.
-        arrived: over skip connections, by the stage they come from: tensors, and which want a
+        value, wants_grad: the stage's input, and for each of its distinct tensors whether it needs
+            a gradient.
+        target: argument of the loss, on the last stage.
+        arrived: tensors received over skip connections, by source stage, and whether each needs a
             gradient.
 
-        output: what the graph that is kept leads to: the stage's output, or the loss.
-        outgoing: what the next stage is given.
-        departing: what other stages are given over skip connections, by name.
+        output: root of the graph that is kept: the stage's output, or the loss.
+        outgoing: the value to send to the next stage.
+        departing: tensors to send to other stages over skip connections, by name.
 
-        output_gradients: of the output's distinct tensors that require grad.
-        departed_gradients: of what departed, by the stage it went to.
-        input_gradients: of the input's distinct tensors that want one; None for an unused one.
-        arrived_gradients: of what arrived, by the stage it came from.
+        output_gradients: gradients of the output's distinct tensors that require grad.
+        departed_gradients: gradients of sent skip tensors, by target stage.
+        input_gradients: gradients of the input's distinct tensors that need one; None for an unused
+            tensor.
+        arrived_gradients: gradients of received skip tensors, by source stage.
 
-        loss, count: what ``loss`` gave, on the last stage.
+        loss, count: scalars that ``loss`` returned, on the last stage.
+
+        edges, boundary, buffers_before, weight_gradients, offloaded: state that the stage keeps
+            from one of its actions to the next: where the graph begins, for a split backward;
+            gradients caught there; values of buffers before the first forward; the second half of
+            the backward; what the graph saved.
     """
 
     number: int
     weight: float = 1.0
-    again: bool = False
-    halves: bool = False
-    away: bool = False
+    recompute: bool = False
+    split_backward: bool = False
+    offload: bool = False
     value: Any = None
     wants_grad: Sequence[bool] = ()
     target: Any = None
@@ -66,16 +81,59 @@ class MicroBatch:
     arrived_gradients: dict[int, Gradients] = field(default_factory=dict)
     loss: torch.Tensor | None = None
     count: torch.Tensor | None = None
-    # Between a stage's own calls.
     edges: Sequence[GradientEdge] = ()
-    """Where the graph begins, for a backward in halves."""
-    caught: Caught | None = None
-    before: Before | None = None
-    deferred: Deferred | None = None
-    saved: Saved | None = None
+    boundary: BoundaryGradients | None = None
+    buffers_before: BufferValues | None = None
+    weight_gradients: DeferredBackward | None = None
+    offloaded: SavedGraph | None = None
 
     @property
     def share(self) -> torch.Tensor:
-        """What is added up to the step's loss, or to its numerator where there are counts."""
+        """The scalar to add to the step's loss, or to its numerator where there are counts."""
         assert self.loss is not None
         return self.loss if self.count is not None else self.loss * self.weight
+
+
+class _Boundary(torch.autograd.Function):
+    """Pass tensors into the graph of this stage; keep the gradients that come back, as they are.
+
+    Accumulation into a leaf could change a gradient's strides; and the first layer may change the
+    function's outputs in place, which it may not do with leaves.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, phony: torch.Tensor, boundary: BoundaryGradients, *tensors: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        ctx.boundary = boundary
+        ctx.set_materialize_grads(False)
+        return tuple(tensor.detach() for tensor in tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
+        ctx.boundary.gradients = list(gradients)
+        return (None, None, *(None for _ in gradients))
+
+
+_pass: Callable[..., tuple[torch.Tensor, ...]] = apply_of(_Boundary)
+
+
+def pass_boundary(
+    value: Any, wants_grad: Sequence[bool], phony: torch.Tensor, boundary: BoundaryGradients
+) -> tuple[Any, tuple[torch.Tensor, ...]]:
+    """Replace the tensors that need a gradient by ones inside the stage's graph; return both.
+
+    Args:
+        value: a nested value with tensors of any shape and dtype.
+        wants_grad: for each distinct tensor of `value`, in order, whether it needs a gradient.
+        phony: a tensor of shape [0] that requires grad, so that the function's outputs do.
+        boundary: gets the gradients in backward, in the order of the replaced tensors.
+    """
+    if isinstance(value, torch.Tensor):
+        inside = _pass(phony, boundary, value)
+        return inside[0], inside
+    tensors = distinct_tensors(value)
+    chosen = [t for t, wanted in zip(tensors, wants_grad, strict=True) if wanted]
+    inside = _pass(phony, boundary, *chosen)
+    passed = {id(old): new for old, new in zip(chosen, inside, strict=True)}
+    return replace_tensors(value, passed), inside

@@ -1,12 +1,12 @@
-"""What graphs save, in the host's memory for as long as no backward needs it.
+"""Offload: tensors that graphs save wait in the host's memory until a backward needs them.
 
-Whole memories are moved (torch's *storages*), each once, however many tensors in it are saved: all
-come back with their strides and alignment, by which kernels are chosen. What is on the device
-anyway stays: parameters and buffers, what the stage was given, and what it gave.
+Whole storages are moved, each once, however many saved tensors lie in it: all tensors come back
+with their strides and alignment, by which kernels are chosen. Storages that are on the device
+anyway stay: parameters and buffers, the stage's inputs, and its outputs.
 
-A memory leaves while the stage's next action computes, and is let go of when that has ended. A
-fetch brings it back, into memory of its own. The graph alone refers to it then, and lets go of it
-node by node, as of anything that it saved.
+A storage is copied to the host while the stage's next action computes, and its device memory is
+freed when that action has ended. A fetch copies it back into new memory. Only the graph refers to
+that memory, and frees it node by node, like everything that it saved.
 """
 
 from __future__ import annotations
@@ -20,94 +20,147 @@ import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from pipeworker.worker.device.copies import Copies
+from pipeworker.worker.device.accelerator import Accelerator
 from pipeworker.worker.internals import version_of
 from pipeworker.worker.stage.microbatch import MicroBatch
 from pipeworker.worker.stage.values import distinct_tensors
 
+
+class Copies:
+    """Synchronous copies on the CPU (offload there is only useful to tests), and the interface.
+
+    Copies are made in the order in which they are requested. No method blocks the host.
+
+    Attributes:
+        least: bytes; a smaller storage is not worth a copy.
+    """
+
+    least = 1
+
+    def holds(self, tensor: torch.Tensor) -> bool:
+        """Return whether a tensor is in the device's memory."""
+        return tensor.is_cpu
+
+    def follow(self) -> None:
+        """Make later copies wait for all computation submitted so far."""
+
+    def out(self, source: torch.Tensor) -> torch.Tensor:
+        """Copy a uint8 tensor to the host; keep the source until a later mark is waited for."""
+        return source.clone()
+
+    def back(self, source: torch.Tensor) -> torch.Tensor:
+        """Copy a uint8 tensor to the device; keep the result until a later mark is waited for."""
+        return source.clone()
+
+    def mark(self) -> Any:
+        """Return a mark after the copies so far."""
+
+    def wait(self, mark: Any) -> None:
+        """Make computation submitted from now on wait for a mark."""
+
+
+class StreamCopies(Copies):
+    """Copies in a stream of an accelerator, to and from pinned memory.
+
+    No tensor is recorded as used in that stream: a copied tensor is freed only after the computing
+    stream has waited for the copy, so the allocator can reuse its memory at once, however far ahead
+    the host is.
+    """
+
+    def __init__(self, accelerator: Accelerator, least: int = 1 << 14) -> None:
+        self.least = least
+        self._accelerator = accelerator
+        self._stream = accelerator.offloads
+
+    def holds(self, tensor: torch.Tensor) -> bool:
+        return self._accelerator.holds(tensor)
+
+    def follow(self) -> None:
+        self._stream.wait_event(self._accelerator.event(self._accelerator.current))
+
+    def out(self, source: torch.Tensor) -> torch.Tensor:
+        return self._copy(source, self._accelerator.pinned(len(source)))
+
+    def back(self, source: torch.Tensor) -> torch.Tensor:
+        # Allocate for the computing stream, where the result is used and freed.
+        return self._copy(source, self._accelerator.empty(len(source)))
+
+    def _copy(self, source: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        with self._accelerator.using(self._stream):
+            self._accelerator.copy(target, source)
+        return target
+
+    def mark(self) -> Any:
+        return self._accelerator.event(self._stream)
+
+    def wait(self, mark: Any) -> None:
+        self._accelerator.current.wait_event(mark)
+
+
 _ALIGNED = 64
-"""Bytes: fresh memory begins at a multiple."""
+"""Bytes: the allocator aligns new memory to a multiple of this."""
 _Key = tuple[int, int]
-"""Of a memory: its address, and the version that it was saved in."""
+"""A storage's address, and the version in which it was saved."""
 
 
 class Offload:
-    """See the module, for one stage.
-
-    Args:
-        layers: whose parameters and buffers stay.
-    """
+    """The offload of one stage's graphs; its layers' parameters and buffers stay on the device."""
 
     def __init__(self, layers: Sequence[nn.Module], copies: Copies) -> None:
         self._layers = layers
         self._copies = copies
         self._own: frozenset[int] = frozenset()
-        self._leaving: list[Saved] = []
+        self._copying: list[SavedGraph] = []
 
     def begin(self) -> None:
-        """A mini-batch starts: parameters and buffers may be other ones."""
+        """Start a mini-batch: parameters and buffers may be other tensors than before."""
         own = (t for layer in self._layers for t in (*layer.parameters(), *layer.buffers()))
         self._own = frozenset(_addresses(own))
 
     @contextmanager
     def saving(self, mb: MicroBatch) -> Iterator[None]:
-        """A forward whose graph is wanted later: what it saves begins to leave."""
+        """Start to copy to the host what the forward inside the context saves for backward."""
         arrived = [tensor for tensors, _ in mb.arrived.values() for tensor in tensors]
-        given = _addresses(distinct_tensors((mb.value, mb.target, arrived)))
-        saved = mb.saved = Saved(self._copies, self._own.union(given))
+        inputs = _addresses(distinct_tensors((mb.value, mb.target, arrived)))
+        saved = mb.offloaded = SavedGraph(self._copies, self._own.union(inputs))
         with saved_tensors_hooks(saved.pack, unpack):
             yield
-        saved.leave(distinct_tensors(mb.output))
-        self._leaving.append(saved)
+        saved.end_forward(distinct_tensors(mb.output))
+        self._copying.append(saved)
 
-    def settle(self, mb: MicroBatch) -> None:
-        """The stage's action for a micro-batch has ended: what was leaving before it has left."""
-        for saved in self._leaving:
-            if saved is not mb.saved:
-                saved.left()
-        self._leaving = [saved for saved in self._leaving if saved is mb.saved]
-
-    def fetch(self, mb: MicroBatch) -> None:
-        """What a graph saved begins to come back."""
-        assert mb.saved
-        mb.saved.fetch()
-
-    def arrive(self, mb: MicroBatch) -> None:
-        """What is computed from now on needs it."""
-        assert mb.saved
-        mb.saved.arrive()
-        mb.saved = None
+    def release_copied(self, mb: MicroBatch) -> None:
+        """Free device memory after an action: copies started before the action are complete."""
+        for saved in self._copying:
+            if saved is not mb.offloaded:
+                saved.release_copied()
+        self._copying = [saved for saved in self._copying if saved is mb.offloaded]
 
 
-class Saved:
-    """What the graph of one micro-batch saved.
-
-    Args:
-        stay: the addresses of memory that does.
-    """
+class SavedGraph:
+    """The tensors that the graph of one micro-batch saved; storages at addresses `stay` stay."""
 
     def __init__(self, copies: Copies, stay: frozenset[int]) -> None:
         self._copies = copies
         self._stay = stay
-        # The graph alone holds a memory: what it lets go of early is not fetched.
-        self._memories: dict[_Key, weakref.ref[_Memory]] = {}
-        self._coming: list[_Memory] = []
+        # Only the graph holds a storage: one that the graph frees early is not fetched.
+        self._storages: dict[_Key, weakref.ref[_Storage]] = {}
+        self._fetching: list[_Storage] = []
         self._mark: Any = None
 
     def pack(self, tensor: torch.Tensor) -> Packed:
-        """Keep a tensor for a node; it begins to leave."""
+        """Keep a tensor for a node, and start to copy its storage to the host."""
         version = version_of(tensor)
         if not self._moves(tensor):
             return _Stays(tensor, version)
         storage = tensor.untyped_storage()
         key = storage.data_ptr(), version
-        known = self._memories.get(key)
+        known = self._storages.get(key)
         memory = None if known is None else known()
         if memory is None:
             whole = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)
             self._copies.follow()
-            memory = _Memory(whole, self._copies)
-            self._memories[key] = weakref.ref(memory)
+            memory = _Storage(whole, self._copies)
+            self._storages[key] = weakref.ref(memory)
         return _Moves(tensor, version, memory)
 
     def _moves(self, tensor: torch.Tensor) -> bool:
@@ -118,105 +171,109 @@ class Saved:
             return False
         storage = tensor.untyped_storage()
         address = storage.data_ptr()
-        right = storage.nbytes() >= self._copies.least and not address % _ALIGNED
-        return right and address not in self._stay
+        large = storage.nbytes() >= self._copies.least and not address % _ALIGNED
+        return large and address not in self._stay
 
-    def leave(self, output: Iterable[torch.Tensor]) -> None:
-        """The forward has ended; what its output keeps on the device stays."""
+    def end_forward(self, output: Iterable[torch.Tensor]) -> None:
+        """End the forward: storages that its output keeps on the device stay."""
         self._mark = self._copies.mark()
         kept = {*_addresses(output)}
-        for (address, _), known in self._memories.items():
+        for (address, _), known in self._storages.items():
             if address in kept and (memory := known()):
                 memory.stay()
 
-    def left(self) -> None:
-        """Let go of what has been copied."""
+    def release_copied(self) -> None:
+        """Free device memory whose copy to the host is complete."""
         self._copies.wait(self._mark)
-        for memory in self._there():
-            memory.left()
+        for memory in self._alive():
+            memory.release_copied()
 
     def fetch(self) -> None:
-        """Begin to bring back what has left."""
+        """Start to copy back the storages whose device memory was freed."""
         self._copies.follow()
-        self._coming = self._there()
-        for memory in self._coming:
+        self._fetching = self._alive()
+        for memory in self._fetching:
             memory.fetch()
         self._mark = self._copies.mark()
 
     def arrive(self) -> None:
-        """What is computed from now on may use it."""
-        if not self._coming:
+        """Make later work on the device wait for the copies."""
+        if not self._fetching:
             self.fetch()
         self._copies.wait(self._mark)
-        self._coming = []
+        self._fetching = []
 
-    def _there(self) -> list[_Memory]:
-        return [memory for known in self._memories.values() if (memory := known())]
+    def _alive(self) -> list[_Storage]:
+        return [memory for known in self._storages.values() if (memory := known())]
 
 
-class _Memory:
-    """A storage: on the device, on its way, or in the host's memory."""
+class _Storage:
+    """A storage: on the device, in the host's memory, or both while it is copied."""
 
-    __slots__ = ("__weakref__", "_away", "_copies", "_here")
+    __slots__ = ("__weakref__", "_copies", "_on_device", "_on_host")
 
     def __init__(self, whole: torch.Tensor, copies: Copies) -> None:
         self._copies = copies
-        self._here: torch.Tensor | None = whole
-        self._away: torch.Tensor | None = copies.out(whole)
+        self._on_device: torch.Tensor | None = whole
+        self._on_host: torch.Tensor | None = copies.out(whole)
 
     def stay(self) -> None:
-        self._away = None
+        """Keep the storage on the device."""
+        self._on_host = None
 
-    def left(self) -> None:
-        if self._away is not None:
-            self._here = None
+    def release_copied(self) -> None:
+        """Free the device memory, unless the storage stays."""
+        if self._on_host is not None:
+            self._on_device = None
 
     def fetch(self) -> None:
-        if self._here is None:
-            assert self._away is not None
-            self._here = self._copies.back(self._away)
-        self._away = None
+        """Start to copy the storage back, unless it is on the device."""
+        if self._on_device is None:
+            assert self._on_host is not None
+            self._on_device = self._copies.back(self._on_host)
+        self._on_host = None
 
-    def here(self) -> torch.UntypedStorage:
-        """On the device; at once, where a backward comes that nobody announced."""
-        if self._here is None:
+    def on_device(self) -> torch.UntypedStorage:
+        """Return the storage on the device; fetch it now if a backward was not announced."""
+        if self._on_device is None:
             self._copies.follow()
             self.fetch()
             self._copies.wait(self._copies.mark())
-        assert self._here is not None
-        return self._here.untyped_storage()
+        assert self._on_device is not None
+        return self._on_device.untyped_storage()
 
 
 class _Stays:
-    """A tensor that is kept where it is."""
+    """A saved tensor that stays on the device."""
 
-    __slots__ = ("_tensor", "_then")
+    __slots__ = ("_saved_version", "_tensor")
 
     def __init__(self, tensor: torch.Tensor, version: int) -> None:
-        self._tensor, self._then = tensor, version
+        self._tensor, self._saved_version = tensor, version
 
     def tensor(self) -> torch.Tensor:
-        _check(self._tensor, self._then, self._tensor)
+        _check(self._tensor, self._saved_version, self._tensor)
         return self._tensor
 
 
 class _Moves:
-    """A tensor whose memory is moved."""
+    """A saved tensor whose storage is moved."""
 
-    __slots__ = ("_changes", "_lies", "_memory", "_then")
+    __slots__ = ("_changes", "_memory", "_saved_version", "_view")
 
-    def __init__(self, tensor: torch.Tensor, version: int, memory: _Memory) -> None:
-        self._then, self._memory = version, memory
-        self._lies = tensor.storage_offset(), tensor.size(), tensor.stride()
-        # Of its dtype; counts the changes in place, and holds no memory.
+    def __init__(self, tensor: torch.Tensor, version: int, memory: _Storage) -> None:
+        self._saved_version, self._memory = version, memory
+        self._view = tensor.storage_offset(), tensor.size(), tensor.stride()
+        # A tensor of the same dtype that shares the version counter and holds no memory.
         self._changes = tensor.detach()
         self._changes.data = torch.empty(0, dtype=tensor.dtype)
 
     def tensor(self) -> torch.Tensor:
-        whole = self._memory.here()
+        """Return the tensor, with its strides and alignment."""
+        whole = self._memory.on_device()
         found = torch.empty(0, dtype=self._changes.dtype, device=whole.device)
-        found.set_(whole, *self._lies)
-        _check(self._changes, self._then, found)
+        found.set_(whole, *self._view)
+        _check(self._changes, self._saved_version, found)
         return found
 
 
@@ -224,10 +281,10 @@ Packed = _Stays | _Moves
 
 
 def unpack(packed: Packed) -> torch.Tensor:
-    """What a node saved.
+    """Return the tensor that a node saved.
 
     Raises:
-        RuntimeError: it was changed in place, as torch says it where there are no hooks.
+        RuntimeError: the tensor was changed in place; torch raises the same without hooks.
     """
     return packed.tensor()
 

@@ -1,6 +1,6 @@
-"""What makes a second forward equal the first: the buffers it sees and the input it starts from.
+"""Buffers of layers during recompute: a second forward must equal the first, bit for bit.
 
-Random numbers repeat by themselves (:mod:`pipeworker.worker.stage.rng`), and both forwards run in
+Random numbers repeat by their seeds (:mod:`pipeworker.worker.stage.rng`), and both forwards run in
 the same grad mode, because kernels may be chosen by it.
 """
 
@@ -20,79 +20,72 @@ _state = threading.local()
 
 
 def is_recomputing() -> bool:
-    """Whether the layer's forward that asks is run for the second time on its micro-batch.
+    """Return whether the forward that calls this is the recompute of its micro-batch.
 
-    For layers that count, log or cache: False in the first forward, in evaluation and outside of
-    pipeworker. It must not change what the layer computes. (As torchgpipe offers.)
+    Layers that count, log or cache need it. It is False in the first forward, in evaluation and
+    outside of pipeworker. It must not change what the layer computes. torchgpipe offers the same.
     """
     return getattr(_state, "recomputing", False)
 
 
 _Slot = tuple[nn.Module, str]
 _Copies = dict[int, torch.Tensor]
-"""By the id of the buffer: one that two modules share stays one."""
-Before = list[tuple[_Slot, torch.Tensor | None]]
-"""What the buffers that change held before a micro-batch's first forward."""
+"""Copies by the id of the buffer: a buffer that two modules share is copied once."""
 
 
 class Buffers:
-    """Buffers that forward changes (batch-norm statistics, counters) change once, not twice.
+    """The buffers of a stage, as batch-norm statistics: a recompute must not change them again.
 
-    The first forward of all finds out which buffers change; from then on only those are copied,
-    before each forward that will be repeated. Of the others one copy is kept, because a forward may
-    begin to change them.
+    The very first forward finds out which buffers change; from then on only those are copied
+    before each forward that will be repeated. One copy of each other buffer is kept, because a
+    forward may begin to change it later.
     """
 
     def __init__(self, layers: Sequence[nn.Module]) -> None:
-        modules = {id(m): m for layer in layers for m in layer.modules()}.values()
+        modules = nn.ModuleList(layers).modules()  # each once
         self._slots: list[_Slot] = [(m, name) for m in modules for name in buffers_of(m)]
         self._changing: list[_Slot] | None = None
-        self._steady: dict[_Slot, _Kept] = {}
+        self._unchanged: dict[_Slot, _Copied] = {}
         self._until: dict[_Slot, torch.Tensor | None] = {}
-        """Of those that began to change later, what they were until then."""
+        """Values of buffers that began to change later, from before their first change."""
 
     @contextmanager
     def first_forward(self, mb: MicroBatch) -> Iterator[None]:
-        """Keep what the forward starts from."""
+        """Keep the values from which the forward inside the context starts."""
         copies: _Copies = {}
-        for slot in self._changed():  # by something else than a forward
-            self._steady[slot] = _Kept(slot, _copy(_get(slot), copies))
+        for slot in self._changed():  # by code outside of forward
+            self._unchanged[slot] = _Copied(slot, _copy(_get(slot), copies))
         slots = self._slots if self._changing is None else self._changing
-        mb.before = [(slot, _copy(_get(slot), copies)) for slot in slots]
+        mb.buffers_before = [(slot, _copy(_get(slot), copies)) for slot in slots]
         yield
         if self._changing is None:
             # By value: batch norm changes its statistics without a trace in their version.
-            mb.before = [(slot, value) for slot, value in mb.before if not _same(_get(slot), value)]
-            # What was None is now made, and hardly ever made again.
-            self._changing = [slot for slot, value in mb.before if value is not None]
+            mb.buffers_before = [
+                (slot, value) for slot, value in mb.buffers_before if not _same(_get(slot), value)
+            ]
+            # A buffer that was None now exists, and is hardly ever created again.
+            self._changing = [slot for slot, value in mb.buffers_before if value is not None]
             copies = {}
             for slot in self._slots:
                 if slot not in self._changing:
-                    self._steady[slot] = _Kept(slot, _copy(_get(slot), copies))
+                    self._unchanged[slot] = _Copied(slot, _copy(_get(slot), copies))
         for slot in self._changed():
             self._changing.append(slot)
-            self._until[slot] = self._steady.pop(slot).copy
-        mb.before = mb.before or None
+            self._until[slot] = self._unchanged.pop(slot).copy
+        mb.buffers_before = mb.buffers_before or None
 
     def _changed(self) -> list[_Slot]:
-        """The steady buffers of modules of which one is not as it was: another's change may leave
-        no trace."""
-        found = {slot[0] for slot, kept in self._steady.items() if kept.differs(slot)}
-        return [slot for slot in self._steady if slot[0] in found]
+        """Return the buffers, so far unchanged, of each module with a buffer that has changed.
+
+        A change of the module's other buffers may leave no trace in their version.
+        """
+        found = {slot[0] for slot, copied in self._unchanged.items() if copied.differs(slot)}
+        return [slot for slot in self._unchanged if slot[0] in found]
 
     @contextmanager
     def second_forward(self, mb: MicroBatch) -> Iterator[None]:
-        """Let the forward see what the first one saw, and leave no trace."""
-        _state.recomputing = True
-        try:
-            with self._put_back(mb):
-                yield
-        finally:
-            _state.recomputing = False
-
-    @contextmanager
-    def _put_back(self, mb: MicroBatch) -> Iterator[None]:
-        before, mb.before = dict(mb.before or ()), None
+        """Give the forward inside the context the buffers of the first; undo its changes after."""
+        before, mb.buffers_before = dict(mb.buffers_before or ()), None
         copies: _Copies = {}
         for slot, value in self._until.items():
             if slot not in before:
@@ -100,11 +93,13 @@ class Buffers:
         after = [(slot, _get(slot)) for slot in before]
         for (module, name), value in before.items():
             buffers_of(module)[name] = value
+        _state.recomputing = True
         try:
             yield
         finally:
-            for (module, name), kept in after:
-                buffers_of(module)[name] = kept
+            _state.recomputing = False
+            for (module, name), value in after:
+                buffers_of(module)[name] = value
 
 
 def _get(slot: _Slot) -> torch.Tensor | None:
@@ -120,8 +115,8 @@ def _copy(value: torch.Tensor | None, copies: _Copies) -> torch.Tensor | None:
     return copies[id(value)]
 
 
-class _Kept:
-    """A copy of a buffer, and what tells whether it is as it was."""
+class _Copied:
+    """A copy of a buffer, and its identity and version at that time."""
 
     def __init__(self, slot: _Slot, copy: torch.Tensor | None) -> None:
         self.copy = copy
@@ -129,7 +124,7 @@ class _Kept:
         self._version = 0 if self._buffer is None else version_of(self._buffer)
 
     def differs(self, slot: _Slot) -> bool:
-        """After an assignment, and after a change in place that leaves a trace."""
+        """Return whether the buffer was assigned, or its version counter changed."""
         now = _get(slot)
         return now is not self._buffer or (now is not None and version_of(now) != self._version)
 

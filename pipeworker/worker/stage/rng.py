@@ -1,9 +1,9 @@
 """Random streams that do not depend on how layers are grouped into stages.
 
-Whatever a layer draws in forward comes from a stream seeded by (seed, step, micro-batch, layer), so
-the same numbers come out for any number of stages, and again when the forward is recomputed. The
-data is read under a stream of its own. Three generators are seeded each time: torch's (CPU and the
-worker's accelerator), Python's ``random``, and NumPy's legacy one if it is imported.
+Every number that a layer draws in forward comes from a stream seeded by (seed, step, micro-batch,
+layer). The numbers are therefore the same for any number of stages, and again when the forward is
+recomputed. The data is read under a stream of its own. Seeding covers torch's generators (CPU and
+the worker's accelerator), Python's ``random``, and NumPy's legacy generator if NumPy is imported.
 """
 
 from __future__ import annotations
@@ -14,54 +14,53 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from struct import Struct
+from types import SimpleNamespace
 from typing import Any, Protocol
 
 import torch
-
-from pipeworker.worker.device.visible import module_of
 
 _PATH = Struct("<6q")
 _LAYER, _BUILD, _DATA, _EVALUATION, _EVALUATION_DATA, _UPDATE = range(6)
 
 
 def _derive(kind: int, seed: int, *path: int) -> int:
-    """A 64-bit seed from a path of numbers, none related to another's."""
+    """Derive a 64-bit seed from a path of numbers; seeds of different paths are unrelated."""
     packed = _PATH.pack(kind, len(path), seed, *path, *([0] * (3 - len(path))))
     return int.from_bytes(hashlib.blake2b(packed, digest_size=8).digest(), "little")
 
 
 def layer_seed(seed: int, step: int, microbatch: int, layer: int) -> int:
-    """Seed of a layer's forward for one micro-batch of one step."""
+    """Return the seed of a layer's forward for one micro-batch of one step."""
     return _derive(_LAYER, seed, step, microbatch, layer)
 
 
 def build_seed(seed: int, layer: int) -> int:
-    """Seed under which a layer given as a callable is built."""
+    """Return the seed under which a layer given as a callable is built."""
     return _derive(_BUILD, seed, layer)
 
 
 def data_seed(seed: int, epoch: int) -> int:
-    """Seed of the stream under which ``data()`` is read in an epoch."""
+    """Return the seed of the stream under which ``data()`` is read in an epoch."""
     return _derive(_DATA, seed, epoch)
 
 
 def evaluation_seed(seed: int, step: int, microbatch: int, layer: int) -> int:
-    """Seed of a layer's forward in the evaluation pass after a step."""
+    """Return the seed of a layer's forward in the evaluation pass after a step."""
     return _derive(_EVALUATION, seed, step, microbatch, layer)
 
 
 def evaluation_data_seed(seed: int, _: int) -> int:
-    """Seed of the stream under which ``evaluation()`` is read, in each pass."""
+    """Return the seed of the stream under which ``evaluation()`` is read, in each pass."""
     return _derive(_EVALUATION_DATA, seed)
 
 
 def update_seed(seed: int, step: int, layer: int, tie: int = 0) -> int:
-    """Seed under which ``before_update`` is called with a layer's parameters, or a tied one's."""
+    """Return the seed under which ``before_update`` gets a layer's, or a tied, parameters."""
     return _derive(_UPDATE, seed, step, layer, tie)
 
 
 def seed_all(seed: int, accelerator: Generator | None = None) -> None:
-    """Seed every generator the user's code may draw from. Takes a few microseconds."""
+    """Seed every generator that the user's code may draw from. It takes a few microseconds."""
     torch.default_generator.manual_seed(seed)
     if accelerator is not None:
         accelerator.manual_seed(seed)
@@ -72,17 +71,21 @@ def seed_all(seed: int, accelerator: Generator | None = None) -> None:
 
 
 def accelerator_generator(device: torch.device) -> Generator | None:
-    """The default generator of an accelerator; None on the CPU."""
+    """Return the default generator of an accelerator; None on the CPU."""
     if device.type == "cpu":
         return None
-    module = module_of(device.type)
+    module = torch.get_device_module(device.type)
     own = getattr(module, "default_generators", None)
-    found: Generator = _OfModule(module) if own is None else own[device.index or 0]
-    return found
+    found: Any = None if own is None else own[device.index or 0]
+    return found or SimpleNamespace(  # the module has functions instead of an object
+        manual_seed=module.manual_seed,
+        get_state=module.get_rng_state,
+        set_state=module.set_rng_state,
+    )
 
 
 class Generator(Protocol):
-    """What is asked of an accelerator's generator, as :class:`torch.Generator` has it."""
+    """The methods of :class:`torch.Generator` that are used of an accelerator's generator."""
 
     def manual_seed(self, seed: int) -> Any: ...
 
@@ -91,19 +94,10 @@ class Generator(Protocol):
     def set_state(self, state: torch.Tensor) -> Any: ...
 
 
-class _OfModule:
-    """Of a kind of device whose module has functions in its place."""
-
-    def __init__(self, module: Any) -> None:
-        self.manual_seed = module.manual_seed
-        self.get_state = module.get_rng_state
-        self.set_state = module.set_rng_state
-
-
 @contextmanager
-def undisturbed() -> Iterator[None]:
-    """Leave every generator as it was found."""
-    accelerator = _used()
+def preserve_generators() -> Iterator[None]:
+    """Restore every generator's state on exit."""
+    accelerator = _generator_in_use()
     before = states(accelerator)
     try:
         yield
@@ -111,12 +105,12 @@ def undisturbed() -> Iterator[None]:
         restore(before, accelerator)
 
 
-def _used() -> Generator | None:
-    """Of the accelerator that this process has begun to compute on."""
+def _generator_in_use() -> Generator | None:
+    """Return the generator of the accelerator that this process already computes on, if any."""
     current = torch.accelerator.current_accelerator(check_available=True)
     if current is None:
         return None
-    module = module_of(current.type)
+    module = torch.get_device_module(current.type)
     if not getattr(module, "is_initialized", lambda: True)():
         return None
     return accelerator_generator(
@@ -128,7 +122,7 @@ States = tuple[Any, Any, Any, Any]
 
 
 def states(accelerator: Generator | None = None) -> States:
-    """Of torch's CPU generator, Python's and NumPy's, and that of an accelerator."""
+    """Return the states of torch's CPU generator, Python's, NumPy's and an accelerator's."""
     numpy: Any = sys.modules.get("numpy")
     return (
         torch.default_generator.get_state(),
@@ -139,7 +133,7 @@ def states(accelerator: Generator | None = None) -> States:
 
 
 def restore(states: States, accelerator: Generator | None = None) -> None:
-    """Let them draw as they did; one without a state is left out."""
+    """Restore states of generators; a state that is None is skipped."""
     torch_state, python_state, numpy_state, accelerator_state = states
     torch.default_generator.set_state(torch_state)
     random.setstate(python_state)
@@ -151,33 +145,32 @@ def restore(states: States, accelerator: Generator | None = None) -> None:
 
 
 class Stream:
-    """A random stream that is switched in for a while and goes on where it was.
-
-    Args:
-        accelerator: the generator of the worker's, if it has one.
-    """
+    """A random stream that is switched in for a while, and later continues where it was."""
 
     def __init__(self, accelerator: Generator | None = None) -> None:
         self._accelerator = accelerator
         self._states: States | None = None
 
     def restart(self, seed: int) -> None:
-        """Begin the stream anew from a seed; only inside :meth:`active`, as what follows."""
+        """Restart the stream from a seed, inside :meth:`active` only."""
         seed_all(seed, self._accelerator)
 
     def states(self) -> States:
-        """What is drawn next."""
+        """Return the states that determine the next numbers, inside :meth:`active` only."""
         return states(self._accelerator)
 
-    def go_on(self, states: States) -> None:
-        """Draw what was drawn next."""
+    def continue_from(self, states: States) -> None:
+        """Continue the stream from earlier states, inside :meth:`active` only."""
         restore(states, self._accelerator)
 
     @contextmanager
     def active(self) -> Iterator[None]:
-        """Draw from this stream. Layers are seeded before each forward, so nothing is put back."""
+        """Draw from this stream inside the context.
+
+        The generators are not restored on exit, because each layer is seeded before its forward.
+        """
         if self._states is not None:
-            self.go_on(self._states)
+            self.continue_from(self._states)
         try:
             yield
         finally:

@@ -1,11 +1,12 @@
-"""``stash`` and ``pop``: what a layer's forward says, and the table it says it to.
+"""Skip connections: ``stash`` and ``pop`` in a layer's forward, and the table they use.
 
-On a stage, the table of one micro-batch holds what its layers stash and what other stages sent.
-Elsewhere, in a plain ``nn.Sequential``, there is one table a thread, and the same calls work.
+On a stage, the table of one micro-batch holds the tensors that its layers stash and those that
+other stages sent. Elsewhere, in a plain ``nn.Sequential``, each thread has one table, and the same
+calls work. The interface follows torchgpipe's skippable modules (Kim et al. 2020, section 3.3).
 
-A stashed tensor is an alias of its own in the graph. The gradients of a tensor that is both passed
-on and stashed are then added in an order that the call of ``stash`` fixes, whichever stages the two
-ways lead through.
+A stashed tensor is an alias of its own in the graph. The order in which the gradients of a tensor
+that is both passed on and stashed are added is then fixed by the call of ``stash``, whichever
+stages the two paths lead through.
 """
 
 from __future__ import annotations
@@ -13,66 +14,95 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 import torch
 
-from pipeworker.errors import SkipError
+from pipeworker.errors import SkipError, a_type
+from pipeworker.wire.messages.plan import SkipRoute
 from pipeworker.worker.internals import alias_of, version_of
 
 
-class Table:
-    """What is stashed and not yet popped, for one micro-batch.
+@dataclass(frozen=True, slots=True)
+class StageSkips:
+    """The skip tensors that cross a stage's boundary: sorted names by the other stage, in order."""
 
-    Args:
-        received: what other stages stashed for this one.
-    """
+    arriving: Mapping[int, Sequence[str]]
+    departing: Mapping[int, Sequence[str]]
+
+    @staticmethod
+    def of(routes: Sequence[SkipRoute], stage: int) -> StageSkips | None:
+        """Return the skips of a stage; None if none of its layers stashes or pops."""
+        if not any(stage in (route.source, route.target) for route in routes):
+            return None
+        arriving: dict[int, list[str]] = {}
+        departing: dict[int, list[str]] = {}
+        for route in sorted(routes, key=lambda route: (route.source, route.target, route.name)):
+            if route.source == stage != route.target:
+                departing.setdefault(route.target, []).append(route.name)
+            elif route.target == stage != route.source:
+                arriving.setdefault(route.source, []).append(route.name)
+        return StageSkips(arriving, departing)
+
+    @property
+    def leaving(self) -> list[str]:
+        """All names that depart, in the order in which their gradients come back."""
+        return [name for names in self.departing.values() for name in names]
+
+
+class Table:
+    """The tensors of one micro-batch, received ones included, that are not popped yet."""
 
     def __init__(self, received: Mapping[str, torch.Tensor | None] | None = None) -> None:
-        self._held = {
+        self._stashed = {
             name: (tensor, version_of(tensor))
             for name, tensor in (received or {}).items()
             if tensor is not None
         }
 
     def stash(self, name: str, tensor: torch.Tensor) -> None:
-        if name in self._held:
+        """Keep an alias of a tensor."""
+        if name in self._stashed:
             raise SkipError(
-                f"{name!r} is stashed twice before it is popped: use another name or a namespace"
+                f"stash({name!r}, ...): stashed twice before it is popped; use another name or a "
+                "namespace"
             )
         alias = alias_of(tensor)
-        self._held[name] = alias, version_of(alias)
+        self._stashed[name] = alias, version_of(alias)
 
     def pop(self, name: str) -> torch.Tensor:
+        """Remove and return a tensor, unless it was changed in place."""
         try:
-            tensor, version = self._held.pop(name)
+            tensor, version = self._stashed.pop(name)
         except KeyError:
             raise SkipError(
-                f"{name!r} is popped, but nobody stashed it, or it was popped already. "
-                "(A name must be the same in every process: one that is made when a module is "
-                "imported, by uuid say, is not)"
+                f"pop({name!r}): no layer stashed it, or it was popped already; stash it before, "
+                "by a name that is the same in every process (one made at import is not)"
             ) from None
         if version_of(tensor) != version:
             raise SkipError(
-                f"{name!r} was changed in place after it was stashed: stash a clone of it"
+                f"pop({name!r}): changed in place after it was stashed; stash a clone of it"
             )
         return tensor
 
     def leave(self, names: Sequence[str], *, strict: bool = True) -> dict[str, torch.Tensor | None]:
-        """Take out what this stage sends to others; nothing else may be left.
+        """Remove and return the tensors that this stage sends to others; no other may remain.
 
-        Without `strict`, None stands for what is not there: a layer may skip in training alone.
+        Without `strict`, None takes the place of a missing one: a layer may stash in training only.
 
         Raises:
-            SkipError: something is missing, left over or changed.
+            SkipError: a tensor is missing, left over or changed.
         """
-        left = [name for name in self._held if name not in names]
+        left = [name for name in self._stashed if name not in names]
         if left:
-            raise SkipError(f"{left[0]!r} is stashed or received here, and not popped")
-        return {name: self.pop(name) if strict or name in self._held else None for name in names}
+            raise SkipError(
+                f"stash({left[0]!r}, ...): stashed or received here, and not popped; pop it"
+            )
+        return {name: self.pop(name) if strict or name in self._stashed else None for name in names}
 
     @contextmanager
     def active(self) -> Iterator[None]:
-        """Let ``stash`` and ``pop`` use this table."""
+        """Make ``stash`` and ``pop`` use this table inside the context."""
         outer, _local.table = _local.table, self
         scope, _local.scope = _local.scope, ""
         try:
@@ -82,7 +112,7 @@ class Table:
 
 
 class Recorder(Table):
-    """Notes what layers stash and pop, in order."""
+    """A table that records what layers stash and pop, in order."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -90,7 +120,7 @@ class Recorder(Table):
 
     def stash(self, name: str, tensor: torch.Tensor) -> None:
         self.events.append(("stash", name))
-        self._held.pop(name, None)  # what is wrong is said when all is known
+        self._stashed.pop(name, None)  # a wrong use is reported once all uses are known
         super().stash(name, tensor)
 
     def pop(self, name: str) -> torch.Tensor:
@@ -110,34 +140,36 @@ _local = _Local()
 def stash(name: str, tensor: torch.Tensor) -> None:
     """Keep a tensor for a later layer, which gets it from :func:`pop`.
 
-    Called inside a layer's ``forward``. The later layer may be on any stage: the tensor goes there
-    directly, and its gradient comes back. In a plain ``nn.Sequential`` it works the same.
+    Call it inside a layer's ``forward``. The later layer may be on any stage: the tensor is sent
+    there directly, and its gradient comes back. In a plain ``nn.Sequential`` it works the same.
 
     Args:
-        name: popped once, after that free again. See :func:`namespace` for repeated blocks.
+        name: name of the tensor; after it is popped once, the name is free again. See
+            :func:`namespace` for repeated blocks.
+        tensor: a tensor of any shape and dtype; it must not be changed in place before the pop.
 
     Raises:
-        SkipError: the name is held already.
+        SkipError: the name is in use.
     """
     if not isinstance(name, str):
-        raise SkipError(f"a stash is named by a string, not by a {type(name).__name__}")
+        raise SkipError(f"stash({name!r}, ...): the name is {a_type(name)}; give a string")
     if not isinstance(tensor, torch.Tensor):
-        raise SkipError(f"stash({name!r}, ...) takes a tensor, not a {type(tensor).__name__}")
+        raise SkipError(f"stash({name!r}, ...): the value is {a_type(tensor)}; give a tensor")
     _local.table.stash(_local.scope + name, tensor)
 
 
 def pop(name: str) -> torch.Tensor:
-    """The tensor that an earlier layer stashed under this name.
+    """Return the tensor that an earlier layer stashed under this name.
 
     Raises:
-        SkipError: nobody stashed it, it was popped already, or it was changed in place since.
+        SkipError: no layer stashed it, it was popped already, or it was changed in place since.
     """
     return _local.table.pop(f"{_local.scope}{name}")
 
 
 @contextmanager
 def namespace(name: str) -> Iterator[None]:
-    """Names inside are this namespace's own, so that blocks built alike do not meet.
+    """Prefix the names used inside, so that the names of repeated blocks differ.
 
     Namespaces nest::
 

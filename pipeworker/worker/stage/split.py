@@ -1,21 +1,22 @@
-"""A stage's backward in two parts: the gradients of its input first, those of its weights later.
+"""Split backward: the gradients of a stage's input first, those of its weights later.
 
-Zero-bubble schedules (Qi et al. 2023, arXiv 2401.10241) send on the first part's result at once and
-fill idle time with the second part. The bits are those of one backward: of the nodes that are ready
-the engine takes the one made last, so that what a call leaves out does not reorder the rest.
+Zero-bubble schedules (Qi et al. 2023, arXiv 2401.10241) send the result of the first part at once
+and fill idle time with the second part. The bits are those of one backward: of the nodes that are
+ready the engine takes the one created last, so nodes that a call leaves out do not reorder the
+rest.
 
 A node is *through* if an input can be reached from it. A *source* is through and also leads past
-the inputs to a leaf. The first part makes only the gradients that lead to the inputs; the second
-enters the graph again at the sources, with the gradients that arrived there. Leaves that share a
-source, or a node behind one, are a group: one call of the engine. A group is *early*, made in the
-first part and only accumulated in the second, if
- - a source leads to another (a weight used twice in a chain), and so would repeat the chain;
- - a source is a user's autograd.Function, which makes all gradients in one call, may communicate,
-   and may be what fires the hooks of a module;
+the inputs to a leaf. The first part computes only the gradients that lead to the inputs; the second
+part enters the graph again at the sources, with the gradients that arrived there. Leaves that share
+a source, or a node behind one, are a group: one call of the engine. A group is *early*, computed in
+the first part and only accumulated in the second, if
+ - a source leads to another source (a weight used twice in a chain), and so would repeat the chain;
+ - a source is a user's autograd.Function, which computes all gradients in one call, may
+   communicate, and may be the node that fires the hooks of a module;
  - hooks unpack what a node saved: torch.utils.checkpoint would recompute once for each group.
 
-Two things are not as in one backward: all that the graph saved is kept until the second part, and a
-hook on a tensor that a source made fires in both parts, each time given the same gradient.
+Two things differ from one backward: everything that the graph saved is kept until the second part,
+and a hook on a tensor that a source created fires in both parts, each time with the same gradient.
 """
 
 from __future__ import annotations
@@ -39,26 +40,25 @@ _Edges = tuple[tuple[Node | None, int], ...]
 
 @dataclass(slots=True)
 class _Group:
-    """Leaves, and where the engine enters the graph for their gradients."""
+    """Leaves, and the edges at which the engine enters the graph for their gradients."""
 
     leaves: list[GradientEdge] = field(default_factory=list)
     edges: list[GradientEdge] = field(default_factory=list)
     gradients: list[Tensor] = field(default_factory=list)
 
 
-class Deferred:
-    """The second part: it accumulates the gradients of the weights."""
+class DeferredBackward:
+    """The second part of a backward: the gradients of the weights.
+
+    `early` has accumulators of leaves, and their gradients, which the first part computed.
+    """
 
     def __init__(self, groups: list[_Group], early: list[tuple[Any, Tensor]]) -> None:
         self._groups = groups
         self._early = early
 
     def run(self, call: Callable[..., Any] = engine) -> None:
-        """Accumulate into ``.grad`` and let go of the graph. A second call does nothing.
-
-        Args:
-            call: calls the engine, which runs the nodes of layers and the user's.
-        """
+        """Accumulate into ``.grad`` and free the graph. A second call does nothing."""
         with torch.no_grad():
             while self._early:
                 accumulate, gradient = self._early.pop()
@@ -75,29 +75,22 @@ def backward_input(
     gradients: Sequence[Tensor],
     inputs: Sequence[Tensor | GradientEdge],
     call: Callable[..., Any] = engine,
-) -> tuple[list[Tensor | None], Deferred]:
-    """Run the first part.
+) -> tuple[list[Tensor | None], DeferredBackward]:
+    """Run the first part: return the gradients of the inputs, and the second part.
 
-    Args:
-        roots: tensors that require grad.
-        gradients: of the roots, in their shapes. Some are kept, not copied, until the second part
-            has run, and so are some of those returned: they must not change before.
-        inputs: where the graph is cut. One that a layer may change in place is given as the
-            :func:`torch.autograd.graph.get_gradient_edge` it had before. Nothing behind the nodes
-            that made them is reached; no other input may lie there.
-        call: calls the engine, which runs the nodes of layers and the user's.
-
-    Returns:
-        The gradients of the inputs, None for an unused one, and the second part.
+    Some of the given and returned gradients are kept uncopied until the second part has run: they
+    must not change before. The gradient of an unused input is None. The graph is cut at the inputs:
+    none may lie behind another. An input that a layer may change in place is passed as its earlier
+    :func:`torch.autograd.graph.get_gradient_edge`. `call` calls the autograd engine.
 
     Raises:
-        RuntimeError: from torch, for a reentrant checkpoint, which knows only whole backwards.
+        RuntimeError: torch raised it: a reentrant checkpoint supports only whole backwards.
     """
     starts = [get_gradient_edge(root) for root in roots]
     wanted = [i if isinstance(i, GradientEdge) else get_gradient_edge(i) for i in inputs]
     graph = _Graph(starts, {edge.node for edge in wanted})
-    if not graph.through:  # One group without leaves, which the engine takes for all of them.
-        return [None] * len(wanted), Deferred([_Group([], starts, list(gradients))], [])
+    if not graph.through:  # One group without leaves: the engine takes that for all leaves.
+        return [None] * len(wanted), DeferredBackward([_Group([], starts, list(gradients))], [])
     early = graph.early()
     groups: dict[int | None, _Group] = {}
     at_once: list[GradientEdge] = []
@@ -118,23 +111,23 @@ def backward_input(
             group.edges.append(edge)
             group.gradients.append(gradient)
     ready = zip(at_once, found[len(wanted) :], strict=False)
-    left = Deferred(list(groups.values()), [(e.node, g) for e, g in ready if g is not None])
+    left = DeferredBackward(list(groups.values()), [(e.node, g) for e, g in ready if g is not None])
     return list(found[: len(wanted)]), left
 
 
 class _Graph:
-    """What one walk from the roots to the inputs and leaves tells.
+    """The result of one walk from the roots to the leaves and the inputs, which `cut` created.
 
     Attributes:
-        through: the edges of the nodes that are, a node after those it leads to.
-        leaves: what accumulates the gradients of parameters and other leaves.
+        through: edges by node that is through, each node after those it leads to.
+        leaves: nodes that accumulate the gradients of parameters and other leaves.
     """
 
     def __init__(self, starts: Sequence[GradientEdge], cut: set[Node]) -> None:
         self.through: dict[Node, _Edges] = {}
         self.leaves: list[Node] = []
         self._groups: dict[Node, int] = {}
-        self._parents: list[int] = []  # Of a group, the one it was united with.
+        self._parents: list[int] = []  # By group, the group it was united with.
         seen: dict[Node, _Edges] = {}
         left: set[Node] = set()
         stack = [start.node for start in starts]
@@ -149,7 +142,7 @@ class _Graph:
                 self._leave(node, seen[node], node in cut)
 
     def _leave(self, node: Node, edges: _Edges, through: bool) -> None:
-        """Everything that `node` leads to has been left."""
+        """Classify a node after all nodes that it leads to."""
         found = None
         if type(node) is AccumulateGrad and not through:
             found = len(self._parents)
@@ -174,24 +167,25 @@ class _Graph:
         return number
 
     def group(self, node: Node) -> int | None:
-        """The group of a leaf, a source, or a node behind one; None for others."""
+        """Return the group of a leaf, a source, or a node behind one; None for others."""
         number = self._groups.get(node)
         return None if number is None else self._find(number)
 
     def arrivals(self, starts: Sequence[GradientEdge]) -> list[GradientEdge]:
-        """Each edge to a source, once."""
+        """Return each edge to a source, once."""
         ends = [(start.node, start.output_nr) for start in starts]
         ends += [(node, nr) for edges in self.through.values() for node, nr in edges if node]
         sources = self.through.keys() & self._groups.keys()
         return [GradientEdge(node, nr) for node, nr in dict.fromkeys(ends) if node in sources]
 
     def early(self) -> set[int | None]:
-        """The groups that are."""
+        """Return the groups that are early."""
         sources = {node: self._find(g) for node, g in self._groups.items() if node in self.through}
         early = {self.group(node) for node in self._groups if _unpacked_by_hook(node)}
         early |= {g for node, g in sources.items() if isinstance(node, BackwardCFunction)}
         shared = {g for g, count in Counter(sources.values()).items() if count > 1} - early
-        below: dict[Node | None, int] = {}  # The shared groups with a source there, as bits.
+        # By node, the shared groups with a source behind it, as bits.
+        below: dict[Node | None, int] = {}
         for node, edges in self.through.items() if shared else ():
             bits = 0
             for child, _ in edges:
@@ -206,12 +200,12 @@ class _Graph:
 
 
 def _unpacked_by_hook(node: Node) -> bool:
-    """Whether hooks bring back something that the node saved."""
+    """Return whether hooks unpack something that the node saved."""
     for name in _saved_names(type(node)):
         saved = getattr(node, name)
         for one in saved if isinstance(saved, tuple) else (saved,):
             hook = getattr(one, "unpack_hook", None)
-            if hook is not None and hook is not offload.unpack:  # which may be called again
+            if hook is not None and hook is not offload.unpack:  # our own hook may be called again
                 return True
     return False
 

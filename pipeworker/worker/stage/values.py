@@ -1,4 +1,4 @@
-"""Nested values and the tensors in them."""
+"""Nested values of tensors: find, replace, copy and describe the tensors in them."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from typing import Any
 import torch
 
 from pipeworker.worker.internals import pytree, version_of
-from pipeworker.worker.transport.frame import replica
+from pipeworker.worker.transport.layout import aligned_copy
 
 
 def distinct_tensors(value: Any) -> list[torch.Tensor]:
-    """The tensors of a nested value, each once, in order."""
+    """Return the tensors of a nested value, each once, in order."""
     if isinstance(value, torch.Tensor):
         return [value]
     found = {id(t): t for t in pytree.tree_leaves(value) if isinstance(t, torch.Tensor)}
@@ -19,58 +19,59 @@ def distinct_tensors(value: Any) -> list[torch.Tensor]:
 
 
 def replace_tensors(value: Any, tensors: dict[int, torch.Tensor]) -> Any:
-    """The value with each tensor whose id is a key replaced."""
+    """Replace each tensor whose id is a key."""
     if isinstance(value, torch.Tensor):
         return tensors.get(id(value), value)
     return pytree.tree_map_only(torch.Tensor, lambda t: tensors.get(id(t), t), value)
 
 
 def copied(value: Any) -> Any:
-    """The value with tensors that lie in memory as the originals do."""
-    copies = {id(tensor): replica(tensor) for tensor in distinct_tensors(value)}
+    """Copy the tensors of a value, with the strides and alignment of the originals."""
+    copies = {id(tensor): aligned_copy(tensor) for tensor in distinct_tensors(value)}
     return replace_tensors(value, copies)
 
 
 def detached(value: Any) -> Any:
-    """The value with its tensors outside of the graph, each once."""
+    """Detach the tensors of a value from the graph, each once."""
     if isinstance(value, torch.Tensor):
         return value.detach()
     return replace_tensors(value, {id(t): t.detach() for t in distinct_tensors(value)})
 
 
 def versions(value: Any) -> list[int]:
-    """Counts of changes in place, by tensor."""
+    """Return the number of in-place changes of each distinct tensor."""
     return [version_of(tensor) for tensor in distinct_tensors(value)]
 
 
 def first_in_graph(value: Any) -> torch.Tensor | None:
+    """Return the first tensor of a value that has a node in the graph."""
     return next((t for t in distinct_tensors(value) if t.grad_fn is not None), None)
 
 
 _MOST_SHOWN = 16
-"""Entries of a container that are shown."""
+"""Number of a container's entries that are shown."""
 
 
 def describe(value: Any) -> str:
-    """How a value nests, and what its tensors hold: ``(Tensor[4, 8], None) float32``."""
-    kinds = {_kind(tensor) for tensor in distinct_tensors(value)}
-    if len(kinds) == 1:
-        return f"{_nested(value, False)} {kinds.pop()}"
+    """Return the structure, shapes and dtypes of a value: ``(Tensor[4, 8], None) float32``."""
+    dtypes = {_dtype(tensor) for tensor in distinct_tensors(value)}
+    if len(dtypes) == 1:
+        return f"{_nested(value, False)} {dtypes.pop()}"
     return _nested(value, True)
 
 
-def _kind(tensor: torch.Tensor) -> str:
+def _dtype(tensor: torch.Tensor) -> str:
     return str(tensor.dtype).removeprefix("torch.")
 
 
-def _nested(value: Any, kinds: bool) -> str:
-    """The structure; with `kinds`, each tensor says its own."""
+def _nested(value: Any, dtypes: bool) -> str:
+    """Return the structure; with `dtypes`, each tensor is followed by its own."""
     if isinstance(value, torch.Tensor):
-        return f"Tensor{list(value.shape)}" + (f" {_kind(value)}" if kinds else "")
+        return f"Tensor{list(value.shape)}" + (f" {_dtype(value)}" if dtypes else "")
     if isinstance(value, dict):
-        return f"{{{_listed([f'{key!r}: {_nested(x, kinds)}' for key, x in value.items()])}}}"
+        return f"{{{_listed([f'{key!r}: {_nested(x, dtypes)}' for key, x in value.items()])}}}"
     if isinstance(value, (list, tuple)):
-        items = [_nested(item, kinds) for item in value]
+        items = [_nested(item, dtypes) for item in value]
         if isinstance(value, list):
             return f"[{_listed(items)}]"
         if fields := getattr(value, "_fields", ()):

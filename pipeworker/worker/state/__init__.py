@@ -1,1 +1,1 @@
-"""What lasts of a worker: copied while steps run, kept in memory and on disk, and put back."""
+"""A worker's state: restored at the start, copied while steps run, written to checkpoints."""

@@ -1,197 +1,328 @@
-"""A worker's state: what it begins with, copies of it, and its part of a checkpoint."""
+"""A worker's state: where it is restored from, its snapshots, and its part of a checkpoint."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from pipeworker.host.position import Tracker
-from pipeworker.record import checkpoint
-from pipeworker.record.checkpoint import Checkpoint, Part
-from pipeworker.record.manifest import Shard
-from pipeworker.record.restore import position, restore
-from pipeworker.record.rundir import RunDir
+import torch
+
+from pipeworker.errors import PipeworkerError
+from pipeworker.facts.position import Phase
+from pipeworker.plan.placement import Placement
+from pipeworker.record.checkpoint import Checkpoint
+from pipeworker.record.manifest import WorkerFiles
+from pipeworker.record.restore import restore, restored_position
+from pipeworker.record.snapshot_buffer import SnapshotBuffer, snapshot_files
+from pipeworker.record.snapshot_memory import SnapshotMemory
+from pipeworker.record.stage_state import StageState, check_savable
 from pipeworker.wire.messages.checkpoint import Copy, Restore, Save, Saved
 from pipeworker.wire.messages.plan import Plan
-from pipeworker.wire.messages.position import Phase
-from pipeworker.worker.blame import users
-from pipeworker.worker.held import Held
+from pipeworker.worker.blame import user_code
 from pipeworker.worker.internals import loads_itself
-from pipeworker.worker.role import Role
-from pipeworker.worker.settings import Settings
-from pipeworker.worker.state import heirs
-from pipeworker.worker.state.keeper import Keeper
-from pipeworker.worker.state.remembered import Remembered, Where, needed
-from pipeworker.worker.step.data import Reader
-from pipeworker.worker.step.others import Others
+from pipeworker.worker.loaded_worker import LoadedWorker
+from pipeworker.worker.local_stages import LocalStages
+from pipeworker.worker.state.snapshot_writer import Position, SnapshotWriter
+from pipeworker.worker.step.reduction import Reduction
+from pipeworker.worker.transport.snapshot_transfer import (
+    MirrorClient,
+    MirrorServer,
+    SnapshotServer,
+    fetch_snapshot,
+)
 
-Place = Mapping[str, Any] | None
-"""Where the data is; None where none is read."""
+Files = list[torch.Tensor]
+
+
+def files_of(part: StageState, step: int, position: Mapping[str, Any] | None) -> Files:
+    """Return the files of a stage's state after `step`.
+
+    Each is a tensor of bytes of shape ``[size]``, the file that the stage would write to disk. They
+    include the optimizer state of tied weights that another stage writes to disk. `position`
+    is the position in the data, of the stage whose worker reads it.
+    """
+    with closing(SnapshotMemory()) as memory:
+        SnapshotBuffer(memory).fill(step, [part], (), position)
+        contents = [bytearray(path.read_bytes()) for path in memory.paths]
+    return [torch.frombuffer(data, dtype=torch.uint8) for data in contents]
+
+
+@contextmanager
+def readable(files: Sequence[torch.Tensor]) -> Iterator[WorkerFiles]:
+    """Make files readable by path, as those of a checkpoint are."""
+    with closing(SnapshotMemory()) as memory:
+        for number, data in enumerate(files):
+            memory.write(number, data.cpu().numpy().tobytes())
+        yield WorkerFiles(*memory.paths)
+
+
+def transfer(
+    reductions: Mapping[int, Reduction], own_files: Callable[[int], Files] | None
+) -> dict[int, Files]:
+    """Send the state to the replicas that lack it, or receive it.
+
+    `own_files` returns the files of a stage; None if this worker has lost its state.
+
+    Returns:
+        The files that this worker received, by stage; none if it has its own.
+
+    Raises:
+        PipeworkerError: no replica has the state.
+    """
+    received = {}
+    for stage, reduction in reductions.items():
+        replicas = reduction.agree_on_state(present=own_files is not None)
+        if own_files is None:
+            files = reduction.receive_state()
+            if files is None:
+                raise PipeworkerError(
+                    f"no replica has the state of stage {stage} in memory: go on from disk, by "
+                    "--resume"
+                )
+            received[stage] = files
+        elif replicas:
+            reduction.send_state(replicas, own_files(stage))
+    return received
+
+
+def needed_ranks(
+    restore: Restore, plan: Plan, placement: Placement, rank: int, stages: Collection[int]
+) -> list[int]:
+    """Return the ranks of one replica whose snapshots hold what a worker needs.
+
+    With as many workers as before, a worker needs its own snapshot and those of the first places of
+    its tied weights, which hold their optimizer state. Otherwise it needs those of all ranks.
+    """
+    if restore.ranks != placement.workers:
+        return list(range(restore.ranks))
+    firsts = {tie.stages[0] for tie in plan.ties if {*tie.stages} & {*stages}}
+    return sorted({placement.worker_of(rank), *map(placement.rank_of, firsts)})
+
+
+class MemorySnapshots:
+    """The snapshots in this host's memory, and their transfer between hosts."""
+
+    def __init__(self, loaded: LoadedWorker) -> None:
+        settings = loaded.settings
+        self._memories, self._access = settings.memories, loaded.access
+        self._mirrored_ranks, self._has_mirror = settings.mirrors, settings.mirrored
+        self._serves = not settings.local_rank  # the first worker of a host, for all
+        self._server: SnapshotServer | None = None
+        self._mirror_server: MirrorServer | None = None
+        self._fetched: list[SnapshotMemory] = []
+
+    def mirror_client(self, rank: int) -> MirrorClient | None:
+        """Return the client that has another host mirror a worker's snapshots, if hosts do."""
+        return MirrorClient(rank, *self._access()) if self._has_mirror else None
+
+    def start_mirror(self) -> None:
+        """Mirror the snapshots of another host from now on, if this worker is to."""
+        if self._mirrored_ranks:
+            memories = {rank: self._memories[rank] for rank in self._mirrored_ranks}
+            self._mirror_server = MirrorServer(memories, *self._access())
+
+    def find(self, restore: Restore, ranks: Sequence[int], *, local: bool) -> list[WorkerFiles]:
+        """Find the snapshots of some ranks of one replica; valid until :meth:`release`.
+
+        They are those of the first replica that is complete on this host, or else are fetched. If
+        `local`, fetch nothing, and return nothing if they are not on this host.
+
+        Raises:
+            PipeworkerError: no host has them.
+        """
+        if self._has_mirror and self._serves:
+            self._serve(restore)
+        for start in range(0, max(self._memories, default=0) + 1, restore.ranks):
+            with suppress(PipeworkerError, KeyError):
+                return [self._on_this_host(start + rank, restore) for rank in ranks]
+        return [] if local else [self._on_any_host(rank, restore) for rank in ranks]
+
+    def release(self) -> None:
+        """Release the snapshots that were fetched."""
+        while self._fetched:
+            self._fetched.pop().close()
+
+    def stop_serving(self) -> None:
+        """Stop serving snapshots: all workers are built."""
+        if self._server is not None:
+            self._server.close()
+            self._server = None
+
+    def close(self) -> None:
+        """Stop all transfers between hosts."""
+        self.stop_serving()
+        if self._mirror_server is not None:
+            self._mirror_server.close()
+            self._mirror_server = None
+        self.release()
+
+    def _on_this_host(self, rank: int, restore: Restore) -> WorkerFiles:
+        return snapshot_files([self._memories[rank][restore.slot]], restore.step)[0]
+
+    def _on_any_host(self, rank: int, restore: Restore) -> WorkerFiles:
+        """Return the snapshot of a rank, fetched if necessary."""
+        with suppress(PipeworkerError, KeyError):
+            return self._on_this_host(rank, restore)
+        if not self._has_mirror:
+            raise PipeworkerError(
+                f"the snapshot of step {restore.step} in memory is lost: resume from disk with "
+                "--resume"
+            )
+        self._fetched.append(fetch_snapshot(rank, restore.slot, *self._access()))
+        return snapshot_files(self._fetched[-1:], restore.step)[0]
+
+    def _serve(self, restore: Restore) -> None:
+        """Serve the snapshots that this host has as a whole."""
+        complete = {}
+        for rank, slots in self._memories.items():
+            with suppress(PipeworkerError):
+                self._on_this_host(rank, restore)
+                complete[rank] = slots
+        self._server = SnapshotServer(complete, *self._access())
 
 
 class State:
-    """See the module.
-
-    Args:
-        held: is built.
-        reader: of the job's data, whose place is part of the state where it is read.
-        send: tells the coordinator of parts that are written while steps run.
-        where: how other hosts are reached; asked for as soon as they matter.
-        place: where the data is, once the worker is connected.
+    """The state of a worker whose stages are built.
 
     Attributes:
-        saved: the step of the last checkpoint.
+        saved: step of the last checkpoint; -1 without one.
+        snapshots: what earlier workers left in memory.
     """
 
-    def __init__(
-        self,
-        settings: Settings,
-        role: Role,
-        held: Held,
-        run_dir: RunDir,
-        reader: Callable[[], Reader],
-        send: Callable[[Saved], None],
-        where: Callable[[], Where],
-        place: Callable[[], Place],
-    ) -> None:
+    def __init__(self, loaded: LoadedWorker, stages: LocalStages) -> None:
         self.saved = -1
-        self._role, self._held, self._run_dir = role, held, run_dir
-        self._reader, self._send, self._place = reader, send, place
-        self._tracker: Tracker = settings.tracker
-        self._memories = settings.memories.get(role.rank, ())
-        self._remembered = Remembered(
-            settings.memories,
-            keeps=settings.keeps,
-            kept=settings.kept,
-            first=not settings.local_rank,
-            where=where,
-        )
-        self._inherits = False
-        self._keepers: list[Keeper] = []  # one, once there is something to keep
+        self._loaded, self._role, self._stages = loaded, loaded.role, stages
+        self._tracker = loaded.settings.tracker
+        self.snapshots = MemorySnapshots(loaded)
+        self._writer: SnapshotWriter | None = None
 
     @property
     def copied(self) -> tuple[int, float]:
-        """The last step whose state is copied as a whole, and the seconds of work that took."""
-        return self._keepers[0].whole if self._keepers else (-1, 0.0)
+        """The step of the last complete snapshot, or -1, and the seconds of work it took."""
+        return self._writer.complete if self._writer else (-1, 0.0)
 
-    def begin(self, told: Restore, plan: Plan) -> None:
-        """Begin with what a checkpoint, or workers before this one, left behind.
+    def begin(self, plan: Plan) -> bool:
+        """Restore the state that the worker starts from, if any; check that it can be saved.
+
+        It is in a checkpoint, or in what earlier workers left in memory.
+
+        Returns:
+            Whether the worker has its state now. If not, another replica transfers it.
 
         Raises:
-            UsageError: it is of another model, or damaged.
-            PipeworkerError: nobody has it.
-            Raised: what the user's code raised.
+            UsageError: the state is of another model, damaged, or could not be saved later.
+            PipeworkerError: no host has it.
+            UserCodeError: the user's code raised.
         """
+        source = self._loaded.restore
+        has_state = source is None or self._find(source, plan)
+        self.check()
+        return has_state
+
+    def _find(self, source: Restore, plan: Plan) -> bool:
         role = self._role
         self._tracker.set(Phase.RESTORING)
-        if told.path:
-            found = Checkpoint(Path(told.path)).shards()
+        if source.path:
+            files = Checkpoint(Path(source.path)).worker_files()
         else:
-            ranks = needed(told, plan, role.placement, role.rank, self._held.stages)
-            found = self._remembered.shards(told, ranks, here=role.options.redundant)
-        self._inherits = not found
-        if self._inherits:  # from another replica, once it is connected
-            return
-        self.restore(found)
-        if role.reads:
-            self._reader().restore(position(found))
-        self._remembered.restored()
+            ranks = needed_ranks(source, plan, role.placement, role.rank, self._stages.stages)
+            files = self.snapshots.find(source, ranks, local=role.options.redundant)
+        if files:
+            self.restore(files)
+            if role.reads_data:
+                self._loaded.reader.restore(restored_position(files))
+            self.snapshots.release()
+        return bool(files)
 
-    def connected(self, told: Restore | None, others: Others) -> None:
-        """With replicas alike, take the state of a living one, or give it.
+    def transfer(
+        self, step: int, reductions: dict[int, Reduction], at: Position, *, present: bool
+    ) -> None:
+        """Transfer the state from the replicas that have it to those that lack it.
 
-        Args:
-            told: what the worker began with.
+        `at` is the position in the data, and `present` whether this worker has the state.
 
         Raises:
             PipeworkerError: no replica has it.
         """
-        role = self._role
-        if told is None or told.path or role.placement.replicas < 2 or role.shards:
-            return
-        step = told.step
 
-        def files(stage: int) -> heirs.Files:
-            return heirs.files_of(self._held.part(stage), step, None if stage else self._place())
+        def own_files(stage: int) -> Files:
+            return files_of(self._stages.part(stage), step, None if stage else at)
 
-        given = heirs.exchange(others.reductions, None if self._inherits else files)
-        for index, found in given.items():
-            with heirs.shard_of(found) as shard:
-                restore([shard], [self._held.part(index)], {}, users, loads_itself)
-                if not index and role.reads:
-                    self._reader().restore(position([shard]))
+        received = transfer(reductions, own_files if present else None)
+        for index, contents in received.items():
+            with readable(contents) as files:
+                restore([files], [self._stages.part(index)], {}, user_code, loads_itself)
+                if not index and self._role.reads_data:
+                    self._loaded.reader.restore(restored_position([files]))
 
-    def restore(self, shards: Sequence[Shard]) -> None:
-        """Put back what workers wrote, whatever stages they held.
+    def restore(self, files: Sequence[WorkerFiles]) -> None:
+        """Restore from the files of all workers, whatever stages they had.
 
         Raises:
-            UsageError: it is of another model, or damaged.
-            Raised: what the user's code raised.
+            UsageError: the state is of another model, or damaged.
+            UserCodeError: the user's code raised.
         """
-        restore(shards, self._parts(), self._held.aliases, users, loads_itself)
+        restore(files, self._parts(), self._stages.aliases, user_code, loads_itself)
 
     def check(self) -> None:
-        """Refuse at once what could not be saved later.
+        """Reject state that could not be saved later.
 
         Raises:
-            UsageError: a stage holds something else than tensors and plain values.
+            UsageError: a stage holds something other than tensors and plain values.
         """
-        checkpoint.check(self._parts(), self._held.elsewhere)
+        check_savable(self._parts(), self._stages.elsewhere)
 
-    def keep(self) -> None:
-        """Keep the copies of other hosts from now on, if this worker is to."""
-        self._remembered.keep()
+    def wait_copied(self) -> None:
+        """Wait until the snapshot in progress is copied, because weights are about to change."""
+        if self._writer is not None:
+            self._writer.wait_copied()
 
-    def built(self) -> None:
-        """All workers are: nobody needs any more what those before them left in memory."""
-        self._remembered.built()
-
-    def settle(self) -> None:
-        """Wait until what is being copied is whole: weights are about to change."""
-        for keeper in self._keepers:
-            keeper.settle()
-
-    def copy(self, copy: Copy) -> None:
-        """Begin a copy, which is made while the next step runs."""
-        if not self._role.writes:
+    def copy(self, copy: Copy, at: Position) -> None:
+        """Begin a snapshot, which is copied while the next step runs."""
+        if not self._role.writes_checkpoint:
             copy = replace(copy, save=False)
-        self._keeper.copy(copy, self._parts(), self._held.elsewhere, self._place())
+        self._started_writer().copy(copy, self._parts(), self._stages.elsewhere, at)
 
-    def save(self, save: Save) -> Saved | None:
-        """Write this worker's part of a checkpoint, if it has one."""
+    def save(self, save: Save, at: Position) -> Saved | None:
+        """Write this worker's part of a checkpoint; None if it has no part."""
         self._tracker.set(Phase.SAVING, save.step)
         self.saved = save.step
-        if not self._role.writes:
+        if not self._role.writes_checkpoint:
             self._tracker.wait()
             return None
-        return self._keeper.save(
-            save.step, save.slot, self._parts(), self._held.elsewhere, self._place()
+        return self._started_writer().save(
+            save.step, save.slot, self._parts(), self._stages.elsewhere, at
         )
 
     def close(self) -> None:
-        """Let go of threads, and of what passes between hosts."""
-        self._remembered.close()
-        while self._keepers:
-            self._keepers.pop().close()
+        """End threads and transfers between hosts."""
+        self.snapshots.close()
+        if self._writer is not None:
+            self._writer.close()
+            self._writer = None
 
-    @property
-    def _keeper(self) -> Keeper:
-        if not self._keepers:
+    def _started_writer(self) -> SnapshotWriter:
+        """Return the writer, made at its first use: by then all other hosts can be reached."""
+        if self._writer is None:
             role, placement = self._role, self._role.placement
-            number, workers = role.rank, placement.ranks
-            if not role.shards:  # the first replica has all there is to write
-                number, workers = placement.worker_of(role.rank), placement.workers
-            mirror = self._remembered.mirror(role.rank)
-            folder = self._run_dir.partial_checkpoint
-            keeper = Keeper(
-                number, workers, self._memories, folder, self._send, placement.ranks, mirror
+            rank, ranks = role.rank, placement.ranks
+            if not role.shards:  # the first replica writes everything
+                rank, ranks = placement.worker_of(role.rank), placement.workers
+            self._writer = SnapshotWriter(
+                rank,
+                ranks,
+                self._loaded.settings.memories.get(role.rank, ()),
+                self._loaded.run_dir.partial_checkpoint,
+                self._loaded.control.send,
+                placement.ranks,
+                self.snapshots.mirror_client(role.rank),
             )
-            self._keepers.append(keeper)
-        return self._keepers[0]
+        return self._writer
 
-    def _parts(self) -> list[Part]:
-        """What its stages hold, and is kept of them."""
-        whole = not (self._role.shards and self._role.replica)
-        return [replace(part, keeps_weights=whole) for part in self._held.parts()]
+    def _parts(self) -> list[StageState]:
+        """Return the state of all stages of the worker."""
+        keeps_weights = not (self._role.shards and self._role.replica)
+        return self._stages.parts(keeps_weights=keeps_weights)

@@ -1,1 +1,1 @@
-"""The executor, and what flows through it in a step."""
+"""A step on one worker: its data, its channels, its program of actions, and the loop over them."""

@@ -1,30 +1,44 @@
-"""An evaluation pass on one stage: the layers in eval mode, and what the last stage adds up."""
+"""An evaluation pass: forward-only actions, run once for each micro-batch until there are no more.
+
+Only stage 0 knows how many micro-batches there are and what they look like. So every frame is
+described, activations travel in a list of one, and an empty list is the end. Nothing waits for the
+pipeline to drain between two mini-batches.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
 
-from pipeworker.errors import UsageError
-from pipeworker.worker.blame import users
+from pipeworker.errors import UsageError, a_type
+from pipeworker.facts.position import Phase
+from pipeworker.plan.actions import RECEIVES, SENDS, Action, Edge, Kind, edge_of
+from pipeworker.plan.partition import sizes
+from pipeworker.worker.blame import user_code
+from pipeworker.worker.device.accelerator import Accelerator
 from pipeworker.worker.stage.losses import parts
+from pipeworker.worker.stage.microbatch import MicroBatch
+from pipeworker.worker.step.data import MicroBatches
+from pipeworker.worker.step.stage_channels import StageChannels
+from pipeworker.worker.step.wiring import Wiring
+from pipeworker.worker.transport.staging import move_to_device
 
 Metrics = Callable[[Any, Any], Any]
-_TAKEN = ("step", "loss")
+_RESERVED = ("step", "loss")
 
 
 @contextmanager
 def eval_mode(layers: Sequence[nn.Module]) -> Iterator[None]:
-    """No gradients, and every module in eval mode; then each as it was."""
+    """Disable gradients and set every module to eval mode; restore each module on exit."""
     training = [module for layer in layers for module in layer.modules() if module.training]
     for layer in layers:
-        with users("eval()"):
+        with user_code("eval()"):
             layer.eval()
     try:
         with torch.no_grad():
@@ -36,15 +50,10 @@ def eval_mode(layers: Sequence[nn.Module]) -> Iterator[None]:
 
 @dataclass(slots=True)
 class Averages:
-    """Adds up losses and metrics of micro-batches, each with its number of samples.
+    """The averages of losses and metrics of micro-batches, weighted by their numbers of samples.
 
-    Sums are exact, so that nothing depends on how mini-batches were cut. Values stay on their
-    device until :meth:`result`.
-
-    Attributes:
-        loss_of: gives the loss of an output and a target: a mean over the samples, or a pair
-            (sum, count).
-        metrics: gives named scalars.
+    Sums are exact, so that no result depends on how mini-batches were split. Values stay on their
+    device until :meth:`result`. `loss_of` returns a mean over the samples, or a pair (sum, count).
     """
 
     loss_of: Callable[[Any, Any], Any]
@@ -55,10 +64,10 @@ class Averages:
     _values: dict[str, list[tuple[Any, int]]] = field(default_factory=dict)
 
     def add(self, output: Any, target: Any, samples: int) -> None:
-        """One micro-batch.
+        """Add the loss and metrics of one micro-batch: nested tensors of ``[samples, ...]``.
 
         Raises:
-            UsageError: ``loss`` or ``metrics`` gave something other than scalars.
+            UsageError: ``loss`` or ``metrics`` returned something other than scalars.
         """
         loss, count = parts(self.loss_of(output, target))
         self._counted = count is not None
@@ -66,23 +75,22 @@ class Averages:
         self._weights.append(samples if count is None else count)
         if self.metrics is None:
             return
-        with users("metrics()"):
-            found = self.metrics(output, target)
-        if not isinstance(found, Mapping):
+        with user_code("metrics()"):
+            values = self.metrics(output, target)
+        if not isinstance(values, Mapping):
             raise UsageError(
-                f"metrics(output, target) returned a {type(found).__name__}: it must return a dict "
-                "of scalars"
+                f"metrics(output, target) returned {a_type(values)}; return a dict of scalars"
             )
-        for name, value in found.items():
-            if not isinstance(name, str) or name in _TAKEN:
+        for name, value in values.items():
+            if not isinstance(name, str) or name in _RESERVED:
                 raise UsageError(
-                    f"metrics(output, target) named a value {name!r}: names are strings other than "
-                    f"{' and '.join(map(repr, _TAKEN))}"
+                    f"metrics(output, target) named a value {name!r}; use strings other than "
+                    f"{' and '.join(map(repr, _RESERVED))}"
                 )
             self._values.setdefault(name, []).append((_scalar(name, value), samples))
 
     def result(self) -> tuple[float, dict[str, float]]:
-        """The loss and the metrics over all samples; NaN over none."""
+        """Return the loss and the metrics over all samples; NaN if there are none."""
         losses = [float(loss) for loss in self._losses]
         weights = [float(weight) for weight in self._weights]
         terms = losses if self._counted else [a * b for a, b in zip(losses, weights, strict=True)]
@@ -105,7 +113,116 @@ def _scalar(name: str, value: Any) -> Any:
         return value.detach()
     if isinstance(value, (bool, int, float)):
         return value
-    shown = type(value).__name__
+    shown = a_type(value)
     if isinstance(value, torch.Tensor):
         shown += f" of shape {tuple(value.shape)}"
-    raise UsageError(f"metrics(output, target) gave {name!r} as a {shown}: it must be a scalar")
+    raise UsageError(f"metrics(output, target) returned {shown} under {name!r}; return a scalar")
+
+
+Sink = Callable[[Any, Any, int], None]
+"""Takes the output and the target of a micro-batch, each ``[n, ...]``, and n, its samples."""
+
+
+class EvaluationPass:
+    """One evaluation pass on one worker; `actions` are those of one micro-batch."""
+
+    def __init__(
+        self,
+        wiring: Wiring,
+        actions: Sequence[Action],
+        last_stage: int,
+        sink: Sink,
+        accelerator: Accelerator | None,
+    ) -> None:
+        ends: dict[Edge, Any] = {**wiring.outgoing, **wiring.incoming}
+        self._stages = wiring.stages
+        self._accelerator = accelerator
+        self._last = wiring.stages.get(last_stage)
+        self._sink = sink
+        self._samples = 0
+        communicates = SENDS | RECEIVES
+        self._program: list[tuple[Kind, StageChannels, Any]] = [
+            (a.kind, wiring.stages[a.stage], ends[edge_of(a)] if a.kind in communicates else None)
+            for a in actions
+        ]
+        self._receivers = [ends[edge_of(a)].receiver for a in actions if a.kind in RECEIVES]
+
+    def run(self, step: int, batches: Iterator[MicroBatches]) -> None:
+        """Evaluate all of `batches`, which are read where stage 0 is."""
+        with ExitStack() as modes:
+            for channels in self._stages.values():
+                modes.enter_context(eval_mode(channels.stage.layers))
+            inputs = self._inputs(step, batches)
+            m = 0
+            while self._run_one(m, step, inputs):
+                m += 1
+
+    def _run_one(self, m: int, step: int, inputs: Iterator[tuple[Any, Any, int]]) -> bool:
+        """Run micro-batch `m` of the pass; return whether there was one."""
+        ended = False
+        for channels in self._stages.values():
+            channels.microbatches = {m: MicroBatch(m)}
+        if 0 in self._stages:
+            read = next(inputs, None)
+            if read is None:
+                ended = True
+            else:
+                first = self._stages[0].microbatches[m]
+                first.value, first.target, self._samples = read
+                if self._last is not None:
+                    self._last.microbatches[m].target = first.target
+        for kind, channels, end in self._program:
+            match kind:
+                case Kind.RECEIVE_ACTIVATION:
+                    received = end.receive(m)
+                    if received:
+                        end.insert(m, received[0])
+                    else:
+                        ended = True
+                        end.receiver.release(m)
+                case Kind.SEND_ACTIVATION:
+                    end.send_wrapped(m, (lambda _: []) if ended else (lambda value: [value]))
+                case _ if ended:
+                    continue
+                case Kind.FORWARD:
+                    self._forward(channels, m, step)
+                case Kind.SEND_TARGET:
+                    end.send_wrapped(m, lambda target: (self._samples, target))
+                case Kind.RECEIVE_TARGET:
+                    self._samples, target = end.receive(m)
+                    end.insert(m, target)
+                case _:
+                    end(m)
+        if not ended:
+            for receiver in self._receivers:
+                receiver.release(m)
+        return not ended
+
+    def _forward(self, channels: StageChannels, m: int, step: int) -> None:
+        mb = channels.microbatches[m]
+        output = channels.stage.evaluate(mb)
+        for transfer in channels.after_forward:
+            transfer(mb)
+        if channels is self._last:
+            channels.stage.tracker.set(Phase.EVALUATION, step, m)
+            self._sink(output, self._to_device(mb.target), self._samples)
+
+    def _inputs(self, step: int, batches: Iterator[MicroBatches]) -> Iterator[tuple[Any, Any, int]]:
+        """Yield the input, target and number of samples of each micro-batch."""
+        tracker = self._stages[0].stage.tracker
+        while True:
+            tracker.set(Phase.EVALUATION, step)
+            read = next(batches, None)
+            if read is None:
+                return
+            counts = sizes(read.batch.samples, read.batch.microbatches)
+            for value, target, samples in zip(read.inputs, read.targets, counts, strict=True):
+                yield self._to_device(value), target, samples
+
+    def _to_device(self, value: Any) -> Any:
+        """Return a nested value that was read, on the accelerator."""
+        if self._accelerator is None:
+            return value
+        moved, copied = move_to_device(self._accelerator, value)
+        self._accelerator.current.wait_event(copied)
+        return moved

@@ -1,52 +1,177 @@
-"""Runs a worker's tuple of actions: the very tuple that was checked."""
+"""The loop that runs a worker's actions: the very tuple that was checked."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
-from pipeworker.host.position import Tracker
-from pipeworker.plan.actions import COMPUTE, RECEIVES, SENDS, Action, Edge, Kind, Payload, edge_of
-from pipeworker.plan.columns import columns_of
-from pipeworker.plan.kept import keeps
-from pipeworker.plan.network import CHANNEL_CAPACITY, UNBOUNDED
+import torch
+
+from pipeworker.plan.actions import (
+    COMPUTE,
+    RECEIVES,
+    SENDS,
+    Action,
+    Edge,
+    Kind,
+    Payload,
+    channel,
+    edge_of,
+)
+from pipeworker.plan.columns import columns_of, peak_live
+from pipeworker.plan.partition import block
 from pipeworker.plan.placement import Placement
-from pipeworker.plan.shares import block
-from pipeworker.wire.messages.position import Phase
-from pipeworker.wire.messages.step import Batch, RunStep
-from pipeworker.worker.device.accelerator import Accelerator, Event
-from pipeworker.worker.device.stopwatch import stopwatch_for
+from pipeworker.wire.messages.step import RunStep
+from pipeworker.worker.device.accelerator import Accelerator
+from pipeworker.worker.device.device import stopwatch_for
 from pipeworker.worker.stage import losses
 from pipeworker.worker.stage.microbatch import MicroBatch
-from pipeworker.worker.stage.stage import Stage
-from pipeworker.worker.stage.values import distinct_tensors
-from pipeworker.worker.step.data import MicroBatches, Reader, share
-from pipeworker.worker.step.flow import Flow, Handover, Incoming, Outgoing, payload_of
-from pipeworker.worker.step.others import Others
-from pipeworker.worker.step.stream import Pass, Sink
-from pipeworker.worker.step.tied import Exchange
-from pipeworker.worker.transport.channel import Receiver, Sender
-from pipeworker.worker.transport.courier import Courier
-from pipeworker.worker.transport.links.link import Link
-from pipeworker.worker.transport.staging import brought
-from pipeworker.worker.transport.structure import NONE, Kinds
-from pipeworker.worker.update.ties import Ties
+from pipeworker.worker.step.batch_feed import Announce, BatchFeed
+from pipeworker.worker.step.data import MicroBatches, Reader, sample_shares
+from pipeworker.worker.step.evaluation import EvaluationPass, Sink
+from pipeworker.worker.step.stage_channels import StageChannels
+from pipeworker.worker.step.wiring import Wiring
 
-_FRAMES_AHEAD = 16
-"""Receives of activations and targets posted ahead; their buffers are kept until backward."""
-_GRADIENTS_AHEAD = 6
-"""Of gradients: a little more than a channel holds, so that several are posted in one go."""
-_BACKWARDS = (Payload.GRADIENT, Payload.SKIP_GRADIENT)
+Handler = Callable[[int], None]
+"""Performs an action for the micro-batch of a number."""
+Instruction = tuple[Handler, int, bool]
+"""The handler of an action, the number of its micro-batch, and whether the hook watches it."""
+
 _BUSY = COMPUTE | {Kind.LOAD}
-
-_Handler = Callable[[int], None]
-_End = tuple[Kind, int, int]
+_COMPUTES: dict[Kind, Callable[[StageChannels], Handler]] = {
+    Kind.FORWARD: lambda channels: channels.forward,
+    Kind.RECOMPUTE: lambda channels: channels.recompute,
+    Kind.FETCH: lambda channels: channels.fetch,
+    Kind.BACKWARD: lambda channels: channels.backward,
+    Kind.BACKWARD_INPUT: lambda channels: channels.backward_input,
+    Kind.BACKWARD_WEIGHT: lambda channels: channels.backward_weight,
+}
 
 
 @dataclass(frozen=True, slots=True)
-class Ran:
-    """What a mini-batch gave here; `losses` and `counts` are empty but with the last stage."""
+class Program:
+    """The actions of a worker for one mini-batch, which were checked, as the loop runs them.
+
+    Attributes:
+        order: numbers of the frames that each receiver gets, in order.
+        recompute, split_backward, offload: by stage, the micro-batches that are recomputed, whose
+            backward is two actions, whose graphs are kept in the host's memory.
+    """
+
+    actions: Sequence[Action] = ()
+    instructions: Sequence[Instruction] = ()
+    order: dict[Edge, list[int]] = field(default_factory=dict)
+    recompute: dict[int, frozenset[int]] = field(default_factory=dict)
+    split_backward: dict[int, frozenset[int]] = field(default_factory=dict)
+    offload: dict[int, frozenset[int]] = field(default_factory=dict)
+
+    def microbatches(self, stage: int, weights: Sequence[float]) -> dict[int, MicroBatch]:
+        """Return new micro-batches of a stage, of these shares in the mini-batch's samples."""
+        recompute, split = self.recompute[stage], self.split_backward[stage]
+        offload = self.offload[stage]
+        return {
+            m: MicroBatch(m, weight, m in recompute, m in split, m in offload)
+            for m, weight in enumerate(weights)
+        }
+
+
+def compile_program(
+    actions: Sequence[Action], wiring: Wiring, load: Handler, watches: Callable[[Action], bool]
+) -> Program:
+    """Find the handler of each action; `load` reads the next mini-batch."""
+    handlers = {
+        (kind, stage, peer): _handler(kind, stage, peer, wiring, load)
+        for kind, stage, peer in {(a.kind, a.stage, a.peer) for a in actions}
+    }
+    instructions = [(handlers[a.kind, a.stage, a.peer], a.microbatch, watches(a)) for a in actions]
+    order: dict[Edge, list[int]] = {
+        edge: wiring.tied.expected(edge) if edge.payload is Payload.TIED else []
+        for edge in wiring.receivers
+    }
+    for action in actions:
+        if action.kind in RECEIVES and action.kind is not Kind.RECEIVE_TIED:
+            order[edge_of(action)].append(action.microbatch)
+    flags = (
+        {
+            index: frozenset(a.microbatch for a in actions if a.kind is kind and a.stage == index)
+            for index in wiring.stages
+        }
+        for kind in (Kind.RECOMPUTE, Kind.BACKWARD_INPUT, Kind.FETCH)
+    )
+    return Program(actions, instructions, order, *flags)
+
+
+def _handler(kind: Kind, stage: int, peer: int, wiring: Wiring, load: Handler) -> Handler:
+    if kind is Kind.LOAD:
+        return load
+    channels, reductions = wiring.stages[stage], wiring.replicas.reductions
+    match kind:
+        case Kind.FORWARD if stage == 0:
+            return channels.forward_data
+        case Kind.SEND_TIED:
+            return _waiting(channels, lambda: wiring.tied.send(stage, peer))
+        case Kind.RECEIVE_TIED:
+            return _waiting(channels, lambda: wiring.tied.receive(stage, peer))
+        case Kind.REDUCE_TIED:
+            return lambda _: wiring.tied.reduce(stage)
+        case Kind.SCATTER:
+            return _waiting(channels, reductions[stage].scatter)
+        case Kind.SUM:
+            return _waiting(channels, reductions[stage].sum)
+        case Kind.GATHER:
+            return _waiting(channels, reductions[stage].gather)
+    if kind in SENDS:
+        return wiring.outgoing[channel(kind, stage, peer)]
+    if kind in RECEIVES:
+        return wiring.incoming[channel(kind, stage, peer)]
+    return _COMPUTES[kind](channels)
+
+
+def _waiting(channels: StageChannels, perform: Callable[[], None]) -> Handler:
+    """Return a handler for what waits, or may wait, for other workers."""
+
+    def handle(_: int) -> None:
+        channels.stage.tracker.wait(channels.step)
+        perform()
+
+    return handle
+
+
+class ActionHook(Protocol):
+    """An observer of the actions of a worker; an action that is not watched costs nothing."""
+
+    def watches(self, action: Action) -> bool:
+        """Return whether to mark this action; asked once for each program."""
+
+    @property
+    def mark(self) -> Callable[[], Any]:
+        """Return a mark of the present time; called just before and after each watched action."""
+
+    def finish(self, step: int, actions: Sequence[Action], marks: Sequence[Any]) -> float:
+        """Return the seconds that the worker was busy, from all marks of a complete step."""
+
+
+class BusyTime:
+    """The hook that measures how long a worker computes and reads data, on its device's clock."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._stopwatch = stopwatch_for(device)
+        self.mark = self._stopwatch.mark
+
+    def watches(self, action: Action) -> bool:
+        return action.kind in _BUSY
+
+    def finish(self, step: int, actions: Sequence[Action], marks: Sequence[Any]) -> float:
+        return self._stopwatch.seconds(marks)
+
+
+@dataclass(frozen=True, slots=True)
+class StepOutput:
+    """The losses and counts of a mini-batch by micro-batch, and the seconds the worker was busy.
+
+    Only the worker with the last stage has losses, and counts if ``loss`` returns pairs.
+    """
 
     losses: tuple[float, ...]
     counts: tuple[float, ...]
@@ -54,360 +179,151 @@ class Ran:
 
 
 class Executor:
-    """The stages of one worker and its ends of the channels.
-
-    Args:
-        stages: by index.
-        links: this worker's end of each edge it uses.
-        courier: performs large sends; None leaves them to the calling thread.
-        reader: where stage 0 is, if the job has data.
-        ties: of the stages that have places of tied weights.
-        announce: is told when a mini-batch with another number of micro-batches is read.
-        replica: of the pipeline.
-        reads_ahead: the job has data, which is read where stage 0 is; else it is offered.
-        accelerator: where the stages are, if not on the CPU.
+    """The loop over the actions of one worker; :class:`BatchFeed` explains its arguments.
 
     Attributes:
-        others: the same stages of the other replicas.
+        feed: mini-batches that the worker trains on.
     """
 
     def __init__(
         self,
-        stages: Mapping[int, Stage],
+        wiring: Wiring,
         placement: Placement,
-        links: Mapping[Edge, Link],
-        reader: Reader | None,
-        courier: Courier | None,
-        ties: Mapping[int, Ties] | None = None,
-        announce: Callable[[int], None] = lambda microbatches: None,
-        kinds: Kinds = NONE,
         replica: int = 0,
         *,
+        reader: Reader | None = None,
         reads_ahead: bool = True,
         accelerator: Accelerator | None = None,
+        announce: Announce = lambda microbatches: None,
+        hook: ActionHook | None = None,
     ) -> None:
-        self._reads_ahead = reads_ahead
-        self._accelerator = accelerator
-        self._flows = {index: Flow(stage) for index, stage in stages.items()}
-        self._tracker: Tracker = next(iter(stages.values())).tracker
-        self._placement = placement
+        stage = next(iter(wiring.stages.values())).stage
+        self._wiring = wiring
+        self._placement, self._replica = placement, replica
         self._last_stage = placement.stages - 1
-        self._reader = reader
-        self._courier = courier
-        self._kinds = kinds
-        self._announce = announce
-        self._known: set[int] = set()
-        self._links = dict(links)
-        self._replica = replica
-        self._senders: dict[Edge, Sender] = {}
-        self._receivers: dict[Edge, Receiver] = {}
-        self._outgoing: dict[Edge, Outgoing] = {}
-        self._incoming: dict[Edge, Incoming] = {}
-        for edge, link in links.items():
-            if edge.origin < 0:
-                self._connect(edge, link)
-        self.others = Others(stages, replica, links, courier, kinds, accelerator)
-        self._deal = self.others.deal
-        self._senders.update(self.others.senders)
-        for edge in self._local_edges():
-            self._hand_over(edge)
-        self._program: list[tuple[_Handler, int, bool]] = []
-        self._actions: Sequence[Action] = ()
-        self._order: dict[Edge, list[int]] = {}
-        # By stage, the micro-batches that are recomputed, those with a backward in halves, and
-        # those whose graphs are kept in the host's memory.
-        self._again: dict[int, frozenset[int]] = {}
-        self._halves: dict[int, frozenset[int]] = {}
-        self._away: dict[int, frozenset[int]] = {}
-        self._current: MicroBatches | None = None
-        self._next: MicroBatches | None = None
-        self._there: Event | None = None  # when the next mini-batch is on the accelerator
+        self._accelerator = accelerator
+        self._tracker = stage.tracker
+        self._hook = hook or BusyTime(stage.device)
+        self._program = Program()
         self._step = 0
-        self._final = False
-        self._stopwatch = stopwatch_for(next(iter(stages.values())).device)
-        self._tied = Exchange(ties or {}, self._senders, self._receivers)
-        self._computes: dict[Kind, Callable[[Flow], _Handler]] = {
-            Kind.FORWARD: lambda flow: flow.forward,
-            Kind.RECOMPUTE: lambda flow: flow.recompute,
-            Kind.FETCH: lambda flow: flow.fetch,
-            Kind.BACKWARD: lambda flow: flow.backward,
-            Kind.BACKWARD_INPUT: lambda flow: flow.backward_input,
-            Kind.BACKWARD_WEIGHT: lambda flow: flow.backward_weight,
-        }
-
-    def _connect(self, edge: Edge, link: Link) -> None:
-        """Make a channel's end of a link's."""
-        here = self._flows.get(edge.source)
-        source = here.stage.skips if here else None
-        there = self._flows.get(edge.target)
-        target = there.stage.skips if there else None
-        take, put = payload_of(edge, source, target)
-        if here:
-            capacity = None if edge.payload in UNBOUNDED else CHANNEL_CAPACITY
-            sender = Sender(link, capacity, self._courier, self._kinds, self._accelerator)
-            self._senders[edge] = sender
-            self._outgoing[edge] = Outgoing(edge, here, take, sender)
-        elif there:
-            depth = _GRADIENTS_AHEAD if edge.payload in _BACKWARDS else _FRAMES_AHEAD
-            receiver = Receiver(link, depth, self._kinds, self._accelerator)
-            self._receivers[edge] = receiver
-            self._incoming[edge] = Incoming(there, put, receiver)
-            if edge.payload is not Payload.TIED:
-                there.receivers.append(receiver)
-
-    def _local_edges(self) -> list[Edge]:
-        """What passes between stages of this worker."""
-        found = []
-        for index, flow in self._flows.items():
-            if index + 1 in self._flows:
-                found.append(Edge(index, index + 1, Payload.ACTIVATION))
-                found.append(Edge(index + 1, index, Payload.GRADIENT))
-            for peer in flow.stage.skips.departing if flow.stage.skips else ():
-                if peer in self._flows:
-                    found.append(Edge(index, peer, Payload.SKIP))
-                    found.append(Edge(peer, index, Payload.SKIP_GRADIENT))
-        return found
-
-    def _hand_over(self, edge: Edge) -> None:
-        source, target = self._flows[edge.source], self._flows[edge.target]
-        take, put = payload_of(edge, source.stage.skips, target.stage.skips)
-        after = source.after_backward if edge.payload in _BACKWARDS else source.after_forward
-        after.append(Handover(edge, take, put, target))
-
-    def program(self, actions: Sequence[Action]) -> None:
-        """The tuple to run from the next step on."""
-        handlers: dict[_End, _Handler] = {}
-        program: list[tuple[_Handler, int, bool]] = []
-        for action in actions:
-            kind, stage, m, peer = action
-            end = kind, stage, peer
-            if end not in handlers:
-                handlers[end] = self._handler(action)
-            program.append((handlers[end], m, kind in _BUSY))
-        self._program = program
-        self._actions = actions
-        self._again, self._halves, self._away = (
-            {
-                index: frozenset(
-                    a.microbatch for a in actions if a.kind is kind and a.stage == index
-                )
-                for index in self._flows
-            }
-            for kind in (Kind.RECOMPUTE, Kind.BACKWARD_INPUT, Kind.FETCH)
+        self.feed = BatchFeed(
+            stage.tracker,
+            reader,
+            wiring.replicas.scatter,
+            reads_ahead=reads_ahead,
+            moves_targets=self._last_stage in wiring.stages,
+            accelerator=accelerator,
+            announce=announce,
         )
-        self._order = {edge: [] for edge in self._receivers}
-        for action in actions:
-            if action.kind in RECEIVES and action.kind is not Kind.RECEIVE_TIED:
-                self._order[edge_of(action)].append(action.microbatch)
-        for edge in self._receivers:
-            if edge.payload is Payload.TIED:
-                self._order[edge] = self._tied.expected(edge)
 
-    def keeps(self, stage: int) -> str:
-        """What the plan has a stage keep, in words; nothing while there is none."""
-        if not self._actions:
+    def set_actions(self, actions: Sequence[Action]) -> None:
+        """Run these actions from the next step on."""
+        self._program = compile_program(actions, self._wiring, self.feed.load, self._hook.watches)
+
+    def planned_memory(self, stage: int) -> str:
+        """Describe what the plan has a stage keep at once; "" without a plan."""
+        actions = self._program.actions
+        if not actions:
             return ""
-        graphs, inputs, _ = keeps(columns_of(self._actions), stage, len(self._actions))
+        graphs, inputs, _ = peak_live(columns_of(actions), stage, len(actions))
         kept = f"{graphs} graph{'s' * (graphs > 1)} and {inputs} input{'s' * (inputs > 1)}"
         return f"the plan has stage {stage} keep {kept} of micro-batches at once"
 
-    def _handler(self, action: Action) -> _Handler:
-        kind, stage, _, peer = action
-        match kind:
-            case Kind.LOAD:
-                return self._load
-            case Kind.FORWARD if stage == 0:
-                return self._forward_first
-            case Kind.SEND_TIED:
-                return self._waiting(lambda: self._tied.send(stage, peer))
-            case Kind.RECEIVE_TIED:
-                return self._waiting(lambda: self._tied.receive(stage, peer))
-            case Kind.REDUCE_TIED:
-                return lambda _: self._tied.reduce(stage)
-            case Kind.SCATTER:
-                return self._waiting(self.others.reductions[stage].scatter)
-            case Kind.SUM:
-                return self._waiting(self.others.reductions[stage].sum)
-            case Kind.GATHER:
-                return self._waiting(self.others.reductions[stage].gather)
-        if kind in SENDS:
-            return self._outgoing[edge_of(action)]
-        if kind in RECEIVES:
-            return self._incoming[edge_of(action)]
-        return self._computes[kind](self._flows[stage])
-
-    def _waiting(self, do: Callable[[], None]) -> _Handler:
-        """What waits for other workers, or may."""
-
-        def handle(_: int) -> None:
-            self._tracker.wait(self._step)
-            do()
-
-        return handle
-
-    @property
-    def next_batch(self) -> Batch | None:
-        """The mini-batch that is held ready where stage 0 is."""
-        return self._next.batch if self._next else None
-
-    def load_first(self) -> None:
-        """Read the first mini-batch (where stage 0 is, before step 1)."""
-        self._load(0)
-
-    def offer(self, batch: MicroBatches) -> Batch:
-        """Hold a mini-batch ready for the next step (where stage 0 is)."""
-        self._hold(self._deal.out(batch) if self._deal else batch)
-        return batch.batch
-
-    def _hold(self, batch: MicroBatches | None) -> None:
-        """Have the next mini-batch, which sets out for the accelerator while this one drains."""
-        if batch is not None and self._accelerator is not None:
-            given = batch.inputs, batch.targets if self._last_stage in self._flows else []
-            (inputs, targets), self._there = brought(self._accelerator, given)
-            batch = MicroBatches(batch.batch, inputs, targets or batch.targets)
-        self._next = batch
-
-    def run(self, run: RunStep) -> Ran:
-        """Fill and drain one mini-batch; gradients are accumulated, nothing is updated.
+    def run(self, run: RunStep) -> StepOutput:
+        """Run one mini-batch: accumulate gradients, update nothing.
 
         Raises:
             PeerLost: a channel closed.
-            Raised: the user's code raised; the tracker says where.
+            UserCodeError: the user's code raised; the tracker has the position.
         """
         self._begin(run)
-        mark, marks = self._stopwatch.mark, []
-        for handle, microbatch, computes in self._program:
-            if computes:
-                marks.append(mark())
+        hook, program = self._hook, self._program
+        mark = hook.mark
+        marks: list[Any] = []
+        add = marks.append
+        for handle, microbatch, watched in program.instructions:
+            if watched:
+                add(mark())
                 handle(microbatch)
-                marks.append(mark())
+                add(mark())
             else:
                 handle(microbatch)
-        self._flush(run.step)
-        self._current = None
-        for flow in self._flows.values():
-            flow.stage.end()
         self._tracker.wait(run.step)
-        given: tuple[tuple[float, ...], tuple[float, ...]] = ((), ())
-        if self._last_stage in self._flows:
-            given = losses.shares(self._flows[self._last_stage].microbatches)
-        for flow in self._flows.values():
-            flow.microbatches = ()
-        return Ran(*given, self._stopwatch.seconds(marks))
-
-    def _flush(self, step: int) -> None:
-        """Let everything leave: until then, what is sent is kept."""
-        self._tracker.wait(step)
-        for sender in self._senders.values():
-            sender.flush()
+        self._wiring.flush()
+        stages = self._wiring.stages
+        for channels in stages.values():
+            channels.stage.end()
+        self._tracker.wait(run.step)
+        last = stages.get(self._last_stage)
+        results = losses.shares(last.microbatches.values() if last else ())
+        self._wiring.clear()
+        return StepOutput(*results, hook.finish(run.step, program.actions, marks))
 
     def _begin(self, run: RunStep) -> None:
-        batch = run.batch
-        self._step, self._final = run.step, run.last
-        mine = block(batch.microbatches, self._placement.replicas, self._replica)
-        weights = share(batch.samples, batch.microbatches)[mine.start : mine.stop]
-        for index, flow in self._flows.items():
-            flow.step = run.step
-            flow.stage.begin(run.step, run.first + mine.start, run.loss_scale)
-            again, halves, away = self._again[index], self._halves[index], self._away[index]
-            flow.microbatches = [
-                MicroBatch(m, weight, m in again, m in halves, m in away)
-                for m, weight in enumerate(weights)
-            ]
-        self._known.add(batch.microbatches)
-        if batch.microbatches:
-            if self._deal and self._deal.takes and self._next is None:
-                self._hold(self._deal.take())  # what another rank's loop was given
-            self._current, self._next = self._next, None
-        if self._accelerator is not None and self._there is not None:
-            self._accelerator.current.wait_event(self._there)
-            self._there = None
-        if self._current is not None:
-            self._feed(self._current)
-        for sender in self._senders.values():
-            sender.begin(batch.signature)
-        for edge, receiver in self._receivers.items():
-            receiver.begin(batch.signature, self._order[edge])
-        for reduction in self.others.reductions.values():
-            reduction.begin(batch.signature, whole=run.whole)
+        batch, wiring, program = run.batch, self._wiring, self._program
+        self._step = run.step
+        own = block(batch.microbatches, self._placement.replicas, self._replica)
+        weights = sample_shares(batch.samples, batch.microbatches)[own.start : own.stop]
+        for index, channels in wiring.stages.items():
+            channels.step = run.step
+            channels.stage.begin(run.step, run.first + own.start, run.loss_scale)
+            channels.microbatches = program.microbatches(index, weights)
+        current = self.feed.begin(run)
+        if current is not None:
+            self._set_data(current)
+        wiring.begin(batch.signature, program.order)
+        for reduction in wiring.replicas.reductions.values():
+            reduction.begin(batch.signature, whole=run.complete)
 
-    def _feed(self, batch: MicroBatches) -> None:
-        """Give stage 0 its micro-batches, and the last stage their targets if it is here."""
-        first, last = self._flows[0], self._flows.get(self._last_stage)
-        for mb, value, target in zip(first.microbatches, batch.inputs, batch.targets, strict=True):
-            mb.value, mb.target = value, target
+    def _set_data(self, batch: MicroBatches) -> None:
+        """Set the inputs of stage 0, and the targets there and on a last stage that is here."""
+        stages = self._wiring.stages
+        first, last = stages[0], stages.get(self._last_stage)
+        for m, value, target in zip(first.microbatches, batch.inputs, batch.targets, strict=True):
+            first.microbatches[m].value, first.microbatches[m].target = value, target
             if last is not None:
-                last.microbatches[mb.number].target = target
-
-    def _forward_first(self, m: int) -> None:
-        """Stage 0 takes its input from the data."""
-        flow = self._flows[0]
-        mb = flow.microbatches[m]
-        mb.wants_grad = [False] * len(distinct_tensors(mb.value))
-        flow.forward(m)
-
-    def _load(self, _: int) -> None:
-        if self._final:
-            return
-        if self._reader is not None:
-            self._tracker.set(Phase.READING, self._step + 1)
-            read = self._reader.read()
-            self._hold(self._deal.out(read) if self._deal else read)
-        elif self._deal and self._deal.takes and self._reads_ahead:
-            self._tracker.wait(self._step)
-            self._hold(self._deal.take())
-        if self._next is not None and self._step:
-            microbatches = self._next.batch.microbatches
-            if microbatches not in self._known:
-                self._announce(microbatches)
+                last.microbatches[m].target = target
 
     def stream(
         self, step: int, actions: Sequence[Action], batches: Iterator[MicroBatches], sink: Sink
     ) -> None:
-        """Stream mini-batches through the stages, forward alone, in eval mode.
+        """Stream mini-batches through the stages, forward only, in eval mode.
 
-        Args:
-            actions: of one micro-batch, forward-only.
-            batches: the mini-batches, where stage 0 is.
-            sink: where the last stage is, is given each micro-batch's output, target and samples.
+        `actions` are those of one micro-batch. `batches` are read where stage 0 is, and `sink` is
+        called where the last stage is.
 
         Raises:
-            as :meth:`run`.
+            PeerLost: a channel closed.
+            UserCodeError: the user's code raised; the tracker has the position.
         """
-        for flow in self._flows.values():
-            flow.step = step
-            flow.stage.begin(step)
-        for sender in self._senders.values():
-            sender.begin(None)
-        for receiver in self._receivers.values():
-            receiver.begin(None, ())
-        ends: dict[Edge, Outgoing | Incoming] = {**self._outgoing, **self._incoming}
-        Pass(self._flows, ends, actions, self._last_stage, sink, self._accelerator).run(
-            step, batches
-        )
-        self._flush(step)
-        for flow in self._flows.values():
-            flow.microbatches = ()
+        wiring = self._wiring
+        for channels in wiring.stages.values():
+            channels.step = step
+            channels.stage.begin(step)
+        wiring.begin(None, {})
+        evaluation = EvaluationPass(wiring, actions, self._last_stage, sink, self._accelerator)
+        evaluation.run(step, batches)
+        self._tracker.wait(step)
+        wiring.flush()
+        wiring.clear()
         self._tracker.wait(step)
 
-    def hand_back(self, value: Any) -> Any:
-        """A value of the last stage's on every worker: it returns along the gradients' channels."""
+    def broadcast(self, value: Any) -> Any:
+        """Return a value of the last stage on every worker.
+
+        It passes from stage to stage over the channels of gradients, so that no other channel is
+        needed.
+        """
         self._tracker.wait(self._step)
-        for stage in sorted(self._flows, reverse=True):
-            receiver = self._receivers.get(Edge(stage + 1, stage, Payload.GRADIENT))
+        wiring = self._wiring
+        for stage in sorted(wiring.stages, reverse=True):
+            receiver = wiring.receivers.get(Edge(stage + 1, stage, Payload.GRADIENT))
             if receiver is not None:
                 value = receiver.receive(0)
-            sender = self._senders.get(Edge(stage, stage - 1, Payload.GRADIENT))
+            sender = wiring.senders.get(Edge(stage, stage - 1, Payload.GRADIENT))
             if sender is not None:
                 sender.send(0, value)
                 sender.flush()  # the user may change it from now on
             if receiver is not None:
                 receiver.release(0)
         return value
-
-    def close(self) -> None:
-        """Let go of the channels, which ends what is under way, and end the courier."""
-        for link in self._links.values():
-            link.close()
-        if self._courier is not None:
-            self._courier.close()

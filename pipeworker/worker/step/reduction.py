@@ -1,11 +1,12 @@
-"""A stage and its like in the other replicas: gradients added up, buffers and statistics alike.
+"""The reduction of a stage over its replicas: gradients are added up, buffers made equal.
 
-Every replica tells every other which gradients it has, and gives it those that the other adds up
-(SCATTER); each adds up its own part in the order of the replicas and gives the sums to all (SUM);
-each takes the others' (GATHER). All receive the same bytes, so replicas stay equal bit for bit.
+Every replica tells every other which gradients it has, and sends it those that the other adds up
+(SCATTER). Each adds up its own part in the order of the replicas and sends the sums to all (SUM).
+Each receives the sums of the others (GATHER). All receive the same bytes, so replicas stay bitwise
+equal.
 
-Buffers that a forward changes are those of replica 0 from then on, as under DDP's
-``broadcast_buffers``. Deferred batch norm sees the micro-batches of all replicas, in their order.
+Buffers that a forward changes take the values of replica 0, as under DDP's ``broadcast_buffers``.
+Deferred batch norm takes the micro-batches of all replicas into account, in their order.
 """
 
 from __future__ import annotations
@@ -22,20 +23,15 @@ from pipeworker.worker.transport.channel import Receiver, Sender
 from pipeworker.worker.update.replicas import Gradients
 
 _SMALL = 1 << 16
-"""Bytes of a buffer that is told each time. Running statistics leave no trace when they change, and
-are small; a larger one is told when it, or its module's others, changed on any replica."""
+"""Bytes of a buffer that is sent after every mini-batch. Running statistics are small, and a change
+of theirs leaves no trace. A larger buffer is sent after it changed on any replica."""
 
 _UPDATE = -1
-"""What stands for the shapes of a mini-batch where weights are told, which are always the same."""
+"""Shape signature of frames of weights, whose shapes never change."""
 
 
 class Reduction:
-    """One stage of one replica.
-
-    Args:
-        replica: this one.
-        senders, receivers: its channels, by the replica at the other end.
-    """
+    """The reduction of one stage on one replica, with channels by the replica at the other end."""
 
     def __init__(
         self,
@@ -50,185 +46,188 @@ class Reduction:
         self._senders, self._receivers = senders, receivers
         self._buffers = _Buffers(stage)
         self._gradients = Gradients((), self._replicas)
-        self._whole = self._speaks = False
-        self._giver = -1
-        self._there: list[list[bool]] = []
+        self._reduces_gradients = self._takes_part = False
+        self._source = -1
+        self._present: list[list[bool]] = []
+        """By replica and parameter, whether there is a gradient."""
 
     def begin(self, signature: int, *, whole: bool) -> None:
-        """A mini-batch starts.
-
-        Args:
-            signature: of its shapes.
-            whole: the gradients of the step are complete with it.
-        """
-        trained = [(name, p) for name, p in _named(self._stage) if p.requires_grad]
+        """Begin a mini-batch; with `whole`, the gradients of the step are complete after it."""
+        trained = [(name, p) for name, p in _named_parameters(self._stage) if p.requires_grad]
         if [id(p) for _, p in trained] != [id(p) for p in self._gradients.parameters]:
             self._gradients = Gradients(trained, self._replicas)
-        self._whole = whole and bool(trained)
-        self._speaks = self._whole or bool(self._buffers) or bool(self._stage.deferred)
+        self._reduces_gradients = whole and bool(trained)
+        self._takes_part = (
+            self._reduces_gradients or bool(self._buffers) or bool(self._stage.deferred)
+        )
         self._buffers.begin()
         for origin, receiver in self._receivers.items():
             receiver.begin(signature, self._expected(origin))
 
     def _expected(self, origin: int) -> list[int]:
-        """The frames that another replica sends."""
-        found = [0] if self._speaks else []
-        if self._whole:
-            found += self._parts(self._replica)
-            found += self._sums(origin, self._replica)
+        """Return the numbers of the frames that another replica sends."""
+        found = [0] if self._takes_part else []
+        if self._reduces_gradients:
+            found += self._part_frames(self._replica)
+            found += self._sum_frames(origin, self._replica)
         if self._buffers and origin == 0:
-            found.append(self._last(0, self._replica))
+            found.append(self._buffer_frame(0, self._replica))
         return found
 
-    # The numbers of frames from one replica to another: 0, what it has; then of the gradients those
-    # that the other adds up; then the sums of its own; then buffers.
+    # The numbers of the frames from one replica (origin) to another (goal): 0, which gradients the
+    # origin has; then the part of the gradients that the goal adds up; then the sums of the part
+    # that the origin adds up; then buffers.
 
-    def _parts(self, goal: int) -> range:
+    def _part_frames(self, goal: int) -> range:
         return range(1, 1 + len(self._gradients.parts[goal]))
 
-    def _sums(self, origin: int, goal: int) -> range:
-        start = self._parts(goal).stop
+    def _sum_frames(self, origin: int, goal: int) -> range:
+        start = self._part_frames(goal).stop
         return range(start, start + len(self._gradients.parts[origin]))
 
-    def _last(self, origin: int, goal: int) -> int:
-        return self._sums(origin, goal).stop
+    def _buffer_frame(self, origin: int, goal: int) -> int:
+        return self._sum_frames(origin, goal).stop
 
     def scatter(self) -> None:
-        """Give every other replica what it adds up."""
-        if not self._speaks:
+        """Send every other replica the part of the gradients that it adds up.
+
+        Frame 0 has flags of shape ``[parameters + large buffers + 1]`` and the moments of deferred
+        batch norm; each further frame a piece of the flat gradients, of shape ``[elements]``.
+        """
+        if not self._takes_part:
             return
-        mine = self._gradients.pack() if self._whole else []
-        flags = torch.tensor([*mine, *self._buffers.traces(), True], dtype=torch.uint8)
+        present = self._gradients.pack() if self._reduces_gradients else []
+        flags = torch.tensor([*present, *self._buffers.changes(), True], dtype=torch.uint8)
         moments = self._stage.deferred.moments() if self._stage.deferred else []
         for goal, sender in self._senders.items():
             sender.send(0, [flags, *moments])
-            if self._whole:
+            if self._reduces_gradients:
                 pieces = self._gradients.parts[goal]
-                for number, piece in zip(self._parts(goal), pieces, strict=True):
+                for number, piece in zip(self._part_frames(goal), pieces, strict=True):
                     sender.send(number, self._gradients.piece(piece))
-        self._there = [mine]
+        self._present = [present]
 
     def sum(self) -> None:
-        """Add up this replica's own part, and give it to all others."""
-        if not self._speaks:
+        """Add up this replica's part of the gradients and send the sums to all others."""
+        if not self._takes_part:
             return
-        gradients, mine = self._gradients, self._replica
+        gradients, own = self._gradients, self._replica
         first = {origin: receiver.receive(0) for origin, receiver in self._receivers.items()}
-        count = len(gradients.parameters) if self._whole else 0
-        flags = {origin: list(map(bool, given[0].tolist())) for origin, given in first.items()}
+        count = len(gradients.parameters) if self._reduces_gradients else 0
+        flags = {origin: list(map(bool, frame[0].tolist())) for origin, frame in first.items()}
         if any(len(found) != count + len(self._buffers.large) + 1 for found in flags.values()):
             raise UsageError(
                 f"the parameters of stage {self._stage.index} that require grad, or its buffers, "
                 "are not the same on all replicas"
             )
-        self._there = [
-            self._there[0] if r == mine else flags[r][:count] for r in range(self._replicas)
+        self._present = [
+            self._present[0] if r == own else flags[r][:count] for r in range(self._replicas)
         ]
-        self._buffers.changed(found[count:] for found in flags.values())
+        self._buffers.choose(found[count:] for found in flags.values())
         if self._stage.deferred:
-            own = self._stage.deferred.moments()
-            seen = [own if r == mine else first[r][1:] for r in range(self._replicas)]
-            self._stage.deferred.take(seen)
+            moments = self._stage.deferred.moments()
+            seen = [moments if r == own else first[r][1:] for r in range(self._replicas)]
+            self._stage.deferred.set_moments(seen)
         for origin, receiver in self._receivers.items():
             del first[origin]
             receiver.release(0)
-        if self._whole:
-            self._add_up()
-        if mine == 0 and self._buffers:
-            packed = self._buffers.packed()
+        if self._reduces_gradients:
+            self._sum_part()
+        if own == 0 and self._buffers:
+            packed = self._buffers.pack()
             for goal, sender in self._senders.items():
-                sender.send(self._last(0, goal), packed)
+                sender.send(self._buffer_frame(0, goal), packed)
 
-    def _add_up(self) -> None:
-        gradients, mine = self._gradients, self._replica
-        for index, piece in enumerate(gradients.parts[mine]):
+    def _sum_part(self) -> None:
+        gradients, own = self._gradients, self._replica
+        for index, piece in enumerate(gradients.parts[own]):
             number = 1 + index
-            given = [
-                gradients.piece(piece) if r == mine else self._receivers[r].receive(number)
+            terms = [
+                gradients.piece(piece) if r == own else self._receivers[r].receive(number)
                 for r in range(self._replicas)
             ]
-            total = gradients.add(piece, given, self._there)
-            del given
+            total = gradients.add(piece, terms, self._present)
+            del terms
             for goal, sender in self._senders.items():
-                sender.send(self._sums(mine, goal)[index], total)
+                sender.send(self._sum_frames(own, goal)[index], total)
                 self._receivers[goal].release(number)
 
     def gather(self) -> None:
-        """Take the sums of the other parts."""
-        if not self._speaks:
+        """Receive the sums of the other replicas' parts, and the buffers of replica 0."""
+        if not self._takes_part:
             return
-        gradients, mine = self._gradients, self._replica
+        gradients, own = self._gradients, self._replica
         for origin, receiver in self._receivers.items():
-            if self._whole:
+            if self._reduces_gradients:
                 pieces = gradients.parts[origin]
-                for number, piece in zip(self._sums(origin, mine), pieces, strict=True):
-                    gradients.put(piece, receiver.receive(number))
+                for number, piece in zip(self._sum_frames(origin, own), pieces, strict=True):
+                    gradients.set_piece(piece, receiver.receive(number))
                     receiver.release(number)
             if origin == 0 and self._buffers:
-                number = self._last(0, mine)
+                number = self._buffer_frame(0, own)
                 self._buffers.unpack(receiver.receive(number))
                 receiver.release(number)
-        if self._whole:
-            gradients.unpack([any(some) for some in zip(*self._there, strict=True)])
+        if self._reduces_gradients:
+            gradients.unpack([any(flags) for flags in zip(*self._present, strict=True)])
 
-    # Where a replica has lost its state: before the first step.
+    # The transfer of state to replicas that have lost theirs, before the first step.
 
-    def tell(self, *, has: bool) -> list[int]:
-        """Whether this replica has the state; returns whom it gives it: it is the first that has.
+    def agree_on_state(self, *, present: bool) -> list[int]:
+        """Exchange which replicas have the stage's state; the first that has is its source.
 
-        Each takes it then from that one.
+        Return the replicas to which this one must send it.
         """
         for sender in self._senders.values():
             sender.begin(None)
-            sender.send(0, torch.tensor([has], dtype=torch.uint8))
-        everybody = {self._replica: has}
+            sender.send(0, torch.tensor([present], dtype=torch.uint8))
+        by_replica = {self._replica: present}
         for origin, receiver in self._receivers.items():
             receiver.begin(None, ())
-            everybody[origin] = bool(receiver.receive(0)[0])
+            by_replica[origin] = bool(receiver.receive(0)[0])
             receiver.release(0)
-        self._giver = min((r for r, others in everybody.items() if others), default=-1)
-        return [r for r in self._senders if not everybody[r] and self._giver == self._replica]
+        self._source = min((r for r, has_state in by_replica.items() if has_state), default=-1)
+        return [r for r in self._senders if not by_replica[r] and self._source == self._replica]
 
-    def give(self, heirs: Sequence[int], files: Sequence[torch.Tensor]) -> None:
-        """Give some replicas the files of the state."""
-        for replica in heirs:
+    def send_state(self, replicas: Sequence[int], files: Sequence[torch.Tensor]) -> None:
+        """Send the files of the state, each as bytes of shape ``[size]``, to some replicas."""
+        for replica in replicas:
             self._senders[replica].send(1, list(files))
 
-    def inherit(self) -> list[torch.Tensor] | None:
-        """The files that this replica, which has none, is given; None where nobody has any."""
-        if self._giver < 0:
+    def receive_state(self) -> list[torch.Tensor] | None:
+        """Receive the files of the state, each of shape ``[size]``; None if no replica has it."""
+        if self._source < 0:
             return None
-        receiver = self._receivers[self._giver]
+        receiver = self._receivers[self._source]
         files = [file.clone() for file in receiver.receive(1)]
         receiver.release(1)
         return files
 
-    # Where each replica updates a part of the weights: behind an update, whatever comes next.
+    # The exchange of weights where each replica updates a part of them, after each update.
 
-    def give_weights(self, mine: Sequence[nn.Parameter]) -> None:
-        """Tell all other replicas what this one has updated."""
-        weights = Gradients([("", p) for p in mine], 1)
+    def send_weights(self, updated: Sequence[nn.Parameter]) -> None:
+        """Send the weights that this replica has updated to all others, as flat pieces."""
+        weights = Gradients([("", p) for p in updated], 1)
         weights.pack_weights()
         for sender in self._senders.values():
             sender.begin(_UPDATE)
             for number, piece in enumerate(weights.parts[0]):
                 sender.send(number, weights.piece(piece))
 
-    def take_weights(self, shards: Sequence[Sequence[nn.Parameter]]) -> None:
-        """Take what the others have updated; `shards` are by replica."""
+    def receive_weights(self, shards: Sequence[Sequence[nn.Parameter]]) -> None:
+        """Receive the weights that the others have updated; `shards` has those of each replica."""
         for origin, receiver in self._receivers.items():
             weights = Gradients([("", p) for p in shards[origin]], 1)
-            weights.room()
+            weights.allocate()
             pieces = weights.parts[0]
             receiver.begin(_UPDATE, range(len(pieces)))
             for number, piece in enumerate(pieces):
-                weights.put(piece, receiver.receive(number))
+                weights.set_piece(piece, receiver.receive(number))
                 receiver.release(number)
             weights.unpack_weights()
 
 
-def _named(stage: Stage) -> Iterator[tuple[str, nn.Parameter]]:
-    """The parameters of a stage, each once, in model order."""
+def _named_parameters(stage: Stage) -> Iterator[tuple[str, nn.Parameter]]:
+    """Yield the parameters of a stage with their names, each once, in model order."""
     seen: set[int] = set()
     for index, layer in enumerate(stage.layers, stage.first):
         for name, parameter in layer.named_parameters():
@@ -237,65 +236,71 @@ def _named(stage: Stage) -> Iterator[tuple[str, nn.Parameter]]:
                 yield f"{index}.{name}", parameter
 
 
+_Slot = tuple[nn.Module, str]
+"""A module and the name of a buffer of its own."""
+
+
 class _Buffers:
-    """The buffers of a stage, which replica 0 tells the others."""
+    """The buffers of a stage, which get the values of replica 0; large ones only after a change."""
 
     def __init__(self, stage: Stage) -> None:
         self._index = stage.index
-        modules = {id(m): m for layer in stage.layers for m in layer.modules()}.values()
+        modules = nn.ModuleList(stage.layers).modules()  # each once
         slots = [(m, name) for m in modules for name, b in buffers_of(m).items() if b is not None]
         self._small = [slot for slot in slots if _get(slot).nbytes <= _SMALL]
         self.large = [slot for slot in slots if _get(slot).nbytes > _SMALL]
-        self._told: list[tuple[nn.Module, str]] = []
+        self._chosen: list[_Slot] = []
         self._versions: list[tuple[torch.Tensor, int]] = []
-        self._mine: list[bool] = []
+        self._changes: list[bool] = []
 
     def __bool__(self) -> bool:
         return bool(self._small or self.large)
 
     def begin(self) -> None:
-        """A mini-batch starts: what changes from now on is told."""
+        """Begin a mini-batch: detect changes from now on."""
         self._versions = [(_get(slot), version_of(_get(slot))) for slot in self.large]
 
-    def traces(self) -> list[bool]:
-        """Which of the large ones have changed."""
+    def changes(self) -> list[bool]:
+        """Return which of the large buffers have changed here."""
         pairs = zip(self.large, self._versions, strict=True)
-        mine = [_get(slot) is not b or version_of(b) != version for slot, (b, version) in pairs]
-        self._mine = mine
-        return mine
+        self._changes = [
+            _get(slot) is not buffer or version_of(buffer) != version
+            for slot, (buffer, version) in pairs
+        ]
+        return self._changes
 
-    def changed(self, elsewhere: Iterator[Sequence[bool]]) -> None:
-        """What the other replicas have said."""
-        found = [any(some) for some in zip(self._mine, *elsewhere, strict=False)]
-        large = [slot for slot, has in zip(self.large, found, strict=True) if has]
-        self._told = [*self._small, *large]
+    def choose(self, remote: Iterator[Sequence[bool]]) -> None:
+        """Choose the buffers to send, from the changes here and those on the other replicas."""
+        changed = [any(flags) for flags in zip(self._changes, *remote, strict=False)]
+        large = [slot for slot, has in zip(self.large, changed, strict=True) if has]
+        self._chosen = [*self._small, *large]
 
-    def packed(self) -> torch.Tensor:
-        """Those that are told, as bytes."""
-        found = [_bytes_of(_get(slot)) for slot in self._told]
+    def pack(self) -> torch.Tensor:
+        """Return the bytes of the chosen buffers, of shape ``[total size]``."""
+        found = [_bytes_of(_get(slot)) for slot in self._chosen]
         return torch.cat(found) if found else torch.zeros(1, dtype=torch.uint8)
 
     def unpack(self, packed: torch.Tensor) -> None:
-        """Put back what :meth:`packed` gave, where it differs."""
-        mine = self.packed()
-        if mine.shape != packed.shape:
+        """Copy the bytes that :meth:`pack` returned on replica 0, where they differ."""
+        own_bytes = self.pack()
+        if own_bytes.shape != packed.shape:
             raise UsageError(
                 f"the buffers of stage {self._index} have other sizes on another replica"
             )
-        if torch.equal(mine, packed):
+        if torch.equal(own_bytes, packed):
             return
         start = 0
-        for slot in self._told:
+        for slot in self._chosen:
             own = _bytes_of(_get(slot))
-            theirs = packed[start : start + own.numel()]
+            sent = packed[start : start + own.numel()]
             start += own.numel()
-            if not torch.equal(own, theirs):
+            if not torch.equal(own, sent):
                 buffer = _get(slot)
                 with torch.no_grad():
-                    buffer.copy_(theirs.clone().view(buffer.dtype).view(buffer.shape))
+                    buffer.copy_(sent.clone().view(buffer.dtype).view(buffer.shape))
 
 
-def _get(slot: tuple[nn.Module, str]) -> torch.Tensor:
+def _get(slot: _Slot) -> torch.Tensor:
     module, name = slot
     found = buffers_of(module).get(name)
     return torch.empty(0) if found is None else found

@@ -1,7 +1,7 @@
-"""What the workers of a job show each other over TLS.
+"""The TLS credentials of a job's workers.
 
-All have the same key and certificate, made from the job's token: either end shows it and takes
-nothing else. No key is kept in a file, and nothing has to be handed out or expires.
+All workers have the same key and certificate, derived from the job's token; either end shows the
+certificate and accepts no other. No key is kept in a file, distributed, or ever expires.
 """
 
 from __future__ import annotations
@@ -16,15 +16,19 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
-from pipeworker.wire.keys import secret_of
-from pipeworker.worker.transport.proof import Proving, Steps, Stranger, converse
+from pipeworker.wire.keys import derive_secret
+from pipeworker.worker.transport.handshake import (
+    Authentication,
+    AuthenticationError,
+    HandshakeSteps,
+    exchange_proofs,
+)
 
 
 @dataclass(frozen=True, slots=True)
 class Credentials:
-    """What the workers of a job show each other, and the only thing they accept."""
+    """A job's certificate, and the TLS contexts that show it and accept no other."""
 
     client: ssl.SSLContext
     server: ssl.SSLContext
@@ -32,18 +36,18 @@ class Credentials:
 
     @staticmethod
     def of(token: str) -> Credentials:
-        """They are the same on every host, whatever its clock says.
+        """Derive the credentials from a job's token; they are equal on every host.
 
         Raises:
-            UsageError: the token is no secret.
+            UsageError: the token is too short.
         """
-        key, certificate = _made_from(secret_of(token, b"pipeworker-tls"))
+        key, certificate = _derive(derive_secret(token, b"pipeworker-tls"))
         der = ssl.PEM_cert_to_DER_cert(certificate)
         client = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
         server = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-        server.num_tickets = 0  # a source only writes: what it does not read would reset the link
+        server.num_tickets = 0  # a source never reads: unread tickets would reset the connection
         client.check_hostname = False
-        with _readable(key + certificate.encode()) as path:
+        with readable_path(key + certificate.encode()) as path:
             for context in (client, server):
                 context.minimum_version = ssl.TLSVersion.TLSv1_3
                 context.verify_mode = ssl.CERT_REQUIRED
@@ -51,17 +55,24 @@ class Credentials:
                 context.load_cert_chain(path)
         return Credentials(client, server, der)
 
-    def steps(self, connection: socket.socket, edge_proof: Proving, *, connects: bool) -> Steps:
-        """From a TCP connection to one that is encrypted and proven."""
+    def steps(
+        self, connection: socket.socket, authentication: Authentication, *, connects: bool
+    ) -> HandshakeSteps:
+        """Encrypt a TCP connection, then perform this end's part of the authentication over it.
+
+        Raises:
+            AuthenticationError: the other end is not the peer.
+            OSError: the connection failed.
+        """
         context = self.client if connects else self.server
-        with contextlib.ExitStack() as unless_proven:
-            unless_proven.callback(connection.close)
+        with contextlib.ExitStack() as unless_authenticated:
+            unless_authenticated.callback(connection.close)
             secure = context.wrap_socket(
                 connection, server_side=not connects, do_handshake_on_connect=False
             )
-            unless_proven.callback(secure.close)
+            unless_authenticated.callback(secure.close)
             if not connects:
-                yield selectors.EVENT_READ  # by which `admit` knows who has said something
+                yield selectors.EVENT_READ  # so that `accept` knows which peers have sent data
             while True:
                 try:
                     secure.do_handshake()
@@ -71,14 +82,17 @@ class Credentials:
                 except ssl.SSLWantWriteError:
                     yield selectors.EVENT_WRITE
             if secure.getpeercert(binary_form=True) != self.certificate:
-                raise Stranger("its certificate is not the job's")
-            yield from converse(secure, edge_proof)
-            unless_proven.pop_all()
+                raise AuthenticationError("its certificate is not the job's")
+            yield from exchange_proofs(secure, authentication)
+            unless_authenticated.pop_all()
         return secure
 
 
-def _made_from(seed: bytes) -> tuple[bytes, str]:
-    """An Ed25519 key and a certificate it signs, as PEM: its signatures are always the same."""
+def _derive(seed: bytes) -> tuple[bytes, str]:
+    """Return an Ed25519 key and a certificate signed by it, as PEM.
+
+    Ed25519 signatures are deterministic, so the certificate is the same on every host.
+    """
     from cryptography import x509
     from cryptography.hazmat.primitives import serialization
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
@@ -93,26 +107,24 @@ def _made_from(seed: bytes) -> tuple[bytes, str]:
         .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
         .sign(key, None)
     )
-    form = serialization.Encoding.PEM
+    encoding = serialization.Encoding.PEM
     private = key.private_bytes(
-        form, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+        encoding, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
     )
-    return private, certificate.public_bytes(form).decode()
+    return private, certificate.public_bytes(encoding).decode()
 
 
 @contextlib.contextmanager
-def _readable(data: bytes) -> Iterator[str]:
-    """A path to read it from, which is what ssl wants: on Linux of memory that has no name."""
-    if sys.platform == "linux":
-        handle = os.memfd_create("pipeworker", os.MFD_CLOEXEC)
-        path = f"/proc/self/fd/{handle}"
-    else:
-        handle, path = tempfile.mkstemp()  # its owner's alone
-    with os.fdopen(handle, "wb") as file:
-        try:
-            file.write(data)
-            file.flush()
-            yield path
-        finally:
-            if sys.platform != "linux":
-                Path(path).unlink()
+def readable_path(data: bytes) -> Iterator[str]:
+    """Yield a path from which `data` can be read, as :mod:`ssl` requires.
+
+    On Linux it leads to memory without a name; elsewhere to a file that only its owner can read.
+    """
+    with (
+        os.fdopen(os.memfd_create("pipeworker", os.MFD_CLOEXEC), "wb")
+        if sys.platform == "linux"
+        else tempfile.NamedTemporaryFile()
+    ) as file:
+        file.write(data)
+        file.flush()
+        yield f"/proc/self/fd/{file.fileno()}" if sys.platform == "linux" else file.name

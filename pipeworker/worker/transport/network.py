@@ -1,4 +1,4 @@
-"""Where workers meet before they are connected, and what of a host carries tensors."""
+"""The store at which workers meet before they are connected, and the network of their hosts."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from datetime import timedelta
 from typing import Protocol
 from urllib.parse import urlsplit
 
-from pipeworker.wire.interfaces import chosen, named, outward, own_address
+from pipeworker.wire.interfaces import configured, external_address_of, interface_with, own_address
 from pipeworker.wire.messages.store import StoreOperation, StoreReply
 from pipeworker.worker.internals import Store
 
 
-class Ask(Protocol):
-    """Performs one operation of the store; raises TimeoutError when that takes too long."""
+class StoreCall(Protocol):
+    """Performs one operation of the store; raises TimeoutError when it takes too long."""
 
     def __call__(
         self,
@@ -30,57 +30,60 @@ class Ask(Protocol):
 
 
 class CoordinatorStore(Store):
-    """A c10d store whose keys are kept by the coordinator; `ask` performs one operation.
+    """A c10d store whose keys the coordinator keeps.
 
-    Nobody waits for a key beyond the deadline (monotonic): that raises TimeoutError.
+    Until `deadline` (monotonic) it waits for a key; then it raises TimeoutError.
     """
 
-    def __init__(self, ask: Ask, deadline: float = math.inf) -> None:
+    def __init__(self, call: StoreCall, deadline: float = math.inf) -> None:
         super().__init__()
-        self._ask = ask
+        self._call = call
         self.deadline = deadline
 
     def set(self, key: str, value: str | bytes) -> None:
-        data = value.encode() if isinstance(value, str) else bytes(value)
-        self._ask(StoreOperation.SET, (key,), data, b"")
+        self._call(StoreOperation.SET, (key,), _bytes(value), b"")
 
     def get(self, key: str) -> bytes:
         return self._wait_for((key,)).values[0]
 
     def add(self, key: str, amount: int) -> int:
-        return self._ask(StoreOperation.ADD, (key,), str(amount).encode(), b"").result
+        return self._call(StoreOperation.ADD, (key,), str(amount).encode(), b"").result
 
     def check(self, keys: list[str]) -> bool:
-        return bool(self._ask(StoreOperation.CHECK, tuple(keys), b"", b"").result)
+        return bool(self._call(StoreOperation.CHECK, tuple(keys), b"", b"").result)
 
     def compare_set(self, key: str, expected: str | bytes, desired: str | bytes) -> bytes:
-        old = expected.encode() if isinstance(expected, str) else bytes(expected)
-        new = desired.encode() if isinstance(desired, str) else bytes(desired)
-        return self._ask(StoreOperation.COMPARE_SET, (key,), new, old).values[0]
+        new, old = _bytes(desired), _bytes(expected)
+        return self._call(StoreOperation.COMPARE_SET, (key,), new, old).values[0]
 
     def delete_key(self, key: str) -> bool:
-        return bool(self._ask(StoreOperation.DELETE, (key,), b"", b"").result)
+        return bool(self._call(StoreOperation.DELETE, (key,), b"", b"").result)
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
         self._wait_for(tuple(keys))
 
     def _wait_for(self, keys: tuple[str, ...]) -> StoreReply:
-        left = None
+        seconds = None
         if self.deadline < math.inf:
-            left = max(0.0, self.deadline - time.monotonic())
-        return self._ask(StoreOperation.GET, keys, b"", b"", left)
+            seconds = max(0.0, self.deadline - time.monotonic())
+        return self._call(StoreOperation.GET, keys, b"", b"", seconds)
+
+
+def _bytes(value: str | bytes) -> bytes:
+    return value.encode() if isinstance(value, str) else bytes(value)
 
 
 @dataclass(frozen=True, slots=True)
 class Network:
-    """How workers reach each other.
+    """The network between the hosts of a job, and the mechanism that the job uses on it.
 
     Attributes:
-        endpoint: the coordinator's address; the interface that reaches it carries the tensors,
-        interface: unless this one is to, or ``GLOO_SOCKET_IFNAME`` names another.
-        backend: ``auto`` for shared memory between workers of one host, or what their devices map
-            of each other's, and between hosts NCCL where both have it, else gloo; ``tls`` for TLS
-            between hosts; ``gloo`` or ``nccl`` for that everywhere.
+        endpoint: the coordinator's address; the interface that leads to it carries the tensors
+            unless `interface` or ``GLOO_SOCKET_IFNAME`` names another one.
+        backend: ``auto`` for shared memory between workers of one host, or device memory that both
+            map, and between hosts for NCCL where both have it, else gloo; ``tls`` for TLS between
+            hosts; ``gloo`` or ``nccl`` for that everywhere.
+        interface: the name of the interface that carries the tensors.
     """
 
     endpoint: str
@@ -88,29 +91,25 @@ class Network:
     interface: str | None = None
 
     def own_address(self) -> str:
-        """This host's, on the interface that carries tensors.
+        """Return this host's address on the interface that carries tensors.
 
         Raises:
-            UsageError: the one that is named has none.
+            UsageError: the named interface has none.
         """
         url = urlsplit(self.endpoint)
         return own_address((url.hostname or "127.0.0.1", url.port or 1), self.interface)
 
-    def carrier(self) -> str:
-        """The name of that interface; empty where it is not found."""
-        name, _ = chosen(self.interface)
-        return name or named(self.own_address())
+    def interface_name(self) -> str:
+        """Return the name of the interface that carries tensors, or "" if it is not found."""
+        name, _ = configured(self.interface)
+        return name or interface_with(self.own_address())
 
-    def check(self) -> None:
-        """That the interface which is named, if one is, leads to other hosts.
-
-        Raises:
-            UsageError: it does not.
-        """
-        name, said = chosen(self.interface)
+    def check_interface(self) -> None:
+        """Raise UsageError if the named interface does not lead to other hosts."""
+        name, source = configured(self.interface)
         if name:
-            outward(name, said)
+            external_address_of(name, source)
 
-    def said(self) -> str:
-        """This host and its address, for who reads what went wrong."""
+    def describe_host(self) -> str:
+        """Return this host's name and address, for error messages."""
         return f"{socket.gethostname()} ({self.own_address()})"

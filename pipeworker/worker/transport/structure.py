@@ -1,18 +1,20 @@
-"""How a value nests, as plain data: what it is made of goes by number, never by name.
+"""The structure of nested values as plain data, in which numbers stand for classes.
 
-Plain containers have fixed numbers. Named tuples, registered pytree nodes and enums have those that
-were agreed on when the job was described (:class:`Kinds`): a peer cannot name a class, so nothing
-is imported or called because a peer said so. What an agreed class needs besides its children, its
-context, crosses as plain data and is read by the functions the user registered for the class here.
+Plain containers have fixed numbers. Named tuples, registered pytree nodes and enums have the
+numbers of the job's :class:`TypeRegistry`, on which all workers agreed when the job was described.
+A peer cannot name a class, so nothing is imported or called because a peer asked for it. The data
+that an agreed class needs besides its children, its context, crosses as plain data and is read by
+the functions that the user registered for the class.
 
-A structure is 0 for a leaf, and ``(number, context, *children)`` for a container; structures that
-are equal say the same, down to the types and bits of their keys.
+A structure is 0 for a leaf, and ``(number, context, *children)`` for a container. Equal structures
+are equal down to the types and bits of their keys.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from enum import Enum
 from typing import Any
 
@@ -22,55 +24,54 @@ from pipeworker.errors import PipeworkerError, ProtocolError
 from pipeworker.worker.internals import pytree
 
 Structure = int | tuple[Any, ...]
-Coded = str | bytes | tuple[Any, ...] | None
+Encoded = str | bytes | tuple[Any, ...] | None
+"""A plain value in an exact form: strings, bytes and None as they are, others with their type."""
 
 LEAF = 0
-PLAIN = (bool, int, float, str, bytes, type(None))
-DEEPEST = 128
-"""Levels of nesting; Python's own stack is good for several times that."""
-MOST_ITEMS = 1 << 17
-"""What one container may hold, and the leaves of a value."""
+PLAIN_TYPES = (bool, int, float, str, bytes, type(None))
+MAX_DEPTH = 128
+"""Levels of nesting; Python's own stack has room for several times that."""
+MAX_ITEMS = 1 << 17
+"""The most items of one container, and the most leaves of a value."""
 
 _TUPLE, _LIST, _DICT, _ORDERED, _DEFAULT, _DEQUE = range(1, 7)
-_NUMBERS: dict[type, int] = dict(
-    zip((tuple, list, dict, OrderedDict, defaultdict, deque), range(1, 7), strict=True)
-)
-_AGREED = 16
-"""The first agreed class has this number."""
-_FACTORIES: tuple[Callable[[], Any] | None, ...] = (
-    *(None, list, dict, tuple, set, int, float, str, bool, bytes, OrderedDict),
-)
-"""What a defaultdict may make."""
-_LEAVES = frozenset({torch.Tensor, torch.nn.Parameter, *PLAIN})
-_BOOL, _INT, _FLOAT, _ENUM, _OF_LIST, _OF_TUPLE, _OF_DICT = range(7)  # what is coded
+_TYPES = (tuple, list, dict, OrderedDict, defaultdict, deque)
+_NUMBERS: dict[type, int] = {kind: number for number, kind in enumerate(_TYPES, 1)}
+_FIRST_AGREED = 16
+"""The number of the first agreed class."""
+_FACTORIES: tuple[type | None, ...]
+_FACTORIES = None, list, dict, tuple, set, int, float, str, bool, bytes, OrderedDict
+"""The default factories that a defaultdict may have."""
+_LEAF_TYPES = frozenset({torch.Tensor, torch.nn.Parameter, *PLAIN_TYPES})
+_BOOL, _INT, _FLOAT, _ENUM, _OF_LIST, _OF_TUPLE, _OF_DICT = range(7)  # the tags of encoded values
 _WORD = 1 << 63
 
 
-class Kinds:
-    """The classes that all workers agreed on; a number stands for each."""
+class TypeRegistry:
+    """The classes on which all workers agreed, in one order; a number stands for each."""
 
     def __init__(self, classes: Iterable[type] = ()) -> None:
         self.classes = tuple(classes)
         self.numbers = {kind: number for number, kind in enumerate(self.classes)}
 
 
-NONE = Kinds()
+NO_TYPES = TypeRegistry()
 
 
-def is_named(kind: type) -> bool:
-    """Whether these are named tuples."""
+def is_namedtuple(kind: type) -> bool:
+    """Return whether a class is one of named tuples."""
     return issubclass(kind, tuple) and hasattr(kind, "_fields") and hasattr(kind, "_make")
 
 
-def take_apart(value: Any, kinds: Kinds) -> tuple[list[Any], Structure]:
-    """The leaves of a value, and its structure.
+def flatten(value: Any, types: TypeRegistry) -> tuple[list[Any], Structure]:
+    """Return the leaves of a value and its structure.
 
     Raises:
-        PipeworkerError: it cannot be told to another process.
+        PipeworkerError: it has a class, a key or a context that cannot pass to another process.
     """
     leaves: list[Any] = []
-    structure = _apart(value, kinds, leaves, DEEPEST)
-    if len(leaves) > MOST_ITEMS:
+    structure = _flatten(value, types, leaves, MAX_DEPTH)
+    if len(leaves) > MAX_ITEMS:
         raise PipeworkerError(
             f"a value of {len(leaves)} parts cannot pass from one stage to the next: make tensors "
             "of them"
@@ -78,22 +79,22 @@ def take_apart(value: Any, kinds: Kinds) -> tuple[list[Any], Structure]:
     return leaves, structure
 
 
-def _apart(value: Any, kinds: Kinds, leaves: list[Any], room: int) -> Structure:
+def _flatten(value: Any, types: TypeRegistry, leaves: list[Any], depth_left: int) -> Structure:
     kind = type(value)
     number = _NUMBERS.get(kind)
     children: Sequence[Any]
     context: Any = None
     if number is None:
-        if kind in _LEAVES or isinstance(value, torch.Tensor) or not _is_node(kind):
+        if kind in _LEAF_TYPES or isinstance(value, torch.Tensor) or not _is_node(kind):
             leaves.append(value)
             return LEAF
-        number, children, context = _agreed(value, kind, kinds)
+        number, children, context = _flatten_agreed(value, kind, types)
     elif number <= _LIST:
         children = value
     elif number == _DEQUE:
         children, context = tuple(value), value.maxlen
     else:
-        children, context = tuple(value.values()), _keys(value, kinds)
+        children, context = tuple(value.values()), _encode_keys(value, types)
         if number == _DEFAULT:
             if value.default_factory not in _FACTORIES:
                 raise PipeworkerError(
@@ -101,24 +102,26 @@ def _apart(value: Any, kinds: Kinds, leaves: list[Any], room: int) -> Structure:
                     "next: make it a dict"
                 )
             context = (_FACTORIES.index(value.default_factory), context)
-    if not room or len(children) > MOST_ITEMS:
+    if not depth_left or len(children) > MAX_ITEMS:
         raise PipeworkerError(
             f"a {kind.__name__} cannot pass from one stage to the next: it "
-            + ("nests too deeply" if not room else f"has {len(children)} parts")
+            + ("nests too deeply" if not depth_left else f"has {len(children)} parts")
         )
-    if _LEAVES.issuperset(map(type, children)):
+    if _LEAF_TYPES.issuperset(map(type, children)):
         leaves += children
         return number, context, *[LEAF] * len(children)
-    return number, context, *[_apart(child, kinds, leaves, room - 1) for child in children]
+    return number, context, *[_flatten(child, types, leaves, depth_left - 1) for child in children]
 
 
 def _is_node(kind: type) -> bool:
-    return kind in pytree.SUPPORTED_NODES or is_named(kind)
+    return kind in pytree.SUPPORTED_NODES or is_namedtuple(kind)
 
 
-def _agreed(value: Any, kind: type, kinds: Kinds) -> tuple[int, Sequence[Any], Coded]:
-    """The number of an agreed class, its children and its context."""
-    number = kinds.numbers.get(kind)
+def _flatten_agreed(
+    value: Any, kind: type, types: TypeRegistry
+) -> tuple[int, Sequence[Any], Encoded]:
+    """Return the number of an agreed class, and the value's children and context."""
+    number = types.numbers.get(kind)
     if number is None:
         raise PipeworkerError(
             f"a {kind.__module__}.{kind.__qualname__} cannot pass from one stage to the next: when "
@@ -126,53 +129,49 @@ def _agreed(value: Any, kind: type, kinds: Kinds) -> tuple[int, Sequence[Any], C
             "or of a module that it imports there, and register it there unless it is a named "
             "tuple, or give its parts as a tuple"
         )
-    if is_named(kind):
-        return _AGREED + number, tuple(value), None
+    if is_namedtuple(kind):
+        return _FIRST_AGREED + number, tuple(value), None
     children, context = pytree.SUPPORTED_NODES[kind].flatten_fn(value)
     dump = pytree.SUPPORTED_SERIALIZED_TYPES[kind].to_dumpable_context
     if dump is not None:
         context = dump(context)
-    return _AGREED + number, tuple(children), _coded(context, kinds, DEEPEST)
+    return _FIRST_AGREED + number, tuple(children), _encode(context, types, MAX_DEPTH)
 
 
-def put_together(structure: Structure, leaves: Iterator[Any], kinds: Kinds) -> Any:
-    """The value of a structure and its leaves.
+def unflatten(structure: Structure, leaves: Iterator[Any], types: TypeRegistry) -> Any:
+    """Return the value of a structure and its leaves.
 
     Raises:
-        PipeworkerError: what the user registered for a class does not take what arrived.
+        PipeworkerError: a registered class does not accept what arrived.
     """
     if not isinstance(structure, tuple):
         return next(leaves)
     number, context, *parts = structure
-    children = [
-        next(leaves) if part == LEAF else put_together(part, leaves, kinds) for part in parts
-    ]
+    children = [next(leaves) if part == LEAF else unflatten(part, leaves, types) for part in parts]
     if number == _LIST:
         return children
     if number == _TUPLE:
         return tuple(children)
-    if number == _DICT:
-        return dict(zip(_decoded_keys(context, kinds), children, strict=True))
-    if number == _ORDERED:
-        return OrderedDict(zip(_decoded_keys(context, kinds), children, strict=True))
-    if number == _DEFAULT:
-        factory, keys = context
-        pairs = zip(_decoded_keys(keys, kinds), children, strict=True)
-        return defaultdict(_FACTORIES[factory], pairs)
     if number == _DEQUE:
         return deque(children, context)
-    kind = kinds.classes[number - _AGREED]
+    if number < _FIRST_AGREED:
+        factory, keys = context if number == _DEFAULT else (0, context)
+        pairs = zip(_decode_keys(keys, types), children, strict=True)
+        if number == _DEFAULT:
+            return defaultdict(_FACTORIES[factory], pairs)
+        return dict(pairs) if number == _DICT else OrderedDict(pairs)
+    kind = types.classes[number - _FIRST_AGREED]
     try:
-        return _made(kind, children, decoded(context, kinds))
+        return _unflatten_agreed(kind, children, decode(context, types))
     except Exception as error:
         raise PipeworkerError(
-            f"a {kind.__module__}.{kind.__qualname__} could not be put together from what "
-            f"arrived: {type(error).__name__}: {error}"
+            f"a {kind.__module__}.{kind.__qualname__} could not be made of what arrived: "
+            f"{type(error).__name__}: {error}"
         ) from error
 
 
-def _made(kind: type, children: list[Any], context: Any) -> Any:
-    if is_named(kind):
+def _unflatten_agreed(kind: type, children: list[Any], context: Any) -> Any:
+    if is_namedtuple(kind):
         return kind(*children)
     load = pytree.SUPPORTED_SERIALIZED_TYPES[kind].from_dumpable_context
     if load is not None:
@@ -180,76 +179,76 @@ def _made(kind: type, children: list[Any], context: Any) -> Any:
     return pytree.SUPPORTED_NODES[kind].unflatten_fn(children, context)
 
 
-def check(structure: Any, kinds: Kinds, room: int = DEEPEST) -> int:
-    """How many leaves a structure has that a peer sent, with tuples for arrays.
+def count_leaves(structure: Any, types: TypeRegistry, depth_left: int = MAX_DEPTH) -> int:
+    """Check a structure that a peer sent, with tuples for arrays; return its number of leaves.
 
     Raises:
-        ProtocolError: it is none, or of a class that was not agreed on.
+        ProtocolError: it is not a structure, or has a class that was not agreed on.
     """
     if type(structure) is int and structure == LEAF:
         return 1
     if type(structure) is not tuple or len(structure) < 2 or type(structure[0]) is not int:
-        raise _bad("is not a structure")
-    if not room:
-        raise _bad("nests too deeply")
+        raise _invalid("is not a structure")
+    if not depth_left:
+        raise _invalid("nests too deeply")
     number, context, *parts = structure
     if number in (_TUPLE, _LIST):
-        right = context is None
+        valid = context is None
     elif number in (_DICT, _ORDERED):
-        right = _are_keys(context, len(parts), kinds)
+        valid = _are_keys(context, len(parts), types)
     elif number == _DEFAULT:
-        right = (
+        valid = (
             type(context) is tuple
             and len(context) == 2
             and type(context[0]) is int
             and 0 <= context[0] < len(_FACTORIES)
-            and _are_keys(context[1], len(parts), kinds)
+            and _are_keys(context[1], len(parts), types)
         )
     elif number == _DEQUE:
-        right = context is None or (type(context) is int and len(parts) <= context < _WORD)
+        valid = context is None or (type(context) is int and len(parts) <= context < _WORD)
     else:
-        right = _is_agreed(number - _AGREED, context, len(parts), kinds)
-    if not right:
-        raise _bad("has a container that is not one")
+        valid = _is_agreed(number - _FIRST_AGREED, context, len(parts), types)
+    if not valid:
+        raise _invalid("has an invalid container")
     if set(map(type, parts)) == {int} and not any(parts):
         return len(parts)
-    return sum([check(part, kinds, room - 1) for part in parts])
+    return sum([count_leaves(part, types, depth_left - 1) for part in parts])
 
 
-def _is_agreed(number: int, context: Any, count: int, kinds: Kinds) -> bool:
-    if not 0 <= number < len(kinds.classes):
+def _is_agreed(number: int, context: Any, count: int, types: TypeRegistry) -> bool:
+    if not 0 <= number < len(types.classes):
         return False
-    kind: Any = kinds.classes[number]
-    if is_named(kind):
+    kind: Any = types.classes[number]
+    if is_namedtuple(kind):
         return context is None and count == len(kind._fields)
-    decoded(context, kinds)
+    decode(context, types)
     return kind in pytree.SUPPORTED_NODES
 
 
-# Keys and contexts: strings, bytes and None stand for themselves, all else has its type with it.
+# Keys and contexts.
 
 
-def _keys(value: Iterable[Any], kinds: Kinds) -> tuple[Coded, ...]:
+def _encode_keys(value: Iterable[Any], types: TypeRegistry) -> tuple[Encoded, ...]:
     keys = tuple(value)
     if set(map(type, keys)) <= {str}:
         return keys
-    return tuple([_coded(key, kinds, 0) for key in keys])
+    return tuple([_encode(key, types, 0) for key in keys])
 
 
-def _decoded_keys(coded: tuple[Any, ...], kinds: Kinds) -> Sequence[Any]:
-    return [key if type(key) is str else decoded(key, kinds, 0) for key in coded]
+def _decode_keys(encoded: tuple[Any, ...], types: TypeRegistry) -> Sequence[Any]:
+    return [key if type(key) is str else decode(key, types, 0) for key in encoded]
 
 
-def _are_keys(coded: Any, count: int, kinds: Kinds) -> bool:
-    if type(coded) is not tuple or len(coded) != count:
+def _are_keys(encoded: Any, count: int, types: TypeRegistry) -> bool:
+    if type(encoded) is not tuple or len(encoded) != count:
         return False
-    return len(set(_decoded_keys(coded, kinds))) == count
+    return len(set(_decode_keys(encoded, types))) == count
 
 
-def coded_scalar(value: Any) -> Coded:
-    """A plain value with what makes it exact: 1, 1.0 and True are equal, and so are 0.0 and -0.0.
+def encode_scalar(value: Any) -> Encoded:
+    """Return a value of one of :data:`PLAIN_TYPES` in its exact form.
 
-    Its type is one of `PLAIN`.
+    1, 1.0 and True are equal in Python, as are 0.0 and -0.0; their exact forms differ.
     """
     kind = type(value)
     if kind is int:
@@ -258,52 +257,57 @@ def coded_scalar(value: Any) -> Coded:
         return _BOOL, int(value)
     if kind is float:
         return _FLOAT, value.hex()
-    coded: Coded = value
-    return coded
+    encoded: Encoded = value
+    return encoded
 
 
-def _coded(value: Any, kinds: Kinds, room: int) -> Coded:
-    """A key (without room) or a context as plain data."""
+def _encode(value: Any, types: TypeRegistry, depth_left: int) -> Encoded:
+    """Return a key (with no depth left) or a context in its exact form."""
     kind = type(value)
-    if kind in PLAIN:
-        return coded_scalar(value)
-    if isinstance(value, Enum) and kind in kinds.numbers and value.name in kind.__members__:
-        return _ENUM, kinds.numbers[kind], value.name
-    if not room or kind not in (list, tuple, dict, OrderedDict) or len(value) > MOST_ITEMS // 2:
-        what = "the context of a registered class has" if room else "a dict has the key"
+    if kind in PLAIN_TYPES:
+        return encode_scalar(value)
+    if isinstance(value, Enum) and kind in types.numbers and value.name in kind.__members__:
+        return _ENUM, types.numbers[kind], value.name
+    nested = kind in (list, tuple, dict, OrderedDict) and len(value) <= MAX_ITEMS // 2
+    if not depth_left or not nested:
+        place = "the context of a registered class has" if depth_left else "a dict has the key"
         raise PipeworkerError(
-            f"the output of a stage cannot be described: {what} {_short(value)}, and only plain "
+            f"the output of a stage cannot be described: {place} {_short(value)}, and only plain "
             "values (numbers, strings, bytes, None, enums of the job file) can pass there"
         )
     if kind in (list, tuple):
-        items = [_coded(item, kinds, room - 1) for item in value]
+        items = [_encode(item, types, depth_left - 1) for item in value]
         return _OF_LIST if kind is list else _OF_TUPLE, *items
-    pairs = [(_coded(key, kinds, 0), _coded(item, kinds, room - 1)) for key, item in value.items()]
-    return _OF_DICT, *[half for pair in pairs for half in pair]
+    pairs = [
+        (_encode(key, types, 0), _encode(item, types, depth_left - 1))
+        for key, item in value.items()
+    ]
+    return _OF_DICT, *[part for pair in pairs for part in pair]
 
 
-def decoded(coded: Any, kinds: Kinds, room: int = DEEPEST) -> Any:
-    """The value of what is coded; without room, a plain one alone.
+def decode(encoded: Any, types: TypeRegistry, depth_left: int = MAX_DEPTH) -> Any:
+    """Return the value of an exact form that a peer sent; with no depth left it is a scalar.
 
     Raises:
-        ProtocolError: it is not what is coded.
+        ProtocolError: it is not the exact form of any value.
     """
-    if type(coded) in (str, bytes, type(None)):
-        return coded
-    if type(coded) is not tuple or not coded or type(coded[0]) is not int:
-        raise _bad("has a value that is none")
-    tag, *items = coded
-    if tag in (_OF_LIST, _OF_TUPLE, _OF_DICT) and room:
+    if type(encoded) in (str, bytes, type(None)):
+        return encoded
+    if type(encoded) is not tuple or not encoded or type(encoded[0]) is not int:
+        raise _invalid("has an invalid value")
+    tag, *items = encoded
+    if tag in (_OF_LIST, _OF_TUPLE, _OF_DICT) and depth_left:
         if tag == _OF_LIST:
-            return [decoded(item, kinds, room - 1) for item in items]
+            return [decode(item, types, depth_left - 1) for item in items]
         if tag == _OF_TUPLE:
-            return tuple([decoded(item, kinds, room - 1) for item in items])
+            return tuple([decode(item, types, depth_left - 1) for item in items])
         if len(items) % 2:
-            raise _bad("has a key without a value")
-        keys = _decoded_keys(coded[1::2], kinds)
-        found = dict(zip(keys, [decoded(i, kinds, room - 1) for i in items[1::2]], strict=True))
+            raise _invalid("has a key without a value")
+        keys = _decode_keys(encoded[1::2], types)
+        values = [decode(item, types, depth_left - 1) for item in items[1::2]]
+        found = dict(zip(keys, values, strict=True))
         if len(found) < len(keys):
-            raise _bad("has a key twice")
+            raise _invalid("has a key twice")
         return found
     if len(items) == 1:
         (item,) = items
@@ -312,27 +316,25 @@ def decoded(coded: Any, kinds: Kinds, room: int = DEEPEST) -> Any:
         if tag == _BOOL and type(item) is int and item in (0, 1):
             return item == 1
         if tag == _FLOAT and type(item) is str:
-            return _float(item)
+            return _decode_float(item)
     elif tag == _ENUM and len(items) == 2 and (type(items[0]), type(items[1])) == (int, str):
         number, name = items
-        kind: Any = kinds.classes[number] if 0 <= number < len(kinds.classes) else None
+        kind: Any = types.classes[number] if 0 <= number < len(types.classes) else None
         if kind is not None and issubclass(kind, Enum) and name in kind.__members__:
             return kind.__members__[name]
-    raise _bad("has a value that is none")
+    raise _invalid("has an invalid value")
 
 
-def _float(text: str) -> float:
-    try:
-        value: float | None = float.fromhex(text)
-    except (ValueError, OverflowError):
-        value = None
-    if value is None or value.hex() != text:
-        raise _bad("has a number that is none")
-    return value
+def _decode_float(text: str) -> float:
+    with suppress(ValueError, OverflowError):
+        value = float.fromhex(text)
+        if value.hex() == text:
+            return value
+    raise _invalid("has an invalid number")
 
 
-def _bad(what: str) -> ProtocolError:
-    return ProtocolError(f"what a neighbour sent {what}")
+def _invalid(reason: str) -> ProtocolError:
+    return ProtocolError(f"the data of a neighbour {reason}")
 
 
 def _short(value: Any) -> str:

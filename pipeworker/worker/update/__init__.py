@@ -1,1 +1,1 @@
-"""From gradients to weights: norms, ties, optimizer."""
+"""From gradients to weights: norms, tied weights, replicas, optimizer."""

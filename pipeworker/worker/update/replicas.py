@@ -1,8 +1,8 @@
 """The gradients of a stage as flat vectors, of which each replica adds up a part.
 
-Each replica adds its micro-batches in their order, as ever; then the replicas' gradients are added
-in the order of the replicas, wherever that is done: ``((g0 + g1) + g2) + ...``. A parameter that a
-replica has not used counts for nothing there, and stays without a gradient where none has used it.
+Each replica accumulates its micro-batches in their order; then the replicas' gradients are added in
+the order of the replicas, on whichever replica: ``((g0 + g1) + g2) + ...``. A parameter that a
+replica has not used contributes nothing there, and has no gradient if no replica has used it.
 """
 
 from __future__ import annotations
@@ -15,26 +15,17 @@ import torch
 from torch import nn
 
 from pipeworker.errors import UsageError
-from pipeworker.plan.shares import block, sizes
+from pipeworker.plan.partition import block, sizes
 
-_PIECE = 1 << 20
-"""Elements that are sent at once: while one is added up the next is on its way."""
-_MOST_PIECES = 64
-"""Of a part: a channel makes its sender wait when many more are under way."""
+PIECE_ELEMENTS = 1 << 20
+"""Elements that are sent at once: while one piece is added up, the next is in flight."""
+MAX_PIECES = 64
+"""Pieces of a part: a channel blocks its sender when many more are in flight."""
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Elements `start` to ``stop - 1`` of the vector of a kind."""
-
-    kind: int
-    start: int
-    stop: int
-
-
-@dataclass(frozen=True, slots=True)
-class _Place:
-    """Where a parameter's gradient is."""
+    """Elements `start` to ``stop - 1`` of the vector with index `kind`."""
 
     kind: int
     start: int
@@ -42,132 +33,130 @@ class _Place:
 
 
 class Gradients:
-    """What the parameters of a stage have, laid out alike on all replicas.
+    """The gradients or weights of a stage's parameters, with the same layout on all replicas.
 
-    A vector has the gradients of all parameters of a dtype, in model order.
+    There is one vector per dtype and device; it holds all parameters of these, in model order.
 
-    Args:
-        named: the parameters that require grad; names are for messages.
+    Attributes:
+        parameters: the parameters that require grad, in model order.
+        parts: by replica, the pieces that it adds up.
     """
 
     def __init__(self, named: Sequence[tuple[str, nn.Parameter]], replicas: int) -> None:
         self._names = [name for name, _ in named]
         self.parameters = [parameter for _, parameter in named]
-        self._kinds: list[tuple[torch.dtype, torch.device]] = []
-        self._sizes: list[int] = []
-        self._places: list[_Place] = []
+        self._sizes: dict[tuple[torch.dtype, torch.device], int] = {}
+        self._slices: list[Piece] = []
         for parameter in self.parameters:
-            kind = _real(parameter.detach()).dtype, parameter.device
-            if kind not in self._kinds:
-                self._kinds.append(kind)
-                self._sizes.append(0)
-            index = self._kinds.index(kind)
-            start = self._sizes[index]
-            self._sizes[index] += _real(parameter.detach()).numel()
-            self._places.append(_Place(index, start, self._sizes[index]))
+            real = _real(parameter.detach())
+            kind = real.dtype, real.device
+            start = self._sizes.get(kind, 0)
+            self._sizes[kind] = start + real.numel()
+            self._slices.append(Piece(list(self._sizes).index(kind), start, self._sizes[kind]))
+        totals = list(self._sizes.values())
         self.parts = [
-            [p for kind, n in enumerate(self._sizes) for p in _pieces(kind, block(n, replicas, r))]
+            [p for kind, n in enumerate(totals) for p in _pieces(kind, block(n, replicas, r))]
             for r in range(replicas)
         ]
-        """By replica, what it adds up."""
         self._vectors: list[torch.Tensor] = []
 
     def pack(self) -> list[bool]:
-        """Copy the gradients into the vectors; returns which there are.
+        """Copy the gradients into the vectors; return, for each parameter, whether it has one.
 
         Raises:
-            UsageError: one is sparse.
+            UsageError: a gradient is sparse.
         """
         self._fill([parameter.grad for parameter in self.parameters])
         return [parameter.grad is not None for parameter in self.parameters]
 
     def pack_weights(self) -> None:
-        """Copy the parameters themselves."""
+        """Copy the parameters themselves into the vectors."""
         self._fill(self.parameters)
 
     def _fill(self, values: Sequence[torch.Tensor | None]) -> None:
-        self.room()
-        for name, value, place in zip(self._names, values, self._places, strict=True):
-            mine = self._vectors[place.kind][place.start : place.stop]
+        self.allocate()
+        for name, value, where in zip(self._names, values, self._slices, strict=True):
+            vector = self.piece(where)
             if value is None:
-                mine.zero_()
+                vector.zero_()
             elif value.layout is not torch.strided:
                 raise UsageError(
-                    f"the gradient of {name} is sparse, which --replicas cannot add up: make it "
-                    "dense, as with nn.Embedding(sparse=False)"
+                    f"the gradient of {name} is sparse, and --replicas needs dense ones; make it "
+                    "dense, as by nn.Embedding(sparse=False)"
                 )
             else:
                 real = _real(value.detach())
-                mine.view(real.shape).copy_(real)
+                vector.view(real.shape).copy_(real)
 
-    def room(self) -> None:
-        """Make vectors that are put into, piece by piece."""
+    def allocate(self) -> None:
+        """Allocate the vectors, to be filled piece by piece."""
         self._vectors = [
             torch.empty(size, dtype=dtype, device=device)
-            for size, (dtype, device) in zip(self._sizes, self._kinds, strict=True)
+            for (dtype, device), size in self._sizes.items()
         ]
 
     def piece(self, piece: Piece) -> torch.Tensor:
-        """A view of the vector."""
+        """Return a view of a piece, of shape [stop - start]."""
         return self._vectors[piece.kind][piece.start : piece.stop]
 
     def add(
-        self, piece: Piece, given: Sequence[torch.Tensor], there: Sequence[Sequence[bool]]
+        self, piece: Piece, values: Sequence[torch.Tensor], present: Sequence[Sequence[bool]]
     ) -> torch.Tensor:
-        """Add up a piece, in place; returns it.
+        """Add up a piece over all replicas, in place; return the view of it.
 
         Args:
-            given: by replica, what it has; this one's own is :meth:`piece`.
-            there: by replica, the parameters that it has a gradient of.
+            piece: the piece to add up.
+            values: by replica, its values, of shape [stop - start]; this replica's are the view
+                that :meth:`piece` returns.
+            present: by replica, for each parameter whether it has a gradient.
         """
         total = self.piece(piece)
-        if all(map(all, there)):
-            _sum(total, given)
+        if all(map(all, present)):
+            _sum(total, values)
             return total
-        for number, place in enumerate(self._places):
-            start, stop = max(place.start, piece.start), min(place.stop, piece.stop)
-            if place.kind != piece.kind or start >= stop:
+        for number, where in enumerate(self._slices):
+            start, stop = max(where.start, piece.start), min(where.stop, piece.stop)
+            if where.kind != piece.kind or start >= stop:
                 continue
             here = slice(start - piece.start, stop - piece.start)
-            used = [g[here] for g, has in zip(given, there, strict=True) if has[number]]
+            used = [g[here] for g, has in zip(values, present, strict=True) if has[number]]
             if used:
                 _sum(total[here], used)
         return total
 
-    def put(self, piece: Piece, total: torch.Tensor) -> None:
-        """Another replica has added this one up."""
+    def set_piece(self, piece: Piece, total: torch.Tensor) -> None:
+        """Store a piece that another replica has added up."""
         self.piece(piece).copy_(total)
 
-    def unpack(self, there: Sequence[bool]) -> None:
-        """Put the sums where the optimizer looks.
+    def unpack(self, present: Sequence[bool]) -> None:
+        """Copy the sums into the parameters' ``grad``; free the vectors.
 
-        Args:
-            there: whether any replica has a gradient, by parameter.
+        `present` tells for each parameter whether any replica has a gradient.
         """
-        for parameter, place, has in zip(self.parameters, self._places, there, strict=True):
+        for parameter, where, has in zip(self.parameters, self._slices, present, strict=True):
             if not has:
                 continue
             if parameter.grad is None:
                 parameter.grad = torch.empty_like(parameter)
-            self._put_back(parameter.grad, place)
+            self._put_back(parameter.grad, where)
         self._vectors = []
 
     def unpack_weights(self) -> None:
-        """Put what another replica has made of the parameters into them."""
-        for parameter, place in zip(self.parameters, self._places, strict=True):
-            self._put_back(parameter.detach(), place)
+        """Copy the vectors, with other replicas' updates, into the parameters; free the vectors."""
+        for parameter, where in zip(self.parameters, self._slices, strict=True):
+            self._put_back(parameter.detach(), where)
         self._vectors = []
 
-    def _put_back(self, value: torch.Tensor, place: _Place) -> None:
+    def _put_back(self, value: torch.Tensor, where: Piece) -> None:
         real = _real(value)
-        real.copy_(self._vectors[place.kind][place.start : place.stop].view(real.shape))
+        real.copy_(self.piece(where).view(real.shape))
 
 
 def shards(parameters: Sequence[nn.Parameter], replicas: int) -> list[list[nn.Parameter]]:
-    """By replica, the parameters that it updates: about as many elements each, in model order.
+    """Return, by replica, the parameters that it updates: about as many elements each.
 
-    The largest first, each to the one that has the least so far, as ZeRO's implementation in torch
-    deals them out (Rajbhandari et al. 2020).
+    The largest parameter is assigned first, each to the replica with the fewest elements so far, as
+    torch's implementation of ZeRO does (Rajbhandari et al. 2020). Each list is in model order.
     """
     owner: dict[int, int] = {}
     loads = [0] * replicas
@@ -179,25 +168,25 @@ def shards(parameters: Sequence[nn.Parameter], replicas: int) -> list[list[nn.Pa
 
 
 def _real(tensor: torch.Tensor) -> torch.Tensor:
-    """The real numbers of one that may be complex."""
+    """Return a tensor that may be complex as real numbers."""
     return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
 
 def _pieces(kind: int, part: range) -> list[Piece]:
-    count = min(_MOST_PIECES, -(-len(part) // _PIECE))
+    count = min(MAX_PIECES, -(-len(part) // PIECE_ELEMENTS))
     if not count:
         return []
     ends = accumulate(sizes(len(part), count), initial=part.start)
     return [Piece(kind, start, stop) for start, stop in pairwise(ends)]
 
 
-def _sum(total: torch.Tensor, given: Sequence[torch.Tensor]) -> None:
-    """Add up in the order given, of which one may be the memory of the result."""
-    if len(given) == 1:
-        total.copy_(given[0])
+def _sum(total: torch.Tensor, values: Sequence[torch.Tensor]) -> None:
+    """Add up in order into `total`, whose memory may be that of one of the values."""
+    if len(values) == 1:
+        total.copy_(values[0])
         return
-    found = given[0] + given[1] if len(given) > 2 else torch.add(given[0], given[1], out=total)
-    for one in given[2:]:
+    found = values[0] + values[1] if len(values) > 2 else torch.add(values[0], values[1], out=total)
+    for one in values[2:]:
         found += one
     if found is not total:
         total.copy_(found)

@@ -1,4 +1,4 @@
-"""Files of rows: written, read, the last and the best of them."""
+"""Files of rows: writing, reading, the last row and the best one."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def wrote(path: Path, *found: dict[str, Any] | str) -> Path:
     return path
 
 
-def test_a_row_that_a_killed_process_has_begun_goes(tmp_path: Path) -> None:
+def test_an_incomplete_row_of_a_killed_process_is_removed(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     assert rows.last(path) is None
     for whole, torn in ((0, '{"st'), (0, "{"), (2, '{"step": 33'), (3, "")):
@@ -32,10 +32,10 @@ def test_a_row_that_a_killed_process_has_begun_goes(tmp_path: Path) -> None:
         assert [row["step"] for row in rows.read(path)] == [*range(1, whole + 2)]
 
 
-def test_what_a_full_disk_has_no_room_for_is_held(
+def test_rows_that_a_full_disk_refuses_are_written_later(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Half a row is none; and a file that is gone is no disk that is full."""
+    """Half a row is removed. A file that was removed is another error than a full disk."""
     path, room = tmp_path / "metrics.jsonl", [15]
     write = os.write
 
@@ -62,9 +62,9 @@ def test_what_a_full_disk_has_no_room_for_is_held(
     file.close()
 
 
-def test_the_end_of_a_long_file_is_enough(tmp_path: Path) -> None:
+def test_last_reads_only_the_end_of_a_long_file(tmp_path: Path) -> None:
     path = wrote(tmp_path / "x", *({"step": step, "a": "x" * 90} for step in range(2000)), "{")
-    assert path.stat().st_size > 2 * rows._LONGEST
+    assert path.stat().st_size > 2 * rows.MAX_ROW_BYTES
     found = rows.last(path)
     assert found
     assert found["step"] == 1999
@@ -73,7 +73,7 @@ def test_the_end_of_a_long_file_is_enough(tmp_path: Path) -> None:
     assert last == b"{"
 
 
-def test_what_is_no_row_is_left_out(tmp_path: Path) -> None:
+def test_lines_that_are_not_rows_are_skipped(tmp_path: Path) -> None:
     texts = ("\n", "3\n", "[]\n", "{}\n", '{"step": "1"}\n', '{"step": true}\n', "[" * 9999 + "\n")
     path = wrote(tmp_path / "x", {"step": 1}, *texts, {"step": 2}, *texts)
     assert [row["step"] for row in rows.read(path)] == [1, 2]
@@ -91,7 +91,9 @@ def test_what_is_no_row_is_left_out(tmp_path: Path) -> None:
         ([math.nan, 5.0, None, "0", 10**4000], 2),
     ],
 )
-def test_the_best(tmp_path: Path, losses: list[Any], best: int | None) -> None:
+def test_best_is_the_row_with_the_least_loss(
+    tmp_path: Path, losses: list[Any], best: int | None
+) -> None:
     made = [{"step": step, "loss": loss} for step, loss in enumerate(losses, 1)]
     found = rows.best(wrote(tmp_path / "x", *made, {"step": 99}))
     assert (found and found["step"]) == best

@@ -1,4 +1,4 @@
-"""Makes an interpreter of its own import first what forked processes do, from ``PYTHONPATH``."""
+"""Import first, in an interpreter of its own, the modules that forked processes have already."""
 
 import importlib
 import os

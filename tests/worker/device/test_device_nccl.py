@@ -1,4 +1,4 @@
-"""What torch's groups are told. That they move bytes is tested on accelerators alone."""
+"""The arguments of torch's NCCL groups; tests with accelerators check that groups move bytes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 
 from pipeworker.worker.device import nccl
 from pipeworker.worker.device.nccl import Nccl
-from support.transport import Meeting
+from support.transport import LocalStore
 
 NAMES = (
     "TORCH_NCCL_ASYNC_ERROR_HANDLING",
@@ -20,13 +20,6 @@ NAMES = (
     nccl.INTERFACE,
 )
 HEADER = "torch/csrc/distributed/c10d/ProcessGroupNCCL.hpp"
-
-
-class Seen:
-    """Two devices as torch would see them."""
-
-    def unit(self, index: int) -> str:
-        return f"gpu {index}"
 
 
 @pytest.fixture
@@ -38,7 +31,7 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
         found.append((*what, *map(os.environ.get, NAMES)))
         return "a group"
 
-    monkeypatch.setattr(nccl, "TorchAccelerators", Seen)
+    monkeypatch.setattr(nccl, "unit_of", "gpu {0.index}".format)
     monkeypatch.setattr(nccl, "nccl_group", group)
     for name in NAMES:
         monkeypatch.setenv(name, "")  # so that it is as it was, afterwards
@@ -47,26 +40,26 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
 
 
 def test_a_group_leaves_failures_to_the_coordinator(made: list[tuple[Any, ...]]) -> None:
-    device, store = torch.device("cuda", 1), Meeting().store()
+    device, store = torch.device("cuda", 1), LocalStore().store()
     communicators = Nccl(device)
     assert communicators.unit == "gpu 1"
     assert communicators.group(store, 1, "eth1") == "a group"  # type: ignore[comparison-overlap]
     assert made == [(store, 1, device, "0", "0", "0", "=eth1")]
-    assert nccl.INTERFACE not in os.environ  # what it was told for is over
+    assert nccl.INTERFACE not in os.environ  # the group that needed it is made
 
 
-def test_torch_knows_what_it_is_told() -> None:
+def test_every_variable_that_is_set_is_one_that_torch_knows() -> None:
     """It says nothing of a variable that it does not know."""
     header = Path(torch.__file__).parent / "include" / HEADER
     known = header.read_text()
-    assert not [name for name in nccl._SETTINGS if f'"{name}"' not in known]
+    assert not [name for name in nccl.SETTINGS if f'"{name}"' not in known]
 
 
 def test_groups_of_the_users_own_are_as_they_say(
     made: list[tuple[Any, ...]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(NAMES[0], "1")
-    Nccl(torch.device("cuda", 0)).group(Meeting().store(), 0, "")
+    Nccl(torch.device("cuda", 0)).group(LocalStore().store(), 0, "")
     assert made[0][3:] == ("0", "0", "0", None)  # NCCL chooses the interface
     assert os.environ[NAMES[0]] == "1"
     assert NAMES[1] not in os.environ
@@ -76,5 +69,5 @@ def test_what_the_user_says_of_the_network_stays(
     made: list[tuple[Any, ...]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(nccl.INTERFACE, "ib")
-    Nccl(torch.device("cuda", 0)).group(Meeting().store(), 0, "eth1")
+    Nccl(torch.device("cuda", 0)).group(LocalStore().store(), 0, "eth1")
     assert made[0][-1] == "ib"

@@ -13,7 +13,7 @@ from pipeworker.worker.device import numerics
 
 @pytest.fixture(autouse=True)
 def _as_they_were() -> Iterator[None]:
-    with numerics.put_back(lambda: True):
+    with numerics.deterministic_mode(lambda: True):
         torch.use_deterministic_algorithms(False)
         yield
 
@@ -46,15 +46,15 @@ def test_how_matrices_are_multiplied_shows_whoever_set_it() -> None:
 def test_deterministic_kernels_are_switched_on_and_only_for_a_while_in_a_users_process() -> None:
     torch.backends.cudnn.benchmark = True
     for asked in (False, True):
-        with numerics.put_back(lambda: asked):  # noqa: B023
+        with numerics.deterministic_mode(lambda: asked):  # noqa: B023
             assert torch.are_deterministic_algorithms_enabled() is asked
             assert torch.backends.cudnn.benchmark is not asked
         assert not torch.are_deterministic_algorithms_enabled()
         assert torch.backends.cudnn.benchmark
     learned: list[bool] = []
-    with numerics.put_back(lambda: bool(learned)):  # it is told inside
+    with numerics.deterministic_mode(lambda: bool(learned)):  # the value is known inside
         learned.append(True)
-        numerics.deterministic()
+        numerics.enable_deterministic()
         assert torch.are_deterministic_algorithms_enabled()
     assert not torch.are_deterministic_algorithms_enabled()
 

@@ -1,4 +1,4 @@
-"""What graphs save goes to the host's memory and comes back: what of it, and when."""
+"""Offload: which storages that graphs save move to the host's memory and back, and when."""
 
 from __future__ import annotations
 
@@ -12,12 +12,13 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from pipeworker.host.position import Tracker
-from pipeworker.worker.blame import Raised
-from pipeworker.worker.device.copies import Copies, HostCopies
+from pipeworker.worker.blame import UserCodeError
+from pipeworker.worker.stage.layers import StageConfig
 from pipeworker.worker.stage.microbatch import MicroBatch
+from pipeworker.worker.stage.offload import Copies
 from pipeworker.worker.stage.stage import Stage
 from support.copies import CPU, LateCopies
-from support.pipelines import Layer
+from support.layers import Layer
 
 
 class One:
@@ -30,23 +31,23 @@ class One:
         built = [one if isinstance(one, nn.Module) else Layer(one) for one in layers]
         copies = copies or self.late
         self.stage = Stage(
-            *(built, 0), seed=0, device=CPU, tracker=Tracker(), loss=_mean, copies=copies
+            built, StageConfig(0, 0, seed=0, device=CPU), Tracker(), loss=_mean, copies=copies
         )
         self.stage.begin(1)
 
     def given(self, *shape: int, count: int = 1) -> list[MicroBatch]:
-        made = [MicroBatch(m, away=True) for m in range(count)]
+        made = [MicroBatch(m, offload=True) for m in range(count)]
         for mb in made:
             mb.value, mb.wants_grad = torch.randn(shape), (False,)
         return made
 
     def forward(self, mb: MicroBatch) -> None:
         self.stage.forward(mb)
-        self.stage.ended(mb)
+        self.stage.end_action(mb)
 
     def backward(self, mb: MicroBatch) -> None:
         self.stage.backward(mb)
-        self.stage.ended(mb)
+        self.stage.end_action(mb)
 
     @property
     def moved(self) -> list[str]:
@@ -155,10 +156,10 @@ def test_a_memory_that_is_saved_again_after_a_change_is_copied_again() -> None:
     gradients: list[Any] = []
     for away in (False, True):
         torch.manual_seed(0)
-        one = One(nn.Linear(3, 3), change, copies=HostCopies())  # at once
+        one = One(nn.Linear(3, 3), change, copies=Copies())  # at once
         mbs = one.given(2, 3, count=2)
         for mb in mbs:
-            mb.away = away
+            mb.offload = away
             one.forward(mb)
         for mb in mbs:
             one.backward(mb)
@@ -180,7 +181,7 @@ def test_a_change_in_place_of_what_has_left_is_found_as_without_hooks() -> None:
     one = One(nn.Linear(3, 3), change)
     (mb,) = one.given(2, 3)
     one.forward(mb)
-    with pytest.raises(Raised, match=CHANGED):
+    with pytest.raises(UserCodeError, match=CHANGED):
         one.backward(mb)
 
 
@@ -190,7 +191,7 @@ def test_a_change_in_place_of_what_stays_is_found_as_without_hooks() -> None:
     (mb,) = one.given(2, 3)
     one.forward(mb)
     linear.weight.detach().add_(0)
-    with pytest.raises(Raised, match=CHANGED):
+    with pytest.raises(UserCodeError, match=CHANGED):
         one.backward(mb)
 
 
@@ -199,8 +200,8 @@ def test_a_checkpoint_inside_a_layer_keeps_its_own_input_there() -> None:
         return torch.tanh(torch.exp(torch.sin(x)))
 
     for reentrant in (False, True):
-        again = partial(checkpoint, inner, use_reentrant=reentrant)
-        one = One(nn.Linear(3, 3), again)
+        checkpointed = partial(checkpoint, inner, use_reentrant=reentrant)
+        one = One(nn.Linear(3, 3), checkpointed)
         first, second = one.given(2, 3, count=2)
         one.forward(first)
         one.forward(second)

@@ -67,13 +67,13 @@ def test_only_what_changes_is_copied() -> None:
     for mb in mbs:
         with buffers.first_forward(mb):
             layer()
-        assert mb.before is not None
-        assert [slot[1] for slot, _ in mb.before] == ["count"]
+        assert mb.buffers_before is not None
+        assert [slot[1] for slot, _ in mb.buffers_before] == ["count"]
     for mb in mbs:
         with buffers.second_forward(mb):
             assert layer.table is table
             layer()
-    assert [mb.before for mb in mbs] == [None, None]
+    assert [mb.buffers_before for mb in mbs] == [None, None]
 
 
 def test_batch_norm_is_found_though_it_leaves_no_trace() -> None:
@@ -210,18 +210,18 @@ def test_without_buffers_nothing_is_kept() -> None:
     mb = MicroBatch(0)
     with buffers.first_forward(mb):
         pass
-    assert mb.before is None
+    assert mb.buffers_before is None
     with buffers.second_forward(mb):
         pass
-    assert mb.before is None
+    assert mb.buffers_before is None
 
 
 def test_a_layer_can_ask_whether_it_is_recomputed() -> None:
-    said: list[bool] = []
+    values: list[bool] = []
 
     class Asks(nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            said.append(pipeworker.is_recomputing())
+            values.append(pipeworker.is_recomputing())
             return x
 
     layers = [Asks(), nn.Linear(2, 2)]
@@ -234,20 +234,20 @@ def test_a_layer_can_ask_whether_it_is_recomputed() -> None:
         layers[0](torch.ones(1))
         raise KeyError
     layers[0](torch.ones(1))
-    assert said == [False, False, True, False]
+    assert values == [False, False, True, False]
 
 
 def test_a_buffer_of_two_modules_stays_one() -> None:
     first, second = Counter(), Counter()
     second.count = first.count
     buffers = Buffers([first, second])
-    said = []
+    drawn = []
     mbs = microbatches(2)
     for mb in mbs:
         with buffers.first_forward(mb):
-            said.append((first(), second()))
+            drawn.append((first(), second()))
     for mb in mbs:
         with buffers.second_forward(mb):
-            assert (first(), second()) == said[mb.number]
-    assert said == [(1.0, 2.0), (3.0, 4.0)]
+            assert (first(), second()) == drawn[mb.number]
+    assert drawn == [(1.0, 2.0), (3.0, 4.0)]
     assert first.count is second.count

@@ -103,7 +103,7 @@ def test_a_stream_has_the_accelerators_generator() -> None:
             states = stream.states()
         accelerator.manual_seed(0)
         with rng.Stream(accelerator).active():
-            stream.go_on(states)
+            stream.continue_from(states)
             found.append(torch.rand((), generator=accelerator).item())
         return found
 
@@ -145,7 +145,7 @@ def test_an_accelerator_whose_module_has_no_generators_is_seeded_by_its_function
         get_rng_state = torch.default_generator.get_state
         set_rng_state = torch.default_generator.set_state
 
-    monkeypatch.setattr(rng, "module_of", {"mps": Module}.__getitem__)
+    monkeypatch.setattr(torch, "get_device_module", {"mps": Module}.__getitem__)
     found = rng.accelerator_generator(torch.device("mps"))
     assert found is not None
     found.manual_seed(5)

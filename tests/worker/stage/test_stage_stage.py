@@ -13,9 +13,10 @@ import torch
 from torch import nn
 
 from pipeworker.errors import UsageError
+from pipeworker.facts.position import Phase, Position
 from pipeworker.host.position import Tracker
-from pipeworker.wire.messages.position import Phase, Position
-from pipeworker.worker.blame import Raised
+from pipeworker.worker.blame import UserCodeError
+from pipeworker.worker.stage.layers import StageConfig
 from pipeworker.worker.stage.microbatch import MicroBatch
 from pipeworker.worker.stage.stage import Stage
 from pipeworker.worker.stage.values import distinct_tensors
@@ -30,7 +31,7 @@ def mean(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
 def stage(
     layers: Sequence[nn.Module], loss: Callable[[Any, Any], Any] | None = mean, first: int = 0
 ) -> Stage:
-    return Stage(layers, first, seed=3, device=torch.device("cpu"), tracker=Tracker(), loss=loss)
+    return Stage(layers, StageConfig(0, first, 3, torch.device("cpu")), Tracker(), loss)
 
 
 def given(
@@ -39,26 +40,26 @@ def given(
     *,
     number: int = 0,
     weight: float = 1.0,
-    again: bool = False,
+    recompute: bool = False,
     wants: Sequence[bool] = (False,),
 ) -> MicroBatch:
     """A micro-batch as it comes to a stage."""
-    mb = MicroBatch(number, weight, again)
+    mb = MicroBatch(number, weight, recompute)
     mb.value, mb.wants_grad, mb.target = value, wants, target
     return mb
 
 
-def run(made: Stage, inputs: Sequence[Any], *, again: bool, step: int = STEP) -> list[float]:
+def run(made: Stage, inputs: Sequence[Any], *, recompute: bool, step: int = STEP) -> list[float]:
     """All micro-batches of one step on a stage that is the first and the last."""
     made.begin(step)
     mbs = [
-        given(x, torch.zeros(()), number=m, weight=1 / len(inputs), again=again)
+        given(x, torch.zeros(()), number=m, weight=1 / len(inputs), recompute=recompute)
         for m, x in enumerate(inputs)
     ]
     for mb in mbs:
         made.forward(mb)
     for mb in mbs:
-        if again:
+        if recompute:
             made.recompute(mb)
         made.backward(mb)
     return [mb.share.item() for mb in mbs]
@@ -91,7 +92,7 @@ class _Refuse(torch.autograd.Function):
 
 
 @pytest.mark.parametrize(
-    ("bad", "again", "phase", "microbatch"),
+    ("bad", "recompute", "phase", "microbatch"),
     [
         (1, False, Phase.FORWARD, 0),
         (2, False, Phase.FORWARD, 1),
@@ -103,14 +104,14 @@ class _Refuse(torch.autograd.Function):
     ],
 )
 def test_the_position_when_a_layer_raises(
-    bad: int, again: bool, phase: Phase, microbatch: int
+    bad: int, recompute: bool, phase: Phase, microbatch: int
 ) -> None:
     made = stage([nn.Linear(3, 3), nn.Tanh(), Fails(bad), nn.ReLU(), nn.Linear(3, 1)], first=10)
-    said = "ValueError: in backward$"
+    expected = "ValueError: in backward$"
     if bad:
-        said = r"ValueError: in forward \(its input was Tensor\[2, 3\] float32\)$"
-    with pytest.raises(Raised, match=rf"^layer 12 \(Fails\) raised {said}"):
-        run(made, [torch.ones(2, 3)] * 2, again=again)
+        expected = r"ValueError: in forward \(its input was Tensor\[2, 3\] float32\)$"
+    with pytest.raises(UserCodeError, match=rf"^layer 12 \(Fails\) raised {expected}"):
+        run(made, [torch.ones(2, 3)] * 2, recompute=recompute)
     assert made.tracker.get() == Position(phase, STEP, microbatch, 12)
 
 
@@ -120,8 +121,8 @@ def test_the_position_when_the_loss_raises() -> None:
 
     made = stage([nn.Linear(3, 1)], loss)
     given = r"its output was Tensor\[2, 1\] float32, its target Tensor\[\] float32"
-    with pytest.raises(Raised, match=rf"^loss\(\) raised ValueError: in loss \({given}\)$"):
-        run(made, [torch.ones(2, 3)], again=True)
+    with pytest.raises(UserCodeError, match=rf"^loss\(\) raised ValueError: in loss \({given}\)$"):
+        run(made, [torch.ones(2, 3)], recompute=True)
     assert made.tracker.get() == Position(Phase.LOSS, STEP, 0, -1)
 
 
@@ -151,11 +152,8 @@ def test_a_layer_that_returns_none_is_named_itself(
 ) -> None:
     made = Stage(
         layers,
-        10,
-        seed=5,
-        device=torch.device("cpu"),
-        tracker=Tracker(),
-        before="Block",
+        StageConfig(0, 10, seed=5, device=torch.device("cpu"), class_before="Block"),
+        Tracker(),
         loss=lambda output, target: output.mean(),
     )
     with pytest.raises(UsageError, match=re.escape(expected)):
@@ -172,7 +170,7 @@ def test_the_position_moves_through_backward() -> None:
             return x * 1
 
     made = stage([nn.Linear(3, 3), Note(), nn.Tanh(), Note()])
-    run(made, [torch.ones(2, 3)], again=False)
+    run(made, [torch.ones(2, 3)], recompute=False)
     assert [(p.phase, p.layer) for p in where] == [(Phase.BACKWARD, 3), (Phase.BACKWARD, 1)]
 
 
@@ -199,9 +197,9 @@ def gradients(layers: Sequence[nn.Module]) -> list[torch.Tensor]:
 def test_recompute_draws_what_forward_drew() -> None:
     inputs = [torch.randn(4, 6) for _ in range(3)]
     results = []
-    for again in (False, True):
+    for recompute in (False, True):
         layers = noisy()
-        losses = run(stage(layers, noisy_loss), inputs, again=again)
+        losses = run(stage(layers, noisy_loss), inputs, recompute=recompute)
         results.append((losses, gradients(layers)))
     assert results[0][0] == results[1][0]
     assert all(map(torch.equal, results[0][1], results[1][1]))
@@ -210,15 +208,15 @@ def test_recompute_draws_what_forward_drew() -> None:
 def test_every_step_and_micro_batch_draws_anew() -> None:
     x = torch.ones(4, 6)
     made = stage(noisy(), noisy_loss)
-    losses = run(made, [x, x], again=False, step=1) + run(made, [x, x], again=False, step=2)
+    losses = run(made, [x, x], recompute=False, step=1) + run(made, [x, x], recompute=False, step=2)
     assert len(set(losses)) == 4
-    assert run(stage(noisy(), noisy_loss), [x, x], again=True, step=2) == losses[2:]
+    assert run(stage(noisy(), noisy_loss), [x, x], recompute=True, step=2) == losses[2:]
 
 
 def test_what_a_layer_draws_does_not_depend_on_the_grouping() -> None:
     layers = noisy()
     x = torch.ones(4, 6)
-    whole = run(stage(layers, noisy_loss), [x], again=False)
+    whole = run(stage(layers, noisy_loss), [x], recompute=False)
     upper, lower = stage(layers[:2], None), stage(layers[2:], noisy_loss, first=2)
     for made in (upper, lower):
         made.begin(STEP)
@@ -247,19 +245,21 @@ def test_gradients_of_the_input_are_given_back() -> None:
     assert second is None
 
 
-@pytest.mark.parametrize("again", [False, True])
-def test_a_micro_batch_keeps_nothing_after_its_backward(again: bool) -> None:
+@pytest.mark.parametrize("recompute", [False, True])
+def test_a_micro_batch_keeps_nothing_after_its_backward(recompute: bool) -> None:
     made = stage([nn.BatchNorm1d(3), nn.Linear(3, 1)])
     made.begin(STEP)
-    mb = given(torch.ones(2, 3), torch.zeros(()), again=again)
+    mb = given(torch.ones(2, 3), torch.zeros(()), recompute=recompute)
     made.forward(mb)
-    if again:
+    if recompute:
         made.recompute(mb)
     made.backward(mb)
     assert mb.loss is not None
     assert not mb.loss.requires_grad
-    for name in ("value", "target", "output", "outgoing", "caught", "before", "deferred"):
+    for name in ("value", "target", "output", "outgoing", "boundary", "buffers_before"):
         assert getattr(mb, name) is None, name
+    assert mb.weight_gradients is None
+    assert mb.offloaded is None
     for name in ("arrived", "departing", "output_gradients", "input_gradients", "edges"):
         assert not getattr(mb, name), name
 
@@ -267,9 +267,9 @@ def test_a_micro_batch_keeps_nothing_after_its_backward(again: bool) -> None:
 @pytest.mark.parametrize(
     ("loss", "message"),
     [
-        (lambda o, t: 1.0, "returned a float: it must return a scalar tensor"),
+        (lambda o, t: 1.0, "returned a float; return a scalar tensor"),
         (lambda o, t: None, "returned a NoneType"),
-        (lambda o, t: o, r"returned a tensor of shape \(2, 3\): it must be a scalar"),
+        (lambda o, t: o, r"returned a tensor of shape \(2, 3\); return a scalar"),
         (lambda o, t: (1.0, 2), "returned a float"),
         (lambda o, t: (o, 2), r"returned a tensor of shape \(2, 3\)"),
         (lambda o, t: (o.sum(), 2, 3), "returned a tuple"),
@@ -277,12 +277,12 @@ def test_a_micro_batch_keeps_nothing_after_its_backward(again: bool) -> None:
 )
 def test_a_loss_that_is_none(loss: Callable[[Any, Any], Any], message: str) -> None:
     with pytest.raises(UsageError, match=message):
-        run(stage([nn.Linear(3, 3)], loss), [torch.ones(2, 3)], again=False)
+        run(stage([nn.Linear(3, 3)], loss), [torch.ones(2, 3)], recompute=False)
 
 
 def test_a_loss_of_one_element_is_a_scalar() -> None:
     made = stage([nn.Linear(3, 1)], lambda o, t: o.mean(0))
-    run(made, [torch.ones(2, 3)], again=False)
+    run(made, [torch.ones(2, 3)], recompute=False)
 
 
 def test_a_layer_that_begins_to_change_its_input_is_refused() -> None:
@@ -295,7 +295,7 @@ def test_a_layer_that_begins_to_change_its_input_is_refused() -> None:
 
     made = stage([Later(), nn.Linear(3, 1)])
     with pytest.raises(UsageError, match="use --recompute never"):
-        run(made, [torch.ones(2, 3)] * 2, again=True)
+        run(made, [torch.ones(2, 3)] * 2, recompute=True)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16, torch.bfloat16])
@@ -337,7 +337,7 @@ class Changes(nn.Module):
 def test_an_output_that_stops_requiring_grad_when_recomputed_is_refused() -> None:
     made = stage([Changes()], None)
     made.begin(STEP)
-    mb = given(torch.ones(1, 2), again=True)
+    mb = given(torch.ones(1, 2), recompute=True)
     made.forward(mb)
     made.recompute(mb)
     mb.output_gradients = [torch.ones(1, 2)]

@@ -1,4 +1,4 @@
-"""Any small network, in any placement and any legal order, has the bits of the plain loop."""
+"""Any small network in any placement and legal order is bitwise equal to the plain loop."""
 
 from __future__ import annotations
 
@@ -14,23 +14,13 @@ from torch import nn
 
 from pipeworker.errors import ScheduleError
 from pipeworker.plan.actions import Action
-from pipeworker.plan.offload import fetched
 from pipeworker.plan.placement import Placement
+from pipeworker.plan.recompute import with_fetches
 from pipeworker.plan.skips import Skip
+from support.layers import Layer, Noise, Pop, Stash, data, mse
 from support.orders import Orders, legal
-from support.pipelines import (
-    Layer,
-    Noise,
-    Pipeline,
-    Pop,
-    Stash,
-    Way,
-    assert_equal,
-    data,
-    filled,
-    mse,
-    plain,
-)
+from support.pipelines import Pipeline, Way, filled
+from support.plain_loop import assert_equal, plain
 
 WIDTH = 4
 
@@ -52,16 +42,16 @@ BLOCKS: list[Callable[[], list[nn.Module]]] = [
 
 @st.composite
 def placements(draw: st.DrawFn, stages: int) -> Placement:
-    """Any number of workers; every worker has a stage."""
+    """Draw a placement on any number of workers, each with at least one stage."""
     workers = draw(st.integers(1, min(4, stages)))
     owners = draw(st.lists(st.integers(0, workers - 1), min_size=stages, max_size=stages))
-    held = [tuple(s for s, owner in enumerate(owners) if owner == w) for w in range(workers)]
-    return Placement(tuple(some for some in held if some))
+    stages_of = [tuple(s for s, owner in enumerate(owners) if owner == w) for w in range(workers)]
+    return Placement(tuple(some for some in stages_of if some))
 
 
 @st.composite
 def networks(draw: st.DrawFn) -> tuple[list[nn.Module], tuple[Skip, ...]]:
-    """Layers, and the skip connections between them."""
+    """Draw layers, and the skip connections between them."""
     torch.manual_seed(draw(st.integers(0, 5)))
     blocks = draw(st.lists(st.sampled_from(BLOCKS), min_size=1, max_size=6))
     layers: list[nn.Module] = [nn.Linear(WIDTH, WIDTH)]
@@ -71,26 +61,26 @@ def networks(draw: st.DrawFn) -> tuple[list[nn.Module], tuple[Skip, ...]]:
     for name in draw(st.lists(st.sampled_from("abc"), unique=True)):
         ends = sorted(draw(st.tuples(st.sampled_from(outside), st.sampled_from(outside))))
         skips.append((ends[0], ends[1], name))
-    made: list[nn.Module] = []
+    network: list[nn.Module] = []
     at: dict[str, int] = {}
     found: list[Skip] = []
     for index, layer in enumerate(layers):
-        made.append(layer)
+        network.append(layer)
         for start, stop, name in skips:
             if start == index:
-                # What is stashed is not what is passed on, so the next layer may work in place.
-                made.append(nn.Sequential(Stash(name), Layer(lambda x: x * 1)))
-                at[name] = len(made) - 1
+                # The next layer may work in place, because it gets a copy of the stashed tensor.
+                network.append(nn.Sequential(Stash(name), Layer(lambda x: x * 1)))
+                at[name] = len(network) - 1
             if stop == index:
-                made.append(Pop(name))
-                found.append(Skip(at[name], len(made) - 1, name))
-    return [*made, nn.Linear(WIDTH, 2)], tuple(found)
+                network.append(Pop(name))
+                found.append(Skip(at[name], len(network) - 1, name))
+    return [*network, nn.Linear(WIDTH, 2)], tuple(found)
 
 
-def drawn(draw: st.DataObject, placement: Placement, microbatches: int) -> Orders:
-    """Any legal order: what is recomputed, in halves, offloaded, and who does what next."""
-    again = draw.draw(st.sets(st.tuples(st.integers(0, 5), st.integers(0, 4)), max_size=12))
-    halves = draw.draw(st.sets(st.tuples(st.integers(0, 5), st.integers(0, 4)), max_size=12))
+def draw_orders(draw: st.DataObject, placement: Placement, microbatches: int) -> Orders:
+    """Draw a legal order with any recompute, split backward, offload, and choice of actions."""
+    recomputed = draw.draw(st.sets(st.tuples(st.integers(0, 5), st.integers(0, 4)), max_size=12))
+    split = draw.draw(st.sets(st.tuples(st.integers(0, 5), st.integers(0, 4)), max_size=12))
     forwards = draw.draw(st.permutations(range(microbatches)))
     randomness = draw.draw(st.randoms(use_true_random=False))
 
@@ -101,16 +91,20 @@ def drawn(draw: st.DataObject, placement: Placement, microbatches: int) -> Order
         placement,
         microbatches,
         pick,
-        again=lambda s, m: (s, m) in again,
-        halves=lambda s, m: (s, m) in halves,
+        recompute=lambda s, m: (s, m) in recomputed,
+        split=lambda s, m: (s, m) in split,
         forwards=forwards,
     )
-    return [fetched(order) for order in orders] if draw.draw(st.booleans()) else orders
+    return (
+        [with_fetches(order, range(placement.stages)) for order in orders]
+        if draw.draw(st.booleans())
+        else orders
+    )
 
 
 @settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
 @given(st.data())
-def test_any_network_placement_and_order(draw: st.DataObject) -> None:
+def test_any_network_placement_and_order_equals_the_plain_loop(draw: st.DataObject) -> None:
     layers, skips = draw.draw(networks())
     stages = draw.draw(st.integers(1, min(6, len(layers))))
     cuts = draw.draw(
@@ -120,11 +114,11 @@ def test_any_network_placement_and_order(draw: st.DataObject) -> None:
     balance = tuple(stop - first for first, stop in pairwise(bounds))
     placement = draw.draw(placements(stages))
     microbatches = draw.draw(st.integers(1, 5))
-    orders = drawn(draw, placement, microbatches)
+    orders = draw_orders(draw, placement, microbatches)
     batches = data(microbatches, 2 * microbatches + 1, microbatches, width=WIDTH)
     expected = plain(copy.deepcopy(layers), mse, batches, microbatches, sgd)
     try:
-        made = Pipeline(
+        pipeline = Pipeline(
             layers,
             mse,
             batches,
@@ -139,13 +133,13 @@ def test_any_network_placement_and_order(draw: st.DataObject) -> None:
         if "deadlocks with 4 frames" not in str(error):
             raise
         reject()
-    assert_equal(made.train(3), expected, str(made.schedule(microbatches)))
+    assert_equal(pipeline.train(3), expected, str(pipeline.schedule(microbatches)))
 
 
 @settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
 @given(st.data())
-def test_any_ties(draw: st.DataObject) -> None:
-    """The places of weights anywhere; the same as on one worker."""
+def test_any_tied_weights_equal_one_worker(draw: st.DataObject) -> None:
+    """The uses of a weight may be on any stages."""
     count = draw.draw(st.integers(2, 7))
     layers = [nn.Linear(WIDTH, WIDTH) for _ in range(count)]
     for index in range(1, count):
@@ -158,17 +152,17 @@ def test_any_ties(draw: st.DataObject) -> None:
     stages = draw.draw(st.integers(1, min(6, len(net))))
     placement = draw.draw(placements(stages))
     microbatches = draw.draw(st.integers(1, 4))
-    orders = drawn(draw, placement, microbatches)
+    orders = draw_orders(draw, placement, microbatches)
     batches = data(microbatches, 2 * microbatches, microbatches, width=WIDTH)
 
     def train(way: Way) -> Any:
-        made = Pipeline(net, mse, batches, way, microbatches=microbatches, optimizer=sgd)
-        return made.train(3)
+        pipeline = Pipeline(net, mse, batches, way, microbatches=microbatches, optimizer=sgd)
+        return pipeline.train(3)
 
     try:
-        ours = train(Way(placement, lambda p, m: orders))
+        actual = train(Way(placement, lambda p, m: orders))
     except ScheduleError as error:
         if "deadlocks with 4 frames" not in str(error):
             raise
         reject()
-    assert_equal(ours, train(filled(Placement.identity(1))), str(placement))
+    assert_equal(actual, train(filled(Placement.identity(1))), str(placement))

@@ -1,6 +1,6 @@
-"""Compiled layers: a graph each, whatever else is compiled, and the same bits however they are cut.
+"""Compiled layers: one graph each, and the same bits for any number of stages.
 
-Kernels take long to make: that their bits are the same is seen in ``benchmarks/compiled.py``.
+Kernels take long to compile: ``benchmarks/compiled.py`` checks that their bits are the same.
 """
 
 from __future__ import annotations
@@ -16,34 +16,24 @@ from torch import nn
 from torch._dynamo import reset
 from torch._dynamo.utils import counters
 
+from pipeworker.facts.position import Phase, Position
 from pipeworker.host.position import Tracker
 from pipeworker.plan.placement import Placement
 from pipeworker.plan.skips import Skip
-from pipeworker.wire.messages.position import Phase, Position
-from pipeworker.worker.stage.compiled import Watch, compiled
+from pipeworker.worker.stage.layers import CompileWatch, StageConfig, compiled
 from pipeworker.worker.stage.microbatch import MicroBatch
 from pipeworker.worker.stage.stage import Stage
-from support.pipelines import (
-    Batches,
-    Noise,
-    Pipeline,
-    Pop,
-    Stash,
-    Trained,
-    assert_equal,
-    data,
-    filled,
-    mse,
-    plain,
-)
+from support.layers import Noise, Pop, Stash, data, mse
+from support.pipelines import Pipeline, filled
+from support.plain_loop import Batches, Trained, assert_equal, plain
 
 EAGER = "aot_eager"
-"""Traces and parts a graph as the one that makes kernels does, and runs it as it is."""
+"""The backend that traces and partitions a graph as inductor does, but compiles no kernels."""
 SKIPS = [Skip(1, 5, "s")]
 
 
 @pytest.fixture(autouse=True)
-def _anew() -> None:
+def _reset_dynamo() -> None:
     reset()
     counters.clear()
 
@@ -63,9 +53,9 @@ class Block(nn.Module):
 
 
 def layers() -> list[nn.Module]:
-    """Of one class with several sizes; stateful, random, in place; a skip across stages."""
+    """Return stateful, random and in-place layers with a skip; one class has two sizes."""
     hooked = nn.Linear(6, 6)
-    hooked.register_forward_hook(lambda module, given, output: 2 * output)
+    hooked.register_forward_hook(lambda module, inputs, output: 2 * output)
     return [
         *(hooked, Stash("s"), Block(12), nn.BatchNorm1d(6), nn.ReLU(inplace=True), Pop("s")),
         *(Block(20), Noise(), nn.Linear(6, 2)),
@@ -87,7 +77,7 @@ def train(stages: int, mode: str, built: list[nn.Module], batches: Batches) -> T
     return pipeline.train(len(batches))
 
 
-def test_what_is_traced_and_not_rounded_otherwise_is_what_the_layers_give() -> None:
+def test_traced_layers_without_new_kernels_equal_the_plain_loop() -> None:
     built, batches = layers(), data(9, 7)
     optimizer = functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9)
     expected = plain(copy.deepcopy(built), mse, batches, 3, optimizer)
@@ -95,7 +85,7 @@ def test_what_is_traced_and_not_rounded_otherwise_is_what_the_layers_give() -> N
     assert_equal(train(3, "always", built, batches), expected)
 
 
-def test_it_shows_where_something_is_compiled_and_where_it_was_behind_it() -> None:
+def test_the_tracker_shows_compilation_and_then_the_position_before_it() -> None:
     tracker = Tracker()
     at, seen = Position(Phase.FORWARD, 3, 1, 2), []
 
@@ -104,40 +94,38 @@ def test_it_shows_where_something_is_compiled_and_where_it_was_behind_it() -> No
         return graph
 
     (layer,) = compiled([nn.Linear(2, 2)], backend)
-    watch = Watch(tracker)
+    watch = CompileWatch(tracker)
     tracker.set(at.phase, at.step, at.microbatch, at.layer)
     for _ in range(2):
         layer(torch.ones(1, 2))
     assert seen == [dataclasses.replace(at, phase=Phase.COMPILING)]
     assert tracker.get() == at
-    tracker.wait(4)  # it is not ours
+    tracker.wait(4)  # a compilation during a wait is not one of this worker's layers
     layer(torch.ones(2, 2))
     assert seen[1:] == [Position(Phase.WAITING, 4)]
-    assert tracker.waits
+    assert tracker.waiting
     watch.close()
     tracker.set(at.phase)
     layer(torch.ones(3, 2))
     assert seen[2:] == [Position(at.phase)]
 
 
-def test_autocast_is_traced_with_the_layers() -> None:
+def test_autocast_of_traced_layers_equals_eager() -> None:
     torch.manual_seed(0)
     built = [nn.Linear(6, 6), Block(12), nn.Linear(6, 2)]
     found = []
     for backend in (None, EAGER):
         stage = Stage(
             copy.deepcopy(built),
-            *(0,),
-            seed=0,
-            device=torch.device("cpu"),
-            tracker=Tracker(),
+            StageConfig(
+                0, 0, seed=0, device=torch.device("cpu"), precision="bf16", compiler=backend
+            ),
+            Tracker(),
             loss=lambda output, _: output.float().square().mean(),
-            precision="bf16",
-            compiler=backend,
         )
         stage.begin(1)
         mb = MicroBatch(
-            0, again=True, value=torch.linspace(-1, 1, 24).view(4, 6), wants_grad=[False]
+            0, recompute=True, value=torch.linspace(-1, 1, 24).view(4, 6), wants_grad=[False]
         )
         stage.forward(mb)
         stage.recompute(mb)
@@ -147,9 +135,10 @@ def test_autocast_is_traced_with_the_layers() -> None:
     assert all(torch.equal(*pair) for pair in zip(*found, strict=True))
 
 
-def test_layers_that_are_alike_share_a_graph_and_no_number_of_them_is_too_many() -> None:
+def test_equal_layers_share_a_graph_and_any_number_of_layers_is_compiled() -> None:
     train(1, "never", [nn.Linear(6, 6) for _ in range(3)], data(6, out=6))
-    assert counters["stats"]["unique_graphs"] == 2  # the first one's input wants no gradient
+    # Two graphs, because the input of the first layer requires no gradient.
+    assert counters["stats"]["unique_graphs"] == 2
     reset()
     counters.clear()
     widths = [6, *range(7, 19), 2]

@@ -1,4 +1,4 @@
-"""Losses as (sum, count): gradients of the sums, divided by all counts at the end."""
+"""Losses as (sum, count): gradients of the sums are divided by the total count at the end."""
 
 from __future__ import annotations
 
@@ -11,18 +11,10 @@ import torch
 from torch import nn
 
 from pipeworker.plan.placement import Placement
+from support.layers import Noise, data, mse
 from support.orders import always, zero_bubble
-from support.pipelines import (
-    MODES,
-    Noise,
-    Pipeline,
-    Way,
-    assert_equal,
-    data,
-    filled,
-    mse,
-    plain,
-)
+from support.pipelines import MODES, Pipeline, Way, filled
+from support.plain_loop import assert_equal, plain
 
 PLACEMENTS = [
     *(Placement.identity(k) for k in (1, 2, 4)),
@@ -44,12 +36,12 @@ def adam(parameters: Any) -> torch.optim.Optimizer:
 
 
 def counting(count: int, tensor: bool) -> Callable[[Any, Any], Any]:
-    """A loss whose counts add up to `count`, over four micro-batches."""
+    """Return a loss whose counts over four micro-batches add up to `count`."""
 
     def loss(output: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, Any]:
-        kept = int(target[0, 0].item())
-        assert kept <= count
-        return ((output - target[:, 1:]) ** 2).sum(), torch.tensor(kept) if tensor else kept
+        own = int(target[0, 0].item())
+        assert own <= count
+        return ((output - target[:, 1:]) ** 2).sum(), torch.tensor(own) if tensor else own
 
     return loss
 
@@ -57,7 +49,7 @@ def counting(count: int, tensor: bool) -> Callable[[Any, Any], Any]:
 @pytest.mark.parametrize("tensor", [True, False], ids=["tensor", "number"])
 @pytest.mark.parametrize("optimizer", [sgd, adam])
 @pytest.mark.parametrize("count", [3, 7, 48])
-def test_bits_are_those_of_a_loop_that_divides_at_the_end(
+def test_counted_losses_equal_a_loop_that_divides_at_the_end(
     count: int, optimizer: Any, tensor: bool
 ) -> None:
     shares = torch.tensor([len(part) for part in torch.arange(count).tensor_split(4)])
@@ -65,32 +57,31 @@ def test_bits_are_those_of_a_loop_that_divides_at_the_end(
         (x, torch.cat([shares.repeat_interleave(2)[:, None].float(), y], 1)) for x, y in data(8, 8)
     ]
     layers, loss = mlp(), counting(count, tensor)
-    theirs = plain(copy.deepcopy(layers), loss, batches, 4, optimizer)
-    assert [sum(counts) for counts in theirs.counts] == [count] * 2
-    # Multiplying by the reciprocal would not do.
-    turn = count + 2 * tensor + (optimizer is sgd)  # of each placement with each way
+    expected = plain(copy.deepcopy(layers), loss, batches, 4, optimizer)
+    assert [sum(counts) for counts in expected.counts] == [count] * 2
+    # Multiplication by the reciprocal would give other bits.
+    offset = count + 2 * tensor + (optimizer is sgd)  # so that each placement has each way
     for index, placement in enumerate(PLACEMENTS):
         ways = [filled(placement, mode) for mode in MODES]
         ways.append(Way(placement, lambda p, m: zero_bubble(p, m, always)))
-        way = ways[(turn + index) % len(ways)]
-        made = Pipeline(layers, loss, batches, way, microbatches=4, optimizer=optimizer)
-        assert_equal(made.train(2), theirs, f"{placement}")
+        way = ways[(offset + index) % len(ways)]
+        pipeline = Pipeline(layers, loss, batches, way, microbatches=4, optimizer=optimizer)
+        assert_equal(pipeline.train(2), expected, f"{placement}")
 
 
 def test_a_mean_is_weighted_by_samples_and_not_divided() -> None:
     layers, batches = mlp(), data(7, 5, 7)
-    theirs = plain(copy.deepcopy(layers), mse, batches, 3, adam)
+    expected = plain(copy.deepcopy(layers), mse, batches, 3, adam)
     for placement in PLACEMENTS:
-        made = Pipeline(layers, mse, batches, filled(placement), microbatches=3, optimizer=adam)
-        assert_equal(made.train(3), theirs, f"{placement}")
+        pipeline = Pipeline(layers, mse, batches, filled(placement), microbatches=3, optimizer=adam)
+        assert_equal(pipeline.train(3), expected, f"{placement}")
 
 
-def test_sums_and_counts() -> None:
-    """Losses as (sum, count): the gradient of the sums, over all counts, is the whole batch's."""
+def test_gradients_over_all_counts_are_those_of_the_whole_batch() -> None:
 
     def loss(output: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, Any]:
-        kept = target[:, :1] > 0
-        return ((output - target) ** 2 * kept).sum(), kept.sum()
+        counted = target[:, :1] > 0
+        return ((output - target) ** 2 * counted).sum(), counted.sum()
 
     layers, batches = [*mlp()[:3], *mlp()[4:]], data(7)
     x, y = batches[0]
@@ -104,6 +95,6 @@ def test_sums_and_counts() -> None:
             counted = sum(trained.counts[0])
             assert counted == count.item()
             assert sum(trained.losses[0]) / counted == pytest.approx((total / count).item())
-            for mine, theirs in zip(trained.grads[0].values(), net.parameters(), strict=True):
-                assert mine is not None
-                torch.testing.assert_close(mine / counted, theirs.grad)
+            for gradient, expected in zip(trained.grads[0].values(), net.parameters(), strict=True):
+                assert gradient is not None
+                torch.testing.assert_close(gradient / counted, expected.grad)

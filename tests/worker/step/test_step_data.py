@@ -1,4 +1,4 @@
-"""Mini-batches: read under a stream of their own, checked, and cut as torch.tensor_split does."""
+"""Mini-batches: read under a stream of their own, checked, and split as by torch.tensor_split."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
-from pipeworker.errors import UsageError
-from pipeworker.worker.blame import Raised
-from pipeworker.worker.step.data import Reader, joined, share
+from pipeworker.errors import UsageError, a_type
+from pipeworker.worker.blame import UserCodeError
+from pipeworker.worker.step.data import Reader, concatenate_outputs, sample_shares
 
 
 def reader(data: Any, *, microbatches: int = 3, seed: int = 0, repeat: bool = True) -> Reader:
@@ -28,7 +28,7 @@ def pair(samples: int = 4, start: float = 0.0) -> tuple[torch.Tensor, torch.Tens
 
 
 def first(read: Reader) -> list[tuple[int, float]]:
-    """The first sample of each of the next five mini-batches, with its epoch."""
+    """Return the epoch and the first sample of each of the next five mini-batches."""
     found = []
     for _ in range(5):
         cut = read.read()
@@ -66,66 +66,66 @@ EPOCHS = [(0, 0), (0, 10), (1, 0), (1, 10), (2, 0)]
     ],
     ids=["generator", "function", "list", "tuple", "map-style", "function map-style", "DataLoader"],
 )
-def test_exhausted_data_starts_again_as_a_new_epoch(data: Any) -> None:
+def test_exhausted_data_starts_a_new_epoch(data: Any) -> None:
     assert first(reader(data)) == EPOCHS
 
 
-def test_without_repeat_it_ends() -> None:
+def test_one_epoch_of_data_ends_after_it() -> None:
     read = reader(two, repeat=False)
     assert [read.read() is None for _ in range(3)] == [False, False, True]
 
 
 @pytest.mark.parametrize("data", [two, DataLoader(Mapped(), batch_size=None)])
-def test_so_many_epochs_are_exhaustions(data: Any) -> None:
-    def begun(epochs: int) -> Reader:
+def test_reading_ends_after_the_given_number_of_epochs(data: Any) -> None:
+    def reader_of(epochs: int) -> Reader:
         return Reader(data, microbatches=3, seed=0, epochs=epochs)
 
-    read = begun(2)
+    read = reader_of(2)
     found = [read.read() for _ in range(6)]
     assert [cut and cut.batch.epoch for cut in found] == [0, 0, 1, 1, None, None]
-    ended = read.position(held=False)
+    ended = read.position(prefetched=False)
     for epochs, more in ((2, [None]), (3, [2, 2, None])):
-        read = begun(epochs)
+        read = reader_of(epochs)
         read.restore(ended)
         assert [cut and cut.batch.epoch for cut in (read.read() for _ in more)] == more
 
 
-def test_where_an_epoch_beyond_the_last_begins_is_the_end() -> None:
-    """Steps without an end have been there, and no epoch more is asked for."""
+def test_a_position_at_the_begin_of_an_epoch_after_the_last_is_the_end() -> None:
+    """A run without an end was there, and the resumed run asks for one epoch in all."""
     read = reader(two)
     for _ in range(3):
         read.read()
     more = Reader(two, microbatches=3, seed=0, epochs=1)
-    more.restore(read.position(held=True))
+    more.restore(read.position(prefetched=True))
     assert more.read() is None
 
 
-def test_how_long_an_epoch_is_data_may_say_or_not() -> None:
-    class Lies(list[Any]):
+def test_length_is_zero_if_the_data_has_none() -> None:
+    class BrokenLength(list[Any]):
         def __len__(self) -> int:
             raise OSError("not now")
 
     lengths = []
-    for data in (list(two()), two, DataLoader(Mapped(), batch_size=None), Lies(two())):
+    for data in (list(two()), two, DataLoader(Mapped(), batch_size=None), BrokenLength(two())):
         read = reader(data)
         assert read.length == 0
-        read.first()
+        read.peek()
         lengths.append(read.length)
     assert lengths == [2, 0, 2, 0]
 
 
 @pytest.mark.parametrize("repeat", [True, False])
 @pytest.mark.parametrize("data", [list, [], lambda: iter(())])
-def test_empty_data(data: Any, repeat: bool) -> None:
-    with pytest.raises(UsageError, match=r"data\(\) is empty"):
+def test_empty_data_is_rejected(data: Any, repeat: bool) -> None:
+    with pytest.raises(UsageError, match=r"data\(\): is empty"):
         reader(data, repeat=repeat).read()
 
 
-def test_a_generator_object_gives_one_epoch() -> None:
+def test_a_generator_object_has_one_epoch() -> None:
     read = reader(two())
     for _ in range(2):
         read.read()
-    with pytest.raises(UsageError, match="exhausted and gave nothing when started again"):
+    with pytest.raises(UsageError, match="exhausted, and gave nothing when started again"):
         read.read()
     read = reader(two(), repeat=False)
     assert [read.read() is None for _ in range(3)] == [False, False, True]
@@ -134,36 +134,39 @@ def test_a_generator_object_gives_one_epoch() -> None:
 @pytest.mark.parametrize(
     ("item", "message"),
     [
-        (torch.zeros(2), "gave a Tensor: it must be a pair"),
+        (torch.zeros(2), "gave a Tensor; make it a pair"),
         ((torch.zeros(2),), "gave a tuple of 1"),
         ([torch.zeros(2)] * 3, "gave a list of 3"),
-        ({"x": torch.zeros(2)}, r"gave a dict of 'x': .* as \(dict\(batch\), batch\['target'\]\)"),
-        (UserDict(x=0, labels=1), r"a UserDict of 'x', 'labels': .*, batch\['labels'\]\)"),
-        ((UserDict(x=torch.zeros(2)), 1), r"gave a UserDict: make it a plain dict, dict\(batch\)"),
-        ((np.zeros(2), np.zeros(2)), r"a numpy ndarray: make it a tensor, torch\.from_numpy\(arr"),
+        ({"x": torch.zeros(2)}, r"gave a dict of 'x'; .* as \(dict\(batch\), batch\['target'\]\)"),
+        (UserDict(x=0, labels=1), r"a UserDict of 'x', 'labels'; .*, batch\['labels'\]\)"),
+        ((UserDict(x=torch.zeros(2)), 1), r"gave a UserDict; make it a plain dict, dict\(batch\)"),
+        ((np.zeros(2), np.zeros(2)), r"a numpy ndarray; make it a tensor, torch\.from_numpy\(arr"),
         ((torch.zeros(2), {"y": np.zeros(2)}), "gave a numpy ndarray"),
         (None, "gave a NoneType"),
         ((1, torch.zeros(2)), "an input without a tensor"),
-        ((torch.zeros(2), torch.tensor(1)), "without dims: .*; a DataLoader makes batches of sa"),
-        ((torch.zeros(2, 2).to_sparse(), torch.zeros(2)), "a sparse tensor, which cannot be cut"),
+        ((torch.zeros(2), torch.tensor(1)), "without dims; .*, as a DataLoader makes it"),
+        (
+            (torch.zeros(2, 2).to_sparse(), torch.zeros(2)),
+            "a sparse tensor, which cannot be split; make it dense",
+        ),
         ((torch.zeros(2), torch.zeros(3)), r"disagree in dim 0, the batch: \(2,\), \(3,\)"),
         (({"a": torch.zeros(2, 1), "b": torch.zeros(1)}, 0), r"\(2, 1\), \(1,\)"),
         ((torch.zeros(0, 3), torch.zeros(0)), "without samples"),
     ],
 )
-def test_a_mini_batch_that_is_wrong(item: Any, message: str) -> None:
+def test_an_invalid_mini_batch_is_rejected(item: Any, message: str) -> None:
     with pytest.raises(UsageError, match=message):
         reader([item]).read()
 
 
 @pytest.mark.parametrize("source", [3, None, object()])
-def test_a_function_that_returns_no_iterable(source: Any) -> None:
-    with pytest.raises(UsageError, match=f"gave a {type(source).__name__}: it must be an iterable"):
+def test_a_function_that_returns_no_iterable_is_rejected(source: Any) -> None:
+    with pytest.raises(UsageError, match=f"gave {a_type(source)}; return an iterable"):
         reader(lambda: source).read()
 
 
 @given(st.integers(1, 40), st.integers(1, 12))
-def test_cut_as_tensor_split_does(samples: int, microbatches: int) -> None:
+def test_mini_batches_are_split_as_by_tensor_split(samples: int, microbatches: int) -> None:
     x, y = pair(samples)
     cut = reader([(x, y)], microbatches=microbatches).read()
     assert cut is not None
@@ -172,10 +175,10 @@ def test_cut_as_tensor_split_does(samples: int, microbatches: int) -> None:
     assert all(map(torch.equal, cut.inputs, x.tensor_split(count)))
     assert all(map(torch.equal, cut.targets, y.tensor_split(count)))
     assert len(cut.inputs) == len(cut.targets) == count
-    assert share(samples, count) == [len(piece) / samples for piece in cut.inputs]
+    assert sample_shares(samples, count) == [len(piece) / samples for piece in cut.inputs]
 
 
-def test_nested_values_are_cut_and_plain_ones_go_to_all() -> None:
+def test_nested_tensors_are_split_and_plain_values_go_to_all() -> None:
     x, y = pair(4)
     cut = reader([({"x": x, "more": [y, "text"]}, (y, None))], microbatches=2).read()
     assert cut is not None
@@ -187,25 +190,25 @@ def test_nested_values_are_cut_and_plain_ones_go_to_all() -> None:
         assert cut.targets[m][1] is None
 
 
-def test_pieces_are_a_copy_that_lies_as_the_mini_batch_does() -> None:
+def test_pieces_are_a_copy_with_the_strides_and_alignment_of_the_mini_batch() -> None:
     memory = torch.arange(100.0)
     x = memory[3:27].view(4, 6).t().contiguous().t()
     y = memory[1:5]
     cut = reader([((x, x), y)], microbatches=2).read()
     assert cut is not None
-    again, twice = cut.inputs[1]
-    assert again is twice
-    assert torch.equal(again, x[2:])
-    assert again.stride() == x.stride()
-    assert again.data_ptr() % 64 == x[2:].data_ptr() % 64
+    piece, same = cut.inputs[1]
+    assert piece is same
+    assert torch.equal(piece, x[2:])
+    assert piece.stride() == x.stride()
+    assert piece.data_ptr() % 64 == x[2:].data_ptr() % 64
     assert cut.targets[0].data_ptr() % 64 == y.data_ptr() % 64
     memory.zero_()
-    again.add_(1)
+    piece.add_(1)
     assert cut.inputs[0][0]._version == 0
     assert cut.targets[1].tolist() == [3.0, 4.0]
 
 
-def test_signatures_number_structure_shapes_and_dtypes() -> None:
+def test_signatures_depend_on_structure_shapes_and_dtypes() -> None:
     x, y = pair(4)
     items = [
         (x, y),
@@ -223,7 +226,7 @@ def test_signatures_number_structure_shapes_and_dtypes() -> None:
     assert numbers == [0, 0, 1, 2, 3, 4, 4, 5, 0]
 
 
-# The stream.
+# The random stream of the data.
 
 
 def drawn() -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
@@ -245,36 +248,36 @@ def numbers(data: Callable[[], Any], *, between: bool = False, seed: int = 0) ->
     return found
 
 
-def test_nothing_that_layers_draw_shifts_the_data() -> None:
+def test_random_draws_of_layers_do_not_change_the_data() -> None:
     assert numbers(drawn) == numbers(drawn, between=True)
 
 
-def test_every_epoch_and_seed_draws_anew() -> None:
+def test_every_epoch_and_seed_draws_other_numbers() -> None:
     assert len(set(numbers(drawn) + numbers(drawn, seed=1))) == 8
 
 
-def test_a_loader_that_shuffles_does_so_by_the_seed() -> None:
+def test_a_loader_shuffles_by_the_seed() -> None:
     x = torch.arange(8.0)
     loader = DataLoader(TensorDataset(x, x), batch_size=4, shuffle=True)
     assert numbers(lambda: loader) == numbers(lambda: loader, between=True)
     assert numbers(lambda: loader) != numbers(lambda: loader, seed=1)
 
 
-def test_what_data_raises_comes_through() -> None:
+def test_an_exception_in_data_is_a_user_code_error() -> None:
     def broken() -> Iterator[Any]:
         yield pair()
         raise KeyError("column")
 
     read = reader(broken)
     read.read()
-    with pytest.raises(Raised, match=r"^data\(\) raised KeyError: 'column'$") as caught:
+    with pytest.raises(UserCodeError, match=r"^data\(\) raised KeyError: 'column'$") as caught:
         read.read()
     assert isinstance(caught.value.__cause__, KeyError)
 
 
-def test_outputs_of_micro_batches_are_joined_as_they_are_nested() -> None:
+def test_nested_outputs_of_micro_batches_are_concatenated() -> None:
     parts = [{"y": (torch.full((n, 2), n), None), "scale": 2.0} for n in (3, 2)]
-    whole = joined(parts)
+    whole = concatenate_outputs(parts)
     assert torch.equal(whole["y"][0], torch.cat([torch.full((3, 2), 3), torch.full((2, 2), 2)]))
     assert whole["y"][1] is None
     assert whole["scale"] == 2.0
@@ -289,6 +292,6 @@ def test_outputs_of_micro_batches_are_joined_as_they_are_nested() -> None:
         ([[torch.zeros(1)], [torch.zeros(1)] * 2], "another structure in each micro-batch"),
     ],
 )
-def test_outputs_that_are_no_batch(outputs: list[Any], message: str) -> None:
+def test_outputs_that_cannot_be_concatenated_are_rejected(outputs: list[Any], message: str) -> None:
     with pytest.raises(UsageError, match=message):
-        joined(outputs)
+        concatenate_outputs(outputs)

@@ -1,4 +1,4 @@
-"""Pipelines on devices that work late: the bits of the CPU, and who waits for the device."""
+"""Pipelines on devices that work late: bitwise equal to the CPU, with few waits by the host."""
 
 from __future__ import annotations
 
@@ -14,17 +14,9 @@ from torch import nn
 from pipeworker.plan.placement import Placement
 from pipeworker.plan.skips import Skip
 from support.device import LateDevice
-from support.pipelines import (
-    Batches,
-    Loss,
-    Pipeline,
-    Pop,
-    Stash,
-    assert_equal,
-    data,
-    filled,
-    mse,
-)
+from support.layers import Pop, Stash, data, mse
+from support.pipelines import Pipeline, filled
+from support.plain_loop import Batches, Loss, assert_equal
 
 MICROBATCHES = 4
 SKIPS = [Skip(0, 4, "kept")]
@@ -45,16 +37,16 @@ def counted(output: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, t
 
 
 @contextmanager
-def pipeline(
+def open_pipeline(
     devices: Sequence[LateDevice],
     batches: Batches,
     mode: str = "never",
     loss: Loss = mse,
     stages: int = 3,
 ) -> Iterator[Pipeline]:
-    """Without devices on the host, as other tests hold against the plain loop."""
+    """Build a pipeline on devices; without any, on the host, which other tests compare."""
     torch.manual_seed(1)
-    made = Pipeline(
+    pipeline = Pipeline(
         layers(),
         loss,
         copy.deepcopy(batches),
@@ -65,10 +57,10 @@ def pipeline(
         skips=SKIPS,
     )
     try:
-        yield made
+        yield pipeline
     finally:
-        for executor in made.executors:
-            executor.close()
+        for wiring in pipeline.wirings:
+            wiring.close()
 
 
 @pytest.mark.parametrize(
@@ -77,56 +69,59 @@ def pipeline(
         (((), ("compute", "receives"), ("sends",)), "never", mse),
         ((("sends", "receives"), (), ("compute",)), "always", mse),
         ((("compute",), ("sends", "receives"), ()), "except_first", counted),
-        ((("compute",), ("aside", "sends"), ("compute", "receives")), "offload", mse),
+        ((("compute",), ("offloads", "sends"), ("compute", "receives")), "offload", mse),
     ],
 )
-def test_the_bits_are_those_of_the_host_and_few_wait(
+def test_results_equal_the_hosts_with_few_waits_for_the_device(
     eager: Sequence[tuple[str, ...]], mode: str, loss: Loss
 ) -> None:
     steps = 2
     batches = data(*[10] * steps)
-    with pipeline((), batches, mode, loss) as made:
-        expected = made.train(steps)
+    with open_pipeline((), batches, mode, loss) as pipeline:
+        expected = pipeline.train(steps)
     devices = [LateDevice(names) for names in eager]
-    with pipeline(devices, batches, mode, loss) as made:
-        assert_equal(made.train(steps), expected)
+    with open_pipeline(devices, batches, mode, loss) as pipeline:
+        assert_equal(pipeline.train(steps), expected)
     for device in devices:
-        reads = [thread for thread in device.waits if thread != "courier"]
-        # Where the losses are they are read, once a step, and counts; else only the courier waits.
+        reads = [thread for thread in device.waits if thread != "send"]
+        # Only the last stage waits, for the losses and counts of a step; else only send threads do.
         assert len(reads) == (steps * (1 + (loss is counted)) if device is devices[-1] else 0)
 
 
-def test_outputs_are_those_of_the_host() -> None:
+def test_evaluation_outputs_equal_the_hosts() -> None:
     batches = data(10, 7)
-    with pipeline((), batches) as made:
-        expected = made.stream(1, batches)
+    with open_pipeline((), batches) as pipeline:
+        expected = pipeline.stream(1, batches)
     devices = [LateDevice(), LateDevice(["compute", "receives"]), LateDevice(["sends"])]
-    with pipeline(devices, batches) as made:
-        seen = made.stream(1, batches)
-    for mine, theirs in zip(seen, expected, strict=True):
-        assert torch.equal(mine[0], theirs[0])
-        assert torch.equal(mine[1], theirs[1])
+    with open_pipeline(devices, batches) as pipeline:
+        seen = pipeline.stream(1, batches)
+    for actual, other in zip(seen, expected, strict=True):
+        assert torch.equal(actual[0], other[0])
+        assert torch.equal(actual[1], other[1])
 
 
 @pytest.mark.parametrize("without", ["", "receives>compute"])
-def test_a_mini_batch_is_waited_for_on_the_device(without: str) -> None:
-    """With one stage nothing else arrives."""
+def test_compute_waits_on_the_device_for_the_mini_batch(without: str) -> None:
+    """With one stage, nothing else is received."""
     batches = data(10, 10)
-    with pipeline((), batches, stages=1) as made:
-        expected = made.train(2)
-    with pipeline([LateDevice(["compute"], without)], batches, stages=1) as made:
-        assert (made.train(2).losses == expected.losses) is not bool(without)
+    with open_pipeline((), batches, stages=1) as pipeline:
+        expected = pipeline.train(2)
+    with open_pipeline([LateDevice(["compute"], without)], batches, stages=1) as pipeline:
+        assert (pipeline.train(2).losses == expected.losses) is not bool(without)
 
 
 @pytest.mark.parametrize(
     ("eager", "without"),
-    [("compute", "aside>compute"), ("aside", "compute>aside"), ("aside", ""), ("compute", "")],
+    [
+        ("compute", "offloads>compute"),
+        ("offloads", "compute>offloads"),
+        ("offloads", ""),
+        ("compute", ""),
+    ],
 )
-def test_what_a_graph_saved_comes_and_goes_behind_what_is_computed(
-    eager: str, without: str
-) -> None:
+def test_offloaded_tensors_are_copied_in_order_with_compute(eager: str, without: str) -> None:
     batches = data(10, 10)
-    with pipeline((), batches, stages=1) as made:
-        expected = made.train(2)
-    with pipeline([LateDevice([eager], without)], batches, "offload", stages=1) as made:
-        assert (made.train(2).losses == expected.losses) is not bool(without)
+    with open_pipeline((), batches, stages=1) as pipeline:
+        expected = pipeline.train(2)
+    with open_pipeline([LateDevice([eager], without)], batches, "offload", stages=1) as pipeline:
+        assert (pipeline.train(2).losses == expected.losses) is not bool(without)

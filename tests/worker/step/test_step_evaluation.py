@@ -1,4 +1,4 @@
-"""Averages over an evaluation pass, and modules put back as they were."""
+"""Averages over an evaluation pass, and eval mode, which restores each module."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from pipeworker.errors import UsageError
 from pipeworker.worker.step.evaluation import Averages, eval_mode
 
 
-def _as_given(output: Any, target: Any) -> Any:
-    """A loss: the target."""
+def _target_as_loss(output: Any, target: Any) -> Any:
+    """Return the target as the loss."""
     return target
 
 
 def test_means_are_weighted_by_samples_exactly() -> None:
-    averages = Averages(_as_given, lambda output, target: {"sum": output.sum(), "two": 2})
+    averages = Averages(_target_as_loss, lambda output, target: {"sum": output.sum(), "two": 2})
     for value, samples in ((1.0, 3), (2.0**-60, 1), (-1.0, 3)):
         averages.add(torch.ones(samples), torch.tensor(value).double(), samples)
     loss, metrics = averages.result()
@@ -28,36 +28,36 @@ def test_means_are_weighted_by_samples_exactly() -> None:
     assert metrics == {"sum": (9 + 1 + 9) / 7, "two": 2.0}
 
 
-def test_sums_and_counts() -> None:
-    averages = Averages(_as_given)
+def test_losses_with_counts_are_divided_by_the_total() -> None:
+    averages = Averages(_target_as_loss)
     averages.add(None, (torch.tensor(6.0), 2), 5)
     averages.add(None, (torch.tensor(1.0), torch.tensor(5)), 1)
     assert averages.result() == (1.0, {})
 
 
-def test_nothing_and_nan() -> None:
-    assert math.isnan(Averages(_as_given).result()[0])
-    averages = Averages(_as_given)
+def test_no_samples_and_infinite_losses_are_nan() -> None:
+    assert math.isnan(Averages(_target_as_loss).result()[0])
+    averages = Averages(_target_as_loss)
     averages.add(None, torch.tensor(math.inf), 1)
     assert math.isnan(averages.result()[0])
 
 
 @pytest.mark.parametrize(
-    ("given", "message"),
+    ("values", "message"),
     [
-        (3, "returned a int: it must return a dict of scalars"),
+        (3, "returned an int; return a dict of scalars"),
         ({"loss": 1}, "named a value 'loss'"),
         ({3: 1}, "named a value 3"),
-        ({"x": "y"}, "gave 'x' as a str"),
-        ({"x": torch.ones(2)}, r"gave 'x' as a Tensor of shape \(2,\)"),
+        ({"x": "y"}, "returned a str under 'x'"),
+        ({"x": torch.ones(2)}, r"returned a Tensor of shape \(2,\) under 'x'"),
     ],
 )
-def test_metrics_must_be_named_scalars(given: Any, message: str) -> None:
+def test_metrics_must_be_named_scalars(values: Any, message: str) -> None:
     with pytest.raises(UsageError, match=message):
-        Averages(_as_given, lambda output, target: given).add(None, torch.tensor(1.0), 1)
+        Averages(_target_as_loss, lambda output, target: values).add(None, torch.tensor(1.0), 1)
 
 
-def test_modules_are_put_back_one_by_one() -> None:
+def test_eval_mode_restores_each_module() -> None:
     inner = nn.Sequential(nn.BatchNorm1d(2), nn.Dropout())
     net = nn.Sequential(nn.Dropout(), inner)
     inner[0].eval()

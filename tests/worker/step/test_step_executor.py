@@ -1,4 +1,4 @@
-"""Whole pipelines in one process, a thread a worker, against the plain loop: without tolerance."""
+"""Whole pipelines in one process, one thread per worker, bitwise equal to the plain loop."""
 
 from __future__ import annotations
 
@@ -14,27 +14,18 @@ from hypothesis import strategies as st
 from torch import nn
 
 from pipeworker.errors import UsageError
+from pipeworker.facts.position import Phase
 from pipeworker.plan import partition
+from pipeworker.plan.actions import COMPUTE, RECEIVES, SENDS, Action, Kind
 from pipeworker.plan.placement import Placement
-from pipeworker.wire.messages.position import Phase
-from pipeworker.worker.blame import Raised
-from support.pipelines import (
-    MODES,
-    Apply,
-    Batches,
-    Layer,
-    Loss,
-    Pipeline,
-    Trained,
-    assert_equal,
-    data,
-    filled,
-    mse,
-    plain,
-)
+from pipeworker.worker.blame import UserCodeError
+from pipeworker.worker.step.executor import ActionHook
+from support.layers import Apply, Layer, data, mse
+from support.pipelines import MODES, Pipeline, filled
+from support.plain_loop import Batches, Loss, Trained, assert_equal, plain
 
 
-def gpiped(
+def fill_drain(
     layers: Sequence[nn.Module],
     batches: Any,
     *,
@@ -43,8 +34,9 @@ def gpiped(
     loss: Loss = mse,
     microbatches: int = 3,
     limit: float = 20.0,
+    hooks: Sequence[ActionHook] = (),
 ) -> Pipeline:
-    """One stage a worker, fill and drain."""
+    """Build a pipeline with one stage per worker, in fill-drain order."""
     return Pipeline(
         layers,
         loss,
@@ -53,6 +45,7 @@ def gpiped(
         balance=balance,
         microbatches=microbatches,
         limit=limit,
+        hooks=hooks,
     )
 
 
@@ -65,13 +58,13 @@ def check(
     microbatches: int = 3,
     modes: Sequence[str] = MODES,
 ) -> Trained:
-    """Compare every balance and recompute mode with the plain loop; returns what that gave."""
+    """Compare every balance and recompute mode with the plain loop; return the loop's result."""
     expected = plain(copy.deepcopy(layers), loss, copy.deepcopy(batches), microbatches)
     if balances is None:
         balances = [partition.even(len(layers), k) for k in range(1, min(4, len(layers)) + 1)]
     for balance in balances:
         for recompute in modes:
-            pipeline = gpiped(
+            pipeline = fill_drain(
                 layers,
                 copy.deepcopy(batches),
                 loss=loss,
@@ -97,7 +90,7 @@ def test_equals_the_plain_loop(microbatches: int) -> None:
     check(mlp(), data(7, 7, 7), microbatches=microbatches)
 
 
-def test_mini_batches_of_changing_size() -> None:
+def test_mini_batches_of_changing_size_equal_the_plain_loop() -> None:
     check(mlp(), data(8, 5, 8, 2, 5), microbatches=4)
 
 
@@ -112,7 +105,7 @@ BLOCKS: list[Callable[[], list[nn.Module]]] = [
 
 @settings(max_examples=30, deadline=None)
 @given(st.data())
-def test_any_balance_mode_and_batch(draw: st.DataObject) -> None:
+def test_any_balance_mode_and_batch_equals_the_plain_loop(draw: st.DataObject) -> None:
     torch.manual_seed(draw.draw(st.integers(0, 9)))
     blocks = draw.draw(st.lists(st.sampled_from(BLOCKS), max_size=5))
     layers = [nn.Linear(4, 4), *(layer for block in blocks for layer in block())]
@@ -126,7 +119,7 @@ def test_any_balance_mode_and_batch(draw: st.DataObject) -> None:
     check(layers, batches, balances=[balance], microbatches=microbatches, modes=[mode])
 
 
-def test_an_in_place_first_layer() -> None:
+def test_an_in_place_first_layer_equals_the_plain_loop() -> None:
     relu = nn.ReLU(inplace=True)
     layers = [nn.Linear(6, 8), relu, nn.Linear(8, 8), relu, nn.Linear(8, 2)]
     check(layers, data(6, 6), balances=[(1, 4), (1, 2, 2), (1, 2, 1, 1), (3, 2)])
@@ -134,43 +127,43 @@ def test_an_in_place_first_layer() -> None:
 
 @pytest.mark.parametrize("recompute", MODES)
 @pytest.mark.parametrize("balance", [(2,), (1, 1)])
-def test_an_in_place_first_layer_leaves_the_users_data_alone(
+def test_an_in_place_first_layer_does_not_change_the_data(
     recompute: str, balance: tuple[int, ...]
 ) -> None:
     layers = [nn.Hardtanh(-0.5, 0.5, inplace=True), nn.Linear(6, 2)]
     x, y = data(6)[0]
-    given_x = x.clone()
-    gpiped(layers, [(given_x, y)], balance=balance, recompute=recompute).train(1)
-    assert torch.equal(given_x, x)
+    batch_x = x.clone()
+    fill_drain(layers, [(batch_x, y)], balance=balance, recompute=recompute).train(1)
+    assert torch.equal(batch_x, x)
 
 
-def test_data_may_use_its_memory_again() -> None:
+def test_data_may_reuse_its_memory() -> None:
     """The next mini-batch is read while this one is still needed."""
     batches = data(5, 5, 5)
 
-    def again() -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    def reused() -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         x, y = (torch.empty_like(t) for t in batches[0])
         for new_x, new_y in batches:
             yield x.copy_(new_x), y.copy_(new_y)
 
     found = []
-    for source in (batches, again()):
+    for source in (batches, reused()):
         for recompute in MODES:
             torch.manual_seed(1)
             layers = [nn.Linear(6, 4), nn.Linear(4, 2)]
-            made = gpiped(layers, source, balance=(1, 1), recompute=recompute).train(3)
-            found.append(made.losses)
+            trained = fill_drain(layers, source, balance=(1, 1), recompute=recompute).train(3)
+            found.append(trained.losses)
             if source is not batches:
                 break
     assert all(losses == found[0] for losses in found)
 
 
-def test_layers_that_return_their_input_and_layers_without_parameters() -> None:
+def test_identity_layers_and_layers_without_parameters() -> None:
     layers = [nn.Identity(), nn.Linear(6, 2), nn.Identity(), nn.Identity(), nn.Tanh()]
     check(layers, data(5, 5), balances=[(1, 4), (2, 1, 2), (1, 1, 1, 2), (2, 1, 1, 1)])
 
 
-def test_ids_pass_through_and_frozen_layers_ask_for_nothing() -> None:
+def test_integer_inputs_and_frozen_layers_get_no_gradient() -> None:
     frozen = nn.Linear(4, 4).requires_grad_(False)
     layers = [
         nn.Identity(),
@@ -185,7 +178,7 @@ def test_ids_pass_through_and_frozen_layers_ask_for_nothing() -> None:
     check(all_frozen, batches)
 
 
-def test_what_nobody_uses_gets_no_gradient() -> None:
+def test_unused_outputs_get_no_gradient() -> None:
     layers = [
         Apply("x", "used"),
         Apply("x", "unused"),
@@ -204,8 +197,8 @@ def test_what_nobody_uses_gets_no_gradient() -> None:
     ]
 
 
-def test_a_gradient_that_comes_and_goes_between_steps() -> None:
-    """The gradient of a branch is None in some steps; the channel must not take it for known."""
+def test_a_gradient_that_is_none_in_some_steps() -> None:
+    """The gradient of a branch is None in some steps; the channel must not reuse a known shape."""
 
     def choose(value: dict[str, Any]) -> torch.Tensor:
         out: torch.Tensor = value["a"]
@@ -233,17 +226,17 @@ class Double(torch.autograd.Function):
         return grad * 2 * torch.as_tensor(x)
 
 
-def test_a_custom_autograd_function() -> None:
+def test_a_custom_autograd_function_equals_the_plain_loop() -> None:
     layers = [nn.Linear(6, 6), Layer(Double.apply), nn.Linear(6, 2), Layer(Double.apply)]
     check(layers, data(5, 5))
 
 
 @pytest.mark.parametrize("recompute", MODES)
 @pytest.mark.parametrize("balance", [(4,), (2, 2), (1, 1, 2)])
-def test_a_layer_sees_the_memory_it_would_see_in_one_process(
+def test_a_layer_sees_the_strides_and_alignment_of_one_process(
     recompute: str, balance: tuple[int, ...]
 ) -> None:
-    """Strides and alignment decide which kernel runs, and so the last bits of its sums."""
+    """Strides and alignment select the kernel, and so the last bits of its sums."""
     seen: list[Any] = []
 
     def note(x: torch.Tensor) -> torch.Tensor:
@@ -256,12 +249,12 @@ def test_a_layer_sees_the_memory_it_would_see_in_one_process(
     batches = data(7)
     plain(layers, mse, batches, 3)
     expected, seen = set(seen), []
-    gpiped(layers, batches, balance=balance, recompute=recompute).train(1)
+    fill_drain(layers, batches, balance=balance, recompute=recompute).train(1)
     assert set(seen) == expected
 
 
 @pytest.mark.parametrize("recompute", MODES)
-def test_the_first_layer_sees_the_memory_of_the_data(recompute: str) -> None:
+def test_the_first_layer_sees_the_strides_and_alignment_of_the_data(recompute: str) -> None:
     seen: list[Any] = []
 
     def note(x: torch.Tensor) -> torch.Tensor:
@@ -272,11 +265,11 @@ def test_the_first_layer_sees_the_memory_of_the_data(recompute: str) -> None:
     batches = [(torch.randn(7, 12)[:, 1:11:2], torch.randn(7, 2))]
     plain(layers, mse, batches, 3)
     expected, seen = set(seen), []
-    gpiped(layers, batches, balance=(2,), recompute=recompute).train(1)
+    fill_drain(layers, batches, balance=(2,), recompute=recompute).train(1)
     assert set(seen) == expected
 
 
-def test_a_tensor_that_goes_along_all_stages() -> None:
+def test_a_tensor_that_passes_through_all_stages() -> None:
     layers = [
         Apply("x", "h"),
         Apply("h", "h"),
@@ -288,28 +281,28 @@ def test_a_tensor_that_goes_along_all_stages() -> None:
 
 
 @pytest.mark.parametrize("recompute", MODES)
-def test_batch_norm_statistics_change_once(recompute: str) -> None:
+def test_batch_norm_statistics_are_updated_once(recompute: str) -> None:
     layers = [nn.Linear(6, 4), nn.BatchNorm1d(4), nn.ReLU(inplace=True), nn.Linear(4, 2)]
     batches = data(8, 8, 6)
     reference = copy.deepcopy(layers)
     plain(reference, mse, batches, 3)
     for k in (1, 2, 4):
-        made = gpiped(layers, batches, balance=partition.even(4, k), recompute=recompute)
-        made.train(3)
+        pipeline = fill_drain(layers, batches, balance=partition.even(4, k), recompute=recompute)
+        pipeline.train(3)
         for name, buffer in reference[1].named_buffers():
-            assert torch.equal(made.layers[1].get_buffer(name), buffer), name
+            assert torch.equal(pipeline.layers[1].get_buffer(name), buffer), name
 
 
 def test_the_next_mini_batch_is_read_in_the_gap() -> None:
-    pipeline = gpiped(mlp(), data(6, 4), balance=(2, 3), recompute="always")
-    before = pipeline.executors[0].next_batch
+    pipeline = fill_drain(mlp(), data(6, 4), balance=(2, 3), recompute="always")
+    before = pipeline.executors[0].feed.next_batch
     assert before is not None
     assert (before.samples, before.microbatches, before.epoch) == (6, 3, 0)
     pipeline.step(1, last=False)
-    after = pipeline.executors[0].next_batch
+    after = pipeline.executors[0].feed.next_batch
     assert after is not None
     assert (after.samples, after.epoch, after.signature) == (4, 0, before.signature + 1)
-    assert pipeline.executors[1].next_batch is None
+    assert pipeline.executors[1].feed.next_batch is None
 
 
 def test_after_the_last_step_nothing_is_read() -> None:
@@ -317,20 +310,22 @@ def test_after_the_last_step_nothing_is_read() -> None:
         yield data(6)[0]
         pytest.fail("read beyond the last step")
 
-    pipeline = gpiped(mlp(), once, balance=(5,), microbatches=2, recompute="never")
+    pipeline = fill_drain(mlp(), once, balance=(5,), microbatches=2, recompute="never")
     pipeline.step(1, last=True)
-    assert pipeline.executors[0].next_batch is None
+    assert pipeline.executors[0].feed.next_batch is None
 
 
-def test_a_failure_in_one_stage_leaves_its_position() -> None:
+def test_a_failure_in_a_stage_leaves_its_position_in_the_tracker() -> None:
     def fail(x: torch.Tensor) -> torch.Tensor:
         raise ValueError("no")
 
     layers = [nn.Linear(6, 6), nn.Tanh(), Layer(fail), nn.Linear(6, 2)]
-    pipeline = gpiped(
+    pipeline = fill_drain(
         layers, data(6), balance=(1, 3), microbatches=2, recompute="always", limit=0.2
     )
-    with pytest.raises(Raised, match=r"layer 2 .* no \(its input was Tensor\[3, 6\] float32\)"):
+    with pytest.raises(
+        UserCodeError, match=r"layer 2 .* no \(its input was Tensor\[3, 6\] float32\)"
+    ):
         pipeline.step(1, last=True)
     position = pipeline.stages[1].tracker.get()
     assert (position.phase, position.step, position.microbatch, position.layer) == (
@@ -341,8 +336,66 @@ def test_a_failure_in_one_stage_leaves_its_position() -> None:
     )
 
 
-def test_a_loss_that_depends_on_nothing_is_refused() -> None:
+def test_a_loss_that_depends_on_no_parameter_is_rejected() -> None:
     layers = [nn.Linear(6, 2).requires_grad_(False)]
-    pipeline = gpiped(layers, data(6), balance=(1,), microbatches=2, recompute="always")
-    with pytest.raises(UsageError, match="does not depend on any parameter"):
+    pipeline = fill_drain(layers, data(6), balance=(1,), microbatches=2, recompute="always")
+    with pytest.raises(UsageError, match="depends on no parameter that requires grad"):
         pipeline.step(1, last=True)
+
+
+class EventLog:
+    """A hook that watches every action, and logs its marks among the calls of a layer.
+
+    Attributes:
+        events: "mark" for each call of `mark`, and what the layer of the worker has logged.
+        actions: actions passed to `finish`, by step.
+        marks: marks passed to `finish`, by step; each is an index into `events`.
+    """
+
+    def __init__(self) -> None:
+        self.events: list[str] = []
+        self.actions: dict[int, tuple[Action, ...]] = {}
+        self.marks: dict[int, list[int]] = {}
+
+    def watches(self, action: Action) -> bool:
+        return True
+
+    def mark(self) -> int:
+        self.events.append("mark")
+        return len(self.events) - 1
+
+    def finish(self, step: int, actions: Sequence[Action], marks: Sequence[Any]) -> float:
+        self.actions[step], self.marks[step] = tuple(actions), list(marks)
+        return 0.0
+
+
+def test_a_hook_that_watches_every_action_sees_each_in_order_from_begin_to_end() -> None:
+    """Sends and receives included; what a layer does falls between the marks of its action."""
+    hooks = [EventLog(), EventLog()]
+
+    def logged(log: EventLog) -> Layer:
+        def call(x: torch.Tensor) -> torch.Tensor:
+            log.events.append("forward")
+            x.register_hook(lambda _: log.events.append("backward"))  # type: ignore
+            return x
+
+        return Layer(call)
+
+    layers = [nn.Linear(6, 6), logged(hooks[0]), nn.Linear(6, 2), logged(hooks[1])]
+    pipeline = fill_drain(layers, data(6, 6), balance=(2, 2), recompute="never", hooks=hooks)
+    for step in (1, 2):
+        pipeline.step(step, last=step == 2)
+    for worker, hook in enumerate(hooks):
+        planned = tuple(pipeline.schedule(3).workers[worker])
+        kinds = {action.kind for action in planned}
+        assert kinds & RECEIVES.keys()
+        assert kinds & SENDS.keys()
+        for step in (1, 2):
+            assert hook.actions[step] == planned
+            marks = hook.marks[step]
+            assert len(marks) == 2 * len(planned)
+            assert marks == sorted(set(marks))
+            for action, begin, end in zip(planned, marks[::2], marks[1::2], strict=True):
+                name = "forward" if action.kind is Kind.FORWARD else "backward"
+                assert hook.events[begin + 1 : end] == [name] * (action.kind in COMPUTE), action
+        assert len(hook.events) == 2 * 2 * (len(planned) + 3)

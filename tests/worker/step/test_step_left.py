@@ -1,4 +1,4 @@
-"""At the end of a step nothing of it is kept: no micro-batch, no tensor, no frame."""
+"""After a step nothing of it is left: no micro-batch, no tensor, no frame."""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ from pipeworker.plan.placement import Placement
 from pipeworker.plan.skips import Skip
 from pipeworker.worker.stage.microbatch import MicroBatch
 from pipeworker.worker.transport.channel import Receiver
+from support.layers import data, mse
 from support.orders import Which, always, depth_first, never, zero_bubble
-from support.pipelines import MODES, Pipeline, Way, data, filled, mse
+from support.pipelines import MODES, Pipeline, Way, filled
 
 PLACEMENTS = [
     *(Placement.identity(k) for k in (1, 2, 4)),
@@ -28,7 +29,7 @@ PLACEMENTS = [
 
 
 class Watched(nn.Module):
-    """Notes every tensor that passes, and its gradient."""
+    """A layer that keeps weak references to every tensor that passes, and to its gradient."""
 
     seen: list[weakref.ref[Any]] = []  # noqa: RUF012 - one for all copies
 
@@ -68,8 +69,8 @@ SKIPS = (Skip(1, 6, "a"), Skip(3, 5, "b"))
 
 
 @pytest.fixture(autouse=True)
-def _only_what_is_new() -> Iterator[None]:
-    """The collector need not look at all that earlier tests have imported and made."""
+def _freeze_older_objects() -> Iterator[None]:
+    """Exclude objects of earlier tests from garbage collection, which is slow otherwise."""
     Watched.seen.clear()
     gc.freeze()
     yield
@@ -79,81 +80,80 @@ def _only_what_is_new() -> Iterator[None]:
 def assert_nothing_left(pipeline: Pipeline, least: int) -> None:
     gc.collect()
     assert len(Watched.seen) >= least
-    alive = [what() for what in Watched.seen if what() is not None]
+    alive = [ref() for ref in Watched.seen if ref() is not None]
     assert alive == []
     assert not [found for found in gc.get_objects() if type(found) is MicroBatch]
-    for executor in pipeline.executors:
-        for receiver in executor._receivers.values():
+    for wiring in pipeline.wirings:
+        for receiver in wiring.receivers.values():
             assert_empty(receiver)
-        for flow in executor._flows.values():
-            assert flow.microbatches == ()
-        assert executor._tied._received == {}
-        assert executor._current is None
     for parameter in pipeline.grads().values():
         assert parameter is not None
         assert parameter.grad_fn is None
 
 
 def assert_empty(receiver: Receiver) -> None:
-    assert receiver._held == {}
-    assert receiver._posted == {}
-    assert not receiver._ahead
-    assert not receiver._notices
+    assert receiver.outstanding == 0
 
 
 def pipeline_of(way: Way, lanes: int = 1) -> Pipeline:
-    made = Pipeline(watched(), mse, data(8, 8, 8), way, microbatches=4, skips=SKIPS, lanes=lanes)
+    pipeline = Pipeline(
+        watched(), mse, data(8, 8, 8), way, microbatches=4, skips=SKIPS, lanes=lanes
+    )
     Watched.seen.clear()
-    return made
+    return pipeline
 
 
 @pytest.mark.parametrize("lanes", [1, 2])
 @pytest.mark.parametrize("recompute", MODES)
 @pytest.mark.parametrize("placement", PLACEMENTS, ids=str)
-def test_after_a_step(placement: Placement, recompute: str, lanes: int) -> None:
-    made = pipeline_of(filled(placement, recompute), lanes)
-    for step in (1, 2):  # all is described in the first, and expected in the second
-        made.step(step, last=step == 2)
-    assert_nothing_left(made, 6 * 4 * 2 * 2)
+def test_nothing_is_left_after_a_step(placement: Placement, recompute: str, lanes: int) -> None:
+    pipeline = pipeline_of(filled(placement, recompute), lanes)
+    for step in (1, 2):  # frames are described in the first step, and known in the second
+        pipeline.step(step, last=step == 2)
+    assert_nothing_left(pipeline, 6 * 4 * 2 * 2)
 
 
-@pytest.mark.parametrize("again", [never, always])
+@pytest.mark.parametrize("recomputed", [never, always])
 @pytest.mark.parametrize("order", ["zero bubble", "depth first"])
 @pytest.mark.parametrize("placement", PLACEMENTS, ids=str)
-def test_after_backwards_in_halves(placement: Placement, order: str, again: Which) -> None:
+def test_nothing_is_left_after_split_backwards(
+    placement: Placement, order: str, recomputed: Which
+) -> None:
     if order == "zero bubble":
-        way = Way(placement, lambda p, m: zero_bubble(p, m, again))
+        way = Way(placement, lambda p, m: zero_bubble(p, m, recomputed))
     else:
-        way = Way(placement, lambda p, m: depth_first(p, m, again, lambda s, mb: s % 2 == mb % 2))
-    made = pipeline_of(way)
-    for step in (1, 2):  # all is described in the first, and expected in the second
-        made.step(step, last=step == 2)
-    assert_nothing_left(made, 6 * 4 * 2 * 2)
+        way = Way(
+            placement, lambda p, m: depth_first(p, m, recomputed, lambda s, mb: s % 2 == mb % 2)
+        )
+    pipeline = pipeline_of(way)
+    for step in (1, 2):  # frames are described in the first step, and known in the second
+        pipeline.step(step, last=step == 2)
+    assert_nothing_left(pipeline, 6 * 4 * 2 * 2)
 
 
 @pytest.mark.parametrize("lanes", [1, 2])
 @pytest.mark.parametrize("placement", PLACEMENTS, ids=str)
-def test_after_an_evaluation_pass(placement: Placement, lanes: int) -> None:
-    made = pipeline_of(filled(placement), lanes)
-    made.step(1, last=False)
+def test_nothing_is_left_after_an_evaluation_pass(placement: Placement, lanes: int) -> None:
+    pipeline = pipeline_of(filled(placement), lanes)
+    pipeline.step(1, last=False)
     for step in (1, 2):
         Watched.seen.clear()
-        seen = made.stream(step, data(8, 5))
+        seen = pipeline.stream(step, data(8, 5))
         assert len(seen) == 8
         seen.clear()
-        assert_nothing_left(made, 6 * 8 * 2)
-        given = made.predict(step, data(8, 5))
-        given.clear()
-        assert_nothing_left(made, 6 * 8 * 2)
+        assert_nothing_left(pipeline, 6 * 8 * 2)
+        outputs = pipeline.predict(step, data(8, 5))
+        outputs.clear()
+        assert_nothing_left(pipeline, 6 * 8 * 2)
 
 
 @pytest.mark.parametrize("placement", PLACEMENTS, ids=str)
-def test_a_closed_executor_keeps_no_layer(placement: Placement) -> None:
-    made = pipeline_of(filled(placement), lanes=2)
-    made.step(1, last=True)
-    layers = [weakref.ref(layer) for layer in made.layers]
-    for executor in made.executors:
-        executor.close()
-    del made, executor
+def test_a_closed_executor_refers_to_no_layer(placement: Placement) -> None:
+    pipeline = pipeline_of(filled(placement), lanes=2)
+    pipeline.step(1, last=True)
+    layers = [weakref.ref(layer) for layer in pipeline.layers]
+    for wiring in pipeline.wirings:
+        wiring.close()
+    del pipeline, wiring
     gc.collect()
     assert [layer() for layer in layers if layer() is not None] == []

@@ -1,4 +1,4 @@
-"""Replicas of a pipeline: bit for bit the loop that adds their gradients in order."""
+"""Replicas of a pipeline: bitwise equal to the loop that adds their gradients in order."""
 
 from __future__ import annotations
 
@@ -14,21 +14,11 @@ from torch import nn
 from pipeworker.errors import UsageError
 from pipeworker.plan.placement import Placement
 from pipeworker.plan.skips import Skip
+from support.layers import Layer, Noise, Pop, Stash, data, mse
 from support.orders import always, legal
-from support.pipelines import (
-    MODES,
-    Layer,
-    Noise,
-    Pipeline,
-    Pop,
-    Stash,
-    Way,
-    assert_equal,
-    data,
-    filled,
-    mse,
-)
-from support.pipelines import plain as alone
+from support.pipelines import MODES, Pipeline, Way, filled
+from support.plain_loop import assert_equal
+from support.plain_loop import plain as plain_loop
 from support.replicas import plain
 
 SIZES = (12, 7, 2, 1, 12)
@@ -45,43 +35,44 @@ def net() -> list[nn.Module]:
 
 
 @pytest.mark.parametrize("replicas", [1, 2, 3, 5])
-def test_the_numbers_are_those_of_adding_replicas_in_order(replicas: int) -> None:
-    """For every number of stages and recompute mode, with dropout."""
+def test_results_equal_the_loop_that_adds_replicas_in_order(replicas: int) -> None:
+    """The network has dropout; every number of stages and recompute mode is compared."""
     layers, batches = net(), data(*SIZES)
-    theirs = plain(copy.deepcopy(layers), mse, batches, 5, replicas, adam)
+    expected = plain(copy.deepcopy(layers), mse, batches, 5, replicas, adam)
     for stages in (1, 2, 3):
         for mode in MODES:
             way = filled(Placement.identity(stages, replicas), mode)
-            ours = Pipeline(
+            pipeline = Pipeline(
                 copy.deepcopy(layers), mse, batches, way, microbatches=5, optimizer=adam
             )
-            assert_equal(ours.train(len(batches)), theirs, f"{replicas} x {stages}, {mode}")
+            assert_equal(pipeline.train(len(batches)), expected, f"{replicas} x {stages}, {mode}")
 
 
-def test_one_replica_is_the_plain_loop_and_others_come_close() -> None:
+def test_one_replica_is_the_plain_loop_and_more_are_close() -> None:
     layers, batches = net(), data(12, 12, 12)
-    theirs = alone(copy.deepcopy(layers), mse, batches, 6, adam)
-    assert_equal(plain(copy.deepcopy(layers), mse, batches, 6, 1, adam), theirs)
+    expected = plain_loop(copy.deepcopy(layers), mse, batches, 6, adam)
+    assert_equal(plain(copy.deepcopy(layers), mse, batches, 6, 1, adam), expected)
     for replicas in (2, 3):
         way = filled(Placement.identity(2, replicas))
-        pipeline = Pipeline(
+        replicated = Pipeline(
             copy.deepcopy(layers), mse, batches, way, microbatches=6, optimizer=adam
         )
-        ours = pipeline.train(3)
-        for name, weight in ours.weights.items():
-            assert torch.allclose(weight, theirs.weights[name], rtol=1e-4, atol=1e-6), name
+        for name, weight in replicated.train(3).weights.items():
+            assert torch.allclose(weight, expected.weights[name], rtol=1e-4, atol=1e-6), name
 
 
 @pytest.mark.parametrize(
     "placement", [Placement(((0, 3), (1, 2)), 2), Placement.looped(2, 2).copies(2)], ids=str
 )
-def test_a_worker_may_hold_several_stages_of_a_replica(placement: Placement) -> None:
+def test_a_worker_with_several_stages_of_a_replica(placement: Placement) -> None:
     layers, batches = net(), data(*SIZES)
-    theirs = plain(copy.deepcopy(layers), mse, batches, 4, 2, adam)
-    halves = Way(placement, lambda where, m: legal(where, m, _first, halves=always))
-    for way in (filled(placement, "always"), halves):
-        ours = Pipeline(copy.deepcopy(layers), mse, batches, way, microbatches=4, optimizer=adam)
-        assert_equal(ours.train(len(batches)), theirs)
+    expected = plain(copy.deepcopy(layers), mse, batches, 4, 2, adam)
+    split_backward = Way(placement, lambda where, m: legal(where, m, _first, split=always))
+    for way in (filled(placement, "always"), split_backward):
+        pipeline = Pipeline(
+            copy.deepcopy(layers), mse, batches, way, microbatches=4, optimizer=adam
+        )
+        assert_equal(pipeline.train(len(batches)), expected)
 
 
 def _first(ready: Any, done: Any) -> Any:
@@ -89,19 +80,21 @@ def _first(ready: Any, done: Any) -> Any:
 
 
 @pytest.mark.parametrize("stages", [1, 2, 3])
-def test_a_loss_with_a_count_is_divided_by_that_of_all_replicas(stages: int) -> None:
+def test_a_loss_with_a_count_is_divided_by_the_total_of_all_replicas(stages: int) -> None:
     def counted(output: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, int]:
         seen = target[:, 0] > 0
         return (output - target)[seen].square().sum(), int(seen.sum())
 
     layers, batches = net(), data(*SIZES)
-    theirs = plain(copy.deepcopy(layers), counted, batches, 4, 3, adam)
+    expected = plain(copy.deepcopy(layers), counted, batches, 4, 3, adam)
     way = filled(Placement.identity(stages, 3))
-    ours = Pipeline(copy.deepcopy(layers), counted, batches, way, microbatches=4, optimizer=adam)
-    assert_equal(ours.train(len(batches)), theirs)
+    pipeline = Pipeline(
+        copy.deepcopy(layers), counted, batches, way, microbatches=4, optimizer=adam
+    )
+    assert_equal(pipeline.train(len(batches)), expected)
 
 
-def test_tied_weights_are_added_over_replicas_and_then_over_their_places() -> None:
+def test_tied_weights_are_summed_over_replicas_and_then_over_uses() -> None:
     torch.manual_seed(0)
     layers = [nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6), nn.Linear(6, 2)]
     tied = [("0.weight", "2.weight")]
@@ -117,14 +110,14 @@ def test_tied_weights_are_added_over_replicas_and_then_over_their_places() -> No
         assert_equal(other, found[0])
     first = found[0].grads[0]["0.weight"]
     layers[2].weight = layers[0].weight
-    theirs = alone(layers, mse, batches[:1], 4).grads[0]["0.weight"]
+    expected = plain_loop(layers, mse, batches[:1], 4).grads[0]["0.weight"]
     assert first is not None
-    assert theirs is not None
-    assert torch.allclose(first, theirs, rtol=1e-5, atol=1e-6)
+    assert expected is not None
+    assert torch.allclose(first, expected, rtol=1e-5, atol=1e-6)
 
 
 class Sometimes(nn.Module):
-    """Uses one of its parameters for some samples alone, and another one never."""
+    """A layer that uses one parameter for some samples only, and another never."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -136,24 +129,26 @@ class Sometimes(nn.Module):
 
 
 @pytest.mark.parametrize("which", [0, 5, 11])
-def test_what_a_replica_does_not_use_counts_for_nothing_there(which: int) -> None:
-    """And what none uses stays without a gradient, so that the optimizer leaves it alone."""
+def test_a_parameter_that_a_replica_does_not_use(which: int) -> None:
+    """A parameter that no replica uses gets no gradient, so the optimizer does not update it."""
     torch.manual_seed(1)
     layers = [Sometimes(), nn.Linear(6, 2)]
     batches = data(12, 12)
     batches[0][0][which, 0] = 1000.0
-    theirs = plain(copy.deepcopy(layers), mse, batches, 12, 3, adam)
-    assert theirs.grads[0]["0.seldom.weight"] is not None
-    assert theirs.grads[1]["0.seldom.weight"] is None
-    assert theirs.grads[0]["0.never.weight"] is None
+    expected = plain(copy.deepcopy(layers), mse, batches, 12, 3, adam)
+    assert expected.grads[0]["0.seldom.weight"] is not None
+    assert expected.grads[1]["0.seldom.weight"] is None
+    assert expected.grads[0]["0.never.weight"] is None
     for stages in (1, 2):
         way = filled(Placement.identity(stages, 3))
-        ours = Pipeline(copy.deepcopy(layers), mse, batches, way, microbatches=12, optimizer=adam)
-        assert_equal(ours.train(2), theirs)
+        pipeline = Pipeline(
+            copy.deepcopy(layers), mse, batches, way, microbatches=12, optimizer=adam
+        )
+        assert_equal(pipeline.train(2), expected)
 
 
-def test_nothing_is_added_to_the_only_gradient() -> None:
-    """A zero would turn -0.0 into 0.0, and is one term too many."""
+def test_a_single_gradient_keeps_its_bits() -> None:
+    """Adding a zero would turn -0.0 into 0.0."""
 
     class Minus(nn.Module):
         def __init__(self) -> None:
@@ -181,7 +176,7 @@ def test_nothing_is_added_to_the_only_gradient() -> None:
 @pytest.mark.parametrize("deferred", [False, True])
 @pytest.mark.parametrize("replicas", [2, 3])
 def test_all_replicas_have_the_same_running_statistics(*, replicas: int, deferred: bool) -> None:
-    """Those of replica 0; or, where they are deferred, those of the whole mini-batch."""
+    """The statistics are replica 0's or, if deferred, those of the whole mini-batch."""
     torch.manual_seed(2)
     layers = [nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Linear(6, 6), nn.BatchNorm1d(6, momentum=None)]
     batches = data(12, 8, 12, out=6)
@@ -197,12 +192,12 @@ def test_all_replicas_have_the_same_running_statistics(*, replicas: int, deferre
             optimizer=adam,
             deferred=deferred,
         )
-        trained = pipeline.train(3)  # which looks that replicas are alike
+        trained = pipeline.train(3)  # which asserts that replicas are equal
         found.append((trained, [b.clone() for layer in pipeline.layers for b in layer.buffers()]))
     for trained, buffers in found[1:]:
         assert_equal(trained, found[0][0])
         assert all(torch.equal(a, b) for a, b in zip(buffers, found[0][1], strict=True))
-    alone_in = Pipeline(
+    single = Pipeline(
         copy.deepcopy(layers[:2]),
         mse,
         batches,
@@ -210,8 +205,8 @@ def test_all_replicas_have_the_same_running_statistics(*, replicas: int, deferre
         microbatches=4,
         deferred=True,
     )
-    alone_in.train(1)
-    theirs = Pipeline(
+    single.train(1)
+    replicated = Pipeline(
         copy.deepcopy(layers[:2]),
         mse,
         batches,
@@ -219,13 +214,13 @@ def test_all_replicas_have_the_same_running_statistics(*, replicas: int, deferre
         microbatches=4,
         deferred=True,
     )
-    theirs.train(1)
-    pairs = zip(alone_in.layers[1].buffers(), theirs.layers[1].buffers(), strict=True)
+    replicated.train(1)
+    pairs = zip(single.layers[1].buffers(), replicated.layers[1].buffers(), strict=True)
     assert all(torch.equal(a, b) for a, b in pairs)
 
 
 class Table(nn.Module):
-    """A large buffer that is written now and then, where the data says so."""
+    """A layer with a large buffer, which it writes for some inputs only."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -239,45 +234,47 @@ class Table(nn.Module):
 
 
 @pytest.mark.parametrize(("which", "changes"), [(0, True), (5, False)])
-def test_a_large_buffer_is_told_when_it_changes_anywhere(which: int, *, changes: bool) -> None:
-    """What replica 0 has stays; what another one did to it is undone."""
+def test_a_large_buffer_is_broadcast_if_any_replica_changes_it(
+    which: int, *, changes: bool
+) -> None:
+    """Changes by replica 0 remain; changes by other replicas are overwritten."""
     batches = data(6, 6)
     batches[0][0][which, 0] = 1000.0
     way = filled(Placement.identity(1, 2))
     pipeline = Pipeline([Table(), nn.Linear(6, 2)], mse, batches, way, microbatches=6)
-    pipeline.train(2)  # which looks that replicas are alike
+    pipeline.train(2)  # which asserts that replicas are equal
     (table,) = pipeline.layers[0].buffers()
     assert bool(table.any()) is changes
 
 
-def test_gradients_that_are_accumulated_are_added_up_once() -> None:
+def test_accumulated_gradients_are_reduced_once() -> None:
     layers, batches = net(), data(12, 7, 12, 3)
-    theirs = plain(copy.deepcopy(layers), mse, batches, 4, 2, accumulate=2)
+    expected = plain(copy.deepcopy(layers), mse, batches, 4, 2, accumulate=2)
     for stages in (1, 3):
         way = filled(Placement.identity(stages, 2))
         pipeline = Pipeline(copy.deepcopy(layers), mse, batches, way, microbatches=4)
         pipeline.step(1, False, whole=False)
         pipeline.step(1, False, first=4)
         for name, gradient in pipeline.grads().items():
-            want = theirs.grads[0][name]
+            other = expected.grads[0][name]
             assert gradient is not None
-            assert want is not None
-            assert torch.equal(gradient, want)
+            assert other is not None
+            assert torch.equal(gradient, other)
 
 
-def test_large_gradients_travel_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pipeworker.worker.update.replicas._PIECE", 7)
+def test_large_gradients_are_sent_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pipeworker.worker.update.replicas.PIECE_ELEMENTS", 7)
     layers, batches = net(), data(*SIZES)
-    theirs = plain(copy.deepcopy(layers), mse, batches, 4, 3, adam)
+    expected = plain(copy.deepcopy(layers), mse, batches, 4, 3, adam)
     for lanes in (1, 2):
         way = filled(Placement.identity(2, 3))
-        ours = Pipeline(
+        pipeline = Pipeline(
             copy.deepcopy(layers), mse, batches, way, microbatches=4, optimizer=adam, lanes=lanes
         )
-        assert_equal(ours.train(len(batches)), theirs)
+        assert_equal(pipeline.train(len(batches)), expected)
 
 
-def test_gradients_of_any_dtype_and_layout_are_added_up() -> None:
+def test_gradients_of_any_dtype_and_layout_are_reduced() -> None:
     class Mixed(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -294,19 +291,19 @@ def test_gradients_of_any_dtype_and_layout_are_added_up() -> None:
 
     torch.manual_seed(4)
     layers, batches = [Mixed(), nn.Linear(6, 2)], data(*SIZES)
-    theirs = plain(copy.deepcopy(layers), mse, batches, 4, 3)
+    expected = plain(copy.deepcopy(layers), mse, batches, 4, 3)
     way = filled(Placement.identity(2, 3))
-    ours = Pipeline(copy.deepcopy(layers), mse, batches, way, microbatches=4)
-    assert_equal(ours.train(len(batches)), theirs)
+    pipeline = Pipeline(copy.deepcopy(layers), mse, batches, way, microbatches=4)
+    assert_equal(pipeline.train(len(batches)), expected)
 
 
 @pytest.mark.parametrize("replicas", [2, 3, 8])
-def test_each_replica_may_update_a_part_of_the_weights(replicas: int) -> None:
-    """Those of eight have more replicas than a stage has parameters."""
+def test_a_sharded_optimizer_equals_a_whole_one(replicas: int) -> None:
+    """Eight replicas are more than a stage has parameters."""
     layers, batches = net(), data(*SIZES)
     tied = [("0.bias", "1.bias")]
     layers[1] = nn.Linear(8, 8)
-    theirs = Pipeline(
+    expected = Pipeline(
         copy.deepcopy(layers),
         mse,
         batches,
@@ -316,7 +313,7 @@ def test_each_replica_may_update_a_part_of_the_weights(replicas: int) -> None:
         tied=tied,
     ).train(len(batches))
     for stages in (1, 2, 3):
-        ours = Pipeline(
+        pipeline = Pipeline(
             copy.deepcopy(layers),
             mse,
             batches,
@@ -326,15 +323,15 @@ def test_each_replica_may_update_a_part_of_the_weights(replicas: int) -> None:
             tied=tied,
             sharded=True,
         )
-        assert_equal(ours.train(len(batches)), theirs)
+        assert_equal(pipeline.train(len(batches)), expected)
         for stage in range(stages):
-            updaters = [one.updaters[stage] for one in ours.copies]
-            kept = [len(u.optimizer.state) if u.optimizer else 0 for u in updaters]
-            assert kept == [len(shard) for shard in updaters[0].shards]
-            assert max(kept) < len(updaters[0].parameters)
+            updaters = [replica.updaters[stage] for replica in pipeline.copies]
+            sizes = [len(u.optimizer.state) if u.optimizer else 0 for u in updaters]
+            assert sizes == [len(shard) for shard in updaters[0].shards]
+            assert max(sizes) < len(updaters[0].parameters)
 
 
-def test_a_sparse_gradient_is_refused_by_its_name() -> None:
+def test_a_sparse_gradient_is_rejected_with_its_name() -> None:
     layers = [nn.Embedding(10, 6, sparse=True), nn.Linear(6, 2)]
     batches = [(torch.arange(8) % 10, torch.randn(8, 2))]
     way = filled(Placement.identity(1, 2))
@@ -381,9 +378,9 @@ def test_any_number_of_replicas_for_any_sizes(
 ) -> None:
     layers, batches = net(), data(*sizes)
     microbatches = max(microbatches, replicas)
-    theirs = plain(copy.deepcopy(layers), mse, batches, microbatches, replicas, adam)
+    expected = plain(copy.deepcopy(layers), mse, batches, microbatches, replicas, adam)
     way = filled(Placement.identity(stages, replicas), mode)
-    ours = Pipeline(
+    pipeline = Pipeline(
         copy.deepcopy(layers), mse, batches, way, microbatches=microbatches, optimizer=adam
     )
-    assert_equal(ours.train(len(batches)), theirs)
+    assert_equal(pipeline.train(len(batches)), expected)

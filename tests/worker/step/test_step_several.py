@@ -1,4 +1,4 @@
-"""Several stages a worker: local neighbours hand over in memory, and nothing else changes."""
+"""Several stages per worker: local neighbours pass tensors in memory; the bits stay the same."""
 
 from __future__ import annotations
 
@@ -16,30 +16,16 @@ import pipeworker
 from pipeworker.errors import SkipError
 from pipeworker.plan.actions import Kind
 from pipeworker.plan.placement import Placement
-from pipeworker.plan.schedule import recomputed
+from pipeworker.plan.recompute import recomputed
 from pipeworker.plan.skips import Skip
+from support.layers import Apply, Layer, Noise, Pop, Stash, data, mse
 from support.orders import Orders, Which, by, depth_first, legal, written
-from support.pipelines import (
-    MODES,
-    Apply,
-    Batches,
-    Layer,
-    Noise,
-    Pipeline,
-    Pop,
-    Stash,
-    Trained,
-    Way,
-    assert_equal,
-    data,
-    filled,
-    mse,
-    plain,
-)
+from support.pipelines import MODES, Pipeline, Way, filled
+from support.plain_loop import Batches, Trained, assert_equal, plain
 
 LOOPED, VEE = Placement.looped(2, 2), Placement(((0, 3), (1, 2)))
 TOGETHER = Placement(((0, 1, 2, 3),))
-PLACEMENTS = {"looped": LOOPED, "vee": VEE, "halves": Placement(((0, 1), (2, 3)))}
+PLACEMENTS = {"looped": LOOPED, "vee": VEE, "adjacent": Placement(((0, 1), (2, 3)))}
 FOUR = 4
 
 
@@ -47,16 +33,16 @@ def mode_of(mode: str) -> Which:
     return lambda stage, m: m in recomputed(mode, FOUR)
 
 
-def breadth_first(placement: Placement, microbatches: int, again: Which) -> Orders:
-    """Every micro-batch through a stage before the next stage."""
+def breadth_first(placement: Placement, microbatches: int, recompute: Which) -> Orders:
+    """Return the order in which each stage runs all micro-batches before the next stage."""
     pick = by(Kind.FORWARD, Kind.RECOMPUTE, Kind.BACKWARD, deep=False)
-    return legal(placement, microbatches, pick, again=again)
+    return legal(placement, microbatches, pick, recompute=recompute)
 
 
-def one_forward_one_backward(placement: Placement, microbatches: int, again: Which) -> Orders:
-    """With few micro-batches under way."""
+def one_forward_one_backward(placement: Placement, microbatches: int, recompute: Which) -> Orders:
+    """Return the order with few micro-batches in flight."""
     pick = by(Kind.BACKWARD, Kind.RECOMPUTE, Kind.FORWARD, limit=placement.stages)
-    return legal(placement, microbatches, pick, again=again)
+    return legal(placement, microbatches, pick, recompute=recompute)
 
 
 ORDERS: dict[str, Callable[[Placement, int, Which], Orders]] = {
@@ -69,24 +55,24 @@ INTERLEAVED = written(
     "1F0 1F1 3F0 3B0 3F1 3B1 1F2 1B0 1F3 1B1 3F2 3B2 3F3 3B3 1B2 1B3",
 )
 """As Megatron-LM's interleaved schedule (Narayanan et al. 2021, section 2.2)."""
-THERE_AND_BACK = written(
+V_SHAPED = written(
     "0F0 0F1 0F2 3F0 3B0 0F3 3F1 3B1 0B0 3F2 3B2 0B1 3F3 3B3 0B2 0B3",
     "1F0 2F0 1F1 2F1 1F2 2F2 2B0 1B0 1F3 2B1 1B1 2F3 2B2 1B2 2B3 1B3",
 )
 
 
-def _made(
-    make: Callable[[Placement, int, Which], Orders], again: Which, placement: Placement, m: int
+def _compute(
+    make: Callable[[Placement, int, Which], Orders], recompute: Which, placement: Placement, m: int
 ) -> Orders:
-    return make(placement, m, again)
+    return make(placement, m, recompute)
 
 
 @functools.cache
 def ways(mode: str = "never") -> list[tuple[str, Way]]:
-    """Everything that has several stages a worker."""
-    again = mode_of(mode)
+    """Return all ways with several stages per worker, by name."""
+    recompute = mode_of(mode)
     found = [
-        (f"{where} {name} {mode}", Way(placement, partial(_made, make, again)))
+        (f"{where} {name} {mode}", Way(placement, partial(_compute, make, recompute)))
         for where, placement in PLACEMENTS.items()
         for name, make in ORDERS.items()
     ]
@@ -94,13 +80,13 @@ def ways(mode: str = "never") -> list[tuple[str, Way]]:
     found.append((f"together filled {mode}", filled(TOGETHER, mode)))
     if mode == "never":
         found.append(("interleaved", Way(LOOPED, lambda p, m: INTERLEAVED)))
-        found.append(("there and back", Way(VEE, lambda p, m: THERE_AND_BACK)))
+        found.append(("v-shaped", Way(VEE, lambda p, m: V_SHAPED)))
     return found
 
 
 @functools.cache
 def fewer_ways(mode: str) -> list[tuple[str, Way]]:
-    """Of all modes together each order in each placement, and each mode with either."""
+    """Return a third of the ways; over all modes, each order occurs in each placement."""
     names = (*PLACEMENTS, *ORDERS, "filled")
     turn = MODES.index(mode)
     return [
@@ -120,7 +106,7 @@ def check(
     lanes: int = 1,
     ways: Callable[[str], list[tuple[str, Way]]] = fewer_ways,
 ) -> Trained:
-    """Compare ways of every mode with the plain loop, and that with one worker."""
+    """Compare the plain loop with one worker and with the ways of every mode."""
     expected = plain(copy.deepcopy(layers), mse, copy.deepcopy(batches), FOUR)
     one = Pipeline(
         layers,
@@ -133,7 +119,7 @@ def check(
     assert_equal(one.train(len(batches)), expected, "one worker")
     for mode in MODES:
         for case, way in ways(mode):
-            made = Pipeline(
+            pipeline = Pipeline(
                 layers,
                 mse,
                 copy.deepcopy(batches),
@@ -143,7 +129,7 @@ def check(
                 skips=skips,
                 lanes=lanes,
             )
-            assert_equal(made.train(len(batches)), expected, case)
+            assert_equal(pipeline.train(len(batches)), expected, case)
     return expected
 
 
@@ -155,12 +141,12 @@ def test_equals_the_plain_loop() -> None:
     check(mlp(), data(8, 8), ways=ways)
 
 
-def test_two_lanes() -> None:
+def test_two_lanes_equal_the_plain_loop() -> None:
     check(mlp(), data(8, 8), lanes=2)
 
 
-def test_mini_batches_of_changing_size() -> None:
-    """As many micro-batches each time, of other shapes."""
+def test_mini_batches_of_changing_size_equal_the_plain_loop() -> None:
+    """The number of micro-batches stays; their shapes change."""
     check(mlp(), data(8, 5, 11, 8))
 
 
@@ -222,7 +208,7 @@ def sgd(parameters: Any) -> torch.optim.Optimizer:
 
 
 def tied() -> list[nn.Module]:
-    """A weight at four places, one at two, and a layer that is there twice."""
+    """Return layers with a weight used four times, a bias twice, and a layer twice."""
     layers = [nn.Linear(6, 6) for _ in range(7)]
     for place in (2, 4, 6):
         layers[place].weight = layers[0].weight
@@ -233,12 +219,12 @@ def tied() -> list[nn.Module]:
 
 @pytest.mark.parametrize("recompute", MODES)
 def test_tied_weights_on_one_worker_and_across(recompute: str) -> None:
-    """Places are added in model order, wherever they are."""
+    """Gradients of the uses are added in model order, for any placement."""
     batches = data(8, 8, 8)
 
     def train(way: Way) -> Trained:
-        made = Pipeline(tied(), mse, batches, way, microbatches=FOUR, optimizer=sgd)
-        return made.train(3)
+        pipeline = Pipeline(tied(), mse, batches, way, microbatches=FOUR, optimizer=sgd)
+        return pipeline.train(3)
 
     torch.manual_seed(1)
     expected = train(filled(Placement.identity(1), recompute))
@@ -254,7 +240,7 @@ def test_tied_weights_on_one_worker_and_across(recompute: str) -> None:
         assert_equal(train(way), expected, case)
 
 
-def test_nested_values_at_a_local_handover() -> None:
+def test_nested_values_passed_to_a_local_stage() -> None:
     layers = [
         Apply("x", "h"),
         Apply("h", "h"),
@@ -265,7 +251,7 @@ def test_nested_values_at_a_local_handover() -> None:
     check(layers, [({"x": x}, y) for x, y in data(8, 8)])
 
 
-def test_a_gradient_that_comes_and_goes_and_one_that_never_does() -> None:
+def test_a_gradient_that_is_none_in_some_steps_and_one_that_always_is() -> None:
     def choose(value: dict[str, Any]) -> torch.Tensor:
         out: torch.Tensor = value["a"]
         return out + value["b"] if value["flag"].any() else out
@@ -284,8 +270,8 @@ def test_a_gradient_that_comes_and_goes_and_one_that_never_does() -> None:
     check(layers, batches)
 
 
-def test_an_in_place_first_layer_after_a_local_handover() -> None:
-    """It works on the very memory that the stage before gave, which recompute needs again."""
+def test_an_in_place_first_layer_after_a_local_stage() -> None:
+    """It would change the output of the previous stage, which recompute needs."""
     relu = nn.ReLU(inplace=True)
     layers = [nn.Linear(6, 8), relu, nn.Linear(8, 8), relu, nn.Linear(8, 2)]
     check(layers, data(8, 8), balance=(1, 2, 1, 1))
@@ -293,19 +279,19 @@ def test_an_in_place_first_layer_after_a_local_handover() -> None:
 
 
 class PopInPlace(nn.Module):
-    """Works on what was kept."""
+    """A layer that changes a popped tensor in place."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return pipeworker.pop("a").mul_(2) + x
 
 
 @pytest.mark.parametrize("linear", [True, False], ids=["saved", "not saved"])
-def test_what_was_stashed_may_be_changed_in_place_when_it_is_popped(linear: bool) -> None:
-    """Recompute needs it again as it was."""
+def test_a_popped_tensor_may_be_changed_in_place(linear: bool) -> None:
+    """Recompute needs the tensor as it was stashed."""
     layers = [
         nn.Linear(6, 6),
         Stash("a"),
-        Layer(lambda x: x * 0.5),  # which keeps nothing of its input
+        Layer(lambda x: x * 0.5),  # which saves nothing of its input for backward
         nn.Sequential(PopInPlace(), nn.Linear(6, 6) if linear else nn.Identity()),
         nn.Linear(6, 2),
     ]
@@ -314,7 +300,7 @@ def test_what_was_stashed_may_be_changed_in_place_when_it_is_popped(linear: bool
     expected = plain(copy.deepcopy(layers), mse, batches, FOUR)
     for balance in ((5,), (3, 2), (2, 1, 2)):
         for mode in MODES:
-            made = Pipeline(
+            pipeline = Pipeline(
                 layers,
                 mse,
                 batches,
@@ -323,7 +309,7 @@ def test_what_was_stashed_may_be_changed_in_place_when_it_is_popped(linear: bool
                 microbatches=FOUR,
                 skips=[Skip(1, 3, "a")],
             )
-            assert_equal(made.train(2), expected, f"{balance} {mode}")
+            assert_equal(pipeline.train(2), expected, f"{balance} {mode}")
 
 
 def changed_after_the_stash(inplace: bool) -> list[nn.Module]:
@@ -338,13 +324,13 @@ def changed_after_the_stash(inplace: bool) -> list[nn.Module]:
 
 @pytest.mark.parametrize("recompute", MODES)
 @pytest.mark.parametrize("placement", [TOGETHER, LOOPED, VEE, Placement.identity(4)], ids=str)
-def test_what_is_stashed_and_then_changed_in_place_by_another_stage(
+def test_a_stashed_tensor_may_be_changed_in_place_by_another_stage(
     placement: Placement, recompute: str
 ) -> None:
-    """What leaves a stage twice is two tensors, on one worker as on two."""
+    """A tensor that leaves a stage twice becomes two tensors, on one worker as on two."""
     batches = data(8, 8)
     expected = plain(changed_after_the_stash(False), mse, batches, FOUR)
-    made = Pipeline(
+    pipeline = Pipeline(
         changed_after_the_stash(True),
         mse,
         batches,
@@ -352,11 +338,11 @@ def test_what_is_stashed_and_then_changed_in_place_by_another_stage(
         microbatches=FOUR,
         skips=[Skip(1, 3, "a")],
     )
-    assert_equal(made.train(2), expected)
+    assert_equal(pipeline.train(2), expected)
 
 
-def test_what_is_stashed_and_then_changed_in_place_by_the_same_stage() -> None:
-    made = Pipeline(
+def test_a_stashed_tensor_changed_in_place_by_the_same_stage_is_rejected() -> None:
+    pipeline = Pipeline(
         changed_after_the_stash(True),
         mse,
         data(8),
@@ -366,24 +352,24 @@ def test_what_is_stashed_and_then_changed_in_place_by_the_same_stage() -> None:
         skips=[Skip(1, 3, "a")],
         limit=0.2,
     )
-    with pytest.raises(SkipError, match="was changed in place after it was stashed"):
-        made.step(1, last=True)
+    with pytest.raises(SkipError, match="changed in place after it was stashed"):
+        pipeline.step(1, last=True)
 
 
 @pytest.mark.parametrize("placement", [*PLACEMENTS.values(), TOGETHER], ids=str)
 @pytest.mark.parametrize("recompute", MODES)
-def test_batch_norm_statistics_change_once(placement: Placement, recompute: str) -> None:
+def test_batch_norm_statistics_are_updated_once(placement: Placement, recompute: str) -> None:
     layers = [nn.Linear(6, 4), nn.BatchNorm1d(4), nn.ReLU(inplace=True), nn.Linear(4, 2)]
     batches = data(8, 8, 8)
     reference = copy.deepcopy(layers)
     plain(reference, mse, batches, FOUR)
-    made = Pipeline(layers, mse, batches, filled(placement, recompute), microbatches=FOUR)
-    made.train(3)
+    pipeline = Pipeline(layers, mse, batches, filled(placement, recompute), microbatches=FOUR)
+    pipeline.train(3)
     for name, buffer in reference[1].named_buffers():
-        assert torch.equal(made.layers[1].get_buffer(name), buffer), name
+        assert torch.equal(pipeline.layers[1].get_buffer(name), buffer), name
 
 
-def test_ways_are_different() -> None:
+def test_most_ways_have_different_schedules() -> None:
     texts = [
         str(Pipeline(mlp(), mse, data(8), way, microbatches=FOUR).schedule(FOUR))
         for _, way in [*ways("never"), *ways("always")]

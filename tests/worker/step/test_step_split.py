@@ -1,4 +1,4 @@
-"""A backward in two actions, in whole pipelines: the bits of one."""
+"""Backward split in two actions, in whole pipelines: bitwise equal to a whole backward."""
 
 from __future__ import annotations
 
@@ -14,23 +14,10 @@ from torch.utils.checkpoint import checkpoint
 
 from pipeworker.plan.placement import Placement
 from pipeworker.plan.skips import Skip
+from support.layers import Apply, Layer, Noise, Pop, Stash, data, mse
 from support.orders import Which, always, depth_first, never, written, zero_bubble
-from support.pipelines import (
-    Apply,
-    Batches,
-    Layer,
-    Noise,
-    Pipeline,
-    Pop,
-    Stash,
-    Trained,
-    Way,
-    assert_equal,
-    data,
-    filled,
-    mse,
-    plain,
-)
+from support.pipelines import Pipeline, Way, filled
+from support.plain_loop import Batches, Trained, assert_equal, plain
 
 FOUR = 4
 PLACEMENTS = [
@@ -44,33 +31,36 @@ ZB_H1 = written(
     "1F0 1F1 1I0 1F2 1I1 1W0 1F3 1I2 1W1 1I3 1W2 1W3",
     "2F0 2I0 2F1 2W0 2I1 2F2 2W1 2I2 2F3 2W2 2I3 2W3",
 )
-"""Written out, on three workers."""
+"""The order on three workers."""
 
 
-def some(stage: int, microbatch: int) -> bool:
-    """Halves beside whole backwards."""
+def alternate(stage: int, microbatch: int) -> bool:
+    """Split every other backward."""
     return (stage + microbatch) % 2 == 0
 
 
-RECOMPUTED = (never, always, some)
+RECOMPUTED = (never, always, alternate)
 
 
 @functools.cache
-def ways(again: Which) -> list[tuple[str, Way]]:
+def ways(recompute: Which) -> list[tuple[str, Way]]:
     found = []
     for placement in PLACEMENTS:
         found += [
-            (f"{placement} zero bubble", Way(placement, lambda p, m: zero_bubble(p, m, again))),
-            (f"{placement} some", Way(placement, lambda p, m: depth_first(p, m, again, some))),
+            (f"{placement} zero bubble", Way(placement, lambda p, m: zero_bubble(p, m, recompute))),
+            (
+                f"{placement} alternate",
+                Way(placement, lambda p, m: depth_first(p, m, recompute, alternate)),
+            ),
         ]
     return found
 
 
 @functools.cache
-def fewer_ways(again: Which) -> list[tuple[str, Way]]:
-    """Of all that may be recomputed together each order in each placement."""
-    turn = RECOMPUTED.index(again)
-    return [way for index, way in enumerate(ways(again)) if (index // 2 + index + turn) % 2]
+def fewer_ways(recompute: Which) -> list[tuple[str, Way]]:
+    """Return half of the ways; over all of RECOMPUTED, each order occurs in each placement."""
+    turn = RECOMPUTED.index(recompute)
+    return [way for index, way in enumerate(ways(recompute)) if (index // 2 + index + turn) % 2]
 
 
 def check(
@@ -78,17 +68,17 @@ def check(
     batches: Batches,
     *,
     skips: Sequence[Skip] = (),
-    again: Sequence[Which] = RECOMPUTED,
+    recompute: Sequence[Which] = RECOMPUTED,
     ways: Callable[[Which], list[tuple[str, Way]]] = fewer_ways,
     microbatches: int = FOUR,
 ) -> Trained:
     expected = plain(copy.deepcopy(layers), mse, copy.deepcopy(batches), microbatches)
     one = filled(Placement.identity(1))
-    for case, way in [("one", one), *(way for which in again for way in ways(which))]:
-        made = Pipeline(
+    for case, way in [("one", one), *(way for which in recompute for way in ways(which))]:
+        pipeline = Pipeline(
             layers, mse, copy.deepcopy(batches), way, microbatches=microbatches, skips=skips
         )
-        assert_equal(made.train(len(batches)), expected, case)
+        assert_equal(pipeline.train(len(batches)), expected, case)
     return expected
 
 
@@ -100,13 +90,13 @@ def test_equals_the_plain_loop() -> None:
     check(mlp(), data(8, 8), ways=ways)
 
 
-def test_a_written_order() -> None:
+def test_zb_h1_equals_the_plain_loop() -> None:
     layers, batches = mlp(), data(8, 8, 8)
     expected = plain(copy.deepcopy(layers), mse, batches, FOUR)
     for lanes in (1, 2):
         way = Way(Placement.identity(3), lambda p, m: ZB_H1)
-        made = Pipeline(layers, mse, batches, way, microbatches=FOUR, lanes=lanes)
-        assert_equal(made.train(3), expected)
+        pipeline = Pipeline(layers, mse, batches, way, microbatches=FOUR, lanes=lanes)
+        assert_equal(pipeline.train(3), expected)
 
 
 def test_in_place_first_layers() -> None:
@@ -129,7 +119,7 @@ def test_skip_connections() -> None:
     check(layers, data(8, 8), skips=[Skip(1, 6, "a"), Skip(3, 5, "b")])
 
 
-def test_nested_values_and_what_nobody_uses() -> None:
+def test_nested_values_and_unused_outputs() -> None:
     layers = [
         Apply("x", "h"),
         Apply("x", "unused"),
@@ -179,17 +169,17 @@ def test_tied_weights() -> None:
     batches = data(8, 8, 8)
 
     def train(way: Way) -> Trained:
-        made = Pipeline(layers, mse, batches, way, microbatches=FOUR, optimizer=sgd)
-        return made.train(3)
+        pipeline = Pipeline(layers, mse, batches, way, microbatches=FOUR, optimizer=sgd)
+        return pipeline.train(3)
 
     expected = train(filled(Placement.identity(1)))
-    for again in RECOMPUTED:
-        for case, way in fewer_ways(again):
+    for recompute in RECOMPUTED:
+        for case, way in fewer_ways(recompute):
             assert_equal(train(way), expected, case)
 
 
 class Grows(nn.Module):
-    """Its parameter gets a gradient in some micro-batches alone."""
+    """A layer whose parameter gets a gradient in some micro-batches only."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -200,12 +190,12 @@ class Grows(nn.Module):
 
 
 @pytest.mark.parametrize("make", [Grows, lambda: Layer(lambda x: x)], ids=["sometimes", "never"])
-def test_stages_with_nothing_to_defer(make: Callable[[], nn.Module]) -> None:
+def test_stages_without_weight_gradients_to_defer(make: Callable[[], nn.Module]) -> None:
     layers = [nn.Identity(), nn.Linear(6, 6), make(), nn.Linear(6, 2), nn.Tanh()]
-    check(layers, data(8, 8), again=[never, always])
+    check(layers, data(8, 8), recompute=[never, always])
 
 
 def test_frozen_layers() -> None:
     frozen = [nn.Linear(6, 6).requires_grad_(False) for _ in range(3)]
     layers = [*frozen[:2], nn.Linear(6, 6), frozen[2], nn.Linear(6, 2)]
-    check(layers, data(8, 8), again=[never, always])
+    check(layers, data(8, 8), recompute=[never, always])

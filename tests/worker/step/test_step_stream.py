@@ -1,4 +1,4 @@
-"""An evaluation pass with several stages a worker gives what one worker gives."""
+"""An evaluation pass with several stages per worker equals that with one worker."""
 
 from __future__ import annotations
 
@@ -13,22 +13,10 @@ from torch import nn
 from pipeworker.plan.placement import Placement
 from pipeworker.plan.skips import Skip
 from pipeworker.worker.stage import rng
+from support.layers import Apply, Layer, Noise, Pop, Stash, data, mse
 from support.orders import always, zero_bubble
-from support.pipelines import (
-    Apply,
-    Batches,
-    Layer,
-    Noise,
-    Pipeline,
-    Pop,
-    Stash,
-    Way,
-    data,
-    filled,
-    mse,
-    plain,
-    split,
-)
+from support.pipelines import Pipeline, Way, filled
+from support.plain_loop import Batches, plain, split
 
 PLACEMENTS = [
     *(Placement.identity(k) for k in (1, 2, 4)),
@@ -64,8 +52,10 @@ def nested() -> list[nn.Module]:
     ]
 
 
-def expected(layers: Sequence[nn.Module], batches: Batches, microbatches: int, step: int) -> Seen:
-    """The loop over micro-batches, numbered through the whole pass."""
+def plain_evaluation(
+    layers: Sequence[nn.Module], batches: Batches, microbatches: int, step: int
+) -> Seen:
+    """Run the plain loop over micro-batches, which are numbered through the whole pass."""
     net = nn.Sequential(*copy.deepcopy(layers)).eval()
     seen: Seen = []
     with torch.no_grad():
@@ -79,86 +69,92 @@ def expected(layers: Sequence[nn.Module], batches: Batches, microbatches: int, s
     return seen
 
 
-def assert_same(ours: Any, theirs: Any) -> None:
-    assert type(ours) is type(theirs)
-    if isinstance(ours, torch.Tensor):
-        assert torch.equal(ours, theirs)
-        assert not ours.requires_grad
-    elif isinstance(ours, dict):
-        assert ours.keys() == theirs.keys()
-        assert_same(list(ours.values()), list(theirs.values()))
-    elif isinstance(ours, (list, tuple)):
-        for one, other in zip(ours, theirs, strict=True):
+def assert_same(actual: Any, expected: Any) -> None:
+    assert type(actual) is type(expected)
+    if isinstance(actual, torch.Tensor):
+        assert torch.equal(actual, expected)
+        assert not actual.requires_grad
+    elif isinstance(actual, dict):
+        assert actual.keys() == expected.keys()
+        assert_same(list(actual.values()), list(expected.values()))
+    elif isinstance(actual, (list, tuple)):
+        for one, other in zip(actual, expected, strict=True):
             assert_same(one, other)
     else:
-        assert ours == theirs
+        assert actual == expected
 
 
 @pytest.mark.parametrize("lanes", [1, 2])
 @pytest.mark.parametrize("placement", PLACEMENTS, ids=str)
-def test_outputs_are_those_of_the_loop(placement: Placement, lanes: int) -> None:
+def test_outputs_equal_the_plain_loop(placement: Placement, lanes: int) -> None:
     evaluation = data(8, 5, 2, 9)
-    made = Pipeline(
+    pipeline = Pipeline(
         unet(), mse, data(8), filled(placement), microbatches=4, skips=SKIPS, lanes=lanes
     )
     for step in (0, 3):
-        theirs = expected(made.layers, evaluation, 4, step)
-        assert_same(made.stream(step, evaluation), theirs)
-    assert all(layer.training for layer in made.layers)
+        expected = plain_evaluation(pipeline.layers, evaluation, 4, step)
+        assert_same(pipeline.stream(step, evaluation), expected)
+    assert all(layer.training for layer in pipeline.layers)
 
 
 @pytest.mark.parametrize("placement", PLACEMENTS, ids=str)
-def test_nested_values(placement: Placement) -> None:
+def test_nested_outputs_equal_the_plain_loop(placement: Placement) -> None:
     evaluation = [({"x": x}, y) for x, y in data(8, 5)]
     batches = [({"x": x}, y) for x, y in data(8)]
-    made = Pipeline(nested(), mse, batches, filled(placement), microbatches=3)
-    assert_same(made.stream(1, evaluation), expected(made.layers, evaluation, 3, 1))
+    pipeline = Pipeline(nested(), mse, batches, filled(placement), microbatches=3)
+    assert_same(pipeline.stream(1, evaluation), plain_evaluation(pipeline.layers, evaluation, 3, 1))
 
 
 @pytest.mark.parametrize("placement", PLACEMENTS, ids=str)
-def test_an_evaluation_without_mini_batches_ends(placement: Placement) -> None:
+def test_an_evaluation_generator_that_ends(placement: Placement) -> None:
     def stops() -> Iterator[Any]:
         yield data(8)[0]
 
-    made = Pipeline(unet(), mse, data(8), filled(placement), microbatches=2, skips=SKIPS)
-    assert len(made.stream(1, stops())) == 2
-    assert len(made.stream(2, data(3))) == 2
+    pipeline = Pipeline(unet(), mse, data(8), filled(placement), microbatches=2, skips=SKIPS)
+    assert len(pipeline.stream(1, stops())) == 2
+    assert len(pipeline.stream(2, data(3))) == 2
 
 
 @pytest.mark.parametrize("placement", PLACEMENTS, ids=str)
 def test_every_worker_gets_the_prediction_and_may_change_it(placement: Placement) -> None:
     evaluation = data(8, 5)
-    made = Pipeline(unet(), mse, data(8, 8), filled(placement), microbatches=4, skips=SKIPS)
+    pipeline = Pipeline(unet(), mse, data(8, 8), filled(placement), microbatches=4, skips=SKIPS)
     for step in (0, 1):
-        whole = torch.cat([output for output, _, _ in expected(made.layers, evaluation, 4, step)])
-        given = made.predict(step, evaluation)
-        assert len(given) == placement.workers
-        for output in given:
+        whole = torch.cat(
+            [output for output, _, _ in plain_evaluation(pipeline.layers, evaluation, 4, step)]
+        )
+        outputs = pipeline.predict(step, evaluation)
+        assert len(outputs) == placement.workers
+        for output in outputs:
             assert_same(output, whole)
-        for number, output in enumerate(given):
+        for number, output in enumerate(outputs):
             output.fill_(number)
-        assert [output.unique().tolist() for output in given] == [[n] for n in range(len(given))]
+        assert [output.unique().tolist() for output in outputs] == [
+            [n] for n in range(len(outputs))
+        ]
 
 
 @pytest.mark.parametrize("placement", PLACEMENTS, ids=str)
-@pytest.mark.parametrize("halves", [False, True])
-def test_training_goes_on_as_if_nothing_had_been(placement: Placement, halves: bool) -> None:
+@pytest.mark.parametrize("split_backward", [False, True])
+def test_evaluation_and_prediction_do_not_change_training(
+    placement: Placement, split_backward: bool
+) -> None:
     batches = data(8, 8, 8)
     layers = unet()
-    theirs = plain(copy.deepcopy(layers), mse, batches, 4)
+    expected = plain(copy.deepcopy(layers), mse, batches, 4)
     way = filled(placement, "except_first")
-    if halves:
+    if split_backward:
         way = Way(placement, lambda p, m: zero_bubble(p, m, always))
-    made = Pipeline(layers, mse, batches, way, microbatches=4, skips=SKIPS)
+    pipeline = Pipeline(layers, mse, batches, way, microbatches=4, skips=SKIPS)
     for step in (1, 2, 3):
-        made.stream(step, data(5))
-        results = made.step(step, last=step == 3)
-        assert results[placement.owners[-1]].losses == theirs.losses[step - 1]
-        made.predict(step, data(5))
-        grads = made.grads()
-        made.clear()
-        for name, grad in theirs.grads[step - 1].items():
-            mine = grads[name]
+        pipeline.stream(step, data(5))
+        results = pipeline.step(step, last=step == 3)
+        assert results[placement.owners[-1]].losses == expected.losses[step - 1]
+        pipeline.predict(step, data(5))
+        grads = pipeline.grads()
+        pipeline.clear()
+        for name, grad in expected.grads[step - 1].items():
+            gradient = grads[name]
             assert grad is not None
-            assert mine is not None
-            assert torch.equal(mine, grad), name
+            assert gradient is not None
+            assert torch.equal(gradient, grad), name

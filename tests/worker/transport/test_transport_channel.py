@@ -1,11 +1,11 @@
-"""Values over a channel: what moves with a header, what without, and where it arrives."""
+"""Channels: which frames move with headers, and that every value arrives."""
 
 from __future__ import annotations
 
 import gc
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, wait
 from typing import Any
 
@@ -16,73 +16,14 @@ from hypothesis import strategies as st
 
 from pipeworker.errors import PeerLost, PipeworkerError
 from pipeworker.worker.transport.channel import Receiver, Sender
-from pipeworker.worker.transport.courier import Courier
-from pipeworker.worker.transport.links.link import Link, MemoryLink, TwoLanes
-from support.transport import two_lanes
-
-CPU = torch.device("cpu")
-LINKS: dict[str, Callable[[float], Link]] = {
-    "one lane": MemoryLink,
-    "two lanes": lambda limit: TwoLanes(MemoryLink(limit), MemoryLink(limit)),
-    "strict": two_lanes,
-}
-
-
-class Channel:
-    """Both ends of a channel over one link in memory."""
-
-    make: Callable[[float], Link] = MemoryLink
-
-    def __init__(self, capacity: int | None = None, depth: int = 2, limit: float = 0.5) -> None:
-        self.link = Channel.make(limit)
-        self.sender = Sender(self.link, capacity, None)
-        self.receiver = Receiver(self.link, depth)
-
-    @property
-    def one(self) -> bool:
-        return self.link.control is self.link.bulk
-
-    @property
-    def sent(self) -> int:
-        """Messages, but for the notices of two lanes."""
-        lanes: list[Any] = [self.link.control] if self.one else [self.link.control, self.link.bulk]
-        return sum(int(lane.sent) for lane in lanes) - self.notices
-
-    notices = 0
-
-    def begin(self, microbatches: Sequence[int], signature: int = 0) -> None:
-        self.sender.begin(signature)
-        self.receiver.begin(signature, microbatches)
-
-    def step(self, values: Sequence[Any], signature: int = 0) -> tuple[list[Any], int]:
-        """Send one step's values, one a micro-batch; what arrived, and messages it took."""
-        before = self.sent
-        self.begin(range(len(values)), signature)
-        if not self.one and not self.sender._dynamic | self.sender._surprised:
-            known = self.sender._known
-            self.notices += sum((signature, m) in known for m in range(len(values)))
-        arrived = []
-        for m, value in enumerate(values):
-            self.sender.send(m, value)
-            got = self.receiver.receive(m)
-            arrived.append(_copy(got))
-            del got
-            self.receiver.release(m)
-        assert self.receiver._held == self.receiver._posted == {}
-        assert not self.receiver._notices
-        self.sender.flush()
-        self.link.close()  # nothing may be posted on a strict lane
-        return arrived, self.sent - before
+from pipeworker.worker.transport.send_thread import SendThread
+from support.channels import HEADER, LINKS, Channel
 
 
 @pytest.fixture(autouse=True, params=LINKS)
 def _link(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every test runs over every kind of link in memory."""
+    """Run every test over every kind of link in memory."""
     monkeypatch.setattr(Channel, "make", staticmethod(LINKS[request.param]))
-
-
-def _copy(value: Any) -> Any:
-    return torch.utils._pytree.tree_map_only(torch.Tensor, torch.clone, value)
 
 
 def x(*values: float) -> torch.Tensor:
@@ -97,7 +38,7 @@ def equal(left: Any, right: Any) -> bool:
     return type(left) is type(right) and left == right
 
 
-def test_the_first_step_is_described_and_the_next_has_no_headers() -> None:
+def test_only_the_first_step_has_headers() -> None:
     channel = Channel()
     for step, messages in enumerate((4, 2, 2)):
         values = [x(step, 1), x(step, 2)]
@@ -106,7 +47,7 @@ def test_the_first_step_is_described_and_the_next_has_no_headers() -> None:
         assert sent == messages
 
 
-def test_a_new_signature_is_described_once_and_the_old_one_stays_known() -> None:
+def test_a_new_signature_is_described_once_and_earlier_ones_stay_known() -> None:
     channel = Channel()
     for signature, messages in ((0, 2), (1, 2), (0, 1), (1, 1), (0, 1)):
         value = torch.full((signature + 2,), float(messages))
@@ -115,13 +56,13 @@ def test_a_new_signature_is_described_once_and_the_old_one_stays_known() -> None
         assert sent == messages
 
 
-def test_values_without_tensors_move_as_headers_every_time() -> None:
+def test_values_without_tensors_always_move_as_headers() -> None:
     channel = Channel()
     assert channel.step([None, [1, "a"]]) == ([None, [1, "a"]], 2)
     assert channel.step([None, [1, "a"]]) == ([None, [1, "a"]], 2)
 
 
-def test_empty_tensors_arrive_though_nothing_moves() -> None:
+def test_empty_tensors_arrive() -> None:
     channel = Channel()
     value = (torch.zeros(0, 3), x(1.0))
     for messages in (2, 1):
@@ -130,7 +71,7 @@ def test_empty_tensors_arrive_though_nothing_moves() -> None:
         assert sent == messages
 
 
-def test_strides_and_sharing_arrive_without_a_header_too() -> None:
+def test_strides_and_shared_tensors_arrive_without_a_header() -> None:
     channel = Channel()
     base = torch.arange(12.0).reshape(3, 4)
     value = [base.t(), base[:, ::2], base[:, :1].expand(3, 5), base]
@@ -145,7 +86,7 @@ def test_strides_and_sharing_arrive_without_a_header_too() -> None:
         channel.receiver.release(0)
 
 
-def test_wants_grad_is_that_of_the_value_received_last() -> None:
+def test_wants_grad_belongs_to_the_value_received_last() -> None:
     channel = Channel()
     weight = x(1.0).requires_grad_()
     for _ in range(2):
@@ -162,7 +103,7 @@ def test_wants_grad_is_that_of_the_value_received_last() -> None:
 
 
 @pytest.mark.parametrize("size", [900, 1100, 5000])
-def test_headers_of_any_length(size: int) -> None:
+def test_headers_of_any_length_arrive(size: int) -> None:
     channel = Channel()
     value = {"text": "a" * size, "x": x(1.0)}
     for _ in range(2):
@@ -185,10 +126,12 @@ def pointers(channel: Channel, count: int) -> list[int]:
     return found
 
 
-def test_buffers_are_used_again_from_step_to_step() -> None:
+def test_buffers_are_reused_from_step_to_step() -> None:
     channel = Channel()
     described = set(pointers(channel, 3))
-    first = described if channel.one else set(pointers(channel, 3))  # or those of the bulk lane
+    first = (
+        described if channel.one else set(pointers(channel, 3))
+    )  # else the bulk lane has its own
     assert len(described) == len(first) == 3
     assert set(pointers(channel, 3)) == first
     assert set(pointers(channel, 3)) == first
@@ -205,7 +148,7 @@ def test_buffers_are_used_again_from_step_to_step() -> None:
     ],
     ids=["itself", "slice", "view", "detached", "numpy"],
 )
-def test_what_somebody_keeps_of_a_received_tensor_stays_as_it_was(keep: Callable[..., Any]) -> None:
+def test_a_view_of_a_received_tensor_does_not_change(keep: Callable[..., Any]) -> None:
     channel = Channel()
     kept = []
     for step in range(6):
@@ -217,7 +160,7 @@ def test_what_somebody_keeps_of_a_received_tensor_stays_as_it_was(keep: Callable
         assert bool((view == step).all())
 
 
-def test_a_buffer_that_was_kept_for_a_while_is_given_up() -> None:
+def test_a_buffer_that_the_user_keeps_is_not_reused() -> None:
     channel = Channel()
     channel.begin([0])
     channel.sender.send(0, torch.zeros(64))
@@ -226,21 +169,12 @@ def test_a_buffer_that_was_kept_for_a_while_is_given_up() -> None:
     assert kept.data_ptr() not in pointers(channel, 2)
 
 
-def test_equal_frames_are_kept_once() -> None:
-    channel = Channel()
-    for signature in range(3):
-        channel.step([[torch.zeros(signature + 2), 1.5] for _ in range(8)], signature)
-    for known in (channel.sender._known, channel.receiver._known):
-        assert len(known) == 24
-        assert len({id(frame) for frame in known.values()}) == 3
-
-
-# A value that is not what was expected.
+# Values that differ from their expected frames.
 
 
 @pytest.mark.parametrize("depth", [1, 2, 4])
 @pytest.mark.parametrize("together", [False, True], ids=["one by one", "all at once"])
-def test_a_shape_that_changes_within_a_step_arrives_right(depth: int, together: bool) -> None:
+def test_shapes_may_change_within_a_step(depth: int, together: bool) -> None:
     channel = Channel(depth=depth)
     sizes = [(2, 2, 2, 2), (2, 3, 2, 4), (5, 2, 2, 2), (2, 2, 2, 2), (2, 2, 2, 2)]
     for step, shapes in enumerate(sizes):
@@ -257,7 +191,7 @@ def test_a_shape_that_changes_within_a_step_arrives_right(depth: int, together: 
         assert equal(arrived, values), step
 
 
-def test_after_a_surprise_the_edge_is_dynamic() -> None:
+def test_after_a_surprise_every_frame_is_described() -> None:
     channel = Channel()
     sent = [channel.step([x(*range(n)), x(1.0)])[1] for n in (2, 2, 3, 2, 2)]
     # Described; known; two fillers with the surprise and its follower; described ever after.
@@ -280,7 +214,7 @@ def test_after_a_surprise_the_edge_is_dynamic() -> None:
         (x(1.0), torch.zeros(0)),
     ],
 )
-def test_any_difference_arrives(first: Any, then: Any) -> None:
+def test_any_difference_from_the_expected_frame_arrives(first: Any, then: Any) -> None:
     channel = Channel()
     for value in (first, first, then, first):
         arrived, _ = channel.step([value, value])
@@ -292,9 +226,7 @@ def test_any_difference_arrives(first: Any, then: Any) -> None:
     [(1, 2), (None, x(5.0)), ([None], [x(5.0)]), (torch.zeros(0, 2), torch.ones(2, 2))],
     ids=["plain", "from None", "from None inside", "from empty"],
 )
-def test_a_receiver_that_comes_first_waits_for_a_value_without_elements(
-    first: Any, then: Any
-) -> None:
+def test_a_receiver_waits_for_a_value_without_elements(first: Any, then: Any) -> None:
     channel = Channel(limit=10.0)
     channel.step([first])
     channel.begin([0])
@@ -312,18 +244,15 @@ def test_a_receiver_that_comes_first_waits_for_a_value_without_elements(
         assert equal(arrived.result(), then)
 
 
-def test_what_was_posted_for_a_surprise_is_not_lost() -> None:
-    """The fillers complete the posted receives, so the same buffers serve again."""
+def test_receives_posted_for_a_surprise_are_completed() -> None:
+    """Fillers complete them, so that their buffers can be reused."""
     channel = Channel(depth=4)
     values = [x(1.0, 2.0)] * 4
     channel.step(values)
     channel.step(values)
     arrived, _ = channel.step([x(1.0), *values[1:]])
     assert equal(arrived, [x(1.0), *values[1:]])
-    control: Any = channel.link.control
-    unreceived = {tag: len(slots) for tag, slots in control._unreceived.items() if slots}
-    unsent = {tag: len(slots) for tag, slots in control._unsent.items() if slots}
-    assert (unreceived, unsent) == ({}, {1: 1})  # the receive of the next header
+    assert channel.unmatched() == ({}, {HEADER: 1})  # the receive of the next header
 
 
 shapes = st.sampled_from([(), (2,), (2, 3), (3, 2), (0, 2)])
@@ -336,7 +265,7 @@ values = st.one_of(leaf, st.tuples(leaf, leaf), st.tuples(leaf, st.integers(0, 2
     st.lists(st.tuples(st.integers(0, 2), st.lists(values, min_size=3, max_size=3)), max_size=6),
     st.integers(1, 4),
 )
-def test_whatever_is_sent_arrives(steps: list[tuple[int, list[Any]]], depth: int) -> None:
+def test_every_value_arrives(steps: list[tuple[int, list[Any]]], depth: int) -> None:
     channel = Channel(depth=depth)
     for signature, step in steps:
         arrived, _ = channel.step(step, signature)
@@ -347,11 +276,11 @@ def test_whatever_is_sent_arrives(steps: list[tuple[int, list[Any]]], depth: int
 
 
 @pytest.mark.parametrize("capacity", [1, 2, None])
-def test_two_threads_and_a_courier(capacity: int | None) -> None:
-    courier = Courier()
+def test_values_arrive_between_two_threads_with_a_send_thread(capacity: int | None) -> None:
+    send_thread = SendThread()
     link = Channel.make(10.0)
-    sender, receiver = Sender(link, capacity, courier), Receiver(link, 2)
-    large = 1 << 17  # more than what is sent on the calling thread
+    sender, receiver = Sender(link, capacity, send_thread), Receiver(link, 2)
+    large = 1 << 17  # too large for the calling thread
     steps = [
         [torch.full((large if m % 2 else 3,), float(m + s)) for m in range(4)] for s in range(3)
     ]
@@ -371,19 +300,19 @@ def test_two_threads_and_a_courier(capacity: int | None) -> None:
             assert torch.equal(receiver.receive(m), value)
             receiver.release(m)
     thread.join()
-    courier.close()
+    send_thread.close()
 
 
-def test_at_its_capacity_the_sender_waits() -> None:
+def test_the_sender_waits_at_its_capacity() -> None:
     channel = Channel(capacity=2, limit=0.05)
     channel.sender.begin(0)
     channel.sender.send(0, x(0.0))
     channel.sender.send(1, x(1.0))
-    with pytest.raises(PeerLost):  # nobody receives: the wait for room ends by the link's limit
+    with pytest.raises(PeerLost):  # nothing receives: the link's limit ends the wait
         channel.sender.send(2, x(2.0))
 
 
-def test_room_is_made_by_receiving() -> None:
+def test_receiving_makes_room_for_the_sender() -> None:
     channel = Channel(capacity=2, limit=0.05)
     channel.begin(range(4))
     for m in range(4):
@@ -392,7 +321,7 @@ def test_room_is_made_by_receiving() -> None:
     channel.sender.flush()
 
 
-def test_without_a_capacity_the_sender_never_waits() -> None:
+def test_the_sender_does_not_wait_without_a_capacity() -> None:
     channel = Channel(capacity=None, limit=0.05)
     channel.begin(range(100))
     for m in range(100):
@@ -400,14 +329,14 @@ def test_without_a_capacity_the_sender_never_waits() -> None:
     assert [channel.receiver.receive(m).item() for m in range(100)] == list(range(100))
 
 
-def test_what_cannot_pass_is_refused_by_send() -> None:
+def test_send_refuses_values_that_cannot_pass() -> None:
     channel = Channel()
     channel.begin([0])
     with pytest.raises(PipeworkerError, match="a set cannot pass"):
         channel.sender.send(0, {1, 2})
 
 
-def test_a_lost_peer_is_noticed_by_both_ends() -> None:
+def test_both_ends_notice_a_lost_peer() -> None:
     channel = Channel(limit=0.02)
     channel.receiver.begin(0, [0])
     with pytest.raises(PeerLost):
@@ -431,9 +360,9 @@ def test_more_tensors_than_a_link_holds_are_refused() -> None:
         assert [t.item() for t in arrived[0]] == list(range(128))
 
 
-@pytest.mark.parametrize("courier", [False, True])
-def test_what_has_left_is_let_go(courier: bool) -> None:
-    thread = Courier() if courier else None
+@pytest.mark.parametrize("threaded", [False, True])
+def test_sent_tensors_are_dropped(threaded: bool) -> None:
+    thread = SendThread() if threaded else None
     link = Channel.make(10.0)
     sender, receiver = Sender(link, 4, thread), Receiver(link, 2)
     for _ in range(2):
@@ -441,7 +370,7 @@ def test_what_has_left_is_let_go(courier: bool) -> None:
         receiver.begin(0, range(3))
         alive = []
         for m in range(3):
-            value = torch.full((1 << 17,), float(m))  # more than is sent on the calling thread
+            value = torch.full((1 << 17,), float(m))  # too large for the calling thread
             alive.append(weakref.ref(value.untyped_storage()))
             sender.send(m, value)
             del value
@@ -450,6 +379,6 @@ def test_what_has_left_is_let_go(courier: bool) -> None:
             receiver.release(m)
         sender.flush()
         gc.collect()
-        assert [what() for what in alive] == [None] * 3
+        assert [tensor() for tensor in alive] == [None] * 3
     if thread is not None:
         thread.close()

@@ -1,4 +1,4 @@
-"""Between devices, that map each other's memory or have NCCL: what waits for what, and refusals."""
+"""Links between devices that map each other's memory or have NCCL: order of work, errors."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from pipeworker.plan.actions import Edge, Payload
 from pipeworker.worker.device.nccl import Work
 from pipeworker.worker.internals import Store
 from pipeworker.worker.transport.channel import Receiver, Sender
-from pipeworker.worker.transport.courier import Courier
 from pipeworker.worker.transport.links import nccl, shared
 from pipeworker.worker.transport.links.gloo import GroupLink
 from pipeworker.worker.transport.links.link import Link, Pending
 from pipeworker.worker.transport.links.mapped import ReceivingLane, SendingLane
 from pipeworker.worker.transport.links.nccl import NcclLane
+from pipeworker.worker.transport.send_thread import SendThread
 from support.device import EAGER, LateDevice
 from support.jobs import Jobs
 from support.mapped import MappedDevice, between_processes
@@ -32,7 +32,7 @@ MICROBATCHES = 6
 
 @contextmanager
 def linked(devices: Sequence[MappedDevice]) -> Iterator[tuple[Link, Link]]:
-    """Those of NCCL are on two hosts."""
+    """Connect two devices; those with NCCL are on two hosts."""
     apart = isinstance(devices[0], NcclDevice)
     source, target = connect_all((FORTH,), 2, devices=devices, apart=apart)
     try:
@@ -45,15 +45,15 @@ def linked(devices: Sequence[MappedDevice]) -> Iterator[tuple[Link, Link]]:
 
 
 class Channel:
-    """From one device to another, which multiplies by two."""
+    """A channel from one device to another, which doubles what it receives."""
 
     def __init__(self, ends: tuple[Link, Link], devices: Sequence[MappedDevice]) -> None:
         self._here, self._there = devices
-        self.sender = Sender(ends[0], None, Courier(), accelerator=self._here)
+        self.sender = Sender(ends[0], None, SendThread(), accelerator=self._here)
         self.receiver = Receiver(ends[1], 4, accelerator=self._there)
 
     def step(self, values: Sequence[Any], signature: int = 0) -> list[torch.Tensor]:
-        """What the values are on the device; the second of a pair stays on the host."""
+        """Send values from the device, the second of a pair from the host; return the results."""
         self.sender.begin(signature)
         self.receiver.begin(signature, range(len(values)))
         results = []
@@ -74,16 +74,16 @@ def values(step: int) -> list[torch.Tensor]:
     return [torch.full((300,), float(100 * step + m)) for m in range(MICROBATCHES)]
 
 
-def travelled(
+def arrives_intact(
     kind: type[MappedDevice], eager: Sequence[str], others: Sequence[str], without: str = ""
 ) -> bool:
-    """Whether what arrives is right, when both hosts have gone on without waiting."""
+    """Return whether the bytes that arrive are right though neither host waits for its device."""
     devices = [kind(eager, without), kind(others, without)]
     with linked(devices) as ends:
         channel = Channel(ends, devices)
         results = [channel.step(values(0))]
         for device in devices:
-            device.settle()  # what is described passes otherwise, and would hold up the rest
+            device.drain()  # described frames pass through the host, and would delay the rest
         results += [channel.step(values(step)) for step in range(1, 3)]
         for device in devices:
             device.start()
@@ -95,39 +95,44 @@ def travelled(
 
 
 @pytest.mark.parametrize(("eager", "others"), [*zip(EAGER, reversed(EAGER), strict=True)])
-def test_every_bit_arrives_whatever_is_late(
+def test_every_bit_arrives_with_any_stream_late(
     eager: tuple[str, ...], others: tuple[str, ...]
 ) -> None:
-    assert travelled(MappedDevice, eager, others)
+    assert arrives_intact(MappedDevice, eager, others)
 
 
 @pytest.mark.parametrize(("eager", "others"), [*zip(EAGER, reversed(EAGER), strict=True)])
-def test_every_bit_arrives_by_nccl_whatever_is_late(
+def test_every_bit_arrives_by_nccl_with_any_stream_late(
     eager: tuple[str, ...], others: tuple[str, ...]
 ) -> None:
-    """Its streams are eager at one end, and late at the other."""
-    own, theirs = (["nccl" if n == "sends" else n for n in some] for some in (eager, others))
-    assert travelled(NcclDevice, own, theirs)
+    """NCCL's stream is eager at one end and late at the other."""
+    own, other = (["nccl" if n == "sends" else n for n in some] for some in (eager, others))
+    assert arrives_intact(NcclDevice, own, other)
 
 
 @pytest.mark.parametrize(
     ("kind", "without", "eager", "others"),
     [
         (MappedDevice, "compute>sends", ("sends",), ()),
-        (MappedDevice, "other>compute", (), ("compute",)),  # what is written
-        (MappedDevice, "other>sends", ("compute", "sends"), ()),  # what is free
+        (MappedDevice, "other>compute", (), ("compute",)),  # the buffer is written
+        (MappedDevice, "other>sends", ("compute", "sends"), ()),  # the buffer is free
         (MappedDevice, "used by sends", ("compute",), ()),
         (NcclDevice, "compute>nccl", ("nccl",), ()),
-        (NcclDevice, "compute>receives", ("compute", "nccl"), ("receives", "nccl")),  # what is free
+        (
+            NcclDevice,
+            "compute>receives",
+            ("compute", "nccl"),
+            ("receives", "nccl"),
+        ),  # the buffer is free
         (NcclDevice, "receives>nccl", ("compute", "nccl"), ("nccl",)),
         (NcclDevice, "nccl>compute", (), ("compute",)),
     ],
 )
-def test_each_order_that_does_not_hold_gives_wrong_bytes(
+def test_each_missing_wait_gives_wrong_bytes(
     kind: type[MappedDevice], without: str, eager: tuple[str, ...], others: tuple[str, ...]
 ) -> None:
-    assert not travelled(kind, eager, others, without)
-    assert travelled(kind, eager, others)
+    assert not arrives_intact(kind, eager, others, without)
+    assert arrives_intact(kind, eager, others)
 
 
 @pytest.mark.parametrize(
@@ -137,9 +142,7 @@ def test_each_order_that_does_not_hold_gives_wrong_bytes(
         *((NcclDevice, ""), (NcclDevice, "nccl>compute")),
     ],
 )
-def test_what_was_sent_may_be_changed_behind_a_flush(
-    kind: type[MappedDevice], without: str
-) -> None:
+def test_a_sent_tensor_may_be_changed_after_a_flush(kind: type[MappedDevice], without: str) -> None:
     devices = [kind(["compute"], without), kind()]
     with linked(devices) as ends:
         channel = Channel(ends, devices)
@@ -169,7 +172,7 @@ def pair(request: pytest.FixtureRequest) -> list[MappedDevice]:
 
 
 @pytest.mark.parametrize("kind", [MappedDevice, NcclDevice])
-def test_tensors_of_the_host_pass_between_devices_too(kind: type[MappedDevice]) -> None:
+def test_tensors_of_the_host_pass_between_devices(kind: type[MappedDevice]) -> None:
     devices = [kind(["compute", "sends"]), kind(EAGER[-1])]
     with linked(devices) as ends:
         channel = Channel(ends, devices)
@@ -182,8 +185,7 @@ def test_tensors_of_the_host_pass_between_devices_too(kind: type[MappedDevice]) 
                 assert torch.equal(devices[1].read(result), one * 2.0 + other)
 
 
-def test_what_is_not_expected_passes_through_the_host(pair: list[MappedDevice]) -> None:
-    """And is right all the same."""
+def test_unexpected_frames_pass_through_the_host(pair: list[MappedDevice]) -> None:
     with linked(pair) as ends:
         channel = Channel(ends, pair)
         first = [torch.ones(4), torch.ones(4)]
@@ -192,7 +194,7 @@ def test_what_is_not_expected_passes_through_the_host(pair: list[MappedDevice]) 
             assert all(torch.equal(a, b * 2.0) for a, b in zip(read, sent, strict=True))
 
 
-def test_few_bytes_pass_through_the_host(
+def test_expected_frames_send_one_byte_each_through_the_host(
     pair: list[MappedDevice], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with linked(pair) as ends:
@@ -210,10 +212,10 @@ def test_few_bytes_pass_through_the_host(
 
         monkeypatch.setattr(type(control), "send", send)
         channel.step(values(1))
-        assert sent == [1] * MICROBATCHES  # that it is as expected
+        assert sent == [1] * MICROBATCHES  # the notice
 
 
-def test_devices_that_do_not_share_say_why(capsys: pytest.CaptureFixture[str]) -> None:
+def test_devices_that_cannot_share_log_the_reason(capsys: pytest.CaptureFixture[str]) -> None:
     devices = [MappedDevice(refuses="peer access is not supported"), MappedDevice()]
     with linked(devices) as ends:
         for device in devices:
@@ -224,12 +226,14 @@ def test_devices_that_do_not_share_say_why(capsys: pytest.CaptureFixture[str]) -
         for step in range(2):
             read = [devices[1].read(got) for got in channel.step(values(step))]
             assert all(torch.equal(a, b * 2.0) for a, b in zip(read, values(step), strict=True))
-        assert devices[1].pins  # what the device copies from
-    said = "0>1/activation: tensors pass through the host, since devices cannot share: peer access"
-    assert capsys.readouterr().err.count(said) == 2
+        assert devices[1].pins  # the device copies from shared memory
+    message = (
+        "0>1/activation: tensors pass through the host, since devices cannot share: peer access"
+    )
+    assert capsys.readouterr().err.count(message) == 2
 
 
-def test_the_other_end_gone(devices: list[MappedDevice]) -> None:
+def test_a_sender_that_is_gone_fails_receives(devices: list[MappedDevice]) -> None:
     with linked(devices) as (source, target):
         with devices[1].active():
             (pending,) = target.bulk.receive([target.bulk.allocate(8)], 0)
@@ -238,7 +242,7 @@ def test_the_other_end_gone(devices: list[MappedDevice]) -> None:
             pending.wait()
 
 
-def test_memory_that_nobody_has_is_forgotten_at_both_ends(devices: list[MappedDevice]) -> None:
+def test_freed_buffers_are_given_up_at_both_ends(devices: list[MappedDevice]) -> None:
     with linked(devices) as (source, target):
         send, receive = source.bulk, target.bulk
         assert isinstance(send, SendingLane)
@@ -251,7 +255,7 @@ def test_memory_that_nobody_has_is_forgotten_at_both_ends(devices: list[MappedDe
             with devices[1].active():
                 pending.wait()
             del pending
-        assert len(receive._buffers) == len(send._mapped_buffers) == 1
+        assert receive.buffer_count == send.buffer_count == 1
 
 
 def test_between_two_processes(jobs: Jobs) -> None:
@@ -266,7 +270,7 @@ def test_a_channel_has_a_group_of_its_own_and_aborts_it() -> None:
     source, target = connect_all((FORTH, BACK), 2, devices=devices, apart=True)
     for links, device in ((source, devices[0]), (target, devices[1])):
         assert len(device.made.groups) == 2
-        assert device.made.interfaces == ["lo", "lo"]  # the coordinator is here
+        assert device.made.interfaces == ["lo", "lo"]  # the coordinator is on this host
         for link in links.values():
             assert isinstance(link.bulk, NcclLane)
             assert isinstance(link.control, GroupLink)
@@ -276,7 +280,7 @@ def test_a_channel_has_a_group_of_its_own_and_aborts_it() -> None:
 
 
 @pytest.mark.parametrize("payload", [Payload.TARGET, Payload.DATA])
-def test_what_is_of_the_host_passes_there(payload: Payload) -> None:
+def test_data_and_targets_pass_through_the_host(payload: Payload) -> None:
     devices = [NcclDevice(), NcclDevice()]
     edge = Edge(0, 1, payload)
     for links in connect_all((edge,), 2, devices=devices, apart=True):
@@ -284,14 +288,14 @@ def test_what_is_of_the_host_passes_there(payload: Payload) -> None:
         links[edge].close()
 
 
-def test_a_worker_on_the_cpu_has_gloo_between_it_and_a_device() -> None:
+def test_a_worker_on_the_cpu_and_one_on_a_device_use_gloo() -> None:
     source, target = connect_all((FORTH,), 2, devices=[NcclDevice(), MappedDevice()], apart=True)
     for links in (source, target):
         assert isinstance(links[FORTH], GroupLink)
         links[FORTH].close()
 
 
-def test_nccl_everywhere_has_its_control_lanes_in_shared_memory() -> None:
+def test_backend_nccl_has_its_control_lanes_in_shared_memory() -> None:
     devices = [NcclDevice().start(), NcclDevice().start()]
     source, target = connect_all((FORTH,), 2, "nccl", devices=devices)
     assert isinstance(source[FORTH].control, shared.SendingLink)
@@ -304,15 +308,15 @@ def test_nccl_everywhere_has_its_control_lanes_in_shared_memory() -> None:
         device.stop()
 
 
-def test_workers_that_share_a_device_cannot_have_nccl() -> None:
+def test_workers_that_share_a_device_cannot_use_nccl() -> None:
     devices = [NcclDevice(unit="cuda:3"), NcclDevice(unit="cuda:3")]
-    said = r"stages of 0>1/activation share one \(cuda:3\): take fewer stages, or --backend auto"
-    with pytest.raises(UsageError, match=said):
+    message = r"stages of 0>1/activation share one \(cuda:3\); use fewer stages, or --backend auto"
+    with pytest.raises(UsageError, match=message):
         connect_all((FORTH,), 2, "nccl", devices=devices)
 
 
 @pytest.mark.parametrize(
-    ("error", "said"),
+    ("error", "reason"),
     [
         (RuntimeError("NCCL error in: x.cpp:1, unhandled system error\nmore"), "unhandled system"),
         (
@@ -321,13 +325,13 @@ def test_workers_that_share_a_device_cannot_have_nccl() -> None:
                 "ncclInvalidUsage: This usually reflects more.\n"
                 "Last error:\nBootstrap : no socket interface found\n"
             ),
-            "NCCL version 2.28.9: Bootstrap : no socket interface found (--backend gloo",
+            "NCCL version 2.28.9: Bootstrap : no socket interface found; --backend gloo",
         ),
         (None, "no answer within 0 s"),
     ],
 )
-def test_devices_that_cannot_be_connected_are_named(
-    error: RuntimeError | None, said: str, monkeypatch: pytest.MonkeyPatch
+def test_the_error_of_devices_that_cannot_be_connected_names_the_peer(
+    error: RuntimeError | None, reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     over = threading.Event()
 
@@ -342,13 +346,13 @@ def test_devices_that_cannot_be_connected_are_named(
     with ExitStack() as stack:
         stack.callback(over.set)
         if error is None:
-            monkeypatch.setattr(nccl, "_PATIENCE", 0.01)
+            monkeypatch.setattr(nccl, "REACH_FACTOR", 0.01)
         with pytest.raises(PeerLost) as raised:
             connect_all((FORTH,), 2, devices=devices, apart=True)
     text = str(raised.value)
     assert "the channel 0>1/activation could not be connected to the worker of stage" in text
-    assert said in text
-    assert "(--backend gloo does without)" in text
+    assert reason in text
+    assert "; --backend gloo does without NCCL" in text
     assert "more" not in text
 
 
@@ -366,8 +370,8 @@ class _Group:
         return self.Gone()
 
 
-def test_a_group_asks_no_store_once_its_ends_have_met(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It does so in a thread that is waited for, and of a job that is over nobody answers."""
+def test_a_connected_group_can_no_longer_use_the_store(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its threads would wait for the answer of a coordinator that has ended."""
     stores: list[Store] = []
     plain = LateCommunicators.group
 
@@ -386,7 +390,7 @@ def test_a_group_asks_no_store_once_its_ends_have_met(monkeypatch: pytest.Monkey
             store.check(["exception_dump"])
 
 
-def test_what_nccl_says_of_a_lost_peer_names_the_channel() -> None:
+def test_errors_of_nccl_name_the_channel() -> None:
     lane = NcclLane(FORTH, _Group(), LateDevice())
     with pytest.raises(PeerLost, match="channel 0>1/activation closed: NCCL communicator was"):
         lane.send(torch.ones(1), 0)

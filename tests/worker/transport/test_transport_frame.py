@@ -1,4 +1,4 @@
-"""What a value looks like on a channel, and that it looks the same when it comes off."""
+"""Frames and layouts: a value that crosses a channel arrives unchanged."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 
 from pipeworker.errors import PipeworkerError
 from pipeworker.worker.transport import frame as frames
-from pipeworker.worker.transport.frame import Frame
-from pipeworker.worker.transport.links.link import MemoryLink
+from pipeworker.worker.transport import layout as layouts
+from pipeworker.worker.transport.frame import Frame, KnownFrames
+from support.transport import MemoryLink
 
 DTYPES = [
     torch.bool,
@@ -35,20 +36,20 @@ Pair = namedtuple("Pair", "left right")
 
 
 def filled(shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """A contiguous tensor whose elements differ, as far as the dtype can tell them apart."""
+    """Return a contiguous tensor whose elements differ, as far as its dtype can represent."""
     count = torch.Size(shape).numel()
     return (torch.arange(count) % 100).reshape(shape).to(dtype)
 
 
 def cross(value: Any) -> Any:
-    """The value at the other end: its header read, its elements copied raw."""
+    """Return the value at the other end: decode its header, and copy its elements as bytes."""
     frame, tensors = frames.describe(value)
     assert frames.matches(frame, value) is not None or _any_overlap(tensors)
     there = frames.from_bytes(frames.to_bytes(frame))
     assert there == frame
     arrived = []
     for tensor, layout in zip(tensors, there.tensors, strict=True):
-        packed = frames.pack(tensor)
+        packed = layouts.pack(tensor)
         assert packed.is_contiguous()
         buffer = torch.zeros(layout.packed, dtype=layout.dtype)
         assert buffer.numel() == packed.numel()
@@ -56,16 +57,16 @@ def cross(value: Any) -> Any:
             link = MemoryLink()
             link.send(packed, 0)
             link.receive([buffer], 0)[0].wait()
-        arrived.append(frames.unpack(buffer, layout))
+        arrived.append(layouts.unpack(buffer, layout))
     return frames.assemble(there, arrived)
 
 
 def _any_overlap(tensors: list[torch.Tensor]) -> bool:
-    return any(frames.layout_of(t).stride != t.stride() for t in tensors)
+    return any(layouts.layout_of(t).stride != t.stride() for t in tensors)
 
 
 def same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
-    """Equal in shape, dtype and every bit (a NaN equals itself)."""
+    """Return whether shape, dtype and every bit are equal; a NaN equals itself."""
     if left.shape != right.shape or left.dtype is not right.dtype:
         return False
     plain = [t.detach().clone(memory_format=torch.contiguous_format) for t in (left, right)]
@@ -74,7 +75,7 @@ def same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
 
 @st.composite
 def laid_out(draw: st.DrawFn) -> torch.Tensor:
-    """A tensor permuted, sliced and expanded at will: any layout without overlap."""
+    """Draw a tensor that is permuted, sliced and expanded: any layout without overlap."""
     sizes = draw(st.lists(st.integers(0, 4), max_size=4))
     tensor = filled(tuple(sizes), draw(st.sampled_from(DTYPES)))
     for dim, size in enumerate(sizes):
@@ -93,18 +94,18 @@ def laid_out(draw: st.DrawFn) -> torch.Tensor:
 
 
 @given(laid_out())
-def test_a_tensor_keeps_its_elements_and_its_strides(tensor: torch.Tensor) -> None:
+def test_a_tensor_keeps_its_elements_and_strides(tensor: torch.Tensor) -> None:
     arrived = cross(tensor)
     assert same_bits(arrived, tensor)
     assert arrived.stride() == tensor.stride()
 
 
 @given(laid_out())
-def test_no_more_moves_than_the_elements(tensor: torch.Tensor) -> None:
+def test_only_distinct_elements_move(tensor: torch.Tensor) -> None:
     distinct = 1
     for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
         distinct *= 1 if size > 1 and stride == 0 else size
-    assert frames.pack(tensor).numel() <= max(distinct, tensor.dim() == 0)
+    assert layouts.pack(tensor).numel() <= max(distinct, tensor.dim() == 0)
 
 
 @given(
@@ -112,7 +113,7 @@ def test_no_more_moves_than_the_elements(tensor: torch.Tensor) -> None:
     st.tuples(st.integers(0, 3), st.integers(0, 3)),
     st.integers(0, 2),
 )
-def test_overlapping_elements_arrive_as_a_plain_tensor(
+def test_overlapping_elements_arrive_as_a_contiguous_tensor(
     shape: tuple[int, int], stride: tuple[int, int], offset: int
 ) -> None:
     tensor = filled((24,)).as_strided(shape, stride, offset)
@@ -121,15 +122,15 @@ def test_overlapping_elements_arrive_as_a_plain_tensor(
     assert arrived.stride() == tensor.stride() or arrived.is_contiguous()
 
 
-def test_one_element_keeps_its_place_too() -> None:
+def test_a_single_element_keeps_its_alignment() -> None:
     tensor = filled((4,))[3]
-    copy = frames.replica(tensor)
+    copy = layouts.aligned_copy(tensor)
     assert same_bits(copy, tensor)
-    assert (copy.data_ptr() - tensor.data_ptr()) % frames.ALIGNMENT == 0
+    assert (copy.data_ptr() - tensor.data_ptr()) % layouts.ALIGNMENT == 0
     assert same_bits(cross(tensor), tensor)
 
 
-def test_windows_that_overlap() -> None:
+def test_overlapping_windows_arrive_as_a_contiguous_tensor() -> None:
     windows = filled((8,)).unfold(0, 4, 2)
     assert windows.stride() == (2, 1)
     arrived = cross(windows)
@@ -150,34 +151,34 @@ def test_windows_that_overlap() -> None:
     ],
     ids=["plain", "transposed", "gapped", "expanded", "scalar", "channels_last", "empty"],
 )
-def test_what_moves(tensor: torch.Tensor, packed: tuple[int, ...]) -> None:
-    layout = frames.layout_of(tensor)
+def test_the_packed_shape_of_a_layout(tensor: torch.Tensor, packed: tuple[int, ...]) -> None:
+    layout = layouts.layout_of(tensor)
     assert layout.packed == packed
-    assert frames.pack(tensor).numel() == torch.Size(packed).numel()
+    assert layouts.pack(tensor).numel() == torch.Size(packed).numel()
     assert layout.stride == tensor.stride()
 
 
 @pytest.mark.parametrize("make", [filled, lambda s: filled(s).t()], ids=["plain", "transposed"])
-def test_a_dense_tensor_is_neither_copied_here_nor_there(make: Any) -> None:
+def test_a_dense_tensor_is_copied_at_neither_end(make: Any) -> None:
     tensor = make((3, 4))
-    packed = frames.pack(tensor)
+    packed = layouts.pack(tensor)
     assert packed.data_ptr() == tensor.data_ptr()
-    assert frames.unpack(packed, frames.layout_of(tensor)).data_ptr() == tensor.data_ptr()
+    assert layouts.unpack(packed, layouts.layout_of(tensor)).data_ptr() == tensor.data_ptr()
 
 
-def test_the_conjugate_of_a_tensor_arrives_conjugated() -> None:
+def test_a_lazy_conjugate_arrives_conjugated() -> None:
     tensor = torch.tensor([[1 + 2j, 3 - 1j]])
     for lazy in (tensor.conj(), tensor.mH, torch.conj(tensor).imag):
         assert lazy.is_conj() or lazy.is_neg()
         assert torch.equal(cross(lazy).resolve_conj(), lazy.resolve_conj())
 
 
-def test_whether_gradients_are_wanted_is_told_and_the_elements_are_detached() -> None:
+def test_requires_grad_is_described_and_the_elements_are_detached() -> None:
     x = filled((2, 2)).requires_grad_()
     y = x * 2
     frame, tensors = frames.describe((x, y, y.detach()))
     assert [layout.requires_grad for layout in frame.tensors] == [True, True, False]
-    assert not any(frames.pack(tensor).requires_grad for tensor in tensors)
+    assert not any(layouts.pack(tensor).requires_grad for tensor in tensors)
     assert frames.from_bytes(frames.to_bytes(frame)) == frame
 
 
@@ -220,11 +221,11 @@ def assert_equal(left: Any, right: Any) -> None:
 
 
 @given(st.recursive(tensors | plain_values, containers, max_leaves=8))
-def test_nested_values_arrive_as_they_are(value: Any) -> None:
+def test_nested_values_arrive_unchanged(value: Any) -> None:
     assert_equal(cross(value), value)
 
 
-def test_the_same_tensor_twice_moves_once_and_stays_one() -> None:
+def test_a_tensor_that_occurs_twice_moves_once_and_stays_one() -> None:
     x, y = filled((2,)), filled((2,))
     frame, moved = frames.describe({"a": x, "b": (y, x)})
     assert len(moved) == 2
@@ -246,10 +247,10 @@ def test_the_same_tensor_twice_moves_once_and_stays_one() -> None:
     ],
     ids=["shape", "stride", "dtype", "requires_grad", "structure", "no tensor"],
 )
-def test_a_bare_tensor_that_looks_different_does_not_match(other: Any) -> None:
+def test_a_tensor_of_another_layout_does_not_match(other: Any) -> None:
     frame, _ = frames.describe(filled((2, 3)))
-    again = filled((2, 3))
-    assert frames.matches(frame, again) == [again]
+    same = filled((2, 3))
+    assert frames.matches(frame, same) == [same]
     assert frames.matches(frame, other) is None
 
 
@@ -267,13 +268,13 @@ def test_a_bare_tensor_that_looks_different_does_not_match(other: Any) -> None:
         (0.0, -0.0),
     ],
 )
-def test_a_plain_value_that_differs_does_not_match(known: Any, other: Any) -> None:
+def test_another_plain_value_does_not_match(known: Any, other: Any) -> None:
     frame, _ = frames.describe(known)
     assert frames.matches(frame, known) == []
     assert frames.matches(frame, other) is None
 
 
-def test_one_tensor_twice_is_not_two_tensors() -> None:
+def test_one_tensor_twice_does_not_match_two_tensors() -> None:
     x, y = filled((2,)), filled((2,))
     frame, _ = frames.describe((x, x))
     assert frames.matches(frame, (x, y)) is None
@@ -295,7 +296,7 @@ class Thing:
     ],
     ids=["object", "set", "complex", "sparse", "sparse inside"],
 )
-def test_what_cannot_pass_is_named(value: Any, message: str) -> None:
+def test_a_value_that_cannot_pass_is_refused_by_its_class(value: Any, message: str) -> None:
     with pytest.raises(PipeworkerError, match=message):
         frames.describe(value)
 
@@ -321,14 +322,36 @@ def test_what_cannot_pass_is_named(value: Any, message: str) -> None:
         *("half a surrogate", "many parts", "long text", "many tensors", "many dimensions"),
     ],
 )
-def test_what_has_no_description_is_refused_when_it_is_sent(value: Any, message: str) -> None:
+def test_a_value_without_a_description_is_refused_when_it_is_sent(value: Any, message: str) -> None:
     with pytest.raises(PipeworkerError, match=message):
         frames.to_bytes(frames.describe(value)[0])
 
 
-def test_frames_are_equal_by_what_they_say() -> None:
+def test_frames_are_compared_by_their_content() -> None:
     def frame() -> Frame:
         return frames.describe({"x": filled((2, 3)), "n": 1})[0]
 
     assert frame() == frame()
     assert frame() != frames.describe({"x": filled((2, 3)), "n": 2})[0]
+
+
+def test_equal_known_frames_are_shared() -> None:
+    known = KnownFrames()
+    for signature in range(3):
+        for microbatch in range(8):
+            frame, _ = frames.describe([filled((signature + 2,)), 1.5])
+            known.learn(signature, microbatch, frame)
+    assert len(known) == 24
+    assert len({id(frame) for frame in known.values()}) == 3
+
+
+def test_known_frames_are_forgotten_when_there_are_too_many() -> None:
+    known = KnownFrames()
+    frame, _ = frames.describe(filled((2,)))
+    for signature in range(4096):
+        known.learn(signature, 0, frame)
+    known.limit()
+    assert len(known) == 4096
+    known.learn(0, 1, frame)
+    known.limit()
+    assert not known

@@ -1,9 +1,10 @@
-"""What every link does, whatever moves its tensors; and links in memory."""
+"""The properties that all links have in common; and the links in memory of these tests."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
+from unittest import mock
 
 import pytest
 import torch
@@ -11,10 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeworker.errors import PeerLost
-from pipeworker.worker.transport.links.link import Lane, Link, MemoryLink, Pending, TwoLanes
-from support.mapped import Lent, MappedDevice
+from pipeworker.worker.transport.links.link import Lane, Link, Pending, TwoLanes
+from support.mapped import HostTensors, MappedDevice
 from support.nccl import NcclDevice
-from support.transport import FORTH, StrictLane, connect_all, two_lanes
+from support.transport import FORTH, MemoryLink, StrictLane, connect_all, two_lanes
 
 Ends = tuple[Link, Link]
 
@@ -38,13 +39,13 @@ def connected(backend: str) -> Callable[[], Ends]:
 def of_devices() -> Ends:
     devices = [MappedDevice().start(), MappedDevice(["compute", "receives"]).start()]
     source, target = connect_all((FORTH,), 2, devices=devices)
-    return Lent(source[FORTH], devices[0]), Lent(target[FORTH], devices[1])
+    return HostTensors(source[FORTH], devices[0]), HostTensors(target[FORTH], devices[1])
 
 
 def of_devices_by_nccl() -> Ends:
     devices = [NcclDevice().start(), NcclDevice(["compute", "nccl"]).start()]
     source, target = connect_all((FORTH,), 2, devices=devices, apart=True)
-    return Lent(source[FORTH], devices[0]), Lent(target[FORTH], devices[1])
+    return HostTensors(source[FORTH], devices[0]), HostTensors(target[FORTH], devices[1])
 
 
 LINKS: dict[str, Callable[[], Ends]] = {
@@ -64,7 +65,7 @@ def ends(request: pytest.FixtureRequest) -> Iterator[Ends]:
     made = LINKS[request.param]()
     yield made
     for link in made:
-        if isinstance(link, Lent):
+        if isinstance(link, HostTensors):
             link.stop()
 
 
@@ -85,7 +86,7 @@ def buffer(lane: Lane, *shape: int) -> torch.Tensor:
 
 
 def test_lanes_are_the_same_objects_each_time(ends: Ends) -> None:
-    """A channel asks whether they are one."""
+    """A channel compares them to find whether they are one."""
     for link in ends:
         assert link.control is link.control
         assert link.bulk is link.bulk
@@ -104,9 +105,9 @@ def test_every_bit_arrives(lanes: tuple[Lane, Lane], dtype: torch.dtype) -> None
     source, target = lanes
     sent = torch.arange(6).reshape(2, 3).to(dtype)
     got = torch.empty(2, 3, dtype=dtype)
-    receiving = target.receive([got], 0)[0]
+    receive = target.receive([got], 0)[0]
     source.send(sent, 0).wait()
-    receiving.wait()
+    receive.wait()
     assert torch.equal(got, sent)
 
 
@@ -125,26 +126,26 @@ def test_messages_of_a_tag_arrive_in_order(lanes: tuple[Lane, Lane], first: str)
     assert [tensor[6].item() for tensor in got] == [0, 1, 2, 3, 4]
 
 
-def test_tags_are_separate_queues_in_the_order_sent(ends: Ends) -> None:
-    """On the control lane; the bulk lane has one queue."""
+def test_tags_of_the_control_lane_are_separate_queues(ends: Ends) -> None:
+    """The bulk lane has one queue."""
     source, target = (link.control for link in ends)
     messages = ((2, 1.0), (1, 2.0), (2, 3.0))
-    sending = [source.send(torch.full((5,), value), tag) for tag, value in messages]
+    sends = [source.send(torch.full((5,), value), tag) for tag, value in messages]
     got = [torch.empty(5) for _ in range(3)]
     for tensor, tag in zip(got, (1, 2, 2), strict=True):
         target.receive([tensor], tag)[0].wait()
-    for pending in sending:
+    for pending in sends:
         pending.wait()
     assert [tensor[0].item() for tensor in got] == [2.0, 1.0, 3.0]
 
 
-def test_a_large_tensor_and_one_element(lanes: tuple[Lane, Lane]) -> None:
+def test_large_tensors_and_single_elements_arrive(lanes: tuple[Lane, Lane]) -> None:
     source, target = lanes
     for shape in ((1 << 20,), (1,), (300, 500)):
         got, sent = buffer(target, *shape), torch.randn(shape)
-        receiving = target.receive([got], 0)[0]
+        receive = target.receive([got], 0)[0]
         source.send(sent, 0).wait()
-        receiving.wait()
+        receive.wait()
         assert torch.equal(got, sent)
 
 
@@ -159,18 +160,18 @@ def test_a_posted_receive_is_filled_from_another_thread(lanes: tuple[Lane, Lane]
     assert got.item() == 7.0
 
 
-def test_hundreds_of_messages_are_under_way(lanes: tuple[Lane, Lane]) -> None:
+def test_hundreds_of_messages_may_be_under_way(lanes: tuple[Lane, Lane]) -> None:
     source, target = lanes
     got = [buffer(target, 3) for _ in range(256)]
-    receiving = target.receive(got, 0)
-    sending = [source.send(torch.full((3,), float(n)), 0) for n in range(256)]
-    for pending in [*sending, *receiving]:
+    receives = target.receive(got, 0)
+    sends = [source.send(torch.full((3,), float(n)), 0) for n in range(256)]
+    for pending in [*sends, *receives]:
         pending.wait()
     assert [tensor[2].item() for tensor in got] == list(range(256))
 
 
-def test_the_lanes_do_not_meet(ends: Ends) -> None:
-    """With other tags, as channels use them."""
+def test_the_lanes_do_not_mix_messages(ends: Ends) -> None:
+    """Each has tags of its own, as in channels."""
     source, target = ends
     bulk, control = number(), number()
     pending = [*target.bulk.receive([bulk], 0), *target.control.receive([control], 1)]
@@ -180,7 +181,7 @@ def test_the_lanes_do_not_meet(ends: Ends) -> None:
     assert (control.item(), bulk.item()) == (1.0, 2.0)
 
 
-def test_a_control_lane_may_be_closed_with_a_receive_that_never_comes(ends: Ends) -> None:
+def test_a_link_may_be_closed_with_a_posted_control_receive(ends: Ends) -> None:
     source, target = ends
     target.control.receive([number()], 1)
     target.close()
@@ -192,7 +193,7 @@ def test_a_control_lane_may_be_closed_with_a_receive_that_never_comes(ends: Ends
 
 
 @given(st.permutations(["send"] * 3 + ["receive"] * 3), st.integers(0, 2), st.booleans())
-def test_messages_arrive_in_order_whoever_comes_first(
+def test_messages_arrive_in_any_order_of_sends_and_receives(
     order: list[str], tag: int, strict: bool
 ) -> None:
     lane = StrictLane() if strict else MemoryLink()
@@ -209,10 +210,10 @@ def test_messages_arrive_in_order_whoever_comes_first(
     for item in pending:
         item.wait()
     assert [target.item() for target in targets] == [1, 2, 3]
-    assert lane.sent == 3
+    assert sum(lane.sent.values()) == 3
 
 
-def test_a_longer_buffer_takes_a_shorter_message() -> None:
+def test_a_longer_buffer_receives_a_shorter_message() -> None:
     link = MemoryLink()
     target = torch.zeros(4)
     link.receive([target], 0)
@@ -220,7 +221,7 @@ def test_a_longer_buffer_takes_a_shorter_message() -> None:
     assert target.tolist() == [1, 1, 0, 0]
 
 
-def test_without_a_peer_both_ends_are_lost() -> None:
+def test_a_wait_without_a_peer_raises_peer_lost() -> None:
     link = MemoryLink(limit=0.01)
     with pytest.raises(PeerLost, match=r"within 0\.01 s"):
         link.send(number(), 0).wait()
@@ -228,7 +229,7 @@ def test_without_a_peer_both_ends_are_lost() -> None:
         link.receive([number()], 1)[0].wait()
 
 
-def test_a_strict_lane_says_where_nccl_would_hang() -> None:
+def test_a_strict_lane_fails_where_nccl_would_hang() -> None:
     lane = StrictLane(limit=0.01)
     (pending,) = lane.receive([number()], 0)
     with pytest.raises(AssertionError, match="nothing was ever sent"):
@@ -239,9 +240,9 @@ def test_a_strict_lane_says_where_nccl_would_hang() -> None:
         lane.send(torch.ones(2), 0)
 
 
-def test_two_lanes_are_closed_by_what_made_them() -> None:
-    closed = []
-    link = TwoLanes(MemoryLink(), MemoryLink(), lambda: closed.append(True))
-    link.close()
-    assert closed == [True]
-    TwoLanes(MemoryLink(), MemoryLink()).close()
+def test_closing_two_lanes_closes_both_connections() -> None:
+    host, bulk = mock.Mock(), mock.Mock()
+    bulk.close.side_effect = OSError("gone")
+    with pytest.raises(OSError, match="gone"):
+        TwoLanes(host, bulk).close()
+    host.close.assert_called_once_with()

@@ -1,4 +1,4 @@
-"""What a channel between two real ends holds when shapes change: little more than the largest."""
+"""The memory of a channel when shapes change: little more than the largest shape needs."""
 
 from __future__ import annotations
 
@@ -35,20 +35,20 @@ def by_microbatch(chance: random.Random) -> Step:
 
 
 def by_rank(chance: random.Random) -> Step:
-    """Few large tensors, or many small ones."""
+    """Return few large tensors, or many small ones."""
     count = chance.choice([1, 5, 40])
     sizes = [LARGEST // count - chance.randint(0, 300) for _ in range(count)]
     return [[torch.empty(size) for size in sizes] for _ in range(MICROBATCHES)]
 
 
-def now_and_then(chance: random.Random) -> Step:
-    """Two shapes by turns, and both of them known to both ends."""
+def two_shapes(chance: random.Random) -> Step:
+    """Return one of two shapes, both of which become known to both ends."""
     size = LARGEST - 30_000 * chance.randint(0, 1)
     return [[torch.empty(size), torch.empty(size // 4)] for _ in range(MICROBATCHES)]
 
 
 class Channel:
-    """Both ends of a real channel in this process, and the memory that it holds."""
+    """Both ends of a connected channel in this process, and the memory that it holds."""
 
     def __init__(self, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
         self._made: list[weakref.ref[torch.UntypedStorage]] = []
@@ -73,7 +73,7 @@ class Channel:
         return shared_memory() - self._before + alive
 
     def step(self, number: int, values: Step, keep: Callable[[torch.Tensor], object]) -> int:
-        """All micro-batches are held, then released; returns what the channel held at most."""
+        """Receive all micro-batches, then release them; return the most bytes held."""
         signature = hash(tuple(tuple(t.numel() for t in value) for value in values))
         self.sender.begin(signature)
         self.receiver.begin(signature, range(len(values)))
@@ -99,7 +99,7 @@ class Channel:
 
 @pytest.fixture
 def largest(backend: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
-    """What a channel holds when all steps have the largest shape."""
+    """The bytes that a channel holds when all steps have the largest shape."""
     with monkeypatch.context() as patch:
         channel = Channel(backend, patch)
         yield max(channel.step(n, constant(random.Random(0)), lambda _: None) for n in range(4))
@@ -107,8 +107,8 @@ def largest(backend: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
 
 
 @pytest.mark.parametrize("backend", ["auto", "gloo"])
-@pytest.mark.parametrize("shapes", [by_step, by_microbatch, by_rank, now_and_then])
-def test_little_more_is_held_than_for_the_largest_shape(
+@pytest.mark.parametrize("shapes", [by_step, by_microbatch, by_rank, two_shapes])
+def test_a_channel_holds_little_more_than_for_the_largest_shape(
     shapes: Callable[[random.Random], Step],
     backend: str,
     largest: int,
@@ -124,7 +124,7 @@ def test_little_more_is_held_than_for_the_largest_shape(
 
 
 @pytest.mark.parametrize("backend", ["auto", "gloo"])
-def test_what_is_kept_stays_as_it_was_when_shapes_change(
+def test_kept_tensors_do_not_change_when_shapes_change(
     backend: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     chance = random.Random(6)
@@ -171,10 +171,10 @@ JOB = """
                 Path("ready").touch()
                 time.sleep(0.02)
 """
-"""Frames of a MB at most. After so many steps it waits for a file."""
+"""A job with frames of 1 MB at most, which waits for a file after a number of steps."""
 
 
-def test_a_job_whose_shapes_change_holds_what_the_largest_needs(jobs: Jobs) -> None:
+def test_a_job_with_changing_shapes_holds_little_more_than_the_largest_needs(jobs: Jobs) -> None:
     held = {}
     for shapes, steps in (("constant", 4), ("changing", 60)):
         words = ["--stages", "3", "--microbatches", "4", "--recompute", "never"]

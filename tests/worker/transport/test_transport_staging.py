@@ -1,8 +1,9 @@
-"""Tensors of a device that works late, on their way through the host: what waits for what."""
+"""Tensors of a late device that pass through the host: the order of copies and work."""
 
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -10,11 +11,17 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
 
 from pipeworker.worker.transport.channel import Receiver, Sender
-from pipeworker.worker.transport.courier import Courier
-from pipeworker.worker.transport.links.link import MemoryLink, Pending
+from pipeworker.worker.transport.layout import ALIGNMENT, Layout, layout_of
+from pipeworker.worker.transport.links.link import Pending
+from pipeworker.worker.transport.send_thread import SendThread
+from pipeworker.worker.transport.staging import BufferPool
 from support.device import EAGER, ORDERS, LateDevice
+from support.transport import MemoryLink
 
 MICROBATCHES = 6
 Make = Callable[[torch.Tensor], Any]
@@ -25,30 +32,30 @@ def bare(tensor: torch.Tensor) -> Any:
 
 
 def nested(tensor: torch.Tensor) -> Any:
-    """Other strides, the same tensor twice, an offset, and one that lies on the host."""
+    """Return a value with strides, a tensor twice, an offset, and a tensor of the host."""
     return [tensor.t(), (tensor[1:], tensor.t()), {"here": torch.ones(3)}, None]
 
 
 @contextmanager
-def courier() -> Iterator[Courier]:
-    made = Courier()
+def send_thread() -> Iterator[SendThread]:
+    made = SendThread()
     try:
         yield made
     finally:
         made.close()
 
 
-def behind(gate: threading.Event) -> list[Pending]:
+def wait_for(gate: threading.Event) -> list[Pending]:
     gate.wait(20)
     return []
 
 
-def travelled(device: LateDevice, make: Make, steps: int = 3) -> list[tuple[Any, Any]]:
-    """What one device computes, and what another makes of what arrives there: both, in pairs."""
-    other = LateDevice([s.name for s in device._eager], device.without)
+def sent_and_received(device: LateDevice, make: Make, steps: int = 3) -> list[tuple[Any, Any]]:
+    """Send what one device computes to another; return the results there with those expected."""
+    other = LateDevice([s.name for s in device.eager], device.without)
     link = MemoryLink(limit=20.0)
     found: list[tuple[Any, Any]] = []
-    with courier() as thread:
+    with send_thread() as thread:
         sender = Sender(link, None, thread, accelerator=device)
         receiver = Receiver(link, 4, accelerator=other)
         with device.active():
@@ -57,7 +64,7 @@ def travelled(device: LateDevice, make: Make, steps: int = 3) -> list[tuple[Any,
             sender.begin(0)
             receiver.begin(0, range(MICROBATCHES))
             late = threading.Event()
-            thread.submit(partial(behind, late))
+            thread.submit(partial(wait_for, late))
             for m in range(MICROBATCHES):
                 with device.active():
                     sender.send(m, make(weight * (1.0 + m) + step))
@@ -88,10 +95,91 @@ def right(found: list[tuple[Any, Any]]) -> bool:
 
 @pytest.mark.parametrize("make", [bare, nested])
 @pytest.mark.parametrize("eager", EAGER)
-def test_every_bit_arrives_whatever_is_late(eager: tuple[str, ...], make: Make) -> None:
-    assert right(travelled(LateDevice(eager), make))
+def test_every_bit_arrives_with_any_stream_late(eager: tuple[str, ...], make: Make) -> None:
+    assert right(sent_and_received(LateDevice(eager), make))
 
 
 @pytest.mark.parametrize("order", ORDERS)
-def test_each_order_that_does_not_hold_gives_wrong_bytes(order: str) -> None:
-    assert not all(right(travelled(LateDevice(eager, order), bare, 2)) for eager in EAGER)
+def test_each_missing_wait_gives_wrong_bytes(order: str) -> None:
+    assert not all(right(sent_and_received(LateDevice(eager, order), bare, 2)) for eager in EAGER)
+
+
+allocate = MemoryLink().allocate
+
+
+def test_buffers_of_a_shape_are_reused_last_in_first_out() -> None:
+    pool = BufferPool(allocate)
+    layout = layout_of(torch.zeros(2, 3))
+    buffers = [pool.acquire(layout) for _ in range(3)]
+    pool.reclaim([layout] * 3, buffers)
+    for buffer in reversed(buffers):
+        assert pool.acquire(layout) is buffer
+    assert all(pool.acquire(layout) is not buffer for buffer in buffers)
+
+
+class PoolModel(RuleBasedStateMachine):
+    """Buffers that are out, or kept by the user, share no memory; and little else is free."""
+
+    acquired, kept = Bundle("acquired"), Bundle("kept")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.made: list[weakref.ref[torch.UntypedStorage]] = []
+        self.pool = BufferPool(self.allocate)
+        self.out: dict[int, torch.Tensor] = {}
+        self.user: dict[int, torch.Tensor] = {}
+        self.number = 0
+        self.most = 0
+
+    def allocate(self, count: int) -> torch.Tensor:
+        memory = allocate(count)
+        self.made.append(weakref.ref(memory.untyped_storage()))
+        return memory
+
+    @rule()
+    def begin_step(self) -> None:
+        self.pool.begin_step()
+
+    @rule(
+        target=acquired,
+        shape=st.sampled_from([(40, 5), (50, 4), (300,), (7, 90), (2000,), (0, 3)]),
+        dtype=st.sampled_from([torch.float32, torch.float64]),
+    )
+    def acquire(self, shape: tuple[int, ...], dtype: torch.dtype) -> tuple[int, Layout]:
+        layout = layout_of(torch.empty(shape, dtype=dtype))
+        buffer = self.pool.acquire(layout)
+        assert (buffer.shape, buffer.dtype) == (shape, dtype)
+        self.number += 1
+        buffer.fill_(self.number)
+        self.out[self.number] = buffer
+        self.most = max(self.most, sum(b.nbytes for b in self.out.values()))
+        return self.number, layout
+
+    @rule(one=consumes(acquired), target=kept, keeps=st.booleans())
+    def give_back(self, one: tuple[int, Layout], keeps: bool) -> int:
+        number, layout = one
+        buffer = self.out.pop(number)
+        if keeps:
+            self.user[number] = buffer[1:]
+        self.pool.reclaim([layout], [buffer])
+        return number
+
+    @rule(number=consumes(kept))
+    def forget(self, number: int) -> None:
+        self.user.pop(number, None)
+
+    @invariant()
+    def buffers_in_use_do_not_change(self) -> None:
+        for number, tensor in [*self.out.items(), *self.user.items()]:
+            assert bool((tensor == number).all())
+
+    @invariant()
+    def few_bytes_are_free(self) -> None:
+        kept = {t.untyped_storage().data_ptr() for t in self.user.values()}
+        alive = [storage for ref in self.made if (storage := ref()) is not None]
+        held = sum(s.nbytes() - ALIGNMENT for s in alive if s.data_ptr() not in kept)
+        assert held <= 1.25 * self.most
+
+
+TestPool = PoolModel.TestCase
+TestPool.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)

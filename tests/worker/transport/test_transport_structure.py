@@ -1,4 +1,4 @@
-"""How values nest: registered classes cross by number, and what a peer sends is looked at."""
+"""The structure of nested values: registered classes cross by number; invalid data is refused."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from torch.fx.immutable_collections import immutable_dict, immutable_list
 from pipeworker.errors import PipeworkerError, ProtocolError
 from pipeworker.worker.internals import pytree
 from pipeworker.worker.transport import frame as frames
-from pipeworker.worker.transport.structure import DEEPEST, MOST_ITEMS, Kinds
+from pipeworker.worker.transport.structure import MAX_DEPTH, MAX_ITEMS, TypeRegistry
 
 Pair = namedtuple("Pair", "left right")
 
@@ -51,7 +51,7 @@ class Level(IntEnum):
 
 
 class Bag:
-    """A node whose context needs no help: tuples, numbers and dicts in it stay what they are."""
+    """A node whose context is plain data: tuples, numbers and dicts in it keep their types."""
 
     def __init__(self, items: list[Any], context: Any) -> None:
         self.items, self.context = items, context
@@ -61,7 +61,7 @@ class Bag:
 
 
 class Dumped:
-    """A node whose context is no plain data, with functions that make it so."""
+    """A node whose context is not plain data, with functions that convert it."""
 
     def __init__(self, x: Any, shift: complex) -> None:
         self.x, self.shift = x, shift
@@ -83,23 +83,23 @@ pytree.register_pytree_node(
     from_dumpable_context=lambda text: complex(*json.loads(text)),
 )
 pytree.register_pytree_node(Late, lambda v: ([v.x], None), lambda c, _: Late(*c))
-KINDS = Kinds(
+TYPES = TypeRegistry(
     (Pair, Point, State, Mode, Level, Bag, Dumped, torch.Size, immutable_list, immutable_dict)
 )
 X = torch.arange(6.0)
 
 
 def cross(value: Any) -> Any:
-    """The value at the other end, with the same tensors."""
-    frame, tensors = frames.describe(value, KINDS)
-    assert frames.matches(frame, value, KINDS) == tensors
-    there = frames.from_bytes(frames.to_bytes(frame), KINDS)
+    """Return the value at the other end, with the same tensors."""
+    frame, tensors = frames.describe(value, TYPES)
+    assert frames.matches(frame, value, TYPES) == tensors
+    there = frames.from_bytes(frames.to_bytes(frame), TYPES)
     assert there == frame
-    return frames.assemble(there, tensors, KINDS)
+    return frames.assemble(there, tensors, TYPES)
 
 
 def shown(value: Any) -> Any:
-    """Equal for values that are equal in all their parts, and in the parts' types."""
+    """Return a form that is equal for values whose parts are equal, their types included."""
     if isinstance(value, (Bag, Dumped, State)):
         return type(value), shown(vars(value))
     if isinstance(value, defaultdict):
@@ -138,12 +138,12 @@ def shown(value: Any) -> Any:
     ],
     ids=lambda value: type(value).__name__,
 )
-def test_a_value_arrives_as_it_is(value: Any) -> None:
+def test_a_value_arrives_unchanged(value: Any) -> None:
     assert shown(cross(value)) == shown(value)
 
 
-def test_sizes_arrive_as_torch_puts_them_together() -> None:
-    """Its own pytree makes a tuple of one."""
+def test_a_size_arrives_as_a_tuple() -> None:
+    """As torch's own pytree makes of it."""
     assert cross(X.shape) == (6,)
 
 
@@ -167,25 +167,25 @@ def test_sizes_arrive_as_torch_puts_them_together() -> None:
     ],
     ids=str,
 )
-def test_what_differs_in_no_more_than_a_type_does_not_match(known: Any, other: Any) -> None:
+def test_values_that_differ_in_a_type_alone_do_not_match(known: Any, other: Any) -> None:
     for one, two in ((known, other), (other, known)):
-        frame, _ = frames.describe(one, KINDS)
-        assert frames.matches(frame, one, KINDS) is not None
-        assert frames.matches(frame, two, KINDS) is None
+        frame, _ = frames.describe(one, TYPES)
+        assert frames.matches(frame, one, TYPES) is not None
+        assert frames.matches(frame, two, TYPES) is None
 
 
-def test_a_context_that_is_changed_later_no_longer_matches() -> None:
+def test_a_context_that_has_changed_does_not_match() -> None:
     value = Bag([X], ["a"])
-    frame, _ = frames.describe(value, KINDS)
+    frame, _ = frames.describe(value, TYPES)
     value.context.append("b")
-    assert frames.matches(frame, value, KINDS) is None
+    assert frames.matches(frame, value, TYPES) is None
 
 
-def test_a_class_that_was_not_agreed_on_is_named_by_the_sender() -> None:
+def test_the_sender_refuses_a_class_that_was_not_agreed_on_by_name() -> None:
     with pytest.raises(PipeworkerError, match=r"test_transport_structure\.Late cannot pass.*top"):
-        frames.describe([Late(X)], KINDS)
+        frames.describe([Late(X)], TYPES)
     with pytest.raises(PipeworkerError, match=r"torch\.return_types\.max cannot pass"):
-        frames.describe(X.reshape(2, 3).max(0), KINDS)
+        frames.describe(X.reshape(2, 3).max(0), TYPES)
 
 
 @pytest.mark.parametrize(
@@ -199,34 +199,36 @@ def test_a_class_that_was_not_agreed_on_is_named_by_the_sender() -> None:
     ],
     ids=["factory", "context", "key in a context", "enum", "unknown enum"],
 )
-def test_what_cannot_be_told_is_refused(value: Any, message: str) -> None:
+def test_a_value_that_cannot_be_described_is_refused(value: Any, message: str) -> None:
     with pytest.raises(PipeworkerError, match=message):
-        frames.describe(value, KINDS)
+        frames.describe(value, TYPES)
 
 
-def test_a_value_may_nest_deeply_but_not_in_itself() -> None:
+def test_a_value_may_nest_deeply_but_not_contain_itself() -> None:
     value: Any = X
-    for _ in range(DEEPEST):
+    for _ in range(MAX_DEPTH):
         value = [value]
     assert shown(cross(value)) == shown(value)
     itself: list[Any] = []
     itself.append(itself)
     for deep in ([value], itself):
         with pytest.raises(PipeworkerError, match=r"a list cannot pass.*nests too deeply"):
-            frames.describe(deep, KINDS)
+            frames.describe(deep, TYPES)
 
 
-def test_what_a_class_does_not_take_is_one_error() -> None:
-    frame, tensors = frames.describe(State(X, "kept"), KINDS)
+def test_an_error_of_a_registered_class_is_reported_as_one_error() -> None:
+    frame, tensors = frames.describe(State(X, "kept"), TYPES)
     header = frames.to_bytes(frame).replace(b"note", b"nose")
-    with pytest.raises(PipeworkerError, match=r"State could not be put together.*TypeError.*nose"):
-        frames.assemble(frames.from_bytes(header, KINDS), tensors, KINDS)
+    with pytest.raises(
+        PipeworkerError, match=r"State could not be made of what arrived.*TypeError.*nose"
+    ):
+        frames.assemble(frames.from_bytes(header, TYPES), tensors, TYPES)
 
 
 PAIR, POINT, STATE, MODE, LEVEL, BAG = range(16, 22)
 LAYOUT: list[Any] = [[2, 3], [3, 1], "float32", False, 0]
 DEEP: Any = 0
-for _ in range(DEEPEST + 1):
+for _ in range(MAX_DEPTH + 1):
     DEEP = [2, None, DEEP]
 
 
@@ -247,14 +249,14 @@ for _ in range(DEEPEST + 1):
     ],
     ids=str,
 )
-def test_a_structure_that_is_none_is_refused(structure: Any) -> None:
+def test_an_invalid_structure_is_refused(structure: Any) -> None:
     for leaves in ([], [None], [None, None]):
         with pytest.raises(ProtocolError):
-            frames.from_bytes(msgpack.packb([structure, leaves, []]), KINDS)
+            frames.from_bytes(msgpack.packb([structure, leaves, []]), TYPES)
 
 
 @pytest.mark.parametrize(
-    ("place", "value"),
+    ("field", "value"),
     [
         *((0, [2]), (0, [2, -3]), (0, [2, True]), (0, [2, 3.0]), (0, 6), (0, [2**62, 2**62])),
         *((1, [3]), (1, [3, -1]), (1, [1, 1]), (1, [2, 1]), (1, [2**62, 1]), (1, "31")),
@@ -263,10 +265,10 @@ def test_a_structure_that_is_none_is_refused(structure: Any) -> None:
     ],
     ids=str,
 )
-def test_a_layout_that_is_none_is_refused(place: int, value: Any) -> None:
+def test_an_invalid_layout_is_refused(field: int, value: Any) -> None:
     good = LAYOUT.copy()
     assert frames.from_bytes(msgpack.packb([0, [0], [good]])).tensors[0].plain
-    good[place] = value
+    good[field] = value
     with pytest.raises(ProtocolError):
         frames.from_bytes(msgpack.packb([0, [0], [good]]))
 
@@ -283,17 +285,17 @@ def test_a_layout_that_is_none_is_refused(place: int, value: Any) -> None:
         [0, [0], [[[1] * 65, [1] * 65, "float32", False, 0]]],
         [0, [msgpack.ExtType(5, b"")], []],
         [0, [msgpack.Timestamp(1)], []],
-        [[2, None, *[0] * (MOST_ITEMS + 1)], [None] * (MOST_ITEMS + 1), []],
+        [[2, None, *[0] * (MAX_ITEMS + 1)], [None] * (MAX_ITEMS + 1), []],
     ],
     ids=lambda parts: str(parts)[:60],
 )
-def test_a_header_that_does_not_add_up_is_refused(parts: Any) -> None:
+def test_an_inconsistent_header_is_refused(parts: Any) -> None:
     with pytest.raises(ProtocolError):
         frames.from_bytes(msgpack.packb(parts, strict_types=False))
 
 
-def test_numbers_in_a_header_allocate_nothing() -> None:
-    """Arrays within arrays, each of which says that it is as long as may be."""
-    header = (b"\xdd" + (MOST_ITEMS * 4).to_bytes(4, "big")) * 1000
+def test_lengths_in_a_header_allocate_nothing() -> None:
+    """Nested arrays, each of which claims the greatest allowed length."""
+    header = (b"\xdd" + (MAX_ITEMS * 4).to_bytes(4, "big")) * 1000
     with pytest.raises(ProtocolError, match="not a frame's header"):
         frames.from_bytes(header.ljust(1 << 20, b"\0"))

@@ -1,12 +1,16 @@
-"""Links over TLS; what all links do is in test_transport_link.py."""
+"""Links over TLS; test_transport_link.py tests all links."""
 
 from __future__ import annotations
 
 import os
+import socket
+import struct
 import threading
+import time
 import weakref
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -14,30 +18,53 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeworker.errors import PeerLost, PipeworkerError, ProtocolError
-from pipeworker.worker.transport.links import tls
-from pipeworker.worker.transport.links.link import COMPLETE, Pending
-from pipeworker.worker.transport.links.tls import ReceivingLink, SendingLink
+from pipeworker.worker.transport import handshake
+from pipeworker.worker.transport.credentials import Credentials
+from pipeworker.worker.transport.links.link import COMPLETE, Pending, PendingReceive
+from pipeworker.worker.transport.links.tls import LARGE_BYTES, ReceivingLink, SendingLink
 from support.jobs import until
-from support.transport import FORTH, connect_all
+from support.transport import FORTH, MEMBERSHIP
 
-Pair = tuple[SendingLink, ReceivingLink]
-LARGE = tls._LARGE_BYTES // 4
+LARGE = LARGE_BYTES // 4
 HUGE = 16 << 20  # elements: more than sockets hold
+HEADER = struct.Struct("<2q")  # tag, bytes
 
 
-def made() -> Pair:
-    source, target = (links[FORTH] for links in connect_all((FORTH,), 2, "tls"))
-    assert isinstance(source, SendingLink)
-    assert isinstance(target, ReceivingLink)
-    return source, target
+@dataclass
+class Pair:
+    """Both ends of a link, and their sockets."""
+
+    source: SendingLink
+    target: ReceivingLink
+    sending: socket.socket
+    receiving: socket.socket
+
+    def close(self) -> None:
+        self.source.close()
+        self.target.close()
+
+
+def connected() -> Pair:
+    key, credentials = MEMBERSHIP.edge_key(FORTH, 0), Credentials.of(MEMBERSHIP.token)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        ends = [socket.create_connection(listener.getsockname()), listener.accept()[0]]
+
+    def authenticated(connection: socket.socket, sends: bool) -> socket.socket:
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        authentication = handshake.authenticate(key, sends=sends)
+        steps = credentials.steps(connection, authentication, connects=sends)
+        return handshake.complete(steps, connection, time.monotonic() + 20)
+
+    with ThreadPoolExecutor(2) as pool:
+        sending, receiving = pool.map(authenticated, ends, (True, False))
+    return Pair(SendingLink(FORTH, sending), ReceivingLink(FORTH, receiving), sending, receiving)
 
 
 @pytest.fixture
 def pair() -> Iterator[Pair]:
-    source, target = made()
-    yield source, target
-    source.close()
-    target.close()
+    made = connected()
+    yield made
+    made.close()
 
 
 def received(target: ReceivingLink, count: int, tag: int = 0) -> torch.Tensor:
@@ -46,39 +73,46 @@ def received(target: ReceivingLink, count: int, tag: int = 0) -> torch.Tensor:
     return got
 
 
-def test_a_small_send_is_complete_at_once_and_needs_no_thread(pair: Pair) -> None:
-    source, target = pair
+def nothing_unread(connection: socket.socket) -> bool:
+    """Return whether all that has arrived at a socket has been read from it."""
+    try:
+        socket.socket.recv(connection, 1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+    except BlockingIOError:
+        return True
+    return False
+
+
+def test_a_small_send_completes_at_once_without_a_thread(pair: Pair) -> None:
     before = threading.active_count()
     for count in (1, 4092, 4093, LARGE - 1):
-        assert source.send(torch.full((count,), 2.0), 0) is COMPLETE
-        assert torch.equal(received(target, count), torch.full((count,), 2.0))
+        assert pair.source.send(torch.full((count,), 2.0), 0) is COMPLETE
+        assert torch.equal(received(pair.target, count), torch.full((count,), 2.0))
     assert threading.active_count() == before
 
 
-def test_a_send_that_the_socket_does_not_take_waits_and_the_caller_does_not(pair: Pair) -> None:
-    source, target = pair
+def test_a_send_larger_than_the_socket_is_queued_and_does_not_block(pair: Pair) -> None:
     tensor = torch.arange(HUGE, dtype=torch.float32)
     alive = weakref.ref(tensor)
-    sending = source.send(tensor, 0)
-    after = source.send(torch.ones(1), 0)  # keeps its place
-    assert sending is not COMPLETE
-    assert after is not COMPLETE
-    assert torch.equal(received(target, HUGE), tensor)
-    assert received(target, 1).item() == 1.0
+    large = pair.source.send(tensor, 0)
+    small = pair.source.send(torch.ones(1), 0)  # keeps its place
+    assert large is not COMPLETE
+    assert small is not COMPLETE
+    assert torch.equal(received(pair.target, HUGE), tensor)
+    assert received(pair.target, 1).item() == 1.0
     del tensor
-    until(lambda: alive() is None)  # before anyone waits
-    for pending in (sending, after):
+    until(lambda: alive() is None)  # before it is waited for
+    for pending in (large, small):
         pending.wait()
-    assert source.send(torch.ones(1), 0) is COMPLETE
+    assert pair.source.send(torch.ones(1), 0) is COMPLETE
 
 
-def test_a_large_tensor_arrives_while_nobody_waits(pair: Pair) -> None:
-    source, target = pair
+def test_a_large_tensor_arrives_before_it_is_waited_for(pair: Pair) -> None:
     got = [torch.empty(HUGE), torch.empty(1)]
-    large, small = target.receive(got, 0)
-    source.send(torch.ones(HUGE), 0).wait()
-    source.send(torch.ones(1), 0)
-    until(lambda: large.done)  # type: ignore[attr-defined]
+    large, small = pair.target.receive(got, 0)
+    pair.source.send(torch.ones(HUGE), 0).wait()
+    pair.source.send(torch.ones(1), 0)
+    assert isinstance(large, PendingReceive)
+    until(lambda: large.done)
     small.wait()
     assert got[0].min().item() == got[1].item() == 1.0
 
@@ -90,13 +124,13 @@ def test_a_large_tensor_arrives_while_nobody_waits(pair: Pair) -> None:
     st.permutations(range(3)),
     st.integers(0, 8),
 )
-def test_messages_find_their_tags_whatever_is_posted_when(
+def test_messages_match_their_tags_in_any_order_of_posts(
     messages: list[tuple[int, int]], order: list[int], ahead: int
 ) -> None:
-    """Some posted before they are sent, the others tag by tag, in any order of tags."""
+    """Some receives are posted before the sends, the others tag by tag, in any order of tags."""
     if not LASTING:
-        LASTING.append(made())
-    source, target = LASTING[0]
+        LASTING.append(connected())
+    source, target = LASTING[0].source, LASTING[0].target
     waiting: list[tuple[Pending, torch.Tensor, float]] = []
 
     def post(number: int) -> None:
@@ -106,7 +140,7 @@ def test_messages_find_their_tags_whatever_is_posted_when(
 
     for number in range(len(messages))[:ahead]:
         post(number)
-    sending = [
+    sends = [
         source.send(torch.full((count,), float(number)), tag)
         for number, (tag, count) in enumerate(messages)
     ]
@@ -118,8 +152,8 @@ def test_messages_find_their_tags_whatever_is_posted_when(
     for pending, got, value in waiting:
         pending.wait()
         assert torch.unique(got).tolist() == [value]
-    for sent in sending:
-        sent.wait()
+    for send in sends:
+        send.wait()
 
 
 LASTING: list[Pair] = []
@@ -128,87 +162,84 @@ LASTING: list[Pair] = []
 
 @pytest.mark.parametrize("count", [2, 4, 9000])
 @pytest.mark.parametrize("first", ["send", "receive"])
-def test_another_length_than_was_posted_is_an_error_and_writes_nothing(
+def test_a_message_of_another_length_is_an_error_and_writes_nothing(
     pair: Pair, count: int, first: str
 ) -> None:
-    source, target = pair
+    source, target = pair.source, pair.target
     memory = torch.zeros(12)
     if first == "send":
         source.send(torch.ones(count), 7)
         source.send(torch.ones(1), 0)
-        received(target, 1)  # what is before it has come
+        received(target, 1)  # the message before it has arrived
 
     def receive() -> None:
-        (receiving,) = target.receive([memory[4:7]], 7)
+        (pending,) = target.receive([memory[4:7]], 7)
         source.send(torch.ones(count), 7)
-        receiving.wait()
+        pending.wait()
 
-    words = f"the channel 0>1/activation: {4 * count} bytes came where 12 were expected"
+    words = f"the channel 0>1/activation: received {4 * count} bytes where 12 were expected"
     with pytest.raises(PipeworkerError, match=words) as caught:
         receive()
-    assert not isinstance(caught.value, PeerLost)  # no echo: it is the cause
+    assert not isinstance(caught.value, PeerLost)  # it is a cause, not a secondary failure
     assert not memory.any()
 
 
 @pytest.mark.parametrize("count", [-1, -(1 << 63), (1 << 63) - 1])
-@pytest.mark.parametrize("reads", ["who waits", "the thread"])
-def test_a_length_that_cannot_be_is_an_error_and_takes_no_memory(
-    pair: Pair, count: int, reads: str
+@pytest.mark.parametrize("elements", [3, LARGE], ids=["read by the caller", "read by the thread"])
+def test_an_impossible_length_is_an_error_and_allocates_nothing(
+    pair: Pair, count: int, elements: int
 ) -> None:
-    source, target = pair
-    (receiving,) = target.receive([torch.empty(3 if reads == "who waits" else LARGE)], 7)
-    source._socket.sendall(tls._HEAD.pack(1, count))
-    with pytest.raises(ProtocolError, match=f"0>1/activation: {count} bytes were to come"):
-        receiving.wait()
+    (pending,) = pair.target.receive([torch.empty(elements)], 7)
+    pair.sending.sendall(HEADER.pack(1, count))
+    with pytest.raises(ProtocolError, match=f"0>1/activation: the sender announced {count} bytes"):
+        pending.wait()
 
 
-def test_a_close_in_the_middle_of_a_tensor_ends_both_ends(pair: Pair) -> None:
-    source, target = pair
-    sending = source.send(torch.ones(HUGE), 0)
-    source.close()
+def test_closing_the_source_within_a_message_ends_both_ends(pair: Pair) -> None:
+    sending = pair.source.send(torch.ones(HUGE), 0)
+    pair.source.close()
     with pytest.raises(PeerLost, match="0>1/activation was closed"):
         sending.wait()
     with pytest.raises(PeerLost, match="0>1/activation closed"):
-        received(target, HUGE)
+        received(pair.target, HUGE)
     with pytest.raises(PeerLost):
-        target.receive([torch.empty(1)], 0)
+        pair.target.receive([torch.empty(1)], 0)
     with pytest.raises(PeerLost):
-        source.send(torch.ones(1), 0)
+        pair.source.send(torch.ones(1), 0)
 
 
-def test_a_receiver_that_closes_wakes_the_sender(pair: Pair) -> None:
-    source, target = pair
-    sending = source.send(torch.ones(HUGE), 0)
+def test_closing_the_target_wakes_the_sender(pair: Pair) -> None:
+    sending = pair.source.send(torch.ones(HUGE), 0)
     with ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(sending.wait)
-        target.close()
+        pair.target.close()
         with pytest.raises(PeerLost, match="0>1/activation closed"):
             waiting.result(20)
     with pytest.raises(PeerLost, match="0>1/activation closed"):
-        source.send(torch.ones(1), 0)
+        pair.source.send(torch.ones(1), 0)
 
 
-@pytest.mark.parametrize("count", [1, LARGE], ids=["read by who waits", "read by the thread"])
-def test_a_close_wakes_who_waits_and_ends_the_threads(count: int) -> None:
+@pytest.mark.parametrize("count", [1, LARGE], ids=["read by the caller", "read by the thread"])
+def test_closing_the_target_wakes_its_waiting_thread_and_ends_the_threads(count: int) -> None:
     before = threading.active_count()
-    source, target = made()
-    receiving = target.receive([torch.empty(count)], 0)[0]
+    pair = connected()
+    receive = pair.target.receive([torch.empty(count)], 0)[0]
     with ThreadPoolExecutor(1) as pool:
-        waiting = pool.submit(receiving.wait)
-        until(lambda: target._reads)
-        target.close()
+        waiting = pool.submit(receive.wait)
+        pair.sending.sendall(HEADER.pack(0, 4 * count))
+        until(lambda: nothing_unread(pair.receiving))  # a thread waits for the rest
+        pair.target.close()
         with pytest.raises(PeerLost, match="0>1/activation"):
             waiting.result(20)
-    source.close()
+    pair.source.close()
     assert threading.active_count() == before
-    assert source._socket.fileno() == target._socket.fileno() == -1
+    assert pair.sending.fileno() == pair.receiving.fileno() == -1
 
 
-def test_what_is_changed_on_the_wire_is_noticed(pair: Pair) -> None:
-    source, target = pair
-    record = b"\x17\x03\x03\x00\x20" + bytes(32)  # that nobody encrypted
-    os.write(source._socket.fileno(), record)
+def test_bytes_changed_on_the_wire_are_noticed(pair: Pair) -> None:
+    record = b"\x17\x03\x03\x00\x20" + bytes(32)  # encrypted with no key
+    os.write(pair.sending.fileno(), record)
     with pytest.raises(PeerLost, match="0>1/activation closed"):
-        received(target, 1)
+        received(pair.target, 1)
     with pytest.raises(PeerLost, match="0>1/activation closed"):
-        until(lambda: source.send(torch.ones(1), 0) is None)  # the other end says so
+        until(lambda: pair.source.send(torch.ones(1), 0) is None)  # the other end reports it

@@ -22,8 +22,8 @@ def parameters(*shapes: tuple[int, ...]) -> list[tuple[str, nn.Parameter]]:
 @given(shapes=SHAPES, count=st.integers(1, 5), piece=st.integers(1, 9))
 def test_every_element_has_one_owner(shapes: list[tuple[int, ...]], count: int, piece: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(replicas, "_PIECE", piece)
-        patch.setattr(replicas, "_MOST_PIECES", 3)
+        patch.setattr(replicas, "PIECE_ELEMENTS", piece)
+        patch.setattr(replicas, "MAX_PIECES", 3)
         found = Gradients(parameters(*shapes), count)
     seen = [index for part in found.parts for p in part for index in range(p.start, p.stop)]
     assert seen == list(range(sum(torch.Size(shape).numel() for shape in shapes)))
@@ -45,11 +45,11 @@ def test_sums_are_those_of_what_is_there(
                 want[index] = gradient.clone() if before is None else before + gradient
     all_of = [Gradients(replica, count) for replica in named]
     there = [one.pack() for one in all_of]
-    for owner, mine in enumerate(all_of):
-        for piece in mine.parts[owner]:
-            total = mine.add(piece, [one.piece(piece) for one in all_of], there).clone()
+    for owner, own in enumerate(all_of):
+        for piece in own.parts[owner]:
+            total = own.add(piece, [one.piece(piece) for one in all_of], there).clone()
             for other in all_of:
-                other.put(piece, total)
+                other.set_piece(piece, total)
     for one in all_of:
         one.unpack([any(some) for some in zip(*there, strict=True)])
         for parameter, wanted in zip(one.parameters, want, strict=True):

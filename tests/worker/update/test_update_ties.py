@@ -55,11 +55,11 @@ def test_places_are_added_in_model_order_whoever_sent_them() -> None:
     grad(layers[0].weight, 1.0)
     grad(layers[2].weight, 2.0**-30)
     assert ties.outgoing(1) == [[layers[0].weight.grad, layers[2].weight.grad]]
-    assert ties.frames(1) == 1
-    ties.complete({1: [torch.full((1, 1), -1.0)]})
+    assert ties.incoming_frames(1) == 1
+    ties.add_up({1: [torch.full((1, 1), -1.0)]})
     total = ties.total(layers[0].get_parameter("weight"))
     assert total == 2.0**-30  # (1 - 1) + tiny, not 1 + tiny - 1
-    ties.take_totals()
+    ties.set_gradients()
     assert layers[0].weight.grad == 2.0**-30
     assert layers[2].weight.grad is None
     assert ties.aliases == {id(layers[2].weight)}
@@ -70,10 +70,10 @@ def test_a_place_without_a_gradient_is_left_out() -> None:
     layer = nn.Linear(1, 1, bias=False)
     ties = Ties(1, [Tie(("0.weight", "1.weight"), (0, 1))], {1: layer}, lambda _: nn.Linear(1, 1))
     assert ties.elsewhere == {id(layer.weight)}
-    ties.complete({0: [None]})
+    ties.add_up({0: [None]})
     assert ties.total(layer.get_parameter("weight")) is None
     sent = torch.ones(1, 1)
-    ties.complete({0: [sent]})
+    ties.add_up({0: [sent]})
     sent.zero_()  # its buffer is used again
     assert ties.total(layer.get_parameter("weight")) == 1.0
 
@@ -94,9 +94,9 @@ def test_stages_of_one_worker_have_memory_of_their_own() -> None:
     here = separate(origin, ["weight"])
     assert _weight(here).data_ptr() == origin.weight.data_ptr()
     tie = Tie(("0.weight", "1.weight"), (0, 1))
-    Ties(1, [tie], {1: here}, lambda index: origin, held=(1,))  # nobody else's here
+    Ties(1, [tie], {1: here}, lambda index: origin, local_stages=(1,))  # nobody else's here
     assert _weight(here).data_ptr() == origin.weight.data_ptr()
-    Ties(1, [tie], {1: here}, lambda index: origin, held=(0, 1))
+    Ties(1, [tie], {1: here}, lambda index: origin, local_stages=(0, 1))
     assert torch.equal(_weight(here), origin.weight)
     assert _weight(here).data_ptr() != origin.weight.data_ptr()
 
@@ -109,7 +109,7 @@ def _weight(layer: nn.Module) -> torch.Tensor:
     ("names", "message"),
     [
         (("0.weight", "1.nothing"), r"layer 1 \(Linear\) has no parameter 'nothing'"),
-        (("0.weight", "1.bias"), r"tied parameters differ: 0.weight is \(2, 2\) torch.float32"),
+        (("0.weight", "1.bias"), r"tied: 0.weight is \(2, 2\) torch.float32"),
     ],
 )
 def test_mistakes_are_named(names: tuple[str, ...], message: str) -> None:

@@ -1,1 +1,1 @@
-"""What moves raw, dense tensors over one directed edge, by each of several means."""
+"""The mechanisms that move the tensors of an edge, one module each."""

@@ -1,15 +1,14 @@
-"""A link by gloo: a process group of two ranks, one a directed edge.
+"""Links by gloo: one process group of two ranks for each directed edge.
 
-The groups stand on their own: no default process group is made or touched, so the user's code may
-have one. They meet over the control plane.
+The groups stand alone: no default process group is made or used, so the user's code may have one.
+Their ends meet at the coordinator's store.
 """
 
 from __future__ import annotations
 
-import itertools
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -17,24 +16,29 @@ from typing import Any
 import torch
 
 from pipeworker.environment import timings
-from pipeworker.errors import PeerLost
 from pipeworker.plan.actions import Edge
-from pipeworker.wire.interfaces import chosen
+from pipeworker.wire.interfaces import configured
 from pipeworker.worker.internals import PrefixStore, ProcessGroupGloo, Work, gloo_options
-from pipeworker.worker.transport.links.link import OneLane, Pending
+from pipeworker.worker.transport.handshake import (
+    Authentication,
+    AuthenticationError,
+    authenticate,
+    log_rejection,
+)
+from pipeworker.worker.transport.links.link import OneLane, Pending, peer_lost
 from pipeworker.worker.transport.network import CoordinatorStore, Network
-from pipeworker.worker.transport.proof import Proving, Stranger, proving, turn_away
 
-# Waits for tensors end when a peer is lost or the coordinator ends the job, which knows who is
-# silent and who computes; no clock here can tell a long computation from a hang.
-_FOREVER = timedelta(days=30)
-_ATTEMPTS = 5  # of gloo's to connect, each as long as its timeout
-_BROKEN = 3  # connections that fail before a word is said, until the network is to blame
+# A wait for a tensor ends when a peer is lost or the coordinator ends the job. Only the coordinator
+# knows which workers compute and which are gone, so no timeout here could distinguish them.
+_NO_TIMEOUT = timedelta(days=30)
+_MIN_TIMEOUT = timedelta(milliseconds=1)  # gloo counts whole ones, and takes 0 for no timeout
+_CONNECT_ATTEMPTS = 5  # of gloo's own, each as long as the group's timeout
+_MAX_BROKEN = 3  # groups that fail at once, before the network is to blame
 
 
 @dataclass(slots=True)
-class _WorkPending:
-    """A send or receive under way; keeps the tensor, whose memory gloo reads or writes."""
+class _PendingWork:
+    """A send or receive under way; it keeps the tensor, whose memory gloo reads or writes."""
 
     work: Work
     edge: Edge
@@ -42,45 +46,43 @@ class _WorkPending:
 
     def wait(self) -> None:
         try:
-            self.work.wait(_FOREVER)
+            self.work.wait(_NO_TIMEOUT)
         except RuntimeError as error:
-            raise PeerLost(f"the channel {self.edge} closed: {error}") from error
+            raise peer_lost(self.edge, error) from error
 
 
 @dataclass(slots=True)
 class GroupLink(OneLane):
-    """An end of an edge: rank 0 of its group sends, rank 1 receives."""
+    """One end of an edge: rank 0 of its group sends, rank 1 receives."""
 
     edge: Edge
-    group: Any  # a ProcessGroup, whose send and recv its type stub lacks
-    device: torch.device
-
-    def allocate(self, count: int) -> torch.Tensor:
-        return torch.empty(count, dtype=torch.uint8, device=self.device)
+    group: Any  # a ProcessGroup; torch's type stub lacks send and recv
 
     def send(self, tensor: torch.Tensor, tag: int) -> Pending:
         try:
-            return _WorkPending(self.group.send([tensor], 1, tag), self.edge, tensor)
+            return _PendingWork(self.group.send([tensor], 1, tag), self.edge, tensor)
         except RuntimeError as error:
-            raise PeerLost(f"the channel {self.edge} closed: {error}") from error
+            raise peer_lost(self.edge, error) from error
 
     def receive(self, tensors: Sequence[torch.Tensor], tag: int) -> Sequence[Pending]:
         try:
-            return [_WorkPending(self.group.recv([t], 0, tag), self.edge, t) for t in tensors]
+            return [_PendingWork(self.group.recv([t], 0, tag), self.edge, t) for t in tensors]
         except RuntimeError as error:
-            raise PeerLost(f"the channel {self.edge} closed: {error}") from error
+            raise peer_lost(self.edge, error) from error
 
     def close(self) -> None:
+        """Abort the group; transfers under way fail."""
         self.group.abort()
         self.group = None
 
 
 @dataclass(slots=True)
 class Gloo:
-    """Connects by gloo, whose port gives a stage's place to whoever knows a small number.
+    """Connects edges by gloo.
 
-    So the ends of a group prove themselves over it. When they do not, a stranger has a place in it,
-    and both try again with another group, which meets at another port.
+    gloo accepts any connection that sends a small number, so an unauthenticated process may take a
+    rank of a group. Therefore the two ends authenticate each other over the group. If that fails,
+    both try again with a new group, which meets at another port.
     """
 
     store: CoordinatorStore
@@ -89,74 +91,76 @@ class Gloo:
     device: ProcessGroupGloo.Device | None = None
 
     def connect(self, edge: Edge, secret: bytes, key: str, *, sends: bool) -> GroupLink:
-        """The sender has rank 0 of its group.
+        """Connect this worker's end of an edge, named `key` in the store.
 
         Raises:
             TimeoutError: the peer does not come before the deadline.
             RuntimeError: it cannot be reached.
         """
-        rank = 0 if sends else 1
-        for attempt in itertools.count(1):
+        rank, attempt = 0 if sends else 1, 0
+        while True:
+            attempt += 1
             prefix = f"{key}/{attempt}"
             self.store.set(f"{prefix}/here-{rank}", "")
-            self.store.get(f"{prefix}/here-{1 - rank}")  # what comes now is a matter of the network
+            self.store.get(f"{prefix}/here-{1 - rank}")  # from here on, only the network takes time
             began = time.monotonic()
+            group: Any = None
             try:
                 until = min(began + timings().reach, self.deadline)
-                group: Any = self._group(prefix, rank, until)
-                wrong = _proof_over(group, proving(secret, sends=sends), rank)
-            except RuntimeError as error:  # a stranger may have broken it, but not again and again
-                slow = time.monotonic() - began > timings().reach / 2  # no stranger takes so long
-                if slow or attempt == _BROKEN:
+                group = self.create_group(prefix, rank, until)
+                failure = _authenticate_over(group, authenticate(secret, sends=sends), rank)
+            except RuntimeError as error:
+                # An unauthenticated process may break a group, but fails fast and not every time.
+                slow = time.monotonic() - began > timings().reach / 2
+                if slow or attempt == _MAX_BROKEN:
                     raise
-                group, wrong = None, str(error)
-            # One end may know long before the other, which is silent until its time is over.
-            self.store.set(f"{prefix}/proven-{rank}", "no" if wrong else "yes")
-            if self.store.get(f"{prefix}/proven-{1 - rank}") == b"yes" and not wrong:
-                return GroupLink(edge, group, torch.device("cpu"))
-            turn_away(edge, wrong or "at the other end")
+                group, failure = None, str(error)
+            # One end may learn of a failure long before the other, which waits for its timeout.
+            self.store.set(f"{prefix}/proven-{rank}", "no" if failure else "yes")
+            if self.store.get(f"{prefix}/proven-{1 - rank}") == b"yes" and not failure:
+                return GroupLink(edge, group)
+            log_rejection(edge, failure or "at the other end")
             if group is not None:
                 group.abort()
             self.device = None
-        raise AssertionError("there is always another attempt")
 
-    def _group(self, prefix: str, rank: int, deadline: float) -> Any:
+    def create_group(self, prefix: str, rank: int, deadline: float) -> Any:
+        """Return a group of two; raise RuntimeError if it is not connected by `deadline`."""
         if self.device is None:
-            self.device = _device(self.network)
-        left = timedelta(seconds=max(0.001, deadline - time.monotonic()))
-        options = gloo_options(self.device, left / _ATTEMPTS)
+            self.device = create_device(self.network)
+        left = timedelta(seconds=deadline - time.monotonic())
+        options = gloo_options(self.device, max(_MIN_TIMEOUT, left / _CONNECT_ATTEMPTS))
         return ProcessGroupGloo(PrefixStore(prefix, self.store), rank, 2, options)
 
 
-def _proof_over(group: Any, part: Proving, rank: int) -> str:
-    """Prove over a group of two; returns what was wrong, if anything."""
-    deadline = time.monotonic() + timings().handshake
-    kept = []  # gloo reads or writes it until the group is gone
-
-    def wait(work: Work) -> None:
-        left = timedelta(seconds=max(0.001, deadline - time.monotonic()))
-        work.wait(left)
-
-    try:
-        message, count = next(part)
-        while True:
-            if message:
-                kept.append(torch.frombuffer(bytearray(message), dtype=torch.uint8))
-                wait(group.send([kept[-1]], 1 - rank, 0))
-            memory = bytearray(count)
-            if count:
-                kept.append(torch.frombuffer(memory, dtype=torch.uint8))
-                wait(group.recv([kept[-1]], 1 - rank, 0))
-            message, count = part.send(bytes(memory))
-    except StopIteration:
-        return ""
-    except (Stranger, RuntimeError) as error:
-        group.abort()
-        return str(error)
-
-
-def _device(network: Network) -> ProcessGroupGloo.Device:
-    name, _ = chosen(network.interface)
+def create_device(network: Network) -> ProcessGroupGloo.Device:
+    """Return a gloo device that listens at this host's address; each has a port of its own."""
+    name, _ = configured(network.interface)
     if name and sys.platform != "linux":
         return ProcessGroupGloo.create_device(interface=name)
     return ProcessGroupGloo.create_device(hostname=network.own_address())
+
+
+def _authenticate_over(group: Any, authentication: Authentication, rank: int) -> str:
+    """Perform an authentication over a group of two; return the failure, or ""."""
+    deadline = time.monotonic() + timings().handshake
+    in_use = []  # gloo reads or writes these until the group is gone
+
+    def transfer(start: Callable[..., Work], data: bytes) -> bytearray:
+        memory = bytearray(data)
+        if memory:
+            in_use.append(torch.frombuffer(memory, dtype=torch.uint8))
+            left = timedelta(seconds=max(0.001, deadline - time.monotonic()))
+            start([in_use[-1]], 1 - rank, 0).wait(left)
+        return memory
+
+    try:
+        message, count = next(authentication)
+        while True:
+            transfer(group.send, message)
+            message, count = authentication.send(bytes(transfer(group.recv, bytes(count))))
+    except StopIteration:
+        return ""
+    except (AuthenticationError, RuntimeError) as error:
+        group.abort()
+        return str(error)

@@ -1,13 +1,15 @@
-"""One directed edge that moves raw, dense tensors in order; and one in memory, for tests.
+"""The interface of a link: one directed edge that moves raw, dense tensors in order.
 
-A link has two *lanes*: control, for headers and whatever a header describes, and bulk, for tensors
-that both ends expect. Where one connection does both they are one, and its order tells the two
-apart. Where they are two (nccl has neither tags nor a receive that may never come, so its control
-lane is another connection) a notice on the control lane precedes every tensor that is expected.
+A link has two *lanes*: control, for headers and the tensors that a header describes, and bulk, for
+tensors that both ends expect. Where one connection carries both, the lanes are the same object, and
+the order of messages distinguishes them. Where they are two connections (NCCL has no tags, and
+each of its receives must be sent to, so its control lane is another connection), a notice on the
+control lane precedes every expected tensor.
 """
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -17,13 +19,14 @@ from typing import Any, Protocol
 import torch
 
 from pipeworker.errors import PeerLost
+from pipeworker.plan.actions import Edge
 
 
 class Pending(Protocol):
     """A send or receive under way."""
 
     def wait(self) -> None:
-        """Return when the tensor may be reused (send) or read (receive).
+        """Return when the tensor may be reused (send), or read by the host or stream (receive).
 
         Raises:
             PeerLost: the other end is gone.
@@ -32,34 +35,81 @@ class Pending(Protocol):
 
 class _Complete:
     def wait(self) -> None:
-        """Nothing is left to wait for."""
+        """Return at once."""
 
 
 COMPLETE = _Complete()
-"""What a send gives whose tensor may be reused at once."""
+"""The result of a send that was complete when it returned."""
+
+
+@dataclass(slots=True, eq=False)
+class PendingReceive:
+    """A posted receive into a contiguous tensor, which its lane completes."""
+
+    complete: Callable[[PendingReceive], None]
+    tensor: torch.Tensor
+    done: bool = False  # whether the host may read the tensor
+    work: Any = None  # what the stream waits for instead, where a device receives the tensor
+
+    def wait(self) -> None:
+        if not self.done:
+            self.complete(self)
+
+
+@dataclass(slots=True, eq=False)
+class PendingSend:
+    """A queued send."""
+
+    tensor: torch.Tensor | None  # None once it is sent
+    tag: int
+    parts: deque[memoryview] = field(default_factory=deque)  # what a stream has not taken yet
+    done: threading.Event = field(default_factory=threading.Event)
+    error: Exception | None = None
+
+    def wait(self) -> None:
+        self.done.wait()
+        if self.error is not None:
+            raise self.error
+
+    def finish(self) -> None:
+        """Report the tensor as sent, and drop it: the caller may wait only much later."""
+        self.tensor = None
+        self.done.set()
+
+    def fail(self, error: Exception) -> None:
+        """Report a failure; the tensor stays, since the thread may still read its memory."""
+        self.error = error
+        self.done.set()
 
 
 class Lane(Protocol):
-    """Moves tensors one way. Messages of one tag arrive in the order they were sent.
+    """One direction of messages; those of one tag arrive in the order they were sent.
 
-    Tensors are contiguous, on :attr:`device`, and never of size zero. Both calls return at once.
-    Where the device works on by itself, both are about the thread's current stream: what it has
-    been given by then is sent, and who waits for a receive has that stream wait. A receive may
-    begin only when it is waited for.
+    Tensors are contiguous, on :attr:`device`, and never empty. Sends and receives return at once
+    and raise PeerLost if the other end is gone. On an accelerator both follow the calling thread's
+    current stream: a send takes the values that the stream has computed by then, and waiting for a
+    receive makes that stream wait. A receive may start as late as when it is waited for.
     """
 
     device: torch.device
     mapped: bool
-    """Whether it only receives into what it allocates."""
+    """Whether it receives only into memory from :meth:`allocate`."""
 
     def allocate(self, count: int) -> torch.Tensor:
-        """Memory of so many bytes that is good to receive into."""
+        """Return memory to receive into: a uint8 tensor of `count` bytes."""
 
     def send(self, tensor: torch.Tensor, tag: int) -> Pending:
-        """The tensor's memory is kept until the send is complete."""
+        """Start sending a tensor, whose memory stays alive until the send is complete."""
 
     def receive(self, tensors: Sequence[torch.Tensor], tag: int) -> Sequence[Pending]:
-        """Post buffers for the next messages of a tag, in one go."""
+        """Post buffers for the next messages of a tag, one a message, in order."""
+
+
+class ConnectedLane(Lane, Protocol):
+    """A lane with a connection of its own."""
+
+    def close(self) -> None:
+        """Close the connection; transfers under way fail."""
 
 
 class Link(Protocol):
@@ -67,122 +117,71 @@ class Link(Protocol):
 
     @property
     def control(self) -> Lane:
-        """Where a receive may stay posted for ever."""
+        """The lane on which a posted receive may stay without a message."""
 
     @property
     def bulk(self) -> Lane:
-        """Where each receive that is posted is sent to."""
+        """The lane on which every posted receive is sent to."""
 
     def close(self) -> None:
-        """Let go of the connection; nothing may be under way but what will never come."""
+        """Close the connection; transfers under way fail."""
 
 
 class OneLane:
-    """A lane that is a link by itself: both lanes are this one."""
+    """A lane of the host's memory that is a link by itself: both lanes are this one.
+
+    The source's end overrides :meth:`send`, the target's :meth:`receive`.
+    """
 
     __slots__ = ()
+    device = torch.device("cpu")
     mapped = False
 
     @property
-    def control(self: Any) -> Lane:
-        lane: Lane = self
-        return lane
+    def control(self) -> Lane:
+        return self
 
     @property
-    def bulk(self: Any) -> Lane:
-        lane: Lane = self
-        return lane
-
-
-@dataclass(frozen=True, slots=True)
-class TwoLanes:
-    """A link of two connections, without an order between them."""
-
-    control: Lane
-    bulk: Lane
-    closing: Callable[[], None] = lambda: None
-
-    def close(self) -> None:
-        self.closing()
-
-
-@dataclass(slots=True)
-class _Slot:
-    """One message in memory: filled by the sender, then copied into the receiver's tensor."""
-
-    source: torch.Tensor | None = None
-    target: torch.Tensor | None = None
-    done: threading.Event = field(default_factory=threading.Event)
-
-    def match(self) -> None:
-        if self.source is not None and self.target is not None:
-            source = bytes_of(self.source)
-            bytes_of(self.target)[: source.numel()].copy_(source)
-            self.done.set()
-
-
-def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    """A contiguous tensor's memory; a dim of size 1 may have any stride."""
-    return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
-
-
-@dataclass(slots=True)
-class MemoryPending:
-    """A send or receive in memory."""
-
-    slot: _Slot
-    limit: float
-
-    def done(self) -> bool:
-        """Whether :meth:`wait` would return at once."""
-        return self.slot.done.is_set()
-
-    def wait(self) -> None:
-        if not self.slot.done.wait(self.limit):
-            raise PeerLost(f"no matching send or receive within {self.limit:g} s")
-
-
-@dataclass(slots=True)
-class MemoryLink(OneLane):
-    """Both ends of an edge between two threads of one process."""
-
-    limit: float = 30.0
-    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
-    sent: int = 0
-    _lock: threading.Lock = field(default_factory=threading.Lock)
-    _unreceived: dict[int, deque[_Slot]] = field(default_factory=dict)
-    _unsent: dict[int, deque[_Slot]] = field(default_factory=dict)
+    def bulk(self) -> Lane:
+        return self
 
     def allocate(self, count: int) -> torch.Tensor:
         return torch.empty(count, dtype=torch.uint8)
 
-    def send(self, tensor: torch.Tensor, tag: int) -> MemoryPending:
-        self.sent += 1
-        with self._lock:
-            slot = self._take(self._unsent, self._unreceived, tag)
-            slot.source = tensor
-            slot.match()
-        return MemoryPending(slot, self.limit)
+    def send(self, tensor: torch.Tensor, tag: int) -> Pending:
+        raise AssertionError(f"a {type(self).__name__} does not send")
 
-    def receive(self, tensors: Sequence[torch.Tensor], tag: int) -> Sequence[MemoryPending]:
-        return [self._receive(tensor, tag) for tensor in tensors]
+    def receive(self, tensors: Sequence[torch.Tensor], tag: int) -> Sequence[Pending]:
+        raise AssertionError(f"a {type(self).__name__} does not receive")
 
-    def _receive(self, tensor: torch.Tensor, tag: int) -> MemoryPending:
-        with self._lock:
-            slot = self._take(self._unreceived, self._unsent, tag)
-            slot.target = tensor
-            slot.match()
-        return MemoryPending(slot, self.limit)
+
+@dataclass(frozen=True, slots=True)
+class TwoLanes:
+    """A link of two connections: the host's, for its control lane, and one between the devices.
+
+    Their messages have no order between them.
+    """
+
+    host: Link
+    bulk: ConnectedLane
+
+    @property
+    def control(self) -> Lane:
+        return self.host.control
 
     def close(self) -> None:
-        """Both ends are memory, which goes by itself."""
+        with contextlib.closing(self.host):
+            self.bulk.close()
 
-    @staticmethod
-    def _take(theirs: dict[int, deque[_Slot]], mine: dict[int, deque[_Slot]], tag: int) -> _Slot:
-        """The slot the other side left for this tag, else a new one left for it."""
-        waiting = theirs.get(tag)
-        if waiting:
-            return waiting.popleft()
-        slot = _Slot()
-        mine.setdefault(tag, deque()).append(slot)
-        return slot
+
+def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the memory of a contiguous tensor as uint8, of shape (nbytes,).
+
+    ``Tensor.view`` does not do, since a dim of size 1 may have any stride.
+    """
+    return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
+
+
+def peer_lost(edge: Edge, reason: object) -> PeerLost:
+    """Return the error of an edge whose other end is gone."""
+    return PeerLost(f"the channel {edge} closed: {reason}")

@@ -1,173 +1,163 @@
-"""A lane between devices of two hosts, by a communicator of its own.
+"""A lane between devices of two hosts, by an NCCL communicator of its own.
 
-NCCL has no tags, and a receive may not be left for ever: so it carries what both ends expect, each
-tensor as long as the buffer that is posted for it, in turn. Neither host waits for a device; what
-does is the stream that computes, for what it needs and for room to send.
+NCCL has no tags, and each of its receives must be sent to: so this lane carries only expected
+tensors, in order, each as long as the buffer posted for it. Neither host waits for a device; the
+compute stream waits for the tensors it needs and for room to send.
 
-A receive keeps the device busy from when it is given to it until it is sent to. Whatever is given
-later may have to wait for that: a kernel that is loaded, memory that is let go of. So it is given
-when it is waited for, which needs only what was given before; and as the host is far ahead of the
-device by then, it travels while what is before it computes.
+A receive occupies the device from its submission until the peer sends. Work submitted later may
+have to wait for it (loading a kernel, freeing memory synchronize the device). So a receive is
+submitted only when it is waited for, which depends only on work submitted before; and since the
+host is far ahead of the device by then, the tensor travels while earlier work computes.
 
-Whether a peer is gone NCCL does not say: the coordinator does, and ends the process.
+NCCL does not report that a peer is gone: the coordinator does, and ends the process.
 """
 
 from __future__ import annotations
 
-import contextlib
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent import futures
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from functools import partial
+from typing import Any
 
 import torch
 
 from pipeworker.environment import timings
-from pipeworker.errors import PeerLost
 from pipeworker.plan.actions import Edge
 from pipeworker.worker.device.accelerator import Accelerator, Event
 from pipeworker.worker.device.nccl import Group, Work
 from pipeworker.worker.internals import PrefixStore, Store
-from pipeworker.worker.transport.links.link import Link, Pending, TwoLanes, bytes_of
-from pipeworker.worker.transport.proof import Place
+from pipeworker.worker.transport.handshake import RendezvousPoint
+from pipeworker.worker.transport.links.link import Pending, PendingReceive, bytes_of, peer_lost
 
-_PATIENCE = 2  # NCCL looks at all there is between the devices first
-T = TypeVar("T")
-_INSTEAD = " (--backend gloo does without)"
+REACH_FACTOR = 2  # NCCL searches all paths between the devices before it connects
+_REMEDY = "--backend gloo does without NCCL"
 
 
 @dataclass(frozen=True, slots=True)
-class _Sending:
-    lane: NcclLane
+class _GuardedWork:
+    """A send or receive submitted to the device, whose failure names the edge."""
+
+    edge: Edge
     work: Work
 
     def wait(self) -> None:
-        """The current stream goes on when it has left."""
-        self.lane.guarded(self.work.wait)
-
-
-@dataclass(slots=True, eq=False)
-class _Receiving:
-    lane: NcclLane
-    tensor: torch.Tensor
-    free: Event
-    work: Work | None = None
-
-    def wait(self) -> None:
-        """The current stream goes on when the tensor is there."""
-        while self.work is None:
-            self.lane.begin_next()
-        self.lane.guarded(self.work.wait)
+        """Make the current stream wait until the tensor has left or arrived."""
+        try:
+            self.work.wait()
+        except RuntimeError as error:
+            raise peer_lost(self.edge, error) from error
 
 
 class NcclLane:
-    """An end of an edge: rank 0 of its group sends, rank 1 receives."""
+    """One end of an edge: rank 0 of its group sends, rank 1 receives."""
 
     mapped = False
 
     def __init__(self, edge: Edge, group: Group, accelerator: Accelerator) -> None:
         self.device = accelerator.device
         self._edge, self._group, self._accelerator = edge, group, accelerator
-        self._posted: deque[_Receiving] = deque()
+        # Receives, each with the event behind which its buffer is free.
+        self._posted: deque[tuple[PendingReceive, Event]] = deque()
 
     def allocate(self, count: int) -> torch.Tensor:
         return self._accelerator.empty(count)
 
     def send(self, tensor: torch.Tensor, tag: int) -> Pending:
-        return _Sending(self, self.guarded(lambda: self._group.send([bytes_of(tensor)], 1, 0)))
+        """Submit a send behind the current stream."""
+        return self._submit(partial(self._group.send, [bytes_of(tensor)], 1, 0))
 
     def receive(self, tensors: Sequence[torch.Tensor], tag: int) -> Sequence[Pending]:
+        """Post buffers; each is submitted when it, or one behind it, is waited for."""
         free = self._accelerator.event(self._accelerator.current)
-        posted = [_Receiving(self, tensor, free) for tensor in tensors]
-        self._posted += posted
-        return posted
+        pending = [PendingReceive(self.complete, tensor) for tensor in tensors]
+        self._posted += [(receive, free) for receive in pending]
+        return pending
 
-    def begin_next(self) -> None:
-        """The device is given the first of the posted receives."""
-        first, receives = self._posted.popleft(), self._accelerator.receives
-        with self._accelerator.using(receives):
-            receives.wait_event(first.free)
-            tensors = [bytes_of(first.tensor)]
-            first.work = self.guarded(lambda: self._group.recv(tensors, 0, 0))
-
-    def guarded(self, act: Callable[[], T]) -> T:
-        """What the group says of a lost peer names the channel."""
-        try:
-            return act()
-        except RuntimeError as error:
-            raise PeerLost(f"the channel {self._edge} closed: {error}") from error
+    def complete(self, receive: PendingReceive) -> None:
+        """Submit receives up to this one, and make the current stream wait for it."""
+        receives = self._accelerator.receives
+        while receive.work is None:
+            posted, free = self._posted.popleft()
+            tensors = [bytes_of(posted.tensor)]
+            with self._accelerator.using(receives):
+                receives.wait_event(free)
+                posted.work = self._submit(partial(self._group.recv, tensors, 0, 0))
+        receive.work.wait()
 
     def close(self) -> None:
-        """NCCL may not come back from a peer that is gone."""
+        """Abort the group, in a thread: NCCL may not return where a peer is gone."""
         aborts = threading.Thread(target=self._group.abort, name="nccl closes", daemon=True)
         aborts.start()
-        aborts.join(timings().leave)
+        aborts.join(timings().exit)
+
+    def _submit(self, start: Callable[[], Work]) -> _GuardedWork:
+        try:
+            return _GuardedWork(self._edge, start())
+        except RuntimeError as error:
+            raise peer_lost(self._edge, error) from error
 
 
 def connect(
-    host: Link, edge: Edge, where: Place, interface: str, accelerator: Accelerator, *, sends: bool
-) -> Link:
-    """A link whose bulk lane is between the devices, and whose control lane is another link's.
+    edge: Edge, point: RendezvousPoint, interface: str, accelerator: Accelerator, *, sends: bool
+) -> NcclLane:
+    """Connect the devices of two workers by NCCL.
 
-    Args:
-        host: the other link, which is closed with this one.
-        interface: what carries what they say to connect; empty to have NCCL choose.
-        accelerator: one that has communicators, as the other end's has.
+    `interface` is for NCCL's own connection set-up; "" lets NCCL choose.
 
     Raises:
         RuntimeError: the devices cannot be connected, or not in time.
     """
     communicators = accelerator.communicators
     assert communicators
-    meeting, rank = _Meeting(where.store), 0 if sends else 1
-    store = PrefixStore(where.key, meeting)
+    expiring, rank = _ExpiringStore(point.store), 0 if sends else 1
+    store = PrefixStore(point.key, expiring)
     store.set(f"here-{rank}", "")
-    store.get(f"here-{1 - rank}")  # what comes now is a matter of the network
-    seconds = min(_PATIENCE * timings().reach, where.left())
+    store.get(f"here-{1 - rank}")  # from here on, only the network takes time
+    seconds = min(REACH_FACTOR * timings().reach, point.seconds_left())
     try:
-        group = _in_time(lambda: communicators.group(store, rank, interface), seconds)
+        group = _within(seconds, lambda: communicators.group(store, rank, interface))
     finally:
-        meeting.over = True
-    lane = NcclLane(edge, group, accelerator)
-    closing = contextlib.ExitStack()
-    closing.callback(host.close)
-    closing.callback(lane.close)
-    return TwoLanes(host.control, lane, closing.close)
+        expiring.expired = True
+    return NcclLane(edge, group, accelerator)
 
 
-class _Meeting(Store):
-    """A store until the two ends have met.
+class _ExpiringStore(Store):
+    """A store that answers only until the two ends are connected.
 
-    A group keeps it, and tells it of a peer that is lost. By then the job may be over, so that
-    nobody answers; and who lets go of the group waits for its threads.
+    A group keeps its store and reports lost peers to it. By then the job may be over, so that the
+    store would not answer; and freeing the group waits for the threads that ask it.
     """
 
-    over = False
+    expired = False
 
     def __init__(self, store: Store) -> None:
         super().__init__()
         self._store = store
 
     def set(self, key: str, value: Any) -> None:
-        self._open().set(key, value)
+        self._checked().set(key, value)
 
     def get(self, key: str) -> bytes:
-        return self._open().get(key)
+        return self._checked().get(key)
 
     def check(self, keys: list[str]) -> bool:
-        return self._open().check(keys)
+        return self._checked().check(keys)
 
-    def _open(self) -> Store:
-        if self.over:
+    def _checked(self) -> Store:
+        if self.expired:
             raise ConnectionError("the two ends have met")
         return self._store
 
 
-def _in_time(make: Callable[[], Group], seconds: float) -> Group:
-    """NCCL waits for its peer without end, on a thread that is left to itself then."""
+def _within(seconds: float, make: Callable[[], Group]) -> Group:
+    """Return the group that `make` returns in time.
+
+    NCCL waits for its peer without limit, on a thread that is then abandoned.
+    """
     future: Future[Group] = Future()
 
     def run() -> None:
@@ -179,15 +169,15 @@ def _in_time(make: Callable[[], Group], seconds: float) -> Group:
     threading.Thread(target=run, name="nccl connects", daemon=True).start()
     done, _ = futures.wait([future], seconds)
     if not done:
-        raise RuntimeError(f"NCCL: no answer within {seconds:.0f} s{_INSTEAD}")
+        raise RuntimeError(f"NCCL: no answer within {seconds:.0f} s; {_REMEDY}")
     try:
         return future.result()
     except RuntimeError as error:
-        raise RuntimeError(f"NCCL: {_said(str(error))}{_INSTEAD}") from error
+        raise RuntimeError(f"NCCL: {_reason(str(error))}; {_REMEDY}") from error
 
 
-def _said(text: str) -> str:
-    """What NCCL says happened, and what it knows of why: the line behind ``Last error``."""
+def _reason(text: str) -> str:
+    """Return the first line of an NCCL error, and the line behind ``Last error``."""
     first, *more = text.splitlines() or [""]
-    _, _, why = "\n".join(more).partition("Last error:")
-    return ": ".join([first, *why.strip().splitlines()[:1]])
+    _, _, cause = "\n".join(more).partition("Last error:")
+    return ": ".join([first, *cause.strip().splitlines()[:1]])

@@ -1,1 +1,0 @@
-"""Jobs on clusters: rendered as Slurm or Kubernetes take them (pure), handed over, run there."""

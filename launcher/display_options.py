@@ -1,0 +1,64 @@
+"""The options of the display of a job; none of them changes the job."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import click
+
+from launcher.engines.slurm import SlurmAllocation
+from pipeworker.display.commands import Commands, relative
+from pipeworker.display.style import Style
+from pipeworker.environment import TORCHRUN_JOB
+
+_POD = "KUBERNETES_SERVICE_HOST"
+"""A variable that is set in a pod, where the user cannot repeat the command."""
+
+
+def take_style(chosen: dict[str, Any], context: click.Context) -> Style:
+    """Remove the display's options from `chosen`, the values of a command, and return them."""
+    name = context.find_root().info_name or "pipeworker"
+    shown = {one: chosen.pop(one) for one in ("quiet", "verbose", "log_every", "output")}
+    return Style(**shown, commands=commands_for(name, context.params, os.environ))
+
+
+def commands_for(name: str, options: Mapping[str, Any], environment: Mapping[str, str]) -> Commands:
+    """Return the commands with which the user of the program `name` can continue from its run."""
+    program = _program(name)
+    job_file = relative(options["job_file"])
+    if TORCHRUN_JOB in environment:
+        world = environment.get("WORLD_SIZE", "")
+        here = world == environment.get("LOCAL_WORLD_SIZE") and _POD not in environment
+        begin = (*_torchrun(), "--nproc-per-node", world, "-m", "pipeworker")
+        return Commands(program, begin if here else (), job_file)
+    if SlurmAllocation().is_inside(environment):  # a rendered script may have called it
+        return Commands(program, (), job_file)
+    hosts = [
+        word
+        for option in ("hosts", "hosts_file")
+        if options.get(option)
+        for word in (f"--{option.replace('_', '-')}", options[option])
+    ]
+    return Commands(program, (*program, "launch", *hosts), job_file)
+
+
+def _program(name: str) -> tuple[str, ...]:
+    """Return the words that run the command line from the current folder."""
+    if name == "pipeworker":
+        return (name if shutil.which(name) else relative(sys.argv[0]),)
+    return (*_python(), "-m", "pipeworker")
+
+
+def _torchrun() -> tuple[str, ...]:
+    name = "torchrun"
+    return (name,) if shutil.which(name) else (*_python(), "-m", "torch.distributed.run")
+
+
+def _python() -> tuple[str, ...]:
+    name = Path(sys.executable).name
+    return (name if shutil.which(name) == sys.executable else sys.executable,)

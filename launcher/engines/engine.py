@@ -1,0 +1,153 @@
+"""The protocol of an engine: a way to start the processes of a job.
+
+A *cluster* is handed a request, and runs the job on hosts of its own choice. A *carrier* reaches
+hosts from this one: the launcher runs here, and commands carry the lines of the hosts' agents.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import subprocess
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar, Generic, Protocol, TypeVar
+
+from launcher.spec import JobSpec, RemoteAgent
+from pipeworker.errors import PipeworkerError
+from pipeworker.host.spawn import command
+
+_CLIENT_SECONDS = 60.0
+
+
+class Request(Protocol):
+    """The request that an engine renders."""
+
+    def text(self) -> str:
+        """Return what ``--dry-run`` prints."""
+
+
+class SubmittedJob(Protocol):
+    """A job that a cluster has accepted."""
+
+    def follow(self) -> int:
+        """Show the job's output until it ends, or how to do so; return its exit status."""
+
+    def cancel(self) -> None:
+        """Ask the job to save a checkpoint and to end."""
+
+
+R = TypeVar("R", bound=Request)
+
+
+class Engine(ABC, Generic[R]):
+    """A way to start the processes of a job; options and messages use its `name`."""
+
+    name: ClassVar[str]
+
+    @abstractmethod
+    def render(self, spec: JobSpec) -> R:
+        """Return what the engine asks for. Pure.
+
+        Raises:
+            UsageError: the job cannot be run so.
+        """
+
+    def new_run_dir(self, spec: JobSpec) -> str:
+        """Return the path of a run directory for a job that does not specify one."""
+        return str(Path("runs", f"{Path(spec.job_file).stem}-{stamp()}").absolute())
+
+
+class Cluster(Engine[R]):
+    """An engine that runs the job on hosts of its own choice."""
+
+    shares_files: ClassVar[bool] = True
+    """Whether these hosts see this one's files."""
+
+    @abstractmethod
+    def submit(self, request: R) -> SubmittedJob:
+        """Hand a request over.
+
+        Raises:
+            PipeworkerError: the cluster rejects it or does not answer.
+        """
+
+
+class Carrier(Engine[R]):
+    """An engine whose hosts the launcher reaches from this one."""
+
+    def is_inside(self, environment: Mapping[str, str]) -> bool:
+        """Return whether this process runs inside the engine, so that the engine is the default."""
+        return False
+
+    @abstractmethod
+    def agents(self, spec: JobSpec) -> tuple[RemoteAgent, ...]:
+        """Return the agents of the job's hosts, and how their lines travel.
+
+        Raises:
+            UsageError: the hosts have too few places for the job's workers, or too many.
+        """
+
+    def prepare(self, spec: JobSpec) -> None:
+        """Prepare the hosts, if the job asks for that.
+
+        Raises:
+            PipeworkerError: a host cannot be prepared.
+        """
+        return
+
+
+@dataclass(frozen=True, slots=True)
+class AgentCommands:
+    """The commands that carry agents' lines, and those by which hosts receive `folder`."""
+
+    agents: tuple[RemoteAgent, ...]
+    sends: tuple[tuple[str, ...], ...] = ()
+    folder: str = ""
+
+    def text(self) -> str:
+        """Return a line for a shell for each command."""
+        sends = [f"# {self.folder} | {shlex.join(send)}" for send in self.sends]
+        return "\n".join([*sends, *(shlex.join(agent.command) for agent in self.agents)]) + "\n"
+
+
+def run_client(words: Sequence[str], text: str, *, label: str, cluster: str) -> str:
+    """Return the output of a cluster's client program; errors name it by `label`.
+
+    Secrets belong into `text`, its standard input: other users see its command line.
+
+    Raises:
+        OSError: it cannot be started.
+        PipeworkerError: it fails, or the cluster does not answer in time.
+    """
+    try:
+        ran = subprocess.run(
+            words,
+            input=text,
+            capture_output=True,
+            text=True,
+            timeout=_CLIENT_SECONDS,
+            check=False,
+            env={**os.environ, "LC_ALL": "C"},
+        )
+    except subprocess.TimeoutExpired:
+        message = f"{label}: {cluster} has not answered for {_CLIENT_SECONDS:g} s"
+        raise PipeworkerError(message) from None
+    if ran.returncode:
+        reason = ran.stderr.strip().removeprefix(f"{label}: ")
+        raise PipeworkerError(f"{label}: {reason or f'exit status {ran.returncode}'}")
+    return ran.stdout
+
+
+def agent_command(spec: JobSpec, variable: str, python: str = "") -> list[str]:
+    """Return the command of an agent; `variable` of its environment begins with our address."""
+    run = str(Path(spec.run_dir) / "run.json")
+    return command("pipeworker.host.agent", python, spec.job_file, run, variable)
+
+
+def stamp() -> str:
+    """Return the time, for a name."""
+    return time.strftime("%Y%m%d-%H%M%S")

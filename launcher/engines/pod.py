@@ -1,0 +1,197 @@
+"""The pod of a node, and the settings of the Kubernetes engine. Pure."""
+
+from __future__ import annotations
+
+import posixpath
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+from launcher.spec import JobSpec
+from pipeworker.errors import UsageError
+
+RUNS = "/runs"
+"""The path of the volume of run directories in a pod."""
+FILES = "/job"
+"""The path of the folder in a pod that holds a job file that is sent."""
+SECRET = "token"
+KINDS = ("job", "jobset")
+_PORT = 29500
+_USER = 10001
+_SHUTDOWN = 10  # seconds of the grace period for torchrun itself
+
+_Object = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """The settings that ``--set NAME=VALUE`` specifies.
+
+    Attributes:
+        kind: ``job`` or ``jobset``.
+        name: of the job; by default that of its file.
+        namespace: by default the one that kubectl is set to.
+        claim: of the volume of run directories, to which all nodes write.
+        job: the path of the job file in the pods, in the image or on the volume; by default the
+            file is sent.
+        accelerator: a resource of which each worker gets one, as ``nvidia.com/gpu``.
+        cpu: of a pod; by default one for each thread of its workers.
+        memory: of a pod; by default unlimited.
+        node_selector: the label of the nodes, ``LABEL=VALUE``.
+        egress: ``any`` lets the pods connect to what is outside the job, such as data.
+        grace: the seconds between SIGTERM and SIGKILL, for a checkpoint.
+        retries: how often the job is restarted after losses that are not a node's.
+    """
+
+    image: str
+    kind: str = "job"
+    name: str = ""
+    namespace: str = ""
+    claim: str = "pipeworker-runs"
+    job: str = ""
+    accelerator: str = ""
+    cpu: str = ""
+    memory: str = ""
+    node_selector: str = ""
+    service_account: str = ""
+    egress: str = "job"
+    grace: int = 120
+    retries: int = 6
+
+    @staticmethod
+    def of(given: Mapping[str, str]) -> Settings:
+        """Parse the settings.
+
+        Raises:
+            UsageError: a setting is unknown, missing or invalid.
+        """
+        known = {field.name.replace("_", "-"): field for field in fields(Settings)}
+        if unknown := sorted(given.keys() - known.keys()):
+            raise UsageError(f"--set {unknown[0]}: must be one of {', '.join(known)}")
+        if not given.get("image"):
+            raise UsageError("--on kubernetes: no image for the pods; use --set image=IMAGE")
+        values: dict[str, Any] = {}
+        for name, text in given.items():
+            number = known[name].type == "int"
+            if number and not (text.isascii() and text.isdigit() and len(text) < 7):
+                raise UsageError(f"--set {name}={text}: must be a number")
+            values[known[name].name] = int(text) if number else text
+        settings = Settings(**values)
+        for name, choices in (("kind", KINDS), ("egress", ("job", "any"))):
+            if (value := getattr(settings, name)) not in choices:
+                raise UsageError(f"--set {name}={value}: must be one of {', '.join(choices)}")
+        if settings.grace <= _SHUTDOWN:
+            raise UsageError(f"--set grace={settings.grace}: must be more than {_SHUTDOWN} s")
+        if settings.node_selector and "=" not in settings.node_selector:
+            raise UsageError(f"--set node-selector={settings.node_selector}: must be LABEL=VALUE")
+        return settings
+
+
+def labels(name: str) -> dict[str, str]:
+    """Return the labels of all objects of a job."""
+    return {"app.kubernetes.io/name": "pipeworker", "app.kubernetes.io/instance": name}
+
+
+def template(spec: JobSpec, settings: Settings, name: str) -> dict[str, Any]:
+    """Return the template of a job's pods."""
+    label, _, value = settings.node_selector.partition("=")
+    account = settings.service_account
+    volumes: list[_Object] = [
+        {"name": "runs", "persistentVolumeClaim": {"claimName": settings.claim}},
+        {"name": "tmp", "emptyDir": {}},
+        {"name": "shm", "emptyDir": {"medium": "Memory"}},
+    ]
+    if not settings.job:
+        volumes.append({"name": "job", "configMap": {"name": f"{name}-job"}})
+    return {
+        "metadata": {"labels": labels(name)},
+        "spec": {
+            "restartPolicy": "Never",
+            **({"subdomain": name} if settings.kind == "job" else {}),
+            "terminationGracePeriodSeconds": settings.grace,
+            "automountServiceAccountToken": False,
+            "enableServiceLinks": False,
+            **({"serviceAccountName": account} if account else {}),
+            **({"nodeSelector": {label: value}} if label else {}),
+            "securityContext": {
+                "runAsNonRoot": True,
+                "runAsUser": _USER,
+                "runAsGroup": _USER,
+                "fsGroup": _USER,
+                "fsGroupChangePolicy": "OnRootMismatch",
+                "seccompProfile": {"type": "RuntimeDefault"},
+            },
+            "containers": [_container(spec, settings, name)],
+            "volumes": volumes,
+        },
+    }
+
+
+def run_dir_of(spec: JobSpec, name: str) -> str:
+    """Return the path of a job's run directory in the pods.
+
+    Raises:
+        UsageError: it is not on the volume.
+    """
+    run_dir = spec.run_dir or f"{RUNS}/{name}"
+    if not posixpath.normpath(run_dir).startswith(f"{RUNS}/"):
+        raise UsageError(f"--run-dir {run_dir}: must be in {RUNS}, the volume of the pods")
+    return run_dir
+
+
+def _container(spec: JobSpec, settings: Settings, name: str) -> _Object:
+    workers = spec.workers_per_node
+    resources = {"cpu": settings.cpu or str(spec.cores_per_node)}
+    if settings.memory:
+        resources["memory"] = settings.memory
+    if settings.accelerator:
+        resources[settings.accelerator] = str(workers)
+    mounts: list[_Object] = [
+        {"name": "runs", "mountPath": RUNS},
+        {"name": "tmp", "mountPath": "/tmp"},
+        {"name": "shm", "mountPath": "/dev/shm"},
+    ]
+    if not settings.job:
+        mounts.append({"name": "job", "mountPath": FILES, "readOnly": True})
+    secret = {"secretKeyRef": {"name": f"{name}-token", "key": SECRET}}
+    plain = {
+        "HOME": "/tmp",
+        "OMP_NUM_THREADS": "1",
+        "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(settings.grace - _SHUTDOWN),
+    }
+    return {
+        "name": "node",
+        "image": settings.image,
+        "command": ["python", "-m", "pipeworker", "node"],
+        "args": _args(spec, settings, name),
+        "env": [
+            {"name": "PIPEWORKER_TOKEN", "valueFrom": secret},
+            *({"name": key, "value": value} for key, value in plain.items()),
+        ],
+        "resources": {"requests": resources, "limits": resources},
+        "securityContext": {
+            "allowPrivilegeEscalation": False,
+            "capabilities": {"drop": ["ALL"]},
+            "readOnlyRootFilesystem": True,
+        },
+        "volumeMounts": mounts,
+    }
+
+
+def _args(spec: JobSpec, settings: Settings, name: str) -> list[str]:
+    """Return the arguments of ``pipeworker node``; the pod's index is in its environment.
+
+    Kubernetes expands ``$(NAME)`` in an argument unless it is written ``$$(NAME)``.
+    """
+    first = f"{name}-0" if settings.kind == "job" else f"{name}-node-0-0"
+    run_dir = run_dir_of(spec, name)
+    job_file = settings.job or f"{FILES}/{posixpath.basename(spec.job_file)}"
+    words = [
+        *("--nodes", str(spec.nodes), "--workers", str(spec.workers_per_node)),
+        *("--at", f"{first}.{name}", "--port", str(_PORT)),
+        "--",  # the rest is for each rank
+        *spec.options,
+        *("--run-dir", run_dir, "--auto-resume", job_file),
+        *(("--", *spec.arguments) if spec.arguments else ()),
+    ]
+    return [word.replace("$(", "$$(") for word in words]

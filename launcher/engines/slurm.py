@@ -1,0 +1,276 @@
+"""Slurm: a script for sbatch, the job that it becomes, and the allocation inside that job.
+
+The script runs ``pipeworker launch`` on the first node, which finds the allocation and starts an
+agent on every node: each is a job step, whose pipes srun carries.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from launcher.engines.engine import AgentCommands, Carrier, Cluster, agent_command, run_client
+from launcher.spec import Host, JobSpec, RemoteAgent
+from pipeworker.errors import PipeworkerError, UsageError
+
+NOTICE = 120
+"""Seconds before the end of its time limit at which a job is notified."""
+POLL_SECONDS = 1.0
+_CALLER = "SLURM_LAUNCH_NODE_IPADDR"
+"""The variable in which srun passes on the address of the host that called it."""
+_OPTION = re.compile(r"[a-z][a-z0-9-]*")
+_SCRIPT = """\
+#!/bin/bash
+{directives}
+
+# A notice (USR1 before the time limit, TERM to the agents at a preemption) stops the run with a
+# checkpoint; the requeued job resumes it. INT stops the run for good.
+{command} &
+run=$!
+requeue=yes
+trap 'kill -TERM $run' USR1
+trap 'requeue=no; kill -TERM $run' INT
+trap : TERM
+wait $run
+status=$?
+while kill -0 $run 2> /dev/null; do
+    wait $run
+    status=$?
+done
+state=$(squeue --noheader --job $SLURM_JOB_ID --format %T)
+if [ $status -eq 130 ] && [ $requeue = yes ] && [ "$state" = RUNNING ]; then
+    scontrol requeue $SLURM_JOB_ID
+fi
+exit $status
+"""
+_WAITING = ("PENDING", "REQUEUED", "REQUEUE_HOLD", "SPECIAL_EXIT", "CONFIGURING", "SUSPENDED")
+_RUNNING = ("RUNNING", "COMPLETING", "SIGNALING", "STOPPED", "RESIZING", "STAGE_OUT")
+_UNKNOWN = "Invalid job id"
+
+
+@dataclass(frozen=True, slots=True)
+class Script:
+    """A script for sbatch, and the file to which its output goes."""
+
+    script: str
+    log: str
+
+    def text(self) -> str:
+        return self.script
+
+
+@dataclass(frozen=True, slots=True)
+class Allocation:
+    """The nodes that a job has, with the number of cores of each."""
+
+    nodes: tuple[str, ...]
+    cores: tuple[int, ...]
+
+    @staticmethod
+    def of(environment: Mapping[str, str]) -> Allocation:
+        """Return the allocation of this process.
+
+        Raises:
+            UsageError: the environment describes it incompletely.
+        """
+        try:
+            listed = environment["SLURM_JOB_NODELIST"]
+            cores = parse_counts(environment["SLURM_JOB_CPUS_PER_NODE"])
+        except KeyError as error:
+            raise UsageError(f"Slurm's environment: {error} is not set") from None
+        nodes = tuple(_run("scontrol", "show", "hostnames", listed).split())
+        if len(nodes) != len(cores):
+            raise UsageError(f"Slurm's environment: {len(nodes)} nodes, but {len(cores)} counts")
+        return Allocation(nodes, cores)
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """The state of a job, its reason if there is one, and at its end its exit status."""
+
+    state: str = ""
+    reason: str = ""
+    status: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class SlurmJob:
+    """A submitted job: its number, and the file to which its output goes."""
+
+    job: str
+    log: Path
+
+    def follow(self) -> int:
+        """Show the job's output, or why it waits, until it ends; return its exit status."""
+        shown, waits_for = 0, ""
+        while True:
+            found = self.state()
+            shown = self._show(shown)
+            if found.state in _WAITING and found.reason not in ("", waits_for):
+                waits_for = found.reason
+                print(f"job {self.job} waits: {waits_for}", file=sys.stderr, flush=True)
+            if found.state not in (*_WAITING, *_RUNNING):
+                break
+            time.sleep(POLL_SECONDS)
+        if found.state == "COMPLETED":
+            return 0
+        if not found.status:
+            reason = found.reason or found.state or "Slurm does not know it"
+            print(f"error: job {self.job}: {reason}", file=sys.stderr)
+        return found.status or 1
+
+    def cancel(self) -> None:
+        """End the job after its step, with a checkpoint; at once if it does not run yet."""
+        if self.state().state in _WAITING:
+            _run("scancel", self.job)
+        else:
+            _run("scancel", "--batch", "--signal=INT", self.job)
+        print(
+            f"job {self.job} saves a checkpoint and ends; interrupt again to stop waiting for it",
+            file=sys.stderr,
+        )
+
+    def state(self) -> State:
+        """Return the job's state; Slurm forgets a job some minutes after its end."""
+        try:
+            answer = _run("scontrol", "--oneliner", "show", "job", self.job)
+        except PipeworkerError as error:
+            if _UNKNOWN in str(error):
+                return State()
+            raise
+        fields = dict(re.findall(r"(?:^| )(JobState|ExitCode|Reason)=(\S+)", answer))
+        reason = "" if fields["Reason"] == "None" else fields["Reason"]
+        return State(fields["JobState"], reason, int(fields["ExitCode"].partition(":")[0]))
+
+    def _show(self, start: int) -> int:
+        """Show the log from an offset on; return the next offset."""
+        if not self.log.exists():
+            return start
+        with self.log.open("rb") as file:
+            file.seek(start)
+            data = file.read()
+        sys.stdout.write(data.decode(errors="replace"))
+        sys.stdout.flush()
+        return start + len(data)
+
+
+class Slurm(Cluster[Script]):
+    name = "slurm"
+
+    def render(self, spec: JobSpec) -> Script:
+        """Return the script of a job, whose settings are long options of sbatch and override ours.
+
+        Raises:
+            UsageError: a setting is not an option.
+        """
+        log = f"{spec.run_dir}.log"
+        directives = {
+            "job-name": spec.name,
+            "nodes": str(spec.nodes),
+            "ntasks-per-node": "1",
+            "cpus-per-task": str(spec.cores_per_node),
+            "chdir": spec.folder,
+            "output": log,
+            "open-mode": "append",
+            "requeue": "",
+            "signal": f"B:USR1@{NOTICE}",
+        }
+        for name, value in spec.settings.items():
+            if not _OPTION.fullmatch(name) or "\n" in value:
+                raise UsageError(f"--set {name}={value}: must be a long option of sbatch")
+            directives[name] = value
+        lines = [
+            f"#SBATCH --{name}={shlex.quote(value)}" if value else f"#SBATCH --{name}"
+            for name, value in directives.items()
+        ]
+        launch = [spec.python, "-m", "pipeworker", "launch", "--stages", str(spec.stages)]
+        run = ["--run-dir", spec.run_dir, "--auto-resume", spec.job_file]
+        arguments = ["--", *spec.arguments] if spec.arguments else []
+        line = shlex.join([*launch, *spec.options, *run, *arguments])
+        return Script(_SCRIPT.format(directives="\n".join(lines), command=line), log)
+
+    def submit(self, request: Script) -> SlurmJob:
+        """Submit a script.
+
+        Raises:
+            UsageError: Slurm is not installed here, or rejects the script.
+        """
+        log = Path(request.log)
+        log.parent.mkdir(parents=True, exist_ok=True)  # Slurm drops the output otherwise
+        try:
+            answer = _run("sbatch", "--parsable", text=request.script)
+        except PipeworkerError as error:
+            raise UsageError(str(error)) from None
+        job = SlurmJob(answer.strip().partition(";")[0], log)
+        print(f"job {job.job} is submitted; its output goes to {log}", file=sys.stderr, flush=True)
+        return job
+
+
+class SlurmAllocation(Carrier[AgentCommands]):
+    """The nodes of the job inside which this process runs."""
+
+    name = "an allocation of Slurm's"
+
+    def is_inside(self, environment: Mapping[str, str]) -> bool:
+        """Return whether this process has an allocation, and is not a job step inside it."""
+        return "SLURM_JOB_ID" in environment and "SLURM_STEP_ID" not in environment
+
+    def render(self, spec: JobSpec) -> AgentCommands:
+        return AgentCommands(self.agents(spec))
+
+    def agents(self, spec: JobSpec) -> tuple[RemoteAgent, ...]:
+        return agents(spec, Allocation.of(os.environ))
+
+
+ENGINES = (Slurm(), SlurmAllocation())
+
+
+def agents(spec: JobSpec, allocation: Allocation) -> tuple[RemoteAgent, ...]:
+    """Return the agents of an allocation's nodes; workers are spread evenly.
+
+    Raises:
+        UsageError: there are more nodes than workers.
+    """
+    count = len(allocation.nodes)
+    if count > spec.workers:
+        raise UsageError(
+            f"--stages: the allocation has {count} nodes, and the job {spec.workers} workers; "
+            "use at least one worker a node"
+        )
+    share, more = divmod(spec.workers, count)
+    found = []
+    for number, (node, cores) in enumerate(zip(allocation.nodes, allocation.cores, strict=True)):
+        step = ("srun", "--nodes=1", "--ntasks=1", f"--nodelist={node}", "--overlap")
+        how = (f"--cpus-per-task={cores}", "--cpu-bind=none", "--quiet", f"--chdir={spec.folder}")
+        host = Host(node, share + (number < more))
+        found.append(RemoteAgent(host, (*step, *how, *agent_command(spec, _CALLER))))
+    return tuple(found)
+
+
+def parse_counts(text: str) -> tuple[int, ...]:
+    """Parse a list of numbers as Slurm abbreviates it: ``4(x2),3`` is 4, 4, 3.
+
+    Raises:
+        UsageError: the text is something else.
+    """
+    found: list[int] = []
+    for part in text.split(","):
+        match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part)
+        if match is None:
+            raise UsageError(f"Slurm's environment: {text!r} is not a list of numbers")
+        found += [int(match[1])] * int(match[2] or 1)
+    return tuple(found)
+
+
+def _run(*words: str, text: str = "") -> str:
+    """Return the answer of a command of Slurm's."""
+    try:
+        return run_client(words, text, label=words[0], cluster="Slurm")
+    except OSError as error:
+        raise PipeworkerError(f"Slurm's command {words[0]}: {error.strerror}") from None

@@ -1,0 +1,1 @@
+"""The supervisor of a job's processes: a pure state machine that the launcher's loop drives."""

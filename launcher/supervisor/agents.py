@@ -1,0 +1,161 @@
+"""The supervisor's view of the processes it watches: silence, losses, addresses. Pure."""
+
+from __future__ import annotations
+
+import ipaddress
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from urllib.parse import urlsplit
+
+from launcher.spec import RemoteAgent
+from launcher.supervisor.events import CheckedHello
+from pipeworker.coordinator.timeouts import JOIN_FACTOR
+from pipeworker.facts.failure import signal_name
+from pipeworker.wire.lines import AgentHello, Forked
+
+LOOPBACK = "127.0.0.1"
+_EVERYWHERE = ("0.0.0.0", "::")
+_START_FACTOR = 2 * JOIN_FACTOR
+"""Workers that do not join are restarted once before the agent of a busy host is given up."""
+
+
+@dataclass(slots=True)
+class SilenceTimer:
+    """The silence timeout of a process.
+
+    Attributes:
+        limit: seconds without a message after which the process is given up; `_START_FACTOR` times
+            as long until its first message.
+        since: when it was last received from, or started.
+        pid: 0 until it is known.
+        has_sent: whether it has sent anything since its start.
+    """
+
+    name: str
+    limit: float
+    since: float
+    pid: int = 0
+    has_sent: bool = False
+
+    def receive(self, now: float) -> None:
+        self.since, self.has_sent = now, True
+
+    def restart(self, now: float) -> None:
+        """Allow the time of a start until the next message."""
+        self.since, self.has_sent = now, False
+
+    def expired(self, now: float) -> str:
+        """Return an error message if the process has been silent for too long at `now`, else ""."""
+        limit = self.limit if self.has_sent else _START_FACTOR * self.limit
+        if now - self.since <= limit:
+            return ""
+        return f"{self.name} (pid {self.pid}) has not answered for {limit:g} s"
+
+
+@dataclass(slots=True)
+class AgentState:
+    """The agent of a host, which may be started again after a loss.
+
+    Attributes:
+        pids: the processes of its workers, by rank.
+        is_lost: whether its process has ended.
+        may_retry: whether it is worth one attempt to start it again in this generation.
+        silence: the error message of its silence timeout; empty while that has not expired.
+    """
+
+    remote: RemoteAgent
+    timer: SilenceTimer
+    pids: dict[int, int] = field(default_factory=dict)
+    hello: CheckedHello | None = None
+    is_lost: bool = False
+    may_retry: bool = True
+    silence: str = ""
+    _forked: bool = False  # a worker, since it was started
+    _lost_at: float = float("-inf")  # after it had forked workers
+
+    @staticmethod
+    def of(remote: RemoteAgent, limit: float, now: float) -> AgentState:
+        """Return the state of an agent that is being started."""
+        return AgentState(remote, SilenceTimer(f"the agent of {remote.name}", limit, now))
+
+    @property
+    def places(self) -> int:
+        """The number of workers its host takes now."""
+        return 0 if self.is_lost else self.remote.host.workers
+
+    def may_return(self, now: float) -> bool:
+        """Return whether its host was lost so recently that further attempts are worth it."""
+        return now - self._lost_at < self.timer.limit
+
+    def restart(self, now: float) -> None:
+        """Record that its process is being started again."""
+        self.timer.restart(now)
+        self.is_lost = self.may_retry = self._forked = False
+        self.silence = ""
+
+    def forked(self, line: Forked) -> None:
+        self.pids[line.rank] = line.pid
+        self._forked, self._lost_at = True, float("-inf")
+
+    def lose(self, code: int, last_line: str, now: float) -> tuple[bool, str]:
+        """Record that its process has ended; return whether workers were lost, and the error."""
+        self.is_lost = True
+        self.pids.clear()
+        if self._forked:
+            self._lost_at = now
+        if not self.remote.command:
+            return self._forked, self.silence or f"{self.timer.name} was killed"
+        ended = f"was killed by {signal_name(-code)}" if code < 0 else f"exited with status {code}"
+        reason = self.silence or last_line or f"it {ended}"
+        return self._forked, f"{self.remote.name} is lost: {reason}"
+
+    def endpoint(self, endpoint: str, callers: Iterable[str]) -> str:
+        """Return the endpoint to which its workers connect; the coordinator listens at `endpoint`.
+
+        `callers` are the launcher's addresses that remote hosts see.
+        """
+        url = urlsplit(endpoint)
+        if url.hostname not in _EVERYWHERE:
+            return endpoint
+        own = self.hello.caller if self.hello else ""
+        address = next(filter(_is_reachable, [own, *callers]), LOOPBACK)
+        host = f"[{address}]" if ":" in address else address
+        return f"{url.scheme}://{host}:{url.port}"
+
+
+def host_problem(host: str, hello: AgentHello, own: AgentHello, job_file: str, run_dir: str) -> str:
+    """Return why a host whose versions or files are not this host's own cannot take part, or ""."""
+    it = f"{host}: it"
+    for name in ("pipeworker", "python", "torch"):
+        version, ours = getattr(hello, name), getattr(own, name)
+        if version != ours or not version:
+            found = f"{name} {version}" if version else f"no {name}"
+            return f"{it} has {found}, this host has {ours or 'none'}; install the same"
+    if hello.job != own.job:
+        found = "another" if hello.job else "no"
+        return f"{it} has {found} {job_file}; share its folder, or send it with --sync"
+    if hello.run != own.run:
+        return (
+            f"{it} does not see the run directory {run_dir}; specify one on a file system that all "
+            "hosts share, with --run-dir"
+        )
+    return ""
+
+
+def listen_address(callers: Mapping[str, bool]) -> str:
+    """Return the address where the coordinator listens: the one that all hosts see.
+
+    It is every address if hosts see several, or one that a router between them translates.
+    `callers` are the launcher's addresses that hosts see, and whether each belongs to this host.
+    """
+    seen = sorted(filter(_is_reachable, callers))
+    if not seen:
+        return LOOPBACK
+    if len(seen) == 1 and callers[seen[0]]:
+        return seen[0]
+    return "::" if any(":" in caller for caller in seen) else "0.0.0.0"
+
+
+def _is_reachable(address: str) -> bool:
+    """Return whether other hosts can connect to an address."""
+    return bool(address) and not ipaddress.ip_address(address).is_loopback

@@ -1,0 +1,1 @@
+"""The service's input and output: its parent process, and the files of the run."""

@@ -1,0 +1,214 @@
+"""The files of a run that its coordinator writes, and what follows if it cannot."""
+
+from __future__ import annotations
+
+import dataclasses
+import errno
+import logging
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from pipeworker.coordinator.effects import Commit
+from pipeworker.coordinator.io.parent import ParentProcess
+from pipeworker.errors import RecordError
+from pipeworker.facts.layer_names import LayerNames
+from pipeworker.facts.step import Evaluation, StepResult
+from pipeworker.host.descriptors import DescriptorReserve
+from pipeworker.job.options import Options
+from pipeworker.record.atomic_file import write_json
+from pipeworker.record.manifest import Manifest
+from pipeworker.record.metrics.formats import ExtraFormats
+from pipeworker.record.metrics.rows import Rows
+from pipeworker.record.run_record import write_summary
+from pipeworker.record.rundir import RunDir
+from pipeworker.wire.lines import Verdict, Warned
+
+_DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
+
+log = logging.getLogger("pipeworker.coordinator")
+
+
+@dataclass
+class RunFiles:
+    """The files of a run, written by its coordinator, which warns its parent of errors.
+
+    If rows or the plan cannot be written, `failed` ends the job with the error. A full disk does
+    not end it: there may be room again before a checkpoint is due.
+    """
+
+    run_dir: RunDir
+    options: Options
+    descriptors: DescriptorReserve
+    parent: ParentProcess
+    failed: Callable[[str], None]
+    _warned: set[Path] = field(default_factory=set)  # files of which it is known: the disk is full
+    _extras: ExtraFormats | None = None
+    _rows: dict[Path, Rows] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._rows = {self.run_dir.metrics: Rows(self.run_dir.metrics)}
+
+    def open_extras(self) -> None:
+        """Open the tables and event files that are written beside the rows, if requested."""
+        options, where = self.options, self.run_dir
+
+        def begin() -> None:
+            events = where.events if options.tensorboard else None
+            self._extras = ExtraFormats(
+                where.metrics, where.evaluation, csv=options.csv, events=events
+            )
+
+        if options.csv or options.tensorboard:
+            self._write_extras(begin)
+
+    def close(self) -> None:
+        """Close the files of rows, and what is written beside them."""
+        for file in self._rows.values():
+            file.close()
+        if self._extras:
+            self._write_extras(self._extras.close)
+
+    def write_plan(self, plan: dict[str, Any]) -> None:
+        """Write ``plan.json``; on a full disk an earlier one stays."""
+        path = self.run_dir.plan
+        consequence = "it is unchanged" if path.exists() else ""
+        write = partial(write_json, path, plan)
+        self._write(path, partial(self.descriptors.run, write), consequence)
+
+    def add_step(self, result: StepResult) -> None:
+        """Append a row of metrics."""
+        row = dataclasses.asdict(result)
+        if result.loss_scale is None:
+            del row["loss_scale"]
+        self._append(self.run_dir.metrics, row)
+
+    def add_evaluation(self, evaluation: Evaluation) -> None:
+        """Append a row of an evaluation pass."""
+        self._append(self.run_dir.evaluation, {"step": evaluation.step, **evaluation.row()})
+
+    def commit(self, commit: Commit, stages: int) -> Path:
+        """Complete a checkpoint after the rows of its steps are on disk, and return its path.
+
+        Raises:
+            OSError: it cannot be written.
+            ValueError: a file differs from what its worker reported.
+        """
+        scaler = dataclasses.asdict(commit.scaler) if commit.scaler else None
+        evaluation = commit.evaluation
+        manifest = Manifest(
+            commit.step,
+            stages,
+            LayerNames(commit.layers),
+            commit.files,
+            commit.ties,
+            scaler,
+            {"step": evaluation.step, **evaluation.row()} if evaluation else None,
+        )
+        for rows in self._rows.values():
+            rows.sync()
+        self.descriptors.run(lambda: self.run_dir.commit_checkpoint(manifest))
+        return self.run_dir.checkpoint(commit.step)
+
+    def write_summary(self, verdict: Verdict, stages: int) -> Verdict:
+        """Write ``summary.json``; return the verdict, failed if that or a row cannot be written."""
+        for path, rows in self._rows.items():
+            if (text := _error_of(path, rows.sync)) and verdict.status == "done":
+                verdict = _failed(verdict, text)
+        write = partial(write_summary, self.run_dir, verdict, stages)
+        text = _error_of(self.run_dir.summary, partial(self.descriptors.run, write))
+        if text and verdict.status == "done":
+            return _failed(verdict, text)
+        if text:
+            self.parent.send(Warned(text))
+        return verdict
+
+    def remove_old_checkpoints(self) -> None:
+        """Remove checkpoints beyond those to keep; failing to do so does not end the job."""
+        prune = partial(self.run_dir.prune_checkpoints, self.options.keep)
+        self._remove("an old checkpoint", prune)
+
+    def remove_unfinished(self) -> None:
+        """Remove checkpoints that workers of earlier generations have begun."""
+        self._remove("an unfinished checkpoint", self.run_dir.remove_leftovers)
+
+    def _open_rows(self, path: Path) -> None:
+        self._rows[path] = Rows(path)
+
+    def _append(self, path: Path, row: dict[str, Any]) -> None:
+        if path not in self._rows:
+            self._write(path, partial(self.descriptors.run, partial(self._open_rows, path)))
+        if path in self._rows:
+            self._write(path, partial(self._rows[path].add, row), "its rows wait for room")
+        if self._extras:
+            self._write_extras(partial(self._extras.add, path, row))
+
+    def _write_extras(self, write: Callable[[], None]) -> None:
+        """Write tables and event files; an error ends these, with one warning, and not the job."""
+        try:
+            self.descriptors.run(write)
+        except OSError as error:
+            self._extras = None
+            which = RecordError(error.filename or self.run_dir.path, error)
+            self._warn(f"{which}: nothing more is written there, nor in another extra format")
+
+    def _write(self, path: Path, write: Callable[[], None], consequence: str = "") -> None:
+        """Write a file; an error ends the job, but a full disk with a consequence only warns."""
+        try:
+            write()
+            self._warned.discard(path)
+        except OSError as error:
+            text = str(RecordError(path, error))
+            if not consequence or error.errno not in _DISK_FULL:
+                log.error("%s", text)
+                self.failed(text)
+            elif path not in self._warned:
+                self._warned.add(path)
+                self._warn(f"{text}: {consequence}")
+
+    def _remove(self, what: str, remove: Callable[[], None]) -> None:
+        try:
+            remove()
+        except OSError as error:
+            self._warn(f"cannot remove {what}: {error}")
+
+    def _warn(self, text: str) -> None:
+        log.warning("%s", text)
+        self.parent.send(Warned(text))
+
+
+def _error_of(path: Path, write: Callable[[], None]) -> str:
+    """Call `write` and return why the file cannot be written, or an empty string."""
+    try:
+        write()
+    except OSError as error:
+        text = str(RecordError(path, error))
+        log.error("%s", text)
+        return text
+    return ""
+
+
+def _failed(verdict: Verdict, text: str) -> Verdict:
+    return dataclasses.replace(verdict, status="failed", exit_status=1, error=text)
+
+
+class LogFile(logging.FileHandler):
+    """The coordinator's log. An error in writing it causes one warning and does not end the job."""
+
+    def __init__(self, path: Path, parent: ParentProcess) -> None:
+        super().__init__(path, encoding="utf-8", errors="backslashreplace")
+        self.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+        self._path, self._parent = path, parent
+        self._warned = False
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        """Warn of the first error of the system; leave other errors to the base class."""
+        error = sys.exc_info()[1]
+        if not isinstance(error, OSError):
+            super().handleError(record)
+        elif not self._warned:
+            self._warned = True
+            self._parent.send(Warned(str(RecordError(self._path, error))))

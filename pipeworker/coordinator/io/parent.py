@@ -1,0 +1,80 @@
+"""The process that started the coordinator, at the other end of standard input and output.
+
+Nothing here blocks, except the end: a suspended parent does not read, and must not suspend the
+coordinator.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+from collections.abc import Iterator
+
+from pipeworker.wire import lines
+from pipeworker.wire.lines import FromCoordinator, KeepAlive, ToCoordinator
+
+INPUT, OUTPUT = 0, 1
+
+
+class ParentProcess:
+    """The coordinator's parent, which exchanges lines with it.
+
+    It is `gone` once it has ended, as the end of input shows; `reads` and `writes` are descriptors.
+    """
+
+    def __init__(self) -> None:
+        self.reads, self.writes = INPUT, OUTPUT
+        self.gone = False
+        self._input: lines.Buffer[ToCoordinator] = lines.Buffer(ToCoordinator)
+        self._output = b""
+        self._last_heard: float | None = None
+        self._patience = 0.0
+        os.set_blocking(OUTPUT, False)
+
+    @property
+    def pending(self) -> bool:
+        """Whether output waits to be read by the parent."""
+        return bool(self._output)
+
+    def send(self, event: FromCoordinator) -> None:
+        """Send a line as soon as the parent reads; drop it if the parent has ended."""
+        self._output += lines.encode(event)
+        self.flush()
+
+    def flush(self) -> None:
+        """Write as much output as the pipe takes now."""
+        try:
+            while self._output:
+                self._output = self._output[os.write(OUTPUT, self._output) :]
+        except BlockingIOError:
+            return
+        except BrokenPipeError:
+            self._output = b""
+
+    def drain(self) -> None:
+        """Wait until the parent has read all output or has ended.
+
+        It may be suspended for any time: if the coordinator exited before, it would take the end of
+        the job for the loss of the coordinator and start another one.
+        """
+        while self._output and not self.gone:
+            readable, _, _ = select.select([INPUT], [OUTPUT], [])
+            if readable:
+                self.gone = not os.read(INPUT, 65536)
+            self.flush()
+
+    def receive(self, now: float) -> Iterator[ToCoordinator]:
+        """Read what has arrived and yield its events, except for KeepAlive; `now` is in seconds."""
+        data = os.read(INPUT, 65536)
+        self.gone = not data
+        for event in self._input.feed(data):
+            if isinstance(event, KeepAlive):
+                self._patience = event.timeout
+                self._last_heard = now
+            else:
+                yield event
+
+    def exceeded_silence(self, now: float) -> float | None:
+        """Return the silence timeout in seconds of a parent that exceeds it at `now`, or None."""
+        silent = self._last_heard is not None and now - self._last_heard > self._patience
+        return self._patience if silent else None

@@ -1,0 +1,244 @@
+"""The lifecycle of a generation: its members, its waiting, and its end. Pure.
+
+A failure or an interrupt leads from any state to OVER. The first cause is kept: a secondary
+failure, as a closed connection that a neighbour reports, becomes the cause only if no other arrives
+in time.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+from pipeworker.coordinator import report
+from pipeworker.coordinator.blueprint import Blueprint
+from pipeworker.coordinator.effects import Dropped, Effect, Log, Send, Status, Warn
+from pipeworker.coordinator.ending import INTERRUPTED, End, FirstCause, JobEnd, Lost
+from pipeworker.coordinator.roster import Member, Roster
+from pipeworker.coordinator.states import BEFORE_STEPS, State
+from pipeworker.coordinator.steps.progress import Progress
+from pipeworker.coordinator.steps.snapshots import Snapshots
+from pipeworker.coordinator.timeouts import Timeouts
+from pipeworker.errors import UsageError
+from pipeworker.facts.failure import Cause, Failure
+from pipeworker.facts.position import Phase
+from pipeworker.job.options import Options
+from pipeworker.plan.placement import Placement
+from pipeworker.timings import Timings
+from pipeworker.wire.lines import CannotStart, HostLost, WorkerExited
+from pipeworker.wire.messages.directions import Advance, Finish, ToWorker
+from pipeworker.wire.messages.presence import Abort, Failed, Heartbeat, Signalled
+
+_COMPILING_INTERVAL = 20.0
+"""Seconds between two notes that a layer is being compiled."""
+_SAVE_SIGNAL = "SIGUSR1"
+"""The signal that clusters send before they take a node away."""
+
+
+@dataclass(slots=True)
+class Lifecycle:
+    """The part of a generation that watches its workers and ends it.
+
+    Attributes:
+        options: those of the job, with the number of workers of this generation.
+        launched: whether a launcher started the workers. A worker that is ended by a signal is then
+            lost; otherwise the job is interrupted.
+        awaited: the ranks that it still waits for.
+        abort: the message sent to workers at its end, unless the job was done.
+        interrupted: the time at which the user asked to stop, if so.
+        stopped: the end of the job once the interrupt takes effect.
+        last_state: the state in which it ended.
+    """
+
+    number: int
+    options: Options
+    placement: Placement
+    timings: Timings
+    progress: Progress
+    started: float
+    snapshots: Snapshots
+    launched: bool
+    state: State = field(default=State.JOINING, init=False)
+    end: End | None = field(default=None, init=False)
+    abort: Abort | None = field(default=None, init=False)
+    interrupted: float | None = field(default=None, init=False)
+    stopped: JobEnd = field(default=INTERRUPTED, init=False)
+    last_state: State = field(default=State.JOINING, init=False)
+    blueprint: Blueprint | None = field(default=None, init=False)
+    roster: Roster = field(init=False)
+    _timeouts: Timeouts = field(init=False)
+    _cause: FirstCause = field(init=False)
+    awaited: set[int] = field(init=False)
+    _next_note: float = field(default=0.0, init=False)
+
+    def __post_init__(self) -> None:
+        roster = self.roster = Roster(self.placement, self.started, self.timings)
+        limit, own_loop = self.options.worker_timeout, self.options.own_loop
+        self._timeouts = Timeouts(roster, limit, own_loop, self.launched)
+        self._cause = FirstCause(self.roster)
+        self.await_all(State.JOINING)
+
+    @property
+    def waiting(self) -> str:
+        """The message and the ranks that it waits for, and the reason, for logs and messages."""
+        message, reason = self.state.awaited_message, self.state.reason
+        ranks = f" of rank {', '.join(map(str, sorted(self.awaited)))}" if self.awaited else ""
+        return f"waiting for {message}{ranks}: {reason}" if message else reason
+
+    @property
+    def members(self) -> list[Member]:
+        """The workers that have joined, by rank."""
+        return list(self.roster.members.values())
+
+    def await_all(self, state: State) -> None:
+        self.state = state
+        self.awaited = set(range(self.placement.ranks))
+
+    def is_last(self, rank: int) -> bool:
+        """Count a rank's message; return whether it was the last one awaited."""
+        if rank not in self.awaited:
+            return False  # a repeated message counts once
+        self.awaited.discard(rank)
+        return not self.awaited
+
+    def send(self, peer: bytes, message: ToWorker) -> Send:
+        return Send(peer, message, self.number)
+
+    # Events.
+
+    def protocol_violation(self, peer: bytes, text: str) -> list[Effect]:
+        """End the job because a member sent an invalid message; do nothing for other peers."""
+        member = self.roster.member(peer)
+        if member is None:
+            return []
+        message = f"{member.full_name} sent an invalid message: {text}"
+        return self.fail(member.failure(Cause.INTERNAL, message))
+
+    def worker_exited(self, report: WorkerExited, now: float) -> list[Effect]:
+        """Handle the exit of a worker process that was not asked to end."""
+        return self._failure_reported(self._cause.worker_exited(report), now)
+
+    def cannot_start(self, report: CannotStart) -> list[Effect]:
+        """End the generation because the system cannot start one of its workers."""
+        return self.over(Lost(self._named(Failure(Cause.LOST, report.text, rank=report.rank))))
+
+    def host_lost(self, report: HostLost) -> list[Effect]:
+        """End the generation because a host, and the state in its memory, is gone."""
+        self.snapshots.host_lost(survives=report.survives)
+        names = [self.placement.names(rank) for rank in report.ranks if rank < self.placement.ranks]
+        rank = report.ranks[0] if report.ranks else -1
+        return self.over(Lost(Failure(Cause.LOST, report.text, rank, stage=", ".join(names))))
+
+    def interrupt(self, now: float) -> list[Effect]:
+        """Stop the job at the end of the step, or at once if no step has begun."""
+        if self.interrupted is not None:
+            return []
+        self.interrupted = now
+        if self.state in BEFORE_STEPS and not self.progress.has_unsaved(self.progress.steps):
+            return self.over(self.stopped)
+        return [Log(f"interrupted: stopping at the end of the step, {self.waiting}")]
+
+    def tick(self, now: float, suspended: float = 0.0) -> list[Effect]:
+        """Act on timeouts; the seconds for which the coordinator was suspended count for none."""
+        if suspended:
+            self.roster.suspended(suspended, now)
+            self._cause.suspended(suspended)
+            if self.interrupted is not None:
+                self.interrupted = min(now, self.interrupted + suspended)
+        since = self.interrupted
+        if since is not None and self._timeouts.interrupt_expired(self.state, since, now):
+            return self.over(self.stopped)
+        failure = self._cause.expired(now) or self._timeouts.expired(self.state, self.awaited, now)
+        if failure is None:
+            return []
+        if failure.cause is Cause.SIGNAL:
+            return self._signalled(failure, now)
+        return self._ended_by(failure)
+
+    def checkpoint_requested(self) -> list[Effect]:
+        """Save a checkpoint at the end of this step."""
+        self.progress.save_requested = True
+        return [Log("a checkpoint was requested")]
+
+    def fail(self, failure: Failure) -> list[Effect]:
+        """End the job by a failure; a user's mistake before the first step has status 2."""
+        status = 1
+        raised_early = failure.cause is Cause.USER and self.state in BEFORE_STEPS
+        if self.progress.started:
+            if failure.cause in (Cause.USAGE, Cause.EXIT):
+                failure = replace(failure, cause=Cause.USER)
+        elif failure.cause is Cause.EXIT:
+            status = failure.status
+        elif failure.cause is Cause.USAGE or raised_early:
+            status = UsageError.exit_status
+        return self.over(JobEnd(Status.FAILED, status, self._named(failure)))
+
+    # Messages that are handled in every state.
+
+    def on_heartbeat(self, member: Member, message: Heartbeat, now: float) -> list[Effect]:
+        """Store a worker's position, and note from time to time that a layer is being compiled."""
+        member.heartbeat(message, now)
+        if member.position.phase is not Phase.COMPILING or now < self._next_note:
+            return []
+        self._next_note = now + _COMPILING_INTERVAL
+        at = report.location(replace(member.failure(Cause.USER, ""), stage=member.name))
+        return [Warn(f"compiling: {at}; each new shape takes seconds", note=True)]
+
+    def on_failed(self, member: Member, message: Failed, now: float) -> list[Effect]:
+        """Handle a failure that a worker reports."""
+        return self._failure_reported(replace(message.failure, rank=message.rank), now)
+
+    def on_signalled(self, member: Member, message: Signalled, now: float) -> list[Effect]:
+        """Save, interrupt the job or lose the worker, by the signal and the state."""
+        if message.signal == _SAVE_SIGNAL:
+            return self.checkpoint_requested()
+        text = f"the worker of {member.name} was ended by {message.signal}"
+        if self.launched or self.state in BEFORE_STEPS:
+            return self._failure_reported(member.failure(Cause.SIGNAL, text), now)
+        return self.interrupt(now)
+
+    # Endings.
+
+    def _failure_reported(self, failure: Failure, now: float) -> list[Effect]:
+        repeated = failure.rank in self._cause.reporters
+        cause = self._cause.report(failure, now)
+        if cause is None:
+            text = f"secondary failure of rank {failure.rank}: {failure.message}"
+            return [Dropped(text) if repeated else Log(text)]
+        return self._ended_by(cause)
+
+    def _signalled(self, failure: Failure, now: float) -> list[Effect]:
+        """End the worker, or the job, that a signal without another cause was meant for."""
+        if self.interrupted is not None and failure.rank not in self.roster.silent(now):
+            return []  # the whole job was signalled, and the worker stays until the step ends
+        if self.launched and self.interrupted is None:
+            return self.over(Lost(self._named(failure)))
+        return self.over(self.stopped)
+
+    def _ended_by(self, failure: Failure) -> list[Effect]:
+        """End the generation by a worker's failure, or by its loss."""
+        if failure.cause in (Cause.LOST, Cause.HUNG, Cause.PEER, Cause.TRANSIENT):
+            return self.over(Lost(self._named(failure)))
+        return self.fail(failure)
+
+    def _named(self, failure: Failure) -> Failure:
+        """Return a failure with the name of its layer's stage, or of all stages of its rank."""
+        if failure.rank < 0 or failure.rank >= self.placement.ranks:
+            return failure
+        stage = self.blueprint.stage_at(failure.position) if self.blueprint else -1
+        if self.placement.replicas == 1 and stage in self.placement.stages_of(failure.rank):
+            return replace(failure, stage=f"stage {stage}")
+        return replace(failure, stage=self.placement.names(failure.rank))
+
+    def over(self, end: End) -> list[Effect]:
+        """End the generation, and its workers."""
+        waiting, self.last_state = self.waiting, self.state
+        self.state, self.end = State.OVER, end
+        peers = self.roster.peers
+        if isinstance(end, JobEnd) and end.status is Status.DONE:
+            finish = Advance(Finish())
+            return [Log("ended: done"), *(self.send(peer, finish) for peer in peers)]
+        abort = self.abort = report.abort_message(end)
+        return [
+            Log(f"ended: {report.end_status(end)}: {abort.reason}; it was {waiting}"),
+            *(self.send(peer, abort) for peer in peers),
+        ]

@@ -1,0 +1,100 @@
+"""Whether a job restarts after a loss, and with how many workers. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from pipeworker.facts.failure import Cause, Failure
+from pipeworker.facts.position import Position
+
+WINDOW = 3600.0
+"""Seconds within which losses count towards the limit: a long job has some."""
+_EARLY_LOSSES = 2
+"""Losses in a row before any step, after which this number of workers counts as unavailable."""
+
+
+@dataclass(slots=True)
+class RestartPolicy:
+    """The limit on the restarts of a job within an hour, and the causes of all so far."""
+
+    limit: int
+    causes: list[str] = field(default_factory=list)
+    _times: list[float] = field(default_factory=list)
+    _last: tuple[Cause, int, Position] | None = None
+
+    def refusal(self, failure: Failure, now: float) -> str:
+        """Return why the job does not restart after `failure`, or an empty string if it does."""
+        where = failure.cause, failure.rank, failure.position
+        repeated = where == self._last and failure.position.layer >= 0
+        self._last = where
+        self._times = [time for time in self._times if now - time < WINDOW]
+        if not self.limit:
+            return "--max-restarts 0"
+        if repeated:
+            return "it failed again at the same place"
+        if len(self._times) >= self.limit:
+            return f"all {self.limit} restarts within an hour are used (--max-restarts)"
+        return ""
+
+    def record(self, cause: str, now: float) -> None:
+        """Count a restart at `now` and keep its cause."""
+        self._times.append(now)
+        self.causes.append(cause)
+
+
+@dataclass(slots=True)
+class ElasticPolicy:
+    """The number of workers of a replica, where a lost worker may not be replaceable.
+
+    Args:
+        target: workers that the job is to have.
+        minimum: workers with which it may continue.
+        wait: seconds until all are tried again; doubled after each attempt that failed.
+    """
+
+    target: int
+    minimum: int
+    wait: float
+    workers: int = field(init=False)
+    _since: float = 0.0
+    _early_losses: int = 0
+    _tried: bool = False
+
+    def __post_init__(self) -> None:
+        self.workers = self.target
+
+    def shrink(self, now: float, *, cannot_start: bool, early: bool, room: int = -1) -> bool:
+        """Reduce the number after the loss of a worker, if that is necessary and allowed.
+
+        Args:
+            now: the time of the loss, in seconds.
+            cannot_start: whether the system cannot start a replacement.
+            early: whether the generation was lost before it ran a step.
+            room: workers that can be started in all; -1 if unknown.
+
+        Returns:
+            Whether the number was reduced.
+        """
+        self._early_losses = self._early_losses + 1 if early else 0
+        if not cannot_start and self._early_losses < _EARLY_LOSSES:
+            return False
+        left = self.workers - 1 if room < 0 else min(self.workers - 1, room)
+        if left < self.minimum:
+            return False
+        if self._tried:
+            self.wait *= 2
+        self._tried, self.workers = False, left
+        self._since, self._early_losses = now, 0
+        return True
+
+    def steps_run(self, now: float) -> None:
+        """Restart the wait until all workers are tried again: the current ones run steps."""
+        self._since = now
+
+    def may_grow(self, now: float) -> bool:
+        """Return whether it is time to try all workers again."""
+        return self.workers < self.target and now - self._since >= self.wait
+
+    def grow(self) -> None:
+        """Set the number to the target."""
+        self.workers, self._tried = self.target, True

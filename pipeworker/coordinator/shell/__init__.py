@@ -1,1 +1,0 @@
-"""What the service acts by: its starter, and the files of the run."""

@@ -1,0 +1,62 @@
+"""The commands that continue from a run, as its user would type them."""
+
+from __future__ import annotations
+
+import os
+import shlex
+from dataclasses import dataclass
+
+DEFAULT_PROGRAM = ("pipeworker",)
+
+
+@dataclass(frozen=True, slots=True)
+class Commands:
+    """How a user exports the weights of a run, and resumes it.
+
+    Attributes:
+        program: words that run pipeworker's command line.
+        start: words that started the job, up to its options; empty if they are unknown.
+        job_file: empty where a script, `script`, is the job.
+        own_loop: the script uses ``Pipeline``, not ``train``.
+    """
+
+    program: tuple[str, ...] = DEFAULT_PROGRAM
+    start: tuple[str, ...] = ()
+    job_file: str = ""
+    script: str = ""
+    own_loop: bool = False
+
+    def export(self, run_dir: str) -> str:
+        """Return the command that writes the run's weights to one file."""
+        return shlex.join([*self.program, "export", run_dir, "weights.safetensors"])
+
+    def save(self, run_dir: str) -> str:
+        """Return the command that has a running job write a checkpoint."""
+        return shlex.join([*self.program, "checkpoint", run_dir])
+
+    def resume(self, run_dir: str, further: tuple[str, int] | None = None) -> str:
+        """Return the command, or the call in a script, that resumes the run up to `further`."""
+        name, count = further or ("", 0)
+        options = ["--resume", "--run-dir", run_dir, *([f"--{name}", str(count)] if name else [])]
+        if not self.job_file:
+            call = f"pipeworker.train(..., resume=True, run_dir={run_dir!r}"
+            call += f", {name}={count})" if name else ")"
+            call = f"Pipeline(...).load({run_dir!r})" if self.own_loop else call
+            return f"in {self.script or 'the script'}: {call}"
+        if not self.start:
+            return f"the same command, with {shlex.join(options)}"
+        return shlex.join([*self.start, *options, self.job_file])
+
+
+def further(steps: int, epochs: int | None) -> tuple[str, int]:
+    """Return the option that doubles the training of a finished run of `steps` or `epochs`."""
+    return ("epochs", 2 * epochs) if epochs else ("steps", 2 * steps)
+
+
+def relative(path: str) -> str:
+    """Shorten a path that is below the current folder."""
+    try:
+        found = os.path.relpath(path)
+    except (OSError, ValueError):
+        return path
+    return path if found.startswith(os.pardir) else found

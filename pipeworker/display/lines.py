@@ -1,0 +1,302 @@
+"""A job as plain lines."""
+
+from __future__ import annotations
+
+import dataclasses
+import errno
+import math
+import os
+import sys
+import time
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from pathlib import Path
+from typing import TextIO
+
+from typing_extensions import assert_never
+
+from pipeworker.display.commands import further, relative
+from pipeworker.display.figures import GAP, Figure, Pace, evaluation_line, figures
+from pipeworker.display.output import Printed
+from pipeworker.display.style import Style
+from pipeworker.display.summary import BubbleContext, Summary
+from pipeworker.display.text import duration, sanitize
+from pipeworker.errors import RecordError
+from pipeworker.facts.step import Evaluation, StepResult
+from pipeworker.job.option_parsing import format_by_origin
+from pipeworker.job.options import Options
+from pipeworker.plan.partition import sizes
+from pipeworker.record.metrics import rows
+from pipeworker.record.rundir import RunDir
+from pipeworker.wire.lines import (
+    Bound,
+    FromCoordinator,
+    Joined,
+    KeepAlive,
+    Planned,
+    Restart,
+    Snapshot,
+    Verdict,
+    Warned,
+)
+
+_LINE_SECONDS = 1.0
+"""Between two lines of steps, and between two states of a line that the job redraws."""
+
+
+class LineDisplay:
+    """Plain lines on standard output: the first step, the last one, and at most one a second.
+
+    The job continues if a file or a pipe refuses lines, which is reported once. If a terminal is
+    lost, later lines go to standard error, and `lost` is the error by which that was noticed.
+    """
+
+    def __init__(
+        self,
+        options: Options,
+        run_dir: str,
+        style: Style | None = None,
+        out: TextIO | None = None,
+        error: TextIO | None = None,
+        now: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._options = options
+        self._run_dir = run_dir
+        self._style = style or Style()
+        self._out = out or sys.stdout
+        self._error = error or sys.stderr
+        self._now = now
+        self.lost: OSError | None = None
+        self._refused = False
+        self._warned: set[str] = set()
+        self._plan: Planned | None = None
+        self._total = options.steps  # None while unknown
+        self._pace = Pace(self._total)
+        self._first = options.resume_step + 1
+        self._delayed: StepResult | None = None  # its line is due unless another step follows
+        self._last: StepResult | None = None
+        self._line_at = -math.inf
+        self._redrawn_at: dict[str, float] = {}
+        self._seconds, self._steps = 0.0, 0
+
+    def show(self, event: FromCoordinator) -> None:
+        """Show one event of the coordinator."""
+        match event:
+            case Planned():
+                self._planned(event)
+            case StepResult():
+                self._seconds, self._steps = self._seconds + event.seconds, self._steps + 1
+                self._last = event
+                self._pace.add(event.step, self._now())
+                self._step(event)
+            case Evaluation():
+                if self._style.log_every is None:
+                    self._print_delayed()
+                self.print(evaluation_line(event))
+            case Warned():
+                self.warn(event.text, "note" if event.note else "warning")
+            case Verdict():
+                self._print_delayed()
+                self.end(event)
+            case Bound() | Joined() | Restart() | Snapshot() | KeepAlive():
+                return  # of no interest to a user
+            case _:
+                assert_never(event)
+
+    def begin(self) -> None:
+        """Show that the job is starting."""
+
+    def _planned(self, plan: Planned) -> None:
+        """Show what will run, with the options that have defaults; again if the stages changed."""
+        before, self._plan = self._plan, plan
+        self._total = plan.steps or None
+        self._pace = Pace(self._total)
+        if before and before.balance == plan.balance:
+            return
+        options, done = self._options, self._options.resume_step
+        asked = f" (not {options.microbatches}: a mini-batch has no more samples)"
+        fewer = asked if plan.microbatches < options.microbatches else ""
+        where = f"run directory {self._run_dir}{f', from step {done}' if done else ''}"
+        copies = f"{plan.replicas} replicas of " if plan.replicas > 1 else ""
+        balance, stages = ",".join(map(str, plan.balance)), _plural(len(plan.balance), "stage")
+        workers = len(plan.held)
+        on = "" if workers == len(plan.balance) else f" on {_plural(workers, 'worker')}"
+        self.print(
+            f"{copies}{stages} ({balance} layers){on}, {plan.microbatches} "
+            f"micro-batches{fewer}, {plan.schedule}; {where}"
+        )
+        steps = f"{self._total} steps" if self._total else ""
+        if passes := options.passes:
+            over = "one pass over the data" if passes == 1 else f"{passes} epochs"
+            steps = f"{over} ({steps})" if steps else over
+        threads = _plural(options.threads, "thread")
+        self.print(
+            f"seed {options.seed}, {steps}, {threads} per worker, {plan.device}, "
+            f"{options.precision}"
+        )
+        for line in format_by_origin(self._style.origins, dataclasses.asdict(options)):
+            self.print(f"from {line}")
+
+    def _step(self, row: StepResult) -> None:
+        """Print the line of a step if it is due."""
+        every = self._style.log_every
+        self._delayed = row
+        due = row.step % every == 0 if every else self._is_line_due
+        if due or row.step in (self._first, self._total):
+            self._print_delayed()
+
+    def _print_delayed(self) -> None:
+        if self._delayed is not None:
+            row, self._delayed = self._delayed, None
+            self._line_at = self._now()
+            self.print(GAP.join(f.text for f in self._figures(row)))
+
+    def _figures(self, row: StepResult) -> list[Figure]:
+        left = self._pace.remaining(self._now())
+        time = f"{duration(left)} left" if left else ""
+        return figures(row, self._total, time, verbose=self._style.verbose)
+
+    def tick(self) -> None:
+        """Print a delayed line that has become due."""
+        if self._style.log_every is None and self._is_line_due:
+            self._print_delayed()
+
+    @property
+    def _is_line_due(self) -> bool:
+        return self._now() - self._line_at >= _LINE_SECONDS
+
+    def show_output(self, printed: Iterable[Printed]) -> None:
+        """Show what workers printed, in a single write: each write takes its time."""
+        lines = [f"{one.mark} {one.text}" for one in printed if self._accepts(one)]
+        if lines:
+            self.write("\n".join(lines))
+
+    def _accepts(self, printed: Printed) -> bool:
+        """Return whether to print it: every whole line, and a redrawn one once a second."""
+        if printed.whole:
+            return True
+        mark, now = printed.mark, self._now()
+        if not printed.text or now - self._redrawn_at.get(mark, -math.inf) < _LINE_SECONDS:
+            return False
+        self._redrawn_at[mark] = now
+        return True
+
+    def warn(self, text: str, kind: str = "warning") -> None:
+        """Show a warning or a note, once."""
+        if text not in self._warned:
+            self._warned.add(text)
+            self.write(sanitize(f"{kind}: {text}"), error=True)
+
+    def end(self, verdict: Verdict) -> None:
+        """Show the final summary, and the error if there is one."""
+        self.close()
+        if lines := self._summary(verdict).lines():
+            self.print("\n".join(lines))
+        shows_status = lines and not self._style.quiet
+        if verdict.job_exited:  # the job file's own message
+            self.write(sanitize(verdict.error or ""), error=bool(verdict.exit_status))
+        elif verdict.error:
+            self.write(sanitize(f"error: {verdict.error}"), error=True)
+        elif verdict.status == "interrupted" and not shows_status:
+            self.write("interrupted", error=True)
+
+    def _summary(self, verdict: Verdict) -> Summary:
+        found, typed = RunDir(Path(self._run_dir)), relative(self._run_dir)
+        commands, done = self._style.commands, verdict.status == "done"
+        more = further(verdict.steps, self._options.epochs) if done else None
+        return Summary(
+            verdict,
+            self._run_dir,
+            self._bubble_context(),
+            self._loss_of(verdict.steps),
+            best_evaluation(found),
+            newest_checkpoint(found),
+            commands.export(typed),
+            commands.resume(typed, more),
+            self._options.resume_step,
+        )
+
+    def _loss_of(self, step: int) -> float | None:
+        """Return the loss of the last step; this process may have been stopped when it was sent."""
+        if self._last and self._last.step == step:
+            return self._last.loss
+        return recorded_loss(RunDir(Path(self._run_dir)), step)
+
+    def _bubble_context(self) -> BubbleContext | None:
+        plan, options = self._plan, self._options
+        if plan is None:
+            return None
+        return BubbleContext(
+            plan.bubble,
+            len(plan.held) * plan.replicas,
+            options.threads,
+            _cores() if plan.hosts == 1 and plan.device == "cpu" else 0,
+            sizes(plan.microbatches, options.replicas)[0],
+            self._seconds / max(1, self._steps),
+        )
+
+    def print(self, text: str) -> None:
+        """Show lines that are neither a warning nor an error."""
+        if not self._style.quiet:
+            self.write(text)
+
+    def write(self, text: str, *, error: bool = False) -> None:
+        """Write lines to standard output, or to standard error."""
+        self._attempt(
+            lambda: print(text, file=self._error if error else self._out, flush=True), error=error
+        )
+
+    def _attempt(self, write: Callable[[], None], *, error: bool = False) -> None:
+        """Write; report a failure, but do not raise it."""
+        try:
+            write()
+        except OSError as failed:
+            if failed.errno == errno.EIO:
+                self.lost = self.lost or failed
+                if not error and self._out is not self._error:
+                    self._out = self._error
+                    self.warn("standard output: its terminal is gone")
+            elif not error and not self._refused:
+                self._refused = True
+                unread = "standard output: its reader is gone; the job continues without it"
+                refused = str(RecordError("standard output", failed))
+                self.warn(unread if failed.errno == errno.EPIPE else refused)
+
+    def close(self) -> None:
+        """Restore the terminal."""
+
+
+def best_evaluation(run_dir: RunDir) -> tuple[int, float] | None:
+    """Return the step and the loss of the best evaluation on record, if there is one."""
+    with suppress(OSError):
+        if row := rows.best(run_dir.evaluation):
+            return row["step"], row["loss"]
+    return None
+
+
+def recorded_loss(run_dir: RunDir, step: int) -> float | None:
+    """Return the loss of a step, if it is the last step on record."""
+    with suppress(OSError):
+        row = rows.last(run_dir.metrics)
+        loss = row.get("loss") if row and row["step"] == step else None
+        return loss if isinstance(loss, float) else None
+    return None
+
+
+def newest_checkpoint(run_dir: RunDir) -> tuple[int, str] | None:
+    """Return the step and the path of the newest checkpoint, if there is one."""
+    with suppress(OSError):
+        if (step := run_dir.last_checkpoint_step()) >= 0:
+            return step, str(run_dir.checkpoint(step))
+    return None
+
+
+def _plural(count: int, noun: str) -> str:
+    return f"{count} {noun}{'s' * (count != 1)}"
+
+
+def _cores() -> int:
+    """Return the number of processor cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 0

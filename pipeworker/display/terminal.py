@@ -1,0 +1,118 @@
+"""A job on a terminal: a progress bar at the bottom, and everything else above it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from typing import Any
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from pipeworker.display.figures import Figure, Rank, figures, fitting, step_of
+from pipeworker.display.lines import LineDisplay
+from pipeworker.display.output import Printed
+from pipeworker.display.text import duration
+from pipeworker.facts.step import StepResult
+from pipeworker.wire.lines import Planned
+
+_BAR = (12, 40)
+"""The fewest and the most columns of the bar."""
+_ECHO = len("^C")
+"""Columns for what the terminal itself writes after the bar."""
+_WIDTH = 80
+"""Columns of a terminal that does not report its width."""
+
+
+class TerminalDisplay(LineDisplay):
+    """A bar with the last step's figures, below the lines; redrawn output of the job above it."""
+
+    def __init__(self, *of_lines: Any) -> None:
+        super().__init__(*of_lines)
+        self._began = self._now()
+        self._redrawn: dict[str, str] = {}
+        self._console = Console(file=self._out, width=self._width())
+        self._live = Live(
+            console=self._console,
+            auto_refresh=False,
+            redirect_stdout=False,
+            redirect_stderr=False,
+            get_renderable=lambda: Group(*self._rows()),
+        )
+
+    def begin(self) -> None:
+        self._attempt(lambda: self._live.start(refresh=True))
+
+    def _planned(self, plan: Planned) -> None:
+        self.begin()
+        super()._planned(plan)
+
+    def _step(self, row: StepResult) -> None:
+        if self._style.log_every is not None:
+            super()._step(row)
+
+    def tick(self) -> None:
+        self._console.width = self._width()
+        self._attempt(self._live.refresh)
+
+    def write(self, text: str, *, error: bool = False) -> None:
+        if self.lost or (error and not self._error.isatty()):
+            super().write(text, error=error)
+        else:
+            self._attempt(lambda: self._console.out(text, highlight=False))
+
+    def close(self) -> None:
+        self._redrawn.clear()
+        self._attempt(self._live.stop)
+
+    def _accepts(self, printed: Printed) -> bool:
+        """Return whether to print it above the bar: whole lines. The bar shows redrawn ones."""
+        if printed.whole or not printed.text:
+            self._redrawn.pop(printed.mark, None)
+        else:
+            self._redrawn[printed.mark] = printed.text
+        return printed.whole
+
+    def _width(self) -> int:
+        try:
+            return os.get_terminal_size(self._out.fileno()).columns or _WIDTH
+        except OSError:
+            return _WIDTH
+
+    def _rows(self) -> Iterator[RenderableType]:
+        for mark, text in self._redrawn.items():
+            yield Text(f"{mark} {text}", no_wrap=True, overflow="ellipsis")
+        least, most = _BAR
+        total = self._total
+        found = self._current_figures()
+        if total:
+            found.insert(1, Figure(" " * least, Rank.BAR))
+        room = self._console.width - _ECHO
+        shown = fitting(found, room)
+        row = Table.grid(padding=(0, 2, 0, 0))
+        cells: list[RenderableType] = []
+        for figure in shown:
+            if figure.rank is Rank.BAR:
+                spare = room - sum(len(f.text) + 2 for f in shown) + 2
+                done = self._last.step if self._last else self._options.resume_step
+                width = min(most, least + spare)
+                cells.append(ProgressBar(total, done, width=width))
+            else:
+                cells.append(Text(figure.text, no_wrap=True))
+        row.add_row(*cells)
+        yield row
+
+    def _current_figures(self) -> list[Figure]:
+        total, now = self._total, self._now()
+        left = self._pace.remaining(now) if self._last and self._last.step != total else None
+        time = duration(now - self._began) if left is None else f"{duration(left)} left"
+        if self._last is not None:
+            return figures(self._last, total, time, verbose=self._style.verbose)
+        return [
+            Figure(step_of(self._options.resume_step, total), Rank.STEP),
+            Figure("starting", Rank.LOSS),
+            Figure(time, Rank.TIME),
+        ]

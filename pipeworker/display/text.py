@@ -1,0 +1,66 @@
+"""How text, numbers and tables are written for a terminal."""
+
+from __future__ import annotations
+
+import re
+import unicodedata
+from collections.abc import Iterable, Sequence
+
+_ESCAPE = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)?")
+_INVISIBLE = ("Cc", "Cf", "Zl", "Zp")
+_UNLIMITED = 1 << 20
+"""Columns of a table's console: lines are never wrapped or cut."""
+
+
+def sanitize(text: str) -> str:
+    """Remove everything that could move the cursor, restyle the terminal or reorder a line.
+
+    Escape sequences, control characters and format characters (bidirectional marks among them) are
+    removed; tabs and line ends stay. Surrogates, private and unassigned characters become ``?``.
+    """
+    if text.isprintable():
+        return text
+    return "".join(map(_visible, _ESCAPE.sub("", text)))
+
+
+def _visible(character: str) -> str:
+    if character.isprintable() or character in "\t\n":
+        return character
+    category = unicodedata.category(character)
+    if category in _INVISIBLE:
+        return ""
+    return character if category == "Zs" else "?"
+
+
+def number(value: float) -> str:
+    """Format a figure with four decimals, or a small one with four significant digits."""
+    return f"{value:.4f}" if not 0 < abs(value) < 0.001 else f"{value:.3e}"
+
+
+def duration(seconds: float) -> str:
+    """Format a time as ``1:02:03`` or ``2:03``."""
+    minutes, rest = divmod(int(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+def mebibytes(sizes: Iterable[int]) -> str:
+    """Format sizes in bytes as ``1, 3 MiB``; 0 is an unknown size."""
+    return ", ".join(f"{size / 2**20:.0f}" if size else "?" for size in sizes) + " MiB"
+
+
+def table(rows: Iterable[Sequence[str]], *, right: Sequence[int] = ()) -> list[str]:
+    """Align sanitized cells of one or more lines in columns; those in `right` to the right."""
+    from rich.console import Console  # takes 0.1 s to import
+    from rich.table import Table
+    from rich.text import Text
+
+    grid = Table.grid(padding=(0, 2, 0, 0))
+    for index, row in enumerate(rows):
+        for column in range(0 if index else len(row)):
+            grid.add_column(justify="right" if column in right else "left", no_wrap=True)
+        grid.add_row(*map(Text, row))
+    console = Console(width=_UNLIMITED, color_system=None, legacy_windows=False)
+    with console.capture() as captured:
+        console.print(grid)
+    return [line.rstrip() for line in captured.get().splitlines()] if grid.rows else []

@@ -1,0 +1,81 @@
+"""Failures of a job, and their causes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+from pipeworker.facts.limits import LONGEST_TEXT, MOST_STATUSES, check
+from pipeworker.facts.position import Position
+
+_NOWHERE = Position()
+_SIGNALS = {
+    1: "SIGHUP",
+    2: "SIGINT",
+    3: "SIGQUIT",
+    4: "SIGILL",
+    5: "SIGTRAP",
+    6: "SIGABRT",
+    8: "SIGFPE",
+    9: "SIGKILL",
+    11: "SIGSEGV",
+    13: "SIGPIPE",
+    14: "SIGALRM",
+    15: "SIGTERM",
+}
+"""By their numbers, which are the same on all hosts. The module ``signal`` is not pure."""
+
+
+class Cause(Enum):
+    """The cause for which a job ends early."""
+
+    USAGE = "usage"
+    """The command or the job file is wrong."""
+    USER = "user"
+    """The user's code raised an exception."""
+    PEER = "peer"
+    """A peer's connection closed: a secondary failure, never the cause if another is known."""
+    SIGNAL = "signal"
+    """A worker received a signal to end; secondary too if all ranks of a job end together."""
+    LOST = "lost"
+    """A process ended unexpectedly."""
+    HUNG = "hung"
+    """A process stopped answering."""
+    TRANSIENT = "transient"
+    """The user's code raised an exception that the job file declares as `transient`."""
+    INTERNAL = "internal"
+    """A defect in pipeworker."""
+    EXIT = "exit"
+    """The job file ended its process when it was run; the message is what it printed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """A failure, with everything that the user is shown.
+
+    Attributes:
+        rank: the worker that failed; -1 for the job itself.
+        layer_class: of the layer at `position`, or "".
+        traceback: the user's own frames, or "".
+        stage: what messages call the rank: ``stage 1``.
+        status: the exit status that a job file chose.
+    """
+
+    cause: Cause
+    message: str
+    rank: int = -1
+    position: Position = _NOWHERE
+    layer_class: str = ""
+    traceback: str = ""
+    stage: str = ""
+    status: int = 1
+
+    def __post_init__(self) -> None:
+        longest = max(len(self.message), len(self.traceback))
+        check(longest <= LONGEST_TEXT, f"a failure of {longest} characters")
+        check(0 <= self.status < MOST_STATUSES, f"an exit status of {self.status}")
+
+
+def signal_name(number: int) -> str:
+    """Return ``SIGKILL``, or ``signal 40`` for one whose number depends on the system."""
+    return _SIGNALS.get(number, f"signal {number}")

@@ -1,0 +1,137 @@
+"""The names of a model's layers, and of the parameters in them.
+
+A parameter has two names. In the user's module, in files and in messages to the user it is the
+layer's prefix and a key: ``model.layers.3.attention.weight``. Between the processes of a job it is
+the layer's index and the same key: ``3.attention.weight``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from pipeworker.errors import UsageError
+from pipeworker.facts.limits import LONGEST_NAME, check
+
+
+@dataclass(frozen=True, slots=True)
+class LayerNames:
+    """The prefix of each layer in the user's module, in model order.
+
+    A prefix may hold dots, and one prefix may begin with another (``block`` and ``block.1``): a
+    parameter then belongs to the layer with the longest prefix.
+
+    Raises:
+        ProtocolError: a prefix is invalid, or two layers have the same one.
+    """
+
+    prefixes: tuple[str, ...]
+    _indices: dict[str, int] = field(init=False, repr=False, compare=False)
+    _outer: frozenset[int] = field(init=False, repr=False, compare=False)
+    """The layers whose prefix is the beginning of another layer's."""
+
+    def __post_init__(self) -> None:
+        for prefix in self.prefixes:
+            check(len(prefix) <= LONGEST_NAME, f"a layer's name of {len(prefix)} characters")
+            check(all(prefix.split(".")), f"a layer named {prefix!r}")
+        indices = {prefix: index for index, prefix in enumerate(self.prefixes)}
+        check(len(indices) == len(self.prefixes), "several layers with one name")
+        object.__setattr__(self, "_indices", indices)
+        _, unmatched = self.by_layer(self.prefixes)
+        within = {*self.prefixes} - {*unmatched}
+        object.__setattr__(self, "_outer", frozenset(map(self.index_of, within)))
+
+    @classmethod
+    def numbered(cls, count: int) -> LayerNames:
+        """Return the names of layers that are given as a list: their indices."""
+        return cls(tuple(map(str, range(count))))
+
+    def __len__(self) -> int:
+        return len(self.prefixes)
+
+    def __contains__(self, name: str) -> bool:
+        """Return whether `name` is that of a parameter of one of the layers."""
+        try:
+            self.split(name)
+        except KeyError:
+            return False
+        return True
+
+    def parameter(self, index: int, key: str) -> str:
+        """Return the name of what the layer at `index` has under `key`.
+
+        Raises:
+            UsageError: another layer's prefix is longer and matches that name too.
+        """
+        name = f"{self.prefixes[index]}.{key}"
+        if index in self._outer and (found := self.split(name)[0]) != index:
+            raise UsageError(
+                f"layers {self.prefixes[index]!r} and {self.prefixes[found]!r}: both have a "
+                f"parameter or buffer named {name!r}; give one of the layers another name"
+            )
+        return name
+
+    def split(self, name: str) -> tuple[int, str]:
+        """Return the index of the layer that `name` belongs to, and the rest of the name.
+
+        Raises:
+            KeyError: no layer's prefix matches.
+        """
+        dot = name.rfind(".")
+        while dot >= 0:
+            index = self._indices.get(name[:dot])
+            if index is not None:
+                return index, name[dot + 1 :]
+            dot = name.rfind(".", 0, dot)
+        raise KeyError(name)
+
+    def index_of(self, name: str) -> int:
+        """Return the index of the layer that `name` belongs to; raises as :meth:`split`."""
+        return self.split(name)[0]
+
+    def of_numbered(self, name: str) -> str:
+        """Return the name in the user's module of a parameter named by its layer's index."""
+        return self.parameter(*split_numbered(name))
+
+    def by_layer(self, names: Iterable[str]) -> tuple[dict[int, list[str]], list[str]]:
+        """Return the keys within each layer, by its index, and the names that match no layer."""
+        keys: dict[int, list[str]] = {}
+        unknown: list[str] = []
+        for name in names:
+            try:
+                index, key = self.split(name)
+            except KeyError:
+                unknown.append(name)
+            else:
+                keys.setdefault(index, []).append(key)
+        return keys, unknown
+
+
+def numbered(index: int, key: str) -> str:
+    """Return the name of a parameter by its layer's index."""
+    return f"{index}.{key}"
+
+
+def split_numbered(name: str) -> tuple[int, str]:
+    """Return the layer's index and the key of a parameter named by its layer's index.
+
+    Raises:
+        ValueError: `name` is not an index, a dot and a key.
+    """
+    index, _, key = name.partition(".")
+    if not (index.isascii() and index.isdecimal() and key):
+        raise ValueError(f"{name!r} is not a layer's index and a parameter's name")
+    return int(index), key
+
+
+def is_numbered(name: str, layers: int) -> bool:
+    """Return whether `name` is an index below `layers`, a dot and a key."""
+    try:
+        return layer_of(name) < layers
+    except ValueError:
+        return False
+
+
+def layer_of(name: str) -> int:
+    """Return the index of the layer in a parameter's name: ``3`` of ``3.attention.weight``."""
+    return split_numbered(name)[0]

@@ -1,0 +1,84 @@
+"""Mini-batches, and results of steps and evaluation passes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from pipeworker.facts.limits import MOST_MICROBATCHES, MOST_SAMPLES, check, check_names
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """The mini-batch that the first stage has read for the next step.
+
+    Attributes:
+        signature: a number that stands for its structure, shapes and dtypes: equal numbers mean
+            that all of these are equal.
+        samples: of all replicas; 0 if the step ends without another mini-batch, so that the
+            replicas only add up their gradients. Then `microbatches` is 0 too.
+        epoch: counts from 0.
+        digest: checksum of its content, with several replicas, to compare what they have read.
+    """
+
+    signature: int
+    samples: int
+    microbatches: int
+    epoch: int
+    digest: int = 0
+
+    def __post_init__(self) -> None:
+        count = self.microbatches
+        possible = 0 <= self.samples <= MOST_SAMPLES and 0 <= count <= MOST_MICROBATCHES
+        both = bool(count) == bool(self.samples)
+        check(possible and both, f"a mini-batch of {self.samples} samples in {count} micro-batches")
+        check(self.epoch >= 0, f"epoch {self.epoch}")
+        check(0 <= self.digest < 1 << 32, f"a digest of {self.digest}")
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """The result of a step, over all stages: a row of metrics.jsonl.
+
+    Attributes:
+        step: counts from 1.
+        loss: mean over the samples, or Σsum / Σcount.
+        seconds: from the step's start to its last gradient.
+        grad_norm: 2-norm of the whole gradient, before clipping.
+        lr: learning rate of the first parameter group.
+        bubble: measured idle share, 0 to 1, over all stages.
+        epoch: counts from 0.
+    """
+
+    step: int
+    loss: float
+    samples: int
+    seconds: float
+    samples_per_second: float
+    grad_norm: float
+    lr: float
+    bubble: float
+    epoch: int
+    loss_scale: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluation:
+    """The result of an evaluation pass after `step`: a row of evaluation.jsonl.
+
+    The loss, and the values of the metrics in `names`, are averaged over samples; a loss may be
+    Σsum / Σcount instead.
+    """
+
+    step: int
+    loss: float
+    names: tuple[str, ...] = ()
+    values: tuple[float, ...] = ()
+
+    def __post_init__(self) -> None:
+        check_names(self.names, "metrics")
+        names, values = len(self.names), len(self.values)
+        check(names == values, f"{names} names of metrics for {values} values")
+
+    def row(self) -> dict[str, float]:
+        """Return ``loss`` and the metrics by name."""
+        return {"loss": self.loss, **dict(zip(self.names, self.values, strict=True))}

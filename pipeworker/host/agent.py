@@ -1,0 +1,260 @@
+"""The agent of a host: imports torch once, and forks the host's workers.
+
+Standard input and output are pipes to the launcher, which carry :mod:`pipeworker.wire.lines`. When
+its input ends, or the launcher is silent for longer than its timeout, the agent kills the remaining
+workers with their process groups and exits. If the agent itself is killed, the kernel kills them.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import gc
+import importlib
+import os
+import selectors
+import signal
+import socket
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from typing_extensions import assert_never
+
+from pipeworker.environment import facts, timings
+from pipeworker.host.descriptors import check_available, raise_limit
+from pipeworker.host.lifetime import bound_to_parent, die_with_parent, kill_group
+from pipeworker.host.position import Tracker
+from pipeworker.host.suspend_clock import SuspendAwareClock
+from pipeworker.record.rundir import file_digest
+from pipeworker.record.snapshot_memory import SnapshotMemory
+from pipeworker.wire import lines
+from pipeworker.wire.interfaces import connection_error
+from pipeworker.wire.lines import (
+    AgentHello,
+    CannotStart,
+    Fork,
+    Forked,
+    FromAgent,
+    Interrupt,
+    KeepAlive,
+    SaveRequest,
+    ToAgent,
+    WorkerExited,
+)
+from pipeworker.wire.sockets import WORKER_NEEDS
+
+_NOTIFICATIONS: dict[int, FromAgent] = {
+    signal.SIGINT: Interrupt(),
+    signal.SIGTERM: Interrupt(),
+    signal.SIGUSR1: SaveRequest(),
+}
+
+
+class Agent:
+    """The agent of a host.
+
+    If it is not the launcher's child (`remote`), the launcher does not receive signals to the whole
+    host or job, such as a cluster sends before it reclaims a node: the agent reports them.
+    """
+
+    def __init__(self, *, remote: bool) -> None:
+        self._remote, self._notifications = remote, _NOTIFICATIONS if remote else {}
+        self._workers: dict[int, tuple[Fork, Tracker]] = {}  # by pid
+        self._memories: dict[int, list[SnapshotMemory]] = {}  # by rank
+        self._input: lines.Buffer[ToAgent] = lines.Buffer(ToAgent)
+        self._wake_in, self._wake_out = socket.socketpair()
+
+    def serve(self) -> None:
+        """Handle requests until the launcher is gone."""
+        for end in (self._wake_in, self._wake_out):
+            end.setblocking(False)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        for number in _NOTIFICATIONS:  # none of them ends it: it exits at the end of its input
+            reported = number in self._notifications
+            signal.signal(number, (lambda *_: None) if reported else signal.SIG_IGN)
+        signal.set_wakeup_fd(self._wake_in.fileno(), warn_on_full_buffer=False)
+        with selectors.DefaultSelector() as selector:
+            selector.register(0, selectors.EVENT_READ)
+            selector.register(self._wake_out, selectors.EVENT_READ)
+            clock = SuspendAwareClock(timings().ping)
+            received_at, timeout = clock.now(), 0.0  # none until the launcher sends it
+            _send(KeepAlive(timeout))
+            while True:
+                now = clock.now()  # before reading: it may be suspended with input unread
+                ready = {key.fd for key, _ in selector.select(timings().ping)}
+                if 0 in ready:
+                    data = os.read(0, 65536)
+                    received_at = clock.now()
+                    for event in self._input.feed(data):
+                        match event:
+                            case Fork():
+                                self.fork(event)
+                            case KeepAlive():
+                                timeout = event.timeout
+                            case _:
+                                assert_never(event)
+                    if not data:
+                        break
+                elif timeout and now - received_at > timeout:
+                    break
+                if self._wake_out.fileno() in ready:
+                    for number in set(self._wake_out.recv(4096)) & self._notifications.keys():
+                        _send(self._notifications[number])
+                    self._reap()
+                if timeout:
+                    _send(KeepAlive(timeout))
+        self._kill_all()
+
+    def fork(self, request: Fork) -> None:
+        """Start a worker; kill those of earlier generations first."""
+        self._kill_earlier(request.generation)
+        tracker = Tracker()
+        parent = os.getpid()
+        try:
+            for rank in (request.rank, *request.mirrors):
+                memories = self._memories.setdefault(rank, [])
+                while len(memories) < request.slots:
+                    memories.append(SnapshotMemory())
+            pid = os.fork()
+        except OSError as error:
+            _send(_cannot_start(request, error))
+            tracker.close()
+            return
+        if pid == 0:
+            self._become_worker(parent, request, tracker)
+        self._workers[pid] = request, tracker
+        _send(Forked(request.rank, request.generation, pid))
+
+    def _become_worker(self, parent: int, request: Fork, tracker: Tracker) -> None:
+        """Run the worker in the forked child; never return."""
+        status = 1
+        try:
+            try:
+                check_available(*WORKER_NEEDS)
+            except OSError as error:  # reported here: the worker cannot without them
+                _send(_cannot_start(request, error))
+                return
+            if self._remote and (reason := unreachable_reason(request)):
+                _send(CannotStart(request.rank, request.generation, reason))
+                return
+            signal.set_wakeup_fd(-1)
+            for number in (signal.SIGCHLD, *self._notifications):
+                signal.signal(number, signal.SIG_DFL)
+            die_with_parent(parent)
+            os.setsid()
+            self._wake_in.close()
+            self._wake_out.close()
+            null = os.open(os.devnull, os.O_RDWR)
+            os.dup2(null, 0)
+            os.dup2(2, 1)  # until the worker's log is known
+            os.close(null)
+            gc.enable()
+
+            from pipeworker.worker import service
+            from pipeworker.worker.settings import Settings
+
+            settings = Settings(
+                rank=request.rank,
+                endpoint=request.endpoint,
+                token=request.token,
+                local_rank=request.local_rank,
+                generation=request.generation,
+                tracker=tracker,
+                memories=self._memories,
+                mirrors=request.mirrors,
+                mirrored=request.mirrored,
+            )
+            status = service.run(settings)
+            atexit._run_exitfuncs()
+        finally:
+            os._exit(status)
+
+    def _kill_earlier(self, generation: int) -> None:
+        """Kill the workers of earlier generations, which have no work left and may be stuck."""
+        old = [pid for pid, (fork, _) in self._workers.items() if fork.generation < generation]
+        for pid in old:
+            os.kill(pid, signal.SIGKILL)
+        self._reap(old, 0)
+
+    def _reap(self, pids: Sequence[int] | None = None, flags: int = os.WNOHANG) -> None:
+        for pid in list(self._workers) if pids is None else pids:
+            ended, wait_status = os.waitpid(pid, flags)
+            if ended:
+                request, tracker = self._workers.pop(pid)
+                kill_group(pid)  # the processes that the worker started, as a data loader's
+                position = tracker.get()
+                tracker.close()
+                code = os.waitstatus_to_exitcode(wait_status)
+                _send(WorkerExited(request.rank, request.generation, code, position))
+
+    def _kill_all(self) -> None:
+        for pid in self._workers:
+            kill_group(pid)
+            os.kill(pid, signal.SIGKILL)
+        for pid in self._workers:
+            os.waitpid(pid, 0)
+            kill_group(pid)
+
+
+def unreachable_reason(request: Fork) -> str:
+    """Return why this host cannot reach the coordinator, or "".
+
+    Only the host's first worker of the first generation checks: later, the network may recover.
+    """
+    if request.local_rank or request.generation > 1:
+        return ""
+    error = connection_error(request.endpoint, timings().reach)
+    return error and (
+        f"{socket.gethostname()} cannot reach the coordinator at {request.endpoint}: {error}; the "
+        "hosts of a job must reach each other at any port, with no firewall or ssh jump host "
+        "between them"
+    )
+
+
+def _cannot_start(request: Fork, error: OSError) -> CannotStart:
+    text = f"cannot start the worker of rank {request.rank}: {error.strerror}"
+    return CannotStart(request.rank, request.generation, text)
+
+
+def _send(event: FromAgent) -> None:
+    """Send an event to the launcher; if that is gone, standard input ends too."""
+    with contextlib.suppress(BrokenPipeError):
+        os.write(1, lines.encode(event))
+
+
+def _agent_hello(job: str, run: str, variable: str) -> AgentHello:
+    """Return the introduction of this host.
+
+    `job` and `run` are the paths of the job file and ``run.json``; the environment's `variable`
+    begins with the launcher's address.
+    """
+    versions = facts()["versions"]
+    address = "".join(os.environ.get(variable, "").split()[:1])
+    return AgentHello(
+        versions["pipeworker"],
+        versions["python"],
+        versions["torch"] or "",
+        socket.gethostname(),
+        address,
+        file_digest(Path(job)),
+        file_digest(Path(run)),
+    )
+
+
+def main() -> int:
+    """Import torch, then serve until the launcher is gone.
+
+    With arguments, which are those of :func:`_agent_hello`, introduce this host first.
+    """
+    if words := sys.argv[3:]:
+        _send(_agent_hello(*words))
+    gc.disable()
+    with bound_to_parent(os.getppid()):
+        # For its effect, and by name: a linter removes an import that nothing refers to.
+        importlib.import_module("pipeworker.worker.service")
+        importlib.import_module("pipeworker.worker.internals").preload()
+    gc.freeze()
+    raise_limit()  # the memories of many workers need more than a process has at first
+    Agent(remote=bool(words)).serve()
+    return 0

@@ -1,0 +1,81 @@
+"""File descriptors and threads of this process: how many there may be, and a reserve for files."""
+
+from __future__ import annotations
+
+import errno
+import os
+import resource
+import threading
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+
+_WANTED = 1 << 16  # as many as a process of pipeworker asks for
+_RESERVE = 32  # descriptors for files
+ATTEMPTS, _PAUSE = 100, 0.01
+
+
+def raise_limit() -> int:
+    """Raise the soft limit of descriptors as far as needed and granted; return the limit."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    granted = _WANTED if hard == resource.RLIM_INFINITY else min(hard, _WANTED)
+    if soft == resource.RLIM_INFINITY or soft >= granted:
+        return max(soft, granted)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (granted, hard))
+    return granted
+
+
+class DescriptorReserve:
+    """Descriptors for files that connections cannot take: the soft limit is below them."""
+
+    def __init__(self) -> None:
+        self._all = raise_limit()
+        self._usual = max(self._all - _RESERVE, self._all // 2)
+        _set_limit(self._usual)
+
+    def run(self, write: Callable[[], None]) -> None:
+        """Run `write` with the reserve; raise what it raises.
+
+        It must change nothing if it cannot open a file, because it is then retried: connections may
+        have used up the reserve meanwhile.
+        """
+        for left in reversed(range(ATTEMPTS)):
+            _set_limit(self._all)
+            try:
+                write()
+            except OSError as error:
+                if error.errno != errno.EMFILE or not left:
+                    raise
+            else:
+                return
+            finally:
+                _set_limit(self._usual)
+            time.sleep(_PAUSE)  # excess connections are closed meanwhile
+
+
+def check_available(descriptors: int, threads: int) -> None:
+    """Check that the system grants so many more; ZeroMQ aborts a process that lacks one.
+
+    Raises:
+        OSError: the system does not grant them.
+    """
+    end = threading.Event()
+    with ExitStack() as cleanup:
+        try:
+            for _ in range(descriptors):
+                cleanup.callback(os.close, os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC))
+            for _ in range(threads):
+                thread = threading.Thread(target=end.wait)
+                thread.start()
+                cleanup.callback(thread.join)
+        except RuntimeError:  # it has no error number, and no other cause
+            raise OSError(errno.EAGAIN, os.strerror(errno.EAGAIN)) from None
+        except OSError as error:
+            raise OSError(error.errno, error.strerror) from None  # it is not about this file
+        finally:
+            end.set()
+
+
+def _set_limit(count: int) -> None:
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (count, hard))

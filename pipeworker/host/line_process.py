@@ -1,0 +1,107 @@
+"""Child processes that speak :mod:`pipeworker.wire.lines` over standard input and output."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import IO, Any, Generic, TypeVar
+
+from pipeworker.errors import PipeworkerError
+from pipeworker.host.spawn import command
+from pipeworker.wire import lines
+from pipeworker.wire.lines import (
+    FromAgent,
+    FromCoordinator,
+    Line,
+    ToAgent,
+    ToCoordinator,
+)
+
+Sent = TypeVar("Sent", bound=Line)
+Received = TypeVar("Received", bound=Line)
+
+
+class LineProcess(Generic[Sent, Received]):
+    """A child process that receives lines of type `Sent` and sends those in the union `received`.
+
+    It has a session of its own: the terminal's Ctrl-C does not reach it, so that the launcher
+    decides what happens then. Its standard error goes to `errors`, by default to this process's.
+
+    Raises:
+        PipeworkerError: it cannot be started.
+    """
+
+    def __init__(
+        self, name: str, line: Sequence[str], received: Any, errors: IO[Any] | None = None
+    ) -> None:
+        own = None if sys.stderr else subprocess.DEVNULL  # ours may be closed
+        try:
+            self._process = subprocess.Popen(
+                line,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=errors or own,
+                start_new_session=True,
+            )
+        except OSError as error:  # too few processes or descriptors; or there is no such command
+            raise PipeworkerError(f"cannot start the process {name}: {error.strerror}") from None
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._stdin = self._process.stdin
+        self._stdout = self._process.stdout
+        self._buffer: lines.Buffer[Received] = lines.Buffer(received)
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def kill(self) -> None:
+        """Kill the process; :meth:`receive` then reports its end."""
+        self._process.kill()
+
+    def fileno(self) -> int:
+        """Return the descriptor that is readable when the process has sent a line or has ended."""
+        return self._stdout.fileno()
+
+    def send(self, event: Sent) -> None:
+        """Send one line. If the process has ended, :meth:`receive` reports it, not this method."""
+        with suppress(BrokenPipeError, ValueError):
+            self._stdin.write(lines.encode(event))
+            self._stdin.flush()
+
+    def receive(self) -> tuple[list[Received], bool]:
+        """Wait for input; return the lines that are complete, and whether more can follow."""
+        data = os.read(self.fileno(), 1 << 20)
+        return self._buffer.feed(data), bool(data)
+
+    def close_input(self) -> None:
+        """Close the input of the process, which then finishes and exits."""
+        with suppress(BrokenPipeError):
+            self._stdin.close()
+
+    def wait(self, timeout: float) -> int:
+        """Wait `timeout` seconds for the end, then kill the process; return its exit code."""
+        try:
+            code = self._process.wait(timeout)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            code = self._process.wait()
+        self._stdout.close()
+        return code
+
+
+def start_coordinator() -> LineProcess[ToCoordinator, FromCoordinator]:
+    """Start a coordinator, which waits for its configuration."""
+    name = "pipeworker.coordinator.service"
+    return LineProcess(name, command(name), FromCoordinator)
+
+
+def start_agent(
+    line: Sequence[str] = (), errors: IO[Any] | None = None
+) -> LineProcess[ToAgent, FromAgent]:
+    """Start an agent here, or by the command `line` on another host."""
+    name = "pipeworker.host.agent"
+    return LineProcess(line[0] if line else name, line or command(name), FromAgent, errors)

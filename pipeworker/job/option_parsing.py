@@ -1,0 +1,86 @@
+"""Options from what a command line or a script specified, and options as text again."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import typing
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from pipeworker.errors import UsageError
+from pipeworker.job.options import EXCLUSIVE, Options, type_error
+from pipeworker.plan.partition import parse_balance
+
+_MICROBATCHES_PER_STAGE = 4  # GPipe (Huang et al. 2019): the bubble is small from M >= 4 K on
+
+
+def make_options(job_file: str, stages: int, given: Mapping[str, Any]) -> Options:
+    """Return the options of a job; those that `given` lacks, or has as None, have defaults."""
+    chosen = {name: value for name, value in given.items() if value is not None}
+    balance = chosen.get("balance")
+    if isinstance(balance, (list, tuple)):
+        balance = ",".join(map(repr, balance))
+    if isinstance(balance, str):
+        chosen["balance"] = parse_balance(balance)
+    if type(chosen.get("checkpoint_every")) is int:
+        chosen["checkpoint_every"] = str(chosen["checkpoint_every"])
+    every = chosen.get("evaluate_every")
+    if isinstance(every, str) and every.isascii() and every.isdigit():
+        chosen["evaluate_every"] = int(every)
+    if isinstance(chosen.get("init_from"), (str, Path)):
+        chosen["init_from"] = str(Path(chosen["init_from"]).absolute())
+    hints = typing.get_type_hints(Options)
+    for name, value in chosen.items():
+        plain = float(value) if isinstance(value, float) else value  # NumPy's float64 is one
+        try:
+            chosen[name] = msgspec.convert(plain, hints[name])
+        except msgspec.ValidationError as error:
+            shown = f"--{name.replace('_', '-')} {value!r}"
+            raise UsageError(f"{shown}: {type_error(error)}") from None
+    replicas = max(1, chosen.get("replicas", 1))  # Options refuses less
+    chosen.setdefault("microbatches", _MICROBATCHES_PER_STAGE * stages * replicas)
+    if "threads" not in chosen:
+        threads = os.environ.get("OMP_NUM_THREADS", "1")
+        chosen["threads"] = int(threads) if threads.isdigit() and int(threads) else 1
+    return Options(job_file=job_file, stages=stages, **chosen)
+
+
+def override(defaults: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the defaults with the `given` options that are not None in their place."""
+    chosen = {name: value for name, value in given.items() if value is not None}
+    excluded = {EXCLUSIVE.get(name) for name in chosen}
+    return {**{name: value for name, value in defaults.items() if name not in excluded}, **chosen}
+
+
+def format_option(name: str, value: Any) -> str:
+    """Return an option as a command line writes it."""
+    option = name.replace("_", "-")
+    if isinstance(value, bool):
+        return f"--{option}" if value else f"--no-{option}"
+    if isinstance(value, (list, tuple)):
+        value = shlex.join(map(str, value)) if name == "arguments" else ",".join(map(str, value))
+    if name == "arguments":
+        return f"-- {value}"
+    return f"--{option} {'(by default)' if value is None else shlex.quote(str(value))}"
+
+
+def format_by_origin(origins: Mapping[str, str], options: Mapping[str, Any]) -> list[str]:
+    """Return the options that were not typed, a line per source: ``PIPEWORKER_SEED: --seed 3``."""
+    by_source: dict[str, list[str]] = {}
+    for name, source in origins.items():
+        by_source.setdefault(source, []).append(format_option(name, options.get(name)))
+    return [f"{source}: {' '.join(options)}" for source, options in by_source.items()]
+
+
+def workers_per_replica(ranks: int, replicas: int) -> int:
+    """Return the workers of each replica in a job of `ranks` processes."""
+    if not 1 <= replicas <= ranks or ranks % replicas:
+        raise UsageError(
+            f"--replicas {replicas}: must divide the number of processes, {ranks}, because each "
+            "process is a stage of a replica"
+        )
+    return ranks // replicas

@@ -1,0 +1,101 @@
+"""The options of a run that is resumed: those recorded, and those given now. Pure."""
+
+from __future__ import annotations
+
+import dataclasses
+import shlex
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from pipeworker.errors import UsageError
+from pipeworker.job.options import EXCLUSIVE, Options
+from pipeworker.job.renamed import renamed_error
+
+NUMBERS = (
+    *("seed", "microbatches", "accumulate", "precision", "clip_grad_norm", "clip_grad_value"),
+    *("deferred_batch_norm", "threads", "arguments", "init_from", "init_strict", "replicas"),
+    *("compile", "deterministic"),
+)
+"""Options that change the numbers of a run. They must stay the same unless they are allowed."""
+_DECIDE_BALANCE = ("stages", "schedule")
+"""Options that decide the number of stages, to which a balance belongs."""
+_OF_ONE_START = ("job_file", "resume", "resume_step")
+
+
+def parse_allowed(names: Collection[str]) -> set[str]:
+    """Return the options that ``--allow-change`` names, by their names in :class:`Options`."""
+    found = {name.replace("-", "_") for name in names}
+    if unknown := sorted(found - {*NUMBERS}):
+        name = _written(unknown[0])
+        if error := renamed_error(name, lambda _: True, _written):
+            raise UsageError(f"--allow-change {error}")
+        raise UsageError(
+            f"--allow-change {name}: must be one of {', '.join(map(_written, NUMBERS))}"
+        )
+    return found
+
+
+def merge(recorded: Options, given: Mapping[str, Any], allowed: Collection[str]) -> dict[str, Any]:
+    """Return the fields of the recorded options, with those given now in their place.
+
+    A recorded balance is dropped if the number of stages changes. Arguments cannot be given as
+    none, so allowing them to differ and giving none removes the recorded ones.
+    """
+    excluded = {EXCLUSIVE[name]: None for name in given if name in EXCLUSIVE}
+    found = {**dataclasses.asdict(recorded), **excluded, **given}
+    for name in _OF_ONE_START:
+        del found[name]
+    if "balance" not in given and any(
+        found[name] != getattr(recorded, name) for name in _DECIDE_BALANCE
+    ):
+        found["balance"] = None
+    if "arguments" in allowed and "arguments" not in given:
+        found["arguments"] = ()
+    return found
+
+
+def check_unchanged(
+    recorded: Options, options: Options, allowed: Collection[str], where: object
+) -> None:
+    """Check that the run `where` continues with the numbers that it would have had.
+
+    Raises:
+        UsageError: options differ that are not allowed to; the message names all of them.
+    """
+    if recorded.own_loop:
+        raise UsageError(
+            f"{where}: has the loop of a pipeworker.Pipeline; continue it in the script that began "
+            "it, with load()"
+        )
+    differing = [
+        name
+        for name in NUMBERS
+        if getattr(recorded, name) != getattr(options, name) and name not in allowed
+    ]
+    if differing:
+        changes = ", ".join(
+            f"{_option(name)} ({_shown(getattr(recorded, name))}, now "
+            f"{_shown(getattr(options, name))})"
+            for name in differing
+        )
+        allows = " ".join(f"--allow-change {_written(name)}" for name in differing)
+        raise UsageError(
+            f"{where}: would continue with other numbers, by {changes}; leave them out, or allow "
+            f"them to change: {allows}"
+        )
+
+
+def _written(name: str) -> str:
+    return name.replace("_", "-")
+
+
+def _option(name: str) -> str:
+    return name if name == "arguments" else f"--{_written(name)}"
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, tuple):
+        return shlex.join(value) or "none"
+    if value is None or isinstance(value, bool):
+        return "on" if value else "off"
+    return str(value)

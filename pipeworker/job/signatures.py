@@ -1,0 +1,124 @@
+"""Checks of the signatures of a job's functions before anything runs, without a call."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+_ANY_NUMBER = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+_PATTERN = {
+    "model": (),
+    "data": (),
+    "evaluation": (),
+    "loss": ("output", "target"),
+    "metrics": ("output", "target"),
+    "optimizer": ("params",),
+    "scheduler": ("optimizer",),
+    "before_update": ("params",),
+}
+"""The arguments with which each name of a job is called."""
+NAMES = tuple(_PATTERN)
+_MAY_BE_CLASSES = ("model", "data", "evaluation", "optimizer", "scheduler")
+"""Names whose call returns an instance."""
+
+
+def pattern(name: str) -> str:
+    """Return how a name of a job is called: ``loss(output, target)``."""
+    return f"{name}({', '.join(_PATTERN[name])})"
+
+
+def signature(function: Any) -> inspect.Signature | None:
+    """Return the signature of a callable, or None if it has none that can be read."""
+    try:
+        return inspect.signature(function.forward if isinstance(function, nn.Module) else function)
+    except Exception:  # built-in callables have none, and __signature__ may be anything
+        return None
+
+
+def job_error(name: str, value: Any) -> str:
+    """Return why a name of a job cannot be called, or is a class instead of an instance; or ""."""
+    if isinstance(value, nn.Sequential) and name == "model":
+        return ""
+    how, fits = pattern(name), accepts(value, len(_PATTERN[name]))
+    if not isinstance(value, type):
+        return "" if fits else f"is {format_signature(value)}; make it callable as {how}"
+    if name not in _MAY_BE_CLASSES:
+        made = f"{name} = {value.__name__}()"
+        return f"is the class {value.__name__}; give an instance, {made}, or a function {how}"
+    if value is nn.Sequential:
+        return "is the class Sequential; give an instance that has layers, nn.Sequential(...)"
+    if fits:
+        return ""
+    if _PATTERN[name]:
+        shown = format_signature(value)
+        return f"is the class {shown}; give a function, callable as {how}"
+    return f"is the class {format_signature(value)}; give an instance, or a function that makes one"
+
+
+def builder_error(entry: Callable[..., Any]) -> str:
+    """Return why a callable among the layers cannot build one, or "" if it may."""
+    return "" if accepts(entry, 0) else needs_arguments(entry)
+
+
+def needs_arguments(entry: Callable[..., Any]) -> str:
+    """Return the message for a callable among the layers that needs arguments."""
+    if isinstance(entry, type):
+        return (
+            f"is the class {format_signature(entry)}, and one there is built without arguments; "
+            "give an instance, or a function that builds one"
+        )
+    what = "function" if inspect.isroutine(entry) else "callable"
+    module = _module_for(_name(entry))
+    cure = "a module with this in its forward, or a function without arguments if it builds one"
+    return (
+        f"is the {what} {format_signature(entry)}, and one there is called without arguments, to "
+        f"build a layer; give {f'nn.{module}()' if module else cure}"
+    )
+
+
+def lacked_arguments(entry: Callable[..., Any], error: TypeError) -> bool:
+    """Return whether a call without arguments probably raised `error` because there were none.
+
+    A built-in function has no signature, and a call of it leaves no frame in the traceback.
+    """
+    last = error.__traceback__
+    return signature(entry) is None and (last is None or last.tb_next is None)
+
+
+def accepts(function: Callable[..., Any], count: int) -> bool:
+    """Return whether a callable accepts `count` positional arguments, or has no signature."""
+    found = signature(function)
+    if found is None:
+        return True
+    try:
+        found.bind(*[None] * count)
+    except TypeError:
+        return False
+    return True
+
+
+def format_signature(function: Any) -> str:
+    """Return ``scale(x, factor)``, or ``scale(x, ...)`` if there are optional parameters."""
+    found = signature(function)
+    if found is None:
+        return _name(function)
+    needed, more = [], ""
+    for name, parameter in found.parameters.items():
+        if parameter.default is parameter.empty and parameter.kind not in _ANY_NUMBER:
+            needed.append(name)
+        else:
+            more = "..."
+    return f"{_name(function)}({', '.join([*needed, *filter(None, [more])])})"
+
+
+def _name(function: Any) -> str:
+    return str(getattr(function, "__name__", type(function).__name__))
+
+
+def _module_for(name: str) -> str:
+    """Return the name of the module of torch.nn for a function of this name, or ""."""
+    wanted = name.replace("_", "")
+    return next((each for each in dir(nn) if each.lower() == wanted and each[0].isupper()), "")

@@ -1,1 +1,0 @@
-"""What runs were and did, for who looks at them later."""

@@ -1,0 +1,63 @@
+"""Recompute and offload: which micro-batches a stage forwards twice, and when saved tensors return.
+
+*Recompute* (torchgpipe's checkpointing, Kim et al. 2020) drops the graph of a forward and runs the
+forward again (``R``) before the backward.
+
+*Offload* keeps the graph, and moves what it saved to the host's memory. The copy to the host begins
+with the forward and is complete when the stage's next action ends. ``FETCH`` begins the copy back;
+it stands before the worker's last action ahead of the backward, so that the copy overlaps that
+action. At most three micro-batches are on the device at once: one is computed, one leaves and one
+returns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Container, Sequence
+
+from pipeworker.errors import ScheduleError
+from pipeworker.plan.actions import INPUTS, Action, Kind
+
+OFFLOAD = "offload"
+RECOMPUTE_MODES = ("auto", "always", "except_first", "never", OFFLOAD)
+Recomputed = Sequence[Collection[int]]
+"""By stage, the micro-batches that are forwarded a second time before their backward."""
+
+
+def recomputed(mode: str, microbatches: int) -> range:
+    """Return the micro-batches that a stage in this mode recomputes.
+
+    ``auto`` is ``always`` as long as no plan knows the memory of the workers.
+    """
+    match mode:
+        case "auto" | "always":
+            return range(microbatches)
+        case "except_first":
+            return range(1, microbatches)
+        case "never" | "offload":
+            return range(0)
+    raise ScheduleError(
+        f"unknown recompute mode {mode!r}: choose from {', '.join(RECOMPUTE_MODES)}"
+    )
+
+
+def with_fetches(order: Sequence[Action], stages: Container[int]) -> list[Action]:
+    """Return a worker's compute order with a ``FETCH`` of each micro-batch that has time to leave.
+
+    A micro-batch stays on the device if its backward follows too soon, or if it is recomputed,
+    because the graph of its first forward is dropped. `stages` are those that offload.
+    """
+    recomputes = {(a.stage, a.microbatch) for a in order if a.kind is Kind.RECOMPUTE}
+    forwards: dict[tuple[int, int], int] = {}
+    of_stage: dict[int, list[int]] = {}
+    before: dict[int, list[Action]] = {}
+    for place, (kind, stage, m, _) in enumerate(order):
+        if stage not in stages:
+            continue
+        of_stage.setdefault(stage, []).append(place)
+        if kind is Kind.FORWARD:
+            forwards[stage, m] = len(of_stage[stage])
+        elif kind in INPUTS and (stage, m) not in recomputes:
+            following = of_stage[stage][forwards[stage, m]]
+            if following < place - 1:
+                before.setdefault(place - 1, []).append(Action(Kind.FETCH, stage, m))
+    return [one for place, a in enumerate(order) for one in (*before.get(place, ()), a)]

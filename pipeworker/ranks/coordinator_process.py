@@ -1,0 +1,130 @@
+"""The coordinator of a job whose ranks pipeworker did not start: a child process of rank 0."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+
+from pipeworker.environment import timings
+from pipeworker.errors import PipeworkerError, RecordError
+from pipeworker.facts.step import StepResult
+from pipeworker.host.line_process import start_coordinator
+from pipeworker.record.run_record import write_summary
+from pipeworker.runs.begin import PreparedRun
+from pipeworker.wire.lines import (
+    Bound,
+    CannotStart,
+    Configuration,
+    FromCoordinator,
+    Interrupt,
+    Verdict,
+    Warned,
+)
+
+EventListener = Callable[[FromCoordinator], None]
+"""Receives the coordinator's events; a verdict is the last one."""
+REPORTED_BY_CALLER = Verdict("failed", 1, 0, 0.0, (), 0.0, None)
+"""The verdict for a listener of a job whose failure the caller reports by raising an error."""
+
+
+class CoordinatorProcess:
+    """Rank 0's coordinator: a child process, and a thread that forwards its events to `on_event`.
+
+    It listens on the address `host`; `endpoint` has the port too. :meth:`finish` closes the run.
+
+    Raises:
+        PipeworkerError: the coordinator did not start.
+    """
+
+    def __init__(self, run: PreparedRun, token: str, host: str, on_event: EventListener) -> None:
+        self._on_event = on_event
+        self._run = run
+        self._started = time.monotonic()
+        self._steps = run.options.resume_step
+        self._verdict: Verdict | None = None
+        self._listener_failed = False
+        options, run_dir = run.options.to_json(), str(run.run_dir.path)
+        try:
+            self._process = start_coordinator()
+            self._process.send(Configuration(options, run_dir, token, host, parent_rank=0))
+            self.endpoint = self._wait_for_endpoint()
+        except PipeworkerError as error:
+            self._record_failure(1, str(error))
+            run.close()
+            self._notify(REPORTED_BY_CALLER)
+            raise
+        self._thread = threading.Thread(target=self._forward, name="coordinator", daemon=True)
+        self._thread.start()
+
+    def _wait_for_endpoint(self) -> str:
+        while True:
+            events, more = self._process.receive()
+            for event in events:
+                if isinstance(event, Bound):
+                    return event.endpoint
+                if isinstance(event, Verdict):
+                    self._process.wait(timings().exit)
+                    raise PipeworkerError(event.error or event.status)
+            if not more:
+                self._process.wait(timings().exit)
+                raise PipeworkerError(
+                    "the coordinator did not start: see its log in the run directory"
+                )
+
+    def _forward(self) -> None:
+        """Forward the coordinator's events until it ends."""
+        more = True
+        while more:
+            events, more = self._process.receive()
+            for event in events:
+                if isinstance(event, Verdict):
+                    self._verdict = event
+                if isinstance(event, StepResult):
+                    self._steps = event.step
+                self._notify(event)
+
+    def _notify(self, event: FromCoordinator) -> None:
+        """Forward an event; the loss of the terminal ends the job as an interrupt does."""
+        try:
+            self._on_event(event)
+        except OSError:
+            if not self._listener_failed and self._verdict is None:
+                self._process.send(Interrupt())
+            self._listener_failed = True
+
+    def abort(self, rank: int, reason: str) -> None:
+        """End the job because a rank cannot join it; the caller raises the reason as an error."""
+        self._notify(REPORTED_BY_CALLER)
+        self._listener_failed, self._on_event = True, lambda _: None
+        self._process.send(CannotStart(rank, 1, reason))
+        self.finish(1)
+
+    def finish(self, status: int) -> int:
+        """Wait for the verdict and the coordinator's end; return the exit status of the job.
+
+        That is `status`, or 1, if the coordinator ends without a verdict.
+        """
+        self._thread.join(timings().verdict)
+        hangs = self._thread.is_alive()
+        self._process.close_input()
+        self._process.wait(timings().exit)
+        if self._verdict is None:
+            how = "has not answered" if hangs else "was killed"
+            error = f"the coordinator (pid {self._process.pid}) {how}"
+            self._notify(self._record_failure(status or 1, error))
+        assert self._verdict
+        self._run.close(self._verdict)
+        return self._verdict.exit_status
+
+    def _record_failure(self, status: int, error: str) -> Verdict:
+        """Write the summary in place of the coordinator; return its verdict."""
+        seconds, options = time.monotonic() - self._started, self._run.options
+        peaks = (0,) * options.workers
+        verdict = Verdict("failed", status, self._steps, seconds, peaks, 0.0, error)
+        self._verdict = verdict
+        try:
+            write_summary(self._run.run_dir, verdict, options.placement.stages)
+        except OSError as failed:
+            self._notify(Warned(str(RecordError(self._run.run_dir.summary, failed))))
+        return verdict

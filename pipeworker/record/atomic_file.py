@@ -1,0 +1,65 @@
+"""Files that appear whole or not at all. Imports no torch."""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import IO, Any
+
+
+@contextmanager
+def temporary_path(path: Path, *, unique: bool = False) -> Iterator[Path]:
+    """Yield a path beside `path` at which the caller writes what it then renames to `path`.
+
+    A file or folder that still has the temporary path on exit is removed. The temporary path is
+    `unique` for a `path` that several processes may write at once; otherwise a later call replaces
+    what a killed process left.
+    """
+    name = secrets.token_hex(8) if unique else path.name
+    temporary = path.with_name(f".{name}.partial")
+    try:
+        yield temporary
+    finally:
+        with suppress(OSError):
+            if temporary.is_dir():
+                shutil.rmtree(temporary)
+            else:
+                temporary.unlink(missing_ok=True)
+
+
+def write_bytes(path: Path, data: bytes) -> None:
+    """Write a file; it is on disk when this returns.
+
+    Raises:
+        OSError: the file cannot be written; what `path` held before is unchanged.
+    """
+    with temporary_path(path) as temporary:
+        with temporary.open("wb") as file:
+            file.write(data)
+            sync_file(file)
+        temporary.replace(path)
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Write `value` as JSON; raises as :func:`write_bytes`."""
+    write_bytes(path, (json.dumps(value, indent=2) + "\n").encode())
+
+
+def sync_file(file: IO[str] | IO[bytes]) -> None:
+    """Flush an open file to disk."""
+    file.flush()
+    os.fsync(file.fileno())
+
+
+def sync_folder(folder: Path) -> None:
+    """Flush the names of a folder's files to disk."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

@@ -1,1 +1,0 @@
-"""The weights of a run as plain files for other tools."""

@@ -1,0 +1,161 @@
+"""Initial weights from a file that other tools wrote; each stage reads its own."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import nullcontext
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from pipeworker.errors import UsageError, a_type
+from pipeworker.facts.layer_names import LayerNames
+from pipeworker.record.stage_state import StageState, UserCode
+from pipeworker.record.state_dict_diff import StateDictDiff, is_extra_state
+from pipeworker.record.tensor_file import TensorFile
+from pipeworker.record.weight_files import SAFETENSORS, find_weight_files
+
+_ZIP = b"PK\x03\x04"
+
+
+def _load_pickled(path: Path) -> dict[str, Any]:
+    """Read a state dict that ``torch.save`` wrote; make or call no other object in the file."""
+    try:
+        with path.open("rb") as file:
+            mapped = file.read(len(_ZIP)) == _ZIP  # an old torch's file is read whole
+        found = torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
+    except OSError as error:
+        raise UsageError(f"--init-from {path}: {error.strerror or error}") from None
+    except pickle.UnpicklingError:
+        raise UsageError(
+            f"--init-from {path}: it is damaged, or has more in it than tensors and plain "
+            "values, which could be anything; save model.state_dict() alone"
+        ) from None
+    except Exception as error:  # a damaged file may raise any
+        raise UsageError(
+            f"--init-from {path}: it is damaged ({error!s:.200}); use another file"
+        ) from None
+    if not isinstance(found, dict) or not all(type(name) is str for name in found):
+        raise UsageError(
+            f"--init-from {path}: it has {a_type(found)}, no state dict; save "
+            "model.state_dict() alone"
+        )
+    return found
+
+
+class InitialWeights:
+    """Weights for the layers of a model, by the names they have in it.
+
+    The `path` is that of a file of weights, an index, or a folder with one of them or a checkpoint.
+    A file may have any of the names of a tied weight. The `diff` has what of the file and of the
+    stages loaded so far does not match.
+
+    Raises:
+        UsageError: the file cannot be read; so may every method.
+    """
+
+    def __init__(self, path: Path, names: LayerNames, ties: Iterable[Sequence[str]] = ()) -> None:
+        source = find_weight_files(path)
+        self._path = path
+        self._names = names
+        self._opened: dict[Path, TensorFile | dict[str, Any]] = {}
+        self._index = source.index or {n: file for file in source.files for n in self._open(file)}
+        self._keys, self._unknown = names.by_layer(self._index)
+        self._ties = {name: tuple(group) for group in ties for name in group}
+        self.diff = StateDictDiff()
+
+    def load(self, stage: StageState, user_code: UserCode = nullcontext) -> None:
+        """Load the weights and buffers of a stage that is built; record what does not match."""
+        with torch.no_grad():
+            stage.load(self._state_of, user_code, strict=False)
+
+    def check_complete(self, *, strict: bool, first_worker: bool) -> int:
+        """Return how many names do not match, once all stages of a worker are loaded.
+
+        The first worker reports the weights of layers that the model lacks.
+
+        Raises:
+            UsageError: some names do not match though they must (`strict`), or no name does.
+        """
+        if first_worker or strict:
+            self.diff.unexpected += self._unknown
+        if not self.diff:
+            return 0
+        if strict or len(self._unknown) == len(self._index):
+            hint = "; use weights of this model"
+            hint += ", or --no-init-strict, which loads what does fit" if strict else ""
+            raise UsageError(f"--init-from {self._path}: does not fit the model: {self.diff}{hint}")
+        return len(self.diff)
+
+    def _open(self, path: Path) -> TensorFile | dict[str, Any]:
+        if path not in self._opened:
+            safe = path.suffix in SAFETENSORS
+            try:
+                self._opened[path] = (
+                    TensorFile(path, from_worker=False) if safe else _load_pickled(path)
+                )
+            except UsageError as error:
+                raise UsageError(str(error).replace("cannot read", "--init-from", 1)) from None
+        return self._opened[path]
+
+    def _value(self, name: str) -> Any:
+        """Return a value of the files; a tensor is in its file's memory."""
+        path = self._index[name]
+        file = self._open(path)
+        try:
+            return file.mapped(name) if isinstance(file, TensorFile) else file[name]
+        except KeyError:
+            raise UsageError(
+                f"--init-from {path}: it lacks {name}, which its index has; save the model again"
+            ) from None
+
+    def _state_of(self, index: int, layer: nn.Module, state: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the entries of a layer's state dict that the file has."""
+        found: dict[str, Any] = {}
+        same = _names_of_tensors(layer)
+        for key, value in state.items():
+            full = self._names.parameter(index, key)
+            names = [self._names.parameter(index, other) for other in same.get(key, (key,))]
+            names = next((list(self._ties[n]) for n in names if n in self._ties), names)
+            stored = next((n for n in names if n in self._index), None)
+            by_layer = is_extra_state(key) or not isinstance(value, torch.Tensor)  # it checks these
+            if stored is None:
+                self.diff.missing += [] if by_layer else [full]
+                continue
+            loaded = self._value(stored)
+            if by_layer:
+                found[key] = copy.deepcopy(loaded)
+            elif self._fits(full, loaded, value):
+                found[key] = loaded
+        for key in self._keys.get(index, ()):
+            if key not in state:
+                self.diff.unexpected.append(self._names.parameter(index, key))
+        return found
+
+    def _fits(self, name: str, loaded: Any, value: torch.Tensor) -> bool:
+        """Return whether a value of the file can be copied into a tensor of the model."""
+        if not isinstance(loaded, torch.Tensor):
+            self.diff.different.append(f"{name} (no tensor)")
+            return False
+        if loaded.shape == value.shape and (value.is_complex() or not loaded.is_complex()):
+            return True
+        found, wanted = ((tensor.dtype, tuple(tensor.shape)) for tensor in (loaded, value))
+        self.diff.add_different(name, found, wanted)
+        return False
+
+
+def _names_of_tensors(layer: nn.Module) -> dict[str, list[str]]:
+    """Return for each name of a tensor in the layer all names of that tensor."""
+    found: defaultdict[int, list[str]] = defaultdict(list)
+    tensors: Iterable[tuple[str, torch.Tensor]] = chain(
+        layer.named_parameters(remove_duplicate=False), layer.named_buffers(remove_duplicate=False)
+    )
+    for key, tensor in tensors:
+        found[id(tensor)].append(key)
+    return {key: keys for keys in found.values() for key in keys}

@@ -1,0 +1,85 @@
+"""Parameter groups across stages: which saved group a group continues, and the scheduler's state.
+
+A scheduler's state is the same on every stage except for lists with an item for each parameter
+group, such as ``base_lrs``. These lists may be anywhere in the state: a ``SequentialLR`` contains
+schedulers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+_BY_GROUP = frozenset(
+    ("base_lrs", "_last_lr", "min_lrs", "max_lrs", "base_momentums", "max_momentums", "lr_lambdas")
+)
+_Path = tuple[Any, ...]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SavedOptimizer:
+    """The saved parameter groups of a stage's optimizer, and the state of its scheduler."""
+
+    groups: Sequence[dict[str, Any]]
+    scheduler: Any
+
+
+@dataclass(frozen=True, slots=True)
+class SavedGroup:
+    """A saved parameter group: an optimizer, and the index of the group in it."""
+
+    optimizer: SavedOptimizer
+    index: int
+
+
+def scheduler_state_for(
+    origin: SavedOptimizer, saved_groups: Sequence[SavedGroup | None], built: Any
+) -> Any:
+    """Return the scheduler's state of `origin` for the groups now.
+
+    Each continues one of `saved_groups`, or has its items in the state of the scheduler that was
+    `built` for the groups now.
+    """
+    before, now = len(origin.groups), len(saved_groups)
+
+    def is_by_group(name: Any, saved: list[Any], here: Any) -> bool:
+        if len(saved) != before:
+            return False
+        # A list that is not by group has the same length in both states.
+        differs = before != now and type(here) is list and len(here) == now
+        return differs or (type(name) is str and name in _BY_GROUP)
+
+    def item_of_group(index: int, path: _Path, here: Any) -> Any:
+        saved = saved_groups[index]
+        found = None if saved is None else _at(saved.optimizer.scheduler, path)
+        if saved is not None and type(found) is list and saved.index < len(found):
+            return found[saved.index]
+        return _item(here, index)
+
+    def walk(saved: Any, here: Any, path: _Path) -> Any:
+        if isinstance(saved, dict):
+            filled = saved.copy()
+            for key, value in saved.items():
+                filled[key] = walk(value, _item(here, key), (*path, key))
+            return filled
+        if type(saved) is not list:
+            return saved
+        if is_by_group(path[-1] if path else None, saved, here):
+            return [item_of_group(index, path, here) for index in range(now)]
+        return [walk(v, _item(here, i), (*path, i)) for i, v in enumerate(saved)]
+
+    return walk(origin.scheduler, built, ())
+
+
+def _item(value: Any, key: Any) -> Any:
+    """Return the item of a dict or list; None if there is none."""
+    if isinstance(value, dict):
+        return value.get(key)
+    return value[key] if type(value) is list and type(key) is int and key < len(value) else None
+
+
+def _at(value: Any, path: _Path) -> Any:
+    for key in path:
+        value = _item(value, key)
+    return value

@@ -1,0 +1,202 @@
+"""The records of a run: ``run.json``; ``job.py``, a copy of its job file; and ``summary.json``.
+
+``run.json`` holds the options the run was begun with, and the process that began it; these fields
+never change. Each resume adds an entry to `resumed` with the options that changed. If the job file
+changed, resume copies it beside the others: as ``job-2.py`` on the second resume. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import reprlib
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta
+
+from pipeworker.errors import UsageError
+from pipeworker.job.renamed import migrated
+from pipeworker.record.atomic_file import write_bytes, write_json
+from pipeworker.record.metrics import rows
+from pipeworker.record.rundir import JOB, RunDir
+from pipeworker.wire.lines import Verdict
+
+VERSION = 2
+"""Since version 2 options have the names of :mod:`pipeworker.job.renamed`; 1 is read as well."""
+_READABLE = (1, VERSION)
+_Bytes = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
+
+
+class _Entry(msgspec.Struct):
+    options: dict[str, Any]
+
+
+class _Content(_Entry):
+    resumed: list[_Entry]
+
+
+def write(run_dir: RunDir, options: Mapping[str, Any], process: Mapping[str, Any]) -> None:
+    """Write the record of a run that begins: its options, and the host, pid and versions."""
+    content = {
+        "version": VERSION,
+        **process,
+        **_copy_job(run_dir, options, JOB),
+        "arguments": options["arguments"],
+        "seed": options["seed"],
+        "options": dict(options),
+        "resumed": [],
+    }
+    write_json(run_dir.run, content)
+
+
+@dataclass(frozen=True, slots=True)
+class RunRecord:
+    """The content of ``run.json``, a file that anybody may have changed.
+
+    The `options` are those of the run's last begin or resume, under their present names.
+    """
+
+    run_dir: RunDir
+    content: dict[str, Any]
+    options: dict[str, Any]
+
+    @classmethod
+    def read(cls, run_dir: RunDir) -> RunRecord:
+        """Read ``run.json``, and check what resume needs of it.
+
+        Raises:
+            UsageError: the file does not exist, or is not the record of a run.
+        """
+        path = run_dir.run
+        try:
+            content: Any = json.loads(path.read_bytes().decode())
+        except FileNotFoundError:
+            raise UsageError(
+                f"{run_dir.path} is not the directory of a run: no run.json is there"
+            ) from None
+        except OSError as error:
+            raise UsageError(f"cannot read {path}: {error.strerror}") from None
+        except (ValueError, RecursionError):
+            content = None
+        version = content.get("version") if isinstance(content, dict) else VERSION
+        if type(version) is not int or version not in _READABLE:
+            raise UsageError(
+                f"cannot read {path}: it has version {reprlib.repr(version)}, and this pipeworker "
+                f"reads versions 1 to {VERSION}; use the pipeworker that wrote it"
+            )
+        try:
+            checked = msgspec.convert(content, _Content)
+        except msgspec.ValidationError:
+            raise UsageError(
+                f"cannot read {path}: it is not the record of a run; give another --run-dir"
+            ) from None
+        options: dict[str, Any] = {}
+        for entry in (checked, *checked.resumed):
+            options |= migrated(entry.options)
+        return cls(run_dir, content, options)
+
+    @property
+    def last(self) -> dict[str, Any]:
+        """The entry of the last begin or resume."""
+        resumed = self.content["resumed"]
+        found: dict[str, Any] = resumed[-1] if resumed else self.content
+        return found
+
+    def add_resume(self, options: Mapping[str, Any], process: Mapping[str, Any], step: int) -> str:
+        """Record that the run resumes after `step`; see :func:`write`.
+
+        Returns:
+            The name of a new copy of the job file; "" if the job file has not changed.
+        """
+        resumed, last = self.content["resumed"], self.last
+        copied = _copy_job(self.run_dir, options, f"job-{len(resumed) + 1}.py", last)
+        entry = {
+            "step": step,
+            **process,
+            **copied,
+            "options": {n: v for n, v in options.items() if self.options.get(n) != v},
+        }
+        content = {**self.content, "version": VERSION, "resumed": [*resumed, entry]}
+        write_json(self.run_dir.run, content)
+        changed = copied["job_sha256"] != last.get("job_sha256")
+        return copied["job"] or "" if changed else ""
+
+
+def _copy_job(
+    run_dir: RunDir,
+    options: Mapping[str, Any],
+    name: str,
+    last: Mapping[str, Any] = MappingProxyType({}),
+) -> dict[str, Any]:
+    """Copy the job file unless it is the one of the `last` entry; return its part of an entry."""
+    path, job = Path(options["job_file"]), None
+    with suppress(OSError):
+        job = path.read_bytes() if path.is_file() else None  # a script may not be a file
+    digest = None if job is None else hashlib.sha256(job).hexdigest()
+    if digest == last.get("job_sha256"):
+        return {"job": last.get("job"), "job_sha256": digest}
+    if job is not None:
+        write_bytes(run_dir.path / name, job)
+    return {"job": None if job is None else name, "job_sha256": digest}
+
+
+class _Summary(msgspec.Struct):
+    """The fields that readers of ``summary.json`` rely on, and their types."""
+
+    status: Literal["done", "failed", "interrupted"]
+    steps: int
+    restarts: int
+    causes: list[Any]
+    seconds: float
+    peak_memory_bytes: list[_Bytes]
+    bubble: float
+    error: str | None
+
+
+def write_summary(run_dir: RunDir, verdict: Verdict, stages: int) -> None:
+    """Write ``summary.json`` of a run that ended with this many stages.
+
+    ``peak_memory_bytes`` has a figure for each worker: for each stage, unless workers hold several.
+
+    Raises:
+        OSError: the file cannot be written, or the rows cannot be read.
+    """
+    last, best = rows.last(run_dir.metrics) or {}, rows.best(run_dir.evaluation)
+    write_json(
+        run_dir.summary,
+        {
+            "status": verdict.status,
+            "steps": verdict.steps,
+            "stages": stages,
+            "restarts": verdict.restarts,
+            "causes": list(verdict.causes),
+            "seconds": verdict.seconds,
+            "loss": last.get("loss"),
+            **({"best_evaluation": best} if best else {}),
+            "peak_memory_bytes": list(verdict.peak_memory),
+            "bubble": verdict.bubble,
+            "error": verdict.error,
+        },
+    )
+
+
+def read_summary(run_dir: RunDir) -> dict[str, Any]:
+    """Return the content of ``summary.json``, or {} if the run has not ended.
+
+    Raises:
+        UsageError: the file is not the summary of a run.
+    """
+    try:
+        summary: dict[str, Any] = json.loads(run_dir.summary.read_bytes())
+        msgspec.convert(summary, _Summary)
+    except FileNotFoundError:
+        return {}
+    except (ValueError, RecursionError):  # msgspec's error is a ValueError
+        raise UsageError(f"cannot read {run_dir.summary}: it is not the summary of a run") from None
+    return summary

@@ -1,0 +1,139 @@
+"""A snapshot of a worker's stages in memory, laid out as the three files of a checkpoint."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from pipeworker.errors import PipeworkerError
+from pipeworker.record.json_state import Tensors
+from pipeworker.record.manifest import WorkerFiles
+from pipeworker.record.snapshot_memory import SnapshotMemory
+from pipeworker.record.stage_state import StageState, WorkerContent
+from pipeworker.record.tensor_file import TensorInfo, file_layout
+
+CopyPairs = list[tuple[torch.Tensor, torch.Tensor]]
+"""Copies to make: the target and the source of each, of one shape and dtype."""
+_LEAST_BYTES = 1 << 12
+"""A smaller tensor is copied at once."""
+
+
+class SafetensorsLayout:
+    """The file `number` of a snapshot's memory, with room for tensors."""
+
+    def __init__(self, memory: SnapshotMemory, number: int) -> None:
+        self._memory = memory
+        self._number = number
+        self._contents: object = None
+        self._views: Tensors = {}
+
+    def place(self, tensors: Tensors, metadata: Mapping[str, str]) -> CopyPairs:
+        """Make room for tensors under a header, and return the copies that fill it.
+
+        Room for the same names, shapes and dtypes is used again.
+
+        Raises:
+            OSError: there is not enough memory.
+        """
+        infos = {name: (t.dtype, tuple(t.shape)) for name, t in tensors.items()}
+        contents = list(infos.items()), dict(metadata)
+        if contents != self._contents:
+            self._contents = None
+            self._make_room(infos, metadata)
+            self._contents = contents
+        return [(self._views[name], t.detach()) for name, t in tensors.items() if t.numel()]
+
+    def _make_room(self, infos: Mapping[str, TensorInfo], metadata: Mapping[str, str]) -> None:
+        header, ranges = file_layout(infos, metadata)
+        start, end = len(header), max((last for _, last in ranges.values()), default=0)
+        self._views = {}
+        room = self._memory.allocate(self._number, start + end)
+        room[:start] = header
+        if end:
+            data = torch.frombuffer(room, dtype=torch.uint8, offset=start)
+            for name, (first, last) in ranges.items():
+                if last > first:
+                    dtype, shape = infos[name]
+                    self._views[name] = data[first:last].view(dtype).view(shape)
+
+
+class SnapshotBuffer:
+    """A snapshot in memory: two files of tensors, and one of plain values.
+
+    The file of plain values is empty until the snapshot is complete.
+    """
+
+    def __init__(self, memory: SnapshotMemory) -> None:
+        self.memory = memory
+        self._layouts = SafetensorsLayout(memory, 0), SafetensorsLayout(memory, 1)
+        self._plain: dict[str, Any] = {}
+
+    def begin(
+        self,
+        stages: Sequence[StageState],
+        elsewhere: Collection[int] = (),
+        position: Mapping[str, Any] | None = None,
+        most: Callable[[], int] | None = None,
+    ) -> CopyPairs | None:
+        """Begin a snapshot, and return the copies that the caller still has to make.
+
+        Those are of weights and optimizer state, which do not change until the next update; all
+        else is copied at once. See :meth:`WorkerContent.of` for the arguments. If the memory would
+        grow by more than the bytes that `most` returns, nothing is copied and None is returned.
+
+        Raises:
+            OSError: there is not enough memory.
+            UsageError: a state holds something else than tensors and plain values.
+        """
+        content = WorkerContent.of(stages, elsewhere, position)
+        files = content.weights, content.others
+        size = sum(tensor.nbytes for tensors in files for tensor in tensors.values())
+        growth = size - self.memory.size
+        if most is not None and growth > 0 and growth > most():
+            return None
+        self.memory.write(2, b"")
+        self._plain = content.plain
+        unchanged = {t.data_ptr() for stage in stages for t in stage.changed_by_update()}
+        later: CopyPairs = []
+        for layout, tensors, header in zip(self._layouts, files, content.headers(), strict=True):
+            for view, tensor in layout.place(tensors, header):
+                if tensor.nbytes >= _LEAST_BYTES and tensor.data_ptr() in unchanged:
+                    later.append((view, tensor))
+                else:
+                    view.copy_(tensor)
+        return later
+
+    def commit(self, step: int) -> None:
+        """Complete the snapshot: it is the state after `step`."""
+        self.memory.write(2, json.dumps({**self._plain, "step": step}).encode())
+
+    def fill(
+        self,
+        step: int,
+        stages: Sequence[StageState],
+        elsewhere: Collection[int] = (),
+        position: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Make a whole snapshot of the state after `step` at once; see :meth:`begin`."""
+        for view, tensor in self.begin(stages, elsewhere, position) or ():
+            view.copy_(tensor)
+        self.commit(step)
+
+
+def snapshot_files(memories: Iterable[SnapshotMemory], step: int) -> list[WorkerFiles]:
+    """Return the files of workers' snapshots of the state after `step`.
+
+    Raises:
+        PipeworkerError: a snapshot is incomplete, or of another step.
+    """
+    found = [WorkerFiles(*memory.paths) for memory in memories]
+    for files in found:
+        plain = files.state.read_bytes()
+        if not plain or json.loads(plain)["step"] != step:
+            raise PipeworkerError(
+                f"the snapshot of step {step} in memory is lost: resume from disk with --resume"
+            )
+    return found

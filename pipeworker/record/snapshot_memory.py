@@ -1,0 +1,145 @@
+"""The memory of a worker's snapshot: three unnamed files, until they are written to disk.
+
+A process that inherits the descriptors has the memory, even after the end of the worker that filled
+it. Imports no torch: the process that writes the memory to disk needs none.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+import re
+import signal
+import sys
+import zlib
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from pipeworker.errors import RecordError
+from pipeworker.facts.checkpoint_file import CheckpointFile
+
+_CHUNK = 1 << 18
+_MEMINFO = Path("/proc/meminfo")
+_GROUP = Path("/sys/fs/cgroup")
+_NICENESS = 10
+
+
+def available_bytes() -> int:
+    """Return the bytes this process can use before memory is short; 0 if they are not known."""
+    free = 0
+    with suppress(OSError):
+        found = re.search(r"MemAvailable:\s+(\d+) kB", _MEMINFO.read_text())
+        free = 1024 * int(found[1]) if found else 0
+    with suppress(OSError, ValueError):  # a container's limit; "max" is none
+        most, now = ((_GROUP / f"memory.{name}").read_text() for name in ("max", "current"))
+        free = min(free, int(most) - int(now))
+    return free
+
+
+class SnapshotMemory:
+    """Three files in memory, in the order in which the manifest names them.
+
+    Raises:
+        OSError: there are no descriptors left.
+    """
+
+    def __init__(self) -> None:
+        self.handles: list[int] = []
+        try:
+            for _ in range(3):
+                self.handles.append(os.memfd_create("pipeworker", os.MFD_CLOEXEC))
+        except OSError:
+            self.close()
+            raise
+
+    @property
+    def paths(self) -> tuple[Path, Path, Path]:
+        """The paths by which this process can read the files."""
+        model, optimizer, state = (Path(f"/proc/self/fd/{handle}") for handle in self.handles)
+        return model, optimizer, state
+
+    @property
+    def size(self) -> int:
+        """The bytes of all files."""
+        return sum(os.fstat(handle).st_size for handle in self.handles)
+
+    def allocate(self, number: int, size: int) -> mmap.mmap:
+        """Resize a file to `size` bytes, and map it.
+
+        Raises:
+            OSError: there is not enough memory.
+        """
+        os.ftruncate(self.handles[number], size)
+        return mmap.mmap(self.handles[number], size)
+
+    def write(self, number: int, data: bytes) -> None:
+        """Replace the content of a file.
+
+        Raises:
+            OSError: there is not enough memory.
+        """
+        os.ftruncate(self.handles[number], len(data))
+        os.pwrite(self.handles[number], data, 0)
+
+    def close(self) -> None:
+        """Close the descriptors. Idempotent."""
+        while self.handles:
+            os.close(self.handles.pop())
+
+
+def write_files(
+    handles: Sequence[int], folder: Path, names: Sequence[str]
+) -> tuple[CheckpointFile, ...]:
+    """Write the files of a snapshot into a folder; they are on disk when this returns.
+
+    Raises:
+        RecordError: a file cannot be written.
+    """
+    path = folder
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        found = []
+        for handle, name in zip(handles, names, strict=True):
+            path = folder / name
+            found.append(_write_file(handle, path))
+        return tuple(found)
+    except OSError as error:
+        raise RecordError(path, error) from None
+
+
+def _write_file(handle: int, path: Path) -> CheckpointFile:
+    """Copy through a buffer that stays in the cache: a mapping would cost a fault a page."""
+    buffer = memoryview(bytearray(_CHUNK))
+    checksum = written = 0
+    with path.open("wb", buffering=0) as file:
+        while count := os.preadv(handle, [buffer], written):
+            checksum = zlib.crc32(buffer[:count], checksum)
+            done = 0
+            while done < count:
+                done += file.write(buffer[done:count])
+            written += count
+        os.fsync(file.fileno())
+    return CheckpointFile(path.name, written, checksum)
+
+
+def main() -> int:
+    """Run the process that writes checkpoints while its worker trains, until its input ends.
+
+    Standard input and output are pipes to the worker. A request is a line with a JSON array
+    ``[folder, [descriptor, ...], [name, ...]]``, where the process has inherited the descriptors.
+    The answer is a line ``[[[name, bytes, checksum], ...], error]``.
+    """
+    os.nice(_NICENESS)  # steps come first
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):  # sent to the whole job
+        signal.signal(number, signal.SIG_IGN)
+    for line in sys.stdin:
+        folder, handles, names = json.loads(line)
+        try:
+            files = write_files(handles, Path(folder), names)
+            answer = [[[file.name, file.bytes, file.crc32] for file in files], ""]
+        except RecordError as error:
+            answer = [[], str(error)]
+        print(json.dumps(answer), flush=True)
+    return 0

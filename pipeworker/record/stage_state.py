@@ -1,0 +1,213 @@
+"""The state of a stage: its layers, its optimizer and its scheduler, by the names of parameters.
+
+Names are those of the user's own module, ``model().state_dict()``, so that nothing depends on how
+layers are grouped into stages.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from pipeworker.errors import UsageError
+from pipeworker.facts.layer_names import LayerNames
+from pipeworker.record.json_state import Tensors, pack
+from pipeworker.record.tensor_file import COMPLEX, NAMES, supports
+
+UserCode = Callable[[str], AbstractContextManager[Any]]
+"""Returns a context for a call of the user's code, which the argument names."""
+
+
+@dataclass(frozen=True, slots=True)
+class StageState:
+    """The layers of a stage, and what updates them.
+
+    Attributes:
+        names: the names of all layers of the model.
+        states: the state dicts of the stage's layers.
+        schedule: the state of the scheduler.
+        keeps_weights: whether weights and buffers are saved too. Otherwise only the optimizer's
+            and scheduler's state is, because another worker has the same layers.
+        first: the index of the stage's first layer in the model.
+    """
+
+    names: LayerNames
+    layers: Sequence[nn.Module]
+    states: Sequence[Mapping[str, Any]]
+    optimizer: torch.optim.Optimizer | None = None
+    schedule: Any = None
+    scheduler: Any = None
+    keeps_weights: bool = True
+    first: int = 0
+
+    def indexed(self) -> Iterator[tuple[int, nn.Module, Mapping[str, Any]]]:
+        """Yield each layer's index in the model, the layer and its state dict."""
+        indices = range(self.first, self.first + len(self.layers))
+        return zip(indices, self.layers, self.states, strict=True)
+
+    def load(
+        self,
+        saved: Callable[[int, nn.Module, Mapping[str, Any]], dict[str, Any]],
+        user_code: UserCode,
+        *,
+        strict: bool = True,
+    ) -> None:
+        """Load into each layer the entries that `saved` returns of its index, itself and its state.
+
+        A layer without any is left alone unless `strict`.
+        """
+        for index, layer, state in self.indexed():
+            filled: Any = copy.copy(state)  # keeps the versions of modules
+            filled.clear()
+            filled.update(saved(index, layer, state))
+            name = self.names.prefixes[index]
+            if filled or strict:
+                with user_code(f"load_state_dict() of layer {name} ({type(layer).__name__})"):
+                    # The user's own load_state_dict() may have no `strict`, whose default is True.
+                    layer.load_state_dict(filled, **({} if strict else {"strict": False}))
+
+    def entries(self) -> dict[str, Any]:
+        """Return the entries of all state dicts, by their names in the whole module's."""
+        if not self.keeps_weights:
+            return {}
+        return {
+            self.names.parameter(index, key): value
+            for index, _, state in self.indexed()
+            for key, value in state.items()
+        }
+
+    def changed_by_update(self) -> Iterator[torch.Tensor]:
+        """Yield the tensors that nothing but an update changes."""
+        for layer in self.layers:
+            yield from (p for p in layer.parameters() if p.requires_grad)
+        if self.optimizer is not None:
+            for state in self.optimizer.state.values():
+                values = state.values() if isinstance(state, dict) else ()
+                yield from (value for value in values if isinstance(value, torch.Tensor))
+
+    def unlisted_buffers(self) -> dict[str, torch.Tensor]:
+        """Return the buffers that are in no state dict (caches, tables) by name."""
+        if not self.keeps_weights:
+            return {}
+        return {
+            self.names.parameter(index, key): buffer
+            for index, layer, state in self.indexed()
+            for key, buffer in layer.named_buffers(remove_duplicate=False)
+            if key not in state
+        }
+
+    def parameters(self) -> dict[str, nn.Parameter]:
+        """Return each parameter once, in model order, by the first of its names."""
+        found: dict[int, tuple[str, nn.Parameter]] = {}
+        for index, layer, _ in self.indexed():
+            for key, parameter in layer.named_parameters():
+                found.setdefault(id(parameter), (self.names.parameter(index, key), parameter))
+        return dict(found.values())
+
+    def pack_update(self, elsewhere: Collection[int], tensors: Tensors) -> dict[str, Any] | None:
+        """Return the optimizer's state and groups and the scheduler's state, as JSON has them.
+
+        The tensors in them are added to `tensors`; see :meth:`WorkerContent.of` for `elsewhere`.
+
+        Raises:
+            UsageError: the optimizer keeps state that belongs to no parameter, or that a checkpoint
+                cannot hold.
+        """
+        if self.optimizer is None:
+            return None
+        names = {id(p): name for name, p in self.parameters().items() if id(p) not in elsewhere}
+        for key in self.optimizer.state:
+            if not isinstance(key, torch.Tensor):
+                raise UsageError(
+                    f"the optimizer's state has the key {key!r:.80}, which is no parameter: a "
+                    "checkpoint keeps state by parameter"
+                )
+        state = {names[id(p)]: v for p, v in self.optimizer.state.items() if id(p) in names}
+        groups = [
+            {**group, "params": [names[id(p)] for p in group["params"] if id(p) in names]}
+            for group in self.optimizer.param_groups
+        ]
+        packed = {
+            "state": {name: pack(value, tensors, name) for name, value in state.items()},
+            "groups": pack(groups, tensors, "optimizer/groups"),
+        }
+        if self.schedule is not None:
+            packed["scheduler"] = pack(self.schedule, tensors, "scheduler")
+        return packed
+
+
+@dataclass(slots=True)
+class WorkerContent:
+    """The content of a worker's three files: two of tensors, and one of JSON.
+
+    Weights of dtype complex128, which `complex` names, are stored as pairs of real numbers.
+    """
+
+    weights: Tensors = field(default_factory=dict)
+    others: Tensors = field(default_factory=dict)
+    plain: dict[str, Any] = field(default_factory=dict)
+    complex: list[str] = field(default_factory=list)
+
+    @classmethod
+    def of(
+        cls,
+        stages: Sequence[StageState],
+        elsewhere: Collection[int] = (),
+        position: Mapping[str, Any] | None = None,
+    ) -> WorkerContent:
+        """Collect what a worker saves of its stages.
+
+        Args:
+            stages: the stages of the worker.
+            elsewhere: ids of parameters whose optimizer state another stage writes.
+            position: the position in the data, on the worker with stage 0.
+
+        Raises:
+            UsageError: a state holds something else than tensors and plain values; it is named.
+        """
+        content = cls()
+        extra: dict[str, Any] = {}
+        buffers: dict[str, Any] = {}
+        for stage in stages:
+            for name, value in stage.entries().items():
+                tensors: Tensors = {}
+                packed = pack(value, tensors, name)
+                if packed in ({"$tensor": name}, {"$complex": name}):
+                    content.weights[name] = tensors[name]
+                    if "$complex" in packed:
+                        content.complex.append(name)
+                else:
+                    extra[name] = pack(value, content.others, name)
+            for name, buffer in stage.unlisted_buffers().items():
+                with suppress(UsageError):  # a sparse one, which the layer builds again
+                    buffers[name] = pack(buffer, content.others, f"buffers/{name}")
+        updates = [stage.pack_update(elsewhere, content.others) for stage in stages]
+        updates = [update for update in updates if update is not None]
+        content.plain = {"extra": extra, "buffers": buffers, "updates": updates}
+        if position is not None:
+            content.plain["data"] = pack(dict(position), content.others, "data")
+        for name, tensor in (content.weights | content.others).items():
+            if not supports(tensor.dtype):
+                raise UsageError(f"{name} is a tensor of {tensor.dtype}, which no checkpoint holds")
+        return content
+
+    def headers(self) -> tuple[dict[str, str], dict[str, str]]:
+        """Return the metadata of the two files with tensors."""
+        weights, others = ({NAMES: json.dumps(list(t))} for t in (self.weights, self.others))
+        return {**weights, COMPLEX: json.dumps(self.complex)}, others
+
+
+def check_savable(
+    stages: Sequence[StageState],
+    elsewhere: Collection[int] = (),
+    position: Mapping[str, Any] | None = None,
+) -> None:
+    """Refuse at once what could not be saved later; see :meth:`WorkerContent.of`."""
+    WorkerContent.of(stages, elsewhere, position)

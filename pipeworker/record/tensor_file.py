@@ -1,0 +1,118 @@
+"""Safetensors files: their layout, and a reader that reads each tensor when it is needed."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from pipeworker.errors import UsageError
+from pipeworker.record.json_state import as_complex
+
+NAMES, COMPLEX = "names", "complex128"
+"""Metadata: the order of names, which the format loses, and the names of complex tensors."""
+TensorInfo = tuple[torch.dtype, tuple[int, ...]]
+"""The dtype and shape of a tensor."""
+_DTYPES = {
+    **{getattr(torch, f"uint{bits}"): f"U{bits}" for bits in (8, 16, 32, 64)},
+    **{getattr(torch, f"int{bits}"): f"I{bits}" for bits in (8, 16, 32, 64)},
+    **{getattr(torch, f"float{bits}"): f"F{bits}" for bits in (16, 32, 64)},
+    torch.bool: "BOOL",
+    torch.bfloat16: "BF16",
+    torch.complex64: "C64",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+}
+
+
+def supports(dtype: torch.dtype) -> bool:
+    """Return whether the format has this dtype."""
+    return dtype in _DTYPES
+
+
+def file_layout(
+    infos: Mapping[str, TensorInfo], metadata: Mapping[str, str] = MappingProxyType({})
+) -> tuple[bytes, dict[str, tuple[int, int]]]:
+    """Return a file's header with `metadata`, and the range of bytes behind it of each tensor."""
+    header: dict[str, object] = {"__metadata__": {"format": "pt", **metadata}}
+    ranges: dict[str, tuple[int, int]] = {}
+    end = 0
+    # Wide ones first, so that each is aligned behind the one before it.
+    for name, (dtype, shape) in sorted(infos.items(), key=lambda item: -item[1][0].itemsize):
+        first, end = end, end + math.prod(shape) * dtype.itemsize
+        ranges[name] = first, end
+        header[name] = {"dtype": _DTYPES[dtype], "shape": shape, "data_offsets": (first, end)}
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text, ranges
+
+
+class TensorFile(Mapping[str, torch.Tensor]):
+    """A mapped safetensors file; a tensor read from it has memory of its own.
+
+    Unless it is `from_worker`, it need not have the metadata that a worker writes.
+
+    Raises:
+        UsageError: the file cannot be read, or is damaged; so may every method.
+    """
+
+    def __init__(self, path: Path, *, from_worker: bool = True) -> None:
+        self.path = path
+        try:
+            file: Any = safe_open(path, "pt")
+            metadata, keys = file.metadata() or {}, file.keys()
+            names = json.loads(metadata.get(NAMES, "[]" if from_worker else json.dumps(keys)))
+            complex_ = json.loads(metadata.get(COMPLEX, "[]"))
+            if sorted(names) != sorted(keys) or not {*complex_} <= {*names}:
+                raise ValueError("its header does not match what it holds")
+        except OSError as error:
+            raise UsageError(f"cannot read {path}: {error.strerror or error}") from None
+        except (SafetensorError, ValueError, RuntimeError, TypeError) as error:
+            raise _damaged(path, error) from None
+        self._file = file
+        self._names = dict.fromkeys(names)
+        self._complex = frozenset(complex_)
+
+    def info(self, name: str) -> TensorInfo:
+        """Return a tensor's dtype and shape without reading its data."""
+        tensor = self._stored(name)
+        if name not in self._complex:
+            return tensor.dtype, tuple(tensor.shape)
+        return torch.complex128, tuple(tensor.shape[:-1])
+
+    def mapped(self, name: str) -> torch.Tensor:
+        """Return a tensor in the file's own memory, valid while the file is not changed."""
+        tensor = self._stored(name)
+        try:
+            return as_complex(tensor) if name in self._complex else tensor
+        except RuntimeError as error:
+            raise _damaged(self.path, error) from None
+
+    def _stored(self, name: str) -> torch.Tensor:
+        if name not in self._names:
+            raise KeyError(name)
+        try:
+            tensor: torch.Tensor = self._file.get_tensor(name)
+        except (SafetensorError, ValueError, RuntimeError, TypeError) as error:
+            raise _damaged(self.path, error) from None
+        return tensor
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        tensor = self.mapped(name)
+        return tensor if name in self._complex else tensor.clone()
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+
+def _damaged(path: Path, error: Exception) -> UsageError:
+    return UsageError(f"cannot read {path}: it is damaged ({error!s:.200}); use another file")

@@ -1,0 +1,1 @@
+"""Runs on disk: how one begins or resumes, and what it was and did."""

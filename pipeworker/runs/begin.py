@@ -1,0 +1,269 @@
+"""Begins a run: in a new run directory, or in that of the run to resume."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from pipeworker.environment import facts, git, timings
+from pipeworker.errors import InUse, ProtocolError, RecordError, UsageError
+from pipeworker.job import resume_options
+from pipeworker.job.option_parsing import make_options, override, workers_per_replica
+from pipeworker.job.options import Options
+from pipeworker.record import atomic_file, run_record, rundir, weight_files
+from pipeworker.record.lock import RunLock
+from pipeworker.record.metrics import formats
+from pipeworker.record.rundir import RunDir
+from pipeworker.runs import resume
+from pipeworker.wire.lines import Verdict
+
+_OF_ONE_START = ("resume", "resume_step")
+"""Options that belong to one start of a run, not to the run."""
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedRun:
+    """A run whose directory is ready and locked by this process, until :meth:`close`.
+
+    Attributes:
+        created: the folders that were created for it, the deepest first; none if it is resumed.
+        previous_record: ``run.json`` of a resumed run as it was before; empty for a new run.
+        recorded_bytes: the size of the rows that existed at its start.
+        origins: the sources of options, as :class:`RunRequest` has them, at its first start.
+    """
+
+    options: Options
+    run_dir: RunDir
+    lock: RunLock
+    warnings: tuple[str, ...] = ()
+    created: tuple[Path, ...] = ()
+    previous_record: bytes = b""
+    recorded_bytes: int = 0
+    origins: Mapping[str, str] = field(default_factory=dict)
+
+    def close(self, verdict: Verdict | None = None) -> None:
+        """Release the directory, as the end of the process would. Idempotent.
+
+        If a mistake of the user's ended the job before its first step, nothing remains of a new
+        run, and a resumed run gets its previous options back: the ones that were the mistake would
+        prevent every later resume.
+        """
+        try:
+            is_mistake = verdict is not None and verdict.is_usage_error and self.lock.locked
+            # A coordinator that was lost may have done steps before its successor met the mistake.
+            if is_mistake and _row_bytes(self.run_dir) == self.recorded_bytes:
+                if self.previous_record:
+                    with suppress(OSError):  # the user is told of the mistake, not of this
+                        atomic_file.write_bytes(self.run_dir.run, self.previous_record)
+                elif not any(self.run_dir.checkpoints.glob("*")):  # as a user's own loop may write
+                    self.run_dir.remove_run(self.created)
+        finally:
+            self.lock.release()
+
+
+@dataclass(frozen=True, slots=True)
+class RunRequest:
+    """A request to begin or resume a run, from a command or a script.
+
+    Attributes:
+        job_file: an absolute path.
+        stages: None for those of the run to resume, or if `ranks` determines them.
+        options: the other options that were given, by name; None is an option not given.
+        run_dir: None for a new directory.
+        auto_resume: resume the run in `run_dir` if there is one; else begin one there.
+        allow_change: options that may differ from those of the run to resume.
+        defaults: options from the environment and files, for a new run alone.
+        origins: the source of each of the defaults.
+        ranks: the number of processes, where these exist already.
+    """
+
+    job_file: str
+    stages: int | None
+    options: Mapping[str, Any]
+    run_dir: str | Path | None = None
+    resume: bool = False
+    auto_resume: bool = False
+    allow_change: tuple[str, ...] = ()
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    origins: Mapping[str, str] = field(default_factory=dict)
+    ranks: int | None = None
+
+    def validate(self, *, local: bool = True) -> None:
+        """Check everything that needs no run directory; every rank does this.
+
+        Files of the job are examined if they are on this host (`local`).
+
+        Raises:
+            UsageError: something is wrong with the request.
+        """
+        if self.auto_resume and not self.run_dir:
+            raise UsageError(
+                "--auto-resume requires --run-dir: the directory to resume from, or to begin in"
+            )
+        if self.resume and not self.run_dir:
+            raise UsageError("--resume requires --run-dir: the directory of the run to resume")
+        if self.allow_change and not self.resume:
+            raise UsageError("--allow-change requires --resume: a new run may have any options")
+        if not self.is_resume:
+            options = self.new_options()
+            if local and options.init_from is not None:
+                weight_files.find_weight_files(Path(options.init_from))
+        resume_options.parse_allowed(self.allow_change)
+
+    def prepare(self) -> PreparedRun:
+        """Create the run directory, or roll that of the run to resume back to its checkpoint.
+
+        Raises:
+            UsageError: something is wrong with the request, or with the run to resume.
+            RecordError: a file cannot be written.
+        """
+        self.validate()
+        try:
+            return self._prepare_resume() if self.is_resume else self._prepare_new()
+        except OSError as error:
+            raise RecordError(error.filename or self.run_dir, error) from None
+
+    @property
+    def is_resume(self) -> bool:
+        """Whether an earlier run is resumed."""
+        exists = self.auto_resume and self.run_dir and RunDir(Path(self.run_dir)).run.exists()
+        return self.resume or bool(exists)
+
+    def new_options(self) -> Options:
+        """Return the options of a new run.
+
+        Raises:
+            UsageError: a value is of the wrong type or out of range.
+        """
+        chosen = override(self.defaults, self.options)
+        default = chosen.pop("stages", None)
+        stages = self._stages(chosen)
+        stages = default if stages is None else stages
+        if stages is None:
+            raise UsageError("--stages: missing; give the number of stages of a new run")
+        return make_options(self.job_file, stages, chosen)
+
+    def _stages(self, options: Mapping[str, Any], replicas: int = 1) -> int | None:
+        """Return the requested number of stages, if any; `options` may have the replicas."""
+        if self.ranks is None:
+            return self.stages
+        replicas = options.get("replicas", replicas)
+        # Another type is rejected later, with the other options.
+        return workers_per_replica(self.ranks, replicas if type(replicas) is int else 1)
+
+    def _prepare_new(self) -> PreparedRun:
+        options = self.new_options()
+        if options.tensorboard:  # before anything is created
+            formats.check_tensorboard()
+        origins = self._origins()
+        run_dir, created = rundir.create(self.run_dir, Path(self.job_file))
+        lock = RunLock(run_dir.lock, exclusive=False)
+        try:
+            process = {**_process(options), "origins": origins}
+            run_record.write(run_dir, _recorded(options), process)
+        except BaseException:
+            run_dir.remove_run(created)
+            lock.release()
+            raise
+        return PreparedRun(options, run_dir, lock, created=created, origins=origins)
+
+    def _origins(self) -> dict[str, str]:
+        """Return the sources of those defaults that take effect."""
+        given = {*override({}, self.options)}
+        if self.stages is not None or self.ranks is not None:
+            given.add("stages")
+        effective = override(self.defaults, self.options).keys() - given
+        return {name: self.origins[name] for name in sorted(self.origins.keys() & effective)}
+
+    def _prepare_resume(self) -> PreparedRun:
+        assert self.run_dir
+        run_dir = RunDir(Path(self.run_dir).resolve())
+        # Before the lock is made: a directory that is no run directory stays as it is.
+        record = run_record.RunRecord.read(run_dir)
+        try:
+            lock = RunLock(run_dir.lock, exclusive=True, timeout=timings().exit)
+        except BlockingIOError:
+            owner = f"process {record.last.get('pid')} on {record.last.get('host')}"
+            raise InUse(
+                f"run directory {self.run_dir}: is in use: {owner} runs it; wait for its end"
+            ) from None
+        try:
+            return self._resume_locked(run_dir, lock)
+        except BaseException:
+            lock.release()
+            raise
+
+    def _resume_locked(self, run_dir: RunDir, lock: RunLock) -> PreparedRun:
+        """Prepare the resume while no other process uses the directory."""
+        record = run_record.RunRecord.read(run_dir)
+        options = self._merged_options(record)
+        if options.tensorboard:
+            formats.check_tensorboard()
+        point = resume.find_resume_point(run_dir)
+        run = f"the run in {self.run_dir}"
+        if options.steps is not None and options.steps < point.step:
+            raise UsageError(
+                f"--steps {options.steps}: {run} is at step {point.step} already; give more steps"
+            )
+        epoch = 1 + resume.epoch_of(run_dir.metrics, point.step)
+        if options.epochs is not None and options.epochs < epoch:
+            raise UsageError(
+                f"--epochs {options.epochs}: {run} is in epoch {epoch} already; give more epochs"
+            )
+        warnings = [f"damaged checkpoint set aside: {why}" for why in point.damaged.values()]
+        if point.path:
+            options = replace(options, resume=str(point.path), resume_step=point.step)
+        else:
+            warnings.append(f"{run} has no complete checkpoint yet: it starts again from step 1")
+        if options.steps is not None and options.steps == point.step:
+            warnings.append(
+                f"{run} has already done its {point.step} steps: give more --steps to train further"
+            )
+        resume.roll_back(run_dir, point)
+        previous, rows = run_dir.run.read_bytes(), _row_bytes(run_dir)
+        if copy := record.add_resume(_recorded(options), _process(options), point.step):
+            warnings.append(
+                f"{self.job_file} has changed since the run was last started: see {copy}. The "
+                "settings of optimizer and scheduler, such as the learning rate, are those of the "
+                "checkpoint"
+            )
+        lock.share()
+        return PreparedRun(options, run_dir, lock, tuple(warnings), (), previous, rows)
+
+    def _merged_options(self, record: run_record.RunRecord) -> Options:
+        """Return the options of the run to resume, with those that are given now."""
+        try:
+            before = Options.of(record.options)
+        except ProtocolError as error:
+            raise UsageError(f"cannot read {record.run_dir.run}: {error}") from None
+        allow = resume_options.parse_allowed(self.allow_change)
+        given = override({}, self.options)
+        stages = self._stages(given, before.replicas)
+        if stages is not None:
+            given["stages"] = stages
+        fields = resume_options.merge(before, given, allow)
+        options = make_options(self.job_file, fields.pop("stages"), fields)
+        resume_options.check_unchanged(before, options, allow, f"the run in {self.run_dir}")
+        return options
+
+
+def _row_bytes(run_dir: RunDir) -> int:
+    """Return the size of the rows of all steps and evaluations."""
+    paths = (run_dir.metrics, run_dir.evaluation)
+    return sum(path.stat().st_size for path in paths if path.exists())
+
+
+def _recorded(options: Options) -> dict[str, Any]:
+    """Return options as ``run.json`` records them."""
+    fields: dict[str, Any] = json.loads(options.to_json())
+    return {name: value for name, value in fields.items() if name not in _OF_ONE_START}
+
+
+def _process(options: Options) -> dict[str, Any]:
+    """Return the facts about this process and its code that ``run.json`` records."""
+    found = git(Path(options.job_file))
+    return {**facts(), **({"git": found} if found else {})}

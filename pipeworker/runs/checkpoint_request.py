@@ -1,0 +1,40 @@
+"""``pipeworker checkpoint``: have a running job save."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+from pipeworker.errors import PipeworkerError, RecordError, UsageError
+from pipeworker.record import lock
+from pipeworker.record.rundir import RunDir
+
+_POLL_SECONDS = 0.1
+
+
+def request_checkpoint(path: Path) -> Path:
+    """Have a running job save at the end of its step; return the path of the checkpoint.
+
+    Raises:
+        UsageError: no job is running in the directory.
+        PipeworkerError: the job ended, or its checkpoint failed.
+    """
+    run_dir = RunDir(path.resolve())
+    if not lock.is_locked(run_dir.lock):
+        raise UsageError(f"{path}: no job is running in this directory")
+    try:
+        before = run_dir.last_checkpoint_step()
+        run_dir.request_checkpoint()
+        while (found := run_dir.last_checkpoint_step()) == before:
+            if not lock.is_locked(run_dir.lock):
+                run_dir.withdraw_checkpoint_request()
+                found = run_dir.last_checkpoint_step()  # the job may have saved at its end
+                if found == before:
+                    raise PipeworkerError(
+                        f"{path}: the job ended without writing another checkpoint"
+                    )
+                break
+            time.sleep(_POLL_SECONDS)
+    except OSError as error:
+        raise RecordError(error.filename or path, error) from None
+    return path / run_dir.checkpoint(found).relative_to(run_dir.path)

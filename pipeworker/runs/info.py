@@ -1,0 +1,181 @@
+"""The facts about a run, read from its directory; the job may still be running."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+from pipeworker.errors import UsageError
+from pipeworker.job.options import Options
+from pipeworker.record import lock
+from pipeworker.record.manifest import MANIFEST, Manifest
+from pipeworker.record.metrics import rows
+from pipeworker.record.metrics.rows import Row
+from pipeworker.record.run_record import RunRecord, read_summary
+from pipeworker.record.rundir import RunDir
+
+RUNNING, DONE, FAILED, INTERRUPTED = "running", "done", "failed", "interrupted"
+_GONE = "its processes ended without a summary: they were killed, or their host went down"
+_NOT_OPTIONS = ("job_file", "arguments", "own_loop", "resume", "resume_step")
+_ENDING = ("seconds", "restarts", "causes", "peak_memory_bytes", "bubble", "error")
+_SHOWN = ("stages", "microbatches", "seed")
+"""Options that are shown even if they have their defaults."""
+_DEFAULTS = {
+    f.name: list(f.default) if isinstance(f.default, tuple) else f.default
+    for f in dataclasses.fields(Options)
+}
+"""As JSON has them."""
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointInfo:
+    """A complete checkpoint, and the row of the evaluation pass after its step, if any."""
+
+    step: int
+    path: Path
+    evaluation: Row | None
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """The facts about a run.
+
+    Attributes:
+        path: its directory, as the caller gave it.
+        summary: ``summary.json``, or what is known of a run without one.
+        last: the row of the last step; empty before the first step is done.
+        evaluation: the row of the last evaluation pass.
+        best: the row of the evaluation pass with the smallest loss.
+        checkpoints: the complete ones, the oldest first.
+    """
+
+    path: Path
+    record: RunRecord
+    summary: dict[str, Any]
+    last: Row
+    evaluation: Row | None
+    best: Row | None
+    checkpoints: tuple[CheckpointInfo, ...]
+
+    @classmethod
+    def read(cls, path: Path) -> Run:
+        """Read a run directory, whose files any program may have changed.
+
+        The process that runs the job must not call this, for the reason that
+        :func:`pipeworker.record.lock.is_locked` gives.
+
+        Raises:
+            UsageError: there is no run, or one of its files cannot be read.
+        """
+        try:
+            return cls._read(path)
+        except OSError as error:
+            raise UsageError(f"cannot read {error.filename or path}: {error.strerror}") from None
+
+    @classmethod
+    def _read(cls, path: Path) -> Run:
+        run_dir = RunDir(path)
+        record = RunRecord.read(run_dir)
+        runs = lock.is_locked(run_dir.lock)  # before its files are read: the job may end meanwhile
+        summary = read_summary(run_dir) or {
+            "status": RUNNING if runs else INTERRUPTED,
+            "seconds": _since(record.last) if runs else None,
+            "restarts": 0,
+            "causes": [],
+            "peak_memory_bytes": [],
+            "bubble": None,
+            "error": None if runs else _GONE,
+        }
+        return cls(
+            path,
+            record,
+            summary,
+            rows.last(run_dir.metrics) or {},
+            rows.last(run_dir.evaluation),
+            rows.best(run_dir.evaluation),
+            tuple(_checkpoints(run_dir)),
+        )
+
+    @property
+    def status(self) -> str:
+        """One of the four above."""
+        return str(self.summary["status"])
+
+    @property
+    def steps(self) -> int:
+        """The number of steps that are done."""
+        return int(self.last.get("step", 0))
+
+    @property
+    def asked_steps(self) -> int | None:
+        """The number of steps that were asked for; None for as many as the data has."""
+        asked = self.record.options.get("steps")
+        return asked if type(asked) is int else None
+
+    def changed_options(self) -> dict[str, Any]:
+        """Return the options that differ from their defaults, and the most important ones."""
+        return {
+            name: value
+            for name, value in self.record.options.items()
+            if name not in _NOT_OPTIONS and (name in _SHOWN or value != _DEFAULTS.get(name))
+        }
+
+    def to_json(self) -> dict[str, Any]:
+        """Return all facts as JSON; a figure that is not finite is null."""
+        content = self.record.content
+        found = {
+            "run": str(self.path),
+            "status": self.status,
+            **{k: v for k, v in content.items() if k not in ("version", "options", "resumed")},
+            "options": self.record.options,
+            "changed_options": self.changed_options(),
+            "resumed": content["resumed"],
+            "steps": self.steps,
+            "asked_steps": self.asked_steps,
+            "loss": self.last.get("loss"),
+            "last": self.last or None,
+            "evaluation": self.evaluation,
+            "best_evaluation": self.best,
+            **{name: self.summary[name] for name in _ENDING},
+            "checkpoints": [
+                {"step": s.step, "path": str(s.path), "evaluation": s.evaluation}
+                for s in self.checkpoints
+            ],
+        }
+        return dict(_strict(found))
+
+
+def _checkpoints(run_dir: RunDir) -> list[CheckpointInfo]:
+    """Return the complete checkpoints; damaged ones are left out."""
+    found = []
+    for path in run_dir.checkpoint_paths():
+        with suppress(UsageError, OSError):
+            manifest = Manifest.read(path / MANIFEST)
+            found.append(CheckpointInfo(manifest.step, path, manifest.evaluation))
+    return found
+
+
+def time_of(process: dict[str, Any]) -> datetime | None:
+    """Return when a process started, in this host's time zone, if its record is valid."""
+    with suppress(KeyError, ValueError, TypeError, OverflowError):
+        return datetime.fromisoformat(process["started"]).astimezone()
+    return None
+
+
+def _strict(value: Any) -> Any:
+    """Return a value as strict JSON: NaN and infinities become null."""
+    if isinstance(value, dict):
+        return {name: _strict(each) for name, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_strict(each) for each in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _since(process: dict[str, Any]) -> float | None:
+    started = time_of(process)
+    return (datetime.now(timezone.utc) - started).total_seconds() if started else None

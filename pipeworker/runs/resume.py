@@ -1,0 +1,103 @@
+"""The point at which a run resumes, and the removal of everything after it. Imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from pipeworker.errors import UsageError
+from pipeworker.record.atomic_file import sync_file, temporary_path
+from pipeworker.record.manifest import MANIFEST, Manifest
+from pipeworker.record.metrics import rows
+from pipeworker.record.rundir import RunDir
+
+
+@dataclass(frozen=True, slots=True)
+class ResumePoint:
+    """The newest intact checkpoint of a run, and newer ones that are damaged, with the reason.
+
+    The `path` is None if no checkpoint is complete yet: the run starts again from its first step.
+    """
+
+    path: Path | None = None
+    step: int = 0
+    damaged: Mapping[Path, str] = field(default_factory=dict)
+
+
+def find_resume_point(run_dir: RunDir) -> ResumePoint:
+    """Check the checkpoints of a run, the newest first, until one is intact.
+
+    Raises:
+        UsageError: all are damaged, or they cannot be read.
+    """
+    damaged: dict[Path, str] = {}
+    try:
+        saved = run_dir.checkpoint_paths()
+    except OSError as error:
+        raise UsageError(f"cannot read {run_dir.checkpoints}: {error.strerror}") from None
+    for path in reversed(saved):
+        try:
+            manifest = Manifest.read(path / MANIFEST)
+            if path != run_dir.checkpoint(manifest.step):
+                raise UsageError(f"cannot read {path}: its manifest is of step {manifest.step}")
+            manifest.check_files(path)
+            return ResumePoint(path, manifest.step, damaged)
+        except UsageError as error:
+            damaged[path] = str(error)
+        except OSError as error:
+            damaged[path] = f"cannot read {error.filename or path}: {error.strerror}"
+    if damaged:
+        shown = "".join(f"\n  {path.name}: {why}" for path, why in damaged.items())
+        raise UsageError(f"every checkpoint in {run_dir.checkpoints} is damaged:{shown}")
+    return ResumePoint()
+
+
+def roll_back(run_dir: RunDir, point: ResumePoint) -> None:
+    """Remove the records of later steps, which will be written again.
+
+    Damaged checkpoints are renamed, not removed: the run will use their names again.
+    """
+    for path in point.damaged:
+        path.rename(_unused(path.with_name(f"damaged-{path.name}")))
+    run_dir.remove_leftovers()
+    run_dir.summary.unlink(missing_ok=True)
+    for path in (run_dir.metrics, run_dir.evaluation):
+        truncate_rows(path, point.step)
+
+
+def _unused(path: Path) -> Path:
+    """Return this path, or one with a number behind it, so that it does not exist."""
+    names = (path.with_name(f"{path.name}{end}") for end in ("", *(f"-{n}" for n in range(2, 999))))
+    return next(name for name in names if not name.exists())
+
+
+def truncate_rows(path: Path, step: int) -> None:
+    """Remove the rows of the steps after `step`, and lines that are not rows: an end cut off.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    if not path.exists():
+        return
+    with temporary_path(path) as temporary:
+        with path.open("rb") as lines, temporary.open("wb") as kept:
+            kept.writelines(
+                line for line in lines if (row := rows.parse(line)) and row["step"] <= step
+            )
+            sync_file(kept)
+        if temporary.stat().st_size < path.stat().st_size:
+            temporary.replace(path)
+
+
+def epoch_of(path: Path, step: int) -> int:
+    """Return the epoch of a step's last mini-batch from the file of rows; 0 if it is unknown.
+
+    Raises:
+        OSError: the file cannot be read.
+    """
+    epoch = 0
+    for row in rows.read(path):
+        if row["step"] == step:
+            epoch = row.get("epoch", 0)
+    return epoch if type(epoch) is int else 0

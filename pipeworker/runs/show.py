@@ -1,0 +1,273 @@
+"""``pipeworker show`` and ``pipeworker list``: one run or all, for a person or as JSON."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from pipeworker.display import text
+from pipeworker.display.commands import DEFAULT_PROGRAM, Commands, further
+from pipeworker.display.text import number, sanitize, table
+from pipeworker.errors import PipeworkerError, UsageError
+from pipeworker.job.option_parsing import format_by_origin, format_option
+from pipeworker.job.options import Options
+from pipeworker.job.renamed import migrated
+from pipeworker.record.metrics.rows import Row
+from pipeworker.runs.info import DONE, RUNNING, CheckpointInfo, Run, time_of
+
+_NAME_COLUMNS = 12
+_WHERE = ("--hosts", "--hosts-file", "--sync")
+"""Options of ``launch`` that no run records: they select hosts."""
+
+
+def show(path: Path, *, as_json: bool = False) -> str:
+    """Describe the run in a directory, as text or as one JSON object.
+
+    Raises:
+        UsageError: there is no run, or it cannot be read.
+    """
+    run = Run.read(path)
+    export = _commands(run).export(str(run.path)) if run.checkpoints else None
+    resume = _resume(run)
+    if as_json:
+        weights = str(run.checkpoints[-1].path) if run.checkpoints else None
+        found = {**run.to_json(), "weights": weights, "export": export, "resume": resume}
+        return json.dumps(found, indent=2)
+    blocks = (_settings(run), _results(run), _continuation(run, export, resume))
+    return "\n\n".join("\n".join(_aligned(block)) for block in blocks)
+
+
+Fields = Iterator[tuple[str, object]]
+"""Names and values; an empty value has no line."""
+
+
+def _aligned(fields: Fields) -> list[str]:
+    return text.table(
+        (name.ljust(_NAME_COLUMNS), text.sanitize(str(value)))
+        for name, value in fields
+        if value not in (None, "", ())
+    )
+
+
+def _settings(run: Run) -> Fields:
+    first, options, copy = run.record.content, run.record.options, run.record.last.get("job")
+    yield "run", run.path
+    yield "job file", options.get("job_file")
+    yield "copy of it", run.path / str(copy) if copy else None
+    yield "command", _command(first.get("command"))
+    yield "arguments", _words(options.get("arguments"))
+    yield "options", " ".join(format_option(*item) for item in run.changed_options().items())
+    yield "not typed", "\n".join(_origins(first))
+    yield "versions", _versions(first)
+    yield "platform", first.get("platform")
+    yield "git", _git(first)
+    yield "started", f"{_time(first)} on {first.get('host')}"
+    for start in first["resumed"]:
+        changed = " ".join(format_option(*item) for item in start["options"].items())
+        when = f"{_time(start)} on {start.get('host')}, after step {start.get('step')}"
+        yield "resumed", f"{when}, {changed}" if changed else when
+
+
+def _results(run: Run) -> Fields:
+    summary = run.summary
+    asked = f" of {run.asked_steps}" if run.asked_steps else ""
+    yield "status", run.status
+    yield "steps", f"{run.steps}{asked}"
+    if run.last:
+        speed = run.last.get("samples_per_second")
+        yield "loss", _number(run.last.get("loss"))
+        yield "speed", f"{speed:.1f} samples/s" if isinstance(speed, float) else None
+    if run.evaluation:
+        is_best = run.best == run.evaluation
+        yield "evaluation", f"{_evaluation(run.evaluation)}, the last{' and best' * is_best}"
+        if run.best and not is_best:
+            yield "", f"{_evaluation(run.best)}, the best"
+    since = " since it was resumed" if run.record.content["resumed"] else ""
+    seconds, bubble = summary["seconds"], summary["bubble"]
+    memory = summary["peak_memory_bytes"]
+    yield "time", f"{seconds:.1f} s{since}" if seconds is not None else None
+    yield "bubble", f"{bubble:.1%} measured" if bubble is not None else None
+    yield "memory", f"{text.mebibytes(memory)} by worker" if any(memory) else None
+    restarts = summary["restarts"], *summary["causes"]
+    yield "restarts", "\n".join(map(str, restarts)) if restarts[0] else None
+    yield "checkpoints", "\n".join(_checkpoint(saved, run.best) for saved in run.checkpoints)
+    yield "error", summary["error"]
+
+
+def _continuation(run: Run, export: str | None, resume: str | None) -> Fields:
+    newest = run.checkpoints[-1].path if run.checkpoints else None
+    yield "weights", newest or "none: no checkpoint is complete yet"
+    yield "to export", export
+    yield "to save now", _commands(run).save(str(run.path)) if run.status == RUNNING else None
+    yield "to resume", resume
+
+
+def _resume(run: Run) -> str | None:
+    """Return how to resume the run, with more steps if it is done; None while it is running."""
+    if run.status == RUNNING:
+        return None
+    epochs = run.record.options.get("epochs")
+    more = run.status == DONE and (run.steps or epochs)
+    return _commands(run).resume(str(run.path), further(run.steps, epochs) if more else None)
+
+
+def _commands(run: Run) -> Commands:
+    """Return the commands for a run, derived from its record."""
+    options, command = run.record.options, run.record.last.get("command")
+    job_file, own_loop = str(options.get("job_file")), bool(options.get("own_loop"))
+    words = list(map(str, command)) if isinstance(command, list) and command else [""]
+    if own_loop or os.path.realpath(words[0]) == os.path.realpath(job_file):
+        return Commands(script=job_file, own_loop=own_loop)
+    if run.record.content.get("torchrun"):
+        start = ("torchrun", "--nproc-per-node", _workers(options), "-m", "pipeworker")
+        return Commands(start=start, job_file=job_file)
+    return Commands(start=(*DEFAULT_PROGRAM, "launch", *_where(words)), job_file=job_file)
+
+
+def _workers(options: Mapping[str, Any]) -> str:
+    """Return the number of processes of a job; a letter if its recorded options are damaged."""
+    try:
+        return str(Options.of(options).workers)
+    except PipeworkerError:
+        return "N"
+
+
+def _where(command: list[str]) -> list[str]:
+    """Return the words of a command that select hosts."""
+    found: list[str] = []
+    words = command[1 : command.index("--") if "--" in command else None]
+    for word, following in zip(words, [*words[1:], ""], strict=False):
+        if word.partition("=")[0] in _WHERE:
+            found.append(word)
+            if word in _WHERE[:2]:
+                found.append(following)
+    return found
+
+
+def _checkpoint(saved: CheckpointInfo, best: Row | None) -> str:
+    if saved.evaluation is None:
+        return saved.path.name
+    is_best = best is not None and saved.step == best["step"]
+    figures = f"{saved.path.name}  loss {_number(saved.evaluation.get('loss'))}"
+    return f"{figures} in evaluation, the best" if is_best else f"{figures} in evaluation"
+
+
+def _evaluation(row: Row) -> str:
+    names = [name for name in row if name != "step"]
+    figures = "  ".join(f"{name} {_number(row[name])}" for name in names)
+    return f"{figures}  after step {row['step']}"
+
+
+def _origins(first: dict[str, Any]) -> list[str]:
+    """Return the options that the environment or a file gave when the run began."""
+    origins, options = first.get("origins"), first.get("options")
+    if not isinstance(origins, dict) or not isinstance(options, dict):
+        return []
+    sources = {name: str(source) for name, source in migrated(origins).items()}
+    return format_by_origin(sources, migrated(options))
+
+
+def _command(value: Any) -> str:
+    """Return a command as it was typed, with a short name for pipeworker's own program."""
+    if not isinstance(value, list) or not value:
+        return ""
+    ours = Path(str(value[0])).name in ("__main__.py", "pipeworker")
+    return _words(["pipeworker" if ours else value[0], *value[1:]])
+
+
+def _versions(process: dict[str, Any]) -> str:
+    versions = process.get("versions")
+    if not isinstance(versions, dict):
+        return ""
+    return ", ".join(f"{name} {version}" for name, version in versions.items() if version)
+
+
+def _git(process: dict[str, Any]) -> str:
+    found = process.get("git")
+    if not isinstance(found, dict):
+        return ""
+    dirty = found.get("dirty")
+    how = ", perhaps with uncommitted changes" if dirty is None else ", with uncommitted changes"
+    return f"{found.get('commit')}{'' if dirty is False else how}"
+
+
+def _time(process: dict[str, Any]) -> str:
+    found = time_of(process)
+    return found.strftime("%Y-%m-%d %H:%M:%S") if found else "at an unknown time"
+
+
+def _words(value: Any) -> str:
+    return shlex.join(map(str, value)) if isinstance(value, list) else ""
+
+
+def _number(value: Any) -> str:
+    return text.number(value) if isinstance(value, float) else str(value)
+
+
+_HEAD = ("run", "status", "steps", "loss", "stages", "started")
+_RIGHT = (2, 3, 4)
+
+
+def list_runs(folder: Path, *, as_json: bool = False) -> str:
+    """Describe the runs in a folder, or that of a run directory, in a table or lines of JSON.
+
+    The newest is last. Hidden directories are left out; directories without a run, or with a
+    damaged one, are named after the runs.
+
+    Raises:
+        UsageError: the folder does not exist, or cannot be read.
+    """
+    runs, damaged = _read(folder)
+    if as_json:
+        wrong = ({"run": str(path), "error": error} for path, error in damaged.items())
+        return "\n".join(json.dumps(each) for each in (*(run.to_json() for run in runs), *wrong))
+    if not runs and not damaged:
+        return f"no run is in {folder}"
+    rows = [_HEAD, *(tuple(map(_one_line, _row(run))) for run in runs)] if runs else []
+    lines = table(rows, right=_RIGHT)
+    return "\n".join([*lines, *(_one_line(f"{p.name}: {why}") for p, why in damaged.items())])
+
+
+def _read(folder: Path) -> tuple[list[Run], dict[Path, str]]:
+    try:
+        paths = sorted(p for p in folder.iterdir() if p.is_dir() and not p.name.startswith("."))
+        if (folder / "run.json").exists():
+            paths = [folder]
+    except FileNotFoundError:
+        text = f"{folder}: no such folder; give the folder that the runs are in"
+        raise UsageError(text) from None
+    except OSError as error:
+        raise UsageError(f"cannot read {folder}: {error.strerror}") from None
+    runs: list[Run] = []
+    damaged: dict[Path, str] = {}
+    for path in paths:
+        try:
+            runs.append(Run.read(path))
+        except UsageError as error:
+            damaged[path] = str(error)
+    return sorted(runs, key=_start_time), damaged
+
+
+def _start_time(run: Run) -> float:
+    found = time_of(run.record.content)
+    return found.timestamp() if found else 0.0
+
+
+def _row(run: Run) -> tuple[str, ...]:
+    found, loss = time_of(run.record.content), run.last.get("loss")
+    return (
+        run.path.resolve().name,
+        run.status,
+        f"{run.steps}/{run.asked_steps}" if run.asked_steps else str(run.steps),
+        number(loss) if isinstance(loss, float) else "",
+        str(run.record.options.get("stages", "")),
+        found.strftime("%Y-%m-%d %H:%M") if found else "",
+    )
+
+
+def _one_line(text: str) -> str:
+    return " ".join(sanitize(text).split())

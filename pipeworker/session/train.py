@@ -1,0 +1,115 @@
+"""``pipeworker.train``, for scripts whose loop is pipeworker's."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import nn
+
+from pipeworker.display.commands import Commands, relative
+from pipeworker.display.lines import LineDisplay
+from pipeworker.display.output import WorkerOutput
+from pipeworker.display.style import Style
+from pipeworker.display.thread import DisplayThread
+from pipeworker.job import file as job_file
+from pipeworker.plan.placement import Placement
+from pipeworker.ranks.coordinator_process import EventListener
+from pipeworker.ranks.rank_info import RankInfo
+from pipeworker.runs.begin import PreparedRun, RunRequest
+from pipeworker.session.pipeline import UNAVAILABLE, check_names
+from pipeworker.session.session import Session, script_path
+from pipeworker.wire.lines import Verdict
+
+
+def train(
+    model: Any,
+    *,
+    loss: Callable[[Any, Any], Any],
+    optimizer: Callable[[Any], torch.optim.Optimizer],
+    data: Any,
+    microbatches: int | None = None,
+    scheduler: Callable[[Any], Any] | None = None,
+    scheduler_interval: str = "step",
+    before_update: Callable[[list[nn.Parameter]], Any] | None = None,
+    evaluation: Any = None,
+    metrics: Callable[[Any, Any], Any] | None = None,
+    tied: Sequence[Sequence[str]] = (),
+    run_dir: str | Path | None = None,
+    resume: bool = False,
+    allow_change: str | Sequence[str] = (),
+    log_every: int | None = None,
+    quiet: bool = False,
+    **options: Any,
+) -> Path:
+    """Train from a script as ``pipeworker launch`` does from a job file, with the same numbers.
+
+    Every process of the job calls it; see :class:`Pipeline` for which these are, and for the
+    arguments that both have. The others are as in a job file, or options of ``pipeworker launch``
+    with underscores: ``epochs=3``, ``evaluate_every=100``. Rank 0 prints a line per step, at most
+    one a second or every `log_every` steps; if `quiet`, only warnings.
+
+    With `resume` it continues the run in `run_dir`, which keeps its options unless others are given
+    here. Those that change its numbers must be named: ``allow_change=["seed"]``.
+
+    Returns:
+        The run directory, on every rank.
+
+    Raises:
+        UsageError: an argument is wrong.
+        LayerError: the user's code raised on this rank.
+        PipeworkerError: the job failed on another rank.
+    """
+    where = "pipeworker.train()"
+    job = job_file.check(
+        SimpleNamespace(
+            model=model,
+            loss=loss,
+            optimizer=optimizer,
+            data=data,
+            scheduler=scheduler,
+            scheduler_interval=scheduler_interval,
+            before_update=before_update,
+            evaluation=evaluation,
+            metrics=metrics,
+            tied=tied,
+        ),
+        where,
+    )
+    check_names(options, UNAVAILABLE, where, ("allow_change",))
+    info = RankInfo.detect()
+    requested = {**options, "microbatches": microbatches}
+    changes = (allow_change,) if isinstance(allow_change, str) else tuple(allow_change)
+    script = script_path()
+    commands = Commands(script=relative(script))
+    session = Session(
+        info,
+        job,
+        RunRequest(
+            script, None, requested, run_dir, resume, allow_change=changes, ranks=info.world
+        ),
+        listen=partial(_display, Style(quiet=quiet, log_every=log_every, commands=commands)),
+    )
+    session.run()
+    return session.worker.loaded.run_dir.path
+
+
+def _display(style: Style, run: PreparedRun) -> EventListener:
+    """Display lines in the script's own output, which already has the output of its ranks."""
+    run_dir = run.run_dir
+    display = _ScriptDisplay(run.options, str(run_dir.path), style)
+    none = WorkerOutput(run_dir, "none", Placement.identity(1))
+    return DisplayThread(display, none).show
+
+
+class _ScriptDisplay(LineDisplay):
+    """Shows everything except the error of the job, which is raised."""
+
+    def end(self, verdict: Verdict) -> None:
+        if not verdict.job_exited:
+            super().end(dataclasses.replace(verdict, error=None))

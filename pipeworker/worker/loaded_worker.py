@@ -1,0 +1,154 @@
+"""A worker that has loaded its job: a job file, or the functions that a script passed."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from types import ModuleType
+
+import torch
+
+from pipeworker.errors import UsageError
+from pipeworker.facts.position import Phase
+from pipeworker.job import file as job_file
+from pipeworker.job.file import JobFile
+from pipeworker.job.options import Options
+from pipeworker.plan.placement import Placement
+from pipeworker.record.rundir import RunDir
+from pipeworker.wire import interfaces
+from pipeworker.wire.messages.checkpoint import Restore
+from pipeworker.wire.messages.presence import Welcome
+from pipeworker.wire.messages.step import Upcoming
+from pipeworker.worker.blame import user_code
+from pipeworker.worker.console import capture_exit_message, redirect_output
+from pipeworker.worker.control import Control
+from pipeworker.worker.device import numerics
+from pipeworker.worker.device.accelerator import Accelerator, accelerator_for
+from pipeworker.worker.device.device import device_for
+from pipeworker.worker.model import survey
+from pipeworker.worker.settings import Role, Settings
+from pipeworker.worker.stage import rng
+from pipeworker.worker.step.data import MicroBatches, Reader
+from pipeworker.worker.transport.connect import check_backend
+from pipeworker.worker.transport.handshake import Membership
+from pipeworker.worker.transport.network import CoordinatorStore, Network
+
+_LoadedCode = tuple[JobFile, Path | None, Callable[[], Sequence[ModuleType]]]
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedWorker:
+    """A worker that has loaded the job.
+
+    Attributes:
+        restore: the state that the worker starts from; None at the start of a run.
+        accelerator: streams of the device; None for the CPU.
+        path: path of the job file; None for a script.
+        modules: returns the modules with the user's code that are imported by now.
+        reader: reader of the job's data, used on the first stage.
+    """
+
+    settings: Settings
+    control: Control
+    role: Role
+    run_dir: RunDir
+    restore: Restore | None
+    device: torch.device
+    accelerator: Accelerator | None
+    job: JobFile
+    path: Path | None
+    modules: Callable[[], Sequence[ModuleType]]
+    reader: Reader
+
+    @staticmethod
+    def load(settings: Settings, control: Control, welcome: Welcome) -> LoadedWorker:
+        """Choose the device and load the job.
+
+        Raises:
+            UsageError: an option or the job is not usable.
+            UserCodeError: the user's code raised.
+        """
+        run_dir = RunDir(Path(welcome.run_dir))
+        placement = Placement(welcome.stages, welcome.replicas)
+        log = run_dir.worker_log(settings.rank) if settings.to_log else None
+        if log is not None:
+            redirect_output(log)
+        options = Options.from_json(welcome.options)
+        role = Role(settings.rank, placement, options)
+        control.name = placement.names(settings.rank)
+        control.silence_timeout = options.worker_timeout
+        if options.interface is not None:
+            interfaces.address_of(options.interface)  # fails before anything that takes long
+        torch.set_num_threads(options.threads)
+        if options.deterministic:
+            numerics.before_start()
+        device = device_for(options.device, settings.local_rank)
+        accelerator = accelerator_for(device)
+        check_backend(options.backend, device, accelerator)
+        code = job, _, _ = _load(settings, options, device, log)
+        if options.evaluate_every and job.evaluation is None:
+            raise UsageError(
+                f"--evaluate-every {options.evaluate_every}: {job.where} has no evaluation(); "
+                "define it, or leave out the option"
+            )
+        if options.deterministic:  # whatever the job file has set
+            numerics.enable_deterministic()
+        reader = Reader(
+            job.data,
+            microbatches=options.microbatches,
+            seed=options.seed,
+            epochs=options.passes,
+            error_prefix="step(batch): was given" if options.own_loop else "data(): gave",
+            accelerator=rng.accelerator_generator(device),
+            replica=role.replica if role.every_replica_reads else 0,
+            replicas=placement.replicas if role.every_replica_reads else 1,
+        )
+        known = settings, control, role, run_dir, welcome.restore, device, accelerator
+        return LoadedWorker(*known, *code, reader)
+
+    def evaluation(self) -> Iterator[MicroBatches]:
+        """Return the mini-batches of ``evaluation()``, for the first stage of the first replica."""
+        if 0 not in self.role.stages or self.role.replica:
+            return iter(())
+        reader = Reader(
+            self.job.evaluation,
+            microbatches=self.role.options.microbatches,
+            seed=self.role.options.seed,
+            epochs=1,
+            error_prefix="evaluation(): gave",
+            seed_of=rng.evaluation_data_seed,
+            accelerator=rng.accelerator_generator(self.device),
+        )
+        return reader.iterate_epoch()
+
+    def access(self) -> tuple[CoordinatorStore, Network, Membership]:
+        """Return what is needed to reach other hosts; each store has a deadline of its own."""
+        options, settings = self.role.options, self.settings
+        return (
+            CoordinatorStore(self.control.request),
+            Network(settings.endpoint, options.backend, options.interface),
+            Membership(settings.token, settings.generation),
+        )
+
+    def announce(self, microbatches: int) -> None:
+        """Report a mini-batch with another number of micro-batches to the coordinator."""
+        if self.role.replica == 0:  # all replicas read the same
+            self.control.send(Upcoming(self.role.rank, microbatches))
+
+
+def _load(
+    settings: Settings, options: Options, device: torch.device, log: Path | None
+) -> _LoadedCode:
+    """Load the job file, unless a script passed the job."""
+    if settings.job is not None:
+        return settings.job, None, survey.modules_of_the_user
+    path = Path(settings.job_file or options.job_file)
+    settings.tracker.set(Phase.LOADING)
+    rng.seed_all(options.seed, rng.accelerator_generator(device))
+    imported = set(sys.modules)
+    with capture_exit_message(log), user_code(f"the job file {path.name}", early=True):
+        job = job_file.load(path, options.arguments)
+    return job, path, partial(survey.new_modules, imported)

@@ -1,0 +1,207 @@
+"""The stages of one worker, each with its optimizer."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from dataclasses import dataclass
+from math import nan
+from pathlib import Path
+
+import torch
+
+from pipeworker.errors import UsageError
+from pipeworker.exact_sum import partials
+from pipeworker.facts.layer_names import LayerNames
+from pipeworker.facts.position import Phase
+from pipeworker.host import streams
+from pipeworker.plan.recompute import OFFLOAD
+from pipeworker.plan.ties import Tie
+from pipeworker.record.initial_weights import InitialWeights
+from pipeworker.record.stage_state import StageState
+from pipeworker.wire.messages.plan import Built, Plan
+from pipeworker.wire.messages.step import Update
+from pipeworker.worker.blame import user_code
+from pipeworker.worker.loaded_worker import LoadedWorker
+from pipeworker.worker.model.model import Model
+from pipeworker.worker.stage.layers import KERNELS, CompileWatch, StageConfig
+from pipeworker.worker.stage.offload import Copies, StreamCopies
+from pipeworker.worker.stage.skips import StageSkips
+from pipeworker.worker.stage.stage import Stage
+from pipeworker.worker.step.wiring import ReplicaGroup
+from pipeworker.worker.update.ties import Ties
+from pipeworker.worker.update.update import Updater
+
+
+@dataclass(frozen=True, slots=True)
+class LocalStages:
+    """The stages of a worker, as they are built.
+
+    Attributes:
+        names: names of all layers of the model in the user's module.
+        ties: ties by stage, of the stages that have places of tied weights.
+        aliases: the first name of a tied weight in the user's module, by each further name.
+        unmatched: number of names of ``--init-from`` without a counterpart.
+        resources: what must be closed besides the layers.
+    """
+
+    names: LayerNames
+    stages: dict[int, Stage]
+    updaters: dict[int, Updater]
+    ties: dict[int, Ties]
+    aliases: dict[str, str]
+    unmatched: int
+    resources: ExitStack
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer | None:
+        """The optimizer of the first stage that has one."""
+        return next((u.optimizer for u in self.updaters.values() if u.optimizer), None)
+
+    @property
+    def learning_rate(self) -> float:
+        """The learning rate of the first stage that has an optimizer; NaN if none has."""
+        return next((u.learning_rate for u in self.updaters.values() if u.optimizer), nan)
+
+    @property
+    def elsewhere(self) -> set[int]:
+        """The ids of parameters whose optimizer state another stage writes."""
+        return set().union(*(ties.elsewhere for ties in self.ties.values()))
+
+    @property
+    def built(self) -> tuple[Built, ...]:
+        """The report of what was built."""
+        return tuple(
+            Built(
+                index,
+                stage.first,
+                tuple(type(layer).__name__ for layer in stage.layers),
+                sum(parameter.numel() for parameter in self.updaters[index].parameters),
+            )
+            for index, stage in self.stages.items()
+        )
+
+    def stage_of(self, layer: int) -> Stage | None:
+        """Return the stage that has a layer; None if no stage of this worker has it."""
+        return next((stage for stage in self.stages.values() if stage.class_of(layer)), None)
+
+    def apply(self, update: Update) -> None:
+        """Apply the gradients to the weights of all stages."""
+        for updater in self.updaters.values():
+            updater.apply(update)
+
+    def share_weights(self, replicas: ReplicaGroup) -> None:
+        """Exchange the updated weights with the other replicas, each of which updates a part."""
+        replicas.share_weights({index: u.shards for index, u in self.updaters.items()})
+
+    def report_evaluation(self, loss: float) -> None:
+        """Pass the loss of an evaluation on to the learning-rate schedulers."""
+        for updater in self.updaters.values():
+            updater.report_evaluation(loss)
+
+    def squares(self) -> tuple[float, ...]:
+        """Return terms whose exact sum is the squared 2-norm of the stages' gradients."""
+        updaters = self.updaters.values()
+        return partials(square for updater in updaters for square in updater.squares())
+
+    def part(self, index: int, *, keeps_weights: bool = True) -> StageState:
+        """Return the state of a stage, as checkpoints hold it."""
+        stage, updater = self.stages[index], self.updaters[index]
+        update = updater.optimizer, updater.schedule, updater.scheduler
+        return StageState(
+            self.names, stage.layers, stage.state_dicts(), *update, keeps_weights, stage.first
+        )
+
+    def parts(self, *, keeps_weights: bool) -> list[StageState]:
+        """Return the state of all stages."""
+        return [self.part(index, keeps_weights=keeps_weights) for index in self.stages]
+
+    def close(self) -> None:
+        """Leave the modules as they were, except for what they have learned."""
+        self.resources.close()
+
+
+def build_stages(loaded: LoadedWorker, model: Model, plan: Plan) -> LocalStages:
+    """Build the stages of a worker.
+
+    Raises:
+        UsageError: layers, optimizer or weights of the job are not usable.
+        UserCodeError: the user's code raised.
+    """
+    role, job, accelerator = loaded.role, loaded.job, loaded.accelerator
+    tracker = loaded.settings.tracker
+    options, names = role.options, model.names
+    initial = None
+    if options.init_from is not None and loaded.restore is None:
+        tracker.set(Phase.RESTORING)
+        places = [tuple(map(names.of_numbered, tie.names)) for tie in plan.ties]
+        initial = InitialWeights(Path(options.init_from), names, places)
+    stages: dict[int, Stage] = {}
+    updaters: dict[int, Updater] = {}
+    ties: dict[int, Ties] = {}
+    copies = Copies() if accelerator is None else StreamCopies(accelerator)
+    with ExitStack() as resources:
+        if options.compile:
+            resources.callback(CompileWatch(tracker).close)
+        for part in plan.ranges:
+            tied = [Tie(tie.names, tie.stages) for tie in plan.ties if part.stage in tie.stages]
+            layers, ties_of = model.build(part, tied, role.stages)
+            stage = stages[part.stage] = Stage(
+                layers,
+                StageConfig(
+                    index=part.stage,
+                    first=part.first,
+                    seed=options.seed,
+                    device=loaded.device,
+                    class_before=model.class_of(part.first - 1),
+                    skips=StageSkips.of(plan.skips, part.stage),
+                    precision=options.precision,
+                    deferred_batch_norm=options.deferred_batch_norm,
+                    compiler=KERNELS if options.compile else None,
+                ),
+                tracker,
+                loss=job.loss if part.stage == role.placement.stages - 1 else None,
+                copies=copies if part.recompute == OFFLOAD else None,
+            )
+            resources.callback(stage.close)
+            if ties_of is not None:
+                ties[part.stage] = ties_of
+            if initial is not None:  # before the optimizer, which may copy weights when it is built
+                tracker.set(Phase.RESTORING)
+                state = StageState(names, layers, stage.state_dicts(), first=stage.first)
+                initial.load(state, user_code)
+            tracker.set(Phase.UPDATE)
+            updaters[part.stage] = _updater(stage, loaded, ties_of)
+        aliases = {
+            names.of_numbered(name): names.of_numbered(tie.names[0])
+            for tie in plan.ties
+            for name in tie.names[1:]
+        }
+        unmatched = 0
+        if initial is not None:
+            unmatched = initial.check_complete(
+                strict=options.init_strict, first_worker=0 in role.stages
+            )
+            if unmatched:
+                streams.note(f"warning: --init-from {options.init_from}: {initial.diff.summary()}")
+        return LocalStages(names, stages, updaters, ties, aliases, unmatched, resources.pop_all())
+
+
+def _updater(stage: Stage, loaded: LoadedWorker, ties: Ties | None) -> Updater:
+    role, options = loaded.role, loaded.role.options
+    updater = Updater(
+        stage.layers,
+        stage.first,
+        loaded.job,
+        seed=options.seed,
+        clip_value=options.clip_grad_value,
+        ties=ties,
+        replica=role.replica if role.shards else 0,
+        replicas=role.placement.replicas if role.shards else 1,
+    )
+    updater.clear()  # gradients that the user's code may have left on modules of its own
+    if updater.wants_metric and not (options.evaluate_every or options.own_loop):
+        raise UsageError(
+            "ReduceLROnPlateau: needs the evaluation loss; give --evaluate-every and define "
+            "evaluation() in the job file"
+        )
+    return updater

@@ -1,0 +1,199 @@
+"""The phases of a worker between loading and running; each type has all that its phase knows.
+
+Modelled, described (the coordinator has what it needs for a plan), planned (the stages are built),
+connected.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from enum import Enum
+from types import ModuleType
+
+from pipeworker.errors import ProtocolError
+from pipeworker.facts.layer_names import LayerNames
+from pipeworker.facts.limits import LONGEST_NAME, MOST_TYPES
+from pipeworker.facts.position import Phase
+from pipeworker.job import file as job_file
+from pipeworker.plan.actions import Action, Edge, parse_actions
+from pipeworker.record.stage_state import check_savable
+from pipeworker.wire.messages.plan import Described, Plan, SkipRoute, Source, TiedWeights
+from pipeworker.worker.blame import user_code
+from pipeworker.worker.device import numerics
+from pipeworker.worker.internals import pytree
+from pipeworker.worker.loaded_worker import LoadedWorker
+from pipeworker.worker.local_stages import LocalStages
+from pipeworker.worker.model import survey
+from pipeworker.worker.model.model import Model
+from pipeworker.worker.state.snapshot_writer import Position
+from pipeworker.worker.state.state import State
+from pipeworker.worker.step.executor import Executor
+from pipeworker.worker.step.wiring import Wiring
+from pipeworker.worker.transport.connect import connect
+from pipeworker.worker.transport.send_thread import SendThread
+from pipeworker.worker.transport.structure import TypeRegistry, is_namedtuple
+
+
+@dataclass(frozen=True, slots=True)
+class ModelledWorker:
+    """A worker that has the layers of the model, of which it builds none yet."""
+
+    loaded: LoadedWorker
+    model: Model
+
+    def describe(self) -> tuple[DescribedWorker, Described]:
+        """Describe the model; return the report for the coordinator as well.
+
+        Raises:
+            SkipError: stashes and pops do not match.
+            UserCodeError: the user's code raised.
+        """
+        loaded, model = self.loaded, self.model
+        role, options, sample = loaded.role, loaded.role.options, loaded.settings.sample
+        skips: tuple[SkipRoute, ...] = ()
+        if role.rank == role.placement.rank_of(0) and (
+            sample is not None or (not options.own_loop and survey.mentions_skips(loaded.modules()))
+        ):
+            loaded.settings.tracker.set(Phase.READING)
+            value = sample if options.own_loop else loaded.reader.peek().inputs[0]
+            found = model.skips(value, options.precision)
+            skips = tuple(SkipRoute(skip.source, skip.target, skip.name) for skip in found)
+        with user_code("model()", early=True):
+            ties = tuple(TiedWeights(tie.names, ()) for tie in model.ties())
+            digest = model.digest()
+        modules, path = loaded.modules(), loaded.path  # including those that model() imported
+        types = classes_of(modules)
+        numbered = model.names == LayerNames.numbered(len(model.names))
+        sources = () if path is None else job_file.source_digests(path, modules)
+        return DescribedWorker(loaded, model, types), Described(
+            role.rank,
+            model.classes,
+            skips,
+            ties,
+            digest,
+            tuple(types),
+            () if numbered else model.names.prefixes,
+            tuple(Source(*pair) for pair in sources),
+            job_file.notes(loaded.job, options),
+            numerics.settings(),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class DescribedWorker(ModelledWorker):
+    """A worker that has described the model, and knows the user's classes by name."""
+
+    types: dict[str, type]
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedWorker:
+    """A worker that has built its stages."""
+
+    loaded: LoadedWorker
+    stages: LocalStages
+    state: State
+
+
+@dataclass(frozen=True, slots=True)
+class ConnectedWorker(PlannedWorker):
+    """A worker that is connected to its neighbours and can run steps.
+
+    Attributes:
+        evaluation: actions of the worker for one micro-batch of an evaluation pass.
+    """
+
+    wiring: Wiring
+    executor: Executor
+    evaluation: tuple[Action, ...]
+
+    @staticmethod
+    def connect(planned: PlannedWorker, plan: Plan, types: dict[str, type]) -> ConnectedWorker:
+        """Connect to the neighbours; `types` has the classes that this worker described.
+
+        Raises:
+            PeerLost: a neighbour cannot be reached.
+            ProtocolError: the plan has a type that this worker did not describe.
+        """
+        loaded, stages, state = planned.loaded, planned.stages, planned.state
+        role, accelerator = loaded.role, loaded.accelerator
+        loaded.settings.tracker.wait(phase=Phase.CONNECTING)
+        state.snapshots.start_mirror()
+        edges = [Edge.parse(edge) for edge in plan.edges]
+        links = connect(edges, role.rank, role.placement, *loaded.access(), accelerator)
+        if not {*plan.types} <= {*types}:
+            raise ProtocolError("the plan has a type that this worker did not name")
+        registry = TypeRegistry(types[name] for name in plan.types)
+        wiring = Wiring(
+            stages.stages, links, SendThread(), stages.ties, registry, role.replica, accelerator
+        )
+        executor = Executor(
+            wiring,
+            role.placement,
+            role.replica,
+            reader=loaded.reader if role.reads_data else None,
+            reads_ahead=not role.options.own_loop,
+            accelerator=accelerator,
+            announce=loaded.announce,
+        )
+        evaluation = parse_actions(plan.evaluation)
+        return ConnectedWorker(loaded, stages, state, wiring, executor, evaluation)
+
+    def begin(self, *, has_state: bool) -> None:
+        """Transfer state between replicas if it is necessary, and read the first mini-batch.
+
+        Raises:
+            UsageError: the data is not usable.
+            PipeworkerError: no replica has the state.
+            UserCodeError: the user's code raised.
+        """
+        role, source = self.loaded.role, self.loaded.restore
+        if source and not source.path and role.placement.replicas > 1 and not role.shards:
+            reductions = self.wiring.replicas.reductions
+            self.state.transfer(source.step, reductions, self.position, present=has_state)
+        if not role.options.own_loop:
+            self.executor.feed.load()
+            check_savable((), (), self.position)
+        self.loaded.settings.tracker.wait()
+
+    @property
+    def position(self) -> Position:
+        """The position in the data, before the next mini-batch; None if it is not read here."""
+        if not self.loaded.role.reads_data:
+            return None
+        return self.loaded.reader.position(prefetched=self.executor.feed.next_batch is not None)
+
+
+def classes_of(modules: Iterable[ModuleType]) -> dict[str, type]:
+    """Return by name, sorted, the classes that may pass between stages.
+
+    They are the named tuples, registered pytree nodes and enums of the modules, and the nodes
+    registered under a name. The classes that all workers report get numbers, which channels send.
+    """
+    found: dict[str, type] = {}
+    for kind, entry in list(pytree.SUPPORTED_SERIALIZED_TYPES.items()):
+        named = entry.serialized_type_name != pytree.NO_SERIALIZED_TYPE_NAME_FOUND
+        if named and kind not in pytree.BUILTIN_TYPES:
+            found[_name(kind)] = kind
+    for module in modules:
+        for value in list(vars(module).values()):
+            # By the type of the value: a lazy proxy that pretends to be a class is not resolved.
+            if (
+                issubclass(type(value), type)
+                and value.__module__ == module.__name__
+                and (
+                    is_namedtuple(value)
+                    or value in pytree.SUPPORTED_NODES
+                    or issubclass(value, Enum)
+                )
+            ):
+                found[_name(value)] = value
+    short = sorted(name for name in found if len(name) <= LONGEST_NAME)
+    return {name: found[name] for name in short[:MOST_TYPES]}
+
+
+def _name(kind: type) -> str:
+    # A script's classes have another module where multiprocessing has spawned the process.
+    module = "__main__" if kind.__module__ == "__mp_main__" else kind.__module__
+    return f"{module}.{kind.__qualname__}"

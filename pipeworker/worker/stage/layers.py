@@ -1,0 +1,220 @@
+"""The layers of a stage, run in order for one micro-batch."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from pipeworker.errors import PipeworkerError, SkipError
+from pipeworker.facts.position import Phase, Position
+from pipeworker.host.position import Tracker
+from pipeworker.worker import blame
+from pipeworker.worker.internals import allow_any_number_of_graphs, off_compiling, on_compiling
+from pipeworker.worker.stage import rng
+from pipeworker.worker.stage.skips import StageSkips, Table
+from pipeworker.worker.stage.values import describe, first_in_graph
+
+Backend = Callable[..., Any]
+KERNELS = "inductor"
+"""The backend of ``torch.compile`` that generates kernels."""
+
+
+def compiled(layers: Sequence[nn.Module], backend: str | Backend) -> list[Callable[[Any], Any]]:
+    """Return a function to call in place of each layer, compiled by itself.
+
+    No kernel spans two layers, so no kernel depends on how layers are grouped into stages. Nor does
+    a kernel depend on what was compiled before: each shape has a graph of its own (torch turns to
+    dynamic shapes when a second layer of a class has other sizes), and there is no limit of graphs
+    after which layers run uncompiled. Equal layers share a graph; the workers of a host share
+    torch's cache.
+    """
+    return [partial(_call, torch.compile(one, backend=backend, dynamic=False)) for one in layers]
+
+
+class CompileWatch:
+    """A hook that reports compilation, which may take minutes, as the worker's phase."""
+
+    def __init__(self, tracker: Tracker) -> None:
+        self._tracker = tracker
+        self._at: Position | None = None
+        on_compiling(self._start, self._end)
+
+    def _start(self, _: Any) -> None:
+        if self._tracker.waiting:  # no layer of the stage is compiled
+            return
+        at = self._at = self._tracker.get()
+        self._tracker.set(Phase.COMPILING, at.step, at.microbatch, at.layer)
+
+    def _end(self, _: Any) -> None:
+        at, self._at = self._at, None
+        if at is not None:
+            self._tracker.set(at.phase, at.step, at.microbatch, at.layer)
+
+    def close(self) -> None:
+        """Remove the hook."""
+        off_compiling(self._start, self._end)
+
+
+_thread = threading.local()
+
+
+def _call(layer: Callable[[Any], Any], value: Any) -> Any:
+    if not hasattr(_thread, "ready"):  # torch's configuration is per thread
+        allow_any_number_of_graphs()
+        _thread.ready = True
+    return layer(value)
+
+
+_AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@dataclass(frozen=True, slots=True)
+class StageConfig:
+    """The settings of a stage.
+
+    Attributes:
+        first: index of its first layer in the whole model.
+        class_before: class of the layer before its first one, if it is known.
+        skips: its skip connections; None when none of its layers stashes or pops.
+        precision: ``fp32``, or ``bf16`` or ``fp16``: layers and loss run under autocast.
+        deferred_batch_norm: update running statistics once a mini-batch.
+        compiler: a backend of ``torch.compile`` for the layers; None to run them as they are.
+    """
+
+    index: int
+    first: int
+    seed: int
+    device: torch.device
+    class_before: str = ""
+    skips: StageSkips | None = None
+    precision: str = "fp32"
+    deferred_batch_norm: bool = False
+    compiler: str | None = None
+
+
+class Layers:
+    """Consecutive layers of a model, run under their seeds; what they raise is named.
+
+    Those of the last stage have no skip tensors to send.
+    """
+
+    def __init__(
+        self, modules: Sequence[nn.Module], config: StageConfig, tracker: Tracker, *, last: bool
+    ) -> None:
+        self.modules = list(modules)
+        self.first = config.first
+        self.last_layer = config.first + len(self.modules) - 1
+        # Autocast keeps the weights that it has cast until it is left. It is entered for each layer
+        # by itself, because layers that share a weight must not depend on their grouping.
+        self.autocast = autocast(config.device.type, config.precision)
+        self._class_before = config.class_before
+        self._seed, self._skips, self._last = config.seed, config.skips, last
+        self._tracker = tracker
+        self._accelerator = rng.accelerator_generator(config.device)
+        self._calls: Sequence[Callable[[Any], Any]] = self.modules
+        if config.compiler:
+            self._calls = compiled(self.modules, config.compiler)
+        self._step = 0
+        self._number = 0
+
+    def begin(self, step: int, first: int) -> None:
+        """Start a mini-batch, whose first micro-batch has the number `first` within the step."""
+        self._step, self._number = step, first
+
+    def class_of(self, layer: int) -> str:
+        """Return the class of a layer of this stage, else ""."""
+        offset = layer - self.first
+        return type(self.modules[offset]).__name__ if 0 <= offset < len(self.modules) else ""
+
+    def name_of(self, layer: int) -> str:
+        """Return how messages name a layer: its index and class."""
+        return blame.layer(layer, self.class_of(layer))
+
+    def state_dicts(self) -> list[dict[str, Any]]:
+        """Return the state dict of each layer, in order."""
+        found = []
+        for index, layer in enumerate(self.modules, self.first):
+            with blame.user_code(f"state_dict() of {self.name_of(index)}"):
+                found.append(layer.state_dict())
+        return found
+
+    def run(self, value: Any, microbatch: int, phase: Phase, *, train: bool = True) -> Any:
+        """Run all layers for one micro-batch of the mini-batch or of an evaluation pass.
+
+        With skip connections `value` is a pair of the input and the received tensors, and so is the
+        result of the output and the tensors to send; the last stage returns the output alone. With
+        `train`, every planned skip tensor is required.
+
+        Raises:
+            UserCodeError: a layer raised.
+            SkipError: layers stash and pop otherwise than planned.
+        """
+        try:
+            if self._skips is None:
+                return self._run(value, microbatch, phase, train)
+            value, received = value
+            table = Table(received)
+            with table.active():
+                value = self._run(value, microbatch, phase, train)
+            left = table.leave(self._skips.leaving, strict=train)
+        except SkipError as error:
+            hint = (
+                ". No skip connection was planned: import pipeworker at the top of the module that "
+                "has the layers, not inside a function; or pass a sample to pipeworker.Pipeline"
+            )
+            shown = SkipError(f"{error}{'' if self._skips else hint}")
+            shown.in_step = True
+            raise shown from None
+        return value if self._last else (value, left)
+
+    def _run(self, value: Any, microbatch: int, phase: Phase, train: bool) -> Any:
+        step, tracker, last_layer = self._step, self._tracker, self.last_layer
+        seed, number = self._seed, self._number + microbatch
+        autocast = self.autocast
+        seed_of = rng.layer_seed if train else rng.evaluation_seed
+        node: Any = None
+        for index, layer in enumerate(self._calls, self.first):
+            tracker.set(phase, step, microbatch, index)
+            rng.seed_all(seed_of(seed, step, number, index), self._accelerator)
+            try:
+                if autocast is None:
+                    value = layer(value)
+                else:
+                    with autocast:
+                        value = layer(value)
+            except PipeworkerError:
+                raise
+            except BaseException as error:
+                name = self.name_of(index)
+                before = blame.layer(index - 1, self.class_of(index - 1) or self._class_before)
+                blame.reject_none(value, before, name, error)
+                blame.blame_user(name, error, note=f"its input was {describe(value)}")
+            if index != last_layer:
+                node = self._mark(value, node, microbatch, index)
+        return value
+
+    def _mark(self, value: Any, previous: Any, microbatch: int, layer: int) -> Any:
+        """Make backward record that it enters a layer when it reaches the layer's output.
+
+        The last layer needs no mark: backward begins there.
+        """
+        tensor = value if isinstance(value, torch.Tensor) else first_in_graph(value)
+        node = tensor.grad_fn if tensor is not None else None
+        if node is None or node is previous:
+            return previous
+        position = (Phase.BACKWARD, self._step, microbatch, layer)
+        node.register_prehook(lambda _: self._tracker.set(*position))
+        return node
+
+
+def autocast(device_type: str, precision: str) -> torch.autocast | None:
+    """Return the autocast context of a precision; None for fp32."""
+    if precision not in _AUTOCAST:
+        return None
+    return torch.autocast(device_type, _AUTOCAST[precision])

@@ -1,0 +1,232 @@
+"""Snapshots of a worker's state: copied to memory while steps run, and from memory to disk."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from pipeworker.errors import RecordError
+from pipeworker.facts.checkpoint_file import CheckpointFile
+from pipeworker.host import streams
+from pipeworker.host.spawn import command
+from pipeworker.record.manifest import file_names
+from pipeworker.record.snapshot_buffer import CopyPairs, SnapshotBuffer
+from pipeworker.record.snapshot_memory import SnapshotMemory, available_bytes, write_files
+from pipeworker.record.stage_state import StageState
+from pipeworker.wire.messages.checkpoint import Copy, Saved
+from pipeworker.worker.task_thread import TaskThread
+from pipeworker.worker.transport.snapshot_transfer import MirrorClient
+
+_NICENESS = 10
+"""Niceness of the threads: steps come first."""
+_KILL_SECONDS = 0.05
+"""Seconds between attempts to end the process that writes."""
+_SPARE = 2
+"""The snapshots of all workers together may take one part in so many of the available memory."""
+
+Position = Mapping[str, Any] | None
+"""Position in the data; None on a worker that does not read it."""
+
+
+class SnapshotWriter:
+    """The snapshot memories of a worker, and the threads that fill them and have them written.
+
+    Args:
+        rank: rank of the worker among the `ranks` that write.
+        memories: memories that outlive the worker; if there are none, it uses one of its own.
+        folder: returns the folder of the checkpoint of a step, while it is not complete.
+        send: reports to the coordinator each part that was written while steps run.
+        sharing: number of workers, of all replicas, that share the available memory.
+        mirror: client by which another host mirrors each snapshot. A snapshot counts as complete
+            once it is mirrored.
+
+    Attributes:
+        complete: step of the last complete snapshot, or -1, and the seconds of work it took.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        ranks: int,
+        memories: Sequence[SnapshotMemory],
+        folder: Callable[[int], Path],
+        send: Callable[[Saved], None],
+        sharing: int = 1,
+        mirror: MirrorClient | None = None,
+    ) -> None:
+        self._rank, self._sharing = rank, max(ranks, sharing)
+        self._names = file_names(rank, ranks)
+        self._folder, self._send = folder, send
+        self._own_memories = [] if memories else [SnapshotMemory()]
+        self._buffers = [SnapshotBuffer(memory) for memory in (*memories, *self._own_memories)]
+        self._mirror = mirror
+        # Three threads, because a copy must wait neither for the disk nor for another host.
+        self._copies, self._writes, self._mirrors = (
+            TaskThread(name, self._failed, _NICENESS) for name in ("copies", "writes", "mirrors")
+        )
+        self._process: _WriterProcess | None = None
+        self._copied = threading.Event()
+        """Set while no copy is in progress."""
+        self._copied.set()
+        self._error: BaseException | None = None
+        self.complete = -1, 0.0
+
+    def copy(
+        self, copy: Copy, parts: Sequence[StageState], elsewhere: set[int], position: Position
+    ) -> None:
+        """Begin a snapshot; :meth:`wait_copied` waits until it is whole.
+
+        Weights and optimizer state do not change until the next update, so a thread copies them
+        while the next step runs. Everything else is copied at once. `elsewhere` has the ids of
+        parameters whose optimizer state another stage writes.
+
+        Raises:
+            OSError: there is not enough memory.
+        """
+        self._raise()
+        began = time.monotonic()
+        buffer = self._buffers[copy.slot]
+        pairs = buffer.begin(parts, elsewhere, position, None if copy.save else self._room)
+        if pairs is None:  # the coordinator goes on waiting for it, and requests no other
+            streams.note(f"no copy of step {copy.step}: memory for it would be taken from others")
+            return
+        self._copied.clear()
+        seconds = time.monotonic() - began
+        self._copies.submit(lambda: self._copy(copy, buffer, pairs, seconds))
+
+    def wait_copied(self) -> None:
+        """Wait until the snapshot in progress is copied, because weights are about to change."""
+        self._copied.wait()
+        self._raise()
+
+    def save(
+        self,
+        step: int,
+        slot: int,
+        parts: Sequence[StageState],
+        elsewhere: set[int],
+        position: Position,
+    ) -> Saved:
+        """Write this worker's part of a checkpoint now, after all writes in progress."""
+        self.wait_copied()
+        self._writes.finish()
+        self._raise()
+        buffer = self._buffers[slot]
+        try:
+            buffer.fill(step, parts, elsewhere, position)
+            files = write_files(buffer.memory.handles, self._folder(step), self._names)
+        except RecordError as error:
+            return Saved(self._rank, step, error=str(error))
+        return Saved(self._rank, step, files)
+
+    def close(self) -> None:
+        """End the threads and the process, and abandon writes in progress."""
+        self._copies.close()
+        if self._mirror is not None:
+            self._mirror.close()
+        self._mirrors.close()
+        while not self._writes.close(_KILL_SECONDS):
+            if self._process is not None:
+                self._process.kill()
+        if self._process is not None:
+            self._process.close()
+            self._process = None
+        self._buffers = []
+        while self._own_memories:
+            self._own_memories.pop().close()
+
+    def _room(self) -> int:
+        """Return the bytes by which this worker's snapshots may grow."""
+        return available_bytes() // (_SPARE * self._sharing)
+
+    def _failed(self, error: BaseException) -> None:
+        """Have the main thread raise a thread's exception when it next calls."""
+        self._error = error
+        self._copied.set()
+
+    def _raise(self) -> None:
+        if self._error is not None:
+            raise self._error
+
+    def _copy(self, copy: Copy, buffer: SnapshotBuffer, pairs: CopyPairs, seconds: float) -> None:
+        began = time.thread_time()
+        with torch.no_grad():
+            for view, tensor in pairs:
+                view.copy_(tensor)
+        buffer.commit(copy.step)
+        seconds += time.thread_time() - began
+        if self._mirror is None:
+            self.complete = copy.step, seconds
+        else:
+            mirrored = partial(self._mirror_snapshot, self._mirror, copy, buffer, seconds)
+            self._mirrors.submit(mirrored)
+        if copy.save:
+            self._writes.submit(lambda: self._write(copy.step, buffer.memory))
+        self._copied.set()
+
+    def _mirror_snapshot(
+        self, mirror: MirrorClient, copy: Copy, buffer: SnapshotBuffer, seconds: float
+    ) -> None:
+        began = time.thread_time()
+        if mirror.mirror(copy.slot, buffer.memory, copy.step):
+            self.complete = copy.step, seconds + time.thread_time() - began
+
+    def _write(self, step: int, memory: SnapshotMemory) -> None:
+        if self._process is None:
+            self._process = _WriterProcess([h for b in self._buffers for h in b.memory.handles])
+        try:
+            files, error = self._process.write(memory.handles, self._folder(step), self._names)
+        except BrokenPipeError:
+            files, error = (), "the process that writes checkpoints is gone"
+            self._process.close()
+            self._process = None  # the next checkpoint starts another
+        self._send(Saved(self._rank, step, files, error))
+
+
+class _WriterProcess:
+    """The process that writes memories to disk."""
+
+    def __init__(self, handles: Sequence[int]) -> None:
+        self._process = subprocess.Popen(
+            command("pipeworker.record.snapshot_memory"),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            pass_fds=handles,
+        )
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._stdin, self._stdout = self._process.stdin, self._process.stdout
+        self.kill = self._process.kill  # also while it writes
+
+    def write(
+        self, handles: Sequence[int], folder: Path, names: Sequence[str]
+    ) -> tuple[tuple[CheckpointFile, ...], str]:
+        """Write the files of a memory; return them, and why they cannot be written, or "".
+
+        Raises:
+            BrokenPipeError: the process is gone.
+        """
+        request = json.dumps([str(folder), list(handles), list(names)])
+        self._stdin.write(request.encode() + b"\n")
+        self._stdin.flush()
+        answer = self._stdout.readline()
+        if not answer.endswith(b"\n"):
+            raise BrokenPipeError
+        files, error = json.loads(answer)
+        return tuple(CheckpointFile(*file) for file in files), error
+
+    def close(self) -> None:
+        """End the process after the write in progress."""
+        with suppress(BrokenPipeError):
+            self._stdin.close()
+        self._process.wait()
+        self._stdout.close()

@@ -1,0 +1,171 @@
+"""The mini-batches that a worker trains on: the next one is read before its step begins."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import astuple
+from typing import Any
+
+from pipeworker.facts.position import Phase
+from pipeworker.facts.step import Batch
+from pipeworker.host.position import Tracker
+from pipeworker.plan.partition import block
+from pipeworker.wire.messages.step import RunStep
+from pipeworker.worker.device.accelerator import Accelerator, Event
+from pipeworker.worker.internals import pytree
+from pipeworker.worker.stage.values import distinct_tensors
+from pipeworker.worker.step.data import MicroBatches, Reader
+from pipeworker.worker.transport.channel import Receiver, Sender
+from pipeworker.worker.transport.layout import aligned_copy
+from pipeworker.worker.transport.staging import move_to_device
+
+Announce = Callable[[int], None]
+
+
+class BatchFeed:
+    """The next mini-batch of a worker, and how it gets here.
+
+    Where stage 0 is, it is read from the data, received from replica 0, or offered by a loop of the
+    user's own. Elsewhere there is none.
+
+    Args:
+        tracker: position of the worker.
+        reader: reader of the job's data; None where this worker does not read it.
+        scatter: channels to the other replicas, if replica 0 reads the data for all.
+        reads_ahead: read the next mini-batch in each step; if False, the user's loop offers it.
+        moves_targets: move the targets to the accelerator as well, for a last stage that is here.
+        accelerator: device of the stages; None for the CPU.
+        announce: called when a mini-batch has a new number of micro-batches, with that number.
+    """
+
+    def __init__(
+        self,
+        tracker: Tracker,
+        reader: Reader | None,
+        scatter: BatchScatter | None,
+        *,
+        reads_ahead: bool,
+        moves_targets: bool,
+        accelerator: Accelerator | None,
+        announce: Announce,
+    ) -> None:
+        self._tracker, self._reader, self._scatter = tracker, reader, scatter
+        self._receives = scatter is not None and scatter.receives
+        self._reads_ahead, self._moves_targets = reads_ahead, moves_targets
+        self._accelerator, self._announce = accelerator, announce
+        self._next: MicroBatches | None = None
+        self._on_accelerator: Event | None = None
+        """When the next mini-batch is on the accelerator."""
+        self._counts: set[int] = set()
+        """Numbers of micro-batches that mini-batches have had."""
+        self._step = 0
+        self._is_last = False
+
+    @property
+    def next_batch(self) -> Batch | None:
+        """The facts of the next mini-batch; None if there is none here."""
+        return self._next.batch if self._next else None
+
+    def offer(self, batch: MicroBatches) -> Batch:
+        """Make a mini-batch of the user's loop the next one."""
+        self._put(self._scatter.scatter(batch) if self._scatter else batch)
+        return batch.batch
+
+    def load(self, _: int = 0) -> None:
+        """Read or receive the mini-batch of the next step, unless this step is the last."""
+        if self._is_last:
+            return
+        if self._reader is not None:
+            self._tracker.set(Phase.READING, self._step + 1)
+            read = self._reader.read()
+            self._put(self._scatter.scatter(read) if self._scatter else read)
+        elif self._receives and self._reads_ahead:
+            self._receive()
+        if self._next is not None and self._step:
+            count = self._next.batch.microbatches
+            if count not in self._counts:
+                self._announce(count)
+
+    def begin(self, run: RunStep) -> MicroBatches | None:
+        """Begin a step; return its mini-batch, on the accelerator, or None if it is not fed here.
+
+        Inputs and targets are lists by micro-batch, of nested tensors of shape ``[n, ...]``, where
+        n is the number of samples of the micro-batch.
+        """
+        self._step, self._is_last = run.step, run.last
+        self._counts.add(run.batch.microbatches)
+        current: MicroBatches | None = None
+        if run.batch.microbatches:
+            if self._receives and self._next is None:
+                self._receive()  # replica 0's loop has offered it
+            current, self._next = self._next, None
+        if self._accelerator is not None and self._on_accelerator is not None:
+            self._accelerator.current.wait_event(self._on_accelerator)
+            self._on_accelerator = None
+        return current
+
+    def _receive(self) -> None:
+        assert self._scatter is not None
+        self._tracker.wait(self._step)
+        self._put(self._scatter.receive())
+
+    def _put(self, batch: MicroBatches | None) -> None:
+        """Keep the next mini-batch, and start its copy to the accelerator while this one drains."""
+        if batch is not None and self._accelerator is not None:
+            moving = batch.inputs, batch.targets if self._moves_targets else []
+            (inputs, targets), self._on_accelerator = move_to_device(self._accelerator, moving)
+            batch = MicroBatches(batch.batch, inputs, targets or batch.targets)
+        self._next = batch
+
+
+class BatchScatter:
+    """One replica's end of the channels over which mini-batches are scattered.
+
+    Replica 0 has a sender to each other replica, which has a receiver.
+    """
+
+    def __init__(self, senders: Mapping[int, Sender], receiver: Receiver | None) -> None:
+        self._senders, self._receiver = senders, receiver
+        self._count = 0
+        for sender in senders.values():
+            sender.begin(None)
+        if receiver is not None:
+            receiver.begin(None, ())
+
+    @property
+    def receives(self) -> bool:
+        """Whether this replica receives its part from replica 0."""
+        return self._receiver is not None
+
+    def scatter(self, whole: MicroBatches | None) -> MicroBatches | None:
+        """Send the other replicas their micro-batches, or None; return this replica's own."""
+        self._count += 1
+        replicas = len(self._senders) + 1
+
+        def part(replica: int) -> tuple[list[Any], list[Any]]:
+            assert whole is not None
+            own = block(whole.batch.microbatches, replicas, replica)
+            return whole.inputs[own.start : own.stop], whole.targets[own.start : own.stop]
+
+        for replica, sender in self._senders.items():
+            sender.flush()  # the mini-batch before
+            facts = [] if whole is None else list(astuple(whole.batch))
+            sender.send(self._count, [facts, *([] if whole is None else part(replica))])
+        return None if whole is None else MicroBatches(whole.batch, *part(0))
+
+    def receive(self) -> MicroBatches | None:
+        """Receive this replica's micro-batches of the next mini-batch; None at the end of data.
+
+        The tensors are copies, since the channel uses its buffer again.
+        """
+        assert self._receiver is not None
+        self._count += 1
+        facts, *halves = self._receiver.receive(self._count)
+        wants_grad = self._receiver.wants_grad
+        copies = {
+            id(tensor): aligned_copy(tensor).requires_grad_(want)
+            for tensor, want in zip(distinct_tensors(halves), wants_grad, strict=True)
+        }
+        halves = pytree.tree_map(lambda leaf: copies.get(id(leaf), leaf), halves)
+        self._receiver.release(self._count)
+        return MicroBatches(Batch(*facts), *halves) if facts else None

@@ -1,0 +1,184 @@
+"""The memory layout of tensors that cross a stage boundary.
+
+Strides and alignment are kept, because kernels may sum in another order for others: a tensor must
+reach the next layer exactly as it would in one process.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+
+from pipeworker.errors import PipeworkerError
+
+ALIGNMENT = 64
+"""Bytes: the alignment of the allocators, and the most that a kernel may depend on."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The layout of one tensor, and whether it requires grad at the source.
+
+    Attributes:
+        offset: the bytes by which its address exceeds a multiple of :data:`ALIGNMENT`.
+    """
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    requires_grad: bool
+    offset: int = 0
+
+    @cached_property
+    def plain(self) -> bool:
+        """Whether the tensor is contiguous, as nearly all are."""
+        return _plain_stride(self.shape) == self.stride
+
+    @cached_property
+    def packed(self) -> tuple[int, ...]:
+        """The shape of the contiguous tensor that moves for this layout."""
+        return self.shape if self.plain else self.order()[1]
+
+    @cached_property
+    def dense(self) -> bool:
+        """Whether the packed elements, where they are, can be viewed as the tensor."""
+        dims, sizes = self.order()
+        extent = 1
+        for dim, size in zip(reversed(dims), reversed(sizes), strict=True):
+            if self.stride[dim] != extent and size > 1:
+                return self.plain
+            extent *= size
+        return True
+
+    @cached_property
+    def buffer_key(self) -> Hashable:
+        """A key that is equal for layouts that can be received into the same buffer."""
+        return self.packed, self.dtype, self.buffer_offset
+
+    @cached_property
+    def buffer_offset(self) -> int:
+        """The offset of the buffer to receive into: the tensor's own, where it views the buffer."""
+        return self.offset if self.dense and self.offset % self.dtype.itemsize == 0 else 0
+
+    def order(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Return the dims that move, outermost first, and their sizes.
+
+        Of a dim of stride 0 only one element moves, so it is left out.
+        """
+        dims = [
+            d for d, (n, s) in enumerate(zip(self.shape, self.stride, strict=True)) if s or n == 0
+        ]
+        dims.sort(key=lambda d: -self.stride[d])
+        return tuple(dims), tuple(self.shape[d] for d in dims)
+
+
+def layout_of(tensor: torch.Tensor) -> Layout:
+    """Return the layout that a tensor has at the target: its own, or plain if elements overlap."""
+    shape = tuple(tensor.shape)
+    stride = _plain_stride(shape) if _overlaps(tensor) else tensor.stride()
+    offset = tensor.data_ptr() % ALIGNMENT
+    return Layout(shape, stride, tensor.dtype, tensor.requires_grad, offset)
+
+
+def has_layout(tensor: torch.Tensor, layout: Layout) -> bool:
+    """Return whether a tensor has a layout; faster than comparing :func:`layout_of`."""
+    return (
+        tensor.shape == layout.shape
+        and tensor.dtype is layout.dtype
+        and tensor.requires_grad is layout.requires_grad
+        and tensor.layout is torch.strided
+        and tensor.data_ptr() % ALIGNMENT == layout.offset
+        and (tensor.stride() == layout.stride or layout_of(tensor) == layout)
+    )
+
+
+def check_dense(tensor: torch.Tensor) -> None:
+    """Raise PipeworkerError if a tensor has no layout: it is sparse, quantized, or the like."""
+    if tensor.layout is not torch.strided or tensor.is_quantized:
+        raise PipeworkerError(
+            f"a {tensor.layout} tensor cannot pass from one stage to the next: make it dense first"
+        )
+
+
+def extent_of(shape: Sequence[int], strides: Sequence[int]) -> int | None:
+    """Return the distance from the first element to the last, in elements.
+
+    None if two elements overlap other than by a stride of 0.
+    """
+    extent = 0
+    for stride, size in sorted(zip(strides, shape, strict=True)):
+        if stride and size > 1:
+            if stride <= extent:
+                return None
+            extent += stride * (size - 1)
+    return extent
+
+
+def pack(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the elements that move as one contiguous tensor, a view where possible."""
+    tensor = tensor.detach()
+    resolved = tensor
+    if tensor.is_conj() or tensor.is_neg():  # marks that are not in the bytes
+        resolved = tensor.resolve_conj().resolve_neg()
+    if resolved.is_contiguous():
+        return resolved
+    if _overlaps(tensor):
+        return resolved.contiguous()
+    return _moving(resolved, layout_of(tensor)).contiguous()
+
+
+def unpack(flat: torch.Tensor, layout: Layout) -> torch.Tensor:
+    """Return the tensor of a layout from `flat`, a contiguous tensor of its packed shape.
+
+    It is a view of `flat` where possible.
+    """
+    if layout.dense and flat.data_ptr() % ALIGNMENT == layout.offset:
+        if layout.plain:
+            return flat.detach()
+        return flat.as_strided(layout.shape, layout.stride, flat.storage_offset())
+    count = 1 + sum(s * (n - 1) for s, n in zip(layout.stride, layout.shape, strict=True) if n)
+    size = layout.dtype.itemsize
+    memory = flat.new_empty(count + ALIGNMENT // size, dtype=layout.dtype)
+    start = (layout.offset - memory.data_ptr()) % ALIGNMENT // size
+    whole = memory.as_strided(layout.shape, layout.stride, start)
+    target = _moving(whole, layout)
+    target.copy_(flat.view(target.shape))
+    return whole
+
+
+def buffer_for(layout: Layout, allocate: Callable[[int], torch.Tensor]) -> torch.Tensor:
+    """Return a buffer for the packed elements of a layout, which :func:`unpack` views if it can.
+
+    `allocate` returns a uint8 tensor of so many bytes.
+    """
+    size = math.prod(layout.packed) * layout.dtype.itemsize
+    memory = allocate(size + ALIGNMENT)
+    start = (layout.buffer_offset - memory.data_ptr()) % ALIGNMENT
+    return memory[start : start + size].view(layout.dtype).view(layout.packed)
+
+
+def aligned_copy(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a copy with the strides and the alignment of the original."""
+    return unpack(pack(tensor).clone(), layout_of(tensor))
+
+
+def _plain_stride(shape: tuple[int, ...]) -> tuple[int, ...]:
+    return torch.empty(shape, device="meta").stride()
+
+
+def _overlaps(tensor: torch.Tensor) -> bool:
+    """Return whether two elements share memory other than by a stride of 0."""
+    return not tensor.is_contiguous() and extent_of(tensor.shape, tensor.stride()) is None
+
+
+def _moving(tensor: torch.Tensor, layout: Layout) -> torch.Tensor:
+    """Return the elements that move in their order in memory; stride-0 dims are 1, at the end."""
+    dims, _ = layout.order()
+    rest = [d for d in range(tensor.dim()) if d not in dims]
+    for dim in rest:
+        tensor = tensor.narrow(dim, 0, 1)
+    return tensor.permute((*dims, *rest))

@@ -1,0 +1,67 @@
+"""A thread that performs sends while the main thread computes.
+
+A send writes to a socket until it is full, which takes as long as a copy of the tensor; on the main
+thread that would be time in which the stage does not compute.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+from pipeworker.worker.task_thread import TaskThread, raise_defect
+from pipeworker.worker.transport.links.link import Pending
+
+
+class SendTask:
+    """A call that starts sends, and the sends that it started."""
+
+    __slots__ = ("_error", "_issued", "_pending", "_start")
+
+    def __init__(self, start: Callable[[], list[Pending]]) -> None:
+        self._start = start
+        self._issued = threading.Lock()
+        self._issued.acquire()
+        self._pending: list[Pending] = []
+        self._error: Exception | None = None
+
+    def run(self) -> None:
+        """Start the sends; an exception is raised by :meth:`wait`."""
+        try:
+            self._pending = self._start()
+        except Exception as error:
+            self._error = error
+        finally:
+            del self._start
+            self._issued.release()
+
+    @property
+    def issued(self) -> bool:
+        """Whether all sends have been started."""
+        return not self._issued.locked()
+
+    def wait(self) -> None:
+        """Wait until all sends are complete; raise the error of a send that failed."""
+        with self._issued:
+            if self._error is not None:
+                raise self._error
+        for pending in self._pending:
+            pending.wait()
+        self._pending = []  # the thread keeps the task, but not what it sent
+
+
+class SendThread:
+    """The thread that performs a worker's large sends, in the order of submission."""
+
+    def __init__(self) -> None:
+        self._thread = TaskThread("send", raise_defect)
+
+    def submit(self, start: Callable[[], list[Pending]]) -> SendTask:
+        """Start sends on the thread; return the task to wait for."""
+        task = SendTask(start)
+        self._thread.submit(task.run)
+        return task
+
+    def close(self) -> None:
+        """Perform what was submitted and end the thread."""
+        self._thread.close()

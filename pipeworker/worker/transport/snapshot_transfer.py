@@ -1,0 +1,288 @@
+"""Transfer of snapshots between hosts.
+
+A snapshot in a host's memory outlives the host's workers, but only workers of that host can map it.
+In a job of several hosts, one worker a host serves its host's snapshots until all workers are
+built, and a worker fetches from other hosts those that it needs and does not have. Each host's
+snapshots are also mirrored by a neighbour, so that one host may be lost. A snapshot crosses the
+network as it would be on disk: as three files, of which the last one, written last, makes it valid.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import ssl
+import struct
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+
+from pipeworker.environment import timings
+from pipeworker.errors import PeerLost
+from pipeworker.host import streams
+from pipeworker.record.snapshot_memory import SnapshotMemory
+from pipeworker.worker.transport import handshake
+from pipeworker.worker.transport.credentials import Credentials
+from pipeworker.worker.transport.handshake import (
+    AuthenticationError,
+    HandshakeSteps,
+    Membership,
+    PeerLeft,
+    RendezvousPoint,
+)
+from pipeworker.worker.transport.network import CoordinatorStore, Network
+
+_REQUEST = struct.Struct("<2q")  # rank, slot
+_SIZES = struct.Struct("<3q")  # bytes of each file
+_MIRROR_HEADER = struct.Struct("<4q")  # rank, slot, bytes of the two files with tensors
+_SIZE = struct.Struct("<q")
+_MIRRORED = b"."
+_CHUNK_BYTES = 1 << 20
+_CHANNEL = "of copies of the state"  # in the log
+
+
+class _Server:
+    """A thread that accepts authenticated connections at a port until it is closed.
+
+    The port is published under the ranks of `memories`.
+    """
+
+    key: str
+    """The prefix of the store's keys."""
+
+    def __init__(
+        self,
+        memories: Mapping[int, Sequence[SnapshotMemory]],
+        store: CoordinatorStore,
+        network: Network,
+        membership: Membership,
+    ) -> None:
+        self._memories = memories
+        self._login = _Login(network, membership)
+        self._closed = threading.Event()
+        self._peers: list[tuple[socket.socket, threading.Thread]] = []
+        self._listener, address = handshake.listen(network.own_address())
+        for rank in memories:
+            store.set(f"{self.key}/{rank}", address)
+        self._thread = threading.Thread(target=self._accept, name=self.key, daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Stop accepting connections, and close those there are."""
+        self._closed.set()
+        self._thread.join()
+        self._listener.close()
+        for peer, thread in self._peers:
+            _shut_down(peer)
+            thread.join()
+
+    def _accept(self) -> None:
+        while not self._closed.is_set():
+            soon = time.monotonic() + timings().poll
+            with suppress(TimeoutError):
+                peer = handshake.accept(self._listener, _CHANNEL, soon, self._login.steps)
+                thread = threading.Thread(
+                    target=self._serve, args=(peer,), name=self.key, daemon=True
+                )
+                self._peers.append((peer, thread))
+                thread.start()
+
+    def _serve(self, peer: socket.socket) -> None:
+        """Serve one connection, on a thread of its own, and close it."""
+        raise NotImplementedError
+
+    def _memory(self, rank: int, slot: int) -> SnapshotMemory:
+        """Return the memory of a rank and slot that a peer has named."""
+        if rank not in self._memories or not 0 <= slot < len(self._memories[rank]):
+            raise PeerLeft(f"it named rank {rank}, slot {slot}, which are not here")
+        return self._memories[rank][slot]
+
+
+class SnapshotServer(_Server):
+    """Serves the snapshots in a host's memory."""
+
+    key = "memory"
+
+    def _serve(self, peer: socket.socket) -> None:
+        with peer, suppress(OSError, PeerLeft):  # a rejected peer retries
+            peer.settimeout(timings().handshake)
+            files = self._memory(*_REQUEST.unpack(_receive(peer, _REQUEST.size))).handles
+            sizes = [os.fstat(file).st_size for file in files]
+            peer.sendall(_SIZES.pack(*sizes))
+            for file, size in zip(files, sizes, strict=True):
+                _send_file(peer, file, size)
+
+
+class MirrorServer(_Server):
+    """Mirrors the snapshots of another host's workers, in memory that outlives this worker."""
+
+    key = "mirror"
+
+    def _serve(self, peer: socket.socket) -> None:
+        """Receive one worker's snapshots until either end closes the connection."""
+        with peer, suppress(OSError, PeerLeft):
+            while True:
+                rank, slot, *sizes = _MIRROR_HEADER.unpack(_receive(peer, _MIRROR_HEADER.size))
+                memory = self._memory(rank, slot)
+                memory.write(2, b"")  # invalid until all of it has come
+                for file, size in zip(memory.handles, sizes, strict=False):
+                    _receive_file(peer, file, size)
+                (size,) = _SIZE.unpack(_receive(peer, _SIZE.size))
+                memory.write(2, _receive(peer, size))
+                peer.sendall(_MIRRORED)
+
+
+class MirrorClient:
+    """Sends this worker's snapshots to the host that mirrors them.
+
+    Raises:
+        TimeoutError: no host offers to mirror them.
+    """
+
+    def __init__(
+        self, rank: int, store: CoordinatorStore, network: Network, membership: Membership
+    ) -> None:
+        self._rank = rank
+        self._login = _Login(network, membership)
+        self._address = handshake.parse_address(store.get(f"{MirrorServer.key}/{rank}"))
+        self._connection: socket.socket | None = None
+        self._closed = False
+
+    def mirror(self, slot: int, memory: SnapshotMemory, step: int) -> bool:
+        """Send a snapshot; return whether all of it is mirrored, as it was after `step`.
+
+        It is not if the slot was reused meanwhile or the other host is gone: then this generation
+        is about to end.
+        """
+        try:
+            connection = self._connection or self._connect()
+            sizes = [os.fstat(file).st_size for file in memory.handles[:2]]
+            connection.sendall(_MIRROR_HEADER.pack(self._rank, slot, *sizes))
+            for file, size in zip(memory.handles, sizes, strict=False):
+                _send_file(connection, file, size)
+            state = memory.paths[2].read_bytes()  # written last, and cleared first
+            valid = bool(state) and json.loads(state)["step"] == step
+            content = state if valid else b""
+            connection.sendall(_SIZE.pack(len(content)) + content)
+            return _receive(connection, len(_MIRRORED)) == _MIRRORED and valid
+        except (OSError, AuthenticationError) as error:
+            if not self._closed:
+                streams.note(f"the snapshot of step {step} could not be mirrored: {error}")
+            return False
+
+    def close(self) -> None:
+        """Close the connection; a transfer under way fails."""
+        self._closed = True
+        if self._connection is not None:
+            _shut_down(self._connection)
+            self._connection.close()
+
+    def _connect(self) -> socket.socket:
+        deadline = time.monotonic() + timings().reach
+        while True:
+            try:
+                self._connection = self._login.connect(self._address, timings().handshake, deadline)
+                return self._connection
+            except (PeerLeft, ConnectionError, ssl.SSLEOFError):
+                if self._closed or time.monotonic() > deadline:
+                    raise
+            time.sleep(timings().poll)  # the listener was full of unauthenticated connections
+
+
+def fetch_snapshot(
+    rank: int, slot: int, store: CoordinatorStore, network: Network, membership: Membership
+) -> SnapshotMemory:
+    """Return a copy of a rank's snapshot from the host that serves it; the caller closes it.
+
+    Raises:
+        PeerLost: no host has it, or the host cannot be reached in time.
+        OSError: there is no memory for it.
+    """
+    key, deadline = f"{SnapshotServer.key}/{rank}", time.monotonic() + timings().connect
+    point = RendezvousPoint(store, key, deadline)
+    store.deadline = deadline
+    address, login = handshake.parse_address(store.get(key)), _Login(network, membership)
+    while True:
+        try:
+            with login.connect(address, point.seconds_left(), deadline) as server:
+                server.settimeout(point.seconds_left())
+                return _fetch(server, rank, slot)
+        except (AuthenticationError, ConnectionError, ssl.SSLEOFError, TimeoutError) as error:
+            if time.monotonic() > deadline or isinstance(error, TimeoutError):
+                host, port = address
+                text = f"the snapshot of rank {rank} at {host}:{port}: {error}"
+                raise PeerLost(text) from error
+        time.sleep(timings().poll)  # the listener was full of others, or is gone
+
+
+def _fetch(server: socket.socket, rank: int, slot: int) -> SnapshotMemory:
+    server.sendall(_REQUEST.pack(rank, slot))
+    sizes = _SIZES.unpack(_receive(server, _SIZES.size))
+    memory = SnapshotMemory()
+    try:
+        for file, size in zip(memory.handles, sizes, strict=True):
+            _receive_file(server, file, size)
+    except BaseException:
+        memory.close()
+        raise
+    return memory
+
+
+class _Login:
+    """Authenticates the connections over which snapshots are transferred."""
+
+    def __init__(self, network: Network, membership: Membership) -> None:
+        self._key = membership.snapshot_key()
+        self._credentials = Credentials.of(membership.token) if network.backend == "tls" else None
+
+    def steps(self, connection: socket.socket, *, connects: bool = False) -> HandshakeSteps:
+        """Return the handshake of a connection, which this process has accepted or made."""
+        authentication = handshake.authenticate(self._key, sends=connects)
+        if self._credentials is None:
+            return handshake.plain_steps(connection, authentication)
+        return self._credentials.steps(connection, authentication, connects=connects)
+
+    def connect(self, address: tuple[str, int], timeout: float, deadline: float) -> socket.socket:
+        """Return an authenticated connection to a server."""
+        connection = socket.create_connection(address, timeout=timeout)
+        return handshake.complete(self.steps(connection, connects=True), connection, deadline)
+
+
+def _shut_down(connection: socket.socket) -> None:
+    """End the transfers of other threads over a connection."""
+    with suppress(OSError):
+        # An SSLSocket's own shutdown would let these threads go on without encryption.
+        socket.socket.shutdown(connection, socket.SHUT_RDWR)
+
+
+def _send_file(connection: socket.socket, file: int, size: int) -> None:
+    """Send exactly `size` bytes of a file, though it may change meanwhile."""
+    sent = 0
+    while data := os.pread(file, min(_CHUNK_BYTES, size - sent), sent):
+        connection.sendall(data)
+        sent += len(data)
+    connection.sendall(bytes(size - sent))
+
+
+def _receive_file(connection: socket.socket, file: int, size: int) -> None:
+    if size < 0:
+        raise PeerLeft(f"it named {size} bytes")
+    os.ftruncate(file, size)
+    buffer, received = memoryview(bytearray(min(_CHUNK_BYTES, size))), 0
+    while received < size:
+        count = connection.recv_into(buffer[: size - received])
+        if not count:
+            raise PeerLeft("it left")
+        received += os.pwrite(file, buffer[:count], received)
+
+
+def _receive(connection: socket.socket, count: int) -> bytes:
+    data = b""
+    while len(data) < count:
+        chunk = connection.recv(count - len(data))
+        if not chunk:
+            raise PeerLeft("it left")
+        data += chunk
+    return data

@@ -1,0 +1,97 @@
+"""Comparison of the workers: the one that differs is named, and late workers learn the reason."""
+
+from __future__ import annotations
+
+import msgpack
+import pytest
+
+from pipeworker.coordinator.effects import Send
+from pipeworker.coordinator.events import VersionMismatch
+from pipeworker.coordinator.states import State
+from pipeworker.errors import ProtocolError
+from pipeworker.wire import codec
+from pipeworker.wire.messages.plan import Described, Source
+from pipeworker.wire.messages.presence import Abort, Hello
+from support.coordinator import LAYERS, ScriptedJob, of
+
+OURS = ("pipeworker 0.1.0", "torch 2.13.0", "Python 3.11")
+OLD = ("pipeworker 0.1.0", "torch 2.12.1", "Python 3.11")
+
+
+def greeted(*versions: tuple[str, ...]) -> ScriptedJob:
+    job = ScriptedJob(len(versions))
+    for rank, some in enumerate(versions):
+        job.receive(Hello(rank, f"host-{rank}", 1, some), peer=f"w{rank}".encode())
+    return job
+
+
+def test_equal_versions_are_accepted() -> None:
+    assert greeted(OURS, OURS, OURS).state() is State.JOINING
+
+
+@pytest.mark.parametrize(("versions", "odd"), [((OURS, OLD), 1), ((OLD, OURS, OURS), 0)])
+def test_a_worker_with_another_version_than_most_is_named(
+    versions: tuple[tuple[str, ...], ...], odd: int
+) -> None:
+    failure = greeted(*versions).failure
+    expected = f"rank {odd} on host-{odd} runs torch 2.12.1, and others torch 2.13.0"
+    assert failure.message.startswith(expected)
+
+
+def described(*sources: tuple[Source, ...]) -> ScriptedJob:
+    job = ScriptedJob(len(sources))
+    job.join()
+    for rank, some in enumerate(sources):
+        job.receive(Described(rank, LAYERS, (), sources=some), peer=f"w{rank}".encode())
+    return job
+
+
+def test_a_file_that_differs_is_named_with_its_host() -> None:
+    job_file, module, other = Source("job.py", "a"), Source("net.py", "b"), Source("net.py", "c")
+    assert described((job_file, module), (job_file,), (job_file, module)).state() is State.BUILDING
+    job = described((job_file, module), (job_file,), (job_file, other))
+    expected = "net.py: rank 2 on host has another version of it than rank 0 on host"
+    assert job.failure.message.startswith(expected)
+    assert job.ended.exit_status == 2
+
+
+def test_a_torch_setting_that_differs_is_named_with_its_host() -> None:
+    def described_with(*settings: tuple[str, ...]) -> ScriptedJob:
+        job = ScriptedJob(len(settings))
+        job.join()
+        for rank, values in enumerate(settings):
+            job.receive(Described(rank, LAYERS, (), settings=values), peer=f"w{rank}".encode())
+        return job
+
+    off, on, same = "benchmark = False", "benchmark = True", "precision = highest"
+    assert described_with((off, same), (off, same)).state() is State.BUILDING
+    job = described_with((on, same), (off, same), (off, same))
+    expected = f"rank 0 on host has {on}, and rank 1 on host {off}: the numbers of a job depend"
+    assert job.failure.message.startswith(expected)
+    assert job.ended.exit_status == 2
+
+
+def test_another_protocol_version_is_named_before_any_worker_joins() -> None:
+    frame = msgpack.packb([codec.VERSION - 1, 1, "Hello", [3, "host-3", 9, "a field of old"]])
+    with pytest.raises(codec.OtherVersion, match="rank 3 on host-3 speaks version") as caught:
+        codec.decode(frame)
+    job = ScriptedJob(2)
+    job.handle(VersionMismatch(str(caught.value)))
+    assert job.failure.message.endswith("all hosts of a job need the same version of pipeworker")
+    (answer,) = of(job.receive(Hello(1, "host", 7), peer=b"late"), Send)  # it would wait forever
+    assert isinstance(answer.message, Abort)
+    assert answer.message.reason == job.failure.message
+    assert job.receive(Hello(1, "host", 8), peer=b"later") == []
+
+
+@pytest.mark.parametrize("fields", [[], ["0", "host"], [0], [0, 1], "ab", None])
+def test_only_a_hello_of_another_version_ends_the_job(fields: object) -> None:
+    with pytest.raises(ProtocolError, match="this is version") as caught:
+        codec.decode(msgpack.packb([codec.VERSION - 1, 1, "Hello", fields]))
+    assert not isinstance(caught.value, codec.OtherVersion)
+
+
+def test_a_running_job_ignores_another_protocol_version() -> None:
+    job = ScriptedJob(2).running()
+    job.handle(VersionMismatch("rank 1 on host-1 speaks version 2"))
+    assert job.state() is State.STEPPING

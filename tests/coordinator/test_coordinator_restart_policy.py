@@ -1,0 +1,105 @@
+"""The limit on restarts, and the number of workers after a loss."""
+
+from __future__ import annotations
+
+import pytest
+
+from pipeworker.coordinator.restart_policy import WINDOW, ElasticPolicy, RestartPolicy
+from pipeworker.facts.failure import Cause, Failure
+from pipeworker.facts.position import Phase, Position
+
+GONE = Failure(Cause.LOST, "gone", 1)
+ALL_USED = "all 2 restarts within an hour are used (--max-restarts)"
+
+
+def at(
+    layer: int, *, step: int = 3, microbatch: int = 0, rank: int = 1, cause: Cause = Cause.LOST
+) -> Failure:
+    return Failure(cause, "gone", rank, Position(Phase.FORWARD, step, microbatch, layer))
+
+
+def refusal(policy: RestartPolicy, failure: Failure, now: float) -> str:
+    """Return why the job does not restart, and count the restart if it does."""
+    reason = policy.refusal(failure, now)
+    if not reason:
+        policy.record(f"gone at {now:g}", now)
+    return reason
+
+
+def test_the_limit_applies_within_an_hour() -> None:
+    policy = RestartPolicy(2)
+    assert [refusal(policy, GONE, now) for now in (0.0, 10.0, 20.0)] == ["", "", ALL_USED]
+    assert policy.causes == ["gone at 0", "gone at 10"]
+
+
+def test_a_loss_no_longer_counts_after_an_hour() -> None:
+    policy = RestartPolicy(2)
+    assert [refusal(policy, GONE, now) for now in (0.0, 10.0)] == ["", ""]
+    assert refusal(policy, GONE, WINDOW - 0.1) == ALL_USED
+    assert refusal(policy, GONE, WINDOW) == ""
+    assert refusal(policy, GONE, WINDOW + 9.9) == ALL_USED
+    assert refusal(policy, GONE, WINDOW + 10.0) == ""
+    assert len(policy.causes) == 4  # all causes are kept
+
+
+def test_with_max_restarts_0_the_first_loss_is_refused() -> None:
+    assert refusal(RestartPolicy(0), GONE, 0.0) == "--max-restarts 0"
+
+
+def test_a_repeated_failure_at_the_same_place_is_refused() -> None:
+    policy = RestartPolicy(9)
+    assert refusal(policy, at(4), 0.0) == ""
+    assert refusal(policy, at(4), 10.0) == "it failed again at the same place"
+
+
+def test_failures_at_different_places_are_not_repeated() -> None:
+    policy = RestartPolicy(99)
+    others = (at(4), at(5), at(4, step=4), at(4, microbatch=1), at(4, rank=0))
+    for failure in (*others, at(4, cause=Cause.HUNG), at(4), at(5), at(4)):
+        assert refusal(policy, failure, 0.0) == ""
+
+
+def test_a_failure_outside_of_layers_has_no_place() -> None:
+    """For example a worker that is killed twice by hand while it waits."""
+    policy = RestartPolicy(9)
+    assert [refusal(policy, at(-1), now) for now in (0.0, 1.0, 2.0)] == [""] * 3
+
+
+# The number of workers.
+
+
+def test_the_job_shrinks_when_a_worker_cannot_be_started() -> None:
+    policy = ElasticPolicy(4, 2, 60.0)
+    assert [policy.shrink(1.0, cannot_start=True, early=False) for _ in range(3)] == [
+        True,
+        True,
+        False,
+    ]
+    assert policy.workers == 2
+
+
+def test_two_early_losses_in_a_row_shrink_the_job() -> None:
+    policy = ElasticPolicy(4, 1, 60.0)
+    early = [True, False, True, True, False]
+    assert [policy.shrink(1.0, cannot_start=False, early=e) for e in early] == [False] * 3 + [
+        True,
+        False,
+    ]
+    assert policy.workers == 3
+
+
+@pytest.mark.parametrize("cannot_start", [True, False])
+def test_without_a_minimum_the_job_never_shrinks(cannot_start: bool) -> None:
+    policy = ElasticPolicy(4, 4, 60.0)
+    assert not any(policy.shrink(1.0, cannot_start=cannot_start, early=True) for _ in range(5))
+
+
+def test_the_wait_before_growing_doubles_after_a_failed_attempt() -> None:
+    policy = ElasticPolicy(3, 1, 60.0)
+    assert not policy.may_grow(1000.0)
+    policy.shrink(100.0, cannot_start=True, early=False)
+    assert [policy.may_grow(now) for now in (159.0, 160.0)] == [False, True]
+    policy.grow()
+    assert policy.workers == 3
+    policy.shrink(161.0, cannot_start=True, early=False)
+    assert [policy.may_grow(now) for now in (280.0, 281.0)] == [False, True]

@@ -1,0 +1,138 @@
+"""The final summary of a job."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipeworker.display.lines import best_evaluation, newest_checkpoint
+from pipeworker.display.summary import BubbleContext, Summary, explain_bubble
+from pipeworker.record.rundir import RunDir
+from pipeworker.wire.lines import Verdict
+
+VERDICT = Verdict("done", 0, 60, 12.34, (2**20, 3 * 2**20), 0.2, None, busy=(0.8, 0.8))
+SUMMARY = Summary(
+    VERDICT,
+    "/a/runs/x",
+    BubbleContext(0.15, workers=2, cores=2, seconds=0.5),
+    loss=0.25,
+    best=(40, 0.5),
+    checkpoint=(60, "/a/runs/x/checkpoints/step-00000060"),
+    export="pipeworker export it",
+    resume="pipeworker launch --resume it",
+)
+
+
+def ended(**changes: Any) -> list[str]:
+    verdict = {k: changes.pop(k) for k in list(changes) if k in Verdict.__dataclass_fields__}
+    found = dataclasses.replace(VERDICT, **verdict)
+    return dataclasses.replace(SUMMARY, verdict=found, **changes).lines()
+
+
+def test_results_and_continuation() -> None:
+    assert ended() == [
+        "done: 60 steps in 12.3 s",
+        "loss: 0.2500, best evaluation: 0.5000, after step 40",
+        "bubble: 20.0% measured, 15.0% by the schedule",
+        "peak memory by worker: 1, 3 MiB",
+        "weights: /a/runs/x/checkpoints/step-00000060",
+        "export: pipeworker export it",
+        "train further: pipeworker launch --resume it",
+        "run directory: /a/runs/x",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("steps", "before", "line"),
+    [
+        (1, 0, "done: 1 step in 12.3 s"),
+        (100, 60, "done: 100 steps, 40 of them now, in 12.3 s"),
+        (61, 60, "done: 61 steps, 1 of them now, in 12.3 s"),
+        (60, 60, "done: 60 steps, 0 of them now, in 12.3 s"),
+    ],
+)
+def test_the_time_belongs_to_the_steps_since_the_resume(steps: int, before: int, line: str) -> None:
+    assert ended(steps=steps, resumed_at=before)[0] == line
+
+
+def test_unknown_facts_are_left_out() -> None:
+    """The coordinator may have been killed, or the user did not wait for it."""
+    assert ended(
+        status="interrupted",
+        peak_memory=(0, 0),
+        bubble=0.0,
+        busy=(),
+        context=None,
+        loss=None,
+        best=None,
+        checkpoint=(50, "/a/step-00000050"),
+    ) == [
+        "interrupted: 60 steps in 12.3 s",
+        "weights: /a/step-00000050, after step 50",
+        "export: pipeworker export it",
+        "resume: pipeworker launch --resume it",
+        "run directory: /a/runs/x",
+    ]
+    assert "loss: 0.2500" in ended(best=None)
+    assert "best evaluation: 0.5000, after step 40" in ended(loss=None)
+    assert "peak memory by worker: ?, 2 MiB" in ended(peak_memory=(0, 2**21))
+
+
+def test_a_job_without_a_checkpoint_cannot_be_resumed() -> None:
+    lines = ended(status="failed", checkpoint=None)
+    assert lines[-2:] == [
+        "weights: none, because no checkpoint was complete yet (--checkpoint-every)",
+        "run directory: /a/runs/x",
+    ]
+    assert not any("pipeworker" in line for line in lines)
+    assert ended(steps=0) == []
+
+
+CONTEXT = BubbleContext(0.15, workers=3, cores=4, microbatches=10, seconds=0.5)
+
+
+@pytest.mark.parametrize(
+    ("bubble", "busy", "changes", "reason"),
+    [
+        (0.2, (0.9, 0.1), {"cores": 1}, ""),  # close to the schedule's
+        (0.5, (0.5, 0.5, 0.5), {}, ""),
+        (0.5, (0.5, 0.5, 0.5), {"cores": 2}, "3 workers share 2 cores"),
+        (0.5, (0.5,), {"cores": 2, "threads": 2}, "3 workers with 2 threads each share 2 cores"),
+        (0.5, (0.5, 0.5, 0.5), {"cores": 1, "workers": 2}, "2 workers share 1 core"),
+        (0.5, (0.3, 0.9, 0.3), {}, "worker 1 computes 3.0 times as long as the others (--balance)"),
+        (0.5, (0.3, 0.9, 0.3), {"cores": 2}, "worker 1 computes 3.0 times as long as the others"),
+        (0.5, (0.9, 0.3), {}, "worker 0 computes 3.0 times as long as the others (--balance, or"),
+        (0.5, (0.3, 0.4, 0.3), {}, ""),
+        (0.5, (0.5, 0.5), {"seconds": 0.004}, "a worker computes 0.2 ms for a micro-batch"),
+        (0.9, (0.0, 0.0), {}, ""),
+        (0.9, (), {}, ""),
+    ],
+)
+def test_a_bubble_larger_than_the_schedules_is_explained(
+    bubble: float, busy: tuple[float, ...], changes: dict[str, Any], reason: str
+) -> None:
+    found = explain_bubble(bubble, busy, dataclasses.replace(CONTEXT, **changes))
+    assert found.startswith(reason)
+    assert bool(found) == bool(reason)
+    lines = ended(bubble=bubble, busy=busy, context=dataclasses.replace(CONTEXT, **changes))
+    assert (f"  larger than the schedule's: {found}" in lines) == bool(reason)
+
+
+def test_the_best_evaluation_of_the_whole_run(tmp_path: Path) -> None:
+    """Evaluations before the run was resumed count; of equally good ones the newest is best."""
+    run_dir = RunDir(tmp_path)
+    assert best_evaluation(run_dir) is None
+    rows = '{"step": 1, "loss": 0.5}\n{"step": 2, "loss": 0.25}\n{"step": 3, "loss": 0.25}\n'
+    run_dir.evaluation.write_text(rows + '{"step": 4, "loss": NaN}\n{"step": 5, "lo')
+    assert best_evaluation(run_dir) == (3, 0.25)
+
+
+def test_the_newest_checkpoint(tmp_path: Path) -> None:
+    run_dir = RunDir(tmp_path)
+    assert newest_checkpoint(run_dir) is None
+    for step in (9, 10):
+        run_dir.checkpoint(step).mkdir(parents=True)
+    assert newest_checkpoint(run_dir) == (10, str(run_dir.checkpoint(10)))

@@ -1,0 +1,71 @@
+"""Text, numbers and tables for a terminal."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pipeworker.display.text import duration, mebibytes, number, sanitize, table
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("\x1b[1;31mred\x1b[0m \x1b]0;title\x07\x07bell\x1b[A\x9b\b", "red bell"),
+        ("a\tb é 漢 \N{SNOWMAN}\nc\u3000d", "a\tb é 漢 \N{SNOWMAN}\nc\u3000d"),
+        ("abc\u202e\u2066\u2069\u200f\u061c\u2028def", "abcdef"),
+        ("over\rwritten", "overwritten"),
+        ("caf\udce9", "caf?"),
+    ],
+)
+def test_sanitized_text_cannot_move_the_cursor_or_reorder_a_line(text: str, shown: str) -> None:
+    assert sanitize(text) == shown
+
+
+@given(st.text())
+def test_sanitized_text_is_printable_and_stays_as_it_is(text: str) -> None:
+    found = sanitize(text)
+    assert "".join(found.split()).isprintable()
+    assert sanitize(found) == found
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (12.3456789, "12.3457"),
+        (0.001, "0.0010"),
+        (0.00012345, "1.234e-04"),
+        (-0.0001, "-1.000e-04"),
+        (0.0, "0.0000"),
+        (float("nan"), "nan"),
+        (float("inf"), "inf"),
+    ],
+)
+def test_number(value: float, text: str) -> None:
+    assert number(value) == text
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(0.9, "0:00"), (62.0, "1:02"), (3723.0, "1:02:03"), (360000.0, "100:00:00")],
+)
+def test_duration(seconds: float, text: str) -> None:
+    assert duration(seconds) == text
+
+
+def test_mebibytes() -> None:
+    assert mebibytes([2**20, 0, 3 * 2**20]) == "1, ?, 3 MiB"
+
+
+def test_columns_of_a_table_are_aligned() -> None:
+    rows = [("run", "steps", "host"), ("a [b] c", "9", ""), ("漢", "10", "one\ntwo")]
+    assert table(rows, right=[1]) == [
+        "run      steps  host",
+        "a [b] c      9",
+        "漢          10  one",
+        "                two",
+    ]
+    assert table([]) == []
+    wide = "x" * 5000
+    assert table([("a", wide)]) == [f"a  {wide}"]

@@ -1,0 +1,100 @@
+"""The names of layers and of the parameters in them, in the user's module and by index."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pipeworker.errors import ProtocolError, UsageError
+from pipeworker.facts.layer_names import LayerNames, is_numbered, layer_of, numbered, split_numbered
+
+DEEP = LayerNames(("model.embed", "model.layers.0", "model.layers.1", "model.layers.10", "head"))
+NESTED = LayerNames(("block", "block.1", "block.1.a", "b"))
+WORDS = st.text(st.characters(codec="ascii", exclude_characters="."), min_size=1, max_size=3)
+PATHS = st.lists(WORDS, min_size=1, max_size=4).map(".".join)
+
+
+def test_layers_given_as_a_list_are_named_by_their_indices() -> None:
+    names = LayerNames.numbered(11)
+    assert names.prefixes[:2] == ("0", "1")
+    assert len(names) == 11
+    assert names.split("10.a.weight") == (10, "a.weight")
+    assert names.parameter(10, "a.weight") == names.of_numbered("10.a.weight") == "10.a.weight"
+
+
+def test_a_prefix_may_hold_dots() -> None:
+    assert DEEP.split("model.layers.1.attention.weight") == (2, "attention.weight")
+    assert DEEP.index_of("model.layers.10.weight") == 3
+    assert DEEP.of_numbered("1.attention.weight") == "model.layers.0.attention.weight"
+    assert DEEP.prefixes[4] == "head"
+    for name in ("model.layers.2.weight", "model.weight", "head", "model.layers.1", "", ".", "."):
+        assert name not in DEEP
+        with pytest.raises(KeyError):
+            DEEP.split(name)
+
+
+def test_the_longest_prefix_owns_a_parameter() -> None:
+    assert NESTED.split("block.weight") == (0, "weight")
+    assert NESTED.split("block.1.weight") == (1, "weight")
+    assert NESTED.split("block.1.a.weight") == (2, "weight")
+    assert NESTED.split("block.10.weight") == (0, "10.weight")
+    assert NESTED.split("b.weight") == (3, "weight")
+    assert NESTED.parameter(0, "2.weight") == "block.2.weight"
+
+
+def test_two_layers_cannot_have_parameters_of_one_name() -> None:
+    with pytest.raises(UsageError) as caught:
+        NESTED.parameter(0, "1.weight")
+    assert str(caught.value) == (
+        "layers 'block' and 'block.1': both have a parameter or buffer named 'block.1.weight'; "
+        "give one of the layers another name"
+    )
+
+
+def test_names_are_grouped_by_layer() -> None:
+    found = NESTED.by_layer(["block.w", "other.w", "block.1.w", "block.v", "block"])
+    assert found == ({0: ["w", "v"], 1: ["w"]}, ["other.w", "block"])
+
+
+@pytest.mark.parametrize(
+    ("prefixes", "problem"),
+    [
+        (("a", "b", "a"), "several layers with one name"),
+        (("",), "a layer named ''"),
+        (("a..b",), "a layer named 'a..b'"),
+        ((".a",), "a layer named '.a'"),
+        (("a.",), "a layer named 'a.'"),
+        (("a" * 513,), "a layer's name of 513 characters"),
+    ],
+)
+def test_prefixes_that_no_module_has_are_refused(prefixes: tuple[str, ...], problem: str) -> None:
+    with pytest.raises(ProtocolError) as caught:
+        LayerNames(prefixes)
+    assert str(caught.value) == problem
+
+
+@given(st.lists(PATHS, min_size=1, max_size=6, unique=True), st.data())
+def test_a_name_splits_into_its_parts(prefixes: list[str], data: st.DataObject) -> None:
+    names = LayerNames(tuple(prefixes))
+    index = data.draw(st.integers(0, len(names) - 1))
+    key = data.draw(PATHS)
+    try:
+        name = names.parameter(index, key)
+    except UsageError:
+        longer = [p for p in prefixes if f"{prefixes[index]}.{key}".startswith(f"{p}.")]
+        assert max(longer, key=len) != prefixes[index]
+    else:
+        assert names.split(name) == (index, key)
+        assert names.of_numbered(numbered(index, key)) == name
+
+
+def test_a_parameter_by_its_layers_index() -> None:
+    assert split_numbered("3.attention.weight") == (3, "attention.weight")
+    assert layer_of("12.weight") == 12
+    assert is_numbered("11.weight", 12)
+    assert not is_numbered("12.weight", 12)
+    assert not is_numbered("weight", 12)
+    for name in ("weight", "3", "3.", ".weight", "-1.weight", "a.weight", "٣.weight", ""):
+        with pytest.raises(ValueError, match="is not a layer's index"):
+            split_numbered(name)

@@ -1,0 +1,61 @@
+"""Parsing of options."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipeworker.errors import UsageError
+from pipeworker.job.option_parsing import make_options
+
+
+def test_options_that_are_not_given_have_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    options = make_options("job.py", 3, {"steps": None, "seed": 7})
+    assert (options.microbatches, options.threads, options.steps, options.seed) == (12, 1, None, 7)
+    monkeypatch.setenv("OMP_NUM_THREADS", "4")
+    assert make_options("job.py", 3, {}).threads == 4
+    assert make_options("job.py", 3, {"threads": 2}).threads == 2
+    monkeypatch.setenv("OMP_NUM_THREADS", "many")
+    assert make_options("job.py", 3, {}).threads == 1
+
+
+@pytest.mark.parametrize("balance", ["1,2", [1, 2], (1, 2)])
+def test_a_balance_may_be_written_in_several_ways(balance: Any) -> None:
+    assert make_options("job.py", 2, {"balance": balance}).balance == (1, 2)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("steps", "3", "--steps '3': must be of type int, not str"),
+        ("steps", 3.0, "--steps 3.0: must be of type int, not float"),
+        ("seed", True, "--seed True: must be of type int, not bool"),
+        ("stop_on_nan", 1, "--stop-on-nan 1: must be of type bool, not int"),
+        *(("balance", given, "not a list of layer counts") for given in ([1, "2"], (1.5, 1.5))),
+        ("clip_grad_norm", "1", "--clip-grad-norm '1': must be of type float, not str"),
+        (
+            "init_from",
+            {"0.weight": 1},
+            "--init-from {'0.weight': 1}: must be of type str, not object",
+        ),
+    ],
+)
+def test_a_value_of_the_wrong_type(name: str, value: Any, message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        make_options("job.py", 2, {name: value})
+
+
+@pytest.mark.parametrize("kind", [str, Path])
+def test_paths_are_relative_to_the_working_directory(
+    kind: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    made = make_options("job.py", 2, {"init_from": kind("a.pt")})
+    assert made.init_from == str(tmp_path / "a.pt")
+
+
+def test_a_whole_number_is_a_float_too() -> None:
+    assert make_options("job.py", 2, {"clip_grad_norm": 1}).clip_grad_norm == 1

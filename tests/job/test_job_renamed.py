@@ -1,0 +1,41 @@
+"""Former names of options: each leads to a present one."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from pipeworker.job.options import Options
+from pipeworker.job.renamed import RENAMED, migrated, renamed_error
+from pipeworker.runs.begin import RunRequest
+
+PRESENT = {field.name for kind in (Options, RunRequest) for field in dataclasses.fields(kind)}
+
+
+def test_every_former_name_leads_to_a_present_one() -> None:
+    assert not RENAMED.keys() & PRESENT
+    assert {renamed.new for renamed in RENAMED.values()} <= PRESENT
+
+
+def test_recorded_options_have_their_present_names_and_values() -> None:
+    before = {"seed": 3, "restarts": 4, "elastic": None, "read_data": "once", "init_partial": True}
+    after = {"seed": 3, "max_restarts": 4, "min_stages": None, "data_reader": "first"}
+    assert migrated(before) == {**after, "init_strict": False}
+    assert migrated(migrated(before)) == migrated(before)
+    assert migrated({"read_data": "every"}) == {"data_reader": "every"}
+
+
+@pytest.mark.parametrize("value", [[1], {}, None, 1, 0.0])
+def test_a_recorded_value_of_another_type_is_kept_for_the_reader_of_options(value: object) -> None:
+    assert migrated({"init_partial": value}) == {"init_strict": value}
+
+
+def test_a_place_that_lacks_the_present_option_does_not_name_it() -> None:
+    assert renamed_error("restarts", lambda _: False, str) == ""
+    assert renamed_error("seed", lambda _: True, str) == ""
+    expected = "READ_DATA: this option was renamed; use DATA_READER, where once is now called first"
+    assert (
+        renamed_error("read-data", lambda _: True, lambda n: n.upper().replace("-", "_"))
+        == expected
+    )

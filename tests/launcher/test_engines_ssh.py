@@ -1,0 +1,152 @@
+"""Tests of the commands that reach hosts by ssh; tests/test_ssh.py has real servers."""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import sys
+import tarfile
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from launcher.engines import ssh
+from launcher.engines.engine import AgentCommands
+from launcher.spec import Host, JobSpec
+from pipeworker.errors import PipeworkerError, UsageError
+
+SPEC = JobSpec(
+    name="job",
+    job_file="/project/job.py",
+    workers=3,
+    options=("--steps", "5"),
+    folder="/home/me",
+    run_dir="/runs/x",
+    hosts=(Host("a", 2), Host("me@b", 1, "/opt/python")),
+    environment={"OMP_NUM_THREADS": "2"},
+)
+
+
+def test_an_agent_is_a_command_of_ssh_without_a_secret() -> None:
+    first, second = (agent.command for agent in ssh.Ssh().render(SPEC).agents)
+    *client, host, line = first
+    assert client == ["ssh", "-T", "-o", "BatchMode=yes", "-o", "ConnectTimeout=10"]
+    assert host == "a"
+    assert line.startswith(f"cd /home/me && exec env OMP_NUM_THREADS=2 {sys.executable} -c '")
+    end = " pipeworker.host.agent /project/job.py /runs/x/run.json SSH_CONNECTION"
+    assert line.endswith(end)
+    assert second[-2] == "me@b"
+    assert "OMP_NUM_THREADS=2 /opt/python -c '" in second[-1]
+    assert first[-1].replace(sys.executable, "/opt/python") == second[-1]
+
+
+def test_a_request_is_shown_as_lines_for_a_shell() -> None:
+    text = ssh.Ssh().render(replace(SPEC, sync=True)).text()
+    sends = [line for line in text.splitlines() if line.startswith("#")]
+    assert len(text.splitlines()) == 4
+    assert [line.split()[:4] for line in sends] == [["#", "/project", "|", "ssh"]] * 2
+    assert all("mkdir -p /project /home/me && cd /project" in line for line in sends)
+
+
+@pytest.mark.parametrize(
+    ("text", "hosts"),
+    [
+        ("a", [("a", 1)]),
+        ("a:2,b:3", [("a", 2), ("b", 3)]),
+        ("me@a.b.c:1, b", [("me@a.b.c", 1), ("b", 1)]),
+        ("[::1]:4,[fe80::1]", [("::1", 4), ("fe80::1", 1)]),
+    ],
+)
+def test_hosts_are_parsed(text: str, hosts: list[tuple[str, int]]) -> None:
+    assert ssh.parse_hosts(text) == tuple(Host(*host) for host in hosts)
+
+
+@pytest.mark.parametrize(
+    ("text", "error"),
+    [
+        ("", "'' is not a host"),
+        ("a,", "'' is not a host"),
+        ("-oProxyCommand=x:1", "is not a host"),
+        ("a b:1", "is not a host"),
+        ("a:0", "'0' is not a number of workers"),
+        ("a:x", "'x' is not a number of workers"),
+        ("a:1,b:1,a:2", "host a: named twice"),
+        ("fd00::5", "'fd00:' is not a host; put an IPv6 address in brackets"),
+        ("[::1:2", "'[::1' is not a host; put an IPv6 address in brackets"),
+        ("ssh://a:22", "'ssh://a' is not a host"),
+        ("a:2:1", "'a:2' is not a host"),
+    ],
+)
+def test_invalid_hosts_are_an_error(text: str, error: str) -> None:
+    with pytest.raises(UsageError, match=re.escape(error)):
+        ssh.parse_hosts(text)
+
+
+def test_a_file_of_hosts_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "hosts"
+    path.write_text("\ufeff# ours\na 2\n\nb\nc 3 /opt/python  # slow\n")
+    assert ssh.read_hosts(path) == (Host("a", 2), Host("b", 1), Host("c", 3, "/opt/python"))
+    for text, error in (
+        ("a 2 p q", "line 1: must be a host"),
+        ("# none", "the file names no host"),
+        ("a\nb two", "line 2: 'two' is not a number"),
+        ("a:2", "line 1: 'a:2' is not a host; .* in a file after a space"),
+    ):
+        path.write_text(text)
+        with pytest.raises(UsageError, match=error):
+            ssh.read_hosts(path)
+    with pytest.raises(UsageError, match="No such file"):
+        ssh.read_hosts(tmp_path / "none")
+
+
+def send(folder: Path, to: Path) -> None:
+    """Send a folder through a shell of this host instead of ssh."""
+    spec = replace(SPEC, job_file=str(folder / "job.py"), folder=str(folder), sync=True)
+    ((*_, line),) = ssh.Ssh().render(replace(spec, hosts=(Host("a", 1),))).sends
+    assert line.count(str(folder)) == 3
+    carrier = ("sh", "-c", line.replace(str(folder), str(to)))
+    ssh.send(AgentCommands((), (carrier,), str(folder)))
+
+
+def test_a_host_that_shares_the_folder_unpacks_nothing(tmp_path: Path) -> None:
+    data = os.urandom(1 << 20) * 8  # more than a pipe holds
+    (tmp_path / "data").write_bytes(data)
+    before = (tmp_path / "data").stat()
+    send(tmp_path, tmp_path)
+    assert (tmp_path / "data").read_bytes() == data
+    assert (tmp_path / "data").stat().st_mtime_ns == before.st_mtime_ns
+    assert [path.name for path in tmp_path.iterdir()] == ["data"]
+
+
+def test_files_and_links_are_sent(tmp_path: Path) -> None:
+    folder, to, far = tmp_path / "code", tmp_path / "there", tmp_path / "far"
+    (folder / "deep").mkdir(parents=True)
+    to.mkdir()
+    (folder / "deep/model.py").write_text("layers")
+    (folder / "data").symlink_to("/nowhere")
+    (folder / "more").symlink_to(tmp_path)
+    os.mkfifo(folder / "pipe")
+    far.write_text("of another user")
+    (to / "deep").mkdir()
+    (to / "deep/model.py").symlink_to(far)
+    send(folder, to)
+    found = {str(path.relative_to(to)) for path in to.rglob("*")}
+    assert found == {"deep", "deep/model.py", "data", "more"}
+    assert (to / "deep/model.py").read_text() == "layers"
+    assert far.read_text() == "of another user"
+    assert (to / "data").readlink() == Path("/nowhere")
+
+
+def test_a_file_that_cannot_be_sent_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "job.py").touch()
+    monkeypatch.setattr(tarfile.TarFile, "add", denied)
+    with pytest.raises(PipeworkerError, match=r"--sync: cannot send .*: Permission denied"):
+        send(tmp_path, tmp_path)
+
+
+def denied(*_: object, **__: object) -> None:
+    raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))

@@ -1,0 +1,128 @@
+"""Tests of which workers are forked where, and how many at a time, and the copies that survive."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from launcher.supervisor.forks import Forks, Layout, SnapshotCopies
+from pipeworker.job.options import Options
+
+TWO_REPLICAS = ((0, 0, 1, 1), 2)
+"""The hosts by rank, and the ranks that hold the whole state together."""
+SPLIT_REPLICAS = ((0, 1, 1, 2), 2)
+HOSTS = st.lists(st.integers(0, 3), min_size=1, max_size=8)
+
+
+@pytest.mark.parametrize(
+    ("placed", "options", "lost", "survives"),
+    [
+        (TWO_REPLICAS, {}, [1], True),
+        (TWO_REPLICAS, {}, [0], True),
+        (TWO_REPLICAS, {}, [1, 0], False),
+        (SPLIT_REPLICAS, {}, [2], True),
+        (SPLIT_REPLICAS, {}, [1], False),
+        (((0, 0, 1, 1), 4), {}, [1], False),
+        (TWO_REPLICAS, {"reader": 0}, [1], True),
+        (TWO_REPLICAS, {"reader": 0}, [0], False),
+        (TWO_REPLICAS, {"reader": 0, "mirrored": True}, [0], True),
+        (((0, 1, 2), 3), {"mirrored": True}, [0], True),
+        (((0, 1, 2), 3), {"mirrored": True}, [0, 1], False),
+        (((0, 1, 2, 3), 4), {"mirrored": True}, [0, 2], True),
+        (((0, 1, 2, 3), 4), {"mirrored": True}, [3, 0], False),
+    ],
+)
+def test_a_snapshot_survives_while_every_part_is_on_a_host_that_is_left(
+    placed: tuple[tuple[int, ...], int],
+    options: dict[str, int],
+    lost: list[int],
+    *,
+    survives: bool,
+) -> None:
+    copies = SnapshotCopies()
+    copies.place(Layout(1, *placed, **options))  # type: ignore[arg-type]
+    assert copies.complete()
+    found = [copies.lose(host)[1] for host in lost]
+    assert found[-1] is survives
+
+
+def test_a_restarted_host_has_no_copy_until_the_next_snapshot() -> None:
+    copies = SnapshotCopies()
+    copies.place(Layout(1, (0, 1), 1))
+    copies.complete()
+    assert copies.lose(1) == ((1,), True)
+    copies.place(Layout(2, (0, 1), 1))
+    assert copies.lose(1) == ((), True)
+    assert copies.lose(0) == ((0,), False)
+    copies.place(Layout(3, (0, 1), 1))
+    assert copies.complete()
+    assert copies.lose(0) == ((0,), True)
+
+
+def test_a_host_that_was_lost_before_the_report_of_a_snapshot_has_no_part_of_it() -> None:
+    copies = SnapshotCopies()
+    copies.place(Layout(1, (0, 1), 2))
+    assert copies.lose(1) == ((), False)
+    copies.place(Layout(1, (0, 1), 2))  # started there again before the coordinator learns of it
+    assert not copies.complete()
+
+
+@given(HOSTS, st.data())
+def test_with_mirrors_any_one_of_several_hosts_may_be_lost(
+    hosts: list[int], data: st.DataObject
+) -> None:
+    several = len({*hosts}) > 1
+    layout = Layout(1, tuple(hosts), len(hosts), mirrored=several)
+    kept = [rank for host in {*hosts} for rank in layout.mirrored_on(host)]
+    assert sorted(kept) == (list(range(len(hosts))) if several else [])
+    copies = SnapshotCopies(layout, layout)
+    assert copies.lose(data.draw(st.sampled_from(hosts)))[1] is several
+
+
+@given(HOSTS, st.booleans(), st.integers(-1, 0), st.sets(st.integers(0, 3)), st.integers(0, 3))
+def test_a_further_loss_never_brings_a_snapshot_back(
+    hosts: list[int], mirrored: bool, reader: int, lost: set[int], more: int
+) -> None:
+    before = Layout(1, tuple(hosts), 1, mirrored, reader, frozenset(lost))
+    after = Layout(1, tuple(hosts), 1, mirrored, reader, frozenset({*lost, more}))
+    assert before.survives() or not after.survives()
+
+
+@given(st.lists(st.integers(1, 12), min_size=1, max_size=4), st.integers(1, 16), st.data())
+def test_every_rank_is_forked_once_and_a_few_start_at_a_time(
+    places: list[int], cores: int, data: st.DataObject
+) -> None:
+    stages = data.draw(st.integers(1, sum(places)))
+    forks = Forks(Options("job.py", stages, 4), "token", cores)
+    limit = max(8, cores) * len(places)
+    found: list[tuple[int, int]] = []
+    joined = 0
+    while not forks.complete:
+        chosen = forks.next_forks(places, [""] * len(places))
+        if stages > limit:
+            assert len(chosen) == 1 or joined
+        found += [(host, fork.rank) for host, fork in chosen]
+        assert 0 < len(found) - joined <= limit
+        forks.join()
+        joined += 1
+    assert sorted(rank for _, rank in found) == list(range(stages))
+    assert all(count <= places[host] for host, count in Counter(h for h, _ in found).items())
+    assert [host for _, host in sorted((rank, host) for host, rank in found)] == sorted(
+        host for host, _ in found
+    )  # neighbouring ranks share a host
+
+
+def test_a_lost_host_is_forked_again_in_the_next_generation() -> None:
+    forks = Forks(Options("job.py", 3, 4), "token", 1)
+    assert [(host, fork.local_rank) for host, fork in forks.next_forks([2, 1], ["", ""])] == [
+        (0, 0),
+        (0, 1),
+        (1, 0),
+    ]
+    assert forks.lose(0) == ((0, 1), True)  # no snapshot yet: the neighbour would have copies
+    assert not forks.complete
+    forks.begin(2)
+    assert [fork.generation for _, fork in forks.next_forks([2, 1], ["", ""])] == [2, 2, 2]

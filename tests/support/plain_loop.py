@@ -1,0 +1,102 @@
+"""The plain loop of the contract, whose bits those of every pipeline must equal."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from pipeworker.worker.stage import rng
+
+Batches = Sequence[tuple[Any, Any]]
+Grads = dict[str, "torch.Tensor | None"]
+Loss = Callable[[Any, Any], Any]
+
+
+@dataclass
+class Trained:
+    """Losses and gradients of every step, and final weights; tied gradients are the totals."""
+
+    losses: list[tuple[float, ...]] = field(default_factory=list)
+    counts: list[tuple[float, ...]] = field(default_factory=list)
+    grads: list[Grads] = field(default_factory=list)
+    weights: dict[str, torch.Tensor] = field(default_factory=dict)
+
+
+def copy_grad(grad: torch.Tensor | None) -> torch.Tensor | None:
+    return None if grad is None else grad.clone()
+
+
+def copy_weights(named: Iterable[tuple[str, nn.Parameter]]) -> dict[str, torch.Tensor]:
+    return {name: parameter.detach().clone() for name, parameter in named}
+
+
+def split(value: Any, count: int) -> list[Any]:
+    leaves, structure = pytree.tree_flatten(value)
+    cut = [
+        leaf.tensor_split(count) if isinstance(leaf, torch.Tensor) else [leaf] * count
+        for leaf in leaves
+    ]
+    return [pytree.tree_unflatten([piece[m] for piece in cut], structure) for m in range(count)]
+
+
+def plain(
+    layers: Sequence[nn.Module],
+    loss: Loss,
+    batches: Batches,
+    microbatches: int,
+    optimizer: Callable[[Any], torch.optim.Optimizer] | None = None,
+) -> Trained:
+    """Run the plain loop of the contract; without an optimizer, update nothing."""
+    net = nn.Sequential(*layers)
+    opt = optimizer(net.parameters()) if optimizer else None
+    trained = Trained()
+    for step, (x, y) in enumerate(batches, 1):
+        net.zero_grad()
+        samples = len(pytree.tree_leaves(x)[0])
+        losses: list[float] = []
+        counts: list[float] = []
+        count = min(microbatches, samples)
+        for m, (xm, ym) in enumerate(zip(split(x, count), split(y, count), strict=True)):
+            share = len(pytree.tree_leaves(xm)[0]) / samples
+            for index, layer in enumerate(net):
+                rng.seed_all(rng.layer_seed(0, step, m, index))
+                xm = layer(xm)
+            result = loss(xm, ym)
+            if isinstance(result, tuple):
+                root = result[0]
+                counts.append(float(result[1]))
+            else:
+                root = result * share
+            root.backward()
+            losses.append(root.item())
+        trained.losses.append(tuple(losses))
+        trained.counts.append(tuple(counts))
+        trained.grads.append({name: copy_grad(p.grad) for name, p in net.named_parameters()})
+        if opt is not None:
+            for parameter in net.parameters():
+                if counts and parameter.grad is not None:
+                    parameter.grad /= sum(counts)
+            opt.step()
+    trained.weights = copy_weights(net.named_parameters())
+    return trained
+
+
+def assert_equal(actual: Trained, expected: Trained, case: str = "") -> None:
+    """Assert that two results are bitwise equal."""
+    assert actual.losses == expected.losses, case
+    assert actual.counts == expected.counts, case
+    for step, (grads, others) in enumerate(zip(actual.grads, expected.grads, strict=True)):
+        assert grads.keys() == others.keys()
+        for name, a in grads.items():
+            b = others[name]
+            assert (a is None) == (b is None), (case, step, name)
+            if a is not None and b is not None:
+                assert torch.equal(a, b), (case, step, name)
+    assert actual.weights.keys() == expected.weights.keys()
+    for name, weight in actual.weights.items():
+        assert torch.equal(weight, expected.weights[name]), (case, name)

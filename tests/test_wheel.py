@@ -1,0 +1,81 @@
+"""The built distribution: what a wheel holds, and that it trains in an environment of its own."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import sysconfig
+import textwrap
+import venv
+import zipfile
+from pathlib import Path
+
+from support.pages import ROOT
+from support.sources import JOB
+
+
+def run(*words: object, cwd: Path) -> str:
+    """Run a command to its end and return its output; it must succeed."""
+    ran = subprocess.run([*map(str, words)], cwd=cwd, capture_output=True, text=True, timeout=100)
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    return ran.stdout
+
+
+def build(source: Path, out: Path) -> Path:
+    """Build the sdist from a copy of the repository, and from the sdist the wheel; return it."""
+    names = run("git", "ls-files", "--cached", "--others", "--exclude-standard", cwd=ROOT)
+    for name in names.splitlines():
+        if (ROOT / name).is_file() and not name.startswith("tests/"):
+            (source / name).parent.mkdir(parents=True, exist_ok=True)
+            (source / name).write_bytes((ROOT / name).read_bytes())
+    run(sys.executable, "-m", "build", "--no-isolation", "--outdir", out, source, cwd=source)
+    (wheel,) = out.glob("*.whl")
+    return wheel
+
+
+def check_contents(wheel: Path) -> None:
+    """A wheel holds all of the source, within the package."""
+    names = zipfile.ZipFile(wheel).namelist()
+    top = {name.partition("/")[0] for name in names}
+    assert {name for name in top if not name.endswith(".dist-info")} == {"pipeworker"}
+    sources = {
+        str(file.relative_to(ROOT))
+        for folder in ("pipeworker", "launcher")
+        for file in (ROOT / folder).rglob("*.py")
+    }
+    installed = {name.replace("pipeworker/_command/", "") for name in names}
+    assert {*sources, "cli.py"} == {name for name in installed if name.endswith(".py")}
+
+
+def check_training(wheel: Path, home: Path, job: Path) -> None:
+    """A job trains in a fresh environment.
+
+    The packages that the wheel requires are shared with the environment of the tests by a path
+    file: only pipeworker itself is installed.
+    """
+    venv.create(home, with_pip=False)
+    python = home / "bin" / "python"
+    found = run(python, "-c", "import site; print(site.getsitepackages()[0])", cwd=home)
+    site = Path(found.strip())
+    (site / "shared.pth").write_text(sysconfig.get_path("purelib"))
+    install = ("-m", "pip", "--python", python, "install", "--no-deps", "--no-index", wheel)
+    run(sys.executable, *install, cwd=home)
+    added = {path.name for path in site.iterdir() if not path.name.endswith(".dist-info")}
+    assert added == {"pipeworker", "shared.pth"}
+
+    (job / "model.py").write_text(textwrap.dedent(JOB))
+    words = ("launch", "--stages", "2", "--steps", "2", "--run-dir", "run", "model.py")
+    run(home / "bin" / "pipeworker", *words, cwd=job)
+    assert (job / "run" / "metrics.jsonl").read_text().count("\n") == 2
+    found = run(python, "-c", "import pipeworker; print(pipeworker.__file__)", cwd=job)
+    assert Path(found.strip()).is_relative_to(site)
+
+
+def test_the_wheel_installs_the_package_alone_and_trains(tmp_path: Path) -> None:
+    source, out, home, job = (tmp_path / name for name in ("source", "dist", "home", "job"))
+    for folder in (source, out, home, job):
+        folder.mkdir()
+    wheel = build(source, out)
+    run(sys.executable, "-m", "twine", "check", "--strict", *out.iterdir(), cwd=out)
+    check_contents(wheel)
+    check_training(wheel, home, job)

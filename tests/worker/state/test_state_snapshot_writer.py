@@ -1,0 +1,114 @@
+"""Snapshots of a worker's state, and the process that writes them to disk."""
+
+from __future__ import annotations
+
+import queue
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from pipeworker.errors import PipeworkerError
+from pipeworker.facts.layer_names import LayerNames
+from pipeworker.host import spawn
+from pipeworker.record.snapshot_buffer import SnapshotBuffer, snapshot_files
+from pipeworker.record.snapshot_memory import SnapshotMemory
+from pipeworker.record.stage_state import StageState
+from pipeworker.record.tensor_file import TensorFile
+from pipeworker.wire.messages.checkpoint import Copy, Saved
+from pipeworker.worker.state import snapshot_writer
+from pipeworker.worker.state.snapshot_writer import SnapshotWriter
+
+
+class WriterOfLayer:
+    """A snapshot writer with two memories and one layer, and the messages that it sends."""
+
+    def __init__(self, folder: Path) -> None:
+        self.sent: queue.SimpleQueue[Saved] = queue.SimpleQueue()
+        self.layer = nn.Linear(64, 64)
+        self.memories = [SnapshotMemory(), SnapshotMemory()]
+        self.folder = folder
+        self.writer = SnapshotWriter(
+            0, 1, self.memories, lambda step: folder / str(step), self.sent.put
+        )
+
+    @property
+    def parts(self) -> list[StageState]:
+        return [StageState(LayerNames(("0",)), [self.layer], [self.layer.state_dict()])]
+
+    def save(self, step: int) -> Saved:
+        """Copy the state and write it, as during a step."""
+        self.writer.copy(Copy(step, 0, save=True), self.parts, set(), None)
+        self.writer.wait_copied()
+        return self.sent.get(timeout=60)
+
+    def copy(self, step: int, slot: int) -> None:
+        """Copy the state and wait until the copy is complete."""
+        self.writer.copy(Copy(step, slot), self.parts, set(), None)
+        self.writer.wait_copied()
+
+
+@pytest.fixture
+def layer_writer(tmp_path: Path) -> Iterator[WriterOfLayer]:
+    layer_writer = WriterOfLayer(tmp_path)
+    yield layer_writer
+    layer_writer.writer.close()
+    for memory in layer_writer.memories:
+        memory.close()
+
+
+def test_a_writer_process_that_died_is_replaced_for_the_next_checkpoint(
+    layer_writer: WriterOfLayer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    commands = [
+        [sys.executable, "-S", "-c", "import sys; sys.stdin.readline()"],
+        [sys.executable, "-S", "-c", "print('[[', end='')"],
+        spawn.command("pipeworker.record.snapshot_memory"),
+    ]
+    monkeypatch.setattr(snapshot_writer, "command", lambda module: commands.pop(0))
+    for step in (1, 2):
+        saved = layer_writer.save(step)
+        assert saved == Saved(0, step, error="the process that writes checkpoints is gone")
+    saved = layer_writer.save(3)
+    assert (saved.step, saved.error, len(saved.files)) == (3, "", 3)
+    written = TensorFile(layer_writer.folder / "3" / saved.files[0].name)
+    assert torch.equal(written["0.weight"], layer_writer.layer.weight)
+    layer_writer.save(4)
+    assert not commands
+
+
+def test_a_snapshot_in_memory_is_that_of_its_step_or_rejected(
+    layer_writer: WriterOfLayer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layer_writer.copy(1, 0)
+    layer_writer.copy(2, 1)
+    (shard,) = snapshot_files([layer_writer.memories[0]], 1)
+    assert torch.equal(TensorFile(shard.model)["0.weight"], layer_writer.layer.weight)
+    with pytest.raises(
+        PipeworkerError, match="the snapshot of step 1 in memory is lost: resume from"
+    ):
+        snapshot_files(layer_writer.memories, 1)
+    monkeypatch.setattr(
+        SnapshotBuffer, "commit", lambda self, step: None
+    )  # the worker dies before that
+    layer_writer.copy(3, 0)
+    with pytest.raises(PipeworkerError, match="the snapshot of step 1 in memory is lost"):
+        snapshot_files([layer_writer.memories[0]], 1)
+    snapshot_files([layer_writer.memories[1]], 2)
+
+
+def test_a_slow_disk_delays_neither_copies_nor_steps(
+    layer_writer: WriterOfLayer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slow = [sys.executable, "-S", "-c", "import sys; sys.stdin.read()"]  # until its input is closed
+    monkeypatch.setattr(snapshot_writer, "command", lambda module: slow)
+    layer_writer.writer.copy(Copy(1, 0, save=True), layer_writer.parts, set(), None)
+    layer_writer.writer.wait_copied()
+    layer_writer.copy(2, 1)
+    assert layer_writer.writer.complete[0] == 2
+    assert layer_writer.sent.empty()
+    layer_writer.writer.close()  # a slow disk does not delay this either
+    assert layer_writer.sent.get().error

@@ -1,0 +1,96 @@
+"""Which classes of a job may pass between stages."""
+
+from __future__ import annotations
+
+import sys
+import textwrap
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+from torch.utils import _pytree as pytree
+
+from pipeworker.facts.limits import LONGEST_NAME
+from pipeworker.worker.model.survey import new_modules
+from pipeworker.worker.phases import classes_of
+
+SOURCE = """
+    from collections import namedtuple
+    from dataclasses import dataclass
+    from enum import Enum
+    from pathlib import Path
+    from typing import NamedTuple
+    from torch.utils import _pytree as pytree
+    Pair = namedtuple("Pair", "left right")
+    class Point(NamedTuple):
+        x: int
+    @dataclass
+    class State:
+        x: int
+    @dataclass
+    class Unknown:
+        x: int
+    class Mode(Enum):
+        A = 1
+    class Other:
+        class Deep(Enum):
+            A = 1
+    class Lazy:
+        @property
+        def __class__(self):
+            raise AssertionError("looked into")
+    lazy = Lazy()
+    alias = State
+    Long = namedtuple("Long", "x")
+    Long.__qualname__ = "x" * LENGTH
+    pytree.register_dataclass(State)
+"""
+
+
+@pytest.fixture
+def module(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    made = ModuleType("job_of_classes")
+    monkeypatch.setitem(sys.modules, made.__name__, made)
+    exec(textwrap.dedent(SOURCE).replace("LENGTH", str(LONGEST_NAME)), vars(made))
+    return made
+
+
+def test_named_tuples_enums_and_what_is_registered(module: ModuleType) -> None:
+    found = classes_of([module])
+    job_types = {name: kind for name, kind in found.items() if name.startswith("job_of_classes.")}
+    kinds = [module.Mode, module.Pair, module.Point, module.State]
+    assert job_types == {f"job_of_classes.{kind.__name__}": kind for kind in kinds}
+    assert list(found) == sorted(found)
+    assert Path not in found.values()
+
+
+def test_the_class_of_a_script_has_the_same_name_where_it_was_spawned(module: ModuleType) -> None:
+    names = []
+    for name in ("__main__", "__mp_main__"):
+        module.__name__ = module.Pair.__module__ = name
+        names.append([name for name, kind in classes_of([module]).items() if kind is module.Pair])
+    assert names == [["__main__.Pair"]] * 2
+
+
+def test_what_is_registered_under_a_name_passes_wherever_it_is_defined() -> None:
+    class Output:
+        def __init__(self, x: int) -> None:
+            self.x = x
+
+    assert Output not in classes_of([]).values()
+    pytree.register_pytree_node(
+        Output,
+        lambda output: ([output.x], None),
+        lambda children, _: Output(*children),
+        serialized_type_name="structures.Output",
+    )
+    assert f"{__name__}.{Output.__qualname__}" in classes_of([])
+    assert "torch.Size" in classes_of([])
+    assert not {tuple, list, dict} & {*classes_of([]).values()}
+
+
+def test_what_we_import_late_is_not_the_jobs(monkeypatch: pytest.MonkeyPatch) -> None:
+    there = set(sys.modules)
+    for name in ("pipeworker.late", "torch.late", "pipeworker_job.net", "theirs"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    assert {module.__name__ for module in new_modules(there)} == {"pipeworker_job.net", "theirs"}

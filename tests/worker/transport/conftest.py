@@ -1,0 +1,23 @@
+"""Fixtures of several modules with tests of links."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from support.authentication import timings
+
+SHORT = "handshake=0.25,reconnect=0.2"
+
+
+@pytest.fixture
+def short_handshake(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Set a short time for handshakes."""
+    yield from timings(monkeypatch, f"{SHORT},connect=21")
+
+
+@pytest.fixture
+def short_connect(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Set short times for handshakes and for connecting."""
+    yield from timings(monkeypatch, f"{SHORT},connect=1.1")

@@ -1,0 +1,46 @@
+"""The certificate of a job, and the TLS contexts that accept no other."""
+
+from __future__ import annotations
+
+import ssl
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from pipeworker.errors import UsageError
+from pipeworker.worker.transport import credentials
+from pipeworker.worker.transport.credentials import Credentials
+from support.authentication import Listener
+from support.transport import MEMBERSHIP
+
+
+def test_all_hosts_of_a_job_derive_the_same_certificate() -> None:
+    one, other = (Credentials.of(MEMBERSHIP.token) for _ in range(2))
+    assert one.certificate == other.certificate
+    assert one.certificate != Credentials.of("another secret of these tests").certificate
+    with pytest.raises(UsageError, match="too short"):
+        Credentials.of("short")
+
+
+def test_an_older_tls_is_refused() -> None:
+    with ExitStack() as stack:
+        listener = Listener("tls", stack)
+        old = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+        old.check_hostname, old.verify_mode = False, ssl.CERT_NONE
+        old.maximum_version = ssl.TLSVersion.TLSv1_2
+        with pytest.raises(ssl.SSLError):
+            old.wrap_socket(listener.connect())
+        assert listener.accepts_peer()
+
+
+def test_the_key_stays_in_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both where it is in memory without a name and where it is in a file for a moment."""
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    for platform in ("linux", "darwin"):
+        monkeypatch.setattr("sys.platform", platform)
+        seen: list[tuple[int, bytes]] = []
+        with credentials.readable_path(b"a key") as path:
+            seen.append((Path(path).stat().st_mode & 0o077, Path(path).read_bytes()))
+        assert seen == [(0, b"a key")] if platform == "darwin" else seen[0][1] == b"a key"
+        assert not list(tmp_path.iterdir())

@@ -1,0 +1,176 @@
+"""Snapshots that are fetched from another host, and mirrored on it."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import socket
+import ssl
+import struct
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+
+import pytest
+
+from pipeworker.record.snapshot_memory import SnapshotMemory
+from pipeworker.worker.transport import handshake
+from pipeworker.worker.transport.credentials import Credentials
+from pipeworker.worker.transport.handshake import HandshakeSteps, Membership, PeerLeft
+from pipeworker.worker.transport.network import Network
+from pipeworker.worker.transport.snapshot_transfer import (
+    MirrorClient,
+    MirrorServer,
+    SnapshotServer,
+    fetch_snapshot,
+)
+from support.transport import ENDPOINT, MEMBERSHIP, LocalStore
+
+
+@pytest.fixture(params=["gloo", "tls"])
+def network(request: pytest.FixtureRequest) -> Network:
+    return Network(ENDPOINT, request.param)
+
+
+@pytest.fixture
+def memories() -> Iterator[dict[int, list[SnapshotMemory]]]:
+    """Two slots of each of two ranks; one file is larger than a chunk of the transfer."""
+    made = {rank: [SnapshotMemory(), SnapshotMemory()] for rank in (3, 5)}
+    for rank, slots in made.items():
+        for slot, memory in enumerate(slots):
+            memory.write(0, bytes([rank, slot]) * 700_000)
+            memory.write(1, b"")
+            memory.write(2, f"{rank}/{slot}".encode())
+    yield made
+    for slots in made.values():
+        for memory in slots:
+            memory.close()
+
+
+def test_a_fetched_snapshot_is_a_copy(
+    network: Network, memories: dict[int, list[SnapshotMemory]]
+) -> None:
+    store, before = LocalStore(), threading.active_count()
+    server = SnapshotServer(memories, store.store(), network, MEMBERSHIP)
+    for rank, slot in ((5, 1), (3, 0), (3, 1)):
+        fetched = fetch_snapshot(rank, slot, store.store(), network, MEMBERSHIP)
+        served = memories[rank][slot]
+        assert [p.read_bytes() for p in fetched.paths] == [p.read_bytes() for p in served.paths]
+        fetched.close()
+    server.close()
+    assert threading.active_count() == before
+
+
+@pytest.mark.parametrize("sender", ["server", "client"])
+def test_nothing_is_sent_unencrypted_while_a_connection_closes(
+    sender: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other thread sends until the connection is shut down, which is delayed here."""
+    network, store, content = Network(ENDPOINT, "tls"), LocalStore().store(), b"\5\1" * (16 << 20)
+    closing, received = threading.Event(), threading.Event()
+    shut_down, until = socket.socket.shutdown, time.monotonic() + 20
+    credentials = Credentials.of(MEMBERSHIP.token)
+
+    def steps(connection: socket.socket, *, connects: bool = False) -> HandshakeSteps:
+        authentication = handshake.authenticate(MEMBERSHIP.snapshot_key(), sends=connects)
+        return credentials.steps(connection, authentication, connects=connects)
+
+    def delayed(connection: socket.socket, how: int) -> None:
+        closing.set()
+        received.wait(20)
+        shut_down(connection, how)
+
+    with ExitStack() as stack, ThreadPoolExecutor(2) as pool:
+        memory = stack.enter_context(contextlib.closing(SnapshotMemory()))
+        memory.write(0, content)
+        memory.write(1, b"")
+        memory.write(2, b'{"step": 1}')
+        if sender == "server":
+            server = SnapshotServer({5: [memory]}, store, network, MEMBERSHIP)
+            address, close = handshake.parse_address(store.get("memory/5")), server.close
+            connection = socket.create_connection(address, 20)
+            peer = handshake.complete(steps(connection, connects=True), connection, until)
+            peer.sendall(struct.pack("<2q", 5, 0))
+        else:
+            listener, published = handshake.listen("127.0.0.1")
+            stack.enter_context(listener)
+            store.set("mirror/5", published)
+            client = MirrorClient(5, store, network, MEMBERSHIP)
+            close = client.close
+            pool.submit(client.mirror, 0, memory, 1)
+            peer = handshake.accept(listener, "", until, steps)
+        stack.enter_context(peer)
+        assert peer.recv(1)  # it sends
+        monkeypatch.setattr(socket.socket, "shutdown", delayed)
+        closed = pool.submit(close)
+        assert closing.wait(20)
+        peer.settimeout(0.5)
+        raw = bytearray()
+        with contextlib.suppress(TimeoutError):
+            while len(raw) < len(content) and (data := socket.socket.recv(peer, 1 << 20)):
+                raw += data
+        received.set()
+        closed.result(20)
+        assert len(raw) > len(content) // 2
+        assert content[:100] not in raw
+
+
+def test_only_complete_snapshots_are_mirrored(
+    network: Network, memories: dict[int, list[SnapshotMemory]]
+) -> None:
+    store, before = LocalStore(), threading.active_count()
+    copies = {rank: [SnapshotMemory(), SnapshotMemory()] for rank in memories}
+    server = MirrorServer(copies, store.store(), network, MEMBERSHIP)
+    clients = {rank: MirrorClient(rank, store.store(), network, MEMBERSHIP) for rank in memories}
+    for step in (7, 8):
+        for rank, slots in memories.items():
+            slots[step % 2].write(0, bytes([rank, step]) * (step * 100_000))
+            slots[step % 2].write(2, json.dumps({"step": step, "rank": rank}).encode())
+            assert clients[rank].mirror(step % 2, slots[step % 2], step)
+    for rank, slots in memories.items():
+        for own, copy in zip(slots, copies[rank], strict=True):
+            assert [p.read_bytes() for p in own.paths] == [p.read_bytes() for p in copy.paths]
+    memories[3][0].write(2, b"")  # the slot is reused while it is sent
+    assert not clients[3].mirror(0, memories[3][0], 8)
+    assert copies[3][0].paths[2].read_bytes() == b""
+    assert clients[5].mirror(0, memories[5][0], 8)
+    server.close()
+    assert not clients[5].mirror(0, memories[5][0], 8)
+    for client in clients.values():
+        client.close()
+    assert threading.active_count() == before
+    for slots in copies.values():
+        for memory in slots:
+            memory.close()
+
+
+def test_a_worker_of_another_generation_is_rejected(
+    network: Network,
+    memories: dict[int, list[SnapshotMemory]],
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    store = LocalStore()
+    server = SnapshotServer(memories, store.store(), network, MEMBERSHIP)
+    old = Membership(MEMBERSHIP.token, MEMBERSHIP.generation + 1)
+    host, port = store.store().get("memory/3").decode().split()
+    until = time.monotonic() + 20
+    connection = socket.create_connection((host, int(port)), timeout=20)
+    authentication = handshake.authenticate(old.snapshot_key(), sends=True)
+    steps = (
+        Credentials.of(old.token).steps(connection, authentication, connects=True)
+        if network.backend == "tls"
+        else handshake.plain_steps(connection, authentication)
+    )
+    with pytest.raises((PeerLeft, ConnectionError, ssl.SSLEOFError)):
+        handshake.complete(steps, connection, until)
+    log = ""
+    while "the channel of copies of the state: rejected a connection" not in log:
+        log += capfd.readouterr().err
+        assert time.monotonic() < until
+    fetched = fetch_snapshot(3, 0, store.store(), network, MEMBERSHIP)
+    assert fetched.size == memories[3][0].size
+    fetched.close()
+    server.close()
