@@ -42,6 +42,7 @@ class ConnectionLimit:
         self._server = server
         self._lock = threading.Lock()
         self._pending: dict[int, Address] = {}  # by descriptor, the oldest first
+        self._authenticated: set[int] = set()
         descriptors, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         unlimited = descriptors == resource.RLIM_INFINITY
         self._limit = MAX_PENDING if unlimited else min(MAX_PENDING, descriptors // _SHARE)
@@ -56,10 +57,15 @@ class ConnectionLimit:
         self._thread.start()
 
     def on_frame(self, frame: zmq.Frame) -> None:
-        """Note that the connection a frame was read from is authenticated."""
-        if self._pending:
+        """Note that the connection a frame was read from is authenticated.
+
+        A frame may be read before this object's thread learns that its connection was accepted.
+        """
+        descriptor = frame.get(zmq.SRCFD)
+        if descriptor not in self._authenticated:
             with self._lock:
-                self._pending.pop(frame.get(zmq.SRCFD), None)
+                self._authenticated.add(descriptor)
+                self._pending.pop(descriptor, None)
 
     def close(self) -> None:
         """End the thread, and log how many connections were closed."""
@@ -84,7 +90,9 @@ class ConnectionLimit:
         event, descriptor = _EVENT.unpack(self._events.recv_multipart(flags)[0])
         with self._lock:
             self._pending.pop(descriptor, None)
-            if event == zmq.EVENT_ACCEPTED:
+            if event != zmq.EVENT_ACCEPTED:
+                self._authenticated.discard(descriptor)
+            elif descriptor not in self._authenticated:
                 with suppress(OSError), _borrow(descriptor) as connection:  # or it has closed
                     self._pending[descriptor] = connection.getpeername()
         return bool(event != zmq.EVENT_MONITOR_STOPPED)

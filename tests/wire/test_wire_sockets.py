@@ -6,6 +6,7 @@ Unauthenticated connections are limited: the busiest source's oldest are closed 
 from __future__ import annotations
 
 import socket
+import struct
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
@@ -289,6 +290,49 @@ def test_authenticated_connections_are_not_counted(
             sockets.send(router, identity, b"still connected")
         for peer in peers:
             assert peer.poll(10_000)
+
+
+class MonitoredSocket:
+    """A ROUTER's part for `ConnectionLimit`: the test says when it reports which event."""
+
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]]) -> None:
+        self.context = context
+        self._events = context.socket(zmq.PAIR)
+
+    def monitor(self, endpoint: str, events: int) -> None:
+        self._events.bind(endpoint)
+
+    def report(self, event: int, connection: socket.socket | None = None) -> None:
+        descriptor = connection.fileno() if connection else 0
+        self._events.send_multipart([struct.pack("=HI", event, descriptor), b""])
+
+    def disable_monitor(self) -> None:
+        self.report(zmq.EVENT_MONITOR_STOPPED)
+
+
+def test_a_frame_that_is_read_before_its_connection_is_reported(
+    monkeypatch: pytest.MonkeyPatch, context: zmq.Context[zmq.Socket[bytes]]
+) -> None:
+    monkeypatch.setattr(sockets, "MAX_PENDING", LIMIT)
+    server = MonitoredSocket(context)
+    limit = sockets.ConnectionLimit(server)  # type: ignore[arg-type]
+    with ExitStack() as stack:
+        listener = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
+        accepted, connected = [], []
+        for _ in range(LIMIT + 2):
+            address = listener.getsockname()
+            connected.append(stack.enter_context(socket.create_connection(address, 10)))
+            accepted.append(stack.enter_context(listener.accept()[0]))
+        limit.on_frame({zmq.SRCFD: accepted[0].fileno()})  # type: ignore[arg-type]
+        for connection in accepted:
+            server.report(zmq.EVENT_ACCEPTED, connection)
+        until(lambda: any(closed(connected)))
+        assert closed(connected) == [False, True] + [False] * LIMIT
+        server.report(zmq.EVENT_DISCONNECTED, accepted[0])
+        server.report(zmq.EVENT_ACCEPTED, accepted[0])  # another connection at its descriptor
+        until(lambda: sum(closed(connected)) == 2)
+        limit.close()
+        assert closed(connected) == [False, True, True] + [False] * (LIMIT - 1)
 
 
 def test_a_peer_connects_during_a_flood(
