@@ -15,7 +15,7 @@ from support.sources import JOB
 
 
 def test_warnings_of_a_resume_are_shown(jobs: Jobs, scripts: Scripts) -> None:
-    """Both by the command and by a script."""
+    """The command and a script show the same warnings."""
     job_file = jobs.write(JOB)
     options = {"steps": 1, "microbatches": 2}
     RunRequest(str(job_file), 1, options, jobs.folder / "run").prepare().close()

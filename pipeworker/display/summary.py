@@ -86,7 +86,7 @@ class Summary:
     def lines(self) -> list[str]:
         """Return the lines of the summary, without the error."""
         verdict = self.verdict
-        if not verdict.steps:
+        if not verdict.steps or (verdict.is_usage_error and verdict.steps == self.resumed_at):
             return []
         now = f", {verdict.steps - self.resumed_at} of them now," if self.resumed_at else ""
         steps = f"{verdict.steps} step{'s' * (verdict.steps != 1)}{now}"

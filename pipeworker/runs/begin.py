@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +31,7 @@ class PreparedRun:
     """A run whose directory is ready and locked by this process, until :meth:`close`.
 
     Attributes:
-        created: the folders that were created for it, the deepest first; none if it is resumed.
-        previous_record: ``run.json`` of a resumed run as it was before; empty for a new run.
+        undo: removes a new run, or restores the records of a resumed one.
         recorded_bytes: the size of the rows that existed at its start.
         origins: the sources of options, as :class:`RunRequest` has them, at its first start.
     """
@@ -39,9 +39,8 @@ class PreparedRun:
     options: Options
     run_dir: RunDir
     lock: RunLock
+    undo: Callable[[], None]
     warnings: tuple[str, ...] = ()
-    created: tuple[Path, ...] = ()
-    previous_record: bytes = b""
     recorded_bytes: int = 0
     origins: Mapping[str, str] = field(default_factory=dict)
 
@@ -49,18 +48,15 @@ class PreparedRun:
         """Release the directory, as the end of the process would. Idempotent.
 
         If a mistake of the user's ended the job before its first step, nothing remains of a new
-        run, and a resumed run gets its previous options back: the ones that were the mistake would
-        prevent every later resume.
+        run, and a resumed run gets its previous records back: it is what it was, and the options
+        that were the mistake would prevent every later resume.
         """
         try:
             is_mistake = verdict is not None and verdict.is_usage_error and self.lock.locked
             # A coordinator that was lost may have done steps before its successor met the mistake.
             if is_mistake and _row_bytes(self.run_dir) == self.recorded_bytes:
-                if self.previous_record:
-                    with suppress(OSError):  # the user is told of the mistake, not of this
-                        atomic_file.write_bytes(self.run_dir.run, self.previous_record)
-                elif not any(self.run_dir.checkpoints.glob("*")):  # as a user's own loop may write
-                    self.run_dir.remove_run(self.created)
+                with suppress(OSError):  # the user is told of the mistake, not of this
+                    self.undo()
         finally:
             self.lock.release()
 
@@ -169,7 +165,9 @@ class RunRequest:
             run_dir.remove_run(created)
             lock.release()
             raise
-        return PreparedRun(options, run_dir, lock, created=created, origins=origins)
+        return PreparedRun(
+            options, run_dir, lock, partial(_remove, run_dir, created), origins=origins
+        )
 
     def _origins(self) -> dict[str, str]:
         """Return the sources of those defaults that take effect."""
@@ -223,16 +221,18 @@ class RunRequest:
             warnings.append(
                 f"{run} has already done its {point.step} steps: give more --steps to train further"
             )
+        before = {path: _content(path) for path in (run_dir.run, run_dir.summary, run_dir.plan)}
         resume.roll_back(run_dir, point)
-        previous, rows = run_dir.run.read_bytes(), _row_bytes(run_dir)
         if copy := record.add_resume(_recorded(options), _process(options), point.step):
+            before[run_dir.path / copy] = None
             warnings.append(
                 f"{self.job_file} has changed since the run was last started: see {copy}. The "
                 "settings of optimizer and scheduler, such as the learning rate, are those of the "
                 "checkpoint"
             )
         lock.share()
-        return PreparedRun(options, run_dir, lock, tuple(warnings), (), previous, rows)
+        undo = partial(_restore, before)
+        return PreparedRun(options, run_dir, lock, undo, tuple(warnings), _row_bytes(run_dir))
 
     def _merged_options(self, record: run_record.RunRecord) -> Options:
         """Return the options of the run to resume, with those that are given now."""
@@ -249,6 +249,25 @@ class RunRequest:
         options = make_options(self.job_file, fields.pop("stages"), fields)
         resume_options.check_unchanged(before, options, allow, f"the run in {self.run_dir}")
         return options
+
+
+def _remove(run_dir: RunDir, created: Sequence[Path]) -> None:
+    """Remove a new run, unless it has checkpoints, as a user's own loop may write."""
+    if not any(run_dir.checkpoints.glob("*")):
+        run_dir.remove_run(created)
+
+
+def _content(path: Path) -> bytes | None:
+    return path.read_bytes() if path.exists() else None
+
+
+def _restore(before: Mapping[Path, bytes | None]) -> None:
+    """Give files the content that they had; None for a file that did not exist."""
+    for path, content in before.items():
+        if content is None:
+            path.unlink(missing_ok=True)
+        elif content != _content(path):
+            atomic_file.write_bytes(path, content)
 
 
 def _row_bytes(run_dir: RunDir) -> int:

@@ -204,7 +204,7 @@ class Verdict:
     @property
     def is_usage_error(self) -> bool:
         """Whether the job ended before its first step because of the command or the job file."""
-        return self.job_exited or (self.exit_status == UsageError.exit_status and not self.steps)
+        return self.job_exited or self.exit_status == UsageError.exit_status
 
 
 _Progress = Joined | Planned | Snapshot | StepResult | Evaluation

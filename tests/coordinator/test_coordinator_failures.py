@@ -232,7 +232,7 @@ def test_a_resumed_run_has_usage_errors_before_its_own_first_step() -> None:
     job = ScriptedJob(2, start=Start(JobState(7), recorded=7))
     job.join()
     assert mistake(job, Cause.USAGE).ended.exit_status == 2
-    assert not report.verdict(job.ended, 1.0).is_usage_error  # the run has records
+    assert report.verdict(job.ended, 1.0).is_usage_error
 
 
 @pytest.mark.parametrize("status", [0, 1, 3])

@@ -91,6 +91,11 @@ def test_a_job_without_a_checkpoint_cannot_be_resumed() -> None:
     assert ended(steps=0) == []
 
 
+def test_a_mistake_before_the_first_step_of_a_resume_has_no_summary() -> None:
+    assert ended(status="failed", exit_status=2, resumed_at=60) == []
+    assert ended(status="failed", exit_status=1, resumed_at=60)
+
+
 CONTEXT = BubbleContext(0.15, workers=3, cores=4, microbatches=10, seconds=0.5)
 
 

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import errno
 import os
+from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from pipeworker.errors import RecordError
 from pipeworker.record.metrics.rows import Rows
+from pipeworker.record.run_record import write_summary
 from pipeworker.runs.begin import RunRequest
 from pipeworker.wire.lines import Verdict
+from support.checkpoints import complete
 
 MISTAKE = Verdict("failed", 2, 0, 0.0, (), 0.0, "no", job_exited=True)
 
@@ -46,6 +50,32 @@ def test_a_mistake_restores_the_options_of_a_resumed_run(tmp_path: Path, steps: 
     wrong.close(MISTAKE)
     assert again.run_dir.run.read_bytes() == record  # another process owns it now
     again.close()
+
+
+def test_a_mistake_leaves_a_resumed_run_as_it_was(tmp_path: Path) -> None:
+    """A finished run stays done if it cannot be resumed with another job file."""
+    job, run_dir = tmp_path / "job.py", tmp_path / "run"
+    job.write_text("job = 1")
+    first = RunRequest(str(job), 1, {}, run_dir).prepare()
+    complete(first.run_dir, 4)
+    with closing(Rows(first.run_dir.metrics)) as rows:
+        rows.add({"step": 4})
+    write_summary(first.run_dir, replace(MISTAKE, status="done", exit_status=0, steps=4), 1)
+    first.run_dir.plan.write_text("plan")
+    first.close()
+
+    def content() -> dict[Path, bytes]:
+        return {path: path.read_bytes() for path in run_dir.rglob("*") if path.is_file()}
+
+    before = content()
+    job.write_text("job = 2")
+    wrong = RunRequest(str(job), None, {}, run_dir, resume=True).prepare()
+    assert (run_dir / "job-1.py").exists()
+    wrong.run_dir.plan.write_text("another plan")
+    mistake = replace(MISTAKE, steps=4, job_exited=False)
+    write_summary(wrong.run_dir, mistake, 1)
+    wrong.close(mistake)
+    assert content() == before
 
 
 def test_a_run_that_cannot_be_recorded_leaves_no_files(
