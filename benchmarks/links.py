@@ -122,11 +122,11 @@ def coordinate(ends: list[Connection]) -> None:
         for end in multiprocessing.connection.wait(ends):
             assert isinstance(end, Connection)
             try:
-                operation, keys, value, expected, *_ = end.recv()
+                operation, keys, *more = end.recv()
             except EOFError:
                 ends.remove(end)
                 continue
-            request = StoreRequest(0, 1, operation, keys, value, expected)
+            request = StoreRequest(0, 1, operation, keys, *more[:1])
             for peer, reply in rendezvous.handle(str(end.fileno()).encode(), request):
                 next(e for e in ends if str(e.fileno()).encode() == peer).send(reply)
 

@@ -118,20 +118,17 @@ class Control:
         self,
         operation: StoreOperation,
         keys: tuple[str, ...],
-        value: bytes,
-        expected: bytes,
+        value: bytes = b"",
         timeout: float | None = None,
     ) -> StoreReply:
-        """Perform one operation on the coordinator's store.
-
-        `expected` is the value that COMPARE_SET replaces, and `timeout` is in seconds.
+        """Perform one operation on the coordinator's store; `timeout` is in seconds.
 
         Raises:
             TimeoutError: there is no reply within the timeout.
         """
         number = next(self._request_numbers)
         reply = self._replies[number] = queue.SimpleQueue()
-        self.send(StoreRequest(self._rank, number, operation, keys, value, expected))
+        self.send(StoreRequest(self._rank, number, operation, keys, value))
         try:
             return reply.get(timeout=timeout)
         except queue.Empty:

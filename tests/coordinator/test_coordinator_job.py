@@ -137,17 +137,19 @@ def test_two_messages_per_worker_and_step(workers: int, microbatches: int) -> No
             assert advance == Advance(RunStep(step + 1, batch, False, ""), Update(step))
 
 
-def test_two_ranks_exchange_values_by_the_store() -> None:
+def test_two_ranks_exchange_values_by_the_store(monkeypatch: pytest.MonkeyPatch) -> None:
     job = ScriptedJob(2)
     job.join()
     get = StoreRequest(0, 1, StoreOperation.GET, ("k",))
     assert job.receive(get) == []
     assert job.receive(StoreRequest(1, 1, StoreOperation.SET, ("k",), b"v")) == [
-        Send(b"w1", StoreReply(1, (), 0), 1),
-        Send(b"w0", StoreReply(1, (b"v",), 0), 1),
+        Send(b"w1", StoreReply(1), 1),
+        Send(b"w0", StoreReply(1, (b"v",)), 1),
     ]
-    job.receive(StoreRequest(1, 2, StoreOperation.ADD, ("k",), b"x"))
-    assert "sent an invalid message: StoreRequest: ADD needs a number" in job.failure.message
+    monkeypatch.setattr("pipeworker.coordinator.store.MAX_BYTES", 9)
+    job.receive(StoreRequest(1, 2, StoreOperation.SET, ("other",), b"value"))
+    assert job.failure.rank == 1
+    assert "sent an invalid message: StoreRequest: the store is full" in job.failure.message
 
 
 @pytest.mark.parametrize("event", ["abandoned", "lost", "defect"])

@@ -69,7 +69,7 @@ def test_new_workers_receive_everything_the_earlier_ones_did() -> None:
     ]
     job.join(1)
     (reply,) = job.receive(StoreRequest(0, 1, StoreOperation.CHECK, ("k",)))
-    assert reply == Send(b"w0", StoreReply(1, (), 0), 2)
+    assert reply == Send(b"w0", StoreReply(1), 2)
     effects = [*job.describe(), *job.ready()]
     old, new = job.sent(1, Plan)
     assert old == new

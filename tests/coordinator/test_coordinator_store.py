@@ -1,4 +1,4 @@
-"""The key-value store: torch.distributed's operations, and when each is answered."""
+"""The key-value store: its operations, and when each is answered."""
 
 from __future__ import annotations
 
@@ -13,9 +13,7 @@ from pipeworker.errors import ProtocolError
 from pipeworker.wire.codec import encode
 from pipeworker.wire.messages.store import StoreOperation, StoreReply, StoreRequest
 
-GET, SET, ADD = StoreOperation.GET, StoreOperation.SET, StoreOperation.ADD
-CHECK, COMPARE_SET = StoreOperation.CHECK, StoreOperation.COMPARE_SET
-DELETE = StoreOperation.DELETE
+GET, SET, CHECK = StoreOperation.GET, StoreOperation.SET, StoreOperation.CHECK
 
 
 class Store:
@@ -30,10 +28,9 @@ class Store:
         operation: StoreOperation,
         *keys: str,
         value: bytes = b"",
-        expected: bytes = b"",
         peer: bytes = b"a",
     ) -> list[Reply]:
-        request = StoreRequest(0, next(self.numbers), operation, keys, value, expected)
+        request = StoreRequest(0, next(self.numbers), operation, keys, value)
         return self.rendezvous.handle(peer, request)
 
     def reply(self, operation: StoreOperation, *keys: str, **more: bytes) -> StoreReply:
@@ -49,90 +46,44 @@ def store() -> Store:
 
 
 def test_get_returns_what_was_set(store: Store) -> None:
-    assert store.reply(SET, "k", value=b"\0v") == StoreReply(1, (), 0)
-    assert store.reply(GET, "k", peer=b"b") == StoreReply(2, (b"\0v",), 0)
+    assert store.reply(SET, "k", value=b"\0v") == StoreReply(1)
+    assert store.reply(GET, "k", peer=b"b") == StoreReply(2, (b"\0v",))
     store.reply(SET, "k", value=b"w")
     assert store.reply(GET, "k").values == (b"w",)
 
 
 def test_get_is_answered_when_the_key_is_set(store: Store) -> None:
     assert store.request(GET, "k", peer=b"b") == []
-    assert store.request(SET, "other", value=b"x") == [(b"a", StoreReply(2, (), 0))]
+    assert store.request(SET, "other", value=b"x") == [(b"a", StoreReply(2))]
     assert store.request(SET, "k", value=b"v") == [
-        (b"a", StoreReply(3, (), 0)),
-        (b"b", StoreReply(1, (b"v",), 0)),
+        (b"a", StoreReply(3)),
+        (b"b", StoreReply(1, (b"v",))),
     ]
-    assert store.request(SET, "k", value=b"w") == [(b"a", StoreReply(4, (), 0))]  # answered once
+    assert store.request(SET, "k", value=b"w") == [(b"a", StoreReply(4))]  # answered once
 
 
 def test_wait_needs_every_key(store: Store) -> None:
     """torch's wait() is a GET of several keys."""
     assert store.request(GET, "one", "two", peer=b"b") == []
     assert len(store.request(SET, "two", value=b"2")) == 1
-    assert store.request(SET, "one", value=b"1")[1:] == [(b"b", StoreReply(1, (b"1", b"2"), 0))]
+    assert store.request(SET, "one", value=b"1")[1:] == [(b"b", StoreReply(1, (b"1", b"2")))]
     assert store.reply(GET).values == ()
 
 
 def test_every_waiting_request_is_answered(store: Store) -> None:
     for peer in (b"b", b"c", b"b"):  # b requests twice
         assert store.request(GET, "k", peer=peer) == []
-    assert store.request(ADD, "k", value=b"5")[1:] == [
-        (peer, StoreReply(number, (b"5",), 0)) for peer, number in ((b"b", 1), (b"c", 2), (b"b", 3))
+    assert store.request(SET, "k", value=b"5")[1:] == [
+        (peer, StoreReply(number, (b"5",))) for peer, number in ((b"b", 1), (b"c", 2), (b"b", 3))
     ]
-
-
-def test_add_counts_from_zero(store: Store) -> None:
-    assert [store.reply(ADD, "n", value=v).result for v in (b"1", b"2", b"-5")] == [1, 3, -2]
-    assert store.reply(GET, "n").values == (b"-2",)
-    store.reply(SET, "n", value=b"40")
-    assert store.reply(ADD, "n", value=b"2").result == 42
-
-
-@pytest.mark.parametrize("value", [b"", b"x", b"1.5", b"\xff", b"9" * 5000, b"%d" % 2**62])
-def test_adding_a_value_that_is_no_number_is_rejected(store: Store, value: bytes) -> None:
-    with pytest.raises(ProtocolError):
-        store.request(ADD, "n", value=value)
-    assert store.reply(CHECK, "n").result == 0
-    store.reply(SET, "n", value=value)
-    with pytest.raises(ProtocolError):
-        store.request(ADD, "n", value=b"1")
-    assert store.reply(GET, "n").values == (value,)
 
 
 def test_check(store: Store) -> None:
     store.reply(SET, "one", value=b"")
-    assert store.reply(CHECK, "one").result == 1
-    assert store.reply(CHECK, "one", "two").result == 0
+    assert store.reply(CHECK, "one").present
+    assert not store.reply(CHECK, "one", "two").present
     store.reply(SET, "two", value=b"")
-    assert store.reply(CHECK, "one", "two").result == 1
-
-
-@pytest.mark.parametrize(
-    ("before", "expected", "answer", "after"),
-    [
-        (b"old", b"old", b"new", b"new"),
-        (b"old", b"else", b"old", b"old"),
-        (None, b"", b"new", b"new"),
-        (None, b"else", b"else", None),
-    ],
-)
-def test_compare_set(
-    store: Store, before: bytes | None, expected: bytes, answer: bytes, after: bytes | None
-) -> None:
-    """As torch's TCPStore does: returns the stored value, or the expected one if there is none."""
-    if before is not None:
-        store.reply(SET, "k", value=before)
-    assert store.reply(COMPARE_SET, "k", value=b"new", expected=expected).values == (answer,)
-    assert store.reply(CHECK, "k").result == (after is not None)
-    if after is not None:
-        assert store.reply(GET, "k").values == (after,)
-
-
-def test_delete(store: Store) -> None:
-    store.reply(SET, "k", value=b"v")
-    assert store.reply(DELETE, "k").result == 1
-    assert store.reply(DELETE, "k").result == 0
-    assert store.request(GET, "k") == []  # waits again
+    assert store.reply(CHECK, "one", "two").present
 
 
 requests = st.builds(
@@ -141,8 +92,7 @@ requests = st.builds(
     number=st.integers(0, 99),
     operation=st.sampled_from(StoreOperation),
     keys=st.lists(st.sampled_from("abc"), max_size=3).map(tuple),
-    value=st.binary(max_size=3) | st.integers(-(2**63), 2**63).map(b"%d".__mod__),
-    expected=st.binary(max_size=1),
+    value=st.binary(max_size=3),
 )
 
 
@@ -167,7 +117,7 @@ def test_each_request_is_answered_at_most_once(history: list[tuple[bytes, StoreR
 
 
 def test_the_size_of_the_store_is_limited(store: Store) -> None:
-    """Neither by values nor by waiting requests; deleted ones make room."""
+    """Neither values nor waiting requests exceed it; answered requests make room."""
     big = bytes(1 << 12)
     count, left = divmod(MAX_BYTES, len(big) + 5)
     for number in range(count):
@@ -178,9 +128,9 @@ def test_the_size_of_the_store_is_limited(store: Store) -> None:
     with pytest.raises(ProtocolError, match="the store is full"):
         store.request(GET, *["never" * 100] * 10)
     with pytest.raises(ProtocolError, match="the store is full"):
-        store.reply(COMPARE_SET, "new", value=big)
-    assert store.reply(CHECK, "new").result == 0
-    assert store.reply(DELETE, "00001").result == 1
+        store.reply(SET, "new", value=big)
+    assert not store.reply(CHECK, "new").present
+    store.reply(SET, "00001", value=b"")
     assert store.request(GET, "never", peer=b"b") == []
     assert len(store.request(SET, "never", value=b"")) == 2
 

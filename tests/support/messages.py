@@ -120,7 +120,6 @@ MADE: dict[Any, st.SearchStrategy[Any]] = {
         st.sampled_from(StoreOperation),
         _some(_texts),
         _bytes,
-        _bytes,
     ),
 }
 """The strategies of classes that reject some values of the right types."""

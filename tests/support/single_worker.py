@@ -40,11 +40,10 @@ class _Control(Control):
         self,
         operation: StoreOperation,
         keys: tuple[str, ...],
-        value: bytes,
-        expected: bytes,
+        value: bytes = b"",
         timeout: float | None = None,
     ) -> StoreReply:
-        return self._request(operation, keys, value, expected, timeout)
+        return self._request(operation, keys, value, timeout)
 
 
 def restored_process(monkeypatch: pytest.MonkeyPatch) -> None:

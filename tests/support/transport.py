@@ -51,11 +51,10 @@ class LocalStore:
         def call(
             operation: StoreOperation,
             keys: tuple[str, ...],
-            value: bytes,
-            expected: bytes,
+            value: bytes = b"",
             seconds: float | None = None,
         ) -> StoreReply:
-            request = StoreRequest(0, next(numbers), operation, keys, value, expected)
+            request = StoreRequest(0, next(numbers), operation, keys, value)
             with self._lock:
                 for other, reply in self._values.handle(peer, request):
                     self._replies[other].put(reply)

@@ -13,10 +13,7 @@ class StoreOperation(Enum):
 
     SET = "set"
     GET = "get"
-    ADD = "add"
     CHECK = "check"
-    COMPARE_SET = "compare_set"
-    DELETE = "delete"
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +21,6 @@ class StoreRequest:
     """One operation on the store; the reply to GET waits until every key is set.
 
     Keys are so few, and values so short, that every reply fits into a frame many times.
-    COMPARE_SET replaces the value `expected` by `value`.
     """
 
     rank: int
@@ -32,21 +28,19 @@ class StoreRequest:
     operation: StoreOperation
     keys: tuple[str, ...]
     value: bytes = b""
-    expected: bytes = b""
 
     def __post_init__(self) -> None:
         check_names(self.keys, "keys", MOST_KEYS)
-        longest = max(len(self.value), len(self.expected))
-        check(longest <= LONGEST_VALUE, f"a value of {longest} bytes")
+        check(len(self.value) <= LONGEST_VALUE, f"a value of {len(self.value)} bytes")
 
 
 @dataclass(frozen=True, slots=True)
 class StoreReply:
     """The reply to the StoreRequest of this number.
 
-    GET has one value per key; `result` is the sum or the truth value of another operation.
+    GET has one value per key; `present` is whether all keys of CHECK are set.
     """
 
     number: int
-    values: tuple[bytes, ...]
-    result: int
+    values: tuple[bytes, ...] = ()
+    present: bool = False

@@ -22,15 +22,14 @@ class StoreCall(Protocol):
         self,
         operation: StoreOperation,
         keys: tuple[str, ...],
-        value: bytes,
-        expected: bytes,
+        value: bytes = b"",
         seconds: float | None = None,
         /,
     ) -> StoreReply: ...
 
 
 class CoordinatorStore(Store):
-    """A c10d store whose keys the coordinator keeps.
+    """A c10d store whose keys the coordinator keeps, with the operations that gloo and NCCL use.
 
     Until `deadline` (monotonic) it waits for a key; then it raises TimeoutError.
     """
@@ -41,23 +40,14 @@ class CoordinatorStore(Store):
         self.deadline = deadline
 
     def set(self, key: str, value: str | bytes) -> None:
-        self._call(StoreOperation.SET, (key,), _bytes(value), b"")
+        new = value.encode() if isinstance(value, str) else bytes(value)
+        self._call(StoreOperation.SET, (key,), new)
 
     def get(self, key: str) -> bytes:
         return self._wait_for((key,)).values[0]
 
-    def add(self, key: str, amount: int) -> int:
-        return self._call(StoreOperation.ADD, (key,), str(amount).encode(), b"").result
-
     def check(self, keys: list[str]) -> bool:
-        return bool(self._call(StoreOperation.CHECK, tuple(keys), b"", b"").result)
-
-    def compare_set(self, key: str, expected: str | bytes, desired: str | bytes) -> bytes:
-        new, old = _bytes(desired), _bytes(expected)
-        return self._call(StoreOperation.COMPARE_SET, (key,), new, old).values[0]
-
-    def delete_key(self, key: str) -> bool:
-        return bool(self._call(StoreOperation.DELETE, (key,), b"", b"").result)
+        return self._call(StoreOperation.CHECK, tuple(keys)).present
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
         self._wait_for(tuple(keys))
@@ -66,11 +56,7 @@ class CoordinatorStore(Store):
         seconds = None
         if self.deadline < math.inf:
             seconds = max(0.0, self.deadline - time.monotonic())
-        return self._call(StoreOperation.GET, keys, b"", b"", seconds)
-
-
-def _bytes(value: str | bytes) -> bytes:
-    return value.encode() if isinstance(value, str) else bytes(value)
+        return self._call(StoreOperation.GET, keys, b"", seconds)
 
 
 @dataclass(frozen=True, slots=True)
