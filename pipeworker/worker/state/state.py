@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager, suppress
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -26,7 +26,7 @@ from pipeworker.worker.internals import loads_itself
 from pipeworker.worker.loaded_worker import LoadedWorker
 from pipeworker.worker.local_stages import LocalStages
 from pipeworker.worker.state.snapshot_writer import Position, SnapshotWriter
-from pipeworker.worker.step.reduction import Reduction
+from pipeworker.worker.step.reduction import Files, Reduction
 from pipeworker.worker.transport.snapshot_transfer import (
     MirrorClient,
     MirrorServer,
@@ -34,58 +34,14 @@ from pipeworker.worker.transport.snapshot_transfer import (
     fetch_snapshot,
 )
 
-Files = list[torch.Tensor]
-
-
-def files_of(part: StageState, step: int, position: Mapping[str, Any] | None) -> Files:
-    """Return the files of a stage's state after `step`.
-
-    Each is a tensor of bytes of shape ``[size]``, the file that the stage would write to disk. They
-    include the optimizer state of tied weights that another stage writes to disk. `position`
-    is the position in the data, of the stage whose worker reads it.
-    """
-    with closing(SnapshotMemory()) as memory:
-        SnapshotBuffer(memory).fill(step, [part], (), position)
-        contents = [bytearray(path.read_bytes()) for path in memory.paths]
-    return [torch.frombuffer(data, dtype=torch.uint8) for data in contents]
-
 
 @contextmanager
-def readable(files: Sequence[torch.Tensor]) -> Iterator[WorkerFiles]:
+def readable(files: Files) -> Iterator[WorkerFiles]:
     """Make files readable by path, as those of a checkpoint are."""
     with closing(SnapshotMemory()) as memory:
         for number, data in enumerate(files):
             memory.write(number, data.cpu().numpy().tobytes())
         yield WorkerFiles(*memory.paths)
-
-
-def transfer(
-    reductions: Mapping[int, Reduction], own_files: Callable[[int], Files] | None
-) -> dict[int, Files]:
-    """Send the state to the replicas that lack it, or receive it.
-
-    `own_files` returns the files of a stage; None if this worker has lost its state.
-
-    Returns:
-        The files that this worker received, by stage; none if it has its own.
-
-    Raises:
-        PipeworkerError: no replica has the state.
-    """
-    received = {}
-    for stage, reduction in reductions.items():
-        replicas = reduction.agree_on_state(present=own_files is not None)
-        if own_files is None:
-            files = reduction.receive_state()
-            if files is None:
-                raise PipeworkerError(
-                    f"no replica has the state of stage {stage} in memory: go on from disk, by "
-                    "--resume"
-                )
-            received[stage] = files
-        elif replicas:
-            reduction.send_state(replicas, own_files(stage))
-    return received
 
 
 def needed_ranks(
@@ -110,9 +66,7 @@ class MemorySnapshots:
         self._memories, self._access = settings.memories, loaded.access
         self._mirrored_ranks, self._has_mirror = settings.mirrors, settings.mirrored
         self._serves = not settings.local_rank  # the first worker of a host, for all
-        self._server: SnapshotServer | None = None
-        self._mirror_server: MirrorServer | None = None
-        self._fetched: list[SnapshotMemory] = []
+        self._serving, self._mirroring, self._fetched = ExitStack(), ExitStack(), ExitStack()
 
     def mirror_client(self, rank: int) -> MirrorClient | None:
         """Return the client that has another host mirror a worker's snapshots, if hosts do."""
@@ -122,7 +76,7 @@ class MemorySnapshots:
         """Mirror the snapshots of another host from now on, if this worker is to."""
         if self._mirrored_ranks:
             memories = {rank: self._memories[rank] for rank in self._mirrored_ranks}
-            self._mirror_server = MirrorServer(memories, *self._access())
+            self._mirroring.callback(MirrorServer(memories, *self._access()).close)
 
     def find(self, restore: Restore, ranks: Sequence[int], *, local: bool) -> list[WorkerFiles]:
         """Find the snapshots of some ranks of one replica; valid until :meth:`release`.
@@ -142,22 +96,17 @@ class MemorySnapshots:
 
     def release(self) -> None:
         """Release the snapshots that were fetched."""
-        while self._fetched:
-            self._fetched.pop().close()
+        self._fetched.close()
 
     def stop_serving(self) -> None:
         """Stop serving snapshots: all workers are built."""
-        if self._server is not None:
-            self._server.close()
-            self._server = None
+        self._serving.close()
 
     def close(self) -> None:
         """Stop all transfers between hosts."""
-        self.stop_serving()
-        if self._mirror_server is not None:
-            self._mirror_server.close()
-            self._mirror_server = None
-        self.release()
+        self._serving.close()
+        self._mirroring.close()
+        self._fetched.close()
 
     def _on_this_host(self, rank: int, restore: Restore) -> WorkerFiles:
         return snapshot_files([self._memories[rank][restore.slot]], restore.step)[0]
@@ -171,8 +120,9 @@ class MemorySnapshots:
                 f"the snapshot of step {restore.step} in memory is lost: resume from disk with "
                 "--resume"
             )
-        self._fetched.append(fetch_snapshot(rank, restore.slot, *self._access()))
-        return snapshot_files(self._fetched[-1:], restore.step)[0]
+        fetched = fetch_snapshot(rank, restore.slot, *self._access())
+        self._fetched.callback(fetched.close)
+        return snapshot_files([fetched], restore.step)[0]
 
     def _serve(self, restore: Restore) -> None:
         """Serve the snapshots that this host has as a whole."""
@@ -181,7 +131,7 @@ class MemorySnapshots:
             with suppress(PipeworkerError):
                 self._on_this_host(rank, restore)
                 complete[rank] = slots
-        self._server = SnapshotServer(complete, *self._access())
+        self._serving.callback(SnapshotServer(complete, *self._access()).close)
 
 
 class State:
@@ -247,16 +197,24 @@ class State:
         Raises:
             PipeworkerError: no replica has it.
         """
+        for index, reduction in reductions.items():
+            own_files = partial(self._files, index, step, None if index else at)
+            received = reduction.share_state(own_files if present else None)
+            if received is not None:
+                with readable(received) as files:
+                    restore([files], [self._stages.part(index)], {}, user_code, loads_itself)
+                    if not index and self._role.reads_data:
+                        self._loaded.reader.restore(restored_position([files]))
 
-        def own_files(stage: int) -> Files:
-            return files_of(self._stages.part(stage), step, None if stage else at)
+    def _files(self, stage: int, step: int, at: Position) -> Files:
+        """Return the files that a stage would write to disk.
 
-        received = transfer(reductions, own_files if present else None)
-        for index, contents in received.items():
-            with readable(contents) as files:
-                restore([files], [self._stages.part(index)], {}, user_code, loads_itself)
-                if not index and self._role.reads_data:
-                    self._loaded.reader.restore(restored_position([files]))
+        They include the optimizer state of tied weights that another stage writes to disk.
+        """
+        with closing(SnapshotMemory()) as memory:
+            SnapshotBuffer(memory).fill(step, [self._stages.part(stage)], (), at)
+            contents = [bytearray(path.read_bytes()) for path in memory.paths]
+        return [torch.frombuffer(data, dtype=torch.uint8) for data in contents]
 
     def restore(self, files: Sequence[WorkerFiles]) -> None:
         """Restore from the files of all workers, whatever stages they had.

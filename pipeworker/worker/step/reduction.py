@@ -11,16 +11,16 @@ Deferred batch norm takes the micro-batches of all replicas into account, in the
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 from torch import nn
 
-from pipeworker.errors import UsageError
+from pipeworker.errors import PipeworkerError, UsageError
 from pipeworker.worker.internals import buffers_of, version_of
 from pipeworker.worker.stage.stage import Stage
 from pipeworker.worker.transport.channel import Receiver, Sender
-from pipeworker.worker.update.replicas import Gradients
+from pipeworker.worker.update.replicas import Gradients, Piece
 
 _SMALL = 1 << 16
 """Bytes of a buffer that is sent after every mini-batch. Running statistics are small, and a change
@@ -28,6 +28,13 @@ of theirs leaves no trace. A larger buffer is sent after it changed on any repli
 
 _UPDATE = -1
 """Shape signature of frames of weights, whose shapes never change."""
+
+# The numbers of the frames from one replica (origin) to another (goal). The pieces of the part that
+# the goal adds up have 1, 2, ...; the sums of the part that the origin adds up have -1, -2, ...
+_FLAGS, _BUFFERS = 0, 1 << 32
+
+Files = list[torch.Tensor]
+"""The files of a stage's state, each as bytes of shape ``[size]``."""
 
 
 class Reduction:
@@ -41,58 +48,43 @@ class Reduction:
         receivers: Mapping[int, Receiver],
     ) -> None:
         self._stage = stage
-        self._replica = replica
-        self._replicas = len(senders) + 1
+        self._replica, self._replicas = replica, len(senders) + 1
         self._senders, self._receivers = senders, receivers
-        self._buffers = _Buffers(stage)
+        self._layers = nn.ModuleDict(
+            {str(index): layer for index, layer in enumerate(stage.layers, stage.first)}
+        )
+        self._buffers = _Buffers(stage.index, self._layers)
         self._gradients = Gradients((), self._replicas)
+        self._parts: Sequence[Sequence[Piece]] = ()
+        """By replica, the pieces that it adds up after this mini-batch."""
         self._reduces_gradients = self._takes_part = False
-        self._source = -1
         self._present: list[list[bool]] = []
         """By replica and parameter, whether there is a gradient."""
 
     def begin(self, signature: int, *, whole: bool) -> None:
         """Begin a mini-batch; with `whole`, the gradients of the step are complete after it."""
-        trained = [(name, p) for name, p in _named_parameters(self._stage) if p.requires_grad]
+        trained = [(name, p) for name, p in self._layers.named_parameters() if p.requires_grad]
         if [id(p) for _, p in trained] != [id(p) for p in self._gradients.parameters]:
             self._gradients = Gradients(trained, self._replicas)
         self._reduces_gradients = whole and bool(trained)
+        self._parts = self._gradients.parts if self._reduces_gradients else [()] * self._replicas
         self._takes_part = (
             self._reduces_gradients or bool(self._buffers) or bool(self._stage.deferred)
         )
         self._buffers.begin()
         for origin, receiver in self._receivers.items():
-            receiver.begin(signature, self._expected(origin))
-
-    def _expected(self, origin: int) -> list[int]:
-        """Return the numbers of the frames that another replica sends."""
-        found = [0] if self._takes_part else []
-        if self._reduces_gradients:
-            found += self._part_frames(self._replica)
-            found += self._sum_frames(origin, self._replica)
-        if self._buffers and origin == 0:
-            found.append(self._buffer_frame(0, self._replica))
-        return found
-
-    # The numbers of the frames from one replica (origin) to another (goal): 0, which gradients the
-    # origin has; then the part of the gradients that the goal adds up; then the sums of the part
-    # that the origin adds up; then buffers.
-
-    def _part_frames(self, goal: int) -> range:
-        return range(1, 1 + len(self._gradients.parts[goal]))
-
-    def _sum_frames(self, origin: int, goal: int) -> range:
-        start = self._part_frames(goal).stop
-        return range(start, start + len(self._gradients.parts[origin]))
-
-    def _buffer_frame(self, origin: int, goal: int) -> int:
-        return self._sum_frames(origin, goal).stop
+            expected = [_FLAGS] if self._takes_part else []
+            expected += range(1, 1 + len(self._parts[self._replica]))
+            expected += range(-1, -1 - len(self._parts[origin]), -1)
+            expected += [_BUFFERS] if self._buffers and origin == 0 else []
+            receiver.begin(signature, expected)
 
     def scatter(self) -> None:
         """Send every other replica the part of the gradients that it adds up.
 
-        Frame 0 has flags of shape ``[parameters + large buffers + 1]`` and the moments of deferred
-        batch norm; each further frame a piece of the flat gradients, of shape ``[elements]``.
+        The first frame has flags of shape ``[parameters + large buffers + 1]`` and the moments of
+        deferred batch norm; each further frame a piece of the flat gradients, of shape
+        ``[elements]``.
         """
         if not self._takes_part:
             return
@@ -100,114 +92,110 @@ class Reduction:
         flags = torch.tensor([*present, *self._buffers.changes(), True], dtype=torch.uint8)
         moments = self._stage.deferred.moments() if self._stage.deferred else []
         for goal, sender in self._senders.items():
-            sender.send(0, [flags, *moments])
-            if self._reduces_gradients:
-                pieces = self._gradients.parts[goal]
-                for number, piece in zip(self._part_frames(goal), pieces, strict=True):
-                    sender.send(number, self._gradients.piece(piece))
+            sender.send(_FLAGS, [flags, *moments])
+            for number, piece in enumerate(self._parts[goal], 1):
+                sender.send(number, self._gradients.piece(piece))
         self._present = [present]
 
     def sum(self) -> None:
         """Add up this replica's part of the gradients and send the sums to all others."""
         if not self._takes_part:
             return
-        gradients, own = self._gradients, self._replica
-        first = {origin: receiver.receive(0) for origin, receiver in self._receivers.items()}
-        count = len(gradients.parameters) if self._reduces_gradients else 0
+        own, replicas = self._replica, range(self._replicas)
+        first = {origin: receiver.receive(_FLAGS) for origin, receiver in self._receivers.items()}
+        count = len(self._gradients.parameters) if self._reduces_gradients else 0
         flags = {origin: list(map(bool, frame[0].tolist())) for origin, frame in first.items()}
         if any(len(found) != count + len(self._buffers.large) + 1 for found in flags.values()):
             raise UsageError(
                 f"the parameters of stage {self._stage.index} that require grad, or its buffers, "
                 "are not the same on all replicas"
             )
-        self._present = [
-            self._present[0] if r == own else flags[r][:count] for r in range(self._replicas)
-        ]
+        self._present = [self._present[0] if r == own else flags[r][:count] for r in replicas]
         self._buffers.choose(found[count:] for found in flags.values())
         if self._stage.deferred:
             moments = self._stage.deferred.moments()
-            seen = [moments if r == own else first[r][1:] for r in range(self._replicas)]
+            seen = [moments if r == own else first[r][1:] for r in replicas]
             self._stage.deferred.set_moments(seen)
         for origin, receiver in self._receivers.items():
             del first[origin]
-            receiver.release(0)
-        if self._reduces_gradients:
-            self._sum_part()
+            receiver.release(_FLAGS)
+        for number, piece in enumerate(self._parts[own], 1):
+            self._sum_piece(number, piece)
         if own == 0 and self._buffers:
             packed = self._buffers.pack()
-            for goal, sender in self._senders.items():
-                sender.send(self._buffer_frame(0, goal), packed)
+            for sender in self._senders.values():
+                sender.send(_BUFFERS, packed)
 
-    def _sum_part(self) -> None:
-        gradients, own = self._gradients, self._replica
-        for index, piece in enumerate(gradients.parts[own]):
-            number = 1 + index
-            terms = [
-                gradients.piece(piece) if r == own else self._receivers[r].receive(number)
-                for r in range(self._replicas)
-            ]
-            total = gradients.add(piece, terms, self._present)
-            del terms
-            for goal, sender in self._senders.items():
-                sender.send(self._sum_frames(own, goal)[index], total)
-                self._receivers[goal].release(number)
+    def _sum_piece(self, number: int, piece: Piece) -> None:
+        terms = [
+            self._gradients.piece(piece)
+            if r == self._replica
+            else self._receivers[r].receive(number)
+            for r in range(self._replicas)
+        ]
+        total = self._gradients.add(piece, terms, self._present)
+        del terms
+        for goal, sender in self._senders.items():
+            sender.send(-number, total)
+            self._receivers[goal].release(number)
 
     def gather(self) -> None:
         """Receive the sums of the other replicas' parts, and the buffers of replica 0."""
         if not self._takes_part:
             return
-        gradients, own = self._gradients, self._replica
         for origin, receiver in self._receivers.items():
-            if self._reduces_gradients:
-                pieces = gradients.parts[origin]
-                for number, piece in zip(self._sum_frames(origin, own), pieces, strict=True):
-                    gradients.set_piece(piece, receiver.receive(number))
-                    receiver.release(number)
+            for number, piece in enumerate(self._parts[origin], 1):
+                self._gradients.piece(piece).copy_(receiver.receive(-number))
+                receiver.release(-number)
             if origin == 0 and self._buffers:
-                number = self._buffer_frame(0, own)
-                self._buffers.unpack(receiver.receive(number))
-                receiver.release(number)
+                self._buffers.unpack(receiver.receive(_BUFFERS))
+                receiver.release(_BUFFERS)
         if self._reduces_gradients:
-            gradients.unpack([any(flags) for flags in zip(*self._present, strict=True)])
+            self._gradients.unpack([any(flags) for flags in zip(*self._present, strict=True)])
 
-    # The transfer of state to replicas that have lost theirs, before the first step.
+    def share_state(self, own_files: Callable[[], Files] | None) -> Files | None:
+        """Transfer the stage's state to the replicas that lack it, before the first step.
 
-    def agree_on_state(self, *, present: bool) -> list[int]:
-        """Exchange which replicas have the stage's state; the first that has is its source.
+        The first replica that has it sends it. `own_files` returns the files; None if this replica
+        lacks them.
 
-        Return the replicas to which this one must send it.
+        Returns:
+            The files that this replica received; None if it has its own.
+
+        Raises:
+            PipeworkerError: no replica has the state.
         """
         for sender in self._senders.values():
             sender.begin(None)
-            sender.send(0, torch.tensor([present], dtype=torch.uint8))
-        by_replica = {self._replica: present}
+            sender.send(0, torch.tensor([own_files is not None], dtype=torch.uint8))
+        has_state = {self._replica: own_files is not None}
         for origin, receiver in self._receivers.items():
             receiver.begin(None, ())
-            by_replica[origin] = bool(receiver.receive(0)[0])
+            has_state[origin] = bool(receiver.receive(0)[0])
             receiver.release(0)
-        self._source = min((r for r, has_state in by_replica.items() if has_state), default=-1)
-        return [r for r in self._senders if not by_replica[r] and self._source == self._replica]
-
-    def send_state(self, replicas: Sequence[int], files: Sequence[torch.Tensor]) -> None:
-        """Send the files of the state, each as bytes of shape ``[size]``, to some replicas."""
-        for replica in replicas:
-            self._senders[replica].send(1, list(files))
-
-    def receive_state(self) -> list[torch.Tensor] | None:
-        """Receive the files of the state, each of shape ``[size]``; None if no replica has it."""
-        if self._source < 0:
-            return None
-        receiver = self._receivers[self._source]
-        files = [file.clone() for file in receiver.receive(1)]
-        receiver.release(1)
-        return files
+        source = min((replica for replica, has in has_state.items() if has), default=None)
+        if source is None:
+            raise PipeworkerError(
+                f"stage {self._stage.index}: no replica has its state in memory; resume from disk "
+                "with --resume"
+            )
+        if own_files is None:
+            files = [file.clone() for file in self._receivers[source].receive(1)]
+            self._receivers[source].release(1)
+            return files
+        lacking = [sender for goal, sender in self._senders.items() if not has_state[goal]]
+        if lacking and source == self._replica:
+            files = own_files()
+            for sender in lacking:
+                sender.send(1, files)
+        return None
 
     # The exchange of weights where each replica updates a part of them, after each update.
 
     def send_weights(self, updated: Sequence[nn.Parameter]) -> None:
         """Send the weights that this replica has updated to all others, as flat pieces."""
         weights = Gradients([("", p) for p in updated], 1)
-        weights.pack_weights()
+        weights.fill(weights.parameters)
         for sender in self._senders.values():
             sender.begin(_UPDATE)
             for number, piece in enumerate(weights.parts[0]):
@@ -221,19 +209,9 @@ class Reduction:
             pieces = weights.parts[0]
             receiver.begin(_UPDATE, range(len(pieces)))
             for number, piece in enumerate(pieces):
-                weights.set_piece(piece, receiver.receive(number))
+                weights.piece(piece).copy_(receiver.receive(number))
                 receiver.release(number)
             weights.unpack_weights()
-
-
-def _named_parameters(stage: Stage) -> Iterator[tuple[str, nn.Parameter]]:
-    """Yield the parameters of a stage with their names, each once, in model order."""
-    seen: set[int] = set()
-    for index, layer in enumerate(stage.layers, stage.first):
-        for name, parameter in layer.named_parameters():
-            if id(parameter) not in seen:
-                seen.add(id(parameter))
-                yield f"{index}.{name}", parameter
 
 
 _Slot = tuple[nn.Module, str]
@@ -243,9 +221,9 @@ _Slot = tuple[nn.Module, str]
 class _Buffers:
     """The buffers of a stage, which get the values of replica 0; large ones only after a change."""
 
-    def __init__(self, stage: Stage) -> None:
-        self._index = stage.index
-        modules = nn.ModuleList(stage.layers).modules()  # each once
+    def __init__(self, stage: int, layers: nn.Module) -> None:
+        self._stage = stage
+        modules = layers.modules()  # each once
         slots = [(m, name) for m in modules for name, b in buffers_of(m).items() if b is not None]
         self._small = [slot for slot in slots if _get(slot).nbytes <= _SMALL]
         self.large = [slot for slot in slots if _get(slot).nbytes > _SMALL]
@@ -285,7 +263,7 @@ class _Buffers:
         own_bytes = self.pack()
         if own_bytes.shape != packed.shape:
             raise UsageError(
-                f"the buffers of stage {self._index} have other sizes on another replica"
+                f"the buffers of stage {self._stage} have other sizes on another replica"
             )
         if torch.equal(own_bytes, packed):
             return

@@ -66,14 +66,11 @@ class Gradients:
         Raises:
             UsageError: a gradient is sparse.
         """
-        self._fill([parameter.grad for parameter in self.parameters])
+        self.fill([parameter.grad for parameter in self.parameters])
         return [parameter.grad is not None for parameter in self.parameters]
 
-    def pack_weights(self) -> None:
-        """Copy the parameters themselves into the vectors."""
-        self._fill(self.parameters)
-
-    def _fill(self, values: Sequence[torch.Tensor | None]) -> None:
+    def fill(self, values: Sequence[torch.Tensor | None]) -> None:
+        """Copy values of the parameters' shapes into the vectors; None counts as zeros."""
         self.allocate()
         for name, value, where in zip(self._names, values, self._slices, strict=True):
             vector = self.piece(where)
@@ -123,10 +120,6 @@ class Gradients:
             if used:
                 _sum(total[here], used)
         return total
-
-    def set_piece(self, piece: Piece, total: torch.Tensor) -> None:
-        """Store a piece that another replica has added up."""
-        self.piece(piece).copy_(total)
 
     def unpack(self, present: Sequence[bool]) -> None:
         """Copy the sums into the parameters' ``grad``; free the vectors.

@@ -49,7 +49,7 @@ def test_sums_are_those_of_what_is_there(
         for piece in own.parts[owner]:
             total = own.add(piece, [one.piece(piece) for one in all_of], there).clone()
             for other in all_of:
-                other.set_piece(piece, total)
+                other.piece(piece).copy_(total)
     for one in all_of:
         one.unpack([any(some) for some in zip(*there, strict=True)])
         for parameter, wanted in zip(one.parameters, want, strict=True):
