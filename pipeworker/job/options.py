@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 
 from pipeworker.errors import ProtocolError, UsageError
-from pipeworker.plan.orders import RegisteredOrder, resolve
+from pipeworker.plan.orders import Order, resolve
 from pipeworker.plan.partition import check_entries
 from pipeworker.plan.placement import Placement
 from pipeworker.plan.recompute import RECOMPUTE_MODES
@@ -182,7 +182,7 @@ class Options:
             check_entries(self.balance, source.place(self.stages).stages)
 
     @property
-    def schedule_source(self) -> RegisteredOrder:
+    def schedule_source(self) -> Order:
         """The source of the job's schedules."""
         return resolve(self.schedule)
 

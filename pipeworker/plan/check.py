@@ -18,7 +18,17 @@ from operator import lt
 from typing import NamedTuple
 
 from pipeworker.errors import ScheduleError
-from pipeworker.plan.actions import COMPUTE, INPUTS, REPLICAS, WEIGHTS, Action, Kind
+from pipeworker.plan.actions import (
+    COMPUTE,
+    INPUTS,
+    RECEIVES,
+    REPLICAS,
+    SENDS,
+    WEIGHTS,
+    Action,
+    Kind,
+    channel,
+)
 from pipeworker.plan.columns import (
     NONE,
     Column,
@@ -28,8 +38,8 @@ from pipeworker.plan.columns import (
     offloaded_at,
     peak_live,
 )
-from pipeworker.plan.network import CHANNEL_CAPACITY, check_channels, check_progress
-from pipeworker.plan.schedule import End, Schedule, StageEnds
+from pipeworker.plan.schedule import CHANNEL_CAPACITY, End, Schedule, StageEnds
+from pipeworker.plan.simulate import simulate
 
 
 class LiveMicroBatches(NamedTuple):
@@ -73,8 +83,8 @@ def check(schedule: Schedule, *, capacity: int = CHANNEL_CAPACITY) -> LiveMicroB
                 action = actions[column.places[0]]
                 raise ScheduleError(f"worker {worker}: {action} is of a stage it does not hold")
         _check_phases(worker, actions, columns)
-    check_channels(workers)
-    check_progress(schedule, workers, capacity)
+    _check_channels(workers)
+    simulate(schedule, capacity=capacity)
     return LiveMicroBatches(*zip(*live, strict=True))
 
 
@@ -102,6 +112,24 @@ def _check_phases(worker: int, actions: Sequence[Action], columns: Columns) -> N
         if phase < ended:
             raise ScheduleError(f"worker {worker}: {action} comes behind {actions[last]}")
         ended, last = phase, place
+
+
+def _check_channels(workers: Sequence[Columns]) -> None:
+    """Check that each channel's micro-batches are received in the order in which they are sent."""
+    sent, received = (
+        {
+            channel(*end): column.microbatches
+            for columns in workers
+            for end, column in columns.items()
+            if end[0] in kinds
+        }
+        for kinds in (SENDS, RECEIVES)
+    )
+    for edge in sorted(sent.keys() | received.keys()):
+        if sent.get(edge) != received.get(edge):
+            raise ScheduleError(
+                f"channel {edge}: sent in order {sent.get(edge)}, received in {received.get(edge)}"
+            )
 
 
 _ONCE = {Kind.LOAD, *REPLICAS, *_PHASES}

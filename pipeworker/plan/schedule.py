@@ -1,7 +1,7 @@
 """Schedules as data: for each worker, the tuple of actions that it runs in a step.
 
 :mod:`pipeworker.plan.check` checks these very tuples, and workers execute them. The text form has a
-line per worker and round-trips (:func:`parse` of ``str(schedule)``)::
+line per worker::
 
     gpipe stages=2 microbatches=2
     0: 0F0 0>A0 0>T0@1 0F1 0>A1 0>T1@1 0L0 0<G0 0B0 0<G1 0B1
@@ -13,11 +13,9 @@ of one micro-batch, which evaluation repeats.
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from pipeworker.errors import ScheduleError
 from pipeworker.plan.actions import (
     RECEIVES,
     SENDS,
@@ -27,10 +25,17 @@ from pipeworker.plan.actions import (
     Payload,
     channel,
     format_actions,
-    parse_actions,
 )
 from pipeworker.plan.placement import Placement
 
+CHANNEL_CAPACITY = 4
+"""Frames that a channel of activations or gradients holds before its sender waits. The transport
+keeps to this number, so that what the checker proves holds when the schedule runs."""
+UNBOUNDED = frozenset({Payload.TARGET, Payload.SKIP, Payload.SKIP_GRADIENT, Payload.TIED})
+"""Payloads whose sender never waits. Targets and skips are received several stages later, so as
+many micro-batches later: a lower bound would stall every fill. The bounded activations and
+gradients keep the stages together. (The transport stops at 512 frames, which is more than can be in
+flight then.)"""
 Pairs = tuple[tuple[int, int], ...]
 
 
@@ -140,64 +145,3 @@ def replica_edges(placement: Placement, *, scatters_data: bool = False) -> tuple
     ]
     found += [Edge(0, 0, Payload.DATA, 0, goal) for goal in numbers if goal and scatters_data]
     return tuple(sorted(found))
-
-
-_PAIR = r"\d{1,9}>\d{1,9}"
-_PAIRS = rf"{_PAIR}(?:,{_PAIR})*"
-_HEAD = re.compile(
-    r"(?P<name>\S+) stages=(?P<stages>[1-9]\d{0,8}) microbatches=(?P<microbatches>0|[1-9]\d{0,8})"
-    r"(?: placement=(?P<placement>\d{1,9}(?:[,/]\d{1,9})*))?(?: replicas=(?P<replicas>\d{1,9}))?"
-    rf"(?: skips=(?P<skips>{_PAIRS}))?(?: ties=(?P<ties>{_PAIRS}))?(?P<only> forward-only)?",
-    re.ASCII,
-)
-
-
-def _pairs(text: str | None) -> Pairs:
-    ends = [pair.split(">") for pair in text.split(",")] if text else []
-    return tuple((int(source), int(target)) for source, target in ends)
-
-
-def _placement(text: str | None, stages: int) -> Placement:
-    if text is None:
-        return Placement.identity(stages)
-    held = tuple(tuple(map(int, part.split(","))) for part in text.split("/"))
-    ascending = all(list(some) == sorted(some) for some in held)
-    if not ascending or sorted(s for some in held for s in some) != list(range(stages)):
-        raise ScheduleError(
-            f"placement {text} does not hold each of {stages} stages once, ascending on each worker"
-        )
-    return Placement(held)
-
-
-def parse(text: str) -> Schedule:
-    """Read the text form of a schedule; raise ScheduleError if it is malformed."""
-    head, _, body = text.strip().partition("\n")
-    match = _HEAD.fullmatch(head.strip())
-    if match is None:
-        raise ScheduleError(f"{head!r} is not a schedule's head: NAME stages=K microbatches=M")
-    replicas = int(match["replicas"] or 1)
-    if replicas < 1 or int(match["microbatches"]) < (replicas == 1):
-        raise ScheduleError(
-            f"{head!r} is not a schedule's head: only one of several replicas may have "
-            "no micro-batch"
-        )
-    placement = _placement(match["placement"], int(match["stages"])).copies(replicas)
-    workers = []
-    for worker, line in enumerate(line for line in body.splitlines() if line.strip()):
-        label, _, actions = line.partition(":")
-        if label.strip() != str(worker):
-            raise ScheduleError(f"expected the line of worker {worker}, found {line!r}")
-        workers.append(parse_actions(actions))
-    if len(workers) != placement.workers:
-        raise ScheduleError(
-            f"the head has {placement.workers} workers, but {len(workers)} lines follow"
-        )
-    return Schedule(
-        match["name"],
-        int(match["microbatches"]),
-        placement,
-        tuple(workers),
-        _pairs(match["skips"]),
-        _pairs(match["ties"]),
-        match["only"] is not None,
-    )

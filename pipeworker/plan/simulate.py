@@ -9,8 +9,7 @@ from typing import NamedTuple
 
 from pipeworker.errors import ScheduleError
 from pipeworker.plan.actions import RECEIVES, SENDS, Edge, Kind, Payload, channel
-from pipeworker.plan.network import CHANNEL_CAPACITY, UNBOUNDED
-from pipeworker.plan.schedule import Schedule
+from pipeworker.plan.schedule import CHANNEL_CAPACITY, UNBOUNDED, Schedule
 
 FULL = "full"
 """A cause of idle time, besides the payload that a worker waits for: its channel is full."""
@@ -74,12 +73,12 @@ class Timing:
 def simulate(
     schedule: Schedule, costs: Costs | None = None, *, capacity: int = CHANNEL_CAPACITY
 ) -> Timing:
-    """Simulate a step of a schedule that :func:`~pipeworker.plan.check.check` has passed.
+    """Simulate a step of a schedule whose channels are received in the order of their sends.
 
     Without costs, a forward takes 1 and a backward 2.
 
     Raises:
-        ScheduleError: it deadlocks.
+        ScheduleError: it deadlocks; the message names the action at which each worker is stuck.
     """
     stages = schedule.placement.stages
     costs = costs or Costs.even(stages)
@@ -129,9 +128,15 @@ def simulate(
                     through.waiting = -1
             place += 1
         at[worker], clock[worker] = place, now
-    stuck = [w for w, actions in enumerate(schedule.workers) if at[w] < len(actions)]
+    stuck = [
+        f"worker {worker} at {actions[place]}"
+        for worker, (actions, place) in enumerate(zip(schedule.workers, at, strict=True))
+        if place < len(actions)
+    ]
     if stuck:
-        raise ScheduleError(f"schedule {schedule.name} deadlocks at workers {stuck}")
+        raise ScheduleError(
+            f"schedule {schedule.name} deadlocks with {capacity} frames: {'; '.join(stuck)}"
+        )
     makespan = max(clock)
     for worker, now in enumerate(clock):
         if now < makespan:

@@ -15,7 +15,7 @@ from pipeworker.facts.failure import Cause
 from pipeworker.facts.step import Evaluation, StepResult
 from pipeworker.plan.actions import format_actions
 from pipeworker.plan.check import LiveMicroBatches, check
-from pipeworker.plan.orders import RegisteredOrder
+from pipeworker.plan.orders import Order
 from pipeworker.plan.schedule import Schedule
 from pipeworker.wire.messages.checkpoint import Save
 from pipeworker.wire.messages.directions import Advance
@@ -84,7 +84,7 @@ def test_actions_are_sent_only_when_they_have_changed(save: bool) -> None:
 def made(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[str, int]]]:
     """The schedules that are built and checked, by their number of micro-batches."""
     calls: list[tuple[str, int]] = []
-    real = RegisteredOrder.build
+    real = Order.build
 
     def built(*arguments: Any, **more: Any) -> Schedule:
         schedule = real(*arguments, **more)
@@ -97,7 +97,7 @@ def made(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[str, int]]]:
         return check(schedule)
 
     with monkeypatch.context() as patch:
-        patch.setattr(RegisteredOrder, "build", built)
+        patch.setattr(Order, "build", built)
         patch.setattr(blueprint, "check", checked)
         yield calls
 

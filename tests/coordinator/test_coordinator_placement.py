@@ -14,7 +14,7 @@ from pipeworker.facts.failure import Cause, Failure
 from pipeworker.facts.position import Phase, Position
 from pipeworker.facts.step import StepResult
 from pipeworker.plan import orders
-from pipeworker.plan.actions import format_actions
+from pipeworker.plan.actions import Action, format_actions
 from pipeworker.plan.orders.gpipe import gpipe
 from pipeworker.plan.placement import Placement
 from pipeworker.plan.recompute import Recomputed
@@ -214,7 +214,9 @@ def test_a_mini_batch_without_a_schedule_ends_the_job(
 ) -> None:
     """The coordinator survives; a step has been run already."""
 
-    def whole(placement: Placement, microbatches: int, recomputed: Recomputed) -> orders.Compute:
+    def whole(
+        placement: Placement, microbatches: int, recomputed: Recomputed
+    ) -> list[list[Action]]:
         if microbatches < 4:
             raise ScheduleError("only for four micro-batches")
         return gpipe(placement, microbatches, recomputed)

@@ -23,7 +23,6 @@ from pipeworker.facts.position import Phase, Position
 from pipeworker.facts.step import Batch
 from pipeworker.job.options import Options
 from pipeworker.plan.check import check
-from pipeworker.plan.schedule import parse
 from pipeworker.plan.simulate import simulate
 from pipeworker.record.run_record import write_summary
 from pipeworker.record.rundir import RunDir
@@ -33,6 +32,7 @@ from pipeworker.wire.messages.plan import Built, Ready
 from pipeworker.wire.messages.presence import Hello
 from support.coordinator import ScriptedJob, of
 from support.orders import build
+from support.schedule_text import parse
 
 FORWARD = Position(Phase.FORWARD, step=7, microbatch=2, layer=3)
 

@@ -12,10 +12,10 @@ from pipeworker.errors import ScheduleError
 from pipeworker.plan.actions import Action, Kind, parse_actions
 from pipeworker.plan.check import LiveMicroBatches, check
 from pipeworker.plan.connect import connect
-from pipeworker.plan.network import CHANNEL_CAPACITY
 from pipeworker.plan.placement import Placement
-from pipeworker.plan.schedule import Pairs, Schedule, parse
+from pipeworker.plan.schedule import CHANNEL_CAPACITY, Pairs, Schedule
 from support.orders import build, fill_drain
+from support.schedule_text import parse
 
 GRID = [(k, m) for k in (1, 2, 3, 4, 8) for m in (1, 2, 3, 4, 7, 16, 32)]
 """Stages and micro-batches, fewer micro-batches than stages included."""

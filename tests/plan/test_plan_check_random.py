@@ -14,10 +14,11 @@ from pipeworker.plan.actions import Action, Kind
 from pipeworker.plan.check import LiveMicroBatches, check
 from pipeworker.plan.connect import connect, forward_only
 from pipeworker.plan.placement import Placement
-from pipeworker.plan.schedule import Schedule, parse
+from pipeworker.plan.schedule import Schedule
 from pipeworker.plan.simulate import simulate
 from support.orders import Which
 from support.reference_checker import Illegal, check_slowly
+from support.schedule_text import parse
 
 PLACEMENTS = [
     *(Placement.identity(stages) for stages in (1, 2, 3, 4)),

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from pipeworker.errors import ScheduleError, UsageError
 from pipeworker.plan.actions import COMPUTE, Kind, format_actions
 from pipeworker.plan.check import check
-from pipeworker.plan.orders import ORDERS, Order, RegisteredOrder, resolve
+from pipeworker.plan.orders import ORDERS, Order, resolve
 from pipeworker.plan.orders.gpipe import gpipe
 from pipeworker.plan.placement import Placement
 from pipeworker.plan.recompute import RECOMPUTE_MODES, recomputed
@@ -129,7 +129,6 @@ def test_each_stage_may_have_a_recompute_mode_of_its_own() -> None:
 
 
 def test_an_order_places_its_default_number_of_stages_per_worker() -> None:
-    order = Order(gpipe, virtual_stages=3)
-    placed = RegisteredOrder("looped", order).place(2, replicas=4)
+    placed = Order("looped", gpipe, virtual_stages=3).place(2, replicas=4)
     assert placed == Placement.looped(2, 3).copies(4)
     assert (placed.workers, placed.stages, placed.ranks) == (2, 6, 8)

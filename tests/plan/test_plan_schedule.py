@@ -12,8 +12,9 @@ from pipeworker.plan.connect import connect, forward_only
 from pipeworker.plan.orders import ORDERS
 from pipeworker.plan.placement import Placement
 from pipeworker.plan.recompute import RECOMPUTE_MODES, recomputed
-from pipeworker.plan.schedule import Pairs, Schedule, edges, parse
+from pipeworker.plan.schedule import Pairs, Schedule, edges
 from support.orders import build, fill_drain
+from support.schedule_text import parse
 
 PLACEMENTS = [
     Placement.identity(1),

@@ -14,11 +14,11 @@ from pipeworker.errors import ScheduleError
 from pipeworker.plan.actions import RECEIVES, SENDS, Action, Edge, Kind, Payload, edge_of
 from pipeworker.plan.check import check
 from pipeworker.plan.connect import connect, forward_only
-from pipeworker.plan.network import UNBOUNDED
 from pipeworker.plan.placement import Placement
-from pipeworker.plan.schedule import Schedule, parse
+from pipeworker.plan.schedule import UNBOUNDED, Schedule
 from pipeworker.plan.simulate import END, FULL, Costs, Timing, simulate
 from support.orders import build, fill_drain
+from support.schedule_text import parse
 
 GRID = [(k, m) for k in (1, 2, 3, 4, 8) for m in (1, 2, 3, 4, 7, 16, 32)]
 """Stages and micro-batches, fewer micro-batches than stages included."""
@@ -235,7 +235,10 @@ def test_a_forward_only_schedule_takes_its_forwards() -> None:
 
 def test_a_deadlock_is_an_error() -> None:
     stuck = parse("stuck stages=2 microbatches=1\n0: 0<G0 0F0 0>A0\n1: 1<A0 1F0 1B0 1>G0")
-    with pytest.raises(ScheduleError, match=r"schedule stuck deadlocks at workers \[0, 1\]"):
+    with pytest.raises(
+        ScheduleError,
+        match=r"schedule stuck deadlocks with 4 frames: worker 0 at 0<G0; worker 1 at 1<A0$",
+    ):
         simulate(stuck)
 
 

@@ -9,10 +9,11 @@ import pytest
 from pipeworker.errors import ScheduleError, SkipError
 from pipeworker.plan.actions import Kind, parse_actions
 from pipeworker.plan.check import check
-from pipeworker.plan.schedule import Schedule, edges, parse
+from pipeworker.plan.schedule import Schedule, edges
 from pipeworker.plan.simulate import simulate
 from pipeworker.plan.skips import Skip, between_stages, match, pairs
 from support.orders import build
+from support.schedule_text import parse
 
 CLASSES = ("A", "B", "C", "D")
 PAIRS = ((0, 1), (0, 3), (1, 2))

@@ -10,9 +10,9 @@ import pytest
 from pipeworker.errors import ScheduleError, UsageError
 from pipeworker.plan.actions import parse_actions
 from pipeworker.plan.check import check
-from pipeworker.plan.schedule import parse
 from pipeworker.plan.ties import Tie, declared, pairs, placed
 from support.orders import build
+from support.schedule_text import parse
 
 RANGES = [(0, 2), (2, 4), (4, 5)]
 

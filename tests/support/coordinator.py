@@ -42,7 +42,7 @@ NOWHERE = Position()
 TIMINGS = DEFAULT
 _LOSSES = (Cause.LOST, Cause.HUNG, Cause.PEER, Cause.TRANSIENT)
 """Causes after which a job may restart."""
-LOOPED = Order(gpipe, virtual_stages=2)
+LOOPED = Order("looped", gpipe, virtual_stages=2)
 """An order with two stages per worker, which tests register under a name."""
 
 

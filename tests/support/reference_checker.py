@@ -7,8 +7,7 @@ from dataclasses import dataclass
 
 from pipeworker.plan.actions import RECEIVES, SENDS, Action, Kind, edge_of
 from pipeworker.plan.check import LiveMicroBatches
-from pipeworker.plan.network import UNBOUNDED
-from pipeworker.plan.schedule import Schedule
+from pipeworker.plan.schedule import UNBOUNDED, Schedule
 
 KEPT = ("activations", "inputs", "deferred")
 

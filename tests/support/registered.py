@@ -20,10 +20,9 @@ def _depth_first(placement: Placement, microbatches: int, recomputed: Recomputed
     return orders.depth_first(placement, microbatches, lambda s, m: m in recomputed[s])
 
 
-ORDERS.update(
-    {
-        SPLIT_BACKWARD: Order(_zero_bubble),
-        LOOPED: Order(_depth_first, virtual_stages=2),
-        LOOPED_SPLIT_BACKWARD: Order(_zero_bubble, virtual_stages=2),
-    }
-)
+for order in (
+    Order(SPLIT_BACKWARD, _zero_bubble),
+    Order(LOOPED, _depth_first, virtual_stages=2),
+    Order(LOOPED_SPLIT_BACKWARD, _zero_bubble, virtual_stages=2),
+):
+    ORDERS[order.name] = order

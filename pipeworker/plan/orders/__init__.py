@@ -1,27 +1,19 @@
 """Compute orders, one per file: in which order each worker runs forward, recompute and backward.
 
-How to add a schedule
----------------------
-
-Write a function in a file of this folder that returns, for each worker of a replica, its *compute*
-actions in the order in which the worker is to run them, and register it in :data:`ORDERS`::
+To add a schedule, write a function in a file of this folder that returns, for each worker of a
+replica, its *compute* actions in order, and add it to :data:`ORDERS`::
 
     def one_f_one_b(placement, microbatches, recomputed):
-        orders = []
-        for worker, stages in enumerate(placement.held):
-            ...
-        return orders  # [[0F0 0F1 0B0 0B1], [1F0 1B0 1F1 1B1]] for 2 workers, 2 micro-batches
+        return [...]  # [[0F0 0F1 0B0 0B1], [1F0 1B0 1F1 1B1]] for 2 workers, 2 micro-batches
 
-    ORDERS["1f1b"] = Order(one_f_one_b)
+    Order("1f1b", one_f_one_b)
 
-``placement.held[worker]`` are the stages of a worker, ascending,
-`microbatches` is M, and ``recomputed[stage]`` contains the micro-batches that need an ``R`` before
-their backward. The actions are those of :mod:`pipeworker.plan.actions`: ``F`` and ``B`` once for
-each stage and micro-batch, ``I`` and ``W`` instead of ``B`` where the backward is split, ``R`` for
-each recomputed one. An order contains no other kind of action: around it,
-:func:`pipeworker.plan.connect.connect` places sends, receives, the load of the next mini-batch and
-the exchanges between replicas and of tied weights, and
-:func:`pipeworker.plan.recompute.with_fetches` places offload's fetches.
+``placement.held[worker]`` are the stages of a worker, ascending, `microbatches` is M, and
+``recomputed[stage]`` contains the micro-batches that need an ``R`` before their backward. The
+actions are those of :mod:`pipeworker.plan.actions`: ``F`` and ``B`` once for each stage and
+micro-batch, ``I`` and ``W`` instead of ``B`` where the backward is split, ``R`` for each recomputed
+one. :func:`pipeworker.plan.connect.connect` and :func:`pipeworker.plan.recompute.with_fetches` add
+all other kinds.
 
 Two rules, which :func:`pipeworker.plan.check.check` verifies for every schedule before it runs:
 
@@ -30,11 +22,9 @@ Two rules, which :func:`pipeworker.plan.check.check` verifies for every schedule
 - Each stage adds its weights' gradients in micro-batch order 0..M-1 (``B`` or ``W``), because that
   makes the numbers equal, bit for bit, under every schedule.
 
-An order with several stages per worker specifies their default number and how they are placed:
-``Order(compute, place=Placement.looped, virtual_stages=2)``. ``tests/plan/test_plan_orders.py``
-runs every registered order through the checker for all recompute modes.
-``tests/support/registered.py`` has orders that split the backward, and some with two stages a
-worker.
+``tests/plan/test_plan_orders.py`` runs every registered order through the checker for all recompute
+modes. ``tests/support/registered.py`` has orders that split the backward, and some with two stages
+a worker.
 """
 
 from __future__ import annotations
@@ -50,36 +40,24 @@ from pipeworker.plan.placement import Placement
 from pipeworker.plan.recompute import OFFLOAD, Recomputed, recomputed, with_fetches
 from pipeworker.plan.schedule import Pairs, Schedule
 
-Compute = list[list[Action]]
-"""By worker of a replica, its compute actions in order."""
-
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """A compute order that is registered by name.
+    """A compute order, which makes schedules for any workers.
 
-    `compute` gets a placement, the number of micro-batches and the recomputed ones by stage;
-    `place` the number of workers in a replica and of stages per worker.
+    `compute` gets a placement, the number of micro-batches and the recomputed ones by stage, and
+    returns the compute actions of each worker of a replica. `arrange` gets the number of workers in
+    a replica and of stages per worker.
     """
 
-    compute: Callable[[Placement, int, Recomputed], Compute]
-    place: Callable[[int, int], Placement] = Placement.looped
-    virtual_stages: int = 1
-
-
-ORDERS: dict[str, Order] = {"gpipe": Order(gpipe)}
-
-
-@dataclass(frozen=True, slots=True)
-class RegisteredOrder:
-    """One of :data:`~pipeworker.plan.orders.ORDERS`: it makes schedules for any workers."""
-
     name: str
-    order: Order
+    compute: Callable[[Placement, int, Recomputed], list[list[Action]]]
+    arrange: Callable[[int, int], Placement] = Placement.looped
+    virtual_stages: int = 1
 
     def place(self, workers: int, replicas: int = 1) -> Placement:
         """Return which worker holds which stages."""
-        return self.order.place(workers, self.order.virtual_stages).copies(replicas)
+        return self.arrange(workers, self.virtual_stages).copies(replicas)
 
     def build(
         self,
@@ -99,14 +77,17 @@ class RegisteredOrder:
         if placement.workers < 1 or microbatches < (placement.replicas == 1):
             raise ScheduleError("a schedule needs at least one stage and one micro-batch")
         by_stage = [recomputed(mode, microbatches) for mode in modes]
-        compute = self.order.compute(placement, microbatches, by_stage)
+        compute = self.compute(placement, microbatches, by_stage)
         if offloads := {stage for stage, mode in enumerate(modes) if mode == OFFLOAD}:
             compute = [with_fetches(order, offloads) for order in compute]
         return connect(self.name, microbatches, placement, compute, skips, ties)
 
 
-def resolve(schedule: str) -> RegisteredOrder:
+ORDERS = {order.name: order for order in [Order("gpipe", gpipe)]}
+
+
+def resolve(schedule: str) -> Order:
     """Return the order that the value of ``--schedule`` names; raise UsageError if none has it."""
     if schedule not in ORDERS:
         raise UsageError(f"--schedule {schedule}: must be one of {', '.join(ORDERS)}")
-    return RegisteredOrder(schedule, ORDERS[schedule])
+    return ORDERS[schedule]

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from pipeworker.plan.actions import Edge, Payload
-from pipeworker.plan.network import CHANNEL_CAPACITY, UNBOUNDED
+from pipeworker.plan.schedule import CHANNEL_CAPACITY, UNBOUNDED
 from pipeworker.worker.device.accelerator import Accelerator
 from pipeworker.worker.stage.stage import Stage
 from pipeworker.worker.step.batch_feed import BatchScatter

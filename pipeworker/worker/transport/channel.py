@@ -24,7 +24,7 @@ from typing import Any
 import torch
 
 from pipeworker.errors import ProtocolError
-from pipeworker.plan.network import CHANNEL_CAPACITY
+from pipeworker.plan.schedule import CHANNEL_CAPACITY
 from pipeworker.worker.device.accelerator import Accelerator
 from pipeworker.worker.transport import frame as frames
 from pipeworker.worker.transport import staging
