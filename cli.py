@@ -19,10 +19,10 @@ import click
 
 from launcher import choose, templates
 from launcher.choose import Target
-from launcher.command import Command, Shown, clearly, is_given, is_typed, origin
+from launcher.command import INTERRUPTED, Command, Shown, clearly, is_given, is_typed, origin
 from launcher.defaults import Defaults, check_renamed, misspelt
 from launcher.display_options import take_style
-from launcher.engines.engine import Carrier, Cluster
+from launcher.engines.engine import Carrier, Cluster, SubmittedJob
 from launcher.options import ANYWHERE, export_options, init_options, job_options, launch_options
 from pipeworker.errors import PipeworkerError, UsageError
 from pipeworker.job.option_parsing import workers_per_replica
@@ -30,6 +30,7 @@ from pipeworker.timings import DEFAULT
 from pipeworker.version import __version__
 
 if TYPE_CHECKING:
+    from launcher.spec import JobSpec
     from pipeworker.display.style import Style
     from pipeworker.runs.begin import RunRequest
 
@@ -166,8 +167,6 @@ def launch(
         workers = sum(host.workers for host in target.hosts)
         request = replace(request, stages=workers_per_replica(workers, chosen["replicas"]))
     if target.is_local:
-        if dry_run:
-            raise UsageError("--dry-run requires --on or --hosts: a local job submits nothing")
         if chosen["stages"] is None and not request.is_resume and not debug:
             stages = max(1, local.accelerators() // max(1, chosen["replicas"]))
             request = replace(request, stages=stages)
@@ -180,35 +179,33 @@ def launch(
     local.check_job_file(Path(request.job_file))
     if debug:
         sys.exit(foreground.run(request, view))
-    if isinstance(engine, Cluster):
-        sys.exit(_submit(request, engine, target, chosen))
-    sys.exit(_run(request, engine, target, view, chosen))
-
-
-def _submit(
-    request: RunRequest, engine: Cluster[Any], target: Target, chosen: dict[str, Any]
-) -> int:
-    """Submit a job to a cluster; return the exit status."""
     spec = choose.spec_of(request, target, chosen)
-    replace(request, stages=spec.stages).new_options()  # find mistakes before anything is sent
-    rendered = engine.render(replace(spec, run_dir=spec.run_dir or engine.new_run_dir(spec)))
-    if target.dry_run:
-        click.echo(rendered.text(), nl=False)
-        return 0
-    return choose.submit(engine, rendered)
+    if isinstance(engine, Cluster):
+        replace(request, stages=spec.stages).new_options()  # find mistakes before anything is sent
+    if isinstance(engine, Cluster) or dry_run:
+        requested = engine.render(replace(spec, run_dir=spec.run_dir or engine.new_run_dir(spec)))
+    if dry_run:
+        click.echo(requested.text, nl=False)
+    elif isinstance(engine, Cluster):
+        sys.exit(_follow(engine.submit(requested)))
+    else:
+        sys.exit(_run(request, engine, spec, view))
 
 
-def _run(
-    request: RunRequest, engine: Carrier[Any], target: Target, view: Style, chosen: dict[str, Any]
-) -> int:
+def _follow(job: SubmittedJob) -> int:
+    """Follow a job that a cluster runs, until it ends; return the exit status."""
+    try:
+        return job.follow()
+    except KeyboardInterrupt:
+        job.cancel()
+        job.follow()
+        return INTERRUPTED
+
+
+def _run(request: RunRequest, engine: Carrier, spec: JobSpec, view: Style) -> int:
     """Run a job whose hosts this process reaches; return the exit status."""
     from launcher import local
 
-    spec = choose.spec_of(request, target, chosen)
-    if target.dry_run:
-        spec = replace(spec, run_dir=spec.run_dir or engine.new_run_dir(spec))
-        click.echo(engine.render(spec).text(), nl=False)
-        return 0
     engine.agents(spec)  # find mistakes before anything is created or sent
     engine.prepare(spec)
     with closing(request.prepare()) as begun:

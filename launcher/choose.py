@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from launcher.command import INTERRUPTED, is_given, is_typed
-from launcher.engines.engine import Carrier, Cluster, Request
-from launcher.engines.registry import CLUSTERS, Local, carrier
-from launcher.engines.ssh import parse_hosts, read_hosts
+from launcher.command import is_given, is_typed
+from launcher.engines.engine import Carrier, Cluster, Local
+from launcher.engines.kubernetes import Kubernetes
+from launcher.engines.slurm import Slurm, SlurmAllocation
+from launcher.engines.ssh import Ssh, parse_hosts, read_hosts
 from launcher.spec import Host, JobSpec, job_name
 from pipeworker.errors import UsageError
 from pipeworker.timings import VARIABLE
@@ -22,6 +23,8 @@ from pipeworker.timings import VARIABLE
 if TYPE_CHECKING:
     from pipeworker.runs.begin import RunRequest
 
+CLUSTERS: dict[str, Cluster[Any]] = {one.name: one for one in (Kubernetes(), Slurm())}
+"""The engines that ``--on`` names."""
 _LAUNCHER_OPTIONS = frozenset(
     {
         *("on", "nodes", "settings", "dry_run", "stages", "run_dir", "hosts", "hosts_file"),
@@ -62,12 +65,18 @@ class Target:
                 raise UsageError(f"{option} requires --on {' or --on '.join(CLUSTERS)}")
         if self.sync and not self.hosts:
             raise UsageError("--sync requires --hosts: no host is specified to send the folder to")
+        if self.dry_run and self.is_local:
+            raise UsageError("--dry-run requires --on or --hosts: a local job submits nothing")
 
     @property
-    def engine(self) -> Cluster[Any] | Carrier[Any]:
+    def engine(self) -> Cluster[Any] | Carrier:
+        """The engine that is named, or that this process runs in."""
         if self.cluster:
             return CLUSTERS[self.cluster]
-        return carrier(os.environ, has_hosts=bool(self.hosts))
+        if self.hosts:
+            return Ssh()
+        allocation = SlurmAllocation()
+        return allocation if allocation.is_inside(os.environ) else Local()
 
     @property
     def is_local(self) -> bool:
@@ -162,18 +171,3 @@ def spec_of(request: RunRequest, target: Target, chosen: Mapping[str, Any]) -> J
         source=source,
         python=sys.executable,
     )
-
-
-def submit(engine: Cluster[Any], request: Request) -> int:
-    """Have a cluster run a job; return the exit status.
-
-    Raises:
-        PipeworkerError: the cluster rejects the job or does not answer.
-    """
-    job = engine.submit(request)
-    try:
-        return job.follow()
-    except KeyboardInterrupt:
-        job.cancel()
-        job.follow()
-        return INTERRUPTED

@@ -11,7 +11,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import IO, Any
@@ -301,9 +301,8 @@ def _is_local(address: str) -> bool:
 
 def run(prepared: PreparedRun, view: Style, agents: Sequence[RemoteAgent]) -> int:
     """Run a job to its end; return the exit status."""
-    with closing(prepared):
-        verdict = Launch(prepared, agents, view).run()
-        prepared.close(verdict)
+    verdict = Launch(prepared, agents, view).run()
+    prepared.close(verdict)
     return verdict.exit_status
 
 

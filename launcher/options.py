@@ -12,8 +12,8 @@ from typing import Any
 
 import click
 
+from launcher.choose import CLUSTERS
 from launcher.command import Option
-from launcher.engines.registry import CLUSTERS
 from launcher.templates import EXAMPLES
 from pipeworker.display.style import OUTPUTS
 from pipeworker.job.options import BACKENDS, CHECKPOINT_BUSY, DATA_READERS, DEVICES, PRECISIONS

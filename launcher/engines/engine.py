@@ -11,12 +11,12 @@ import shlex
 import subprocess
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar, Generic, Protocol, TypeVar
 
-from launcher.spec import JobSpec, RemoteAgent
+from launcher.spec import Host, JobSpec, RemoteAgent
 from pipeworker.errors import PipeworkerError
 from pipeworker.host.spawn import command
 
@@ -26,8 +26,9 @@ _CLIENT_SECONDS = 60.0
 class Request(Protocol):
     """The request that an engine renders."""
 
+    @property
     def text(self) -> str:
-        """Return what ``--dry-run`` prints."""
+        """What ``--dry-run`` prints."""
 
 
 class SubmittedJob(Protocol):
@@ -76,12 +77,26 @@ class Cluster(Engine[R]):
         """
 
 
-class Carrier(Engine[R]):
+@dataclass(frozen=True, slots=True)
+class AgentCommands:
+    """The commands that carry agents' lines, and those by which hosts receive `folder`."""
+
+    agents: tuple[RemoteAgent, ...]
+    sends: tuple[tuple[str, ...], ...] = ()
+    folder: str = ""
+
+    @property
+    def text(self) -> str:
+        """A line for a shell for each command."""
+        sends = [f"# {self.folder} | {shlex.join(send)}" for send in self.sends]
+        return "\n".join([*sends, *(shlex.join(agent.command) for agent in self.agents)]) + "\n"
+
+
+class Carrier(Engine[AgentCommands]):
     """An engine whose hosts the launcher reaches from this one."""
 
-    def is_inside(self, environment: Mapping[str, str]) -> bool:
-        """Return whether this process runs inside the engine, so that the engine is the default."""
-        return False
+    def render(self, spec: JobSpec) -> AgentCommands:
+        return AgentCommands(self.agents(spec))
 
     @abstractmethod
     def agents(self, spec: JobSpec) -> tuple[RemoteAgent, ...]:
@@ -100,18 +115,13 @@ class Carrier(Engine[R]):
         return
 
 
-@dataclass(frozen=True, slots=True)
-class AgentCommands:
-    """The commands that carry agents' lines, and those by which hosts receive `folder`."""
+class Local(Carrier):
+    """The engine of a job on this host alone."""
 
-    agents: tuple[RemoteAgent, ...]
-    sends: tuple[tuple[str, ...], ...] = ()
-    folder: str = ""
+    name = "local"
 
-    def text(self) -> str:
-        """Return a line for a shell for each command."""
-        sends = [f"# {self.folder} | {shlex.join(send)}" for send in self.sends]
-        return "\n".join([*sends, *(shlex.join(agent.command) for agent in self.agents)]) + "\n"
+    def agents(self, spec: JobSpec) -> tuple[RemoteAgent, ...]:
+        return (RemoteAgent(Host("", spec.workers)),)
 
 
 def run_client(words: Sequence[str], text: str, *, label: str, cluster: str) -> str:

@@ -9,7 +9,7 @@ import click
 
 from launcher.engines.engine import Cluster, run_client, stamp
 from launcher.engines.manifests import Manifests, documents, render
-from launcher.engines.pod import RUNS
+from launcher.engines.pod import RUNS, Settings
 from launcher.spec import JobSpec
 from pipeworker.errors import UsageError
 from pipeworker.wire.keys import new_token
@@ -24,8 +24,9 @@ class KubernetesJob:
 
     def follow(self) -> int:
         """Show the commands by which the user follows and ends the job; it runs without us."""
-        kind, name = self.manifests.kind, self.manifests.name
-        where = f" --namespace {self.manifests.namespace}" if self.manifests.namespace else ""
+        settings = self.manifests.settings
+        kind, name = settings.kind, settings.name
+        where = f" --namespace {settings.namespace}" if settings.namespace else ""
         selector = f"--selector {self._label}"
         click.echo(
             f"{kind} {name} is submitted; its run directory is {self.manifests.run_dir}\n"
@@ -38,12 +39,13 @@ class KubernetesJob:
     def cancel(self) -> None:
         """End the job, which saves a checkpoint, and remove what was made for it."""
         now = ("--ignore-not-found", "--wait=false")
-        _kubectl(self.manifests, "delete", self.manifests.kind, self.manifests.name, *now)
-        _kubectl(self.manifests, "delete", _OWNED, "--selector", self._label, *now)
+        settings = self.manifests.settings
+        _kubectl(settings, "delete", settings.kind, settings.name, *now)
+        _kubectl(settings, "delete", _OWNED, "--selector", self._label, *now)
 
     @property
     def _label(self) -> str:
-        return f"app.kubernetes.io/instance={self.manifests.name}"
+        return f"app.kubernetes.io/instance={self.manifests.settings.name}"
 
 
 class Kubernetes(Cluster[Manifests]):
@@ -66,20 +68,21 @@ class Kubernetes(Cluster[Manifests]):
             UsageError: the job exists already, or kubectl is not installed.
             PipeworkerError: the cluster rejects it.
         """
-        kind, name = request.kind, request.name
-        if _kubectl(request, "get", kind, name, "--ignore-not-found", "-o", "name").strip():
+        settings = request.settings
+        kind, name = settings.kind, settings.name
+        if _kubectl(settings, "get", kind, name, "--ignore-not-found", "-o", "name").strip():
             raise UsageError(
                 f"--set name={name}: {kind} {name} exists already; specify another name, or remove "
                 f"it with kubectl delete {kind} {name}"
             )
         objects = (request.secret(new_token()), *request.objects)
-        _kubectl(request, "apply", "-f", "-", text=documents(objects))
+        _kubectl(settings, "apply", "-f", "-", text=documents(objects))
         return KubernetesJob(request)
 
 
-def _kubectl(manifests: Manifests, *words: str, text: str = "") -> str:
+def _kubectl(settings: Settings, *words: str, text: str = "") -> str:
     """Return the answer of the program kubectl."""
-    namespace = ("--namespace", manifests.namespace) if manifests.namespace else ()
+    namespace = ("--namespace", settings.namespace) if settings.namespace else ()
     line = ("kubectl", *words, *namespace)
     try:
         return run_client(line, text, label=f"kubectl {words[0]}", cluster="the cluster")
@@ -88,6 +91,3 @@ def _kubectl(manifests: Manifests, *words: str, text: str = "") -> str:
             f"--on kubernetes: cannot run kubectl: {error.strerror}; install it and set it to a "
             "cluster"
         ) from None
-
-
-ENGINES = (Kubernetes(),)

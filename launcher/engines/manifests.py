@@ -8,20 +8,16 @@ checkpoint. A lost node, or a pod that was asked to end, does not count as an at
 from __future__ import annotations
 
 import posixpath
-import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from launcher.engines.pod import SECRET, Settings, labels, run_dir_of, template
+from launcher.engines.pod import RUNS, SECRET, Object, Settings, template
 from launcher.spec import JobSpec
 from pipeworker.errors import UsageError
 
 _USER_ERRORS = [1, 2]
 _TERMINATED = [130, 143]
 _MAX_SOURCE = 1_000_000  # bytes in a ConfigMap, which holds 1 MiB
-_NAME = re.compile(r"[a-z]([a-z0-9-]{0,38}[a-z0-9])?")
-
-_Object = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,30 +25,28 @@ class Manifests:
     """The objects of a job.
 
     Attributes:
-        namespace: empty for the one that kubectl is set to.
-        kind: ``job`` or ``jobset``.
         run_dir: the run directory, on the volume of the pods.
         objects: in the order in which they are made; the last one is the job. The token is not
             among them: :meth:`secret` makes it when they are applied.
     """
 
-    name: str
-    namespace: str
-    kind: str
+    settings: Settings
     run_dir: str
-    objects: tuple[_Object, ...]
+    objects: tuple[Object, ...]
 
-    def secret(self, token: str) -> _Object:
+    def secret(self, token: str) -> Object:
         """Return the object that gives the token to the pods of this job."""
         content = {"type": "Opaque", "stringData": {SECRET: token}}
-        return _object("v1", "Secret", self.name, self.namespace, "-token", **content)
+        return _object("v1", "Secret", self.settings, "-token", **content)
 
+    @property
     def text(self) -> str:
-        """Return the objects as YAML, for ``kubectl apply -f``."""
-        where = f" --namespace {self.namespace}" if self.namespace else ""
+        """The objects as YAML, for ``kubectl apply -f``."""
+        name, namespace = self.settings.name, self.settings.namespace
+        where = f" --namespace {namespace}" if namespace else ""
         return (
             f"# The token is a secret. pipeworker makes it when it submits the job; by hand:\n"
-            f"#   kubectl create secret generic {self.name}-token{where} \\\n"
+            f"#   kubectl create secret generic {name}-token{where} \\\n"
             f'#     --from-literal {SECRET}="$(openssl rand -hex 32)"\n'
         ) + documents(self.objects)
 
@@ -63,27 +57,27 @@ def render(spec: JobSpec) -> Manifests:
     Raises:
         UsageError: a setting is invalid, or Kubernetes cannot run the job so.
     """
-    settings = Settings.of(spec.settings)
-    name = settings.name or spec.name
-    if not _NAME.fullmatch(name):
-        raise UsageError(f"--set name={name}: must be lower-case letters, digits and -, at most 40")
+    settings = Settings.of(spec)
     if spec.workers % spec.nodes:
         raise UsageError(
             f"--nodes {spec.nodes}: must divide the {spec.workers} workers; all pods have the same "
             "number"
         )
-    pod = template(spec, settings, name)
+    run_dir = spec.run_dir or f"{RUNS}/{settings.name}"
+    if not posixpath.normpath(run_dir).startswith(f"{RUNS}/"):
+        raise UsageError(f"--run-dir {run_dir}: must be in {RUNS}, the volume of the pods")
+    spec = replace(spec, run_dir=run_dir)
+    pod = template(spec, settings)
     objects = [
-        *([] if settings.job else [_config_map(spec, settings, name)]),
-        *([_service(settings, name)] if settings.kind == "job" else []),
-        _network_policy(settings, name),
-        (_job if settings.kind == "job" else _job_set)(spec, settings, name, pod),
+        *([] if settings.job else [_config_map(spec, settings)]),
+        *([_service(settings)] if settings.kind == "job" else []),
+        _network_policy(settings),
+        (_job if settings.kind == "job" else _job_set)(spec, settings, pod),
     ]
-    run_dir = run_dir_of(spec, name)
-    return Manifests(name, settings.namespace, settings.kind, run_dir, tuple(objects))
+    return Manifests(settings, run_dir, tuple(objects))
 
 
-def documents(objects: tuple[_Object, ...]) -> str:
+def documents(objects: tuple[Object, ...]) -> str:
     """Return objects as YAML.
 
     Raises:
@@ -111,45 +105,49 @@ def documents(objects: tuple[_Object, ...]) -> str:
 
 
 def _object(
-    version: str, kind: str, job: str, namespace: str, suffix: str = "", **content: Any
-) -> _Object:
+    version: str, kind: str, settings: Settings, suffix: str = "", **content: Any
+) -> Object:
     """Return an object that is named after its job."""
-    where = {"namespace": namespace} if namespace else {}
-    metadata = {"name": f"{job}{suffix}", **where, "labels": labels(job)}
+    where = {"namespace": settings.namespace} if settings.namespace else {}
+    metadata = {"name": f"{settings.name}{suffix}", **where, "labels": settings.labels}
     return {"apiVersion": version, "kind": kind, "metadata": metadata, **content}
 
 
-def _config_map(spec: JobSpec, settings: Settings, name: str) -> _Object:
+def _config_map(spec: JobSpec, settings: Settings) -> Object:
     if len(spec.source.encode()) > _MAX_SOURCE:
         raise UsageError(
             f"{spec.job_file}: too long to be sent; put it into the image or on the volume, and "
             "specify --set job=PATH"
         )
     data = {posixpath.basename(spec.job_file): spec.source}
-    return _object("v1", "ConfigMap", name, settings.namespace, "-job", data=data)
+    return _object("v1", "ConfigMap", settings, "-job", data=data)
 
 
-def _service(settings: Settings, name: str) -> _Object:
+def _service(settings: Settings) -> Object:
     """Return the object that names the pods before they are ready; they meet at the first one."""
-    spec = {"clusterIP": "None", "publishNotReadyAddresses": True, "selector": labels(name)}
-    return _object("v1", "Service", name, settings.namespace, spec=spec)
+    spec = {
+        "clusterIP": "None",
+        "publishNotReadyAddresses": True,
+        "selector": settings.labels,
+    }
+    return _object("v1", "Service", settings, spec=spec)
 
 
-def _network_policy(settings: Settings, name: str) -> _Object:
+def _network_policy(settings: Settings) -> Object:
     """Return the object that lets the pods connect to each other and to the name server alone."""
-    peers = {"podSelector": {"matchLabels": labels(name)}}
+    peers = {"podSelector": {"matchLabels": settings.labels}}
     names = [{"protocol": protocol, "port": 53} for protocol in ("UDP", "TCP")]
-    closed: list[_Object] = [{"to": [peers]}, {"ports": names}]
+    closed: list[Object] = [{"to": [peers]}, {"ports": names}]
     spec = {
         "podSelector": peers["podSelector"],
         "policyTypes": ["Ingress", "Egress"],
         "ingress": [{"from": [peers]}],
         "egress": closed if settings.egress == "job" else [{}],
     }
-    return _object("networking.k8s.io/v1", "NetworkPolicy", name, settings.namespace, spec=spec)
+    return _object("networking.k8s.io/v1", "NetworkPolicy", settings, spec=spec)
 
 
-def _job(spec: JobSpec, settings: Settings, name: str, pod: _Object) -> _Object:
+def _job(spec: JobSpec, settings: Settings, pod: Object) -> Object:
     """Return an indexed Job: each pod is restarted by itself, and the pods meet again."""
     rules = [
         _disrupted("Ignore"),
@@ -164,10 +162,10 @@ def _job(spec: JobSpec, settings: Settings, name: str, pod: _Object) -> _Object:
         "podFailurePolicy": {"rules": rules},
         "template": pod,
     }
-    return _object("batch/v1", "Job", name, settings.namespace, spec=content)
+    return _object("batch/v1", "Job", settings, spec=content)
 
 
-def _job_set(spec: JobSpec, settings: Settings, name: str, pod: _Object) -> _Object:
+def _job_set(spec: JobSpec, settings: Settings, pod: Object) -> Object:
     """Return a JobSet of one Job: when a pod is lost, all pods are restarted together."""
     lost_node = {
         "name": "lostNode",
@@ -191,7 +189,7 @@ def _job_set(spec: JobSpec, settings: Settings, name: str, pod: _Object) -> _Obj
         "template": pod,
     }
     content = {
-        "network": {"enableDNSHostnames": True, "subdomain": name},
+        "network": {"enableDNSHostnames": True, "subdomain": settings.name},
         "failurePolicy": {
             "maxRestarts": settings.retries,
             "restartStrategy": "BlockingRecreate",
@@ -199,10 +197,10 @@ def _job_set(spec: JobSpec, settings: Settings, name: str, pod: _Object) -> _Obj
         },
         "replicatedJobs": [{"name": "node", "replicas": 1, "template": {"spec": job}}],
     }
-    return _object("jobset.x-k8s.io/v1alpha2", "JobSet", name, settings.namespace, spec=content)
+    return _object("jobset.x-k8s.io/v1alpha2", "JobSet", settings, spec=content)
 
 
-def _indexed(spec: JobSpec) -> _Object:
+def _indexed(spec: JobSpec) -> Object:
     """Return the fields of a Job that is done when its first pod is, which runs the coordinator."""
     return {
         "completionMode": "Indexed",
@@ -212,10 +210,10 @@ def _indexed(spec: JobSpec) -> _Object:
     }
 
 
-def _disrupted(action: str) -> _Object:
+def _disrupted(action: str) -> Object:
     condition = {"type": "DisruptionTarget", "status": "True"}
     return {"action": action, "onPodConditions": [condition]}
 
 
-def _exited(action: str, statuses: list[int]) -> _Object:
+def _exited(action: str, statuses: list[int]) -> Object:
     return {"action": action, "onExitCodes": {"operator": "In", "values": statuses}}

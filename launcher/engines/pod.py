@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import posixpath
-from collections.abc import Mapping
-from dataclasses import dataclass, fields
+import re
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from launcher.spec import JobSpec
@@ -19,8 +19,9 @@ KINDS = ("job", "jobset")
 _PORT = 29500
 _USER = 10001
 _SHUTDOWN = 10  # seconds of the grace period for torchrun itself
+_NAME = re.compile(r"[a-z]([a-z0-9-]{0,38}[a-z0-9])?")
 
-_Object = dict[str, Any]
+Object = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,12 +60,13 @@ class Settings:
     retries: int = 6
 
     @staticmethod
-    def of(given: Mapping[str, str]) -> Settings:
-        """Parse the settings.
+    def of(spec: JobSpec) -> Settings:
+        """Parse the settings of a job.
 
         Raises:
             UsageError: a setting is unknown, missing or invalid.
         """
+        given = spec.settings
         known = {field.name.replace("_", "-"): field for field in fields(Settings)}
         if unknown := sorted(given.keys() - known.keys()):
             raise UsageError(f"--set {unknown[0]}: must be one of {', '.join(known)}")
@@ -84,19 +86,25 @@ class Settings:
             raise UsageError(f"--set grace={settings.grace}: must be more than {_SHUTDOWN} s")
         if settings.node_selector and "=" not in settings.node_selector:
             raise UsageError(f"--set node-selector={settings.node_selector}: must be LABEL=VALUE")
-        return settings
+        name = settings.name or spec.name
+        if not _NAME.fullmatch(name):
+            raise UsageError(
+                f"--set name={name}: must be lower-case letters, digits and -, at most 40"
+            )
+        return replace(settings, name=name)
+
+    @property
+    def labels(self) -> dict[str, str]:
+        """The labels of all objects of the job."""
+        return {"app.kubernetes.io/name": "pipeworker", "app.kubernetes.io/instance": self.name}
 
 
-def labels(name: str) -> dict[str, str]:
-    """Return the labels of all objects of a job."""
-    return {"app.kubernetes.io/name": "pipeworker", "app.kubernetes.io/instance": name}
-
-
-def template(spec: JobSpec, settings: Settings, name: str) -> dict[str, Any]:
+def template(spec: JobSpec, settings: Settings) -> Object:
     """Return the template of a job's pods."""
+    name = settings.name
     label, _, value = settings.node_selector.partition("=")
     account = settings.service_account
-    volumes: list[_Object] = [
+    volumes: list[Object] = [
         {"name": "runs", "persistentVolumeClaim": {"claimName": settings.claim}},
         {"name": "tmp", "emptyDir": {}},
         {"name": "shm", "emptyDir": {"medium": "Memory"}},
@@ -104,7 +112,7 @@ def template(spec: JobSpec, settings: Settings, name: str) -> dict[str, Any]:
     if not settings.job:
         volumes.append({"name": "job", "configMap": {"name": f"{name}-job"}})
     return {
-        "metadata": {"labels": labels(name)},
+        "metadata": {"labels": settings.labels},
         "spec": {
             "restartPolicy": "Never",
             **({"subdomain": name} if settings.kind == "job" else {}),
@@ -121,39 +129,27 @@ def template(spec: JobSpec, settings: Settings, name: str) -> dict[str, Any]:
                 "fsGroupChangePolicy": "OnRootMismatch",
                 "seccompProfile": {"type": "RuntimeDefault"},
             },
-            "containers": [_container(spec, settings, name)],
+            "containers": [_container(spec, settings)],
             "volumes": volumes,
         },
     }
 
 
-def run_dir_of(spec: JobSpec, name: str) -> str:
-    """Return the path of a job's run directory in the pods.
-
-    Raises:
-        UsageError: it is not on the volume.
-    """
-    run_dir = spec.run_dir or f"{RUNS}/{name}"
-    if not posixpath.normpath(run_dir).startswith(f"{RUNS}/"):
-        raise UsageError(f"--run-dir {run_dir}: must be in {RUNS}, the volume of the pods")
-    return run_dir
-
-
-def _container(spec: JobSpec, settings: Settings, name: str) -> _Object:
+def _container(spec: JobSpec, settings: Settings) -> Object:
     workers = spec.workers_per_node
     resources = {"cpu": settings.cpu or str(spec.cores_per_node)}
     if settings.memory:
         resources["memory"] = settings.memory
     if settings.accelerator:
         resources[settings.accelerator] = str(workers)
-    mounts: list[_Object] = [
+    mounts: list[Object] = [
         {"name": "runs", "mountPath": RUNS},
         {"name": "tmp", "mountPath": "/tmp"},
         {"name": "shm", "mountPath": "/dev/shm"},
     ]
     if not settings.job:
         mounts.append({"name": "job", "mountPath": FILES, "readOnly": True})
-    secret = {"secretKeyRef": {"name": f"{name}-token", "key": SECRET}}
+    secret = {"secretKeyRef": {"name": f"{settings.name}-token", "key": SECRET}}
     plain = {
         "HOME": "/tmp",
         "OMP_NUM_THREADS": "1",
@@ -163,7 +159,7 @@ def _container(spec: JobSpec, settings: Settings, name: str) -> _Object:
         "name": "node",
         "image": settings.image,
         "command": ["python", "-m", "pipeworker", "node"],
-        "args": _args(spec, settings, name),
+        "args": _args(spec, settings),
         "env": [
             {"name": "PIPEWORKER_TOKEN", "valueFrom": secret},
             *({"name": key, "value": value} for key, value in plain.items()),
@@ -178,20 +174,19 @@ def _container(spec: JobSpec, settings: Settings, name: str) -> _Object:
     }
 
 
-def _args(spec: JobSpec, settings: Settings, name: str) -> list[str]:
+def _args(spec: JobSpec, settings: Settings) -> list[str]:
     """Return the arguments of ``pipeworker node``; the pod's index is in its environment.
 
     Kubernetes expands ``$(NAME)`` in an argument unless it is written ``$$(NAME)``.
     """
-    first = f"{name}-0" if settings.kind == "job" else f"{name}-node-0-0"
-    run_dir = run_dir_of(spec, name)
+    first = f"{settings.name}-{'0' if settings.kind == 'job' else 'node-0-0'}"
     job_file = settings.job or f"{FILES}/{posixpath.basename(spec.job_file)}"
     words = [
         *("--nodes", str(spec.nodes), "--workers", str(spec.workers_per_node)),
-        *("--at", f"{first}.{name}", "--port", str(_PORT)),
+        *("--at", f"{first}.{settings.name}", "--port", str(_PORT)),
         "--",  # the rest is for each rank
         *spec.options,
-        *("--run-dir", run_dir, "--auto-resume", job_file),
+        *("--run-dir", spec.run_dir, "--auto-resume", job_file),
         *(("--", *spec.arguments) if spec.arguments else ()),
     ]
     return [word.replace("$(", "$$(") for word in words]

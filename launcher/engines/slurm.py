@@ -15,7 +15,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from launcher.engines.engine import AgentCommands, Carrier, Cluster, agent_command, run_client
+import click
+
+from launcher.engines.engine import Carrier, Cluster, agent_command, run_client
 from launcher.spec import Host, JobSpec, RemoteAgent
 from pipeworker.errors import PipeworkerError, UsageError
 
@@ -58,11 +60,8 @@ _UNKNOWN = "Invalid job id"
 class Script:
     """A script for sbatch, and the file to which its output goes."""
 
-    script: str
+    text: str
     log: str
-
-    def text(self) -> str:
-        return self.script
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +113,7 @@ class SlurmJob:
             shown = self._show(shown)
             if found.state in _WAITING and found.reason not in ("", waits_for):
                 waits_for = found.reason
-                print(f"job {self.job} waits: {waits_for}", file=sys.stderr, flush=True)
+                click.echo(f"job {self.job} waits: {waits_for}", err=True)
             if found.state not in (*_WAITING, *_RUNNING):
                 break
             time.sleep(POLL_SECONDS)
@@ -122,7 +121,7 @@ class SlurmJob:
             return 0
         if not found.status:
             reason = found.reason or found.state or "Slurm does not know it"
-            print(f"error: job {self.job}: {reason}", file=sys.stderr)
+            click.echo(f"error: job {self.job}: {reason}", err=True)
         return found.status or 1
 
     def cancel(self) -> None:
@@ -131,9 +130,9 @@ class SlurmJob:
             _run("scancel", self.job)
         else:
             _run("scancel", "--batch", "--signal=INT", self.job)
-        print(
+        click.echo(
             f"job {self.job} saves a checkpoint and ends; interrupt again to stop waiting for it",
-            file=sys.stderr,
+            err=True,
         )
 
     def state(self) -> State:
@@ -204,15 +203,15 @@ class Slurm(Cluster[Script]):
         log = Path(request.log)
         log.parent.mkdir(parents=True, exist_ok=True)  # Slurm drops the output otherwise
         try:
-            answer = _run("sbatch", "--parsable", text=request.script)
+            answer = _run("sbatch", "--parsable", text=request.text)
         except PipeworkerError as error:
             raise UsageError(str(error)) from None
         job = SlurmJob(answer.strip().partition(";")[0], log)
-        print(f"job {job.job} is submitted; its output goes to {log}", file=sys.stderr, flush=True)
+        click.echo(f"job {job.job} is submitted; its output goes to {log}", err=True)
         return job
 
 
-class SlurmAllocation(Carrier[AgentCommands]):
+class SlurmAllocation(Carrier):
     """The nodes of the job inside which this process runs."""
 
     name = "an allocation of Slurm's"
@@ -221,14 +220,8 @@ class SlurmAllocation(Carrier[AgentCommands]):
         """Return whether this process has an allocation, and is not a job step inside it."""
         return "SLURM_JOB_ID" in environment and "SLURM_STEP_ID" not in environment
 
-    def render(self, spec: JobSpec) -> AgentCommands:
-        return AgentCommands(self.agents(spec))
-
     def agents(self, spec: JobSpec) -> tuple[RemoteAgent, ...]:
         return agents(spec, Allocation.of(os.environ))
-
-
-ENGINES = (Slurm(), SlurmAllocation())
 
 
 def agents(spec: JobSpec, allocation: Allocation) -> tuple[RemoteAgent, ...]:

@@ -41,7 +41,7 @@ _MARKER = ".pipeworker-"
 _EXCLUDED = {".git", ".venv", "__pycache__", "runs"}
 
 
-class Ssh(Carrier[AgentCommands]):
+class Ssh(Carrier):
     """The hosts that ``--hosts`` names."""
 
     name = "ssh"
@@ -59,9 +59,6 @@ class Ssh(Carrier[AgentCommands]):
 
     def prepare(self, spec: JobSpec) -> None:
         send(self.render(spec))
-
-
-ENGINES = (Ssh(),)
 
 
 def _agent(spec: JobSpec, host: Host) -> RemoteAgent:

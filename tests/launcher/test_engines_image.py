@@ -63,5 +63,5 @@ def test_every_required_package_has_one_version() -> None:
 
 def test_the_image_has_the_user_of_the_pods() -> None:
     spec = JobSpec("train", "/project/train.py", 1)
-    user = template(spec, Settings("image"), "train")["spec"]["securityContext"]["runAsUser"]
+    user = template(spec, Settings("image"))["spec"]["securityContext"]["runAsUser"]
     assert f"USER {user}:{user}\n" in DOCKERFILE.read_text()

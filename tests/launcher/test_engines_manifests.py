@@ -45,7 +45,7 @@ def spec_with(**settings: str) -> JobSpec:
 
 def pod_of(manifests: Manifests) -> Any:
     spec = manifests.objects[-1]["spec"]
-    if manifests.kind == "jobset":
+    if manifests.settings.kind == "jobset":
         spec = spec["replicatedJobs"][0]["template"]["spec"]
     return spec["template"]["spec"]
 
@@ -69,7 +69,7 @@ def validate(found: Any) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_files_in_deploy_are_the_rendered_ones(kind: str) -> None:
     spec = replace(SPEC, settings={**SPEC.settings, "kind": kind})
-    assert render(spec).text() == (DEPLOY / f"{kind}.yaml").read_text()
+    assert render(spec).text == (DEPLOY / f"{kind}.yaml").read_text()
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -90,8 +90,8 @@ def test_rendered_objects_have_the_published_schemas(kind: str) -> None:
         manifests = render(replace(spec, source="print()\n"))
         for found in (*manifests.objects, manifests.secret("x" * 16)):
             validate(found)
-            assert found["metadata"]["name"].startswith(manifests.name)
-            assert found["metadata"].get("namespace", "") == manifests.namespace
+            assert found["metadata"]["name"].startswith(manifests.settings.name)
+            assert found["metadata"].get("namespace", "") == manifests.settings.namespace
     assert {field.replace("_", "-") for field in Settings.__slots__} == {
         *everything.settings,
         "job",
@@ -133,20 +133,20 @@ def test_an_invalid_object_is_detected(kind: str, spoil: Callable[[Manifests], o
 def test_the_token_is_not_shown() -> None:
     manifests = render(SPEC)
     token = "a secret of the test"
-    assert token not in manifests.text()
+    assert token not in manifests.text
     assert token in documents((manifests.secret(token),))
     (variable,) = [v for v in pod_of(manifests)["containers"][0]["env"] if "valueFrom" in v]
     reference = variable["valueFrom"]["secretKeyRef"]
     secret = manifests.secret(token)
     assert secret["metadata"]["name"] == reference["name"] == "train-token"
     assert secret["stringData"] == {reference["key"]: token}
-    assert "create secret generic train-token \\\n" in manifests.text()
+    assert "create secret generic train-token \\\n" in manifests.text
 
 
 def test_the_job_file_is_sent_as_it_is() -> None:
     source = "import torch\n\ttab = '${X} ä'  \n# no newline at the end"
     manifests = render(replace(spec_with(), source=source))
-    shown = next(iter(yaml.safe_load_all(manifests.text())))
+    shown = next(iter(yaml.safe_load_all(manifests.text)))
     assert shown["data"] == {"train.py": source}
     assert "/job/train.py" in pod_of(manifests)["containers"][0]["args"]
     with pytest.raises(UsageError, match=r"train\.py: too long to be sent"):

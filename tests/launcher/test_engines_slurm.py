@@ -28,14 +28,14 @@ SPEC = JobSpec(
 
 
 def test_the_file_in_deploy_is_the_rendered_script() -> None:
-    assert Slurm().render(SPEC).text() == COPIED.read_text()
+    assert Slurm().render(SPEC).text == COPIED.read_text()
 
 
 def test_settings_of_the_user_override_ours() -> None:
     spec = replace(
         SPEC, settings={"cpus-per-task": "16K", "requeue": "", "exclusive": "", "qos": "a b"}
     )
-    lines = Slurm().render(replace(spec, python="/opt/python")).text().splitlines()
+    lines = Slurm().render(replace(spec, python="/opt/python")).text.splitlines()
     directives = [line.removeprefix("#SBATCH ") for line in lines if line.startswith("#SBATCH")]
     assert directives.count("--cpus-per-task=16K") == 1  # sbatch knows what it takes
     assert "--exclusive" in directives
@@ -160,7 +160,7 @@ def test_a_rejected_job_and_a_missing_slurm_are_usage_errors(
         Slurm().submit(script)
     stand_in(commands, "sbatch", f"cat > {commands}/script; echo '12;cluster'")
     assert Slurm().submit(script).job == "12"
-    assert (commands / "script").read_text() == script.text()
+    assert (commands / "script").read_text() == script.text
     monkeypatch.setenv("PATH", str(commands / "none"))
     with pytest.raises(UsageError, match="Slurm's command sbatch: No such file"):
         Slurm().submit(script)

@@ -43,7 +43,7 @@ def test_an_agent_is_a_command_of_ssh_without_a_secret() -> None:
 
 
 def test_a_request_is_shown_as_lines_for_a_shell() -> None:
-    text = ssh.Ssh().render(replace(SPEC, sync=True)).text()
+    text = ssh.Ssh().render(replace(SPEC, sync=True)).text
     sends = [line for line in text.splitlines() if line.startswith("#")]
     assert len(text.splitlines()) == 4
     assert [line.split()[:4] for line in sends] == [["#", "/project", "|", "ssh"]] * 2
