@@ -19,13 +19,23 @@ import click
 
 from launcher import choose, templates
 from launcher.choose import Target
-from launcher.command import INTERRUPTED, Command, Shown, clearly, is_given, is_typed, origin
+from launcher.command import (
+    INTERRUPTED,
+    Command,
+    Shown,
+    clearly,
+    is_given,
+    is_typed,
+    origin,
+    written,
+)
 from launcher.defaults import Defaults, check_renamed, misspelt
 from launcher.display_options import take_style
 from launcher.engines.engine import Carrier, Cluster, SubmittedJob
-from launcher.options import ANYWHERE, export_options, init_options, job_options, launch_options
+from launcher.options import ANYWHERE, JOB_PARAMETERS, LAUNCH_PARAMETERS
 from pipeworker.errors import PipeworkerError, UsageError
 from pipeworker.job.option_parsing import workers_per_replica
+from pipeworker.job.options import PRECISIONS
 from pipeworker.timings import DEFAULT
 from pipeworker.version import __version__
 
@@ -133,15 +143,13 @@ def _check(request: RunRequest, *, here: bool = True) -> None:
     try:
         request.validate(local=here)
     except UsageError as error:
-        context = click.get_current_context()
-        for name in request.defaults:
-            if str(error).startswith(f"--{name.replace('_', '-')} "):
-                raise UsageError(f"{error} ({origin(context, name)})") from None
+        for name, source in request.origins.items():
+            if str(error).startswith(f"{written(name)} "):
+                raise UsageError(f"{error} ({source})") from None
         raise
 
 
-@main.command(cls=_JobCommand, context_settings=_JOB, epilog=ANYWHERE)
-@launch_options
+@main.command(cls=_JobCommand, params=LAUNCH_PARAMETERS, context_settings=_JOB, epilog=ANYWHERE)
 def launch(
     hosts: str | None,
     hosts_file: str | None,
@@ -273,8 +281,7 @@ def _wait_for_rank_0(error: click.ClickException) -> None:
     time.sleep(DEFAULT.report)  # not the configured timings: they may be the mistake
 
 
-@click.command(cls=_WorkerCommand, context_settings=_JOB, epilog=ANYWHERE)
-@job_options
+@click.command(cls=_WorkerCommand, params=JOB_PARAMETERS, context_settings=_JOB, epilog=ANYWHERE)
 def worker(**chosen: Any) -> None:
     """Train the model of JOB_FILE as one rank of a torchrun job; each rank is a worker."""
     from launcher import local, torchrun
@@ -321,10 +328,19 @@ def checkpoint(run: Path) -> None:
     click.echo(checkpoint_request.request_checkpoint(run))
 
 
-@main.command(cls=Command)
+@main.command()
 @click.argument("source", type=click.Path(path_type=Path))
 @click.argument("out")
-@export_options
+@click.option(
+    "--dtype",
+    type=click.Choice(PRECISIONS),
+    help="Data type of floating tensors. [default: as they are]",
+)
+@click.option(
+    "--shard-size",
+    metavar="SIZE",
+    help="Largest size of each file in a folder, as 500MB. [default: 5GB]",
+)
 def export(source: Path, out: str, dtype: str | None, shard_size: str | None) -> None:
     """Write the weights of SOURCE to OUT, under the names of your own module.
 
@@ -370,9 +386,15 @@ def list_runs(folder: Path, *, as_json: bool) -> None:
     click.echo(show.list_runs(folder, as_json=as_json))
 
 
-@main.command(cls=Command)
+@main.command()
 @click.argument("file", type=click.Path(path_type=Path), default="model.py")
-@init_options
+@click.option(
+    "--example",
+    type=click.Choice([*templates.EXAMPLES]),
+    default="mlp",
+    show_default=True,
+    help="; ".join(f"{name}: {what}" for name, what in templates.EXAMPLES.items()) + ".",
+)
 def init(file: Path, example: str) -> None:
     """Write a commented job file that runs as it is to FILE (default: model.py)."""
     templates.write(file, example)

@@ -12,13 +12,15 @@ import click
 from click.core import ParameterSource
 
 from pipeworker.errors import PipeworkerError, UsageError
-from pipeworker.job.renamed import renamed_error
+from pipeworker.job.renamed import reject_renamed
 
 INTERRUPTED = 130
 """The exit status of an interrupted command, as shells use it."""
 
 FILE = "pipeworker.file"
 """Key in a context's ``meta``: the name of the file that options came from."""
+
+_METAVARS = {int: "N", float: "X"}
 
 
 class Shown(click.ClickException):
@@ -67,6 +69,8 @@ def _one_line(error: click.UsageError) -> str:
             name = parameter.get_error_hint(error.ctx).replace("'", "")
             if isinstance(error, click.MissingParameter):
                 return f"{name}: missing; {usage}"
+            if isinstance(parameter.type, click.types.BoolParamType):  # its list begins with ""
+                text, listed = text.partition(".")[0], "write true or false"
             advice = "" if isinstance(parameter.type, click.Choice) else f"; {listed}"
             return f"{name}: {text}{advice}"
     if extra := re.fullmatch(r"Got unexpected extra arguments? \((.*)\)", text):
@@ -78,21 +82,36 @@ class Option(click.Option):
     """An option with a group.
 
     Args:
-        words: spellings and name, as for :class:`click.Option`.
-        group: heading in the help.
-        once: only the command line may give the option, because it belongs to one start.
+        words: its spellings, and its name if that is another one.
+        text: its help, which also shows its default value if it has one.
         written: spelling in the help, if the help must not list all of them.
         settings: further arguments of :class:`click.Option`.
+
+    Attributes:
+        group: heading in the help.
+        once: whether only the command line may give it, because it belongs to one start.
     """
 
+    group = "Other"
+    once = False
+
     def __init__(
-        self, *words: Any, group: str, once: bool = False, written: str = "", **settings: Any
+        self,
+        words: str | tuple[str, ...],
+        text: str,
+        kind: Any = None,
+        *,
+        written: str = "",
+        **settings: Any,
     ) -> None:
-        super().__init__(*words, **settings)
+        names = words.split() if isinstance(words, str) else words
+        settings = {
+            "metavar": _METAVARS.get(kind),
+            "show_default": "default" in settings,
+            **settings,
+        }
+        super().__init__(names, help=text, type=kind, **settings)
         self.written = written
-        self.allow_from_autoenv = not once
-        self.group = group
-        self.once = once
 
     def get_help_record(self, ctx: click.Context) -> tuple[str, str] | None:
         found = super().get_help_record(ctx)
@@ -139,8 +158,7 @@ class Command(click.Command):
         except click.NoSuchOption as error:
             given = error.option_name.removeprefix("--")
             known = {str(parameter.name) for parameter in self.params}
-            if renamed := renamed_error(given, known.__contains__, written):
-                raise UsageError(renamed) from None
+            reject_renamed(given, known, written)
             passes_on = any(parameter.name == "arguments" for parameter in self.params)
             if not passes_on or {*(error.possibilities or ())} - {"--help"}:
                 raise

@@ -19,7 +19,7 @@ from click.core import ParameterSource
 from launcher.command import FILE, Option
 from pipeworker.errors import UsageError
 from pipeworker.job.options import EXCLUSIVE
-from pipeworker.job.renamed import renamed_error
+from pipeworker.job.renamed import reject_renamed
 
 _PLACES: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("pipeworker.toml", ()),
@@ -82,14 +82,7 @@ class Defaults:
             word = key.replace("_", "-")
             option = options.get(word)
             if option is None:
-                if error := renamed_error(
-                    key,
-                    known.__contains__,
-                    _key,
-                    lambda n, value: f"{_key(n)} = {str(value).lower()}",
-                    elsewhere=True,
-                ):
-                    raise UsageError(f"{self.where}: {error}")
+                reject_renamed(key, known, _key, _assignment, f"{self.where}: ")
                 meant = get_close_matches(word, options, 1) or ["one of `pipeworker launch -h`"]
                 raise UsageError(f"{self.where}: {key} is not an option; did you mean {meant[0]}?")
             if option.once:
@@ -125,18 +118,15 @@ def check_renamed(environment: Iterable[str], parameters: Iterable[click.Paramet
         if not variable.startswith(_PREFIX):
             continue
         name = variable.removeprefix(_PREFIX).lower()
-        if error := renamed_error(
-            name,
-            options.__contains__,
-            _variable,
-            lambda n, value: f"{_variable(n)}={value:d}",
-            elsewhere=True,
-        ):
-            raise UsageError(error)
+        reject_renamed(name, options, _variable, "{}={:d}".format)
 
 
 def _key(name: str) -> str:
     return name.replace("_", "-")
+
+
+def _assignment(key: str, value: bool) -> str:
+    return f"{key} = {str(value).lower()}"
 
 
 def _variable(name: str) -> str:

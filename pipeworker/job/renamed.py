@@ -5,9 +5,11 @@ Every place where an option is named reads this one table.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass, field
 from typing import Any
+
+from pipeworker.errors import UsageError
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,34 +38,39 @@ RENAMED: Mapping[str, Renamed] = {
 """By the former name. ``--init-partial`` alone is still accepted, as ``--no-init-strict``."""
 
 
-def renamed_error(
+def reject_renamed(
     old: str,
-    known: Callable[[str], bool],
+    known: Container[str],
     spell: Callable[[str], str],
     assign: Callable[[str, bool], str] | None = None,
-    *,
-    elsewhere: bool = False,
-) -> str:
-    """Return the message for an option given by its former name, or "" if `old` is none.
+    where: str = "",
+) -> None:
+    """Reject an option given by its former name.
 
     Args:
         old: the name as it was given, with hyphens or underscores.
-        known: whether the place that it was given to has an option of this (present) name.
+        known: the (present) names of the options of the place that it was given to.
         spell: a name as it is written there.
-        assign: a name and its value as they are written there, if values are.
-        elsewhere: also return a message for an option that only the command line has.
+        assign: such a name and its value as they are written there; None for the command line.
+        where: what the message begins with.
+
+    Raises:
+        UsageError: the option was renamed. On the command line, only if the place has it: elsewhere
+            the message also names an option that only the command line has.
     """
     found = RENAMED.get(old.replace("-", "_"))
     if found is None:
-        return ""
-    if known(found.new):
+        return
+    renamed = f"{where}{spell(old)}: this option was renamed"
+    if found.new in known:
         use = f"{spell(found.new)}{found.note}"
         if assign and True in found.values:
-            use = f"{assign(found.new, found.values[True])} for {assign(old, True)}"
-        return f"{spell(old)}: this option was renamed; use {use}"
-    option = f"--{found.new.replace('_', '-')}"
-    only = f"{spell(old)}: this option was renamed, and is only for the command line; use {option}"
-    return only if elsewhere else ""
+            now, before = assign(spell(found.new), found.values[True]), assign(spell(old), True)
+            use = f"{now} for {before}"
+        raise UsageError(f"{renamed}; use {use}")
+    if assign:
+        option = f"--{found.new.replace('_', '-')}"
+        raise UsageError(f"{renamed}, and is only for the command line; use {option}")
 
 
 def migrated(options: Mapping[str, Any]) -> dict[str, Any]:

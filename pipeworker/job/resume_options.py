@@ -9,7 +9,7 @@ from typing import Any
 
 from pipeworker.errors import UsageError
 from pipeworker.job.options import EXCLUSIVE, Options
-from pipeworker.job.renamed import renamed_error
+from pipeworker.job.renamed import reject_renamed
 
 NUMBERS = (
     *("seed", "microbatches", "accumulate", "precision", "clip_grad_norm", "clip_grad_value"),
@@ -27,8 +27,7 @@ def parse_allowed(names: Collection[str]) -> set[str]:
     found = {name.replace("-", "_") for name in names}
     if unknown := sorted(found - {*NUMBERS}):
         name = _written(unknown[0])
-        if error := renamed_error(name, lambda _: True, _written):
-            raise UsageError(f"--allow-change {error}")
+        reject_renamed(name, Options.__dataclass_fields__, _written, where="--allow-change ")
         raise UsageError(
             f"--allow-change {name}: must be one of {', '.join(map(_written, NUMBERS))}"
         )

@@ -17,7 +17,7 @@ from pipeworker.errors import UsageError
 from pipeworker.facts.step import Evaluation, StepResult
 from pipeworker.job import file as job_file
 from pipeworker.job.options import Options
-from pipeworker.job.renamed import renamed_error
+from pipeworker.job.renamed import reject_renamed
 from pipeworker.ranks.rank_info import RankInfo
 from pipeworker.record.checkpoint import Checkpoint
 from pipeworker.record.rundir import find_checkpoint
@@ -280,10 +280,7 @@ def check_names(
     """Reject options of the call `where` that are unknown, or only available `elsewhere`."""
     known = [f.name for f in dataclasses.fields(Options) if f.name not in elsewhere]
     for name in options:
-        if error := renamed_error(
-            name, {*known, *parameters}.__contains__, str, "{}={}".format, elsewhere=True
-        ):
-            raise UsageError(f"{where}: {error}")
+        reject_renamed(name, {*known, *parameters}, str, "{}={}".format, f"{where}: ")
         if name not in known:
             raise UsageError(
                 f"{where}: {name}: no such option; use one of {', '.join(sorted(known))}"

@@ -6,8 +6,9 @@ import dataclasses
 
 import pytest
 
+from pipeworker.errors import UsageError
 from pipeworker.job.options import Options
-from pipeworker.job.renamed import RENAMED, migrated, renamed_error
+from pipeworker.job.renamed import RENAMED, migrated, reject_renamed
 from pipeworker.runs.begin import RunRequest
 
 PRESENT = {field.name for kind in (Options, RunRequest) for field in dataclasses.fields(kind)}
@@ -32,10 +33,8 @@ def test_a_recorded_value_of_another_type_is_kept_for_the_reader_of_options(valu
 
 
 def test_a_place_that_lacks_the_present_option_does_not_name_it() -> None:
-    assert renamed_error("restarts", lambda _: False, str) == ""
-    assert renamed_error("seed", lambda _: True, str) == ""
+    reject_renamed("restarts", (), str)
+    reject_renamed("seed", ["seed"], str)
     expected = "READ_DATA: this option was renamed; use DATA_READER, where once is now called first"
-    assert (
-        renamed_error("read-data", lambda _: True, lambda n: n.upper().replace("-", "_"))
-        == expected
-    )
+    with pytest.raises(UsageError, match=f"^{expected}$"):
+        reject_renamed("read-data", ["data_reader"], lambda n: n.upper().replace("-", "_"))

@@ -13,7 +13,7 @@ from click.testing import CliRunner
 
 import cli
 from launcher import choose
-from launcher.options import job_options
+from launcher.options import JOB_PARAMETERS
 from pipeworker.errors import UsageError
 from support.sources import JOB
 
@@ -22,9 +22,7 @@ def options_of(*line: str) -> tuple[str, ...]:
     """Return the options for the ranks."""
     found = []
 
-    @click.command()
-    @click.option("--stages", type=int)
-    @job_options
+    @click.command(params=[click.Option(["--stages"], type=int), *JOB_PARAMETERS])
     def command(**chosen: object) -> None:
         found.append(choose.rank_options(click.get_current_context()))
 

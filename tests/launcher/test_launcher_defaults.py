@@ -158,6 +158,9 @@ def test_an_error_of_a_value_out_of_range_names_its_source(
     monkeypatch.setenv("PIPEWORKER_SEED", "one")
     assert "--seed (PIPEWORKER_SEED): 'one' is not a valid integer; see" in refused()
     assert refused("--keep", "0", "--seed", "1") == "--keep 0: must be 1 or more"
+    monkeypatch.setenv("PIPEWORKER_CSV", "maybe")
+    expected = "--csv (PIPEWORKER_CSV): 'maybe' is not a valid boolean; write true or false"
+    assert refused("--seed", "1") == expected
 
 
 def test_a_resumed_run_keeps_its_options(launch: Launch, monkeypatch: pytest.MonkeyPatch) -> None:
