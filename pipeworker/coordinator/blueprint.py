@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from pipeworker.coordinator.effects import Planned, StagePlan
 from pipeworker.errors import ProtocolError, UsageError
 from pipeworker.facts.layer_names import LayerNames
 from pipeworker.facts.position import Position
@@ -22,13 +21,11 @@ from pipeworker.plan.connect import forward_only
 from pipeworker.plan.partition import block
 from pipeworker.plan.placement import Placement
 from pipeworker.plan.schedule import Schedule, edges, replica_edges
-from pipeworker.plan.simulate import simulate
 from pipeworker.plan.skips import Skip
 from pipeworker.plan.ties import Tie
 from pipeworker.wire.messages.checkpoint import Copy
 from pipeworker.wire.messages.directions import Advance
 from pipeworker.wire.messages.plan import Described, Plan, Ready, SkipRoute, StageRange, TiedWeights
-from pipeworker.wire.messages.presence import Hello
 from pipeworker.wire.messages.step import Evaluated, RunStep, Update
 
 _MAX_SCHEDULES = 16
@@ -222,18 +219,3 @@ class Blueprint:
         """Return the stage of a position's layer, -1 if it has none."""
         layer, ranges = position.layer, enumerate(self.ranges)
         return next((stage for stage, (first, stop) in ranges if first <= layer < stop), -1)
-
-    def planned(self, workers: Sequence[tuple[Hello, Ready]]) -> Planned:
-        """Return the record of the plan, once every stage is built; `workers` is by rank."""
-        replica_of = self.placement.replica_of
-        stages = [
-            StagePlan(replica_of(ready.rank), one, hello, ready.device, self.recompute[one.stage])
-            for hello, ready in workers
-            for one in ready.stages
-        ]
-        batches = (ready.batch.microbatches for _, ready in workers if ready.batch)
-        microbatches = next(batches, self.options.microbatches)
-        schedule, kept = self.for_replica(microbatches, 0)
-        ordered = tuple(sorted(stages, key=lambda stage: (stage.replica, stage.built.stage)))
-        length = max(ready.epoch_length for _, ready in workers)
-        return Planned(ordered, schedule, kept, simulate(schedule), microbatches, length)

@@ -3,27 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import Enum
+from typing import Any
 
 from pipeworker.coordinator.loss_scaler import LossScaler
 from pipeworker.facts.checkpoint_file import CheckpointFile
-from pipeworker.facts.failure import Failure
-from pipeworker.facts.step import Evaluation, StepResult
-from pipeworker.plan.check import LiveMicroBatches
-from pipeworker.plan.schedule import Schedule
-from pipeworker.plan.simulate import Timing
-from pipeworker.wire.lines import Joined, Restart, Snapshot
+from pipeworker.facts.step import Evaluation
+from pipeworker.wire.lines import JobLine
 from pipeworker.wire.messages.directions import ToWorker
-from pipeworker.wire.messages.plan import Built
-from pipeworker.wire.messages.presence import Hello
-
-
-class Status(Enum):
-    """The outcome of a job."""
-
-    DONE = "done"
-    FAILED = "failed"
-    INTERRUPTED = "interrupted"
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,42 +36,10 @@ class Dropped:
 
 
 @dataclass(frozen=True, slots=True)
-class Warn:
-    """A warning that the user sees at once; a `note` is about what may be intended."""
+class WritePlan:
+    """A request to write ``plan.json``: all stages have been built."""
 
-    text: str
-    note: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class StagePlan:
-    """A stage of a replica that has been built, and its worker."""
-
-    replica: int
-    built: Built
-    worker: Hello
-    device: str
-    recompute: str = "auto"
-
-
-@dataclass(frozen=True, slots=True)
-class Planned:
-    """The plan of a job whose stages have all been built.
-
-    Attributes:
-        stages: the stages of replica 0, then of replica 1, ...
-        schedule: the schedule of a replica with the most micro-batches.
-        kept: the activations that it keeps.
-        microbatches: micro-batches of the first mini-batch, over all replicas.
-        length: mini-batches of an epoch; 0 if it is unknown.
-    """
-
-    stages: tuple[StagePlan, ...]
-    schedule: Schedule
-    kept: LiveMicroBatches
-    timing: Timing
-    microbatches: int
-    length: int = 0
+    content: dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,23 +64,5 @@ class Discard:
     step: int
 
 
-@dataclass(frozen=True, slots=True)
-class Ended:
-    """The end of a job, with its peak memory in bytes by rank and the causes of its restarts.
-
-    `busy` is the share of the time of its steps that each worker of a replica computed.
-    """
-
-    status: Status
-    exit_status: int
-    steps: int
-    peak_memory: tuple[int, ...]
-    bubble: float
-    failure: Failure | None
-    causes: tuple[str, ...] = ()
-    busy: tuple[float, ...] = ()
-
-
-_Performed = Send | Log | Dropped | Warn | Planned | Commit | Discard | Ended
-Effect = _Performed | Joined | Restart | Snapshot | StepResult | Evaluation
-"""Of these, lines are sent to the parent; results of steps and evaluation passes are recorded."""
+Effect = Send | Log | Dropped | WritePlan | Commit | Discard | JobLine
+"""A line is sent to the parent; results of steps and of evaluation passes are also recorded."""

@@ -7,11 +7,19 @@ for the report of the cause behind them.
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from enum import Enum
 
-from pipeworker.coordinator.effects import Status
 from pipeworker.coordinator.roster import Roster
 from pipeworker.facts.failure import Cause, Failure
 from pipeworker.wire.lines import WorkerExited
+
+
+class Status(Enum):
+    """The outcome of a job."""
+
+    DONE = "done"
+    FAILED = "failed"
+    INTERRUPTED = "interrupted"
 
 
 @dataclass(frozen=True, slots=True)

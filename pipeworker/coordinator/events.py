@@ -40,19 +40,15 @@ class Disconnected:
 
 
 @dataclass(frozen=True, slots=True)
-class CheckpointCommitted:
-    """The checkpoint of `step`, for which the job returned Commit, is complete, at `path`."""
+class CheckpointEnded:
+    """The checkpoint of `step`, for which the job returned Commit, is complete at `path`.
+
+    If there is an `error`, the checkpoint cannot be completed.
+    """
 
     step: int
     path: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class CheckpointFailed:
-    """The checkpoint of `step`, for which the job returned Commit, cannot be completed."""
-
-    step: int
-    text: str
+    error: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,5 +74,4 @@ class EffectFailed:
 
 
 _FromWorkers = MessageReceived | InvalidFrame | VersionMismatch | Disconnected
-_FromService = CheckpointCommitted | CheckpointFailed | Tick | EffectFailed
-Event = _FromWorkers | _FromService | JobEvent | ParentLost
+Event = _FromWorkers | CheckpointEnded | Tick | EffectFailed | JobEvent | ParentLost

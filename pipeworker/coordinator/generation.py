@@ -19,8 +19,9 @@ from typing import Any, ClassVar
 
 from pipeworker.coordinator import consistency, report
 from pipeworker.coordinator.blueprint import Blueprint
-from pipeworker.coordinator.effects import Discard, Dropped, Effect, Log, Status, Warn
-from pipeworker.coordinator.ending import JobEnd
+from pipeworker.coordinator.effects import Discard, Dropped, Effect, Log
+from pipeworker.coordinator.ending import JobEnd, Status
+from pipeworker.coordinator.events import CheckpointEnded
 from pipeworker.coordinator.lifecycle import Lifecycle
 from pipeworker.coordinator.roster import Member
 from pipeworker.coordinator.saving import Saving
@@ -30,7 +31,7 @@ from pipeworker.coordinator.store import KeyValueStore
 from pipeworker.errors import AGAIN, ProtocolError, UsageError
 from pipeworker.facts.failure import Cause, Failure
 from pipeworker.facts.step import Batch, Evaluation
-from pipeworker.wire.lines import Joined
+from pipeworker.wire.lines import Joined, Warned
 from pipeworker.wire.messages.checkpoint import Restore, Saved
 from pipeworker.wire.messages.directions import Advance, Finish, FromWorker
 from pipeworker.wire.messages.plan import Described, Ready
@@ -45,6 +46,9 @@ from pipeworker.wire.messages.step import (
     Wait,
 )
 from pipeworker.wire.messages.store import StoreRequest
+
+_MAX_FAILED_SAVES = 1
+"""Checkpoints in a row that may fail before the job ends."""
 
 
 @dataclass(slots=True)
@@ -92,21 +96,19 @@ class Generation(Lifecycle):
         except ProtocolError as error:
             return self.protocol_violation(peer, f"{name}: {error}")
 
-    def checkpoint_committed(self, step: int, path: str, now: float) -> list[Effect]:
-        """Continue after the checkpoint of `step`, which is complete at `path`."""
-        if not self._saving.committed(step, path):
+    def checkpoint_ended(self, event: CheckpointEnded, now: float) -> list[Effect]:
+        """Continue after a checkpoint that is complete, or handle its failure."""
+        step = event.step
+        if not self.snapshots.checkpoint_ended(step, event.path):
             return [Dropped(f"the checkpoint of step {step} while {self.waiting}")]
+        if event.error:
+            return self._save_failed(step, event.error, now)
+        self.progress.saved, self.progress.failed_saves = step, 0
         if self.state is not State.COMMITTING or step != self._step:
             return [Log(f"the checkpoint of step {step} is complete")]
         if self.interrupted is not None and not self.loop.finished:
             return self.over(self.stopped)
         return self._advance(Due(), now)
-
-    def checkpoint_failed(self, step: int, text: str, now: float) -> list[Effect]:
-        """Handle that the checkpoint of `step` cannot be completed."""
-        if not self.snapshots.checkpoint_ended(step, ""):
-            return [Dropped(f"the checkpoint of step {step} while {self.waiting}")]
-        return self._save_failed(step, text, now)
 
     # Messages, by the table at the end.
 
@@ -151,7 +153,7 @@ class Generation(Lifecycle):
         self.await_all(State.BUILDING)
         notes = described[self.placement.rank_of(0)].notes if self._is_first else ()
         return [
-            *(Warn(text, note=True) for text in notes),
+            *(Warned(text, note=True) for text in notes),
             *map(Log, self.blueprint.summary()),
             *(self.send(m.peer, self.blueprint.plan(m.hello.rank)) for m in members),
         ]
@@ -165,12 +167,12 @@ class Generation(Lifecycle):
             return []
         workers = [(m.hello, m.ready) for m in self.members if m.ready]
         self.loop.start(common_batch(self.placement, [ready.batch for _, ready in workers], 1))
-        effects: list[Effect] = [self.blueprint.planned(workers)]
+        effects: list[Effect] = [*report.planned(self.blueprint, workers)]
         if left_out := sum(ready.unmatched for _, ready in workers):
             text = f"--no-init-strict: {left_out} names of the model or of --init-from are left out"
-            effects.append(Warn(f"{text}; the workers' logs list them"))
+            effects.append(Warned(f"{text}; the workers' logs list them"))
         if self._is_first and (shared := report.shared_accelerators(workers, self.placement.names)):
-            effects.append(Warn(shared))
+            effects.append(Warned(shared))
         return [*effects, *self._advance(Due(can_save=self.interrupted is not None), now)]
 
     def _on_upcoming(self, member: Member, message: Upcoming, now: float) -> list[Effect]:
@@ -277,7 +279,7 @@ class Generation(Lifecycle):
         effects = [*due.effects]
         if self._is_first and not self.blueprint.has_run:
             warning = report.few_samples(run.batch, self.options.microbatches)
-            effects += [Warn(warning)] if warning else []
+            effects += [Warned(warning)] if warning else []
         copy = self._saving.begin_copy(now, save=save) if due.can_save else None
         if save and copy is None:
             step = self.progress.steps
@@ -295,11 +297,12 @@ class Generation(Lifecycle):
     def _save_failed(self, step: int, text: str, now: float) -> list[Effect]:
         """Retry a checkpoint that failed if training waits for it; end the job after the second."""
         effects: list[Effect] = [Discard(step)]
-        if self._saving.failed():
+        self.progress.failed_saves += 1
+        if self.progress.failed_saves > _MAX_FAILED_SAVES:
             return [*effects, *self.fail(Failure(Cause.INTERNAL, text))]
         blocks = self.state in (State.SAVING, State.COMMITTING) and step == self._step
         more = "retrying" if blocks else "training continues until the next one"
-        effects.append(Warn(f"the checkpoint of step {step} failed: {text}; {more}"))
+        effects.append(Warned(f"the checkpoint of step {step} failed: {text}; {more}"))
         return [*effects, *self._save(Due(), now)] if blocks else effects
 
     def _send_all(self, messages: Sequence[Advance], effects: Sequence[Effect]) -> list[Effect]:

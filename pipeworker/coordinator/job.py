@@ -12,12 +12,12 @@ from itertools import zip_longest
 from typing_extensions import assert_never
 
 from pipeworker.coordinator import events
-from pipeworker.coordinator.effects import Discard, Dropped, Effect, Ended, Log, Send, Status, Warn
-from pipeworker.coordinator.ending import INTERRUPTED, End, JobEnd, Lost
+from pipeworker.coordinator.effects import Discard, Dropped, Effect, Log, Send
+from pipeworker.coordinator.ending import INTERRUPTED, JobEnd, Lost, Status
 from pipeworker.coordinator.events import Event, MessageReceived
 from pipeworker.coordinator.generation import Generation
 from pipeworker.coordinator.loss_scaler import LossScaler
-from pipeworker.coordinator.report import with_location
+from pipeworker.coordinator.report import describe, with_location
 from pipeworker.coordinator.restart_policy import ElasticPolicy, RestartPolicy
 from pipeworker.coordinator.states import BEFORE_STEPS, State
 from pipeworker.coordinator.steps.loop import CallLoop, FileLoop
@@ -28,7 +28,7 @@ from pipeworker.job.options import Options
 from pipeworker.plan.placement import Placement
 from pipeworker.timings import DEFAULT, Timings
 from pipeworker.wire import lines
-from pipeworker.wire.lines import CannotStart, Restart, WorkerExited
+from pipeworker.wire.lines import CannotStart, Restart, Warned, WorkerExited
 from pipeworker.wire.messages.checkpoint import Restore
 from pipeworker.wire.messages.presence import Hello
 
@@ -59,6 +59,9 @@ class Job:
         launched: whether a launcher, rather than a rank of the job, is the coordinator's parent.
         start: the state from which the job continues.
         cores: cores of the coordinator's host.
+
+    Attributes:
+        end: how it ended, once it has.
     """
 
     def __init__(
@@ -75,21 +78,22 @@ class Job:
         cores: int = 1,
     ) -> None:
         self._options, self._run_dir, self._timings = options, run_dir, timings
+        self._started = started
         least = options.min_stages or options.stages
         self._elastic = ElasticPolicy(options.stages, least, timings.grow)
         limit = options.max_restarts if replaceable else 0
         self._restarts = RestartPolicy(limit, list(start.causes))
-        self._start, self._initial = start, start.state
-        if options.precision == "fp16" and start.state.scaler is None:
-            self._initial = replace(start.state, scaler=LossScaler())
+        scaler = LossScaler() if options.precision == "fp16" else None
+        self._initial, self._layers = JobState(0, scaler), start.layers
         self.progress = Progress(
             saved_at=started, recorded=start.recorded, evaluated=start.evaluated, saved=start.saved
         )
         slots = SLOTS if replaceable and options.max_restarts else 1
         self.snapshots = Snapshots(slots, options.snapshot_every, cores)
         self.snapshots.last = start.snapshot
-        if start.restore:
-            self.snapshots.on_disk = self._initial, start.restore
+        if start.on_disk:
+            state, restore = start.on_disk
+            self.snapshots.on_disk = replace(state, scaler=state.scaler or scaler), restore
         self.progress.roll_back(self._newest_state)
         self._launched = launched or replaceable
         self._recovery: _Recovery | None = None
@@ -98,7 +102,7 @@ class Job:
         self._pending_end: JobEnd | None = None  # takes effect once the last snapshot is saved
         self._peaks: tuple[int, ...] = ()
         self.generation = self._begin(generation, started)
-        self.over = False
+        self.end: JobEnd | None = None
 
     @property
     def placement(self) -> Placement:
@@ -117,7 +121,7 @@ class Job:
 
     def handle(self, event: Event, now: float) -> list[Effect]:
         """Handle an event; return the effects to perform, in order."""
-        if self.over:
+        if self.end:
             return self._handle_late(event, now)
         before = self.snapshots.last
         effects = self._dispatch(event, now)
@@ -151,9 +155,10 @@ class Job:
                 self._restarts.record(cause, now)
                 return self._restart(effects, cause, now)
             if refusal and self._restarts.causes:
-                effects.append(Warn(f"the job is not restarted: {refusal}"))
-        self.over = True
-        return [*effects, self._ended(end)]
+                effects.append(Warned(f"the job is not restarted: {refusal}"))
+            end = JobEnd(Status.FAILED, 1, end.failure)
+        self.end = end
+        return [*effects, self._verdict(end, now)]
 
     def _dispatch(self, event: Event, now: float) -> list[Effect]:
         generation = self.generation
@@ -187,10 +192,8 @@ class Job:
                 return []
             case events.Tick():
                 return generation.tick(now, event.suspended)
-            case events.CheckpointCommitted():
-                return generation.checkpoint_committed(event.step, event.path, now)
-            case events.CheckpointFailed():
-                return generation.checkpoint_failed(event.step, event.text, now)
+            case events.CheckpointEnded():
+                return generation.checkpoint_ended(event, now)
             case events.ParentLost():
                 member = generation.roster.members.get(event.rank)
                 return generation.fail(member.gone() if member else Failure(Cause.LOST, event.text))
@@ -229,7 +232,7 @@ class Job:
         self._recovery = None
         self.generation.interrupted, self.generation.stopped = now, end
         text = f"the job failed; step {self.progress.steps} is saved before it ends"
-        return [*effects, Warn(text)]
+        return [*effects, Warned(text)]
 
     @property
     def _would_save_nothing(self) -> bool:
@@ -285,21 +288,22 @@ class Job:
         count = recovery.steps - self.progress.steps
         repeated = f"{count or 'no'} step{'' if count in (0, 1) else 's'} repeated"
         resumed = f"resumed after step {self.progress.steps}, {repeated}"
-        return [Warn(f"{recovery.cause}; {resumed}, in {now - recovery.at:.1f} s")]
+        return [Warned(f"{recovery.cause}; {resumed}, in {now - recovery.at:.1f} s")]
 
-    def _ended(self, end: End) -> Ended:
-        """Return how the job ended, from the end of its last generation."""
-        if isinstance(end, Lost):
-            end = JobEnd(Status.FAILED, 1, end.failure)
-        return Ended(
-            end.status,
+    def _verdict(self, end: JobEnd, now: float) -> lines.Verdict:
+        failure, causes = end.failure, tuple(self._restarts.causes)
+        return lines.Verdict(
+            end.status.value,
             end.exit_status,
             self.progress.recorded,
+            now - self._started,
             self._peak_memory(),
             self.progress.bubble,
-            end.failure,
-            tuple(self._restarts.causes),
+            describe(failure) if failure else None,
+            len(causes),
+            causes,
             self.progress.busy,
+            job_exited=failure is not None and failure.cause is Cause.EXIT,
         )
 
     def _peak_memory(self) -> tuple[int, ...]:
@@ -322,8 +326,8 @@ class Job:
             progress=self.progress,
             started=now,
             snapshots=self.snapshots,
-            restore=newest[1] if newest else self._start.restore,
-            layers=self._start.layers,
+            restore=newest[1] if newest else None,
+            layers=self._layers,
             launched=self._launched,
         )
 

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field, replace
 
 from pipeworker.coordinator import report
 from pipeworker.coordinator.blueprint import Blueprint
-from pipeworker.coordinator.effects import Dropped, Effect, Log, Send, Status, Warn
-from pipeworker.coordinator.ending import INTERRUPTED, End, FirstCause, JobEnd, Lost
+from pipeworker.coordinator.effects import Dropped, Effect, Log, Send
+from pipeworker.coordinator.ending import INTERRUPTED, End, FirstCause, JobEnd, Lost, Status
 from pipeworker.coordinator.roster import Member, Roster
 from pipeworker.coordinator.states import BEFORE_STEPS, State
 from pipeworker.coordinator.steps.progress import Progress
@@ -24,7 +24,7 @@ from pipeworker.facts.position import Phase
 from pipeworker.job.options import Options
 from pipeworker.plan.placement import Placement
 from pipeworker.timings import Timings
-from pipeworker.wire.lines import CannotStart, HostLost, WorkerExited
+from pipeworker.wire.lines import CannotStart, HostLost, Warned, WorkerExited
 from pipeworker.wire.messages.directions import Advance, Finish, ToWorker
 from pipeworker.wire.messages.presence import Abort, Failed, Heartbeat, Signalled
 
@@ -181,7 +181,7 @@ class Lifecycle:
             return []
         self._next_note = now + _COMPILING_INTERVAL
         at = report.location(replace(member.failure(Cause.USER, ""), stage=member.name))
-        return [Warn(f"compiling: {at}; each new shape takes seconds", note=True)]
+        return [Warned(f"compiling: {at}; each new shape takes seconds", note=True)]
 
     def on_failed(self, member: Member, message: Failed, now: float) -> list[Effect]:
         """Handle a failure that a worker reports."""

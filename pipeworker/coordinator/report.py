@@ -1,18 +1,19 @@
-"""Failures, the plan and the verdict as text and as JSON. Pure."""
+"""Failures and warnings as text, and the plan as JSON. Pure."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from pipeworker.coordinator.effects import Ended, Planned
+from pipeworker.coordinator.blueprint import Blueprint
+from pipeworker.coordinator.effects import WritePlan
 from pipeworker.coordinator.ending import End, JobEnd
 from pipeworker.errors import AGAIN
 from pipeworker.facts.failure import Cause, Failure
 from pipeworker.facts.position import Phase
 from pipeworker.facts.step import Batch
-from pipeworker.job.options import Options
+from pipeworker.plan.simulate import simulate
 from pipeworker.wire import lines
 from pipeworker.wire.messages.plan import Ready
 from pipeworker.wire.messages.presence import Abort, Hello
@@ -76,57 +77,60 @@ def end_status(end: End) -> str:
     return end.status.value if isinstance(end, JobEnd) else "lost"
 
 
-def balance(planned: Planned) -> tuple[int, ...]:
-    """Return the number of layers of each stage."""
-    return tuple(len(stage.built.layers) for stage in planned.stages if not stage.replica)
+def planned(
+    blueprint: Blueprint, workers: Sequence[tuple[Hello, Ready]]
+) -> tuple[WritePlan, lines.Planned]:
+    """Return the content of ``plan.json`` and the line to the launcher, once all stages are built.
 
-
-def planned_json(planned: Planned, options: Options) -> dict[str, Any]:
-    """Return the content of ``plan.json``: the stages, and what the schedule keeps."""
-    kept = planned.kept
-    return {
+    `workers` is by rank. The schedule is that of a replica with the most micro-batches.
+    """
+    options, placement = blueprint.options, blueprint.placement
+    batches = (ready.batch.microbatches for _, ready in workers if ready.batch)
+    microbatches = next(batches, options.microbatches)
+    schedule, kept = blueprint.for_replica(microbatches, 0)
+    bubble = simulate(schedule).bubble
+    balance = tuple(stop - first for first, stop in blueprint.ranges)
+    stages: list[dict[str, Any]] = [
+        {
+            "replica": placement.replica_of(ready.rank),
+            "stage": built.stage,
+            "layers": list(range(built.first, built.first + len(built.layers))),
+            "classes": list(built.layers),
+            "parameters": built.parameters,
+            "device": ready.device,
+            "host": hello.host,
+            "pid": hello.pid,
+            "live_activations": kept.activations[built.stage],
+            "live_inputs": kept.inputs[built.stage],
+            "recompute": blueprint.recompute[built.stage],
+        }
+        for hello, ready in workers
+        for built in ready.stages
+    ]
+    content = {
         "job_file": options.job_file,
-        "schedule": planned.schedule.name,
+        "schedule": schedule.name,
         "recompute": options.recompute,
-        "microbatches": planned.microbatches,
+        "microbatches": microbatches,
         "replicas": options.replicas,
-        "bubble": planned.timing.bubble,
-        "balance": list(balance(planned)),
-        "stages": [
-            {
-                "replica": stage.replica,
-                "stage": built.stage,
-                "layers": list(range(built.first, built.first + len(built.layers))),
-                "classes": list(built.layers),
-                "parameters": built.parameters,
-                "device": stage.device,
-                "host": stage.worker.host,
-                "pid": stage.worker.pid,
-                "live_activations": kept.activations[built.stage],
-                "live_inputs": kept.inputs[built.stage],
-                "recompute": stage.recompute,
-            }
-            for stage, built in ((stage, stage.built) for stage in planned.stages)
-        ],
-        "actions": str(planned.schedule).splitlines(),
+        "bubble": bubble,
+        "balance": list(balance),
+        "stages": sorted(stages, key=lambda stage: (stage["replica"], stage["stage"])),
+        "actions": str(schedule).splitlines(),
     }
-
-
-def planned_line(planned: Planned, options: Options) -> lines.Planned:
-    """Return the line that reports the plan to the launcher."""
-    steps = options.steps or (options.passes or 0) * -(-planned.length // options.accumulate)
-    devices = sorted({stage.device.partition(":")[0] for stage in planned.stages})
-    return lines.Planned(
-        planned.schedule.name,
-        planned.microbatches,
-        balance(planned),
-        planned.schedule.placement.held,
-        planned.timing.bubble,
+    length = max(ready.epoch_length for _, ready in workers)
+    line = lines.Planned(
+        schedule.name,
+        microbatches,
+        balance,
+        placement.held,
+        bubble,
         options.replicas,
-        steps,
-        ", ".join(devices),
-        len({stage.worker.host for stage in planned.stages}),
+        options.steps or (options.passes or 0) * -(-length // options.accumulate),
+        ", ".join(sorted({ready.device.partition(":")[0] for _, ready in workers})),
+        len({hello.host for hello, _ in workers}),
     )
+    return WritePlan(content), line
 
 
 def shared_accelerators(workers: Iterable[tuple[Hello, Ready]], names: Callable[[int], str]) -> str:
@@ -155,21 +159,4 @@ def few_samples(batch: Batch, microbatches: int) -> str:
         f"--microbatches {microbatches}: the first mini-batch has only {samples}, so there are "
         f"{batch.microbatches} micro-batches of one sample each; use larger mini-batches or a "
         "smaller --microbatches"
-    )
-
-
-def verdict(ended: Ended, seconds: float) -> lines.Verdict:
-    """Return the line that reports the end of the job to the launcher."""
-    return lines.Verdict(
-        ended.status.value,
-        ended.exit_status,
-        ended.steps,
-        seconds,
-        ended.peak_memory,
-        ended.bubble,
-        describe(ended.failure) if ended.failure else None,
-        len(ended.causes),
-        ended.causes,
-        ended.busy,
-        job_exited=ended.failure is not None and ended.failure.cause is Cause.EXIT,
     )

@@ -17,9 +17,6 @@ from pipeworker.job.options import Interval, Options
 from pipeworker.plan.placement import Placement
 from pipeworker.wire.messages.checkpoint import Copy, Save
 
-_MAX_FAILURES = 1
-"""Checkpoints in a row that may fail before the job ends."""
-
 
 @dataclass(slots=True)
 class Saving:
@@ -87,18 +84,6 @@ class Saving:
             tuple(file for rank in sorted(writing.files) for file in writing.files[rank]),
             state.evaluation,
         )
-
-    def committed(self, step: int, path: str) -> bool:
-        """Note that the checkpoint of `step` is complete; return whether it was being written."""
-        if not self.snapshots.checkpoint_ended(step, path):
-            return False
-        self.progress.saved, self.progress.failed_saves = step, 0
-        return True
-
-    def failed(self) -> bool:
-        """Count a checkpoint that failed; return whether the job ends because of it."""
-        self.progress.failed_saves += 1
-        return self.progress.failed_saves > _MAX_FAILURES
 
     def _begin(self, slot: int, now: float) -> None:
         self.progress.save_requested, self.progress.saved_at = False, now

@@ -17,7 +17,7 @@ from pathlib import Path
 import zmq
 from typing_extensions import assert_never
 
-from pipeworker.coordinator import effects, events, report
+from pipeworker.coordinator import effects, events
 from pipeworker.coordinator.io.files import LogFile, RunFiles
 from pipeworker.coordinator.io.parent import ParentProcess
 from pipeworker.coordinator.io.workers import WorkerConnections
@@ -56,11 +56,10 @@ class Service:
         self._options = Options.from_json(configuration.options)
         self._timings = timings()
         self._run_dir = RunDir(Path(configuration.run_dir))
-        self._started = time.monotonic()
         self._job = Job(
             self._options,
             configuration.run_dir,
-            self._started,
+            time.monotonic(),
             timings=self._timings,
             generation=configuration.generation,
             replaceable=configuration.slots > 1,
@@ -77,7 +76,7 @@ class Service:
         )
         self._workers = WorkerConnections(socket, self._handle, lambda: self._job.generation.number)
         self._interrupted = False
-        self._ended: effects.Ended | None = None
+        self._verdict: lines.Verdict | None = None
 
     def run(self, endpoint: str) -> int:
         """Run the job, whose control socket is bound to `endpoint`; return the exit status."""
@@ -92,7 +91,7 @@ class Service:
         poller.register(parent.reads, zmq.POLLIN)
         next_tick = next_ping = time.monotonic()
         clock, suspended = SuspendAwareClock(self._timings.tick + self._timings.burst), 0.0
-        while self._ended is None:
+        while self._verdict is None:
             poller.register(parent.writes, zmq.POLLOUT if parent.pending else 0)
             ready = dict(poller.poll(int(1000 * self._timings.tick)))
             all_received = self._socket not in ready or self._receive()
@@ -121,7 +120,7 @@ class Service:
         parent.drain()
         workers = self._workers
         log.info("control messages: %d received, %d sent", workers.received, workers.sent)
-        return self._ended.exit_status
+        return self._verdict.exit_status
 
     def _on_signal(self, number: int, frame: object) -> None:
         self._interrupted = True
@@ -147,8 +146,8 @@ class Service:
 
         Otherwise they would report the coordinator's exit as its loss.
         """
-        assert self._ended
-        done = self._ended.status is effects.Status.DONE
+        assert self._verdict
+        done = self._verdict.status == "done"
         until = time.monotonic() + self._timings.linger
         while self._workers.has_unacknowledged if done else self._job.awaits_late_workers:
             if time.monotonic() > until:
@@ -175,16 +174,14 @@ class Service:
                 log.info("%s", effect.text)
             case effects.Dropped():
                 self._workers.log_dropped(effect.text)
-            case lines.Joined() | lines.Restart() | lines.Snapshot():
+            case lines.Joined() | lines.Planned() | lines.Restart() | lines.Snapshot():
                 self._parent.send(effect)
-            case effects.Warn():
-                log.warning("%s", effect.text)
-                self._parent.send(lines.Warned(effect.text, effect.note))
-            case effects.Planned():
+            case lines.Warned():
+                self._files.warn(effect.text, note=effect.note)
+            case effects.WritePlan():
                 # The earlier workers have ended, and the new ones do not save yet.
                 self._files.remove_unfinished()
-                self._files.write_plan(report.planned_json(effect, self._options))
-                self._parent.send(report.planned_line(effect, self._options))
+                self._files.write_plan(effect.content)
             case StepResult():
                 self._files.add_step(effect)
                 self._parent.send(effect)
@@ -195,10 +192,9 @@ class Service:
                 self._commit(effect)
             case effects.Discard():
                 self._run_dir.discard_checkpoint(effect.step)
-            case effects.Ended():
-                self._ended = effect
-                verdict = report.verdict(effect, time.monotonic() - self._started)
-                self._parent.send(self._files.write_summary(verdict, self._job.placement.stages))
+            case lines.Verdict():
+                self._verdict = effect
+                self._parent.send(self._files.write_summary(effect, self._job.placement.stages))
             case _:
                 assert_never(effect)
 
@@ -207,9 +203,9 @@ class Service:
             path = self._files.commit(commit, self._job.placement.stages)
         except (OSError, ValueError) as error:
             text = f"cannot complete the checkpoint: {error}"
-            self._handle(events.CheckpointFailed(commit.step, text))
+            self._handle(events.CheckpointEnded(commit.step, error=text))
         else:
-            self._handle(events.CheckpointCommitted(commit.step, str(path)))
+            self._handle(events.CheckpointEnded(commit.step, str(path)))
             self._files.remove_old_checkpoints()
 
 
@@ -270,9 +266,11 @@ def read_start(configuration: Configuration, options: Options, run_dir: RunDir) 
     if saved > options.resume_step:  # the one that the run began with may be deleted by now
         path = str(run_dir.checkpoint(saved))
     if path:
-        state, layers = _read_checkpoint(path, options)
-        step, restore = state.step, Restore(state.step, path)
-        start = Start(state, restore, layers, None, step, step, step, causes)
+        found = Manifest.read(Path(path) / MANIFEST)
+        fp16, step = options.precision == "fp16", found.step
+        state = JobState(step, LossScaler(**found.scaler) if found.scaler and fp16 else None)
+        on_disk = state, Restore(step, path)
+        start = Start(on_disk, None, found.layers.prefixes, step, step, step, causes)
     if not causes:
         return start
     recorded, evaluated = _last_step(run_dir.metrics), _last_step(run_dir.evaluation)
@@ -288,10 +286,3 @@ def read_start(configuration: Configuration, options: Options, run_dir: RunDir) 
 def _last_step(path: Path) -> int:
     """Return the step of a file's last complete row, 0 if there is none."""
     return int((rows.last(path) or {}).get("step", 0))
-
-
-def _read_checkpoint(path: str, options: Options) -> tuple[JobState, tuple[str, ...]]:
-    """Return the coordinator's part of a checkpoint, and the names of its layers."""
-    found = Manifest.read(Path(path) / MANIFEST)
-    scaler = LossScaler(**found.scaler) if found.scaler and options.precision == "fp16" else None
-    return JobState(found.step, scaler), found.layers.prefixes

@@ -208,7 +208,8 @@ class Verdict:
 
 
 _Progress = Joined | Planned | Snapshot | StepResult | Evaluation
-FromCoordinator = Bound | _Progress | Restart | Warned | KeepAlive | Verdict
+JobLine = _Progress | Restart | Warned | Verdict
+FromCoordinator = Bound | JobLine | KeepAlive
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ from typing import Any
 from hypothesis import strategies as st
 
 from pipeworker.coordinator.events import (
-    CheckpointCommitted,
+    CheckpointEnded,
     Disconnected,
     EffectFailed,
     Event,
@@ -309,7 +309,7 @@ HARMLESS: st.SearchStrategy[Happening] = st.one_of(
     st.builds(Foreign, st.integers(0, 99), st.sampled_from([-2, -1, 1])),
     st.builds(MessageReceived, st.sampled_from([b"unknown", b""]), st.just(NUMBER), MESSAGES),
     st.builds(Stolen, st.integers(0, 9), RANKS),
-    st.builds(CheckpointCommitted, st.just(99)),
+    st.builds(CheckpointEnded, st.just(99)),
     st.builds(Disconnected, st.just(b"unknown")),
 )
 FAILING: st.SearchStrategy[Happening] = st.builds(Full, RANKS, st.integers(1, 3))

@@ -31,12 +31,12 @@ from coordinator.lives import (
     often,
 )
 from coordinator.world import World
-from pipeworker.coordinator.effects import Commit, Ended, Status, Warn
+from pipeworker.coordinator.effects import Commit
 from pipeworker.coordinator.states import State
 from pipeworker.facts.failure import Cause
 from pipeworker.facts.step import Evaluation, StepResult
 from pipeworker.plan.orders import ORDERS
-from pipeworker.wire.lines import SaveRequest
+from pipeworker.wire.lines import SaveRequest, Verdict, Warned
 from pipeworker.wire.messages.directions import Advance, Finish
 from pipeworker.wire.messages.step import CallKind
 from support.coordinator import LOOPED, of
@@ -68,7 +68,7 @@ def test_invariants_hold_for_any_events(life: Life, happenings: list[Happening])
         world.perform(happening)
     world.silence()
     assert world.watch.ended
-    assert world.script.job.over
+    assert world.script.job.end
     world.check_replay()
 
 
@@ -83,7 +83,7 @@ def test_without_a_fault_every_step_is_done(
         world.perform(happening)
     world.finish(order)
     script = world.script
-    assert (script.ended.status, script.ended.steps) == (Status.DONE, life.steps)
+    assert (script.ended.status, script.ended.steps) == ("done", life.steps)
     assert script.ended.causes == ()
     assert rows(world) == life.rows
     assert of(script.effects, Commit)[-1].step == life.steps
@@ -112,13 +112,14 @@ def test_every_step_is_recorded_once_whichever_worker_is_lost(
         world.perform(happening)
     world.finish(order)
     script = world.script
-    if script.ended.status is Status.FAILED:
-        assert script.ended.failure
-        assert script.ended.failure.cause in LOST
-        assert of(script.effects, Warn)[-1].text.startswith("the job is not restarted: ")
+    if script.ended.status == "failed":
+        assert script.job.end
+        assert script.job.end.failure
+        assert script.job.end.failure.cause in LOST
+        assert of(script.effects, Warned)[-1].text.startswith("the job is not restarted: ")
         return
     assert len(script.ended.causes) <= world.losses
-    assert (script.ended.status, script.ended.steps) == (Status.DONE, life.steps)
+    assert (script.ended.status, script.ended.steps) == ("done", life.steps)
     assert rows(world) == life.rows
     assert evaluations(world) == life.evaluations
     assert of(script.effects, Commit)[-1].step == life.steps
@@ -137,13 +138,14 @@ def test_a_full_disk_fails_checkpoints_and_twice_in_a_row_the_job(
     script, tried = world.script, world.watch.tried
     if (False, False) in itertools.pairwise(tried):
         assert tried[-2:] == [False, False]
-        assert script.ended.status is Status.FAILED
-        assert script.ended.failure
-        assert script.ended.failure.message == "no space left"
+        assert script.ended.status == "failed"
+        assert script.job.end
+        assert script.job.end.failure
+        assert script.job.end.failure.message == "no space left"
     else:
-        assert script.ended.status is Status.DONE
+        assert script.ended.status == "done"
         assert rows(world) == life.rows
-        warned = [warn for warn in of(script.effects, Warn) if "no space left" in warn.text]
+        warned = [warn for warn in of(script.effects, Warned) if "no space left" in warn.text]
         assert len(warned) == tried.count(False)
 
 
@@ -155,7 +157,7 @@ def test_repeated_messages_count_once(life: Life, data: st.DataObject) -> None:
     while world.deliver(data.draw(st.integers(0, 4))):
         if data.draw(st.booleans()):
             world.perform(Repeat(data.draw(st.integers(0, 99))))
-    assert (world.script.ended.status, world.script.ended.steps) == (Status.DONE, life.steps)
+    assert (world.script.ended.status, world.script.ended.steps) == ("done", life.steps)
     assert evaluations(world) == life.evaluations
 
 
@@ -172,7 +174,7 @@ def test_a_checkpoint_changes_no_other_result(life: Life, moment: int, order: li
     saving.finish(order)
     for rank in saving.script.ranks:
         assert saving.script.runs(rank) == plain.script.runs(rank)
-    for kind in (StepResult, Evaluation, Ended):
+    for kind in (StepResult, Evaluation, Verdict):
         # Compared as text, because a norm may be NaN.
         assert str(of(saving.script.effects, kind)) == str(of(plain.script.effects, kind))
     *_, final = of(plain.script.effects, Commit)

@@ -7,11 +7,10 @@ from typing import Any
 
 import pytest
 
-from pipeworker.coordinator.effects import Status, Warn
 from pipeworker.coordinator.states import State
 from pipeworker.facts.failure import Cause, Failure
 from pipeworker.facts.position import Phase, Position
-from pipeworker.wire.lines import Restart
+from pipeworker.wire.lines import Restart, Warned
 from pipeworker.wire.messages.checkpoint import Restore, Save
 from pipeworker.wire.messages.presence import Failed, Welcome
 from support.coordinator import (
@@ -40,7 +39,7 @@ def test_the_last_snapshot_is_saved_before_a_failed_job_ends() -> None:
     job = failed_with_memory()
     (restart,) = of(job.effects, Restart)
     assert restart.generation == 2
-    assert of(job.effects, Warn) == [Warn("the job failed; step 2 is saved before it ends")]
+    assert of(job.effects, Warned) == [Warned("the job failed; step 2 is saved before it ends")]
     effects = job.start()
     assert [welcome.restore for welcome in job.sent(0, Welcome)] == [
         None,
@@ -49,7 +48,7 @@ def test_the_last_snapshot_is_saved_before_a_failed_job_ends() -> None:
     assert [advance.next for advance in saves(effects)] == [Save(2, slot=0)] * 2
     job.saved()
     job.checkpoint_committed(2)
-    assert (job.ended.status, job.ended.exit_status, job.ended.steps) == (Status.FAILED, 1, 3)
+    assert (job.ended.status, job.ended.exit_status, job.ended.steps) == ("failed", 1, 3)
     assert job.failure.message == MESSAGE
     assert job.ended.causes == ()  # nothing was lost
 
@@ -72,8 +71,9 @@ def test_the_first_error_stays_the_verdict_if_saving_fails() -> None:
         job = failed_with_memory()
         job.join()
         what(job)
-        assert job.ended.failure is not None
-        assert (job.ended.failure.message, job.ended.exit_status) == (MESSAGE, 1)
+        assert job.job.end
+        assert job.job.end.failure
+        assert (job.job.end.failure.message, job.ended.exit_status) == (MESSAGE, 1)
         assert len(of(job.effects, Restart)) == 1
 
 

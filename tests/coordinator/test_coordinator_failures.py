@@ -6,8 +6,7 @@ import dataclasses
 
 import pytest
 
-from pipeworker.coordinator import report
-from pipeworker.coordinator.effects import Log, Status
+from pipeworker.coordinator.effects import Log
 from pipeworker.coordinator.ending import JobEnd, Lost
 from pipeworker.coordinator.events import Disconnected
 from pipeworker.coordinator.states import State
@@ -17,7 +16,7 @@ from pipeworker.coordinator.timeouts import JOIN_FACTOR, STALL_FACTOR
 from pipeworker.facts.failure import Cause, Failure
 from pipeworker.facts.position import Phase, Position
 from pipeworker.wire.lines import Restart
-from pipeworker.wire.messages.checkpoint import Saved
+from pipeworker.wire.messages.checkpoint import Restore, Saved
 from pipeworker.wire.messages.presence import Abort, Failed, Heartbeat
 from support.coordinator import (
     NOWHERE,
@@ -83,7 +82,7 @@ def test_a_signal_to_all_workers_is_an_interrupt() -> None:
     for rank in (0, 1):
         job.receive(Failed(rank, Failure(Cause.SIGNAL, "SIGTERM")))
     job.tick(TIMINGS.grace)
-    assert job.ended.status is Status.INTERRUPTED
+    assert job.ended.status == "interrupted"
     assert job.ended.exit_status == 130
 
 
@@ -221,7 +220,7 @@ def test_a_usage_error_after_the_first_step_fails_the_run(steps: int, status: in
     for step in range(1, steps + 1):
         job.step(step)
     assert mistake(job, Cause.USAGE).ended.exit_status == status
-    verdict = report.verdict(job.ended, 1.0)
+    verdict = job.ended
     assert verdict.is_usage_error == (not steps)
     assert ("stage 1" in (verdict.error or "")) == bool(
         steps
@@ -229,10 +228,10 @@ def test_a_usage_error_after_the_first_step_fails_the_run(steps: int, status: in
 
 
 def test_a_resumed_run_has_usage_errors_before_its_own_first_step() -> None:
-    job = ScriptedJob(2, start=Start(JobState(7), recorded=7))
+    job = ScriptedJob(2, start=Start((JobState(7), Restore(7, "disk")), recorded=7))
     job.join()
     assert mistake(job, Cause.USAGE).ended.exit_status == 2
-    assert report.verdict(job.ended, 1.0).is_usage_error
+    assert job.ended.is_usage_error
 
 
 @pytest.mark.parametrize("status", [0, 1, 3])
@@ -241,7 +240,7 @@ def test_a_job_file_that_exits_keeps_its_message_and_status(status: int) -> None
     job.join()
     mistake(job, Cause.EXIT, status)
     assert job.ended.exit_status == status
-    verdict = report.verdict(job.ended, 1.0)
+    verdict = job.ended
     assert (verdict.error, verdict.job_exited, verdict.is_usage_error) == (
         "what is wrong",
         True,

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from pipeworker.coordinator.effects import Ended, Send, Status
+from pipeworker.coordinator.effects import Send
 from pipeworker.coordinator.states import State
 from pipeworker.coordinator.steps.progress import Start
 from pipeworker.coordinator.steps.snapshots import JobState
 from pipeworker.facts.position import Phase, Position
-from pipeworker.wire.lines import Restart
+from pipeworker.wire.lines import Restart, Verdict
 from pipeworker.wire.messages.checkpoint import Restore, Save
 from pipeworker.wire.messages.directions import Advance
 from pipeworker.wire.messages.presence import Abort, Heartbeat
@@ -41,7 +41,7 @@ def ends_with_the_snapshot(job: ScriptedJob) -> None:
     assert runs(effects) == []
     assert job.saved() == [commit(2)]
     job.checkpoint_committed()
-    assert (job.ended.status, job.ended.exit_status) == (Status.INTERRUPTED, 130)
+    assert (job.ended.status, job.ended.exit_status) == ("interrupted", 130)
     assert job.ended.steps == 3
 
 
@@ -59,11 +59,11 @@ def test_an_interrupt_during_a_restart_waits_until_the_snapshot_is_saved(state: 
     job = far()
     job.exited(1, -9)
     if state is State.JOINING:
-        assert of(job.interrupt(), Ended) == []
+        assert of(job.interrupt(), Verdict) == []
     job.join()
     job.describe()
     if state is State.BUILDING:
-        assert of(job.interrupt(), Ended) == []
+        assert of(job.interrupt(), Verdict) == []
     ends_with_the_snapshot(job)
 
 
@@ -75,7 +75,7 @@ def test_an_interrupt_during_a_restart_does_not_wait_for_missing_workers() -> No
     for _ in range(3):
         job.receive(Heartbeat(0, Position(Phase.LOADING)))
         job.tick(PATIENCE / 2)
-    assert job.ended.status is Status.INTERRUPTED
+    assert job.ended.status == "interrupted"
 
 
 def test_new_workers_get_time_however_long_ago_the_interrupt_was() -> None:
@@ -87,7 +87,7 @@ def test_new_workers_get_time_however_long_ago_the_interrupt_was() -> None:
         job.tick(PATIENCE - 1.0)
     job.exited(1, -9)
     job.tick(1.0)
-    assert not job.job.over
+    assert not job.job.end
     job.join()
     job.describe()
     ends_with_the_snapshot(job)
@@ -119,15 +119,15 @@ def test_an_interrupted_job_with_nothing_to_save_ends_at_once(begin: object) -> 
     job: ScriptedJob = begin()
     job.interrupt()
     effects = job.exited(1, -9)
-    assert (job.ended.status, job.ended.steps) == (Status.INTERRUPTED, 2)
-    assert (job.ended.failure, job.ended.causes) == (None, ())
+    assert (job.ended.status, job.ended.steps) == ("interrupted", 2)
+    assert (job.ended.error, job.ended.causes) == (None, ())
     assert not of(effects, Restart)
     assert len(messages_of(effects, Abort)) == 2
     job = begin()
     job.exited(1, -9)
     job.join()
     effects = job.interrupt()
-    assert (job.ended.status, job.ended.steps) == (Status.INTERRUPTED, 2)
+    assert (job.ended.status, job.ended.steps) == ("interrupted", 2)
     assert len(job.ended.causes) == 1
     assert [send.generation for send in of(effects, Send)] == [2, 2]
 
@@ -140,7 +140,7 @@ def test_steps_that_are_on_disk_are_not_saved_again() -> None:
     job.interrupt()
     effects = job.step(7)
     assert saves(effects) == []
-    assert (job.ended.status, job.ended.steps) == (Status.INTERRUPTED, 9)
+    assert (job.ended.status, job.ended.steps) == ("interrupted", 9)
 
 
 def test_a_loss_after_an_interrupt_is_a_failure_if_workers_cannot_be_replaced() -> None:

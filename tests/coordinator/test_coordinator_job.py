@@ -8,14 +8,7 @@ import pickle
 
 import pytest
 
-from pipeworker.coordinator.effects import (
-    Dropped,
-    Ended,
-    Log,
-    Planned,
-    Send,
-    Status,
-)
+from pipeworker.coordinator.effects import Dropped, Log, Send, WritePlan
 from pipeworker.coordinator.events import (
     Disconnected,
     EffectFailed,
@@ -27,7 +20,7 @@ from pipeworker.errors import AGAIN
 from pipeworker.facts.failure import Cause, Failure
 from pipeworker.facts.step import StepResult
 from pipeworker.plan.actions import format_actions
-from pipeworker.wire.lines import Joined, WorkerExited
+from pipeworker.wire.lines import Joined, Planned, Verdict, WorkerExited
 from pipeworker.wire.messages.checkpoint import Save, Saved
 from pipeworker.wire.messages.directions import Advance, Finish, FromWorker
 from pipeworker.wire.messages.plan import Built, Described, Plan, Ready, StageRange
@@ -57,12 +50,14 @@ def test_a_job_from_start_to_end() -> None:
 
     job.now += 5
     assert job.receive(Ready(0, (Built(0, 0, LAYERS[:3], 40),), "cpu", BATCH)) == []
-    planned, *first = job.receive(Ready(1, (Built(1, 3, LAYERS[3:], 20),), "cpu", None))
+    written, planned, *first = job.receive(Ready(1, (Built(1, 3, LAYERS[3:], 20),), "cpu", None))
+    assert isinstance(written, WritePlan)
+    stages = written.content["stages"]
+    assert [stage["layers"] for stage in stages] == [[0, 1, 2], [3, 4]]
+    assert [tuple(stage["classes"]) for stage in stages] == [LAYERS[:3], LAYERS[3:]]
+    assert [stage["parameters"] for stage in stages] == [40, 20]
     assert isinstance(planned, Planned)
-    assert [stage.built.first for stage in planned.stages] == [0, 3]
-    assert [stage.built.layers for stage in planned.stages] == [LAYERS[:3], LAYERS[3:]]
-    assert [stage.built.parameters for stage in planned.stages] == [40, 20]
-    assert planned.timing.bubble == pytest.approx(1 / 5)
+    assert planned.bubble == pytest.approx(1 / 5)
     actions = [format_actions(worker) for worker in build("gpipe", 2, 4, "never").workers]
     assert first == [
         Send(b"w%d" % rank, Advance(RunStep(1, BATCH, False, actions[rank])), 1) for rank in (0, 1)
@@ -97,7 +92,7 @@ def test_a_job_from_start_to_end() -> None:
         Log("ended: done"),
         Send(b"w0", Advance(Finish()), 1),
         Send(b"w1", Advance(Finish()), 1),
-        Ended(Status.DONE, 0, 3, (3, 103), job.ended.bubble, None, busy=job.ended.busy),
+        Verdict("done", 0, 3, 8.0, (3, 103), job.ended.bubble, None, busy=job.ended.busy),
     ]
     assert job.ended.bubble == pytest.approx((0.75 + 0.5 + 0) / 3)
     assert job.ended.busy == pytest.approx((0.5, 0.5))  # 1.5 of 3 seconds
@@ -107,7 +102,7 @@ def test_a_job_from_start_to_end() -> None:
 def test_nothing_happens_after_the_end() -> None:
     job = ScriptedJob(2).running()
     job.exited(1, 1)
-    assert job.job.over
+    assert job.job.end
     assert job.step(4) == job.join() == job.tick(1000) == job.exited(0, -9) == []
     assert (
         job.interrupt() == job.handle(ParentLost(text="x")) == job.handle(EffectFailed("x")) == []
@@ -185,7 +180,7 @@ def test_every_message_carries_the_generation() -> None:
         job.step(step)
     job.saved()
     job.checkpoint_committed()
-    assert job.ended.status is Status.DONE
+    assert job.ended.status == "done"
     assert {send.generation for send in of(job.effects, Send)} == {2}
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from pipeworker.coordinator.effects import Dropped, Effect, Send, Warn
+from pipeworker.coordinator.effects import Dropped, Effect, Send
 from pipeworker.coordinator.events import MessageReceived
 from pipeworker.coordinator.restart_policy import WINDOW
 from pipeworker.coordinator.states import State
@@ -15,7 +15,7 @@ from pipeworker.coordinator.timeouts import JOIN_FACTOR
 from pipeworker.facts.failure import Cause, Failure
 from pipeworker.facts.position import Phase, Position
 from pipeworker.plan.actions import format_actions
-from pipeworker.wire.lines import CannotStart, HostLost, Joined, Restart, WorkerExited
+from pipeworker.wire.lines import CannotStart, HostLost, Joined, Restart, Warned, WorkerExited
 from pipeworker.wire.messages.checkpoint import Saved
 from pipeworker.wire.messages.plan import Plan
 from pipeworker.wire.messages.presence import Failed, Heartbeat, Welcome
@@ -127,7 +127,7 @@ def test_the_job_restarts_after_a_failure_that_need_not_recur(
     job.step(1)
     (restart,) = of(lose(job), Restart)
     assert restart.cause.startswith(text)
-    assert not job.job.over
+    assert not job.job.end
     job.start()
     assert job.state() is State.STEPPING
 
@@ -169,7 +169,7 @@ def lose(job: ScriptedJob, *layers: int) -> None:
     """Kill worker 1 in each of these layers, and let the job restart."""
     for layer in layers:
         job.exited(1, -9, Position(Phase.FORWARD, 1, 0, layer))
-        if not job.job.over:
+        if not job.job.end:
             job.start()
 
 
@@ -182,7 +182,7 @@ def test_a_job_over_the_restart_limit_ends_with_the_reason() -> None:
         f"{KILLED} ({where.format(*layer)}" for layer in ((3, "Tanh"), (4, "Linear"))
     )
     why = "the job is not restarted: all 2 restarts within an hour are used (--max-restarts)"
-    assert of(job.effects, Warn)[-1] == Warn(why)
+    assert of(job.effects, Warned)[-1] == Warned(why)
     assert job.effects[-1] == job.ended
     assert [send.generation for send in ends(job.effects)] == [3, 3]
 
@@ -193,14 +193,14 @@ def test_a_repeated_failure_at_the_same_place_ends_the_job() -> None:
     assert job.failure.message == KILLED
     assert len(job.ended.causes) == 1
     why = "the job is not restarted: it failed again at the same place"
-    assert of(job.effects, Warn)[-1] == Warn(why)
+    assert of(job.effects, Warned)[-1] == Warned(why)
 
 
 def test_with_max_restarts_0_the_first_loss_ends_the_job() -> None:
     job = replaceable_job(max_restarts=0).running()
     lose(job, 3)
     assert job.failure.message == KILLED
-    assert (job.ended.causes, of(job.effects, Warn)) == ((), [])
+    assert (job.ended.causes, of(job.effects, Warned)) == ((), [])
 
 
 def test_losses_no_longer_count_after_an_hour() -> None:
@@ -208,7 +208,7 @@ def test_losses_no_longer_count_after_an_hour() -> None:
     lose(job, 3)
     job.now += WINDOW
     lose(job, 4)
-    assert not job.job.over
+    assert not job.job.end
     lose(job, 3)
     assert len(job.ended.causes) == 2
 
@@ -224,19 +224,19 @@ def test_several_losses_during_a_restart_are_all_reported() -> None:
     job.start()
     both = f"{KILLED}; the worker of stage 0 was killed by SIGKILL"
     back = "resumed after step 0, 1 step repeated, in 5.0 s"
-    assert of(job.effects, Warn) == [Warn(f"{both}; {back}")]
+    assert of(job.effects, Warned) == [Warned(f"{both}; {back}")]
 
 
 def test_a_worker_that_cannot_be_started_counts_as_no_restart() -> None:
     job = replaceable_job().running()
     job.exited(1, -9)
     job.handle(CannotStart(1, 1, "of the generation before"))
-    assert not job.job.over
+    assert not job.job.end
     job.handle(CannotStart(1, 2, "cannot start a worker: no processes are left"))
     assert job.failure.message == "cannot start a worker: no processes are left"
     assert job.failure.rank == 1
     assert len(job.ended.causes) == 1
-    assert of(job.effects, Warn) == []
+    assert of(job.effects, Warned) == []
 
 
 def test_a_lost_host_loses_its_memory() -> None:

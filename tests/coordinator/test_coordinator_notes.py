@@ -6,16 +6,18 @@ import dataclasses
 
 import pytest
 
-from pipeworker.coordinator import report
-from pipeworker.coordinator.effects import Planned, Warn
+from pipeworker.coordinator.effects import WritePlan
 from pipeworker.coordinator.steps.progress import Start
 from pipeworker.coordinator.steps.snapshots import JobState
 from pipeworker.facts.position import Phase, Position
+from pipeworker.wire.lines import Planned, Warned
+from pipeworker.wire.messages.checkpoint import Restore
 from pipeworker.wire.messages.plan import Described
 from pipeworker.wire.messages.presence import Heartbeat
 from pipeworker.wire.messages.step import CallKind
 from support.coordinator import BATCH, LAYERS, ScriptedJob, of
 from support.orders import build
+from support.schedule_text import parse
 
 FEW = dataclasses.replace(BATCH, samples=3, microbatches=3)
 SAID = (
@@ -25,7 +27,7 @@ SAID = (
 
 
 def warned(job: ScriptedJob) -> list[str]:
-    return [warn.text for warn in of(job.effects, Warn)]
+    return [warn.text for warn in of(job.effects, Warned)]
 
 
 def test_fewer_samples_than_micro_batches_cause_one_warning() -> None:
@@ -33,12 +35,11 @@ def test_fewer_samples_than_micro_batches_cause_one_warning() -> None:
     job.join()
     job.describe()
     job.ready(FEW)
-    (planned,) = of(job.effects, Planned)
-    line = report.planned_line(planned, job.options)
+    (line,), (plan,) = of(job.effects, Planned), of(job.effects, WritePlan)
     assert line.microbatches == 3
-    assert line.bubble == report.planned_json(planned, job.options)["bubble"]
+    assert line.bubble == plan.content["bubble"]
     assert line.bubble == pytest.approx(0.2)
-    assert planned.schedule == build("gpipe", 2, 3, "auto")
+    assert parse("\n".join(plan.content["actions"])) == build("gpipe", 2, 3, "auto")
     for step in (1, 2, 3):
         job.step(step, batch=FEW)
     assert warned(job) == [SAID]
@@ -82,7 +83,9 @@ def test_a_small_last_mini_batch_causes_no_warning() -> None:
 
 
 def test_a_resumed_run_does_not_repeat_the_warning() -> None:
-    job = ScriptedJob(2, microbatches=8, start=Start(JobState(7), recorded=7), steps=9)
+    job = ScriptedJob(
+        2, microbatches=8, start=Start((JobState(7), Restore(7, "disk")), recorded=7), steps=9
+    )
     job.join()
     job.describe()
     job.ready(FEW)
@@ -103,4 +106,4 @@ def test_notes_of_the_first_worker_are_reported_once() -> None:
     job.join()
     for rank in job.ranks:
         job.receive(Described(rank, LAYERS, (), notes=("evaluation() is not used",)))
-    assert of(job.effects, Warn) == [Warn("evaluation() is not used", note=True)]
+    assert of(job.effects, Warned) == [Warned("evaluation() is not used", note=True)]

@@ -7,7 +7,7 @@ import math
 
 import pytest
 
-from pipeworker.coordinator.effects import Discard, Dropped, Effect, Send, Status, Warn
+from pipeworker.coordinator.effects import Discard, Dropped, Effect, Send
 from pipeworker.coordinator.loss_scaler import LossScaler
 from pipeworker.coordinator.states import State
 from pipeworker.coordinator.steps.progress import Start
@@ -15,7 +15,7 @@ from pipeworker.coordinator.steps.snapshots import JobState
 from pipeworker.facts.failure import Cause, Failure
 from pipeworker.facts.position import Phase, Position
 from pipeworker.facts.step import Evaluation, StepResult
-from pipeworker.wire.lines import Restart
+from pipeworker.wire.lines import Restart, Warned
 from pipeworker.wire.messages.checkpoint import Copy, Restore, Saved
 from pipeworker.wire.messages.directions import Advance
 from pipeworker.wire.messages.presence import Failed, Welcome
@@ -100,7 +100,7 @@ def test_a_job_resumes_from_its_last_snapshot_in_every_state(
     job.checkpoint_committed()
     assert job.rows == [1, 2, 3]
     assert of(job.effects, Evaluation) == [evaluation_of(3)]
-    assert (job.ended.status, job.ended.steps) == (Status.DONE, 3)
+    assert (job.ended.status, job.ended.steps) == ("done", 3)
     assert job.ended.causes == (KILLED,)
 
 
@@ -245,7 +245,9 @@ def test_a_nan_loss_is_warned_about_once() -> None:
     job.exited(1, -9)
     job.start()
     job.step(1, losses=(math.nan,))
-    assert len([warning for warning in of(job.effects, Warn) if "loss is nan" in str(warning)]) == 1
+    assert (
+        len([warning for warning in of(job.effects, Warned) if "loss is nan" in str(warning)]) == 1
+    )
 
 
 def test_a_recovery_is_reported_once_when_steps_run_again() -> None:
@@ -258,17 +260,17 @@ def test_a_recovery_is_reported_once_when_steps_run_again() -> None:
     job.now += 2.5
     job.join()
     job.describe()
-    assert of(job.effects, Warn) == []
+    assert of(job.effects, Warned) == []
     where = "(layer 3 (Tanh), micro-batch 2, step 4)"
     back = "resumed after step 2, 1 step repeated, in 2.5 s"
-    assert of(job.ready(), Warn) == [Warn(f"{KILLED} {where}; {back}")]
+    assert of(job.ready(), Warned) == [Warned(f"{KILLED} {where}; {back}")]
     job.step(3)
     job.step(4)
-    assert len(of(job.effects, Warn)) == 1
+    assert len(of(job.effects, Warned)) == 1
     job.step(5)
     job.exited(0, -9)
     job.start()
-    assert "after step 4, 1 step repeated, " in of(job.effects, Warn)[-1].text
+    assert "after step 4, 1 step repeated, " in of(job.effects, Warned)[-1].text
 
 
 @pytest.mark.parametrize(
@@ -281,7 +283,7 @@ def test_the_number_of_repeated_steps_is_reported(steps: int, text: str) -> None
         job.step(step)
     job.exited(1, -9)
     job.start()
-    assert text in of(job.effects, Warn)[-1].text
+    assert text in of(job.effects, Warned)[-1].text
 
 
 # Checkpoints.

@@ -8,12 +8,11 @@ from typing import Any
 
 import pytest
 
-from pipeworker.coordinator.effects import Commit, Planned, Status
-from pipeworker.coordinator.report import balance, planned_json, planned_line
+from pipeworker.coordinator.effects import Commit, WritePlan
 from pipeworker.coordinator.states import State
 from pipeworker.facts.failure import Cause
 from pipeworker.facts.step import Batch, StepResult
-from pipeworker.wire.lines import HostLost, Restart, Snapshot
+from pipeworker.wire.lines import HostLost, Planned, Restart, Snapshot
 from pipeworker.wire.messages.checkpoint import Save, Saved
 from pipeworker.wire.messages.directions import Advance, Finish
 from pipeworker.wire.messages.plan import Plan
@@ -38,6 +37,7 @@ from support.coordinator import (
     runs,
     updates,
 )
+from support.schedule_text import parse
 
 TWO = {"replicas": 2, "microbatches": 4}
 """Ranks 0 and 1 are replica 0, ranks 2 and 3 replica 1."""
@@ -67,18 +67,18 @@ def test_every_replica_receives_its_stages_and_channels() -> None:
 
 def test_the_plan_has_the_stages_of_every_replica() -> None:
     job = two().running()
-    (planned,) = of(job.effects, Planned)
-    assert [(s.replica, s.built.stage, s.worker.rank) for s in planned.stages] == [
+    (planned,), (written,) = of(job.effects, Planned), of(job.effects, WritePlan)
+    shown = written.content
+    assert [(s["replica"], s["stage"], s["pid"] - 1000) for s in shown["stages"]] == [
         (0, 0, 0),
         (0, 1, 1),
         (1, 0, 2),
         (1, 1, 3),
     ]
-    assert balance(planned) == (3, 2)
-    shown = planned_json(planned, job.options)
+    assert planned.balance == (3, 2)
     assert (shown["replicas"], shown["microbatches"], len(shown["stages"])) == (2, 4, 4)
-    assert planned.schedule.microbatches == 2
-    assert planned_line(planned, job.options).replicas == 2
+    assert parse("\n".join(shown["actions"])).microbatches == 2
+    assert planned.replicas == 2
 
 
 def test_each_replica_runs_the_schedule_of_its_own_micro_batches() -> None:
@@ -232,7 +232,7 @@ def test_the_first_replica_writes_checkpoints() -> None:
     job.saved()
     assert len(of(job.effects, Commit)) == 1
     job.checkpoint_committed()
-    assert job.ended.status is Status.DONE
+    assert job.ended.status == "done"
     assert all(isinstance(job.sent(rank, Advance)[-1].next, Finish) for rank in job.ranks)
 
 

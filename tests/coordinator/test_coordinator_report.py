@@ -9,28 +9,23 @@ from typing import Any
 
 import pytest
 
-from pipeworker.coordinator.effects import Ended, Planned, StagePlan, Status
+from pipeworker.coordinator.effects import WritePlan
 from pipeworker.coordinator.report import (
     describe,
     location,
-    planned_json,
-    planned_line,
     shared_accelerators,
-    verdict,
 )
 from pipeworker.facts.failure import Cause, Failure
 from pipeworker.facts.position import Phase, Position
 from pipeworker.facts.step import Batch
 from pipeworker.job.options import Options
-from pipeworker.plan.check import check
-from pipeworker.plan.simulate import simulate
 from pipeworker.record.run_record import write_summary
 from pipeworker.record.rundir import RunDir
 from pipeworker.wire import lines
 from pipeworker.wire.lines import Configuration, WorkerExited
 from pipeworker.wire.messages.plan import Built, Ready
-from pipeworker.wire.messages.presence import Hello
-from support.coordinator import ScriptedJob, of
+from pipeworker.wire.messages.presence import Failed, Hello
+from support.coordinator import BATCH, ScriptedJob, of
 from support.orders import build
 from support.schedule_text import parse
 
@@ -132,44 +127,45 @@ def test_a_position_survives_encoding() -> None:
     assert lines.decode(lines.encode(exited)) == exited
 
 
-def planned() -> Planned:
-    schedule = build("gpipe", 2, 4, "never")
-    stages = (
-        StagePlan(0, Built(0, 0, ("Linear", "ReLU"), 40), Hello(0, "here", 10), "cpu"),
-        StagePlan(0, Built(1, 2, ("Linear",), 20), Hello(1, "there", 11), "cpu"),
-    )
-    return Planned(stages, schedule, check(schedule), simulate(schedule), 4)
+def plan(
+    batch: Batch = BATCH, length: int = 0, **options: Any
+) -> tuple[dict[str, Any], lines.Planned]:
+    """Return ``plan.json`` and the line of a job with two workers on two hosts."""
+    job = ScriptedJob(2, layers=("Linear", "ReLU", "Linear"), recompute="never", **options)
+    for rank, host in enumerate(("here", "there")):
+        job.receive(Hello(rank, host, 10 + rank))
+    job.describe()
+    ready = Ready(0, (Built(0, 0, ("Linear", "ReLU"), 40),), "cpu", batch, epoch_length=length)
+    job.receive(ready)
+    effects = job.receive(Ready(1, (Built(1, 2, ("Linear",), 20),), "cpu", None))
+    (written,), (line,) = of(effects, WritePlan), of(effects, lines.Planned)
+    return json.loads(json.dumps(written.content)), line
 
 
 def test_the_plan_as_json() -> None:
-    options = Options("job.py", 2, 4, recompute="never")
-    plan = json.loads(json.dumps(planned_json(planned(), options)))
-    assert plan["balance"] == [2, 1]
-    assert plan["bubble"] == pytest.approx(0.2)
-    assert [stage["layers"] for stage in plan["stages"]] == [[0, 1], [2]]
-    assert plan["stages"][1]["classes"] == ["Linear"]
-    assert plan["stages"][1]["live_activations"] == 4
+    content, _ = plan()
+    assert content["balance"] == [2, 1]
+    assert content["bubble"] == pytest.approx(0.2)
+    assert [stage["layers"] for stage in content["stages"]] == [[0, 1], [2]]
+    assert content["stages"][1]["classes"] == ["Linear"]
+    assert content["stages"][1]["live_activations"] == 4
     # The plan shows the schedule that runs.
-    assert parse("\n".join(plan["actions"])) == planned().schedule
+    assert parse("\n".join(content["actions"])) == build("gpipe", 2, 4, "never")
 
 
 def test_the_plan_as_a_line() -> None:
-    line = planned_line(planned(), Options("job.py", 2, 4, recompute="never"))
-    bubble = planned().timing.bubble
-    assert line == lines.Planned("gpipe", 4, (2, 1), ((0,), (1,)), bubble, device="cpu", hosts=2)
+    content, line = plan()
+    assert line == lines.Planned(
+        "gpipe", 4, (2, 1), ((0,), (1,)), content["bubble"], steps=3, device="cpu", hosts=2
+    )
 
 
 def test_the_plan_has_the_actual_number_of_micro_batches() -> None:
     """A mini-batch with fewer samples than micro-batches has fewer micro-batches."""
-    job = ScriptedJob(2, microbatches=8, recompute="never")
-    job.join()
-    job.describe()
-    (plan,) = of(job.ready(Batch(0, 3, 3, 0)), Planned)
-    assert (plan.microbatches, plan.schedule.microbatches) == (3, 3)
-    assert plan.timing.bubble == pytest.approx(1 / 4)
-    options = Options("job.py", 2, 8)
-    assert planned_json(plan, options)["microbatches"] == 3
-    assert planned_line(plan, options).microbatches == 3
+    content, line = plan(Batch(0, 3, 3, 0), microbatches=8)
+    assert line.microbatches == content["microbatches"] == 3
+    assert parse("\n".join(content["actions"])).microbatches == 3
+    assert line.bubble == content["bubble"] == pytest.approx(1 / 4)
 
 
 @pytest.mark.parametrize(
@@ -186,23 +182,27 @@ def test_the_number_of_steps_is_reported_if_known(
     options: dict[str, Any], length: int, steps: int
 ) -> None:
     """Each step has two mini-batches."""
-    made = dataclasses.replace(planned(), length=length)
-    assert planned_line(made, Options("job.py", 2, 4, accumulate=2, **options)).steps == steps
+    _, line = plan(length=length, accumulate=2, **{"steps": None, **options})
+    assert line.steps == steps
 
 
 def test_the_verdict_as_a_line_and_as_json(tmp_path: Path) -> None:
-    failure = Failure(Cause.HUNG, "stuck", 1, FORWARD, stage="stage 1")
-    line = verdict(Ended(Status.FAILED, 1, 6, (5, 7), 0.25, failure), 2.5)
+    job = ScriptedJob(2, steps=9).running()
+    for step in range(1, 7):
+        job.now += 1.0
+        job.step(step)
+    job.receive(Failed(1, Failure(Cause.HUNG, "stuck", 1, FORWARD)))
     error = "stuck\n  in forward: stage 1, layer 3, micro-batch 2, step 7"
-    assert line == lines.Verdict("failed", 1, 6, 2.5, (5, 7), 0.25, error)
+    bubble, busy = job.job.progress.bubble, job.job.progress.busy
+    line = lines.Verdict("failed", 1, 6, 6.0, (6, 106), bubble, error, busy=busy)
+    assert job.ended == line
     write_summary(RunDir(tmp_path), line, 2)
     summary = json.loads((tmp_path / "summary.json").read_text())
     assert {
         "status": "failed",
         "steps": 6,
-        "seconds": 2.5,
-        "peak_memory_bytes": [5, 7],
-        "bubble": 0.25,
+        "seconds": 6.0,
+        "peak_memory_bytes": [6, 106],
+        "bubble": 0.5,
         "error": error,
     }.items() <= summary.items()
-    assert verdict(Ended(Status.DONE, 0, 6, (), 0.0, None), 1.0).error is None

@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 
-from pipeworker.coordinator.effects import Commit, Dropped, Log, Send, Status
+from pipeworker.coordinator.effects import Commit, Dropped, Log, Send
 from pipeworker.coordinator.loss_scaler import LossScaler
 from pipeworker.coordinator.states import State
 from pipeworker.facts.checkpoint_file import CheckpointFile
@@ -164,7 +164,7 @@ def test_every_so_many_steps(evaluate: int | None) -> None:
         *([bool(evaluate)] * 2),
         False,
     ]
-    assert job.ended.status is Status.DONE
+    assert job.ended.status == "done"
 
 
 def test_every_so_many_minutes() -> None:
@@ -219,7 +219,7 @@ def test_a_checkpoint_requested_in_the_last_step_is_the_final_one() -> None:
     job.step(1)
     job.saved()
     job.checkpoint_committed()
-    assert job.ended.status is Status.DONE
+    assert job.ended.status == "done"
     assert of(job.effects, Commit) == [commit(1)]
 
 
@@ -249,7 +249,7 @@ def test_the_final_checkpoint_follows_those_being_written() -> None:
     assert job.state() is State.SAVING
     assert job.saved(2) == [commit(2)]
     job.checkpoint_committed()
-    assert job.ended.status is Status.DONE
+    assert job.ended.status == "done"
 
 
 def test_every_checkpoint_has_the_loss_scale() -> None:
@@ -326,7 +326,7 @@ def test_an_interrupt_ends_the_job_with_a_checkpoint_of_the_step() -> None:
     assert saves(job.step(1)) == [Advance(Save(1), Update(1))] * 2
     assert job.saved() == [commit(1)]
     job.checkpoint_committed()
-    assert (job.ended.status, job.ended.steps) == (Status.INTERRUPTED, 1)
+    assert (job.ended.status, job.ended.steps) == ("interrupted", 1)
 
 
 def test_an_interrupt_while_a_checkpoint_is_written_saves_the_step_too() -> None:
@@ -338,10 +338,10 @@ def test_an_interrupt_while_a_checkpoint_is_written_saves_the_step_too() -> None
     job.saved(1)
     job.saved(2)
     job.checkpoint_committed(1)
-    assert not job.job.over
+    assert not job.job.end
     job.checkpoint_committed(2)
     assert of(job.effects, Commit) == [commit(1), commit(2)]
-    assert (job.ended.status, job.ended.steps) == (Status.INTERRUPTED, 2)
+    assert (job.ended.status, job.ended.steps) == ("interrupted", 2)
 
 
 def test_an_interrupt_during_a_blocking_checkpoint_ends_after_it() -> None:
@@ -353,7 +353,7 @@ def test_an_interrupt_during_a_blocking_checkpoint_ends_after_it() -> None:
     assert job.saved(2) == [commit(2)]
     job.checkpoint_committed(1)
     job.checkpoint_committed(2)
-    assert (job.ended.status, job.ended.steps) == (Status.INTERRUPTED, 2)
+    assert (job.ended.status, job.ended.steps) == ("interrupted", 2)
 
 
 def test_a_requested_checkpoint_and_an_interrupt_save_once() -> None:
@@ -364,7 +364,7 @@ def test_a_requested_checkpoint_and_an_interrupt_save_once() -> None:
     assert (len(saves(effects)), copies(effects)) == (2, [])
     job.saved()
     job.checkpoint_committed()
-    assert job.ended.status is Status.INTERRUPTED
+    assert job.ended.status == "interrupted"
     assert of(job.effects, Commit) == [commit(1)]
 
 

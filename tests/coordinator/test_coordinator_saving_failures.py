@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from pipeworker.coordinator.effects import Commit, Discard, Dropped, Effect, Send, Status, Warn
-from pipeworker.coordinator.events import CheckpointFailed
+from pipeworker.coordinator.effects import Commit, Discard, Dropped, Effect, Send
+from pipeworker.coordinator.events import CheckpointEnded
 from pipeworker.coordinator.states import State
 from pipeworker.facts.failure import Cause
+from pipeworker.wire.lines import Warned
 from pipeworker.wire.messages.checkpoint import Copy, Save, Saved
 from pipeworker.wire.messages.directions import Advance
 from pipeworker.wire.messages.step import CallKind
@@ -26,8 +27,8 @@ CONTINUES = "training continues until the next one"
 RETRYING = "retrying"
 
 
-def warned(step: int, more: str, text: str = FULL) -> Warn:
-    return Warn(f"the checkpoint of step {step} failed: {text}; {more}")
+def warned(step: int, more: str, text: str = FULL) -> Warned:
+    return Warned(f"the checkpoint of step {step} failed: {text}; {more}")
 
 
 def fail(job: ScriptedJob, where: str) -> list[Effect]:
@@ -73,7 +74,7 @@ def test_the_second_failed_checkpoint_in_a_row_ends_the_job(where: str) -> None:
     assert effects[0] == Discard(2)
     assert (job.failure.cause, job.failure.message) == (Cause.INTERNAL, FULL)
     assert (job.ended.exit_status, job.ended.steps) == (1, 2)
-    assert len(of(job.effects, Warn)) == 1
+    assert len(of(job.effects, Warned)) == 1
 
 
 def test_a_complete_checkpoint_resets_the_count_of_failures() -> None:
@@ -85,7 +86,7 @@ def test_a_complete_checkpoint_resets_the_count_of_failures() -> None:
         else:
             job.saved(error=FULL)
         job.step(step)
-    assert not job.job.over
+    assert not job.job.end
     assert of(job.effects, Discard) == [Discard(1), Discard(3)]
 
 
@@ -95,7 +96,7 @@ def test_parts_are_discarded_after_every_rank_has_reported() -> None:
     assert job.receive(Saved(1, 1, error=FULL)) == []
     assert job.receive(Saved(0, 1, error="something else")) == [Discard(1), warned(1, CONTINUES)]
     assert of(job.effects, Commit) == []
-    assert [type(e) for e in job.handle(CheckpointFailed(1, FULL))] == [Dropped]
+    assert [type(e) for e in job.handle(CheckpointEnded(1, error=FULL))] == [Dropped]
 
 
 @pytest.mark.parametrize("slow", [0, 1])
@@ -151,7 +152,7 @@ def test_a_blocking_checkpoint_that_fails_is_retried(where: str, begin: object) 
     assert [done.step for done in of(job.saved(), Commit)] == [step]
     job.checkpoint_committed()
     assert job.state() is not State.SAVING
-    assert of(job.effects, Warn) == [warned(step, RETRYING)]
+    assert of(job.effects, Warned) == [warned(step, RETRYING)]
 
 
 @WHERE
@@ -167,7 +168,7 @@ def test_a_blocking_checkpoint_that_fails_twice_ends_the_job(
     fail(job, where)
     fail(job, where)
     assert (job.failure.cause, job.failure.message) == (Cause.INTERNAL, FULL)
-    assert (job.ended.status, job.ended.steps) == (Status.FAILED, steps)
+    assert (job.ended.status, job.ended.steps) == ("failed", steps)
     assert len(of(job.effects, Discard)) == 2
 
 
@@ -182,7 +183,7 @@ def test_a_failure_while_the_last_checkpoint_is_written_counts() -> None:
         job.saved(2, error=error)
         if not error:
             job.checkpoint_committed()
-        assert job.ended.status is (Status.FAILED if error else Status.DONE)
+        assert job.ended.status == ("failed" if error else "done")
 
 
 def test_a_failed_checkpoint_keeps_the_snapshots() -> None:
@@ -205,4 +206,4 @@ def test_a_checkpoint_discarded_by_a_loss_is_no_failure() -> None:
     assert copies(job.step(2)) == [Copy(2, 1, save=True)] * 2
     job.saved()
     job.checkpoint_committed()
-    assert not job.job.over
+    assert not job.job.end

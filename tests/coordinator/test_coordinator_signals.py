@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from pipeworker.coordinator.effects import Ended, Status
 from pipeworker.coordinator.states import State
 from pipeworker.facts.failure import Cause, Failure
-from pipeworker.wire.lines import Restart
+from pipeworker.wire.lines import Restart, Verdict
 from pipeworker.wire.messages.checkpoint import Copy, Save
 from pipeworker.wire.messages.directions import Advance
 from pipeworker.wire.messages.presence import Failed, Heartbeat, Signalled
@@ -48,7 +47,7 @@ def test_sigusr1_requests_a_checkpoint(job: ScriptedJob) -> None:
     assert job.saved() == [commit(1)]
     job.checkpoint_committed()
     assert not [copy for copy in copies(job.step(2)) if copy.save]
-    assert not job.job.over
+    assert not job.job.end
 
 
 def test_sigusr1_is_handled_in_every_state() -> None:
@@ -111,7 +110,7 @@ def test_a_job_that_is_signalled_as_a_whole_completes_its_step() -> None:
             passes(job)
         assert job.saved() == [commit(1)]
         job.checkpoint_committed()
-        assert job.ended.status is Status.INTERRUPTED
+        assert job.ended.status == "interrupted"
 
 
 def test_an_interrupted_job_does_not_wait_for_a_worker_that_exited_by_a_signal() -> None:
@@ -122,18 +121,18 @@ def test_an_interrupted_job_does_not_wait_for_a_worker_that_exited_by_a_signal()
     job.now += TIMINGS.grace
     job.receive(Heartbeat(0, NOWHERE))
     job.tick()
-    assert job.ended.status is Status.INTERRUPTED
+    assert job.ended.status == "interrupted"
 
 
 def test_without_replacement_a_signal_to_one_worker_stops_the_job_with_a_checkpoint() -> None:
     job = ScriptedJob(2).running()
     job.receive(Signalled(1, "SIGTERM"))
-    assert of(job.receive(Signalled(0, "SIGTERM")), Ended) == []
+    assert of(job.receive(Signalled(0, "SIGTERM")), Verdict) == []
     passes(job, 3 * TIMINGS.grace)
     assert len(saves(job.step(1))) == 2
     job.saved()
     job.checkpoint_committed()
-    assert (job.ended.status, job.ended.exit_status) == (Status.INTERRUPTED, 130)
+    assert (job.ended.status, job.ended.exit_status) == ("interrupted", 130)
 
 
 def test_a_signal_before_the_first_step_saves_nothing() -> None:
@@ -145,7 +144,7 @@ def test_a_signal_before_the_first_step_saves_nothing() -> None:
         job.receive(Signalled(1, "SIGTERM"))
         assert job.state() is state
         passes(job)
-        assert job.ended.status is Status.INTERRUPTED
+        assert job.ended.status == "interrupted"
 
 
 def test_an_own_loop_stops_within_the_interrupt_timeout() -> None:
@@ -158,4 +157,4 @@ def test_an_own_loop_stops_within_the_interrupt_timeout() -> None:
     assert job.state() is State.SAVING
     job.saved()
     job.checkpoint_committed()
-    assert job.ended.status is Status.INTERRUPTED
+    assert job.ended.status == "interrupted"

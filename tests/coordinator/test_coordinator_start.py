@@ -6,14 +6,14 @@ from typing import Any
 
 import pytest
 
-from pipeworker.coordinator.effects import Commit, Log, Send, Status, Warn
+from pipeworker.coordinator.effects import Commit, Log, Send
 from pipeworker.coordinator.loss_scaler import LossScaler
 from pipeworker.coordinator.states import State
 from pipeworker.coordinator.steps.progress import Start
 from pipeworker.coordinator.steps.snapshots import JobState
 from pipeworker.facts.failure import Cause
 from pipeworker.facts.step import Evaluation
-from pipeworker.wire.lines import HostLost, Snapshot
+from pipeworker.wire.lines import HostLost, Snapshot, Warned
 from pipeworker.wire.messages.checkpoint import Copy, Restore
 from pipeworker.wire.messages.directions import Advance, Finish
 from pipeworker.wire.messages.plan import Described
@@ -36,7 +36,7 @@ NAMES = tuple(map(str, range(len(LAYERS))))
 
 def resumed(scaler: LossScaler | None = None) -> Start:
     """Return a start from the checkpoint of step 7."""
-    return Start(JobState(7, scaler), DISK, NAMES, recorded=7, evaluated=7, saved=7)
+    return Start((JobState(7, scaler), DISK), None, NAMES, recorded=7, evaluated=7, saved=7)
 
 
 def test_a_run_resumes_after_its_checkpoint() -> None:
@@ -50,7 +50,7 @@ def test_a_run_resumes_after_its_checkpoint() -> None:
     assert [advance.next for advance in saves(job.step(9))]
     assert [written.step for written in of(job.saved(), Commit)] == [9]
     job.checkpoint_committed()
-    assert (job.ended.status, job.ended.steps) == (Status.DONE, 9)
+    assert (job.ended.status, job.ended.steps) == ("done", 9)
     assert job.rows == [8, 9]
     assert job.ended.causes == ()
 
@@ -60,7 +60,7 @@ def test_a_resumed_run_without_steps_left_ends_after_building() -> None:
     job = ScriptedJob(2, steps=7, start=resumed())
     effects = job.start()
     assert messages_of(effects, Advance) == [Advance(Finish())] * 2
-    assert (job.ended.status, job.ended.steps) == (Status.DONE, 7)
+    assert (job.ended.status, job.ended.steps) == ("done", 7)
     assert not of(job.effects, Commit)
 
 
@@ -69,7 +69,7 @@ def test_a_resumed_run_without_data_left_ends_after_building() -> None:
     job.join()
     job.describe()
     job.ready(batch=None)
-    assert (job.ended.status, job.ended.steps) == (Status.DONE, 7)
+    assert (job.ended.status, job.ended.steps) == ("done", 7)
 
 
 @pytest.mark.parametrize(
@@ -137,7 +137,7 @@ def test_an_interrupt_before_the_first_step_has_nothing_to_save() -> None:
     job = replaceable_job(start=resumed())
     job.join()
     job.interrupt()
-    assert (job.ended.status, job.ended.steps) == (Status.INTERRUPTED, 7)
+    assert (job.ended.status, job.ended.steps) == ("interrupted", 7)
 
 
 # After the loss of a coordinator.
@@ -158,7 +158,7 @@ def test_a_new_coordinator_resumes_from_the_last_snapshot() -> None:
     assert [welcome.restore for welcome in job.sent(1, Welcome)] == [LEFT]
     job.describe()
     assert runs(job.ready())[0].step == 6
-    (line,) = of(job.effects, Warn)
+    (line,) = of(job.effects, Warned)
     expected = "the coordinator was killed; resumed after step 5, 3 steps repeated, in "
     assert line.text.startswith(expected)
     for step in (6, 7, 8, 9):
@@ -187,7 +187,7 @@ def test_the_resumed_snapshot_stays_until_the_next_is_complete() -> None:
 
 def test_without_a_snapshot_a_new_coordinator_resumes_from_disk_or_the_start() -> None:
     disk = Restore(4, "/run/checkpoints/step-00000004")
-    for start, back in ((left(state=JobState(4), restore=disk), disk), (left(), None)):
+    for start, back in ((left(on_disk=(JobState(4), disk)), disk), (left(), None)):
         job = replaceable_job(start=start).running()
         job.handle(HostLost((1,), "host b is lost"))
         job.join()
@@ -213,5 +213,5 @@ def test_an_interrupt_before_the_first_step_saves_the_snapshot() -> None:
     assert saves(job.ready())
     assert job.saved() == [commit(5)]
     job.checkpoint_committed()
-    assert job.ended.status is Status.INTERRUPTED
+    assert job.ended.status == "interrupted"
     assert any("interrupted: " in log.text for log in of(job.effects, Log))

@@ -10,13 +10,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeworker.coordinator.effects import Send, Warn
+from pipeworker.coordinator.effects import Send
 from pipeworker.coordinator.loss_scaler import LossScaler
 from pipeworker.coordinator.states import State
 from pipeworker.errors import ProtocolError
 from pipeworker.exact_sum import partials
 from pipeworker.facts.position import Phase, Position
 from pipeworker.facts.step import StepResult
+from pipeworker.wire.lines import Warned
 from pipeworker.wire.messages.directions import Advance
 from pipeworker.wire.messages.step import RunStep, Update
 from support.coordinator import BATCH, ScriptedJob, commit, messages_of, of, updates
@@ -131,7 +132,7 @@ def test_unusual_numbers_do_not_end_the_job(odd: dict[str, Any]) -> None:
 def test_a_loss_that_is_not_finite_is_a_warning() -> None:
     job = ScriptedJob(1).running()
     job.step(1, losses=(math.nan, 1.0))
-    (warning,) = of(job.effects, Warn)
+    (warning,) = of(job.effects, Warned)
     assert "loss is nan at step 1" in warning.text
     assert "--stop-on-nan" in warning.text
     assert math.isnan(of(job.effects, StepResult)[0].loss)

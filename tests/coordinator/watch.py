@@ -5,10 +5,10 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass, field
 
-from pipeworker.coordinator.effects import Commit, Discard, Effect, Ended, Send
-from pipeworker.coordinator.events import CheckpointCommitted, Event, MessageReceived
+from pipeworker.coordinator.effects import Commit, Discard, Effect, Send
+from pipeworker.coordinator.events import CheckpointEnded, Event, MessageReceived
 from pipeworker.facts.step import StepResult
-from pipeworker.wire.lines import Restart
+from pipeworker.wire.lines import Restart, Verdict
 from pipeworker.wire.messages.checkpoint import Copy, Save, Saved
 from pipeworker.wire.messages.directions import Advance, Finish, Next
 from pipeworker.wire.messages.presence import Abort, Hello, Welcome
@@ -46,7 +46,7 @@ class Watch:
 
     def before(self, event: Event) -> None:
         """Note an event before the job handles it."""
-        if isinstance(event, CheckpointCommitted):
+        if isinstance(event, CheckpointEnded) and not event.error:
             self.tried.append(True)
         if not isinstance(event, MessageReceived) or event.generation != self.number:
             return
@@ -95,7 +95,7 @@ class Watch:
         self.updated, self.lost = 0, self.rows
 
     def _verdict(self, effects: list[Effect]) -> None:
-        verdicts = of(effects, Ended)
+        verdicts = of(effects, Verdict)
         ended = sorted(send.peer for send in ends(effects) if send.peer in self.joined)
         assert ended == (sorted(self.joined) if verdicts else [])
         if verdicts:

@@ -28,8 +28,7 @@ from coordinator.lives import (
 from coordinator.watch import Watch
 from pipeworker.coordinator.effects import Commit, Dropped, Effect, Send
 from pipeworker.coordinator.events import (
-    CheckpointCommitted,
-    CheckpointFailed,
+    CheckpointEnded,
     Event,
     MessageReceived,
     Tick,
@@ -149,10 +148,10 @@ class World:
         step = self.commits.popleft()
         if self.full:
             self.full -= 1
-            self.handle(CheckpointFailed(step, "no space left"))
+            self.handle(CheckpointEnded(step, error="no space left"))
         else:
             self.complete.add(step)
-            self.handle(CheckpointCommitted(step, f"checkpoints/{step}"))
+            self.handle(CheckpointEnded(step, f"checkpoints/{step}"))
 
     def finish(self, order: list[int]) -> None:
         """Process everything that is pending; silent workers are lost by their timeout."""
@@ -215,7 +214,7 @@ class World:
                     self.workers[happening.rank].full = happening.times
             case Lose():
                 self._lose(happening)
-            case CheckpointCommitted() if happening.step in self.commits:
+            case CheckpointEnded() if happening.step in self.commits:
                 pass  # the service completes it in its turn
             case _:
                 self.handle(happening)

@@ -5,10 +5,9 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, TypeVar
 
-from pipeworker.coordinator.effects import Commit, Effect, Ended, Send, Status
+from pipeworker.coordinator.effects import Commit, Effect, Send
 from pipeworker.coordinator.events import (
-    CheckpointCommitted,
-    CheckpointFailed,
+    CheckpointEnded,
     Event,
     MessageReceived,
     Tick,
@@ -26,7 +25,7 @@ from pipeworker.plan.orders import Order
 from pipeworker.plan.orders.gpipe import gpipe
 from pipeworker.plan.placement import Placement
 from pipeworker.timings import DEFAULT
-from pipeworker.wire.lines import Interrupt, SaveRequest, WorkerExited
+from pipeworker.wire.lines import Interrupt, SaveRequest, Verdict, WorkerExited
 from pipeworker.wire.messages.checkpoint import Copy, Save, Saved
 from pipeworker.wire.messages.directions import Advance, Finish, FromWorker, ToWorker
 from pipeworker.wire.messages.plan import Built, Described, Plan, Ready
@@ -174,11 +173,11 @@ class ScriptedJob:
     def checkpoint_committed(self, step: int | None = None) -> list[Effect]:
         """Complete the checkpoint of `step`, or of the last Commit."""
         step = of(self.effects, Commit)[-1].step if step is None else step
-        return self.handle(CheckpointCommitted(step, f"checkpoints/{step}"))
+        return self.handle(CheckpointEnded(step, f"checkpoints/{step}"))
 
     def checkpoint_failed(self, text: str = "no space left") -> list[Effect]:
         """Fail the checkpoint of the last Commit."""
-        return self.handle(CheckpointFailed(of(self.effects, Commit)[-1].step, text))
+        return self.handle(CheckpointEnded(of(self.effects, Commit)[-1].step, error=text))
 
     # The usual course, in pieces.
 
@@ -286,24 +285,26 @@ class ScriptedJob:
         return found
 
     @property
-    def ended(self) -> Ended:
-        (ended,) = of(self.effects, Ended)
+    def ended(self) -> Verdict:
+        (ended,) = of(self.effects, Verdict)
         return ended
 
     @property
     def failure(self) -> Failure:
         """The failure of a failed job, which was sent to every member once."""
-        assert self.ended.status is Status.FAILED
-        assert self.ended.failure
+        assert self.ended.status == "failed"
+        assert self.job.end
+        failure = self.job.end.failure
+        assert failure
         assert self.state() is State.OVER
         aborted = [s for s in of(self.effects, Send) if isinstance(s.message, Abort)]
         assert [s.peer for s in aborted] == self.job.peers
         for message in (s.message for s in aborted):
             assert isinstance(message, Abort)
-            lost = self.ended.failure is not None and self.ended.failure.cause in _LOSSES
+            lost = failure.cause in _LOSSES
             assert message.exit_status == (AGAIN if lost else self.ended.exit_status)
-            assert message.reason.startswith(self.ended.failure.message)
-        return self.ended.failure
+            assert message.reason.startswith(failure.message)
+        return failure
 
 
 def own_loop_job(workers: int = 2, **options: Any) -> ScriptedJob:

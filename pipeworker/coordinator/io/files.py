@@ -153,7 +153,7 @@ class RunFiles:
         except OSError as error:
             self._extras = None
             which = RecordError(error.filename or self.run_dir.path, error)
-            self._warn(f"{which}: nothing more is written there, nor in another extra format")
+            self.warn(f"{which}: nothing more is written there, nor in another extra format")
 
     def _write(self, path: Path, write: Callable[[], None], consequence: str = "") -> None:
         """Write a file; an error ends the job, but a full disk with a consequence only warns."""
@@ -167,17 +167,18 @@ class RunFiles:
                 self.failed(text)
             elif path not in self._warned:
                 self._warned.add(path)
-                self._warn(f"{text}: {consequence}")
+                self.warn(f"{text}: {consequence}")
 
     def _remove(self, what: str, remove: Callable[[], None]) -> None:
         try:
             remove()
         except OSError as error:
-            self._warn(f"cannot remove {what}: {error}")
+            self.warn(f"cannot remove {what}: {error}")
 
-    def _warn(self, text: str) -> None:
+    def warn(self, text: str, *, note: bool = False) -> None:
+        """Log a warning and send it to the parent."""
         log.warning("%s", text)
-        self.parent.send(Warned(text))
+        self.parent.send(Warned(text, note))
 
 
 def _error_of(path: Path, write: Callable[[], None]) -> str:

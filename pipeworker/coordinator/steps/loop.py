@@ -11,7 +11,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from pipeworker.coordinator.effects import Effect, Log, Warn
+from pipeworker.coordinator.effects import Effect, Log
 from pipeworker.coordinator.loss_scaler import LossScaler
 from pipeworker.coordinator.steps.progress import Progress
 from pipeworker.coordinator.steps.snapshots import JobState
@@ -22,6 +22,7 @@ from pipeworker.facts.position import Phase, Position
 from pipeworker.facts.step import Batch, Evaluation, StepResult
 from pipeworker.job.options import EPOCH, Options
 from pipeworker.plan.placement import Placement
+from pipeworker.wire.lines import Warned
 from pipeworker.wire.messages.directions import Finish
 from pipeworker.wire.messages.step import (
     Call,
@@ -132,7 +133,8 @@ class _Loop:
             if options.stop_on_nan:
                 failure = Failure(Cause.USER, text, position=Position(Phase.LOSS, step))
             elif new:
-                effects.append(Warn(f"{text}; training continues (--stop-on-nan would stop here)"))
+                more = "training continues (--stop-on-nan would stop here)"
+                effects.append(Warned(f"{text}; {more}"))
         if update.overflow:
             scale = progress.scaler
             effects.append(Log(f"step {step}: a gradient overflowed; no update, scale {scale}"))

@@ -11,25 +11,22 @@ from pipeworker.coordinator.steps.snapshots import JobState
 from pipeworker.facts.step import Evaluation, StepResult
 from pipeworker.wire.messages.checkpoint import Restore
 
-_INITIAL = JobState(0)
-
 
 @dataclass(frozen=True, slots=True)
 class Start:
     """The state from which a coordinator continues a job that another process began.
 
     Attributes:
-        restore: the state that the workers begin with; None for the initial weights.
-        layers: the names of its layers.
+        on_disk: the checkpoint that the workers begin with; None for the initial weights.
         snapshot: the last snapshot of an earlier coordinator, which may be newer.
+        layers: the names of the checkpoint's layers.
         recorded: as in :class:`Progress`, like `evaluated` and `saved`.
         causes: the causes of all restarts so far.
     """
 
-    state: JobState = _INITIAL
-    restore: Restore | None = None
-    layers: tuple[str, ...] = ()
+    on_disk: tuple[JobState, Restore] | None = None
     snapshot: tuple[JobState, Restore] | None = None
+    layers: tuple[str, ...] = ()
     recorded: int = 0
     evaluated: int = 0
     saved: int = -1
