@@ -17,12 +17,16 @@ class TaskThread:
     Args:
         name: name of the thread.
         failed: called, on the thread, with what a task raised; the thread performs the next task.
+            Without it the tasks handle every exception that they expect.
         niceness: priority of the thread, as :func:`os.setpriority` takes it. Only on Linux does a
             thread have a priority of its own.
     """
 
     def __init__(
-        self, name: str, failed: Callable[[BaseException], None], niceness: int = 0
+        self,
+        name: str,
+        failed: Callable[[BaseException], None] | None = None,
+        niceness: int = 0,
     ) -> None:
         self._name, self._failed, self._niceness = name, failed, niceness
         self._tasks: queue.SimpleQueue[Task | None] = queue.SimpleQueue()
@@ -66,9 +70,6 @@ class TaskThread:
             try:
                 task()
             except BaseException as error:
+                if self._failed is None:
+                    raise
                 self._failed(error)
-
-
-def raise_defect(error: BaseException) -> None:
-    """End a thread whose tasks handle every exception that they expect."""
-    raise error

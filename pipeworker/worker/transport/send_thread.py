@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 
-from pipeworker.worker.task_thread import TaskThread, raise_defect
+from pipeworker.worker.task_thread import TaskThread
 from pipeworker.worker.transport.links.link import Pending
 
 
@@ -54,7 +54,7 @@ class SendThread:
     """The thread that performs a worker's large sends, in the order of submission."""
 
     def __init__(self) -> None:
-        self._thread = TaskThread("send", raise_defect)
+        self._thread = TaskThread("send")
 
     def submit(self, start: Callable[[], list[Pending]]) -> SendTask:
         """Start sends on the thread; return the task to wait for."""

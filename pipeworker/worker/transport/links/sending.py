@@ -13,7 +13,7 @@ import torch
 
 from pipeworker.errors import PeerLost, ProtocolError
 from pipeworker.plan.actions import Edge
-from pipeworker.worker.task_thread import TaskThread, raise_defect
+from pipeworker.worker.task_thread import TaskThread
 from pipeworker.worker.transport.links.link import (
     COMPLETE,
     OneLane,
@@ -41,7 +41,7 @@ class QueuedSender(OneLane, abc.ABC):
         self._lock = threading.Lock()
         self._queue: deque[PendingSend] = deque()
         self._error: Exception | None = None  # ends every later send that would be queued
-        self._thread = TaskThread(str(edge), raise_defect)
+        self._thread = TaskThread(str(edge))
 
     def close(self) -> None:
         """Close the socket and end the thread; queued sends fail."""
