@@ -14,9 +14,9 @@ them. To move to another torch:
 
 from __future__ import annotations
 
-import contextlib
 import sys
-from collections.abc import Callable, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from operator import attrgetter
 from typing import Any
@@ -158,21 +158,21 @@ def preload() -> None:
     import torch._dynamo  # noqa: F401
 
 
-def on_compiling(began: Callable[[Any], None], ended: Callable[[Any], None]) -> None:
-    """Have `began` and `ended` called around each compilation of ``torch.compile``."""
+@contextmanager
+def calling_around_compilations(
+    start: Callable[[Any], None], end: Callable[[Any], None]
+) -> Iterator[None]:
+    """Have `start` and `end` called around each compilation of ``torch.compile`` in the context."""
     from torch._dynamo.callback import callback_handler
 
-    callback_handler.register_start_callback(began)
-    callback_handler.register_end_callback(ended)
-
-
-def off_compiling(began: Callable[[Any], None], ended: Callable[[Any], None]) -> None:
-    """Undo :func:`on_compiling`."""
-    from torch._dynamo.callback import callback_handler
-
-    with contextlib.suppress(ValueError):  # torch's reset has removed them
-        callback_handler.remove_start_callback(began)
-        callback_handler.remove_end_callback(ended)
+    callback_handler.register_start_callback(start)
+    callback_handler.register_end_callback(end)
+    try:
+        yield
+    finally:
+        with suppress(ValueError):  # torch's reset has removed them
+            callback_handler.remove_start_callback(start)
+            callback_handler.remove_end_callback(end)
 
 
 def allow_any_number_of_graphs() -> None:

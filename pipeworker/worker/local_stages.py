@@ -23,7 +23,7 @@ from pipeworker.wire.messages.step import Update
 from pipeworker.worker.blame import user_code
 from pipeworker.worker.loaded_worker import LoadedWorker
 from pipeworker.worker.model.model import Model
-from pipeworker.worker.stage.layers import KERNELS, CompileWatch, StageConfig
+from pipeworker.worker.stage.layers import KERNELS, StageConfig, reporting_compilation
 from pipeworker.worker.stage.offload import Copies, StreamCopies
 from pipeworker.worker.stage.skips import StageSkips
 from pipeworker.worker.stage.stage import Stage
@@ -141,7 +141,7 @@ def build_stages(loaded: LoadedWorker, model: Model, plan: Plan) -> LocalStages:
     copies = Copies() if accelerator is None else StreamCopies(accelerator)
     with ExitStack() as resources:
         if options.compile:
-            resources.callback(CompileWatch(tracker).close)
+            resources.enter_context(reporting_compilation(tracker))
         for part in plan.ranges:
             tied = [Tie(tie.names, tie.stages) for tie in plan.ties if part.stage in tie.stages]
             layers, ties_of = model.build(part, tied, role.stages)

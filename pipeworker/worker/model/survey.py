@@ -35,7 +35,7 @@ from pipeworker.worker.device.device import to_device
 from pipeworker.worker.internals import FakeTensorMode, preload, pytree, view_of
 from pipeworker.worker.stage import rng, skips
 from pipeworker.worker.stage.layers import autocast
-from pipeworker.worker.stage.values import distinct_tensors, replace_tensors
+from pipeworker.worker.stage.values import map_tensors
 
 log = logging.getLogger(__name__)
 
@@ -113,7 +113,7 @@ class Survey:
                     blame.reject_none(value, before, name, error)
                     blame.blame_user(name, error)
                 if device is not None:
-                    value = _detach(value)
+                    value = map_tensors(_without_graph, value)
         classes += [type(entry).__name__ for entry in self.entries[len(classes) :]]
         return {"events": events, "classes": classes}
 
@@ -126,19 +126,13 @@ class Survey:
         return job_file.build(entry, index)
 
 
-def _detach(value: Any) -> Any:
-    """Drop the graph behind a value; a tensor that occurs twice stays one tensor.
+def _without_graph(tensor: torch.Tensor) -> torch.Tensor:
+    """Drop the graph behind a tensor.
 
     A tensor that requires grad still does, and is no leaf, so that a layer may change it in place.
     """
-    return replace_tensors(value, {id(t): _without_graph(t) for t in distinct_tensors(value)})
-
-
-def _without_graph(tensor: torch.Tensor) -> torch.Tensor:
     fresh = tensor.detach()
-    if not tensor.requires_grad:
-        return fresh
-    return view_of(fresh.requires_grad_())
+    return view_of(fresh.requires_grad_()) if tensor.requires_grad else fresh
 
 
 def _in_child(work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
@@ -151,7 +145,6 @@ def _in_child(work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
     preload()  # modules that fake tensors import, and later an optimizer: import them once
     child = os.fork()
     if not child:
-        status = 1
         try:
             signal.set_wakeup_fd(-1)
             die_with_parent(parent)
@@ -166,9 +159,8 @@ def _in_child(work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
                 found = {"error": f"{type(error).__name__}: {error}"}
             with os.fdopen(writes, "w", encoding="utf-8") as file:
                 json.dump(found, file)
-            status = 0
         finally:
-            os._exit(status)
+            os._exit(0)
     os.close(writes)
     with os.fdopen(reads, encoding="utf-8") as file:
         text = file.read()

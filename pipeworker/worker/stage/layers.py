@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -15,7 +16,7 @@ from pipeworker.errors import PipeworkerError, SkipError
 from pipeworker.facts.position import Phase, Position
 from pipeworker.host.position import Tracker
 from pipeworker.worker import blame
-from pipeworker.worker.internals import allow_any_number_of_graphs, off_compiling, on_compiling
+from pipeworker.worker.internals import allow_any_number_of_graphs, calling_around_compilations
 from pipeworker.worker.stage import rng
 from pipeworker.worker.stage.skips import StageSkips, Table
 from pipeworker.worker.stage.values import describe, first_in_graph
@@ -37,28 +38,25 @@ def compiled(layers: Sequence[nn.Module], backend: str | Backend) -> list[Callab
     return [partial(_call, torch.compile(one, backend=backend, dynamic=False)) for one in layers]
 
 
-class CompileWatch:
-    """A hook that reports compilation, which may take minutes, as the worker's phase."""
+@contextmanager
+def reporting_compilation(tracker: Tracker) -> Iterator[None]:
+    """Report compilation, which may take minutes, as the worker's phase inside the context."""
+    at: Position | None = None
 
-    def __init__(self, tracker: Tracker) -> None:
-        self._tracker = tracker
-        self._at: Position | None = None
-        on_compiling(self._start, self._end)
+    def start(_: Any) -> None:
+        nonlocal at
+        if not tracker.waiting:  # else no layer of the stage is compiled
+            at = tracker.get()
+            tracker.set(Phase.COMPILING, at.step, at.microbatch, at.layer)
 
-    def _start(self, _: Any) -> None:
-        if self._tracker.waiting:  # no layer of the stage is compiled
-            return
-        at = self._at = self._tracker.get()
-        self._tracker.set(Phase.COMPILING, at.step, at.microbatch, at.layer)
-
-    def _end(self, _: Any) -> None:
-        at, self._at = self._at, None
+    def end(_: Any) -> None:
+        nonlocal at
         if at is not None:
-            self._tracker.set(at.phase, at.step, at.microbatch, at.layer)
+            tracker.set(at.phase, at.step, at.microbatch, at.layer)
+            at = None
 
-    def close(self) -> None:
-        """Remove the hook."""
-        off_compiling(self._start, self._end)
+    with calling_around_compilations(start, end):
+        yield
 
 
 _thread = threading.local()
@@ -99,14 +97,9 @@ class StageConfig:
 
 
 class Layers:
-    """Consecutive layers of a model, run under their seeds; what they raise is named.
+    """Consecutive layers of a model, run under their seeds; what they raise is named."""
 
-    Those of the last stage have no skip tensors to send.
-    """
-
-    def __init__(
-        self, modules: Sequence[nn.Module], config: StageConfig, tracker: Tracker, *, last: bool
-    ) -> None:
+    def __init__(self, modules: Sequence[nn.Module], config: StageConfig, tracker: Tracker) -> None:
         self.modules = list(modules)
         self.first = config.first
         self.last_layer = config.first + len(self.modules) - 1
@@ -114,7 +107,9 @@ class Layers:
         # by itself, because layers that share a weight must not depend on their grouping.
         self.autocast = autocast(config.device.type, config.precision)
         self._class_before = config.class_before
-        self._seed, self._skips, self._last = config.seed, config.skips, last
+        self._seed, self._skips = config.seed, config.skips
+        departing = config.skips.departing.values() if config.skips else ()
+        self._leaving = [name for names in departing for name in names]
         self._tracker = tracker
         self._accelerator = rng.accelerator_generator(config.device)
         self._calls: Sequence[Callable[[Any], Any]] = self.modules
@@ -148,8 +143,8 @@ class Layers:
         """Run all layers for one micro-batch of the mini-batch or of an evaluation pass.
 
         With skip connections `value` is a pair of the input and the received tensors, and so is the
-        result of the output and the tensors to send; the last stage returns the output alone. With
-        `train`, every planned skip tensor is required.
+        result of the output and the tensors to send. With `train`, every planned skip tensor is
+        required.
 
         Raises:
             UserCodeError: a layer raised.
@@ -162,7 +157,7 @@ class Layers:
             table = Table(received)
             with table.active():
                 value = self._run(value, microbatch, phase, train)
-            left = table.leave(self._skips.leaving, strict=train)
+            left = table.leave(self._leaving, strict=train)
         except SkipError as error:
             hint = (
                 ". No skip connection was planned: import pipeworker at the top of the module that "
@@ -171,7 +166,7 @@ class Layers:
             shown = SkipError(f"{error}{'' if self._skips else hint}")
             shown.in_step = True
             raise shown from None
-        return value if self._last else (value, left)
+        return value, left
 
     def _run(self, value: Any, microbatch: int, phase: Phase, train: bool) -> Any:
         step, tracker, last_layer = self._step, self._tracker, self.last_layer

@@ -23,13 +23,6 @@ BufferValues = list[tuple[tuple[nn.Module, str], torch.Tensor | None]]
 """Values of buffers, each by its module and its name there."""
 
 
-@dataclass(slots=True)
-class BoundaryGradients:
-    """The gradients that backward returned to the stage's boundary; None before backward."""
-
-    gradients: Gradients | None = None
-
-
 @dataclass(slots=True, eq=False)
 class MicroBatch:
     """The input, state and results of one micro-batch on one stage.
@@ -82,7 +75,7 @@ class MicroBatch:
     loss: torch.Tensor | None = None
     count: torch.Tensor | None = None
     edges: Sequence[GradientEdge] = ()
-    boundary: BoundaryGradients | None = None
+    boundary: Gradients | None = None
     buffers_before: BufferValues | None = None
     weight_gradients: DeferredBackward | None = None
     offloaded: SavedGraph | None = None
@@ -103,7 +96,7 @@ class _Boundary(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, phony: torch.Tensor, boundary: BoundaryGradients, *tensors: torch.Tensor
+        ctx: Any, phony: torch.Tensor, boundary: Gradients, *tensors: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
         ctx.boundary = boundary
         ctx.set_materialize_grads(False)
@@ -111,7 +104,7 @@ class _Boundary(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
-        ctx.boundary.gradients = list(gradients)
+        ctx.boundary[:] = gradients
         return (None, None, *(None for _ in gradients))
 
 
@@ -119,7 +112,7 @@ _pass: Callable[..., tuple[torch.Tensor, ...]] = apply_of(_Boundary)
 
 
 def pass_boundary(
-    value: Any, wants_grad: Sequence[bool], phony: torch.Tensor, boundary: BoundaryGradients
+    value: Any, wants_grad: Sequence[bool], phony: torch.Tensor, boundary: Gradients
 ) -> tuple[Any, tuple[torch.Tensor, ...]]:
     """Replace the tensors that need a gradient by ones inside the stage's graph; return both.
 

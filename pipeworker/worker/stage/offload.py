@@ -123,7 +123,7 @@ class Offload:
         arrived = [tensor for tensors, _ in mb.arrived.values() for tensor in tensors]
         inputs = _addresses(distinct_tensors((mb.value, mb.target, arrived)))
         saved = mb.offloaded = SavedGraph(self._copies, self._own.union(inputs))
-        with saved_tensors_hooks(saved.pack, unpack):
+        with saved_tensors_hooks(saved.pack, Packed.unpack):
             yield
         saved.end_forward(distinct_tensors(mb.output))
         self._copying.append(saved)
@@ -149,11 +149,10 @@ class SavedGraph:
 
     def pack(self, tensor: torch.Tensor) -> Packed:
         """Keep a tensor for a node, and start to copy its storage to the host."""
-        version = version_of(tensor)
         if not self._moves(tensor):
-            return _Stays(tensor, version)
+            return Packed(tensor, None)
         storage = tensor.untyped_storage()
-        key = storage.data_ptr(), version
+        key = storage.data_ptr(), version_of(tensor)
         known = self._storages.get(key)
         memory = None if known is None else known()
         if memory is None:
@@ -161,7 +160,7 @@ class SavedGraph:
             self._copies.follow()
             memory = _Storage(whole, self._copies)
             self._storages[key] = weakref.ref(memory)
-        return _Moves(tensor, version, memory)
+        return Packed(tensor, memory)
 
     def _moves(self, tensor: torch.Tensor) -> bool:
         plain = type(tensor) is torch.Tensor and tensor.layout is torch.strided
@@ -243,60 +242,38 @@ class _Storage:
         return self._on_device.untyped_storage()
 
 
-class _Stays:
-    """A saved tensor that stays on the device."""
+class Packed:
+    """A tensor that a node saved. It stays on the device, unless its `storage` is moved."""
 
-    __slots__ = ("_saved_version", "_tensor")
+    __slots__ = ("_saved_version", "_storage", "_tensor", "_view")
 
-    def __init__(self, tensor: torch.Tensor, version: int) -> None:
-        self._tensor, self._saved_version = tensor, version
+    def __init__(self, tensor: torch.Tensor, storage: _Storage | None) -> None:
+        self._saved_version, self._storage, self._tensor = version_of(tensor), storage, tensor
+        if storage is not None:
+            self._view = tensor.storage_offset(), tensor.size(), tensor.stride()
+            # A tensor of the same dtype that shares the version counter and holds no memory.
+            self._tensor = tensor.detach()
+            self._tensor.data = torch.empty(0, dtype=tensor.dtype)
 
-    def tensor(self) -> torch.Tensor:
-        _check(self._tensor, self._saved_version, self._tensor)
-        return self._tensor
+    def unpack(self) -> torch.Tensor:
+        """Return the tensor, with its strides and alignment.
 
-
-class _Moves:
-    """A saved tensor whose storage is moved."""
-
-    __slots__ = ("_changes", "_memory", "_saved_version", "_view")
-
-    def __init__(self, tensor: torch.Tensor, version: int, memory: _Storage) -> None:
-        self._saved_version, self._memory = version, memory
-        self._view = tensor.storage_offset(), tensor.size(), tensor.stride()
-        # A tensor of the same dtype that shares the version counter and holds no memory.
-        self._changes = tensor.detach()
-        self._changes.data = torch.empty(0, dtype=tensor.dtype)
-
-    def tensor(self) -> torch.Tensor:
-        """Return the tensor, with its strides and alignment."""
-        whole = self._memory.on_device()
-        found = torch.empty(0, dtype=self._changes.dtype, device=whole.device)
-        found.set_(whole, *self._view)
-        _check(self._changes, self._saved_version, found)
-        return found
-
-
-Packed = _Stays | _Moves
-
-
-def unpack(packed: Packed) -> torch.Tensor:
-    """Return the tensor that a node saved.
-
-    Raises:
-        RuntimeError: the tensor was changed in place; torch raises the same without hooks.
-    """
-    return packed.tensor()
-
-
-def _check(changes: torch.Tensor, version: int, saved: torch.Tensor) -> None:
-    now = version_of(changes)
-    if now != version:
-        raise RuntimeError(
-            "one of the variables needed for gradient computation has been modified by an inplace "
-            f"operation: [{saved.type()} {list(saved.shape)}] is at version {now}; expected "
-            f"version {version} instead"
-        )
+        Raises:
+            RuntimeError: the tensor was changed in place; torch raises the same without hooks.
+        """
+        saved = self._tensor
+        if self._storage is not None:
+            whole = self._storage.on_device()
+            saved = torch.empty(0, dtype=saved.dtype, device=whole.device)
+            saved.set_(whole, *self._view)
+        now = version_of(self._tensor)
+        if now != self._saved_version:
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an "
+                f"inplace operation: [{saved.type()} {list(saved.shape)}] is at version {now}; "
+                f"expected version {self._saved_version} instead"
+            )
+        return saved
 
 
 def _addresses(tensors: Iterable[torch.Tensor]) -> Iterator[int]:

@@ -97,12 +97,12 @@ class Generator(Protocol):
 @contextmanager
 def preserve_generators() -> Iterator[None]:
     """Restore every generator's state on exit."""
-    accelerator = _generator_in_use()
-    before = states(accelerator)
+    process = Stream(_generator_in_use())
+    before = process.states()
     try:
         yield
     finally:
-        restore(before, accelerator)
+        process.continue_from(before)
 
 
 def _generator_in_use() -> Generator | None:
@@ -119,29 +119,7 @@ def _generator_in_use() -> Generator | None:
 
 
 States = tuple[Any, Any, Any, Any]
-
-
-def states(accelerator: Generator | None = None) -> States:
-    """Return the states of torch's CPU generator, Python's, NumPy's and an accelerator's."""
-    numpy: Any = sys.modules.get("numpy")
-    return (
-        torch.default_generator.get_state(),
-        random.getstate(),
-        numpy.random.get_state(legacy=False) if numpy is not None else None,
-        accelerator.get_state() if accelerator is not None else None,
-    )
-
-
-def restore(states: States, accelerator: Generator | None = None) -> None:
-    """Restore states of generators; a state that is None is skipped."""
-    torch_state, python_state, numpy_state, accelerator_state = states
-    torch.default_generator.set_state(torch_state)
-    random.setstate(python_state)
-    numpy: Any = sys.modules.get("numpy")
-    if numpy is not None and numpy_state is not None:
-        numpy.random.set_state(numpy_state)
-    if accelerator is not None and accelerator_state is not None:
-        accelerator.set_state(accelerator_state)
+"""The states of torch's CPU generator, Python's, NumPy's and an accelerator's; None without one."""
 
 
 class Stream:
@@ -157,11 +135,24 @@ class Stream:
 
     def states(self) -> States:
         """Return the states that determine the next numbers, inside :meth:`active` only."""
-        return states(self._accelerator)
+        numpy: Any = sys.modules.get("numpy")
+        return (
+            torch.default_generator.get_state(),
+            random.getstate(),
+            numpy.random.get_state(legacy=False) if numpy is not None else None,
+            self._accelerator.get_state() if self._accelerator is not None else None,
+        )
 
     def continue_from(self, states: States) -> None:
         """Continue the stream from earlier states, inside :meth:`active` only."""
-        restore(states, self._accelerator)
+        torch_state, python_state, numpy_state, accelerator_state = states
+        torch.default_generator.set_state(torch_state)
+        random.setstate(python_state)
+        numpy: Any = sys.modules.get("numpy")
+        if numpy is not None and numpy_state is not None:
+            numpy.random.set_state(numpy_state)
+        if self._accelerator is not None and accelerator_state is not None:
+            self._accelerator.set_state(accelerator_state)
 
     @contextmanager
     def active(self) -> Iterator[None]:

@@ -44,11 +44,6 @@ class StageSkips:
                 arriving.setdefault(route.source, []).append(route.name)
         return StageSkips(arriving, departing)
 
-    @property
-    def leaving(self) -> list[str]:
-        """All names that depart, in the order in which their gradients come back."""
-        return [name for names in self.departing.values() for name in names]
-
 
 class Table:
     """The tensors of one micro-batch, received ones included, that are not popped yet."""

@@ -33,7 +33,7 @@ from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
 from pipeworker.worker.internals import SAVED_PREFIX, AccumulateGrad, engine
-from pipeworker.worker.stage import offload
+from pipeworker.worker.stage.offload import Packed
 
 _Edges = tuple[tuple[Node | None, int], ...]
 
@@ -47,27 +47,26 @@ class _Group:
     gradients: list[Tensor] = field(default_factory=list)
 
 
+@dataclass(slots=True)
 class DeferredBackward:
     """The second part of a backward: the gradients of the weights.
 
     `early` has accumulators of leaves, and their gradients, which the first part computed.
     """
 
-    def __init__(self, groups: list[_Group], early: list[tuple[Any, Tensor]]) -> None:
-        self._groups = groups
-        self._early = early
+    groups: list[_Group]
+    early: list[tuple[Any, Tensor]] = field(default_factory=list)
 
     def run(self, call: Callable[..., Any] = engine) -> None:
         """Accumulate into ``.grad`` and free the graph. A second call does nothing."""
         with torch.no_grad():
-            while self._early:
-                accumulate, gradient = self._early.pop()
+            while self.early:
+                accumulate, gradient = self.early.pop()
                 accumulate(gradient)
-        while self._groups:
-            group = self._groups.pop()
-            edges, gradients, leaves = group.edges, group.gradients, group.leaves
-            if edges:
-                call(tuple(edges), tuple(gradients), False, False, tuple(leaves), True, True)
+        while self.groups:
+            group = self.groups.pop()
+            if edges := tuple(group.edges):
+                call(edges, tuple(group.gradients), False, False, tuple(group.leaves), True, True)
 
 
 def backward_input(
@@ -90,7 +89,7 @@ def backward_input(
     wanted = [i if isinstance(i, GradientEdge) else get_gradient_edge(i) for i in inputs]
     graph = _Graph(starts, {edge.node for edge in wanted})
     if not graph.through:  # One group without leaves: the engine takes that for all leaves.
-        return [None] * len(wanted), DeferredBackward([_Group([], starts, list(gradients))], [])
+        return [None] * len(wanted), DeferredBackward([_Group([], starts, list(gradients))])
     early = graph.early()
     groups: dict[int | None, _Group] = {}
     at_once: list[GradientEdge] = []
@@ -205,7 +204,7 @@ def _unpacked_by_hook(node: Node) -> bool:
         saved = getattr(node, name)
         for one in saved if isinstance(saved, tuple) else (saved,):
             hook = getattr(one, "unpack_hook", None)
-            if hook is not None and hook is not offload.unpack:  # our own hook may be called again
+            if hook is not None and hook is not Packed.unpack:  # our own hook may be called again
                 return True
     return False
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from itertools import compress
 from typing import Any, NoReturn
 
@@ -20,14 +21,14 @@ from pipeworker.worker.stage.batchnorm import DeferredBatchNorm
 from pipeworker.worker.stage.layers import Layers, StageConfig
 from pipeworker.worker.stage.microbatch import (
     Arrived,
-    BoundaryGradients,
     Gradients,
     MicroBatch,
     pass_boundary,
 )
 from pipeworker.worker.stage.offload import Copies, Offload
 from pipeworker.worker.stage.recompute import Buffers
-from pipeworker.worker.stage.values import copied, describe, distinct_tensors, versions
+from pipeworker.worker.stage.values import describe, distinct_tensors, map_tensors, versions
+from pipeworker.worker.transport.layout import aligned_copy
 
 Loss = Callable[[Any, Any], Any]
 
@@ -47,15 +48,12 @@ class Stage:
         loss: Loss | None = None,
         copies: Copies | None = None,
     ) -> None:
-        self.layers = list(layers)
-        self.first = config.first
-        self.index = config.index
-        self.device = config.device
-        self.last_layer = config.first + len(self.layers) - 1
+        self.index, self.device, self.skips = config.index, config.device, config.skips
         self.tracker = tracker
-        self.skips = config.skips
         self._loss = loss
-        self._layers = Layers(self.layers, config, tracker, last=loss is not None)
+        self._layers = Layers(layers, config, tracker)
+        self.layers, self.first = self._layers.modules, config.first
+        self.last_layer = self._layers.last_layer
         self.class_of, self.state_dicts = self._layers.class_of, self._layers.state_dicts
         self.deferred = DeferredBatchNorm(self.layers) if config.deferred_batch_norm else None
         self._buffers = Buffers(self.layers)
@@ -105,7 +103,7 @@ class Stage:
         # that of the recompute.
         inputs = mb.value if self.skips is None else (mb.value, mb.arrived)
         if self._input_changes is not False:
-            inputs = copied(inputs)
+            inputs = map_tensors(aligned_copy, inputs)
         before = versions(inputs)
         with self._buffers.first_forward(mb):
             value, arrived = (inputs, {}) if self.skips is None else inputs
@@ -150,7 +148,7 @@ class Stage:
                 run_backward(roots, gradients)
             except BaseException as error:
                 self._blame(error)
-        self._set_gradients(mb, mb.boundary.gradients if mb.boundary else None)
+        self._set_gradients(mb, mb.boundary or None)
 
     def backward_input(self, mb: MicroBatch) -> None:
         """Run the first half of a split backward: the gradients of the input."""
@@ -234,20 +232,17 @@ class Stage:
         if self.skips is not None:
             value, wants = self._with_arrived(mb, value, arrived)
         if any(wants):
-            mb.boundary = BoundaryGradients()
+            mb.boundary = []
             value, inside = pass_boundary(value, wants, self._phony, mb.boundary)
             if mb.split_backward:  # before a layer changes them in place
                 mb.edges = [get_gradient_edge(tensor) for tensor in inside]
         value = self._layers.run(value, mb.number, phase)
+        output, departing = (value, {}) if self.skips is None else value
         if self._loss is not None:
             self.tracker.set(Phase.LOSS, self._step, mb.number)
             # The loss draws from the last layer's random stream: both are always on one stage.
-            return losses.record(mb, self.loss_of(value, mb.target))
-        if self.skips is None:
-            mb.outgoing = value
-        else:
-            mb.outgoing, departing = value
-            mb.departing = dict(departing)  # the graph keeps its own
+            return losses.record(mb, self.loss_of(output, mb.target))
+        mb.outgoing, mb.departing = output, dict(departing)  # the graph keeps its own
         return value
 
     def _with_arrived(self, mb: MicroBatch, value: Any, arrived: Arrived) -> tuple[Any, list[bool]]:
@@ -267,23 +262,18 @@ class Stage:
         The number of `mb` counts through the whole evaluation pass.
         """
         value = mb.value if self.skips is None else self._with_arrived(mb, mb.value, mb.arrived)[0]
-        output = self._layers.run(value, mb.number, Phase.EVALUATION, train=False)
+        value = self._layers.run(value, mb.number, Phase.EVALUATION, train=False)
+        output, departing = (value, {}) if self.skips is None else value
         if self._loss is not None:
             return output
-        if self.skips is None:
-            mb.outgoing = output
-        else:
-            mb.outgoing, mb.departing = output
+        mb.outgoing, mb.departing = output, departing
         return None
 
     def loss_of(self, output: Any, target: Any) -> Any:
         """Return what the job's ``loss`` returns, on the last stage."""
         assert self._loss
-        autocast = self._layers.autocast
         try:
-            if autocast is None:
-                return self._loss(output, target)
-            with autocast:
+            with self._layers.autocast or nullcontext():
                 return self._loss(output, target)
         except BaseException as error:
             last = self._layers.name_of(self.last_layer)

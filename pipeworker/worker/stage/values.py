@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from pipeworker.worker.internals import pytree, version_of
-from pipeworker.worker.transport.layout import aligned_copy
 
 
 def distinct_tensors(value: Any) -> list[torch.Tensor]:
@@ -25,17 +25,11 @@ def replace_tensors(value: Any, tensors: dict[int, torch.Tensor]) -> Any:
     return pytree.tree_map_only(torch.Tensor, lambda t: tensors.get(id(t), t), value)
 
 
-def copied(value: Any) -> Any:
-    """Copy the tensors of a value, with the strides and alignment of the originals."""
-    copies = {id(tensor): aligned_copy(tensor) for tensor in distinct_tensors(value)}
-    return replace_tensors(value, copies)
-
-
-def detached(value: Any) -> Any:
-    """Detach the tensors of a value from the graph, each once."""
+def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
+    """Replace each distinct tensor of a value by what a function returns for it."""
     if isinstance(value, torch.Tensor):
-        return value.detach()
-    return replace_tensors(value, {id(t): t.detach() for t in distinct_tensors(value)})
+        return function(value)
+    return replace_tensors(value, {id(t): function(t) for t in distinct_tensors(value)})
 
 
 def versions(value: Any) -> list[int]:

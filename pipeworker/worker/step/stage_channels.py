@@ -10,13 +10,16 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
+
 from pipeworker.facts.position import Phase
 from pipeworker.plan.actions import Edge, Payload
 from pipeworker.worker.stage.microbatch import MicroBatch
 from pipeworker.worker.stage.skips import StageSkips
 from pipeworker.worker.stage.stage import Stage
-from pipeworker.worker.stage.values import copied, detached, distinct_tensors
+from pipeworker.worker.stage.values import distinct_tensors, map_tensors
 from pipeworker.worker.transport.channel import Receiver, Sender
+from pipeworker.worker.transport.layout import aligned_copy
 
 Extract = Callable[[MicroBatch], Any]
 Insert = Callable[[MicroBatch, Any, Sequence[bool]], None]
@@ -171,7 +174,8 @@ class LocalTransfer:
         if self._in_graph:  # each stage has a graph of its own
             wants_grad = [tensor.requires_grad for tensor in distinct_tensors(value)]
             # The target may work in place, also on memory that leaves the source in another value.
-            value = copied(value) if _shares_memory(mb, value) else detached(value)
+            change = aligned_copy if _shares_memory(mb, value) else torch.Tensor.detach
+            value = map_tensors(change, value)
         self._insert(self._target.microbatches[mb.number], value, wants_grad)
 
 

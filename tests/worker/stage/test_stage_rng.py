@@ -113,9 +113,9 @@ def test_a_stream_has_the_accelerators_generator() -> None:
 
 
 def test_states_of_an_accelerator_that_is_not_here() -> None:
-    rng.restore(rng.states(torch.Generator()))
+    rng.Stream().continue_from(rng.Stream(torch.Generator()).states())
     generator = torch.Generator().manual_seed(1)
-    rng.restore(rng.states(), generator)
+    rng.Stream(generator).continue_from(rng.Stream().states())
     assert generator.initial_seed() == 1
 
 
@@ -149,8 +149,8 @@ def test_an_accelerator_whose_module_has_no_generators_is_seeded_by_its_function
     found = rng.accelerator_generator(torch.device("mps"))
     assert found is not None
     found.manual_seed(5)
-    states = rng.states(found)
+    states = rng.Stream(found).states()
     drawn = draw()
-    rng.restore(states, found)
+    rng.Stream(found).continue_from(states)
     assert draw() == drawn
     assert rng.accelerator_generator(torch.device("cpu")) is None

@@ -20,7 +20,7 @@ from pipeworker.facts.position import Phase, Position
 from pipeworker.host.position import Tracker
 from pipeworker.plan.placement import Placement
 from pipeworker.plan.skips import Skip
-from pipeworker.worker.stage.layers import CompileWatch, StageConfig, compiled
+from pipeworker.worker.stage.layers import StageConfig, compiled, reporting_compilation
 from pipeworker.worker.stage.microbatch import MicroBatch
 from pipeworker.worker.stage.stage import Stage
 from support.layers import Noise, Pop, Stash, data, mse
@@ -94,17 +94,16 @@ def test_the_tracker_shows_compilation_and_then_the_position_before_it() -> None
         return graph
 
     (layer,) = compiled([nn.Linear(2, 2)], backend)
-    watch = CompileWatch(tracker)
-    tracker.set(at.phase, at.step, at.microbatch, at.layer)
-    for _ in range(2):
-        layer(torch.ones(1, 2))
-    assert seen == [dataclasses.replace(at, phase=Phase.COMPILING)]
-    assert tracker.get() == at
-    tracker.wait(4)  # a compilation during a wait is not one of this worker's layers
-    layer(torch.ones(2, 2))
-    assert seen[1:] == [Position(Phase.WAITING, 4)]
-    assert tracker.waiting
-    watch.close()
+    with reporting_compilation(tracker):
+        tracker.set(at.phase, at.step, at.microbatch, at.layer)
+        for _ in range(2):
+            layer(torch.ones(1, 2))
+        assert seen == [dataclasses.replace(at, phase=Phase.COMPILING)]
+        assert tracker.get() == at
+        tracker.wait(4)  # a compilation during a wait is not one of this worker's layers
+        layer(torch.ones(2, 2))
+        assert seen[1:] == [Position(Phase.WAITING, 4)]
+        assert tracker.waiting
     tracker.set(at.phase)
     layer(torch.ones(3, 2))
     assert seen[2:] == [Position(at.phase)]
