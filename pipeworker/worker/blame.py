@@ -1,4 +1,4 @@
-"""Whose error an exception is, decided where it is raised.
+"""Errors of the user's code and of pipeworker, told apart where they are raised.
 
 Every call of the user's code is made inside :func:`user_code`, or calls :func:`blame_user` itself
 where a context manager would cost too much. An exception that leaves such a call is the user's. Any
@@ -12,7 +12,6 @@ import traceback
 from bdb import BdbQuit
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -136,37 +135,41 @@ def failure_of(
     layer_class: str = "",
     stage: str = "",
     keeps: str = "",
+    transient: tuple[type[BaseException], ...] = (),
 ) -> Failure:
     """Return the failure that an exception means, with the class and the stage of its position.
 
     `keeps` is the memory that the plan expects, for the error of a worker without memory.
+    `transient` are the user's exceptions that are worth another try.
     """
+    cause, message, shown, status = Cause.USER, str(error), "", 1
     use_less = _USE_LESS_MEMORY.format(keeps and f"{keeps}; ")
-
-    def failure(cause: Cause, message: str, shown: str = "") -> Failure:
-        return Failure(cause, message, rank, position, layer_class, _shorten(shown), stage)
-
-    if isinstance(error, JobExit):
-        return replace(failure(Cause.EXIT, _shorten(error.text())), status=error.status)
-    if isinstance(error, UserCodeError):
-        cause = Cause.USAGE if error.early else Cause.USER
-        advice = use_less if _is_out_of_memory(error.error) else ""
-        if isinstance(error.error, RuntimeError):
-            raised = str(error.error)
-            advice = next((_ADVICE[part] for part in _ADVICE if part in raised), advice)
-        return failure(cause, f"{error}{advice}", user_traceback(error.error))
-    if isinstance(error, PeerLost):
-        return failure(Cause.PEER, str(error))
-    if isinstance(error, UsageError) and not (isinstance(error, SkipError) and error.in_step):
-        return failure(Cause.USAGE, str(error))
-    if isinstance(error, PipeworkerError):
-        return failure(Cause.USER, str(error))
-    if isinstance(error, KeyboardInterrupt):
-        return failure(Cause.USER, "KeyboardInterrupt", user_traceback(error))
-    if _is_out_of_memory(error):
-        return failure(Cause.USER, f"{text(error)}{use_less}")
-    whole = "".join(traceback.format_exception(error))
-    return failure(Cause.INTERNAL, f"a defect in pipeworker: {text(error)}", whole)
+    match error:
+        case JobExit():
+            cause, message, status = Cause.EXIT, _shorten(error.text()), error.status
+        case UserCodeError():
+            cause = Cause.USAGE if error.early else Cause.USER
+            advice = use_less if _is_out_of_memory(error.error) else ""
+            if isinstance(error.error, RuntimeError):
+                reason = str(error.error)
+                advice = next((_ADVICE[part] for part in _ADVICE if part in reason), advice)
+            message, shown = f"{error}{advice}", user_traceback(error.error)
+        case PeerLost():
+            cause = Cause.PEER
+        case UsageError() if not (isinstance(error, SkipError) and error.in_step):
+            cause = Cause.USAGE
+        case PipeworkerError():
+            pass
+        case KeyboardInterrupt():
+            message, shown = "KeyboardInterrupt", user_traceback(error)
+        case _ if _is_out_of_memory(error):
+            message = f"{text(error)}{use_less}"
+        case _:
+            cause, message = Cause.INTERNAL, f"a defect in pipeworker: {text(error)}"
+            shown = "".join(traceback.format_exception(error))
+    if isinstance(error, UserCodeError) and isinstance(error.error, transient):
+        cause = Cause.TRANSIENT
+    return Failure(cause, message, rank, position, layer_class, _shorten(shown), stage, status)
 
 
 def _is_out_of_memory(error: BaseException) -> bool:

@@ -36,8 +36,6 @@ from pipeworker.worker.transport.connect import check_backend
 from pipeworker.worker.transport.handshake import Membership
 from pipeworker.worker.transport.network import CoordinatorStore, Network
 
-_LoadedCode = tuple[JobFile, Path | None, Callable[[], Sequence[ModuleType]]]
-
 
 @dataclass(frozen=True, slots=True)
 class LoadedWorker:
@@ -141,7 +139,7 @@ class LoadedWorker:
 
 def _load(
     settings: Settings, options: Options, device: torch.device, log: Path | None
-) -> _LoadedCode:
+) -> tuple[JobFile, Path | None, Callable[[], Sequence[ModuleType]]]:
     """Load the job file, unless a script passed the job."""
     if settings.job is not None:
         return settings.job, None, survey.modules_of_the_user

@@ -1,7 +1,6 @@
 """The phases of a worker between loading and running; each type has all that its phase knows.
 
-Modelled, described (the coordinator has what it needs for a plan), planned (the stages are built),
-connected.
+Modelled, planned (the stages are built), connected.
 """
 
 from __future__ import annotations
@@ -37,13 +36,18 @@ from pipeworker.worker.transport.structure import TypeRegistry, is_namedtuple
 
 @dataclass(frozen=True, slots=True)
 class ModelledWorker:
-    """A worker that has the layers of the model, of which it builds none yet."""
+    """A worker that has the model, whose layers it has not built, and the user's classes by name.
+
+    Attributes:
+        types: the classes that may pass between stages.
+    """
 
     loaded: LoadedWorker
     model: Model
+    types: dict[str, type]
 
-    def describe(self) -> tuple[DescribedWorker, Described]:
-        """Describe the model; return the report for the coordinator as well.
+    def describe(self) -> Described:
+        """Describe the model, as the coordinator needs it for a plan.
 
         Raises:
             SkipError: stashes and pops do not match.
@@ -55,36 +59,29 @@ class ModelledWorker:
         if role.rank == role.placement.rank_of(0) and (
             sample is not None or (not options.own_loop and survey.mentions_skips(loaded.modules()))
         ):
-            loaded.settings.tracker.set(Phase.READING)
+            tracker = loaded.settings.tracker
+            tracker.set(Phase.READING)
             value = sample if options.own_loop else loaded.reader.peek().inputs[0]
-            found = model.skips(value, options.precision)
+            pass_over = survey.Survey(model.entries, options.seed, loaded.device, options.precision)
+            found = pass_over.run(value, tracker)
             skips = tuple(SkipRoute(skip.source, skip.target, skip.name) for skip in found)
         with user_code("model()", early=True):
             ties = tuple(TiedWeights(tie.names, ()) for tie in model.ties())
             digest = model.digest()
-        modules, path = loaded.modules(), loaded.path  # including those that model() imported
-        types = classes_of(modules)
         numbered = model.names == LayerNames.numbered(len(model.names))
-        sources = () if path is None else job_file.source_digests(path, modules)
-        return DescribedWorker(loaded, model, types), Described(
+        sources = job_file.source_digests(loaded.path, loaded.modules()) if loaded.path else ()
+        return Described(
             role.rank,
             model.classes,
             skips,
             ties,
             digest,
-            tuple(types),
+            tuple(self.types),
             () if numbered else model.names.prefixes,
             tuple(Source(*pair) for pair in sources),
             job_file.notes(loaded.job, options),
             numerics.settings(),
         )
-
-
-@dataclass(frozen=True, slots=True)
-class DescribedWorker(ModelledWorker):
-    """A worker that has described the model, and knows the user's classes by name."""
-
-    types: dict[str, type]
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ import torch
 from typing_extensions import assert_never
 
 from pipeworker.errors import ProtocolError
-from pipeworker.facts.failure import Cause, Failure
+from pipeworker.facts.failure import Failure
 from pipeworker.facts.position import Phase
 from pipeworker.facts.step import Batch, Evaluation
 from pipeworker.job.options import Options
@@ -33,13 +33,13 @@ from pipeworker.wire.messages.step import (
     Update,
     Wait,
 )
-from pipeworker.worker.blame import UserCodeError, failure_of
+from pipeworker.worker.blame import failure_of
 from pipeworker.worker.control import Control
 from pipeworker.worker.device.device import peak_memory, unit_of
 from pipeworker.worker.loaded_worker import LoadedWorker
 from pipeworker.worker.local_stages import build_stages
 from pipeworker.worker.model.model import Model
-from pipeworker.worker.phases import ConnectedWorker, DescribedWorker, ModelledWorker, PlannedWorker
+from pipeworker.worker.phases import ConnectedWorker, ModelledWorker, PlannedWorker, classes_of
 from pipeworker.worker.settings import Settings
 from pipeworker.worker.stage.stage import Stage
 from pipeworker.worker.state.state import State
@@ -81,8 +81,10 @@ class Worker:
         return self._phase
 
     def hello(self) -> Hello:
-        """Return the message that introduces this worker."""
-        return Hello(self._settings.rank, socket.gethostname(), os.getpid(), _versions())
+        """Return the message that introduces this worker, with what all hosts must have alike."""
+        python = ".".join(platform.python_version_tuple()[:2])
+        versions = f"pipeworker {__version__}", f"torch {torch.__version__}", f"Python {python}"
+        return Hello(self._settings.rank, socket.gethostname(), os.getpid(), versions)
 
     def handle(self, message: ToWorker) -> FromWorker | None:
         """Do what a message of the coordinator requests; return the answer, if it has one.
@@ -93,8 +95,8 @@ class Worker:
         match message, self._phase:
             case Welcome(), None:
                 return self._welcome(message)
-            case Plan(), DescribedWorker() as described:
-                return self._plan(message, described)
+            case Plan(), ModelledWorker() as modelled:
+                return self._plan(message, modelled)
             case Advance(), ConnectedWorker() as connected:
                 return self._advance(message, connected)
         raise ProtocolError(f"a worker cannot handle {type(message).__name__} now")
@@ -111,28 +113,24 @@ class Worker:
                 kind, name = stage.class_of(position.layer), f"stage {stage.index}"
                 if isinstance(phase, ConnectedWorker):
                     memory = phase.executor.planned_memory(stage.index)
-        failure = failure_of(error, self._settings.rank, position, kind, name, memory)
-        if phase is None or not isinstance(error, UserCodeError):
-            return failure
-        transient = isinstance(error.error, self.loaded.job.transient)
-        return replace(failure, cause=Cause.TRANSIENT) if transient else failure
+        transient = self.loaded.job.transient if phase else ()
+        rank = self._settings.rank
+        return failure_of(error, rank, position, kind, name, memory, transient)
 
     def _welcome(self, welcome: Welcome) -> Described:
         self.deterministic = Options.from_json(welcome.options).deterministic
         self._phase = loaded = LoadedWorker.load(self._settings, self._control, welcome)
-        seed = loaded.role.options.seed
-        model = Model(loaded.job, seed, loaded.device, self._tracker)
-        self._phase = modelled = ModelledWorker(loaded, model)
-        self._phase, described = modelled.describe()
-        return described
+        model = Model(loaded.job, loaded.role.options.seed, loaded.device, self._tracker)
+        self._phase = modelled = ModelledWorker(loaded, model, classes_of(loaded.modules()))
+        return modelled.describe()
 
-    def _plan(self, plan: Plan, described: DescribedWorker) -> Ready:
-        loaded = described.loaded
-        stages = build_stages(loaded, described.model, plan)
-        described.model.release_layers()
+    def _plan(self, plan: Plan, modelled: ModelledWorker) -> Ready:
+        loaded = modelled.loaded
+        stages = build_stages(loaded, modelled.model, plan)
+        modelled.model.release_layers()
         self._phase = planned = PlannedWorker(loaded, stages, State(loaded, stages))
         has_state = planned.state.begin(plan)
-        self._phase = connected = ConnectedWorker.connect(planned, plan, described.types)
+        self._phase = connected = ConnectedWorker.connect(planned, plan, modelled.types)
         connected.begin(has_state=has_state)
         return Ready(
             self._settings.rank,
@@ -224,11 +222,9 @@ class Worker:
         """
         worker = self.connected
         outputs: list[Any] = []
-
-        def collect(output: Any, target: Any, samples: int) -> None:
-            outputs.append(output)
-
-        worker.executor.stream(step, worker.evaluation, batches, collect)
+        worker.executor.stream(
+            step, worker.evaluation, batches, lambda output, *_: outputs.append(output)
+        )
         whole = concatenate_outputs(outputs) if self._last_stage else None
         return worker.executor.broadcast(whole) if everywhere else whole
 
@@ -267,9 +263,3 @@ class Worker:
     def _last_stage(self) -> Stage | None:
         """The last stage, if it is on this worker."""
         return self.connected.stages.stages.get(self.loaded.role.placement.stages - 1)
-
-
-def _versions() -> tuple[str, ...]:
-    """Return the versions that must be the same on all hosts."""
-    python = ".".join(platform.python_version_tuple()[:2])
-    return (f"pipeworker {__version__}", f"torch {torch.__version__}", f"Python {python}")

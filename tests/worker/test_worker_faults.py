@@ -375,7 +375,7 @@ DEFECTS: dict[str, tuple[str, Phase]] = {
     "pipeworker.worker.stage.rng.layer_seed": ("never", Phase.FORWARD),
     "pipeworker.worker.stage.stage.Layers.run": ("never", Phase.WAITING),
     "pipeworker.worker.stage.recompute.Buffers.first_forward": ("always", Phase.WAITING),
-    "pipeworker.worker.stage.stage.copied": ("always", Phase.WAITING),
+    "pipeworker.worker.stage.stage.aligned_copy": ("always", Phase.WAITING),
     "pipeworker.worker.stage.losses.record": ("never", Phase.LOSS),
     "pipeworker.worker.stage.losses.gradient": ("always", Phase.BACKWARD),
     "pipeworker.worker.stage.stage.Stage.end_action": ("always", Phase.LOSS),
@@ -387,7 +387,7 @@ DEFECTS: dict[str, tuple[str, Phase]] = {
     "pipeworker.worker.state.snapshot_writer.write_files": ("always", Phase.SAVING),
     "pipeworker.worker.phases.Executor": ("always", Phase.CONNECTING),
     "pipeworker.worker.model.model.Model.build": ("always", Phase.BUILDING),
-    "pipeworker.worker.phases.classes_of": ("always", Phase.BUILDING),
+    "pipeworker.worker.worker.classes_of": ("always", Phase.BUILDING),
 }
 """Public functions of a worker's parts, with a recompute mode and the phase they run in."""
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Collection, Sequence
-from typing import Any
 
 import torch
 from torch import nn
@@ -16,11 +15,9 @@ from pipeworker.facts.position import Phase
 from pipeworker.host.position import Tracker
 from pipeworker.job import file as job_file
 from pipeworker.job.file import JobFile
-from pipeworker.plan.skips import Skip
 from pipeworker.plan.ties import Tie, declared
 from pipeworker.wire.messages.plan import StageRange
 from pipeworker.worker import blame
-from pipeworker.worker.model.survey import Survey
 from pipeworker.worker.stage import rng
 from pipeworker.worker.update.ties import Ties, separate, shared_parameters
 
@@ -38,6 +35,7 @@ class Model:
 
     Attributes:
         names: names of the layers in the user's module.
+        entries: the layers, or callables that build them.
     """
 
     def __init__(self, job: JobFile, seed: int, device: torch.device, tracker: Tracker) -> None:
@@ -51,7 +49,7 @@ class Model:
         except BaseException as error:
             blame.blame_user("model()", error, early=True, note=_hint(error))
         self.names = LayerNames(tuple(named))
-        self._entries = list(named.values())
+        self.entries = list(named.values())
         self._declared = job.tied
 
     @property
@@ -59,7 +57,7 @@ class Model:
         """The class of each layer, or ``"?"`` for one that is not built yet."""
         return tuple(
             type(entry).__name__ if isinstance(entry, nn.Module) else _NOT_BUILT
-            for entry in self._entries
+            for entry in self.entries
         )
 
     def class_of(self, layer: int) -> str:
@@ -69,27 +67,18 @@ class Model:
 
     def ties(self) -> tuple[Tie, ...]:
         """Return the tied parameters: one object in several layers, or declared by the job file."""
-        found = [*shared_parameters(self._entries), *self._declared]
-        return declared(found, len(self._entries))
+        found = [*shared_parameters(self.entries), *self._declared]
+        return declared(found, len(self.entries))
 
     def digest(self) -> int:
         """Return a checksum of the first elements of each parameter that already exists."""
         digest = 0
-        for entry in self._entries:
+        for entry in self.entries:
             for parameter in entry.parameters() if isinstance(entry, nn.Module) else ():
                 if not (parameter.is_meta or is_lazy(parameter)):
                     some = parameter.detach().reshape(-1)[:_DIGESTED].cpu()
                     digest = zlib.crc32(some.view(torch.uint8).numpy().tobytes(), digest)
         return digest
-
-    def skips(self, value: Any, precision: str) -> tuple[Skip, ...]:
-        """Return the skip connections between layers; `value` is a micro-batch's input on the CPU.
-
-        Raises:
-            SkipError: stashes and pops do not match.
-        """
-        survey = Survey(self._entries, self._seed, self._device, precision)
-        return survey.run(value, self._tracker)
 
     def build(
         self, part: StageRange, tied: Sequence[Tie], local_stages: Collection[int] = ()
@@ -110,7 +99,7 @@ class Model:
             self._build(i, [name for name in later if layer_of(name) == i], self._device)
             for i in range(part.first, part.stop)
         ]
-        job_file.check_buffers(self._entries, part.first, part.stop)
+        job_file.check_buffers(self.entries, part.first, part.stop)
         ties = None
         if tied:
             built = dict(enumerate(layers, part.first))
@@ -121,12 +110,12 @@ class Model:
 
     def release_layers(self) -> None:
         """Drop the other layers, once all stages of the worker are built."""
-        self._entries = []
+        self.entries = []
 
     def _build(self, index: int, tied: Sequence[str], device: torch.device | None) -> nn.Module:
         """Build a layer; its parameters named in `tied` become objects of their own."""
         self._tracker.set(Phase.BUILDING, layer=index)
-        entry = self._entries[index]
+        entry = self.entries[index]
         with blame.user_code(f"building {blame.layer(index, self.class_of(index))}", early=True):
             if not isinstance(entry, nn.Module):
                 seed = rng.build_seed(self._seed, index)
