@@ -40,16 +40,19 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_collection() -> Iterator[None]:
     """Have one process compile the test modules in a new checkout, before the others load them."""
     compiled = Path(__file__).with_name("__pycache__")
+    gc.disable()  # nearly all of what is imported stays
     with Path(__file__).open() as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if sys.dont_write_bytecode or any(compiled.glob("test_*.pyc")):
             fcntl.flock(lock, fcntl.LOCK_UN)
-        return (yield)
+        try:
+            return (yield)
+        finally:
+            gc.enable()
 
 
 def pytest_collection_finish() -> None:
     """Exempt all that is imported from garbage collection, which some tests do many times."""
-    gc.collect()
     gc.freeze()
 
 
