@@ -19,27 +19,23 @@ _INSTALLED = _PACKAGE / "_command"
 (``setup.py``)."""
 
 
-def main(name: str, *, rank: bool) -> None:
-    """Import and run the command line of this installation, as a rank of torchrun or not."""
-    sys.path[0] = str(_INSTALLED) if _INSTALLED.is_dir() else _ROOT
-    import cli
-    import launcher.local
-    import launcher.torchrun  # noqa: F401
-
-    sys.path[:] = [*sys.path[1:], *([] if _ROOT in sys.path[1:] else [_ROOT])]
-    command = cli.worker if rank else cli.main
-    command(prog_name=name)
-
-
 def script() -> None:
     """Run the ``pipeworker`` command."""
     _run("pipeworker", rank=False)
 
 
 def _run(name: str, *, rank: bool) -> None:
+    """Import and run the command line of this installation, as a rank of torchrun or not."""
     streams.open_missing()
     try:
-        main(name, rank=rank)
+        sys.path[0] = str(_INSTALLED) if _INSTALLED.is_dir() else _ROOT
+        import cli
+        import launcher.local
+        import launcher.torchrun  # noqa: F401
+
+        sys.path[:] = [*sys.path[1:], *([] if _ROOT in sys.path[1:] else [_ROOT])]
+        command = cli.worker if rank else cli.main
+        command(prog_name=name)
     except KeyboardInterrupt:  # before the command line handled it
         sys.exit(130)
     finally:

@@ -52,12 +52,12 @@ def test_show_while_a_job_is_running_and_after_a_resume(jobs: Jobs) -> None:
     process, path = jobs.start(*WORDS, "--csv", "--tensorboard", "--steps", "100000", source=CALM)
     until(lambda: (path / "evaluation.csv").exists())
     found = Run.read(path)
-    assert (found.status, found.checkpoints) == ("running", ())
+    assert (found.status, found.checkpoints) == ("running", {})
     os.kill(process.pid, signal.SIGINT)
     assert process.communicate(timeout=60)
     found = Run.read(path)
     assert found.status == "interrupted"
-    (saved,) = found.checkpoints
+    (saved,) = found.checkpoints.values()
     steps = str(saved.step + 3)
     line = ("launch", "--resume", "--run-dir", str(path), "--steps", steps, "job.py")
     done = jobs.pipeworker(*line)

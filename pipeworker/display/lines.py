@@ -190,7 +190,7 @@ class LineDisplay:
     def end(self, verdict: Verdict) -> None:
         """Show the final summary, and the error if there is one."""
         self.close()
-        if lines := self._summary(verdict).lines():
+        if lines := [*self._summary(verdict).lines()]:
             self.print("\n".join(lines))
         shows_status = lines and not self._style.quiet
         if verdict.job_exited:  # the job file's own message
@@ -201,26 +201,27 @@ class LineDisplay:
             self.write("interrupted", error=True)
 
     def _summary(self, verdict: Verdict) -> Summary:
-        found, typed = RunDir(Path(self._run_dir)), relative(self._run_dir)
+        run_dir, typed = RunDir(Path(self._run_dir)), relative(self._run_dir)
         commands, done = self._style.commands, verdict.status == "done"
         more = further(verdict.steps, self._options.epochs) if done else None
+        loss = self._last.loss if self._last and self._last.step == verdict.steps else None
+        best, saved = None, -1
+        with suppress(OSError):
+            row = rows.last(run_dir.metrics) or {}
+            if loss is None and row.get("step") == verdict.steps:
+                loss = row.get("loss")  # this process may have been stopped when the step was sent
+            best, saved = rows.best(run_dir.evaluation), run_dir.last_checkpoint_step()
         return Summary(
             verdict,
             self._run_dir,
             self._bubble_context(),
-            self._loss_of(verdict.steps),
-            best_evaluation(found),
-            newest_checkpoint(found),
+            loss,
+            best,
+            (saved, str(run_dir.checkpoint(saved))) if saved >= 0 else None,
             commands.export(typed),
             commands.resume(typed, more),
             self._options.resume_step,
         )
-
-    def _loss_of(self, step: int) -> float | None:
-        """Return the loss of the last step; this process may have been stopped when it was sent."""
-        if self._last and self._last.step == step:
-            return self._last.loss
-        return recorded_loss(RunDir(Path(self._run_dir)), step)
 
     def _bubble_context(self) -> BubbleContext | None:
         plan, options = self._plan, self._options
@@ -264,31 +265,6 @@ class LineDisplay:
 
     def close(self) -> None:
         """Restore the terminal."""
-
-
-def best_evaluation(run_dir: RunDir) -> tuple[int, float] | None:
-    """Return the step and the loss of the best evaluation on record, if there is one."""
-    with suppress(OSError):
-        if row := rows.best(run_dir.evaluation):
-            return row["step"], row["loss"]
-    return None
-
-
-def recorded_loss(run_dir: RunDir, step: int) -> float | None:
-    """Return the loss of a step, if it is the last step on record."""
-    with suppress(OSError):
-        row = rows.last(run_dir.metrics)
-        loss = row.get("loss") if row and row["step"] == step else None
-        return loss if isinstance(loss, float) else None
-    return None
-
-
-def newest_checkpoint(run_dir: RunDir) -> tuple[int, str] | None:
-    """Return the step and the path of the newest checkpoint, if there is one."""
-    with suppress(OSError):
-        if (step := run_dir.last_checkpoint_step()) >= 0:
-            return step, str(run_dir.checkpoint(step))
-    return None
 
 
 def _plural(count: int, noun: str) -> str:

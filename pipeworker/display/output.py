@@ -147,14 +147,11 @@ class WorkerOutput:
 
     def follow(self, placement: Placement) -> None:
         """Follow the workers of a placement from now on, besides those followed before."""
-        several = self._shown == "all"
-        named = placement if several else placement.copies(1)
-        ranks: list[int] = []
-        if several:
-            ranks = list(range(placement.ranks))
-        elif self._shown == "stage":
-            ranks = [placement.rank_of(stage) for stage in (0, placement.stages - 1)]
-        for rank in dict.fromkeys(ranks):
+        named, ranks = placement, {*range(placement.ranks)}
+        if self._shown != "all":
+            named, ends = placement.copies(1), (0, placement.stages - 1)
+            ranks = {placement.rank_of(stage) for stage in ends if self._shown == "stage"}
+        for rank in sorted(ranks):
             mark = f"[{named.names(rank)}]"
             if rank not in self._logs:
                 self._logs[rank] = LogReader(self._run_dir.worker_log(rank), mark, ours=self._ours)

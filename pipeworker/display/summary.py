@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from pipeworker.display.text import mebibytes, number
+from pipeworker.record.metrics.rows import Row
 from pipeworker.wire.lines import Verdict
 
 _EXCESS = 0.1
@@ -66,7 +67,7 @@ class Summary:
 
     Attributes:
         loss: of the last step.
-        best: the step and the loss of the best evaluation.
+        best: the row of the best evaluation.
         checkpoint: the step and the path of the newest checkpoint.
         export: the command that exports its weights.
         resume: the command that resumes the run.
@@ -77,54 +78,37 @@ class Summary:
     path: str
     context: BubbleContext | None = None
     loss: float | None = None
-    best: tuple[int, float] | None = None
+    best: Row | None = None
     checkpoint: tuple[int, str] | None = None
     export: str = ""
     resume: str = ""
     resumed_at: int = 0
 
-    def lines(self) -> list[str]:
-        """Return the lines of the summary, without the error."""
-        verdict = self.verdict
+    def lines(self) -> Iterator[str]:
+        """Yield the lines of the summary, without the error; none if no step was done."""
+        verdict, context = self.verdict, self.context
         if not verdict.steps or (verdict.is_usage_error and verdict.steps == self.resumed_at):
-            return []
+            return
         now = f", {verdict.steps - self.resumed_at} of them now," if self.resumed_at else ""
         steps = f"{verdict.steps} step{'s' * (verdict.steps != 1)}{now}"
-        return [
-            f"{verdict.status}: {steps} in {verdict.seconds:.1f} s",
-            *self._loss(),
-            *self._bubble(),
-            *self._memory(),
-            *self._continuation(),
-            f"run directory: {self.path}",
-        ]
-
-    def _loss(self) -> list[str]:
-        found = [] if self.loss is None else [f"loss: {number(self.loss)}"]
-        if self.best:
-            step, loss = self.best
-            found.append(f"best evaluation: {number(loss)}, after step {step}")
-        return [", ".join(found)] if found else []
-
-    def _bubble(self) -> list[str]:
-        context, verdict = self.context, self.verdict
-        if context is None or not verdict.busy:
-            return []
-        bubble = verdict.bubble
-        found = [f"bubble: {bubble:.1%} measured, {context.bubble:.1%} by the schedule"]
-        if reason := explain_bubble(bubble, verdict.busy, context):
-            found.append(f"  larger than the schedule's: {reason}")
-        return found
-
-    def _memory(self) -> list[str]:
-        peaks = self.verdict.peak_memory
-        return [f"peak memory by worker: {mebibytes(peaks)}"] if any(peaks) else []
-
-    def _continuation(self) -> list[str]:
-        verdict = self.verdict
-        if self.checkpoint is None:
-            return ["weights: none, because no checkpoint was complete yet (--checkpoint-every)"]
-        step, path = self.checkpoint
-        after = f", after step {step}" if step != verdict.steps else ""
-        resume = "train further" if verdict.status == "done" else "resume"
-        return [f"weights: {path}{after}", f"export: {self.export}", f"{resume}: {self.resume}"]
+        yield f"{verdict.status}: {steps} in {verdict.seconds:.1f} s"
+        losses = [] if self.loss is None else [f"loss: {number(self.loss)}"]
+        if best := self.best:
+            losses.append(f"best evaluation: {number(best['loss'])}, after step {best['step']}")
+        if losses:
+            yield ", ".join(losses)
+        if context and verdict.busy:
+            measured = f"{verdict.bubble:.1%} measured"
+            yield f"bubble: {measured}, {context.bubble:.1%} by the schedule"
+            if reason := explain_bubble(verdict.bubble, verdict.busy, context):
+                yield f"  larger than the schedule's: {reason}"
+        if any(verdict.peak_memory):
+            yield f"peak memory by worker: {mebibytes(verdict.peak_memory)}"
+        if self.checkpoint:
+            step, path = self.checkpoint
+            yield f"weights: {path}{f', after step {step}' if step != verdict.steps else ''}"
+            yield f"export: {self.export}"
+            yield f"{'train further' if verdict.status == 'done' else 'resume'}: {self.resume}"
+        else:
+            yield "weights: none, because no checkpoint was complete yet (--checkpoint-every)"
+        yield f"run directory: {self.path}"

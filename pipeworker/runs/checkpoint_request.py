@@ -25,16 +25,13 @@ def request_checkpoint(path: Path) -> Path:
     try:
         before = run_dir.last_checkpoint_step()
         run_dir.request_checkpoint()
+        runs = True
         while (found := run_dir.last_checkpoint_step()) == before:
-            if not lock.is_locked(run_dir.lock):
+            if not runs:  # it did not save at its end either
                 run_dir.withdraw_checkpoint_request()
-                found = run_dir.last_checkpoint_step()  # the job may have saved at its end
-                if found == before:
-                    raise PipeworkerError(
-                        f"{path}: the job ended without writing another checkpoint"
-                    )
-                break
+                raise PipeworkerError(f"{path}: the job ended without writing another checkpoint")
             time.sleep(_POLL_SECONDS)
+            runs = lock.is_locked(run_dir.lock)
     except OSError as error:
         raise RecordError(error.filename or path, error) from None
     return path / run_dir.checkpoint(found).relative_to(run_dir.path)

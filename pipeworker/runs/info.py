@@ -33,15 +33,6 @@ _DEFAULTS = {
 
 
 @dataclass(frozen=True, slots=True)
-class CheckpointInfo:
-    """A complete checkpoint, and the row of the evaluation pass after its step, if any."""
-
-    step: int
-    path: Path
-    evaluation: Row | None
-
-
-@dataclass(frozen=True, slots=True)
 class Run:
     """The facts about a run.
 
@@ -51,7 +42,7 @@ class Run:
         last: the row of the last step; empty before the first step is done.
         evaluation: the row of the last evaluation pass.
         best: the row of the evaluation pass with the smallest loss.
-        checkpoints: the complete ones, the oldest first.
+        checkpoints: the manifests of the complete ones by their paths, the oldest first.
     """
 
     path: Path
@@ -60,7 +51,7 @@ class Run:
     last: Row
     evaluation: Row | None
     best: Row | None
-    checkpoints: tuple[CheckpointInfo, ...]
+    checkpoints: dict[Path, Manifest]
 
     @classmethod
     def read(cls, path: Path) -> Run:
@@ -72,34 +63,30 @@ class Run:
         Raises:
             UsageError: there is no run, or one of its files cannot be read.
         """
+        run_dir = RunDir(path)
         try:
-            return cls._read(path)
+            record = RunRecord.read(run_dir)
+            runs = lock.is_locked(run_dir.lock)  # first: the job may end while its files are read
+            summary = read_summary(run_dir) or {
+                "status": RUNNING if runs else INTERRUPTED,
+                "seconds": _since(record.last) if runs else None,
+                "restarts": 0,
+                "causes": [],
+                "peak_memory_bytes": [],
+                "bubble": None,
+                "error": None if runs else _GONE,
+            }
+            return cls(
+                path,
+                record,
+                summary,
+                rows.last(run_dir.metrics) or {},
+                rows.last(run_dir.evaluation),
+                rows.best(run_dir.evaluation),
+                _checkpoints(run_dir),
+            )
         except OSError as error:
             raise UsageError(f"cannot read {error.filename or path}: {error.strerror}") from None
-
-    @classmethod
-    def _read(cls, path: Path) -> Run:
-        run_dir = RunDir(path)
-        record = RunRecord.read(run_dir)
-        runs = lock.is_locked(run_dir.lock)  # before its files are read: the job may end meanwhile
-        summary = read_summary(run_dir) or {
-            "status": RUNNING if runs else INTERRUPTED,
-            "seconds": _since(record.last) if runs else None,
-            "restarts": 0,
-            "causes": [],
-            "peak_memory_bytes": [],
-            "bubble": None,
-            "error": None if runs else _GONE,
-        }
-        return cls(
-            path,
-            record,
-            summary,
-            rows.last(run_dir.metrics) or {},
-            rows.last(run_dir.evaluation),
-            rows.best(run_dir.evaluation),
-            tuple(_checkpoints(run_dir)),
-        )
 
     @property
     def status(self) -> str:
@@ -143,20 +130,19 @@ class Run:
             "best_evaluation": self.best,
             **{name: self.summary[name] for name in _ENDING},
             "checkpoints": [
-                {"step": s.step, "path": str(s.path), "evaluation": s.evaluation}
-                for s in self.checkpoints
+                {"step": manifest.step, "path": str(path), "evaluation": manifest.evaluation}
+                for path, manifest in self.checkpoints.items()
             ],
         }
         return dict(_strict(found))
 
 
-def _checkpoints(run_dir: RunDir) -> list[CheckpointInfo]:
+def _checkpoints(run_dir: RunDir) -> dict[Path, Manifest]:
     """Return the complete checkpoints; damaged ones are left out."""
-    found = []
+    found = {}
     for path in run_dir.checkpoint_paths():
         with suppress(UsageError, OSError):
-            manifest = Manifest.read(path / MANIFEST)
-            found.append(CheckpointInfo(manifest.step, path, manifest.evaluation))
+            found[path] = Manifest.read(path / MANIFEST)
     return found
 
 

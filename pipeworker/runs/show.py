@@ -5,19 +5,19 @@ from __future__ import annotations
 import json
 import os
 import shlex
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from pipeworker.display import text
 from pipeworker.display.commands import DEFAULT_PROGRAM, Commands, further
-from pipeworker.display.text import number, sanitize, table
+from pipeworker.display.text import mebibytes, number, sanitize, table
 from pipeworker.errors import PipeworkerError, UsageError
 from pipeworker.job.option_parsing import format_by_origin, format_option
 from pipeworker.job.options import Options
 from pipeworker.job.renamed import migrated
+from pipeworker.record.manifest import Manifest
 from pipeworker.record.metrics.rows import Row
-from pipeworker.runs.info import DONE, RUNNING, CheckpointInfo, Run, time_of
+from pipeworker.runs.info import DONE, RUNNING, Run, time_of
 
 _NAME_COLUMNS = 12
 _WHERE = ("--hosts", "--hosts-file", "--sync")
@@ -31,23 +31,30 @@ def show(path: Path, *, as_json: bool = False) -> str:
         UsageError: there is no run, or it cannot be read.
     """
     run = Run.read(path)
-    export = _commands(run).export(str(run.path)) if run.checkpoints else None
+    weights = str([*run.checkpoints][-1]) if run.checkpoints else None
+    export = _commands(run).export(str(run.path)) if weights else None
     resume = _resume(run)
     if as_json:
-        weights = str(run.checkpoints[-1].path) if run.checkpoints else None
         found = {**run.to_json(), "weights": weights, "export": export, "resume": resume}
         return json.dumps(found, indent=2)
-    blocks = (_settings(run), _results(run), _continuation(run, export, resume))
+    save = _commands(run).save(str(run.path)) if run.status == RUNNING else None
+    continuation = (
+        ("weights", weights or "none: no checkpoint is complete yet"),
+        ("to export", export),
+        ("to save now", save),
+        ("to resume", resume),
+    )
+    blocks = (_settings(run), _results(run), continuation)
     return "\n\n".join("\n".join(_aligned(block)) for block in blocks)
 
 
-Fields = Iterator[tuple[str, object]]
+Fields = Iterable[tuple[str, object]]
 """Names and values; an empty value has no line."""
 
 
 def _aligned(fields: Fields) -> list[str]:
-    return text.table(
-        (name.ljust(_NAME_COLUMNS), text.sanitize(str(value)))
+    return table(
+        (name.ljust(_NAME_COLUMNS), sanitize(str(value)))
         for name, value in fields
         if value not in (None, "", ())
     )
@@ -91,19 +98,15 @@ def _results(run: Run) -> Fields:
     memory = summary["peak_memory_bytes"]
     yield "time", f"{seconds:.1f} s{since}" if seconds is not None else None
     yield "bubble", f"{bubble:.1%} measured" if bubble is not None else None
-    yield "memory", f"{text.mebibytes(memory)} by worker" if any(memory) else None
+    yield "memory", f"{mebibytes(memory)} by worker" if any(memory) else None
     restarts = summary["restarts"], *summary["causes"]
     yield "restarts", "\n".join(map(str, restarts)) if restarts[0] else None
-    yield "checkpoints", "\n".join(_checkpoint(saved, run.best) for saved in run.checkpoints)
+    saved = run.checkpoints.items()
+    yield (
+        "checkpoints",
+        "\n".join(_checkpoint(path, manifest, run.best) for path, manifest in saved),
+    )
     yield "error", summary["error"]
-
-
-def _continuation(run: Run, export: str | None, resume: str | None) -> Fields:
-    newest = run.checkpoints[-1].path if run.checkpoints else None
-    yield "weights", newest or "none: no checkpoint is complete yet"
-    yield "to export", export
-    yield "to save now", _commands(run).save(str(run.path)) if run.status == RUNNING else None
-    yield "to resume", resume
 
 
 def _resume(run: Run) -> str | None:
@@ -148,12 +151,12 @@ def _where(command: list[str]) -> list[str]:
     return found
 
 
-def _checkpoint(saved: CheckpointInfo, best: Row | None) -> str:
-    if saved.evaluation is None:
-        return saved.path.name
-    is_best = best is not None and saved.step == best["step"]
-    figures = f"{saved.path.name}  loss {_number(saved.evaluation.get('loss'))}"
-    return f"{figures} in evaluation, the best" if is_best else f"{figures} in evaluation"
+def _checkpoint(path: Path, manifest: Manifest, best: Row | None) -> str:
+    if manifest.evaluation is None:
+        return path.name
+    is_best = best is not None and manifest.step == best["step"]
+    loss = _number(manifest.evaluation.get("loss"))
+    return f"{path.name}  loss {loss} in evaluation{', the best' * is_best}"
 
 
 def _evaluation(row: Row) -> str:
@@ -195,9 +198,11 @@ def _git(process: dict[str, Any]) -> str:
     return f"{found.get('commit')}{'' if dirty is False else how}"
 
 
-def _time(process: dict[str, Any]) -> str:
+def _time(
+    process: dict[str, Any], form: str = "%Y-%m-%d %H:%M:%S", unknown: str = "at an unknown time"
+) -> str:
     found = time_of(process)
-    return found.strftime("%Y-%m-%d %H:%M:%S") if found else "at an unknown time"
+    return found.strftime(form) if found else unknown
 
 
 def _words(value: Any) -> str:
@@ -205,7 +210,7 @@ def _words(value: Any) -> str:
 
 
 def _number(value: Any) -> str:
-    return text.number(value) if isinstance(value, float) else str(value)
+    return number(value) if isinstance(value, float) else str(value)
 
 
 _HEAD = ("run", "status", "steps", "loss", "stages", "started")
@@ -238,8 +243,7 @@ def _read(folder: Path) -> tuple[list[Run], dict[Path, str]]:
         if (folder / "run.json").exists():
             paths = [folder]
     except FileNotFoundError:
-        text = f"{folder}: no such folder; give the folder that the runs are in"
-        raise UsageError(text) from None
+        raise UsageError(f"{folder}: no such folder; give the folder of the runs") from None
     except OSError as error:
         raise UsageError(f"cannot read {folder}: {error.strerror}") from None
     runs: list[Run] = []
@@ -258,14 +262,14 @@ def _start_time(run: Run) -> float:
 
 
 def _row(run: Run) -> tuple[str, ...]:
-    found, loss = time_of(run.record.content), run.last.get("loss")
+    loss = run.last.get("loss")
     return (
         run.path.resolve().name,
         run.status,
         f"{run.steps}/{run.asked_steps}" if run.asked_steps else str(run.steps),
         number(loss) if isinstance(loss, float) else "",
         str(run.record.options.get("stages", "")),
-        found.strftime("%Y-%m-%d %H:%M") if found else "",
+        _time(run.record.content, "%Y-%m-%d %H:%M", ""),
     )
 
 

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from pipeworker.display.lines import best_evaluation, newest_checkpoint
+from pipeworker.display.lines import LineDisplay
 from pipeworker.display.summary import BubbleContext, Summary, explain_bubble
+from pipeworker.job.options import Options
 from pipeworker.record.rundir import RunDir
 from pipeworker.wire.lines import Verdict
 
@@ -19,7 +21,7 @@ SUMMARY = Summary(
     "/a/runs/x",
     BubbleContext(0.15, workers=2, cores=2, seconds=0.5),
     loss=0.25,
-    best=(40, 0.5),
+    best={"step": 40, "loss": 0.5},
     checkpoint=(60, "/a/runs/x/checkpoints/step-00000060"),
     export="pipeworker export it",
     resume="pipeworker launch --resume it",
@@ -29,7 +31,7 @@ SUMMARY = Summary(
 def ended(**changes: Any) -> list[str]:
     verdict = {k: changes.pop(k) for k in list(changes) if k in Verdict.__dataclass_fields__}
     found = dataclasses.replace(VERDICT, **verdict)
-    return dataclasses.replace(SUMMARY, verdict=found, **changes).lines()
+    return [*dataclasses.replace(SUMMARY, verdict=found, **changes).lines()]
 
 
 def test_results_and_continuation() -> None:
@@ -126,18 +128,33 @@ def test_a_bubble_larger_than_the_schedules_is_explained(
     assert (f"  larger than the schedule's: {found}" in lines) == bool(reason)
 
 
+def shown(run_dir: RunDir) -> list[str]:
+    """Return the lines of a verdict, with the facts that are on record."""
+    out = StringIO()
+    LineDisplay(Options("job.py", 2, 8), str(run_dir.path), out=out).show(VERDICT)
+    return out.getvalue().splitlines()
+
+
 def test_the_best_evaluation_of_the_whole_run(tmp_path: Path) -> None:
     """Evaluations before the run was resumed count; of equally good ones the newest is best."""
     run_dir = RunDir(tmp_path)
-    assert best_evaluation(run_dir) is None
+    assert not any("best evaluation" in line for line in shown(run_dir))
     rows = '{"step": 1, "loss": 0.5}\n{"step": 2, "loss": 0.25}\n{"step": 3, "loss": 0.25}\n'
     run_dir.evaluation.write_text(rows + '{"step": 4, "loss": NaN}\n{"step": 5, "lo')
-    assert best_evaluation(run_dir) == (3, 0.25)
+    assert "best evaluation: 0.2500, after step 3" in shown(run_dir)
+
+
+def test_the_loss_of_the_last_step_on_record(tmp_path: Path) -> None:
+    run_dir = RunDir(tmp_path)
+    run_dir.metrics.write_text('{"step": 59, "loss": 0.5}\n')
+    assert "loss: 0.5000" not in shown(run_dir)
+    run_dir.metrics.write_text('{"step": 60, "loss": 0.5}\n')
+    assert "loss: 0.5000" in shown(run_dir)
 
 
 def test_the_newest_checkpoint(tmp_path: Path) -> None:
     run_dir = RunDir(tmp_path)
-    assert newest_checkpoint(run_dir) is None
+    assert any(line.startswith("weights: none") for line in shown(run_dir))
     for step in (9, 10):
         run_dir.checkpoint(step).mkdir(parents=True)
-    assert newest_checkpoint(run_dir) == (10, str(run_dir.checkpoint(10)))
+    assert f"weights: {run_dir.checkpoint(10)}, after step 10" in shown(run_dir)

@@ -271,9 +271,7 @@ def table_of(*words: str) -> str:
 
 def test_a_folder_without_runs(tmp_path: Path) -> None:
     assert show.list_runs(tmp_path) == f"no run is in {tmp_path}"
-    with pytest.raises(
-        UsageError, match=r"none: no such folder; give the folder that the runs are in"
-    ):
+    with pytest.raises(UsageError, match=r"none: no such folder; give the folder of the runs"):
         show.list_runs(tmp_path / "none")
     (tmp_path / "file").touch()
     with pytest.raises(UsageError, match=r"cannot read .*file: Not a directory"):
