@@ -274,8 +274,8 @@ def test_a_directory_without_an_intact_checkpoint(command: Command) -> None:
     ("changed", "expected"),
     [
         ({"fly": 1}, "there is no option 'fly'"),
-        ({"seed": "1"}, "the option seed must be of type int, not str"),
-        ({"stages": None}, "the option stages must be of type int, not null"),
+        ({"seed": "1"}, "--seed '1': must be of type int, not str"),
+        ({"stages": None}, "--stages None: must be of type int, not null"),
         ({"own_loop": True}, "the run in run: has the loop of a pipeworker.Pipeline"),
         ({"seed": -1}, "--seed -1: must be 0 or more"),
     ],

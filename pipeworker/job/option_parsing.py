@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import os
 import shlex
-import typing
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
 from pipeworker.errors import UsageError
-from pipeworker.job.options import EXCLUSIVE, Options, type_error
+from pipeworker.job.options import EXCLUSIVE, Options
 from pipeworker.plan.partition import parse_balance
 
 _MICROBATCHES_PER_STAGE = 4  # GPipe (Huang et al. 2019): the bubble is small from M >= 4 K on
@@ -20,7 +17,12 @@ _MICROBATCHES_PER_STAGE = 4  # GPipe (Huang et al. 2019): the bubble is small fr
 
 def make_options(job_file: str, stages: int, given: Mapping[str, Any]) -> Options:
     """Return the options of a job; those that `given` lacks, or has as None, have defaults."""
-    chosen = {name: value for name, value in given.items() if value is not None}
+    # A float of NumPy's is a float, but msgspec wants Python's own.
+    chosen: dict[str, Any] = {
+        name: float(value) if isinstance(value, float) else value
+        for name, value in given.items()
+        if value is not None
+    }
     balance = chosen.get("balance")
     if isinstance(balance, (list, tuple)):
         balance = ",".join(map(repr, balance))
@@ -33,20 +35,13 @@ def make_options(job_file: str, stages: int, given: Mapping[str, Any]) -> Option
         chosen["evaluate_every"] = int(every)
     if isinstance(chosen.get("init_from"), (str, Path)):
         chosen["init_from"] = str(Path(chosen["init_from"]).absolute())
-    hints = typing.get_type_hints(Options)
-    for name, value in chosen.items():
-        plain = float(value) if isinstance(value, float) else value  # NumPy's float64 is one
-        try:
-            chosen[name] = msgspec.convert(plain, hints[name])
-        except msgspec.ValidationError as error:
-            shown = f"--{name.replace('_', '-')} {value!r}"
-            raise UsageError(f"{shown}: {type_error(error)}") from None
-    replicas = max(1, chosen.get("replicas", 1))  # Options refuses less
-    chosen.setdefault("microbatches", _MICROBATCHES_PER_STAGE * stages * replicas)
+    replicas = chosen.get("replicas", 1)
+    copies = max(1, replicas) if type(replicas) is int else 1  # Options refuses other values
+    chosen.setdefault("microbatches", _MICROBATCHES_PER_STAGE * stages * copies)
     if "threads" not in chosen:
         threads = os.environ.get("OMP_NUM_THREADS", "1")
         chosen["threads"] = int(threads) if threads.isdigit() and int(threads) else 1
-    return Options(job_file=job_file, stages=stages, **chosen)
+    return Options.of({**chosen, "job_file": job_file, "stages": stages})
 
 
 def override(defaults: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:

@@ -8,6 +8,7 @@ import math
 import re
 import reprlib
 from collections.abc import Collection, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -223,42 +224,41 @@ class Options:
 
     @staticmethod
     def from_json(text: str) -> Options:
-        """Read what :meth:`to_json` wrote; raise as :meth:`of`."""
-        try:
+        """Read what :meth:`to_json` wrote.
+
+        Raises:
+            ProtocolError: the text is not JSON, or has other options.
+            UsageError: as :meth:`of`.
+        """
+        with suppress(ValueError, RecursionError):
             fields = json.loads(text)
-        except (ValueError, RecursionError) as error:
-            raise ProtocolError("not a job's options") from error
-        if type(fields) is not dict or fields.keys() != _NAMES:
-            raise ProtocolError("not a job's options")
-        return Options.of(fields)
+            if type(fields) is dict and fields.keys() == _NAMES:
+                return Options.of(fields)
+        raise ProtocolError("not a job's options")
 
     @staticmethod
     def of(fields: Mapping[str, Any]) -> Options:
         """Return options from values as JSON has them; missing ones have their defaults.
 
         Raises:
-            ProtocolError: an option is unknown or of the wrong type, or a required one is missing.
-            UsageError: an option is out of its range.
+            UsageError: an option is unknown, of the wrong type or out of its range, or a required
+                one is missing.
         """
         if unknown := sorted(fields.keys() - _NAMES):
-            raise ProtocolError(f"there is no option {reprlib.repr(unknown[0])}")
+            raise UsageError(f"there is no option {reprlib.repr(unknown[0])}")
         if missing := sorted(_REQUIRED - fields.keys()):
-            raise ProtocolError(f"the option {missing[0]} is missing")
+            raise UsageError(f"the option {missing[0]} is missing")
         try:
             return msgspec.convert(dict(fields), Options)
         except msgspec.ValidationError as error:
             name = str(error).partition("$.")[2].strip("`").partition("[")[0]
-            raise ProtocolError(f"the option {name} {type_error(error)}") from None
+            given = f"--{name.replace('_', '-')} {reprlib.repr(fields.get(name))}"
+            if found := _MISMATCH.match(str(error)):
+                kind = found[1].replace(" | null", "")
+                raise UsageError(f"{given}: must be of type {kind}, not {found[2]}") from None
+            raise UsageError(f"{given}: is invalid") from None
 
 
 _NAMES = {field.name for field in dataclasses.fields(Options)}
 _REQUIRED = {f.name for f in dataclasses.fields(Options) if f.default is dataclasses.MISSING}
 _MISMATCH = re.compile("Expected `(.+?)`, got `(.+?)`")
-
-
-def type_error(error: msgspec.ValidationError) -> str:
-    """Return which type a value must have: ``must be of type int, not str``."""
-    found = _MISMATCH.match(str(error))
-    if found is None:
-        return "is invalid"
-    return f"must be of type {found[1].replace(' | null', '')}, not {found[2]}"

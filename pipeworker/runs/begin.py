@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeworker.environment import facts, git, timings
-from pipeworker.errors import InUse, ProtocolError, RecordError, UsageError
+from pipeworker.errors import InUse, RecordError, UsageError
 from pipeworker.job import resume_options
 from pipeworker.job.option_parsing import make_options, override, workers_per_replica
 from pipeworker.job.options import Options
@@ -238,7 +238,7 @@ class RunRequest:
         """Return the options of the run to resume, with those that are given now."""
         try:
             before = Options.of(record.options)
-        except ProtocolError as error:
+        except UsageError as error:
             raise UsageError(f"cannot read {record.run_dir.run}: {error}") from None
         allow = resume_options.parse_allowed(self.allow_change)
         given = override({}, self.options)
