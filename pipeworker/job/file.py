@@ -22,8 +22,8 @@ from pipeworker.job.options import Options
 
 _PACKAGE = "pipeworker_job"
 REQUIRED = ("model", "loss", "optimizer", "data")
-_OPTIONAL_FUNCTIONS = ("scheduler", "before_update", "metrics")
-_OPTIONAL = (*_OPTIONAL_FUNCTIONS, "scheduler_interval", "evaluation", "tied", "transient")
+_MAY_BE_NONE = ("scheduler", "before_update", "metrics", "evaluation")
+_OPTIONAL = (*_MAY_BE_NONE, "scheduler_interval", "tied", "transient")
 _INTERVALS = ("step", "epoch")
 _NEARLY = 0.87
 """The similarity (difflib's ratio) from which a name counts as a misspelling of another."""
@@ -65,18 +65,6 @@ def load(path: Path, arguments: tuple[str, ...]) -> JobFile:
     """
     if not path.is_file():
         raise UsageError(f"job file {path}: does not exist; give the path of a Python file")
-    return check(_execute(path, arguments), f"job file {path}")
-
-
-class _FromSource(SourceFileLoader):
-    """Compiles the source: Python's cached bytecode may be of an equally large, recent file."""
-
-    def get_code(self, fullname: str) -> CodeType:
-        path = self.get_filename(fullname)
-        return self.source_to_code(self.get_data(path), path)
-
-
-def _execute(path: Path, arguments: tuple[str, ...]) -> ModuleType:
     if path.suffix != ".py":
         raise UsageError(f"job file {path}: not a Python file; its name must end in .py")
     _forget_own_modules()
@@ -92,7 +80,15 @@ def _execute(path: Path, arguments: tuple[str, ...]) -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
     loader.exec_module(module)
-    return module
+    return check(module, f"job file {path}")
+
+
+class _FromSource(SourceFileLoader):
+    """Compiles the source: Python's cached bytecode may be of an equally large, recent file."""
+
+    def get_code(self, fullname: str) -> CodeType:
+        path = self.get_filename(fullname)
+        return self.source_to_code(self.get_data(path), path)
 
 
 def _forget_own_modules() -> None:
@@ -104,56 +100,50 @@ def _forget_own_modules() -> None:
 
 def check(module: Any, where: str, required: Sequence[str] = REQUIRED) -> JobFile:
     """Check the names of a job, given as attributes of `module`, and return them."""
-    missing = [name for name in required if not hasattr(module, name)]
-    if missing:
+    found = {n: getattr(module, n) for n in (*REQUIRED, *_OPTIONAL) if hasattr(module, n)}
+    if missing := [name for name in required if name not in found]:
         plural = "names" if len(missing) > 1 else "name"
+        similar = [match for n in missing for match in get_close_matches(n, dir(module), 1)]
+        hint = f"; {similar[0]} is not one of them" if similar else ""
         raise UsageError(
             f"{where}: lacks the {plural} {', '.join(missing)}; define "
-            f"{', '.join(required[:-1])} and {required[-1]}{_hint(missing, dir(module))}"
+            f"{', '.join(required[:-1])} and {required[-1]}{hint}"
         )
-    for name in ("loss", "optimizer", *_OPTIONAL_FUNCTIONS):
-        value = getattr(module, name, None)
-        if not callable(value) and not (name in _OPTIONAL_FUNCTIONS and value is None):
-            made = name in ("optimizer", "scheduler") and hasattr(value, "step")
-            which = " that makes it on each stage" if made else ""
-            raise UsageError(
-                f"{where}: {name} is {a_type(value)}; make it a function{which}, "
-                f"{signatures.pattern(name)}"
-            )
-    interval = getattr(module, "scheduler_interval", "step")
+    for name, value in found.items():
+        if value is None and name in _MAY_BE_NONE:
+            continue
+        if right := _right_kind(name, value):
+            raise UsageError(f"{where}: {name} is {a_type(value)}; make it {right}")
+        if name in signatures.NAMES and (error := signatures.job_error(name, value)):
+            raise UsageError(f"{where}: {name} {error}")
+    interval = found.get("scheduler_interval", "step")
     if interval not in _INTERVALS:
         raise UsageError(
             f"{where}: scheduler_interval is {interval!r}; it must be "
             f"{' or '.join(map(repr, _INTERVALS))}"
         )
-    tied = getattr(module, "tied", ())
-    if not isinstance(tied, (list, tuple)):
-        raise UsageError(
-            f"{where}: tied is {a_type(tied)}; make it a list of tuples of parameter names"
-        )
-    model, evaluation = module.model, getattr(module, "evaluation", None)
-    if not isinstance(model, (nn.Sequential, list, tuple)) and not _is_function(model):
-        raise UsageError(
-            f"{where}: model is {a_type(model)}; make it an nn.Sequential, a list of layers, or a "
-            "function returning one"
-        )
-    for name, data in (("data", getattr(module, "data", None)), ("evaluation", evaluation)):
-        if data is None and name not in required:
-            continue
-        if not any(hasattr(data, what) for what in ("__call__", "__iter__", "__getitem__")):
-            raise UsageError(
-                f"{where}: {name} is {a_type(data)}; make it an iterable of (input, target) "
-                "mini-batches, or a function returning one"
-            )
-    for name in signatures.NAMES:
-        value = getattr(module, name, None)
-        if callable(value) and (error := signatures.job_error(name, value)):
-            raise UsageError(f"{where}: {name} {error}")
-    found = {
-        name: getattr(module, name) for name in (*REQUIRED, *_OPTIONAL) if hasattr(module, name)
-    }
     found["transient"] = _exceptions(found.get("transient", ()), where)
     return JobFile(**found, where=where, misspelled=_misspelled(module))
+
+
+def _right_kind(name: str, value: Any) -> str:
+    """Return what the value of a name must be, or "" if it is."""
+    match name:
+        case "model":
+            fits = isinstance(value, (nn.Sequential, list, tuple)) or _is_function(value)
+            right = "an nn.Sequential, a list of layers, or a function returning one"
+        case "data" | "evaluation":
+            fits = any(hasattr(value, what) for what in ("__call__", "__iter__", "__getitem__"))
+            right = "an iterable of (input, target) mini-batches, or a function returning one"
+        case "tied":
+            fits, right = isinstance(value, (list, tuple)), "a list of tuples of parameter names"
+        case "scheduler_interval" | "transient":
+            fits, right = True, ""
+        case _:
+            made = name in ("optimizer", "scheduler") and hasattr(value, "step")
+            which = " that makes it on each stage" if made else ""
+            fits, right = callable(value), f"a function{which}, {signatures.pattern(name)}"
+    return "" if fits else right
 
 
 def _misspelled(module: Any) -> tuple[tuple[str, str], ...]:
@@ -162,12 +152,6 @@ def _misspelled(module: Any) -> tuple[tuple[str, str], ...]:
     missing = [name for name in _OPTIONAL if not hasattr(module, name)]
     found = [(get_close_matches(name, defined, 1, _NEARLY), name) for name in missing]
     return tuple((match, name) for matches, name in found for match in matches)
-
-
-def _hint(missing: Sequence[str], defined: Sequence[str]) -> str:
-    """Return a hint at a defined name that may be a misspelling of a missing one."""
-    matches = [match for name in missing for match in get_close_matches(name, defined, 1)]
-    return f"; {matches[0]} is not one of them" if matches else ""
 
 
 def _exceptions(given: Any, where: str) -> tuple[type[BaseException], ...]:
@@ -186,36 +170,27 @@ def _is_function(value: Any) -> bool:
 
 def notes(job: JobFile, options: Options) -> tuple[str, ...]:
     """Return notes on what may be a mistake, each a sentence."""
-    return (*_sums(job, options), *(() if options.own_loop else _unused(job, options)))
-
-
-def _sums(job: JobFile, options: Options) -> tuple[str, ...]:
-    """Return a note if the loss is one of torch's and is a sum."""
     loss: Any = job.loss
     if isinstance(loss, partial):
         made, how = loss.func, loss.keywords.get("reduction")
     else:
         made, how = type(loss), getattr(loss, "reduction", None)
     is_torchs = str(getattr(made, "__module__", "")).startswith("torch.")
-    if not is_torchs or how != "sum" or options.microbatches == 1:
-        return ()
-    return (
-        'loss is a sum, reduction="sum", and a step takes the mean over its micro-batches: the '
-        "gradients depend on --microbatches; use a mean, or a function that returns the pair "
-        "(sum, count)",
-    )
-
-
-def _unused(job: JobFile, options: Options) -> tuple[str, ...]:
-    """Return notes on names that the job file defines and the options do not use."""
-    found = [f"{one} in {job.where} is not used: is {name} meant?" for one, name in job.misspelled]
-    if options.evaluate_every:
+    found = []
+    if is_torchs and how == "sum" and options.microbatches > 1:
+        found.append(
+            'loss is a sum, reduction="sum", and a step takes the mean over its micro-batches: the '
+            "gradients depend on --microbatches; use a mean, or a function that returns the pair "
+            "(sum, count)"
+        )
+    if options.own_loop:
         return tuple(found)
+    found += [f"{one} in {job.where} is not used: is {name} meant?" for one, name in job.misspelled]
     when = "--evaluate-every N runs it after every N steps"
-    if job.evaluation is not None:
-        return (*found, f"evaluation() is defined, and not used: {when}")
-    if job.metrics is not None:
-        return (*found, f"metrics() is defined, and not used: it is for evaluation(), and {when}")
+    if job.evaluation is not None and not options.evaluate_every:
+        found.append(f"evaluation() is defined, and not used: {when}")
+    elif job.metrics is not None and not options.evaluate_every:
+        found.append(f"metrics() is defined, and not used: it is for evaluation(), and {when}")
     return tuple(found)
 
 
@@ -232,8 +207,10 @@ def entries(job: JobFile) -> dict[str, Entry]:
                 "cut; give a plain nn.Sequential or a list of layers"
             )
         named = model.named_modules(remove_duplicate=False)
-        return _checked({name: layer for name, layer in named if name and "." not in name})
-    if not isinstance(model, (list, tuple)):
+        layers = {name: layer for name, layer in named if name and "." not in name}
+    elif isinstance(model, (list, tuple)):
+        layers = {str(index): entry for index, entry in enumerate(model)}
+    else:
         how = ""
         if isinstance(model, nn.ModuleList):
             how = ": list(layers)"
@@ -242,10 +219,6 @@ def entries(job: JobFile) -> dict[str, Entry]:
         raise UsageError(
             f"model() returned {a_type(model)}; return an nn.Sequential or a list of layers{how}"
         )
-    return _checked({str(index): entry for index, entry in enumerate(model)})
-
-
-def _checked(layers: dict[str, Any]) -> dict[str, Entry]:
     if not layers:
         raise UsageError("model() returned no layers; return at least one for each stage")
     for index, entry in enumerate(layers.values()):
@@ -254,8 +227,8 @@ def _checked(layers: dict[str, Any]) -> dict[str, Entry]:
                 f"layer {index} of model() is {a_type(entry)}; make it an nn.Module or a function "
                 "that builds one"
             )
-        if not isinstance(entry, nn.Module) and (error := signatures.builder_error(entry)):
-            raise UsageError(f"layer {index} of model() {error}")
+        if not isinstance(entry, nn.Module) and not signatures.accepts(entry, 0):
+            raise UsageError(f"layer {index} of model() {signatures.needs_arguments(entry)}")
     return layers
 
 
@@ -294,13 +267,9 @@ def check_buffers(layers: list[Entry], first: int, stop: int) -> None:
 def source_digests(path: Path, modules: Iterable[ModuleType]) -> Iterator[tuple[str, str]]:
     """Yield the path and a digest of the job file, and of the modules that lie beside it."""
     folder = path.parent
-    found = [path]
-    for module in modules:
-        file = getattr(module, "__file__", None)
-        if isinstance(file, str) and file.endswith(".py"):
-            source = Path(file)
-            if source.is_relative_to(folder) and source != path:
-                found.append(source)
+    files = [getattr(module, "__file__", None) for module in modules]
+    beside = [Path(file) for file in files if isinstance(file, str) and file.endswith(".py")]
+    found = [path, *(file for file in beside if file.is_relative_to(folder) and file != path)]
     for source in found[:_MOST_FILES]:
         try:
             data = source.read_bytes()

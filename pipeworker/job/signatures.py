@@ -40,7 +40,7 @@ def signature(function: Any) -> inspect.Signature | None:
 
 def job_error(name: str, value: Any) -> str:
     """Return why a name of a job cannot be called, or is a class instead of an instance; or ""."""
-    if isinstance(value, nn.Sequential) and name == "model":
+    if not callable(value) or (isinstance(value, nn.Sequential) and name == "model"):
         return ""
     how, fits = pattern(name), accepts(value, len(_PATTERN[name]))
     if not isinstance(value, type):
@@ -56,11 +56,6 @@ def job_error(name: str, value: Any) -> str:
         shown = format_signature(value)
         return f"is the class {shown}; give a function, callable as {how}"
     return f"is the class {format_signature(value)}; give an instance, or a function that makes one"
-
-
-def builder_error(entry: Callable[..., Any]) -> str:
-    """Return why a callable among the layers cannot build one, or "" if it may."""
-    return "" if accepts(entry, 0) else needs_arguments(entry)
 
 
 def needs_arguments(entry: Callable[..., Any]) -> str:

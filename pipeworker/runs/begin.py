@@ -52,7 +52,12 @@ class PreparedRun:
         that were the mistake would prevent every later resume.
         """
         try:
-            is_mistake = verdict is not None and verdict.is_usage_error and self.lock.locked
+            is_mistake = (
+                verdict is not None
+                and verdict.is_usage_error
+                and verdict.steps <= self.options.resume_step
+                and self.lock.locked
+            )
             # A coordinator that was lost may have done steps before its successor met the mistake.
             if is_mistake and _row_bytes(self.run_dir) == self.recorded_bytes:
                 with suppress(OSError):  # the user is told of the mistake, not of this
