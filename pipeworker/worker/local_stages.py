@@ -27,7 +27,7 @@ from pipeworker.worker.stage.layers import KERNELS, StageConfig, reporting_compi
 from pipeworker.worker.stage.offload import Copies, StreamCopies
 from pipeworker.worker.stage.skips import StageSkips
 from pipeworker.worker.stage.stage import Stage
-from pipeworker.worker.step.wiring import ReplicaGroup
+from pipeworker.worker.step.wiring import Wiring
 from pipeworker.worker.update.ties import Ties
 from pipeworker.worker.update.update import Updater
 
@@ -89,9 +89,9 @@ class LocalStages:
         for updater in self.updaters.values():
             updater.apply(update)
 
-    def share_weights(self, replicas: ReplicaGroup) -> None:
+    def share_weights(self, wiring: Wiring) -> None:
         """Exchange the updated weights with the other replicas, each of which updates a part."""
-        replicas.share_weights({index: u.shards for index, u in self.updaters.items()})
+        wiring.share_weights({index: u.shards for index, u in self.updaters.items()})
 
     def report_evaluation(self, loss: float) -> None:
         """Pass the loss of an evaluation on to the learning-rate schedulers."""

@@ -27,6 +27,7 @@ from pipeworker.worker.model import survey
 from pipeworker.worker.model.model import Model
 from pipeworker.worker.state.snapshot_writer import Position
 from pipeworker.worker.state.state import State
+from pipeworker.worker.step.batch_feed import BatchFeed
 from pipeworker.worker.step.executor import Executor
 from pipeworker.worker.step.wiring import Wiring
 from pipeworker.worker.transport.connect import connect
@@ -125,15 +126,16 @@ class ConnectedWorker(PlannedWorker):
         wiring = Wiring(
             stages.stages, links, SendThread(), stages.ties, registry, role.replica, accelerator
         )
-        executor = Executor(
-            wiring,
-            role.placement,
-            role.replica,
-            reader=loaded.reader if role.reads_data else None,
+        feed = BatchFeed(
+            loaded.settings.tracker,
+            loaded.reader if role.reads_data else None,
+            wiring.scatter,
             reads_ahead=not role.options.own_loop,
+            moves_targets=role.placement.stages - 1 in role.stages,
             accelerator=accelerator,
             announce=loaded.announce,
         )
+        executor = Executor(wiring, role.placement, feed)
         evaluation = parse_actions(plan.evaluation)
         return ConnectedWorker(loaded, stages, state, wiring, executor, evaluation)
 
@@ -147,7 +149,7 @@ class ConnectedWorker(PlannedWorker):
         """
         role, source = self.loaded.role, self.loaded.restore
         if source and not source.path and role.placement.replicas > 1 and not role.shards:
-            reductions = self.wiring.replicas.reductions
+            reductions = self.wiring.reductions
             self.state.transfer(source.step, reductions, self.position, present=has_state)
         if not role.options.own_loop:
             self.executor.feed.load()

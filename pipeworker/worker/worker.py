@@ -171,7 +171,7 @@ class Worker:
             worker.state.check()  # an optimizer makes its state in its first step
         if worker.loaded.role.shards and not update.overflow:
             self._tracker.wait(update.step)
-            worker.stages.share_weights(worker.wiring.replicas)
+            worker.stages.share_weights(worker.wiring)
 
     def _run(self, run: RunStep, worker: ConnectedWorker) -> StepDone:
         job = worker.loaded.job

@@ -32,6 +32,7 @@ from pipeworker.worker.stage.layers import StageConfig
 from pipeworker.worker.stage.offload import Copies, StreamCopies
 from pipeworker.worker.stage.skips import StageSkips
 from pipeworker.worker.stage.stage import Stage
+from pipeworker.worker.step.batch_feed import BatchFeed
 from pipeworker.worker.step.data import MicroBatches, Reader, concatenate_outputs
 from pipeworker.worker.step.executor import ActionHook, Executor, StepOutput
 from pipeworker.worker.step.wiring import Wiring
@@ -207,9 +208,9 @@ class Pipeline:
         send_thread = SendThread() if device else None
         wiring = Wiring(stages, links, send_thread, own_ties, replica=replica, accelerator=device)
         self.wirings.append(wiring)
-        self.executors.append(
-            Executor(wiring, placement, replica, reader=source, accelerator=device, hook=hook)
-        )
+        last = placement.stages - 1 in indices
+        feed = BatchFeed(tracker, source, moves_targets=last, accelerator=device)
+        self.executors.append(Executor(wiring, placement, feed, hook))
 
     def _copies(self, rank: int) -> Copies:
         return StreamCopies(self._devices[rank], least=1) if self._devices else LateCopies()
@@ -292,7 +293,7 @@ class Pipeline:
         placement = self.way.placement
         updaters = self.copies[placement.replica_of(rank)].updaters
         indices = placement.stages_of(rank)
-        self.wirings[rank].replicas.share_weights({i: updaters[i].shards for i in indices})
+        self.wirings[rank].share_weights({i: updaters[i].shards for i in indices})
 
     def _assert_replicas_equal(self) -> None:
         """Assert that all replicas have equal gradients, weights and buffers."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import astuple
+from dataclasses import astuple, dataclass, field
 from typing import Any
 
 from pipeworker.facts.position import Phase
@@ -12,23 +12,21 @@ from pipeworker.host.position import Tracker
 from pipeworker.plan.partition import block
 from pipeworker.wire.messages.step import RunStep
 from pipeworker.worker.device.accelerator import Accelerator, Event
-from pipeworker.worker.internals import pytree
-from pipeworker.worker.stage.values import distinct_tensors
+from pipeworker.worker.stage.values import distinct_tensors, replace_tensors
 from pipeworker.worker.step.data import MicroBatches, Reader
 from pipeworker.worker.transport.channel import Receiver, Sender
 from pipeworker.worker.transport.layout import aligned_copy
 from pipeworker.worker.transport.staging import move_to_device
 
-Announce = Callable[[int], None]
 
-
+@dataclass(slots=True)
 class BatchFeed:
     """The next mini-batch of a worker, and how it gets here.
 
     Where stage 0 is, it is read from the data, received from replica 0, or offered by a loop of the
     user's own. Elsewhere there is none.
 
-    Args:
+    Attributes:
         tracker: position of the worker.
         reader: reader of the job's data; None where this worker does not read it.
         scatter: channels to the other replicas, if replica 0 reads the data for all.
@@ -38,28 +36,20 @@ class BatchFeed:
         announce: called when a mini-batch has a new number of micro-batches, with that number.
     """
 
-    def __init__(
-        self,
-        tracker: Tracker,
-        reader: Reader | None,
-        scatter: BatchScatter | None,
-        *,
-        reads_ahead: bool,
-        moves_targets: bool,
-        accelerator: Accelerator | None,
-        announce: Announce,
-    ) -> None:
-        self._tracker, self._reader, self._scatter = tracker, reader, scatter
-        self._receives = scatter is not None and scatter.receives
-        self._reads_ahead, self._moves_targets = reads_ahead, moves_targets
-        self._accelerator, self._announce = accelerator, announce
-        self._next: MicroBatches | None = None
-        self._on_accelerator: Event | None = None
-        """When the next mini-batch is on the accelerator."""
-        self._counts: set[int] = set()
-        """Numbers of micro-batches that mini-batches have had."""
-        self._step = 0
-        self._is_last = False
+    tracker: Tracker
+    reader: Reader | None = None
+    scatter: BatchScatter | None = None
+    reads_ahead: bool = True
+    moves_targets: bool = False
+    accelerator: Accelerator | None = None
+    announce: Callable[[int], None] = lambda microbatches: None
+    _next: MicroBatches | None = None
+    _on_accelerator: Event | None = None
+    """When the next mini-batch is on the accelerator."""
+    _counts: set[int] = field(default_factory=set)
+    """Numbers of micro-batches that mini-batches have had."""
+    _step: int = 0
+    _is_last: bool = False
 
     @property
     def next_batch(self) -> Batch | None:
@@ -68,23 +58,23 @@ class BatchFeed:
 
     def offer(self, batch: MicroBatches) -> Batch:
         """Make a mini-batch of the user's loop the next one."""
-        self._put(self._scatter.scatter(batch) if self._scatter else batch)
+        self._put(self.scatter.scatter(batch) if self.scatter else batch)
         return batch.batch
 
     def load(self, _: int = 0) -> None:
         """Read or receive the mini-batch of the next step, unless this step is the last."""
         if self._is_last:
             return
-        if self._reader is not None:
-            self._tracker.set(Phase.READING, self._step + 1)
-            read = self._reader.read()
-            self._put(self._scatter.scatter(read) if self._scatter else read)
-        elif self._receives and self._reads_ahead:
+        if self.reader is not None:
+            self.tracker.set(Phase.READING, self._step + 1)
+            read = self.reader.read()
+            self._put(self.scatter.scatter(read) if self.scatter else read)
+        elif self.scatter and self.scatter.receives and self.reads_ahead:
             self._receive()
         if self._next is not None and self._step:
             count = self._next.batch.microbatches
             if count not in self._counts:
-                self._announce(count)
+                self.announce(count)
 
     def begin(self, run: RunStep) -> MicroBatches | None:
         """Begin a step; return its mini-batch, on the accelerator, or None if it is not fed here.
@@ -96,24 +86,24 @@ class BatchFeed:
         self._counts.add(run.batch.microbatches)
         current: MicroBatches | None = None
         if run.batch.microbatches:
-            if self._receives and self._next is None:
+            if self._next is None and self.scatter and self.scatter.receives:
                 self._receive()  # replica 0's loop has offered it
             current, self._next = self._next, None
-        if self._accelerator is not None and self._on_accelerator is not None:
-            self._accelerator.current.wait_event(self._on_accelerator)
+        if self.accelerator is not None and self._on_accelerator is not None:
+            self.accelerator.current.wait_event(self._on_accelerator)
             self._on_accelerator = None
         return current
 
     def _receive(self) -> None:
-        assert self._scatter is not None
-        self._tracker.wait(self._step)
-        self._put(self._scatter.receive())
+        assert self.scatter is not None
+        self.tracker.wait(self._step)
+        self._put(self.scatter.receive())
 
     def _put(self, batch: MicroBatches | None) -> None:
         """Keep the next mini-batch, and start its copy to the accelerator while this one drains."""
-        if batch is not None and self._accelerator is not None:
-            moving = batch.inputs, batch.targets if self._moves_targets else []
-            (inputs, targets), self._on_accelerator = move_to_device(self._accelerator, moving)
+        if batch is not None and self.accelerator is not None:
+            moving = batch.inputs, batch.targets if self.moves_targets else []
+            (inputs, targets), self._on_accelerator = move_to_device(self.accelerator, moving)
             batch = MicroBatches(batch.batch, inputs, targets or batch.targets)
         self._next = batch
 
@@ -126,7 +116,6 @@ class BatchScatter:
 
     def __init__(self, senders: Mapping[int, Sender], receiver: Receiver | None) -> None:
         self._senders, self._receiver = senders, receiver
-        self._count = 0
         for sender in senders.values():
             sender.begin(None)
         if receiver is not None:
@@ -139,18 +128,16 @@ class BatchScatter:
 
     def scatter(self, whole: MicroBatches | None) -> MicroBatches | None:
         """Send the other replicas their micro-batches, or None; return this replica's own."""
-        self._count += 1
-        replicas = len(self._senders) + 1
 
         def part(replica: int) -> tuple[list[Any], list[Any]]:
             assert whole is not None
-            own = block(whole.batch.microbatches, replicas, replica)
+            own = block(whole.batch.microbatches, len(self._senders) + 1, replica)
             return whole.inputs[own.start : own.stop], whole.targets[own.start : own.stop]
 
         for replica, sender in self._senders.items():
             sender.flush()  # the mini-batch before
             facts = [] if whole is None else list(astuple(whole.batch))
-            sender.send(self._count, [facts, *([] if whole is None else part(replica))])
+            sender.send(0, [facts, *([] if whole is None else part(replica))])
         return None if whole is None else MicroBatches(whole.batch, *part(0))
 
     def receive(self) -> MicroBatches | None:
@@ -159,13 +146,11 @@ class BatchScatter:
         The tensors are copies, since the channel uses its buffer again.
         """
         assert self._receiver is not None
-        self._count += 1
-        facts, *halves = self._receiver.receive(self._count)
+        facts, *halves = self._receiver.receive(0)
         wants_grad = self._receiver.wants_grad
         copies = {
             id(tensor): aligned_copy(tensor).requires_grad_(want)
             for tensor, want in zip(distinct_tensors(halves), wants_grad, strict=True)
         }
-        halves = pytree.tree_map(lambda leaf: copies.get(id(leaf), leaf), halves)
-        self._receiver.release(self._count)
-        return MicroBatches(Batch(*facts), *halves) if facts else None
+        self._receiver.release(0)
+        return MicroBatches(Batch(*facts), *replace_tensors(halves, copies)) if facts else None

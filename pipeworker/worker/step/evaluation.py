@@ -1,15 +1,15 @@
 """An evaluation pass: forward-only actions, run once for each micro-batch until there are no more.
 
 Only stage 0 knows how many micro-batches there are and what they look like. So every frame is
-described, activations travel in a list of one, and an empty list is the end. Nothing waits for the
-pipeline to drain between two mini-batches.
+described, inputs and activations are in a list of one, and an empty list is the end. A target is a
+pair with the number of samples. Nothing waits for the pipeline to drain between two mini-batches.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,10 +18,9 @@ from torch import nn
 
 from pipeworker.errors import UsageError, a_type
 from pipeworker.facts.position import Phase
-from pipeworker.plan.actions import RECEIVES, SENDS, Action, Edge, Kind, edge_of
+from pipeworker.plan.actions import RECEIVES, Action, Kind, edge_of
 from pipeworker.plan.partition import sizes
 from pipeworker.worker.blame import user_code
-from pipeworker.worker.device.accelerator import Accelerator
 from pipeworker.worker.stage.losses import parts
 from pipeworker.worker.stage.microbatch import MicroBatch
 from pipeworker.worker.step.data import MicroBatches
@@ -127,88 +126,64 @@ class EvaluationPass:
     """One evaluation pass on one worker; `actions` are those of one micro-batch."""
 
     def __init__(
-        self,
-        wiring: Wiring,
-        actions: Sequence[Action],
-        last_stage: int,
-        sink: Sink,
-        accelerator: Accelerator | None,
+        self, wiring: Wiring, actions: Sequence[Action], last: StageChannels | None, sink: Sink
     ) -> None:
-        ends: dict[Edge, Any] = {**wiring.outgoing, **wiring.incoming}
-        self._stages = wiring.stages
-        self._accelerator = accelerator
-        self._last = wiring.stages.get(last_stage)
-        self._sink = sink
-        self._samples = 0
-        communicates = SENDS | RECEIVES
-        self._program: list[tuple[Kind, StageChannels, Any]] = [
-            (a.kind, wiring.stages[a.stage], ends[edge_of(a)] if a.kind in communicates else None)
+        self._program = [
+            (a.kind, wiring.stages[a.stage], None if a.kind is Kind.FORWARD else edge_of(a))
             for a in actions
         ]
-        self._receivers = [ends[edge_of(a)].receiver for a in actions if a.kind in RECEIVES]
+        self._handlers, self._receivers = wiring.handlers, wiring.receivers
+        self._stages, self._accelerator = wiring.stages, wiring.accelerator
+        self._last, self._sink = last, sink
 
     def run(self, step: int, batches: Iterator[MicroBatches]) -> None:
         """Evaluate all of `batches`, which are read where stage 0 is."""
-        with ExitStack() as modes:
-            for channels in self._stages.values():
-                modes.enter_context(eval_mode(channels.stage.layers))
-            inputs = self._inputs(step, batches)
+        inputs = self._inputs(step, batches)
+        with eval_mode([x for channels in self._stages.values() for x in channels.stage.layers]):
             m = 0
             while self._run_one(m, step, inputs):
                 m += 1
 
-    def _run_one(self, m: int, step: int, inputs: Iterator[tuple[Any, Any, int]]) -> bool:
+    def _run_one(self, m: int, step: int, inputs: Iterator[tuple[Any, Any]]) -> bool:
         """Run micro-batch `m` of the pass; return whether there was one."""
-        ended = False
         for channels in self._stages.values():
-            channels.microbatches = {m: MicroBatch(m)}
+            channels.microbatches = {m: MicroBatch(m, outgoing=[])}
+        ended = False
         if 0 in self._stages:
-            read = next(inputs, None)
-            if read is None:
-                ended = True
-            else:
-                first = self._stages[0].microbatches[m]
-                first.value, first.target, self._samples = read
-                if self._last is not None:
-                    self._last.microbatches[m].target = first.target
-        for kind, channels, end in self._program:
-            match kind:
-                case Kind.RECEIVE_ACTIVATION:
-                    received = end.receive(m)
-                    if received:
-                        end.insert(m, received[0])
-                    else:
-                        ended = True
-                        end.receiver.release(m)
-                case Kind.SEND_ACTIVATION:
-                    end.send_wrapped(m, (lambda _: []) if ended else (lambda value: [value]))
-                case _ if ended:
-                    continue
-                case Kind.FORWARD:
-                    self._forward(channels, m, step)
-                case Kind.SEND_TARGET:
-                    end.send_wrapped(m, lambda target: (self._samples, target))
-                case Kind.RECEIVE_TARGET:
-                    self._samples, target = end.receive(m)
-                    end.insert(m, target)
-                case _:
-                    end(m)
-        if not ended:
-            for receiver in self._receivers:
-                receiver.release(m)
+            first = self._stages[0].microbatches[m]
+            first.value, first.target = next(inputs, ([], None))
+            ended = not first.value
+            if self._last is not None:
+                self._last.microbatches[m].target = first.target
+        received = []
+        for kind, channels, edge in self._program:
+            if ended and kind not in (Kind.SEND_ACTIVATION, Kind.RECEIVE_ACTIVATION):
+                continue
+            if edge is None:
+                self._forward(channels, channels.microbatches[m], step)
+                continue
+            self._handlers[edge](m)
+            if kind in RECEIVES:
+                received.append(self._receivers[edge])
+            if kind is Kind.RECEIVE_ACTIVATION:
+                ended = not channels.microbatches[m].value
+        for receiver in received:
+            receiver.release(m)
         return not ended
 
-    def _forward(self, channels: StageChannels, m: int, step: int) -> None:
-        mb = channels.microbatches[m]
+    def _forward(self, channels: StageChannels, mb: MicroBatch, step: int) -> None:
+        (mb.value,) = mb.value
         output = channels.stage.evaluate(mb)
+        mb.outgoing = [mb.outgoing]
         for transfer in channels.after_forward:
             transfer(mb)
         if channels is self._last:
-            channels.stage.tracker.set(Phase.EVALUATION, step, m)
-            self._sink(output, self._to_device(mb.target), self._samples)
+            channels.stage.tracker.set(Phase.EVALUATION, step, mb.number)
+            samples, target = mb.target
+            self._sink(output, self._to_device(target), samples)
 
-    def _inputs(self, step: int, batches: Iterator[MicroBatches]) -> Iterator[tuple[Any, Any, int]]:
-        """Yield the input, target and number of samples of each micro-batch."""
+    def _inputs(self, step: int, batches: Iterator[MicroBatches]) -> Iterator[tuple[Any, Any]]:
+        """Yield each micro-batch: a list of its input, and its number of samples and target."""
         tracker = self._stages[0].stage.tracker
         while True:
             tracker.set(Phase.EVALUATION, step)
@@ -217,7 +192,7 @@ class EvaluationPass:
                 return
             counts = sizes(read.batch.samples, read.batch.microbatches)
             for value, target, samples in zip(read.inputs, read.targets, counts, strict=True):
-                yield self._to_device(value), target, samples
+                yield [self._to_device(value)], (samples, target)
 
     def _to_device(self, value: Any) -> Any:
         """Return a nested value that was read, on the accelerator."""

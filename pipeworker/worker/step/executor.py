@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -23,18 +23,15 @@ from pipeworker.plan.columns import columns_of, peak_live
 from pipeworker.plan.partition import block
 from pipeworker.plan.placement import Placement
 from pipeworker.wire.messages.step import RunStep
-from pipeworker.worker.device.accelerator import Accelerator
 from pipeworker.worker.device.device import stopwatch_for
 from pipeworker.worker.stage import losses
 from pipeworker.worker.stage.microbatch import MicroBatch
-from pipeworker.worker.step.batch_feed import Announce, BatchFeed
-from pipeworker.worker.step.data import MicroBatches, Reader, sample_shares
+from pipeworker.worker.step.batch_feed import BatchFeed
+from pipeworker.worker.step.data import MicroBatches, sample_shares
 from pipeworker.worker.step.evaluation import EvaluationPass, Sink
-from pipeworker.worker.step.stage_channels import StageChannels
+from pipeworker.worker.step.stage_channels import Handler, StageChannels
 from pipeworker.worker.step.wiring import Wiring
 
-Handler = Callable[[int], None]
-"""Performs an action for the micro-batch of a number."""
 Instruction = tuple[Handler, int, bool]
 """The handler of an action, the number of its micro-batch, and whether the hook watches it."""
 
@@ -105,7 +102,7 @@ def compile_program(
 def _handler(kind: Kind, stage: int, peer: int, wiring: Wiring, load: Handler) -> Handler:
     if kind is Kind.LOAD:
         return load
-    channels, reductions = wiring.stages[stage], wiring.replicas.reductions
+    channels, reductions = wiring.stages[stage], wiring.reductions
     match kind:
         case Kind.FORWARD if stage == 0:
             return channels.forward_data
@@ -121,10 +118,8 @@ def _handler(kind: Kind, stage: int, peer: int, wiring: Wiring, load: Handler) -
             return _waiting(channels, reductions[stage].sum)
         case Kind.GATHER:
             return _waiting(channels, reductions[stage].gather)
-    if kind in SENDS:
-        return wiring.outgoing[channel(kind, stage, peer)]
-    if kind in RECEIVES:
-        return wiring.incoming[channel(kind, stage, peer)]
+    if kind in SENDS or kind in RECEIVES:
+        return wiring.handlers[channel(kind, stage, peer)]
     return _COMPUTES[kind](channels)
 
 
@@ -138,31 +133,25 @@ def _waiting(channels: StageChannels, perform: Callable[[], None]) -> Handler:
     return handle
 
 
-class ActionHook(Protocol):
-    """An observer of the actions of a worker; an action that is not watched costs nothing."""
+class ActionHook:
+    """The observer of a worker's actions; an action that is not watched costs nothing.
 
-    def watches(self, action: Action) -> bool:
-        """Return whether to mark this action; asked once for each program."""
+    It measures how long the worker computes and reads data, on its device's clock.
 
-    @property
-    def mark(self) -> Callable[[], Any]:
-        """Return a mark of the present time; called just before and after each watched action."""
-
-    def finish(self, step: int, actions: Sequence[Action], marks: Sequence[Any]) -> float:
-        """Return the seconds that the worker was busy, from all marks of a complete step."""
-
-
-class BusyTime:
-    """The hook that measures how long a worker computes and reads data, on its device's clock."""
+    Attributes:
+        mark: returns a mark of the present time; called just before and after each watched action.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._stopwatch = stopwatch_for(device)
-        self.mark = self._stopwatch.mark
+        self.mark: Callable[[], Any] = self._stopwatch.mark
 
     def watches(self, action: Action) -> bool:
+        """Return whether to mark this action; asked once for each program."""
         return action.kind in _BUSY
 
     def finish(self, step: int, actions: Sequence[Action], marks: Sequence[Any]) -> float:
+        """Return the seconds that the worker was busy, from all marks of a complete step."""
         return self._stopwatch.seconds(marks)
 
 
@@ -179,7 +168,7 @@ class StepOutput:
 
 
 class Executor:
-    """The loop over the actions of one worker; :class:`BatchFeed` explains its arguments.
+    """The loop over the actions of one worker.
 
     Attributes:
         feed: mini-batches that the worker trains on.
@@ -189,32 +178,17 @@ class Executor:
         self,
         wiring: Wiring,
         placement: Placement,
-        replica: int = 0,
-        *,
-        reader: Reader | None = None,
-        reads_ahead: bool = True,
-        accelerator: Accelerator | None = None,
-        announce: Announce = lambda microbatches: None,
+        feed: BatchFeed,
         hook: ActionHook | None = None,
     ) -> None:
         stage = next(iter(wiring.stages.values())).stage
-        self._wiring = wiring
-        self._placement, self._replica = placement, replica
-        self._last_stage = placement.stages - 1
-        self._accelerator = accelerator
+        self._wiring, self._replicas = wiring, placement.replicas
+        self._last = wiring.stages.get(placement.stages - 1)
         self._tracker = stage.tracker
-        self._hook = hook or BusyTime(stage.device)
+        self._hook = hook or ActionHook(stage.device)
         self._program = Program()
         self._step = 0
-        self.feed = BatchFeed(
-            stage.tracker,
-            reader,
-            wiring.replicas.scatter,
-            reads_ahead=reads_ahead,
-            moves_targets=self._last_stage in wiring.stages,
-            accelerator=accelerator,
-            announce=announce,
-        )
+        self.feed = feed
 
     def set_actions(self, actions: Sequence[Action]) -> None:
         """Run these actions from the next step on."""
@@ -250,19 +224,17 @@ class Executor:
                 handle(microbatch)
         self._tracker.wait(run.step)
         self._wiring.flush()
-        stages = self._wiring.stages
-        for channels in stages.values():
+        for channels in self._wiring.stages.values():
             channels.stage.end()
         self._tracker.wait(run.step)
-        last = stages.get(self._last_stage)
-        results = losses.shares(last.microbatches.values() if last else ())
+        results = losses.shares(self._last.microbatches.values() if self._last else ())
         self._wiring.clear()
         return StepOutput(*results, hook.finish(run.step, program.actions, marks))
 
     def _begin(self, run: RunStep) -> None:
         batch, wiring, program = run.batch, self._wiring, self._program
         self._step = run.step
-        own = block(batch.microbatches, self._placement.replicas, self._replica)
+        own = block(batch.microbatches, self._replicas, wiring.replica)
         weights = sample_shares(batch.samples, batch.microbatches)[own.start : own.stop]
         for index, channels in wiring.stages.items():
             channels.step = run.step
@@ -272,13 +244,12 @@ class Executor:
         if current is not None:
             self._set_data(current)
         wiring.begin(batch.signature, program.order)
-        for reduction in wiring.replicas.reductions.values():
+        for reduction in wiring.reductions.values():
             reduction.begin(batch.signature, whole=run.complete)
 
     def _set_data(self, batch: MicroBatches) -> None:
         """Set the inputs of stage 0, and the targets there and on a last stage that is here."""
-        stages = self._wiring.stages
-        first, last = stages[0], stages.get(self._last_stage)
+        first, last = self._wiring.stages[0], self._last
         for m, value, target in zip(first.microbatches, batch.inputs, batch.targets, strict=True):
             first.microbatches[m].value, first.microbatches[m].target = value, target
             if last is not None:
@@ -301,8 +272,7 @@ class Executor:
             channels.step = step
             channels.stage.begin(step)
         wiring.begin(None, {})
-        evaluation = EvaluationPass(wiring, actions, self._last_stage, sink, self._accelerator)
-        evaluation.run(step, batches)
+        EvaluationPass(wiring, actions, self._last, sink).run(step, batches)
         self._tracker.wait(step)
         wiring.flush()
         wiring.clear()

@@ -192,9 +192,12 @@ class Reduction:
 
     # The exchange of weights where each replica updates a part of them, after each update.
 
-    def send_weights(self, updated: Sequence[nn.Parameter]) -> None:
-        """Send the weights that this replica has updated to all others, as flat pieces."""
-        weights = Gradients([("", p) for p in updated], 1)
+    def send_weights(self, shards: Sequence[Sequence[nn.Parameter]]) -> None:
+        """Send the weights that this replica has updated to all others, as flat pieces.
+
+        `shards` has the weights that each replica updates.
+        """
+        weights = Gradients([("", p) for p in shards[self._replica]], 1)
         weights.fill(weights.parameters)
         for sender in self._senders.values():
             sender.begin(_UPDATE)
@@ -202,7 +205,7 @@ class Reduction:
                 sender.send(number, weights.piece(piece))
 
     def receive_weights(self, shards: Sequence[Sequence[nn.Parameter]]) -> None:
-        """Receive the weights that the others have updated; `shards` has those of each replica."""
+        """Receive the weights that the others have updated; see :meth:`send_weights`."""
         for origin, receiver in self._receivers.items():
             weights = Gradients([("", p) for p in shards[origin]], 1)
             weights.allocate()

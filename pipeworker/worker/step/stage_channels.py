@@ -8,6 +8,7 @@ pairs, whatever the payload.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -21,6 +22,9 @@ from pipeworker.worker.stage.values import distinct_tensors, map_tensors
 from pipeworker.worker.transport.channel import Receiver, Sender
 from pipeworker.worker.transport.layout import aligned_copy
 
+Handler = Callable[[int], None]
+"""Performs an action for the micro-batch of a number."""
+Transfer = Callable[[MicroBatch], None]
 Extract = Callable[[MicroBatch], Any]
 Insert = Callable[[MicroBatch, Any, Sequence[bool]], None]
 """Takes the micro-batch, the value, and which of its distinct tensors want a gradient."""
@@ -53,7 +57,7 @@ def _insert_gradient(mb: MicroBatch, value: Any, wants_grad: Sequence[bool]) -> 
     mb.output_gradients = _unpack(value)
 
 
-def payload_functions(edge: Edge, source: StageSkips | None) -> tuple[Extract, Insert]:
+def _payload_functions(edge: Edge, source: StageSkips | None) -> tuple[Extract, Insert]:
     """Return the functions that extract and insert the payload of an edge.
 
     An activation is the output of a stage: nested tensors of shape ``[n, ...]``, where n is the
@@ -96,6 +100,7 @@ def _unpack(value: Any) -> list[Any]:
     return value if isinstance(value, list) else [value]
 
 
+@dataclass(slots=True)
 class StageChannels:
     """A stage of a worker, its micro-batches of the mini-batch by number, and its transfers.
 
@@ -104,15 +109,12 @@ class StageChannels:
         after_forward, after_backward: local transfers of what a forward or backward produces.
     """
 
-    __slots__ = ("after_backward", "after_forward", "microbatches", "receivers", "stage", "step")
-
-    def __init__(self, stage: Stage) -> None:
-        self.stage = stage
-        self.step = 0
-        self.microbatches: dict[int, MicroBatch] = {}
-        self.receivers: list[Receiver] = []
-        self.after_forward: list[LocalTransfer] = []
-        self.after_backward: list[LocalTransfer] = []
+    stage: Stage
+    step: int = 0
+    microbatches: dict[int, MicroBatch] = field(default_factory=dict)
+    receivers: list[Receiver] = field(default_factory=list)
+    after_forward: list[Transfer] = field(default_factory=list)
+    after_backward: list[Transfer] = field(default_factory=list)
 
     def forward_data(self, m: int) -> None:
         """Run the forward of stage 0, whose input comes from the data and wants no gradient."""
@@ -159,24 +161,22 @@ class StageChannels:
         self.stage.end_action(mb)
 
 
-class LocalTransfer:
-    """The transfer of a payload between two stages of one worker, in memory."""
+def local_transfer(edge: Edge, source: StageChannels, target: StageChannels) -> Transfer:
+    """Return the transfer of a payload between two stages of one worker, in memory."""
+    extract, insert = _payload_functions(edge, source.stage.skips)
+    in_graph = edge.payload in (Payload.ACTIVATION, Payload.SKIP)
 
-    __slots__ = ("_extract", "_in_graph", "_insert", "_target")
-
-    def __init__(self, edge: Edge, extract: Extract, insert: Insert, target: StageChannels) -> None:
-        self._in_graph = edge.payload in (Payload.ACTIVATION, Payload.SKIP)
-        self._extract, self._insert, self._target = extract, insert, target
-
-    def __call__(self, mb: MicroBatch) -> None:
-        value = self._extract(mb)
+    def transfer(mb: MicroBatch) -> None:
+        value = extract(mb)
         wants_grad: Sequence[bool] = ()
-        if self._in_graph:  # each stage has a graph of its own
+        if in_graph:  # each stage has a graph of its own
             wants_grad = [tensor.requires_grad for tensor in distinct_tensors(value)]
             # The target may work in place, also on memory that leaves the source in another value.
             change = aligned_copy if _shares_memory(mb, value) else torch.Tensor.detach
             value = map_tensors(change, value)
-        self._insert(self._target.microbatches[mb.number], value, wants_grad)
+        insert(target.microbatches[mb.number], value, wants_grad)
+
+    return transfer
 
 
 def _shares_memory(mb: MicroBatch, value: Any) -> bool:
@@ -188,52 +188,30 @@ def _shares_memory(mb: MicroBatch, value: Any) -> bool:
     return any(tensor.untyped_storage().data_ptr() in memory for tensor in distinct_tensors(value))
 
 
-class Outgoing:
-    """A stage's end of a channel on which it sends."""
-
-    __slots__ = ("_channels", "_extract", "_layer", "_phase", "sender")
-
-    def __init__(
-        self, edge: Edge, channels: StageChannels, extract: Extract, sender: Sender
-    ) -> None:
-        self._channels, self._extract, self.sender = channels, extract, sender
+def send_handler(edge: Edge, channels: StageChannels, sender: Sender) -> Handler:
+    """Return the handler that sends a stage's payloads."""
+    extract, _ = _payload_functions(edge, channels.stage.skips)
+    tracker = channels.stage.tracker
+    layer, phase = -1, Phase.WAITING
+    if edge.payload is Payload.ACTIVATION:
         # An output that cannot be sent is reported with the layer that made it.
-        is_output = edge.payload is Payload.ACTIVATION
-        self._layer = channels.stage.last_layer if is_output else -1
-        self._phase = Phase.FORWARD if is_output else Phase.WAITING
+        layer, phase = channels.stage.last_layer, Phase.FORWARD
 
-    def __call__(self, m: int) -> None:
-        channels = self._channels
-        channels.stage.tracker.wait(channels.step, m, self._layer, self._phase)
-        self.sender.send(m, self._extract(channels.microbatches[m]))
+    def send(m: int) -> None:
+        tracker.wait(channels.step, m, layer, phase)
+        sender.send(m, extract(channels.microbatches[m]))
 
-    def send_wrapped(self, m: int, wrap: Callable[[Any], Any]) -> None:
-        """Send ``wrap(payload)`` in place of the payload of micro-batch `m`."""
-        channels = self._channels
-        channels.stage.tracker.wait(channels.step, m, self._layer, self._phase)
-        self.sender.send(m, wrap(self._extract(channels.microbatches[m])))
+    return send
 
 
-class Incoming:
-    """A stage's end of a channel on which it receives."""
+def receive_handler(edge: Edge, channels: StageChannels, receiver: Receiver) -> Handler:
+    """Return the handler that receives payloads for a stage."""
+    _, insert = _payload_functions(edge, None)
+    tracker = channels.stage.tracker
 
-    __slots__ = ("_channels", "_insert", "receiver")
-
-    def __init__(self, channels: StageChannels, insert: Insert, receiver: Receiver) -> None:
-        self._channels, self._insert, self.receiver = channels, insert, receiver
-
-    def __call__(self, m: int) -> None:
-        channels, receiver = self._channels, self.receiver
-        channels.stage.tracker.wait(channels.step, m)
+    def receive(m: int) -> None:
+        tracker.wait(channels.step, m)
         value = receiver.receive(m)
-        self._insert(channels.microbatches[m], value, receiver.wants_grad)
+        insert(channels.microbatches[m], value, receiver.wants_grad)
 
-    def receive(self, m: int) -> Any:
-        """Return the value that was sent for micro-batch `m`, without inserting it."""
-        channels = self._channels
-        channels.stage.tracker.wait(channels.step, m)
-        return self.receiver.receive(m)
-
-    def insert(self, m: int, value: Any) -> None:
-        """Insert a payload into micro-batch `m`."""
-        self._insert(self._channels.microbatches[m], value, self.receiver.wants_grad)
+    return receive

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -14,17 +15,17 @@ from pipeworker.worker.stage.stage import Stage
 from pipeworker.worker.step.batch_feed import BatchScatter
 from pipeworker.worker.step.reduction import Reduction
 from pipeworker.worker.step.stage_channels import (
-    Incoming,
-    LocalTransfer,
-    Outgoing,
+    Handler,
     StageChannels,
-    payload_functions,
+    local_transfer,
+    receive_handler,
+    send_handler,
 )
 from pipeworker.worker.transport.channel import Receiver, Sender
 from pipeworker.worker.transport.links.link import Link
 from pipeworker.worker.transport.send_thread import SendThread
 from pipeworker.worker.transport.structure import NO_TYPES, TypeRegistry
-from pipeworker.worker.update.ties import Ties
+from pipeworker.worker.update.ties import FRAME, Ties
 
 _FRAMES_AHEAD = 16
 """Receives of activations and targets posted ahead; their buffers are needed until backward."""
@@ -49,6 +50,9 @@ class Wiring:
     Attributes:
         senders: of channels between stages, and of gradients between replicas.
         receivers: of channels between stages.
+        handlers: what sends or receives over each channel between stages.
+        reductions: reductions over the replicas, by stage; empty with one replica.
+        scatter: scatter of mini-batches, where replica 0 reads the data for all and stage 0 is.
     """
 
     def __init__(
@@ -62,39 +66,62 @@ class Wiring:
         accelerator: Accelerator | None = None,
     ) -> None:
         self.stages = {index: StageChannels(stage) for index, stage in stages.items()}
+        self.replica, self.accelerator = replica, accelerator
         self.senders: dict[Edge, Sender] = {}
         self.receivers: dict[Edge, Receiver] = {}
-        self.outgoing: dict[Edge, Outgoing] = {}
-        self.incoming: dict[Edge, Incoming] = {}
-        self._links = list(links.values())
-        self._send_thread = send_thread
-        self._types = types
-        self._accelerator = accelerator
+        self.handlers: dict[Edge, Handler] = {}
+        self._links, self._send_thread, self._types = links, send_thread, types
         for edge, link in links.items():
             if edge.origin < 0:
                 self._connect(edge, link)
-        self.replicas = ReplicaGroup(stages, replica, links, send_thread, types, accelerator)
-        self.senders.update(self.replicas.senders)
         self.tied = TiedGradients(ties, self.senders, self.receivers)
         for edge in self._local_edges():
-            self._transfer(edge)
+            source, target = self.stages[edge.source], self.stages[edge.target]
+            after = source.after_backward if edge.payload in _BACKWARDS else source.after_forward
+            after.append(local_transfer(edge, source, target))
+        self.reductions: dict[int, Reduction] = {}
+        self.scatter: BatchScatter | None = None
+        self._connect_replicas()
 
     def _connect(self, edge: Edge, link: Link) -> None:
-        """Make the end of a channel of the end of a link."""
+        """Make the end of a channel between stages of the end of a link."""
         source, target = self.stages.get(edge.source), self.stages.get(edge.target)
-        extract, insert = payload_functions(edge, source.stage.skips if source else None)
         if source:
             capacity = None if edge.payload in UNBOUNDED else CHANNEL_CAPACITY
-            sender = Sender(link, capacity, self._send_thread, self._types, self._accelerator)
+            sender = Sender(link, capacity, self._send_thread, self._types, self.accelerator)
             self.senders[edge] = sender
-            self.outgoing[edge] = Outgoing(edge, source, extract, sender)
+            self.handlers[edge] = send_handler(edge, source, sender)
         elif target:
             depth = _GRADIENTS_AHEAD if edge.payload in _BACKWARDS else _FRAMES_AHEAD
-            receiver = Receiver(link, depth, self._types, self._accelerator)
+            receiver = Receiver(link, depth, self._types, self.accelerator)
             self.receivers[edge] = receiver
-            self.incoming[edge] = Incoming(target, insert, receiver)
+            self.handlers[edge] = receive_handler(edge, target, receiver)
             if edge.payload is not Payload.TIED:
                 target.receivers.append(receiver)
+
+    def _connect_replicas(self) -> None:
+        senders: defaultdict[tuple[Payload, int], dict[int, Sender]] = defaultdict(dict)
+        receivers: defaultdict[tuple[Payload, int], dict[int, Receiver]] = defaultdict(dict)
+        for edge, link in self._links.items():
+            key = edge.payload, edge.source
+            device = None if edge.payload is Payload.DATA else self.accelerator
+            if edge.origin == self.replica:
+                sender = Sender(link, None, self._send_thread, self._types, device)
+                senders[key][edge.goal] = sender
+                if edge.payload is Payload.SUM:
+                    self.senders[edge] = sender
+            elif edge.origin >= 0:
+                receiver = Receiver(link, _GRADIENTS_AHEAD, self._types, device)
+                receivers[key][edge.origin] = receiver
+        for index, channels in self.stages.items():
+            key = Payload.SUM, index
+            if senders[key]:
+                self.reductions[index] = Reduction(
+                    channels.stage, self.replica, senders[key], receivers[key]
+                )
+        key = Payload.DATA, 0
+        if senders[key] or receivers[key]:
+            self.scatter = BatchScatter(senders[key], receivers[key].get(0))
 
     def _local_edges(self) -> list[Edge]:
         """Return the edges between stages of this worker."""
@@ -108,12 +135,6 @@ class Wiring:
                     edges.append(Edge(index, peer, Payload.SKIP))
                     edges.append(Edge(peer, index, Payload.SKIP_GRADIENT))
         return edges
-
-    def _transfer(self, edge: Edge) -> None:
-        source, target = self.stages[edge.source], self.stages[edge.target]
-        extract, insert = payload_functions(edge, source.stage.skips)
-        after = source.after_backward if edge.payload in _BACKWARDS else source.after_forward
-        after.append(LocalTransfer(edge, extract, insert, target))
 
     def begin(self, signature: int | None, order: Mapping[Edge, list[int]]) -> None:
         """Begin a mini-batch on all channels between stages.
@@ -136,9 +157,20 @@ class Wiring:
         for channels in self.stages.values():
             channels.microbatches = {}
 
+    def share_weights(self, shards: Mapping[int, Sequence[Sequence[nn.Parameter]]]) -> None:
+        """Send the weights that this replica has updated, and receive those of the others.
+
+        `shards` has, for each stage, the weights that each replica updates.
+        """
+        for stage, reduction in self.reductions.items():
+            reduction.send_weights(shards[stage])
+        for stage, reduction in self.reductions.items():
+            reduction.receive_weights(shards[stage])
+        self.flush()
+
     def close(self) -> None:
         """Close the links, which ends pending transfers, and end the send thread."""
-        for link in self._links:
+        for link in self._links.values():
             link.close()
         if self._send_thread is not None:
             self._send_thread.close()
@@ -158,88 +190,38 @@ class TiedGradients:
     ) -> None:
         self._ties = ties
         self._senders, self._receivers = senders, receivers
-        self._received: dict[int, dict[int, list[torch.Tensor | None]]] = {}
+        self._received: dict[Edge, list[torch.Tensor | None]] = {}
 
     def expected(self, edge: Edge) -> list[int]:
         """Return the numbers of the frames that come over an edge in a step."""
-        return list(range(self._ties[edge.target].incoming_frames(edge.source)))
+        return list(self._ties[edge.target].frames(edge.source))
 
     def send(self, stage: int, peer: int) -> None:
         """Send the gradients of the places on `stage` to the stage `peer`."""
         sender = self._senders[Edge(stage, peer, Payload.TIED)]
-        for number, gradients in enumerate(self._ties[stage].outgoing(peer)):
-            sender.send(number, gradients)
+        gradients = self._ties[stage].outgoing(peer)
+        for first in range(0, len(gradients), FRAME):
+            sender.send(first, gradients[first : first + FRAME])
 
     def receive(self, stage: int, peer: int) -> None:
         """Receive for `stage` the gradients of the places on the stage `peer`."""
-        receiver = self._receivers[Edge(peer, stage, Payload.TIED)]
-        gradients = self._received.setdefault(stage, {}).setdefault(peer, [])
-        for number in range(self._ties[stage].incoming_frames(peer)):
-            gradients += receiver.receive(number)
+        edge = Edge(peer, stage, Payload.TIED)
+        receiver, frames = self._receivers[edge], self.expected(edge)
+        self._received[edge] = [g for number in frames for g in receiver.receive(number)]
 
     def reduce(self, stage: int) -> None:
         """Add up the gradients of a stage's tied weights, once those of all places are here."""
         ties = self._ties[stage]
-        received = self._received.pop(stage, {})
-        remote = list(received)
+        remote: list[Edge] = []
+        gradients: dict[int, list[torch.Tensor | None]] = {}
         for peer in ties.peers:
-            if peer not in received:  # on this worker
-                received[peer] = [g for some in self._ties[peer].outgoing(stage) for g in some]
-        ties.add_up(received)
-        for peer in remote:
-            for number in range(ties.incoming_frames(peer)):
-                self._receivers[Edge(peer, stage, Payload.TIED)].release(number)
-
-
-class ReplicaGroup:
-    """This worker's ends of the channels between replicas; with one replica there are none.
-
-    Attributes:
-        reductions: reductions over the replicas, by stage.
-        scatter: scatter of mini-batches, where replica 0 reads the data for all and stage 0 is.
-        senders: senders of gradients and weights.
-    """
-
-    def __init__(
-        self,
-        stages: Mapping[int, Stage],
-        replica: int,
-        links: Mapping[Edge, Link],
-        send_thread: SendThread | None,
-        types: TypeRegistry,
-        accelerator: Accelerator | None,
-    ) -> None:
-        self.reductions: dict[int, Reduction] = {}
-        self.scatter: BatchScatter | None = None
-        self._replica = replica
-        outgoing: dict[Edge, Sender] = {}
-        incoming: dict[Edge, Receiver] = {}
-        for edge, link in links.items():
-            device = None if edge.payload is Payload.DATA else accelerator
-            if edge.origin == replica:
-                outgoing[edge] = Sender(link, None, send_thread, types, device)
-            elif edge.origin >= 0:
-                incoming[edge] = Receiver(link, _GRADIENTS_AHEAD, types, device)
-        for index, stage in stages.items():
-            sums = index, Payload.SUM
-            senders = {e.goal: s for e, s in outgoing.items() if (e.source, e.payload) == sums}
-            receivers = {e.origin: r for e, r in incoming.items() if (e.source, e.payload) == sums}
-            if senders:
-                self.reductions[index] = Reduction(stage, replica, senders, receivers)
-        self.senders = {e: s for e, s in outgoing.items() if e.payload is Payload.SUM}
-        scatters = {e.goal: s for e, s in outgoing.items() if e.payload is Payload.DATA}
-        scattered = next((r for e, r in incoming.items() if e.payload is Payload.DATA), None)
-        if scatters or scattered:
-            self.scatter = BatchScatter(scatters, scattered)
-
-    def share_weights(self, shards: Mapping[int, Sequence[Sequence[nn.Parameter]]]) -> None:
-        """Send the weights that this replica has updated, and receive those of the others.
-
-        `shards` has, for each stage, the weights that each replica updates.
-        """
-        for stage, reduction in self.reductions.items():
-            reduction.send_weights(shards[stage][self._replica])
-        for stage, reduction in self.reductions.items():
-            reduction.receive_weights(shards[stage])
-        for sender in self.senders.values():
-            sender.flush()
+            edge = Edge(peer, stage, Payload.TIED)
+            if edge in self._received:
+                remote.append(edge)
+                gradients[peer] = self._received.pop(edge)
+            else:  # on this worker
+                gradients[peer] = self._ties[peer].outgoing(stage)
+        ties.add_up(gradients)
+        for edge in remote:
+            for number in self.expected(edge):
+                self._receivers[edge].release(number)

@@ -22,7 +22,7 @@ from pipeworker.job.file import Entry
 from pipeworker.plan.ties import Tie
 from pipeworker.worker.internals import move_hooks
 
-_FRAME = 64
+FRAME = 64
 """Number of gradients in a frame."""
 
 
@@ -137,19 +137,18 @@ class Ties:
         """The other stages that have places of the stage's tied weights."""
         return {stage for tie in self.ties for stage in tie.stages if stage != self.stage}
 
-    def outgoing(self, peer: int) -> list[list[torch.Tensor | None]]:
-        """Return the gradients of this stage's places that another stage needs, in frames."""
-        gradients = [
+    def outgoing(self, peer: int) -> list[torch.Tensor | None]:
+        """Return the gradients of this stage's places that another stage needs."""
+        return [
             group.own[place].grad
             for group in self._groups
             if peer in group.tie.stages
             for place in sorted(group.own)
         ]
-        return [gradients[i : i + _FRAME] for i in range(0, len(gradients), _FRAME)]
 
-    def incoming_frames(self, peer: int) -> int:
-        """Return the number of frames that another stage sends."""
-        return -(-sum(group.tie.stages.count(peer) for group in self._groups) // _FRAME)
+    def frames(self, peer: int) -> range:
+        """Return the numbers of another stage's frames: that of each's first gradient."""
+        return range(0, sum(group.tie.stages.count(peer) for group in self._groups), FRAME)
 
     def add_up(self, received: Mapping[int, Sequence[torch.Tensor | None]]) -> None:
         """Add up the gradients of all places; `received` has those of other stages, by stage."""

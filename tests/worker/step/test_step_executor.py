@@ -343,7 +343,7 @@ def test_a_loss_that_depends_on_no_parameter_is_rejected() -> None:
         pipeline.step(1, last=True)
 
 
-class EventLog:
+class EventLog(ActionHook):
     """A hook that watches every action, and logs its marks among the calls of a layer.
 
     Attributes:
