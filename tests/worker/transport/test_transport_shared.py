@@ -395,7 +395,7 @@ def test_a_device_keeps_the_pages_of_a_cleared_range(pinned: bool) -> None:
     """It would go on using the pages that it had."""
     arena = Arena(0, 100_000, Pins().pin if pinned else None)
     os.close(arena.descriptor)
-    arena.use(arena.start, arena.size)[:] = b"\7" * arena.size
-    arena.clear(arena.start, arena.size)
+    arena.use(0, arena.size)[:] = b"\7" * arena.size
+    arena.clear(0, arena.size)
     assert arena.resident == (arena.size if pinned else 0)
     assert {*arena.memory[:]} == ({7} if pinned else {0})

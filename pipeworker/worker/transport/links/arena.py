@@ -9,7 +9,7 @@ import itertools
 import mmap
 import os
 import weakref
-from bisect import bisect_left, bisect_right, insort
+from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Callable
 
@@ -19,45 +19,18 @@ from pipeworker.worker.transport.layout import ALIGNMENT
 
 
 class Heap:
-    """Used and free ranges of regions, by address; it neither reads nor writes the memory.
+    """Used and free ranges of some memory, by offset; it neither reads nor writes the memory.
 
     Allocation is best fit, with adjacent free ranges merged (Knuth, The Art of Computer
     Programming, volume 1, section 2.5).
     """
 
-    def __init__(self) -> None:
-        self._regions: dict[int, int] = {}  # sizes, by start
-        self._starts: list[int] = []  # of regions, in order
+    def __init__(self, size: int) -> None:
         self.free: dict[int, int] = {}
         """The sizes of the free ranges, by start."""
         self._ends: dict[int, int] = {}  # starts of free ranges, by end
         self._sizes: list[tuple[int, int]] = []  # sizes and starts of free ranges, in order
-        self.used = 0
-        """The bytes that are allocated."""
-
-    @property
-    def total(self) -> int:
-        """The bytes of all regions."""
-        return sum(self._regions.values())
-
-    def add_region(self, start: int, size: int) -> None:
-        """Add a region, all of it free."""
-        self._regions[start] = size
-        insort(self._starts, start)
-        self._insert(start, size)
-
-    def remove_region(self, start: int) -> bool:
-        """Remove a region if all of it is free; return whether it was removed."""
-        if self.free.get(start) != self._regions[start]:
-            return False
-        self._delete(start)
-        del self._regions[start]
-        self._starts.remove(start)
-        return True
-
-    def region_of(self, address: int) -> int:
-        """Return the start of the region that has an address."""
-        return self._starts[bisect_right(self._starts, address) - 1]
+        self._insert(0, size)
 
     def allocate(self, size: int) -> int | None:
         """Return the start of `size` bytes of the smallest free range that has them, or None."""
@@ -68,19 +41,14 @@ class Heap:
         self._delete(start)
         if found > size:
             self._insert(start + size, found - size)
-        self.used += size
         return start
 
     def release(self, start: int, size: int) -> None:
-        """Free an allocated range. Regions are not merged, even where their addresses meet."""
-        self.used -= size
-        after = start + size
-        if after in self.free and after not in self._regions:
-            size += self._delete(after)
-        if start in self._ends and start not in self._regions:
-            before = self._ends[start]
-            size += self._delete(before)
-            start = before
+        """Free an allocated range."""
+        for neighbour in (self._ends.get(start, -1), start + size):
+            if neighbour in self.free:
+                size += self._delete(neighbour)
+                start = min(start, neighbour)
         self._insert(start, size)
 
     def _insert(self, start: int, size: int) -> None:
@@ -125,6 +93,7 @@ class Arena:
         fcntl.fcntl(self.descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
         self.memory = mmap.mmap(self.descriptor, self.size)
         self.start = address_of(self.memory)
+        self.heap = Heap(self.size)
         self._pages = bytearray(count)  # 1 for each that may have been written to
         undo = pin(self.start, self.size) if pin else None
         self._pinned = undo is not None
@@ -136,20 +105,17 @@ class Arena:
         """The bytes of its pages that may have been written to."""
         return self._pages.count(1) * mmap.PAGESIZE
 
-    def use(self, start: int, size: int) -> memoryview:
-        """Return the range of `size` bytes at address `start`, which will be written to."""
-        first = start - self.start
-        pages = slice(first // mmap.PAGESIZE, -(-(first + size) // mmap.PAGESIZE))
+    def use(self, offset: int, size: int) -> memoryview:
+        """Return the range of `size` bytes at an offset, which will be written to."""
+        pages = slice(offset // mmap.PAGESIZE, -(-(offset + size) // mmap.PAGESIZE))
         self._pages[pages] = b"\1" * (pages.stop - pages.start)
-        return memoryview(self.memory)[first : first + size]
+        return memoryview(self.memory)[offset : offset + size]
 
-    def clear(self, start: int, size: int) -> None:
+    def clear(self, offset: int, size: int) -> None:
         """Return the whole pages of a free range to the system, unless a device has pinned them."""
-        if self._pinned:
-            return
-        first = -(-(start - self.start) // mmap.PAGESIZE)
-        count = (start - self.start + size) // mmap.PAGESIZE - first
-        if count > 0:
+        first = -(-offset // mmap.PAGESIZE)
+        count = (offset + size) // mmap.PAGESIZE - first
+        if count > 0 and not self._pinned:
             with contextlib.suppress(OSError):  # memory that the user has locked stays
                 self.memory.madvise(mmap.MADV_REMOVE, first * mmap.PAGESIZE, count * mmap.PAGESIZE)
             self._pages[first : first + count] = bytes(count)
@@ -175,12 +141,13 @@ class ArenaAllocator:
         pin: Pin | None = None,
     ) -> None:
         self._announce, self._retire, self._pin = announce, retire, pin
-        self._arenas: dict[int, Arena] = {}  # by start
+        self._arenas: list[Arena] = []
         self._numbers = itertools.count()
-        self._heap = Heap()
+        self._used = 0  # bytes
         self._limit = 0  # bytes: the most that was in use at once, and an eighth
         self._touched = 0  # bytes, at most, of pages that were written to
-        self._ranges: dict[int, tuple[int, weakref.ref[memoryview]]] = {}  # in use: size, watcher
+        # In use, by address: the arena, the size, and the watcher.
+        self._ranges: dict[int, tuple[Arena, int, weakref.ref[memoryview]]] = {}
         self._freed: deque[int] = deque()  # appended to by the thread that drops the last reference
         self.locations: dict[int, tuple[int, int]] = {}
         """The arena's number and the offset in it of each range in use, by its address."""
@@ -192,49 +159,61 @@ class ArenaAllocator:
             OSError: the system has no memory for it, or the sender is gone.
         """
         while self._freed:
-            start = self._freed.popleft()
-            del self.locations[start]
-            self._heap.release(start, self._ranges.pop(start)[0])
+            address = self._freed.popleft()
+            arena, size, _ = self._ranges.pop(address)
+            arena.heap.release(self.locations.pop(address)[1], size)
+            self._used -= size
         size = max(1, -(-count // ALIGNMENT)) * ALIGNMENT
-        if not self._heap.used and self._heap.total > max(self._limit, _ARENA_BYTES):
+        if not self._used and self._total() > max(self._limit, _ARENA_BYTES):
             self._drop_arenas()
-        start = self._heap.allocate(size) or self._add_arena(size)
-        self._limit = max(self._limit, self._heap.used + self._heap.used // _SPARE)
+        arena, offset = self._find(size) or (self._add_arena(size), 0)
+        self._used += size
+        self._limit = max(self._limit, self._used + self._used // _SPARE)
         self._touched += size
         if self._touched > self._limit:
             self._trim()
         # The range has a storage of its own; when that ends, the range is noted as freed.
-        arena, freed = self._arenas[self._heap.region_of(start)], self._freed
-        view = arena.use(start, size)
-        self._ranges[start] = size, weakref.ref(view, lambda _: freed.append(start))
-        self.locations[start] = arena.number, start - arena.start
+        address, freed = arena.start + offset, self._freed
+        view = arena.use(offset, size)
+        self._ranges[address] = arena, size, weakref.ref(view, lambda _: freed.append(address))
+        self.locations[address] = arena.number, offset
         return torch.frombuffer(view, dtype=torch.uint8)[:count]
 
-    def _add_arena(self, size: int) -> int:
-        """Return the start of `size` bytes in a new arena, which replaces all unused ones."""
+    def _total(self) -> int:
+        return sum([arena.size for arena in self._arenas])
+
+    def _find(self, size: int) -> tuple[Arena, int] | None:
+        """Allocate a free range; return its arena and its offset there."""
+        for arena in self._arenas:
+            if (offset := arena.heap.allocate(size)) is not None:
+                return arena, offset
+        return None
+
+    def _add_arena(self, size: int) -> Arena:
+        """Return a new arena, which replaces all unused ones, with its first bytes allocated."""
         self._drop_arenas()
-        heap = self._heap
-        room = max(size, self._limit - heap.total, heap.used, _ARENA_BYTES)  # few, as each doubles
+        room = max(size, self._limit - self._total(), self._used, _ARENA_BYTES)  # each doubles: few
         arena = Arena(next(self._numbers), room, self._pin)
         try:
             self._announce(arena)
         finally:
             os.close(arena.descriptor)
-        self._arenas[arena.start] = arena
-        heap.add_region(arena.start, arena.size)
-        return heap.allocate(size) or 0
+        self._arenas.append(arena)
+        arena.heap.allocate(size)
+        return arena
 
     def _drop_arenas(self) -> None:
         """Unmap the arenas that are not in use, at both ends."""
-        for arena in [a for start, a in self._arenas.items() if self._heap.remove_region(start)]:
-            arena.clear(arena.start, arena.size)  # the sender may unmap it only later
-            del self._arenas[arena.start]
+        for arena in [a for a in self._arenas if a.heap.free.get(0) == a.size]:
+            arena.clear(0, arena.size)  # the sender may unmap it only later
+            self._arenas.remove(arena)
             self._retire(arena)
 
     def _trim(self) -> None:
         """Return free memory to the system if more is resident than the limit."""
-        self._touched = sum(arena.resident for arena in self._arenas.values())
+        self._touched = sum([arena.resident for arena in self._arenas])
         if self._touched > self._limit:
-            for start, size in self._heap.free.items():
-                self._arenas[self._heap.region_of(start)].clear(start, size)
-            self._touched = self._heap.used
+            for arena in self._arenas:
+                for offset, size in arena.heap.free.items():
+                    arena.clear(offset, size)
+            self._touched = self._used
