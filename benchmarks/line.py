@@ -106,7 +106,7 @@ def end(rank: int, size: int, rounds: int, seconds: float) -> None:
 
     from pipeworker.plan.actions import Edge, Payload
     from pipeworker.worker.internals import PrefixStore, ProcessGroupGloo, TCPStore, gloo_options
-    from pipeworker.worker.transport.credentials import Credentials
+    from pipeworker.worker.transport.credentials import Credentials, Login
     from pipeworker.worker.transport.handshake import RendezvousPoint
     from pipeworker.worker.transport.links import tls
     from pipeworker.worker.transport.links.gloo import GroupLink
@@ -124,10 +124,9 @@ def end(rank: int, size: int, rounds: int, seconds: float) -> None:
     edge = Edge(0, 1, Payload.ACTIVATION)
     point = RendezvousPoint(store, "tls", time.monotonic() + 60)
     credentials = Credentials.of("the token of a benchmark, which is not secret")
+    login = Login(b"not a secret either", credentials)
     over_gloo = GroupLink(edge, group("channel"))
-    over_tls = tls.connect(
-        edge, b"not a secret either", point, credentials, ADDRESSES[rank], sends=not rank
-    )
+    over_tls = tls.connect(edge, login, point, ADDRESSES[rank], sends=not rank)
     ways: dict[str, Way] = {f"gloo x{n}": partial(bare, groups[:n], rank) for n in STREAMS}
     ways |= {"channel": through_channel(over_gloo, rank), "tls": through_channel(over_tls, rank)}
 

@@ -17,7 +17,7 @@ from pipeworker.timings import VARIABLE
 from pipeworker.worker.transport import handshake
 from pipeworker.worker.transport.connect import connect
 from pipeworker.worker.transport.credentials import Credentials
-from pipeworker.worker.transport.handshake import AuthenticationError, Membership, authenticate
+from pipeworker.worker.transport.handshake import AuthenticationError, Membership
 from pipeworker.worker.transport.links import unix
 from pipeworker.worker.transport.links.link import Link
 from pipeworker.worker.transport.network import Network
@@ -83,12 +83,11 @@ class Listener:
 
     def fail_handshake(self, secret: bytes, certificate: Credentials) -> None:
         """Do as a source does, with another secret or certificate, and fail."""
-        authentication = authenticate(secret, sends=True)
         connection = self.connect()
         if self.kind == "tls":
-            steps = certificate.steps(connection, authentication, connects=True)
+            steps = certificate.steps(connection, secret, connects=True)
         else:
-            steps = handshake.plain_steps(connection, authentication)
+            steps = handshake.plain_steps(connection, secret, sends=True)
         with pytest.raises((AuthenticationError, OSError)):
             self._stack.callback(handshake.complete(steps, connection, time.monotonic() + 20).close)
 

@@ -14,7 +14,7 @@ from pipeworker.errors import PeerLost, UsageError
 from pipeworker.plan.actions import Edge, Payload
 from pipeworker.plan.placement import Placement
 from pipeworker.worker.device.accelerator import Accelerator
-from pipeworker.worker.transport.credentials import Credentials
+from pipeworker.worker.transport.credentials import Credentials, Login
 from pipeworker.worker.transport.handshake import AuthenticationError, Membership, RendezvousPoint
 from pipeworker.worker.transport.links import mapped, nccl, shared, tls, unix
 from pipeworker.worker.transport.links.gloo import Gloo
@@ -178,8 +178,8 @@ class _Connector:
                 else shared.ReceivingLink(edge, connection, pin)
             )
         elif self._credentials:
-            host = self._network.own_address()
-            link = tls.connect(edge, secret, hosts, self._credentials, host, sends=sends)
+            login, host = Login(secret, self._credentials), self._network.own_address()
+            link = tls.connect(edge, login, hosts, host, sends=sends)
         else:
             link = self._gloo.connect(edge, secret, key, sends=sends)
         if not mechanisms[1]:

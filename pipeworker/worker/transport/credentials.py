@@ -14,16 +14,16 @@ import socket
 import ssl
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from pipeworker.environment import timings
 from pipeworker.wire.keys import derive_secret
-from pipeworker.worker.transport.handshake import (
-    Authentication,
-    AuthenticationError,
-    HandshakeSteps,
-    exchange_proofs,
-)
+from pipeworker.worker.transport import handshake
+from pipeworker.worker.transport.handshake import AuthenticationError, HandshakeSteps, PeerLeft
+
+_KEEPALIVE_IDLE = 30  # seconds until the kernel probes a silent peer
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,9 +55,7 @@ class Credentials:
                 context.load_cert_chain(path)
         return Credentials(client, server, der)
 
-    def steps(
-        self, connection: socket.socket, authentication: Authentication, *, connects: bool
-    ) -> HandshakeSteps:
+    def steps(self, connection: socket.socket, key: bytes, *, connects: bool) -> HandshakeSteps:
         """Encrypt a TCP connection, then perform this end's part of the authentication over it.
 
         Raises:
@@ -83,9 +81,52 @@ class Credentials:
                     yield selectors.EVENT_WRITE
             if secure.getpeercert(binary_form=True) != self.certificate:
                 raise AuthenticationError("its certificate is not the job's")
-            yield from exchange_proofs(secure, authentication)
+            yield from handshake.exchange_proofs(secure, key, sends=connects)
             unless_authenticated.pop_all()
         return secure
+
+
+@dataclass(frozen=True, slots=True)
+class Login:
+    """The authentication of TCP connections by a key, encrypted if there are credentials."""
+
+    key: bytes
+    credentials: Credentials | None
+
+    def steps(self, connection: socket.socket, *, connects: bool = False) -> HandshakeSteps:
+        """Return the handshake of a connection, which this process has accepted or made.
+
+        The sizes of its buffers are left to the kernel, which may choose larger ones than a
+        program.
+        """
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        if sys.platform == "linux":
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _KEEPALIVE_IDLE)
+        if self.credentials is None:
+            return handshake.plain_steps(connection, self.key, sends=connects)
+        return self.credentials.steps(connection, self.key, connects=connects)
+
+    def connect(self, address: tuple[str, int], deadline: float) -> socket.socket:
+        """Return an authenticated connection to a listener at (host, port).
+
+        A listener that is full of unauthenticated connections may close this one: retry until
+        `deadline` (monotonic).
+
+        Raises:
+            OSError: the listener cannot be reached.
+            AuthenticationError: the process that listens there is not the peer.
+        """
+        while True:
+            limit = min(max(0.001, deadline - time.monotonic()), timings().reach)
+            connection = socket.create_connection(address, timeout=limit)
+            steps = self.steps(connection, connects=True)
+            try:
+                return handshake.complete(steps, connection, deadline)
+            except (PeerLeft, ConnectionError, ssl.SSLEOFError, ssl.SSLZeroReturnError):
+                if time.monotonic() > deadline:
+                    raise
+            time.sleep(timings().poll)
 
 
 def _derive(seed: bytes) -> tuple[bytes, str]:

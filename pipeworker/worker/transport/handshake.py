@@ -135,9 +135,10 @@ def parse_address(published: bytes) -> tuple[str, int]:
 
 
 def exchange_proofs(
-    connection: socket.socket, authentication: Authentication
+    connection: socket.socket, key: bytes, *, sends: bool
 ) -> Generator[int, None, None]:
     """Perform an authentication over a connection, whose buffers hold messages this small."""
+    authentication = authenticate(key, sends=sends)
     with contextlib.suppress(StopIteration):
         message, count = next(authentication)
         while True:
@@ -156,11 +157,11 @@ def exchange_proofs(
             message, count = authentication.send(received)
 
 
-def plain_steps(connection: socket.socket, authentication: Authentication) -> HandshakeSteps:
+def plain_steps(connection: socket.socket, key: bytes, *, sends: bool) -> HandshakeSteps:
     """Authenticate a connection that stays unencrypted."""
     with contextlib.ExitStack() as unless_authenticated:
         unless_authenticated.callback(connection.close)
-        yield from exchange_proofs(connection, authentication)
+        yield from exchange_proofs(connection, key, sends=sends)
         unless_authenticated.pop_all()
     return connection
 

@@ -24,13 +24,11 @@ from pipeworker.errors import PeerLost
 from pipeworker.host import streams
 from pipeworker.record.snapshot_memory import SnapshotMemory
 from pipeworker.worker.transport import handshake
-from pipeworker.worker.transport.credentials import Credentials
+from pipeworker.worker.transport.credentials import Credentials, Login
 from pipeworker.worker.transport.handshake import (
     AuthenticationError,
-    HandshakeSteps,
     Membership,
     PeerLeft,
-    RendezvousPoint,
 )
 from pipeworker.worker.transport.network import CoordinatorStore, Network
 
@@ -60,7 +58,7 @@ class _Server:
         membership: Membership,
     ) -> None:
         self._memories = memories
-        self._login = _Login(network, membership)
+        self._login = _login(network, membership)
         self._closed = threading.Event()
         self._peers: list[tuple[socket.socket, threading.Thread]] = []
         self._listener, address = handshake.listen(network.own_address())
@@ -145,7 +143,7 @@ class MirrorClient:
         self, rank: int, store: CoordinatorStore, network: Network, membership: Membership
     ) -> None:
         self._rank = rank
-        self._login = _Login(network, membership)
+        self._login = _login(network, membership)
         self._address = handshake.parse_address(store.get(f"{MirrorServer.key}/{rank}"))
         self._connection: socket.socket | None = None
         self._closed = False
@@ -157,7 +155,9 @@ class MirrorClient:
         is about to end.
         """
         try:
-            connection = self._connection or self._connect()
+            until = time.monotonic() + timings().reach
+            connection = self._connection or self._login.connect(self._address, until)
+            self._connection = connection
             sizes = [os.fstat(file).st_size for file in memory.handles[:2]]
             connection.sendall(_MIRROR_HEADER.pack(self._rank, slot, *sizes))
             for file, size in zip(memory.handles, sizes, strict=False):
@@ -179,17 +179,6 @@ class MirrorClient:
             _shut_down(self._connection)
             self._connection.close()
 
-    def _connect(self) -> socket.socket:
-        deadline = time.monotonic() + timings().reach
-        while True:
-            try:
-                self._connection = self._login.connect(self._address, timings().handshake, deadline)
-                return self._connection
-            except (PeerLeft, ConnectionError, ssl.SSLEOFError):
-                if self._closed or time.monotonic() > deadline:
-                    raise
-            time.sleep(timings().poll)  # the listener was full of unauthenticated connections
-
 
 def fetch_snapshot(
     rank: int, slot: int, store: CoordinatorStore, network: Network, membership: Membership
@@ -201,13 +190,12 @@ def fetch_snapshot(
         OSError: there is no memory for it.
     """
     key, deadline = f"{SnapshotServer.key}/{rank}", time.monotonic() + timings().connect
-    point = RendezvousPoint(store, key, deadline)
     store.deadline = deadline
-    address, login = handshake.parse_address(store.get(key)), _Login(network, membership)
+    address, login = handshake.parse_address(store.get(key)), _login(network, membership)
     while True:
         try:
-            with login.connect(address, point.seconds_left(), deadline) as server:
-                server.settimeout(point.seconds_left())
+            with login.connect(address, deadline) as server:
+                server.settimeout(max(0.001, deadline - time.monotonic()))
                 return _fetch(server, rank, slot)
         except (AuthenticationError, ConnectionError, ssl.SSLEOFError, TimeoutError) as error:
             if time.monotonic() > deadline or isinstance(error, TimeoutError):
@@ -230,24 +218,9 @@ def _fetch(server: socket.socket, rank: int, slot: int) -> SnapshotMemory:
     return memory
 
 
-class _Login:
-    """Authenticates the connections over which snapshots are transferred."""
-
-    def __init__(self, network: Network, membership: Membership) -> None:
-        self._key = membership.snapshot_key()
-        self._credentials = Credentials.of(membership.token) if network.backend == "tls" else None
-
-    def steps(self, connection: socket.socket, *, connects: bool = False) -> HandshakeSteps:
-        """Return the handshake of a connection, which this process has accepted or made."""
-        authentication = handshake.authenticate(self._key, sends=connects)
-        if self._credentials is None:
-            return handshake.plain_steps(connection, authentication)
-        return self._credentials.steps(connection, authentication, connects=connects)
-
-    def connect(self, address: tuple[str, int], timeout: float, deadline: float) -> socket.socket:
-        """Return an authenticated connection to a server."""
-        connection = socket.create_connection(address, timeout=timeout)
-        return handshake.complete(self.steps(connection, connects=True), connection, deadline)
+def _login(network: Network, membership: Membership) -> Login:
+    credentials = Credentials.of(membership.token) if network.backend == "tls" else None
+    return Login(membership.snapshot_key(), credentials)
 
 
 def _shut_down(connection: socket.socket) -> None:

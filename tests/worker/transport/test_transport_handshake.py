@@ -258,9 +258,7 @@ def test_a_source_whose_connection_is_closed_retries(monkeypatch: pytest.MonkeyP
                 connection.recv(count)
             connection.close()
         connection, _ = listener.accept()
-        steps = Credentials.of(MEMBERSHIP.token).steps(
-            connection, authenticate(KEY, sends=False), connects=False
-        )
+        steps = Credentials.of(MEMBERSHIP.token).steps(connection, KEY, connects=False)
         stack.callback(handshake.complete(steps, connection, time.monotonic() + 20).close)
         source.result(20).close()
 

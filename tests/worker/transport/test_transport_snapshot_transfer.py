@@ -74,8 +74,7 @@ def test_nothing_is_sent_unencrypted_while_a_connection_closes(
     credentials = Credentials.of(MEMBERSHIP.token)
 
     def steps(connection: socket.socket, *, connects: bool = False) -> HandshakeSteps:
-        authentication = handshake.authenticate(MEMBERSHIP.snapshot_key(), sends=connects)
-        return credentials.steps(connection, authentication, connects=connects)
+        return credentials.steps(connection, MEMBERSHIP.snapshot_key(), connects=connects)
 
     def delayed(connection: socket.socket, how: int) -> None:
         closing.set()
@@ -158,11 +157,10 @@ def test_a_worker_of_another_generation_is_rejected(
     host, port = store.store().get("memory/3").decode().split()
     until = time.monotonic() + 20
     connection = socket.create_connection((host, int(port)), timeout=20)
-    authentication = handshake.authenticate(old.snapshot_key(), sends=True)
     steps = (
-        Credentials.of(old.token).steps(connection, authentication, connects=True)
+        Credentials.of(old.token).steps(connection, old.snapshot_key(), connects=True)
         if network.backend == "tls"
-        else handshake.plain_steps(connection, authentication)
+        else handshake.plain_steps(connection, old.snapshot_key(), sends=True)
     )
     with pytest.raises((PeerLeft, ConnectionError, ssl.SSLEOFError)):
         handshake.complete(steps, connection, until)

@@ -51,8 +51,7 @@ def connected() -> Pair:
 
     def authenticated(connection: socket.socket, sends: bool) -> socket.socket:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        authentication = handshake.authenticate(key, sends=sends)
-        steps = credentials.steps(connection, authentication, connects=sends)
+        steps = credentials.steps(connection, key, connects=sends)
         return handshake.complete(steps, connection, time.monotonic() + 20)
 
     with ThreadPoolExecutor(2) as pool:

@@ -18,20 +18,17 @@ import select
 import socket
 import ssl
 import struct
-import sys
 import threading
-import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 
 import torch
 
-from pipeworker.environment import timings
 from pipeworker.errors import PeerLost, PipeworkerError, ProtocolError
 from pipeworker.plan.actions import Edge
 from pipeworker.worker.transport import handshake
-from pipeworker.worker.transport.credentials import Credentials
-from pipeworker.worker.transport.handshake import HandshakeSteps, PeerLeft, RendezvousPoint
+from pipeworker.worker.transport.credentials import Login
+from pipeworker.worker.transport.handshake import RendezvousPoint
 from pipeworker.worker.transport.links.link import (
     COMPLETE,
     OneLane,
@@ -47,7 +44,6 @@ HEADER = struct.Struct("<2q")
 LARGE_BYTES = 256 << 10
 """The size from which waking a thread takes less time than reading the tensor."""
 _RECORD_BYTES = 16 << 10  # a TLS record: a small message fits in one
-_KEEPALIVE_IDLE = 30  # seconds until the kernel probes a silent peer
 _WOULD_BLOCK = (ssl.SSLWantReadError, ssl.SSLWantWriteError)
 
 
@@ -293,13 +289,7 @@ class ReceivingLink(OneLane):
 
 
 def connect(
-    edge: Edge,
-    secret: bytes,
-    point: RendezvousPoint,
-    credentials: Credentials,
-    host: str,
-    *,
-    sends: bool,
+    edge: Edge, login: Login, point: RendezvousPoint, host: str, *, sends: bool
 ) -> ReceivingLink | SendingLink:
     """Connect this worker's end of an edge over TLS.
 
@@ -311,36 +301,8 @@ def connect(
     """
     if sends:
         address = handshake.parse_address(point.store.get(point.key))
-        while True:
-            limit = min(point.seconds_left(), timings().reach)
-            connection = socket.create_connection(address, timeout=limit)
-            authentication = handshake.authenticate(secret, sends=True)
-            steps = credentials.steps(_configured(connection), authentication, connects=True)
-            try:
-                return SendingLink(edge, handshake.complete(steps, connection, point.deadline))
-            except (PeerLeft, ConnectionError, ssl.SSLEOFError, ssl.SSLZeroReturnError):
-                if time.monotonic() > point.deadline:
-                    raise
-            # The listener was full of unauthenticated connections, or one of them broke this one.
-            time.sleep(timings().poll)
-
-    def steps_of(connection: socket.socket) -> HandshakeSteps:
-        authentication = handshake.authenticate(secret, sends=False)
-        return credentials.steps(_configured(connection), authentication, connects=False)
-
+        return SendingLink(edge, login.connect(address, point.deadline))
     listener, own_address = handshake.listen(host)
     with listener:
         point.store.set(point.key, own_address)
-        return ReceivingLink(edge, handshake.accept(listener, edge, point.deadline, steps_of))
-
-
-def _configured(connection: socket.socket) -> socket.socket:
-    """Send small messages at once, and let the kernel probe silent peers.
-
-    The sizes of the buffers are left to the kernel, which may choose larger ones than a program.
-    """
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    if sys.platform == "linux":
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _KEEPALIVE_IDLE)
-    return connection
+        return ReceivingLink(edge, handshake.accept(listener, edge, point.deadline, login.steps))

@@ -36,7 +36,7 @@ def connect_unix(
     if not sends:
         return _listen(edge, secret, point)
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    steps = handshake.plain_steps(connection, handshake.authenticate(secret, sends=True))
+    steps = handshake.plain_steps(connection, secret, sends=True)
     try:
         name = point.store.get(point.key)
         # Python's timeout would not wait while unauthenticated peers fill the listener's queue.
@@ -57,8 +57,7 @@ def _listen(edge: Edge, secret: bytes, point: RendezvousPoint) -> socket.socket:
         if struct.unpack("3i", credentials)[1] != os.getuid():
             connection.close()
             raise handshake.AuthenticationError("it is another user's")
-        authentication = handshake.authenticate(secret, sends=False)
-        return (yield from handshake.plain_steps(connection, authentication))
+        return (yield from handshake.plain_steps(connection, secret, sends=False))
 
     name = f"pipeworker-{secrets.token_hex(16)}"
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
