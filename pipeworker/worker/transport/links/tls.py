@@ -26,6 +26,7 @@ import torch
 
 from pipeworker.errors import PeerLost, PipeworkerError, ProtocolError
 from pipeworker.plan.actions import Edge
+from pipeworker.worker.task_thread import TaskThread
 from pipeworker.worker.transport import handshake
 from pipeworker.worker.transport.credentials import Login
 from pipeworker.worker.transport.handshake import RendezvousPoint
@@ -134,7 +135,7 @@ class ReceivingLink(OneLane):
         self._early: dict[int, deque[bytearray]] = {}  # messages that came before their receives
         self._header = bytearray(HEADER.size)
         self._next: tuple[int, int] | None = None  # the header of a message whose body is not read
-        self._thread: threading.Thread | None = None
+        self._thread = TaskThread(str(edge))
         self._error: PipeworkerError | None = None
 
     def receive(self, tensors: Sequence[torch.Tensor], tag: int) -> Sequence[Pending]:
@@ -151,13 +152,7 @@ class ReceivingLink(OneLane):
                     continue
                 queue.append(receive)
                 self._large += receive.tensor.nbytes >= LARGE_BYTES
-            if self._large and not self._reading:
-                if self._thread is None:
-                    self._thread = threading.Thread(
-                        target=self._read_large, name=str(self._edge), daemon=True
-                    )
-                    self._thread.start()
-                self._changed.notify_all()
+            self._read_ahead()
         return pending
 
     def complete(self, receive: PendingReceive) -> None:
@@ -184,27 +179,26 @@ class ReceivingLink(OneLane):
         with contextlib.suppress(OSError):
             # An SSLSocket's own shutdown would let a reading thread go on without encryption.
             socket.socket.shutdown(self._socket, socket.SHUT_RDWR)
-        if self._thread is not None:
-            self._thread.join()
+        self._thread.close()
         with self._changed:
             self._changed.wait_for(lambda: not self._reading)
         self._socket.close()
 
+    def _read_ahead(self) -> None:
+        """Make the thread read if a large tensor is expected; the caller holds the lock."""
+        if self._large and not self._reading and self._error is None:
+            self._thread.submit(self._read_large)
+
     def _read_large(self) -> None:
         """Read while a large tensor is expected, up to a message for which no receive is posted."""
-        while True:
-            with self._changed:
-                while self._error is None and (self._reading or not self._expects_large()):
-                    self._changed.wait()
-                if self._error is not None:
-                    return
-                self._reading = True
-            with contextlib.suppress(PipeworkerError), self._reader():
-                while self._large and self._read_message(posted_only=True):
-                    pass
-
-    def _expects_large(self) -> bool:
-        return bool(self._large and (self._next is None or self._posted.get(self._next[0])))
+        with self._changed:
+            expected = self._large and (self._next is None or self._posted.get(self._next[0]))
+            if self._reading or self._error is not None or not expected:
+                return
+            self._reading = True
+        with contextlib.suppress(PipeworkerError), self._reader():
+            while self._large and self._read_message(posted_only=True):
+                pass
 
     @contextlib.contextmanager
     def _reader(self) -> Iterator[None]:
@@ -219,8 +213,9 @@ class ReceivingLink(OneLane):
             with self._changed:
                 self._error = self._error or error
                 self._reading = False
-                if self._waiting or self._large or self._error is not None:
+                if self._waiting or self._error is not None:
                     self._changed.notify_all()
+                self._read_ahead()
 
     def _read_message(self, *, posted_only: bool) -> bool:
         """Read one message; with `posted_only`, only if its receive is posted. Return if it was."""
