@@ -60,10 +60,16 @@ class Channel:
             arrived.append(_copy(got))
             del got
             self.receiver.release(m)
-        assert self.receiver.outstanding == 0
+        assert outstanding(self.receiver) == 0
         self.sender.flush()
         self.link.close()  # a strict lane must have no posted receive
         return arrived, self.sent - before
+
+
+def outstanding(receiver: Receiver) -> int:
+    """Return the number of frames and notices that are not received, or not released."""
+    pending = len(receiver._ahead) + len(receiver._posted) + len(receiver._notices or ())
+    return pending + len(receiver._received)
 
 
 def _copy(value: Any) -> Any:

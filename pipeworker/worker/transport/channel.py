@@ -253,12 +253,6 @@ class Receiver(_End):
         self.wants_grad: Sequence[bool] = ()
         """Whether each distinct tensor of the value received last requires grad at the source."""
 
-    @property
-    def outstanding(self) -> int:
-        """The number of frames and notices that are not received, or not released."""
-        pending = len(self._ahead) + len(self._posted) + len(self._notices or ())
-        return pending + len(self._received)
-
     def begin(self, signature: int | None, microbatches: Sequence[int]) -> None:
         """Begin a step as the sender does, with the micro-batches in the order of their receipt."""
         self._begin_step(signature)

@@ -16,6 +16,7 @@ from pipeworker.plan.placement import Placement
 from pipeworker.plan.skips import Skip
 from pipeworker.worker.stage.microbatch import MicroBatch
 from pipeworker.worker.transport.channel import Receiver
+from support.channels import outstanding
 from support.layers import data, mse
 from support.orders import Which, always, depth_first, never, zero_bubble
 from support.pipelines import MODES, Pipeline, Way, filled
@@ -92,7 +93,7 @@ def assert_nothing_left(pipeline: Pipeline, least: int) -> None:
 
 
 def assert_empty(receiver: Receiver) -> None:
-    assert receiver.outstanding == 0
+    assert outstanding(receiver) == 0
 
 
 def pipeline_of(way: Way, lanes: int = 1) -> Pipeline:

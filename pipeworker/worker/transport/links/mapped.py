@@ -67,11 +67,6 @@ class ReceivingLane:
         self._freed: deque[tuple[int, int]] = deque()  # address and number
         self._posted: deque[tuple[PendingReceive, _Buffer]] = deque()
 
-    @property
-    def buffer_count(self) -> int:
-        """The number of buffers that the sender maps."""
-        return len(self._buffers)
-
     def allocate(self, count: int) -> torch.Tensor:
         return self._accelerator.empty(count)
 
@@ -156,10 +151,6 @@ class SendingLane(PostedSender):
         self._buffers: dict[int, _MappedBuffer] = {}
         self._posts: dict[int, deque[tuple[_MappedBuffer, int, int]]] = {}  # offset, bytes
         self._computed: deque[Event] = deque()
-
-    @property
-    def buffer_count(self) -> int:
-        return len(self._buffers)
 
     def allocate(self, count: int) -> torch.Tensor:
         return self._accelerator.empty(count)
