@@ -5,27 +5,18 @@ from __future__ import annotations
 import math
 import socket
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Protocol
 from urllib.parse import urlsplit
 
 from pipeworker.wire.interfaces import configured, external_address_of, interface_with, own_address
 from pipeworker.wire.messages.store import StoreOperation, StoreReply
 from pipeworker.worker.internals import Store
 
-
-class StoreCall(Protocol):
-    """Performs one operation of the store; raises TimeoutError when it takes too long."""
-
-    def __call__(
-        self,
-        operation: StoreOperation,
-        keys: tuple[str, ...],
-        value: bytes = b"",
-        seconds: float | None = None,
-        /,
-    ) -> StoreReply: ...
+StoreCall = Callable[[StoreOperation, tuple[str, ...], bytes, "float | None"], StoreReply]
+"""Performs one operation of the store, given its keys, value, and limit in seconds; raises
+TimeoutError when it takes too long."""
 
 
 class CoordinatorStore(Store):
@@ -41,13 +32,13 @@ class CoordinatorStore(Store):
 
     def set(self, key: str, value: str | bytes) -> None:
         new = value.encode() if isinstance(value, str) else bytes(value)
-        self._call(StoreOperation.SET, (key,), new)
+        self._call(StoreOperation.SET, (key,), new, None)
 
     def get(self, key: str) -> bytes:
         return self._wait_for((key,)).values[0]
 
     def check(self, keys: list[str]) -> bool:
-        return self._call(StoreOperation.CHECK, tuple(keys)).present
+        return self._call(StoreOperation.CHECK, tuple(keys), b"", None).present
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
         self._wait_for(tuple(keys))
