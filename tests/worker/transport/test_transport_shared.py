@@ -29,20 +29,23 @@ from support.memory import shared_memory
 from support.transport import FORTH, connect_all
 
 Pair = tuple[SendingLink, ReceivingLink]
+Sockets = tuple[socket.socket, socket.socket]
 POST, NOTICE = struct.Struct("<4q"), struct.Struct("<q")  # as they are on the wire
 
 
 @pytest.fixture
-def pair() -> Pair:
+def pair() -> Iterator[Pair]:
     source, target = connect_all((FORTH,), 2)
     sending, receiving = source[FORTH], target[FORTH]
     assert isinstance(sending, SendingLink)
     assert isinstance(receiving, ReceivingLink)
-    return sending, receiving
+    yield sending, receiving
+    sending.close()
+    receiving.close()
 
 
 @pytest.fixture
-def sockets() -> Iterator[tuple[socket.socket, socket.socket]]:
+def sockets() -> Iterator[Sockets]:
     """A link's socket, and the test's own at the other end."""
     own, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     other.settimeout(20)
@@ -51,6 +54,7 @@ def sockets() -> Iterator[tuple[socket.socket, socket.socket]]:
 
 
 def descriptors() -> int:
+    gc.collect()  # links of earlier tests
     return len(list(Path("/proc/self/fd").iterdir()))
 
 
@@ -232,7 +236,7 @@ def test_a_receiver_that_is_gone_fails_sends(pair: Pair) -> None:
 )
 @pytest.mark.parametrize("queued", [True, False], ids=["by the thread", "by the caller"])
 def test_the_sender_writes_only_into_the_arenas_of_the_receiver(
-    sockets: tuple[socket.socket, socket.socket], posts: list[tuple[int, ...]], queued: bool
+    sockets: Sockets, posts: list[tuple[int, ...]], queued: bool
 ) -> None:
     own, receiver = sockets
     source = SendingLink(FORTH, own)
@@ -245,9 +249,7 @@ def test_the_sender_writes_only_into_the_arenas_of_the_receiver(
     source.close()
 
 
-def test_posted_memory_stays_mapped_though_the_receiver_gives_it_up(
-    sockets: tuple[socket.socket, socket.socket],
-) -> None:
+def test_posted_memory_stays_mapped_though_the_receiver_gives_it_up(sockets: Sockets) -> None:
     own, receiver = sockets
     source = SendingLink(FORTH, own)
     before = mappings()
@@ -265,7 +267,7 @@ def test_posted_memory_stays_mapped_though_the_receiver_gives_it_up(
 @pytest.mark.parametrize("length", [4096, 0, -1, 1 << 40])
 @pytest.mark.parametrize("sealed", [True, False])
 def test_the_sender_maps_no_memory_that_may_shrink(
-    sockets: tuple[socket.socket, socket.socket], length: int, sealed: bool
+    sockets: Sockets, length: int, sealed: bool
 ) -> None:
     own, receiver = sockets
     source = SendingLink(FORTH, own)
@@ -289,7 +291,7 @@ def test_the_sender_maps_no_memory_that_may_shrink(
     ("tag", "count"), [(0, 13), (0, 32 << 10), (1, 12), (-1, 0), (2, 1)], ids=str
 )
 def test_the_receiver_accepts_no_more_than_it_has_posted(
-    sockets: tuple[socket.socket, socket.socket], tag: int, count: int
+    sockets: Sockets, tag: int, count: int
 ) -> None:
     own, sender = sockets
     target = ReceivingLink(FORTH, own)
@@ -302,9 +304,7 @@ def test_the_receiver_accepts_no_more_than_it_has_posted(
     assert not got.any()
 
 
-def test_a_record_that_is_too_short_is_an_error(
-    sockets: tuple[socket.socket, socket.socket],
-) -> None:
+def test_a_record_that_is_too_short_is_an_error(sockets: Sockets) -> None:
     own, other = sockets
     target = ReceivingLink(FORTH, own)
     pending = target.receive([torch.zeros(3)], 0)
@@ -320,9 +320,7 @@ def test_a_record_that_is_too_short_is_an_error(
         source.send(torch.ones(3), 0)
 
 
-def test_close_ends_the_thread_and_closes_the_socket(
-    sockets: tuple[socket.socket, socket.socket],
-) -> None:
+def test_close_ends_the_thread_and_closes_the_socket(sockets: Sockets) -> None:
     own, other = sockets
     source, target = SendingLink(FORTH, own), ReceivingLink(FORTH, other)
     before = threading.active_count()
@@ -377,9 +375,7 @@ class Pins:
         return lambda: self.sizes.__delitem__(address)
 
 
-def test_pinned_memory_is_unpinned_when_its_arena_goes(
-    sockets: tuple[socket.socket, socket.socket],
-) -> None:
+def test_pinned_memory_is_unpinned_when_its_arena_goes(sockets: Sockets) -> None:
     pins = Pins()
     link = ReceivingLink(FORTH, sockets[0], pins.pin)
     block = link.allocate(100_000)
