@@ -56,6 +56,15 @@ class PeerLost(PipeworkerError):
     """A closed connection to a peer: nearly always a secondary failure."""
 
 
+class UnreadableFile(UsageError):
+    """A file that cannot be read; the message has its path, the reason and what to do."""
+
+    def __init__(self, path: object, reason: object, remedy: str = "") -> None:
+        if isinstance(reason, OSError):
+            path, reason = reason.filename or path, reason.strerror or reason
+        super().__init__(f"{path}: cannot be read: {reason}{remedy and f'; {remedy}'}")
+
+
 class RecordError(PipeworkerError):
     """A file of the run that cannot be written; the message has its path and the reason."""
 

@@ -185,7 +185,7 @@ def test_an_invalid_file_of_weights_is_refused(
     before = everything(jobs.folder)
     path = SECOND if name == "the other part" else FIRST
     done = here("export", "checkpoint", "out.pt")
-    assert_refused(done, f"cannot read checkpoint/{path}: ", expected)
+    assert_refused(done, f"checkpoint/{path}: cannot be read: ", expected)
     assert everything(jobs.folder) == before
 
 
@@ -197,7 +197,9 @@ def test_a_truncated_file_of_weights_is_refused(
     whole = path.read_bytes()
     path.write_bytes(whole[:to])
     has = f"it has {len(whole[:to])} bytes, not {len(whole)}"
-    assert_refused(here("export", "checkpoint", "out.pt"), f"cannot read checkpoint/{FIRST}", has)
+    assert_refused(
+        here("export", "checkpoint", "out.pt"), f"checkpoint/{FIRST}: cannot be read: ", has
+    )
 
 
 def test_any_flipped_byte_is_refused_or_changes_a_weight(checkpoint: Path, tmp_path: Path) -> None:
@@ -212,7 +214,7 @@ def test_any_flipped_byte_is_refused_or_changes_a_weight(checkpoint: Path, tmp_p
         except UsageError as error:
             errors.append(str(error))
     assert len(errors) > 20
-    assert [text for text in errors if not text.startswith(f"cannot read {path}: ")] == []
+    assert [text for text in errors if not text.startswith(f"{path}: cannot be read: ")] == []
 
 
 # The manifest.
@@ -287,7 +289,7 @@ def test_an_invalid_manifest_is_refused(
         change_manifest(checkpoint, **changed)
     before = everything(jobs.folder)
     done = here("export", "checkpoint", "out.safetensors")
-    assert_refused(done, "cannot read checkpoint", expected)
+    assert_refused(done, "checkpoint", ": cannot be read: ", expected)
     assert everything(jobs.folder) == before
 
 
@@ -338,7 +340,7 @@ def test_a_path_that_is_not_a_file_is_refused(
 
 def test_a_name_that_is_too_long_is_refused(jobs: Jobs, checkpoint: Path) -> None:
     name = "x" * 300
-    assert_refused(jobs.pipeworker("export", name, "out.pt"), "cannot read x", "File name too long")
+    assert_refused(jobs.pipeworker("export", name, "out.pt"), "cannot be read: File name too long")
     done = jobs.pipeworker("export", "checkpoint", f"{name}.pt")
     assert_refused(done, "cannot write x", "File name too long")
     longest = "x" * 252 + ".pt"
@@ -353,7 +355,7 @@ def test_a_file_without_read_permission_is_refused(jobs: Jobs, checkpoint: Path,
     path.chmod(0)
     try:
         done = without_privileges(jobs, "checkpoint", "out.pt")
-        assert_refused(done, "cannot read checkpoint", path.name, "Permission denied")
+        assert_refused(done, path.name, ": cannot be read: Permission denied")
     finally:
         path.chmod(mode)
     assert sorted(p.name for p in jobs.folder.iterdir()) == ["checkpoint"]

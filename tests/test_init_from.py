@@ -128,7 +128,7 @@ def test_a_missing_file_starts_no_process(jobs: Jobs) -> None:
     run = jobs.run("--stages", "2", "--init-from", "nowhere.pt", source=SOURCE)
     assert run.status == 2
     there = jobs.folder / "nowhere.pt"
-    assert run.stderr == f"error: --init-from {there}: No such file or directory\n"
+    assert run.stderr == f"error: --init-from {there}: cannot be read: No such file or directory\n"
     assert not run.path.exists()
     run = jobs.run("--stages", "2", "--no-init-strict", source=SOURCE)
     assert run.stderr == "error: --no-init-strict requires --init-from: no file is given\n"

@@ -7,16 +7,15 @@ index are laid out as Hugging Face does it.
 
 from __future__ import annotations
 
-import json
 import reprlib
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from pipeworker.errors import UsageError
+from pipeworker.record.atomic_file import read_json
 from pipeworker.record.json_state import Tensors
-from pipeworker.record.manifest import MANIFEST, Manifest, WorkerFiles, file_names
+from pipeworker.record.manifest import ANOTHER, MANIFEST, Manifest, WorkerFiles, file_names, invalid
 from pipeworker.record.tensor_file import TensorFile
 
 
@@ -37,10 +36,7 @@ class Checkpoint:
         ranks = sum(name.startswith("model-") for name in paths)
         named = [file_names(rank, ranks) for rank in range(ranks)]
         if paths.keys() != {name for names in named for name in names}:
-            raise UsageError(
-                f"cannot read {self.path}: its files are not those of {ranks} workers; use another "
-                "checkpoint"
-            )
+            raise invalid(self.path, f"its files are not those of {ranks} workers")
         return [WorkerFiles(*(paths[name] for name in names)) for names in named]
 
     def verify(self) -> None:
@@ -56,14 +52,14 @@ class Checkpoint:
             file = TensorFile(files.model)
             for name in file:
                 if name not in layers:
-                    raise _invalid(file.path, f"{reprlib.repr(name)} is not a weight of a layer")
+                    raise invalid(file.path, f"{reprlib.repr(name)} is not a weight of a layer")
                 if name in found:
-                    raise _invalid(file.path, f"{reprlib.repr(name)} is in another part as well")
+                    raise invalid(file.path, f"{reprlib.repr(name)} is in another part as well")
                 found[name] = file.mapped(name)
         for first, *others in self.manifest.ties:
             for name in (first, *others):
                 if first not in found or name not in layers:
-                    raise _invalid(self.path, f"no part has {reprlib.repr(name)}, a tied weight")
+                    raise invalid(self.path, f"no part has {reprlib.repr(name)}, a tied weight")
                 found[name] = found[first]
         return dict(sorted(found.items(), key=lambda item: layers.index_of(item[0])))
 
@@ -82,13 +78,4 @@ def read_plain(path: Path) -> dict[str, Any]:
     Raises:
         UsageError: a worker does not write such a file.
     """
-    try:
-        plain: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        msgspec.convert(plain, _Plain)
-    except (ValueError, RecursionError):
-        raise _invalid(path, "it is not what a worker writes") from None
-    return plain
-
-
-def _invalid(path: Path, reason: object) -> UsageError:
-    return UsageError(f"cannot read {path}: {reason}; use another checkpoint")
+    return read_json(path, _Plain, "it is not what a worker writes", ANOTHER)

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from pipeworker.errors import UsageError
+from pipeworker.errors import UnreadableFile, UsageError
 from pipeworker.record.atomic_file import sync_file, temporary_path
 from pipeworker.record.checkpoint import Checkpoint
 from pipeworker.record.json_state import Tensors
@@ -77,7 +77,7 @@ def export_weights(
     try:
         weights = _read(source, path)
     except OSError as error:
-        raise UsageError(f"cannot read {error.filename or source}: {_reason(error)}") from None
+        raise UnreadableFile(source, error) from None
     cast = _Cast(DTYPES[dtype] if dtype else None)
     files = 1
     try:

@@ -7,6 +7,7 @@ import pickle
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
+from functools import cache
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -14,13 +15,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from pipeworker.errors import UsageError, a_type
+from pipeworker.errors import UnreadableFile, UsageError, a_type
 from pipeworker.facts.layer_names import LayerNames
 from pipeworker.record.stage_state import StageState, UserCode
 from pipeworker.record.state_dict_diff import StateDictDiff, is_extra_state
 from pipeworker.record.tensor_file import TensorFile
-from pipeworker.record.weight_files import SAFETENSORS, find_weight_files
+from pipeworker.record.weight_files import SAFETENSORS, find_weight_files, naming_option
 
+_ALONE = "save model.state_dict() alone"
 _ZIP = b"PK\x03\x04"
 
 
@@ -31,22 +33,21 @@ def _load_pickled(path: Path) -> dict[str, Any]:
             mapped = file.read(len(_ZIP)) == _ZIP  # an old torch's file is read whole
         found = torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
     except OSError as error:
-        raise UsageError(f"--init-from {path}: {error.strerror or error}") from None
+        raise UnreadableFile(path, error) from None
     except pickle.UnpicklingError:
-        raise UsageError(
-            f"--init-from {path}: it is damaged, or has more in it than tensors and plain "
-            "values, which could be anything; save model.state_dict() alone"
-        ) from None
+        reason = "it is damaged, or has more in it than tensors and plain values"
+        raise UnreadableFile(path, f"{reason}, which could be anything", _ALONE) from None
     except Exception as error:  # a damaged file may raise any
-        raise UsageError(
-            f"--init-from {path}: it is damaged ({error!s:.200}); use another file"
-        ) from None
+        raise UnreadableFile(path, f"it is damaged ({error!s:.200})", "use another file") from None
     if not isinstance(found, dict) or not all(type(name) is str for name in found):
-        raise UsageError(
-            f"--init-from {path}: it has {a_type(found)}, no state dict; save "
-            "model.state_dict() alone"
-        )
+        raise UnreadableFile(path, f"it has {a_type(found)}, no state dict", _ALONE)
     return found
+
+
+def _open(path: Path) -> TensorFile | dict[str, Any]:
+    with naming_option():
+        safe = path.suffix in SAFETENSORS
+        return TensorFile(path, from_worker=False) if safe else _load_pickled(path)
 
 
 class InitialWeights:
@@ -64,7 +65,7 @@ class InitialWeights:
         source = find_weight_files(path)
         self._path = path
         self._names = names
-        self._opened: dict[Path, TensorFile | dict[str, Any]] = {}
+        self._open = cache(_open)
         self._index = source.index or {n: file for file in source.files for n in self._open(file)}
         self._keys, self._unknown = names.by_layer(self._index)
         self._ties = {name: tuple(group) for group in ties for name in group}
@@ -93,27 +94,16 @@ class InitialWeights:
             raise UsageError(f"--init-from {self._path}: does not fit the model: {self.diff}{hint}")
         return len(self.diff)
 
-    def _open(self, path: Path) -> TensorFile | dict[str, Any]:
-        if path not in self._opened:
-            safe = path.suffix in SAFETENSORS
-            try:
-                self._opened[path] = (
-                    TensorFile(path, from_worker=False) if safe else _load_pickled(path)
-                )
-            except UsageError as error:
-                raise UsageError(str(error).replace("cannot read", "--init-from", 1)) from None
-        return self._opened[path]
-
     def _value(self, name: str) -> Any:
         """Return a value of the files; a tensor is in its file's memory."""
         path = self._index[name]
         file = self._open(path)
-        try:
-            return file.mapped(name) if isinstance(file, TensorFile) else file[name]
-        except KeyError:
-            raise UsageError(
-                f"--init-from {path}: it lacks {name}, which its index has; save the model again"
-            ) from None
+        with naming_option():
+            try:
+                return file.mapped(name) if isinstance(file, TensorFile) else file[name]
+            except KeyError:
+                reason = f"it lacks {name}, which its index has"
+                raise UnreadableFile(path, reason, "save the model again") from None
 
     def _state_of(self, index: int, layer: nn.Module, state: Mapping[str, Any]) -> dict[str, Any]:
         """Return the entries of a layer's state dict that the file has."""

@@ -17,12 +17,15 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
-from pipeworker.errors import ProtocolError, UsageError
+from pipeworker.errors import ProtocolError, UnreadableFile, UsageError
 from pipeworker.facts.checkpoint_file import CheckpointFile
 from pipeworker.facts.layer_names import LayerNames
+from pipeworker.record.atomic_file import read_json
 
 VERSION = 2
 MANIFEST = "manifest.json"
+ANOTHER = "use another checkpoint"
+"""What to do about a checkpoint that cannot be read."""
 WEIGHTS_INDEX = "model.safetensors.index.json"
 _MOST_BYTES = 16 << 20
 _MOST_HEADER = 100 << 20
@@ -121,27 +124,17 @@ class Manifest:
         Raises:
             UsageError: the file is not a manifest, has another version, or is damaged.
         """
-        with path.open("rb") as file:
-            text = file.read(_MOST_BYTES + 1)
-        try:
-            content: Any = json.loads(text.decode()) if len(text) <= _MOST_BYTES else None
-            whole = content.get(_CHECKSUM) in (None, _checksum(content))
-        except (ValueError, RecursionError, AttributeError):
-            raise _invalid(path, "it is not the manifest of a checkpoint") from None
-        version = content.get("version")
-        if type(version) is not int or version != VERSION:
-            raise UsageError(
-                f"cannot read {path}: it has version {reprlib.repr(version)}, and this pipeworker "
-                f"reads version {VERSION}; use the pipeworker that wrote it"
-            )
+        what = "it is not the manifest of a checkpoint"
+        content = read_json(path, dict, what, ANOTHER, versions=(VERSION,), most=_MOST_BYTES)
         try:
             found = {name: _field(name, kind, content) for name, kind in _FIELDS.items()}
             found["layers"] = LayerNames(found["layers"])
-        except msgspec.ValidationError as error:
-            raise _invalid(path, error) from None
+            whole = content.get(_CHECKSUM) in (None, _checksum(content))
+        except (msgspec.ValidationError, RecursionError) as error:
+            raise invalid(path, error) from None
         except ProtocolError as error:
             layers = reprlib.repr(content["layers"])
-            raise _invalid(path, f"layers is {layers} ({error})") from None
+            raise invalid(path, f"layers is {layers} ({error})") from None
         if not whole:
             raise _damaged(path, "its checksum does not match what it holds")
         files = found.pop("files").items()
@@ -171,19 +164,20 @@ class Manifest:
                 f"{path} is missing: a worker on another host wrote it; copy it here and try again"
             )
         if not path.is_file():
-            raise UsageError(f"cannot read {path}: it is not a file")
+            raise invalid(path, "it is not a file")
         size = path.stat().st_size
         if size != file.bytes:
             raise _damaged(path, f"it has {size} bytes, not {file.bytes}")
         return path
 
 
-def _invalid(path: Path, reason: object) -> UsageError:
-    return UsageError(f"cannot read {path}: {reason}; use another checkpoint")
+def invalid(path: Path, reason: object) -> UnreadableFile:
+    """Return the error of a file of a checkpoint that cannot be read."""
+    return UnreadableFile(path, reason, ANOTHER)
 
 
-def _damaged(path: Path, reason: str) -> UsageError:
-    return _invalid(path, f"it is damaged ({reason})")
+def _damaged(path: Path, reason: str) -> UnreadableFile:
+    return invalid(path, f"it is damaged ({reason})")
 
 
 def _checksum(content: dict[str, Any]) -> int:

@@ -17,11 +17,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from pipeworker.errors import UsageError
+from pipeworker.errors import UnreadableFile, UsageError
 from pipeworker.facts.layer_names import LayerNames
 from pipeworker.record.checkpoint import read_plain
 from pipeworker.record.json_state import InvalidState, unpack
-from pipeworker.record.manifest import WorkerFiles
+from pipeworker.record.manifest import WorkerFiles, invalid
 from pipeworker.record.param_groups import SavedGroup, SavedOptimizer, scheduler_state_for
 from pipeworker.record.stage_state import StageState, UserCode
 from pipeworker.record.state_dict_diff import StateDictDiff, is_extra_state
@@ -102,10 +102,8 @@ class _PackedValue:
         return value
 
 
-def _damaged(path: Path, reason: object) -> UsageError:
-    return UsageError(
-        f"cannot read {path}: it is not what a worker writes ({reason}); use another checkpoint"
-    )
+def _damaged(path: Path, reason: object) -> UnreadableFile:
+    return invalid(path, f"it is not what a worker writes ({reason})")
 
 
 @dataclass(slots=True)
@@ -135,7 +133,7 @@ class _SavedState:
             try:
                 plain = read_plain(files.state)
             except OSError as error:
-                raise UsageError(f"cannot read {files.state}: {error.strerror}") from None
+                raise UnreadableFile(files.state, error) from None
             packed = partial(_PackedValue, files.state, TensorFile(files.optimizer))
             self.extra |= {name: packed(value) for name, value in plain["extra"].items()}
             self.buffers |= {name: packed(value) for name, value in plain["buffers"].items()}

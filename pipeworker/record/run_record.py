@@ -8,8 +8,6 @@ changed, resume copies it beside the others: as ``job-2.py`` on the second resum
 from __future__ import annotations
 
 import hashlib
-import json
-import reprlib
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -20,9 +18,9 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-from pipeworker.errors import UsageError
+from pipeworker.errors import UnreadableFile, UsageError
 from pipeworker.job.renamed import migrated
-from pipeworker.record.atomic_file import write_bytes, write_json
+from pipeworker.record.atomic_file import read_json, write_bytes, write_json
 from pipeworker.record.metrics import rows
 from pipeworker.record.rundir import JOB, RunDir
 from pipeworker.wire.lines import Verdict
@@ -75,30 +73,19 @@ class RunRecord:
         """
         path = run_dir.run
         try:
-            content: Any = json.loads(path.read_bytes().decode())
+            content = read_json(
+                *(path, _Content, "it is not the record of a run", "give another --run-dir"),
+                versions=_READABLE,
+            )
         except FileNotFoundError:
             raise UsageError(
                 f"{run_dir.path} is not the directory of a run: no run.json is there"
             ) from None
         except OSError as error:
-            raise UsageError(f"cannot read {path}: {error.strerror}") from None
-        except (ValueError, RecursionError):
-            content = None
-        version = content.get("version") if isinstance(content, dict) else VERSION
-        if type(version) is not int or version not in _READABLE:
-            raise UsageError(
-                f"cannot read {path}: it has version {reprlib.repr(version)}, and this pipeworker "
-                f"reads versions 1 to {VERSION}; use the pipeworker that wrote it"
-            )
-        try:
-            checked = msgspec.convert(content, _Content)
-        except msgspec.ValidationError:
-            raise UsageError(
-                f"cannot read {path}: it is not the record of a run; give another --run-dir"
-            ) from None
+            raise UnreadableFile(path, error) from None
         options: dict[str, Any] = {}
-        for entry in (checked, *checked.resumed):
-            options |= migrated(entry.options)
+        for entry in (content, *content["resumed"]):
+            options |= migrated(entry["options"])
         return cls(run_dir, content, options)
 
     @property
@@ -193,10 +180,6 @@ def read_summary(run_dir: RunDir) -> dict[str, Any]:
         UsageError: the file is not the summary of a run.
     """
     try:
-        summary: dict[str, Any] = json.loads(run_dir.summary.read_bytes())
-        msgspec.convert(summary, _Summary)
+        return read_json(run_dir.summary, _Summary, "it is not the summary of a run")
     except FileNotFoundError:
         return {}
-    except (ValueError, RecursionError):  # msgspec's error is a ValueError
-        raise UsageError(f"cannot read {run_dir.summary}: it is not the summary of a run") from None
-    return summary

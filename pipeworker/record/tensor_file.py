@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from pipeworker.errors import UsageError
+from pipeworker.errors import UnreadableFile
 from pipeworker.record.json_state import as_complex
 
 NAMES, COMPLEX = "names", "complex128"
@@ -72,7 +72,7 @@ class TensorFile(Mapping[str, torch.Tensor]):
             if sorted(names) != sorted(keys) or not {*complex_} <= {*names}:
                 raise ValueError("its header does not match what it holds")
         except OSError as error:
-            raise UsageError(f"cannot read {path}: {error.strerror or error}") from None
+            raise UnreadableFile(path, error) from None
         except (SafetensorError, ValueError, RuntimeError, TypeError) as error:
             raise _damaged(path, error) from None
         self._file = file
@@ -114,5 +114,5 @@ class TensorFile(Mapping[str, torch.Tensor]):
         return len(self._names)
 
 
-def _damaged(path: Path, error: Exception) -> UsageError:
-    return UsageError(f"cannot read {path}: it is damaged ({error!s:.200}); use another file")
+def _damaged(path: Path, error: Exception) -> UnreadableFile:
+    return UnreadableFile(path, f"it is damaged ({error!s:.200})", "use another file")

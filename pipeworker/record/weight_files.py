@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated
 
 import msgspec
+from msgspec import Meta
 
-from pipeworker.errors import UsageError
+from pipeworker.errors import UnreadableFile, UsageError
+from pipeworker.record.atomic_file import read_json
 from pipeworker.record.manifest import MANIFEST, WEIGHTS_INDEX, Manifest
 from pipeworker.record.rundir import RunDir, find_checkpoint
 
@@ -23,7 +25,7 @@ _MOST_INDEX_BYTES = 256 << 20
 class _Index(msgspec.Struct):
     """An index as Hugging Face writes it: the file of each weight, in the index's own folder."""
 
-    weight_map: dict[str, str]
+    weight_map: dict[str, Annotated[str, Meta(pattern=r"^[^/\0]*[^/.\0]\Z")]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,10 +42,20 @@ def find_weight_files(path: Path) -> WeightFiles:
     Raises:
         UsageError: the path does not exist, or is something else.
     """
+    with naming_option():
+        try:
+            return _find(path)
+        except (OSError, ValueError) as error:  # a name that the file system cannot have
+            raise UnreadableFile(path, error) from None
+
+
+@contextmanager
+def naming_option() -> Iterator[None]:
+    """Put the option before the errors of its files."""
     try:
-        return _find(path)
-    except OSError as error:
-        raise UsageError(f"--init-from {error.filename or path}: {error.strerror}") from None
+        yield
+    except UsageError as error:
+        raise UsageError(f"--init-from {error}") from None
 
 
 def _find(path: Path) -> WeightFiles:
@@ -58,7 +70,7 @@ def _find(path: Path) -> WeightFiles:
         return _indexed(path / WEIGHTS_INDEX)
     if not (path / _SINGLE).exists():
         raise UsageError(
-            f"--init-from {path}: it has no {WEIGHTS_INDEX}, no {_SINGLE} and no checkpoint of a "
+            f"{path}: it has no {WEIGHTS_INDEX}, no {_SINGLE} and no checkpoint of a "
             "run; name a file of weights, or a folder with one of these"
         )
     return WeightFiles((_file(path / _SINGLE),))
@@ -69,22 +81,15 @@ def _file(path: Path) -> Path:
     ends = (*SAFETENSORS, *PICKLED)
     if path.suffix not in ends or not path.is_file():
         raise UsageError(
-            f"--init-from {path}: not a file of weights; name a folder, or a file that ends in "
+            f"{path}: not a file of weights; name a folder, or a file that ends in "
             f"{', '.join(ends)}"
         )
     return path
 
 
 def _indexed(path: Path) -> WeightFiles:
-    with path.open("rb") as file:
-        text = file.read(_MOST_INDEX_BYTES + 1)
-    try:
-        content: Any = json.loads(text.decode()) if len(text) <= _MOST_INDEX_BYTES else None
-        names = msgspec.convert(content, _Index).weight_map
-        index = {name: path.with_name(file) for name, file in names.items()}  # no other folder
-    except (ValueError, RecursionError):
-        raise UsageError(
-            f"--init-from {path}: not the index of a model's files; save the model again"
-        ) from None
+    what, remedy = "it is not the index of a model's files", "save the model again"
+    content = read_json(path, _Index, what, remedy, most=_MOST_INDEX_BYTES)
+    index = {name: path.with_name(file) for name, file in content["weight_map"].items()}
     files = tuple(_file(file) for file in dict.fromkeys(index.values()))
     return WeightFiles(files, index)

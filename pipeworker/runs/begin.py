@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeworker.environment import facts, git, timings
-from pipeworker.errors import InUse, RecordError, UsageError
+from pipeworker.errors import InUse, RecordError, UnreadableFile, UsageError
 from pipeworker.job import resume_options
 from pipeworker.job.option_parsing import make_options, override, workers_per_replica
 from pipeworker.job.options import Options
@@ -244,7 +244,7 @@ class RunRequest:
         try:
             before = Options.of(record.options)
         except UsageError as error:
-            raise UsageError(f"cannot read {record.run_dir.run}: {error}") from None
+            raise UnreadableFile(record.run_dir.run, error, "give another --run-dir") from None
         allow = resume_options.parse_allowed(self.allow_change)
         given = override({}, self.options)
         stages = self._stages(given, before.replicas)

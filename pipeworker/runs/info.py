@@ -10,7 +10,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from pipeworker.errors import UsageError
+from pipeworker.errors import UnreadableFile, UsageError
 from pipeworker.job.options import Options
 from pipeworker.record import lock
 from pipeworker.record.manifest import MANIFEST, Manifest
@@ -86,7 +86,7 @@ class Run:
                 _checkpoints(run_dir),
             )
         except OSError as error:
-            raise UsageError(f"cannot read {error.filename or path}: {error.strerror}") from None
+            raise UnreadableFile(path, error) from None
 
     @property
     def status(self) -> str:

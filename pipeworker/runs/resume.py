@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from pipeworker.errors import UsageError
+from pipeworker.errors import UnreadableFile, UsageError
 from pipeworker.record.atomic_file import sync_file, temporary_path
 from pipeworker.record.manifest import MANIFEST, Manifest
 from pipeworker.record.metrics import rows
@@ -35,18 +35,18 @@ def find_resume_point(run_dir: RunDir) -> ResumePoint:
     try:
         saved = run_dir.checkpoint_paths()
     except OSError as error:
-        raise UsageError(f"cannot read {run_dir.checkpoints}: {error.strerror}") from None
+        raise UnreadableFile(run_dir.checkpoints, error) from None
     for path in reversed(saved):
         try:
             manifest = Manifest.read(path / MANIFEST)
             if path != run_dir.checkpoint(manifest.step):
-                raise UsageError(f"cannot read {path}: its manifest is of step {manifest.step}")
+                raise UnreadableFile(path, f"its manifest is of step {manifest.step}")
             manifest.check_files(path)
             return ResumePoint(path, manifest.step, damaged)
         except UsageError as error:
             damaged[path] = str(error)
         except OSError as error:
-            damaged[path] = f"cannot read {error.filename or path}: {error.strerror}"
+            damaged[path] = str(UnreadableFile(path, error))
     if damaged:
         shown = "".join(f"\n  {path.name}: {why}" for path, why in damaged.items())
         raise UsageError(f"every checkpoint in {run_dir.checkpoints} is damaged:{shown}")

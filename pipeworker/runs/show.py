@@ -11,7 +11,7 @@ from typing import Any
 
 from pipeworker.display.commands import DEFAULT_PROGRAM, Commands, further
 from pipeworker.display.text import mebibytes, number, sanitize, table
-from pipeworker.errors import PipeworkerError, UsageError
+from pipeworker.errors import PipeworkerError, UnreadableFile, UsageError
 from pipeworker.job.option_parsing import format_by_origin, format_option
 from pipeworker.job.options import Options
 from pipeworker.job.renamed import migrated
@@ -245,7 +245,7 @@ def _read(folder: Path) -> tuple[list[Run], dict[Path, str]]:
     except FileNotFoundError:
         raise UsageError(f"{folder}: no such folder; give the folder of the runs") from None
     except OSError as error:
-        raise UsageError(f"cannot read {folder}: {error.strerror}") from None
+        raise UnreadableFile(folder, error) from None
     runs: list[Run] = []
     damaged: dict[Path, str] = {}
     for path in paths:

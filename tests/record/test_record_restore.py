@@ -403,10 +403,10 @@ def test_a_damaged_file_is_named(tmp_path: Path, name: str) -> None:
     whole = path.read_bytes()
     path.write_bytes(change(whole))
     assert path.read_bytes() != whole
-    with pytest.raises(UsageError, match=f"cannot read {path}: {message}"):
+    with pytest.raises(UsageError, match=f"{path}: cannot be read: {message}"):
         restore([shard], one_stage().parts(), TIE)
-    with pytest.raises(UsageError, match=f"cannot read {path}: it "):
+    with pytest.raises(UsageError, match=f"{path}: cannot be read: it "):
         saved.verify()
     path.unlink()
-    with pytest.raises(UsageError, match=f"cannot read {path}: No such file"):
+    with pytest.raises(UsageError, match=f"{path}: cannot be read: No such file"):
         restore([shard], one_stage().parts(), TIE)

@@ -107,7 +107,7 @@ def test_a_folder_without_a_record_is_refused(tmp_path: Path) -> None:
         with pytest.raises(UsageError, match=f"{path} is not the directory of a run: no run.json"):
             RunRecord.read(RunDir(path))
     (tmp_path / "run.json").mkdir()
-    with pytest.raises(UsageError, match=r"cannot read .*run\.json: Is a directory"):
+    with pytest.raises(UsageError, match=r"run\.json: cannot be read: Is a directory"):
         RunRecord.read(RunDir(tmp_path))
 
 
@@ -143,7 +143,7 @@ def test_a_record_of_version_1_is_read_under_the_present_names(tmp_path: Path) -
     assert RunRecord.read(made).options == changed
 
 
-VERSIONS = ", and this pipeworker reads versions 1 to 2; use the pipeworker that wrote it"
+VERSIONS = ", and this pipeworker reads version 1 or 2; use the pipeworker that wrote it"
 NONE = "it is not the record of a run; give another --run-dir"
 
 
@@ -167,4 +167,4 @@ def test_a_damaged_record_is_refused(tmp_path: Path, text: str, expected: str) -
     path.write_bytes(text.encode(errors="surrogateescape"))
     with pytest.raises(UsageError) as caught:
         RunRecord.read(RunDir(tmp_path))
-    assert str(caught.value) == f"cannot read {path}: {expected}"
+    assert str(caught.value) == f"{path}: cannot be read: {expected}"

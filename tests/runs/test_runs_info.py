@@ -252,7 +252,10 @@ def test_the_newest_run_is_listed_last(
         ["c", "interrupted", "0", "2"],
     ]
     assert {row.index("2026-05") for row in rows} == {head.index("started")}
-    assert damaged == "broken: cannot read runs/broken/summary.json: it is not the summary of a run"
+    assert (
+        damaged
+        == "broken: runs/broken/summary.json: cannot be read: it is not the summary of a run"
+    )
     assert no_run == "other: runs/other is not the directory of a run: no run.json is there"
     found = [json.loads(line) for line in table_of("--json").splitlines()]
     names = [Path(each["run"]).name for each in found]
@@ -274,7 +277,7 @@ def test_a_folder_without_runs(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"none: no such folder; give the folder of the runs"):
         show.list_runs(tmp_path / "none")
     (tmp_path / "file").touch()
-    with pytest.raises(UsageError, match=r"cannot read .*file: Not a directory"):
+    with pytest.raises(UsageError, match=r"file: cannot be read: Not a directory"):
         show.list_runs(tmp_path / "file")
     done = CliRunner().invoke(cli.main, ["show", str(tmp_path)])
     assert done.exit_code == 2
@@ -340,5 +343,7 @@ STRANGE = json.dumps(
 def test_an_invalid_summary_is_rejected(begin: Callable[..., RunDir], text: str) -> None:
     made = begin()
     made.summary.write_text(text, errors="surrogateescape")
-    with pytest.raises(UsageError, match=r"summary\.json: it is not the summary of a run"):
+    with pytest.raises(
+        UsageError, match=r"summary\.json: cannot be read: it is not the summary of a run"
+    ):
         Run.read(made.path)
