@@ -25,6 +25,7 @@ from hypothesis import strategies as st
 
 from pipeworker.errors import PeerLost, PipeworkerError, ProtocolError, ScheduleError, UsageError
 from pipeworker.facts.checkpoint_file import CheckpointFile
+from pipeworker.facts.connections import Skip, Tie
 from pipeworker.facts.layer_names import LayerNames
 from pipeworker.facts.position import Position
 from pipeworker.facts.step import Batch
@@ -37,7 +38,7 @@ from pipeworker.runs import show
 from pipeworker.wire import codec, lines
 from pipeworker.wire.messages.checkpoint import Copy, Restore, Save, Saved
 from pipeworker.wire.messages.directions import Advance
-from pipeworker.wire.messages.plan import Described, Plan, SkipRoute, StageRange, TiedWeights
+from pipeworker.wire.messages.plan import Described, Plan, StageRange
 from pipeworker.wire.messages.presence import Abort, Heartbeat, Signalled, Welcome
 from pipeworker.wire.messages.step import Call, CallKind, Loaded, StepDone, Update
 from pipeworker.worker.internals import pytree
@@ -78,8 +79,8 @@ MESSAGES = [
     for message in (
         Heartbeat(0, Position()),
         Abort("no", 1),
-        Described(0, ("Linear", "Linear"), (SkipRoute(0, 1, "x"),), types=("job.Pair",)),
-        Plan((StageRange(0, 0, 1),), (str(FORTH),), (), (TiedWeights(("a",), (0,)),), "0F0"),
+        Described(0, ("Linear", "Linear"), (Skip(0, 1, "x"),), types=("job.Pair",)),
+        Plan((StageRange(0, 0, 1),), (str(FORTH),), (), (Tie(("a",), (0,)),), "0F0"),
         Welcome("{}", "runs/x", ((0,), (1,)), 1, Restore(3, slot=1, ranks=2)),
         Advance(Save(2, 1), Update(2), Copy(2, 0, save=True)),
         StepDone(0, 2, (0.5,), (1.0,), (0.5,), 0.1, 0.1, 1, Batch(0, 4, 4, 0), 1, 0.1),

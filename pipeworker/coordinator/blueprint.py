@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from pipeworker.errors import ProtocolError, UsageError
+from pipeworker.facts.connections import Skip, Tie
 from pipeworker.facts.layer_names import LayerNames
 from pipeworker.facts.position import Position
 from pipeworker.job.options import Options
@@ -21,11 +22,9 @@ from pipeworker.plan.connect import forward_only
 from pipeworker.plan.partition import block
 from pipeworker.plan.placement import Placement
 from pipeworker.plan.schedule import Schedule, edges, replica_edges
-from pipeworker.plan.skips import Skip
-from pipeworker.plan.ties import Tie
 from pipeworker.wire.messages.checkpoint import Copy
 from pipeworker.wire.messages.directions import Advance
-from pipeworker.wire.messages.plan import Described, Plan, Ready, SkipRoute, StageRange, TiedWeights
+from pipeworker.wire.messages.plan import Described, Plan, Ready, StageRange
 from pipeworker.wire.messages.step import Evaluated, RunStep, Update
 
 _MAX_SCHEDULES = 16
@@ -80,8 +79,7 @@ class Blueprint:
         layers = len(described[0].layers)
         ranges = partition.ranges(Blueprint.balance(options, placement, layers))
         surveyed = described[placement.rank_of(0)]
-        between_layers = [Skip(s.source, s.target, s.name) for s in surveyed.skips]
-        between_stages = skips.between_stages(between_layers, ranges)
+        between_stages = skips.between_stages(surveyed.skips, ranges)
         evaluation = forward_only(placement, skips.pairs(between_stages))
         check(evaluation)
         found = Blueprint(
@@ -89,7 +87,7 @@ class Blueprint:
             placement,
             ranges,
             between_stages,
-            ties.placed([Tie(t.names) for t in surveyed.ties], ranges),
+            ties.placed(surveyed.ties, ranges),
             evaluation,
             (options.recompute,) * placement.stages,
             LayerNames(surveyed.names) if surveyed.names else LayerNames.numbered(layers),
@@ -182,12 +180,11 @@ class Blueprint:
         held = set(placement.stages_of(rank))
         channels = {edge for stage in held for edge in self._stage_edges.get(stage, ())}
         channels |= {*self._rank_edges.get(rank, ())}
-        routes = (skip for skip in self.skips if held & {skip.source, skip.target})
         return Plan(
             tuple(StageRange(s, *self.ranges[s], self.recompute[s]) for s in sorted(held)),
             tuple(map(str, sorted(channels))),
-            tuple(SkipRoute(s.source, s.target, s.name) for s in routes),
-            tuple(TiedWeights(tie.names, tie.stages) for tie in self.ties if held & {*tie.stages}),
+            tuple(skip for skip in self.skips if held & {skip.source, skip.target}),
+            tuple(tie for tie in self.ties if held & {*tie.stages}),
             format_actions(self.evaluation.workers[placement.worker_of(rank)]),
             self.types,
         )

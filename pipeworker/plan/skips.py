@@ -7,19 +7,10 @@ between (torchgpipe, Kim et al. 2020, section 3.3).
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 
 from pipeworker.errors import SkipError
+from pipeworker.facts.connections import Skip
 from pipeworker.plan.partition import stages_of_layers
-
-
-@dataclass(frozen=True, slots=True, order=True)
-class Skip:
-    """A tensor `name` that goes from `source` to `target`: layers, or the stages they are on."""
-
-    source: int
-    target: int
-    name: str
 
 
 def match(events: Sequence[Sequence[tuple[str, str]]], layers: Sequence[str]) -> tuple[Skip, ...]:

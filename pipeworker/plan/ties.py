@@ -3,22 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 
 from pipeworker.errors import UsageError
+from pipeworker.facts.connections import Tie
 from pipeworker.facts.layer_names import is_numbered, layer_of
 from pipeworker.plan.partition import stages_of_layers
-
-
-@dataclass(frozen=True, slots=True)
-class Tie:
-    """One parameter that is used in several places, named as in ``nn.Sequential(*layers)``.
-
-    Places are in model order; `stages` is empty until layers are divided among stages.
-    """
-
-    names: tuple[str, ...]
-    stages: tuple[int, ...] = ()
 
 
 def declared(groups: Iterable[Sequence[str]], layers: int) -> tuple[Tie, ...]:

@@ -15,7 +15,6 @@ from pipeworker.facts.layer_names import LayerNames
 from pipeworker.facts.position import Phase
 from pipeworker.host import streams
 from pipeworker.plan.recompute import OFFLOAD
-from pipeworker.plan.ties import Tie
 from pipeworker.record.initial_weights import InitialWeights
 from pipeworker.record.stage_state import StageState
 from pipeworker.wire.messages.plan import Built, Plan
@@ -143,7 +142,7 @@ def build_stages(loaded: LoadedWorker, model: Model, plan: Plan) -> LocalStages:
         if options.compile:
             resources.enter_context(reporting_compilation(tracker))
         for part in plan.ranges:
-            tied = [Tie(tie.names, tie.stages) for tie in plan.ties if part.stage in tie.stages]
+            tied = [tie for tie in plan.ties if part.stage in tie.stages]
             layers, ties_of = model.build(part, tied, role.stages)
             stage = stages[part.stage] = Stage(
                 layers,

@@ -11,13 +11,14 @@ from enum import Enum
 from types import ModuleType
 
 from pipeworker.errors import ProtocolError
+from pipeworker.facts.connections import Skip
 from pipeworker.facts.layer_names import LayerNames
 from pipeworker.facts.limits import LONGEST_NAME, MOST_TYPES
 from pipeworker.facts.position import Phase
 from pipeworker.job import file as job_file
 from pipeworker.plan.actions import Action, Edge, parse_actions
 from pipeworker.record.stage_state import check_savable
-from pipeworker.wire.messages.plan import Described, Plan, SkipRoute, Source, TiedWeights
+from pipeworker.wire.messages.plan import Described, Plan, Source
 from pipeworker.worker.blame import user_code
 from pipeworker.worker.device import numerics
 from pipeworker.worker.internals import pytree
@@ -56,7 +57,7 @@ class ModelledWorker:
         """
         loaded, model = self.loaded, self.model
         role, options, sample = loaded.role, loaded.role.options, loaded.settings.sample
-        skips: tuple[SkipRoute, ...] = ()
+        skips: tuple[Skip, ...] = ()
         if role.rank == role.placement.rank_of(0) and (
             sample is not None or (not options.own_loop and survey.mentions_skips(loaded.modules()))
         ):
@@ -64,10 +65,9 @@ class ModelledWorker:
             tracker.set(Phase.READING)
             value = sample if options.own_loop else loaded.reader.peek().inputs[0]
             pass_over = survey.Survey(model.entries, options.seed, loaded.device, options.precision)
-            found = pass_over.run(value, tracker)
-            skips = tuple(SkipRoute(skip.source, skip.target, skip.name) for skip in found)
+            skips = pass_over.run(value, tracker)
         with user_code("model()", early=True):
-            ties = tuple(TiedWeights(tie.names, ()) for tie in model.ties())
+            ties = model.ties()
             digest = model.digest()
         numbered = model.names == LayerNames.numbered(len(model.names))
         sources = job_file.source_digests(loaded.path, loaded.modules()) if loaded.path else ()

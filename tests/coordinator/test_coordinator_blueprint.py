@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 
+from pipeworker.facts.connections import Skip, Tie
 from pipeworker.facts.failure import Cause
-from pipeworker.wire.messages.plan import Described, Plan, SkipRoute, StageRange, TiedWeights
+from pipeworker.wire.messages.plan import Described, Plan, StageRange
 from support.coordinator import LAYERS, ScriptedJob, sent_to
 
 
@@ -51,7 +52,7 @@ def test_a_tied_weight_is_recorded_under_names_that_hold_dots() -> None:
     job = ScriptedJob(2, balance=(3, 2))
     job.join()
     names = ("model.embed", "model.layers.0", "model.layers.1", "model.layers.1.norm", "lm_head")
-    ties = (TiedWeights(("0.weight", "4.weight"), ()), TiedWeights(("2.a.b", "3.b"), ()))
+    ties = (Tie(("0.weight", "4.weight"), ()), Tie(("2.a.b", "3.b"), ()))
     for rank in (0, 1):
         job.receive(Described(rank, LAYERS, (), ties, names=names))
     assert job.job.generation.blueprint
@@ -69,18 +70,18 @@ def test_skips_and_ties_are_planned_between_stages() -> None:
         Described(
             0,
             LAYERS,
-            (SkipRoute(0, 4, "x"), SkipRoute(0, 1, "y")),
-            (TiedWeights(("0.weight", "4.weight"), ()), TiedWeights(("1.bias", "2.bias"), ())),
+            (Skip(0, 4, "x"), Skip(0, 1, "y")),
+            (Tie(("0.weight", "4.weight"), ()), Tie(("1.bias", "2.bias"), ())),
         )
     )
     effects = job.receive(Described(1, LAYERS, ()))
     (first,), (second,) = (sent_to(effects, rank) for rank in (0, 1))
     assert isinstance(first, Plan)
     assert isinstance(second, Plan)
-    assert first.skips == (SkipRoute(0, 0, "y"), SkipRoute(0, 1, "x"))
-    assert second.skips == (SkipRoute(0, 1, "x"),)
-    both = TiedWeights(("0.weight", "4.weight"), (0, 1))
-    assert first.ties == (both, TiedWeights(("1.bias", "2.bias"), (0, 0)))
+    assert first.skips == (Skip(0, 0, "y"), Skip(0, 1, "x"))
+    assert second.skips == (Skip(0, 1, "x"),)
+    both = Tie(("0.weight", "4.weight"), (0, 1))
+    assert first.ties == (both, Tie(("1.bias", "2.bias"), (0, 0)))
     assert second.ties == (both,)
     assert {"0>1/skip", "1>0/skip-gradient", "0>1/tied", "1>0/tied"} <= set(second.edges)
 

@@ -7,11 +7,12 @@ from dataclasses import replace
 import pytest
 
 from pipeworker.errors import ScheduleError, SkipError
+from pipeworker.facts.connections import Skip
 from pipeworker.plan.actions import Kind, parse_actions
 from pipeworker.plan.check import check
 from pipeworker.plan.schedule import Schedule, edges
 from pipeworker.plan.simulate import simulate
-from pipeworker.plan.skips import Skip, between_stages, match, pairs
+from pipeworker.plan.skips import between_stages, match, pairs
 from support.orders import build
 from support.schedule_text import parse
 

@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 
 from pipeworker.errors import ScheduleError, UsageError
+from pipeworker.facts.connections import Tie
 from pipeworker.plan.actions import parse_actions
 from pipeworker.plan.check import check
-from pipeworker.plan.ties import Tie, declared, pairs, placed
+from pipeworker.plan.ties import declared, pairs, placed
 from support.orders import build
 from support.schedule_text import parse
 

@@ -8,11 +8,12 @@ from typing import Any
 from hypothesis import strategies as st
 
 from pipeworker.facts.checkpoint_file import CheckpointFile
+from pipeworker.facts.connections import Skip, Tie
 from pipeworker.facts.failure import Cause, Failure
 from pipeworker.facts.limits import MOST_SAMPLES
 from pipeworker.facts.position import Phase, Position
 from pipeworker.facts.step import Batch, Evaluation
-from pipeworker.wire.messages.plan import Built, Described, SkipRoute, TiedWeights
+from pipeworker.wire.messages.plan import Built, Described
 from pipeworker.wire.messages.presence import Heartbeat, Hello
 from pipeworker.wire.messages.step import Call, CallKind, EvaluationDone, Loaded, StepDone, Upcoming
 from pipeworker.wire.messages.store import StoreOperation, StoreRequest
@@ -44,7 +45,7 @@ _evaluation = st.lists(st.tuples(_texts, _floats), max_size=4).flatmap(
         st.just(tuple(value for _, value in pairs)),
     )
 )
-_route = st.tuples(st.integers(0, 2), st.integers(2, 3), _texts).map(lambda r: SkipRoute(*r))
+_route = st.tuples(st.integers(0, 2), st.integers(2, 3), _texts).map(lambda r: Skip(*r))
 _weight = st.tuples(st.integers(0, 3), _texts.filter(bool)).map(lambda w: f"{w[0]}.{w[1]}")
 _loaded = st.builds(Loaded, _counts, st.floats(0.0), _counts)
 _squares = _some(st.floats(0.0)) | st.just((math.inf, -math.inf))
@@ -60,7 +61,7 @@ MADE: dict[Any, st.SearchStrategy[Any]] = {
         _ints,
         st.lists(_texts, min_size=4, max_size=6).map(tuple),
         _some(_route),
-        _some(st.builds(TiedWeights, _some(_weight, 1), _some(_ints))),
+        _some(st.builds(Tie, _some(_weight, 1), _some(_ints))),
         _ints,
         _some(_texts),
         notes=_some(_texts),

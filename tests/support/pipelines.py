@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from pipeworker.errors import PeerLost
+from pipeworker.facts.connections import Skip
 from pipeworker.host.position import Tracker
 from pipeworker.job.file import JobFile
 from pipeworker.plan import partition, ties
@@ -24,8 +25,8 @@ from pipeworker.plan.partition import block
 from pipeworker.plan.placement import Placement
 from pipeworker.plan.recompute import OFFLOAD, with_fetches
 from pipeworker.plan.schedule import Pairs, Schedule, edges, replica_edges
-from pipeworker.plan.skips import Skip, between_stages, pairs
-from pipeworker.wire.messages.plan import SkipRoute, StageRange
+from pipeworker.plan.skips import between_stages, pairs
+from pipeworker.wire.messages.plan import StageRange
 from pipeworker.wire.messages.step import RunStep, Update
 from pipeworker.worker.model.model import Model
 from pipeworker.worker.stage.layers import StageConfig
@@ -177,9 +178,7 @@ class Pipeline:
                     first=first,
                     seed=0,
                     device=CPU,
-                    skips=StageSkips.of(
-                        [SkipRoute(s.source, s.target, s.name) for s in self._routes], index
-                    ),
+                    skips=StageSkips.of(self._routes, index),
                     deferred_batch_norm=self._deferred,
                     compiler=self._compiler,
                 ),

@@ -15,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeworker.errors import ProtocolError
+from pipeworker.facts.connections import Skip, Tie
 from pipeworker.facts.failure import Cause, Failure
 from pipeworker.facts.limits import LONGEST_NAME, MOST_TYPES
 from pipeworker.facts.position import Phase, Position
@@ -22,7 +23,7 @@ from pipeworker.facts.step import Batch, Evaluation, StepResult
 from pipeworker.wire.codec import MAX_FRAME_BYTES, VERSION, Codec, decode, encode
 from pipeworker.wire.messages.checkpoint import Copy
 from pipeworker.wire.messages.directions import Advance, Finish, FromWorker, Message, ToWorker
-from pipeworker.wire.messages.plan import Plan, SkipRoute, StageRange, TiedWeights
+from pipeworker.wire.messages.plan import Plan, StageRange
 from pipeworker.wire.messages.presence import Abort, Failed, Heartbeat, Hello, Ping
 from pipeworker.wire.messages.step import EvaluationDone, RunStep, StepDone, Update, Wait
 from support.messages import MADE
@@ -56,8 +57,8 @@ ADVANCE = Advance(
 PLAN = Plan(
     ranges=(StageRange(0, 0, 3), StageRange(3, 9, 12)),
     edges=("0>1/activation", "2>3/activation"),
-    skips=(SkipRoute(0, 2, "x"),),
-    ties=(TiedWeights(("0.weight", "11.weight"), (0, 3)),),
+    skips=(Skip(0, 2, "x"),),
+    ties=(Tie(("0.weight", "11.weight"), (0, 3)),),
     evaluation="0F0 0>A0 3<A0 3F0",
 )
 FAILED = Failed(2, Failure(Cause.USER, "no", 2, Position(Phase.FORWARD, 3, 1, 4), "Linear", "tb"))

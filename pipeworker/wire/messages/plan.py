@@ -4,29 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from pipeworker.facts.connections import Skip, Tie
 from pipeworker.facts.layer_names import LayerNames, is_numbered
 from pipeworker.facts.limits import MOST_NOTES, MOST_TYPES, check, check_names
 from pipeworker.facts.step import Batch
-
-
-@dataclass(frozen=True, slots=True)
-class SkipRoute:
-    """A value that layer or stage `source` stashes and `target` pops.
-
-    The numbers are layers in `Described` and stages in `Plan`.
-    """
-
-    source: int
-    target: int
-    name: str
-
-
-@dataclass(frozen=True, slots=True)
-class TiedWeights:
-    """One parameter that several layers share: its name in each place; in `Plan`, the stages."""
-
-    names: tuple[str, ...]
-    stages: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,8 +39,8 @@ class Described:
 
     rank: int
     layers: tuple[str, ...]
-    skips: tuple[SkipRoute, ...]
-    ties: tuple[TiedWeights, ...] = ()
+    skips: tuple[Skip, ...]
+    ties: tuple[Tie, ...] = ()
     weights: int = 0
     types: tuple[str, ...] = ()
     names: tuple[str, ...] = ()
@@ -151,8 +132,8 @@ class Plan:
 
     ranges: tuple[StageRange, ...]
     edges: tuple[str, ...]
-    skips: tuple[SkipRoute, ...]
-    ties: tuple[TiedWeights, ...]
+    skips: tuple[Skip, ...]
+    ties: tuple[Tie, ...]
     evaluation: str
     types: tuple[str, ...] = ()
 

@@ -10,12 +10,13 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from pipeworker.errors import UsageError
+from pipeworker.facts.connections import Tie
 from pipeworker.facts.layer_names import LayerNames, layer_of, split_numbered
 from pipeworker.facts.position import Phase
 from pipeworker.host.position import Tracker
 from pipeworker.job import file as job_file
 from pipeworker.job.file import JobFile
-from pipeworker.plan.ties import Tie, declared
+from pipeworker.plan.ties import declared
 from pipeworker.wire.messages.plan import StageRange
 from pipeworker.worker import blame
 from pipeworker.worker.stage import rng

@@ -25,11 +25,12 @@ from torch import nn
 
 import pipeworker
 from pipeworker.errors import SkipError
+from pipeworker.facts.connections import Skip
 from pipeworker.facts.position import Phase
 from pipeworker.host.lifetime import die_with_parent
 from pipeworker.host.position import Tracker
 from pipeworker.job import file as job_file
-from pipeworker.plan.skips import Skip, match
+from pipeworker.plan.skips import match
 from pipeworker.worker import blame
 from pipeworker.worker.device.device import to_device
 from pipeworker.worker.internals import FakeTensorMode, preload, pytree, view_of

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import torch
 
 from pipeworker.errors import SkipError, a_type
-from pipeworker.wire.messages.plan import SkipRoute
+from pipeworker.facts.connections import Skip
 from pipeworker.worker.internals import alias_of, version_of
 
 
@@ -31,13 +31,13 @@ class StageSkips:
     departing: Mapping[int, Sequence[str]]
 
     @staticmethod
-    def of(routes: Sequence[SkipRoute], stage: int) -> StageSkips | None:
+    def of(routes: Sequence[Skip], stage: int) -> StageSkips | None:
         """Return the skips of a stage; None if none of its layers stashes or pops."""
         if not any(stage in (route.source, route.target) for route in routes):
             return None
         arriving: dict[int, list[str]] = {}
         departing: dict[int, list[str]] = {}
-        for route in sorted(routes, key=lambda route: (route.source, route.target, route.name)):
+        for route in sorted(routes):
             if route.source == stage != route.target:
                 departing.setdefault(route.target, []).append(route.name)
             elif route.target == stage != route.source:

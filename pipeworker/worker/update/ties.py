@@ -17,9 +17,9 @@ import torch
 from torch import nn
 
 from pipeworker.errors import UsageError
+from pipeworker.facts.connections import Tie
 from pipeworker.facts.layer_names import layer_of, numbered, split_numbered
 from pipeworker.job.file import Entry
-from pipeworker.plan.ties import Tie
 from pipeworker.worker.internals import move_hooks
 
 FRAME = 64

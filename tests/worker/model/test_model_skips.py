@@ -13,9 +13,9 @@ from torch import nn
 
 import pipeworker
 from pipeworker.errors import SkipError
+from pipeworker.facts.connections import Skip
 from pipeworker.facts.position import Phase
 from pipeworker.host.position import Tracker
-from pipeworker.plan.skips import Skip
 from pipeworker.worker.blame import UserCodeError
 from pipeworker.worker.model import survey
 from pipeworker.worker.model.survey import Survey

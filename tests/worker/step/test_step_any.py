@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from torch import nn
 
 from pipeworker.errors import ScheduleError
+from pipeworker.facts.connections import Skip
 from pipeworker.plan.actions import Action
 from pipeworker.plan.placement import Placement
 from pipeworker.plan.recompute import with_fetches
-from pipeworker.plan.skips import Skip
 from support.layers import Layer, Noise, Pop, Stash, data, mse
 from support.orders import Orders, legal
 from support.pipelines import Pipeline, Way, filled

@@ -16,10 +16,10 @@ from torch import nn
 from torch._dynamo import reset
 from torch._dynamo.utils import counters
 
+from pipeworker.facts.connections import Skip
 from pipeworker.facts.position import Phase, Position
 from pipeworker.host.position import Tracker
 from pipeworker.plan.placement import Placement
-from pipeworker.plan.skips import Skip
 from pipeworker.worker.stage.layers import StageConfig, compiled, reporting_compilation
 from pipeworker.worker.stage.microbatch import MicroBatch
 from pipeworker.worker.stage.stage import Stage

@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import nn
 
+from pipeworker.facts.connections import Skip
 from pipeworker.plan.placement import Placement
-from pipeworker.plan.skips import Skip
 from support.device import LateDevice
 from support.layers import Pop, Stash, data, mse
 from support.pipelines import Pipeline, filled

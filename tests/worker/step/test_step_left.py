@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 import pipeworker
+from pipeworker.facts.connections import Skip
 from pipeworker.plan.placement import Placement
-from pipeworker.plan.skips import Skip
 from pipeworker.worker.stage.microbatch import MicroBatch
 from pipeworker.worker.transport.channel import Receiver
 from support.channels import outstanding

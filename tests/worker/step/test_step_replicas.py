@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 from pipeworker.errors import UsageError
+from pipeworker.facts.connections import Skip
 from pipeworker.plan.placement import Placement
-from pipeworker.plan.skips import Skip
 from support.layers import Layer, Noise, Pop, Stash, data, mse
 from support.orders import always, legal
 from support.pipelines import MODES, Pipeline, Way, filled

@@ -14,10 +14,10 @@ from torch import nn
 
 import pipeworker
 from pipeworker.errors import SkipError
+from pipeworker.facts.connections import Skip
 from pipeworker.plan.actions import Kind
 from pipeworker.plan.placement import Placement
 from pipeworker.plan.recompute import recomputed
-from pipeworker.plan.skips import Skip
 from support.layers import Apply, Layer, Noise, Pop, Stash, data, mse
 from support.orders import Orders, Which, by, depth_first, legal, written
 from support.pipelines import MODES, Pipeline, Way, filled

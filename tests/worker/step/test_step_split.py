@@ -12,8 +12,8 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from pipeworker.facts.connections import Skip
 from pipeworker.plan.placement import Placement
-from pipeworker.plan.skips import Skip
 from support.layers import Apply, Layer, Noise, Pop, Stash, data, mse
 from support.orders import Which, always, depth_first, never, written, zero_bubble
 from support.pipelines import Pipeline, Way, filled

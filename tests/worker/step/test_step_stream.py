@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import nn
 
+from pipeworker.facts.connections import Skip
 from pipeworker.plan.placement import Placement
-from pipeworker.plan.skips import Skip
 from pipeworker.worker.stage import rng
 from support.layers import Apply, Layer, Noise, Pop, Stash, data, mse
 from support.orders import always, zero_bubble

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from pipeworker.errors import UsageError
-from pipeworker.plan.ties import Tie
+from pipeworker.facts.connections import Tie
 from pipeworker.worker.update.ties import FRAME, Ties, separate, shared_parameters
 
 

@@ -1,0 +1,25 @@
+"""What layers, and then stages, have in common: skip connections and tied weights."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Skip:
+    """A tensor `name` that `source` stashes and `target` pops: layers, or their stages."""
+
+    source: int
+    target: int
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class Tie:
+    """One parameter that is used in several places, named as in ``nn.Sequential(*layers)``.
+
+    Places are in model order; `stages` is empty until layers are divided among stages.
+    """
+
+    names: tuple[str, ...]
+    stages: tuple[int, ...] = ()
