@@ -14,17 +14,8 @@ GAP = "  "
 _RECENT = 50
 
 
-class Rank(IntEnum):
-    """The order in which figures are left out on a narrow terminal: the largest goes first."""
-
-    STEP = 0
-    LOSS = 1
-    TIME = 2
-    SPEED = 3
-    RATE = 4
-    BAR = 5
-    BUBBLE = 6
-    MORE = 7
+Rank = IntEnum("Rank", "STEP LOSS TIME SPEED RATE BAR BUBBLE MORE")
+"""The order in which figures are left out on a narrow terminal: the last one goes first."""
 
 
 @dataclass(frozen=True, slots=True)

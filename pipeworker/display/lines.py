@@ -16,7 +16,7 @@ from typing import TextIO
 from typing_extensions import assert_never
 
 from pipeworker.display.commands import further, relative
-from pipeworker.display.figures import GAP, Figure, Pace, evaluation_line, figures
+from pipeworker.display.figures import GAP, Pace, evaluation_line, figures
 from pipeworker.display.output import Printed
 from pipeworker.display.style import Style
 from pipeworker.display.summary import BubbleContext, Summary
@@ -138,7 +138,6 @@ class LineDisplay:
             self.print(f"from {line}")
 
     def _step(self, row: StepResult) -> None:
-        """Print the line of a step if it is due."""
         every = self._style.log_every
         self._delayed = row
         due = row.step % every == 0 if every else self._is_line_due
@@ -149,12 +148,10 @@ class LineDisplay:
         if self._delayed is not None:
             row, self._delayed = self._delayed, None
             self._line_at = self._now()
-            self.print(GAP.join(f.text for f in self._figures(row)))
-
-    def _figures(self, row: StepResult) -> list[Figure]:
-        left = self._pace.remaining(self._now())
-        time = f"{duration(left)} left" if left else ""
-        return figures(row, self._total, time, verbose=self._style.verbose)
+            left = self._pace.remaining(self._line_at)
+            time = f"{duration(left)} left" if left else ""
+            shown = figures(row, self._total, time, verbose=self._style.verbose)
+            self.print(GAP.join(figure.text for figure in shown))
 
     def tick(self) -> None:
         """Print a delayed line that has become due."""
@@ -272,7 +269,6 @@ def _plural(count: int, noun: str) -> str:
 
 
 def _cores() -> int:
-    """Return the number of processor cores that this process may use."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 0

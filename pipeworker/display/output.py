@@ -96,7 +96,9 @@ class LogReader:
             return
         if size - self._at > _MAX_BACKLOG_BYTES:
             yield from self._skip(size - _READ_BYTES)
-        for text in self._splitter.feed(self._read(size)):
+        data = self._peek(min(_READ_BYTES, size - self._at))
+        self._at += len(data)
+        for text in self._splitter.feed(data):
             yield Printed(self.mark, text)
         if (redrawn := self._splitter.redrawn) != self._redrawn:
             self._redrawn = redrawn
@@ -126,11 +128,6 @@ class LogReader:
                 return file.read(most)
         except OSError:
             return b""
-
-    def _read(self, size: int) -> bytes:
-        data = self._peek(min(_READ_BYTES, size - self._at))
-        self._at += len(data)
-        return data
 
 
 class WorkerOutput:

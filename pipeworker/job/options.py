@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
 import re
 import reprlib
 from collections.abc import Collection, Mapping
@@ -34,13 +33,14 @@ EPOCH = "epoch"
 EXCLUSIVE = {"steps": "epochs", "epochs": "steps"}
 """Options of which at most one is given."""
 _UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0}
-_RANGES: dict[str, tuple[int, float]] = {
+_MOST = (1 << 63) - 1
+_RANGES: dict[str, tuple[int, int]] = {
     "stages": (1, MAX_STAGES),
     "microbatches": (1, MAX_MICROBATCHES),
     "replicas": (1, MAX_REPLICAS),
-    **dict.fromkeys(("seed", "max_restarts"), (0, math.inf)),
-    **dict.fromkeys(("threads", "accumulate", "keep", "steps", "epochs"), (1, math.inf)),
-    **dict.fromkeys(("evaluate_every", "snapshot_every"), (1, math.inf)),
+    **dict.fromkeys(("seed", "max_restarts"), (0, _MOST)),
+    **dict.fromkeys(("threads", "accumulate", "keep", "steps", "epochs"), (1, _MOST)),
+    **dict.fromkeys(("evaluate_every", "snapshot_every"), (1, _MOST)),
 }
 """The least and the largest value of each option that is a whole number."""
 _CHOICES: dict[str, Collection[str]] = {
@@ -148,9 +148,6 @@ class Options:
                 f"--microbatches {self.microbatches}: must be {self.replicas} or more, because "
                 f"they are divided among {self.replicas} replicas"
             )
-        for name in ("seed", "steps", "epochs"):
-            if (getattr(self, name) or 0) >= 1 << 63:
-                raise UsageError(f"--{name} {getattr(self, name)}: must be less than 2**63")
         if self.steps is not None and self.epochs is not None:
             raise UsageError(f"--steps {self.steps} and --epochs {self.epochs}: choose one")
         if isinstance(self.evaluate_every, str) and self.evaluate_every != EPOCH:
@@ -165,22 +162,18 @@ class Options:
             raise UsageError(
                 f"--min-stages {self.min_stages}: must be 1 to {self.stages}, the number of stages"
             )
-        for name in ("clip_grad_norm", "clip_grad_value"):
+        for name in ("clip_grad_norm", "clip_grad_value", "worker_timeout"):
             bound = getattr(self, name)
             if bound is not None and not bound > 0:
-                option = name.replace("_", "-")
-                raise UsageError(f"--{option} {bound}: must be greater than 0")
-        if not self.worker_timeout > 0:
-            raise UsageError(f"--worker-timeout {self.worker_timeout}: must be greater than 0")
-
+                raise UsageError(f"--{name.replace('_', '-')} {bound}: must be greater than 0")
         for name, known in _CHOICES.items():
             if getattr(self, name) not in known:
                 raise UsageError(
                     f"--{name} {getattr(self, name)}: must be one of {', '.join(known)}"
                 )
-        source = self.schedule_source
+        stages = self.schedule_source.place(self.stages).stages
         if self.balance is not None:
-            check_entries(self.balance, source.place(self.stages).stages)
+            check_entries(self.balance, stages)
 
     @property
     def schedule_source(self) -> Order:

@@ -58,22 +58,18 @@ class CoordinatorProcess:
         self._thread.start()
 
     def _wait_for_endpoint(self) -> str:
-        while True:
+        error, more = "the coordinator did not start: see its log in the run directory", True
+        while more:
             events, more = self._process.receive()
             for event in events:
                 if isinstance(event, Bound):
                     return event.endpoint
                 if isinstance(event, Verdict):
-                    self._process.wait(timings().exit)
-                    raise PipeworkerError(event.error or event.status)
-            if not more:
-                self._process.wait(timings().exit)
-                raise PipeworkerError(
-                    "the coordinator did not start: see its log in the run directory"
-                )
+                    error, more = event.error or event.status, False
+        self._process.wait(timings().exit)
+        raise PipeworkerError(error)
 
     def _forward(self) -> None:
-        """Forward the coordinator's events until it ends."""
         more = True
         while more:
             events, more = self._process.receive()

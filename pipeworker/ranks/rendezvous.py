@@ -174,7 +174,6 @@ class _Host:
         return RendezvousResult(endpoint, token, coordinator)
 
     def _wait_for_peers(self) -> dict[int, PeerInfo]:
-        """Return the other ranks' descriptions, by rank."""
         entries, timeout = self._collect("here")
         peers = {rank: PeerInfo.decode(text) for rank, text in entries.items()}
         if timeout:
@@ -187,7 +186,6 @@ class _Host:
     def _wait_for_connections(
         self, coordinator: CoordinatorProcess, peers: dict[int, PeerInfo]
     ) -> None:
-        """Wait until every other rank has reported that it reaches the coordinator."""
         reports, timeout = self._collect("reached")
         for rank, peer in peers.items():
             error = (

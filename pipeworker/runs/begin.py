@@ -240,7 +240,6 @@ class RunRequest:
         return PreparedRun(options, run_dir, lock, undo, tuple(warnings), _row_bytes(run_dir))
 
     def _merged_options(self, record: run_record.RunRecord) -> Options:
-        """Return the options of the run to resume, with those that are given now."""
         try:
             before = Options.of(record.options)
         except UsageError as error:
@@ -276,18 +275,15 @@ def _restore(before: Mapping[Path, bytes | None]) -> None:
 
 
 def _row_bytes(run_dir: RunDir) -> int:
-    """Return the size of the rows of all steps and evaluations."""
     paths = (run_dir.metrics, run_dir.evaluation)
     return sum(path.stat().st_size for path in paths if path.exists())
 
 
 def _recorded(options: Options) -> dict[str, Any]:
-    """Return options as ``run.json`` records them."""
     fields: dict[str, Any] = json.loads(options.to_json())
     return {name: value for name, value in fields.items() if name not in _OF_ONE_START}
 
 
 def _process(options: Options) -> dict[str, Any]:
-    """Return the facts about this process and its code that ``run.json`` records."""
     found = git(Path(options.job_file))
     return {**facts(), **({"git": found} if found else {})}

@@ -96,8 +96,5 @@ def epoch_of(path: Path, step: int) -> int:
     Raises:
         OSError: the file cannot be read.
     """
-    epoch = 0
-    for row in rows.read(path):
-        if row["step"] == step:
-            epoch = row.get("epoch", 0)
+    epoch = next((row.get("epoch") for row in rows.read(path) if row["step"] == step), 0)
     return epoch if type(epoch) is int else 0

@@ -6,6 +6,7 @@ import json
 import os
 import shlex
 from collections.abc import Iterable, Mapping
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
@@ -119,7 +120,6 @@ def _resume(run: Run) -> str | None:
 
 
 def _commands(run: Run) -> Commands:
-    """Return the commands for a run, derived from its record."""
     options, command = run.record.options, run.record.last.get("command")
     job_file, own_loop = str(options.get("job_file")), bool(options.get("own_loop"))
     words = list(map(str, command)) if isinstance(command, list) and command else [""]
@@ -215,6 +215,7 @@ def _number(value: Any) -> str:
 
 _HEAD = ("run", "status", "steps", "loss", "stages", "started")
 _RIGHT = (2, 3, 4)
+_LONG_AGO = datetime.fromtimestamp(0, timezone.utc)
 
 
 def list_runs(folder: Path, *, as_json: bool = False) -> str:
@@ -253,12 +254,7 @@ def _read(folder: Path) -> tuple[list[Run], dict[Path, str]]:
             runs.append(Run.read(path))
         except UsageError as error:
             damaged[path] = str(error)
-    return sorted(runs, key=_start_time), damaged
-
-
-def _start_time(run: Run) -> float:
-    found = time_of(run.record.content)
-    return found.timestamp() if found else 0.0
+    return sorted(runs, key=lambda run: time_of(run.record.content) or _LONG_AGO), damaged
 
 
 def _row(run: Run) -> tuple[str, ...]:

@@ -155,15 +155,12 @@ class Pipeline:
             LayerError: the user's code raised on this rank.
             PipeworkerError: the job failed on another rank.
         """
-        session = self._session
-        with session.participating():
+        with self._session.participating() as session:
             if not batches:
                 raise UsageError("step(): there is no mini-batch; pass at least one")
             for number, batch in enumerate(batches, 1):
-                offered = session.worker.offer(batch)
-                last = number == len(batches)
-                call = Call(self._rank, CallKind.STEP, offered, last)
-                session.perform(session.call(call))
+                offered, last = session.worker.offer(batch), number == len(batches)
+                session.perform(session.call(Call(self._rank, CallKind.STEP, offered, last)))
             result = session.wait_for_result()
         assert isinstance(result, StepResult)
         return result
@@ -177,8 +174,7 @@ class Pipeline:
         Raises:
             UsageError: as :meth:`step`, whose other errors it raises too.
         """
-        session = self._session
-        with session.participating():
+        with self._session.participating() as session:
             if not batches:
                 raise UsageError("evaluate(): there is no mini-batch; pass at least one")
             step = self._begin(Call(self._rank, CallKind.EVALUATE))
@@ -200,8 +196,7 @@ class Pipeline:
         Raises:
             UsageError: as :meth:`step`, whose other errors it raises; or the output is no batch.
         """
-        session = self._session
-        with session.participating():
+        with self._session.participating() as session:
             step = self._begin(Call(self._rank, CallKind.PREDICT, everywhere=everywhere))
             cut = (session.worker.split((v, None), "predict(input): was given") for v in (value,))
             with session.working():
@@ -213,12 +208,11 @@ class Pipeline:
         Returns:
             Its folder, which is complete for every rank that shares rank 0's file system.
         """
-        session = self._session
-        with session.participating():
+        with self._session.participating() as session:
             session.perform(session.call(Call(self._rank, CallKind.SAVE)))
             session.wait_for_result()
-            worker = session.worker
-            return worker.loaded.run_dir.checkpoint(worker.connected.state.saved)
+            saved = session.worker.connected.state.saved
+            return session.worker.loaded.run_dir.checkpoint(saved)
 
     def load(self, checkpoint: str | Path) -> int:
         """Load a checkpoint that any number of stages has written; return its number of steps.
@@ -232,12 +226,10 @@ class Pipeline:
         Raises:
             UsageError: there is no checkpoint, it is damaged, or it is of another model.
         """
-        session = self._session
-        with session.participating():
+        with self._session.participating() as session:
             source = Checkpoint(find_checkpoint(Path(checkpoint)))
             source.verify()
-            scaler = source.manifest.scaler or {}
-            step = source.manifest.step
+            step, scaler = source.manifest.step, source.manifest.scaler or {}
             loaded = Loaded(step, scaler.get("scale", 0.0), scaler.get("good_steps", 0))
             session.perform(session.call(Call(self._rank, CallKind.LOAD, loaded=loaded)))
             with session.working():
@@ -289,7 +281,6 @@ def check_names(
 
 def _print_warning(event: FromCoordinator) -> None:
     if isinstance(event, Warned):
+        kind = "note" if event.note else "warning"
         with contextlib.suppress(OSError):  # the stream belongs to the script
-            print(
-                f"{'note' if event.note else 'warning'}: {event.text}", file=sys.stderr, flush=True
-            )
+            print(f"{kind}: {event.text}", file=sys.stderr, flush=True)

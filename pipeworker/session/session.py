@@ -88,13 +88,12 @@ class Session:
         self._call_lock = threading.Lock()
         self._idle = threading.Event()
         self._idle.set()
-        self._rendezvous = rendezvous(
-            info, f"script-{next(_numbers)}", lambda _: request.prepare(), listen
-        )
+        met = rendezvous(info, f"script-{next(_numbers)}", lambda _: request.prepare(), listen)
+        self._coordinator = met.coordinator
         settings = Settings(
             rank=info.rank,
-            endpoint=self._rendezvous.endpoint,
-            token=self._rendezvous.token,
+            endpoint=met.endpoint,
+            token=met.token,
             local_rank=info.local_rank,
             tracker=self._tracker,
             to_log=False,
@@ -107,9 +106,11 @@ class Session:
         atexit.register(self._at_exit)
         self._control.send(self.worker.hello())
 
-    def run(self) -> None:
-        """Take part in a job to its end; its loop is pipeworker's."""
+    def run(self, call: Call | None = None) -> None:
+        """Take part in the job to its end, after a `call` of the user's loop if it has one."""
         with self.participating():
+            if call:
+                self.send(call)
             while not is_last(message := self.receive()):
                 self.perform(message)
         self.close()
@@ -121,7 +122,7 @@ class Session:
                 self.perform(message)
 
     @contextmanager
-    def participating(self) -> Iterator[None]:
+    def participating(self) -> Iterator[Session]:
         """Take part in the job inside the context; an error there ends it on all ranks.
 
         Raises:
@@ -139,7 +140,7 @@ class Session:
         try:
             modes = numerics.deterministic_mode(lambda: self.worker.deterministic)
             with rng.preserve_generators(), _plain_modes(), modes:
-                yield
+                yield self
         except BaseException as error:
             self._fail(error)
         finally:
@@ -189,11 +190,7 @@ class Session:
 
     def finish(self) -> None:
         """Save a checkpoint and end the job, together with all ranks."""
-        with self.participating():
-            self.send(Call(self.rank, CallKind.CLOSE))
-            while not is_last(message := self.receive()):
-                self.perform(message)
-        self.close()
+        self.run(Call(self.rank, CallKind.CLOSE))
 
     def close(self) -> None:
         """Leave the job and remove everything of pipeworker's from the process. Idempotent."""
@@ -203,8 +200,8 @@ class Session:
         atexit.unregister(self._at_exit)
         self.worker.close()
         self._control.close()
-        if self._rendezvous.coordinator is not None:
-            self._rendezvous.coordinator.finish(1)
+        if self._coordinator:
+            self._coordinator.finish(1)
 
     def fail(self, error: BaseException) -> None:
         """End the job because the user's loop raised an error between two calls."""
@@ -250,12 +247,9 @@ class Session:
         while not self._idle.wait(limits.poll):
             waited = waited + limits.poll if self._tracker.waiting else 0.0
             if waited >= limits.stuck:
-                status = (
-                    self._rendezvous.coordinator.finish(1) if self._rendezvous.coordinator else 1
-                )
-                exit_process(
-                    abort if self._restarts_by_status else replace(abort, exit_status=status)
-                )
+                status = self._coordinator.finish(1) if self._coordinator else 1
+                kept = abort.exit_status if self._restarts_by_status else status
+                exit_process(replace(abort, exit_status=kept))
 
     def _at_exit(self) -> None:
         """Close a pipeline that the script left open; fail the job if an exception ends it."""
