@@ -26,10 +26,11 @@ from pipeworker.wire.messages.step import RunStep
 from pipeworker.worker.device.device import stopwatch_for
 from pipeworker.worker.stage import losses
 from pipeworker.worker.stage.microbatch import MicroBatch
+from pipeworker.worker.stage.values import distinct_tensors
 from pipeworker.worker.step.batch_feed import BatchFeed
 from pipeworker.worker.step.data import MicroBatches, sample_shares
 from pipeworker.worker.step.evaluation import EvaluationPass, Sink
-from pipeworker.worker.step.stage_channels import Handler, StageChannels
+from pipeworker.worker.step.stage_channels import Handler, StageChannels, waiting_handler
 from pipeworker.worker.step.wiring import Wiring
 
 Instruction = tuple[Handler, int, bool]
@@ -83,8 +84,8 @@ def compile_program(
     }
     instructions = [(handlers[a.kind, a.stage, a.peer], a.microbatch, watches(a)) for a in actions]
     order: dict[Edge, list[int]] = {
-        edge: wiring.tied.expected(edge) if edge.payload is Payload.TIED else []
-        for edge in wiring.receivers
+        e: list(wiring.ties[e.target].frames(e.source)) if e.payload is Payload.TIED else []
+        for e in wiring.receivers
     }
     for action in actions:
         if action.kind in RECEIVES and action.kind is not Kind.RECEIVE_TIED:
@@ -104,33 +105,17 @@ def _handler(kind: Kind, stage: int, peer: int, wiring: Wiring, load: Handler) -
         return load
     channels, reductions = wiring.stages[stage], wiring.reductions
     match kind:
-        case Kind.FORWARD if stage == 0:
-            return channels.forward_data
-        case Kind.SEND_TIED:
-            return _waiting(channels, lambda: wiring.tied.send(stage, peer))
-        case Kind.RECEIVE_TIED:
-            return _waiting(channels, lambda: wiring.tied.receive(stage, peer))
         case Kind.REDUCE_TIED:
-            return lambda _: wiring.tied.reduce(stage)
+            return lambda _: wiring.ties[stage].reduce(wiring.ties)
         case Kind.SCATTER:
-            return _waiting(channels, reductions[stage].scatter)
+            return waiting_handler(channels, reductions[stage].scatter)
         case Kind.SUM:
-            return _waiting(channels, reductions[stage].sum)
+            return waiting_handler(channels, reductions[stage].sum)
         case Kind.GATHER:
-            return _waiting(channels, reductions[stage].gather)
+            return waiting_handler(channels, reductions[stage].gather)
     if kind in SENDS or kind in RECEIVES:
         return wiring.handlers[channel(kind, stage, peer)]
     return _COMPUTES[kind](channels)
-
-
-def _waiting(channels: StageChannels, perform: Callable[[], None]) -> Handler:
-    """Return a handler for what waits, or may wait, for other workers."""
-
-    def handle(_: int) -> None:
-        channels.stage.tracker.wait(channels.step)
-        perform()
-
-    return handle
 
 
 class ActionHook:
@@ -248,10 +233,15 @@ class Executor:
             reduction.begin(batch.signature, whole=run.complete)
 
     def _set_data(self, batch: MicroBatches) -> None:
-        """Set the inputs of stage 0, and the targets there and on a last stage that is here."""
+        """Set the inputs of stage 0, and the targets there and on a last stage that is here.
+
+        Inputs want no gradient, since they come from the data.
+        """
         first, last = self._wiring.stages[0], self._last
         for m, value, target in zip(first.microbatches, batch.inputs, batch.targets, strict=True):
-            first.microbatches[m].value, first.microbatches[m].target = value, target
+            mb = first.microbatches[m]
+            mb.value, mb.target = value, target
+            mb.wants_grad = [False] * len(distinct_tensors(value))
             if last is not None:
                 last.microbatches[m].target = target
 

@@ -100,7 +100,7 @@ def _unpack(value: Any) -> list[Any]:
     return value if isinstance(value, list) else [value]
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class StageChannels:
     """A stage of a worker, its micro-batches of the mini-batch by number, and its transfers.
 
@@ -115,12 +115,6 @@ class StageChannels:
     receivers: list[Receiver] = field(default_factory=list)
     after_forward: list[Transfer] = field(default_factory=list)
     after_backward: list[Transfer] = field(default_factory=list)
-
-    def forward_data(self, m: int) -> None:
-        """Run the forward of stage 0, whose input comes from the data and wants no gradient."""
-        mb = self.microbatches[m]
-        mb.wants_grad = [False] * len(distinct_tensors(mb.value))
-        self.forward(m)
 
     def forward(self, m: int) -> None:
         mb = self.microbatches[m]
@@ -215,3 +209,13 @@ def receive_handler(edge: Edge, channels: StageChannels, receiver: Receiver) -> 
         insert(channels.microbatches[m], value, receiver.wants_grad)
 
     return receive
+
+
+def waiting_handler(channels: StageChannels, perform: Callable[[], None]) -> Handler:
+    """Return the handler of an action that waits, or may wait, for other workers."""
+
+    def handle(_: int) -> None:
+        channels.stage.tracker.wait(channels.step)
+        perform()
+
+    return handle

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from functools import partial
 
-import torch
 from torch import nn
 
 from pipeworker.plan.actions import Edge, Payload
@@ -20,12 +20,13 @@ from pipeworker.worker.step.stage_channels import (
     local_transfer,
     receive_handler,
     send_handler,
+    waiting_handler,
 )
 from pipeworker.worker.transport.channel import Receiver, Sender
 from pipeworker.worker.transport.links.link import Link
 from pipeworker.worker.transport.send_thread import SendThread
 from pipeworker.worker.transport.structure import NO_TYPES, TypeRegistry
-from pipeworker.worker.update.ties import FRAME, Ties
+from pipeworker.worker.update.ties import Ties
 
 _FRAMES_AHEAD = 16
 """Receives of activations and targets posted ahead; their buffers are needed until backward."""
@@ -66,7 +67,7 @@ class Wiring:
         accelerator: Accelerator | None = None,
     ) -> None:
         self.stages = {index: StageChannels(stage) for index, stage in stages.items()}
-        self.replica, self.accelerator = replica, accelerator
+        self.ties, self.replica, self.accelerator = ties, replica, accelerator
         self.senders: dict[Edge, Sender] = {}
         self.receivers: dict[Edge, Receiver] = {}
         self.handlers: dict[Edge, Handler] = {}
@@ -74,7 +75,6 @@ class Wiring:
         for edge, link in links.items():
             if edge.origin < 0:
                 self._connect(edge, link)
-        self.tied = TiedGradients(ties, self.senders, self.receivers)
         for edge in self._local_edges():
             source, target = self.stages[edge.source], self.stages[edge.target]
             after = source.after_backward if edge.payload in _BACKWARDS else source.after_forward
@@ -90,13 +90,20 @@ class Wiring:
             capacity = None if edge.payload in UNBOUNDED else CHANNEL_CAPACITY
             sender = Sender(link, capacity, self._send_thread, self._types, self.accelerator)
             self.senders[edge] = sender
-            self.handlers[edge] = send_handler(edge, source, sender)
+            if edge.payload is Payload.TIED:
+                send = partial(self.ties[edge.source].send, edge.target, sender)
+                self.handlers[edge] = waiting_handler(source, send)
+            else:
+                self.handlers[edge] = send_handler(edge, source, sender)
         elif target:
             depth = _GRADIENTS_AHEAD if edge.payload in _BACKWARDS else _FRAMES_AHEAD
             receiver = Receiver(link, depth, self._types, self.accelerator)
             self.receivers[edge] = receiver
-            self.handlers[edge] = receive_handler(edge, target, receiver)
-            if edge.payload is not Payload.TIED:
+            if edge.payload is Payload.TIED:
+                receive = partial(self.ties[edge.target].receive, edge.source, receiver)
+                self.handlers[edge] = waiting_handler(target, receive)
+            else:
+                self.handlers[edge] = receive_handler(edge, target, receiver)
                 target.receivers.append(receiver)
 
     def _connect_replicas(self) -> None:
@@ -174,54 +181,3 @@ class Wiring:
             link.close()
         if self._send_thread is not None:
             self._send_thread.close()
-
-
-class TiedGradients:
-    """The gradients of tied weights that the stages of one worker send and receive.
-
-    A frame holds the gradients of some places, each of the shape of its parameter.
-    """
-
-    def __init__(
-        self,
-        ties: Mapping[int, Ties],
-        senders: Mapping[Edge, Sender],
-        receivers: Mapping[Edge, Receiver],
-    ) -> None:
-        self._ties = ties
-        self._senders, self._receivers = senders, receivers
-        self._received: dict[Edge, list[torch.Tensor | None]] = {}
-
-    def expected(self, edge: Edge) -> list[int]:
-        """Return the numbers of the frames that come over an edge in a step."""
-        return list(self._ties[edge.target].frames(edge.source))
-
-    def send(self, stage: int, peer: int) -> None:
-        """Send the gradients of the places on `stage` to the stage `peer`."""
-        sender = self._senders[Edge(stage, peer, Payload.TIED)]
-        gradients = self._ties[stage].outgoing(peer)
-        for first in range(0, len(gradients), FRAME):
-            sender.send(first, gradients[first : first + FRAME])
-
-    def receive(self, stage: int, peer: int) -> None:
-        """Receive for `stage` the gradients of the places on the stage `peer`."""
-        edge = Edge(peer, stage, Payload.TIED)
-        receiver, frames = self._receivers[edge], self.expected(edge)
-        self._received[edge] = [g for number in frames for g in receiver.receive(number)]
-
-    def reduce(self, stage: int) -> None:
-        """Add up the gradients of a stage's tied weights, once those of all places are here."""
-        ties = self._ties[stage]
-        remote: list[Edge] = []
-        gradients: dict[int, list[torch.Tensor | None]] = {}
-        for peer in ties.peers:
-            edge = Edge(peer, stage, Payload.TIED)
-            if edge in self._received:
-                remote.append(edge)
-                gradients[peer] = self._received.pop(edge)
-            else:  # on this worker
-                gradients[peer] = self._ties[peer].outgoing(stage)
-        ties.add_up(gradients)
-        for edge in remote:
-            for number in self.expected(edge):
-                self._receivers[edge].release(number)

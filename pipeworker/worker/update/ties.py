@@ -21,8 +21,9 @@ from pipeworker.facts.connections import Tie
 from pipeworker.facts.layer_names import layer_of, numbered, split_numbered
 from pipeworker.job.file import Entry
 from pipeworker.worker.internals import move_hooks
+from pipeworker.worker.transport.channel import Receiver, Sender
 
-FRAME = 64
+_FRAME = 64
 """Number of gradients in a frame."""
 
 
@@ -88,6 +89,7 @@ class Ties:
     build: Callable[[int], nn.Module]
     local_stages: Collection[int] = ()
     _groups: list[_Group] = field(default_factory=list)
+    _received: dict[int, tuple[Receiver, list[torch.Tensor | None]]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         for tie in self.ties:
@@ -148,7 +150,32 @@ class Ties:
 
     def frames(self, peer: int) -> range:
         """Return the numbers of another stage's frames: that of each's first gradient."""
-        return range(0, sum(group.tie.stages.count(peer) for group in self._groups), FRAME)
+        return range(0, sum(group.tie.stages.count(peer) for group in self._groups), _FRAME)
+
+    def send(self, peer: int, sender: Sender) -> None:
+        """Send the gradients of this stage's places to another stage, some in each frame."""
+        gradients = self.outgoing(peer)
+        for first in range(0, len(gradients), _FRAME):
+            sender.send(first, gradients[first : first + _FRAME])
+
+    def receive(self, peer: int, receiver: Receiver) -> None:
+        """Receive the gradients of the places on another stage; :meth:`reduce` releases them."""
+        gradients = [g for number in self.frames(peer) for g in receiver.receive(number)]
+        self._received[peer] = receiver, gradients
+
+    def reduce(self, local: Mapping[int, Ties]) -> None:
+        """Add up the gradients of all places, once those of other workers are here.
+
+        `local` has the ties of this worker's stages.
+        """
+        received = {peer: gradients for peer, (_, gradients) in self._received.items()}
+        for peer in self.peers - received.keys():
+            received[peer] = local[peer].outgoing(self.stage)
+        self.add_up(received)
+        for peer, (receiver, _) in self._received.items():
+            for number in self.frames(peer):
+                receiver.release(number)
+        self._received.clear()
 
     def add_up(self, received: Mapping[int, Sequence[torch.Tensor | None]]) -> None:
         """Add up the gradients of all places; `received` has those of other stages, by stage."""

@@ -10,7 +10,7 @@ from torch import nn
 
 from pipeworker.errors import UsageError
 from pipeworker.facts.connections import Tie
-from pipeworker.worker.update.ties import FRAME, Ties, separate, shared_parameters
+from pipeworker.worker.update.ties import Ties, separate, shared_parameters
 
 
 def never(_: int) -> nn.Module:
@@ -55,7 +55,7 @@ def test_places_are_added_in_model_order_whoever_sent_them() -> None:
     grad(layers[0].weight, 1.0)
     grad(layers[2].weight, 2.0**-30)
     assert ties.outgoing(1) == [layers[0].weight.grad, layers[2].weight.grad]
-    assert ties.frames(1) == range(0, 1, FRAME)
+    assert ties.frames(1) == range(0, 1, 64)
     ties.add_up({1: [torch.full((1, 1), -1.0)]})
     total = ties.total(layers[0].get_parameter("weight"))
     assert total == 2.0**-30  # (1 - 1) + tiny, not 1 + tiny - 1
