@@ -99,6 +99,13 @@ class Function(torch.autograd.Function):
     def backward(ctx, gradient):
         {NO}
 """
+IN_DATA = Cause.USER, "data() raised ValueError: no", Phase.READING
+IN_LAYER = Cause.USER, "layer 1 (Bad) raised ValueError: no (its input was Tensor[2, 6] float32)"
+IN_LOSS = (
+    Cause.USER,
+    "loss() raised ValueError: no (its output was Tensor[2, 2] float32, its target Tensor[2, 2]"
+    " float32)",
+)
 CASES: dict[str, tuple[dict[str, str], Cause, str, Phase]] = {
     "job file": (
         {"more": NO},
@@ -162,32 +169,21 @@ def scheduler(opt): return Bad()
         "before_update() raised ValueError: no",
         Phase.UPDATE,
     ),
-    "data": (
-        {"data": f"def data(): {NO}"},
-        Cause.USER,
-        "data() raised ValueError: no",
-        Phase.READING,
-    ),
+    "data": ({"data": f"def data(): {NO}"}, *IN_DATA),
     "data later": (
         {"data": f"def data():\n    yield torch.ones(4, 6), torch.ones(4, 2)\n    {NO}"},
-        Cause.USER,
-        "data() raised ValueError: no",
-        Phase.READING,
+        *IN_DATA,
     ),
     "data's iterator": (
         {"data": f"class Data:\n    def __iter__(self):\n        {NO}\ndata = Data()"},
-        Cause.USER,
-        "data() raised ValueError: no",
-        Phase.READING,
+        *IN_DATA,
     ),
     "data's length": (
         {
             "data": "class Data:\n    def __getitem__(self, i): return None\n"
             f"    def __len__(self):\n        {NO}\ndata = Data()"
         },
-        Cause.USER,
-        "data() raised ValueError: no",
-        Phase.READING,
+        *IN_DATA,
     ),
     "data's state": (
         {
@@ -195,9 +191,7 @@ def scheduler(opt): return Bad()
             "    def load_state_dict(self, state): pass\n"
             f"    def state_dict(self):\n        {NO}\ndata = Data()"
         },
-        Cause.USER,
-        "data() raised ValueError: no",
-        Phase.READING,
+        *IN_DATA,
     ),
     "evaluation": (
         {"evaluation": f"def evaluation(): {NO}"},
@@ -211,33 +205,19 @@ def scheduler(opt): return Bad()
         "metrics() raised ValueError: no",
         Phase.EVALUATION,
     ),
-    "loss": (
-        {"loss": f"def loss(output, target): {NO}"},
-        Cause.USER,
-        "loss() raised ValueError: no (its output was Tensor[2, 2] float32, its target Tensor[2, 2]"
-        " float32)",
-        Phase.LOSS,
-    ),
+    "loss": ({"loss": f"def loss(output, target): {NO}"}, *IN_LOSS, Phase.LOSS),
     "loss in evaluation": (
         {
             "loss": "def loss(output, target):\n    if not output.requires_grad:\n"
             f"        {NO}\n    return output.mean()"
         },
-        Cause.USER,
-        "loss() raised ValueError: no (its output was Tensor[2, 2] float32, its target Tensor[2, 2]"
-        " float32)",
+        *IN_LOSS,
         Phase.EVALUATION,
     ),
-    "forward": (
-        layer_of(f"        {NO}"),
-        Cause.USER,
-        "layer 1 (Bad) raised ValueError: no (its input was Tensor[2, 6] float32)",
-        Phase.FORWARD,
-    ),
+    "forward": (layer_of(f"        {NO}"), *IN_LAYER, Phase.FORWARD),
     "evaluation's forward": (
         layer_of(f"        if self.training: return x\n        {NO}"),
-        Cause.USER,
-        "layer 1 (Bad) raised ValueError: no (its input was Tensor[2, 6] float32)",
+        *IN_LAYER,
         Phase.EVALUATION,
     ),
     "forward of nested values": (
@@ -258,8 +238,7 @@ def model():
     ),
     "recompute": (
         layer_of(f"        if not pipeworker.is_recomputing(): return x\n        {NO}"),
-        Cause.USER,
-        "layer 1 (Bad) raised ValueError: no (its input was Tensor[2, 6] float32)",
+        *IN_LAYER,
         Phase.RECOMPUTE,
     ),
     "a Function's backward": (

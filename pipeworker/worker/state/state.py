@@ -117,7 +117,7 @@ class MemorySnapshots:
             return self._on_this_host(rank, restore)
         if not self._has_mirror:
             raise PipeworkerError(
-                f"the snapshot of step {restore.step} in memory is lost: resume from disk with "
+                f"the snapshot of step {restore.step} in memory is lost; resume from disk with "
                 "--resume"
             )
         fetched = fetch_snapshot(rank, restore.slot, *self._access())

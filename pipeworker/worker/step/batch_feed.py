@@ -19,7 +19,7 @@ from pipeworker.worker.transport.layout import aligned_copy
 from pipeworker.worker.transport.staging import move_to_device
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class BatchFeed:
     """The next mini-batch of a worker, and how it gets here.
 

@@ -6,8 +6,7 @@ import math
 import reprlib
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from itertools import accumulate
+from dataclasses import KW_ONLY, dataclass
 from types import MappingProxyType
 from typing import Any
 
@@ -18,6 +17,7 @@ from pipeworker.facts.step import Batch
 from pipeworker.plan.partition import block, sizes
 from pipeworker.worker.internals import pytree
 from pipeworker.worker.stage import rng
+from pipeworker.worker.stage.values import distinct_tensors
 from pipeworker.worker.step.epoch import END, Epoch, validate_position
 from pipeworker.worker.transport.layout import aligned_copy
 
@@ -40,6 +40,7 @@ class MicroBatches:
     targets: list[Any]
 
 
+@dataclass(eq=False)
 class Reader:
     """The mini-batches of ``data()``, split into micro-batches.
 
@@ -47,28 +48,20 @@ class Reader:
     after `epochs` passes over the data. Error messages begin with `error_prefix`.
     """
 
-    def __init__(
-        self,
-        data: Any,
-        *,
-        microbatches: int,
-        seed: int,
-        epochs: int | None,
-        error_prefix: str = "data(): gave",
-        seed_of: Callable[[int, int], int] = rng.data_seed,
-        accelerator: rng.Generator | None = None,
-        replica: int = 0,
-        replicas: int = 1,
-    ) -> None:
-        self._data = data
-        self._replica, self._replicas = replica, replicas
-        self._error_prefix = error_prefix
-        self._name = error_prefix.partition("(")[0]
-        self._seed_of = seed_of
-        self._microbatches = microbatches
-        self._seed = seed
-        self._epochs = epochs
-        self._stream = rng.Stream(accelerator)
+    data: Any
+    _: KW_ONLY
+    microbatches: int
+    seed: int
+    epochs: int | None
+    error_prefix: str = "data(): gave"
+    seed_of: Callable[[int, int], int] = rng.data_seed
+    accelerator: rng.Generator | None = None
+    replica: int = 0
+    replicas: int = 1
+
+    def __post_init__(self) -> None:
+        self._name = self.error_prefix.partition("(")[0]
+        self._stream = rng.Stream(self.accelerator)
         self._epoch: Epoch | None = None
         self._signatures: dict[Any, int] = {}
         self._next_signature = 0
@@ -91,7 +84,7 @@ class Reader:
             peeked, self._peeked = self._peeked, None
             return peeked
         with self._stream.active():
-            epoch, last = self._epoch or self._begin(0), (self._epochs or _MOST) - 1
+            epoch, last = self._epoch or self._begin(0), (self.epochs or _MOST) - 1
             if epoch.number > last:  # of a resumed run
                 return None
             item = epoch.next_batch()
@@ -109,8 +102,8 @@ class Reader:
         return self.split(item)
 
     def _begin(self, number: int, position: Mapping[str, Any] = MappingProxyType({})) -> Epoch:
-        self._stream.restart(self._seed_of(self._seed, number))
-        self._epoch = Epoch(self._data, self._name, number, self._stream, position)
+        self._stream.restart(self.seed_of(self.seed, number))
+        self._epoch = Epoch(self.data, self._name, number, self._stream, position)
         return self._epoch
 
     def iterate_epoch(self) -> Iterator[MicroBatches]:
@@ -161,7 +154,7 @@ class Reader:
                 "time it is started"
             )
         name, remedy = self._name, "have it make a fresh iterator each time it is called"
-        if not callable(self._data):
+        if not callable(self.data):
             remedy = f"make {name} a function, so that each epoch gets a fresh iterator"
         return f"{name}(): was exhausted, and gave nothing when started again; {remedy}"
 
@@ -175,14 +168,14 @@ class Reader:
         Raises:
             UsageError: the mini-batch is not a pair of tensors that agree in dim 0.
         """
-        prefix = error_prefix or self._error_prefix
+        prefix = error_prefix or self.error_prefix
         if not isinstance(item, (tuple, list)) or len(item) != 2:
             raise UsageError(f"{prefix} {_not_a_pair_message(item)}")
         samples = _batch_size(item, prefix)
-        count = min(self._microbatches, samples)
+        count = min(self.microbatches, samples)
         own, digest = range(count), 0
-        if self._replicas > 1 and not whole:
-            own, digest = block(count, self._replicas, self._replica), _digest(item)
+        if self.replicas > 1 and not whole:
+            own, digest = block(count, self.replicas, self.replica), _digest(item)
         inputs, targets = (_split(value, count, own) for value in item)
         epoch = self._epoch.number if self._epoch else 0
         batch = Batch(self._signature(item), samples, count, epoch, digest)
@@ -199,7 +192,7 @@ class Reader:
             self._signatures.clear()
         key = (structure, types)
         if key not in self._signatures:
-            _check_leaves(leaves, self._error_prefix)
+            _check_leaves(leaves, self.error_prefix)
             self._signatures[key] = self._next_signature
             self._next_signature += 1
         return self._signatures[key]
@@ -237,8 +230,8 @@ def _check_leaves(leaves: Sequence[Any], prefix: str) -> None:
 
 
 def _batch_size(item: Any, prefix: str) -> int:
-    tensors = [leaf for leaf in pytree.tree_leaves(item) if isinstance(leaf, torch.Tensor)]
-    if not any(isinstance(leaf, torch.Tensor) for leaf in pytree.tree_leaves(item[0])):
+    tensors = distinct_tensors(item)
+    if not distinct_tensors(item[0]):
         _check_leaves(pytree.tree_leaves(item), prefix)
         raise UsageError(f"{prefix} an input without a tensor; put its numbers into one")
     for tensor in tensors:
@@ -295,27 +288,17 @@ def _split(value: Any, count: int, own: range) -> list[Any]:
 
 
 def _split_tensor(tensor: torch.Tensor, count: int, own: range) -> list[torch.Tensor]:
-    whole = tensor.detach()
-    if len(own) == count:
-        pieces = [piece.data for piece in aligned_copy(whole).tensor_split(count)]
-    else:
-        pieces = _copy_range(whole, sizes(len(whole), count), own)
-    return [piece.requires_grad_() for piece in pieces] if tensor.requires_grad else pieces
-
-
-def _copy_range(tensor: torch.Tensor, lengths: Sequence[int], own: range) -> list[torch.Tensor]:
-    """Copy some of the pieces of dim 0, aligned as they are in a copy of the whole tensor."""
-    if not own:
-        return []
-    starts = list(accumulate(lengths, initial=0))
-    begin, end = starts[own.start], starts[own.stop]
-    first = 0  # copy the whole if rows do not follow each other in memory
-    if tensor.is_contiguous():
-        row = max(1, tensor[0].nbytes)
+    """Copy some of the `count` pieces of dim 0, aligned as they are in a copy of all."""
+    whole, lengths = tensor.detach(), sizes(len(tensor), count)
+    begin, end = sum(lengths[: own.start]), sum(lengths[: own.stop])
+    first = 0
+    if len(own) < count and whole.is_contiguous():  # else rows do not follow each other in memory
+        row = max(1, whole[0].nbytes)
         first = begin - begin % (_ALIGNMENT // math.gcd(row, _ALIGNMENT))
-        tensor = tensor[:end]
-    copy = aligned_copy(tensor[first:])
-    return [copy[starts[m] - first : starts[m + 1] - first].data for m in own]
+        whole = whole[:end]
+    rows = aligned_copy(whole[first:])[begin - first : end - first]
+    pieces = [piece.data for piece in torch.split(rows, lengths[own.start : own.stop])]
+    return [piece.requires_grad_() for piece in pieces] if tensor.requires_grad else pieces
 
 
 def concatenate_outputs(outputs: Sequence[Any]) -> Any:
@@ -327,26 +310,29 @@ def concatenate_outputs(outputs: Sequence[Any]) -> Any:
     """
     leaves, structures = zip(*(pytree.tree_flatten(output) for output in outputs), strict=True)
     if any(structure != structures[0] for structure in structures):
-        raise UsageError("predict(): the model's output has another structure in each micro-batch")
+        raise UsageError(
+            "predict(): the model's output has another structure in each micro-batch; return one "
+            "structure"
+        )
 
     def concatenate(parts: Sequence[Any]) -> Any:
         if isinstance(parts[0], torch.Tensor):
             if not all(part.dim() for part in parts):
                 raise UsageError(
-                    "predict(): the model's output has a tensor without dims; dim 0 is the batch"
+                    "predict(): the model's output has a tensor without dims; keep dim 0, the batch"
                 )
             shapes = {part.shape[1:] for part in parts}
             if len(shapes) > 1:
                 sizes = " and ".join(str(list(shape)) for shape in sorted(shapes))
                 raise UsageError(
                     "predict(): the model's output has a tensor that is not of one size in all "
-                    f"micro-batches: {sizes} but for the batch"
+                    f"micro-batches: {sizes} without the batch; pad it"
                 )
             return torch.cat(list(parts))
         if any(type(part) is not type(parts[0]) or not _equal(part, parts[0]) for part in parts):
             raise UsageError(
                 f"predict(): the model's output has a {type(parts[0]).__name__} that is not the "
-                "same in each micro-batch"
+                "same in each micro-batch; put it into a tensor, or leave it out"
             )
         return parts[0]
 

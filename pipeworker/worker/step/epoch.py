@@ -39,7 +39,7 @@ Generators = dict[str, Any]
 A loader, its sampler or its dataset may have one, and so may the module that defines one of them.
 The data of an epoch depends on what was drawn from them in the epochs before."""
 
-_INVALID_POSITION = "the position in the data is none that data can be read on from"
+_INVALID_POSITION = "the position in the data: {}; resume from another checkpoint"
 _FAULTS = (RuntimeError, TypeError, ValueError, LookupError, OverflowError)
 _GENERATORS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
 _INDICES = {"pos": 624, "buffer_pos": 4}
@@ -144,7 +144,8 @@ def _rejecting_faults(name: str) -> Iterator[None]:
     try:
         yield
     except _FAULTS as error:
-        raise UsageError(f"{_INVALID_POSITION}: {name} cannot draw on ({error!r:.200})") from None
+        why = f"{name} rejects its state ({error!r:.200})"
+        raise UsageError(_INVALID_POSITION.format(why)) from None
 
 
 def _checked_state(state: Any) -> Any:
@@ -173,7 +174,7 @@ def validate_position(position: Mapping[str, Any]) -> Mapping[str, Any]:
     """
 
     def reject(why: str) -> NoReturn:
-        raise UsageError(f"{_INVALID_POSITION}: {why}")
+        raise UsageError(_INVALID_POSITION.format(why))
 
     if not isinstance(position, Mapping):
         reject(f"it is a {type(position).__name__}")

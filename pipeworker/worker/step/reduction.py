@@ -107,8 +107,8 @@ class Reduction:
         flags = {origin: list(map(bool, frame[0].tolist())) for origin, frame in first.items()}
         if any(len(found) != count + len(self._buffers.large) + 1 for found in flags.values()):
             raise UsageError(
-                f"the parameters of stage {self._stage.index} that require grad, or its buffers, "
-                "are not the same on all replicas"
+                f"stage {self._stage.index}: its parameters that require grad, or its buffers, are "
+                "not the same on all replicas; build the same model on each"
             )
         self._present = [self._present[0] if r == own else flags[r][:count] for r in replicas]
         self._buffers.choose(found[count:] for found in flags.values())
@@ -266,7 +266,8 @@ class _Buffers:
         own_bytes = self.pack()
         if own_bytes.shape != packed.shape:
             raise UsageError(
-                f"the buffers of stage {self._stage} have other sizes on another replica"
+                f"stage {self._stage}: its buffers have other sizes on another replica; build the "
+                "same model on each"
             )
         if torch.equal(own_bytes, packed):
             return

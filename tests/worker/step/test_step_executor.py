@@ -33,8 +33,7 @@ def fill_drain(
     recompute: str,
     loss: Loss = mse,
     microbatches: int = 3,
-    limit: float = 20.0,
-    hooks: Sequence[ActionHook] = (),
+    **options: Any,
 ) -> Pipeline:
     """Build a pipeline with one stage per worker, in fill-drain order."""
     return Pipeline(
@@ -44,8 +43,7 @@ def fill_drain(
         filled(Placement.identity(len(balance)), recompute),
         balance=balance,
         microbatches=microbatches,
-        limit=limit,
-        hooks=hooks,
+        **options,
     )
 
 

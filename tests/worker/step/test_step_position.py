@@ -202,7 +202,7 @@ KEY = np.zeros(624, dtype=np.uint32)
         ({"more": 1}, "'more' is 1"),
         ({"source": {}}, "it has not all of drawn, over, random, source"),
         ({"source": {}, "over": 1, "drawn": {}, "random": ()}, "'over' is 1"),
-        ({"source": {}, "over": False, "drawn": {}, "random": ()}, "the stream cannot draw on"),
+        ({"source": {}, "over": False, "drawn": {}, "random": ()}, "the stream rejects its state"),
     ],
 )
 def test_an_invalid_position_is_rejected(changed: dict[str, Any], message: str) -> None:
@@ -225,7 +225,7 @@ def test_an_invalid_generator_state_is_rejected(name: str, state: Any) -> None:
     """NumPy itself would read past the end of such a state."""
     position = position_of("map-style")
     position["began"][name] = state
-    with pytest.raises(UsageError, match=f"{name} cannot draw on"):
+    with pytest.raises(UsageError, match=f"{name} rejects its state"):
         reader(Mapped).restore(position)
 
 
