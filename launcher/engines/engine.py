@@ -18,7 +18,7 @@ from typing import ClassVar, Generic, Protocol, TypeVar
 
 from launcher.spec import Host, JobSpec, RemoteAgent
 from pipeworker.errors import PipeworkerError
-from pipeworker.host.spawn import command
+from pipeworker.host.lifetime import command
 
 _CLIENT_SECONDS = 60.0
 

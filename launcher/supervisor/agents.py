@@ -9,8 +9,8 @@ from urllib.parse import urlsplit
 
 from launcher.spec import RemoteAgent
 from launcher.supervisor.events import CheckedHello
-from pipeworker.coordinator.timeouts import JOIN_FACTOR
-from pipeworker.facts.failure import signal_name
+from pipeworker.coordinator.roster import JOIN_FACTOR
+from pipeworker.facts.failure import describe_exit
 from pipeworker.wire.lines import AgentHello, Forked
 
 LOOPBACK = "127.0.0.1"
@@ -105,8 +105,7 @@ class AgentState:
             self._lost_at = now
         if not self.remote.command:
             return self._forked, self.silence or f"{self.timer.name} was killed"
-        ended = f"was killed by {signal_name(-code)}" if code < 0 else f"exited with status {code}"
-        reason = self.silence or last_line or f"it {ended}"
+        reason = self.silence or last_line or f"it {describe_exit(code)}"
         return self._forked, f"{self.remote.name} is lost: {reason}"
 
     def endpoint(self, endpoint: str, callers: Iterable[str]) -> str:

@@ -22,10 +22,9 @@ from pipeworker.coordinator.blueprint import Blueprint
 from pipeworker.coordinator.effects import Discard, Dropped, Effect, Log
 from pipeworker.coordinator.ending import JobEnd, Status
 from pipeworker.coordinator.events import CheckpointEnded
-from pipeworker.coordinator.lifecycle import Lifecycle
+from pipeworker.coordinator.lifecycle import Lifecycle, State
 from pipeworker.coordinator.roster import Member
 from pipeworker.coordinator.saving import Saving
-from pipeworker.coordinator.states import State
 from pipeworker.coordinator.steps.loop import CallLoop, Due, Loop, common_batch
 from pipeworker.coordinator.store import KeyValueStore
 from pipeworker.errors import AGAIN, ProtocolError, UsageError

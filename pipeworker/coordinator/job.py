@@ -16,10 +16,10 @@ from pipeworker.coordinator.effects import Discard, Dropped, Effect, Log, Send
 from pipeworker.coordinator.ending import INTERRUPTED, JobEnd, Lost, Status
 from pipeworker.coordinator.events import Event, MessageReceived
 from pipeworker.coordinator.generation import Generation
+from pipeworker.coordinator.lifecycle import BEFORE_STEPS, State
 from pipeworker.coordinator.loss_scaler import LossScaler
 from pipeworker.coordinator.report import describe, with_location
 from pipeworker.coordinator.restart_policy import ElasticPolicy, RestartPolicy
-from pipeworker.coordinator.states import BEFORE_STEPS, State
 from pipeworker.coordinator.steps.loop import CallLoop, FileLoop
 from pipeworker.coordinator.steps.progress import Progress, Start
 from pipeworker.coordinator.steps.snapshots import JobState, Snapshots

@@ -8,16 +8,15 @@ in time.
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from enum import Enum
 
 from pipeworker.coordinator import report
 from pipeworker.coordinator.blueprint import Blueprint
 from pipeworker.coordinator.effects import Dropped, Effect, Log, Send
 from pipeworker.coordinator.ending import INTERRUPTED, End, FirstCause, JobEnd, Lost, Status
 from pipeworker.coordinator.roster import Member, Roster
-from pipeworker.coordinator.states import BEFORE_STEPS, State
 from pipeworker.coordinator.steps.progress import Progress
 from pipeworker.coordinator.steps.snapshots import Snapshots
-from pipeworker.coordinator.timeouts import Timeouts
 from pipeworker.errors import UsageError
 from pipeworker.facts.failure import Cause, Failure
 from pipeworker.facts.position import Phase
@@ -32,6 +31,31 @@ _COMPILING_INTERVAL = 20.0
 """Seconds between two notes that a layer is being compiled."""
 _SAVE_SIGNAL = "SIGUSR1"
 """The signal that clusters send before they take a node away."""
+
+
+class State(Enum):
+    """The event that a generation waits for.
+
+    Attributes:
+        awaited_message: the name of the message that every awaited rank sends, or "".
+        reason: the reason to wait, for logs and messages.
+    """
+
+    def __init__(self, awaited_message: str, reason: str) -> None:
+        self.awaited_message, self.reason = awaited_message, reason
+
+    JOINING = "Described", "the plan needs every worker's description of the model"
+    BUILDING = "Ready", "no step begins before every stage is built and connected"
+    STEPPING = "StepDone", "an update happens on all stages or on none"
+    EVALUATING = "EvaluationDone", "the next step begins after all stages have evaluated"
+    CALLING = "Call", "every rank makes the same calls"
+    SAVING = "Saved", "a checkpoint is complete or absent"
+    COMMITTING = "", "the checkpoint is being completed"
+    OVER = "", "the generation has ended"
+
+
+BEFORE_STEPS = (State.JOINING, State.BUILDING)
+"""States in which no step has begun."""
 
 
 @dataclass(slots=True)
@@ -65,15 +89,13 @@ class Lifecycle:
     last_state: State = field(default=State.JOINING, init=False)
     blueprint: Blueprint | None = field(default=None, init=False)
     roster: Roster = field(init=False)
-    _timeouts: Timeouts = field(init=False)
     _cause: FirstCause = field(init=False)
     awaited: set[int] = field(init=False)
     _next_note: float = field(default=0.0, init=False)
 
     def __post_init__(self) -> None:
-        roster = self.roster = Roster(self.placement, self.started, self.timings)
-        limit, own_loop = self.options.worker_timeout, self.options.own_loop
-        self._timeouts = Timeouts(roster, limit, own_loop, self.launched)
+        limit = self.options.worker_timeout
+        self.roster = Roster(self.placement, self.started, self.timings, limit)
         self._cause = FirstCause(self.roster)
         self.await_all(State.JOINING)
 
@@ -144,10 +166,9 @@ class Lifecycle:
             self._cause.suspended(suspended)
             if self.interrupted is not None:
                 self.interrupted = min(now, self.interrupted + suspended)
-        since = self.interrupted
-        if since is not None and self._timeouts.interrupt_expired(self.state, since, now):
+        if self._interrupt_expired(now):
             return self.over(self.stopped)
-        failure = self._cause.expired(now) or self._timeouts.expired(self.state, self.awaited, now)
+        failure = self._cause.expired(now) or self._timed_out(now)
         if failure is None:
             return []
         if failure.cause is Cause.SIGNAL:
@@ -195,6 +216,32 @@ class Lifecycle:
         if self.launched or self.state in BEFORE_STEPS:
             return self._failure_reported(member.failure(Cause.SIGNAL, text), now)
         return self.interrupt(now)
+
+    # Timeouts.
+
+    def _interrupt_expired(self, now: float) -> bool:
+        """Return whether a job that was interrupted does not reach the end of its step.
+
+        A loop of the user's own may never make another call. Checkpoints are always completed.
+        """
+        if self.interrupted is None or self.state in (State.SAVING, State.COMMITTING):
+            return False
+        elapsed, limit = now - self.interrupted, self.roster.limit
+        if self.options.own_loop:
+            return elapsed > self.timings.interrupt
+        return elapsed > limit and self.roster.none_moved(limit, now)
+
+    def _timed_out(self, now: float) -> Failure | None:
+        """Return the failure of the first limit that is exceeded, or None.
+
+        A worker that no launcher started may stand in a debugger, so it may stall.
+        """
+        failure = self.roster.unheard(now)
+        if failure is None and self.state is not State.CALLING:
+            failure = self.roster.deadlocked(self.awaited, now)
+        if failure is None and self.launched and self.state is State.STEPPING:
+            failure = self.roster.stalled(now)
+        return failure
 
     # Endings.
 

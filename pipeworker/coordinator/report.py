@@ -44,7 +44,9 @@ def describe(failure: Failure) -> str:
     lines = [failure.message]
     where, phase = location(failure), failure.position.phase
     if where and failure.cause not in (Cause.USAGE, Cause.EXIT):
-        lines.append("  " + ("" if phase is Phase.STARTING else f"in {phase.label}: ") + where)
+        lines.append(
+            "  " + ("" if phase is Phase.STARTING else f"in {phase.name.lower()}: ") + where
+        )
     if failure.traceback:
         lines.append("\n" + failure.traceback.rstrip())
     return "\n".join(lines)

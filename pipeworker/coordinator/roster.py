@@ -1,10 +1,11 @@
-"""The members of a generation: the workers that have joined, and their state. Pure."""
+"""The members of a generation: the workers that have joined, and how long each is silent. Pure."""
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, field
 
-from pipeworker.facts.failure import Cause, Failure, signal_name
+from pipeworker.facts.failure import Cause, Failure, describe_exit
 from pipeworker.facts.position import Position
 from pipeworker.plan.placement import Placement
 from pipeworker.timings import Timings
@@ -12,6 +13,11 @@ from pipeworker.wire.lines import WorkerExited
 from pipeworker.wire.messages.plan import Described, Ready
 from pipeworker.wire.messages.presence import Heartbeat, Hello
 from pipeworker.wire.messages.step import StepDone
+
+JOIN_FACTOR = 5
+"""Worker timeouts within which all workers must join."""
+STALL_FACTOR = 30
+"""Worker timeouts that one layer, or ``data()``, may take before it counts as hung."""
 
 
 @dataclass(slots=True)
@@ -68,11 +74,17 @@ class Member:
 
 @dataclass(slots=True)
 class Roster:
-    """The members of a generation, which `started` at that time, by rank and by peer."""
+    """The members of a generation, by rank and by peer.
+
+    Attributes:
+        started: the time at which the generation started.
+        limit: seconds that a worker may be silent (``--worker-timeout``).
+    """
 
     placement: Placement
     started: float
     timings: Timings
+    limit: float
     members: dict[int, Member] = field(default_factory=dict)
     _rank_of: dict[bytes, int] = field(default_factory=dict)
 
@@ -122,13 +134,49 @@ class Roster:
 
     def worker_exited(self, report: WorkerExited) -> Failure:
         """Return the failure of a worker process that ended; it may not have joined."""
-        code = report.code
-        how = f"was killed by {signal_name(-code)}" if code < 0 else f"exited with status {code}"
-        text = f"the worker of {self.placement.names(report.rank)} {how}"
+        text = f"the worker of {self.placement.names(report.rank)} {describe_exit(report.code)}"
         member = self.members.get(report.rank)
         if member is None:
             return Failure(Cause.LOST, text, rank=report.rank, position=report.position)
         return member.failure(Cause.LOST, text, report.position)
+
+    def unheard(self, now: float) -> Failure | None:
+        """Return the failure of a worker that is unreachable, silent or missing for too long."""
+        for member in self.members.values():
+            since = member.unreachable_since
+            if since is not None and now - since > self.timings.grace:
+                return member.gone()
+            if now - member.last_heard > self.limit:
+                text = f"{member.full_name} has not answered for {self.limit:g} s"
+                return member.failure(Cause.HUNG, text)
+        if self.missing and now - self.started > JOIN_FACTOR * self.limit:
+            ranks = ", ".join(map(str, self.missing))
+            text = f"rank {ranks} did not join within {JOIN_FACTOR * self.limit:g} s"
+            return Failure(Cause.LOST, text)
+        return None
+
+    def deadlocked(self, awaited: Collection[int], now: float) -> Failure | None:
+        """Return a failure if all awaited workers wait, and none has moved for too long."""
+        members = [self.members[rank] for rank in sorted(awaited) if rank in self.members]
+        if not members or not all(m.waits and now - m.moved_at > self.limit for m in members):
+            return None
+        names = " and ".join(member.name for member in members)
+        have = "has" if len(members) == 1 else "have"
+        text = f"{names} {have} waited {self.limit:g} s without progress (deadlock?)"
+        return members[0].failure(Cause.HUNG, text)
+
+    def stalled(self, now: float) -> Failure | None:
+        """Return a failure if no worker has moved for so long that one must be hung."""
+        limit = STALL_FACTOR * self.limit
+        busy = [member for member in self.members.values() if not member.waits]
+        if not busy or not self.none_moved(limit, now):
+            return None
+        text = f"{busy[0].full_name} has made no progress for {limit:g} s"
+        return busy[0].failure(Cause.HUNG, text)
+
+    def none_moved(self, seconds: float, now: float) -> bool:
+        """Return whether no worker has moved for more than `seconds`."""
+        return all(now - member.moved_at > seconds for member in self.members.values())
 
     def peak_memory(self) -> tuple[int, ...]:
         """Return the peak memory of each rank in bytes, 0 where it is unknown."""

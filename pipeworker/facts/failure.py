@@ -76,6 +76,11 @@ class Failure:
         check(0 <= self.status < MOST_STATUSES, f"an exit status of {self.status}")
 
 
-def signal_name(number: int) -> str:
-    """Return ``SIGKILL``, or ``signal 40`` for one whose number depends on the system."""
-    return _SIGNALS.get(number, f"signal {number}")
+def describe_exit(code: int) -> str:
+    """Return ``was killed by SIGKILL`` or ``exited with status 1``; `code` is as subprocess has it.
+
+    A signal whose number depends on the system is named by its number: ``signal 40``.
+    """
+    if code >= 0:
+        return f"exited with status {code}"
+    return f"was killed by {_SIGNALS.get(-code, f'signal {-code}')}"

@@ -37,9 +37,8 @@ class LayerNames:
         indices = {prefix: index for index, prefix in enumerate(self.prefixes)}
         check(len(indices) == len(self.prefixes), "several layers with one name")
         object.__setattr__(self, "_indices", indices)
-        _, unmatched = self.by_layer(self.prefixes)
-        within = {*self.prefixes} - {*unmatched}
-        object.__setattr__(self, "_outer", frozenset(map(self.index_of, within)))
+        outer, _ = self.by_layer(self.prefixes)
+        object.__setattr__(self, "_outer", frozenset(outer))
 
     @classmethod
     def numbered(cls, count: int) -> LayerNames:
@@ -84,10 +83,6 @@ class LayerNames:
                 return index, name[dot + 1 :]
             dot = name.rfind(".", 0, dot)
         raise KeyError(name)
-
-    def index_of(self, name: str) -> int:
-        """Return the index of the layer that `name` belongs to; raises as :meth:`split`."""
-        return self.split(name)[0]
 
     def of_numbered(self, name: str) -> str:
         """Return the name in the user's module of a parameter named by its layer's index."""

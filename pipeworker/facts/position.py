@@ -28,11 +28,6 @@ class Phase(IntEnum):
     RESTORING = 14
     COMPILING = 15
 
-    @property
-    def label(self) -> str:
-        """The name of the phase in messages."""
-        return self.name.lower()
-
 
 @dataclass(frozen=True, slots=True)
 class Position:

@@ -23,7 +23,7 @@ from typing_extensions import assert_never
 
 from pipeworker.environment import facts, timings
 from pipeworker.host.descriptors import check_available, raise_limit
-from pipeworker.host.lifetime import bound_to_parent, die_with_parent, kill_group
+from pipeworker.host.lifetime import die_with_parent, kill_group
 from pipeworker.host.position import Tracker
 from pipeworker.host.suspend_clock import SuspendAwareClock
 from pipeworker.record.rundir import file_digest
@@ -250,10 +250,12 @@ def main() -> int:
     if words := sys.argv[3:]:
         _send(_agent_hello(*words))
     gc.disable()
-    with bound_to_parent(os.getppid()):
-        # For its effect, and by name: a linter removes an import that nothing refers to.
-        importlib.import_module("pipeworker.worker.service")
-        importlib.import_module("pipeworker.worker.internals").preload()
+    parent = os.getppid()
+    die_with_parent(parent)  # until it can watch its input
+    # For its effect, and by name: a linter removes an import that nothing refers to.
+    importlib.import_module("pipeworker.worker.service")
+    importlib.import_module("pipeworker.worker.internals").preload()
+    die_with_parent(parent, 0)
     gc.freeze()
     raise_limit()  # the memories of many workers need more than a process has at first
     Agent(remote=bool(words)).serve()

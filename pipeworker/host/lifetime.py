@@ -1,4 +1,4 @@
-"""Processes that end together with their parent."""
+"""The start of processes, and their end together with their parent."""
 
 from __future__ import annotations
 
@@ -6,14 +6,34 @@ import ctypes
 import os
 import signal
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
+from pathlib import Path
+
+import pipeworker
 
 _PR_SET_PDEATHSIG = 1
+_ROOT = str(Path(pipeworker.__file__).parents[1])
+# A user's module in the current folder must not be imported in place of one of pipeworker's, so the
+# folder that `-c` puts first on the path is removed, and pipeworker's own is appended.
+# An interrupt before a handler is installed ends the process without a traceback.
+_BOOT = (
+    "import signal; signal.signal(signal.SIGINT, signal.SIG_DFL); "
+    "import sys; sys.path.pop(0); root, name = sys.argv[1:3]; "
+    "root in sys.path or sys.path.append(root); "
+    "import importlib; sys.exit(importlib.import_module(name).main())"
+)
+
+
+def command(module: str, python: str = "", *words: str) -> list[str]:
+    """Return the command that runs ``main()`` of a module of pipeworker.
+
+    The `words` follow the module's name in ``sys.argv``; the default `python` is this interpreter.
+    """
+    return [python or sys.executable, "-c", _BOOT, _ROOT, module, *words]
 
 
 def die_with_parent(parent: int, number: int = signal.SIGKILL) -> None:
-    """Have the kernel send this process a signal when its parent ends (Linux).
+    """Have the kernel send this process a signal when its parent ends, none with 0 (Linux).
 
     If `parent`, a pid, has ended already, this process exits.
     """
@@ -21,15 +41,6 @@ def die_with_parent(parent: int, number: int = signal.SIGKILL) -> None:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number)
         if os.getppid() != parent:
             os._exit(1)
-
-
-@contextmanager
-def bound_to_parent(parent: int) -> Iterator[None]:
-    """Have this process killed with its parent while it cannot watch its parent itself (Linux)."""
-    die_with_parent(parent)
-    yield
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, 0)
 
 
 def kill_group(pid: int) -> None:

@@ -10,7 +10,7 @@ from contextlib import suppress
 from typing import IO, Any, Generic, TypeVar
 
 from pipeworker.errors import PipeworkerError
-from pipeworker.host.spawn import command
+from pipeworker.host.lifetime import command
 from pipeworker.wire import lines
 from pipeworker.wire.lines import (
     FromAgent,

@@ -61,7 +61,7 @@ class Checkpoint:
                 if first not in found or name not in layers:
                     raise invalid(self.path, f"no part has {reprlib.repr(name)}, a tied weight")
                 found[name] = found[first]
-        return dict(sorted(found.items(), key=lambda item: layers.index_of(item[0])))
+        return dict(sorted(found.items(), key=lambda item: layers.split(item[0])[0]))
 
 
 class _Plain(msgspec.Struct):

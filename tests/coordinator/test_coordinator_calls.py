@@ -7,8 +7,8 @@ import itertools
 import pytest
 
 from pipeworker.coordinator.effects import Commit, Dropped, Effect, Send
+from pipeworker.coordinator.lifecycle import State
 from pipeworker.coordinator.loss_scaler import LossScaler
-from pipeworker.coordinator.states import State
 from pipeworker.facts.failure import Cause
 from pipeworker.facts.step import Evaluation, StepResult
 from pipeworker.wire.lines import Planned

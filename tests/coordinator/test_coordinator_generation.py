@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from pipeworker.coordinator.effects import Dropped, Send
 from pipeworker.coordinator.generation import Generation
-from pipeworker.coordinator.states import State
+from pipeworker.coordinator.lifecycle import State
 from pipeworker.errors import AGAIN
 from pipeworker.facts.failure import Cause, Failure
 from pipeworker.facts.position import Phase, Position

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from pipeworker.coordinator.effects import Send
-from pipeworker.coordinator.states import State
+from pipeworker.coordinator.lifecycle import State
 from pipeworker.coordinator.steps.progress import Start
 from pipeworker.coordinator.steps.snapshots import JobState
 from pipeworker.facts.position import Phase, Position

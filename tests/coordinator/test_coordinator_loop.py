@@ -10,7 +10,7 @@ import pytest
 
 from pipeworker.coordinator import blueprint
 from pipeworker.coordinator.effects import Send
-from pipeworker.coordinator.states import State
+from pipeworker.coordinator.lifecycle import State
 from pipeworker.facts.failure import Cause
 from pipeworker.facts.step import Evaluation, StepResult
 from pipeworker.plan.actions import format_actions

@@ -8,8 +8,8 @@ import math
 import pytest
 
 from pipeworker.coordinator.effects import Discard, Dropped, Effect, Send
+from pipeworker.coordinator.lifecycle import State
 from pipeworker.coordinator.loss_scaler import LossScaler
-from pipeworker.coordinator.states import State
 from pipeworker.coordinator.steps.progress import Start
 from pipeworker.coordinator.steps.snapshots import JobState
 from pipeworker.facts.failure import Cause, Failure

@@ -7,8 +7,8 @@ import dataclasses
 import pytest
 
 from pipeworker.coordinator.effects import Commit, Dropped, Log, Send
+from pipeworker.coordinator.lifecycle import State
 from pipeworker.coordinator.loss_scaler import LossScaler
-from pipeworker.coordinator.states import State
 from pipeworker.facts.checkpoint_file import CheckpointFile
 from pipeworker.facts.step import Evaluation, StepResult
 from pipeworker.wire.messages.checkpoint import Copy, Save, Saved

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from pipeworker.coordinator.effects import Send
-from pipeworker.coordinator.states import State
+from pipeworker.coordinator.lifecycle import State
 from pipeworker.coordinator.steps.snapshots import BUDGET, JobState, Snapshots
 from pipeworker.wire.lines import Snapshot
 from pipeworker.wire.messages.checkpoint import Copy, Restore, Save, Saved

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from pipeworker.coordinator.effects import Commit, Log, Send
+from pipeworker.coordinator.lifecycle import State
 from pipeworker.coordinator.loss_scaler import LossScaler
-from pipeworker.coordinator.states import State
 from pipeworker.coordinator.steps.progress import Start
 from pipeworker.coordinator.steps.snapshots import JobState
 from pipeworker.facts.failure import Cause

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pipeworker.coordinator.effects import Effect
 from pipeworker.coordinator.events import Disconnected, Tick
-from pipeworker.coordinator.timeouts import JOIN_FACTOR
+from pipeworker.coordinator.roster import JOIN_FACTOR
 from pipeworker.facts.failure import Cause, Failure
 from pipeworker.facts.position import Position
 from pipeworker.wire.messages.presence import Failed, Heartbeat

@@ -12,7 +12,7 @@ import msgpack
 import pytest
 
 from pipeworker.coordinator.events import InvalidFrame
-from pipeworker.coordinator.states import State
+from pipeworker.coordinator.lifecycle import State
 from pipeworker.coordinator.store import KeyValueStore
 from pipeworker.errors import ProtocolError
 from pipeworker.facts.limits import LONGEST_VALUE, MOST_KEYS, MOST_MICROBATCHES

@@ -25,7 +25,7 @@ def test_layers_given_as_a_list_are_named_by_their_indices() -> None:
 
 def test_a_prefix_may_hold_dots() -> None:
     assert DEEP.split("model.layers.1.attention.weight") == (2, "attention.weight")
-    assert DEEP.index_of("model.layers.10.weight") == 3
+    assert DEEP.split("model.layers.10.weight")[0] == 3
     assert DEEP.of_numbered("1.attention.weight") == "model.layers.0.attention.weight"
     assert DEEP.prefixes[4] == "head"
     for name in ("model.layers.2.weight", "model.weight", "head", "model.layers.1", "", ".", "."):

@@ -13,12 +13,14 @@ from support.jobs import until
 
 CHILD = """
 import os, sys
-from pipeworker.host.lifetime import bound_to_parent
+from pipeworker.host.lifetime import die_with_parent
 
-with bound_to_parent(os.getppid()):
-    if sys.argv[1] == "within":
-        print(os.getpid(), flush=True)
-        sys.stdin.read()
+parent = os.getppid()
+die_with_parent(parent)
+if sys.argv[1] == "within":
+    print(os.getpid(), flush=True)
+    sys.stdin.read()
+die_with_parent(parent, 0)
 print(os.getpid(), flush=True)
 sys.stdin.read()
 """

@@ -82,7 +82,7 @@ def test_layer_names_with_dots_resume_at_another_number_of_stages(
     bits = [nn.Sequential(*stages.layers).state_dict() for stages in (second, plain)]
     assert_same(bits[0], bits[1])
     weights = Checkpoint(tmp_path).weights()
-    layers = [*dict.fromkeys(DOTTED.prefixes[DOTTED.index_of(name)] for name in weights)]
+    layers = [*dict.fromkeys(DOTTED.prefixes[DOTTED.split(name)[0]] for name in weights)]
     assert layers == [prefix for prefix in DOTTED.prefixes if prefix != "model.act"]
     assert torch.equal(weights["model.layers.1.weight"], weights["model.layers.1.mlp.weight"])
     assert "model.bias" in weights

@@ -13,8 +13,8 @@ from pipeworker.coordinator.events import (
     Tick,
 )
 from pipeworker.coordinator.job import Job
+from pipeworker.coordinator.lifecycle import State
 from pipeworker.coordinator.loss_scaler import LossScaler
-from pipeworker.coordinator.states import State
 from pipeworker.coordinator.steps.progress import Start
 from pipeworker.errors import AGAIN
 from pipeworker.facts.failure import Cause, Failure

@@ -153,7 +153,7 @@ def _in_workers() -> None:
         self: Any, phase: Phase, step: int = -1, microbatch: int = -1, layer: int = -1
     ) -> None:
         original["placed"](self, phase, step, microbatch, layer)
-        _reach(phase.label, layer)
+        _reach(phase.name.lower(), layer)
 
     def waiting(
         self: Any,
@@ -163,7 +163,7 @@ def _in_workers() -> None:
         phase: Phase = Phase.WAITING,
     ) -> None:
         original["waiting"](self, step, microbatch, layer, phase)
-        _reach(phase.label, layer)
+        _reach(phase.name.lower(), layer)
 
     def program(actions: Sequence[Any], *rest: Any) -> Any:
         compiled = original["program"](actions, *rest)

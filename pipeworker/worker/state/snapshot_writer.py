@@ -17,7 +17,7 @@ import torch
 from pipeworker.errors import RecordError
 from pipeworker.facts.checkpoint_file import CheckpointFile
 from pipeworker.host import streams
-from pipeworker.host.spawn import command
+from pipeworker.host.lifetime import command
 from pipeworker.record.manifest import file_names
 from pipeworker.record.snapshot_buffer import CopyPairs, SnapshotBuffer
 from pipeworker.record.snapshot_memory import SnapshotMemory, available_bytes, write_files

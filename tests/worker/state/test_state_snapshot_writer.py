@@ -13,7 +13,7 @@ from torch import nn
 
 from pipeworker.errors import PipeworkerError
 from pipeworker.facts.layer_names import LayerNames
-from pipeworker.host import spawn
+from pipeworker.host import lifetime
 from pipeworker.record.snapshot_buffer import SnapshotBuffer, snapshot_files
 from pipeworker.record.snapshot_memory import SnapshotMemory
 from pipeworker.record.stage_state import StageState
@@ -66,7 +66,7 @@ def test_a_writer_process_that_died_is_replaced_for_the_next_checkpoint(
     commands = [
         [sys.executable, "-S", "-c", "import sys; sys.stdin.readline()"],
         [sys.executable, "-S", "-c", "print('[[', end='')"],
-        spawn.command("pipeworker.record.snapshot_memory"),
+        lifetime.command("pipeworker.record.snapshot_memory"),
     ]
     monkeypatch.setattr(snapshot_writer, "command", lambda module: commands.pop(0))
     for step in (1, 2):
