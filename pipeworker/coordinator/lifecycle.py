@@ -238,7 +238,7 @@ class Lifecycle:
         """
         failure = self.roster.unheard(now)
         if failure is None and self.state is not State.CALLING:
-            failure = self.roster.deadlocked(self.awaited, now)
+            failure = self.roster.deadlocked(self.awaited)
         if failure is None and self.launched and self.state is State.STEPPING:
             failure = self.roster.stalled(now)
         return failure

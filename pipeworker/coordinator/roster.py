@@ -155,10 +155,11 @@ class Roster:
             return Failure(Cause.LOST, text)
         return None
 
-    def deadlocked(self, awaited: Collection[int], now: float) -> Failure | None:
-        """Return a failure if all awaited workers wait, and none has moved for too long."""
+    def deadlocked(self, awaited: Collection[int]) -> Failure | None:
+        """Return a failure if all awaited workers have reported for too long that they wait."""
         members = [self.members[rank] for rank in sorted(awaited) if rank in self.members]
-        if not members or not all(m.waits and now - m.moved_at > self.limit for m in members):
+        waited = [m.last_heard - m.moved_at for m in members if m.waits]
+        if not members or len(waited) < len(members) or min(waited) <= self.limit:
             return None
         names = " and ".join(member.name for member in members)
         have = "has" if len(members) == 1 else "have"

@@ -171,6 +171,21 @@ def test_workers_that_wait_for_each_other_are_named() -> None:
     assert job.failure.position == Position(Phase.WAITING, 1, 1)
 
 
+def test_a_silent_worker_is_not_taken_for_one_that_waits() -> None:
+    """Its last report, that it waits, is younger than its last move."""
+    job = ScriptedJob(2, worker_timeout=PATIENCE).running()
+    job.done(1, 1)
+    job.receive(waiting(0))
+    job.tick(0.5)
+    job.receive(waiting(0))
+    for _ in range(3):
+        job.tick(PATIENCE / 3)
+        job.receive(waiting(1))
+    assert job.state() is State.STEPPING  # it has waited long enough, and been silent for less
+    job.tick(0.1)
+    assert job.failure.message == "stage 0 (pid 1000 on host) has not answered for 60 s"
+
+
 def test_a_computing_worker_has_no_deadlock_timeout() -> None:
     job = ScriptedJob(2, worker_timeout=PATIENCE).running()
     for _ in range(20):
