@@ -142,7 +142,7 @@ class _StageChecks:
     def __init__(self, schedule: Schedule, worker: int, stage: int, columns: Columns) -> None:
         self._schedule = schedule
         self._worker, self._stage, self._columns = worker, stage, columns
-        self._count = schedule.microbatches
+        self._count, self._training = schedule.microbatches, not schedule.forward_only
         self._actions = schedule.workers[worker]
         self._owners = schedule.placement.owners
         self._ends = StageEnds.of(schedule.placement, stage, schedule.skips)
@@ -157,7 +157,6 @@ class _StageChecks:
         self._check_replicas()
         self._check_accumulation()
         self._check_complete()
-        self._check_foreign()
         return peak_live(self._columns, self._stage, len(self._actions))
 
     def _is_local(self, stage: int) -> bool:
@@ -289,28 +288,24 @@ class _StageChecks:
                 f"micro-batch {ascending[wrong]} comes first"
             )
 
-    def _expected(self) -> list[End]:
-        """Return the kinds and peers of which every micro-batch has one action."""
-        ends, training = self._ends, not self._schedule.forward_only
-        backward = [*ends.before_backward, *ends.after_backward] if training else []
-        return [(Kind.FORWARD, -1), *ends.before_forward, *ends.after_forward, *backward]
-
-    def _once(self) -> list[End]:
-        """Return the actions that a step has once, between fill and drain or at its end."""
-        training = not self._schedule.forward_only
-        remote = [peer for peer in self._tied if not self._is_local(peer)]
-        return [
-            *([(Kind.LOAD, -1)] if self._stage == 0 and training else []),
-            *((kind, peer) for peer in remote for kind in (Kind.SEND_TIED, Kind.RECEIVE_TIED)),
-            *([(Kind.REDUCE_TIED, -1)] if self._tied else []),
-            *((k, -1) for k in REPLICAS if self._schedule.placement.replicas > 1 and training),
-        ]
+    def _wanted(self) -> dict[End, Sequence[int]]:
+        """Return, by kind and peer, the micro-batches of which the stage must have an action."""
+        ends, remote = self._ends, [peer for peer in self._tied if not self._is_local(peer)]
+        every = [(Kind.FORWARD, -1), *ends.before_forward, *ends.after_forward]
+        once = [(kind, peer) for peer in remote for kind in (Kind.SEND_TIED, Kind.RECEIVE_TIED)]
+        once += [(Kind.REDUCE_TIED, -1)] if self._tied else []
+        if self._training:
+            every += [*ends.before_backward, *ends.after_backward]
+            once += [(Kind.LOAD, -1)] if self._stage == 0 else []
+            once += [(k, -1) for k in REPLICAS if self._schedule.placement.replicas > 1]
+        return {**dict.fromkeys(every, range(self._count)), **dict.fromkeys(once, (0,))}
 
     def _check_complete(self) -> None:
-        """Check that no action is missing."""
-        for kind, peer in self._expected():
-            self._check_all(self._column(kind, peer), range(self._count), kind, peer)
-        if not self._schedule.forward_only:
+        """Check that no action is missing, and that none is without a purpose."""
+        wanted = self._wanted()
+        for (kind, peer), microbatches in wanted.items():
+            self._check_all(self._column(kind, peer), microbatches, kind, peer)
+        if self._training:
             inputs, both = self._column(Kind.BACKWARD_INPUT), self._either(INPUTS)
             weights = self._column(Kind.BACKWARD_WEIGHT)
             self._check_all(weights, inputs.microbatches, Kind.BACKWARD_WEIGHT)
@@ -319,8 +314,18 @@ class _StageChecks:
                 action = Action(Kind.BACKWARD_INPUT, self._stage, m)
                 raise self._fail(f"{action} comes beside a whole one")
             self._check_all(both, range(self._count), Kind.BACKWARD)
-        for kind, peer in self._once():
-            self._check_all(self._column(kind, peer), [0], kind, peer)
+        known = {*wanted, *((kind, -1) for kind in (Kind.FETCH, *COMPUTE) if self._training)}
+        for (kind, stage, peer), column in self._columns.items():
+            if stage != self._stage:
+                continue
+            action = self._actions[column.places[0]]
+            if (kind, peer) not in known and kind is Kind.LOAD and self._training:
+                raise self._fail(f"{action}: only stage 0 reads data")
+            if (kind, peer) not in known:
+                raise self._fail(f"{action} has nothing at its other end")
+            if kind in _ONCE and column.microbatches != [0]:
+                place = column.place_of(bool)
+                raise self._fail(f"{self._actions[place]}: a step has one, of 0")
 
     def _check_all(
         self, column: Column, microbatches: Sequence[int], kind: Kind, peer: int = -1
@@ -330,24 +335,6 @@ class _StageChecks:
             there = set(column.microbatches)
             m = next(m for m in microbatches if m not in there)
             raise self._fail(f"{Action(kind, self._stage, m, peer)} is missing")
-
-    def _check_foreign(self) -> None:
-        """Check that the stage has no action without a purpose."""
-        training = not self._schedule.forward_only
-        once = {*self._once()}
-        known = {*self._expected(), *once}
-        known |= {(kind, -1) for kind in (Kind.FETCH, *COMPUTE) if training}
-        for (kind, stage, peer), column in self._columns.items():
-            if stage != self._stage:
-                continue
-            action = self._actions[column.places[0]]
-            if (kind, peer) in once and column.microbatches != [0]:
-                place = column.place_of(bool)
-                raise self._fail(f"{self._actions[place]}: a step has one, of 0")
-            if (kind, peer) not in known and kind is Kind.LOAD and training:
-                raise self._fail(f"{action}: only stage 0 reads data")
-            if (kind, peer) not in known:
-                raise self._fail(f"{action} has nothing at its other end")
 
 
 def _restricted(column: Column, others: Column) -> Column:

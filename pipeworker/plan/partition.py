@@ -15,8 +15,7 @@ from pipeworker.errors import UsageError
 
 def sizes(count: int, parts: int) -> list[int]:
     """Return how many of `count` items each of `parts` parts has."""
-    size, extra = divmod(count, parts)
-    return [size + (part < extra) for part in range(parts)]
+    return [len(block(count, parts, part)) for part in range(parts)]
 
 
 def block(count: int, parts: int, part: int) -> range:
