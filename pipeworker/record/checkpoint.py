@@ -13,6 +13,7 @@ from typing import Any
 
 import msgspec
 
+from pipeworker.errors import UnreadableFile
 from pipeworker.record.atomic_file import read_json
 from pipeworker.record.json_state import Tensors
 from pipeworker.record.manifest import ANOTHER, MANIFEST, Manifest, WorkerFiles, file_names, invalid
@@ -76,6 +77,9 @@ def read_plain(path: Path) -> dict[str, Any]:
     """Return the content of a worker's JSON file.
 
     Raises:
-        UsageError: a worker does not write such a file.
+        UsageError: the file cannot be read, or a worker does not write such a file.
     """
-    return read_json(path, _Plain, "it is not what a worker writes", ANOTHER)
+    try:
+        return read_json(path, _Plain, "it is not what a worker writes", ANOTHER)
+    except OSError as error:
+        raise UnreadableFile(path, error) from None

@@ -8,7 +8,6 @@ that a file names.
 from __future__ import annotations
 
 import base64
-import binascii
 import math
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping
@@ -137,7 +136,7 @@ def _unpack_marked(
                 return _DTYPES[content]
         kind = dict if mark == "$items" else _DICTS[mark[1:]]
         return kind({within(key): within(item) for key, item in _of_type(list, content)})
-    except (KeyError, TypeError, ValueError, RuntimeError, AttributeError, binascii.Error) as error:
+    except (KeyError, TypeError, ValueError, RuntimeError, AttributeError) as error:
         if isinstance(error, InvalidState):
             raise
         raise InvalidState(f"{mark} of something else") from None

@@ -12,7 +12,7 @@ import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, get_type_hints
 
 import msgspec
 from msgspec import Meta
@@ -72,18 +72,6 @@ class _FileEntry(msgspec.Struct):
     crc32: Annotated[int, Meta(ge=0, lt=1 << 32)]
 
 
-_FIELDS: dict[str, Any] = {
-    "step": _Count,
-    "stages": _Count,
-    "layers": _Names,
-    "files": Annotated[dict[_Name, _FileEntry], Meta(min_length=1)],
-    "ties": tuple[_Names, ...],
-    "scaler": dict[str, Any] | None,
-    "evaluation": dict[str, _Count | float] | None,
-}
-"""The type of each field of ``manifest.json``, beside its version and checksum."""
-
-
 @dataclass(frozen=True, slots=True)
 class Manifest:
     """The description of a complete checkpoint: the state after the optimizer step `step`.
@@ -96,13 +84,13 @@ class Manifest:
         evaluation: the row of the evaluation pass after exactly this step, if there was one.
     """
 
-    step: int
-    stages: int
+    step: _Count
+    stages: _Count
     layers: LayerNames
     files: tuple[CheckpointFile, ...]
-    ties: tuple[tuple[str, ...], ...] = ()
+    ties: tuple[_Names, ...] = ()
     scaler: dict[str, Any] | None = None
-    evaluation: dict[str, float] | None = None
+    evaluation: dict[str, _Count | float] | None = None
 
     def to_json(self) -> dict[str, Any]:
         """Return the content of ``manifest.json``."""
@@ -169,6 +157,14 @@ class Manifest:
         if size != file.bytes:
             raise _damaged(path, f"it has {size} bytes, not {file.bytes}")
         return path
+
+
+_FIELDS = {
+    **get_type_hints(Manifest, include_extras=True),
+    "layers": _Names,
+    "files": Annotated[dict[_Name, _FileEntry], Meta(min_length=1)],
+}
+"""The type of each field as ``manifest.json`` has it, beside its version and checksum."""
 
 
 def invalid(path: Path, reason: object) -> UnreadableFile:

@@ -59,7 +59,8 @@ def restore(
         for stage in stages:
             stage.load(saved.state_of, user_code)
             for index, layer, _ in stage.indexed():
-                for key, buffer in saved.buffers_of(index).items():
+                for key in saved.buffer_keys.get(index, ()):  # which no state dict has
+                    buffer = saved.buffers[saved.names.parameter(index, key)].read(torch.Tensor)
                     _set_buffer(layer, key, buffer, _device_of(stage.layers))
             if stage.optimizer is not None:
                 _restore_update(stage, stage.optimizer, saved, user_code)
@@ -130,10 +131,7 @@ class _SavedState:
             if both is not None:
                 raise _damaged(files.model, f"{both!r:.80} is in another part as well")
             self.weights |= dict.fromkeys(weights, weights)
-            try:
-                plain = read_plain(files.state)
-            except OSError as error:
-                raise UnreadableFile(files.state, error) from None
+            plain = read_plain(files.state)
             packed = partial(_PackedValue, files.state, TensorFile(files.optimizer))
             self.extra |= {name: packed(value) for name, value in plain["extra"].items()}
             self.buffers |= {name: packed(value) for name, value in plain["buffers"].items()}
@@ -215,13 +213,6 @@ class _SavedState:
         for key in self.extra_keys.get(index, ()):
             found[key] = self.extra[self.names.parameter(index, key)].read()
         return found
-
-    def buffers_of(self, index: int) -> dict[str, torch.Tensor]:
-        """Return the saved buffers of a layer that its state dict does not have."""
-        return {
-            key: self.buffers[self.names.parameter(index, key)].read(torch.Tensor)
-            for key in self.buffer_keys.get(index, ())
-        }
 
 
 def _device_of(layers: Sequence[nn.Module]) -> torch.device:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from pipeworker.record.json_state import Tensors
 from pipeworker.record.manifest import WorkerFiles
 from pipeworker.record.snapshot_memory import SnapshotMemory
 from pipeworker.record.stage_state import StageState, WorkerContent
-from pipeworker.record.tensor_file import TensorInfo, file_layout
+from pipeworker.record.tensor_file import file_layout
 
 CopyPairs = list[tuple[torch.Tensor, torch.Tensor]]
 """Copies to make: the target and the source of each, of one shape and dtype."""
@@ -41,23 +41,18 @@ class SafetensorsLayout:
         infos = {name: (t.dtype, tuple(t.shape)) for name, t in tensors.items()}
         contents = list(infos.items()), dict(metadata)
         if contents != self._contents:
-            self._contents = None
-            self._make_room(infos, metadata)
-            self._contents = contents
-        return [(self._views[name], t.detach()) for name, t in tensors.items() if t.numel()]
-
-    def _make_room(self, infos: Mapping[str, TensorInfo], metadata: Mapping[str, str]) -> None:
-        header, ranges = file_layout(infos, metadata)
-        start, end = len(header), max((last for _, last in ranges.values()), default=0)
-        self._views = {}
-        room = self._memory.allocate(self._number, start + end)
-        room[:start] = header
-        if end:
-            data = torch.frombuffer(room, dtype=torch.uint8, offset=start)
+            self._contents, self._views = None, {}
+            header, ranges = file_layout(infos, metadata)
+            start, end = len(header), max((last for _, last in ranges.values()), default=0)
+            room = self._memory.allocate(self._number, start + end)
+            room[:start] = header
             for name, (first, last) in ranges.items():
                 if last > first:
                     dtype, shape = infos[name]
+                    data = torch.frombuffer(room, dtype=torch.uint8, offset=start)
                     self._views[name] = data[first:last].view(dtype).view(shape)
+            self._contents = contents
+        return [(self._views[name], t.detach()) for name, t in tensors.items() if t.numel()]
 
 
 class SnapshotBuffer:
@@ -123,17 +118,16 @@ class SnapshotBuffer:
         self.commit(step)
 
 
-def snapshot_files(memories: Iterable[SnapshotMemory], step: int) -> list[WorkerFiles]:
-    """Return the files of workers' snapshots of the state after `step`.
+def snapshot_files(memory: SnapshotMemory, step: int) -> WorkerFiles:
+    """Return the files of a worker's snapshot of the state after `step`.
 
     Raises:
-        PipeworkerError: a snapshot is incomplete, or of another step.
+        PipeworkerError: the snapshot is incomplete, or of another step.
     """
-    found = [WorkerFiles(*memory.paths) for memory in memories]
-    for files in found:
-        plain = files.state.read_bytes()
-        if not plain or json.loads(plain)["step"] != step:
-            raise PipeworkerError(
-                f"the snapshot of step {step} in memory is lost: resume from disk with --resume"
-            )
-    return found
+    files = WorkerFiles(*memory.paths)
+    plain = files.state.read_bytes()
+    if not plain or json.loads(plain)["step"] != step:
+        raise PipeworkerError(
+            f"the snapshot of step {step} in memory is lost: resume from disk with --resume"
+        )
+    return files

@@ -21,7 +21,10 @@ class StateDictDiff:
 
     def add_different(self, name: str, found: TensorInfo, wanted: TensorInfo) -> None:
         """Record that the file has another tensor than the model wants."""
-        self.different.append(f"{name} ({_shown(found)} for {_shown(wanted)})")
+        there, here = (
+            f"{list(shape)} {str(dtype).removeprefix('torch.')}" for dtype, shape in (found, wanted)
+        )
+        self.different.append(f"{name} ({there} for {here})")
 
     def __len__(self) -> int:
         return len(self.missing) + len(self.unexpected) + len(self.different)
@@ -47,11 +50,6 @@ def is_extra_state(key: str) -> bool:
 def _some(names: list[str], most: int | None) -> str:
     shown, rest = names[:most], len(names[most:]) if most is not None else 0
     return ", ".join(shown) + (f" and {rest} more" if rest else "")
-
-
-def _shown(info: TensorInfo) -> str:
-    dtype, shape = info
-    return f"{list(shape)} {str(dtype).removeprefix('torch.')}"
 
 
 def _printable(name: str) -> str:

@@ -109,7 +109,7 @@ class MemorySnapshots:
         self._fetched.close()
 
     def _on_this_host(self, rank: int, restore: Restore) -> WorkerFiles:
-        return snapshot_files([self._memories[rank][restore.slot]], restore.step)[0]
+        return snapshot_files(self._memories[rank][restore.slot], restore.step)
 
     def _on_any_host(self, rank: int, restore: Restore) -> WorkerFiles:
         """Return the snapshot of a rank, fetched if necessary."""
@@ -122,7 +122,7 @@ class MemorySnapshots:
             )
         fetched = fetch_snapshot(rank, restore.slot, *self._access())
         self._fetched.callback(fetched.close)
-        return snapshot_files([fetched], restore.step)[0]
+        return snapshot_files(fetched, restore.step)
 
     def _serve(self, restore: Restore) -> None:
         """Serve the snapshots that this host has as a whole."""
