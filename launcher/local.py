@@ -11,7 +11,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import IO, Any
@@ -31,6 +31,7 @@ from pipeworker.environment import timings, versions
 from pipeworker.errors import RecordError, UsageError
 from pipeworker.host.lifetime import kill_group
 from pipeworker.host.line_process import LineProcess, start_agent, start_coordinator
+from pipeworker.host.signals import SignalSocket
 from pipeworker.host.suspend_clock import SuspendAwareClock
 from pipeworker.record.run_record import write_summary
 from pipeworker.record.rundir import file_digest
@@ -44,7 +45,7 @@ _NOTICE = signal.SIGUSR1
 _TAIL = 2000  # bytes of a log that are searched for its last line
 
 Coordinator = LineProcess[lines.ToCoordinator, lines.FromCoordinator]
-Readable = socket.socket | LineProcess[Any, Any]
+Readable = SignalSocket | LineProcess[Any, Any]
 Source = Callable[[], Iterable[Event]]
 """Reads what has become readable, and returns the events that it means."""
 
@@ -108,8 +109,11 @@ class Launch:
             OSError: the log of a host cannot be opened.
         """
         started = time.monotonic()
+        caught = {*_INTERRUPTS, _NOTICE}
+        if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:  # under nohup
+            caught.remove(signal.SIGHUP)
         try:
-            with _signals() as signals:
+            with closing(SignalSocket(caught)) as signals:
                 try:
                     self._perform(self._supervisor.start(self._clock.now()))
                     self._perform([effects.Show(lines.Warned(text)) for text in self._warnings])
@@ -263,28 +267,8 @@ class Launch:
             self._coordinator.wait(self._timings.exit)
 
 
-@contextmanager
-def _signals() -> Iterator[socket.socket]:
-    """Collect signals in a socket, from which their numbers are read."""
-    write, read = socket.socketpair()
-    for end in (write, read):
-        end.setblocking(False)
-    caught = {*_INTERRUPTS, _NOTICE}
-    if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:  # under nohup
-        caught.remove(signal.SIGHUP)
-    before = {number: signal.signal(number, lambda *_: None) for number in caught}
-    signal.set_wakeup_fd(write.fileno(), warn_on_full_buffer=False)
-    with write, read:
-        try:
-            yield read
-        finally:
-            signal.set_wakeup_fd(-1)
-            for number, handler in before.items():
-                signal.signal(number, handler)
-
-
-def _read_signals(source: socket.socket) -> Iterator[Event]:
-    numbers = source.recv(4096)
+def _read_signals(source: SignalSocket) -> Iterator[Event]:
+    numbers = source.read()
     if _NOTICE in numbers:
         yield lines.SaveRequest()
     for _ in filter(_INTERRUPTS.__contains__, numbers):

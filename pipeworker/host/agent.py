@@ -25,6 +25,7 @@ from pipeworker.environment import facts, timings
 from pipeworker.host.descriptors import check_available, raise_limit
 from pipeworker.host.lifetime import die_with_parent, kill_group
 from pipeworker.host.position import Tracker
+from pipeworker.host.signals import SignalSocket
 from pipeworker.host.suspend_clock import SuspendAwareClock
 from pipeworker.record.rundir import file_digest
 from pipeworker.record.snapshot_memory import SnapshotMemory
@@ -63,20 +64,15 @@ class Agent:
         self._workers: dict[int, tuple[Fork, Tracker]] = {}  # by pid
         self._memories: dict[int, list[SnapshotMemory]] = {}  # by rank
         self._input: lines.Buffer[ToAgent] = lines.Buffer(ToAgent)
-        self._wake_in, self._wake_out = socket.socketpair()
+        self._signals = SignalSocket([signal.SIGCHLD, *self._notifications])
 
     def serve(self) -> None:
         """Handle requests until the launcher is gone."""
-        for end in (self._wake_in, self._wake_out):
-            end.setblocking(False)
-        signal.signal(signal.SIGCHLD, lambda *_: None)
-        for number in _NOTIFICATIONS:  # none of them ends it: it exits at the end of its input
-            reported = number in self._notifications
-            signal.signal(number, (lambda *_: None) if reported else signal.SIG_IGN)
-        signal.set_wakeup_fd(self._wake_in.fileno(), warn_on_full_buffer=False)
+        for number in _NOTIFICATIONS.keys() - self._notifications.keys():
+            signal.signal(number, signal.SIG_IGN)  # it exits at the end of its input
         with selectors.DefaultSelector() as selector:
             selector.register(0, selectors.EVENT_READ)
-            selector.register(self._wake_out, selectors.EVENT_READ)
+            selector.register(self._signals, selectors.EVENT_READ)
             clock = SuspendAwareClock(timings().ping)
             received_at, timeout = clock.now(), 0.0  # none until the launcher sends it
             _send(KeepAlive(timeout))
@@ -98,8 +94,8 @@ class Agent:
                         break
                 elif timeout and now - received_at > timeout:
                     break
-                if self._wake_out.fileno() in ready:
-                    for number in set(self._wake_out.recv(4096)) & self._notifications.keys():
+                if self._signals.fileno() in ready:
+                    for number in set(self._signals.read()) & self._notifications.keys():
                         _send(self._notifications[number])
                     self._reap()
                 if timeout:
@@ -138,13 +134,9 @@ class Agent:
             if self._remote and (reason := unreachable_reason(request)):
                 _send(CannotStart(request.rank, request.generation, reason))
                 return
-            signal.set_wakeup_fd(-1)
-            for number in (signal.SIGCHLD, *self._notifications):
-                signal.signal(number, signal.SIG_DFL)
+            self._signals.close()
             die_with_parent(parent)
             os.setsid()
-            self._wake_in.close()
-            self._wake_out.close()
             null = os.open(os.devnull, os.O_RDWR)
             os.dup2(null, 0)
             os.dup2(2, 1)  # until the worker's log is known
