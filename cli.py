@@ -179,8 +179,7 @@ def launch(
             stages = max(1, local.accelerators() // max(1, chosen["replicas"]))
             request = replace(request, stages=stages)
     elif request.stages is None and chosen["stages"] is None:
-        option = "--on" if target.cluster else "an allocation"
-        raise UsageError(f"{option} requires --stages: the number of stages of the job")
+        raise UsageError("--stages: missing; give the number of stages of the job")
     engine = target.engine
     shares_files = not isinstance(engine, Cluster) or engine.shares_files
     _check(request, here=shares_files)  # only the other hosts know their paths

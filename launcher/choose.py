@@ -62,11 +62,13 @@ class Target:
             raise UsageError(f"--on {self.cluster} and --hosts: choose one")
         for option, value in (("--nodes", self.nodes), ("--set", self.settings)):
             if value not in (None, {}) and not self.cluster:
-                raise UsageError(f"{option} requires --on {' or --on '.join(CLUSTERS)}")
+                raise UsageError(
+                    f"{option}: no cluster is given; add --on {' or --on '.join(CLUSTERS)}"
+                )
         if self.sync and not self.hosts:
-            raise UsageError("--sync requires --hosts: no host is specified to send the folder to")
+            raise UsageError("--sync: no host is given to send the folder to; add --hosts")
         if self.dry_run and self.is_local:
-            raise UsageError("--dry-run requires --on or --hosts: a local job submits nothing")
+            raise UsageError("--dry-run: a local job submits nothing; add --on or --hosts")
 
     @property
     def engine(self) -> Cluster[Any] | Carrier:
@@ -130,7 +132,7 @@ def parse_settings(texts: Sequence[str]) -> dict[str, str]:
     for text in texts:
         name, equals, value = text.partition("=")
         if not name or not equals:
-            raise UsageError(f"--set {text}: must be NAME=VALUE")
+            raise UsageError(f"--set {text}: not a setting; write --set NAME=VALUE")
         found[name] = value
     return found
 

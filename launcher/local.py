@@ -191,7 +191,7 @@ class Launch:
         agent = AgentProcess(remote, self._run_dir.host_log(remote.host.name))
         self._agents[number] = agent
         self._listen(agent.process, lambda: self._read_agent(number, agent))
-        return events.AgentStarted(number, agent.process.pid)
+        return events.Started(agent.process.pid, number)
 
     def _read_agent(self, number: int, agent: AgentProcess) -> Iterator[Event]:
         received, more = agent.process.receive()
@@ -219,7 +219,7 @@ class Launch:
         process = self._coordinator = start_coordinator()
         self._listen(process, lambda: self._read_coordinator(process))
         process.send(configuration)
-        return events.CoordinatorStarted(process.pid)
+        return events.Started(process.pid)
 
     def _read_coordinator(self, process: Coordinator) -> Iterator[Event]:
         received, more = process.receive()

@@ -92,6 +92,12 @@ class JobSpec:
         """The number of cores on which the workers of the fullest node compute."""
         return self.workers_per_node * self.threads
 
+    def words(self, job_file: str) -> list[str]:
+        """Return the job's options, its file and its arguments, as typed for each of its starts."""
+        again = [] if "--resume" in self.options else ["--auto-resume"]
+        arguments = ["--", *self.arguments] if self.arguments else []
+        return [*self.options, "--run-dir", self.run_dir, *again, job_file, *arguments]
+
 
 def assign_ranks(places: Sequence[int], ranks: int) -> list[int]:
     """Return the host of each rank: neighbouring ranks share a host while it has places.

@@ -101,7 +101,7 @@ def _prepare(rank: RankInfo, request: RunRequest, restart: int) -> PreparedRun:
     path = str(request.run_dir or before)
     resumes = restart > 0 or bool(before) or request.auto_resume or _is_of_this_job(path)
     if resumes and path:
-        request = dataclasses.replace(request, run_dir=path, auto_resume=True)
+        request = dataclasses.replace(request, run_dir=path, auto_resume=not request.resume)
     try:
         prepared = request.prepare()
     except InUse as error:

@@ -206,8 +206,8 @@ def test_mistakes_are_refused(jobs: Jobs, run: Run) -> None:
     (moved / "model-00002-of-00003.safetensors").unlink()
     (jobs.folder / "empty").mkdir()
     for source, to, expected in (
-        (jobs.folder / "nothing", out, "nothing has no complete checkpoint: give the directory"),
-        (jobs.folder / "empty", out, "empty has no complete checkpoint: give the directory of"),
+        (jobs.folder / "nothing", out, "nothing: no complete checkpoint is there; give"),
+        (jobs.folder / "empty", out, "empty: no complete checkpoint is there; give the"),
         (run.path, jobs.folder / "out.bin", "its name must end in .safetensors, .pt or .pth"),
         (run.path, jobs.folder / "no" / "out.pt", "cannot write"),
         (run.path, jobs.folder / "no" / "out.safetensors", "cannot write"),

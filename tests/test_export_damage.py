@@ -331,7 +331,7 @@ def test_a_path_that_is_not_a_file_is_refused(
     turn(checkpoint / name)
     done = jobs.pipeworker("export", "checkpoint", "out.pt")
     expected = {
-        "manifest.json": "checkpoint has no complete checkpoint: give the directory",
+        "manifest.json": "checkpoint: no complete checkpoint is there; give the directory",
         FIRST: f"checkpoint/{FIRST}",
     }
     assert_refused(done, expected[name])

@@ -152,7 +152,7 @@ def test_a_checkpoint_of_a_running_job_is_requested(jobs: Jobs) -> None:
     done = jobs.pipeworker("checkpoint", str(path))
     assert (done.returncode, done.stderr) == (
         2,
-        f"error: {path}: no job is running in this directory\n",
+        f"error: {path}: no job is running there; give the directory of a running job\n",
     )
 
 

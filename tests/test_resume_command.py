@@ -180,7 +180,7 @@ def test_a_run_without_a_checkpoint_starts_again(command: Command) -> None:
     command.launch(*NEW)
     assert command.launch(*RESUME).resume == ""
     assert command.warnings == [
-        "the run in run has no complete checkpoint yet: it starts again from step 1"
+        "the run in run: no complete checkpoint yet; it starts again from step 1"
     ]
 
 
@@ -232,10 +232,14 @@ def test_options_that_contradict_each_other(command: Command) -> None:
     command.launch(*NEW)
     complete(command.run, 3)
     for words, expected in (
-        (("--resume", "job.py"), "--resume requires --run-dir: the directory of the run to resume"),
+        (("--resume", "job.py"), "--resume: no run is given; add --run-dir"),
+        (
+            ("--auto-resume", *RESUME),
+            "--resume and --auto-resume: they exclude each other; choose one\n",
+        ),
         (
             ("--allow-change", "seed", *NEW),
-            "--allow-change requires --resume: a new run may have any options",
+            "--allow-change: a new run may have any options; add --resume, or remove it",
         ),
         (
             ("--allow-change", "sead", *RESUME),
@@ -255,7 +259,7 @@ def test_a_directory_that_is_no_run_directory(command: Command) -> None:
     for name in ("run", "nowhere"):
         error = command.refused("--resume", "--run-dir", name, "job.py")
         where = command.folder / name
-        assert error == f"{where} is not the directory of a run: no run.json is there\n"
+        assert error == f"{where}: not the directory of a run; give one that has a run.json\n"
     assert not (command.folder / "nowhere").exists()
 
 
@@ -379,12 +383,15 @@ def test_a_script(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     changed = dataclasses.replace(resumed, seed=4)
     assert train(run_dir=Path("run"), resume=True, seed=4, allow_change="seed").options == changed
     for wrong, expected in (
-        ({"resume": True}, "--resume requires --run-dir"),
+        ({"resume": True}, "--resume: no run is given; add --run-dir"),
         (
             {"resume": True, "run_dir": "run", "allow_change": ["x"]},
             "--allow-change x: must be one of",
         ),
-        ({"allow_change": ["seed"]}, "--allow-change requires --resume"),
+        (
+            {"allow_change": ["seed"]},
+            "--allow-change: a new run may have any options; add --resume",
+        ),
         ({"allow": "seed"}, "train\\(\\): allow: this option was renamed; use allow_change"),
         ({"read_data": "once"}, "use data_reader, where once is now called first"),
         ({"init_partial": True}, "use init_strict=False for init_partial=True"),

@@ -23,7 +23,7 @@ def test_warnings_of_a_resume_are_shown(jobs: Jobs, scripts: Scripts) -> None:
     assert (done.returncode, done.stderr) == (
         *(
             0,
-            "warning: the run in run has no complete checkpoint yet: it starts again from step 1\n",
+            "warning: the run in run: no complete checkpoint yet; it starts again from step 1\n",
         ),
     )
     train = """

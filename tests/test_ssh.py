@@ -175,10 +175,14 @@ def test_a_lost_worker_is_restored_from_the_memories_of_all_hosts(jobs: Jobs, cl
         (("--hosts", "nowhere:2"), 1, "host nowhere is lost: ssh: Could not resolve hostname"),
         (("--hosts", "a:1", "--stages", "2"), 2, "the hosts have places for 1"),
         (("--hosts", "a:1", "--on", "slurm"), 2, "--on slurm and --hosts: choose one"),
-        (("--sync", "--stages", "2"), 2, "--sync requires --hosts"),
+        (
+            ("--sync", "--stages", "2"),
+            2,
+            "--sync: no host is given to send the folder to; add --hosts",
+        ),
         (("--hosts", "", "--stages", "2"), 2, "'' is not a host"),
-        (("--nodes", "0", "--stages", "2"), 2, "--nodes requires --on kubernetes or --on slurm"),
-        (("--dry-run", "--stages", "2"), 2, "--dry-run requires --on or --hosts"),
+        (("--nodes", "0", "--stages", "2"), 2, "--nodes: no cluster is given; add --on kubernetes"),
+        (("--dry-run", "--stages", "2"), 2, "--dry-run: a local job submits nothing; add --on"),
     ],
 )
 def test_a_mistake_is_one_line(

@@ -64,7 +64,7 @@ def test_mistakes_are_reported_once(jobs: Jobs, torchrun: Torchrun) -> None:
         (("--microbatchess", "4"), "no such option", "run-torchrun"),
         (("--microbatches", "0"), "--microbatches 0: must be 1 or more", "run-torchrun"),
         (("--steps", "1"), "exists already; choose another --run-dir", "taken"),
-        (("--resume",), "taken is not the directory of a run", "taken"),
+        (("--resume",), "taken: not the directory of a run; give one", "taken"),
     ):
         run = torchrun(*words, run_dir=run_dir).end()
         assert run.status == 1  # torchrun's own

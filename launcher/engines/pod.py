@@ -185,8 +185,6 @@ def _args(spec: JobSpec, settings: Settings) -> list[str]:
         *("--nodes", str(spec.nodes), "--workers", str(spec.workers_per_node)),
         *("--at", f"{first}.{settings.name}", "--port", str(_PORT)),
         "--",  # the rest is for each rank
-        *spec.options,
-        *("--run-dir", spec.run_dir, "--auto-resume", job_file),
-        *(("--", *spec.arguments) if spec.arguments else ()),
+        *spec.words(job_file),
     ]
     return [word.replace("$(", "$$(") for word in words]

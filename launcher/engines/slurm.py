@@ -189,9 +189,7 @@ class Slurm(Cluster[Script]):
             for name, value in directives.items()
         ]
         launch = [spec.python, "-m", "pipeworker", "launch", "--stages", str(spec.stages)]
-        run = ["--run-dir", spec.run_dir, "--auto-resume", spec.job_file]
-        arguments = ["--", *spec.arguments] if spec.arguments else []
-        line = shlex.join([*launch, *spec.options, *run, *arguments])
+        line = shlex.join([*launch, *spec.words(spec.job_file)])
         return Script(_SCRIPT.format(directives="\n".join(lines), command=line), log)
 
     def submit(self, request: Script) -> SlurmJob:

@@ -1,4 +1,4 @@
-"""What the supervisor asks of the loop; agents are numbered in the order of the hosts. Pure."""
+"""The effects that the supervisor returns for the loop to perform, as frozen facts."""
 
 from __future__ import annotations
 
@@ -9,7 +9,10 @@ from pipeworker.wire.lines import Configuration, FromCoordinator, ToAgent, ToCoo
 
 @dataclass(frozen=True, slots=True)
 class StartAgent:
-    """Start the process of an agent. ``AgentStarted`` answers it."""
+    """Start the process of an agent; agents are numbered in the order of the hosts.
+
+    ``Started`` answers it.
+    """
 
     agent: int
 
@@ -31,7 +34,7 @@ class SendAgent:
 
 @dataclass(frozen=True, slots=True)
 class StartCoordinator:
-    """Start a coordinator. ``CoordinatorStarted`` answers it."""
+    """Start a coordinator. ``Started`` answers it."""
 
     configuration: Configuration
 
@@ -69,14 +72,6 @@ class Show:
     line: FromCoordinator
 
 
-Effect = (
-    StartAgent
-    | KillAgent
-    | SendAgent
-    | StartCoordinator
-    | EndCoordinator
-    | SendCoordinator
-    | ProbeEndpoint
-    | KillGroup
-    | Show
-)
+_OnAgents = StartAgent | KillAgent | SendAgent | KillGroup
+_OnCoordinator = StartCoordinator | EndCoordinator | SendCoordinator | ProbeEndpoint
+Effect = _OnAgents | _OnCoordinator | Show

@@ -1,18 +1,11 @@
-"""What happens to a job's processes: the events that the supervisor handles. Pure."""
+"""The events of a job's processes that the supervisor handles, as frozen facts."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from pipeworker.wire.lines import (
-    CannotStart,
-    Forked,
-    FromCoordinator,
-    Interrupt,
-    KeepAlive,
-    SaveRequest,
-    WorkerExited,
-)
+from pipeworker.wire import lines
+from pipeworker.wire.lines import FromCoordinator, Interrupt, KeepAlive, SaveRequest
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,15 +23,19 @@ class CheckedHello:
     problem: str = ""
 
 
-AgentLine = CheckedHello | Forked | WorkerExited | CannotStart | Interrupt | SaveRequest | KeepAlive
+_Report = lines.Forked | lines.WorkerExited | lines.CannotStart
+AgentLine = CheckedHello | _Report | Interrupt | SaveRequest | KeepAlive
 
 
 @dataclass(frozen=True, slots=True)
-class AgentStarted:
-    """The process of an agent, or the command that carries its lines, was started."""
+class Started:
+    """The process of an agent, or the command that carries its lines, or the coordinator started.
 
-    agent: int
+    `agent` is None for the coordinator.
+    """
+
     pid: int
+    agent: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,13 +58,6 @@ class AgentEnded:
     agent: int
     code: int
     last_line: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class CoordinatorStarted:
-    """The process of the coordinator was started."""
-
-    pid: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,16 +92,6 @@ class Ticked:
     """
 
 
-Event = (
-    AgentStarted
-    | AgentLines
-    | AgentEnded
-    | CoordinatorStarted
-    | CoordinatorLines
-    | CoordinatorEnded
-    | EndpointProbed
-    | TerminalLost
-    | Interrupt
-    | SaveRequest
-    | Ticked
-)
+_OfCoordinator = CoordinatorLines | CoordinatorEnded | EndpointProbed
+_OfUser = Interrupt | SaveRequest | TerminalLost
+Event = Started | AgentLines | AgentEnded | _OfCoordinator | _OfUser | Ticked

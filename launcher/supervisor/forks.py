@@ -162,6 +162,10 @@ class Forks:
             found.append((host, fork))
         return found
 
+    def uses(self, host: int) -> bool:
+        """Return whether a host has a place in the layout of workers, some of which were forked."""
+        return bool(self._hosts) and host in self.copies.placed.hosts
+
     def lose(self, host: int) -> tuple[tuple[int, ...], bool]:
         """Record that a host is lost, with its workers and the copies in its memory.
 

@@ -95,17 +95,18 @@ class Supervisor:
     def handle(self, event: Event, now: float) -> list[Effect]:
         """Return what is to be done about an event that was read at `now`."""
         match event:
-            case events.AgentStarted():
-                self._agents[event.agent].timer.pid = event.pid
+            case events.Started():
+                timer = (
+                    self._coordinator if event.agent is None else self._agents[event.agent].timer
+                )
+                assert timer
+                timer.pid = event.pid
             case events.AgentLines():
                 self._agents[event.agent].timer.receive(now)
                 for line in event.lines:
                     self._handle_agent_line(event.agent, line, now)
             case events.AgentEnded():
                 self._handle_agent_end(event, now)
-            case events.CoordinatorStarted():
-                assert self._coordinator
-                self._coordinator.pid = event.pid
             case events.CoordinatorLines():
                 self._handle_coordinator_lines(event.lines, now)
             case events.CoordinatorEnded():
@@ -280,12 +281,17 @@ class Supervisor:
         if self._coordinator is None:  # a job does not begin with a host less
             self._failure, self._ended = text, True
             return
+        is_used = self._forks.uses(event.agent) or self._places < self._forks.placement.ranks
         # The memory of the host is gone too, with copies of workers that were not forked again.
         ranks, survives = self._forks.lose(event.agent)
-        if had_workers or (agent.silence and agent.may_retry):
+        if not ranks and not is_used:
+            self._show(Warned(f"{text}; the job has no worker there, and continues"))
+        elif had_workers or (agent.silence and agent.may_retry):
             if not survives:
                 self._snapshot = None
             self._send(lines.HostLost(ranks, text, survives))
+            if self._options.max_restarts and self.verdict is None:
+                self._show(Warned(f"{text}; the job's workers are started again"))
         elif not agent.may_return(now):
             agent.may_retry = False  # the coordinator decides
             number = self._forks.generation

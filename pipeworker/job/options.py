@@ -155,7 +155,7 @@ class Options:
                 f"--evaluate-every {self.evaluate_every}: must be a number of steps, or {EPOCH}"
             )
         if not self.init_strict and self.init_from is None:
-            raise UsageError("--no-init-strict requires --init-from: no file is given")
+            raise UsageError("--no-init-strict: no file is given; add --init-from")
         if self.checkpoint_every is not None:
             Interval.parse(self.checkpoint_every)
         if self.min_stages is not None and not 1 <= self.min_stages <= self.stages:

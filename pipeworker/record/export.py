@@ -72,7 +72,7 @@ def export_weights(
     except OSError as error:
         raise UsageError(f"cannot write {out}: {_reason(error)}") from None
     if shard_size is not None and not folder:
-        raise UsageError(f"--shard-size requires a folder: {out} is one file")
+        raise UsageError(f"--shard-size: {out} is one file; give a folder")
     most = shard_bytes(DEFAULT_SHARD_SIZE if shard_size is None else shard_size)
     try:
         weights = _read(source, path)

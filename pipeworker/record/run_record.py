@@ -79,7 +79,7 @@ class RunRecord:
             )
         except FileNotFoundError:
             raise UsageError(
-                f"{run_dir.path} is not the directory of a run: no run.json is there"
+                f"{run_dir.path}: not the directory of a run; give one that has a run.json"
             ) from None
         except OSError as error:
             raise UnreadableFile(path, error) from None

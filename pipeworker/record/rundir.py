@@ -187,8 +187,8 @@ def find_checkpoint(source: Path) -> Path:
     complete = [path for path in RunDir(source).checkpoint_paths() if (path / MANIFEST).is_file()]
     if not complete:
         raise UsageError(
-            f"{source} has no complete checkpoint: give the directory of a finished run, or one of "
-            "its checkpoints"
+            f"{source}: no complete checkpoint is there; give the directory of a finished run, or "
+            "one of its checkpoints"
         )
     return complete[-1]
 

@@ -101,14 +101,16 @@ class RunRequest:
         Raises:
             UsageError: something is wrong with the request.
         """
+        if self.resume and self.auto_resume:
+            raise UsageError("--resume and --auto-resume: they exclude each other; choose one")
         if self.auto_resume and not self.run_dir:
-            raise UsageError(
-                "--auto-resume requires --run-dir: the directory to resume from, or to begin in"
-            )
+            raise UsageError("--auto-resume: no directory is given; add --run-dir")
         if self.resume and not self.run_dir:
-            raise UsageError("--resume requires --run-dir: the directory of the run to resume")
+            raise UsageError("--resume: no run is given; add --run-dir")
         if self.allow_change and not self.resume:
-            raise UsageError("--allow-change requires --resume: a new run may have any options")
+            raise UsageError(
+                "--allow-change: a new run may have any options; add --resume, or remove it"
+            )
         if not self.is_resume:
             options = self.new_options()
             if local and options.init_from is not None:
@@ -221,7 +223,7 @@ class RunRequest:
         if point.path:
             options = replace(options, resume=str(point.path), resume_step=point.step)
         else:
-            warnings.append(f"{run} has no complete checkpoint yet: it starts again from step 1")
+            warnings.append(f"{run}: no complete checkpoint yet; it starts again from step 1")
         if options.steps is not None and options.steps == point.step:
             warnings.append(
                 f"{run} has already done its {point.step} steps: give more --steps to train further"

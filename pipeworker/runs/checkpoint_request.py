@@ -21,7 +21,7 @@ def request_checkpoint(path: Path) -> Path:
     """
     run_dir = RunDir(path.resolve())
     if not lock.is_locked(run_dir.lock):
-        raise UsageError(f"{path}: no job is running in this directory")
+        raise UsageError(f"{path}: no job is running there; give the directory of a running job")
     try:
         before = run_dir.last_checkpoint_step()
         run_dir.request_checkpoint()

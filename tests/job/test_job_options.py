@@ -75,7 +75,7 @@ def test_json_round_trip(made: Options) -> None:
         ("epochs", 0, "--epochs 0: must be 1 or more"),
         ("evaluate_every", 0, "--evaluate-every 0: must be 1 or more"),
         ("evaluate_every", "step", "--evaluate-every step: must be a number of steps, or epoch"),
-        ("init_strict", False, "--no-init-strict requires --init-from: no file is given"),
+        ("init_strict", False, "--no-init-strict: no file is given; add --init-from"),
         ("clip_grad_norm", 0.0, "--clip-grad-norm 0.0: must be greater than 0"),
         ("clip_grad_norm", float("nan"), "--clip-grad-norm nan: must be greater than 0"),
         ("worker_timeout", 0.0, "--worker-timeout 0.0: must be greater than 0"),

@@ -64,7 +64,9 @@ def test_a_typed_default_is_passed_on() -> None:
 def test_settings_are_names_and_values() -> None:
     assert choose.parse_settings(["a=b=c", "d="]) == {"a": "b=c", "d": ""}
     for wrong in ("a", "=b", ""):
-        with pytest.raises(UsageError, match=f"--set {wrong}: must be NAME=VALUE"):
+        with pytest.raises(
+            UsageError, match=f"--set {wrong}: not a setting; write --set NAME=VALUE"
+        ):
             choose.parse_settings([wrong])
 
 
@@ -118,11 +120,11 @@ def test_a_cluster_runs_the_workers_of_all_replicas(job_file: Path, on: str, wor
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (("--dry-run",), "--on requires --stages"),
+        (("--dry-run",), "--stages: missing; give the number of stages of the job"),
         (("--stages", "2", "--nodes", "3"), "--nodes 3: must be 1 to the 2 workers"),
         (("--stages", "2", "--nodes", "0"), "--nodes 0: must be 1 to the 2 workers"),
         (("--stages", "2", "--steps", "0"), "--steps 0: must be 1 or more"),
-        (("--stages", "2", "--set", "kind"), "--set kind: must be NAME=VALUE"),
+        (("--stages", "2", "--set", "kind"), "--set kind: not a setting; write --set NAME=VALUE"),
     ],
 )
 def test_a_mistake_is_found_before_anything_is_sent(
@@ -134,7 +136,11 @@ def test_a_mistake_is_found_before_anything_is_sent(
 
 
 def test_options_of_a_cluster_require_one(job_file: Path) -> None:
-    for words in (("--nodes", "2"), ("--set", "image=x"), ("--dry-run",)):
+    for *words, expected in (
+        ("--nodes", "2", "--nodes: no cluster is given; add --on kubernetes or --on slurm"),
+        ("--set", "image=x", "--set: no cluster is given; add --on kubernetes or --on slurm"),
+        ("--dry-run", "--dry-run: a local job submits nothing; add --on or --hosts"),
+    ):
         ran = CliRunner().invoke(cli.main, ["launch", "--stages", "2", *words, str(job_file)])
         assert ran.exit_code == 2
-        assert f"{words[0]} requires --on" in ran.output
+        assert f"error: {expected}\n" in ran.output

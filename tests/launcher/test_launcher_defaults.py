@@ -188,6 +188,8 @@ def test_options_of_the_environment_and_a_file_reach_jobs_on_other_hosts(
         assert f" {words} " in script
     again = run(*line[:-1], "--resume", "--keep", "8", line[-1]).stdout
     assert " --keep 8 " in again
+    assert "--auto-resume" in script
+    assert "--auto-resume" not in again  # as --resume is given
     assert "--seed" not in again
 
 

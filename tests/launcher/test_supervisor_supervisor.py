@@ -125,9 +125,38 @@ def test_a_lost_host_is_reported_with_what_survives_it(lost: list[int], survives
     name = "ab"[lost[-1]]
     text = f"host {name} is lost: it was killed by SIGKILL"
     assert sent(found) == [HostLost(ranks, text, survives)]
+    assert shown(found) == [f"{text}; the job's workers are started again"]
     job.handle(events.CoordinatorEnded())
     (start,) = of(job.effects, effects.StartCoordinator)[1:]
     assert start.configuration.snapshot == (Snapshot(4, 0, 3) if survives else None)
+
+
+def test_a_lost_host_that_ends_the_job_is_shown_by_the_verdict_alone() -> None:
+    job = Scripted(agents=remote(1, 1), options={"max_restarts": 0}).running()
+    assert shown(job.lose(1)) == []
+
+
+@pytest.mark.parametrize("forked", ["none", "one", "all"])
+def test_a_lost_host_without_workers_is_shown_and_the_job_continues(forked: str) -> None:
+    stages = 40 if forked == "one" else 2  # of many workers, the first is forked alone
+    places = (stages // 2, stages // 2, 1)
+    job = Scripted(stages=stages, agents=remote(*places))
+    for number in range(3):
+        job.agent(number, events.CheckedHello())
+        job.agent(number, KeepAlive(0))
+    if forked == "all":
+        job.run_workers(job.bound())
+    elif forked == "one":
+        assert forks(job.bound()) == [(0, 0)]
+    found = job.lose(2, 255, "ssh: no route")
+    text = "host c is lost: ssh: no route; the job has no worker there, and continues"
+    assert (shown(found), sent(found)) == ([text], [])
+    if forked == "none":
+        assert forks(job.bound()) == [(0, 0), (1, 1)]
+    lost = job.lose(1)
+    assert any(isinstance(line, HostLost | CannotStart) for line in sent(lost))
+    found = job.coordinator(Restart(2, "host b is lost", stages))
+    assert of(found, effects.StartAgent) == [effects.StartAgent(1), effects.StartAgent(2)]
 
 
 def test_a_lost_host_is_tried_once_in_the_next_generation_even_if_it_was_lost_long_ago() -> None:

@@ -84,7 +84,7 @@ def test_export_without_a_checkpoint_is_refused(tmp_path: Path, make: bool) -> N
     run = tmp_path / "run"
     if make:
         run.mkdir()
-    with pytest.raises(UsageError, match="has no complete checkpoint"):
+    with pytest.raises(UsageError, match="no complete checkpoint is there"):
         export_weights(run, tmp_path / "out.pt")
     assert not (tmp_path / "out.pt").exists()
 
@@ -238,7 +238,7 @@ def test_a_failed_export_to_a_folder_leaves_nothing(
 
 def test_the_shard_size_requires_a_folder(tmp_path: Path) -> None:
     save(model(), (5,), tmp_path / "run")
-    with pytest.raises(UsageError, match=r"--shard-size requires a folder: .*out\.pt is one file"):
+    with pytest.raises(UsageError, match=r"--shard-size: .*out\.pt is one file; give a folder"):
         export_weights(tmp_path / "run", tmp_path / "out.pt", shard_size="1MB")
     with pytest.raises(UsageError, match="--shard-size 5: must be a size"):
         export_weights(tmp_path / "run", tmp_path / "out", shard_size="5")

@@ -313,7 +313,7 @@ EARLY: dict[str, tuple[Callable[[Path], Path], str]] = {
         lambda to: written(to / "a.npz", b""),
         r"a file that ends in \.safetensors, \.pt, ",
     ),
-    "a run without a checkpoint": (unfinished, "has no complete checkpoint"),
+    "a run without a checkpoint": (unfinished, "no complete checkpoint is there"),
     "a file that is gone": (
         gone,
         r"model-00002-of-00002\.safetensors: cannot be read: No such file",

@@ -104,7 +104,7 @@ def test_a_changed_job_file_is_copied_beside_the_others(run_dir: RunDir) -> None
 
 def test_a_folder_without_a_record_is_refused(tmp_path: Path) -> None:
     for path in (tmp_path, tmp_path / "nowhere"):
-        with pytest.raises(UsageError, match=f"{path} is not the directory of a run: no run.json"):
+        with pytest.raises(UsageError, match=f"{path}: not the directory of a run; give one"):
             RunRecord.read(RunDir(path))
     (tmp_path / "run.json").mkdir()
     with pytest.raises(UsageError, match=r"run\.json: cannot be read: Is a directory"):

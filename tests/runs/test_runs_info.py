@@ -256,7 +256,7 @@ def test_the_newest_run_is_listed_last(
         damaged
         == "broken: runs/broken/summary.json: cannot be read: it is not the summary of a run"
     )
-    assert no_run == "other: runs/other is not the directory of a run: no run.json is there"
+    assert no_run == "other: runs/other: not the directory of a run; give one that has a run.json"
     found = [json.loads(line) for line in table_of("--json").splitlines()]
     names = [Path(each["run"]).name for each in found]
     assert names == ["b", "a-longer-name", "c", "broken", "other"]
@@ -281,7 +281,10 @@ def test_a_folder_without_runs(tmp_path: Path) -> None:
         show.list_runs(tmp_path / "file")
     done = CliRunner().invoke(cli.main, ["show", str(tmp_path)])
     assert done.exit_code == 2
-    assert done.output == f"error: {tmp_path} is not the directory of a run: no run.json is there\n"
+    assert (
+        done.output
+        == f"error: {tmp_path}: not the directory of a run; give one that has a run.json\n"
+    )
 
 
 RUN = {"version": 1, "options": {}, "resumed": []}

@@ -65,9 +65,9 @@ class Scripted:
         self.effects += found
         for effect in found:
             if isinstance(effect, effects.StartAgent):
-                self.handle(events.AgentStarted(effect.agent, 10 + effect.agent))
+                self.handle(events.Started(10 + effect.agent, effect.agent))
             if isinstance(effect, effects.StartCoordinator):
-                self.handle(events.CoordinatorStarted(5))
+                self.handle(events.Started(5))
 
     def agent(self, number: int, *lines: events.AgentLine, seconds: float = 0.0) -> list[Effect]:
         return self.handle(events.AgentLines(number, lines), seconds)
