@@ -44,7 +44,7 @@ def run(rank: RankInfo, request: RunRequest, view: Style) -> int:
     die_with_parent(os.getppid())
     _fork_guard()
 
-    from pipeworker.worker import service
+    from pipeworker.worker import worker
     from pipeworker.worker.settings import Settings
 
     def listen(prepared: PreparedRun) -> EventListener:
@@ -57,7 +57,7 @@ def run(rank: RankInfo, request: RunRequest, view: Style) -> int:
         rank.rank, met.endpoint, met.token, rank.local_rank, job_file=request.job_file
     )
     coordinator = met.coordinator
-    status = service.run(settings, partial(_leave, coordinator, os.dup(2)), _write_failure)
+    status = worker.run(settings, partial(_leave, coordinator, os.dup(2)), _write_failure)
     return coordinator.finish(status) if coordinator else status
 
 

@@ -134,7 +134,7 @@ def test_the_files_are_found() -> None:
     assert {"launcher", "pipeworker.plan", "pipeworker.wire", "pipeworker.coordinator"} <= rooms
     assert all(within([room]) for room in [*LIGHT, *HEAVY, *PURE, *SHELL])
     assert "zmq" in imports("pipeworker.wire.sockets")  # a forbidden import would be seen
-    assert "torch" in reaches("pipeworker.worker.service")
+    assert "torch" in reaches("pipeworker.worker.worker")
     assert reaches("pipeworker.coordinator.service")["secrets"][-2] in {
         *("pipeworker.wire.keys", "pipeworker.wire.sockets", "pipeworker.record.atomic_file"),
     }

@@ -18,7 +18,7 @@ from support.neighbours import IMPORTS, PRINTED, write_neighbours
 from support.sources import JOB
 
 TOKEN = re.compile(rb"(?<![0-9a-f])[0-9a-f]{64}(?![0-9a-f])")
-NEEDED = {"torch._dynamo", "pipeworker.worker.service"}
+NEEDED = {"torch._dynamo", "pipeworker.worker.worker"}
 GATED = (
     f"{IMPORTS}\n    import sys\n    print('there', {NEEDED} <= sys.modules.keys())\n"
     + JOB.replace(

@@ -143,7 +143,7 @@ class Agent:
             os.close(null)
             gc.enable()
 
-            from pipeworker.worker import service
+            from pipeworker.worker import worker
             from pipeworker.worker.settings import Settings
 
             settings = Settings(
@@ -157,7 +157,7 @@ class Agent:
                 mirrors=request.mirrors,
                 mirrored=request.mirrored,
             )
-            status = service.run(settings)
+            status = worker.run(settings)
             atexit._run_exitfuncs()
         finally:
             os._exit(status)
@@ -245,7 +245,7 @@ def main() -> int:
     parent = os.getppid()
     die_with_parent(parent)  # until it can watch its input
     # For its effect, and by name: a linter removes an import that nothing refers to.
-    importlib.import_module("pipeworker.worker.service")
+    importlib.import_module("pipeworker.worker.worker")
     importlib.import_module("pipeworker.worker.internals").preload()
     die_with_parent(parent, 0)
     gc.freeze()

@@ -37,10 +37,9 @@ from pipeworker.wire.messages.step import Call, CallKind, Wait
 from pipeworker.worker.blame import UserCodeError, raised, user_traceback
 from pipeworker.worker.control import Control, exit_process
 from pipeworker.worker.device import numerics
-from pipeworker.worker.service import is_last
 from pipeworker.worker.settings import Settings
 from pipeworker.worker.stage import rng
-from pipeworker.worker.worker import Worker
+from pipeworker.worker.worker import Worker, is_last
 
 _numbers = itertools.count()
 

@@ -40,7 +40,7 @@ class LocalStages:
         ties: ties by stage, of the stages that have places of tied weights.
         aliases: the first name of a tied weight in the user's module, by each further name.
         unmatched: number of names of ``--init-from`` without a counterpart.
-        resources: what must be closed besides the layers.
+        resources: closes the stages, which restores the modules' settings.
     """
 
     names: LayerNames
@@ -109,14 +109,6 @@ class LocalStages:
         return StageState(
             self.names, stage.layers, stage.state_dicts(), *update, keeps_weights, stage.first
         )
-
-    def parts(self, *, keeps_weights: bool) -> list[StageState]:
-        """Return the state of all stages."""
-        return [self.part(index, keeps_weights=keeps_weights) for index in self.stages]
-
-    def close(self) -> None:
-        """Leave the modules as they were, except for what they have learned."""
-        self.resources.close()
 
 
 def build_stages(loaded: LoadedWorker, model: Model, plan: Plan) -> LocalStages:

@@ -1,4 +1,4 @@
-"""One rank's part of a job, as a state machine over the coordinator's messages."""
+"""One rank's part of a job: a state machine over the coordinator's messages, and its main loop."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import gc
 import os
 import platform
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -17,13 +17,14 @@ from pipeworker.errors import ProtocolError
 from pipeworker.facts.failure import Failure
 from pipeworker.facts.position import Phase
 from pipeworker.facts.step import Batch, Evaluation
+from pipeworker.host import streams
 from pipeworker.job.options import Options
 from pipeworker.plan.actions import parse_actions
 from pipeworker.version import __version__
 from pipeworker.wire.messages.checkpoint import Save
 from pipeworker.wire.messages.directions import Advance, Finish, FromWorker, ToWorker
 from pipeworker.wire.messages.plan import Described, Plan, Ready
-from pipeworker.wire.messages.presence import Hello, Welcome
+from pipeworker.wire.messages.presence import Abort, Failed, Hello, Welcome
 from pipeworker.wire.messages.step import (
     Evaluate,
     Evaluated,
@@ -34,7 +35,8 @@ from pipeworker.wire.messages.step import (
     Wait,
 )
 from pipeworker.worker.blame import failure_of
-from pipeworker.worker.control import Control
+from pipeworker.worker.console import detach_terminal
+from pipeworker.worker.control import Control, Exit, exit_process
 from pipeworker.worker.device.device import peak_memory, unit_of
 from pipeworker.worker.loaded_worker import LoadedWorker
 from pipeworker.worker.local_stages import build_stages
@@ -127,7 +129,7 @@ class Worker:
     def _plan(self, plan: Plan, modelled: ModelledWorker) -> Ready:
         loaded = modelled.loaded
         stages = build_stages(loaded, modelled.model, plan)
-        modelled.model.release_layers()
+        modelled.model.entries.clear()  # no process holds more than its part
         self._phase = planned = PlannedWorker(loaded, stages, State(loaded, stages))
         has_state = planned.state.begin(plan)
         self._phase = connected = ConnectedWorker.connect(planned, plan, modelled.types)
@@ -257,9 +259,48 @@ class Worker:
             self._phase = planned = PlannedWorker(phase.loaded, phase.stages, phase.state)
             del phase
             gc.collect()  # the channels of a worker's stages refer to each other
-            planned.stages.close()
+            planned.stages.resources.close()
 
     @property
     def _last_stage(self) -> Stage | None:
         """The last stage, if it is on this worker."""
         return self.connected.stages.stages.get(self.loaded.role.placement.stages - 1)
+
+
+def run(
+    settings: Settings,
+    exit_process: Exit = exit_process,
+    on_failure: Callable[[Failure], None] = lambda failure: None,
+) -> int:
+    """Run one worker from its Hello to the end; return the exit status.
+
+    `on_failure` is called with a failure of this worker before the coordinator receives it.
+    """
+    detach_terminal()
+    streams.log_pending = settings.to_log
+    control = Control(settings, exit_process)
+    control.start()
+    worker = Worker(settings, control)
+    try:
+        control.send(worker.hello())
+        while not is_last(message := control.receive()):
+            if (answer := worker.handle(message)) is not None:
+                control.send(answer)
+    except BaseException as error:
+        failure = worker.explain(error)
+        on_failure(failure)
+        control.send(Failed(settings.rank, failure))
+        # The coordinator decides about the first cause. If this worker exited before that, its
+        # neighbours would report a lost connection first. The control thread ends the process.
+        while True:
+            control.receive()
+    control.close()
+    streams.flush()
+    return 0
+
+
+def is_last(message: object) -> bool:
+    """Return whether a message of the coordinator ends the worker."""
+    if isinstance(message, Advance):
+        return isinstance(message.next, Finish)
+    return isinstance(message, Abort)

@@ -83,7 +83,7 @@ def test_it_says_how_long_an_epoch_is_where_the_data_does(tmp_path: Path) -> Non
 
 
 def test_a_layer_that_has_no_sizes_before_its_first_input(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match=r"layer 0 \(LazyLinear\) has parameters without sizes"):
+    with pytest.raises(UsageError, match=r"layer 0 \(LazyLinear\): has parameters without sizes"):
         start_worker(tmp_path, JOB.replace("nn.Linear(3, 1)", "nn.LazyLinear(1)"))
 
 

@@ -24,7 +24,6 @@ from pipeworker.worker.update.ties import Ties, separate, shared_parameters
 
 _DIGESTED = 16
 """Number of elements of each parameter that the digest of the initial weights covers."""
-_NOT_BUILT = "?"
 
 
 class Model:
@@ -56,15 +55,12 @@ class Model:
     @property
     def classes(self) -> tuple[str, ...]:
         """The class of each layer, or ``"?"`` for one that is not built yet."""
-        return tuple(
-            type(entry).__name__ if isinstance(entry, nn.Module) else _NOT_BUILT
-            for entry in self.entries
-        )
+        return tuple(self.class_of(layer) or "?" for layer in range(len(self.entries)))
 
     def class_of(self, layer: int) -> str:
         """Return the class of a layer, or "" if it is not known."""
-        classes = self.classes
-        return classes[layer].replace(_NOT_BUILT, "") if 0 <= layer < len(classes) else ""
+        entry = self.entries[layer] if 0 <= layer < len(self.entries) else None
+        return type(entry).__name__ if isinstance(entry, nn.Module) else ""
 
     def ties(self) -> tuple[Tie, ...]:
         """Return the tied parameters: one object in several layers, or declared by the job file."""
@@ -109,10 +105,6 @@ class Model:
         _check_sizes(layers, part.first)
         return layers, ties
 
-    def release_layers(self) -> None:
-        """Drop the other layers, once all stages of the worker are built."""
-        self.entries = []
-
     def _build(self, index: int, tied: Sequence[str], device: torch.device | None) -> nn.Module:
         """Build a layer; its parameters named in `tied` become objects of their own."""
         self._tracker.set(Phase.BUILDING, layer=index)
@@ -142,7 +134,7 @@ def _check_sizes(layers: Sequence[nn.Module], first: int) -> None:
         if any(map(is_lazy, (*layer.parameters(), *layer.buffers()))):
             named = blame.layer(index, type(layer).__name__)
             raise UsageError(
-                f"{named} has parameters without sizes; pass the sizes when you build it"
+                f"{named}: has parameters without sizes; pass the sizes when you build it"
             )
 
 
@@ -153,6 +145,6 @@ def _check_apart(layers: Sequence[nn.Module], first: int) -> None:
         for parameter in layer.parameters():
             if seen.setdefault(id(parameter), index) != index:
                 raise UsageError(
-                    f"layers {seen[id(parameter)]} and {index} were built with one parameter in "
+                    f"layers {seen[id(parameter)]} and {index}: were built with one parameter in "
                     "both; declare it with tied = [...] and build a new module for each layer"
                 )

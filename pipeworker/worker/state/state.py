@@ -283,4 +283,5 @@ class State:
     def _parts(self) -> list[StageState]:
         """Return the state of all stages of the worker."""
         keeps_weights = not (self._role.shards and self._role.replica)
-        return self._stages.parts(keeps_weights=keeps_weights)
+        stages = self._stages
+        return [stages.part(index, keeps_weights=keeps_weights) for index in stages.stages]
