@@ -1,4 +1,4 @@
-"""Errors of the user's code and of pipeworker, told apart where they are raised.
+"""Errors of the user's code and of pipeworker, distinguished where they are raised.
 
 Every call of the user's code is made inside :func:`user_code`, or calls :func:`blame_user` itself
 where a context manager would cost too much. An exception that leaves such a call is the user's. Any
@@ -23,7 +23,7 @@ from pipeworker.facts.failure import Cause, Failure
 from pipeworker.facts.limits import MOST_STATUSES
 from pipeworker.facts.position import Position
 
-_OWN_FILES = f"{Path(pipeworker.__file__).parent}{os.sep}"
+_NOT_SHOWN = (f"{Path(pipeworker.__file__).parent}{os.sep}", "<frozen importlib")
 _MAX_CHARACTERS = 20_000
 _CPU_MEMORY = "DefaultCPUAllocator: "
 """Part of torch's RuntimeError for a host without memory."""
@@ -65,8 +65,6 @@ class JobExit(UserCodeError):
     Attributes:
         message: its output and its reason, for the user.
     """
-
-    error: SystemExit
 
     def __init__(self, name: str, error: SystemExit) -> None:
         super().__init__(name, error, early=True, note="")
@@ -118,7 +116,7 @@ def reject_none(value: Any, source: str, name: str, error: BaseException) -> Non
     """
     if value is None and isinstance(error, Exception):
         raise UsageError(
-            f"{source} returned None, on which {name} raised {text(error)}; return the layer's "
+            f"{source}: returned None, on which {name} raised {text(error)}; return the layer's "
             "output from its forward"
         ) from None
 
@@ -201,17 +199,13 @@ def _shorten(text: str) -> str:
 def user_traceback(error: BaseException) -> str:
     """Return the traceback without the frames of pipeworker and of the import machinery."""
     shown = traceback.TracebackException.from_exception(error)
-    _strip(shown, set())
+    seen: set[int] = set()
+    chain = [shown]
+    while chain:
+        one = chain.pop()
+        if id(one) not in seen:
+            seen.add(id(one))
+            frames = [frame for frame in one.stack if not frame.filename.startswith(_NOT_SHOWN)]
+            one.stack = traceback.StackSummary.from_list(frames)
+            chain += filter(None, (one.__cause__, one.__context__))
     return "".join(shown.format())
-
-
-def _strip(shown: traceback.TracebackException, seen: set[int]) -> None:
-    if id(shown) in seen:
-        return
-    seen.add(id(shown))
-    outer = (_OWN_FILES, "<frozen importlib")
-    frames = [frame for frame in shown.stack if not frame.filename.startswith(outer)]
-    shown.stack = traceback.StackSummary.from_list(frames)
-    for other in (shown.__cause__, shown.__context__):
-        if other is not None:
-            _strip(other, seen)

@@ -196,8 +196,8 @@ class Control:
             if lost_at is not None and seen - lost_at > self._timings.coordinator:
                 lost_at = None
                 self._end(Abort("the coordinator is gone", AGAIN))
-            elif self.ended is None and seen - self._received_at > self._limit:
-                self._end(Abort(self._silence_reason(), AGAIN))
+            elif not self.ended and (why := self._silence_reason(seen - self._received_at)):
+                self._end(Abort(why, AGAIN))
             if now >= next_heartbeat:
                 next_heartbeat = now + self._timings.heartbeat
                 self._send_heartbeat()
@@ -224,20 +224,17 @@ class Control:
                 self._end(Abort("", 128 + number))
                 return
 
-    @property
-    def _limit(self) -> float:
-        """Seconds that the coordinator may be silent."""
-        if self.silence_timeout is None:
-            return self._timings.reach
-        return self._timings.patience(self.silence_timeout)
-
-    def _silence_reason(self) -> str:
-        """Return the reason of an end by the coordinator's silence."""
-        lacking = f"has not answered for {self._limit:g} s"
-        if self.silence_timeout is None:
+    def _silence_reason(self, seconds: float) -> str:
+        """Return the reason to end after some seconds of the coordinator's silence, or ""."""
+        timeout, reach = self.silence_timeout, self._timings.reach
+        limit = reach if timeout is None else self._timings.patience(timeout)
+        if seconds <= limit:
+            return ""
+        where = f"the coordinator at {self._endpoint}"
+        if timeout is None:
             here = f"{self.name} on {socket.gethostname()}"
-            return f"{here} cannot reach the coordinator: {self._endpoint} {lacking}"
-        return f"the coordinator at {self._endpoint} {lacking}"
+            where = f"{here} cannot reach the coordinator: {self._endpoint}"
+        return f"{where} has not answered for {limit:g} s"
 
     def _send(self, message: FromWorker) -> None:
         self._socket.send(self._stream.sequence(codec.encode(message, self._generation)))

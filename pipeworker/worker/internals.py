@@ -1,15 +1,7 @@
-"""The private names of torch that pipeworker uses, each with its reason.
+"""The private names of torch that pipeworker uses, each with its reason; no other module uses any.
 
-No other module uses a private name of torch (a test checks that). Names that are imported or looked
-up at the top of this module are missing at import, with their name in the error, if a torch lacks
-them. To move to another torch:
-
-1. Run ``tests/worker/test_worker_internals.py``: it tests what each name does, not only that it
-   exists.
-2. Where a name is gone or behaves differently, change its function here. A function that is here
-   for speed says which public function it replaces, which is always a correct substitute.
-3. Run the tests that compare bits with the plain loop, and ``benchmarks/emulated.py`` before and
-   after.
+To move to another torch, follow ``docs/versions.md``: change a function here if its name is gone or
+behaves differently. One that is here for speed names the public function that it replaces.
 """
 
 from __future__ import annotations

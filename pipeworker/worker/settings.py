@@ -1,4 +1,4 @@
-"""What a worker process starts with, and its role in the job, which the coordinator sends."""
+"""The settings with which a worker starts, and its role in the job, which the coordinator sends."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class Role:
 
     @property
     def replica(self) -> int:
-        """The number of its replica."""
+        """The number of the worker's replica."""
         return self.placement.replica_of(self.rank)
 
     @property
@@ -74,7 +74,7 @@ class Role:
 
     @property
     def writes_checkpoint(self) -> bool:
-        """Whether it writes a part of a checkpoint: without shards, the first replica has all."""
+        """Whether the worker writes a part of a checkpoint: without shards, replica 0 has all."""
         return self.shards or not self.replica
 
     @property
@@ -84,10 +84,10 @@ class Role:
 
     @property
     def has_batches(self) -> bool:
-        """Whether it has stage 0 of a replica that gets mini-batches from the data or the user."""
+        """Whether the worker has stage 0 of a replica that the data or the user gives batches."""
         return 0 in self.stages and (self.every_replica_reads or not self.replica)
 
     @property
     def reads_data(self) -> bool:
-        """Whether it reads the job's data; a user's own loop passes mini-batches instead."""
+        """Whether the worker reads the job's data; a user's own loop passes mini-batches."""
         return self.has_batches and not self.options.own_loop

@@ -165,7 +165,7 @@ def test_leaving_a_debugger_interrupts_the_job() -> None:
 
 @pytest.mark.parametrize("error", [TypeError("no"), ValueError("no")])
 def test_a_layer_that_returned_none_is_named(error: Exception) -> None:
-    expected = "layer 2 (Block) returned None, on which layer 3 (Linear) raised"
+    expected = "layer 2 (Block): returned None, on which layer 3 (Linear) raised"
     with pytest.raises(
         UsageError, match=re.escape(f"{expected} {type(error).__name__}: no; return")
     ):

@@ -85,8 +85,6 @@ class DeferredBatchNorm:
             hook.remove()
         for module in self._moments:
             module.track_running_stats = True
-        self._hooks.clear()
-        self._moments.clear()
 
     def commit(self) -> None:
         """Update the running statistics at the end of a mini-batch."""

@@ -70,13 +70,12 @@ class StreamCopies(Copies):
     def __init__(self, accelerator: Accelerator, least: int = 1 << 14) -> None:
         self.least = least
         self._accelerator = accelerator
-        self._stream = accelerator.offloads
 
     def holds(self, tensor: torch.Tensor) -> bool:
         return self._accelerator.holds(tensor)
 
     def follow(self) -> None:
-        self._stream.wait_event(self._accelerator.event(self._accelerator.current))
+        self._accelerator.offloads.wait_event(self._accelerator.event(self._accelerator.current))
 
     def out(self, source: torch.Tensor) -> torch.Tensor:
         return self._copy(source, self._accelerator.pinned(len(source)))
@@ -86,12 +85,12 @@ class StreamCopies(Copies):
         return self._copy(source, self._accelerator.empty(len(source)))
 
     def _copy(self, source: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-        with self._accelerator.using(self._stream):
+        with self._accelerator.using(self._accelerator.offloads):
             self._accelerator.copy(target, source)
         return target
 
     def mark(self) -> Any:
-        return self._accelerator.event(self._stream)
+        return self._accelerator.event(self._accelerator.offloads)
 
     def wait(self, mark: Any) -> None:
         self._accelerator.current.wait_event(mark)

@@ -1,8 +1,4 @@
-"""Buffers of layers during recompute: a second forward must equal the first, bit for bit.
-
-Random numbers repeat by their seeds (:mod:`pipeworker.worker.stage.rng`), and both forwards run in
-the same grad mode, because kernels may be chosen by it.
-"""
+"""Buffers of layers during recompute: a second forward must equal the first, bit for bit."""
 
 from __future__ import annotations
 

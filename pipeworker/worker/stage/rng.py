@@ -1,9 +1,8 @@
 """Random streams that do not depend on how layers are grouped into stages.
 
 Every number that a layer draws in forward comes from a stream seeded by (seed, step, micro-batch,
-layer). The numbers are therefore the same for any number of stages, and again when the forward is
-recomputed. The data is read under a stream of its own. Seeding covers torch's generators (CPU and
-the worker's accelerator), Python's ``random``, and NumPy's legacy generator if NumPy is imported.
+layer); the data is read under a stream of its own. Seeding covers torch's generators (CPU and the
+worker's accelerator), Python's ``random``, and NumPy's legacy generator if NumPy is imported.
 """
 
 from __future__ import annotations

@@ -3,10 +3,6 @@
 On a stage, the table of one micro-batch holds the tensors that its layers stash and those that
 other stages sent. Elsewhere, in a plain ``nn.Sequential``, each thread has one table, and the same
 calls work. The interface follows torchgpipe's skippable modules (Kim et al. 2020, section 3.3).
-
-A stashed tensor is an alias of its own in the graph. The order in which the gradients of a tensor
-that is both passed on and stashed are added is then fixed by the call of ``stash``, whichever
-stages the two paths lead through.
 """
 
 from __future__ import annotations
@@ -56,7 +52,7 @@ class Table:
         }
 
     def stash(self, name: str, tensor: torch.Tensor) -> None:
-        """Keep an alias of a tensor."""
+        """Keep an alias of a tensor: this call then fixes where its gradient is added."""
         if name in self._stashed:
             raise SkipError(
                 f"stash({name!r}, ...): stashed twice before it is popped; use another name or a "

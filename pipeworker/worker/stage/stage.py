@@ -113,8 +113,8 @@ class Stage:
             self._input_changes = versions(inputs) != before
         elif not self._input_changes and versions(inputs) != before:
             raise UsageError(
-                "a layer began to change its stage's input in place after it had not at first; "
-                "use --recompute never for such a layer"
+                f"stage {self.index}: a layer changed the stage's input in place, as none had in "
+                "the first forward; use --recompute never for such a layer"
             )
 
     def recompute(self, mb: MicroBatch) -> None:
@@ -192,9 +192,9 @@ class Stage:
         roots = [t for t in distinct_tensors(output) if t.requires_grad]
         if len(roots) != len(gradients):
             raise UsageError(
-                f"{len(gradients)} tensors of the stage's output required grad when they were "
-                f"sent, {len(roots)} when they were recomputed: whether a layer's output requires "
-                "grad must not change between two forwards"
+                f"stage {self.index}: {len(gradients)} tensors of its output required grad when "
+                f"they were sent, {len(roots)} when they were recomputed; have a layer's output "
+                "require grad in every forward or in none"
             )
         used = [gradient is not None for gradient in gradients]
         return tuple(compress(roots, used)), tuple(g for g in gradients if g is not None)

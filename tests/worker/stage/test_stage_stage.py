@@ -137,13 +137,13 @@ class Nothing(nn.Module):
         (
             [nn.Linear(3, 3), Nothing(), nn.Tanh()],
             torch.ones(2, 3),
-            "layer 11 (Nothing) returned None, on which layer 12 (Tanh) raised TypeError: ",
+            "layer 11 (Nothing): returned None, on which layer 12 (Tanh) raised TypeError: ",
         ),
-        ([nn.Tanh()], None, "layer 9 (Block) returned None, on which layer 10 (Tanh) raised Type"),
+        ([nn.Tanh()], None, "layer 9 (Block): returned None, on which layer 10 (Tanh) raised Type"),
         (
             [nn.Linear(3, 3), Nothing()],
             torch.ones(2, 3),
-            "layer 11 (Nothing) returned None, on which loss() raised AttributeError: ",
+            "layer 11 (Nothing): returned None, on which loss() raised AttributeError: ",
         ),
     ],
 )
