@@ -189,12 +189,11 @@ def launch(
     spec = choose.spec_of(request, target, chosen)
     if isinstance(engine, Cluster):
         replace(request, stages=spec.stages).new_options()  # find mistakes before anything is sent
-    if isinstance(engine, Cluster) or dry_run:
-        requested = engine.render(replace(spec, run_dir=spec.run_dir or engine.new_run_dir(spec)))
+    new = replace(spec, run_dir=spec.run_dir or engine.new_run_dir(spec))
     if dry_run:
-        click.echo(requested.text, nl=False)
+        click.echo(engine.render(new), nl=False)
     elif isinstance(engine, Cluster):
-        sys.exit(_follow(engine.submit(requested)))
+        sys.exit(_follow(engine.submit(new)))
     else:
         sys.exit(_run(request, engine, spec, view))
 
@@ -267,7 +266,8 @@ class _WorkerCommand(_JobCommand):
 
 def _wait_for_rank_0(error: click.ClickException) -> None:
     """Give rank 0 time to show a mistake; report it to a rank 0 on another host that may wait."""
-    from launcher import torchrun
+    from launcher.torchrun import JOB
+    from pipeworker.ranks import rendezvous
     from pipeworker.ranks.rank_info import RankInfo
 
     with suppress(PipeworkerError):
@@ -275,7 +275,7 @@ def _wait_for_rank_0(error: click.ClickException) -> None:
         if info.rank != info.local_rank and isinstance(error, _AfterRendezvous):
             return  # rank 0 is on another node, and does not end with this one
         if info.agent_serves and info.local_world != info.world:
-            torchrun.report_mistake(info, error.format_message())
+            rendezvous.report_mistake(info, JOB, error.format_message())
             return
     time.sleep(DEFAULT.report)  # not the configured timings: they may be the mistake
 
@@ -313,9 +313,10 @@ def worker(**chosen: Any) -> None:
 @click.argument("words", nargs=-1, type=click.UNPROCESSED)
 def node(nodes: int, rank: int, workers: int, at: str, port: int, words: tuple[str, ...]) -> None:
     """Run one host of a cluster's job; WORDS, after --, are the arguments of its ranks."""
-    from launcher.node import Node, run
+    from launcher.node import run, torchrun_options
 
-    sys.exit(run(Node(rank, nodes, workers, at, port), words))
+    placed = torchrun_options(nodes, rank, workers, at, port)
+    sys.exit(run([*placed, "-m", "pipeworker", *words]))
 
 
 @main.command()

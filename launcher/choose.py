@@ -23,7 +23,7 @@ from pipeworker.timings import VARIABLE
 if TYPE_CHECKING:
     from pipeworker.runs.begin import RunRequest
 
-CLUSTERS: dict[str, Cluster[Any]] = {one.name: one for one in (Kubernetes(), Slurm())}
+CLUSTERS: dict[str, Cluster] = {one.name: one for one in (Kubernetes(), Slurm())}
 """The engines that ``--on`` names."""
 _LAUNCHER_OPTIONS = frozenset(
     {
@@ -71,7 +71,7 @@ class Target:
             raise UsageError("--dry-run: a local job submits nothing; add --on or --hosts")
 
     @property
-    def engine(self) -> Cluster[Any] | Carrier:
+    def engine(self) -> Cluster | Carrier:
         """The engine that is named, or that this process runs in."""
         if self.cluster:
             return CLUSTERS[self.cluster]

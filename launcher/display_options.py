@@ -11,6 +11,7 @@ from typing import Any
 
 import click
 
+from launcher.command import written
 from launcher.engines.slurm import SlurmAllocation
 from pipeworker.display.commands import Commands, relative
 from pipeworker.display.style import Style
@@ -29,12 +30,18 @@ def take_style(chosen: dict[str, Any], context: click.Context) -> Style:
 
 def commands_for(name: str, options: Mapping[str, Any], environment: Mapping[str, str]) -> Commands:
     """Return the commands with which the user of the program `name` can continue from its run."""
-    program = _program(name)
+    python = Path(sys.executable).name
+    python = python if shutil.which(python) == sys.executable else sys.executable
+    program: tuple[str, ...] = (python, "-m", "pipeworker")
+    if name == "pipeworker":
+        program = (name if shutil.which(name) else relative(sys.argv[0]),)
     job_file = relative(options["job_file"])
     if TORCHRUN_JOB in environment:
         world = environment.get("WORLD_SIZE", "")
         here = world == environment.get("LOCAL_WORLD_SIZE") and _POD not in environment
-        begin = (*_torchrun(), "--nproc-per-node", world, "-m", "pipeworker")
+        module = (python, "-m", "torch.distributed.run")
+        torchrun = ("torchrun",) if shutil.which("torchrun") else module
+        begin = (*torchrun, "--nproc-per-node", world, "-m", "pipeworker")
         return Commands(program, begin if here else (), job_file)
     if SlurmAllocation().is_inside(environment):  # a rendered script may have called it
         return Commands(program, (), job_file)
@@ -42,23 +49,6 @@ def commands_for(name: str, options: Mapping[str, Any], environment: Mapping[str
         word
         for option in ("hosts", "hosts_file")
         if options.get(option)
-        for word in (f"--{option.replace('_', '-')}", options[option])
+        for word in (written(option), options[option])
     ]
     return Commands(program, (*program, "launch", *hosts), job_file)
-
-
-def _program(name: str) -> tuple[str, ...]:
-    """Return the words that run the command line from the current folder."""
-    if name == "pipeworker":
-        return (name if shutil.which(name) else relative(sys.argv[0]),)
-    return (*_python(), "-m", "pipeworker")
-
-
-def _torchrun() -> tuple[str, ...]:
-    name = "torchrun"
-    return (name,) if shutil.which(name) else (*_python(), "-m", "torch.distributed.run")
-
-
-def _python() -> tuple[str, ...]:
-    name = Path(sys.executable).name
-    return (name if shutil.which(name) == sys.executable else sys.executable,)

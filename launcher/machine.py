@@ -22,8 +22,12 @@ _UNBOUNDED = 1 << 60
 """Bytes; a version-1 memory cgroup without a limit reports a number above this."""
 
 
-def facts(environment: Mapping[str, str] = os.environ) -> dict[str, Any]:
+def facts() -> dict[str, Any]:
     """Return the facts by name. Of the job's token only its presence is reported."""
+    variables = (
+        *_VARIABLES,
+        *sorted(name for name in os.environ if name.startswith("PIPEWORKER_")),
+    )
     return {
         "pipeworker": __version__,
         "python": platform.python_version(),
@@ -36,7 +40,8 @@ def facts(environment: Mapping[str, str] = os.environ) -> dict[str, Any]:
         "memory": _memory(),
         "/dev/shm": _shared(),
         **{f"RLIMIT_{name}": _limit(name) for name in _LIMITS},
-        **dict(_variables(environment)),
+        **{name: os.environ[name] for name in variables if name in os.environ},
+        **({TOKEN_VARIABLE: "is set"} if TOKEN_VARIABLE in os.environ else {}),
     }
 
 
@@ -50,8 +55,8 @@ def quota(root: Path = Path("/")) -> float | None:
     """Return the number of cores that this process's cgroups allow; None for all."""
     found = []
     for folder in _cgroups("cpu", root):
-        kept = [*_words(folder / "cpu.cfs_quota_us"), *_words(folder / "cpu.cfs_period_us")]
-        share, period = (_words(folder / "cpu.max") or kept or ["max", "1"])[:2]
+        kept = _read(folder / "cpu.cfs_quota_us") + _read(folder / "cpu.cfs_period_us")
+        share, period = (_read(folder / "cpu.max") or kept or "max 1").split()[:2]
         found += [int(share) / int(period)] if share.isdigit() else []
     return min(found, default=None)
 
@@ -60,14 +65,14 @@ def memory_bound(root: Path = Path("/")) -> int | None:
     """Return the bytes of memory that this process's cgroups allow; None for all."""
     found = []
     for folder in _cgroups("memory", root):
-        words = _words(folder / "memory.max") or _words(folder / "memory.limit_in_bytes")
-        found += [int(word) for word in words if word.isdigit()]
+        text = _read(folder / "memory.max") or _read(folder / "memory.limit_in_bytes")
+        found += [int(word) for word in text.split() if word.isdigit()]
     return min((bound for bound in found if bound < _UNBOUNDED), default=None)
 
 
 def _cgroups(controller: str, root: Path) -> Iterator[Path]:
     """Yield the folders of the cgroups, of version 1 or 2, that may limit this process."""
-    for line in _lines(root / "proc/self/cgroup"):
+    for line in _read(root / "proc/self/cgroup").splitlines():
         _, controllers, path = line.split(":", 2)
         if controllers and controller not in controllers.split(","):
             continue
@@ -76,15 +81,11 @@ def _cgroups(controller: str, root: Path) -> Iterator[Path]:
         yield from (inner, *(folder for folder in inner.parents if folder.is_relative_to(top)))
 
 
-def _lines(path: Path) -> list[str]:
+def _read(path: Path) -> str:
     try:
-        return path.read_text().splitlines()
+        return path.read_text()
     except OSError:
-        return []
-
-
-def _words(path: Path) -> list[str]:
-    return " ".join(_lines(path)).split()
+        return ""
 
 
 def _version(name: str) -> str:
@@ -142,9 +143,3 @@ def _limit(name: str) -> str:
     soft, hard = resource.getrlimit(getattr(resource, f"RLIMIT_{name}"))
     shown = ["unlimited" if one == resource.RLIM_INFINITY else str(one) for one in (soft, hard)]
     return shown[0] if soft == hard else f"{shown[0]}, up to {shown[1]}"
-
-
-def _variables(environment: Mapping[str, str]) -> Iterator[tuple[str, str]]:
-    for name in (*_VARIABLES, *sorted(n for n in environment if n.startswith("PIPEWORKER_"))):
-        if name in environment:
-            yield name, "is set" if name == TOKEN_VARIABLE else environment[name]

@@ -9,8 +9,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
-from collections.abc import Collection
-from dataclasses import dataclass
+from collections.abc import Collection, Sequence
 
 from pipeworker.errors import AGAIN
 from pipeworker.host.lifetime import die_with_parent
@@ -20,33 +19,20 @@ _DELIBERATE = (2, 1, 130)
 """Exit statuses that ranks choose: a mistake precedes a failure, and both precede an interrupt."""
 
 
-@dataclass(frozen=True, slots=True)
-class Node:
-    """A host of a job.
+def torchrun_options(nodes: int, rank: int, workers: int, at: str, port: int) -> tuple[str, ...]:
+    """Return the options of ``torchrun`` for host `rank` of a job, which has so many `workers`.
 
-    Attributes:
-        rank: the number of the host.
-        workers: the number of workers of each host.
-        address, port: where the hosts meet, at the first one.
+    The hosts meet at `port` of the first one, `at`.
     """
-
-    rank: int
-    nodes: int
-    workers: int
-    address: str
-    port: int
-
-    def torchrun(self) -> tuple[str, ...]:
-        """Return the options of ``torchrun`` that place this host."""
-        each = ("--nproc-per-node", str(self.workers))
-        if self.nodes == 1:
-            return ("--standalone", *each)
-        meet = ("--master-addr", self.address, "--master-port", str(self.port))
-        return ("--nnodes", str(self.nodes), "--node-rank", str(self.rank), *meet, *each)
+    each = ("--nproc-per-node", str(workers))
+    if nodes == 1:
+        return ("--standalone", *each)
+    meet = ("--master-addr", at, "--master-port", str(port))
+    return ("--nnodes", str(nodes), "--node-rank", str(rank), *meet, *each)
 
 
-def run(node: Node, words: Collection[str]) -> int:
-    """Run the ranks of this host, as ``python -m pipeworker WORDS``; return the exit status.
+def run(words: Sequence[str]) -> int:
+    """Run the ranks of this host, as ``torchrun WORDS``; return the exit status.
 
     This process may be the first one of a container: it forwards signals to torchrun's agent, its
     child, and reaps the processes that the kernel gives it.
@@ -56,7 +42,7 @@ def run(node: Node, words: Collection[str]) -> int:
     me, agent = os.getpid(), os.fork()
     if not agent:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
-        _run_agent(me, node, words)
+        _run_agent(me, words)
     try:
         while True:
             number = signal.sigwait(waited)
@@ -87,12 +73,12 @@ def _reap(agent: int) -> int | None:
             return found
 
 
-def _run_agent(parent: int, node: Node, words: Collection[str]) -> None:
+def _run_agent(parent: int, words: Sequence[str]) -> None:
     """Run torchrun in this forked process, and end it."""
     status = AGAIN
     try:
         die_with_parent(parent)
-        status = _run_torchrun(node, words)
+        status = _run_torchrun(words)
     except BaseException as error:  # another host did not join, or was lost
         print(f"error: torchrun: {type(error).__name__}: {error}", file=sys.stderr)
     finally:
@@ -101,14 +87,13 @@ def _run_agent(parent: int, node: Node, words: Collection[str]) -> None:
         os._exit(status)
 
 
-def _run_torchrun(node: Node, words: Collection[str]) -> int:
+def _run_torchrun(words: Sequence[str]) -> int:
     from torch.distributed import run as torchrun
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-    line = [*node.torchrun(), "-m", "pipeworker", *words]
     try:
-        torchrun.run(torchrun.parse_args(line))  # type: ignore[no-untyped-call]
+        torchrun.run(torchrun.parse_args(words))  # type: ignore[no-untyped-call]
     except ChildFailedError as error:
         return status_of([failure.exitcode for failure in error.failures.values()])
     except SignalException as error:

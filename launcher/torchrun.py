@@ -27,7 +27,7 @@ from pipeworker.record.rundir import RunDir
 from pipeworker.runs.begin import PreparedRun, RunRequest
 from pipeworker.wire.messages.presence import Abort
 
-_JOB = "job"
+JOB = "job"
 """The name of the job in the rendezvous of its ranks."""
 _UNNAMED = "none"
 """Torchrun's name for a job that was given no ``--rdzv-id``."""
@@ -52,18 +52,13 @@ def run(rank: RankInfo, request: RunRequest, view: Style) -> int:
         style = dataclasses.replace(view, origins=prepared.origins)
         return start_display(prepared.options, str(prepared.run_dir.path), style).show
 
-    met = rendezvous.rendezvous(rank, _JOB, partial(_prepare, rank, request), listen)
+    met = rendezvous.rendezvous(rank, JOB, partial(_prepare, rank, request), listen)
     settings = Settings(
         rank.rank, met.endpoint, met.token, rank.local_rank, job_file=request.job_file
     )
     coordinator = met.coordinator
     status = worker.run(settings, partial(_leave, coordinator, os.dup(2)), _write_failure)
     return coordinator.finish(status) if coordinator else status
-
-
-def report_mistake(rank: RankInfo, mistake: str) -> None:
-    """Have rank 0 report a mistake of this rank, unless rank 0 has reported it already."""
-    rendezvous.report_mistake(rank, _JOB, mistake)
 
 
 def write_error(message: str, details: str = "") -> None:

@@ -14,7 +14,6 @@ import psutil
 import pytest
 
 from launcher.engines import ssh
-from launcher.engines.engine import AgentCommands
 from pipeworker.errors import PipeworkerError
 from support.compare import assert_same
 from support.forked import Server
@@ -277,11 +276,9 @@ def test_a_cable_that_is_unplugged_beyond_the_timeout_changes_no_bit(
 
 def test_a_host_that_does_not_accept_the_folder_is_named(client: Sshd, tmp_path: Path) -> None:
     (tmp_path / "job.py").touch()
-    request = AgentCommands(
-        (), (("ssh", "-T", "-o", "x", "-o", "y", "a", "exit 3"),), str(tmp_path)
-    )
-    broken = AgentCommands((), ((*ssh.CLIENT, "a", "echo no room >&2; exit 3"),), str(tmp_path))
+    silent = ("ssh", "-T", "-o", "x", "-o", "y", "a", "exit 3")
+    full = (*ssh.CLIENT, "a", "echo no room >&2; exit 3")
     with pytest.raises(PipeworkerError, match="host a: it does not accept"):
-        ssh.send(request)
+        ssh.send(tmp_path, [silent])
     with pytest.raises(PipeworkerError, match=f"host a: it does not accept {tmp_path}: no room"):
-        ssh.send(broken)
+        ssh.send(tmp_path, [full])

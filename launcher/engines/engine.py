@@ -12,23 +12,14 @@ import subprocess
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar, Generic, Protocol, TypeVar
+from typing import ClassVar, Protocol
 
 from launcher.spec import Host, JobSpec, RemoteAgent
 from pipeworker.errors import PipeworkerError
 from pipeworker.host.lifetime import command
 
 _CLIENT_SECONDS = 60.0
-
-
-class Request(Protocol):
-    """The request that an engine renders."""
-
-    @property
-    def text(self) -> str:
-        """What ``--dry-run`` prints."""
 
 
 class SubmittedJob(Protocol):
@@ -41,17 +32,14 @@ class SubmittedJob(Protocol):
         """Ask the job to save a checkpoint and to end."""
 
 
-R = TypeVar("R", bound=Request)
-
-
-class Engine(ABC, Generic[R]):
+class Engine(ABC):
     """A way to start the processes of a job; options and messages use its `name`."""
 
     name: ClassVar[str]
 
     @abstractmethod
-    def render(self, spec: JobSpec) -> R:
-        """Return what the engine asks for. Pure.
+    def render(self, spec: JobSpec) -> str:
+        """Return what ``--dry-run`` prints: all that the engine asks for. Pure.
 
         Raises:
             UsageError: the job cannot be run so.
@@ -62,41 +50,27 @@ class Engine(ABC, Generic[R]):
         return str(Path("runs", f"{Path(spec.job_file).stem}-{stamp()}").absolute())
 
 
-class Cluster(Engine[R]):
+class Cluster(Engine):
     """An engine that runs the job on hosts of its own choice."""
 
     shares_files: ClassVar[bool] = True
     """Whether these hosts see this one's files."""
 
     @abstractmethod
-    def submit(self, request: R) -> SubmittedJob:
-        """Hand a request over.
+    def submit(self, spec: JobSpec) -> SubmittedJob:
+        """Hand over what is rendered.
 
         Raises:
             PipeworkerError: the cluster rejects it or does not answer.
         """
 
 
-@dataclass(frozen=True, slots=True)
-class AgentCommands:
-    """The commands that carry agents' lines, and those by which hosts receive `folder`."""
-
-    agents: tuple[RemoteAgent, ...]
-    sends: tuple[tuple[str, ...], ...] = ()
-    folder: str = ""
-
-    @property
-    def text(self) -> str:
-        """A line for a shell for each command."""
-        sends = [f"# {self.folder} | {shlex.join(send)}" for send in self.sends]
-        return "\n".join([*sends, *(shlex.join(agent.command) for agent in self.agents)]) + "\n"
-
-
-class Carrier(Engine[AgentCommands]):
+class Carrier(Engine):
     """An engine whose hosts the launcher reaches from this one."""
 
-    def render(self, spec: JobSpec) -> AgentCommands:
-        return AgentCommands(self.agents(spec))
+    def render(self, spec: JobSpec) -> str:
+        """Return the commands of the hosts' agents, a line for a shell each."""
+        return "".join(f"{shlex.join(agent.command)}\n" for agent in self.agents(spec))
 
     @abstractmethod
     def agents(self, spec: JobSpec) -> tuple[RemoteAgent, ...]:

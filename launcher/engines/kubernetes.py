@@ -48,7 +48,7 @@ class KubernetesJob:
         return f"app.kubernetes.io/instance={self.manifests.settings.name}"
 
 
-class Kubernetes(Cluster[Manifests]):
+class Kubernetes(Cluster):
     """The cluster that kubectl is set to."""
 
     name = "kubernetes"
@@ -58,26 +58,27 @@ class Kubernetes(Cluster[Manifests]):
         """Return a path on the volume: restarted pods find it, and no other job has it."""
         return f"{RUNS}/{spec.name}-{stamp()}"
 
-    def render(self, spec: JobSpec) -> Manifests:
-        return render(spec)
+    def render(self, spec: JobSpec) -> str:
+        return render(spec).text
 
-    def submit(self, request: Manifests) -> KubernetesJob:
+    def submit(self, spec: JobSpec) -> KubernetesJob:
         """Make the objects of a job, and a token for it.
 
         Raises:
             UsageError: the job exists already, or kubectl is not installed.
             PipeworkerError: the cluster rejects it.
         """
-        settings = request.settings
+        manifests = render(spec)
+        settings = manifests.settings
         kind, name = settings.kind, settings.name
         if _kubectl(settings, "get", kind, name, "--ignore-not-found", "-o", "name").strip():
             raise UsageError(
                 f"--set name={name}: {kind} {name} exists already; specify another name, or remove "
                 f"it with kubectl delete {kind} {name}"
             )
-        objects = (request.secret(new_token()), *request.objects)
+        objects = (manifests.secret(new_token()), *manifests.objects)
         _kubectl(settings, "apply", "-f", "-", text=documents(objects))
-        return KubernetesJob(request)
+        return KubernetesJob(manifests)
 
 
 def _kubectl(settings: Settings, *words: str, text: str = "") -> str:

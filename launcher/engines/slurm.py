@@ -57,14 +57,6 @@ _UNKNOWN = "Invalid job id"
 
 
 @dataclass(frozen=True, slots=True)
-class Script:
-    """A script for sbatch, and the file to which its output goes."""
-
-    text: str
-    log: str
-
-
-@dataclass(frozen=True, slots=True)
 class Allocation:
     """The nodes that a job has, with the number of cores of each."""
 
@@ -159,23 +151,22 @@ class SlurmJob:
         return start + len(data)
 
 
-class Slurm(Cluster[Script]):
+class Slurm(Cluster):
     name = "slurm"
 
-    def render(self, spec: JobSpec) -> Script:
+    def render(self, spec: JobSpec) -> str:
         """Return the script of a job, whose settings are long options of sbatch and override ours.
 
         Raises:
             UsageError: a setting is not an option.
         """
-        log = f"{spec.run_dir}.log"
         directives = {
             "job-name": spec.name,
             "nodes": str(spec.nodes),
             "ntasks-per-node": "1",
             "cpus-per-task": str(spec.cores_per_node),
             "chdir": spec.folder,
-            "output": log,
+            "output": _log(spec),
             "open-mode": "append",
             "requeue": "",
             "signal": f"B:USR1@{NOTICE}",
@@ -190,18 +181,18 @@ class Slurm(Cluster[Script]):
         ]
         launch = [spec.python, "-m", "pipeworker", "launch", "--stages", str(spec.stages)]
         line = shlex.join([*launch, *spec.words(spec.job_file)])
-        return Script(_SCRIPT.format(directives="\n".join(lines), command=line), log)
+        return _SCRIPT.format(directives="\n".join(lines), command=line)
 
-    def submit(self, request: Script) -> SlurmJob:
-        """Submit a script.
+    def submit(self, spec: JobSpec) -> SlurmJob:
+        """Submit the script of a job.
 
         Raises:
             UsageError: Slurm is not installed here, or rejects the script.
         """
-        log = Path(request.log)
+        script, log = self.render(spec), Path(_log(spec))
         log.parent.mkdir(parents=True, exist_ok=True)  # Slurm drops the output otherwise
         try:
-            answer = _run("sbatch", "--parsable", text=request.text)
+            answer = _run("sbatch", "--parsable", text=script)
         except PipeworkerError as error:
             raise UsageError(str(error)) from None
         job = SlurmJob(answer.strip().partition(";")[0], log)
@@ -220,6 +211,11 @@ class SlurmAllocation(Carrier):
 
     def agents(self, spec: JobSpec) -> tuple[RemoteAgent, ...]:
         return agents(spec, Allocation.of(os.environ))
+
+
+def _log(spec: JobSpec) -> str:
+    """Return the file to which the job's output goes."""
+    return f"{spec.run_dir}.log"
 
 
 def agents(spec: JobSpec, allocation: Allocation) -> tuple[RemoteAgent, ...]:

@@ -12,11 +12,11 @@ import sys
 import tarfile
 import tempfile
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from launcher.engines.engine import AgentCommands, Carrier, agent_command
+from launcher.engines.engine import Carrier, agent_command
 from launcher.spec import Host, JobSpec, RemoteAgent, assign_ranks
 from pipeworker.errors import PipeworkerError, UsageError
 
@@ -46,19 +46,18 @@ class Ssh(Carrier):
 
     name = "ssh"
 
-    def render(self, spec: JobSpec) -> AgentCommands:
-        """Return the commands that start the agents of the hosts, and those that prepare them."""
-        folder = str(Path(spec.job_file).parent)
-        agents = tuple(_agent(spec, host) for host in spec.hosts)
-        hosts = spec.hosts if spec.sync else ()
-        return AgentCommands(agents, tuple(_receive(h, folder, spec.folder) for h in hosts), folder)
+    def render(self, spec: JobSpec) -> str:
+        """Return the commands that prepare the hosts, and those that start their agents."""
+        folder = Path(spec.job_file).parent
+        sends = (f"# {folder} | {shlex.join(line)}\n" for line in receivers(spec))
+        return "".join(sends) + super().render(spec)
 
     def agents(self, spec: JobSpec) -> tuple[RemoteAgent, ...]:
         assign_ranks([host.workers for host in spec.hosts], spec.workers)
-        return self.render(spec).agents
+        return tuple(_agent(spec, host) for host in spec.hosts)
 
     def prepare(self, spec: JobSpec) -> None:
-        send(self.render(spec))
+        send(Path(spec.job_file).parent, receivers(spec))
 
 
 def _agent(spec: JobSpec, host: Host) -> RemoteAgent:
@@ -68,21 +67,24 @@ def _agent(spec: JobSpec, host: Host) -> RemoteAgent:
     return RemoteAgent(host, (*CLIENT, host.name, line))
 
 
-def _receive(host: Host, folder: str, working_folder: str) -> tuple[str, ...]:
-    """Return the command by which a host receives the archive of a folder."""
-    make = shlex.join(["mkdir", "-p", folder, working_folder])
-    unpack = shlex.join([host.python or sys.executable, "-c", _UNPACK])
-    return (*CLIENT, host.name, f"{make} && cd {shlex.quote(folder)} && {unpack}")
+def receivers(spec: JobSpec) -> list[tuple[str, ...]]:
+    """Return the command of each host that receives the job file's folder as an archive."""
+    folder = str(Path(spec.job_file).parent)
+    begin = f"{shlex.join(['mkdir', '-p', folder, spec.folder])} && cd {shlex.quote(folder)}"
+    found: list[tuple[str, ...]] = []
+    for host in spec.hosts if spec.sync else ():
+        unpack = shlex.join([host.python or sys.executable, "-c", _UNPACK])
+        found.append((*CLIENT, host.name, f"{begin} && {unpack}"))
+    return found
 
 
-def send(request: AgentCommands) -> None:
+def send(folder: Path, receivers: Sequence[Sequence[str]]) -> None:
     """Send the job's folder to all hosts; a host that shares it keeps it unchanged.
 
     Raises:
         PipeworkerError: a host does not accept it, or some of it cannot be read.
     """
-    folder = Path(request.folder)
-    for line in request.sends:
+    for line in receivers:
         files = [*_files(folder)]
         with tempfile.TemporaryFile() as errors, _marker(folder) as marker:
             try:

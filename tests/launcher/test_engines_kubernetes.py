@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from launcher.engines.kubernetes import Kubernetes, KubernetesJob
-from launcher.engines.manifests import Manifests
+from launcher.engines.manifests import Manifests, render
 from launcher.spec import JobSpec
 from pipeworker.errors import PipeworkerError, UsageError
 
@@ -52,10 +52,10 @@ class Cluster:
 
     @property
     def manifests(self) -> Manifests:
-        return self.engine.render(SPEC)
+        return render(SPEC)
 
     def submit(self) -> KubernetesJob:
-        return self.engine.submit(self.manifests)
+        return self.engine.submit(SPEC)
 
     def answer(self, word: str, text: str) -> None:
         (self.folder / word).write_text(text)

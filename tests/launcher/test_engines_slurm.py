@@ -28,14 +28,14 @@ SPEC = JobSpec(
 
 
 def test_the_file_in_deploy_is_the_rendered_script() -> None:
-    assert Slurm().render(SPEC).text == COPIED.read_text()
+    assert Slurm().render(SPEC) == COPIED.read_text()
 
 
 def test_settings_of_the_user_override_ours() -> None:
     spec = replace(
         SPEC, settings={"cpus-per-task": "16K", "requeue": "", "exclusive": "", "qos": "a b"}
     )
-    lines = Slurm().render(replace(spec, python="/opt/python")).text.splitlines()
+    lines = Slurm().render(replace(spec, python="/opt/python")).splitlines()
     directives = [line.removeprefix("#SBATCH ") for line in lines if line.startswith("#SBATCH")]
     assert directives.count("--cpus-per-task=16K") == 1  # sbatch knows what it takes
     assert "--exclusive" in directives
@@ -152,18 +152,18 @@ def test_a_job_that_slurm_has_forgotten_has_no_state(commands: Path) -> None:
 def test_a_rejected_job_and_a_missing_slurm_are_usage_errors(
     commands: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    script = Slurm().render(replace(SPEC, run_dir=str(commands / "run")))
+    spec = replace(SPEC, run_dir=str(commands / "run"))
     stand_in(
         commands, "sbatch", "echo 'sbatch: error: invalid partition specified: gpu' >&2; exit 1"
     )
     with pytest.raises(UsageError, match="invalid partition specified: gpu"):
-        Slurm().submit(script)
+        Slurm().submit(spec)
     stand_in(commands, "sbatch", f"cat > {commands}/script; echo '12;cluster'")
-    assert Slurm().submit(script).job == "12"
-    assert (commands / "script").read_text() == script.text
+    assert Slurm().submit(spec).job == "12"
+    assert (commands / "script").read_text() == Slurm().render(spec)
     monkeypatch.setenv("PATH", str(commands / "none"))
     with pytest.raises(UsageError, match="Slurm's command sbatch: No such file"):
-        Slurm().submit(script)
+        Slurm().submit(spec)
 
 
 def test_the_allocation_comes_from_the_environment(commands: Path) -> None:

@@ -13,7 +13,6 @@ from pathlib import Path
 import pytest
 
 from launcher.engines import ssh
-from launcher.engines.engine import AgentCommands
 from launcher.spec import Host, JobSpec
 from pipeworker.errors import PipeworkerError, UsageError
 
@@ -30,7 +29,7 @@ SPEC = JobSpec(
 
 
 def test_an_agent_is_a_command_of_ssh_without_a_secret() -> None:
-    first, second = (agent.command for agent in ssh.Ssh().render(SPEC).agents)
+    first, second = (agent.command for agent in ssh.Ssh().agents(SPEC))
     *client, host, line = first
     assert client == ["ssh", "-T", "-o", "BatchMode=yes", "-o", "ConnectTimeout=10"]
     assert host == "a"
@@ -43,7 +42,7 @@ def test_an_agent_is_a_command_of_ssh_without_a_secret() -> None:
 
 
 def test_a_request_is_shown_as_lines_for_a_shell() -> None:
-    text = ssh.Ssh().render(replace(SPEC, sync=True)).text
+    text = ssh.Ssh().render(replace(SPEC, sync=True))
     sends = [line for line in text.splitlines() if line.startswith("#")]
     assert len(text.splitlines()) == 4
     assert [line.split()[:4] for line in sends] == [["#", "/project", "|", "ssh"]] * 2
@@ -104,10 +103,10 @@ def test_a_file_of_hosts_is_read(tmp_path: Path) -> None:
 def send(folder: Path, to: Path) -> None:
     """Send a folder through a shell of this host instead of ssh."""
     spec = replace(SPEC, job_file=str(folder / "job.py"), folder=str(folder), sync=True)
-    ((*_, line),) = ssh.Ssh().render(replace(spec, hosts=(Host("a", 1),))).sends
+    ((*_, line),) = ssh.receivers(replace(spec, hosts=(Host("a", 1),)))
     assert line.count(str(folder)) == 3
     carrier = ("sh", "-c", line.replace(str(folder), str(to)))
-    ssh.send(AgentCommands((), (carrier,), str(folder)))
+    ssh.send(folder, [carrier])
 
 
 def test_a_host_that_shares_the_folder_unpacks_nothing(tmp_path: Path) -> None:
