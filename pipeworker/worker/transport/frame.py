@@ -147,7 +147,7 @@ def assemble(frame: Frame, tensors: Sequence[torch.Tensor], types: TypeRegistry 
     if frame.structure == LEAF and tensors:
         return tensors[0]
     items = [
-        tensors[leaf] if type(leaf) is int else structures.decode(leaf, NO_TYPES, 0)
+        tensors[leaf] if type(leaf) is int else structures.decode(leaf, NO_TYPES)
         for leaf in frame.leaves
     ]
     return structures.unflatten(frame.structure, iter(items), types)
@@ -208,7 +208,7 @@ def _decode(header: bytes, types: TypeRegistry) -> Frame:
     count = 0
     for leaf in leaves:
         if type(leaf) is not int:
-            structures.decode(leaf, NO_TYPES, 0)
+            structures.decode(leaf, NO_TYPES)
         elif not 0 <= leaf <= count:
             raise ProtocolError("a frame's leaf is none of its tensors")
         else:

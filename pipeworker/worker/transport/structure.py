@@ -3,8 +3,8 @@
 Plain containers have fixed numbers. Named tuples, registered pytree nodes and enums have the
 numbers of the job's :class:`TypeRegistry`, on which all workers agreed when the job was described.
 A peer cannot name a class, so nothing is imported or called because a peer asked for it. The data
-that an agreed class needs besides its children, its context, crosses as plain data and is read by
-the functions that the user registered for the class.
+that an agreed class needs besides its children, its context, crosses as a structure and its plain
+leaves, and is read by the functions that the user registered for the class.
 
 A structure is 0 for a leaf, and ``(number, context, *children)`` for a container. Equal structures
 are equal down to the types and bits of their keys.
@@ -43,7 +43,7 @@ _FACTORIES: tuple[type | None, ...]
 _FACTORIES = None, list, dict, tuple, set, int, float, str, bool, bytes, OrderedDict
 """The default factories that a defaultdict may have."""
 _LEAF_TYPES = frozenset({torch.Tensor, torch.nn.Parameter, *PLAIN_TYPES})
-_BOOL, _INT, _FLOAT, _ENUM, _OF_LIST, _OF_TUPLE, _OF_DICT = range(7)  # the tags of encoded values
+_BOOL, _INT, _FLOAT, _ENUM = range(4)  # the tags of encoded values
 _WORD = 1 << 63
 
 
@@ -63,14 +63,16 @@ def is_namedtuple(kind: type) -> bool:
     return issubclass(kind, tuple) and hasattr(kind, "_fields") and hasattr(kind, "_make")
 
 
-def flatten(value: Any, types: TypeRegistry) -> tuple[list[Any], Structure]:
+def flatten(
+    value: Any, types: TypeRegistry, depth_left: int = MAX_DEPTH
+) -> tuple[list[Any], Structure]:
     """Return the leaves of a value and its structure.
 
     Raises:
         PipeworkerError: it has a class, a key or a context that cannot pass to another process.
     """
     leaves: list[Any] = []
-    structure = _flatten(value, types, leaves, MAX_DEPTH)
+    structure = _flatten(value, types, leaves, depth_left)
     if len(leaves) > MAX_ITEMS:
         raise PipeworkerError(
             f"a value of {len(leaves)} parts cannot pass from one stage to the next: make tensors "
@@ -88,7 +90,7 @@ def _flatten(value: Any, types: TypeRegistry, leaves: list[Any], depth_left: int
         if kind in _LEAF_TYPES or isinstance(value, torch.Tensor) or not _is_node(kind):
             leaves.append(value)
             return LEAF
-        number, children, context = _flatten_agreed(value, kind, types)
+        number, children, context = _flatten_agreed(value, kind, types, max(0, depth_left - 1))
     elif number <= _LIST:
         children = value
     elif number == _DEQUE:
@@ -118,8 +120,8 @@ def _is_node(kind: type) -> bool:
 
 
 def _flatten_agreed(
-    value: Any, kind: type, types: TypeRegistry
-) -> tuple[int, Sequence[Any], Encoded]:
+    value: Any, kind: type, types: TypeRegistry, depth_left: int
+) -> tuple[int, Sequence[Any], Any]:
     """Return the number of an agreed class, and the value's children and context."""
     number = types.numbers.get(kind)
     if number is None:
@@ -135,7 +137,9 @@ def _flatten_agreed(
     dump = pytree.SUPPORTED_SERIALIZED_TYPES[kind].to_dumpable_context
     if dump is not None:
         context = dump(context)
-    return _FIRST_AGREED + number, tuple(children), _encode(context, types, MAX_DEPTH)
+    leaves, structure = flatten(context, types, depth_left)
+    encoded = [_encode(leaf, types, "the context of a registered class has") for leaf in leaves]
+    return _FIRST_AGREED + number, tuple(children), (structure, *encoded)
 
 
 def unflatten(structure: Structure, leaves: Iterator[Any], types: TypeRegistry) -> Any:
@@ -162,7 +166,7 @@ def unflatten(structure: Structure, leaves: Iterator[Any], types: TypeRegistry) 
         return dict(pairs) if number == _DICT else OrderedDict(pairs)
     kind = types.classes[number - _FIRST_AGREED]
     try:
-        return _unflatten_agreed(kind, children, decode(context, types))
+        return _unflatten_agreed(kind, children, context, types)
     except Exception as error:
         raise PipeworkerError(
             f"a {kind.__module__}.{kind.__qualname__} could not be made of what arrived: "
@@ -170,9 +174,11 @@ def unflatten(structure: Structure, leaves: Iterator[Any], types: TypeRegistry) 
         ) from error
 
 
-def _unflatten_agreed(kind: type, children: list[Any], context: Any) -> Any:
+def _unflatten_agreed(kind: type, children: list[Any], encoded: Any, types: TypeRegistry) -> Any:
     if is_namedtuple(kind):
         return kind(*children)
+    structure, *leaves = encoded
+    context = unflatten(structure, iter([decode(leaf, types) for leaf in leaves]), types)
     load = pytree.SUPPORTED_SERIALIZED_TYPES[kind].from_dumpable_context
     if load is not None:
         context = load(context)
@@ -207,7 +213,7 @@ def count_leaves(structure: Any, types: TypeRegistry, depth_left: int = MAX_DEPT
     elif number == _DEQUE:
         valid = context is None or (type(context) is int and len(parts) <= context < _WORD)
     else:
-        valid = _is_agreed(number - _FIRST_AGREED, context, len(parts), types)
+        valid = _is_agreed(number - _FIRST_AGREED, context, len(parts), types, depth_left - 1)
     if not valid:
         raise _invalid("has an invalid container")
     if set(map(type, parts)) == {int} and not any(parts):
@@ -215,28 +221,33 @@ def count_leaves(structure: Any, types: TypeRegistry, depth_left: int = MAX_DEPT
     return sum([count_leaves(part, types, depth_left - 1) for part in parts])
 
 
-def _is_agreed(number: int, context: Any, count: int, types: TypeRegistry) -> bool:
+def _is_agreed(number: int, context: Any, count: int, types: TypeRegistry, depth_left: int) -> bool:
     if not 0 <= number < len(types.classes):
         return False
     kind: Any = types.classes[number]
     if is_namedtuple(kind):
         return context is None and count == len(kind._fields)
-    decode(context, types)
-    return kind in pytree.SUPPORTED_NODES
+    if type(context) is not tuple or not context:
+        return False
+    structure, *leaves = context
+    for leaf in leaves:
+        decode(leaf, types)
+    known = kind in pytree.SUPPORTED_NODES
+    return known and count_leaves(structure, types, depth_left) == len(leaves)
 
 
-# Keys and contexts.
+# Keys, and the leaves of contexts.
 
 
 def _encode_keys(value: Iterable[Any], types: TypeRegistry) -> tuple[Encoded, ...]:
     keys = tuple(value)
     if set(map(type, keys)) <= {str}:
         return keys
-    return tuple([_encode(key, types, 0) for key in keys])
+    return tuple([_encode(key, types, "a dict has the key") for key in keys])
 
 
 def _decode_keys(encoded: tuple[Any, ...], types: TypeRegistry) -> Sequence[Any]:
-    return [key if type(key) is str else decode(key, types, 0) for key in encoded]
+    return [key if type(key) is str else decode(key, types) for key in encoded]
 
 
 def _are_keys(encoded: Any, count: int, types: TypeRegistry) -> bool:
@@ -261,32 +272,21 @@ def encode_scalar(value: Any) -> Encoded:
     return encoded
 
 
-def _encode(value: Any, types: TypeRegistry, depth_left: int) -> Encoded:
-    """Return a key (with no depth left) or a context in its exact form."""
+def _encode(value: Any, types: TypeRegistry, place: str) -> Encoded:
+    """Return a key, or a leaf of a context, in its exact form."""
     kind = type(value)
     if kind in PLAIN_TYPES:
         return encode_scalar(value)
     if isinstance(value, Enum) and kind in types.numbers and value.name in kind.__members__:
         return _ENUM, types.numbers[kind], value.name
-    nested = kind in (list, tuple, dict, OrderedDict) and len(value) <= MAX_ITEMS // 2
-    if not depth_left or not nested:
-        place = "the context of a registered class has" if depth_left else "a dict has the key"
-        raise PipeworkerError(
-            f"the output of a stage cannot be described: {place} {_short(value)}, and only plain "
-            "values (numbers, strings, bytes, None, enums of the job file) can pass there"
-        )
-    if kind in (list, tuple):
-        items = [_encode(item, types, depth_left - 1) for item in value]
-        return _OF_LIST if kind is list else _OF_TUPLE, *items
-    pairs = [
-        (_encode(key, types, 0), _encode(item, types, depth_left - 1))
-        for key, item in value.items()
-    ]
-    return _OF_DICT, *[part for pair in pairs for part in pair]
+    raise PipeworkerError(
+        f"the output of a stage cannot be described: {place} {_short(value)}, and only plain "
+        "values (numbers, strings, bytes, None, enums of the job file) can pass there"
+    )
 
 
-def decode(encoded: Any, types: TypeRegistry, depth_left: int = MAX_DEPTH) -> Any:
-    """Return the value of an exact form that a peer sent; with no depth left it is a scalar.
+def decode(encoded: Any, types: TypeRegistry) -> Any:
+    """Return the value of an exact form that a peer sent.
 
     Raises:
         ProtocolError: it is not the exact form of any value.
@@ -296,19 +296,6 @@ def decode(encoded: Any, types: TypeRegistry, depth_left: int = MAX_DEPTH) -> An
     if type(encoded) is not tuple or not encoded or type(encoded[0]) is not int:
         raise _invalid("has an invalid value")
     tag, *items = encoded
-    if tag in (_OF_LIST, _OF_TUPLE, _OF_DICT) and depth_left:
-        if tag == _OF_LIST:
-            return [decode(item, types, depth_left - 1) for item in items]
-        if tag == _OF_TUPLE:
-            return tuple([decode(item, types, depth_left - 1) for item in items])
-        if len(items) % 2:
-            raise _invalid("has a key without a value")
-        keys = _decode_keys(encoded[1::2], types)
-        values = [decode(item, types, depth_left - 1) for item in items[1::2]]
-        found = dict(zip(keys, values, strict=True))
-        if len(found) < len(keys):
-            raise _invalid("has a key twice")
-        return found
     if len(items) == 1:
         (item,) = items
         if tag == _INT and type(item) is int:

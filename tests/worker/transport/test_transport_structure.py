@@ -132,6 +132,7 @@ def shown(value: Any) -> Any:
         immutable_dict({"a": X}),
         Bag([X, 1], [1, True, 1.0, -0.0, None, "x", b"x", (1, [2]), {"k": (), 3: Mode.PLAIN}]),
         Bag([], (math.inf, 2**63, -(2**63))),
+        Bag([X], [Pair(1, Bag([2], None)), OrderedDict(a=deque([-0.0], 3))]),
         Dumped(X, 1 - 2j),
         [[], (), {}, [[()]]],
         [math.nan, math.inf, -0.0, 0.0, 1, True, 1.0],
@@ -211,9 +212,13 @@ def test_a_value_may_nest_deeply_but_not_contain_itself() -> None:
     assert shown(cross(value)) == shown(value)
     itself: list[Any] = []
     itself.append(itself)
-    for deep in ([value], itself):
+    inner = Bag([], None)
+    inner.context = (inner, itself)
+    for deep in ([value], itself, [Bag([], itself)]):
         with pytest.raises(PipeworkerError, match=r"a list cannot pass.*nests too deeply"):
             frames.describe(deep, TYPES)
+    with pytest.raises(PipeworkerError, match="nests too deeply"):
+        frames.describe(inner, TYPES)
 
 
 def test_an_error_of_a_registered_class_is_reported_as_one_error() -> None:
@@ -230,6 +235,9 @@ LAYOUT: list[Any] = [[2, 3], [3, 1], "float32", False, 0]
 DEEP: Any = 0
 for _ in range(MAX_DEPTH + 1):
     DEEP = [2, None, DEEP]
+CONTEXTS: Any = 0  # each in the one before
+for _ in range(MAX_DEPTH + 1):
+    CONTEXTS = [BAG, [CONTEXTS]]
 
 
 @pytest.mark.parametrize(
@@ -245,7 +253,7 @@ for _ in range(MAX_DEPTH + 1):
         *([6, -1], [6, 0, 0], [6, 2**63], [6, True], [6, "3"]),
         *([PAIR, None, 0], [PAIR, [], 0, 0], [MODE, None], [MODE, "PLAIN"]),
         *([BAG, 1, 0], [BAG, True, 0], [BAG, [4, 1], 0], [BAG, [6, "a"], 0]),
-        *([BAG, [6, "a", None, "a", None], 0], [BAG, [6, [5], None], 0], [BAG, DEEP, 0]),
+        *([BAG, [6, "a", None, "a", None], 0], [BAG, [6, [5], None], 0], [BAG, DEEP, 0], CONTEXTS),
     ],
     ids=str,
 )
