@@ -1,10 +1,9 @@
 """Messages between two processes that survive a lost connection: numbered, stored, sent again.
 
-ZeroMQ reconnects on its own, but loses the messages under way without notice. Heartbeats and pings,
-which are not numbered, carry how many messages each end has sent and received. Messages out of
-order are dropped, and a receiver that learns of messages it has not received requests them again:
-TCP's cumulative acknowledgements without its timers, because there is one connection at a time and
-it preserves the order, so a message that is missing when a ping arrives is lost.
+Heartbeats and pings, which are not numbered, carry how many messages each end has sent and
+received. These are TCP's cumulative acknowledgements without its timers, because there is one
+connection at a time and it preserves the order, so a message that is missing when a ping arrives is
+lost.
 """
 
 from __future__ import annotations

@@ -1,13 +1,7 @@
 """Accelerators: devices that compute asynchronously, in streams ordered by events.
 
 Work of one stream is done in order; work of two streams is ordered only by an event that one stream
-records and the other waits for. A worker uses four streams: one where its layers compute, which is
-the current stream of its main thread, one for tensors that leave the device, and one for tensors
-that arrive. A micro-batch is therefore transferred while the next one computes, in both directions.
-Offloaded tensors are copied to the host's memory and back in the fourth.
-
-The tests have a device with this interface that does its work late and in any order, so that a
-missing wait gives wrong bytes.
+records and the other waits for. Layers compute in the current stream of the main thread.
 """
 
 from __future__ import annotations

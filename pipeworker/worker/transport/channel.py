@@ -1,16 +1,8 @@
 """Channels: values over a link. An expected frame moves without a header, into posted buffers.
 
-Frames are expected by the mini-batch's shape signature, which the coordinator sends to all workers
-with the step, and by micro-batch. The first step of a signature describes its frames in headers;
-from then on the receiver posts its buffers ahead. A frame without elements is described every time,
-since the receiver would have nothing to wait for.
-
-If a value differs from its expected frame (a shape that depends on data, a plain value that
-changes), the sender first sends a header with the actual frame and the micro-batch, and still fills
-the posted buffers. The receiver finds the header when the posted receive completes, because the
-messages of one connection arrive in order. Over a link of two lanes, which have no order between
-them, a notice on the control lane precedes each expected frame: one byte, which is 1 if the frame
-differs. From then on the edge is *dynamic*: every frame is described.
+The data plane's page (docs/architecture) describes expected frames, and headers for values that
+differ from them. Over a link of two lanes, which have no order between them, a notice on the
+control lane precedes each expected frame: one byte, which is 1 if the frame differs.
 """
 
 from __future__ import annotations

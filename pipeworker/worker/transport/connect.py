@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -48,7 +49,9 @@ def connect(
     store.deadline = deadline
     own = Endpoint.of(accelerator)
     store.set(f"host/{rank}", "\n".join(own))
-    connector = _Connector(store, network, membership, accelerator)
+    credentials = Credentials.of(membership.token) if network.backend == "tls" else None
+    gloo = Gloo(store, network, deadline)
+    connector = _Connector(gloo, membership, credentials, accelerator)
     own_stages, own_replica = placement.stages_of(rank), placement.replica_of(rank)
     links: dict[Edge, Link] = {}
     with contextlib.ExitStack() as unless_all:
@@ -137,21 +140,14 @@ def check_backend(backend: str, device: torch.device, accelerator: Accelerator |
         raise UsageError(f"--backend nccl: {reason}; use --backend auto")
 
 
+@dataclass(frozen=True, slots=True)
 class _Connector:
-    """Connects one edge after another until the store's deadline."""
+    """Connects one edge after another until the deadline of gloo's store."""
 
-    def __init__(
-        self,
-        store: CoordinatorStore,
-        network: Network,
-        membership: Membership,
-        accelerator: Accelerator | None,
-    ) -> None:
-        self._store, self._network, self._membership = store, network, membership
-        self._accelerator = accelerator
-        self._gloo = Gloo(store, network, store.deadline)
-        encrypted = network.backend == "tls"
-        self._credentials = Credentials.of(membership.token) if encrypted else None
+    gloo: Gloo
+    membership: Membership
+    credentials: Credentials | None
+    accelerator: Accelerator | None
 
     def connect(
         self, edge: Edge, replica: int, mechanisms: tuple[str, str], *, sends: bool
@@ -162,11 +158,10 @@ class _Connector:
             AuthenticationError: the process at the other end is not the peer.
             OSError, RuntimeError: the other end cannot be reached.
         """
-        secret, key = self._membership.edge_key(edge, replica), f"replica-{replica}/{edge}"
-        accelerator = self._accelerator
+        secret, key = self.membership.edge_key(edge, replica), f"replica-{replica}/{edge}"
+        store, network, accelerator = self.gloo.store, self.gloo.network, self.accelerator
         hosts, devices = (
-            RendezvousPoint(self._store, f"{mechanism}/{key}", self._store.deadline)
-            for mechanism in mechanisms
+            RendezvousPoint(store, f"{mechanism}/{key}", store.deadline) for mechanism in mechanisms
         )
         link: Link
         if mechanisms[0] == SHARED:
@@ -177,11 +172,11 @@ class _Connector:
                 if sends
                 else shared.ReceivingLink(edge, connection, pin)
             )
-        elif self._credentials:
-            login, host = Login(secret, self._credentials), self._network.own_address()
+        elif self.credentials:
+            login, host = Login(secret, self.credentials), network.own_address()
             link = tls.connect(edge, login, hosts, host, sends=sends)
         else:
-            link = self._gloo.connect(edge, secret, key, sends=sends)
+            link = self.gloo.connect(edge, secret, key, sends=sends)
         if not mechanisms[1]:
             return link
         assert accelerator
@@ -192,7 +187,7 @@ class _Connector:
                 connection.settimeout(devices.seconds_left())
                 lane = mapped.negotiate(connection, edge, accelerator, sends=sends)
             else:
-                interface = self._network.interface_name()
+                interface = network.interface_name()
                 lane = nccl.connect(edge, devices, interface, accelerator, sends=sends)
             return TwoLanes(link, lane) if lane else link
         except BaseException:

@@ -1,12 +1,9 @@
 """Mutual authentication of the two ends of a connection before it carries anything.
 
-Both ends know a key that belongs to one edge of one replica in one generation of the job. Each
-proves it by an HMAC over both ends' nonces and its own role (a mutual challenge and response, as in
-ISO/IEC 9798-4). So connections of other programs, of other jobs and of earlier generations are
-rejected, and a recorded exchange is of no use. The source, which is the end that connects to a
-listener, proves itself first: an unauthenticated peer of a listener learns nothing from it.
-
-This does not keep later messages from being read or changed on the way; TLS does.
+Each end proves that it has the key of the edge by an HMAC over both ends' nonces and its own role
+(a mutual challenge and response, as in ISO/IEC 9798-4), so a recorded exchange is of no use. The
+source, which is the end that connects to a listener, proves itself first: an unauthenticated peer
+of a listener learns nothing from it.
 """
 
 from __future__ import annotations

@@ -1,8 +1,4 @@
-"""A thread that performs sends while the main thread computes.
-
-A send writes to a socket until it is full, which takes as long as a copy of the tensor; on the main
-thread that would be time in which the stage does not compute.
-"""
+"""A thread that performs sends: writing to a socket takes as long as a copy of the tensor."""
 
 from __future__ import annotations
 

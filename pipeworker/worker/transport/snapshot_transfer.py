@@ -1,6 +1,5 @@
 """Transfer of snapshots between hosts.
 
-A snapshot in a host's memory outlives the host's workers, but only workers of that host can map it.
 In a job of several hosts, one worker a host serves its host's snapshots until all workers are
 built, and a worker fetches from other hosts those that it needs and does not have. Each host's
 snapshots are also mirrored by a neighbour, so that one host may be lost. A snapshot crosses the

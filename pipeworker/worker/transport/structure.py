@@ -1,10 +1,9 @@
 """The structure of nested values as plain data, in which numbers stand for classes.
 
 Plain containers have fixed numbers. Named tuples, registered pytree nodes and enums have the
-numbers of the job's :class:`TypeRegistry`, on which all workers agreed when the job was described.
-A peer cannot name a class, so nothing is imported or called because a peer asked for it. The data
-that an agreed class needs besides its children, its context, crosses as a structure and its plain
-leaves, and is read by the functions that the user registered for the class.
+numbers of the job's :class:`TypeRegistry`, so nothing is imported or called because a peer asked
+for it. The data that an agreed class needs besides its children, its context, crosses as a
+structure and its plain leaves, and is read by the functions that the user registered.
 
 A structure is 0 for a leaf, and ``(number, context, *children)`` for a container. Equal structures
 are equal down to the types and bits of their keys.

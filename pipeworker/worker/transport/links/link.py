@@ -2,9 +2,8 @@
 
 A link has two *lanes*: control, for headers and the tensors that a header describes, and bulk, for
 tensors that both ends expect. Where one connection carries both, the lanes are the same object, and
-the order of messages distinguishes them. Where they are two connections (NCCL has no tags, and
-each of its receives must be sent to, so its control lane is another connection), a notice on the
-control lane precedes every expected tensor.
+the order of messages distinguishes them. Otherwise a notice on the control lane precedes every
+expected tensor.
 """
 
 from __future__ import annotations

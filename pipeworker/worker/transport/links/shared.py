@@ -1,4 +1,4 @@
-"""Links between two stages of one host, through shared memory.
+"""Links between two stages of one host, through shared memory; Linux only.
 
 The receiver's buffers lie in memory that both processes map (memfd: it has no name and cannot be
 left behind). The receiver reports over a Unix socket which buffers it has posted; the sender copies
@@ -6,9 +6,6 @@ the tensor into the buffer and reports that. A message costs one copy and one wa
 network socket costs two copies through the kernel and a thread at either end.
 
 Free memory has no receive posted into it, so the sender does not write there.
-
-Linux only; elsewhere, between hosts, and with ``--backend gloo``, torch.distributed moves the
-tensors (:mod:`pipeworker.worker.transport.links.gloo`).
 """
 
 from __future__ import annotations
