@@ -295,6 +295,13 @@ class _PendingConnections:
         steps.close()
 
 
+def shut_down(connection: socket.socket) -> None:
+    """End the transfers of other threads over a connection that may be closed already."""
+    with contextlib.suppress(OSError):
+        # An SSLSocket's own shutdown would let these threads go on without encryption.
+        socket.socket.shutdown(connection, socket.SHUT_RDWR)
+
+
 def has_sent_data(connection: socket.socket) -> bool:
     """Return whether a connection has data to read; the data stays there."""
     try:

@@ -72,7 +72,7 @@ class _Server:
         self._thread.join()
         self._listener.close()
         for peer, thread in self._peers:
-            _shut_down(peer)
+            handshake.shut_down(peer)
             thread.join()
 
     def _accept(self) -> None:
@@ -175,7 +175,7 @@ class MirrorClient:
         """Close the connection; a transfer under way fails."""
         self._closed = True
         if self._connection is not None:
-            _shut_down(self._connection)
+            handshake.shut_down(self._connection)
             self._connection.close()
 
 
@@ -220,13 +220,6 @@ def _fetch(server: socket.socket, rank: int, slot: int) -> SnapshotMemory:
 def _login(network: Network, membership: Membership) -> Login:
     credentials = Credentials.of(membership.token) if network.backend == "tls" else None
     return Login(membership.snapshot_key(), credentials)
-
-
-def _shut_down(connection: socket.socket) -> None:
-    """End the transfers of other threads over a connection."""
-    with suppress(OSError):
-        # An SSLSocket's own shutdown would let these threads go on without encryption.
-        socket.socket.shutdown(connection, socket.SHUT_RDWR)
 
 
 def _send_file(connection: socket.socket, file: int, size: int) -> None:

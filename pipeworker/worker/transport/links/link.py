@@ -127,7 +127,7 @@ class Link(Protocol):
 
 
 class OneLane:
-    """A lane of the host's memory that is a link by itself: both lanes are this one.
+    """A lane that is a link by itself: both lanes are this one, of the host's memory by default.
 
     The source's end overrides :meth:`send`, the target's :meth:`receive`.
     """

@@ -29,7 +29,13 @@ from pipeworker.host import streams
 from pipeworker.plan.actions import Edge
 from pipeworker.worker.device.accelerator import Accelerator, Event, Mapping, Signal
 from pipeworker.worker.transport.handshake import AuthenticationError
-from pipeworker.worker.transport.links.link import Pending, PendingReceive, bytes_of, peer_lost
+from pipeworker.worker.transport.links.link import (
+    OneLane,
+    Pending,
+    PendingReceive,
+    bytes_of,
+    peer_lost,
+)
 from pipeworker.worker.transport.links.sending import RECORD_BYTES, Ancillary, PostedSender
 
 _MAPPING_ERRORS = (RuntimeError, OSError, ValueError, TypeError)  # torch's, if it cannot map
@@ -51,7 +57,7 @@ class _MappedBuffer(_Buffer):
     memory: torch.Tensor
 
 
-class ReceivingLane:
+class ReceivingLane(OneLane):
     """The target's end. One thread posts and waits."""
 
     mapped = True
@@ -69,9 +75,6 @@ class ReceivingLane:
 
     def allocate(self, count: int) -> torch.Tensor:
         return self._accelerator.empty(count)
-
-    def send(self, tensor: torch.Tensor, tag: int) -> Pending:
-        raise AssertionError("a ReceivingLane does not send")
 
     def receive(self, tensors: Sequence[torch.Tensor], tag: int) -> Sequence[Pending]:
         """Post buffers of the device, to be written once the current stream has used them."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import abc
-import contextlib
 import socket
 import threading
 from collections import deque
@@ -14,6 +13,7 @@ import torch
 from pipeworker.errors import PeerLost, ProtocolError
 from pipeworker.plan.actions import Edge
 from pipeworker.worker.task_thread import TaskThread
+from pipeworker.worker.transport import handshake
 from pipeworker.worker.transport.links.link import (
     COMPLETE,
     OneLane,
@@ -47,10 +47,8 @@ class QueuedSender(OneLane, abc.ABC):
         """Close the socket and end the thread; queued sends fail."""
         error = PeerLost(f"the channel {self._edge} was closed")
         self._error = self._error or error
-        with contextlib.suppress(OSError):
-            # Wakes the thread, and a caller that holds the lock while the socket is full.
-            # An SSLSocket's own shutdown would let the thread go on without encryption.
-            socket.socket.shutdown(self._socket, socket.SHUT_RDWR)
+        # Wakes the thread, and a caller that holds the lock while the socket is full.
+        handshake.shut_down(self._socket)
         self._thread.close()
         self._socket.close()
         self._fail(error)

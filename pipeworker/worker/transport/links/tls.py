@@ -176,9 +176,7 @@ class ReceivingLink(OneLane):
         with self._changed:
             self._error = self._error or PeerLost(f"the channel {self._edge} was closed")
             self._changed.notify_all()
-        with contextlib.suppress(OSError):
-            # An SSLSocket's own shutdown would let a reading thread go on without encryption.
-            socket.socket.shutdown(self._socket, socket.SHUT_RDWR)
+        handshake.shut_down(self._socket)
         self._thread.close()
         with self._changed:
             self._changed.wait_for(lambda: not self._reading)
