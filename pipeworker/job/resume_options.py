@@ -8,7 +8,8 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from pipeworker.errors import UsageError
-from pipeworker.job.options import EXCLUSIVE, Options
+from pipeworker.job.option_parsing import override
+from pipeworker.job.options import Options
 from pipeworker.job.renamed import reject_renamed
 
 NUMBERS = (
@@ -40,8 +41,7 @@ def merge(recorded: Options, given: Mapping[str, Any], allowed: Collection[str])
     A recorded balance is dropped if the number of stages changes. Arguments cannot be given as
     none, so allowing them to differ and giving none removes the recorded ones.
     """
-    excluded = {EXCLUSIVE[name]: None for name in given if name in EXCLUSIVE}
-    found = {**dataclasses.asdict(recorded), **excluded, **given}
+    found = override(dataclasses.asdict(recorded), given)
     for name in _OF_ONE_START:
         del found[name]
     if "balance" not in given and any(

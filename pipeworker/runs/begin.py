@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +30,7 @@ class PreparedRun:
     """A run whose directory is ready and locked by this process, until :meth:`close`.
 
     Attributes:
-        undo: removes a new run, or restores the records of a resumed one.
+        undo: removes a new run, or restores the records of a resumed one, and releases the lock.
         recorded_bytes: the size of the rows that existed at its start.
         origins: the sources of options, as :class:`RunRequest` has them, at its first start.
     """
@@ -39,7 +38,7 @@ class PreparedRun:
     options: Options
     run_dir: RunDir
     lock: RunLock
-    undo: Callable[[], None]
+    undo: ExitStack
     warnings: tuple[str, ...] = ()
     recorded_bytes: int = 0
     origins: Mapping[str, str] = field(default_factory=dict)
@@ -60,8 +59,7 @@ class PreparedRun:
             )
             # A coordinator that was lost may have done steps before its successor met the mistake.
             if is_mistake and _row_bytes(self.run_dir) == self.recorded_bytes:
-                with suppress(OSError):  # the user is told of the mistake, not of this
-                    self.undo()
+                self.undo.close()
         finally:
             self.lock.release()
 
@@ -142,104 +140,89 @@ class RunRequest:
         Raises:
             UsageError: a value is of the wrong type or out of range.
         """
-        chosen = override(self.defaults, self.options)
-        default = chosen.pop("stages", None)
-        stages = self._stages(chosen)
-        stages = default if stages is None else stages
-        if stages is None:
+        chosen = override(self.defaults, self._given(self.defaults.get("replicas", 1)))
+        if "stages" not in chosen:
             raise UsageError("--stages: missing; give the number of stages of a new run")
-        return make_options(self.job_file, stages, chosen)
+        return make_options(self.job_file, chosen.pop("stages"), chosen)
 
-    def _stages(self, options: Mapping[str, Any], replicas: int = 1) -> int | None:
-        """Return the requested number of stages, if any; `options` may have the replicas."""
-        if self.ranks is None:
-            return self.stages
-        replicas = options.get("replicas", replicas)
-        # Another type is rejected later, with the other options.
-        return workers_per_replica(self.ranks, replicas if type(replicas) is int else 1)
+    def _given(self, replicas: Any) -> dict[str, Any]:
+        """Return the options that were given now; `replicas` is used if they have none."""
+        given, stages = override({}, self.options), self.stages
+        if self.ranks is not None:
+            replicas = given.get("replicas", replicas)
+            # Another type is rejected later, with the other options.
+            stages = workers_per_replica(self.ranks, replicas if type(replicas) is int else 1)
+        return given if stages is None else {**given, "stages": stages}
 
     def _prepare_new(self) -> PreparedRun:
         options = self.new_options()
         if options.tensorboard:  # before anything is created
             formats.check_tensorboard()
-        origins = self._origins()
-        run_dir, created = rundir.create(self.run_dir, Path(self.job_file))
-        lock = RunLock(run_dir.lock, exclusive=False)
-        try:
+        given = self._given(options.replicas)
+        effective = override(self.defaults, given).keys() - given.keys()
+        origins = {name: self.origins[name] for name in sorted(self.origins.keys() & effective)}
+        with ExitStack() as undo:
+            run_dir, created = rundir.create(self.run_dir, Path(self.job_file))
+            lock = undo.enter_context(RunLock(run_dir.lock, exclusive=False))
+            undo.callback(_remove, run_dir, created)
             process = {**_process(options), "origins": origins}
             run_record.write(run_dir, _recorded(options), process)
-        except BaseException:
-            run_dir.remove_run(created)
-            lock.release()
-            raise
-        return PreparedRun(
-            options, run_dir, lock, partial(_remove, run_dir, created), origins=origins
-        )
-
-    def _origins(self) -> dict[str, str]:
-        """Return the sources of those defaults that take effect."""
-        given = {*override({}, self.options)}
-        if self.stages is not None or self.ranks is not None:
-            given.add("stages")
-        effective = override(self.defaults, self.options).keys() - given
-        return {name: self.origins[name] for name in sorted(self.origins.keys() & effective)}
+            return PreparedRun(options, run_dir, lock, undo.pop_all(), origins=origins)
 
     def _prepare_resume(self) -> PreparedRun:
         assert self.run_dir
         run_dir = RunDir(Path(self.run_dir).resolve())
         # Before the lock is made: a directory that is no run directory stays as it is.
-        record = run_record.RunRecord.read(run_dir)
+        last = run_record.RunRecord.read(run_dir).last
         try:
             lock = RunLock(run_dir.lock, exclusive=True, timeout=timings().exit)
         except BlockingIOError:
-            owner = f"process {record.last.get('pid')} on {record.last.get('host')}"
+            owner = f"process {last.get('pid')} on {last.get('host')}"
             raise InUse(
                 f"run directory {self.run_dir}: is in use: {owner} runs it; wait for its end"
             ) from None
-        try:
-            return self._resume_locked(run_dir, lock)
-        except BaseException:
-            lock.release()
-            raise
-
-    def _resume_locked(self, run_dir: RunDir, lock: RunLock) -> PreparedRun:
-        """Prepare the resume while no other process uses the directory."""
-        record = run_record.RunRecord.read(run_dir)
-        options = self._merged_options(record)
-        if options.tensorboard:
-            formats.check_tensorboard()
-        point = resume.find_resume_point(run_dir)
-        run = f"the run in {self.run_dir}"
-        if options.steps is not None and options.steps < point.step:
-            raise UsageError(
-                f"--steps {options.steps}: {run} is at step {point.step} already; give more steps"
-            )
-        epoch = 1 + resume.epoch_of(run_dir.metrics, point.step)
-        if options.epochs is not None and options.epochs < epoch:
-            raise UsageError(
-                f"--epochs {options.epochs}: {run} is in epoch {epoch} already; give more epochs"
-            )
-        warnings = [f"damaged checkpoint set aside: {why}" for why in point.damaged.values()]
-        if point.path:
-            options = replace(options, resume=str(point.path), resume_step=point.step)
-        else:
-            warnings.append(f"{run}: no complete checkpoint yet; it starts again from step 1")
-        if options.steps is not None and options.steps == point.step:
-            warnings.append(
-                f"{run} has already done its {point.step} steps: give more --steps to train further"
-            )
-        before = {path: _content(path) for path in (run_dir.run, run_dir.summary, run_dir.plan)}
-        resume.roll_back(run_dir, point)
-        if copy := record.add_resume(_recorded(options), _process(options), point.step):
-            before[run_dir.path / copy] = None
-            warnings.append(
-                f"{self.job_file} has changed since the run was last started: see {copy}. The "
-                "settings of optimizer and scheduler, such as the learning rate, are those of the "
-                "checkpoint"
-            )
-        lock.share()
-        undo = partial(_restore, before)
-        return PreparedRun(options, run_dir, lock, undo, tuple(warnings), _row_bytes(run_dir))
+        with ExitStack() as undo:
+            undo.enter_context(lock)
+            record = run_record.RunRecord.read(run_dir)  # as the process that had the lock left it
+            options = self._merged_options(record)
+            if options.tensorboard:
+                formats.check_tensorboard()
+            point = resume.find_resume_point(run_dir)
+            run = f"the run in {self.run_dir}"
+            if options.steps is not None and options.steps < point.step:
+                raise UsageError(
+                    f"--steps {options.steps}: {run} is at step {point.step} already; give more "
+                    "steps"
+                )
+            epoch = 1 + resume.epoch_of(run_dir.metrics, point.step)
+            if options.epochs is not None and options.epochs < epoch:
+                raise UsageError(
+                    f"--epochs {options.epochs}: {run} is in epoch {epoch} already; give more "
+                    "epochs"
+                )
+            warnings = [f"damaged checkpoint set aside: {why}" for why in point.damaged.values()]
+            if point.path:
+                options = replace(options, resume=str(point.path), resume_step=point.step)
+            else:
+                warnings.append(f"{run}: no complete checkpoint yet; it starts again from step 1")
+            if options.steps is not None and options.steps == point.step:
+                warnings.append(
+                    f"{run} has already done its {point.step} steps: give more --steps to train "
+                    "further"
+                )
+            before = {path: _content(path) for path in (run_dir.run, run_dir.summary, run_dir.plan)}
+            undo.callback(_restore, before)
+            resume.roll_back(run_dir, point)
+            if copy := record.add_resume(_recorded(options), _process(options), point.step):
+                before[run_dir.path / copy] = None
+                warnings.append(
+                    f"{self.job_file} has changed since the run was last started: see {copy}. The "
+                    "settings of optimizer and scheduler, such as the learning rate, are those of "
+                    "the checkpoint"
+                )
+            lock.share()
+            rows = _row_bytes(run_dir)
+            return PreparedRun(options, run_dir, lock, undo.pop_all(), tuple(warnings), rows)
 
     def _merged_options(self, record: run_record.RunRecord) -> Options:
         try:
@@ -247,11 +230,7 @@ class RunRequest:
         except UsageError as error:
             raise UnreadableFile(record.run_dir.run, error, "give another --run-dir") from None
         allow = resume_options.parse_allowed(self.allow_change)
-        given = override({}, self.options)
-        stages = self._stages(given, before.replicas)
-        if stages is not None:
-            given["stages"] = stages
-        fields = resume_options.merge(before, given, allow)
+        fields = resume_options.merge(before, self._given(before.replicas), allow)
         options = make_options(self.job_file, fields.pop("stages"), fields)
         resume_options.check_unchanged(before, options, allow, f"the run in {self.run_dir}")
         return options
@@ -270,10 +249,11 @@ def _content(path: Path) -> bytes | None:
 def _restore(before: Mapping[Path, bytes | None]) -> None:
     """Give files the content that they had; None for a file that did not exist."""
     for path, content in before.items():
-        if content is None:
-            path.unlink(missing_ok=True)
-        elif content != _content(path):
-            atomic_file.write_bytes(path, content)
+        with suppress(OSError):  # the user is told of the error, not of this
+            if content is None:
+                path.unlink(missing_ok=True)
+            elif content != _content(path):
+                atomic_file.write_bytes(path, content)
 
 
 def _row_bytes(run_dir: RunDir) -> int:

@@ -48,7 +48,7 @@ def test_options_that_are_not_given_are_the_recorded_ones() -> None:
 def test_given_steps_replace_recorded_epochs() -> None:
     found = merged(epochs=3)
     assert (found.steps, found.epochs) == (None, 3)
-    assert resume_options.merge(found, {"steps": 7}, ())["epochs"] is None
+    assert resume_options.merge(found, {"steps": 7}, ()).get("epochs") is None
     with pytest.raises(UsageError, match="--steps 7 and --epochs 3: choose one"):
         merged(steps=7, epochs=3)
 
