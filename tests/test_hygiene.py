@@ -7,17 +7,16 @@ import os
 import signal
 import socket
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 import pytest
 
 from pipeworker.errors import UsageError
 from pipeworker.runs.begin import RunRequest
 from pipeworker.timings import DEFAULT
-from support.jobs import Jobs, Process, cpu_seconds, processes_of, until
+from support.jobs import Jobs, cpu_seconds, processes_of, until
+from support.live import SECONDS, Live, left_in
 from support.sources import JOB, SLEEPERS
 from support.terminal import Terminal
 
@@ -49,62 +48,6 @@ STARTING = (
 )
 
 ENDLESS = ("--stages", "3", "--microbatches", "4", "--steps", "1000000")
-SECONDS = 60.0
-"""The time limit for a job to be gone, on a busy host."""
-
-
-@dataclass
-class Live:
-    """A job in the middle of its training."""
-
-    process: Process
-    path: Path
-    folder: Path
-    shared: set[Path]
-
-    @property
-    def summary(self) -> dict[str, Any]:
-        loaded: dict[str, Any] = json.loads((self.path / "summary.json").read_text())
-        return loaded
-
-    def pid(self, process: str) -> int:
-        """Return the pid of the launcher, the coordinator, the agent, or ``stage 1``."""
-        if process == "launcher":
-            return self.process.pid
-        plan = json.loads((self.path / "plan.json").read_text())
-        stages = [stage["pid"] for stage in plan["stages"]]
-        if process.startswith("stage "):
-            return int(stages[int(process.split()[1])])
-        name, module = {
-            "coordinator": ("coordinator\n", "coordinator.service"),
-            "agent": ("agent\n", "host.agent"),
-        }[process]  # of a forked process, of an interpreter
-        (pid,) = (
-            pid
-            for pid, line in processes_of(self.folder).items()
-            if (line.startswith(name) or module in line.partition("support.server")[0])
-            and pid not in stages
-        )
-        return pid
-
-    def end(self) -> tuple[int, str]:
-        """Wait until nothing of the job is left; return its exit status and standard error."""
-        _, stderr = self.process.communicate(timeout=SECONDS)
-        self.check_gone()
-        assert self.process.returncode is not None
-        return self.process.returncode, stderr
-
-    def check_gone(self) -> None:
-        """Check that no process, file, shared memory or port of the job is left."""
-        until(lambda: not processes_of(self.folder), SECONDS)
-        assert not left_in(self.folder / "tmp")
-        until(lambda: set(Path("/dev/shm").iterdir()) <= self.shared)
-        log = (self.path / "logs" / "coordinator.log").read_text()
-        address = urlsplit(log.partition("bound to ")[2].split()[0])
-        assert address.port
-        with pytest.raises(ConnectionRefusedError):
-            socket.create_connection((address.hostname, address.port), timeout=5)
-        assert not list(self.path.rglob("*.partial"))
 
 
 @pytest.fixture
@@ -125,11 +68,6 @@ def start(jobs: Jobs, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Live]:
         return live
 
     return start
-
-
-def left_in(temporary: Path) -> list[Path]:
-    """Return the temporary files, without the cache that torch makes for all programs of a user."""
-    return [path for path in temporary.iterdir() if not path.name.startswith("torchinductor_")]
 
 
 def rows(path: Path) -> int:

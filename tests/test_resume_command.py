@@ -269,7 +269,7 @@ def test_a_directory_without_an_intact_checkpoint(command: Command) -> None:
         (complete(command.run, step) / "manifest.json").write_text("")
     error = command.refused(*RESUME)
     head, *damaged = error.splitlines()
-    assert head == f"every checkpoint in {command.run.checkpoints} is damaged:"
+    assert head == f"{command.run.checkpoints}: every checkpoint is damaged; restore one:"
     for line, step in zip(damaged, (4, 2), strict=True):
         path = command.run.checkpoint(step) / "manifest.json"
         assert line.startswith(f"  {path.parent.name}: {path}: cannot be read: ")

@@ -49,7 +49,7 @@ def find_resume_point(run_dir: RunDir) -> ResumePoint:
             damaged[path] = str(UnreadableFile(path, error))
     if damaged:
         shown = "".join(f"\n  {path.name}: {why}" for path, why in damaged.items())
-        raise UsageError(f"every checkpoint in {run_dir.checkpoints} is damaged:{shown}")
+        raise UsageError(f"{run_dir.checkpoints}: every checkpoint is damaged; restore one:{shown}")
     return ResumePoint()
 
 

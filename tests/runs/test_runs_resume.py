@@ -121,7 +121,7 @@ def test_every_damaged_checkpoint_is_reported(run: RunDir) -> None:
     with pytest.raises(UsageError) as caught:
         resume.find_resume_point(run)
     first, *lines = str(caught.value).splitlines()
-    assert first == f"every checkpoint in {run.checkpoints} is damaged:"
+    assert first == f"{run.checkpoints}: every checkpoint is damaged; restore one:"
     assert len(lines) == len(DAMAGES)
     for step, line in zip(range(len(lines), 0, -1), lines, strict=True):
         assert line.startswith(f"  step-{step:08}: ")
