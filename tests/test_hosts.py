@@ -194,14 +194,14 @@ def test_another_version_is_an_error(
     jobs: Jobs, ranks: Start, hosts: tuple[Host, Host], pretend: str, odd: str
 ) -> None:
     started = ranks(hosts, pretend=pretend)
-    expected = f"rank 1 on {hosts[1].name} runs {odd}, and others "
+    expected = f"rank 1 on {hosts[1].name}: it runs {odd}, and others "
     runs = expect_error(started, jobs, expected)
     assert runs[0].status == 2
 
 
 def test_another_protocol_is_an_error(jobs: Jobs, ranks: Start, hosts: tuple[Host, Host]) -> None:
     started = ranks(hosts, pretend="protocol=1")
-    expected = f"rank 1 on {hosts[1].name} speaks version 1, this is version "
+    expected = f"rank 1 on {hosts[1].name}: it speaks version 1, this is version "
     expect_error(started, jobs, expected)
 
 

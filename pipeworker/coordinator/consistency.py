@@ -21,8 +21,8 @@ def version_mismatch(members: Iterable[Member]) -> str:
         return ""
     (odd, versions), (_, usual) = mismatch
     return (
-        f"{_name(odd)} runs {_only_in(versions, usual) or 'unknown versions'}, and others "
-        f"{_only_in(usual, versions)}: all hosts of a job need the same versions"
+        f"{_name(odd)}: it runs {_only_in(versions, usual) or 'unknown versions'}, and others "
+        f"{_only_in(usual, versions)}; install the same versions on all hosts"
     )
 
 
@@ -52,9 +52,9 @@ def settings_mismatch(members: Iterable[Member]) -> str:
         return ""
     (odd, settings), (other, usual) = mismatch
     return (
-        f"{_name(odd)} has {_only_in(settings, usual) or 'no such setting'}, and {_name(other)} "
-        f"{_only_in(usual, settings) or 'none'}: the numbers of a job depend on it; set it in the "
-        "job file, or in the environment of all workers"
+        f"{_name(odd)}: it has {_only_in(settings, usual) or 'no such setting'}, and "
+        f"{_name(other)} {_only_in(usual, settings) or 'none'}; the numbers of a job depend on it, "
+        "so set it in the job file, or in the environment of all workers"
     )
 
 

@@ -185,7 +185,7 @@ class Job:
             case events.VersionMismatch():
                 if generation.state is not State.JOINING:
                     return [Dropped(event.text)]
-                text = f"{event.text}: all hosts of a job need the same version of pipeworker"
+                text = f"{event.text}; install the same version of pipeworker on all hosts"
                 return generation.fail(Failure(Cause.USAGE, text))
             case events.Disconnected():
                 generation.roster.disconnected(event.peer, now)

@@ -230,7 +230,7 @@ def decode(frame: bytes) -> tuple[int, Message]:
         text = f"version {other}, this is version {VERSION}"
         match name, fields:
             case Hello.__name__, [int(rank), str(host), *_]:
-                raise OtherVersion(f"rank {rank} on {host[:_MAX_HOST]} speaks {text}")
+                raise OtherVersion(f"rank {rank} on {host[:_MAX_HOST]}: it speaks {text}")
         raise ProtocolError(text)
     if type(generation) is not int:
         raise ProtocolError("unknown message")

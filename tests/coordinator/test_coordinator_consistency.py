@@ -34,7 +34,7 @@ def test_a_worker_with_another_version_than_most_is_named(
     versions: tuple[tuple[str, ...], ...], odd: int
 ) -> None:
     failure = greeted(*versions).failure
-    expected = f"rank {odd} on host-{odd} runs torch 2.12.1, and others torch 2.13.0"
+    expected = f"rank {odd} on host-{odd}: it runs torch 2.12.1, and others torch 2.13.0"
     assert failure.message.startswith(expected)
 
 
@@ -66,18 +66,18 @@ def test_a_torch_setting_that_differs_is_named_with_its_host() -> None:
     off, on, same = "benchmark = False", "benchmark = True", "precision = highest"
     assert described_with((off, same), (off, same)).state() is State.BUILDING
     job = described_with((on, same), (off, same), (off, same))
-    expected = f"rank 0 on host has {on}, and rank 1 on host {off}: the numbers of a job depend"
+    expected = f"rank 0 on host: it has {on}, and rank 1 on host {off}; the numbers of a job depend"
     assert job.failure.message.startswith(expected)
     assert job.ended.exit_status == 2
 
 
 def test_another_protocol_version_is_named_before_any_worker_joins() -> None:
     frame = msgpack.packb([codec.VERSION - 1, 1, "Hello", [3, "host-3", 9, "a field of old"]])
-    with pytest.raises(codec.OtherVersion, match="rank 3 on host-3 speaks version") as caught:
+    with pytest.raises(codec.OtherVersion, match="rank 3 on host-3: it speaks version") as caught:
         codec.decode(frame)
     job = ScriptedJob(2)
     job.handle(VersionMismatch(str(caught.value)))
-    assert job.failure.message.endswith("all hosts of a job need the same version of pipeworker")
+    assert job.failure.message.endswith("; install the same version of pipeworker on all hosts")
     (answer,) = of(job.receive(Hello(1, "host", 7), peer=b"late"), Send)  # it would wait forever
     assert isinstance(answer.message, Abort)
     assert answer.message.reason == job.failure.message
@@ -93,5 +93,5 @@ def test_only_a_hello_of_another_version_ends_the_job(fields: object) -> None:
 
 def test_a_running_job_ignores_another_protocol_version() -> None:
     job = ScriptedJob(2).running()
-    job.handle(VersionMismatch("rank 1 on host-1 speaks version 2"))
+    job.handle(VersionMismatch("rank 1 on host-1: it speaks version 2"))
     assert job.state() is State.STEPPING

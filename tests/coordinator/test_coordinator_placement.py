@@ -132,7 +132,7 @@ def test_different_calls_are_reported_with_all_stages() -> None:
     job.called(CallKind.CLOSE, 0)
     job.called(CallKind.EVALUATE, 1)
     assert job.failure.message.startswith(
-        "stages 0, 2 called close() while stages 1, 3 called evaluate(batch)"
+        "the script: stages 0, 2 called close() while stages 1, 3 called evaluate(batch)"
     )
 
 

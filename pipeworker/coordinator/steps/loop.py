@@ -221,8 +221,8 @@ class _CallRound:
         first, name = self._first, self.placement.names
         if replace(call, rank=0, batch=None) != replace(first, rank=0, batch=None):
             return (
-                f"{name(first.rank)} called {_source(first)} while {name(call.rank)} called "
-                f"{_source(call)}: every rank must make the same calls in the same order"
+                f"the script: {name(first.rank)} called {_source(first)} while {name(call.rank)} "
+                f"called {_source(call)}; make the same calls in the same order on every rank"
             )
         if not self.complete or call.kind is not CallKind.STEP:
             return ""

@@ -110,7 +110,7 @@ class Snapshots:
 
     @property
     def _unwritten(self) -> list[int]:
-        """Those that are not being written to disk either."""
+        """The replaceable slots that are not being written to disk."""
         written = {writing.slot for writing in self.writing.values()}
         return [slot for slot in self._replaceable if slot not in written]
 
