@@ -7,8 +7,9 @@ them. All other messages are dropped. The usual course::
     ── the loop returns Finish ──▶ SAVING ── all Saved ──▶ COMMITTING ── committed ──▶ OVER
 
 EVALUATING stands between two steps, CALLING while the next call of the user's own loop is awaited.
-Training waits in SAVING and COMMITTING; a checkpoint that is written beside steps has no state. A
-failure or an interrupt leads from any state to OVER (:mod:`pipeworker.coordinator.lifecycle`).
+Training waits in SAVING and COMMITTING, at the end of a job or for the disk; a checkpoint that is
+written beside steps has no state. A failure or an interrupt leads from any state to OVER
+(:mod:`pipeworker.coordinator.lifecycle`).
 """
 
 from __future__ import annotations
@@ -19,19 +20,19 @@ from typing import Any, ClassVar
 
 from pipeworker.coordinator import consistency, report
 from pipeworker.coordinator.blueprint import Blueprint
-from pipeworker.coordinator.effects import Discard, Dropped, Effect, Log
+from pipeworker.coordinator.effects import Commit, Discard, Dropped, Effect, Log
 from pipeworker.coordinator.ending import JobEnd, Status
 from pipeworker.coordinator.events import CheckpointEnded
 from pipeworker.coordinator.lifecycle import Lifecycle, State
 from pipeworker.coordinator.roster import Member
-from pipeworker.coordinator.saving import Saving
 from pipeworker.coordinator.steps.loop import CallLoop, Due, Loop, common_batch
 from pipeworker.coordinator.store import KeyValueStore
 from pipeworker.errors import AGAIN, ProtocolError, UsageError
 from pipeworker.facts.failure import Cause, Failure
 from pipeworker.facts.step import Batch, Evaluation
+from pipeworker.job.options import Interval
 from pipeworker.wire.lines import Joined, Warned
-from pipeworker.wire.messages.checkpoint import Restore, Saved
+from pipeworker.wire.messages.checkpoint import Copy, Restore, Save, Saved
 from pipeworker.wire.messages.directions import Advance, Finish, FromWorker
 from pipeworker.wire.messages.plan import Described, Ready
 from pipeworker.wire.messages.presence import Abort, Failed, Heartbeat, Hello, Signalled, Welcome
@@ -61,14 +62,9 @@ class Generation(Lifecycle):
     loop: Loop
     restore: Restore | None = None
     layers: tuple[str, ...] = ()
-    _saving: Saving = field(init=False)
     _store: KeyValueStore = field(init=False, default_factory=KeyValueStore)
     _step: int = field(init=False, default=0)
     _evaluation: Evaluation | None = field(init=False, default=None)
-
-    def __post_init__(self) -> None:
-        Lifecycle.__post_init__(self)  # super() does not work in a class with slots
-        self._saving = Saving(self.options, self.placement, self.progress, self.snapshots)
 
     # Events.
 
@@ -190,7 +186,7 @@ class Generation(Lifecycle):
         if not self.is_last(message.rank):
             return []
         done = [m.done for m in self.members if m.done]
-        self.snapshots.step_done(done, self._saving.writers)
+        self.snapshots.step_done(done, self._writers)
         return self._advance(self.loop.step_done(done, now), now)
 
     def _on_evaluated(self, member: Member, message: EvaluationDone, now: float) -> list[Effect]:
@@ -230,7 +226,16 @@ class Generation(Lifecycle):
         if blocks:
             self.state = State.COMMITTING
         assert self.blueprint
-        return [self._saving.commit(writing, self.blueprint)]
+        state, names = writing.state, self.blueprint.names
+        commit = Commit(
+            state.step,
+            state.scaler,
+            tuple(tuple(map(names.of_numbered, tie.names)) for tie in self.blueprint.ties),
+            names.prefixes,
+            tuple(file for rank in sorted(writing.files) for file in writing.files[rank]),
+            state.evaluation,
+        )
+        return [commit]
 
     def _check_batch(self, batch: Batch | None) -> None:
         """Raise ProtocolError if `batch` has more micro-batches than the job, or none."""
@@ -250,8 +255,8 @@ class Generation(Lifecycle):
             return [*due.effects, *self.over(self.stopped)]
         if due.can_save and saved:
             self.progress.save_requested = False
-        save_due = due.can_save and not saved and self._saving.is_due(now)
-        blocks = stops or self.loop.finished or (save_due and self._saving.blocks_training)
+        save_due = due.can_save and not saved and self._save_is_due(now)
+        blocks = stops or self.loop.finished or (save_due and self._save_blocks)
         if due.must_save or (blocks and not saved):
             return self._save(due, now)
         command = self.loop.next(now)
@@ -279,30 +284,11 @@ class Generation(Lifecycle):
         if self._is_first and not self.blueprint.has_run:
             warning = report.few_samples(run.batch, self.options.microbatches)
             effects += [Warned(warning)] if warning else []
-        copy = self._saving.begin_copy(now, save=save) if due.can_save else None
+        copy = self._begin_copy(now, save=save) if due.can_save else None
         if save and copy is None:
             step = self.progress.steps
             effects.append(Log(f"no checkpoint of step {step}: earlier ones are being written"))
         return self._send_all(self.blueprint.run_messages(run, due.update, copy), effects)
-
-    def _save(self, due: Due, now: float) -> list[Effect]:
-        """Save a checkpoint of this step, and wait until it is complete."""
-        save = self._saving.begin_blocking(now)
-        self._step = save.step
-        self.await_all(State.SAVING)
-        self.awaited = set(range(self._saving.writers))
-        return self._send_all([Advance(save, due.update)] * self.placement.ranks, due.effects)
-
-    def _save_failed(self, step: int, text: str, now: float) -> list[Effect]:
-        """Retry a checkpoint that failed if training waits for it; end the job after the second."""
-        effects: list[Effect] = [Discard(step)]
-        self.progress.failed_saves += 1
-        if self.progress.failed_saves > _MAX_FAILED_SAVES:
-            return [*effects, *self.fail(Failure(Cause.INTERNAL, text))]
-        blocks = self.state in (State.SAVING, State.COMMITTING) and step == self._step
-        more = "retrying" if blocks else "training continues until the next one"
-        effects.append(Warned(f"the checkpoint of step {step} failed: {text}; {more}"))
-        return [*effects, *self._save(Due(), now)] if blocks else effects
 
     def _send_all(self, messages: Sequence[Advance], effects: Sequence[Effect]) -> list[Effect]:
         """Send each worker its message: first to stage 0, then perform `effects`, then the others.
@@ -320,6 +306,74 @@ class Generation(Lifecycle):
     def _is_first(self) -> bool:
         """Whether no generation came before, in this process or an earlier one of the run."""
         return self.progress.attempts <= 1 and not self.progress.recorded
+
+    # Checkpoints.
+
+    def _save(self, due: Due, now: float) -> list[Effect]:
+        """Save a checkpoint of this step, and wait until it is complete."""
+        slot = self.snapshots.blocking_slot()
+        self._begin_write(slot, now)
+        self._step = self.progress.steps
+        self.await_all(State.SAVING)
+        self.awaited = set(range(self._writers))
+        return self._send_all(
+            [Advance(Save(self._step, slot), due.update)] * self.placement.ranks, due.effects
+        )
+
+    @property
+    def _writers(self) -> int:
+        """The number of ranks, from rank 0 on, that hold the whole state together.
+
+        That is one replica, unless each replica holds a part of the optimizer's state.
+        """
+        placement = self.placement
+        return placement.ranks if self.options.shard_optimizer else placement.workers
+
+    @property
+    def _save_blocks(self) -> bool:
+        """Whether training waits for a checkpoint that is due.
+
+        It always does with a loop of the user's own, which may change weights between two calls.
+        """
+        busy = bool(self.snapshots.writing) and self.options.checkpoint_busy == "wait"
+        return busy or self.options.own_loop
+
+    def _save_is_due(self, now: float) -> bool:
+        """Return whether a checkpoint was requested, or it is time for the next one."""
+        if self.progress.save_requested:
+            return True
+        every, since = self.options.checkpoint_every, now - self.progress.saved_at
+        return every is not None and Interval.parse(every).due(self.progress.steps, since)
+
+    def _begin_copy(self, now: float, *, save: bool) -> Copy | None:
+        """Begin to copy the state while the next step runs, if a copy is due and a slot is free.
+
+        With `save` the copy is also written, as a checkpoint.
+        """
+        snapshots, state = self.snapshots, self.progress.job_state
+        due = snapshots.is_due(state.step, self.progress.seconds)
+        slot = snapshots.checkpoint_slot if save else snapshots.free_slot if due else None
+        if slot is None:
+            return None
+        snapshots.begin_copy(state, slot)
+        if save:
+            self._begin_write(slot, now)
+        return Copy(state.step, slot, save)
+
+    def _begin_write(self, slot: int, now: float) -> None:
+        self.progress.save_requested, self.progress.saved_at = False, now
+        self.snapshots.begin_write(self.progress.job_state, slot, self._writers)
+
+    def _save_failed(self, step: int, text: str, now: float) -> list[Effect]:
+        """Retry a checkpoint that failed if training waits for it; end the job after the second."""
+        effects: list[Effect] = [Discard(step)]
+        self.progress.failed_saves += 1
+        if self.progress.failed_saves > _MAX_FAILED_SAVES:
+            return [*effects, *self.fail(Failure(Cause.INTERNAL, text))]
+        blocks = self.state in (State.SAVING, State.COMMITTING) and step == self._step
+        more = "retrying" if blocks else "training continues until the next one"
+        effects.append(Warned(f"the checkpoint of step {step} failed: {text}; {more}"))
+        return [*effects, *self._save(Due(), now)] if blocks else effects
 
     _Handler = Callable[["Generation", Member, Any, float], list[Effect]]
     ALWAYS: ClassVar[dict[type, _Handler]] = {

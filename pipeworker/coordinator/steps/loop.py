@@ -195,14 +195,11 @@ class FileLoop(_Loop):
         if self.finished:
             return Finish()
         batch = self._batch
-        if self._half_done:
-            if not (batch and self._more):  # one without samples completes the step
-                batch = Batch(self._running.signature, 0, 0, self._running.epoch)
-            self._running = batch
-            return self._run(batch)
+        if self._half_done and not self._more:  # one without samples completes the step
+            batch = Batch(self._running.signature, 0, 0, self._running.epoch)
         assert batch
         self._running = batch
-        return self._begin(batch, now)
+        return self._run(batch) if self._half_done else self._begin(batch, now)
 
 
 @dataclass(slots=True)
