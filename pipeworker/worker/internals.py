@@ -36,7 +36,9 @@ pytree = _pytree
 """Nested values are flattened as torch's own tools flatten them, with the classes that users have
 registered. Torch 2.13 has no public module for that."""
 engine: Callable[..., Any] = Variable._execution_engine.run_backward
-"""The autograd engine. A backward in two parts calls it to start in the middle of the graph."""
+"""The autograd engine. A backward in two parts calls it to start in the middle of the graph. It is
+also called for speed: for a small layer the checks of shapes in ``torch.autograd.backward`` take as
+long as the engine, 20 µs a micro-batch."""
 AccumulateGrad: type = torch._C._functions.AccumulateGrad  # type: ignore[attr-defined]
 """The class of the graph's nodes that add to a leaf's ``.grad``. A split backward calls such a node
 itself, which does not run the leaf's hooks."""
@@ -55,17 +57,6 @@ divide: Callable[[list[torch.Tensor], float], object] = torch._foreach_div_
 _share: Callable[..., Any] = torch.UntypedStorage._share_cuda_
 _map: Callable[..., Any] = torch.UntypedStorage._new_shared_cuda
 _view = torch.ops.aten._unsafe_view.default
-
-
-def run_backward(
-    roots: tuple[torch.Tensor, ...], gradients: tuple[torch.Tensor | None, ...]
-) -> None:
-    """Run ``torch.autograd.backward`` without its checks of shapes.
-
-    For speed: for a small layer the checks take as long as the engine, 20 µs a micro-batch. A
-    root's gradient has its shape, or is None for a scalar.
-    """
-    engine(roots, gradients, False, False, (), allow_unreachable=True, accumulate_grad=True)
 
 
 def apply_of(function: type[torch.autograd.Function]) -> Callable[..., Any]:

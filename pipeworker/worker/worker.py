@@ -200,18 +200,16 @@ class Worker:
 
     def evaluate(self, step: int, batches: Iterator[MicroBatches]) -> EvaluationDone:
         """Run an evaluation pass over mini-batches, read where stage 0 of the first replica is."""
-        worker, rank = self.connected, self._settings.rank
-        loaded, result = worker.loaded, None
-        if loaded.role.replica:
-            return EvaluationDone(rank, step, peak_memory(loaded.device), None)
-        last = self._last_stage
-        averages = Averages(last.loss_of, loaded.job.metrics) if last else None
-        sink = averages.add if averages else lambda *_: None
-        worker.executor.stream(step, worker.evaluation, batches, sink)
-        if averages:
-            loss, metrics = averages.result()
-            result = Evaluation(step, loss, tuple(metrics), tuple(metrics.values()))
-        return EvaluationDone(rank, step, peak_memory(loaded.device), result)
+        worker, last, result = self.connected, self._last_stage, None
+        loaded = worker.loaded
+        if not loaded.role.replica:
+            averages = Averages(last.loss_of, loaded.job.metrics) if last else None
+            sink = averages.add if averages else lambda *_: None
+            worker.executor.stream(step, worker.evaluation, batches, sink)
+            if averages:
+                loss, metrics = averages.result()
+                result = Evaluation(step, loss, tuple(metrics), tuple(metrics.values()))
+        return EvaluationDone(self._settings.rank, step, peak_memory(loaded.device), result)
 
     def predict(self, step: int, batches: Iterator[MicroBatches], *, everywhere: bool) -> Any:
         """Return the model's output in eval mode, of shape ``[samples, ...]``.

@@ -11,10 +11,10 @@ that memory, and frees it node by node, like everything that it saved.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 from torch import nn
@@ -142,7 +142,7 @@ class SavedGraph:
         self._copies = copies
         self._stay = stay
         # Only the graph holds a storage: one that the graph frees early is not fetched.
-        self._storages: dict[_Key, weakref.ref[_Storage]] = {}
+        self._storages: WeakValueDictionary[_Key, _Storage] = WeakValueDictionary()
         self._fetching: list[_Storage] = []
         self._mark: Any = None
 
@@ -152,13 +152,11 @@ class SavedGraph:
             return Packed(tensor, None)
         storage = tensor.untyped_storage()
         key = storage.data_ptr(), version_of(tensor)
-        known = self._storages.get(key)
-        memory = None if known is None else known()
+        memory = self._storages.get(key)
         if memory is None:
             whole = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)
             self._copies.follow()
-            memory = _Storage(whole, self._copies)
-            self._storages[key] = weakref.ref(memory)
+            memory = self._storages[key] = _Storage(whole, self._copies)
         return Packed(tensor, memory)
 
     def _moves(self, tensor: torch.Tensor) -> bool:
@@ -176,20 +174,20 @@ class SavedGraph:
         """End the forward: storages that its output keeps on the device stay."""
         self._mark = self._copies.mark()
         kept = {*_addresses(output)}
-        for (address, _), known in self._storages.items():
-            if address in kept and (memory := known()):
+        for (address, _), memory in self._storages.items():
+            if address in kept:
                 memory.stay()
 
     def release_copied(self) -> None:
         """Free device memory whose copy to the host is complete."""
         self._copies.wait(self._mark)
-        for memory in self._alive():
+        for memory in self._storages.values():
             memory.release_copied()
 
     def fetch(self) -> None:
         """Start to copy back the storages whose device memory was freed."""
         self._copies.follow()
-        self._fetching = self._alive()
+        self._fetching = list(self._storages.values())
         for memory in self._fetching:
             memory.fetch()
         self._mark = self._copies.mark()
@@ -200,9 +198,6 @@ class SavedGraph:
             self.fetch()
         self._copies.wait(self._mark)
         self._fetching = []
-
-    def _alive(self) -> list[_Storage]:
-        return [memory for known in self._storages.values() if (memory := known())]
 
 
 class _Storage:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from itertools import compress
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import nn
@@ -15,7 +15,7 @@ from pipeworker.errors import UsageError
 from pipeworker.facts.position import Phase
 from pipeworker.host.position import Tracker
 from pipeworker.worker import blame
-from pipeworker.worker.internals import engine, run_backward
+from pipeworker.worker.internals import engine
 from pipeworker.worker.stage import losses, split
 from pipeworker.worker.stage.batchnorm import DeferredBatchNorm
 from pipeworker.worker.stage.layers import Layers, StageConfig
@@ -144,10 +144,7 @@ class Stage:
         """
         roots, gradients = self._start_backward(mb)
         if roots:
-            try:
-                run_backward(roots, gradients)
-            except BaseException as error:
-                self._blame(error)
+            self._engine(roots, gradients, False, False, (), True, True)
         self._set_gradients(mb, mb.boundary or None)
 
     def backward_input(self, mb: MicroBatch) -> None:
@@ -204,10 +201,7 @@ class Stage:
         try:
             return engine(*arguments)
         except BaseException as error:
-            self._blame(error)
-
-    def _blame(self, error: BaseException) -> NoReturn:
-        blame.blame_user(self._layers.name_of(self.tracker.get().layer), error)
+            blame.blame_user(self._layers.name_of(self.tracker.get().layer), error)
 
     def _set_gradients(self, mb: MicroBatch, caught: Gradients | None) -> None:
         """Split the gradients of the boundary into those of the input and of what arrived."""

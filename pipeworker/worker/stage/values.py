@@ -20,8 +20,6 @@ def distinct_tensors(value: Any) -> list[torch.Tensor]:
 
 def replace_tensors(value: Any, tensors: dict[int, torch.Tensor]) -> Any:
     """Replace each tensor whose id is a key."""
-    if isinstance(value, torch.Tensor):
-        return tensors.get(id(value), value)
     return pytree.tree_map_only(torch.Tensor, lambda t: tensors.get(id(t), t), value)
 
 
