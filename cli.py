@@ -29,7 +29,7 @@ from launcher.command import (
     origin,
     written,
 )
-from launcher.defaults import Defaults, check_renamed, misspelt
+from launcher.defaults import Defaults, check_variables
 from launcher.display_options import take_style
 from launcher.engines.engine import Carrier, Cluster, SubmittedJob
 from launcher.options import ANYWHERE, JOB_PARAMETERS, LAUNCH_PARAMETERS
@@ -96,10 +96,10 @@ class _JobCommand(Command):
         if job_file.startswith("-"):
             raise UsageError(f"JOB_FILE: missing before --; write: job.py -- {job_file}")
         folders = (Path(job_file).parent, Path())
-        check_renamed(os.environ, launch.params)
+        warnings = [*check_variables(os.environ, launch.params)]
         Defaults.find(folders).fill(ctx, launch.params)
         if os.environ.get("RANK", "0") == "0":  # one rank of a torchrun job shows it
-            for text in misspelt(os.environ, launch.params):
+            for text in warnings:
                 click.echo(f"warning: {text}", err=True)
         return super().invoke(ctx)
 

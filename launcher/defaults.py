@@ -111,14 +111,29 @@ class Defaults:
             raise UsageError(f"{self.where}: {key} = {value!r}: {error.message}") from None
 
 
-def check_renamed(environment: Iterable[str], parameters: Iterable[click.Parameter]) -> None:
-    """Reject variables with former names of options, which are `launch`'s `parameters`."""
-    options = {str(one.name) for one in parameters if isinstance(one, Option) and not one.once}
+def check_variables(
+    environment: Iterable[str], parameters: Iterable[click.Parameter]
+) -> Iterator[str]:
+    """Yield a warning for each variable that is not read and resembles that of an option.
+
+    The `parameters` are those of `launch`.
+
+    Raises:
+        UsageError: a variable has a former name of an option.
+    """
+    options = {str(one.name): one for one in parameters if isinstance(one, Option)}
+    known = {name for name, option in options.items() if not option.once}
     for variable in environment:
-        if not variable.startswith(_PREFIX):
+        name = variable.removeprefix(_PREFIX)
+        if name == variable or name in _OTHERS:
             continue
-        name = variable.removeprefix(_PREFIX).lower()
-        reject_renamed(name, options, _variable, "{}={:d}".format)
+        reject_renamed(name.lower(), known, _variable, "{}={:d}".format)
+        meant = _similar(name.lower(), options)
+        if meant and options[meant[0]].once:
+            word = options[meant[0]].opts[-1]
+            yield f"{variable}: not read; {word} is only for the command line"
+        elif meant and _variable(meant[0]) != variable:
+            yield f"{variable}: not read; did you mean {' or '.join(map(_variable, meant))}?"
 
 
 def _key(name: str) -> str:
@@ -131,22 +146,6 @@ def _assignment(key: str, value: bool) -> str:
 
 def _variable(name: str) -> str:
     return _PREFIX + name.upper()
-
-
-def misspelt(environment: Iterable[str], parameters: Iterable[click.Parameter]) -> Iterator[str]:
-    """Yield a warning for each variable that is not read and resembles that of an option."""
-    options = {str(one.name).upper(): one for one in parameters if isinstance(one, Option)}
-    for variable in environment:
-        name = variable.removeprefix(_PREFIX)
-        if name == variable or name in _OTHERS:
-            continue
-        meant = _similar(name, options)
-        if meant and options[meant[0]].once:
-            word = options[meant[0]].opts[-1]
-            yield f"{variable}: not read; {word} is only for the command line"
-        elif meant and meant != [name]:
-            which = " or ".join(f"{_PREFIX}{one}" for one in meant)
-            yield f"{variable}: not read; did you mean {which}?"
 
 
 def _similar(name: str, known: Collection[str]) -> list[str]:

@@ -11,7 +11,7 @@ import re
 import shlex
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -54,31 +54,6 @@ exit $status
 _WAITING = ("PENDING", "REQUEUED", "REQUEUE_HOLD", "SPECIAL_EXIT", "CONFIGURING", "SUSPENDED")
 _RUNNING = ("RUNNING", "COMPLETING", "SIGNALING", "STOPPED", "RESIZING", "STAGE_OUT")
 _UNKNOWN = "Invalid job id"
-
-
-@dataclass(frozen=True, slots=True)
-class Allocation:
-    """The nodes that a job has, with the number of cores of each."""
-
-    nodes: tuple[str, ...]
-    cores: tuple[int, ...]
-
-    @staticmethod
-    def of(environment: Mapping[str, str]) -> Allocation:
-        """Return the allocation of this process.
-
-        Raises:
-            UsageError: the environment describes it incompletely.
-        """
-        try:
-            listed = environment["SLURM_JOB_NODELIST"]
-            cores = parse_counts(environment["SLURM_JOB_CPUS_PER_NODE"])
-        except KeyError as error:
-            raise UsageError(f"Slurm's environment: {error} is not set") from None
-        nodes = tuple(_run("scontrol", "show", "hostnames", listed).split())
-        if len(nodes) != len(cores):
-            raise UsageError(f"Slurm's environment: {len(nodes)} nodes, but {len(cores)} counts")
-        return Allocation(nodes, cores)
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,7 +185,7 @@ class SlurmAllocation(Carrier):
         return "SLURM_JOB_ID" in environment and "SLURM_STEP_ID" not in environment
 
     def agents(self, spec: JobSpec) -> tuple[RemoteAgent, ...]:
-        return agents(spec, Allocation.of(os.environ))
+        return agents(spec, allocated_nodes(os.environ))
 
 
 def _log(spec: JobSpec) -> str:
@@ -218,21 +193,37 @@ def _log(spec: JobSpec) -> str:
     return f"{spec.run_dir}.log"
 
 
-def agents(spec: JobSpec, allocation: Allocation) -> tuple[RemoteAgent, ...]:
-    """Return the agents of an allocation's nodes; workers are spread evenly.
+def allocated_nodes(environment: Mapping[str, str]) -> tuple[tuple[str, int], ...]:
+    """Return the nodes of this process's allocation, each with its number of cores.
+
+    Raises:
+        UsageError: the environment describes it incompletely.
+    """
+    try:
+        listed = environment["SLURM_JOB_NODELIST"]
+        cores = parse_counts(environment["SLURM_JOB_CPUS_PER_NODE"])
+    except KeyError as error:
+        raise UsageError(f"Slurm's environment: {error} is not set") from None
+    nodes = _run("scontrol", "show", "hostnames", listed).split()
+    if len(nodes) != len(cores):
+        raise UsageError(f"Slurm's environment: {len(nodes)} nodes, but {len(cores)} counts")
+    return tuple(zip(nodes, cores, strict=True))
+
+
+def agents(spec: JobSpec, nodes: Sequence[tuple[str, int]]) -> tuple[RemoteAgent, ...]:
+    """Return the agents of nodes with so many cores; workers are spread evenly.
 
     Raises:
         UsageError: there are more nodes than workers.
     """
-    count = len(allocation.nodes)
-    if count > spec.workers:
+    if len(nodes) > spec.workers:
         raise UsageError(
-            f"--stages: the allocation has {count} nodes, and the job {spec.workers} workers; "
+            f"--stages: the allocation has {len(nodes)} nodes, and the job {spec.workers} workers; "
             "use at least one worker a node"
         )
-    share, more = divmod(spec.workers, count)
+    share, more = divmod(spec.workers, len(nodes))
     found = []
-    for number, (node, cores) in enumerate(zip(allocation.nodes, allocation.cores, strict=True)):
+    for number, (node, cores) in enumerate(nodes):
         step = ("srun", "--nodes=1", "--ntasks=1", f"--nodelist={node}", "--overlap")
         how = (f"--cpus-per-task={cores}", "--cpu-bind=none", "--quiet", f"--chdir={spec.folder}")
         host = Host(node, share + (number < more))

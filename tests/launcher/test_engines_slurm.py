@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from launcher.engines import slurm
-from launcher.engines.slurm import Allocation, Slurm, SlurmAllocation, SlurmJob, State
+from launcher.engines.slurm import Slurm, SlurmAllocation, SlurmJob, State
 from launcher.spec import Host, JobSpec
 from pipeworker.errors import PipeworkerError, UsageError
 
@@ -64,7 +64,7 @@ def test_invalid_counts_are_an_error(text: str) -> None:
 
 
 def test_nodes_share_the_workers_and_srun_carries_their_agents() -> None:
-    found = slurm.agents(replace(SPEC, workers=5), Allocation(("n1", "n2"), (8, 4)))
+    found = slurm.agents(replace(SPEC, workers=5), (("n1", 8), ("n2", 4)))
     assert [one.host for one in found] == [Host("n1", 3), Host("n2", 2)]
     line = found[1].command
     assert line[:5] == ("srun", "--nodes=1", "--ntasks=1", "--nodelist=n2", "--overlap")
@@ -76,7 +76,7 @@ def test_nodes_share_the_workers_and_srun_carries_their_agents() -> None:
         "SLURM_LAUNCH_NODE_IPADDR",
     )
     with pytest.raises(UsageError, match="the allocation has 2 nodes, and the job 1 workers"):
-        slurm.agents(replace(SPEC, workers=1, nodes=1), Allocation(("a", "b"), (1, 1)))
+        slurm.agents(replace(SPEC, workers=1, nodes=1), (("a", 1), ("b", 1)))
 
 
 @pytest.mark.parametrize(
@@ -169,9 +169,9 @@ def test_a_rejected_job_and_a_missing_slurm_are_usage_errors(
 def test_the_allocation_comes_from_the_environment(commands: Path) -> None:
     stand_in(commands, "scontrol", "echo n1; echo n2")
     environment = {"SLURM_JOB_NODELIST": "n[1-2]", "SLURM_JOB_CPUS_PER_NODE": "4(x2)"}
-    assert Allocation.of(environment) == Allocation(("n1", "n2"), (4, 4))
+    assert slurm.allocated_nodes(environment) == (("n1", 4), ("n2", 4))
     for name in environment:
         with pytest.raises(UsageError, match=f"{name}' is not set"):
-            Allocation.of({k: v for k, v in environment.items() if k != name})
+            slurm.allocated_nodes({k: v for k, v in environment.items() if k != name})
     with pytest.raises(UsageError, match="2 nodes, but 1 counts"):
-        Allocation.of({**environment, "SLURM_JOB_CPUS_PER_NODE": "4"})
+        slurm.allocated_nodes({**environment, "SLURM_JOB_CPUS_PER_NODE": "4"})

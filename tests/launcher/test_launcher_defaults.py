@@ -11,7 +11,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 import cli
-from launcher.defaults import Defaults, misspelt
+from launcher.defaults import Defaults, check_variables
 from pipeworker.display.style import Style
 from pipeworker.errors import UsageError
 from pipeworker.job.options import Options
@@ -246,7 +246,7 @@ def test_what_is_of_one_start_is_not_in_the_environment(
 )
 def test_a_misspelt_variable_gives_a_warning(name: str, hint: str) -> None:
     variable = f"PIPEWORKER_{name}"
-    found = [*misspelt([variable, name, "PATH"], cli.launch.params)]
+    found = [*check_variables([variable, name, "PATH"], cli.launch.params)]
     assert found == ([f"{variable}: not read; {hint}"] if hint else [])
 
 
