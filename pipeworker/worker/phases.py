@@ -128,8 +128,8 @@ class ConnectedWorker(PlannedWorker):
         )
         feed = BatchFeed(
             loaded.settings.tracker,
-            loaded.reader if role.reads_data else None,
             wiring.scatter,
+            loaded.reader if role.reads_data else None,
             reads_ahead=not role.options.own_loop,
             moves_targets=role.placement.stages - 1 in role.stages,
             accelerator=accelerator,

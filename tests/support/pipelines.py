@@ -208,7 +208,7 @@ class Pipeline:
         wiring = Wiring(stages, links, send_thread, own_ties, replica=replica, accelerator=device)
         self.wirings.append(wiring)
         last = placement.stages - 1 in indices
-        feed = BatchFeed(tracker, source, moves_targets=last, accelerator=device)
+        feed = BatchFeed(tracker, wiring.scatter, source, moves_targets=last, accelerator=device)
         self.executors.append(Executor(wiring, placement, feed, hook))
 
     def _copies(self, rank: int) -> Copies:

@@ -270,7 +270,7 @@ def test_a_correct_job_has_no_failure(tmp_path: Path) -> None:
 
 
 def test_the_message_of_a_step_does_not_grow_with_the_parameters(tmp_path: Path) -> None:
-    """There are 300 of them; the size of the message is checked in every step."""
+    """The model has 300 parameters; the size of the message is checked in every step."""
     model = """
 class Many(nn.Module):
     def __init__(self):

@@ -1,4 +1,4 @@
-"""Which classes of a job may pass between stages."""
+"""The classes of a job that may pass between stages."""
 
 from __future__ import annotations
 

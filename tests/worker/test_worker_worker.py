@@ -49,7 +49,7 @@ def evaluated(alone: SingleWorker) -> float:
 
 
 def test_an_evaluation_leaves_generators_of_the_users_own_as_they_were(tmp_path: Path) -> None:
-    """So it is the same each time, and the data does not depend on how often there is one."""
+    """Every evaluation is the same, and the data does not depend on how many there are."""
     positions, losses = [], []
     for count in (0, 2):
         alone = start_worker(tmp_path)

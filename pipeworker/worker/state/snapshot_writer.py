@@ -22,7 +22,7 @@ from pipeworker.record.manifest import file_names
 from pipeworker.record.snapshot_buffer import CopyPairs, SnapshotBuffer
 from pipeworker.record.snapshot_memory import SnapshotMemory, available_bytes, write_files
 from pipeworker.record.stage_state import StageState
-from pipeworker.wire.messages.checkpoint import Copy, Saved
+from pipeworker.wire.messages.checkpoint import Copy, Save, Saved
 from pipeworker.worker.task_thread import TaskThread
 from pipeworker.worker.transport.snapshot_transfer import MirrorClient
 
@@ -109,24 +109,19 @@ class SnapshotWriter:
         self._raise()
 
     def save(
-        self,
-        step: int,
-        slot: int,
-        parts: Sequence[StageState],
-        elsewhere: set[int],
-        position: Position,
+        self, save: Save, parts: Sequence[StageState], elsewhere: set[int], position: Position
     ) -> Saved:
         """Write this worker's part of a checkpoint now, after all writes in progress."""
         self.wait_copied()
         self._writes.finish()
         self._raise()
-        buffer = self._buffers[slot]
+        buffer = self._buffers[save.slot]
         try:
-            buffer.fill(step, parts, elsewhere, position)
-            files = write_files(buffer.memory.handles, self._folder(step), self._names)
+            buffer.fill(save.step, parts, elsewhere, position)
+            files = write_files(buffer.memory.handles, self._folder(save.step), self._names)
         except RecordError as error:
-            return Saved(self._rank, step, error=str(error))
-        return Saved(self._rank, step, files)
+            return Saved(self._rank, save.step, error=str(error))
+        return Saved(self._rank, save.step, files)
 
     def close(self) -> None:
         """End the threads and the process, and abandon writes in progress."""

@@ -62,20 +62,18 @@ class MemorySnapshots:
     """The snapshots in this host's memory, and their transfer between hosts."""
 
     def __init__(self, loaded: LoadedWorker) -> None:
-        settings = loaded.settings
-        self._memories, self._access = settings.memories, loaded.access
-        self._mirrored_ranks, self._has_mirror = settings.mirrors, settings.mirrored
-        self._serves = not settings.local_rank  # the first worker of a host, for all
+        self._settings, self._access = loaded.settings, loaded.access
         self._serving, self._mirroring, self._fetched = ExitStack(), ExitStack(), ExitStack()
 
-    def mirror_client(self, rank: int) -> MirrorClient | None:
-        """Return the client that has another host mirror a worker's snapshots, if hosts do."""
-        return MirrorClient(rank, *self._access()) if self._has_mirror else None
+    def mirror_client(self) -> MirrorClient | None:
+        """Return the client that has another host mirror this worker's snapshots, if hosts do."""
+        settings = self._settings
+        return MirrorClient(settings.rank, *self._access()) if settings.mirrored else None
 
     def start_mirror(self) -> None:
         """Mirror the snapshots of another host from now on, if this worker is to."""
-        if self._mirrored_ranks:
-            memories = {rank: self._memories[rank] for rank in self._mirrored_ranks}
+        if self._settings.mirrors:
+            memories = {rank: self._settings.memories[rank] for rank in self._settings.mirrors}
             self._mirroring.callback(MirrorServer(memories, *self._access()).close)
 
     def find(self, restore: Restore, ranks: Sequence[int], *, local: bool) -> list[WorkerFiles]:
@@ -87,9 +85,9 @@ class MemorySnapshots:
         Raises:
             PipeworkerError: no host has them.
         """
-        if self._has_mirror and self._serves:
+        if self._settings.mirrored and not self._settings.local_rank:  # one worker for its host
             self._serve(restore)
-        for start in range(0, max(self._memories, default=0) + 1, restore.ranks):
+        for start in range(0, max(self._settings.memories, default=0) + 1, restore.ranks):
             with suppress(PipeworkerError, KeyError):
                 return [self._on_this_host(start + rank, restore) for rank in ranks]
         return [] if local else [self._on_any_host(rank, restore) for rank in ranks]
@@ -109,13 +107,13 @@ class MemorySnapshots:
         self._fetched.close()
 
     def _on_this_host(self, rank: int, restore: Restore) -> WorkerFiles:
-        return snapshot_files(self._memories[rank][restore.slot], restore.step)
+        return snapshot_files(self._settings.memories[rank][restore.slot], restore.step)
 
     def _on_any_host(self, rank: int, restore: Restore) -> WorkerFiles:
         """Return the snapshot of a rank, fetched if necessary."""
         with suppress(PipeworkerError, KeyError):
             return self._on_this_host(rank, restore)
-        if not self._has_mirror:
+        if not self._settings.mirrored:
             raise PipeworkerError(
                 f"the snapshot of step {restore.step} in memory is lost; resume from disk with "
                 "--resume"
@@ -127,7 +125,7 @@ class MemorySnapshots:
     def _serve(self, restore: Restore) -> None:
         """Serve the snapshots that this host has as a whole."""
         complete = {}
-        for rank, slots in self._memories.items():
+        for rank, slots in self._settings.memories.items():
             with suppress(PipeworkerError):
                 self._on_this_host(rank, restore)
                 complete[rank] = slots
@@ -251,9 +249,7 @@ class State:
         if not self._role.writes_checkpoint:
             self._tracker.wait()
             return None
-        return self._started_writer().save(
-            save.step, save.slot, self._parts(), self._stages.elsewhere, at
-        )
+        return self._started_writer().save(save, self._parts(), self._stages.elsewhere, at)
 
     def close(self) -> None:
         """End threads and transfers between hosts."""
@@ -276,7 +272,7 @@ class State:
                 self._loaded.run_dir.partial_checkpoint,
                 self._loaded.control.send,
                 placement.ranks,
-                self.snapshots.mirror_client(role.rank),
+                self.snapshots.mirror_client(),
             )
         return self._writer
 

@@ -28,8 +28,8 @@ class BatchFeed:
 
     Attributes:
         tracker: position of the worker.
+        scatter: channels to the other replicas.
         reader: reader of the job's data; None where this worker does not read it.
-        scatter: channels to the other replicas, if replica 0 reads the data for all.
         reads_ahead: read the next mini-batch in each step; if False, the user's loop offers it.
         moves_targets: move the targets to the accelerator as well, for a last stage that is here.
         accelerator: device of the stages; None for the CPU.
@@ -37,8 +37,8 @@ class BatchFeed:
     """
 
     tracker: Tracker
+    scatter: BatchScatter
     reader: Reader | None = None
-    scatter: BatchScatter | None = None
     reads_ahead: bool = True
     moves_targets: bool = False
     accelerator: Accelerator | None = None
@@ -58,7 +58,7 @@ class BatchFeed:
 
     def offer(self, batch: MicroBatches) -> Batch:
         """Make a mini-batch of the user's loop the next one."""
-        self._put(self.scatter.scatter(batch) if self.scatter else batch)
+        self._put(self.scatter.scatter(batch))
         return batch.batch
 
     def load(self, _: int = 0) -> None:
@@ -67,9 +67,8 @@ class BatchFeed:
             return
         if self.reader is not None:
             self.tracker.set(Phase.READING, self._step + 1)
-            read = self.reader.read()
-            self._put(self.scatter.scatter(read) if self.scatter else read)
-        elif self.scatter and self.scatter.receives and self.reads_ahead:
+            self._put(self.scatter.scatter(self.reader.read()))
+        elif self.scatter.receives and self.reads_ahead:
             self._receive()
         if self._next is not None and self._step:
             count = self._next.batch.microbatches
@@ -86,7 +85,7 @@ class BatchFeed:
         self._counts.add(run.batch.microbatches)
         current: MicroBatches | None = None
         if run.batch.microbatches:
-            if self._next is None and self.scatter and self.scatter.receives:
+            if self._next is None and self.scatter.receives:
                 self._receive()  # replica 0's loop has offered it
             current, self._next = self._next, None
         if self.accelerator is not None and self._on_accelerator is not None:
@@ -95,7 +94,6 @@ class BatchFeed:
         return current
 
     def _receive(self) -> None:
-        assert self.scatter is not None
         self.tracker.wait(self._step)
         self._put(self.scatter.receive())
 
@@ -111,7 +109,8 @@ class BatchFeed:
 class BatchScatter:
     """One replica's end of the channels over which mini-batches are scattered.
 
-    Replica 0 has a sender to each other replica, which has a receiver.
+    If replica 0 reads the data for all, it has a sender to each other replica, which has a
+    receiver. Otherwise there are none.
     """
 
     def __init__(self, senders: Mapping[int, Sender], receiver: Receiver | None) -> None:
@@ -128,6 +127,8 @@ class BatchScatter:
 
     def scatter(self, whole: MicroBatches | None) -> MicroBatches | None:
         """Send the other replicas their micro-batches, or None; return this replica's own."""
+        if not self._senders:
+            return whole
 
         def part(replica: int) -> tuple[list[Any], list[Any]]:
             assert whole is not None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -78,11 +79,8 @@ def compile_program(
     actions: Sequence[Action], wiring: Wiring, load: Handler, watches: Callable[[Action], bool]
 ) -> Program:
     """Find the handler of each action; `load` reads the next mini-batch."""
-    handlers = {
-        (kind, stage, peer): _handler(kind, stage, peer, wiring, load)
-        for kind, stage, peer in {(a.kind, a.stage, a.peer) for a in actions}
-    }
-    instructions = [(handlers[a.kind, a.stage, a.peer], a.microbatch, watches(a)) for a in actions]
+    handler = cache(partial(_handler, wiring, load))
+    instructions = [(handler(a.kind, a.stage, a.peer), a.microbatch, watches(a)) for a in actions]
     order: dict[Edge, list[int]] = {
         e: list(wiring.ties[e.target].frames(e.source)) if e.payload is Payload.TIED else []
         for e in wiring.receivers
@@ -100,7 +98,7 @@ def compile_program(
     return Program(actions, instructions, order, *flags)
 
 
-def _handler(kind: Kind, stage: int, peer: int, wiring: Wiring, load: Handler) -> Handler:
+def _handler(wiring: Wiring, load: Handler, kind: Kind, stage: int, peer: int) -> Handler:
     if kind is Kind.LOAD:
         return load
     channels, reductions = wiring.stages[stage], wiring.reductions

@@ -1,4 +1,4 @@
-"""How micro-batches pass between stages: over channels, or in memory between stages of one worker.
+"""The passage of micro-batches between stages: over channels, or in memory on one worker.
 
 Each payload has a pair of functions: one extracts it from a micro-batch at its source, the other
 inserts it into the micro-batch at its target. Sends, receives and local transfers are made of these

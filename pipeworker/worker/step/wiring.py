@@ -53,7 +53,7 @@ class Wiring:
         receivers: of channels between stages.
         handlers: what sends or receives over each channel between stages.
         reductions: reductions over the replicas, by stage; empty with one replica.
-        scatter: scatter of mini-batches, where replica 0 reads the data for all and stage 0 is.
+        scatter: scatter of mini-batches over the replicas, for stage 0.
     """
 
     def __init__(
@@ -80,7 +80,6 @@ class Wiring:
             after = source.after_backward if edge.payload in _BACKWARDS else source.after_forward
             after.append(local_transfer(edge, source, target))
         self.reductions: dict[int, Reduction] = {}
-        self.scatter: BatchScatter | None = None
         self._connect_replicas()
 
     def _connect(self, edge: Edge, link: Link) -> None:
@@ -127,8 +126,7 @@ class Wiring:
                     channels.stage, self.replica, senders[key], receivers[key]
                 )
         key = Payload.DATA, 0
-        if senders[key] or receivers[key]:
-            self.scatter = BatchScatter(senders[key], receivers[key].get(0))
+        self.scatter = BatchScatter(senders[key], receivers[key].get(0))
 
     def _local_edges(self) -> list[Edge]:
         """Return the edges between stages of this worker."""

@@ -25,11 +25,6 @@ from pipeworker.worker.update.ties import Ties
 _NO_LAYER = -1
 
 
-def parameters_of(layers: Sequence[nn.Module]) -> list[nn.Parameter]:
-    """Return the parameters of a stage, each once, in model order."""
-    return list({id(p): p for layer in layers for p in layer.parameters()}.values())
-
-
 class Updater:
     """The stage's optimizer and learning-rate scheduler.
 
@@ -63,7 +58,7 @@ class Updater:
         replica: int = 0,
         replicas: int = 1,
     ) -> None:
-        self._all = parameters_of(layers)
+        self._all = list(nn.ModuleList(layers).parameters())  # each once
         self._ties, aliases = ties, ties.aliases if ties else ()
         self.parameters = [p for p in self._all if id(p) not in aliases]
         self.optimizer: torch.optim.Optimizer | None = None

@@ -91,7 +91,7 @@ def test_reading_ends_after_the_given_number_of_epochs(data: Any) -> None:
 
 
 def test_a_position_at_the_begin_of_an_epoch_after_the_last_is_the_end() -> None:
-    """A run without an end was there, and the resumed run asks for one epoch in all."""
+    """A run without a limit stopped there; the resumed run has a limit of one epoch."""
     read = reader(two)
     for _ in range(3):
         read.read()

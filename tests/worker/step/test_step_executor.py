@@ -368,7 +368,7 @@ class EventLog(ActionHook):
 
 
 def test_a_hook_that_watches_every_action_sees_each_in_order_from_begin_to_end() -> None:
-    """Sends and receives included; what a layer does falls between the marks of its action."""
+    """Sends and receives are watched too; a layer's calls are between the marks of its action."""
     hooks = [EventLog(), EventLog()]
 
     def logged(log: EventLog) -> Layer:

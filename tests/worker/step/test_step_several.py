@@ -271,7 +271,7 @@ def test_a_gradient_that_is_none_in_some_steps_and_one_that_always_is() -> None:
 
 
 def test_an_in_place_first_layer_after_a_local_stage() -> None:
-    """It would change the output of the previous stage, which recompute needs."""
+    """The layer would change the output of the previous stage, which recompute needs."""
     relu = nn.ReLU(inplace=True)
     layers = [nn.Linear(6, 8), relu, nn.Linear(8, 8), relu, nn.Linear(8, 2)]
     check(layers, data(8, 8), balance=(1, 2, 1, 1))

@@ -1,4 +1,4 @@
-"""Gradients as flat vectors, and who updates what."""
+"""Gradients as flat vectors, and the replica that updates each weight."""
 
 from __future__ import annotations
 

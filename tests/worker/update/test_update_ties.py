@@ -48,7 +48,7 @@ def test_a_separated_layer_has_objects_of_its_own_and_the_same_memory() -> None:
     assert copied[0].get_parameter("weight").count_nonzero() == 0
 
 
-def test_places_are_added_in_model_order_whoever_sent_them() -> None:
+def test_places_are_added_in_model_order_whichever_stage_sent_them() -> None:
     layers = {n: nn.Linear(1, 1, bias=False) for n in (0, 2)}
     tie = Tie(("0.weight", "1.weight", "2.weight"), (0, 1, 0))
     ties = Ties(0, [tie], layers, never)
@@ -89,12 +89,12 @@ def test_the_first_place_gives_the_value() -> None:
 
 
 def test_stages_of_one_worker_have_memory_of_their_own() -> None:
-    """Each makes the update to its own copy, so there must be two."""
+    """Each stage updates its own copy, so there must be two."""
     origin = nn.Linear(2, 2)
     here = separate(origin, ["weight"])
     assert _weight(here).data_ptr() == origin.weight.data_ptr()
     tie = Tie(("0.weight", "1.weight"), (0, 1))
-    Ties(1, [tie], {1: here}, lambda index: origin, local_stages=(1,))  # nobody else's here
+    Ties(1, [tie], {1: here}, lambda index: origin, local_stages=(1,))
     assert _weight(here).data_ptr() == origin.weight.data_ptr()
     Ties(1, [tie], {1: here}, lambda index: origin, local_stages=(0, 1))
     assert torch.equal(_weight(here), origin.weight)

@@ -20,7 +20,7 @@ from pipeworker.job.file import JobFile
 from pipeworker.wire.messages.step import Update
 from pipeworker.worker.blame import UserCodeError
 from pipeworker.worker.stage import rng
-from pipeworker.worker.update.update import SHORT, Updater, condensed, parameters_of
+from pipeworker.worker.update.update import SHORT, Updater, condensed
 
 
 def sgd(params: Any) -> torch.optim.Optimizer:
@@ -45,7 +45,7 @@ def never(*_: Any) -> Any:
 
 
 def layer(*gradients: float | None) -> nn.Module:
-    """A layer of one parameter of one element (1.0) for each gradient."""
+    """Return a layer with one parameter of one element (1.0) for each gradient."""
     made = nn.ParameterList([nn.Parameter(torch.ones(1)) for _ in gradients])
     for parameter, gradient in zip(made.parameters(), gradients, strict=True):
         parameter.grad = None if gradient is None else torch.tensor([gradient])
@@ -58,7 +58,7 @@ def weights(made: nn.Module) -> list[float]:
 
 def test_parameters_are_each_once_in_model_order() -> None:
     a, b = nn.Linear(2, 3), nn.Linear(3, 3)
-    assert parameters_of([a, nn.ReLU(), b, a]) == [a.weight, a.bias, b.weight, b.bias]
+    assert make([a, nn.ReLU(), b, a]).parameters == [a.weight, a.bias, b.weight, b.bias]
 
 
 def test_the_update_is_scaled_and_clears() -> None:
@@ -229,7 +229,7 @@ def test_elements_are_clipped_after_the_scale() -> None:
 
 
 def test_before_update_sees_a_layer_at_a_time_under_a_stream_of_its_own() -> None:
-    """Its random numbers depend on the step and the layer, not on earlier actions."""
+    """The hook's random numbers depend on the step and the layer, not on earlier actions."""
 
     def drawn(*, first: int, count: int, step: int) -> list[list[float]]:
         seen = []
