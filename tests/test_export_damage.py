@@ -1,13 +1,11 @@
-"""``pipeworker export`` of damaged or hostile checkpoints, or to unwritable places.
-
-The result is one message, and no file.
-"""
+"""``pipeworker export`` of damaged or hostile checkpoints, or to unwritable places: one message."""
 
 from __future__ import annotations
 
 import json
 import os
 import pickle
+import reprlib
 import shutil
 import subprocess
 import sys
@@ -24,30 +22,16 @@ from torch import nn
 
 import cli
 from pipeworker.errors import UsageError
-from pipeworker.facts.checkpoint_file import CheckpointFile
-from pipeworker.facts.layer_names import LayerNames
 from pipeworker.record.export import export_weights
-from pipeworker.record.manifest import Manifest
-from support.checkpoints import part, save_worker_files
+from support.exports import Hostile, save
 from support.jobs import Jobs
 
-Done = subprocess.CompletedProcess[str]
-PARTS = 2
 UNPRIVILEGED = """
-import os
-import sys
-import cli, torch, safetensors.torch, pipeworker.record.export  # while they can be read
+import os, sys, cli, torch, safetensors.torch, pipeworker.record.export  # while they can be read
 if os.geteuid() == 0:
     os.seteuid(65534)
 cli.main(sys.argv[1:], prog_name="pipeworker")
 """
-
-
-class Hostile:
-    """An object whose pickle is a call."""
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return (os.mkdir, ("called",))
 
 
 FIRST, SECOND = (f"model-0000{number}-of-00002.safetensors" for number in (1, 2))
@@ -56,12 +40,7 @@ FIRST, SECOND = (f"model-0000{number}-of-00002.safetensors" for number in (1, 2)
 @pytest.fixture(scope="module")
 def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Save a checkpoint of two stages."""
-    folder = tmp_path_factory.mktemp("sound") / "checkpoint"
-    files: list[CheckpointFile] = []
-    for rank in range(PARTS):
-        files += save_worker_files(folder, rank, PARTS, [part([nn.Linear(8, 8)], rank)])
-    write_manifest(folder, **Manifest(1, PARTS, LayerNames.numbered(2), tuple(files)).to_json())
-    return folder
+    return save([nn.Linear(8, 8), nn.Linear(8, 8)], (1, 1), tmp_path_factory.mktemp("sound"))
 
 
 @pytest.fixture
@@ -70,40 +49,25 @@ def checkpoint(sound: Path, jobs: Jobs) -> Path:
     return Path(shutil.copytree(sound, jobs.folder / "checkpoint"))
 
 
-def write_manifest(checkpoint: Path, **fields: Any) -> None:
-    """Write a manifest without a checksum, so that its fields are examined."""
-    fields.pop("crc32", None)
-    (checkpoint / "manifest.json").write_text(json.dumps(fields))
-
-
 def change_manifest(checkpoint: Path, **fields: Any) -> None:
-    found = json.loads((checkpoint / "manifest.json").read_text())
-    write_manifest(checkpoint, **{**found, **fields})
+    """Change fields of a manifest, and remove its checksum, so that they are examined."""
+    path = checkpoint / "manifest.json"
+    found = {**json.loads(path.read_text()), **fields}
+    found.pop("crc32", None)
+    path.write_text(json.dumps(found))
 
 
 def replace(path: Path, data: bytes) -> None:
     """Replace a file of a checkpoint, and describe the new one in the manifest."""
     path.write_bytes(data)
-    found = json.loads((path.parent / "manifest.json").read_text())
-    found["files"][path.name] = {"bytes": len(data), "crc32": zlib.crc32(data)}
-    write_manifest(path.parent, **found)
+    files = json.loads((path.parent / "manifest.json").read_text())["files"]
+    files[path.name] = {"bytes": len(data), "crc32": zlib.crc32(data)}
+    change_manifest(path.parent, files=files)
 
 
 def everything(folder: Path) -> dict[Path, bytes | None]:
     """Return all paths below a folder with the contents of files."""
     return {p: p.read_bytes() if p.is_file() else None for p in folder.rglob("*")}
-
-
-@pytest.fixture
-def here(jobs: Jobs, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Done]:
-    """Return a function that runs a command in this process: many cases need no process each."""
-    monkeypatch.chdir(jobs.folder)
-
-    def run(*words: str) -> Done:
-        done = CliRunner().invoke(cli.main, words)
-        return subprocess.CompletedProcess(words, done.exit_code, done.stdout, done.stderr)
-
-    return run
 
 
 def assert_refused(done: subprocess.CompletedProcess[str], *expected: str) -> None:
@@ -114,6 +78,22 @@ def assert_refused(done: subprocess.CompletedProcess[str], *expected: str) -> No
     assert all(text in line for text in expected), line
     assert len(line) < 500
     assert line.isprintable()
+
+
+@pytest.fixture
+def refuse(jobs: Jobs, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Check that exports are refused, in this process: many cases need no process each."""
+    monkeypatch.chdir(jobs.folder)
+
+    def check(*expected: str) -> None:
+        before = everything(jobs.folder)
+        for out in ("out.pt", "out.safetensors"):
+            found = CliRunner().invoke(cli.main, words := ["export", "checkpoint", out])
+            done = subprocess.CompletedProcess(words, found.exit_code, found.stdout, found.stderr)
+            assert_refused(done, *expected)
+        assert everything(jobs.folder) == before
+
+    return check
 
 
 def test_the_undamaged_checkpoint_is_exported(jobs: Jobs, checkpoint: Path) -> None:
@@ -178,28 +158,23 @@ PARTS_OF: dict[str, tuple[bytes, str]] = {
 
 @pytest.mark.parametrize("name", PARTS_OF)
 def test_an_invalid_file_of_weights_is_refused(
-    jobs: Jobs, here: Callable[..., Done], checkpoint: Path, name: str
+    refuse: Callable[..., None], checkpoint: Path, name: str
 ) -> None:
     data, expected = PARTS_OF[name]
     replace(checkpoint / FIRST, data)
-    before = everything(jobs.folder)
     path = SECOND if name == "the other part" else FIRST
-    done = here("export", "checkpoint", "out.pt")
-    assert_refused(done, f"checkpoint/{path}: cannot be read: ", expected)
-    assert everything(jobs.folder) == before
+    refuse(f"checkpoint/{path}: cannot be read: ", expected)
 
 
 @pytest.mark.parametrize("to", [0, 4, 300, -1])
 def test_a_truncated_file_of_weights_is_refused(
-    jobs: Jobs, here: Callable[..., Done], checkpoint: Path, to: int
+    refuse: Callable[..., None], checkpoint: Path, to: int
 ) -> None:
     path = checkpoint / FIRST
     whole = path.read_bytes()
     path.write_bytes(whole[:to])
     has = f"it has {len(whole[:to])} bytes, not {len(whole)}"
-    assert_refused(
-        here("export", "checkpoint", "out.pt"), f"checkpoint/{FIRST}: cannot be read: ", has
-    )
+    refuse(f"checkpoint/{FIRST}: cannot be read: ", has)
 
 
 def test_any_flipped_byte_is_refused_or_changes_a_weight(checkpoint: Path, tmp_path: Path) -> None:
@@ -220,24 +195,30 @@ def test_any_flipped_byte_is_refused_or_changes_a_weight(checkpoint: Path, tmp_p
 # The manifest.
 
 
+COUNTS: list[Any] = [-1, "../x", 2.0, True, None, 1 << 70]
 FILES: list[Any] = [
     *(0, {}, {"x": {"bytes": 1, "crc32": 1}}, {FIRST: {}}, {FIRST: 3}),
     {f"../{FIRST}": {"bytes": 1, "crc32": 1}},
     {FIRST: {"bytes": -1, "crc32": 1}},
     {FIRST: {"bytes": 1, "crc32": "1"}},
 ]
-EVALUATIONS: list[Any] = [
-    *(1, [], {"loss": "1"}, {"loss": None}, {"loss": True}, {"loss": 1 << 70})
-]
+FIELDS: dict[str, list[Any]] = {
+    "step": COUNTS,
+    "stages": COUNTS,
+    "files": FILES,
+    "scaler": [1],
+    "layers": [[], "01", ["0", "0"], ["0", 1], ["0..1"]],
+    "ties": [{}, "0.weight", [[]], [["0.weight", 1]], [[["0.weight"], "1.weight"]]],
+    "evaluation": [1, [], {"loss": "1"}, {"loss": None}, {"loss": True}, {"loss": 1 << 70}],
+}
 MANIFESTS: dict[str, tuple[dict[str, Any] | bytes, str]] = {
     **{
-        f"{key} {shown}": ({key: value}, f"{key} is {shown}")
-        for key in ("step", "stages")
-        for value, shown in (
-            *((-1, "-1"), ("../x", "'../x'"), (2.0, "2.0"), (True, "True"), (None, "None")),
-            (1 << 70, str(1 << 70)),
-        )
+        f"{key} {value!r:.40}": ({key: value}, f"{key} is {reprlib.repr(value)} (")
+        for key, values in FIELDS.items()
+        for value in values
     },
+    "no such tie": ({"ties": [["2.weight", "0.weight"]]}, "no part has '2.weight', a tied weight"),
+    "a tie of a path": ({"ties": [["0.weight", "../x"]]}, "no part has '../x', a tied weight"),
     "a later version": ({"version": 99}, "it has version 99, and this pipeworker"),
     "no version": ({"version": None}, "it has version None, and this pipeworker"),
     "a version in words": ({"version": "x" * 9999}, "it has version 'xxx"),
@@ -255,86 +236,43 @@ MANIFESTS: dict[str, tuple[dict[str, Any] | bytes, str]] = {
             "huge": b'{"step": 2, "x": "' + b"x" * (17 << 20) + b'"}',
         }.items()
     },
-    **{f"files {json.dumps(files)[:40]}": ({"files": files}, "files is ") for files in FILES},
-    **{
-        f"layers {json.dumps(layers)}": ({"layers": layers}, "layers is ")
-        for layers in ([], "01", ["0", "0"], ["0", 1], ["0..1"])
-    },
-    **{
-        f"ties {json.dumps(ties)}": ({"ties": ties}, expected)
-        for ties, expected in (
-            *(({}, "ties is {}"), ("0.weight", "ties is '0.weight'"), ([[]], "ties is [[]]")),
-            ([["0.weight", 1]], "ties is [['0.weight', 1]]"),
-            ([[["0.weight"], "1.weight"]], "ties is "),
-            ([["2.weight", "0.weight"]], "no part has '2.weight', a tied weight"),
-            ([["0.weight", "../x"]], "no part has '../x', a tied weight"),
-        )
-    },
-    "a scaler": ({"scaler": 1}, "scaler is 1"),
-    **{
-        f"evaluation {json.dumps(row)}": ({"evaluation": row}, "evaluation is ")
-        for row in EVALUATIONS
-    },
 }
 
 
 @pytest.mark.parametrize("name", MANIFESTS)
 def test_an_invalid_manifest_is_refused(
-    jobs: Jobs, here: Callable[..., Done], checkpoint: Path, name: str
+    refuse: Callable[..., None], checkpoint: Path, name: str
 ) -> None:
     changed, expected = MANIFESTS[name]
     if isinstance(changed, bytes):
         (checkpoint / "manifest.json").write_bytes(changed)
     else:
         change_manifest(checkpoint, **changed)
-    before = everything(jobs.folder)
-    done = here("export", "checkpoint", "out.safetensors")
-    assert_refused(done, "checkpoint", ": cannot be read: ", expected)
-    assert everything(jobs.folder) == before
+    refuse("checkpoint", ": cannot be read: ", expected)
 
 
 @pytest.mark.parametrize("name", ["model-99999-of-99999.safetensors", "model-00003-of-00003.json"])
 def test_a_manifest_with_missing_files_is_refused(
-    jobs: Jobs, here: Callable[..., Done], checkpoint: Path, name: str
+    refuse: Callable[..., None], checkpoint: Path, name: str
 ) -> None:
     found = json.loads((checkpoint / "manifest.json").read_text())
     change_manifest(checkpoint, files={**found["files"], name: {"bytes": 1, "crc32": 1}})
-    assert_refused(here("export", "checkpoint", "out.pt"), f"checkpoint/{name} is missing")
-    assert not (jobs.folder / "out.pt").exists()
+    refuse(f"checkpoint/{name} is missing")
 
 
 # Paths that are not files.
 
 
-def turned_into_a_folder(path: Path) -> None:
-    path.unlink()
-    path.mkdir()
-
-
-def turned_into_a_pipe(path: Path) -> None:
-    path.unlink()
-    os.mkfifo(path)
-
-
-def turned_into_a_loop(path: Path) -> None:
-    path.unlink()
-    path.symlink_to(path.name)
-
-
-@pytest.mark.parametrize(
-    "turn", [turned_into_a_folder, turned_into_a_pipe, turned_into_a_loop], ids=lambda f: f.__name__
-)
+@pytest.mark.parametrize("turn", [Path.mkdir, os.mkfifo, lambda path: path.symlink_to(path.name)])
 @pytest.mark.parametrize("name", ["manifest.json", FIRST])
 def test_a_path_that_is_not_a_file_is_refused(
     jobs: Jobs, checkpoint: Path, name: str, turn: Callable[[Path], None]
 ) -> None:
+    (checkpoint / name).unlink()
     turn(checkpoint / name)
-    done = jobs.pipeworker("export", "checkpoint", "out.pt")
-    expected = {
-        "manifest.json": "checkpoint: no complete checkpoint is there; give the directory",
-        FIRST: f"checkpoint/{FIRST}",
-    }
-    assert_refused(done, expected[name])
+    none = "checkpoint: no complete checkpoint is there; give the directory"
+    expected = none if name == "manifest.json" else f"checkpoint/{FIRST}"
+    assert_refused(jobs.pipeworker("export", "checkpoint", "out.pt"), expected)
     assert not (jobs.folder / "out.pt").exists()
 
 
@@ -398,22 +336,15 @@ def test_a_file_of_the_checkpoint_is_not_overwritten(jobs: Jobs, checkpoint: Pat
 
 
 @pytest.mark.parametrize("suffix", [".pt", ".safetensors"])
-def test_an_unwritable_place_is_refused(jobs: Jobs, checkpoint: Path, suffix: str) -> None:
+def test_a_folder_without_write_permission_is_refused(
+    jobs: Jobs, checkpoint: Path, suffix: str
+) -> None:
     folder = jobs.folder / "folder"
-    (folder / f"out{suffix}").mkdir(parents=True)
-    (jobs.folder / "file").touch()
-    before = everything(jobs.folder)
-    for out, expected in (
-        (f"folder/out{suffix}", "it is a directory"),
-        (f"none/out{suffix}", "there is no directory none"),
-        (f"file/out{suffix}", "there is no directory file"),
-    ):
-        done = jobs.pipeworker("export", "checkpoint", out)
-        assert_refused(done, f"cannot write {out}: {expected}")
+    folder.mkdir()
     jobs.folder.chmod(0o755)
+    before, out = everything(jobs.folder), f"folder/new{suffix}"
     for mode in (0o555, 0):
         folder.chmod(mode)
-        out = f"folder/new{suffix}"
         done = without_privileges(jobs, "checkpoint", out)
         folder.chmod(0o755)
         assert_refused(done, f"cannot write {out}: Permission denied")

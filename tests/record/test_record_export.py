@@ -105,22 +105,24 @@ def test_an_unknown_ending_is_refused(tmp_path: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize("suffix", [".pt", ".safetensors"])
-@pytest.mark.parametrize("obstacle", ["no folder", "a folder", "a file for a folder"])
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("folder/out", "it is a directory"),
+        ("none/out", "there is no directory none"),
+        ("file/out", "there is no directory file"),
+    ],
+)
 def test_an_unwritable_output_is_refused_and_leaves_nothing(
-    tmp_path: Path, suffix: str, obstacle: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, suffix: str, name: str, reason: str
 ) -> None:
+    monkeypatch.chdir(tmp_path)
     save(model(), (5,), tmp_path / "run")
-    out = tmp_path / f"out{suffix}"
-    if obstacle == "no folder":
-        out = tmp_path / "none" / out.name
-    elif obstacle == "a folder":
-        out.mkdir()
-    else:
-        (tmp_path / "file").touch()
-        out = tmp_path / "file" / out.name
+    (tmp_path / f"folder/out{suffix}").mkdir(parents=True)
+    (tmp_path / "file").touch()
     before = sorted(tmp_path.rglob("*"))
-    with pytest.raises(UsageError, match="cannot write"):
-        export_weights(tmp_path / "run", out)
+    with pytest.raises(UsageError, match=f"^cannot write {name}{suffix}: {reason}$"):
+        export_weights(tmp_path / "run", f"{name}{suffix}")
     assert sorted(tmp_path.rglob("*")) == before
 
 

@@ -22,6 +22,7 @@ from pipeworker.record.manifest import Manifest
 from pipeworker.record.stage_state import StageState
 from pipeworker.record.weight_files import find_weight_files
 from support.checkpoints import save_worker_files
+from support.exports import Hostile
 from support.memory import peak, resident
 
 State = dict[str, Any]
@@ -265,13 +266,6 @@ def test_a_stage_reads_only_its_own_weights(
 
 
 # Files that cannot be read.
-
-
-class Hostile:
-    """An object whose pickle is a call."""
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return (os.mkdir, ("called",))
 
 
 def no_index(folder: Path, content: Any) -> Path:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -20,9 +21,11 @@ from pipeworker.facts.layer_names import LayerNames
 from pipeworker.record.checkpoint import Checkpoint
 from pipeworker.record.manifest import WorkerFiles, file_names
 from pipeworker.record.restore import restore
+from pipeworker.record.snapshot_memory import SnapshotMemory
 from pipeworker.record.stage_state import StageState
 from pipeworker.worker.internals import loads_itself
 from record.stages import OPTIMIZERS, SCHEDULERS, TIE, Odd, Stages, assert_same, model
+from support import checkpoints
 from support.checkpoints import save_worker_files
 from support.memory import peak, resident
 
@@ -96,18 +99,17 @@ def test_a_worker_with_several_stages_restores_from_unnamed_files(tmp_path: Path
     first = Stages(model(0), (2, 5), OPTIMIZERS["decay"])
     first.train(STEPS)
     shards = first.save(tmp_path).worker_files()
-    unnamed = [[os.memfd_create("shard") for _ in range(3)] for _ in shards]
+    memories = [SnapshotMemory() for _ in shards]
     try:
-        for shard, files in zip(shards, unnamed, strict=True):
-            for path, fd in zip((shard.model, shard.optimizer, shard.state), files, strict=True):
-                os.write(fd, path.read_bytes())
+        for shard, memory in zip(shards, memories, strict=True):
+            for number, path in enumerate((shard.model, shard.optimizer, shard.state)):
+                memory.write(number, path.read_bytes())
                 path.unlink()
         second = Stages(model(1), (4,), OPTIMIZERS["decay"])
-        named = [WorkerFiles(*(Path(f"/proc/self/fd/{fd}") for fd in files)) for files in unnamed]
-        restore(named, second.parts(), TIE)
+        restore([WorkerFiles(*memory.paths) for memory in memories], second.parts(), TIE)
     finally:
-        for fd in (fd for files in unnamed for fd in files):
-            os.close(fd)
+        for memory in memories:
+            memory.close()
     assert_same(second.state(), first.state())
     second.step = STEPS
     second.train(1)
@@ -131,10 +133,7 @@ def test_strides_and_shared_memory_are_preserved(tmp_path: Path) -> None:
     updates = [optim.Adam(net.parameters()) for net in (one, other)]
     one.conv(torch.randn(1, 2, 5, 5)).sum().backward()
     updates[0].step()
-    parts = [
-        StageState(LayerNames(("0",)), [net], [net.state_dict()], update)
-        for net, update in zip((one, other), updates, strict=True)
-    ]
+    parts = [checkpoints.part([net], 0, u) for net, u in zip((one, other), updates, strict=True)]
     save_worker_files(tmp_path, 0, 1, parts[:1])
     addresses = [p.data_ptr() for p in other.parameters()]
     restore([shard_of(tmp_path)], parts[1:])
@@ -249,8 +248,7 @@ class Observer(nn.Module):
 
 def test_a_module_that_loads_itself_may_resize_its_buffers(tmp_path: Path) -> None:
     def of(layer: nn.Module) -> StageState:
-        layers = [nn.Sequential(nn.Linear(2, 2), layer)]
-        return StageState(LayerNames(("0",)), layers, [layer.state_dict() for layer in layers])
+        return checkpoints.part([nn.Sequential(nn.Linear(2, 2), layer)], 0)
 
     save_worker_files(tmp_path, 0, 1, [of(Observer(3))])
     shard, observer = shard_of(tmp_path), Observer()
@@ -309,8 +307,7 @@ def test_a_worker_reads_only_its_own_state(tmp_path: Path) -> None:
 
 
 def test_all_mismatches_are_named_and_nothing_changes(tmp_path: Path) -> None:
-    saved = one_stage().save(tmp_path)
-    (shard,) = saved.worker_files()
+    (shard,) = one_stage().save(tmp_path).worker_files()
     tensors = load_file(shard.model)
     del tensors["0.bias"], tensors["3.weight"], tensors["6.weight"]
     tensors["1.extra"] = torch.ones(2)
@@ -318,7 +315,7 @@ def test_all_mismatches_are_named_and_nothing_changes(tmp_path: Path) -> None:
     tensors["1.running_mean"] = tensors["1.running_mean"].bfloat16()
     save_file(tensors, shard.model, {"names": json.dumps([*tensors]), "complex128": '["2.turn"]'})
     stages = one_stage(1)
-    before = {name: value.clone() for name, value in weights_of(stages).items()}
+    before = copy.deepcopy(stages.state())
     with pytest.raises(UsageError) as caught:
         restore([shard], stages.parts(), TIE)
     assert str(caught.value) == (
@@ -326,16 +323,7 @@ def test_all_mismatches_are_named_and_nothing_changes(tmp_path: Path) -> None:
         "the model does not have 1.extra; of another shape or type are 1.running_mean ([8] "
         "bfloat16 for [8] float32), 7.weight ([3, 9] float32 for [3, 8] float32)"
     )
-    assert_same(weights_of(stages), before)
-
-
-def weights_of(stages: Stages) -> dict[str, Any]:
-    return {
-        name: value
-        for part in stages.parts()
-        for name, value in part.entries().items()
-        if isinstance(value, torch.Tensor)
-    }
+    assert_same(stages.state(), before)
 
 
 def test_a_long_list_of_names_is_shortened(tmp_path: Path) -> None:

@@ -1,10 +1,12 @@
-"""A model, checkpoints of it, and what an export of them has written."""
+"""A model, checkpoints of it, what an export of them has written, and a hostile object."""
 
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import safe_open
@@ -17,6 +19,13 @@ from pipeworker.plan.partition import ranges
 from pipeworker.plan.placement import Placement
 from pipeworker.record.manifest import Manifest
 from support.checkpoints import part, save_worker_files
+
+
+class Hostile:
+    """An object whose pickle is a call."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (os.mkdir, ("called",))
 
 
 def model() -> list[nn.Module]:
