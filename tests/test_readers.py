@@ -97,7 +97,7 @@ LINES = [
         )
     ),
     lines.encode(lines.Restart(2, "it was killed", 2)),
-    lines.encode(lines.Verdict("done", 0, 3, 1.0, (1, 2), 0.5, None, 1, ("it was killed",))),
+    lines.encode(lines.Verdict("done", 0, 3, 1.0, (1, 2), 0.5, None, ("it was killed",))),
     lines.encode(lines.WorkerExited(1, 1, -9, Position())),
 ]
 MANIFEST = Manifest(

@@ -153,7 +153,6 @@ class Supervisor:
             peak_memory=(0,) * self._forks.placement.ranks,
             bubble=0.0,
             error=None if interrupted else self._failure,
-            restarts=len(self._causes),
             causes=tuple(self._causes),
         )
 

@@ -202,7 +202,7 @@ class Job:
         return assert_never(event)
 
     def _handle_late(self, event: Event, now: float) -> list[Effect]:
-        """Tell a worker that joins a job that has failed why; it would wait for an answer."""
+        """Send a worker that joins a failed job the reason, because it waits for an answer."""
         generation, abort = self.generation, self.generation.abort
         match event:
             case MessageReceived(peer, _, Hello() as hello) if abort and self.awaits_late_workers:
@@ -300,7 +300,6 @@ class Job:
             self._peak_memory(),
             self.progress.bubble,
             describe(failure) if failure else None,
-            len(causes),
             causes,
             self.progress.busy,
             job_exited=failure is not None and failure.cause is Cause.EXIT,

@@ -23,7 +23,7 @@ _SIGNALS = {
     14: "SIGALRM",
     15: "SIGTERM",
 }
-"""By their numbers, which are the same on all hosts. The module ``signal`` is not pure."""
+"""The names of signals whose numbers are the same on all hosts; ``signal`` is not pure."""
 
 
 class Cause(Enum):
@@ -77,7 +77,7 @@ class Failure:
 
 
 def describe_exit(code: int) -> str:
-    """Return ``was killed by SIGKILL`` or ``exited with status 1``; `code` is as subprocess has it.
+    """Return ``was killed by SIGKILL`` or ``exited with status 1``; a signal is a negative `code`.
 
     A signal whose number depends on the system is named by its number: ``signal 40``.
     """

@@ -57,7 +57,7 @@ class LayerNames:
         return True
 
     def parameter(self, index: int, key: str) -> str:
-        """Return the name of what the layer at `index` has under `key`.
+        """Return the name of the parameter or buffer `key` of the layer at `index`.
 
         Raises:
             UsageError: another layer's prefix is longer and matches that name too.

@@ -161,7 +161,7 @@ def write_summary(run_dir: RunDir, verdict: Verdict, stages: int) -> None:
             "status": verdict.status,
             "steps": verdict.steps,
             "stages": stages,
-            "restarts": verdict.restarts,
+            "restarts": len(verdict.causes),
             "causes": list(verdict.causes),
             "seconds": verdict.seconds,
             "loss": last.get("loss"),

@@ -196,7 +196,6 @@ class Verdict:
     peak_memory: tuple[int, ...]
     bubble: float
     error: str | None
-    restarts: int = 0
     causes: tuple[str, ...] = ()
     busy: tuple[float, ...] = ()
     job_exited: bool = False

@@ -184,7 +184,7 @@ def test_a_run_that_failed_and_was_resumed(begin: Callable[..., RunDir]) -> None
     options = {**RunRecord.read(made).options, "stages": 1, "balance": [3]}
     RunRecord.read(made).add_resume(options, {**PROCESS, "host": "there"}, 7)
     causes = ("stage 1 was killed", "stage 0 is silent")
-    write_summary(made, Verdict("failed", 1, 8, 1.0, (), 0.0, "lost\nall", 2, causes), 1)
+    write_summary(made, Verdict("failed", 1, 8, 1.0, (), 0.0, "lost\nall", causes), 1)
     found = lines(made)
     assert found["options"] == "--stages 1 --microbatches 8 --balance 3 --seed 3"
     assert found["resumed"].endswith(" on there, after step 7, --stages 1 --balance 3")

@@ -185,7 +185,7 @@ class Snapshots:
             self.last = None
 
     def workers_lost(self) -> list[int]:
-        """Discard what the workers were doing; return the steps of unfinished checkpoints."""
+        """Discard copies and writes in progress; return the steps of the unfinished checkpoints."""
         steps = list(self.writing)
         self.writing.clear()
         self._copying.clear()
