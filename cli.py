@@ -5,11 +5,9 @@ from __future__ import annotations
 import json
 import os
 import shlex
-import signal
 import sys
-import time
 from collections.abc import Sequence
-from contextlib import closing, suppress
+from contextlib import closing
 from dataclasses import replace
 from difflib import get_close_matches
 from pathlib import Path
@@ -36,7 +34,6 @@ from launcher.options import ANYWHERE, JOB_PARAMETERS, LAUNCH_PARAMETERS
 from pipeworker.errors import PipeworkerError, UsageError
 from pipeworker.job.option_parsing import workers_per_replica
 from pipeworker.job.options import PRECISIONS
-from pipeworker.timings import DEFAULT
 from pipeworker.version import __version__
 
 if TYPE_CHECKING:
@@ -238,10 +235,10 @@ class _WorkerCommand(_JobCommand):
         except click.ClickException as error:
             from launcher import torchrun
 
-            torchrun.write_error(error.format_message())
+            mistake = error.format_message()
+            torchrun.write_error(mistake)
             if os.environ.get("RANK", "0") != "0":
-                signal.signal(signal.SIGTERM, signal.SIG_DFL)
-                _wait_for_rank_0(error)
+                torchrun.wait_for_rank_0(mistake, met=isinstance(error, _AfterRendezvous))
             error.show()  # rank 0, or a rank that alone found the mistake
             sys.exit(error.exit_code)
 
@@ -262,22 +259,6 @@ class _WorkerCommand(_JobCommand):
                     "and each of its processes is a worker"
                 ) from None
             raise
-
-
-def _wait_for_rank_0(error: click.ClickException) -> None:
-    """Give rank 0 time to show a mistake; report it to a rank 0 on another host that may wait."""
-    from launcher.torchrun import JOB
-    from pipeworker.ranks import rendezvous
-    from pipeworker.ranks.rank_info import RankInfo
-
-    with suppress(PipeworkerError):
-        info = RankInfo.from_environment()
-        if info.rank != info.local_rank and isinstance(error, _AfterRendezvous):
-            return  # rank 0 is on another node, and does not end with this one
-        if info.agent_serves and info.local_world != info.world:
-            rendezvous.report_mistake(info, JOB, error.format_message())
-            return
-    time.sleep(DEFAULT.report)  # not the configured timings: they may be the mistake
 
 
 @click.command(cls=_WorkerCommand, params=JOB_PARAMETERS, context_settings=_JOB, epilog=ANYWHERE)

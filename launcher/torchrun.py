@@ -15,7 +15,7 @@ from pipeworker.coordinator.report import describe
 from pipeworker.display.style import Style
 from pipeworker.display.thread import start_display
 from pipeworker.environment import TORCHRUN_JOB, timings
-from pipeworker.errors import AGAIN, InUse, RendezvousError
+from pipeworker.errors import AGAIN, InUse, PipeworkerError, RendezvousError
 from pipeworker.facts.failure import Cause, Failure
 from pipeworker.host.lifetime import die_with_parent, kill_group
 from pipeworker.ranks import rendezvous
@@ -25,9 +25,10 @@ from pipeworker.record.atomic_file import write_json
 from pipeworker.record.run_record import RunRecord
 from pipeworker.record.rundir import RunDir
 from pipeworker.runs.begin import PreparedRun, RunRequest
+from pipeworker.timings import DEFAULT
 from pipeworker.wire.messages.presence import Abort
 
-JOB = "job"
+_JOB = "job"
 """The name of the job in the rendezvous of its ranks."""
 _UNNAMED = "none"
 """Torchrun's name for a job that was given no ``--rdzv-id``."""
@@ -52,13 +53,29 @@ def run(rank: RankInfo, request: RunRequest, view: Style) -> int:
         style = dataclasses.replace(view, origins=prepared.origins)
         return start_display(prepared.options, str(prepared.run_dir.path), style).show
 
-    met = rendezvous.rendezvous(rank, JOB, partial(_prepare, rank, request), listen)
+    met = rendezvous.rendezvous(rank, _JOB, partial(_prepare, rank, request), listen)
     settings = Settings(
         rank.rank, met.endpoint, met.token, rank.local_rank, job_file=request.job_file
     )
     coordinator = met.coordinator
     status = worker.run(settings, partial(_leave, coordinator, os.dup(2)), _write_failure)
     return coordinator.finish(status) if coordinator else status
+
+
+def wait_for_rank_0(mistake: str, *, met: bool) -> None:
+    """Give rank 0 time to show a mistake; report it to a rank 0 on another host that may wait.
+
+    `met` tells whether rank 0 knows the mistake already, as the ranks had met.
+    """
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    with suppress(PipeworkerError):
+        info = RankInfo.from_environment()
+        if info.rank != info.local_rank and met:
+            return  # rank 0 is on another node, and does not end with this one
+        if info.agent_serves and info.local_world != info.world:
+            rendezvous.report_mistake(info, _JOB, mistake)
+            return
+    time.sleep(DEFAULT.report)  # not the configured timings: they may be the mistake
 
 
 def write_error(message: str, details: str = "") -> None:
