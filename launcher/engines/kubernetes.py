@@ -82,7 +82,6 @@ class Kubernetes(Cluster):
 
 
 def _kubectl(settings: Settings, *words: str, text: str = "") -> str:
-    """Return the answer of the program kubectl."""
     namespace = ("--namespace", settings.namespace) if settings.namespace else ()
     line = ("kubectl", *words, *namespace)
     try:

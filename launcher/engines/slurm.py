@@ -189,7 +189,6 @@ class SlurmAllocation(Carrier):
 
 
 def _log(spec: JobSpec) -> str:
-    """Return the file to which the job's output goes."""
     return f"{spec.run_dir}.log"
 
 
@@ -247,7 +246,6 @@ def parse_counts(text: str) -> tuple[int, ...]:
 
 
 def _run(*words: str, text: str = "") -> str:
-    """Return the answer of a command of Slurm's."""
     try:
         return run_client(words, text, label=words[0], cluster="Slurm")
     except OSError as error:

@@ -281,7 +281,7 @@ class Supervisor:
             self._failure, self._ended = text, True
             return
         is_used = self._forks.uses(event.agent) or self._places < self._forks.placement.ranks
-        # The memory of the host is gone too, with copies of workers that were not forked again.
+        # The host's memory is gone too, with copies of workers that were not forked again.
         ranks, survives = self._forks.lose(event.agent)
         if not ranks and not is_used:
             self._show(Warned(f"{text}; the job has no worker there, and continues"))
