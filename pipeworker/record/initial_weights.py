@@ -17,8 +17,7 @@ from torch import nn
 
 from pipeworker.errors import UnreadableFile, UsageError, a_type
 from pipeworker.facts.layer_names import LayerNames
-from pipeworker.record.stage_state import StageState, UserCode
-from pipeworker.record.state_dict_diff import StateDictDiff, is_extra_state
+from pipeworker.record.stage_state import StageState, StateDictDiff, UserCode, is_extra_state
 from pipeworker.record.tensor_file import TensorFile
 from pipeworker.record.weight_files import SAFETENSORS, find_weight_files, naming_option
 

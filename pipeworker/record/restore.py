@@ -23,8 +23,7 @@ from pipeworker.record.checkpoint import read_plain
 from pipeworker.record.json_state import InvalidState, unpack
 from pipeworker.record.manifest import WorkerFiles, invalid
 from pipeworker.record.param_groups import SavedGroup, SavedOptimizer, scheduler_state_for
-from pipeworker.record.stage_state import StageState, UserCode
-from pipeworker.record.state_dict_diff import StateDictDiff, is_extra_state
+from pipeworker.record.stage_state import StageState, StateDictDiff, UserCode, is_extra_state
 from pipeworker.record.tensor_file import TensorFile
 
 _MEMBERS = {"params", "param_names"}
