@@ -11,7 +11,8 @@ Deferred batch norm takes the micro-batches of all replicas into account, in the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from itertools import compress
 
 import torch
 from torch import nn
@@ -58,6 +59,9 @@ class Reduction:
         self._parts: Sequence[Sequence[Piece]] = ()
         """By replica, the pieces that it adds up after this mini-batch."""
         self._reduces_gradients = self._takes_part = False
+        self._flags: list[bool] = []
+        """For each parameter whether it has a gradient here, for each large buffer whether it has
+        changed, and True."""
         self._present: list[list[bool]] = []
         """By replica and parameter, whether there is a gradient."""
 
@@ -89,13 +93,13 @@ class Reduction:
         if not self._takes_part:
             return
         present = self._gradients.pack() if self._reduces_gradients else []
-        flags = torch.tensor([*present, *self._buffers.changes(), True], dtype=torch.uint8)
+        self._flags = [*present, *self._buffers.changes(), True]
+        flags = torch.tensor(self._flags, dtype=torch.uint8)
         moments = self._stage.deferred.moments() if self._stage.deferred else []
         for goal, sender in self._senders.items():
             sender.send(_FLAGS, [flags, *moments])
             for number, piece in enumerate(self._parts[goal], 1):
                 sender.send(number, self._gradients.piece(piece))
-        self._present = [present]
 
     def sum(self) -> None:
         """Add up this replica's part of the gradients and send the sums to all others."""
@@ -103,15 +107,16 @@ class Reduction:
             return
         own, replicas = self._replica, range(self._replicas)
         first = {origin: receiver.receive(_FLAGS) for origin, receiver in self._receivers.items()}
-        count = len(self._gradients.parameters) if self._reduces_gradients else 0
         flags = {origin: list(map(bool, frame[0].tolist())) for origin, frame in first.items()}
-        if any(len(found) != count + len(self._buffers.large) + 1 for found in flags.values()):
+        flags[own] = self._flags
+        if any(len(found) != len(self._flags) for found in flags.values()):
             raise UsageError(
                 f"stage {self._stage.index}: its parameters that require grad, or its buffers, are "
                 "not the same on all replicas; build the same model on each"
             )
-        self._present = [self._present[0] if r == own else flags[r][:count] for r in replicas]
-        self._buffers.choose(found[count:] for found in flags.values())
+        count = len(self._gradients.parameters) if self._reduces_gradients else 0
+        self._present = [flags[r][:count] for r in replicas]
+        self._buffers.choose([found[count:] for found in flags.values()])
         if self._stage.deferred:
             moments = self._stage.deferred.moments()
             seen = [moments if r == own else first[r][1:] for r in replicas]
@@ -229,32 +234,27 @@ class _Buffers:
         modules = layers.modules()  # each once
         slots = [(m, name) for m in modules for name, b in buffers_of(m).items() if b is not None]
         self._small = [slot for slot in slots if _get(slot).nbytes <= _SMALL]
-        self.large = [slot for slot in slots if _get(slot).nbytes > _SMALL]
+        self._large = [slot for slot in slots if _get(slot).nbytes > _SMALL]
         self._chosen: list[_Slot] = []
         self._versions: list[tuple[torch.Tensor, int]] = []
-        self._changes: list[bool] = []
 
     def __bool__(self) -> bool:
-        return bool(self._small or self.large)
+        return bool(self._small or self._large)
 
     def begin(self) -> None:
         """Begin a mini-batch: detect changes from now on."""
-        self._versions = [(_get(slot), version_of(_get(slot))) for slot in self.large]
+        self._versions = [(_get(slot), version_of(_get(slot))) for slot in self._large]
 
     def changes(self) -> list[bool]:
         """Return which of the large buffers have changed here."""
-        pairs = zip(self.large, self._versions, strict=True)
-        self._changes = [
+        return [
             _get(slot) is not buffer or version_of(buffer) != version
-            for slot, (buffer, version) in pairs
+            for slot, (buffer, version) in zip(self._large, self._versions, strict=True)
         ]
-        return self._changes
 
-    def choose(self, remote: Iterator[Sequence[bool]]) -> None:
-        """Choose the buffers to send, from the changes here and those on the other replicas."""
-        changed = [any(flags) for flags in zip(self._changes, *remote, strict=False)]
-        large = [slot for slot, has in zip(self.large, changed, strict=True) if has]
-        self._chosen = [*self._small, *large]
+    def choose(self, changes: Sequence[Sequence[bool]]) -> None:
+        """Choose the buffers to send: of the large ones those that any replica has changed."""
+        self._chosen = [*self._small, *compress(self._large, map(any, zip(*changes, strict=True)))]
 
     def pack(self) -> torch.Tensor:
         """Return the bytes of the chosen buffers, of shape ``[total size]``."""
