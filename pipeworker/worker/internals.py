@@ -43,7 +43,7 @@ AccumulateGrad: type = torch._C._functions.AccumulateGrad  # type: ignore[attr-d
 """The class of the graph's nodes that add to a leaf's ``.grad``. A split backward calls such a node
 itself, which does not run the leaf's hooks."""
 SAVED_PREFIX = "_raw_saved_"
-"""The prefix of a graph node's attributes with its saved tensors, which tell whether a saved-tensor
+"""The prefix of a graph node's attributes with its saved tensors, which show whether a saved-tensor
 hook unpacks them."""
 version_of: Callable[[torch.Tensor], int] = attrgetter("_version")
 """Returns the number of changes in place that a tensor and its views have had."""

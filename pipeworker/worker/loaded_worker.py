@@ -108,9 +108,7 @@ class LoadedWorker:
         return LoadedWorker(*known, *code, reader)
 
     def evaluation(self) -> Iterator[MicroBatches]:
-        """Return the mini-batches of ``evaluation()``, for the first stage of the first replica."""
-        if 0 not in self.role.stages or self.role.replica:
-            return iter(())
+        """Return the mini-batches of ``evaluation()``, which are read as stage 0 takes them."""
         reader = Reader(
             self.job.evaluation,
             microbatches=self.role.options.microbatches,

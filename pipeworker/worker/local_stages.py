@@ -103,7 +103,7 @@ class LocalStages:
         return partials(square for updater in updaters for square in updater.squares())
 
     def part(self, index: int, *, keeps_weights: bool = True) -> StageState:
-        """Return the state of a stage, as checkpoints hold it."""
+        """Return the state of a stage, for a checkpoint."""
         stage, updater = self.stages[index], self.updaters[index]
         update = updater.optimizer, updater.schedule, updater.scheduler
         return StageState(

@@ -84,7 +84,7 @@ class Role:
 
     @property
     def has_batches(self) -> bool:
-        """Whether the worker has stage 0 of a replica that the data or the user gives batches."""
+        """Whether the worker has stage 0 of a replica that receives mini-batches, or reads them."""
         return 0 in self.stages and (self.every_replica_reads or not self.replica)
 
     @property

@@ -140,7 +140,7 @@ class Worker:
             str(loaded.device),
             connected.executor.feed.next_batch,
             stages.unmatched,
-            loaded.reader.length if loaded.role.reads_data else 0,
+            loaded.reader.length,
             unit_of(loaded.device),
         )
 

@@ -73,8 +73,7 @@ class Survey:
         if "error" in found:  # a broken layer raises again on real tensors
             log.info("the survey needs real tensors: %s", found["error"])
             found = self._pass(to_device(value, self.device), tracker, self.device)
-        events = [[(use, name) for use, name in of_layer] for of_layer in found["events"]]
-        return match(events, found["classes"])
+        return match(found["events"], found["classes"])
 
     def _on_fakes(self, value: Any) -> dict[str, Any]:
         fake = FakeTensorMode(allow_non_fake_inputs=True)

@@ -141,7 +141,7 @@ class SavedGraph:
     def __init__(self, copies: Copies, stay: frozenset[int]) -> None:
         self._copies = copies
         self._stay = stay
-        # Only the graph holds a storage: one that the graph frees early is not fetched.
+        # Only the graph refers to a storage: one that the graph frees early is not fetched.
         self._storages: WeakValueDictionary[_Key, _Storage] = WeakValueDictionary()
         self._fetching: list[_Storage] = []
         self._mark: Any = None
@@ -245,7 +245,7 @@ class Packed:
         self._saved_version, self._storage, self._tensor = version_of(tensor), storage, tensor
         if storage is not None:
             self._view = tensor.storage_offset(), tensor.size(), tensor.stride()
-            # A tensor of the same dtype that shares the version counter and holds no memory.
+            # A tensor of the same dtype that shares the version counter and has no memory.
             self._tensor = tensor.detach()
             self._tensor.data = torch.empty(0, dtype=tensor.dtype)
 

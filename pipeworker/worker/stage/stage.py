@@ -99,7 +99,7 @@ class Stage:
                     mb.output = self._run(mb, mb.value, mb.arrived, Phase.FORWARD)
             return
         # The graph of this forward is dropped at once. It is built nevertheless: kernels may depend
-        # on grad mode, and only the graph tells which outputs require grad. Its peak memory is
+        # on grad mode, and only the graph shows which outputs require grad. Its peak memory is
         # that of the recompute.
         inputs = mb.value if self.skips is None else (mb.value, mb.arrived)
         if self._input_changes is not False:
