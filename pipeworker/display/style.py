@@ -33,12 +33,8 @@ class Style:
         if self.quiet and self.verbose:
             raise UsageError("--quiet and --verbose: they exclude each other; choose one")
         every = self.log_every  # a script may pass anything
-        if every is not None and type(every) is not int:
-            raise UsageError(
-                f"--log-every {every!r}: is of type {type(every).__name__}; give an integer"
-            )
-        if every is not None and every < 1:
-            raise UsageError(f"--log-every {every}: must be 1 or more")
+        if every is not None and (type(every) is not int or every < 1):
+            raise UsageError(f"--log-every {every!r}: must be an integer of 1 or more")
 
     @property
     def shown_output(self) -> str:

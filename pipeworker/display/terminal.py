@@ -85,24 +85,16 @@ class TerminalDisplay(LineDisplay):
     def _rows(self) -> Iterator[RenderableType]:
         for mark, text in self._redrawn.items():
             yield Text(f"{mark} {text}", no_wrap=True, overflow="ellipsis")
-        least, most = _BAR
-        total = self._total
+        (least, most), room = _BAR, self._console.width - _ECHO
         found = self._current_figures()
-        if total:
+        if self._total:
             found.insert(1, Figure(" " * least, Rank.BAR))
-        room = self._console.width - _ECHO
         shown = fitting(found, room)
+        spare = room - sum(len(f.text) + 2 for f in shown) + 2
+        done = self._last.step if self._last else self._options.resume_step
+        bar = ProgressBar(self._total, done, width=min(most, least + spare))
         row = Table.grid(padding=(0, 2, 0, 0))
-        cells: list[RenderableType] = []
-        for figure in shown:
-            if figure.rank is Rank.BAR:
-                spare = room - sum(len(f.text) + 2 for f in shown) + 2
-                done = self._last.step if self._last else self._options.resume_step
-                width = min(most, least + spare)
-                cells.append(ProgressBar(total, done, width=width))
-            else:
-                cells.append(Text(figure.text, no_wrap=True))
-        row.add_row(*cells)
+        row.add_row(*(bar if f.rank is Rank.BAR else Text(f.text, no_wrap=True) for f in shown))
         yield row
 
     def _current_figures(self) -> list[Figure]:

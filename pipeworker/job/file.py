@@ -122,7 +122,13 @@ def check(module: Any, where: str, required: Sequence[str] = REQUIRED) -> JobFil
             f"{where}: scheduler_interval is {interval!r}; it must be "
             f"{' or '.join(map(repr, _INTERVALS))}"
         )
-    found["transient"] = _exceptions(found.get("transient", ()), where)
+    kinds = found.get("transient", ())
+    found["transient"] = kinds = (*kinds,) if isinstance(kinds, (list, tuple)) else (kinds,)
+    for kind in kinds:
+        if not (isinstance(kind, type) and issubclass(kind, BaseException)):
+            raise UsageError(
+                f"{where}: transient has {a_type(kind)}; make it exception types, in a tuple"
+            )
     return JobFile(**found, where=where, misspelled=_misspelled(module))
 
 
@@ -152,16 +158,6 @@ def _misspelled(module: Any) -> tuple[tuple[str, str], ...]:
     missing = [name for name in _OPTIONAL if not hasattr(module, name)]
     found = [(get_close_matches(name, defined, 1, _NEARLY), name) for name in missing]
     return tuple((match, name) for matches, name in found for match in matches)
-
-
-def _exceptions(given: Any, where: str) -> tuple[type[BaseException], ...]:
-    found = (*given,) if isinstance(given, (list, tuple)) else (given,)
-    for kind in found:
-        if not (isinstance(kind, type) and issubclass(kind, BaseException)):
-            raise UsageError(
-                f"{where}: transient has {a_type(kind)}; make it exception types, in a tuple"
-            )
-    return found
 
 
 def _is_function(value: Any) -> bool:
@@ -253,15 +249,13 @@ def check_buffers(layers: list[Entry], first: int, stop: int) -> None:
     """Check that the layers from `first` to before `stop` share no buffer with other stages."""
     built = [(i, entry) for i, entry in enumerate(layers) if isinstance(entry, nn.Module)]
     own = {id(b): i for i, entry in built if first <= i < stop for b in entry.buffers()}
-    for index, entry in built:
-        if first <= index < stop:
-            continue
-        for buffer in entry.buffers():
-            if id(buffer) in own:
-                raise UsageError(
-                    f"layers {own[id(buffer)]} and {index} share a buffer but are on different "
-                    "stages, where it would not stay the same; put them on one, see --balance"
-                )
+    others = [(i, b) for i, entry in built if not first <= i < stop for b in entry.buffers()]
+    for index, buffer in others:
+        if id(buffer) in own:
+            raise UsageError(
+                f"layers {own[id(buffer)]} and {index} share a buffer but are on different "
+                "stages, where it would not stay the same; put them on one, see --balance"
+            )
 
 
 def source_digests(path: Path, modules: Iterable[ModuleType]) -> Iterator[tuple[str, str]]:

@@ -199,8 +199,7 @@ class Options:
     @property
     def redundant(self) -> bool:
         """Whether each replica has the whole state: weights, optimizer state, and data position."""
-        alike = not self.shard_optimizer and self.data_reader == "every"
-        return self.replicas > 1 and alike
+        return self.replicas > 1 and not self.shard_optimizer and self.data_reader == "every"
 
     @property
     def passes(self) -> int | None:

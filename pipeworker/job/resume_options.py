@@ -18,8 +18,6 @@ NUMBERS = (
     *("compile", "deterministic"),
 )
 """Options that change the numbers of a run. They must stay the same unless they are allowed."""
-_DECIDE_BALANCE = ("stages", "schedule")
-"""Options that decide the number of stages, to which a balance belongs."""
 _OF_ONE_START = ("job_file", "resume", "resume_step")
 
 
@@ -38,15 +36,14 @@ def parse_allowed(names: Collection[str]) -> set[str]:
 def merge(recorded: Options, given: Mapping[str, Any], allowed: Collection[str]) -> dict[str, Any]:
     """Return the fields of the recorded options, with those given now in their place.
 
-    A recorded balance is dropped if the number of stages changes. Arguments cannot be given as
-    none, so allowing them to differ and giving none removes the recorded ones.
+    A recorded balance is dropped if the stages or their schedule change. Arguments cannot be given
+    as none, so allowing them to differ and giving none removes the recorded ones.
     """
     found = override(dataclasses.asdict(recorded), given)
     for name in _OF_ONE_START:
         del found[name]
-    if "balance" not in given and any(
-        found[name] != getattr(recorded, name) for name in _DECIDE_BALANCE
-    ):
+    placed = (recorded.stages, recorded.schedule)
+    if "balance" not in given and (found["stages"], found["schedule"]) != placed:
         found["balance"] = None
     if "arguments" in allowed and "arguments" not in given:
         found["arguments"] = ()
@@ -66,16 +63,13 @@ def check_unchanged(
             f"{where}: has the loop of a pipeworker.Pipeline; continue it in the script that began "
             "it, with load()"
         )
-    differing = [
-        name
-        for name in NUMBERS
-        if getattr(recorded, name) != getattr(options, name) and name not in allowed
-    ]
+    pairs = {name: (getattr(recorded, name), getattr(options, name)) for name in NUMBERS}
+    differing = {n: pair for n, pair in pairs.items() if pair[0] != pair[1] and n not in allowed}
     if differing:
         changes = ", ".join(
-            f"{_option(name)} ({_shown(getattr(recorded, name))}, now "
-            f"{_shown(getattr(options, name))})"
-            for name in differing
+            f"{name if name == 'arguments' else f'--{_written(name)}'} "
+            f"({_shown(before)}, now {_shown(now)})"
+            for name, (before, now) in differing.items()
         )
         allows = " ".join(f"--allow-change {_written(name)}" for name in differing)
         raise UsageError(
@@ -86,10 +80,6 @@ def check_unchanged(
 
 def _written(name: str) -> str:
     return name.replace("_", "-")
-
-
-def _option(name: str) -> str:
-    return name if name == "arguments" else f"--{_written(name)}"
 
 
 def _shown(value: Any) -> str:

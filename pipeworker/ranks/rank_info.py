@@ -159,9 +159,7 @@ class RankInfo:
             return ""
         return str(found[0][4][0])
 
-    def coordinator_address(
-        self, one_host: bool, interface: str | None = None, seen: Sequence[str] = ()
-    ) -> str:
+    def coordinator_address(self, interface: str | None = None, seen: Sequence[str] = ()) -> str:
         """Choose the address at which rank 0's coordinator listens; all ranks reach it.
 
         In order: loopback if all ranks are on this host; the address of the named interface; the
@@ -172,7 +170,7 @@ class RankInfo:
         Raises:
             UsageError: none of them is an address that others can reach.
         """
-        if one_host or (interfaces.is_loopback(self.address) and self.address != "localhost"):
+        if not seen or (interfaces.is_loopback(self.address) and self.address != "localhost"):
             return _LOOPBACK  # a numeric loopback address means one host; a name may not
         chosen, source = interfaces.configured(interface)
         if chosen:
@@ -208,35 +206,27 @@ def wait_until(done: Callable[[], bool], seconds: float | None = None) -> None:
         time.sleep(_POLL_SECONDS)
 
 
-def _wait_for_name(address: str) -> None:
-    """Wait until a host's name resolves, which may be late where hosts start together."""
-    deadline = time.monotonic() + timings().reach
+def _retry(attempt: Callable[[], object], seconds: float) -> None:
+    """Repeat a call while it raises an OSError; raise that error after `seconds`."""
+    deadline = time.monotonic() + seconds
     while True:
         try:
-            socket.getaddrinfo(address, None)
-        except socket.gaierror as error:
-            if time.monotonic() > deadline:
-                raise OSError(error.strerror) from None
-            time.sleep(_POLL_SECONDS)
-        else:
+            attempt()
             return
-
-
-def _accepts_connections(address: str, port: int) -> bool:
-    try:
-        socket.create_connection((address, port), 5).close()
-    except OSError:
-        return False
-    return True
+        except OSError as error:
+            if time.monotonic() > deadline:
+                raise OSError(f"{error.strerror or error}, for {seconds:g} s") from None
+            time.sleep(_POLL_SECONDS)
 
 
 @cache
 def _open_store(address: str, port: int, serves: bool, limit: float) -> Store:
     from pipeworker.worker.internals import TCPStore
 
-    _wait_for_name(address)
+    # Names may resolve late where hosts start together.
+    _retry(lambda: socket.getaddrinfo(address, None), timings().reach)
     if not serves:
-        wait_until(lambda: _accepts_connections(address, port), limit)
+        _retry(lambda: socket.create_connection((address, port), 5).close(), limit)
     # The serving rank reaches its own store soon or never; the others have just connected to it.
     soon = timedelta(seconds=timings().reach)
     store = TCPStore(

@@ -153,7 +153,7 @@ class _Host:
             run = begin(max(peer.restart for peer in (own, *peers.values())))
             seen = [peer.master for peer in peers.values() if peer.identity != own.identity]
             one_host = not seen
-            address = self._info.coordinator_address(one_host, run.options.interface, seen)
+            address = self._info.coordinator_address(run.options.interface, seen)
             on_event = _listener(run, listen)
             published = "" if token else new_token()
             if published and not one_host:  # on one host the coordinator listens on loopback

@@ -19,7 +19,7 @@ from pipeworker.record.metrics.rows import Row
 from pipeworker.record.run_record import RunRecord, read_summary
 from pipeworker.record.rundir import RunDir
 
-RUNNING, DONE, FAILED, INTERRUPTED = "running", "done", "failed", "interrupted"
+RUNNING, DONE, INTERRUPTED = "running", "done", "interrupted"
 _GONE = "its processes ended without a summary: they were killed, or their host went down"
 _NOT_OPTIONS = ("job_file", "arguments", "own_loop", "resume", "resume_step")
 _ENDING = ("seconds", "restarts", "causes", "peak_memory_bytes", "bubble", "error")
@@ -66,10 +66,11 @@ class Run:
         run_dir = RunDir(path)
         try:
             record = RunRecord.read(run_dir)
+            started, now = time_of(record.last), datetime.now(timezone.utc)
             runs = lock.is_locked(run_dir.lock)  # first: the job may end while its files are read
             summary = read_summary(run_dir) or {
                 "status": RUNNING if runs else INTERRUPTED,
-                "seconds": _since(record.last) if runs else None,
+                "seconds": (now - started).total_seconds() if runs and started else None,
                 "restarts": 0,
                 "causes": [],
                 "peak_memory_bytes": [],
@@ -90,7 +91,7 @@ class Run:
 
     @property
     def status(self) -> str:
-        """One of the four above."""
+        """``running``, or what the summary says: ``done``, ``failed`` or ``interrupted``."""
         return str(self.summary["status"])
 
     @property
@@ -160,8 +161,3 @@ def _strict(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [_strict(each) for each in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def _since(process: dict[str, Any]) -> float | None:
-    started = time_of(process)
-    return (datetime.now(timezone.utc) - started).total_seconds() if started else None

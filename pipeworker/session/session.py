@@ -22,7 +22,7 @@ import torch
 
 from pipeworker.coordinator import report
 from pipeworker.environment import timings
-from pipeworker.errors import LayerError, PeerLost, PipeworkerError, UsageError
+from pipeworker.errors import LayerError, PeerLost, PipeworkerError, UsageError, of_status
 from pipeworker.facts.failure import Cause, Failure
 from pipeworker.facts.step import Evaluation, StepResult
 from pipeworker.host.position import Tracker
@@ -254,8 +254,7 @@ class Session:
         """Close a pipeline that the script left open; fail the job if an exception ends it."""
         if os.getpid() != self._pid:  # a child that the user's code has forked
             return
-        error = getattr(sys, "last_value", None)
-        if error is not None:
+        if (error := getattr(sys, "last_value", None)) is not None:
             self.fail(error)
             return
         try:
@@ -279,5 +278,6 @@ def _plain_modes() -> Iterator[None]:
 
 def _error_of(abort: Abort) -> PipeworkerError:
     """Return the error for a rank that did not cause the end of the job."""
-    kind = UsageError if abort.exit_status == UsageError.exit_status else PipeworkerError
-    return kind(abort.reason or "the job is over: another rank has ended it")
+    return of_status(abort.exit_status)(
+        abort.reason or "the job is over: another rank has ended it"
+    )

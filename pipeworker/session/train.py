@@ -84,17 +84,18 @@ def train(
     check_names(options, UNAVAILABLE, where, ("allow_change",))
     info = RankInfo.detect()
     requested = {**options, "microbatches": microbatches}
-    changes = (allow_change,) if isinstance(allow_change, str) else tuple(allow_change)
-    script = script_path()
-    commands = Commands(script=relative(script))
-    session = Session(
-        info,
-        job,
-        RunRequest(
-            script, None, requested, run_dir, resume, allow_change=changes, ranks=info.world
-        ),
-        listen=partial(_display, Style(quiet=quiet, log_every=log_every, commands=commands)),
+    request = RunRequest(
+        script_path(),
+        None,
+        requested,
+        run_dir,
+        resume,
+        allow_change=(allow_change,) if isinstance(allow_change, str) else tuple(allow_change),
+        ranks=info.world,
     )
+    commands = Commands(script=relative(request.job_file))
+    style = Style(quiet=quiet, log_every=log_every, commands=commands)
+    session = Session(info, job, request, listen=partial(_display, style))
     session.run()
     return session.worker.loaded.run_dir.path
 

@@ -64,7 +64,7 @@ def test_a_project_may_set_display_options(launch: Callable[..., Any]) -> None:
     ("words", "expected"),
     [
         (("-q", "-v"), "--quiet and --verbose: they exclude each other; choose one"),
-        (("--log-every", "0"), "--log-every 0: must be 1 or more"),
+        (("--log-every", "0"), "--log-every 0: must be an integer of 1 or more"),
         (("--output", "some"), "'some' is not one of 'stage', 'all', 'none'"),
     ],
 )

@@ -32,10 +32,10 @@ def first(monkeypatch: pytest.MonkeyPatch) -> RankInfo:
 
 
 def test_a_loopback_name_is_replaced_by_the_address_that_others_see(first: RankInfo) -> None:
-    assert first.coordinator_address(False, seen=["", "192.0.2.1", "10.0.0.1"]) == "10.0.0.1"
-    assert first.coordinator_address(True) == "127.0.0.1"
+    assert first.coordinator_address(seen=["", "192.0.2.1", "10.0.0.1"]) == "10.0.0.1"
+    assert first.coordinator_address() == "127.0.0.1"
     with pytest.raises(UsageError, match="neither first nor the name of rank 0's host, first"):
-        first.coordinator_address(False, seen=["127.0.1.1", "192.0.2.1"])
+        first.coordinator_address(seen=["127.0.1.1", "192.0.2.1"])
 
 
 def test_master_address() -> None:
