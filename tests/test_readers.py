@@ -89,16 +89,16 @@ MESSAGES = [
         Signalled(0, "SIGTERM"),
     )
 ]
+JOB = ("{}", "runs/x", "token", "host")
 LINES = [
-    lines.encode(lines.Configuration("{}", "runs/x", "token", "host")),
-    lines.encode(
-        lines.Configuration(
-            "{}", "runs/x", "token", "host", 2, -1, 2, lines.Snapshot(3, 1, 2), ("it was killed",)
-        )
-    ),
-    lines.encode(lines.Restart(2, "it was killed", 2)),
-    lines.encode(lines.Verdict("done", 0, 3, 1.0, (1, 2), 0.5, None, ("it was killed",))),
-    lines.encode(lines.WorkerExited(1, 1, -9, Position())),
+    lines.encode(event)
+    for event in (
+        lines.Configuration(*JOB),
+        lines.Configuration(*JOB, 2, -1, 2, lines.Snapshot(3, 1, 2), ("it was killed",)),
+        lines.Restart(2, "it was killed", 2),
+        lines.Verdict("done", 0, 3, 1.0, (1, 2), 0.5, None, ("it was killed",)),
+        lines.WorkerExited(1, 1, -9, Position()),
+    )
 ]
 MANIFEST = Manifest(
     *(3, 2, LayerNames.numbered(2), (CheckpointFile("model-00001-of-00001.safetensors", 1, 1),)),
@@ -251,9 +251,7 @@ def test_headers_of_channels(head: tuple[int, int] | None, data: bytes) -> None:
         for tag, tensor in frames.header_messages(0, header):
             if head is not None and tag == frames.HEADER:
                 size = frames.HEAD.size
-                tensor[:size] = torch.frombuffer(
-                    bytearray(frames.HEAD.pack(*head)), dtype=torch.uint8
-                )
+                tensor[:size] = frames.bytes_tensor(frames.HEAD.pack(*head))
             link.send(tensor, tag)
         receiver.begin(None, [0])
         receiver.receive(0)
@@ -285,8 +283,7 @@ def test_the_length_of_a_header_is_checked_before_memory_is_allocated(
     link = SmallLink()
     receiver = Receiver(link, 1, KINDS)
     head = frames.HEAD.pack(length, microbatch) + HEADERS[0]
-    data = bytearray(head.ljust(frames.HEADER_BYTES, b"\0"))
-    link.send(torch.frombuffer(data, dtype=torch.uint8), frames.HEADER)
+    link.send(frames.bytes_tensor(head.ljust(frames.HEADER_BYTES, b"\0")), frames.HEADER)
     receiver.begin(0, [0])
     with pytest.raises(ProtocolError, match=f"a header of {length} bytes for micro-batch"):
         receiver.receive(0)
@@ -354,10 +351,7 @@ def test_edges(text: str) -> None:
     check_reader(Edge.parse, text, ScheduleError)
 
 
-CALLS = [
-    ("os", "system"),
-    ("TRAP", "spring"),  # a module that is not imported yet
-]
+CALLS = [("os", "system"), ("TRAP", "spring")]  # TRAP: a module that is not imported yet
 
 
 @pytest.mark.parametrize(("module", "name"), CALLS)

@@ -17,6 +17,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from pipeworker.worker.device.accelerator import Accelerator
+from support.late_streams import LateEvent, LateStream
 
 _aten = torch.ops.aten
 _VIEWS = {_aten._unsafe_view.default, _aten.lift_fresh.default}
@@ -33,62 +35,10 @@ _READS = {_aten._local_scalar_dense.default, _aten.equal.default, _aten.is_nonze
 _LINE = 64
 _PATIENCE, _POLL = 20.0, 0.0003  # seconds
 ORDERS = (
-    "compute>sends",
-    "receives>compute",
-    "sends>host",
-    "receives>host",
-    "used by sends",
-    "used by compute",
+    *("compute>sends", "receives>compute", "sends>host", "receives>host"),
+    *("used by sends", "used by compute"),
 )
 """The orderings that transfers need, by events and by the allocator; each can be left out."""
-
-
-@dataclass(eq=False)
-class LateStream:
-    """A queue of calls to execute in order, and of events to wait for."""
-
-    name: str
-    device: LateDevice
-    submitted: int = 0
-    done: int = 0
-    queue: deque[Callable[[], None] | LateEvent] = field(default_factory=deque)
-
-    def submit(self, work: Callable[[], None] | LateEvent) -> None:
-        self.queue.append(work)
-        self.submitted += 1
-
-    def wait_event(self, event: Any) -> None:
-        if f"{event.stream.name}>{self.name}" != self.device.without:
-            self.device.submit(self, event.now())
-
-
-@dataclass(eq=False)
-class LateEvent:
-    """A position in a stream."""
-
-    stream: LateStream
-    place: int
-
-    def record(self, stream: Any) -> None:
-        self.stream, self.place = stream, stream.submitted
-
-    @property
-    def reached(self) -> bool:
-        return self.stream.done >= self.place
-
-    def now(self) -> LateEvent:
-        return self
-
-    @property
-    def _ignored(self) -> bool:
-        return f"{self.stream.name}>host" == self.stream.device.without
-
-    def query(self) -> bool:
-        return self._ignored or self.reached
-
-    def synchronize(self) -> None:
-        if not self._ignored:
-            self.stream.device.run_until(self)
 
 
 @dataclass(eq=False)
@@ -128,8 +78,6 @@ class LateDevice(Accelerator):
         self._local = threading.local()
         self.pins: dict[int, int] = {}
         self.waits: list[str] = []
-
-    # The interface of an accelerator.
 
     device = torch.device("privateuseone")
 
@@ -214,9 +162,7 @@ class LateDevice(Accelerator):
         for stream in self._streams:
             self._run_until(LateEvent(stream, stream.submitted))
 
-    # Implementation.
-
-    def submit(self, stream: LateStream, work: Callable[[], None] | LateEvent) -> None:
+    def submit(self, stream: LateStream, work: Callable[[], object] | LateEvent) -> None:
         with self._lock:
             self._spoil_freed()
             stream.submit(work)
@@ -297,7 +243,7 @@ class LateDevice(Accelerator):
             if stream is not None:
                 for user in block.users - {stream}:
                     stream.submit(LateEvent(user, user.submitted))
-                stream.submit(_spoiling(memory))
+                stream.submit(partial(ctypes.memset, memory, 0xFF, len(memory)))
 
     def _block_of(self, tensor: torch.Tensor) -> _Block | None:
         return self._blocks.get(tensor.untyped_storage().data_ptr())
@@ -309,10 +255,7 @@ class LateDevice(Accelerator):
         block, address = self._block_of(tensor), tensor.data_ptr()
         pinned = any(start <= address < start + size for start, size in self.pins.items())
         assert block or pinned, "the device copies from memory that is not pinned"
-        sizes = zip(tensor.shape, tensor.stride(), strict=True)
-        reach = 1 + sum(stride * (size - 1) for size, stride in sizes)
-        count = reach * tensor.element_size()
-        memory = (ctypes.c_char * count).from_address(tensor.data_ptr())
+        memory = (ctypes.c_char * _span(tensor)).from_address(tensor.data_ptr())
         flat = torch.frombuffer(memory, dtype=tensor.dtype)
         return flat.as_strided(tensor.shape, tensor.stride()), block and block.memory
 
@@ -335,7 +278,8 @@ class LateDevice(Accelerator):
             else:
                 late.append(leaf)
         meta = [_meta(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
-        shapes = func(*_both(structure, meta)[0], **_both(structure, meta)[1])
+        meta_args, meta_kwargs = pytree.tree_unflatten(meta, structure)
+        shapes = func(*meta_args, **meta_kwargs)
         results = self._results(func, args, kwargs, shapes)
         outs: list[torch.Tensor | None] = []
         for fresh in [r for r in pytree.tree_leaves(results) if isinstance(r, torch.Tensor)]:
@@ -347,7 +291,7 @@ class LateDevice(Accelerator):
             outs.append(bare)
 
         def work(kept: Any = kept) -> None:
-            late_args, late_kwargs = _both(structure, late)
+            late_args, late_kwargs = pytree.tree_unflatten(late, structure)
             made = pytree.tree_leaves(func(*late_args, **late_kwargs))
             tensors = [one for one in made if isinstance(one, torch.Tensor)]
             for out, one in zip(outs, tensors, strict=bool(outs)):
@@ -380,9 +324,7 @@ class LateDevice(Accelerator):
         return type(shapes)(found) if several else found[0]
 
     def _like(self, shape: torch.Tensor) -> torch.Tensor:
-        sizes = zip(shape.shape, shape.stride(), strict=True)
-        reach = 1 + sum(stride * (size - 1) for size, stride in sizes) if shape.numel() else 0
-        return _strided(self._new(reach * shape.element_size(), self.current), shape)
+        return _strided(self._new(_span(shape), self.current), shape)
 
     def _at_once(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Execute all queued work, then the operator, as a synchronizing call does."""
@@ -423,9 +365,11 @@ class _Functions(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def _both(structure: Any, leaves: list[Any]) -> tuple[Any, Any]:
-    args, kwargs = pytree.tree_unflatten(leaves, structure)
-    return args, kwargs
+def _span(tensor: torch.Tensor) -> int:
+    """Return the bytes from a tensor's first element to the end of its last."""
+    sizes = zip(tensor.shape, tensor.stride(), strict=True)
+    reach = 1 + sum(stride * (size - 1) for size, stride in sizes) if tensor.numel() else 0
+    return reach * tensor.element_size()
 
 
 def _meta(tensor: torch.Tensor) -> torch.Tensor:
@@ -436,13 +380,6 @@ def _strided(memory: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     if not like.numel():
         return memory.new_empty(0).view(like.dtype).as_strided(like.shape, like.stride())
     return memory.view(like.dtype).as_strided(like.shape, like.stride())
-
-
-def _spoiling(memory: Any) -> Callable[[], None]:
-    def spoil() -> None:
-        ctypes.memset(memory, 0xFF, len(memory))
-
-    return spoil
 
 
 EAGER = [

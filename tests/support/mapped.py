@@ -28,8 +28,9 @@ import torch
 from pipeworker.worker.device.accelerator import Accelerator, Mapping, accelerator_for
 from pipeworker.worker.transport.links import mapped, shared
 from pipeworker.worker.transport.links.link import Lane, Link, Pending, TwoLanes
-from support.device import LateDevice, LateEvent, LateStream
+from support.device import LateDevice
 from support.jobs import Jobs
+from support.late_streams import LateEvent, LateStream
 from support.transport import FORTH
 
 _TESTS = Path(__file__).parents[1]

@@ -16,7 +16,8 @@ import torch
 
 from pipeworker.worker.device.nccl import Nccl
 from pipeworker.worker.internals import Store
-from support.device import LateDevice, LateEvent, LateStream
+from support.device import LateDevice
+from support.late_streams import LateEvent, LateStream
 from support.mapped import MappedDevice
 
 _WIRES: dict[bytes, deque[bytes]] = defaultdict(deque)

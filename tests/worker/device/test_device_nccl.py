@@ -24,7 +24,7 @@ HEADER = "torch/csrc/distributed/c10d/ProcessGroupNCCL.hpp"
 
 @pytest.fixture
 def made(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
-    """What groups were made of, and some of the environment they were made in."""
+    """The arguments of the groups that are made, and some variables of their environment."""
     found: list[tuple[Any, ...]] = []
 
     def group(*what: Any) -> str:
