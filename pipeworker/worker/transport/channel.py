@@ -323,17 +323,14 @@ class Receiver(_End):
         buffers = [[pool.acquire(layout) for layout in frame.tensors] for frame in chosen]
         moving = [[buffer for buffer in some if buffer.numel()] for some in buffers]
         if self._notices is not None and tag == EXPECTED:
-            self._post_notices(self._notices, len(chosen))
+            memory = [bytearray(1) for _ in chosen]
+            tensors = [torch.frombuffer(one, dtype=torch.uint8) for one in memory]
+            self._notices += zip(memory, self._control.receive(tensors, NOTICE), strict=True)
         pending = iter(lane.receive(list(chain.from_iterable(moving)), tag))
         return [
             _Posted(frame, some, list(islice(pending, len(those))), pool)
             for frame, some, those in zip(chosen, buffers, moving, strict=True)
         ]
-
-    def _post_notices(self, notices: deque[tuple[bytearray, Pending]], count: int) -> None:
-        memory = [bytearray(1) for _ in range(count)]
-        tensors = [torch.frombuffer(one, dtype=torch.uint8) for one in memory]
-        notices += zip(memory, self._control.receive(tensors, NOTICE), strict=True)
 
     def _receive_described(self, microbatch: int) -> _Posted:
         """Receive a header and the tensors of its frame."""

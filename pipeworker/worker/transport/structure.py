@@ -86,7 +86,11 @@ def _flatten(value: Any, types: TypeRegistry, leaves: list[Any], depth_left: int
     children: Sequence[Any]
     context: Any = None
     if number is None:
-        if kind in _LEAF_TYPES or isinstance(value, torch.Tensor) or not _is_node(kind):
+        if (
+            kind in _LEAF_TYPES
+            or isinstance(value, torch.Tensor)
+            or not (kind in pytree.SUPPORTED_NODES or is_namedtuple(kind))
+        ):
             leaves.append(value)
             return LEAF
         number, children, context = _flatten_agreed(value, kind, types, max(0, depth_left - 1))
@@ -112,10 +116,6 @@ def _flatten(value: Any, types: TypeRegistry, leaves: list[Any], depth_left: int
         leaves += children
         return number, context, *[LEAF] * len(children)
     return number, context, *[_flatten(child, types, leaves, depth_left - 1) for child in children]
-
-
-def _is_node(kind: type) -> bool:
-    return kind in pytree.SUPPORTED_NODES or is_namedtuple(kind)
 
 
 def _flatten_agreed(

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,7 +26,7 @@ from pipeworker.worker.transport.handshake import (
     authenticate,
     log_rejection,
 )
-from pipeworker.worker.transport.links.link import OneLane, Pending, peer_lost
+from pipeworker.worker.transport.links.link import GroupWork, OneLane, Pending, peer_lost
 from pipeworker.worker.transport.network import CoordinatorStore, Network
 
 # A wait for a tensor ends when a peer is lost or the coordinator ends the job. Only the coordinator
@@ -37,21 +38,6 @@ _MAX_BROKEN = 3  # groups that fail at once, before the network is to blame
 
 
 @dataclass(slots=True)
-class _PendingWork:
-    """A send or receive under way; it keeps the tensor, whose memory gloo reads or writes."""
-
-    work: Work
-    edge: Edge
-    tensor: torch.Tensor
-
-    def wait(self) -> None:
-        try:
-            self.work.wait(_NO_TIMEOUT)
-        except RuntimeError as error:
-            raise peer_lost(self.edge, error) from error
-
-
-@dataclass(slots=True)
 class GroupLink(OneLane):
     """One end of an edge: rank 0 of its group sends, rank 1 receives."""
 
@@ -59,21 +45,24 @@ class GroupLink(OneLane):
     group: Any  # a ProcessGroup; torch's type stub lacks send and recv
 
     def send(self, tensor: torch.Tensor, tag: int) -> Pending:
-        try:
-            return _PendingWork(self.group.send([tensor], 1, tag), self.edge, tensor)
-        except RuntimeError as error:
-            raise peer_lost(self.edge, error) from error
+        return self._submit(self.group.send, tensor, 1, tag)
 
     def receive(self, tensors: Sequence[torch.Tensor], tag: int) -> Sequence[Pending]:
-        try:
-            return [_PendingWork(self.group.recv([t], 0, tag), self.edge, t) for t in tensors]
-        except RuntimeError as error:
-            raise peer_lost(self.edge, error) from error
+        return [self._submit(self.group.recv, tensor, 0, tag) for tensor in tensors]
 
     def close(self) -> None:
         """Abort the group; transfers under way fail."""
         self.group.abort()
         self.group = None
+
+    def _submit(
+        self, start: Callable[..., Work], tensor: torch.Tensor, rank: int, tag: int
+    ) -> Pending:
+        try:
+            work = start([tensor], rank, tag)
+        except RuntimeError as error:
+            raise peer_lost(self.edge, error) from error
+        return GroupWork(self.edge, partial(work.wait, _NO_TIMEOUT), tensor)
 
 
 @dataclass(slots=True)

@@ -81,6 +81,21 @@ class PendingSend:
         self.done.set()
 
 
+@dataclass(slots=True)
+class GroupWork:
+    """A send or receive of a process group, whose failure names the edge."""
+
+    edge: Edge
+    finish: Callable[[], object]
+    tensor: torch.Tensor | None = None  # whose memory the group reads or writes
+
+    def wait(self) -> None:
+        try:
+            self.finish()
+        except RuntimeError as error:
+            raise peer_lost(self.edge, error) from error
+
+
 class Lane(Protocol):
     """One direction of messages; those of one tag arrive in the order they were sent.
 

@@ -19,7 +19,6 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent import futures
 from concurrent.futures import Future
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -31,25 +30,16 @@ from pipeworker.worker.device.accelerator import Accelerator, Event
 from pipeworker.worker.device.nccl import Group, Work
 from pipeworker.worker.internals import PrefixStore, Store
 from pipeworker.worker.transport.handshake import RendezvousPoint
-from pipeworker.worker.transport.links.link import Pending, PendingReceive, bytes_of, peer_lost
+from pipeworker.worker.transport.links.link import (
+    GroupWork,
+    Pending,
+    PendingReceive,
+    bytes_of,
+    peer_lost,
+)
 
 REACH_FACTOR = 2  # NCCL searches all paths between the devices before it connects
 _REMEDY = "--backend gloo does without NCCL"
-
-
-@dataclass(frozen=True, slots=True)
-class _GuardedWork:
-    """A send or receive submitted to the device, whose failure names the edge."""
-
-    edge: Edge
-    work: Work
-
-    def wait(self) -> None:
-        """Make the current stream wait until the tensor has left or arrived."""
-        try:
-            self.work.wait()
-        except RuntimeError as error:
-            raise peer_lost(self.edge, error) from error
 
 
 class NcclLane:
@@ -94,9 +84,10 @@ class NcclLane:
         aborts.start()
         aborts.join(timings().exit)
 
-    def _submit(self, start: Callable[[], Work]) -> _GuardedWork:
+    def _submit(self, start: Callable[[], Work]) -> GroupWork:
+        """Submit a transfer; to wait for it makes the current stream wait."""
         try:
-            return _GuardedWork(self._edge, start())
+            return GroupWork(self._edge, start().wait)
         except RuntimeError as error:
             raise peer_lost(self._edge, error) from error
 

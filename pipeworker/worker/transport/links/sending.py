@@ -61,12 +61,6 @@ class QueuedSender(OneLane, abc.ABC):
             PipeworkerError: the other end is gone, or has sent an invalid message.
         """
 
-    def _enqueue(self, pending: PendingSend) -> None:
-        """Queue a send; the caller holds the lock."""
-        if self._error is not None:
-            raise self._error
-        self._queue.append(pending)
-
     def _send_all(self) -> None:
         """Send, on the thread, all that is queued."""
         try:
@@ -113,8 +107,10 @@ class PostedSender(QueuedSender):
                 if posts:
                     self._deliver(tensor, tag)
                     return COMPLETE
+            if self._error is not None:
+                raise self._error
             pending = PendingSend(tensor, tag)
-            self._enqueue(pending)
+            self._queue.append(pending)
             self._deliver_posted()
             if pending.done.is_set():
                 return COMPLETE

@@ -75,7 +75,7 @@ class SendingLink(QueuedSender):
             if not self._queue and self._write(parts):
                 return COMPLETE
             pending = PendingSend(tensor, tag, parts)
-            self._enqueue(pending)
+            self._queue.append(pending)
             self._thread.submit(self._send_all)
         return pending
 
