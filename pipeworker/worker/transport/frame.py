@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from itertools import starmap
 from struct import Struct
 from typing import Annotated, Any
 
@@ -42,6 +43,7 @@ _DTYPES = {
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 _Numbers = Annotated[tuple[Annotated[int, Meta(ge=0)], ...], Meta(max_length=_MAX_DIMS)]
 _LayoutFields = tuple[_Numbers, _Numbers, str, bool, Annotated[int, Meta(ge=0, lt=ALIGNMENT)]]
+_Layouts = Annotated[tuple[_LayoutFields, ...], Meta(max_length=MAX_TENSORS)]
 
 
 @dataclass(frozen=True)
@@ -198,13 +200,12 @@ def _decode(header: bytes, types: TypeRegistry) -> Frame:
         parts = msgpack.unpackb(header, use_list=False, max_array_len=structures.MAX_ITEMS + 2)
     except Exception as error:  # msgpack raises ValueError, UnicodeDecodeError and its own types
         raise ProtocolError(f"not a frame's header: {type(error).__name__}") from error
-    if type(parts) is not tuple or len(parts) != 3:
-        raise ProtocolError("not a frame's header")
-    structure, leaves, tensors = parts
-    if type(leaves) is not tuple or structures.count_leaves(structure, types) != len(leaves):
+    try:
+        structure, leaves, tensors = msgspec.convert(parts, tuple[Any, tuple[Any, ...], _Layouts])
+    except msgspec.ValidationError as error:
+        raise ProtocolError(f"not a frame's header: {error}") from error
+    if structures.count_leaves(structure, types) != len(leaves):
         raise ProtocolError("a frame's leaves are not those of its structure")
-    if type(tensors) is not tuple or len(tensors) > MAX_TENSORS:
-        raise ProtocolError("a frame has too many tensors")
     count = 0
     for leaf in leaves:
         if type(leaf) is not int:
@@ -215,17 +216,15 @@ def _decode(header: bytes, types: TypeRegistry) -> Frame:
             count += leaf == count
     if count != len(tensors):
         raise ProtocolError("a frame's leaves are not its tensors")
-    return Frame(structure, leaves, tuple(map(_decode_layout, tensors)))
+    return Frame(structure, leaves, tuple(starmap(_decode_layout, tensors)))
 
 
 _decode_cached = lru_cache(64)(_decode)
 
 
-def _decode_layout(fields: Any) -> Layout:
-    try:
-        shape, stride, name, grad, offset = msgspec.convert(fields, _LayoutFields)
-    except msgspec.ValidationError as error:
-        raise ProtocolError(f"not a tensor's layout: {error}") from error
+def _decode_layout(
+    shape: tuple[int, ...], stride: tuple[int, ...], name: str, grad: bool, offset: int
+) -> Layout:
     dtype = _DTYPES.get(name)
     if dtype is None or len(shape) != len(stride):
         raise ProtocolError("not a tensor's layout")

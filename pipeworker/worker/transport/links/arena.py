@@ -166,7 +166,7 @@ class ArenaAllocator:
         size = max(1, -(-count // ALIGNMENT)) * ALIGNMENT
         if not self._used and self._total() > max(self._limit, _ARENA_BYTES):
             self._drop_arenas()
-        arena, offset = self._find(size) or (self._add_arena(size), 0)
+        arena, offset = self._take(size)
         self._used += size
         self._limit = max(self._limit, self._used + self._used // _SPARE)
         self._touched += size
@@ -182,15 +182,14 @@ class ArenaAllocator:
     def _total(self) -> int:
         return sum([arena.size for arena in self._arenas])
 
-    def _find(self, size: int) -> tuple[Arena, int] | None:
-        """Allocate a free range; return its arena and its offset there."""
+    def _take(self, size: int) -> tuple[Arena, int]:
+        """Allocate a range; return its arena and its offset there.
+
+        If no arena has room, a new one replaces all unused ones.
+        """
         for arena in self._arenas:
             if (offset := arena.heap.allocate(size)) is not None:
                 return arena, offset
-        return None
-
-    def _add_arena(self, size: int) -> Arena:
-        """Return a new arena, which replaces all unused ones, with its first bytes allocated."""
         self._drop_arenas()
         room = max(size, self._limit - self._total(), self._used, _ARENA_BYTES)  # each doubles: few
         arena = Arena(next(self._numbers), room, self._pin)
@@ -199,8 +198,7 @@ class ArenaAllocator:
         finally:
             os.close(arena.descriptor)
         self._arenas.append(arena)
-        arena.heap.allocate(size)
-        return arena
+        return arena, arena.heap.allocate(size) or 0
 
     def _drop_arenas(self) -> None:
         """Unmap the arenas that are not in use, at both ends."""
