@@ -7,6 +7,7 @@ that number is announced. Each replica runs the schedule of its own part.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
@@ -54,8 +55,7 @@ class Blueprint:
     recompute: tuple[str, ...]
     names: LayerNames
     types: tuple[str, ...] = ()
-    _stage_edges: dict[int, list[Edge]] = field(default_factory=dict)  # within a replica
-    _rank_edges: dict[int, list[Edge]] = field(default_factory=dict)  # between replicas
+    _edges: defaultdict[int, set[Edge]] = field(default_factory=lambda: defaultdict(set))  # by rank
     _schedules: dict[int, tuple[Schedule, LiveMicroBatches]] = field(default_factory=dict)
     _sent_microbatches: int = -1  # of the schedule that the workers have
 
@@ -94,12 +94,12 @@ class Blueprint:
             tuple(sorted(set.intersection(*({*d.types} for d in described)))),
         )
         for edge in edges(found.for_replica(options.microbatches, 0)[0]):
-            for stage in {edge.source, edge.target}:
-                found._stage_edges.setdefault(stage, []).append(edge)
+            for replica in range(placement.replicas):
+                for stage in (edge.source, edge.target):
+                    found._edges[placement.rank_of(stage, replica)].add(edge)
         for edge in replica_edges(placement, scatters_data=options.data_reader == "first"):
             for replica in (edge.origin, edge.goal):
-                rank = placement.rank_of(edge.source, replica)
-                found._rank_edges.setdefault(rank, []).append(edge)
+                found._edges[placement.rank_of(edge.source, replica)].add(edge)
         return found
 
     @staticmethod
@@ -178,11 +178,9 @@ class Blueprint:
         """Return the message with the stages and channels of a rank."""
         placement = self.placement
         held = set(placement.stages_of(rank))
-        channels = {edge for stage in held for edge in self._stage_edges.get(stage, ())}
-        channels |= {*self._rank_edges.get(rank, ())}
         return Plan(
             tuple(StageRange(s, *self.ranges[s], self.recompute[s]) for s in sorted(held)),
-            tuple(map(str, sorted(channels))),
+            tuple(map(str, sorted(self._edges[rank]))),
             tuple(skip for skip in self.skips if held & {skip.source, skip.target}),
             tuple(tie for tie in self.ties if held & {*tie.stages}),
             format_actions(self.evaluation.workers[placement.worker_of(rank)]),

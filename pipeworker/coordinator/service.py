@@ -26,7 +26,7 @@ from pipeworker.coordinator.loss_scaler import LossScaler
 from pipeworker.coordinator.steps.progress import Start
 from pipeworker.coordinator.steps.snapshots import JobState
 from pipeworker.environment import timings
-from pipeworker.errors import PipeworkerError, ProtocolError, RecordError
+from pipeworker.errors import PipeworkerError, RecordError
 from pipeworker.facts.step import Evaluation, StepResult
 from pipeworker.host.descriptors import DescriptorReserve, check_available
 from pipeworker.host.suspend_clock import SuspendAwareClock
@@ -160,8 +160,6 @@ class Service:
     def _receive_from_parent(self, now: float) -> None:
         """Handle the parent's events, and its end."""
         for event in self._parent.receive(now):
-            if isinstance(event, lines.Configuration | lines.KeepAlive):
-                raise ProtocolError(f"{type(event).__name__} out of place")
             self._handle(event)
         if self._parent.gone:
             self._handle(events.ParentLost(self._configuration.parent_rank))

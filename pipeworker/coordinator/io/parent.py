@@ -11,7 +11,7 @@ import select
 from collections.abc import Iterator
 
 from pipeworker.wire import lines
-from pipeworker.wire.lines import FromCoordinator, KeepAlive, ToCoordinator
+from pipeworker.wire.lines import FromCoordinator, JobEvent, KeepAlive
 
 INPUT, OUTPUT = 0, 1
 
@@ -25,7 +25,7 @@ class ParentProcess:
     def __init__(self) -> None:
         self.reads, self.writes = INPUT, OUTPUT
         self.gone = False
-        self._input: lines.Buffer[ToCoordinator] = lines.Buffer(ToCoordinator)
+        self._input: lines.Buffer[JobEvent | KeepAlive] = lines.Buffer(JobEvent | KeepAlive)
         self._output = b""
         self._last_heard: float | None = None
         self._patience = 0.0
@@ -63,7 +63,7 @@ class ParentProcess:
                 self.gone = not os.read(INPUT, 65536)
             self.flush()
 
-    def receive(self, now: float) -> Iterator[ToCoordinator]:
+    def receive(self, now: float) -> Iterator[JobEvent]:
         """Read what has arrived and yield its events, except for KeepAlive; `now` is in seconds."""
         data = os.read(INPUT, 65536)
         self.gone = not data
