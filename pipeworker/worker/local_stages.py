@@ -153,7 +153,7 @@ def build_stages(loaded: LoadedWorker, model: Model, plan: Plan) -> LocalStages:
                 loss=job.loss if part.stage == role.placement.stages - 1 else None,
                 copies=copies if part.recompute == OFFLOAD else None,
             )
-            resources.callback(stage.close)
+            resources.callback(stage.deferred.restore_modules)
             if ties_of is not None:
                 ties[part.stage] = ties_of
             if initial is not None:  # before the optimizer, which may copy weights when it is built

@@ -55,7 +55,7 @@ class Stage:
         self.layers, self.first = self._layers.modules, config.first
         self.last_layer = self._layers.last_layer
         self.class_of, self.state_dicts = self._layers.class_of, self._layers.state_dicts
-        self.deferred = DeferredBatchNorm(self.layers) if config.deferred_batch_norm else None
+        self.deferred = DeferredBatchNorm(self.layers if config.deferred_batch_norm else ())
         self._buffers = Buffers(self.layers)
         self._offload = Offload(self.layers, copies) if copies is not None else None
         self._input_changes: bool | None = None
@@ -76,13 +76,7 @@ class Stage:
 
     def end(self) -> None:
         """End the mini-batch: deferred batch norms update their statistics."""
-        if self.deferred is not None:
-            self.deferred.commit()
-
-    def close(self) -> None:
-        """Restore the modules' settings; what they have learned stays."""
-        if self.deferred is not None:
-            self.deferred.restore_modules()
+        self.deferred.commit()
 
     def forward(self, mb: MicroBatch) -> None:
         """Run the layers: sets ``outgoing`` and ``departing``, or the loss on the last stage.

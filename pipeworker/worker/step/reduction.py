@@ -95,7 +95,7 @@ class Reduction:
         present = self._gradients.pack() if self._reduces_gradients else []
         self._flags = [*present, *self._buffers.changes(), True]
         flags = torch.tensor(self._flags, dtype=torch.uint8)
-        moments = self._stage.deferred.moments() if self._stage.deferred else []
+        moments = self._stage.deferred.moments()
         for goal, sender in self._senders.items():
             sender.send(_FLAGS, [flags, *moments])
             for number, piece in enumerate(self._parts[goal], 1):
