@@ -22,6 +22,7 @@ from pipeworker.worker.transport import structure as structures
 from pipeworker.worker.transport.layout import (
     ALIGNMENT,
     Layout,
+    cannot_pass,
     check_dense,
     extent_of,
     has_layout,
@@ -121,9 +122,10 @@ def _flatten(
         elif type(item) in structures.PLAIN_TYPES:
             leaves.append(structures.encode_scalar(item))
         else:
-            raise PipeworkerError(
-                f"a {type(item).__name__} cannot pass from one stage to the next: only tensors and "
-                "plain values (numbers, strings, bytes, None) can, in tuples, lists and dicts"
+            raise cannot_pass(
+                f"a {type(item).__name__}",
+                "only tensors and plain values (numbers, strings, bytes, None) can, in tuples, "
+                "lists and dicts",
             )
     return tuple(leaves), tensors, structure
 
@@ -170,18 +172,13 @@ def to_bytes(frame: Frame) -> bytes:
         (t.shape, t.stride, _NAMES[t.dtype], t.requires_grad, t.offset) for t in frame.tensors
     ]
     if any(len(t.shape) > _MAX_DIMS for t in frame.tensors):
-        raise PipeworkerError(
-            f"a tensor of more than {_MAX_DIMS} dimensions cannot pass from one stage to the next"
-        )
+        raise cannot_pass(f"a tensor of more than {_MAX_DIMS} dimensions", "flatten some")
     try:
         header: bytes = msgpack.packb((frame.structure, frame.leaves, tensors))
     except (OverflowError, ValueError) as error:  # a number beyond 64 bits, half of a surrogate
         raise PipeworkerError(f"the output of a stage cannot be described: {error}") from error
     if len(header) > MAX_HEADER_BYTES:
-        raise PipeworkerError(
-            f"plain values of {len(header)} bytes cannot pass from one stage to the next: make "
-            "tensors of them"
-        )
+        raise cannot_pass(f"plain values of {len(header)} bytes", "make tensors of them")
     return header
 
 

@@ -19,6 +19,11 @@ ALIGNMENT = 64
 """Bytes: the alignment of the allocators, and the most that a kernel may depend on."""
 
 
+def cannot_pass(what: str, reason: str) -> PipeworkerError:
+    """Return the error of a value that cannot cross a stage boundary."""
+    return PipeworkerError(f"{what} cannot pass from one stage to the next: {reason}")
+
+
 @dataclass(frozen=True)
 class Layout:
     """The layout of one tensor, and whether it requires grad at the source.
@@ -99,9 +104,7 @@ def has_layout(tensor: torch.Tensor, layout: Layout) -> bool:
 def check_dense(tensor: torch.Tensor) -> None:
     """Raise PipeworkerError if a tensor has no layout: it is sparse, quantized, or the like."""
     if tensor.layout is not torch.strided or tensor.is_quantized:
-        raise PipeworkerError(
-            f"a {tensor.layout} tensor cannot pass from one stage to the next: make it dense first"
-        )
+        raise cannot_pass(f"a {tensor.layout} tensor", "make it dense first")
 
 
 def extent_of(shape: Sequence[int], strides: Sequence[int]) -> int | None:

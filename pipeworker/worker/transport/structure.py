@@ -21,6 +21,7 @@ import torch
 
 from pipeworker.errors import PipeworkerError, ProtocolError
 from pipeworker.worker.internals import pytree
+from pipeworker.worker.transport.layout import cannot_pass
 
 Structure = int | tuple[Any, ...]
 Encoded = str | bytes | tuple[Any, ...] | None
@@ -73,10 +74,7 @@ def flatten(
     leaves: list[Any] = []
     structure = _flatten(value, types, leaves, depth_left)
     if len(leaves) > MAX_ITEMS:
-        raise PipeworkerError(
-            f"a value of {len(leaves)} parts cannot pass from one stage to the next: make tensors "
-            "of them"
-        )
+        raise cannot_pass(f"a value of {len(leaves)} parts", "make tensors of them")
     return leaves, structure
 
 
@@ -102,16 +100,11 @@ def _flatten(value: Any, types: TypeRegistry, leaves: list[Any], depth_left: int
         children, context = tuple(value.values()), _encode_keys(value, types)
         if number == _DEFAULT:
             if value.default_factory not in _FACTORIES:
-                raise PipeworkerError(
-                    f"a defaultdict of {value.default_factory!r} cannot pass from one stage to the "
-                    "next: make it a dict"
-                )
+                raise cannot_pass(f"a defaultdict of {value.default_factory!r}", "make it a dict")
             context = (_FACTORIES.index(value.default_factory), context)
     if not depth_left or len(children) > MAX_ITEMS:
-        raise PipeworkerError(
-            f"a {kind.__name__} cannot pass from one stage to the next: it "
-            + ("nests too deeply" if not depth_left else f"has {len(children)} parts")
-        )
+        reason = "it nests too deeply" if not depth_left else f"it has {len(children)} parts"
+        raise cannot_pass(f"a {kind.__name__}", reason)
     if _LEAF_TYPES.issuperset(map(type, children)):
         leaves += children
         return number, context, *[LEAF] * len(children)
@@ -124,11 +117,11 @@ def _flatten_agreed(
     """Return the number of an agreed class, and the value's children and context."""
     number = types.numbers.get(kind)
     if number is None:
-        raise PipeworkerError(
-            f"a {kind.__module__}.{kind.__qualname__} cannot pass from one stage to the next: when "
-            "the job was described, not every worker knew it. Define it at the top of the job file "
-            "or of a module that it imports there, and register it there unless it is a named "
-            "tuple, or give its parts as a tuple"
+        raise cannot_pass(
+            f"a {kind.__module__}.{kind.__qualname__}",
+            "when the job was described, not every worker knew it. Define it at the top of the job "
+            "file or of a module that it imports there, and register it there unless it is a named "
+            "tuple, or give its parts as a tuple",
         )
     if is_namedtuple(kind):
         return _FIRST_AGREED + number, tuple(value), None
