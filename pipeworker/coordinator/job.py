@@ -206,7 +206,8 @@ class Job:
         generation, abort = self.generation, self.generation.abort
         match event:
             case MessageReceived(peer, _, Hello() as hello) if abort and self.awaits_late_workers:
-                if generation.roster.admit(peer, hello, now):
+                roster = generation.roster
+                if roster.member(peer) is None and roster.admit(peer, hello, now):
                     return [Send(peer, abort, generation.number)]
         return []
 

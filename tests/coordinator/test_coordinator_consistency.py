@@ -82,6 +82,7 @@ def test_another_protocol_version_is_named_before_any_worker_joins() -> None:
     assert isinstance(answer.message, Abort)
     assert answer.message.reason == job.failure.message
     assert job.receive(Hello(1, "host", 8), peer=b"later") == []
+    assert job.receive(Hello(0, "host", 7), peer=b"late") == []  # one answer for each peer
 
 
 @pytest.mark.parametrize("fields", [[], ["0", "host"], [0], [0, 1], "ab", None])
