@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 from pipeworker.coordinator.effects import Effect, Log
 from pipeworker.coordinator.loss_scaler import LossScaler
@@ -202,73 +202,12 @@ class FileLoop(_Loop):
         return self._run(batch) if self._half_done else self._begin(batch, now)
 
 
-@dataclass(slots=True)
-class _CallRound:
-    """The calls of a round; with `scatters`, replica 0 reads mini-batches for all replicas."""
-
-    placement: Placement
-    scatters: bool = False
-    _by_rank: dict[int, Call] = field(default_factory=dict)
-
-    def add(self, call: Call) -> str:
-        """Add a call, to a new round if the last one is complete; return a mismatch, or ""."""
-        if self.complete:
-            self._by_rank.clear()
-        self._by_rank[call.rank] = call
-        first, name = self._first, self.placement.names
-        if replace(call, rank=0, batch=None) != replace(first, rank=0, batch=None):
-            return (
-                f"the script: {name(first.rank)} called {_source(first)} while {name(call.rank)} "
-                f"called {_source(call)}; make the same calls in the same order on every rank"
-            )
-        if not self.complete or call.kind is not CallKind.STEP:
-            return ""
-        if self.batch is None:
-            return "step(): the first stage was given no mini-batch; pass one on its rank"
-        return "" if self.scatters else self._batch_mismatch()
-
-    def _batch_mismatch(self) -> str:
-        """Return how the mini-batches of the replicas differ, or an empty string."""
-        batches = [self._by_rank[rank].batch for rank in self.placement.ranks_of(0)]
-        for replica, batch in enumerate(batches):
-            if batch is None:
-                return (
-                    f"step(): the first stage of replica {replica} was given no mini-batch; pass "
-                    "the whole mini-batch on each replica"
-                )
-            if _content(batch) != _content(batches[0]):
-                return (
-                    f"step(): replica {replica} was given another mini-batch than replica 0; pass "
-                    "the whole mini-batch on each replica, which takes its part of it"
-                )
-        return ""
-
-    @property
-    def complete(self) -> bool:
-        """Whether all ranks have called."""
-        return len(self._by_rank) == self.placement.ranks
-
-    @property
-    def batch(self) -> Batch | None:
-        """The mini-batch that the first stage was given."""
-        return self._by_rank[self.placement.rank_of(0)].batch
-
-    @property
-    def last(self) -> bool:
-        """Whether the step is complete with this mini-batch."""
-        return self._first.last
-
-    @property
-    def _first(self) -> Call:
-        return next(iter(self._by_rank.values()))
-
-
 class CallLoop(_Loop):
     """The loop of the user's own: each command is a call that all ranks have made."""
 
     def __init__(self, options: Options, placement: Placement, progress: Progress) -> None:
         super().__init__(options, placement, progress)
-        self._calls = _CallRound(placement, scatters=options.data_reader == "first")
+        self._calls: dict[int, Call] = {}  # of the current round, by rank
         self._current: CallKind | None = None
         self._reply: Wait | None = Wait()
 
@@ -298,14 +237,47 @@ class CallLoop(_Loop):
 
     def call_received(self, call: Call) -> Due | None:
         """Return what is due after a call of the user's loop; None while ranks are awaited."""
-        if mismatch := self._calls.add(call):
+        ranks = self._placement.ranks
+        if len(self._calls) == ranks:  # the last round is complete
+            self._calls.clear()
+        self._calls[call.rank] = call
+        if mismatch := self._mismatch(call):
             return Due(failure=Failure(Cause.USAGE, mismatch))
-        if not self._calls.complete:
+        if len(self._calls) < ranks:
             return None
         self._current = call.kind
         if call.loaded is not None:
             self._resume_from(call.loaded)
         return Due(must_save=call.kind is CallKind.SAVE)
+
+    def _mismatch(self, call: Call) -> str:
+        """Return how a call differs from the others of its round, or lacks a mini-batch, or ""."""
+        placement, first = self._placement, next(iter(self._calls.values()))
+        name = placement.names
+        if replace(call, rank=0, batch=None) != replace(first, rank=0, batch=None):
+            return (
+                f"the script: {name(first.rank)} called {_source(first)} while {name(call.rank)} "
+                f"called {_source(call)}; make the same calls in the same order on every rank"
+            )
+        if len(self._calls) < placement.ranks or call.kind is not CallKind.STEP:
+            return ""
+        batches = [self._calls[rank].batch for rank in placement.ranks_of(0)]
+        if batches[0] is None:
+            return "step(): the first stage was given no mini-batch; pass one on its rank"
+        if self._options.data_reader == "first":
+            return ""
+        for replica, batch in enumerate(batches):
+            if batch is None:
+                return (
+                    f"step(): the first stage of replica {replica} was given no mini-batch; pass "
+                    "the whole mini-batch on each replica"
+                )
+            if _content(batch) != _content(batches[0]):
+                return (
+                    f"step(): replica {replica} was given another mini-batch than replica 0; pass "
+                    "the whole mini-batch on each replica, which takes its part of it"
+                )
+        return ""
 
     def _resume_from(self, loaded: Loaded) -> None:
         progress = self._progress
@@ -319,9 +291,10 @@ class CallLoop(_Loop):
     def next(self, now: float) -> RunStep | Evaluate | Wait | Finish | None:
         match self._current:
             case CallKind.STEP:
-                batch = self._batch = self._calls.batch
+                call = self._calls[self._placement.rank_of(0)]
+                batch = self._batch = call.batch
                 assert batch
-                more, last = self._half_done, self._calls.last
+                more, last = self._half_done, call.last
                 self._half_done = not last
                 return self._run(batch, last=last) if more else self._begin(batch, now, last=last)
             case CallKind.CLOSE:
