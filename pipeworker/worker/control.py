@@ -81,6 +81,7 @@ class Control:
         self.ended: Abort | None = None
         self.silence_timeout: float | None = None
         self._stream = ReliableStream()
+        self._acknowledged = 0  # messages of the coordinator
         self._clock = SuspendAwareClock(self._timings.heartbeat)
         self._received_at = self._clock.now()
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -200,11 +201,15 @@ class Control:
                 self._end(Abort(why, AGAIN))
             if now >= next_heartbeat:
                 next_heartbeat = now + self._timings.heartbeat
-                self._send_heartbeat()
-        self._send_heartbeat()  # the coordinator waits for the acknowledgement of its last message
+                if lost_at is None:
+                    self._send_heartbeat()
+        # The coordinator waits for the acknowledgement of its last message, if for anything.
+        if self._acknowledged < self._stream.received:
+            self._send_heartbeat()
+        gone = lost_at is not None or monitor.poll(0)
         self._socket.disable_monitor()
         monitor.close()
-        self._socket.close(linger=None if self.ended is None else 0)
+        self._socket.close(linger=0 if gone or self.ended else None)
 
     def _on_wake_up(self) -> None:
         """Read wake-ups: zero bytes, and numbers of signals, which the interpreter writes."""
@@ -247,6 +252,7 @@ class Control:
             heartbeat = Heartbeat(self._rank, tracker.get(), *counts, resend, tracker.waiting)
             frame = codec.encode(heartbeat, self._generation)
             self._socket.send(reliable_stream.pack(reliable_stream.UNNUMBERED, frame))
+            self._acknowledged = self._stream.received
 
     def _on_ping(self, ping: Ping) -> None:
         self._stream.acknowledge(ping.received)
