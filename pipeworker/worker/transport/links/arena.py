@@ -129,18 +129,13 @@ class ArenaAllocator:
     memory beyond that returns to the system, page by page, for both ends.
 
     Args:
-        announce: reports a new arena to the sender, before its memory is used.
-        retire: reports to the sender that an arena is no longer used.
+        report: reports an arena to the sender: a new one before its memory is used (True), and one
+            that is no longer used (False).
         pin: pins arenas for an accelerator, if there is one.
     """
 
-    def __init__(
-        self,
-        announce: Callable[[Arena], None],
-        retire: Callable[[Arena], None],
-        pin: Pin | None = None,
-    ) -> None:
-        self._announce, self._retire, self._pin = announce, retire, pin
+    def __init__(self, report: Callable[[Arena, bool], None], pin: Pin | None = None) -> None:
+        self._report, self._pin = report, pin
         self._arenas: list[Arena] = []
         self._numbers = itertools.count()
         self._used = 0  # bytes
@@ -194,7 +189,7 @@ class ArenaAllocator:
         room = max(size, self._limit - self._total(), self._used, _ARENA_BYTES)  # each doubles: few
         arena = Arena(next(self._numbers), room, self._pin)
         try:
-            self._announce(arena)
+            self._report(arena, True)
         finally:
             os.close(arena.descriptor)
         self._arenas.append(arena)
@@ -205,7 +200,7 @@ class ArenaAllocator:
         for arena in [a for a in self._arenas if a.heap.free.get(0) == a.size]:
             arena.clear(0, arena.size)  # the sender may unmap it only later
             self._arenas.remove(arena)
-            self._retire(arena)
+            self._report(arena, False)
 
     def _trim(self) -> None:
         """Return free memory to the system if more is resident than the limit."""

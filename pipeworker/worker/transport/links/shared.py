@@ -56,7 +56,7 @@ class ReceivingLink(OneLane):
         self._edge = edge
         self._socket = connection
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _QUEUE_BYTES)
-        self._allocator = ArenaAllocator(self._announce, self._retire, pin)
+        self._allocator = ArenaAllocator(self._report, pin)
         self._locations = self._allocator.locations
         # By tag: receives, with the bytes that a notice may carry for them.
         self._posted: dict[int, deque[tuple[PendingReceive, int]]] = {}
@@ -116,15 +116,11 @@ class ReceivingLink(OneLane):
         """Close the socket; the memory stays until no tensor refers to it."""
         self._socket.close()
 
-    def _announce(self, arena: Arena) -> None:
-        self._report(POST.pack(-1, -1, 0, arena.size), arena.descriptor)
-
-    def _retire(self, arena: Arena) -> None:
-        self._report(POST.pack(-1, arena.number, 0, -1))
-
-    def _report(self, record: bytes, *descriptors: int) -> None:
+    def _report(self, arena: Arena, new: bool) -> None:
+        place = (-1, 0, arena.size) if new else (arena.number, 0, -1)
+        descriptors = [arena.descriptor] if new else []
         try:
-            socket.send_fds(self._socket, [record], descriptors)
+            socket.send_fds(self._socket, [POST.pack(-1, *place)], descriptors)
         except OSError as error:
             raise peer_lost(self._edge, error) from error
 
