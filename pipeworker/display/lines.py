@@ -164,9 +164,8 @@ class LineDisplay:
 
     def show_output(self, printed: Iterable[Printed]) -> None:
         """Show what workers printed, in a single write: each write takes its time."""
-        lines = [f"{one.mark} {one.text}" for one in printed if self._accepts(one)]
-        if lines:
-            self.write("\n".join(lines))
+        if shown := [f"{one.mark} {one.text}" for one in printed if self._accepts(one)]:
+            self.write("\n".join(shown))
 
     def _accepts(self, printed: Printed) -> bool:
         """Return whether to print it: every whole line, and a redrawn one once a second."""

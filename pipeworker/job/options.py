@@ -168,9 +168,8 @@ class Options:
                 raise UsageError(f"--{name.replace('_', '-')} {bound}: must be greater than 0")
         for name, known in _CHOICES.items():
             if getattr(self, name) not in known:
-                raise UsageError(
-                    f"--{name} {getattr(self, name)}: must be one of {', '.join(known)}"
-                )
+                option = f"--{name.replace('_', '-')} {getattr(self, name)}"
+                raise UsageError(f"{option}: must be one of {', '.join(known)}")
         stages = self.schedule_source.place(self.stages).stages
         if self.balance is not None:
             check_entries(self.balance, stages)

@@ -18,7 +18,6 @@ NUMBERS = (
     *("compile", "deterministic"),
 )
 """Options that change the numbers of a run. They must stay the same unless they are allowed."""
-_OF_ONE_START = ("job_file", "resume", "resume_step")
 
 
 def parse_allowed(names: Collection[str]) -> set[str]:
@@ -40,8 +39,7 @@ def merge(recorded: Options, given: Mapping[str, Any], allowed: Collection[str])
     as none, so allowing them to differ and giving none removes the recorded ones.
     """
     found = override(dataclasses.asdict(recorded), given)
-    for name in _OF_ONE_START:
-        del found[name]
+    del found["job_file"]
     placed = (recorded.stages, recorded.schedule)
     if "balance" not in given and (found["stages"], found["schedule"]) != placed:
         found["balance"] = None

@@ -12,19 +12,11 @@ from pipeworker.facts.step import StepResult
 from pipeworker.host.line_process import start_coordinator
 from pipeworker.record.run_record import write_summary
 from pipeworker.runs.begin import PreparedRun
-from pipeworker.wire.lines import (
-    Bound,
-    CannotStart,
-    Configuration,
-    FromCoordinator,
-    Interrupt,
-    Verdict,
-    Warned,
-)
+from pipeworker.wire import lines
 
-EventListener = Callable[[FromCoordinator], None]
+EventListener = Callable[[lines.FromCoordinator], None]
 """Receives the coordinator's events; a verdict is the last one."""
-REPORTED_BY_CALLER = Verdict("failed", 1, 0, 0.0, (), 0.0, None)
+REPORTED_BY_CALLER = lines.Verdict("failed", 1, 0, 0.0, (), 0.0, None)
 """The verdict for a listener of a job whose failure the caller reports by raising an error."""
 
 
@@ -42,12 +34,12 @@ class CoordinatorProcess:
         self._run = run
         self._started = time.monotonic()
         self._steps = run.options.resume_step
-        self._verdict: Verdict | None = None
+        self._verdict: lines.Verdict | None = None
         self._listener_failed = False
         options, run_dir = run.options.to_json(), str(run.run_dir.path)
         try:
             self._process = start_coordinator()
-            self._process.send(Configuration(options, run_dir, token, host, parent_rank=0))
+            self._process.send(lines.Configuration(options, run_dir, token, host, parent_rank=0))
             self.endpoint = self._wait_for_endpoint()
         except PipeworkerError as error:
             self._record_failure(1, str(error))
@@ -62,9 +54,9 @@ class CoordinatorProcess:
         while more:
             events, more = self._process.receive()
             for event in events:
-                if isinstance(event, Bound):
+                if isinstance(event, lines.Bound):
                     return event.endpoint
-                if isinstance(event, Verdict):
+                if isinstance(event, lines.Verdict):
                     error, more = event.error or event.status, False
         self._process.wait(timings().exit)
         raise PipeworkerError(error)
@@ -74,26 +66,26 @@ class CoordinatorProcess:
         while more:
             events, more = self._process.receive()
             for event in events:
-                if isinstance(event, Verdict):
+                if isinstance(event, lines.Verdict):
                     self._verdict = event
                 if isinstance(event, StepResult):
                     self._steps = event.step
                 self._notify(event)
 
-    def _notify(self, event: FromCoordinator) -> None:
+    def _notify(self, event: lines.FromCoordinator) -> None:
         """Forward an event; the loss of the terminal ends the job as an interrupt does."""
         try:
             self._on_event(event)
         except OSError:
             if not self._listener_failed and self._verdict is None:
-                self._process.send(Interrupt())
+                self._process.send(lines.Interrupt())
             self._listener_failed = True
 
     def abort(self, rank: int, reason: str) -> None:
         """End the job because a rank cannot join it; the caller raises the reason as an error."""
         self._notify(REPORTED_BY_CALLER)
         self._listener_failed, self._on_event = True, lambda _: None
-        self._process.send(CannotStart(rank, 1, reason))
+        self._process.send(lines.CannotStart(rank, 1, reason))
         self.finish(1)
 
     def finish(self, status: int) -> int:
@@ -113,14 +105,14 @@ class CoordinatorProcess:
         self._run.close(self._verdict)
         return self._verdict.exit_status
 
-    def _record_failure(self, status: int, error: str) -> Verdict:
+    def _record_failure(self, status: int, error: str) -> lines.Verdict:
         """Write the summary in place of the coordinator; return its verdict."""
-        seconds, options = time.monotonic() - self._started, self._run.options
-        peaks = (0,) * options.workers
-        verdict = Verdict("failed", status, self._steps, seconds, peaks, 0.0, error)
+        seconds, placement = time.monotonic() - self._started, self._run.options.placement
+        peaks = (0,) * placement.ranks
+        verdict = lines.Verdict("failed", status, self._steps, seconds, peaks, 0.0, error)
         self._verdict = verdict
         try:
-            write_summary(self._run.run_dir, verdict, options.placement.stages)
+            write_summary(self._run.run_dir, verdict, placement.stages)
         except OSError as failed:
-            self._notify(Warned(str(RecordError(self._run.run_dir.summary, failed))))
+            self._notify(lines.Warned(str(RecordError(self._run.run_dir.summary, failed))))
         return verdict

@@ -52,11 +52,6 @@ class RunLock:
                 raise BlockingIOError(errno.EAGAIN, "another process holds it", str(path))
             time.sleep(_POLL_SECONDS)
 
-    @property
-    def locked(self) -> bool:
-        """Whether this process has not released the lock."""
-        return not self._file.closed
-
     def share(self) -> None:
         """Let other processes share the lock; a process that wants it alone still waits."""
         self._acquire(fcntl.LOCK_SH)

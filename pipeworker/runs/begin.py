@@ -50,18 +50,16 @@ class PreparedRun:
         run, and a resumed run gets its previous records back: it is what it was, and the options
         that were the mistake would prevent every later resume.
         """
-        try:
-            is_mistake = (
+        with self.lock:  # its end releases it
+            undo = self.undo.pop_all()  # once: afterwards the directory may be another process's
+            # A coordinator that was lost may have done steps before its successor met the mistake.
+            if (
                 verdict is not None
                 and verdict.is_usage_error
                 and verdict.steps <= self.options.resume_step
-                and self.lock.locked
-            )
-            # A coordinator that was lost may have done steps before its successor met the mistake.
-            if is_mistake and _row_bytes(self.run_dir) == self.recorded_bytes:
-                self.undo.close()
-        finally:
-            self.lock.release()
+                and _row_bytes(self.run_dir) == self.recorded_bytes
+            ):
+                undo.close()
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,9 +199,8 @@ class RunRequest:
                     "epochs"
                 )
             warnings = [f"damaged checkpoint set aside: {why}" for why in point.damaged.values()]
-            if point.path:
-                options = replace(options, resume=str(point.path), resume_step=point.step)
-            else:
+            options = replace(options, resume=str(point.path or ""), resume_step=point.step)
+            if not point.path:
                 warnings.append(f"{run}: no complete checkpoint yet; it starts again from step 1")
             if options.steps is not None and options.steps == point.step:
                 warnings.append(

@@ -83,6 +83,7 @@ def test_json_round_trip(made: Options) -> None:
         ("schedule", "zigzag", "--schedule zigzag: must be one of gpipe"),
         ("recompute", "rarely", "--recompute rarely: must be one of auto, always, except_first"),
         ("precision", "fp8", "--precision fp8: must be one of fp32, bf16, fp16"),
+        ("checkpoint_busy", "stop", "--checkpoint-busy stop: must be one of skip, wait"),
     ],
 )
 def test_out_of_range(name: str, value: Any, message: str) -> None:
