@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from pipeworker.display.text import mebibytes, number
-from pipeworker.record.metrics.rows import Row
 from pipeworker.wire.lines import Verdict
 
 _EXCESS = 0.1
@@ -78,7 +78,7 @@ class Summary:
     path: str
     context: BubbleContext | None = None
     loss: float | None = None
-    best: Row | None = None
+    best: dict[str, Any] | None = None
     checkpoint: tuple[int, str] | None = None
     export: str = ""
     resume: str = ""
