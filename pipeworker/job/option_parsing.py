@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeworker.errors import UsageError
-from pipeworker.job.options import EXCLUSIVE, Options
+from pipeworker.job.options import Options
 from pipeworker.plan.partition import parse_balance
 
 _MICROBATCHES_PER_STAGE = 4  # GPipe (Huang et al. 2019): the bubble is small from M >= 4 K on
@@ -42,13 +42,6 @@ def make_options(job_file: str, stages: int, given: Mapping[str, Any]) -> Option
         threads = os.environ.get("OMP_NUM_THREADS", "1")
         chosen["threads"] = int(threads) if threads.isdigit() and int(threads) else 1
     return Options.of({**chosen, "job_file": job_file, "stages": stages})
-
-
-def override(defaults: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the defaults with the `given` options that are not None in their place."""
-    chosen = {name: value for name, value in given.items() if value is not None}
-    excluded = {EXCLUSIVE.get(name) for name in chosen}
-    return {**{name: value for name, value in defaults.items() if name not in excluded}, **chosen}
 
 
 def format_option(name: str, value: Any) -> str:

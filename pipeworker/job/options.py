@@ -253,3 +253,10 @@ class Options:
 _NAMES = {field.name for field in dataclasses.fields(Options)}
 _REQUIRED = {f.name for f in dataclasses.fields(Options) if f.default is dataclasses.MISSING}
 _MISMATCH = re.compile("Expected `(.+?)`, got `(.+?)`")
+
+
+def override(defaults: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the defaults with the `given` options that are not None in their place."""
+    chosen = {name: value for name, value in given.items() if value is not None}
+    excluded = {EXCLUSIVE.get(name) for name in chosen}
+    return {**{name: value for name, value in defaults.items() if name not in excluded}, **chosen}

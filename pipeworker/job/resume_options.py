@@ -8,8 +8,7 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from pipeworker.errors import UsageError
-from pipeworker.job.option_parsing import override
-from pipeworker.job.options import Options
+from pipeworker.job.options import Options, override
 from pipeworker.job.renamed import reject_renamed
 
 NUMBERS = (

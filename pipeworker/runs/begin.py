@@ -12,8 +12,8 @@ from typing import Any
 from pipeworker.environment import facts, git, timings
 from pipeworker.errors import InUse, RecordError, UnreadableFile, UsageError
 from pipeworker.job import resume_options
-from pipeworker.job.option_parsing import make_options, override, workers_per_replica
-from pipeworker.job.options import Options
+from pipeworker.job.option_parsing import make_options, workers_per_replica
+from pipeworker.job.options import Options, override
 from pipeworker.record import atomic_file, run_record, rundir, weight_files
 from pipeworker.record.lock import RunLock
 from pipeworker.record.metrics import formats
