@@ -22,7 +22,7 @@ import torch
 
 from pipeworker.coordinator import report
 from pipeworker.environment import timings
-from pipeworker.errors import LayerError, PeerLost, PipeworkerError, UsageError, of_status
+from pipeworker.errors import LayerError, PeerLost, PipeworkerError, UsageError
 from pipeworker.facts.failure import Cause, Failure
 from pipeworker.facts.step import Evaluation, StepResult
 from pipeworker.host.position import Tracker
@@ -278,6 +278,5 @@ def _plain_modes() -> Iterator[None]:
 
 def _error_of(abort: Abort) -> PipeworkerError:
     """Return the error for a rank that did not cause the end of the job."""
-    return of_status(abort.exit_status)(
-        abort.reason or "the job is over: another rank has ended it"
-    )
+    kind = UsageError if abort.exit_status == UsageError.exit_status else PipeworkerError
+    return kind(abort.reason or "the job is over: another rank has ended it")
