@@ -153,7 +153,7 @@ def test_output_that_comes_too_quickly_is_left_to_the_log(log: LogReader) -> Non
 
 
 def test_a_short_burst_of_output_is_shown(log: LogReader) -> None:
-    """A large model that is printed, for example: each read returns a part."""
+    """A large model may be printed, of which each read returns a part."""
     written = [f"layer {number}" for number in range(4_000)]  # 44 KB
     write(log, "".join(f"{line}\n" for line in written))
     reads = [[*log.read()] for _ in range(3)]

@@ -49,7 +49,7 @@ def test_a_good_file(tmp_path: Path) -> None:
 
 
 def test_a_changed_file_is_compiled_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Even if size and modification second are those of Python's cached bytecode."""
+    """The size and the modification second may be those of Python's cached bytecode."""
     monkeypatch.setattr(sys, "dont_write_bytecode", False)
     path = write(tmp_path, more="tied = [('a', 'b')]")
     before = path.stat()
