@@ -10,7 +10,6 @@ from typing import Any
 import kubernetes_validate
 import pytest
 import yaml
-from kubeflow_trainer_api.models.jobset_v1alpha2_job_set import JobsetV1alpha2JobSet
 
 import pipeworker
 from launcher.engines.manifests import Manifests, documents, render
@@ -56,6 +55,9 @@ def validate(found: Any) -> None:
         for version in VERSIONS:
             kubernetes_validate.validate(found, version, strict=True)
         return
+    # Takes half a second, in each of pytest's processes if a module did so.
+    from kubeflow_trainer_api.models.jobset_v1alpha2_job_set import JobsetV1alpha2JobSet
+
     read = JobsetV1alpha2JobSet.from_dict(found)
     assert read is not None
     assert read.to_dict() == found  # unknown fields are left out
