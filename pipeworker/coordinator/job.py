@@ -116,8 +116,8 @@ class Job:
 
     @property
     def awaits_late_workers(self) -> bool:
-        """Whether workers that no launcher ends may still join a job that has failed."""
-        return not self._launched and bool(self.generation.roster.missing)
+        """Whether workers may still join a job that has failed."""
+        return bool(self.generation.roster.missing)
 
     def handle(self, event: Event, now: float) -> list[Effect]:
         """Handle an event; return the effects to perform, in order."""
@@ -205,9 +205,9 @@ class Job:
         """Send a worker that joins a failed job the reason, because it waits for an answer."""
         generation, abort = self.generation, self.generation.abort
         match event:
-            case MessageReceived(peer, _, Hello() as hello) if abort and self.awaits_late_workers:
+            case MessageReceived(peer, generation.number, Hello() as hello) if abort:
                 roster = generation.roster
-                if roster.member(peer) is None and roster.admit(peer, hello, now):
+                if roster.missing and not roster.member(peer) and roster.admit(peer, hello, now):
                     return [Send(peer, abort, generation.number)]
         return []
 

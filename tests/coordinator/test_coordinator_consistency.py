@@ -6,13 +6,13 @@ import msgpack
 import pytest
 
 from pipeworker.coordinator.effects import Send
-from pipeworker.coordinator.events import VersionMismatch
+from pipeworker.coordinator.events import MessageReceived, VersionMismatch
 from pipeworker.coordinator.lifecycle import State
 from pipeworker.errors import ProtocolError
 from pipeworker.wire import codec
 from pipeworker.wire.messages.plan import Described, Source
 from pipeworker.wire.messages.presence import Abort, Hello
-from support.coordinator import LAYERS, ScriptedJob, of
+from support.coordinator import LAYERS, ScriptedJob, of, replaceable_job
 
 OURS = ("pipeworker 0.1.0", "torch 2.13.0", "Python 3.11")
 OLD = ("pipeworker 0.1.0", "torch 2.12.1", "Python 3.11")
@@ -83,6 +83,16 @@ def test_another_protocol_version_is_named_before_any_worker_joins() -> None:
     assert answer.message.reason == job.failure.message
     assert job.receive(Hello(1, "host", 8), peer=b"later") == []
     assert job.receive(Hello(0, "host", 7), peer=b"late") == []  # one answer for each peer
+
+
+@pytest.mark.parametrize("launched", [False, True])
+def test_a_worker_that_joins_a_failed_job_receives_the_reason(launched: bool) -> None:
+    """Not one of an earlier generation; without the reason it would wait until it is ended."""
+    job = replaceable_job() if launched else ScriptedJob(2)
+    job.handle(VersionMismatch("rank 3 on host-3: another version"))
+    assert job.handle(MessageReceived(b"late", job.number - 1, Hello(1, "host", 7))) == []
+    (answer,) = of(job.receive(Hello(1, "host", 7), peer=b"late"), Send)
+    assert answer.message == Abort(job.failure.message, 2)
 
 
 @pytest.mark.parametrize("fields", [[], ["0", "host"], [0], [0, 1], "ab", None])
