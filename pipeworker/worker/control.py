@@ -28,7 +28,7 @@ from pipeworker.facts.failure import Cause, Failure
 from pipeworker.host import streams
 from pipeworker.host.suspend_clock import SuspendAwareClock
 from pipeworker.wire import codec, reliable_stream, sockets
-from pipeworker.wire.messages.directions import FromWorker, ToWorker
+from pipeworker.wire.messages.directions import Advance, Finish, FromWorker, ToWorker
 from pipeworker.wire.messages.presence import Abort, Failed, Heartbeat, Ping, Signalled
 from pipeworker.wire.messages.store import StoreOperation, StoreReply, StoreRequest
 from pipeworker.wire.reliable_stream import ReliableStream
@@ -82,6 +82,7 @@ class Control:
         self.silence_timeout: float | None = None
         self._stream = ReliableStream()
         self._acknowledged = 0  # messages of the coordinator
+        self._finished = False  # whether the coordinator expects nothing more of this worker
         self._clock = SuspendAwareClock(self._timings.heartbeat)
         self._received_at = self._clock.now()
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -209,7 +210,7 @@ class Control:
         gone = lost_at is not None or monitor.poll(0)
         self._socket.disable_monitor()
         monitor.close()
-        self._socket.close(linger=0 if gone or self.ended else None)
+        self._socket.close(linger=0 if self.ended or (gone and self._finished) else None)
 
     def _on_wake_up(self) -> None:
         """Read wake-ups: zero bytes, and numbers of signals, which the interpreter writes."""
@@ -288,4 +289,6 @@ class Control:
             elif isinstance(message, Abort):
                 self._end(message)
             elif isinstance(message, ToWorker):
+                if isinstance(message, Advance):
+                    self._finished = isinstance(message.next, Finish)
                 self._inbox.put(message)

@@ -3,28 +3,37 @@
 from __future__ import annotations
 
 import socket
+import threading
 import time
 
 import pytest
 
 from pipeworker.environment import timings
+from pipeworker.facts.failure import Cause, Failure
+from pipeworker.facts.position import Position
 from pipeworker.timings import VARIABLE
 from pipeworker.wire import codec, reliable_stream, sockets
-from pipeworker.wire.messages.directions import Advance, Finish
-from pipeworker.wire.messages.presence import Abort, Heartbeat
+from pipeworker.wire.messages.directions import Advance, Finish, Message
+from pipeworker.wire.messages.presence import Abort, Failed, Heartbeat
 from pipeworker.worker.control import Control
 from pipeworker.worker.settings import Settings
 
 TOKEN = "6f" * 32
 
 
+def received(router: sockets.Router) -> tuple[bytes, Message]:
+    """Return the worker's next message, with its identity."""
+    assert router.poll(60_000), "the worker sends nothing"
+    identity, data = router.recv_multipart()
+    _, frame = reliable_stream.unpack(data)
+    _, message = codec.decode(frame)
+    return identity, message
+
+
 def heartbeat(router: sockets.Router) -> tuple[bytes, Heartbeat]:
     """Return the worker's next heartbeat, with its identity."""
     while True:
-        assert router.poll(60_000), "the worker sends nothing"
-        identity, data = router.recv_multipart()
-        _, frame = reliable_stream.unpack(data)
-        _, message = codec.decode(frame)
+        identity, message = received(router)
         if isinstance(message, Heartbeat):
             return identity, message
 
@@ -70,3 +79,31 @@ def test_the_last_message_is_acknowledged() -> None:
         control.close()
         while heartbeat(router)[1].received < 1:
             pass
+
+
+def test_a_failure_is_reported_although_the_connection_is_lost_when_the_worker_ends(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """An interrupted script does not wait for the coordinator's answer."""
+    monkeypatch.setenv(VARIABLE, "linger=60,exit=70,verdict=80")
+    failed = Failed(0, Failure(Cause.SIGNAL, "interrupted", 0, Position()))
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+        control = Control(Settings(0, f"tcp://127.0.0.1:{port}", TOKEN, 0), aborted)
+        control.start(signals=False)
+        for _ in range(2):  # the worker has noticed, and tries to connect again
+            listener.accept()[0].close()
+        control.send(failed)
+        closing = threading.Thread(target=control.close)
+        closing.start()
+        control._thread.join()
+
+    def bind(router: sockets.Router, address: str) -> int:
+        router.bind(f"{address}:{port}")
+        return int(port)
+
+    monkeypatch.setattr(sockets.Router, "bind_to_random_port", bind)
+    with sockets.server(TOKEN, "127.0.0.1") as (router, _):
+        while received(router)[1] != failed:
+            pass
+    closing.join()
