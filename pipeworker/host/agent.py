@@ -135,6 +135,7 @@ class Agent:
                 _send(CannotStart(request.rank, request.generation, reason))
                 return
             self._signals.close()
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # the agent's parent may ignore it
             die_with_parent(parent)
             os.setsid()
             null = os.open(os.devnull, os.O_RDWR)
