@@ -247,9 +247,11 @@ def test_a_replica_that_lost_all_workers_is_replaced(jobs: Jobs, quiet: Run) -> 
     rows = path / "metrics.jsonl"
     until(lambda: rows.exists() and len(rows.read_text().splitlines()) > 1)
     stages = json.loads((path / "plan.json").read_text())["stages"]
+    os.kill(process.pid, signal.SIGSTOP)  # the launcher replaces no worker until all are dead
     for stage in stages:
         if stage["replica"] == 0:
             os.kill(stage["pid"], signal.SIGKILL)
+    os.kill(process.pid, signal.SIGCONT)
     (jobs.folder / "go").touch()
     _, stderr = process.communicate(timeout=60)
     assert process.returncode == 0, stderr
