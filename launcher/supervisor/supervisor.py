@@ -60,6 +60,7 @@ class Supervisor:
         self._snapshot: lines.Snapshot | None = None
         self._interrupts = 0
         self._ended = False
+        self._lost_hosts: list[str] = []  # reasons, since the generation began
         self._next_beat = 0.0
         self._deadline = float("inf")
         self._effects: list[Effect] = []
@@ -289,8 +290,7 @@ class Supervisor:
             if not survives:
                 self._snapshot = None
             self._send(lines.HostLost(ranks, text, survives))
-            if self._options.max_restarts and self.verdict is None:
-                self._show(Warned(f"{text}; the job's workers are started again"))
+            self._lost_hosts.append(text)
         elif not agent.may_return(now):
             agent.may_retry = False  # the coordinator decides
             number = self._forks.generation
@@ -299,6 +299,9 @@ class Supervisor:
     # Workers.
 
     def _begin_generation(self, number: int, stages: int | None = None) -> None:
+        for text in self._lost_hosts:  # the terminal would be silent until the job has resumed
+            self._show(Warned(f"{text}; the job's workers are started again"))
+        self._lost_hosts.clear()
         self._forks.begin(number, stages)
         for agent in self._agents:
             agent.may_retry = True

@@ -125,15 +125,24 @@ def test_a_lost_host_is_reported_with_what_survives_it(lost: list[int], survives
     name = "ab"[lost[-1]]
     text = f"host {name} is lost: it was killed by SIGKILL"
     assert sent(found) == [HostLost(ranks, text, survives)]
-    assert shown(found) == [f"{text}; the job's workers are started again"]
     job.handle(events.CoordinatorEnded())
     (start,) = of(job.effects, effects.StartCoordinator)[1:]
     assert start.configuration.snapshot == (Snapshot(4, 0, 3) if survives else None)
 
 
-def test_a_lost_host_that_ends_the_job_is_shown_by_the_verdict_alone() -> None:
-    job = Scripted(agents=remote(1, 1), options={"max_restarts": 0}).running()
+def test_a_lost_host_is_shown_when_the_coordinator_starts_the_workers_again() -> None:
+    job = Scripted(stages=3, agents=remote(2, 1)).running()
     assert shown(job.lose(1)) == []
+    text = "host b is lost: it was killed by SIGKILL"
+    found = job.coordinator(Restart(2, f"{text} (stage 2)", 3))
+    assert shown(found) == [f"{text}; the job's workers are started again"]
+    assert shown(job.coordinator(Restart(3, "a worker is lost", 3))) == []
+
+
+def test_a_lost_host_that_ends_the_job_is_shown_by_the_verdict_alone() -> None:
+    job = Scripted(agents=remote(1, 1)).running()
+    assert shown(job.lose(1)) == []
+    assert shown(job.coordinator(VERDICT)) == []
 
 
 @pytest.mark.parametrize("forked", ["none", "one", "all"])
