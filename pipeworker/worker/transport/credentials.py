@@ -15,8 +15,8 @@ import ssl
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 
 from pipeworker.environment import timings
 from pipeworker.wire.keys import derive_secret
@@ -90,7 +90,7 @@ class Credentials:
 class Login:
     """The authentication of TCP connections by a key, encrypted if there are credentials."""
 
-    key: bytes
+    key: bytes = field(repr=False)
     credentials: Credentials | None
 
     def steps(self, connection: socket.socket, *, connects: bool = False) -> HandshakeSteps:
@@ -107,11 +107,16 @@ class Login:
             return handshake.plain_steps(connection, self.key, sends=connects)
         return self.credentials.steps(connection, self.key, connects=connects)
 
-    def connect(self, address: tuple[str, int], deadline: float) -> socket.socket:
+    def connect(
+        self,
+        address: tuple[str, int],
+        deadline: float,
+        closed: Callable[[], bool] = lambda: False,
+    ) -> socket.socket:
         """Return an authenticated connection to a listener at (host, port).
 
         A listener that is full of unauthenticated connections may close this one: retry until
-        `deadline` (monotonic).
+        `deadline` (monotonic), or until `closed` returns True.
 
         Raises:
             OSError: the listener cannot be reached.
@@ -124,7 +129,7 @@ class Login:
             try:
                 return handshake.complete(steps, connection, deadline)
             except (PeerLeft, ConnectionError, ssl.SSLEOFError, ssl.SSLZeroReturnError):
-                if time.monotonic() > deadline:
+                if closed() or time.monotonic() > deadline:
                     raise
             time.sleep(timings().poll)
 

@@ -154,9 +154,10 @@ class MirrorClient:
         is about to end.
         """
         try:
-            until = time.monotonic() + timings().reach
-            connection = self._connection or self._login.connect(self._address, until)
-            self._connection = connection
+            if self._connection is None:
+                until = time.monotonic() + timings().reach
+                self._connection = self._login.connect(self._address, until, lambda: self._closed)
+            connection = self._connection
             sizes = [os.fstat(file).st_size for file in memory.handles[:2]]
             connection.sendall(_MIRROR_HEADER.pack(self._rank, slot, *sizes))
             for file, size in zip(memory.handles, sizes, strict=False):

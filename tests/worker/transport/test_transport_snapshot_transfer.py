@@ -172,3 +172,19 @@ def test_a_worker_of_another_generation_is_rejected(
     assert fetched.size == memories[3][0].size
     fetched.close()
     server.close()
+
+
+def test_a_client_that_is_closed_does_not_try_to_connect_again() -> None:
+    store = LocalStore()
+    with (
+        socket.create_server(("127.0.0.1", 0)) as full,
+        ThreadPoolExecutor() as pool,
+        contextlib.closing(SnapshotMemory()) as memory,
+    ):
+        store.store().set("mirror/5", f"127.0.0.1 {full.getsockname()[1]}")
+        client = MirrorClient(5, store.store(), Network(ENDPOINT, "auto"), MEMBERSHIP)
+        mirrored = pool.submit(client.mirror, 0, memory, 1)
+        connection, _ = full.accept()
+        client.close()
+        connection.close()
+        assert not mirrored.result(10)  # a third of the time for which it would try
