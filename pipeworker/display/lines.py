@@ -203,10 +203,10 @@ class LineDisplay:
         loss = self._last.loss if self._last and self._last.step == verdict.steps else None
         best, saved = None, -1
         with suppress(OSError):
-            row = rows.last(run_dir.metrics) or {}
+            saved = run_dir.last_checkpoint_step()  # first: rows may be unreadable
+            best, row = rows.best(run_dir.evaluation), rows.last(run_dir.metrics) or {}
             if loss is None and row.get("step") == verdict.steps:
                 loss = row.get("loss")  # this process may have been stopped when the step was sent
-            best, saved = rows.best(run_dir.evaluation), run_dir.last_checkpoint_step()
         return Summary(
             verdict,
             self._run_dir,

@@ -158,3 +158,5 @@ def test_the_newest_checkpoint(tmp_path: Path) -> None:
     for step in (9, 10):
         run_dir.checkpoint(step).mkdir(parents=True)
     assert f"weights: {run_dir.checkpoint(10)}, after step 10" in shown(run_dir)
+    run_dir.metrics.mkdir()  # which cannot be read
+    assert f"weights: {run_dir.checkpoint(10)}, after step 10" in shown(run_dir)
