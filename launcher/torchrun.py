@@ -53,7 +53,7 @@ def run(rank: RankInfo, request: RunRequest, view: Style) -> int:
         style = dataclasses.replace(view, origins=prepared.origins)
         return start_display(prepared.options, str(prepared.run_dir.path), style).show
 
-    met = rendezvous.rendezvous(rank, _JOB, partial(_prepare, rank, request), listen)
+    met = rendezvous.rendezvous(rank, _JOB, partial(prepare, rank, request), listen)
     settings = Settings(
         rank.rank, met.endpoint, met.token, rank.local_rank, job_file=request.job_file
     )
@@ -99,7 +99,7 @@ def _error_file() -> Path | None:
     return Path(path) if path and not Path(path).exists() else None
 
 
-def _prepare(rank: RankInfo, request: RunRequest, restart: int) -> PreparedRun:
+def prepare(rank: RankInfo, request: RunRequest, restart: int) -> PreparedRun:
     """Prepare a new run on rank 0, or the existing one if torchrun has restarted the ranks.
 
     `restart` counts how often it has. The number of ranks may have changed: a node was lost, or one
@@ -111,7 +111,8 @@ def _prepare(rank: RankInfo, request: RunRequest, restart: int) -> PreparedRun:
     store = rank.open_store() if rank.has_store else None
     before = store.get(_RUN_DIR).decode() if store and store.check([_RUN_DIR]) else ""
     path = str(request.run_dir or before)
-    resumes = restart > 0 or bool(before) or request.auto_resume or _is_of_this_job(path)
+    resumes = request.resume or request.auto_resume or restart > 0 or bool(before)
+    resumes = resumes or _is_of_this_job(path)
     if resumes and path:
         request = dataclasses.replace(request, run_dir=path, auto_resume=not request.resume)
     try:

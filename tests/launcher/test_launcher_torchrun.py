@@ -1,4 +1,4 @@
-"""Tests of a torchrun rank's error file."""
+"""Tests of a torchrun rank: its error file, and the run that it prepares."""
 
 from __future__ import annotations
 
@@ -8,7 +8,11 @@ from pathlib import Path
 
 import pytest
 
+from launcher import torchrun
 from launcher.torchrun import write_error
+from pipeworker.errors import InUse, RendezvousError
+from pipeworker.ranks.rank_info import RankInfo
+from pipeworker.runs.begin import PreparedRun, RunRequest
 from support.jobs import until
 
 
@@ -35,3 +39,23 @@ def test_the_first_error_of_a_rank_is_kept(tmp_path: Path, monkeypatch: pytest.M
     write_error("the first")
     write_error("a later one")
     assert json.loads(path.read_text())["message"]["message"] == "the first"
+
+
+@pytest.mark.parametrize(
+    ("option", "error"),
+    [("resume", RendezvousError), ("auto_resume", RendezvousError), ("", InUse)],
+)
+def test_a_restarted_pod_tries_again_while_its_run_directory_is_in_use(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, option: str, error: type[Exception]
+) -> None:
+    """A cluster starts each pod again by the same command, and gives up on a usage error."""
+
+    def prepare(_: RunRequest) -> PreparedRun:
+        raise InUse("run directory: is in use")
+
+    monkeypatch.setattr(RunRequest, "prepare", prepare)
+    resume, auto_resume = option == "resume", option == "auto_resume"
+    request = RunRequest("job.py", None, {}, tmp_path, resume, auto_resume)
+    with pytest.raises(error, match="is in use") as caught:
+        torchrun.prepare(RankInfo.single_process(), request, 0)
+    assert caught.type is error
