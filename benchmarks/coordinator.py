@@ -36,7 +36,7 @@ from pipeworker.wire.messages.directions import Advance, Message
 from pipeworker.wire.messages.plan import Built, Described, Plan, Ready
 from pipeworker.wire.messages.presence import Hello, Ping, Welcome
 from pipeworker.wire.messages.step import StepDone
-from pipeworker.wire.reliable_stream import UNNUMBERED, numbered
+from pipeworker.wire.reliable_stream import UNNUMBERED, pack
 
 GENERATION = 1
 MICROBATCHES = 32
@@ -105,7 +105,7 @@ def _done(rank: int, step: int, stages: int, workers: int) -> bytes:
 
 
 def _framed(message: Message) -> bytes:
-    return numbered(UNNUMBERED, codec.encode(message, GENERATION))
+    return pack(UNNUMBERED, codec.encode(message, GENERATION))
 
 
 def _answer(peer: zmq.Socket[bytes]) -> bytes:
