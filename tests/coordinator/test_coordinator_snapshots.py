@@ -214,18 +214,18 @@ def test_the_interval_depends_on_the_cost_of_a_copy() -> None:
     """The cheapest of the last four copies counts; before that every step is copied."""
     snapshots = Snapshots(2, cores=2)
     for step, cost in enumerate((0.9, 0.2, 0.4, 0.3), 1):
-        assert snapshots.interval(0.5) == 1
+        assert snapshots.interval(1.0) == 1
         ran(snapshots, step, cost, 0.1)
-    assert snapshots.interval(0.5) == 20  # 0.2 s of 20 times 0.5 s
-    assert snapshots.interval(0.5) * 0.5 * BUDGET == 0.2
-    assert snapshots.interval(0.51) == 20
-    assert snapshots.interval(0.49) == 21
+    assert snapshots.interval(1.0) == 20  # 0.2 s of 20 times 1 s
+    assert snapshots.interval(1.0) * 1.0 * BUDGET == 0.2
+    assert snapshots.interval(1.02) == 20
+    assert snapshots.interval(0.98) == 21
     assert snapshots.interval(100.0) == 1
     assert snapshots.interval(1e-9) == 1000
     assert snapshots.interval(0.0) == 1
     for step in (5, 6, 7, 8):
         ran(snapshots, step, 0.4, 0.1)
-    assert snapshots.interval(0.5) == 40
+    assert snapshots.interval(1.0) == 40
 
 
 def test_shared_cores_multiply_the_cost_of_a_copy() -> None:
@@ -233,22 +233,22 @@ def test_shared_cores_multiply_the_cost_of_a_copy() -> None:
     for step in range(1, 5):
         for snapshots in (alone, shared):
             ran(snapshots, step, *[0.2] * 4)
-    assert alone.interval(0.5) == 20
-    assert shared.interval(0.5) == 40
+    assert alone.interval(1.0) == 20
+    assert shared.interval(1.0) == 40
 
 
 def test_a_snapshot_is_due_an_interval_after_the_last_one() -> None:
     snapshots = Snapshots(2)
     for step in (1, 2, 3, 4):
-        assert snapshots.is_due(step, 0.5)
+        assert snapshots.is_due(step, 1.0)
         ran(snapshots, step, 0.2)
-    assert not snapshots.is_due(23, 0.5)
-    assert snapshots.is_due(24, 0.5)
+    assert not snapshots.is_due(23, 1.0)
+    assert snapshots.is_due(24, 1.0)
     assert snapshots.is_due(5, 50.0)  # one long step suffices
     user = Snapshots(2, every=7)
-    assert not user.is_due(6, 0.5)
-    assert user.is_due(7, 0.5)
-    assert not Snapshots(1, every=1).is_due(7, 0.5)
+    assert not user.is_due(6, 1.0)
+    assert user.is_due(7, 1.0)
+    assert not Snapshots(1, every=1).is_due(7, 1.0)
 
 
 # The state to resume from.

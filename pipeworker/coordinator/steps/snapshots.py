@@ -19,7 +19,7 @@ from pipeworker.facts.step import Evaluation
 from pipeworker.wire.messages.checkpoint import Restore, Saved
 from pipeworker.wire.messages.step import StepDone
 
-BUDGET = 0.02
+BUDGET = 0.01
 """Share of the time of steps that copying may take where the user has not chosen an interval."""
 _COSTS = 4
 """Copies of which the cheapest counts: the first copy into a slot also allocates its memory."""
