@@ -21,6 +21,9 @@ from pipeworker.wire.messages.step import StepDone
 
 BUDGET = 0.01
 """Share of the time of steps that copying may take where the user has not chosen an interval."""
+_LEAST_SECONDS = 0.5
+"""Seconds of steps between two copies at least: a restart takes as long, so more copies gain little
+and cost more than the seconds that workers measure, because they wake threads on busy cores."""
 _COSTS = 4
 """Copies of which the cheapest counts: the first copy into a slot also allocates its memory."""
 _MAX_INTERVAL = 1000
@@ -122,10 +125,11 @@ class Snapshots:
         return since >= (self.every or self.interval(seconds))
 
     def interval(self, seconds: float) -> int:
-        """Return the steps of so many seconds after which another copy is within the budget."""
+        """Return the steps of so many seconds after which another copy is worth its cost."""
         if len(self._costs) < _COSTS or not seconds > 0:
             return 1
-        return min(_MAX_INTERVAL, max(1, math.ceil(min(self._costs) / (BUDGET * seconds))))
+        apart = max(_LEAST_SECONDS, min(self._costs) / BUDGET)
+        return min(_MAX_INTERVAL, math.ceil(apart / seconds))
 
     def begin_copy(self, state: JobState, slot: int) -> None:
         """Note that the workers begin to copy their state into a slot."""
