@@ -98,7 +98,7 @@ def _take_over(request: Request) -> None:
     for target, descriptor in enumerate(request.streams):
         os.dup2(descriptor, target)
         os.close(descriptor)
-    take_terminal()
+    _attach_terminal()
     for number in signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}:
         with contextlib.suppress(OSError, ValueError):  # some are the C library's own
             ignored = number in _IGNORED
@@ -117,6 +117,10 @@ def _take_over(request: Request) -> None:
 def take_terminal() -> None:
     """Start a session whose terminal is standard input, if that is a free terminal."""
     os.setsid()
+    _attach_terminal()
+
+
+def _attach_terminal() -> None:
     if os.isatty(0):
         with contextlib.suppress(PermissionError):
             fcntl.ioctl(0, termios.TIOCSCTTY, 0)

@@ -128,11 +128,17 @@ class _Server:
             return None
         bound = fields.pop("bound")
         parent = os.getpid()
+        began_in, began_out = os.pipe()
         pid = os.fork()
         if pid == 0:
+            os.setsid()
+            os.close(began_in)
+            os.close(began_out)
             return Request(parent=parent, streams=tuple(descriptors), **fields)
-        for descriptor in descriptors:
+        for descriptor in (*descriptors, began_out):
             os.close(descriptor)
+        os.read(began_in, 1)  # as after Popen, the process leads a session and a group
+        os.close(began_in)
         self.children[pid] = _Child(connection, bound)
         _send(connection, {"pid": pid})
         return None
