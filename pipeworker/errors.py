@@ -69,7 +69,7 @@ class RecordError(PipeworkerError):
     """A file of the run that cannot be written; the message has its path and the reason."""
 
     def __init__(self, path: object, error: Exception) -> None:
-        super().__init__(f"cannot write {path}: {getattr(error, 'strerror', None) or error}")
+        super().__init__(f"{path}: cannot be written: {getattr(error, 'strerror', None) or error}")
 
 
 class ProtocolError(PipeworkerError):

@@ -226,7 +226,7 @@ def test_a_file_that_cannot_be_written_is_named(
     assert own.verdict
     assert own.verdict.status == "failed"
     assert own.verdict.error
-    assert f"cannot write {plan}: Is a directory" in own.verdict.error
+    assert f"{plan}: cannot be written: Is a directory" in own.verdict.error
 
 
 def test_a_member_that_never_acknowledges_is_named(

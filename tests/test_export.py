@@ -209,8 +209,8 @@ def test_mistakes_are_refused(jobs: Jobs, run: Run) -> None:
         (jobs.folder / "nothing", out, "nothing: no complete checkpoint is there; give"),
         (jobs.folder / "empty", out, "empty: no complete checkpoint is there; give the"),
         (run.path, jobs.folder / "out.bin", "its name must end in .safetensors, .pt or .pth"),
-        (run.path, jobs.folder / "no" / "out.pt", "cannot write"),
-        (run.path, jobs.folder / "no" / "out.safetensors", "cannot write"),
+        (run.path, jobs.folder / "no" / "out.pt", "cannot be written"),
+        (run.path, jobs.folder / "no" / "out.safetensors", "cannot be written"),
         (moved, out, "safetensors is missing: a worker on another host wrote it; copy it here"),
     ):
         result = CliRunner().invoke(cli.main, ["export", str(source), str(to)])

@@ -280,7 +280,7 @@ def test_a_name_that_is_too_long_is_refused(jobs: Jobs, checkpoint: Path) -> Non
     name = "x" * 300
     assert_refused(jobs.pipeworker("export", name, "out.pt"), "cannot be read: File name too long")
     done = jobs.pipeworker("export", "checkpoint", f"{name}.pt")
-    assert_refused(done, "cannot write x", "File name too long")
+    assert_refused(done, ".pt: cannot be written", "File name too long")
     longest = "x" * 252 + ".pt"
     assert jobs.pipeworker("export", "checkpoint", longest).returncode == 0
 
@@ -331,7 +331,7 @@ def test_a_file_of_the_checkpoint_is_not_overwritten(jobs: Jobs, checkpoint: Pat
     before = everything(jobs.folder)
     for out in (f"checkpoint/{SECOND}", "other.pt"):
         done = jobs.pipeworker("export", "checkpoint", out)
-        assert_refused(done, f"cannot write {out}: it is a part of the checkpoint")
+        assert_refused(done, f"{out}: cannot be written: it is a part of the checkpoint")
     assert everything(jobs.folder) == before
 
 
@@ -347,7 +347,7 @@ def test_a_folder_without_write_permission_is_refused(
         folder.chmod(mode)
         done = without_privileges(jobs, "checkpoint", out)
         folder.chmod(0o755)
-        assert_refused(done, f"cannot write {out}: Permission denied")
+        assert_refused(done, f"{out}: cannot be written: Permission denied")
     assert everything(jobs.folder) == before
 
 
@@ -376,14 +376,14 @@ def test_a_full_disk_leaves_no_file(jobs: Jobs, checkpoint: Path, disk: Path, su
     out = disk / f"out{suffix}"
     out.write_bytes(b"before")
     done = jobs.pipeworker("export", "checkpoint", str(out))
-    assert_refused(done, f"cannot write {out}: ", "No space left on device")
+    assert_refused(done, f"{out}: cannot be written: ", "No space left on device")
     assert everything(disk) == {out: b"before"}
 
 
 def test_a_read_only_disk_is_refused(jobs: Jobs, checkpoint: Path, disk: Path) -> None:
     subprocess.run(["mount", "-o", "remount,ro", str(disk)], check=True, timeout=30)
     done = jobs.pipeworker("export", "checkpoint", "disk/out.pt")
-    assert_refused(done, "cannot write disk/out.pt: Read-only file system")
+    assert_refused(done, "disk/out.pt: cannot be written: Read-only file system")
 
 
 def test_a_dtype_that_the_format_lacks_is_refused(jobs: Jobs, checkpoint: Path) -> None:
@@ -393,7 +393,7 @@ def test_a_dtype_that_the_format_lacks_is_refused(jobs: Jobs, checkpoint: Path) 
     replace(checkpoint / FIRST, large.read_bytes())
     large.unlink()
     done = jobs.pipeworker("export", "checkpoint", "out.safetensors")
-    expected = "cannot write out.safetensors: the format does not know such a tensor ("
+    expected = "out.safetensors: cannot be written: the format does not know such a tensor ("
     assert_refused(done, expected, "; .pt does")
     assert sorted(p.name for p in jobs.folder.iterdir()) == ["checkpoint"]
     assert jobs.pipeworker("export", "checkpoint", "out.pt").returncode == 0

@@ -91,7 +91,7 @@ def test_the_resume_command_works_and_a_failing_extra_format_ends_no_job(jobs: J
     assert "--steps 4 " in shown["resume"]
     done = jobs.pipeworker(*shlex.split(shown["resume"])[1:])
     assert done.returncode == 0
-    expected = f"warning: cannot write {path}: Is a directory: nothing more is written there"
+    expected = f"warning: {path}: cannot be written: Is a directory; nothing more is written there"
     assert done.stderr.count(expected) == done.stderr.count("warning") == 1
     assert len(run.metrics) == 4
 

@@ -76,7 +76,7 @@ def test_a_full_disk(jobs: Jobs, small_disk: Path) -> None:
     job_file = jobs.write(JOB)
     done = jobs.pipeworker("launch", *WORDS, "--run-dir", str(path), str(job_file))
     run = Run(done.returncode, done.stdout, done.stderr, path)
-    one_error(run, "cannot write", str(path), "No space left on device")
+    one_error(run, "cannot be written", str(path), "No space left on device")
     assert not list((path / "checkpoints").glob("step-*"))
 
 
@@ -150,11 +150,10 @@ def test_a_disk_that_fills_up(jobs: Jobs, big_disk: Path, where: str) -> None:
     done = jobs.pipeworker("launch", *words, str(job_file), "--", where, str(big_disk))
     run = Run(done.returncode, done.stdout, done.stderr, path)
     waits = where.endswith(".jsonl")  # for as long as a checkpoint can wait
-    error = one_error(run, "cannot write", str(path), "checkpoints/" if waits else where)
+    error = one_error(run, "cannot be written", str(path), "checkpoints/" if waits else where)
     assert ("Is a directory" if where == "summary.json" else "No space left on device") in error
-    expected = (
-        f"warning: cannot write {path / where}: No space left on device: its rows wait for room"
-    )
+    reason = "No space left on device; its rows wait for room"
+    expected = f"warning: {path / where}: cannot be written: {reason}"
     assert (expected in run.stderr.splitlines()) == waits
     assert bool(list((path / "checkpoints").glob("step-*"))) == (where == "summary.json")
     assert (big_disk / "filler").exists() == (where != "summary.json")
@@ -169,7 +168,7 @@ def test_a_run_directory_that_is_removed(jobs: Jobs) -> None:
             x = torch.randn(10""",
     )
     run = jobs.run(*WORDS, source=source)
-    one_error(run, "cannot write", str(run.path), "No such file or directory")
+    one_error(run, "cannot be written", str(run.path), "No such file or directory")
 
 
 @pytest.mark.parametrize("most", [10, 20, 26])
@@ -254,7 +253,7 @@ def test_a_full_standard_output_does_not_end_the_job(jobs: Jobs) -> None:
             env=jobs.forking,
         )
     assert done.returncode == 0, done.stderr
-    assert done.stderr == "warning: cannot write standard output: No space left on device\n"
+    assert done.stderr == "warning: standard output: cannot be written: No space left on device\n"
 
 
 @pytest.mark.parametrize("absolute", [True, False])

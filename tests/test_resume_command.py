@@ -313,7 +313,7 @@ def test_system_errors_name_the_path(command: Command, monkeypatch: pytest.Monke
     result = command("--run-dir", "run", *NEW)
     assert (result.exit_code, result.output) == (
         1,
-        f"error: cannot write {command.run.run}: No space left on device\n",
+        f"error: {command.run.run}: cannot be written: No space left on device\n",
     )
 
 

@@ -70,7 +70,7 @@ def export_weights(
     try:
         folder = _check_output(path, str(out))
     except OSError as error:
-        raise UsageError(f"cannot write {out}: {_reason(error)}") from None
+        raise UsageError(f"{out}: cannot be written: {_reason(error)}") from None
     if shard_size is not None and not folder:
         raise UsageError(f"--shard-size: {out} is one file; give a folder")
     most = shard_bytes(DEFAULT_SHARD_SIZE if shard_size is None else shard_size)
@@ -86,7 +86,7 @@ def export_weights(
         else:
             _write_file(weights, path, cast)
     except (OSError, RuntimeError, ValueError) as error:
-        raise UsageError(f"cannot write {out}: {_reason(error)}") from None
+        raise UsageError(f"{out}: cannot be written: {_reason(error)}") from None
     return Exported(len(weights), files, folder, tuple(dict.fromkeys(cast.infinite)))
 
 
@@ -94,7 +94,7 @@ def _check_output(path: Path, out: str) -> bool:
     """Check that weights can be written to `out`; return whether that is a folder."""
 
     def refused(reason: str) -> UsageError:
-        return UsageError(f"cannot write {path if slash else out}: {reason}")
+        return UsageError(f"{path if slash else out}: cannot be written: {reason}")
 
     exists, slash = path.is_dir(), out.endswith(os.sep)
     folder = slash or path.suffix not in _FILES
@@ -111,7 +111,7 @@ def _check_output(path: Path, out: str) -> bool:
     present = sorted([*path.glob("model*.safetensors"), *path.glob(WEIGHTS_INDEX)])
     if present:  # in a folder
         raise refused(
-            f"it has weights already ({present[0].name}): remove them, or choose another folder"
+            f"it has weights already ({present[0].name}); remove them, or choose another folder"
         )
     return folder
 
@@ -123,7 +123,7 @@ def _read(source: Path, out: Path) -> Tensors:
         path = checkpoint.path / file.name
         if out.exists() and path.exists() and out.samefile(path):
             raise UsageError(
-                f"cannot write {out}: it is a part of the checkpoint; choose another file"
+                f"{out}: cannot be written: it is a part of the checkpoint; choose another file"
             )
     return checkpoint.weights()
 

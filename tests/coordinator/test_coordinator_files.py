@@ -116,7 +116,9 @@ def test_rows_wait_on_a_full_disk_with_one_warning(
         for step in steps:
             files.add_step(result(step))
         files.write_plan({"number": 2})
-        text = f"cannot write {run_dir.metrics}: No space left on device: its rows wait for room"
+        text = (
+            f"{run_dir.metrics}: cannot be written: No space left on device; its rows wait for room"
+        )
         assert listener.received.count(Warned(text)) == times
         disk.full = False
         files.write_plan({"number": 3})
@@ -149,7 +151,7 @@ def test_a_job_with_a_missing_row_is_not_done(
     listener.received.clear()
     verdict = files.write_summary(DONE, 2)
     assert (verdict.status, verdict.exit_status) == ("failed", 1)
-    assert verdict.error == f"cannot write {run_dir.metrics}: No space left on device"
+    assert verdict.error == f"{run_dir.metrics}: cannot be written: No space left on device"
     disk.full = False
     assert files.write_summary(DONE, 2) == DONE
     assert run_record.read_summary(run_dir)["status"] == "done"

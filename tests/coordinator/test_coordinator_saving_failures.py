@@ -22,7 +22,7 @@ from support.coordinator import (
     saves,
 )
 
-FULL = "cannot write model.safetensors: no space left"
+FULL = "model.safetensors: cannot be written: no space left"
 CONTINUES = "training continues until the next one"
 RETRYING = "retrying"
 

@@ -193,7 +193,7 @@ def test_a_full_disk_is_reported_once_and_ends_nothing() -> None:
         display.show(step(number))
     display.show(DONE)
     assert display.lost is None
-    assert error.getvalue() == "warning: cannot write standard output: nothing doing\n"
+    assert error.getvalue() == "warning: standard output: cannot be written: nothing doing\n"
 
 
 def test_the_job_continues_when_its_reader_is_gone() -> None:

@@ -121,7 +121,7 @@ def test_an_unwritable_output_is_refused_and_leaves_nothing(
     (tmp_path / f"folder/out{suffix}").mkdir(parents=True)
     (tmp_path / "file").touch()
     before = sorted(tmp_path.rglob("*"))
-    with pytest.raises(UsageError, match=f"^cannot write {name}{suffix}: {reason}$"):
+    with pytest.raises(UsageError, match=f"^{name}{suffix}: cannot be written: {reason}$"):
         export_weights(tmp_path / "run", f"{name}{suffix}")
     assert sorted(tmp_path.rglob("*")) == before
 
@@ -182,11 +182,14 @@ def test_outputs_that_are_folders(
 @pytest.mark.parametrize(
     ("output", "expected"),
     [
-        ("held", "cannot write held: it has weights already (model-00001-of-00002.safetensors): "),
-        ("file/", "cannot write file: it is a file"),
-        ("none/out", "cannot write none/out: there is no directory none"),
-        ("file/out", "cannot write file/out: there is no directory file"),
-        ("x" * 300, "cannot write xxx"),
+        (
+            "held",
+            "held: cannot be written: it has weights already (model-00001-of-00002.safetensors); ",
+        ),
+        ("file/", "file: cannot be written: it is a file"),
+        ("none/out", "none/out: cannot be written: there is no directory none"),
+        ("file/out", "file/out: cannot be written: there is no directory file"),
+        ("x" * 300, "x" * 300 + ": cannot be written: "),
     ],
 )
 def test_an_unusable_folder_is_refused(
@@ -233,7 +236,7 @@ def test_a_failed_export_to_a_folder_leaves_nothing(
     monkeypatch.setattr("os.fsync", sync)
     if fails == "the end":
         monkeypatch.setattr(Path, "rename", rename)
-    with pytest.raises(UsageError, match=rf"cannot write {out}: No space left on device"):
+    with pytest.raises(UsageError, match=rf"{out}: cannot be written: No space left on device"):
         export_weights(tmp_path / "run", out, shard_size="250B")
     assert sorted(tmp_path.rglob("*")) == before
 

@@ -153,7 +153,7 @@ class RunFiles:
         except OSError as error:
             self._extras = None
             which = RecordError(error.filename or self.run_dir.path, error)
-            self.warn(f"{which}: nothing more is written there, nor in another extra format")
+            self.warn(f"{which}; nothing more is written there, nor in another extra format")
 
     def _write(self, path: Path, write: Callable[[], None], consequence: str = "") -> None:
         """Write a file; an error ends the job, but a full disk with a consequence only warns."""
@@ -167,13 +167,13 @@ class RunFiles:
                 self.failed(text)
             elif path not in self._warned:
                 self._warned.add(path)
-                self.warn(f"{text}: {consequence}")
+                self.warn(f"{text}; {consequence}")
 
     def _remove(self, what: str, remove: Callable[[], None]) -> None:
         try:
             remove()
         except OSError as error:
-            self.warn(f"cannot remove {what}: {error}")
+            self.warn(f"{what}: cannot be removed: {error}")
 
     def warn(self, text: str, *, note: bool = False) -> None:
         """Log a warning and send it to the parent."""
