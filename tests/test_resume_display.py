@@ -1,4 +1,4 @@
-"""What a resumed run shows: warnings, and the step it continues from."""
+"""Tests of the terminal output of a resumed run: warnings, and the step it continues from."""
 
 from __future__ import annotations
 

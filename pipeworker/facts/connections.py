@@ -1,4 +1,4 @@
-"""What layers, and then stages, have in common: skip connections and tied weights."""
+"""Skip connections and tied weights, as pairs of layers and later as pairs of stages."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ from pipeworker.record.atomic_file import read_json
 VERSION = 2
 MANIFEST = "manifest.json"
 ANOTHER = "use another checkpoint"
-"""What to do about a checkpoint that cannot be read."""
+"""The remedy in errors about a checkpoint that cannot be read."""
 WEIGHTS_INDEX = "model.safetensors.index.json"
 _MOST_BYTES = 16 << 20
 _MOST_HEADER = 100 << 20
