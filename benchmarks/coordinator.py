@@ -150,7 +150,7 @@ def job(stages: int, replicas: int = 1) -> Iterator[Peers]:
             ranks, began = range(workers), time.perf_counter()
             exchange(Welcome, [Hello(rank, "localhost", 1000 + rank) for rank in ranks])
             exchange(Plan, [Described(rank, ("Linear",) * stages, ()) for rank in ranks])
-            ready = [
+            ready: list[Message] = [
                 Ready(r, (Built(s, s, ("Linear",), 100),), "cpu", None if s else BATCH)
                 for r, s in ((rank, rank % stages) for rank in ranks)
             ]

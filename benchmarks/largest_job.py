@@ -69,19 +69,24 @@ class Stem(nn.Sequential):
         super().__init__(nn.Conv2d(3, SIZE, 3, 4, 1, bias=False), nn.BatchNorm2d(SIZE))
 
     def forward(self, x: torch.Tensor) -> Any:
-        x = super().forward(x)
+        x = self[1](self[0](x))
         return x, x
 
 
-class Head(nn.Linear):
+class Head(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(SIZE, 1000)
+
     def forward(self, pair: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-        return super().forward(pair[1].mean((2, 3)))
+        output: torch.Tensor = self.linear(pair[1].mean((2, 3)))
+        return output
 
 
 def model() -> list[Any]:
     if NET == "amoebanet":
         cells = [partial(Cell, SIZE, 2 if n in (6, 12) else 1) for n in range(CELLS)]
-        return [Stem, *cells, partial(Head, SIZE, 1000)]
+        return [Stem, *cells, Head]
     layer = partial(nn.TransformerEncoderLayer, WIDTH, HEADS, WIDE, dropout=0.0, batch_first=True)
     return [partial(nn.Embedding, WORDS, WIDTH), *[layer] * SIZE, partial(nn.Linear, WIDTH, WORDS)]
 

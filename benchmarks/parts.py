@@ -49,7 +49,7 @@ def pipeworker_step(
         line += ["--microbatches", str(microbatches), "--recompute", recompute]
         python(*line, "--run-dir", str(run_dir), str(job_file), "--", *words)
         rows = [json.loads(row) for row in (run_dir / "metrics.jsonl").open()]
-    return statistics.median(row["seconds"] for row in rows[SKIPPED_STEPS:])
+    return float(statistics.median(row["seconds"] for row in rows[SKIPPED_STEPS:]))
 
 
 def peer(job_file: Path, stages: int, microbatches: int, steps: int, *words: str) -> float:
@@ -96,6 +96,7 @@ def run_plain(job: Any, stages: int, microbatches: int) -> None:
             start = time.perf_counter()
             outputs = [net(value) for value in inputs]
             middle = time.perf_counter()
+            pairs: list[tuple[Any, Any]]
             if index == stages - 1:
                 pairs = [(job.loss(o, t), None) for o, t in zip(outputs, targets, strict=True)]
             else:

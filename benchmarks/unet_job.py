@@ -30,7 +30,8 @@ class Block(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.pop:
-            x = nn.functional.interpolate(sum(x.chunk(2, 1)), scale_factor=2.0)
+            first, second = x.chunk(2, 1)
+            x = nn.functional.interpolate(first + second, scale_factor=2.0)
             x = x + pipeworker.pop(f"level {self.pop}")
         x = torch.relu(self.norm(self.convolution(x)))
         if self.stash:
@@ -41,7 +42,8 @@ class Block(nn.Module):
 
 
 def model() -> list[Any]:
-    down, up = [], []
+    down: list[Any] = []
+    up: list[Any] = []
     for level in range(1, LEVELS + 1):
         width = CHANNELS * 2 ** (level - 1)
         more = [partial(Block, width)] * (BLOCKS - 1)

@@ -68,8 +68,7 @@ class Command:
 
     @property
     def record(self) -> dict[str, Any]:
-        found: dict[str, Any] = json.loads(self.run.run.read_text())
-        return found
+        return dict(json.loads(self.run.run.read_text()))
 
     def content(self) -> dict[Path, bytes]:
         return {path: path.read_bytes() for path in self.folder.rglob("*") if path.is_file()}
@@ -206,7 +205,7 @@ def test_a_job_file_may_have_moved_or_changed(command: Command) -> None:
     moved.write_text("job = 2\n")
     command.launch(*words)
     (warning,) = command.warnings
-    assert warning.startswith(f"{moved} has changed since the run was last started: see job-2.py.")
+    assert warning.startswith(f"{moved} has changed since the run was last started. ")
     assert (command.run.path / "job.py").read_text() == "job = 1\n"
     assert (command.run.path / "job-2.py").read_text() == "job = 2\n"
 

@@ -35,7 +35,7 @@ def test_warnings_of_a_resume_are_shown(jobs: Jobs, scripts: Scripts) -> None:
     loop.parent.mkdir()
     RunRequest(str(loop), 1, options, loop.parent / "run").prepare().close()
     (run,) = scripts.start(script(JOB, train), 1, alone=True).succeed()
-    changed = f"warning: {loop} has changed since the run was last started: see job-1.py. "
+    changed = f"warning: {loop} has changed since the run was last started. "
     assert run.stderr.startswith(done.stderr + changed)
     assert len(run.stderr.splitlines()) == len(done.stderr.splitlines()) + 1
     assert "done: 1 step in" in run.stdout

@@ -213,9 +213,9 @@ class RunRequest:
             if copy := record.add_resume(_recorded(options), _process(options), point.step):
                 before[run_dir.path / copy] = None
                 warnings.append(
-                    f"{self.job_file} has changed since the run was last started: see {copy}. The "
-                    "settings of optimizer and scheduler, such as the learning rate, are those of "
-                    "the checkpoint"
+                    f"{self.job_file} has changed since the run was last started. The settings of "
+                    "optimizer and scheduler, such as the learning rate, are those of the "
+                    "checkpoint"
                 )
             lock.share()
             rows = _row_bytes(run_dir)

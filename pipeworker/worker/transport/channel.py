@@ -93,8 +93,10 @@ class Sender(_End):
         self._begin_step(signature)
         self.flush()
 
-    def send(self, microbatch: int, value: Any) -> None:
-        """Start sending a micro-batch's value; wait only while the channel is at its capacity.
+    def send(self, number: int, value: Any) -> None:
+        """Start sending a value; wait only while the channel is at its capacity.
+
+        A value's number is its micro-batch, or what both ends count by where it has none.
 
         Raises:
             PipeworkerError: the value cannot pass between stages.
@@ -104,14 +106,14 @@ class Sender(_End):
             under_way.popleft().wait()
         expected = None
         if not self._dynamic:
-            expected = self._known.get((self._signature, microbatch))
+            expected = self._known.get((self._signature, number))
         tensors = None
         if expected is not None and not self._surprised:
             tensors = frames.matches(expected, value, self._types)
         if tensors is not None:
             messages = [(EXPECTED, tensor) for tensor in tensors]
         else:
-            messages = self._describe(microbatch, value, expected)
+            messages = self._describe(number, value, expected)
         if expected is not None and self._control is not self._bulk:
             notice = frames.bytes_tensor(b"\0" if tensors is not None else b"\1")
             messages.insert(0, (NOTICE, notice))
@@ -167,16 +169,16 @@ class Sender(_End):
             left = self._accelerator.event(self._accelerator.sends)
             self._accelerator.current.wait_event(left)
 
-    def _describe(self, microbatch: int, value: Any, expected: Frame | None) -> Messages:
+    def _describe(self, number: int, value: Any, expected: Frame | None) -> Messages:
         """Return the messages for a value that the receiver does not expect."""
         frame, tensors = frames.describe(value, self._types)
-        messages = frames.header_messages(microbatch, frames.to_bytes(frame))
+        messages = frames.header_messages(number, frames.to_bytes(frame))
         if expected is not None:
             self._surprised = True
             # These complete the receives that are posted for the expected frame.
             fillers = [torch.zeros(t.packed, dtype=t.dtype) for t in expected.tensors]
             messages += [(EXPECTED, filler) for filler in fillers]
-        self._known.learn(self._signature, microbatch, frame)
+        self._known.learn(self._signature, number, frame)
         return messages + [(DESCRIBED, tensor) for tensor in tensors]
 
     def _start(self, messages: Messages) -> list[Pending]:
@@ -245,22 +247,22 @@ class Receiver(_End):
         self.wants_grad: Sequence[bool] = ()
         """Whether each distinct tensor of the value received last requires grad at the source."""
 
-    def begin(self, signature: int | None, microbatches: Sequence[int]) -> None:
-        """Begin a step as the sender does, with the micro-batches in the order of their receipt."""
+    def begin(self, signature: int | None, numbers: Sequence[int]) -> None:
+        """Begin a step as the sender does, with values' numbers in the order of their receipt."""
         self._begin_step(signature)
         for pool in self._pools.values():
             pool.begin_step()
-        self._ahead = deque(microbatches)
+        self._ahead = deque(numbers)
         self._post_ahead()
 
-    def receive(self, microbatch: int) -> Any:
-        """Wait for a micro-batch's value, whose tensors are valid until :meth:`release`.
+    def receive(self, number: int) -> Any:
+        """Wait for the value of a number; its tensors are valid until :meth:`release`.
 
         Raises:
             ProtocolError: a header is invalid.
             PipeworkerError: a registered class does not accept what arrived.
         """
-        posted = self._posted.pop(microbatch, None)
+        posted = self._posted.pop(number, None)
         if len(self._posted) <= self._low:
             self._post_ahead()
         value: Any = None
@@ -271,15 +273,15 @@ class Receiver(_End):
                 value = self._assemble(posted)
             for pending in posted.pending:
                 pending.wait()
-            surprised = self._is_surprise(microbatch)
+            surprised = self._is_surprise(number)
             if not self._surprised and not surprised:
-                self._received[microbatch] = posted
+                self._received[number] = posted
                 return value if early else self._assemble(posted)
             self._surprised = True
             posted.pool.reclaim(posted.frame.tensors, posted.buffers)
-        posted = self._receive_described(microbatch)
-        self._known.learn(self._signature, microbatch, posted.frame)
-        self._received[microbatch] = posted
+        posted = self._receive_described(number)
+        self._known.learn(self._signature, number, posted.frame)
+        self._received[number] = posted
         return self._assemble(posted)
 
     def _assemble(self, posted: _Posted) -> Any:
@@ -288,19 +290,19 @@ class Receiver(_End):
         tensors = posted.pool.tensors_in(layouts, posted.buffers)
         return frames.assemble(posted.frame, tensors, self._types)
 
-    def release(self, microbatch: int) -> None:
+    def release(self, number: int) -> None:
         """Release a received value's buffers: the value is no longer needed."""
-        posted = self._received.pop(microbatch)
+        posted = self._received.pop(number)
         posted.pool.release(posted.frame.tensors, posted.buffers)
 
-    def _is_surprise(self, microbatch: int) -> bool:
+    def _is_surprise(self, number: int) -> bool:
         """Return whether a header for this micro-batch has come; the next one's may have, too."""
         if self._notices is not None:
             notice, pending = self._notices.popleft()
             pending.wait()
             return bool(notice[0])
         length, described = HEAD.unpack_from(self._header)
-        return bool(length) and bool(described == microbatch)
+        return bool(length) and bool(described == number)
 
     def _post_ahead(self) -> None:
         """Post the receives of the next micro-batches whose frames are known, some together."""
@@ -310,10 +312,10 @@ class Receiver(_End):
             ahead = len(self._posted) + len(chosen)
             if ahead >= CHANNEL_CAPACITY and messages >= _MESSAGES_AHEAD:
                 break
-            microbatch = self._ahead.popleft()
-            frame = None if self._dynamic else self._known.get((self._signature, microbatch))
+            number = self._ahead.popleft()
+            frame = None if self._dynamic else self._known.get((self._signature, number))
             if frame is not None:
-                chosen.append((microbatch, frame))
+                chosen.append((number, frame))
                 messages += len(frame.tensors)
         posted = self._post([frame for _, frame in chosen], EXPECTED)
         self._posted.update(zip([m for m, _ in chosen], posted, strict=True))
@@ -332,14 +334,14 @@ class Receiver(_End):
             for frame, some, those in zip(chosen, buffers, moving, strict=True)
         ]
 
-    def _receive_described(self, microbatch: int) -> _Posted:
+    def _receive_described(self, number: int) -> _Posted:
         """Receive a header and the tensors of its frame."""
         self._header_pending.wait()
         length, described = HEAD.unpack_from(self._header)
-        if not 0 < length <= frames.MAX_HEADER_BYTES or described != microbatch:
+        if not 0 < length <= frames.MAX_HEADER_BYTES or described != number:
             raise ProtocolError(
-                f"received a header of {length} bytes for micro-batch {described}, where one for "
-                f"{microbatch} was expected"
+                f"received a header of {length} bytes for value {described}, where one for value "
+                f"{number} was expected"
             )
         header = self._header[HEAD.size : HEAD.size + length]
         while len(header) < length:

@@ -77,13 +77,13 @@ class KnownFrames(dict[tuple[int | None, int], Frame]):
     Both ends learn and forget the same frames at the same time.
     """
 
-    def learn(self, signature: int | None, microbatch: int, frame: Frame) -> None:
+    def learn(self, signature: int | None, number: int, frame: Frame) -> None:
         """Expect a frame from now on, if it has elements and its mini-batch has a signature."""
         if signature is not None and frame.has_elements:
             last = next(reversed(self.values()), frame)
-            self[signature, microbatch] = last if last == frame else frame  # equal ones are shared
+            self[signature, number] = last if last == frame else frame  # equal ones are shared
         else:
-            self.pop((signature, microbatch), None)
+            self.pop((signature, number), None)
 
     def limit(self) -> None:
         """Forget all frames if there are too many, because shapes keep changing."""
@@ -251,10 +251,10 @@ PIECE_BYTES = 16 << 10
 """The most bytes of a further part."""
 
 
-def header_messages(microbatch: int, header: bytes) -> Messages:
+def header_messages(number: int, header: bytes) -> Messages:
     """Return a header as a message of fixed size, and further ones if it is longer."""
     room = HEADER_BYTES - HEAD.size
-    first = HEAD.pack(len(header), microbatch) + header[:room]
+    first = HEAD.pack(len(header), number) + header[:room]
     messages = [(HEADER, bytes_tensor(first.ljust(HEADER_BYTES, b"\0")))]
     pieces = [header[i : i + PIECE_BYTES] for i in range(room, len(header), PIECE_BYTES)]
     return messages + [(DESCRIBED, bytes_tensor(piece)) for piece in pieces]
