@@ -65,7 +65,7 @@ def run(rank: RankInfo, request: RunRequest, view: Style) -> int:
 def wait_for_rank_0(mistake: str, *, met: bool) -> None:
     """Give rank 0 time to show a mistake; report it to a rank 0 on another host that may wait.
 
-    `met` tells whether rank 0 knows the mistake already, as the ranks had met.
+    `met` is whether rank 0 knows the mistake already, as the ranks had met.
     """
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     with suppress(PipeworkerError):

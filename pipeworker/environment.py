@@ -61,7 +61,7 @@ def facts() -> dict[str, Any]:
 def git(file: Path, seconds: float = _GIT_SECONDS) -> dict[str, Any]:
     """Return the git commit of a file's folder; empty without a repository, a commit or git.
 
-    `dirty` tells whether files of the repository have changed since, or this file is not in it;
+    `dirty` is whether files of the repository have changed since, or this file is not in it;
     None if git needs more than `seconds` for all calls together.
     """
     until = time.monotonic() + seconds

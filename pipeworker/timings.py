@@ -52,7 +52,7 @@ class Timings:
             (self.grace > 2 * self.reconnect, "a connection may be reopened"),
             (self.handshake > self.reconnect, "a slow handshake is not a lost connection"),
             (self.connect > 4 * self.handshake, "pending connections leave time for the peer"),
-            (self.coordinator > self.grace, "the coordinator reports before workers give up"),
+            (self.coordinator > self.grace, "the coordinator reports before workers abort"),
             (self.reach > self.coordinator, "a connection may be reopened before the first answer"),
             (self.exit > self.linger, "the last messages are delivered before the process exits"),
             (self.verdict > self.interrupt + self.linger, "rank 0 receives the verdict"),

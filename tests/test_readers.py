@@ -285,7 +285,7 @@ def test_the_length_of_a_header_is_checked_before_memory_is_allocated(
     head = frames.HEAD.pack(length, microbatch) + HEADERS[0]
     link.send(frames.bytes_tensor(head.ljust(frames.HEADER_BYTES, b"\0")), frames.HEADER)
     receiver.begin(0, [0])
-    with pytest.raises(ProtocolError, match=f"a header of {length} bytes for micro-batch"):
+    with pytest.raises(ProtocolError, match=f"a header of {length} bytes for value"):
         receiver.receive(0)
 
 

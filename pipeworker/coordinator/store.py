@@ -1,7 +1,7 @@
 """The key-value store by which the workers' channels meet, kept by the coordinator. Pure.
 
 Workers reach it over the authenticated control plane, so a job opens no port for it. The operations
-are those of c10d's ``Store``, as far as gloo and NCCL use it; GET waits until all its keys are set.
+are those methods of c10d's ``Store`` that gloo and NCCL call; GET waits until all its keys are set.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ ATTEMPTS, _PAUSE = 100, 0.01
 
 
 def raise_limit() -> int:
-    """Raise the soft limit of descriptors as far as needed and granted; return the limit."""
+    """Raise the soft limit of descriptors, at most to the hard limit; return the limit."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     granted = _WANTED if hard == resource.RLIM_INFINITY else min(hard, _WANTED)
     if soft == resource.RLIM_INFINITY or soft >= granted:

@@ -96,7 +96,7 @@ class SnapshotWriter:
         began = time.monotonic()
         buffer = self._buffers[copy.slot]
         pairs = buffer.begin(parts, elsewhere, position, None if copy.save else self._room)
-        if pairs is None:  # the coordinator goes on waiting for it, and requests no other
+        if pairs is None:  # the coordinator still waits for it, and requests no other
             streams.note(f"no copy of step {copy.step}: memory for it would be taken from others")
             return
         self._copied.clear()

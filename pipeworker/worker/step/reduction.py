@@ -1,9 +1,9 @@
 """The reduction of a stage over its replicas: gradients are added up, buffers made equal.
 
-Every replica tells every other which gradients it has, and sends it those that the other adds up
-(SCATTER). Each adds up its own part in the order of the replicas and sends the sums to all (SUM).
-Each receives the sums of the others (GATHER). All receive the same bytes, so replicas stay bitwise
-equal.
+Every replica sends every other a flag for each gradient that it has, and the gradients that the
+other adds up (SCATTER). Each adds up its own part in the order of the replicas and sends the sums
+to all (SUM). Each receives the sums of the others (GATHER). All receive the same bytes, so replicas
+stay bitwise equal.
 
 Buffers that a forward changes take the values of replica 0, as under DDP's ``broadcast_buffers``.
 Deferred batch norm takes the micro-batches of all replicas into account, in their order.

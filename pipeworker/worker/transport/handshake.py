@@ -298,7 +298,7 @@ class _PendingConnections:
 def shut_down(connection: socket.socket) -> None:
     """End the transfers of other threads over a connection that may be closed already."""
     with contextlib.suppress(OSError):
-        # An SSLSocket's own shutdown would let these threads go on without encryption.
+        # An SSLSocket's own shutdown would let these threads continue without encryption.
         socket.socket.shutdown(connection, socket.SHUT_RDWR)
 
 

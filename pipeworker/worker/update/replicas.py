@@ -124,7 +124,7 @@ class Gradients:
     def unpack(self, present: Sequence[bool]) -> None:
         """Copy the sums into the parameters' ``grad``; free the vectors.
 
-        `present` tells for each parameter whether any replica has a gradient.
+        `present` is, for each parameter, whether any replica has a gradient.
         """
         for parameter, where, has in zip(self.parameters, self._slices, present, strict=True):
             if not has:
