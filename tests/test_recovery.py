@@ -185,6 +185,28 @@ def test_a_coordinator_lost_after_an_interrupt_is_replaced_to_save(jobs: Jobs) -
     assert run.checkpoint.manifest.step > 2  # of the last snapshot
 
 
+def test_evaluations_of_thousands_of_metrics_are_recorded_once(jobs: Jobs) -> None:
+    evaluated = """
+    def evaluation():
+        yield torch.ones(10, 8), torch.ones(10).long()
+
+    def metrics(output, target):
+        return {f"metric_{number:04}": number for number in range(3000)}
+"""
+    words = ("--stages", "2", "--evaluate-every", "2", "--snapshot-every", "100")
+    process, path = jobs.start(*words, source=gated(JOB) + evaluated)
+    rows = path / "evaluation.jsonl"
+    until(lambda: rows.exists() and rows.read_text().count("\n") == 2)
+    _kill_coordinator(jobs)
+    (jobs.folder / "go").touch()
+    _, stderr = process.communicate(timeout=60)
+    assert process.returncode == 0, stderr
+    found = [json.loads(line) for line in rows.read_text().splitlines()]
+    assert [(row["step"], len(row)) for row in found] == [(2, 3002), (4, 3002), (6, 3002)]
+    shown = json.loads(jobs.pipeworker("show", "--json", str(path)).stdout)
+    assert shown["evaluation"] == found[-1]
+
+
 def test_the_summary_has_the_losses_before_a_coordinator_that_is_not_replaced(
     jobs: Jobs,
 ) -> None:

@@ -109,8 +109,8 @@ def _columns(path: Path) -> list[str]:
 
 def _last_step(path: Path) -> int | None:
     """Return the step of a table's last row; None if the row is incomplete."""
-    lines = rows.last_lines(path)
-    step = lines[-1].partition(b",")[0] if lines and lines[-1].endswith(b"\n") else b""
+    line = next(rows.reversed_lines(path), b"")
+    step = line.partition(b",")[0] if line.endswith(b"\n") else b""
     return int(step) if step.isdigit() else None
 
 

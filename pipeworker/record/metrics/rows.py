@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 Row = dict[str, Any]
-MAX_ROW_BYTES = 1 << 16
+BLOCK_BYTES = 1 << 16
 
 
 class Rows:
@@ -26,10 +26,9 @@ class Rows:
         self._path = path
         self._pending: deque[bytes] = deque()
         self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
-        size = os.fstat(self._file).st_size
-        end = os.pread(self._file, MAX_ROW_BYTES, max(0, size - MAX_ROW_BYTES))
+        end = next(reversed_lines(path), b"\n")
         if not end.endswith(b"\n"):
-            os.ftruncate(self._file, size - len(end) + end.rfind(b"\n") + 1)
+            os.ftruncate(self._file, os.fstat(self._file).st_size - len(end))
 
     def add(self, row: Row) -> None:
         """Write a row, behind the rows that are pending.
@@ -74,20 +73,25 @@ def read(path: Path) -> Iterator[Row]:
 
 def last(path: Path) -> Row | None:
     """Return the last whole row of a file; None if there is none."""
-    return next(filter(None, map(parse, reversed(last_lines(path)))), None)
+    return next(filter(None, map(parse, reversed_lines(path))), None)
 
 
-def last_lines(path: Path) -> list[bytes]:
-    """Return some of the last lines of a file; the last one may be incomplete."""
+def reversed_lines(path: Path) -> Iterator[bytes]:
+    """Yield the lines of a file, the last one first, which may be incomplete; none if no file."""
     try:
         file = path.open("rb")
     except FileNotFoundError:
-        return []
+        return
     with file:
-        start = max(0, file.seek(0, os.SEEK_END) - MAX_ROW_BYTES)
-        file.seek(start)
-        lines = file.read().splitlines(keepends=True)
-    return lines[1:] if start else lines
+        block, start, rest = BLOCK_BYTES, file.seek(0, os.SEEK_END), b""
+        while start:
+            end, start = start, max(0, start - block)
+            file.seek(start)
+            rest, *lines = (file.read(end - start) + rest).splitlines(keepends=True) or [b""]
+            yield from reversed(lines)
+            block *= 2  # a line of any length is read in linear time
+        if rest:
+            yield rest
 
 
 def best(path: Path) -> Row | None:

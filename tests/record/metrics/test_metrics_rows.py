@@ -62,15 +62,25 @@ def test_rows_that_a_full_disk_refuses_are_written_later(
     file.close()
 
 
-def test_last_reads_only_the_end_of_a_long_file(tmp_path: Path) -> None:
+def test_lines_are_read_from_the_end(tmp_path: Path) -> None:
     path = wrote(tmp_path / "x", *({"step": step, "a": "x" * 90} for step in range(2000)), "{")
-    assert path.stat().st_size > 2 * rows.MAX_ROW_BYTES
+    assert path.stat().st_size > 2 * rows.BLOCK_BYTES
+    assert [*rows.reversed_lines(path)] == path.read_bytes().splitlines(keepends=True)[::-1]
     found = rows.last(path)
     assert found
     assert found["step"] == 1999
-    (first, *_, last) = rows.last_lines(path)
-    assert json.loads(first)["step"] > 1000
-    assert last == b"{"
+
+
+@pytest.mark.parametrize("torn", ["", '{"ste', '{"step": 4, "a": "' + "x" * 3 * rows.BLOCK_BYTES])
+def test_a_row_may_be_longer_than_a_block(tmp_path: Path, torn: str) -> None:
+    """A torn row costs neither the row before it nor the next one."""
+    long = {"a": "x" * 2 * rows.BLOCK_BYTES}
+    path = wrote(tmp_path / "x", {"step": 1, **long}, {"step": 2}, {"step": 3, **long}, torn)
+    assert rows.last(path) == {"step": 3, **long}
+    file = Rows(path)
+    file.add({"step": 4})
+    file.close()
+    assert [row["step"] for row in rows.read(path)] == [1, 2, 3, 4]
 
 
 def test_lines_that_are_not_rows_are_skipped(tmp_path: Path) -> None:
