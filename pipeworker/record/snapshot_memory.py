@@ -10,8 +10,10 @@ import json
 import mmap
 import os
 import re
+import select
 import signal
 import sys
+import threading
 import zlib
 from collections.abc import Sequence
 from contextlib import suppress
@@ -129,8 +131,10 @@ def main() -> int:
 
     Standard input and output are pipes to the worker. A request is a line with a JSON array
     ``[folder, [descriptor, ...], [name, ...]]``, where the process has inherited the descriptors.
-    The answer is a line ``[[[name, bytes, checksum], ...], error]``.
+    The answer is a line ``[[[name, bytes, checksum], ...], error]``. If the worker is killed, the
+    process ends without an answer, also in the middle of a file: no process would use the file.
     """
+    threading.Thread(target=_exit_with_worker, daemon=True).start()
     os.nice(_NICENESS)  # steps come first
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):  # sent to the whole job
         signal.signal(number, signal.SIG_IGN)
@@ -141,5 +145,14 @@ def main() -> int:
             answer = [[[file.name, file.bytes, file.crc32] for file in files], ""]
         except RecordError as error:
             answer = [[], str(error)]
-        print(json.dumps(answer), flush=True)
+        with suppress(BrokenPipeError):  # the worker was killed, so the input ends as well
+            os.write(1, json.dumps(answer).encode() + b"\n")
     return 0
+
+
+def _exit_with_worker() -> None:
+    """End this process once no process can read its standard output."""
+    output = select.poll()
+    output.register(1, 0)  # reports nothing else
+    output.poll()
+    os._exit(0)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import os
 import queue
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -78,6 +81,38 @@ def test_a_writer_process_that_died_is_replaced_for_the_next_checkpoint(
     assert torch.equal(written["0.weight"], layer_writer.layer.weight)
     layer_writer.save(4)
     assert not commands
+
+
+@pytest.mark.parametrize("blocked", [False, True])
+def test_a_writer_process_ends_silently_with_its_worker(tmp_path: Path, blocked: bool) -> None:
+    """Also in the middle of a file, which a pipe without a reader stands for here."""
+    if blocked:
+        os.mkfifo(tmp_path / "model")
+    memory = SnapshotMemory()
+    memory.write(0, b"weights")
+    process = subprocess.Popen(
+        lifetime.command("pipeworker.record.snapshot_memory"),
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        pass_fds=memory.handles,
+    )
+    try:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        process.stdin.write(json.dumps([str(tmp_path), memory.handles, ["model"] * 3]).encode())
+        process.stdin.write(b"\n")
+        process.stdin.close()
+        process.stdout.close()  # as the system closes it when the worker is killed
+        assert process.wait(timeout=60) == 0
+        assert process.stderr is not None
+        assert process.stderr.read() == b""
+    finally:
+        process.kill()
+        process.wait()
+        assert process.stderr is not None
+        process.stderr.close()
+        memory.close()
 
 
 def test_a_snapshot_in_memory_is_that_of_its_step_or_rejected(
