@@ -7,19 +7,17 @@ import platform
 import resource
 import shutil
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from importlib import metadata
-from pathlib import Path
 from typing import Any
 
+from pipeworker.host import cgroups
 from pipeworker.version import __version__
 from pipeworker.wire.keys import TOKEN_VARIABLE
 
 _PACKAGES = ("torch", "numpy", "pyzmq", "msgpack", "cryptography", "safetensors", "click", "rich")
 _VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "CUDA_VISIBLE_DEVICES", "GLOO_SOCKET_IFNAME")
 _LIMITS = ("NOFILE", "NPROC", "MEMLOCK", "CORE")
-_UNBOUNDED = 1 << 60
-"""Bytes; a version-1 memory cgroup without a limit reports a number above this."""
 
 
 def facts() -> dict[str, Any]:
@@ -51,43 +49,6 @@ def text(found: Mapping[str, Any]) -> str:
     return "\n".join(f"{name:<{width}}  {value}" for name, value in found.items())
 
 
-def quota(root: Path = Path("/")) -> float | None:
-    """Return the number of cores that this process's cgroups allow; None for all."""
-    found = []
-    for folder in _cgroups("cpu", root):
-        kept = _read(folder / "cpu.cfs_quota_us") + _read(folder / "cpu.cfs_period_us")
-        share, period = (_read(folder / "cpu.max") or kept or "max 1").split()[:2]
-        found += [int(share) / int(period)] if share.isdigit() else []
-    return min(found, default=None)
-
-
-def memory_bound(root: Path = Path("/")) -> int | None:
-    """Return the bytes of memory that this process's cgroups allow; None for all."""
-    found = []
-    for folder in _cgroups("memory", root):
-        text = _read(folder / "memory.max") or _read(folder / "memory.limit_in_bytes")
-        found += [int(word) for word in text.split() if word.isdigit()]
-    return min((bound for bound in found if bound < _UNBOUNDED), default=None)
-
-
-def _cgroups(controller: str, root: Path) -> Iterator[Path]:
-    """Yield the folders of the cgroups, of version 1 or 2, that may limit this process."""
-    for line in _read(root / "proc/self/cgroup").splitlines():
-        _, controllers, path = line.split(":", 2)
-        if controllers and controller not in controllers.split(","):
-            continue
-        top = root / "sys/fs/cgroup" / (controller if controllers else "")
-        inner = top / path.strip("/")
-        yield from (inner, *(folder for folder in inner.parents if folder.is_relative_to(top)))
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text()
-    except OSError:
-        return ""
-
-
 def _version(name: str) -> str:
     try:
         return metadata.version(name)
@@ -115,14 +76,14 @@ def _devices() -> str:
 
 def _cores() -> str:
     usable = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count()
-    bound = quota()
+    bound = cgroups.core_quota()
     at_most = "" if bound is None else f", for {bound:g} at a time"
     return f"{usable} of {os.cpu_count()}{at_most}"
 
 
 def _memory() -> str:
     total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    bound = memory_bound()
+    bound = cgroups.memory_limit()
     at_most = "" if bound is None or bound >= total else f", of which {_gib(bound)} may be used"
     return f"{_gib(total)}{at_most}"
 

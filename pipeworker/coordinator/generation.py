@@ -186,8 +186,8 @@ class Generation(Lifecycle):
         if not self.is_last(message.rank):
             return []
         done = [m.done for m in self.members if m.done]
-        self.snapshots.step_done(done, self._writers)
-        return self._advance(self.loop.step_done(done, now), now)
+        warnings = [Warned(text) for text in self.snapshots.step_done(done, self._writers)]
+        return [*warnings, *self._advance(self.loop.step_done(done, now), now)]
 
     def _on_evaluated(self, member: Member, message: EvaluationDone, now: float) -> list[Effect]:
         if message.result and message.rank != self.placement.rank_of(self.placement.stages - 1):

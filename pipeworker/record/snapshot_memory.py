@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import mmap
 import os
-import re
 import select
 import signal
 import sys
@@ -23,21 +22,7 @@ from pipeworker.errors import RecordError
 from pipeworker.facts.checkpoint_file import CheckpointFile
 
 _CHUNK = 1 << 18
-_MEMINFO = Path("/proc/meminfo")
-_GROUP = Path("/sys/fs/cgroup")
 _NICENESS = 10
-
-
-def available_bytes() -> int:
-    """Return the bytes this process can use before memory is short; 0 if they are not known."""
-    free = 0
-    with suppress(OSError):
-        found = re.search(r"MemAvailable:\s+(\d+) kB", _MEMINFO.read_text())
-        free = 1024 * int(found[1]) if found else 0
-    with suppress(OSError, ValueError):  # a container's limit; "max" is none
-        most, now = ((_GROUP / f"memory.{name}").read_text() for name in ("max", "current"))
-        free = min(free, int(most) - int(now))
-    return free
 
 
 class SnapshotMemory:

@@ -6,8 +6,8 @@ import pytest
 
 from pipeworker.coordinator.effects import Send
 from pipeworker.coordinator.lifecycle import State
-from pipeworker.coordinator.steps.snapshots import BUDGET, JobState, Snapshots
-from pipeworker.wire.lines import Snapshot
+from pipeworker.coordinator.steps.snapshots import BUDGET, LACKED_MEMORY, JobState, Snapshots
+from pipeworker.wire.lines import Snapshot, Warned
 from pipeworker.wire.messages.checkpoint import Copy, Restore, Save, Saved
 from pipeworker.wire.messages.directions import Advance
 from pipeworker.wire.messages.presence import Welcome
@@ -195,6 +195,16 @@ def test_a_snapshot_follows_the_evaluation_of_its_step() -> None:
     job = replaceable_job(evaluate_every=1).running()
     assert copied(job, 1) is None
     assert copies(job.evaluated(1)) == [Copy(1, 0)] * 2
+
+
+def test_a_snapshot_that_lacks_memory_causes_one_warning() -> None:
+    job = replaceable_job().running()
+    assert copied(job, 1) == Copy(1, 0)
+    for step in (2, 3):
+        job.done(0, step, snapshot_step=-1)
+        job.done(1, step, snapshot_step=-1, snapshot_lacked_memory=True)
+    assert [warned.text for warned in of(job.effects, Warned)] == [LACKED_MEMORY]
+    assert not of(job.effects, Snapshot)
 
 
 def ran(snapshots: Snapshots, step: int, *seconds: float) -> None:

@@ -48,6 +48,7 @@ DONE = StepDone(
     batch=Batch(signature=2, samples=10, microbatches=4, epoch=0),
     snapshot_step=6,
     snapshot_seconds=0.25,
+    snapshot_lacked_memory=True,
 )
 ADVANCE = Advance(
     RunStep(8, Batch(2, 10, 4, 1), True, "0F0 0>A0 0>T0@1 0L0 0<G0 0B0", loss_scale=1024.0),

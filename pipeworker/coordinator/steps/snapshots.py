@@ -27,6 +27,10 @@ and cost more than the seconds that workers measure, because they wake threads o
 _COSTS = 4
 """Copies of which the cheapest counts: the first copy into a slot also allocates its memory."""
 _MAX_INTERVAL = 1000
+LACKED_MEMORY = (
+    "snapshots: too little memory is available for them; use more memory, or a shorter "
+    "--checkpoint-every, because a loss repeats the steps since the last checkpoint"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +76,7 @@ class Snapshots:
     writing: dict[int, Writing] = field(default_factory=dict)
     _written: dict[int, JobState] = field(default_factory=dict)
     _copying: dict[int, JobState] = field(default_factory=dict)
+    _warned: bool = False
     _costs: deque[float] = field(default_factory=lambda: deque(maxlen=_COSTS))
 
     @property
@@ -135,21 +140,25 @@ class Snapshots:
         """Note that the workers begin to copy their state into a slot."""
         self._copying[slot] = state
 
-    def step_done(self, done: Collection[StepDone], ranks: int | None = None) -> None:
-        """Take a copy that is complete on all workers as the last snapshot.
+    def step_done(self, done: Collection[StepDone], ranks: int | None = None) -> list[str]:
+        """Take a copy that is complete on all workers as the last snapshot; return new warnings.
 
         All of them must report the same step: a worker that lacks memory for a copy makes none. The
         first `ranks` workers, or all, hold the whole state together.
         """
+        warnings: list[str] = []
+        if not self._warned and any(d.snapshot_lacked_memory for d in done):
+            self._warned, warnings = True, [LACKED_MEMORY]
         copied = {d.snapshot_step for d in done}
         slot = next((s for s, state in self._copying.items() if copied == {state.step}), None)
         if slot is None:
-            return
+            return warnings
         state = self._copying[slot]
         self._copying = {s: later for s, later in self._copying.items() if later.step > state.step}
         self._costs.append(max(d.snapshot_seconds for d in done) * max(1.0, len(done) / self.cores))
         if self.slots > 1:
             self.last = state, Restore(state.step, slot=slot, ranks=ranks or len(done))
+        return warnings
 
     def begin_write(self, state: JobState, slot: int, ranks: int) -> None:
         """Note that the ranks below `ranks` begin to write a slot to disk."""

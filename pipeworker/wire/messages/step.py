@@ -40,6 +40,7 @@ class StepDone:
         learning_rate: of the first parameter group; NaN if the worker has no optimizer.
         batch: from the worker with stage 0, the next mini-batch; None at the end of the data.
         snapshot_step: the last step whose snapshot is complete, -1 for none.
+        snapshot_lacked_memory: whether a snapshot was not made because memory is short.
     """
 
     rank: int
@@ -53,6 +54,7 @@ class StepDone:
     batch: Batch | None
     snapshot_step: int = -1
     snapshot_seconds: float = 0.0
+    snapshot_lacked_memory: bool = False
 
     def __post_init__(self) -> None:
         losses, counts = len(self.losses), len(self.counts)

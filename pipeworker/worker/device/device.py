@@ -57,6 +57,11 @@ def peak_memory(device: torch.device) -> int:
     allocated = getattr(torch.get_device_module(device.type), "max_memory_allocated", None)
     if allocated is not None:
         return int(allocated(device))
+    return peak_resident()
+
+
+def peak_resident() -> int:
+    """Return the peak of this process's resident bytes."""
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
 

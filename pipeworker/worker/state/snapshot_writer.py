@@ -12,17 +12,19 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 
 from pipeworker.errors import RecordError
 from pipeworker.facts.checkpoint_file import CheckpointFile
-from pipeworker.host import streams
+from pipeworker.host import cgroups, streams
 from pipeworker.host.lifetime import command
 from pipeworker.record.manifest import file_names
 from pipeworker.record.snapshot_buffer import CopyPairs, SnapshotBuffer
-from pipeworker.record.snapshot_memory import SnapshotMemory, available_bytes, write_files
+from pipeworker.record.snapshot_memory import SnapshotMemory, write_files
 from pipeworker.record.stage_state import StageState
 from pipeworker.wire.messages.checkpoint import Copy, Save, Saved
+from pipeworker.worker.device.device import peak_resident
 from pipeworker.worker.task_thread import TaskThread
 from pipeworker.worker.transport.snapshot_transfer import MirrorClient
 
@@ -51,6 +53,7 @@ class SnapshotWriter:
 
     Attributes:
         complete: step of the last complete snapshot, or -1, and the seconds of work it took.
+        lacked_memory: whether a snapshot was not made because memory is short.
     """
 
     def __init__(
@@ -79,6 +82,7 @@ class SnapshotWriter:
         self._copied.set()
         self._error: BaseException | None = None
         self.complete = -1, 0.0
+        self.lacked_memory = False
 
     def copy(
         self, copy: Copy, parts: Sequence[StageState], elsewhere: set[int], position: Position
@@ -97,7 +101,8 @@ class SnapshotWriter:
         buffer = self._buffers[copy.slot]
         pairs = buffer.begin(parts, elsewhere, position, None if copy.save else self._room)
         if pairs is None:  # the coordinator still waits for it, and requests no other
-            streams.note(f"no copy of step {copy.step}: memory for it would be taken from others")
+            self.lacked_memory = True
+            streams.note(f"no snapshot of step {copy.step}: too little memory is available")
             return
         self._copied.clear()
         seconds = time.monotonic() - began
@@ -140,8 +145,15 @@ class SnapshotWriter:
             self._own_memories.pop().close()
 
     def _room(self) -> int:
-        """Return the bytes by which this worker's snapshots may grow."""
-        return available_bytes() // (_SPARE * self._sharing)
+        """Return the bytes by which one of this worker's snapshots may grow.
+
+        The next step may take as much memory again as this process has released since its peak. All
+        slots get the same share: a single snapshot could never be replaced by a newer one.
+        """
+        released = max(0, peak_resident() - psutil.Process().memory_info().rss)
+        empty = sum(not buffer.memory.size for buffer in self._buffers)
+        own = cgroups.available_memory() // self._sharing - released
+        return own // (_SPARE * max(1, empty))
 
     def _failed(self, error: BaseException) -> None:
         """Have the main thread raise a thread's exception when it next calls."""

@@ -148,9 +148,14 @@ class State:
         self._writer: SnapshotWriter | None = None
 
     @property
-    def copied(self) -> tuple[int, float]:
-        """The step of the last complete snapshot, or -1, and the seconds of work it took."""
-        return self._writer.complete if self._writer else (-1, 0.0)
+    def copied(self) -> tuple[int, float, bool]:
+        """What :class:`StepDone` reports of snapshots.
+
+        That is the step of the last complete snapshot or -1, the seconds of work it took, and
+        whether memory was too short for one.
+        """
+        writer = self._writer
+        return (*writer.complete, writer.lacked_memory) if writer else (-1, 0.0, False)
 
     def begin(self, plan: Plan) -> bool:
         """Restore the state that the worker starts from, if any; check that it can be saved.

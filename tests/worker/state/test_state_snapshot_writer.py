@@ -16,7 +16,7 @@ from torch import nn
 
 from pipeworker.errors import PipeworkerError
 from pipeworker.facts.layer_names import LayerNames
-from pipeworker.host import lifetime
+from pipeworker.host import cgroups, lifetime
 from pipeworker.record.snapshot_buffer import SnapshotBuffer, snapshot_files
 from pipeworker.record.snapshot_memory import SnapshotMemory
 from pipeworker.record.stage_state import StageState
@@ -147,3 +147,29 @@ def test_a_slow_disk_delays_neither_copies_nor_steps(
     assert layer_writer.sent.empty()
     layer_writer.writer.close()  # a slow disk does not delay this either
     assert layer_writer.sent.get().error
+
+
+def test_snapshots_in_all_slots_take_half_of_the_memory_or_there_are_none(
+    layer_writer: WriterOfLayer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    size = sum(parameter.nbytes for parameter in layer_writer.layer.parameters())
+    available = 4 * size - 1
+    monkeypatch.setattr(cgroups, "available_memory", lambda: available)
+    monkeypatch.setattr(snapshot_writer, "peak_resident", int)
+    layer_writer.copy(1, 0)
+    assert (layer_writer.writer.complete[0], layer_writer.writer.lacked_memory) == (-1, True)
+    assert not any(memory.size for memory in layer_writer.memories)
+    available = 4 * size
+    layer_writer.copy(2, 0)
+    available -= layer_writer.memories[0].size
+    layer_writer.copy(3, 1)
+    assert layer_writer.writer.complete[0] == 3
+
+
+def test_memory_that_the_next_step_takes_again_is_not_available(
+    layer_writer: WriterOfLayer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cgroups, "available_memory", lambda: 1 << 30)
+    monkeypatch.setattr(snapshot_writer, "peak_resident", lambda: 1 << 50)
+    layer_writer.copy(1, 0)
+    assert layer_writer.writer.lacked_memory
