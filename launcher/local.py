@@ -33,6 +33,7 @@ from pipeworker.host.lifetime import kill_group
 from pipeworker.host.line_process import LineProcess, start_agent, start_coordinator
 from pipeworker.host.signals import SignalSocket
 from pipeworker.host.suspend_clock import SuspendAwareClock
+from pipeworker.record.atomic_file import open_file
 from pipeworker.record.run_record import write_summary
 from pipeworker.record.rundir import file_digest
 from pipeworker.runs.begin import PreparedRun
@@ -57,7 +58,7 @@ class AgentProcess:
     """
 
     def __init__(self, remote: RemoteAgent, log: Path) -> None:
-        self._errors: IO[bytes] | None = log.open("a+b") if remote.command else None
+        self._errors: IO[bytes] | None = open_file(log, "a+b") if remote.command else None
         self._logged = self._errors.tell() if self._errors else 0
         self.process: LineProcess[lines.ToAgent, lines.FromAgent] = start_agent(
             remote.command, self._errors

@@ -6,6 +6,7 @@ Every other :class:`PipeworkerError` is a run that failed, with exit status 1.
 
 from __future__ import annotations
 
+import errno
 from typing import Any
 
 AGAIN = 75
@@ -69,7 +70,10 @@ class RecordError(PipeworkerError):
     """A file of the run that cannot be written; the message has its path and the reason."""
 
     def __init__(self, path: object, error: Exception) -> None:
-        super().__init__(f"{path}: cannot be written: {getattr(error, 'strerror', None) or error}")
+        reason = getattr(error, "strerror", None) or error
+        if getattr(error, "errno", None) == errno.ELOOP:
+            reason = "it is a link; remove it"
+        super().__init__(f"{path}: cannot be written: {reason}")
 
 
 class ProtocolError(PipeworkerError):

@@ -115,7 +115,7 @@ FILLS = """
             if metrics.exists() and metrics.stat().st_size:  # it is asked for at the start as well
                 fill("checkpoints/")
             if WHERE == "summary.json":  # that place alone is taken
-                (DISK / "run" / ".summary.json.partial").mkdir(exist_ok=True)
+                (DISK / "run" / "summary.json").mkdir(exist_ok=True)
             return super().state_dict(*words, **names)
 
     fill("plan.json")

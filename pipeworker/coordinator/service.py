@@ -225,6 +225,7 @@ def main() -> int:
     assert isinstance(configuration, lines.Configuration)
     descriptors, parent = DescriptorReserve(), ParentProcess()
     host = configuration.host
+    log.addHandler(logging.NullHandler())  # until there is a log, nothing is logged to the terminal
     try:
         run_dir = RunDir(Path(configuration.run_dir))
         log_file = LogFile(run_dir.coordinator_log(), parent)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import reprlib
 import secrets
 import shutil
@@ -16,25 +17,51 @@ import msgspec
 
 from pipeworker.errors import UnreadableFile
 
+_PARTIAL = re.compile(r"\.[0-9a-f]{16}\.partial")
+
 
 @contextmanager
-def temporary_path(path: Path, *, unique: bool = False) -> Iterator[Path]:
-    """Yield a path beside `path` at which the caller writes what it then renames to `path`.
+def temporary_path(path: Path) -> Iterator[Path]:
+    """Yield a path beside `path` at which the caller creates what it then renames to `path`.
 
-    A file or folder that still has the temporary path on exit is removed. The temporary path is
-    `unique` for a `path` that several processes may write at once; otherwise a later call replaces
-    what a killed process left.
+    The name is random: several processes may write at once, and nobody can prepare a link there. A
+    file or folder that still has the temporary path on exit is removed;
+    :func:`remove_partial_files` removes those of killed processes.
     """
-    name = secrets.token_hex(8) if unique else path.name
-    temporary = path.with_name(f".{name}.partial")
+    temporary = path.with_name(f".{secrets.token_hex(8)}.partial")
     try:
         yield temporary
     finally:
         with suppress(OSError):
-            if temporary.is_dir():
-                shutil.rmtree(temporary)
-            else:
-                temporary.unlink(missing_ok=True)
+            remove(temporary)
+
+
+def remove(path: Path) -> None:
+    """Remove a file, a folder with its content or a link, but not what the link leads to."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def remove_partial_files(folder: Path) -> None:
+    """Remove what killed processes left at temporary paths in a folder where none writes now."""
+    for path in folder.iterdir():
+        if _PARTIAL.fullmatch(path.name):
+            remove(path)
+
+
+def open_file(path: Path, mode: str, **arguments: Any) -> IO[Any]:
+    """Open a file as ``open`` does, but follow no link.
+
+    A run directory may come from a stranger: a link in it could lead to any file of the user's.
+    """
+    return open(path, mode, opener=no_link, **arguments)
+
+
+def no_link(path: str | Path, flags: int) -> int:
+    """Return a descriptor of a file, without following a link; see :func:`open_file`."""
+    return os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
 
 
 def write_bytes(path: Path, data: bytes) -> None:
@@ -44,7 +71,7 @@ def write_bytes(path: Path, data: bytes) -> None:
         OSError: the file cannot be written; what `path` held before is unchanged.
     """
     with temporary_path(path) as temporary:
-        with temporary.open("wb") as file:
+        with temporary.open("xb") as file:
             file.write(data)
             sync_file(file)
         temporary.replace(path)

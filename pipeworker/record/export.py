@@ -153,7 +153,7 @@ class _Cast:
 
 
 def _write_file(weights: Tensors, path: Path, cast: _Cast) -> None:
-    with temporary_path(path, unique=True) as partial:
+    with temporary_path(path) as partial:
         if path.suffix in _PICKLED:
             with _cast_on_disk(weights, path, cast) as tensors, partial.open("xb") as file:
                 torch.save(_separate(tensors), file)
@@ -170,7 +170,7 @@ def _write_folder(weights: Tensors, path: Path, cast: _Cast, most: int) -> int:
     files = dict(zip(file_names(len(parts)), parts, strict=True))
     exists = path.is_dir()
     target = path / WEIGHTS_INDEX if exists else path
-    with temporary_path(target, unique=True) as partial:
+    with temporary_path(target) as partial:
         partial.mkdir()
         for file, names in files.items():
             _write_safetensors({name: weights[name] for name in names}, partial / file, cast)
@@ -219,7 +219,7 @@ def _cast_on_disk(weights: Tensors, path: Path, cast: _Cast) -> Iterator[Tensors
     for name, tensor in weights.items():
         if cast.dtype_of(tensor) is not tensor.dtype:
             first.setdefault(id(tensor), name)
-    with temporary_path(path, unique=True) as partial:
+    with temporary_path(path) as partial:
         made: Mapping[int, torch.Tensor] = {}
         if first:
             _write_safetensors({name: weights[name] for name in first.values()}, partial, cast)

@@ -9,6 +9,8 @@ import sys
 import time
 from pathlib import Path
 
+from pipeworker.record.atomic_file import open_file
+
 _POLL_SECONDS = 0.05
 # The C library's `struct flock`, here and on BSD and macOS, and the place of the type in it.
 _FLOCK, _TYPE = ("hhqqi4x", 0) if sys.platform == "linux" else ("qqihh", 3)
@@ -44,7 +46,7 @@ class RunLock:
     """
 
     def __init__(self, path: Path, *, exclusive: bool, timeout: float = 0.0) -> None:
-        self._file = path.open("a+b")
+        self._file = open_file(path, "a+b")
         deadline = time.monotonic() + timeout
         while not self._acquire(fcntl.LOCK_EX if exclusive else fcntl.LOCK_SH):
             if time.monotonic() >= deadline:

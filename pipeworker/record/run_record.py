@@ -20,7 +20,7 @@ from msgspec import Meta
 
 from pipeworker.errors import UnreadableFile, UsageError
 from pipeworker.job.renamed import migrated
-from pipeworker.record.atomic_file import read_json, write_bytes, write_json
+from pipeworker.record.atomic_file import read_json, remove_partial_files, write_bytes, write_json
 from pipeworker.record.metrics import rows
 from pipeworker.record.rundir import JOB, RunDir
 from pipeworker.wire.lines import Verdict
@@ -147,7 +147,7 @@ class _Summary(msgspec.Struct):
 
 
 def write_summary(run_dir: RunDir, verdict: Verdict, stages: int) -> None:
-    """Write ``summary.json`` of a run that ended with this many stages.
+    """Write ``summary.json`` of a run that ended with this many stages, as its last writer.
 
     ``peak_memory_bytes`` has a figure for each worker: for each stage, unless workers hold several.
 
@@ -155,6 +155,7 @@ def write_summary(run_dir: RunDir, verdict: Verdict, stages: int) -> None:
         OSError: the file cannot be written, or the rows cannot be read.
     """
     last, best = rows.last(run_dir.metrics) or {}, rows.best(run_dir.evaluation)
+    remove_partial_files(run_dir.path)
     write_json(
         run_dir.summary,
         {

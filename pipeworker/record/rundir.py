@@ -13,7 +13,13 @@ from contextlib import suppress
 from pathlib import Path
 
 from pipeworker.errors import UsageError
-from pipeworker.record.atomic_file import sync_folder, write_json
+from pipeworker.record.atomic_file import (
+    no_link,
+    remove,
+    remove_partial_files,
+    sync_folder,
+    write_json,
+)
 from pipeworker.record.manifest import (
     MANIFEST,
     WEIGHTS_INDEX,
@@ -110,7 +116,18 @@ class RunDir:
         """Remove what processes left that ended while they wrote or removed a checkpoint."""
         for pattern in _LEFTOVERS:
             for path in self.checkpoints.glob(pattern):
-                shutil.rmtree(path)
+                remove(path)
+
+    def check_links(self) -> None:
+        """Check that no link of a stranger leads the files of a job out of the directory.
+
+        Raises:
+            UsageError: a link is in place of a folder, or of a file of rows.
+        """
+        logs = self.coordinator_log().parent
+        for path in (self.checkpoints, logs, self.events, self.metrics, self.evaluation):
+            if path.is_symlink():
+                raise UsageError(f"{path}: is a link; put what it leads to in its place")
 
     def checkpoint_paths(self) -> list[Path]:
         """Return the folders named like complete checkpoints, the oldest first."""
@@ -141,7 +158,7 @@ class RunDir:
 
         The request is a file, because all hosts of a job and its user have this folder in common.
         """
-        (self.path / _REQUEST).touch()
+        os.close(no_link(self.path / _REQUEST, os.O_WRONLY | os.O_CREAT))
 
     def withdraw_checkpoint_request(self) -> bool:
         """Return whether a checkpoint was requested, and withdraw the request."""
@@ -163,6 +180,7 @@ class RunDir:
         for path in (*files, self.path / _REQUEST, *written):
             with suppress(OSError):
                 path.unlink()
+        remove_partial_files(self.path)
         for folder in (logs, self.events, self.checkpoints, *made):
             with suppress(OSError):
                 folder.rmdir()

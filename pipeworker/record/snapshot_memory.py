@@ -20,6 +20,7 @@ from pathlib import Path
 
 from pipeworker.errors import RecordError
 from pipeworker.facts.checkpoint_file import CheckpointFile
+from pipeworker.record.atomic_file import open_file
 
 _CHUNK = 1 << 18
 _NICENESS = 10
@@ -100,7 +101,7 @@ def _write_file(handle: int, path: Path) -> CheckpointFile:
     """Copy through a buffer that stays in the cache: a mapping would cost a fault a page."""
     buffer = memoryview(bytearray(_CHUNK))
     checksum = written = 0
-    with path.open("wb", buffering=0) as file:
+    with open_file(path, "wb", buffering=0) as file:
         while count := os.preadv(handle, [buffer], written):
             checksum = zlib.crc32(buffer[:count], checksum)
             done = 0

@@ -172,6 +172,7 @@ class RunRequest:
         run_dir = RunDir(Path(self.run_dir).resolve())
         # Before the lock is made: a directory that is no run directory stays as it is.
         last = run_record.RunRecord.read(run_dir).last
+        run_dir.check_links()
         try:
             lock = RunLock(run_dir.lock, exclusive=True, timeout=timings().exit)
         except BlockingIOError:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from pipeworker.errors import UnreadableFile, UsageError
-from pipeworker.record.atomic_file import sync_file, temporary_path
+from pipeworker.record.atomic_file import remove_partial_files, sync_file, temporary_path
 from pipeworker.record.manifest import MANIFEST, Manifest
 from pipeworker.record.metrics import rows
 from pipeworker.record.rundir import RunDir
@@ -61,6 +61,7 @@ def roll_back(run_dir: RunDir, point: ResumePoint) -> None:
     for path in point.damaged:
         path.rename(_unused(path.with_name(f"damaged-{path.name}")))
     run_dir.remove_leftovers()
+    remove_partial_files(run_dir.path)
     run_dir.summary.unlink(missing_ok=True)
     for path in (run_dir.metrics, run_dir.evaluation):
         truncate_rows(path, point.step)
@@ -81,7 +82,7 @@ def truncate_rows(path: Path, step: int) -> None:
     if not path.exists():
         return
     with temporary_path(path) as temporary:
-        with path.open("rb") as lines, temporary.open("wb") as kept:
+        with path.open("rb") as lines, temporary.open("xb") as kept:
             kept.writelines(
                 line for line in lines if (row := rows.parse(line)) and row["step"] <= step
             )

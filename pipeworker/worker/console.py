@@ -14,6 +14,7 @@ from typing import NoReturn
 
 from pipeworker.errors import RecordError, UsageError
 from pipeworker.host import streams
+from pipeworker.record.atomic_file import no_link
 from pipeworker.worker.blame import JobExit
 
 _DEBUGGERS = ("bdb", "cmd", "pdb")
@@ -26,8 +27,8 @@ def redirect_output(path: Path) -> None:
         RecordError: the log cannot be opened.
     """
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        path.parent.mkdir(exist_ok=True)
+        log = no_link(path, os.O_RDWR | os.O_CREAT | os.O_APPEND)
     except OSError as error:
         raise RecordError(path, error) from None
     streams.flush()
@@ -82,20 +83,18 @@ def _caller() -> str:
 
 
 @contextmanager
-def capture_exit_message(log: Path | None) -> Iterator[None]:
+def capture_exit_message(*, to_log: bool) -> Iterator[None]:
     """Add the output inside the context to the message of a JobExit, instead of to the log."""
-    if log is None:
+    if not to_log:
         yield
         return
     streams.flush()
-    start = log.stat().st_size
+    start = os.fstat(1).st_size
     try:
         yield
     except JobExit as job_exit:
         streams.flush()
-        with log.open("rb") as file:
-            file.seek(start)
-            printed = file.read().decode(errors="replace").rstrip()
+        printed = os.pread(1, os.fstat(1).st_size - start, start).decode(errors="replace").rstrip()
         job_exit.message = "\n".join(filter(None, [printed, job_exit.message]))
-        os.truncate(log, start)
+        os.ftruncate(1, start)
         raise

@@ -71,9 +71,8 @@ class LoadedWorker:
         """
         run_dir = RunDir(Path(welcome.run_dir))
         placement = Placement(welcome.stages, welcome.replicas)
-        log = run_dir.worker_log(settings.rank) if settings.to_log else None
-        if log is not None:
-            redirect_output(log)
+        if settings.to_log:
+            redirect_output(run_dir.worker_log(settings.rank))
         options = Options.from_json(welcome.options)
         role = Role(settings.rank, placement, options)
         control.name = placement.names(settings.rank)
@@ -86,7 +85,7 @@ class LoadedWorker:
         device = device_for(options.device, settings.local_rank)
         accelerator = accelerator_for(device)
         check_backend(options.backend, device, accelerator)
-        code = job, _, _ = _load(settings, options, device, log)
+        code = job, _, _ = _load(settings, options, device)
         if options.evaluate_every and job.evaluation is None:
             raise UsageError(
                 f"--evaluate-every {options.evaluate_every}: {job.where} has no evaluation(); "
@@ -136,7 +135,7 @@ class LoadedWorker:
 
 
 def _load(
-    settings: Settings, options: Options, device: torch.device, log: Path | None
+    settings: Settings, options: Options, device: torch.device
 ) -> tuple[JobFile, Path | None, Callable[[], Sequence[ModuleType]]]:
     """Load the job file, unless a script passed the job."""
     if settings.job is not None:
@@ -145,6 +144,9 @@ def _load(
     settings.tracker.set(Phase.LOADING)
     rng.seed_all(options.seed, rng.accelerator_generator(device))
     imported = set(sys.modules)
-    with capture_exit_message(log), user_code(f"the job file {path.name}", early=True):
+    with (
+        capture_exit_message(to_log=settings.to_log),
+        user_code(f"the job file {path.name}", early=True),
+    ):
         job = job_file.load(path, options.arguments)
     return job, path, partial(survey.new_modules, imported)

@@ -85,7 +85,7 @@ def test_a_run_that_cannot_be_recorded_leaves_no_files(
     job_file.touch()
 
     def full(_: int) -> None:
-        if any(tmp_path.rglob(".run.json.partial")):
+        if any(tmp_path.rglob(".*.partial")):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(os, "fsync", full)

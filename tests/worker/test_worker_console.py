@@ -6,6 +6,8 @@ import io
 import os
 import pdb
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -59,6 +61,20 @@ def test_a_library_may_inspect_standard_input() -> None:
     assert (sys.stdin.fileno(), sys.stdin.isatty()) == (0, False)
 
 
+@contextmanager
+def redirected(log: Path) -> Iterator[None]:
+    """Have standard output go to a log inside the context, as in a worker."""
+    sys.stdout.flush()
+    before, handle = os.dup(1), os.open(log, os.O_RDWR | os.O_CREAT | os.O_APPEND)
+    os.dup2(handle, 1)
+    try:
+        yield
+    finally:
+        os.dup2(before, 1)
+        os.close(before)
+        os.close(handle)
+
+
 @pytest.mark.parametrize(
     ("code", "expected"),
     [(2, "usage: job.py"), ("no data", "usage: job.py\nno data"), (0, "usage:")],
@@ -70,13 +86,13 @@ def test_the_output_of_a_job_that_exits_is_shown_and_not_logged(
     log.write_text("before\n")
 
     def leave() -> None:
-        with log.open("a") as file:
-            file.write("usage: job.py\n")
+        os.write(1, b"usage: job.py\n")
         raise SystemExit(code)
 
     with (
         pytest.raises(JobExit) as caught,
-        capture_exit_message(log),
+        redirected(log),
+        capture_exit_message(to_log=True),
         user_code("the job file", early=True),
     ):
         leave()
@@ -87,13 +103,8 @@ def test_the_output_of_a_job_that_exits_is_shown_and_not_logged(
 @pytest.mark.parametrize("error", [None, ValueError("no")])
 def test_other_output_of_a_job_is_logged(tmp_path: Path, error: Exception | None) -> None:
     log = tmp_path / "worker-0.log"
-    log.touch()
-    try:
-        with capture_exit_message(log):
-            os.write(file := os.open(log, os.O_WRONLY), b"hello\n")
-            os.close(file)
-            if error:
-                raise error
-    except ValueError:
-        pass
+    with suppress(ValueError), redirected(log), capture_exit_message(to_log=True):
+        os.write(1, b"hello\n")
+        if error:
+            raise error
     assert log.read_text() == "hello\n"

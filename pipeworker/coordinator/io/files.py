@@ -19,7 +19,7 @@ from pipeworker.facts.layer_names import LayerNames
 from pipeworker.facts.step import Evaluation, StepResult
 from pipeworker.host.descriptors import DescriptorReserve
 from pipeworker.job.options import Options
-from pipeworker.record.atomic_file import write_json
+from pipeworker.record.atomic_file import open_file, write_json
 from pipeworker.record.manifest import Manifest
 from pipeworker.record.metrics.formats import ExtraFormats
 from pipeworker.record.metrics.rows import Rows
@@ -200,10 +200,13 @@ class LogFile(logging.FileHandler):
     """The coordinator's log. An error in writing it causes one warning and does not end the job."""
 
     def __init__(self, path: Path, parent: ParentProcess) -> None:
+        self._path, self._parent = path, parent
         super().__init__(path, encoding="utf-8", errors="backslashreplace")
         self.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
-        self._path, self._parent = path, parent
         self._warned = False
+
+    def _open(self) -> Any:
+        return open_file(self._path, "a", encoding=self.encoding, errors=self.errors)
 
     def handleError(self, record: logging.LogRecord) -> None:
         """Warn of the first error of the system; leave other errors to the base class."""

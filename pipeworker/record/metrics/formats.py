@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeworker.errors import UsageError
-from pipeworker.record.atomic_file import temporary_path
+from pipeworker.record.atomic_file import open_file, temporary_path
 from pipeworker.record.metrics import rows
 from pipeworker.record.metrics.rows import Row
 
@@ -84,13 +84,13 @@ class CsvTable:
         self._file.close()
 
     def _open(self) -> None:
-        self._file = self._path.open("a", encoding="utf-8", errors=_ANY, newline="")
+        self._file = open_file(self._path, "a", encoding="utf-8", errors=_ANY, newline="")
         self._writer = csv.DictWriter(self._file, self._columns, lineterminator="\n")
 
     def _rewrite(self) -> None:
         self._columns = list(dict.fromkeys(key for row in rows.read(self._source) for key in row))
         with temporary_path(self._path) as temporary:
-            with temporary.open("w", encoding="utf-8", errors=_ANY, newline="") as file:
+            with temporary.open("x", encoding="utf-8", errors=_ANY, newline="") as file:
                 writer = csv.DictWriter(file, self._columns, lineterminator="\n")
                 if self._columns:
                     writer.writeheader()

@@ -11,6 +11,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from pipeworker.record.atomic_file import no_link
+
 Row = dict[str, Any]
 BLOCK_BYTES = 1 << 16
 
@@ -25,7 +27,7 @@ class Rows:
     def __init__(self, path: Path) -> None:
         self._path = path
         self._pending: deque[bytes] = deque()
-        self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+        self._file = no_link(path, os.O_RDWR | os.O_CREAT | os.O_APPEND)
         end = next(reversed_lines(path), b"\n")
         if not end.endswith(b"\n"):
             os.ftruncate(self._file, os.fstat(self._file).st_size - len(end))
