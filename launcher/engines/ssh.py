@@ -27,15 +27,23 @@ _UNPACK = (
     "import itertools, os, sys, tarfile; "
     "sent = tarfile.open(fileobj=sys.stdin.buffer, mode='r|'); "
     "shared = os.path.lexists(sent.next().name); "
+    "here = os.path.realpath('.'); "
+    "folder = lambda name: os.path.realpath(os.path.dirname(name)); "
+    "inside = lambda name: os.path.commonpath([here, folder(name)]) == here; "
+    "error = '{} would be written to {}; remove the link on that host'; "
+    "refuse = lambda name: sys.exit(error.format(name, folder(name))); "
     "link = lambda name: os.path.islink(name) and os.unlink(name); "
-    "rest = (link(one.name) or one for one in itertools.islice(sent, 1, None)); "
+    "files = itertools.islice(sent, 1, None); "
+    "files = (one for one in files if inside(one.name) or refuse(one.name)); "
+    "rest = (link(one.name) or one for one in files); "
     "how = {'filter': 'tar'} if hasattr(tarfile, 'tar_filter') else {}; "
     "shared or sent.extractall(members=rest, **how)"
 )
 """The first file is a marker. A host that already has it shares the folder, and unpacks nothing.
 
-A link of the host's is removed before a file of its name is written. Python before 3.10.12 and
-3.11.4 has no filters.
+A link of the host's is removed before a file of its name is written. A file that a link of the
+host's would lead out of the folder is refused, also by Python before 3.10.12 and 3.11.4, whose
+tarfile has no filters.
 """
 _MARKER = ".pipeworker-"
 _EXCLUDED = {".git", ".venv", "__pycache__", "runs"}

@@ -105,7 +105,8 @@ def send(folder: Path, to: Path) -> None:
     spec = replace(SPEC, job_file=str(folder / "job.py"), folder=str(folder), sync=True)
     ((*_, line),) = ssh.receivers(replace(spec, hosts=(Host("a", 1),)))
     assert line.count(str(folder)) == 3
-    carrier = ("sh", "-c", line.replace(str(folder), str(to)))
+    script = line.replace(str(folder), str(to))
+    carrier = ("sh", "-c", script, "", "", "", "a")  # the host is where ssh's command has it
     ssh.send(folder, [carrier])
 
 
@@ -136,6 +137,26 @@ def test_files_and_links_are_sent(tmp_path: Path) -> None:
     assert (to / "deep/model.py").read_text() == "layers"
     assert far.read_text() == "of another user"
     assert (to / "data").readlink() == Path("/nowhere")
+
+
+@pytest.mark.parametrize("filters", [True, False])
+def test_a_file_that_a_link_of_the_host_leads_elsewhere_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, filters: bool
+) -> None:
+    if not filters:  # as in Python before 3.10.12 and 3.11.4
+        (tmp_path / "sitecustomize.py").write_text(
+            "import tarfile\nvars(tarfile).pop('tar_filter', None)\n"
+        )
+        monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    folder, to, far = tmp_path / "code", tmp_path / "there", tmp_path / "far"
+    for path in (folder / "deep", to, far):
+        path.mkdir(parents=True)
+    (folder / "deep/model.py").write_text("layers")
+    (to / "deep").symlink_to(far)
+    reason = f"deep/model.py would be written to {far}; remove the link on that host"
+    with pytest.raises(PipeworkerError, match=f"host a: it does not accept {folder}: {reason}"):
+        send(folder, to)
+    assert not [*far.iterdir()]
 
 
 def test_a_file_that_cannot_be_sent_is_named(
