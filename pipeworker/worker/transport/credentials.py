@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import errno
 import os
 import selectors
 import socket
@@ -79,6 +80,10 @@ class Credentials:
                     yield selectors.EVENT_READ
                 except ssl.SSLWantWriteError:
                     yield selectors.EVENT_WRITE
+                except OSError as error:
+                    if error.errno == errno.ENOTCONN:  # reset before the handshake
+                        raise PeerLeft("it left") from error
+                    raise
             if secure.getpeercert(binary_form=True) != self.certificate:
                 raise AuthenticationError("its certificate is not the job's")
             yield from handshake.exchange_proofs(secure, key, sends=connects)

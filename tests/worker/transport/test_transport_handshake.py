@@ -6,6 +6,7 @@ import os
 import select
 import socket
 import ssl
+import struct
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -18,7 +19,12 @@ from hypothesis import strategies as st
 from pipeworker.errors import PeerLost, UsageError
 from pipeworker.worker.transport import handshake
 from pipeworker.worker.transport.credentials import Credentials
-from pipeworker.worker.transport.handshake import AuthenticationError, Membership, authenticate
+from pipeworker.worker.transport.handshake import (
+    AuthenticationError,
+    Membership,
+    PeerLeft,
+    authenticate,
+)
 from pipeworker.worker.transport.links import unix
 from support.authentication import REJECTED, Listener, join, timings
 from support.transport import BACK, FORTH, MEMBERSHIP, LocalStore
@@ -261,6 +267,20 @@ def test_a_source_whose_connection_is_closed_retries(monkeypatch: pytest.MonkeyP
         steps = Credentials.of(MEMBERSHIP.token).steps(connection, KEY, connects=False)
         stack.callback(handshake.complete(steps, connection, time.monotonic() + 20).close)
         source.result(20).close()
+
+
+def test_a_connection_that_is_reset_before_the_handshake_counts_as_left() -> None:
+    """Python before 3.10.13 and 3.11.5 does not read the reset when it wraps the connection."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        source = socket.create_connection(listener.getsockname(), timeout=20)
+        target, _ = listener.accept()
+        target.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        target.close()
+        with pytest.raises(ConnectionResetError):
+            source.recv(1)
+        steps = Credentials.of(MEMBERSHIP.token).steps(source, KEY, connects=True)
+        with pytest.raises(PeerLeft):
+            handshake.complete(steps, source, time.monotonic() + 20)
 
 
 def test_a_silent_connection_is_closed_after_the_time_of_a_handshake(
