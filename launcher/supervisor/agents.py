@@ -104,7 +104,7 @@ class AgentState:
         if self._forked:
             self._lost_at = now
         if not self.remote.command:
-            return self._forked, self.silence or f"{self.timer.name} was killed"
+            return self._forked, self.silence or f"{self.timer.name} {describe_exit(code)}"
         reason = self.silence or last_line or f"it {describe_exit(code)}"
         return self._forked, f"{self.remote.name} is lost: {reason}"
 

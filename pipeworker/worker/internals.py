@@ -27,6 +27,8 @@ from torch.autograd import Variable
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils import _pytree
 
+from pipeworker.worker import kernel_cache
+
 # The names of c10d make groups of two ranks that rendezvous at the coordinator's store, without a
 # default process group. FakeTensorMode: the survey of skips runs layers without memory.
 
@@ -138,6 +140,7 @@ def nccl_group(store: Store, rank: int, device: torch.device) -> Any:
 
 def preload() -> None:
     """Import the module that fake tensors and optimizers import: it takes a second, once."""
+    kernel_cache.keep_private()
     import torch._dynamo  # noqa: F401
 
 

@@ -22,6 +22,7 @@ from pipeworker.wire import interfaces
 from pipeworker.wire.messages.checkpoint import Restore
 from pipeworker.wire.messages.presence import Welcome
 from pipeworker.wire.messages.step import Upcoming
+from pipeworker.worker import kernel_cache
 from pipeworker.worker.blame import user_code
 from pipeworker.worker.console import capture_exit_message, redirect_output
 from pipeworker.worker.control import Control
@@ -69,6 +70,7 @@ class LoadedWorker:
             UsageError: an option or the job is not usable.
             UserCodeError: the user's code raised.
         """
+        kernel_cache.keep_private()  # before the job file imports more of torch
         run_dir = RunDir(Path(welcome.run_dir))
         placement = Placement(welcome.stages, welcome.replicas)
         if settings.to_log:

@@ -99,7 +99,8 @@ def test_a_host_that_differs_is_rejected(change: dict[str, str], problem: str) -
         (REMOTE, "", 3, "", "host b is lost: it exited with status 3"),
         (REMOTE, "", 255, "ssh: no route", "host b is lost: ssh: no route"),
         (REMOTE, "silent", -9, "ssh: no route", "host b is lost: silent"),
-        (RemoteAgent(Host("", 1)), "", -9, "", "the agent of this host was killed"),
+        (RemoteAgent(Host("", 1)), "", -9, "", "the agent of this host was killed by SIGKILL"),
+        (RemoteAgent(Host("", 1)), "", 1, "", "the agent of this host exited with status 1"),
         (RemoteAgent(Host("", 1)), "silent", -9, "", "silent"),
     ],
 )

@@ -51,7 +51,8 @@ def test_an_agent_that_is_silent_at_its_start_is_replaced_once() -> None:
 def test_an_agent_that_is_killed_at_its_start_is_not_replaced() -> None:
     job = Scripted()
     job.bound()
-    assert sent(job.lose(0)) == [CannotStart(0, 1, "the agent of this host was killed", 0)]
+    text = "the agent of this host was killed by SIGKILL"
+    assert sent(job.lose(0)) == [CannotStart(0, 1, text, 0)]
     for _ in range(3):
         assert not of(job.handle(events.Ticked(), seconds=2), effects.StartAgent)
 
