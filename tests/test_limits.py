@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from support.jobs import Jobs, processes_of, until
+import pytest
+
+from support.compare import assert_same
+from support.jobs import Jobs, Reference, processes_of, until
 from support.limits import cgroup
 from support.sources import JOB, gated
 
@@ -13,6 +16,7 @@ LARGE = JOB.replace(
 """Two layers of 41 MB, one on each of two stages."""
 
 
+@pytest.mark.root
 def test_a_job_under_a_memory_limit_trains_on_without_snapshots(jobs: Jobs) -> None:
     """The limit is of a cgroup below the root; two snapshots of each stage would exceed it."""
     with cgroup("memory") as limited:
@@ -26,3 +30,29 @@ def test_a_job_under_a_memory_limit_trains_on_without_snapshots(jobs: Jobs) -> N
     assert process.returncode == 0, stderr
     assert "restart" not in stderr
     assert stderr.count("warning: snapshots: too little memory") == 1
+
+
+REFUSED = JOB.replace("import torch", "import pathlib, threading\n    import torch", 1).replace(
+    "x = torch.randn(10",
+    """if _ == 3 and not pathlib.Path("refused").exists():
+                pathlib.Path("refused").touch()
+                threading.Thread.start = refuse
+            x = torch.randn(10""",
+)
+REFUSED += """
+    def refuse(thread):
+        raise RuntimeError("can't start new thread")
+"""
+"""From its fourth mini-batch on, the worker that reads them gets no more threads."""
+
+
+def test_a_worker_that_gets_no_thread_in_a_step_is_replaced(
+    jobs: Jobs, reference: Reference
+) -> None:
+    words = ("--stages", "2", "--microbatches", "2", "--snapshot-every", "5")
+    run = jobs.train(*words, source=REFUSED)
+    assert (jobs.folder / "refused").exists()
+    (cause,) = run.summary["causes"]
+    assert "can't start new thread; the system grants no more threads or processes" in cause
+    assert "defect" not in run.stderr
+    assert_same(run, reference(*words))

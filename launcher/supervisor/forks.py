@@ -91,6 +91,9 @@ class SnapshotCopies:
         return held, (self.snapshot or self.placed).survives()
 
 
+_WORKER_TASKS = 12
+"""Processes and threads of a worker with one intra-op thread: its own, ZeroMQ's, those that send
+and copy, and the process that writes its checkpoints."""
 _STARTING_PER_HOST = 8
 """Workers that may be starting on a host, if it has fewer cores."""
 
@@ -149,6 +152,7 @@ class Forks:
         for rank in missing[: max(0, limit - len(self._hosts) + self._joined)]:
             host = self._hosts[rank] = hosts[rank]
             local_rank = rank - hosts.index(host)
+            first = self.generation == 1 and not local_rank
             fork = Fork(
                 rank,
                 self.generation,
@@ -158,6 +162,7 @@ class Forks:
                 self.slots,
                 mirrors=() if local_rank else layout.mirrored_on(host),
                 mirrored=layout.mirrored,
+                tasks=hosts.count(host) * (_WORKER_TASKS + self._options.threads - 1) * first,
             )
             found.append((host, fork))
         return found

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing_extensions import assert_never
 
 from pipeworker.environment import facts, timings
-from pipeworker.host.descriptors import check_available, raise_limit
+from pipeworker.host.descriptors import check_available, check_tasks, raise_limit
 from pipeworker.host.lifetime import die_with_parent, kill_group
 from pipeworker.host.position import Tracker
 from pipeworker.host.signals import SignalSocket
@@ -108,6 +108,7 @@ class Agent:
         tracker = Tracker()
         parent = os.getpid()
         try:
+            check_tasks(request.tasks)
             for rank in (request.rank, *request.mirrors):
                 memories = self._memories.setdefault(rank, [])
                 while len(memories) < request.slots:

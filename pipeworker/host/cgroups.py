@@ -48,6 +48,15 @@ def available_memory(root: Path = _ROOT) -> int:
     return max(0, free)
 
 
+def available_tasks(root: Path = _ROOT) -> int | None:
+    """Return how many more processes and threads the cgroups allow; None for any number."""
+    found = []
+    for folder in _cgroups("pids", root):
+        if (limit := _read(folder / "pids.max")).isdigit():
+            found.append(max(0, int(limit) - int(_read(folder / "pids.current"))))
+    return min(found, default=None)
+
+
 def _memory_limits(root: Path) -> Iterator[tuple[Path, int]]:
     """Yield the cgroups that limit memory, each with its limit in bytes."""
     for folder in _cgroups("memory", root):

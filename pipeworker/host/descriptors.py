@@ -1,14 +1,18 @@
-"""File descriptors and threads of this process: how many there may be, and a reserve for files."""
+"""File descriptors, threads and processes: how many there may be, and a reserve for files."""
 
 from __future__ import annotations
 
 import errno
 import os
 import resource
+import sys
 import threading
 import time
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
+from pathlib import Path
+
+from pipeworker.host import cgroups
 
 _WANTED = 1 << 16  # as many as a process of pipeworker asks for
 _RESERVE = 32  # descriptors for files
@@ -74,6 +78,36 @@ def check_available(descriptors: int, threads: int) -> None:
             raise OSError(error.errno, error.strerror) from None  # it is not about this file
         finally:
             end.set()
+
+
+def check_tasks(needed: int) -> None:
+    """Check that so many more processes and threads are free under the system's limits.
+
+    Raises:
+        OSError: they are not.
+    """
+    free = [one for one in (cgroups.available_tasks(), _available_to_user()) if one is not None]
+    if free and min(free) < needed:
+        raise OSError(
+            errno.EAGAIN,
+            f"{os.strerror(errno.EAGAIN)}: the workers of this host need at least {needed} "
+            f"processes and threads, and {min(free)} are free; raise the limit (ulimit -u, "
+            "pids.max of the cgroup) or start fewer workers on this host",
+        )
+
+
+def _available_to_user() -> int | None:
+    """Return how many more processes and threads this user may have; None for any number."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NPROC)
+    own = os.getuid()
+    if soft == resource.RLIM_INFINITY or own == 0 or sys.platform != "linux":  # root has no limit
+        return None
+    used = 0
+    for process in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):  # it has ended
+            if process.stat().st_uid == own:
+                used += len(list((process / "task").iterdir()))
+    return max(0, soft - used)
 
 
 def _set_limit(count: int) -> None:

@@ -220,6 +220,8 @@ class Fork:
         slots: the number of snapshot memories, which outlive the worker.
         mirrors: ranks of other hosts whose snapshots this host holds as well.
         mirrored: whether another host holds this worker's snapshots.
+        tasks: processes and threads that all workers of the host need at least, with the first one
+            of a job; otherwise 0.
     """
 
     rank: int
@@ -230,6 +232,7 @@ class Fork:
     slots: int = 0
     mirrors: tuple[int, ...] = ()
     mirrored: bool = False
+    tasks: int = 0
 
 
 ToAgent = Fork | KeepAlive

@@ -32,6 +32,12 @@ _USE_LESS_MEMORY = (
     "offload, to keep less of them, or more --stages or another --balance, to give this stage "
     "fewer layers"
 )
+_NO_THREAD = ("can't start new thread", "Resource temporarily unavailable")
+"""Parts of RuntimeErrors, of Python and of torch, for a thread that the system refuses."""
+_USE_FEWER_THREADS = (
+    "; the system grants no more threads or processes: raise the limit (ulimit -u, pids.max of the "
+    "cgroup) or start fewer workers on this host"
+)
 _ADVICE = {
     "does not have a deterministic implementation": (
         "\n  --deterministic: use another operation in the layer, or leave out --deterministic "
@@ -162,17 +168,28 @@ def failure_of(
             message, shown = "KeyboardInterrupt", user_traceback(error)
         case _ if _is_out_of_memory(error):
             message = f"{text(error)}{use_less}"
+        case _ if _is_out_of_threads(error):
+            message = text(error)
         case _:
             cause, message = Cause.INTERNAL, f"a defect in pipeworker: {text(error)}"
             shown = "".join(traceback.format_exception(error))
     if isinstance(error, UserCodeError) and isinstance(error.error, transient):
         cause = Cause.TRANSIENT
+    if _is_out_of_threads(error.error if isinstance(error, UserCodeError) else error):
+        cause, message = Cause.LOST, f"{message}{_USE_FEWER_THREADS}"  # others may end meanwhile
     return Failure(cause, message, rank, position, layer_class, _shorten(shown), stage, status)
 
 
 def _is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, (MemoryError, torch.OutOfMemoryError)) or (
         isinstance(error, RuntimeError) and _CPU_MEMORY in str(error)
+    )
+
+
+def _is_out_of_threads(error: BaseException) -> bool:
+    """Return whether the system has refused a thread, or a process (BlockingIOError of a fork)."""
+    return isinstance(error, BlockingIOError) or (
+        isinstance(error, RuntimeError) and any(part in str(error) for part in _NO_THREAD)
     )
 
 

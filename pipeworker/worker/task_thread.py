@@ -12,7 +12,9 @@ Task = Callable[[], None]
 
 
 class TaskThread:
-    """A daemon thread, started by its first task, that performs tasks in the order of submission.
+    """A daemon thread that performs tasks in the order of submission.
+
+    It starts at once: in the middle of a step the system might refuse it.
 
     Args:
         name: name of the thread.
@@ -20,6 +22,9 @@ class TaskThread:
             Without it the tasks handle every exception that they expect.
         niceness: priority of the thread, as :func:`os.setpriority` takes it. Only on Linux does a
             thread have a priority of its own.
+
+    Raises:
+        RuntimeError: the system grants no thread.
     """
 
     def __init__(
@@ -28,20 +33,18 @@ class TaskThread:
         failed: Callable[[BaseException], None] | None = None,
         niceness: int = 0,
     ) -> None:
-        self._name, self._failed, self._niceness = name, failed, niceness
+        self._failed, self._niceness = failed, niceness
         self._tasks: queue.SimpleQueue[Task | None] = queue.SimpleQueue()
-        self._thread: threading.Thread | None = None
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
 
     def submit(self, task: Task) -> None:
         """Perform a task after those submitted before it; return at once."""
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
-            self._thread.start()
         self._tasks.put(task)
 
     def finish(self) -> None:
         """Wait for the tasks that were submitted so far."""
-        if self._thread is not None:
+        if self._thread.is_alive():
             done = threading.Event()
             self._tasks.put(done.set)
             done.wait()
@@ -54,14 +57,9 @@ class TaskThread:
         Returns:
             Whether the thread has ended. If not, call again.
         """
-        if self._thread is None:
-            return True
         self._tasks.put(None)
         self._thread.join(seconds)
-        if self._thread.is_alive():
-            return False
-        self._thread = None
-        return True
+        return not self._thread.is_alive()
 
     def _run(self) -> None:
         if self._niceness and sys.platform == "linux":

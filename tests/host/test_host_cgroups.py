@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from pipeworker.host import cgroups
-from pipeworker.host.cgroups import available_memory, core_quota, memory_limit
+from pipeworker.host.cgroups import available_memory, available_tasks, core_quota, memory_limit
 
 MB = 1 << 20
 
@@ -125,6 +125,19 @@ def test_limits_of_both_versions_apply_on_a_hybrid_system(tree: Tree) -> None:
     tree.write("sys/fs/cgroup/unified/user.slice/cpu.max", "50000 100000\n")
     assert (core_quota(tree.root), memory_limit(tree.root)) == (0.5, 64 * MB)
     assert available_memory(tree.root) == 32 * MB
+
+
+def test_the_fewest_free_processes_of_nested_cgroups_count(tree: Tree) -> None:
+    tree.write("proc/self/cgroup", "7:pids:/a/b\n")
+    tree.mount("/sys/fs/cgroup/pids", "cgroup", "rw,pids")
+    tree.write("sys/fs/cgroup/pids/a/b/pids.max", "max\n")
+    tree.write("sys/fs/cgroup/pids/a/b/pids.current", "7\n")
+    assert available_tasks(tree.root) is None
+    tree.write("sys/fs/cgroup/pids/a/pids.max", "100\n")
+    tree.write("sys/fs/cgroup/pids/a/pids.current", "70\n")
+    assert available_tasks(tree.root) == 30
+    tree.write("sys/fs/cgroup/pids/a/b/pids.max", "5\n")  # set below the present number
+    assert available_tasks(tree.root) == 0
 
 
 def test_without_cgroups_the_hosts_memory_is_available(tree: Tree) -> None:

@@ -11,6 +11,7 @@ import threading
 import pytest
 
 from pipeworker.host.descriptors import check_available
+from support.limits import cgroup
 
 OPENS = """
 import os, resource
@@ -77,3 +78,29 @@ def test_too_few_descriptors_are_reported_without_a_file_name() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     assert caught.value.errno == errno.EMFILE
     assert caught.value.filename is None
+
+
+CHECKS = """
+import sys
+sys.stdin.readline()
+from pipeworker.host.descriptors import check_tasks
+for needed in (4, 5):
+    try:
+        check_tasks(needed)
+    except OSError as error:
+        print(needed, error.strerror)
+"""
+
+
+@pytest.mark.root
+def test_too_few_processes_of_a_cgroup_are_reported_with_their_number() -> None:
+    with cgroup("pids") as limited:
+        limited.limit(5)
+        with subprocess.Popen(
+            [sys.executable, "-c", CHECKS], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        ) as child:
+            limited.add([child.pid])
+            output, _ = child.communicate("\n", timeout=60)
+    (line,) = output.splitlines()
+    assert line.startswith("5 Resource temporarily unavailable: the workers of this host need ")
+    assert "at least 5 processes and threads, and 4 are free; raise the limit" in line

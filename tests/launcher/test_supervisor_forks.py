@@ -115,6 +115,14 @@ def test_every_rank_is_forked_once_and_a_few_start_at_a_time(
     )  # neighbouring ranks share a host
 
 
+def test_the_first_worker_of_a_host_has_all_its_workers_checked_once() -> None:
+    """Later, what is free includes what lost workers have not yet released."""
+    forks = Forks(Options("job.py", 3, 4, threads=2), "token", 1)
+    assert [fork.tasks for _, fork in forks.next_forks([2, 1], ["", ""])] == [26, 0, 13]
+    forks.begin(2)
+    assert [fork.tasks for _, fork in forks.next_forks([2, 1], ["", ""])] == [0, 0, 0]
+
+
 def test_a_lost_host_is_forked_again_in_the_next_generation() -> None:
     forks = Forks(Options("job.py", 3, 4), "token", 1)
     assert [(host, fork.local_rank) for host, fork in forks.next_forks([2, 1], ["", ""])] == [

@@ -139,7 +139,7 @@ def test_a_line_with_other_bytes_is_an_event_or_rejected(event: Line, data: st.D
     "event",
     [
         Configuration("{}", "/runs/1", TOKEN, "127.0.0.1"),
-        Fork(1, 2, "tcp://127.0.0.1:1", TOKEN, 0),
+        Fork(1, 2, "tcp://127.0.0.1:1", TOKEN, 0, tasks=24),
     ],
     ids=lambda event: type(event).__name__,
 )

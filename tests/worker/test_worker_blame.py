@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import re
 from bdb import BdbQuit
 from pathlib import Path
@@ -127,6 +128,29 @@ def test_an_error_about_memory_has_the_expectation_of_the_plan() -> None:
     for error in (torch.OutOfMemoryError("no"), raised_by(torch.OutOfMemoryError("no"), "layer 5")):
         failure = failure_of(error, 0, Position(Phase.FORWARD, 3), keeps=keeps)
         assert f"  out of memory: {keeps}; use more --microbatches" in failure.message
+
+
+NO_THREAD = RuntimeError("can't start new thread")
+NO_PROCESS = BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        NO_THREAD,
+        RuntimeError("Resource temporarily unavailable"),  # of a thread in C++
+        NO_PROCESS,
+        raised_by(NO_PROCESS, "data()"),
+        raised_by(NO_THREAD, layer(5, "Linear")),
+    ],
+)
+def test_a_thread_or_process_that_the_system_refuses_is_a_loss(error: BaseException) -> None:
+    failure = failure_of(error, 2, FORWARD, "Linear")
+    assert failure.cause is Cause.LOST
+    assert "defect" not in failure.message
+    assert "the system grants no more threads or processes: raise the limit" in failure.message
+    (line,) = failure.message.splitlines()
+    assert line.startswith(("RuntimeError", "BlockingIOError", "data() raised", "layer 5 (Lin"))
 
 
 def test_a_layer_that_cannot_be_offloaded_is_advised_another_mode() -> None:

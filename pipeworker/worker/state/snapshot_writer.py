@@ -188,12 +188,19 @@ class SnapshotWriter:
             self.complete = copy.step, seconds + time.thread_time() - began
 
     def _write(self, step: int, memory: SnapshotMemory) -> None:
+        name = "the process that writes checkpoints"
         if self._process is None:
-            self._process = _WriterProcess([h for b in self._buffers for h in b.memory.handles])
+            handles = [handle for buffer in self._buffers for handle in buffer.memory.handles]
+            try:
+                self._process = _WriterProcess(handles)
+            except OSError as refused:  # too few processes or descriptors
+                error = f"{name} cannot be started: {refused.strerror}"
+                self._send(Saved(self._rank, step, error=error))
+                return
         try:
             files, error = self._process.write(memory.handles, self._folder(step), self._names)
         except BrokenPipeError:
-            files, error = (), "the process that writes checkpoints is gone"
+            files, error = (), f"{name} is gone"
             self._process.close()
             self._process = None  # the next checkpoint starts another
         self._send(Saved(self._rank, step, files, error))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import queue
@@ -9,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 import torch
@@ -113,6 +115,22 @@ def test_a_writer_process_ends_silently_with_its_worker(tmp_path: Path, blocked:
         assert process.stderr is not None
         process.stderr.close()
         memory.close()
+
+
+def test_a_checkpoint_fails_if_its_writer_cannot_be_started(
+    layer_writer: WriterOfLayer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The system may grant no more processes at that moment."""
+
+    def refuse(*_: object, **__: object) -> NoReturn:
+        raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+
+    with monkeypatch.context() as refused:
+        refused.setattr(subprocess, "Popen", refuse)
+        saved = layer_writer.save(1)
+    reason = "cannot be started: Resource temporarily unavailable"
+    assert saved == Saved(0, 1, error=f"the process that writes checkpoints {reason}")
+    assert not layer_writer.save(2).error
 
 
 def test_a_snapshot_in_memory_is_that_of_its_step_or_rejected(
