@@ -25,6 +25,8 @@ class Timings:
     handshake: float = 5.0  # limit for authenticating a connection
     connect: float = 900.0  # limit for a worker's neighbours to build their stages and connect
     reconnect: float = 1.0  # longest interval between two attempts to reopen a control connection
+    redial: float = 2.0  # silence of a control connection after which a second one is opened
+    dial: float = 0.25  # limit for one attempt to open it, while the first one may still recover
     # Time to wait for the cause behind a secondary failure, or for a closed connection to reopen.
     grace: float = 2.5
     coordinator: float = 4.0  # time a worker waits for a lost coordinator connection to reopen
@@ -41,6 +43,8 @@ class Timings:
     stuck: float = 2.0  # time a rank that waits for another one has to notice the end of the job
     poll: float = 0.1  # interval between two attempts, or checks whether the job has ended
     rendezvous: float = 300.0  # limit for the ranks of a job to meet
+    # Longest interval between two attempts of TCP to send a lost packet (Linux: TCP_RTO_MAX).
+    tcp: float = 120.0
     grow: float = 60.0  # time a job with fewer workers than specified runs before it tries all
 
     def __post_init__(self) -> None:
@@ -50,6 +54,9 @@ class Timings:
             (self.grace > 2 * self.ping, "pings find a closed connection"),
             (self.grace > self.silence + self.tick, "the grace period covers a silence"),
             (self.grace > 2 * self.reconnect, "a connection may be reopened"),
+            (self.redial > self.ping + 2 * self.tick, "a ping may be late"),
+            (self.reconnect > 2 * self.dial, "attempts at a second connection are more frequent"),
+            (self.tcp > self.redial, "a second connection is opened before TCP tries again"),
             (self.handshake > self.reconnect, "a slow handshake is not a lost connection"),
             (self.connect > 4 * self.handshake, "pending connections leave time for the peer"),
             (self.coordinator > self.grace, "the coordinator reports before workers abort"),
@@ -70,6 +77,13 @@ class Timings:
     def patience(self, worker_timeout: float) -> float:
         """Return the silence timeout: `worker_timeout`, but at least three ping intervals."""
         return max(worker_timeout, 3 * self.ping)
+
+    def network_patience(self, worker_timeout: float) -> float:
+        """Return the silence timeout in seconds of a TCP connection that cannot be replaced.
+
+        After an outage shorter than `worker_timeout`, TCP may wait before it sends again.
+        """
+        return self.patience(worker_timeout) + self.tcp
 
     def scaled(self, factor: float) -> Timings:
         return Timings(**{name: factor * value for name, value in dataclasses.asdict(self).items()})

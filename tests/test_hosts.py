@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
@@ -102,6 +103,45 @@ def test_an_unplugged_cable_different_clocks_and_a_named_interface_change_no_bit
     assert f"bound to tcp://{CABLES['second'][0]}:" in head.log("coordinator")
     assert hosts[0].sent("second") > 10 * hosts[0].sent("cable")
     assert_same(head, jobs.train("--stages", "2", *words[:4], source=source))
+
+
+READS = JOB.replace(
+    "        for _ in range(6):",
+    """        import time
+        from pathlib import Path
+
+        for step in range(6):
+            if step == 2:
+                Path("reads").touch()
+                while not Path("go").exists():
+                    time.sleep(0.01)""",
+)
+"""A job that reads its third mini-batch for long: meanwhile only the control plane sends."""
+
+
+@pytest.mark.skipif(shutil.which("tc") is None, reason="tc is not installed")
+@pytest.mark.parametrize("side", [0, 1])
+def test_a_line_that_is_interrupted_again_and_again_changes_no_bit(
+    jobs: Jobs,
+    torchrun: Torchrun,
+    hosts: tuple[Host, Host],
+    monkeypatch: pytest.MonkeyPatch,
+    side: int,
+) -> None:
+    """No outage is as long as the timeout, but TCP would be silent for longer."""
+    monkeypatch.setenv(TOKEN, uuid.uuid4().hex)
+    words = ("--microbatches", "4", "--steps", "5")
+    both = torchrun.nodes(*words, "--worker-timeout", "5", hosts=hosts, ranks=1, source=READS)
+    until((jobs.folder / "reads").exists)
+    for _ in range(4):
+        hosts[side].cut_outgoing()
+        time.sleep(2.3)
+        hosts[side].repair_outgoing()
+        time.sleep(0.6)
+    (jobs.folder / "go").touch()
+    head, tail = (started.end() for started in both)
+    assert head.status == tail.status == 0, head.stderr + tail.stderr
+    assert_same(head, jobs.train("--stages", "2", *words, source=READS))
 
 
 def test_an_interface_that_one_host_does_not_have_is_an_error(

@@ -44,9 +44,12 @@ class SilenceTimer:
         """Allow the time of a start until the next message."""
         self.since, self.has_sent = now, False
 
-    def expired(self, now: float) -> str:
-        """Return an error message if the process has been silent for too long at `now`, else ""."""
-        limit = self.limit if self.has_sent else _START_FACTOR * self.limit
+    def expired(self, now: float, limit: float = 0.0) -> str:
+        """Return an error message if the process has been silent for too long at `now`, else "".
+
+        After its first message, `limit` is used instead of its own limit if it is longer.
+        """
+        limit = max(limit, self.limit) if self.has_sent else _START_FACTOR * self.limit
         if now - self.since <= limit:
             return ""
         return f"{self.name} (pid {self.pid}) has not answered for {limit:g} s"

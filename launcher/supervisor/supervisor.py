@@ -49,6 +49,8 @@ class Supervisor:
         self._options, self._run_dir, self._token = options, run_dir, token
         self._timings = timings
         self._patience = timings.patience(options.worker_timeout)
+        self._network_patience = timings.network_patience(options.worker_timeout)
+        self._trains = False  # whether all workers of the generation have joined
         self._agents = [AgentState.of(agent, self._patience, now=0.0) for agent in agents]
         self._forks = Forks(options, token, cores)
         self._coordinator: SilenceTimer | None = None
@@ -226,7 +228,10 @@ class Supervisor:
                 case StepResult():
                     self._steps = line.step
                     self._show(line)
-                case lines.Planned() | Evaluation() | lines.Warned():
+                case lines.Planned():
+                    self._trains = True
+                    self._show(line)
+                case Evaluation() | lines.Warned():
                     self._show(line)
                 case _:
                     assert_never(line)
@@ -302,6 +307,7 @@ class Supervisor:
         for text in self._lost_hosts:  # the terminal would be silent until the job has resumed
             self._show(Warned(f"{text}; the job's workers are started again"))
         self._lost_hosts.clear()
+        self._trains = False
         self._forks.begin(number, stages)
         for agent in self._agents:
             agent.may_retry = True
@@ -354,17 +360,23 @@ class Supervisor:
 
     def _beat(self, now: float) -> None:
         """Send keep-alives, and try again the hosts that workers wait for."""
-        beat = KeepAlive(self._patience)
         for number, agent in enumerate(self._agents):
             if not agent.is_lost:
-                self._effects.append(effects.SendAgent(number, beat))
-        self._send(beat)
+                limit = self._network_patience if agent.remote.command else self._patience
+                self._effects.append(effects.SendAgent(number, KeepAlive(limit)))
+        self._send(KeepAlive(self._patience))
         if self._endpoint and self.verdict is None:
             self._fork(now)
 
     def _check_silence(self, now: float) -> None:
+        """Give up processes that are silent for too long.
+
+        While its workers train, another host is reachable: only the connection to its agent waits
+        for TCP. Otherwise the coordinator notices the workers' silence, and begins a generation.
+        """
         for number, agent in enumerate(self._agents):
-            if not agent.is_lost and (silence := agent.timer.expired(now)):
+            limit = self._network_patience if agent.remote.command and self._trains else 0.0
+            if not agent.is_lost and (silence := agent.timer.expired(now, limit)):
                 agent.silence = silence
                 self._effects.append(effects.KillAgent(number))
         if self.verdict or self._coordinator is None:

@@ -156,14 +156,19 @@ class Roster:
         return None
 
     def deadlocked(self, awaited: Collection[int]) -> Failure | None:
-        """Return a failure if all awaited workers have reported for too long that they wait."""
+        """Return a failure if all awaited workers have reported for too long that they wait.
+
+        Between hosts they may wait for a connection that is silent for some time after an outage.
+        """
         members = [self.members[rank] for rank in sorted(awaited) if rank in self.members]
         waited = [m.last_heard - m.moved_at for m in members if m.waits]
-        if not members or len(waited) < len(members) or min(waited) <= self.limit:
+        hosts = {member.hello.host for member in self.members.values()}
+        limit = self.timings.network_patience(self.limit) if len(hosts) > 1 else self.limit
+        if not members or len(waited) < len(members) or min(waited) <= limit:
             return None
         names = " and ".join(member.name for member in members)
         have = "has" if len(members) == 1 else "have"
-        text = f"{names} {have} waited {self.limit:g} s without progress (deadlock?)"
+        text = f"{names} {have} waited {limit:g} s without progress (deadlock?)"
         return members[0].failure(Cause.HUNG, text)
 
     def stalled(self, now: float) -> Failure | None:

@@ -74,7 +74,9 @@ class Service:
             parent,
             lambda text: self._handle(events.EffectFailed(text)),
         )
-        self._workers = WorkerConnections(socket, self._handle, lambda: self._job.generation.number)
+        self._workers = WorkerConnections(
+            socket, self._handle, lambda: self._job.generation.number, self._timings.redial
+        )
         self._interrupted = False
         self._verdict: lines.Verdict | None = None
 

@@ -182,23 +182,36 @@ def server(token: str, host: str, timings: Timings = DEFAULT) -> Iterator[tuple[
 
 
 def client(
-    context: zmq.Context[zmq.Socket[bytes]], token: str, endpoint: str, timings: Timings = DEFAULT
+    context: zmq.Context[zmq.Socket[bytes]],
+    token: str,
+    endpoint: str,
+    timings: Timings = DEFAULT,
+    *,
+    identity: bytes = b"",
+    events: int = 0,
+    brief: bool = False,
 ) -> zmq.Socket[bytes]:
-    """Return a DEALER that connects to the coordinator at `endpoint`; the caller closes it."""
+    """Return a DEALER that connects to the coordinator at `endpoint`; the caller closes it.
+
+    The coordinator knows a peer by its `identity`, which is random by default. A monitor reports
+    `events`, if any. With `brief`, attempts are short and follow each other at once.
+    """
     socket = context.socket(zmq.DEALER)
     keys = client_keys(token)
     socket.curve_publickey = keys.public
     socket.curve_secretkey = keys.secret
     socket.curve_serverkey = server_keys(token).public
-    socket.setsockopt(zmq.HANDSHAKE_IVL, _ms(timings.handshake))
+    socket.setsockopt(zmq.HANDSHAKE_IVL, _ms(timings.redial if brief else timings.handshake))
     socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
     socket.setsockopt(zmq.LINGER, _ms(timings.linger))
-    # The coordinator knows a peer by its identity, which must survive a reconnection.
-    socket.setsockopt(zmq.IDENTITY, b"w" + secrets.token_bytes(8))
+    socket.setsockopt(zmq.IDENTITY, identity or b"w" + secrets.token_bytes(8))
+    socket.setsockopt(zmq.CONNECT_TIMEOUT, _ms(timings.dial if brief else timings.reconnect))
     socket.setsockopt(zmq.RECONNECT_IVL, _RECONNECT_MS)
-    socket.setsockopt(zmq.RECONNECT_IVL_MAX, _ms(timings.reconnect))
+    socket.setsockopt(zmq.RECONNECT_IVL_MAX, 0 if brief else _ms(timings.reconnect))
     if "[" in endpoint:
         socket.setsockopt(zmq.IPV6, 1)
+    if events:
+        socket.get_monitor_socket(events)  # before the first event
     socket.connect(endpoint)
     return socket
 

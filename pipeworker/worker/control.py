@@ -20,14 +20,14 @@ from collections import deque
 from collections.abc import Callable
 
 import zmq
-from zmq.utils.monitor import recv_monitor_message
 
 from pipeworker.environment import timings
 from pipeworker.errors import AGAIN, PipeworkerError, ProtocolError
 from pipeworker.facts.failure import Cause, Failure
 from pipeworker.host import streams
 from pipeworker.host.suspend_clock import SuspendAwareClock
-from pipeworker.wire import codec, reliable_stream, sockets
+from pipeworker.wire import codec, reliable_stream
+from pipeworker.wire.connection import Connection
 from pipeworker.wire.messages.directions import Advance, Finish, FromWorker, ToWorker
 from pipeworker.wire.messages.presence import Abort, Failed, Heartbeat, Ping, Signalled
 from pipeworker.wire.messages.store import StoreOperation, StoreReply, StoreRequest
@@ -86,7 +86,7 @@ class Control:
         self._clock = SuspendAwareClock(self._timings.heartbeat)
         self._received_at = self._clock.now()
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._socket = sockets.client(
+        self._connection = Connection(
             self._context, settings.token, settings.endpoint, self._timings
         )
         self._wake_in, self._wake_out = socket.socketpair()
@@ -167,39 +167,38 @@ class Control:
         self._exit_process(abort)
 
     def _serve(self) -> None:
-        monitor = self._socket.get_monitor_socket(
-            zmq.Event.DISCONNECTED | zmq.Event.HANDSHAKE_SUCCEEDED | zmq.Event.HANDSHAKE_FAILED_AUTH
-        )
-        poller = zmq.Poller()
-        poller.register(self._socket, zmq.POLLIN)
-        poller.register(monitor, zmq.POLLIN)
-        poller.register(self._wake_out, zmq.POLLIN)
+        connection = self._connection
+        connection.poller.register(self._wake_out, zmq.POLLIN)
         next_heartbeat = time.monotonic() + self._timings.heartbeat
         lost_at: float | None = None
+        opened_at = self._received_at
         while not (self._closing and not self._outbox):
             now = time.monotonic()
             seen = self._clock.now()  # before reading: it may be suspended with messages unread
-            ready = dict(poller.poll(1 + int(1000 * max(0.0, next_heartbeat - now))))
+            ready = dict(connection.poller.poll(1 + int(1000 * max(0.0, next_heartbeat - now))))
             if self._wake_out.fileno() in ready:
                 self._on_wake_up()
             while self._outbox:
                 message = self._outbox.popleft()
                 if self.ended is None:  # else no coordinator listens
                     self._send(message)
-            if self._socket in ready:
+            if connection.socket in ready:
                 self._receive_all()
-            if monitor in ready:
-                event = recv_monitor_message(monitor)["event"]
-                if event == zmq.Event.HANDSHAKE_SUCCEEDED:
-                    lost_at = None
-                    next_heartbeat = 0.0  # so that both ends resend what the last connection lost
-                elif lost_at is None:
-                    lost_at = self._clock.now()
+            opened = connection.read_event(ready)
+            if opened:
+                lost_at, opened_at = None, self._clock.now()
+                self._send_heartbeat(resend=True)  # what the last connection lost, and a ping
+            elif opened is False and lost_at is None:
+                lost_at = self._clock.now()
             if lost_at is not None and seen - lost_at > self._timings.coordinator:
                 lost_at = None
                 self._end(Abort("the coordinator is gone", AGAIN))
             elif not self.ended and (why := self._silence_reason(seen - self._received_at)):
                 self._end(Abort(why, AGAIN))
+            elif self.silence_timeout and (  # no pings come before it is known
+                seen - max(self._received_at, opened_at) > self._timings.redial
+            ):
+                connection.open_second()
             if now >= next_heartbeat:
                 next_heartbeat = now + self._timings.heartbeat
                 if lost_at is None:
@@ -207,10 +206,8 @@ class Control:
         # The coordinator waits for the acknowledgement of its last message, if for anything.
         if self._acknowledged < self._stream.received:
             self._send_heartbeat()
-        gone = lost_at is not None or monitor.poll(0)
-        self._socket.disable_monitor()
-        monitor.close()
-        self._socket.close(linger=0 if self.ended or (gone and self._finished) else None)
+        gone = lost_at is not None or connection.has_event
+        connection.close(deliver=not (self.ended or (gone and self._finished)))
 
     def _on_wake_up(self) -> None:
         """Read wake-ups: zero bytes, and numbers of signals, which the interpreter writes."""
@@ -243,7 +240,7 @@ class Control:
         return f"{where} has not answered for {limit:g} s"
 
     def _send(self, message: FromWorker) -> None:
-        self._socket.send(self._stream.sequence(codec.encode(message, self._generation)))
+        self._connection.socket.send(self._stream.sequence(codec.encode(message, self._generation)))
 
     def _send_heartbeat(self, *, resend: bool = False) -> None:
         """Send a heartbeat, unless the job has ended."""
@@ -252,21 +249,23 @@ class Control:
             tracker = self._tracker
             heartbeat = Heartbeat(self._rank, tracker.get(), *counts, resend, tracker.waiting)
             frame = codec.encode(heartbeat, self._generation)
-            self._socket.send(reliable_stream.pack(reliable_stream.UNNUMBERED, frame))
+            self._connection.socket.send(reliable_stream.pack(reliable_stream.UNNUMBERED, frame))
             self._acknowledged = self._stream.received
 
     def _on_ping(self, ping: Ping) -> None:
         self._stream.acknowledge(ping.received)
         if ping.resend:
             for data in self._stream.unacknowledged():
-                self._socket.send(data)
+                self._connection.socket.send(data)
         if self._stream.is_missing(ping.sent):
             self._send_heartbeat(resend=True)
+        if ping.quiet:
+            self._connection.open_second()
 
     def _receive_all(self) -> None:
         while True:
             try:
-                data = self._socket.recv(zmq.NOBLOCK)
+                data = self._connection.socket.recv(zmq.NOBLOCK)
             except zmq.Again:
                 return
             try:

@@ -17,7 +17,7 @@ from pipeworker.facts.failure import Cause, Failure
 from pipeworker.facts.position import Phase, Position
 from pipeworker.wire.lines import Restart
 from pipeworker.wire.messages.checkpoint import Restore, Saved
-from pipeworker.wire.messages.presence import Abort, Failed, Heartbeat
+from pipeworker.wire.messages.presence import Abort, Failed, Heartbeat, Hello
 from support.coordinator import (
     NOWHERE,
     PATIENCE,
@@ -169,6 +169,23 @@ def test_workers_that_wait_for_each_other_are_named() -> None:
         "stage 1 and stage 2 have waited 60 s without progress (deadlock?)"
     )
     assert job.failure.position == Position(Phase.WAITING, 1, 1)
+
+
+def test_workers_of_several_hosts_may_wait_for_tcp_after_an_outage() -> None:
+    job = ScriptedJob(2, worker_timeout=PATIENCE)
+    for rank in job.ranks:
+        job.receive(Hello(rank, f"host-{rank}", 1000 + rank))
+    job.describe()
+    job.ready()
+    limit = TIMINGS.network_patience(PATIENCE)
+    assert limit > 2 * PATIENCE  # TCP waits for at most as long again as an outage took
+    for _ in range(12):
+        assert job.state() is State.STEPPING
+        for rank in job.ranks:
+            job.receive(waiting(rank))
+        job.tick(limit / 10)
+    text = f"stage 0 and stage 1 have waited {limit:g} s without progress (deadlock?)"
+    assert job.failure.message == text
 
 
 def test_a_silent_worker_is_not_taken_for_one_that_waits() -> None:

@@ -8,9 +8,12 @@ from pipeworker.wire.lines import (
     CannotStart,
     HostLost,
     KeepAlive,
+    Planned,
     Restart,
 )
-from support.supervisor import Scripted, forks, of, sent
+from support.supervisor import Scripted, forks, of, remote, sent
+
+PLANNED = Planned("gpipe", 8, (2, 1), ((0,), (1,)), 0.125)
 
 
 def test_a_silent_agent_is_killed_and_its_end_is_explained() -> None:
@@ -20,6 +23,20 @@ def test_a_silent_agent_is_killed_and_its_end_is_explained() -> None:
     (report,) = sent(job.lose(0))
     assert isinstance(report, HostLost)
     assert report.text == "the agent of this host (pid 10) has not answered for 3 s"
+
+
+def test_the_connection_to_a_host_may_be_silent_while_its_workers_train() -> None:
+    """After an outage, TCP waits as long again; the workers open other connections."""
+    job = Scripted(agents=remote(1, 1), options={"worker_timeout": 3.0}).running()
+    job.coordinator(PLANNED)
+    limit = DEFAULT.network_patience(3.0)
+    beats = of(job.handle(events.Ticked()), effects.SendAgent)
+    assert {beat.line for beat in beats} == {KeepAlive(limit)}
+    job.agent(0, KeepAlive(0), seconds=limit - 1)
+    job.coordinator(KeepAlive(0))
+    assert not of(job.handle(events.Ticked()), effects.KillAgent)
+    job.coordinator(Restart(2, "stage 1 has not answered for 3 s", 2))
+    assert of(job.handle(events.Ticked()), effects.KillAgent) == [effects.KillAgent(1)]
 
 
 def test_an_agent_that_is_slow_at_its_start_outlives_a_restart_of_its_workers() -> None:

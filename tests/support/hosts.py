@@ -39,6 +39,18 @@ class Host:
         """Plug a cable in again."""
         ip("-n", self.name, "link", "set", cable, "up")
 
+    def cut_outgoing(self) -> None:
+        """Drop what this host sends over the first cable, as a damaged fibre does."""
+        self._tc("add", "blackhole")
+
+    def repair_outgoing(self) -> None:
+        """Send again."""
+        self._tc("delete")
+
+    def _tc(self, what: str, *kind: str) -> None:
+        place = ("qdisc", what, "dev", "cable", "root")
+        subprocess.run(["tc", "-n", self.name, *place, *kind], check=True, capture_output=True)
+
     def sent(self, cable: str) -> int:
         """Return the number of bytes that were sent over a cable."""
         (link,) = json.loads(ip("-n", self.name, "-s", "-json", "link", "show", "dev", cable))

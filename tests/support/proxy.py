@@ -15,12 +15,14 @@ class Proxy:
     Attributes:
         lost: the number of bytes that it received and did not pass on.
         broken: the number of ends of connections that it has reset.
+        accepted: the number of connections that it has accepted.
     """
 
     def __init__(self, target: tuple[str, int]) -> None:
         self._target = target
-        self.lost = self.broken = 0
+        self.lost = self.broken = self.accepted = 0
         self.swallows = False
+        self._stalled: set[socket.socket] = set()
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.address: tuple[str, int] = self._listener.getsockname()
         self._selector = selectors.DefaultSelector()
@@ -41,6 +43,10 @@ class Proxy:
     def swallow(self) -> None:
         """Receive the data of both ends, as a working connection does, and pass nothing on."""
         self.swallows = True
+
+    def stall(self) -> None:
+        """Leave the data of all connections unread, as TCP does that waits; relay new ones."""
+        self._request(b"s")
 
     def reset(self) -> None:
         """Reset all connections, as a router does that has lost its table; relay new ones."""
@@ -63,7 +69,10 @@ class Proxy:
                         self._accept()
                     elif key.fileobj is self._wake_out:
                         self._requested = self._wake_out.recv(1)
-                        self._break_all()
+                        if self._requested == b"s":
+                            self._stall_all()
+                        else:
+                            self._break_all()
                         self._answered.set()
                     elif isinstance(key.fileobj, socket.socket) and key.fileobj in self._other:
                         self._relay(key.fileobj)
@@ -71,6 +80,7 @@ class Proxy:
     def _accept(self) -> None:
         client, _ = self._listener.accept()
         server = socket.create_connection(self._target)
+        self.accepted += 1
         for one, other in ((client, server), (server, client)):
             one.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             self._other[one] = other
@@ -91,8 +101,15 @@ class Proxy:
 
     def _forget(self, end: socket.socket) -> None:
         if self._other.pop(end, None) is not None:
-            self._selector.unregister(end)
+            if end not in self._stalled:
+                self._selector.unregister(end)
+            self._stalled.discard(end)
             end.close()
+
+    def _stall_all(self) -> None:
+        for end in self._other.keys() - self._stalled:
+            self._selector.unregister(end)
+            self._stalled.add(end)
 
     def _break_all(self) -> None:
         for end in list(self._other):

@@ -14,9 +14,11 @@ from pipeworker.facts.position import Position
 from pipeworker.timings import VARIABLE
 from pipeworker.wire import codec, reliable_stream, sockets
 from pipeworker.wire.messages.directions import Advance, Finish, Message
-from pipeworker.wire.messages.presence import Abort, Failed, Heartbeat
+from pipeworker.wire.messages.presence import Abort, Failed, Heartbeat, Ping
 from pipeworker.worker.control import Control
 from pipeworker.worker.settings import Settings
+from support.jobs import until
+from support.proxy import Proxy
 
 TOKEN = "6f" * 32
 
@@ -107,3 +109,30 @@ def test_a_failure_is_reported_although_the_connection_is_lost_when_the_worker_e
         while received(router)[1] != failed:
             pass
     closing.join()
+
+
+@pytest.mark.parametrize("quiet", [False, True])
+def test_another_connection_replaces_a_silent_one(
+    monkeypatch: pytest.MonkeyPatch, quiet: bool
+) -> None:
+    """TCP waits ever longer to send again, in one direction or in both."""
+    if quiet:  # pings arrive, and report that no heartbeats do
+        monkeypatch.setenv(VARIABLE, "redial=60")
+    with sockets.server(TOKEN, "127.0.0.1") as (router, endpoint):
+        proxy = Proxy(("127.0.0.1", int(endpoint.rpartition(":")[2])))
+        control = Control(Settings(0, "tcp://{}:{}".format(*proxy.address), TOKEN, 0), aborted)
+        control.silence_timeout = 60.0
+        control.start(signals=False)
+        identity, _ = heartbeat(router)
+        if quiet:
+            frame = codec.encode(Ping(quiet=True), 1)
+            sockets.send(router, identity, reliable_stream.pack(reliable_stream.UNNUMBERED, frame))
+        else:
+            proxy.stall()
+        until(lambda: proxy.accepted == 2)
+        while router.poll(0):
+            assert received(router)[0] == identity
+        assert heartbeat(router)[0] == identity
+        finish(router, control)
+        control.close()
+        proxy.close()

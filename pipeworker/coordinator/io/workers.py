@@ -34,7 +34,8 @@ class WorkerConnections:
     """The coordinator's end of the control plane.
 
     `handle` is called with events that sending a message causes, and `generation` returns the
-    number of the current generation.
+    number of the current generation. Pings report to a worker that its heartbeats have not arrived
+    for `redial` seconds, so that it opens another connection.
 
     Attributes:
         received: messages received so far, without heartbeats.
@@ -43,15 +44,21 @@ class WorkerConnections:
     """
 
     def __init__(
-        self, socket: sockets.Router, handle: Callable[[Event], None], generation: Callable[[], int]
+        self,
+        socket: sockets.Router,
+        handle: Callable[[Event], None],
+        generation: Callable[[], int],
+        redial: float,
     ) -> None:
         self._socket, self._handle, self._generation = socket, handle, generation
+        self._redial = redial
         self.received = self.sent = 0
         self.all_read = True
         self._logged: Counter[int] = Counter()  # by level
         self._encoded: tuple[ToWorker, bytes] | None = None
         # By peer; of workers that have joined, streams are kept.
         self._streams: defaultdict[bytes, ReliableStream] = defaultdict(ReliableStream)
+        self._beats: dict[bytes, float] = {}  # by peer: the time of its last heartbeat
 
     def events(self, until: float) -> Iterator[Event]:
         """Yield the events of frames that have arrived, for at most until the time `until`."""
@@ -74,6 +81,7 @@ class WorkerConnections:
                 yield InvalidFrame(peer, f"a malformed frame: {error}")
                 continue
             if isinstance(message, Heartbeat):
+                self._beats[peer] = time.monotonic()
                 if generation == self._generation():
                     self._on_heartbeat(peer, message)
             elif self._streams[peer].accept(number):
@@ -101,6 +109,7 @@ class WorkerConnections:
         """Ping all members, and forget the messages of other peers."""
         for peer in [peer for peer in self._streams if peer not in members]:
             del self._streams[peer]
+            self._beats.pop(peer, None)
         for peer in members:
             self._ping(peer)
 
@@ -118,21 +127,30 @@ class WorkerConnections:
         self._log(logging.WARNING, f"dropped {text[:_LOGGED_CHARACTERS]}")
 
     def _on_heartbeat(self, peer: bytes, beat: Heartbeat) -> None:
-        """Resend messages that a closed connection has lost, and request the peer's lost ones."""
+        """Resend messages that a closed connection has lost, and request the peer's lost ones.
+
+        A peer that requests messages may have opened a connection between two outages of its line:
+        a ping answers at once.
+        """
         stream = self._streams[peer]
         stream.acknowledge(beat.received)
         if beat.resend:
             missing = stream.unacknowledged()
-            self._log(logging.INFO, f"{len(missing)} messages to rank {beat.rank} are sent again")
+            if missing:
+                text = f"{len(missing)} messages to rank {beat.rank} are sent again"
+                self._log(logging.INFO, text)
             for data in missing:
                 self._put(peer, data, "a message that is sent again")
-        if stream.is_missing(beat.sent):
+        if is_missing := stream.is_missing(beat.sent):
             self._log(logging.INFO, f"messages of rank {beat.rank} are lost and requested again")
-            self._ping(peer, resend=True)
+        if beat.resend or is_missing:
+            self._ping(peer, resend=is_missing)
 
     def _ping(self, peer: bytes, *, resend: bool = False) -> None:
         stream = self._streams[peer]
-        ping = Ping(stream.sent, stream.received, resend)
+        now = time.monotonic()
+        quiet = now - self._beats.get(peer, now) > self._redial
+        ping = Ping(stream.sent, stream.received, resend, quiet)
         frame = codec.encode(ping, self._generation())
         self._put(peer, pack(UNNUMBERED, frame), "Ping")
 

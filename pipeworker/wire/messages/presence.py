@@ -70,11 +70,16 @@ class Welcome:
 
 @dataclass(frozen=True, slots=True)
 class Ping:
-    """The coordinator is alive; the fields are those of Heartbeat, for the other direction."""
+    """The coordinator is alive; the fields are those of Heartbeat, for the other direction.
+
+    Attributes:
+        quiet: whether the worker's heartbeats have not arrived for a while.
+    """
 
     sent: int = 0
     received: int = 0
     resend: bool = False
+    quiet: bool = False
 
 
 @dataclass(frozen=True, slots=True)
