@@ -11,11 +11,12 @@ from collections.abc import Mapping
 from importlib import metadata
 from typing import Any
 
+from pipeworker.environment import torch_version
 from pipeworker.host import cgroups
 from pipeworker.version import __version__
 from pipeworker.wire.keys import TOKEN_VARIABLE
 
-_PACKAGES = ("torch", "numpy", "pyzmq", "msgpack", "cryptography", "safetensors", "click", "rich")
+_PACKAGES = ("numpy", "pyzmq", "msgpack", "cryptography", "safetensors", "click", "rich")
 _VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "CUDA_VISIBLE_DEVICES", "GLOO_SOCKET_IFNAME")
 _LIMITS = ("NOFILE", "NPROC", "MEMLOCK", "CORE")
 
@@ -30,6 +31,7 @@ def facts() -> dict[str, Any]:
         "pipeworker": __version__,
         "python": platform.python_version(),
         "executable": sys.executable,
+        "torch": torch_version() or "not installed",
         **{name: _version(name) for name in _PACKAGES},
         "platform": platform.platform(),
         "kernel": f"{platform.system()} {platform.release()} {platform.machine()}",

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import platform
+import runpy
 import socket
 import subprocess
 import sys
 import time
 from datetime import datetime, timezone
 from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -36,13 +38,23 @@ def timings() -> Timings:
 
 def versions() -> dict[str, str | None]:
     """Return the versions that the numbers of a job depend on."""
-    from importlib import metadata  # imported late: only recording needs it
+    return {
+        "pipeworker": __version__,
+        "torch": torch_version(),
+        "python": platform.python_version(),
+    }
 
-    try:
-        torch = metadata.version("torch")
-    except metadata.PackageNotFoundError:
-        torch = None
-    return {"pipeworker": __version__, "torch": torch, "python": platform.python_version()}
+
+def torch_version() -> str | None:
+    """Return torch's version, as ``2.13.0+cpu``, without importing torch; None if there is none.
+
+    The metadata of torch's package may lack the local part, which names the build.
+    """
+    spec = find_spec("torch")
+    if spec is None or spec.origin is None:
+        return None
+    version: str = runpy.run_path(str(Path(spec.origin).with_name("version.py")))["__version__"]
+    return version
 
 
 def facts() -> dict[str, Any]:

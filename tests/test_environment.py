@@ -1,15 +1,45 @@
-"""The git commit of a job file's folder."""
+"""The versions of a process, and the git commit of a job file's folder."""
 
 from __future__ import annotations
 
 import shutil
 import subprocess
+import sys
 import time
+from importlib import metadata
 from pathlib import Path
 
 import pytest
+import torch
 
-from pipeworker.environment import git
+from pipeworker.environment import git, torch_version
+
+
+def test_the_version_of_torch_is_its_own() -> None:
+    assert torch_version() == str(torch.__version__)
+
+
+def test_the_version_of_torch_names_the_build_where_the_metadata_does_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for path, text in (
+        ("torch/__init__.py", "raise AssertionError('torch is imported')"),
+        ("torch/version.py", "__version__ = '2.13.0+cu130'"),
+        ("torch-2.13.0.dist-info/METADATA", "Name: torch\nVersion: 2.13.0\n"),
+    ):
+        (tmp_path / path).parent.mkdir(exist_ok=True)
+        (tmp_path / path).write_text(text)
+    monkeypatch.delitem(sys.modules, "torch")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert metadata.version("torch") == "2.13.0"
+    assert torch_version() == "2.13.0+cu130"
+
+
+def test_the_version_of_a_torch_that_is_not_there_is_none(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(sys.modules, "torch", None)
+    assert torch_version() is None
 
 
 @pytest.fixture

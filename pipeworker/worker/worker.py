@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import gc
 import os
-import platform
 import socket
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
-import torch
 from typing_extensions import assert_never
 
+from pipeworker.environment import versions
 from pipeworker.errors import ProtocolError
 from pipeworker.facts.failure import Failure
 from pipeworker.facts.position import Phase
@@ -20,7 +19,6 @@ from pipeworker.facts.step import Batch, Evaluation
 from pipeworker.host import streams
 from pipeworker.job.options import Options
 from pipeworker.plan.actions import parse_actions
-from pipeworker.version import __version__
 from pipeworker.wire.messages.checkpoint import Save
 from pipeworker.wire.messages.directions import Advance, Finish, FromWorker, ToWorker
 from pipeworker.wire.messages.plan import Described, Plan, Ready
@@ -84,9 +82,10 @@ class Worker:
 
     def hello(self) -> Hello:
         """Return the message that introduces this worker, with what all hosts must have alike."""
-        python = ".".join(platform.python_version_tuple()[:2])
-        versions = f"pipeworker {__version__}", f"torch {torch.__version__}", f"Python {python}"
-        return Hello(self._settings.rank, socket.gethostname(), os.getpid(), versions)
+        found = versions()
+        python = ".".join(f"{found['python']}".split(".")[:2])
+        own = f"pipeworker {found['pipeworker']}", f"torch {found['torch']}", f"Python {python}"
+        return Hello(self._settings.rank, socket.gethostname(), os.getpid(), own)
 
     def handle(self, message: ToWorker) -> FromWorker | None:
         """Do what a message of the coordinator requests; return the answer, if it has one.

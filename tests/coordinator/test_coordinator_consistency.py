@@ -38,6 +38,13 @@ def test_a_worker_with_another_version_than_most_is_named(
     assert failure.message.startswith(expected)
 
 
+def test_workers_with_different_builds_of_one_torch_are_not_alike() -> None:
+    """Their kernels differ, and with them the bits."""
+    failure = greeted(*[(f"torch 2.13.0+{build}",) for build in ("cpu", "cu130", "cpu")]).failure
+    expected = "rank 1 on host-1: it runs torch 2.13.0+cu130, and others torch 2.13.0+cpu; install"
+    assert failure.message.startswith(expected)
+
+
 def described(*sources: tuple[Source, ...]) -> ScriptedJob:
     job = ScriptedJob(len(sources))
     job.join()

@@ -80,6 +80,7 @@ def test_workers_of_the_launchers_own_host_connect_to_an_address_that_others_see
     [
         ({}, ""),
         ({"python": "3.9"}, "host b: it has python 3.9, this host has 3.11; install the same"),
+        ({"torch": "2+cpu"}, "host b: it has torch 2+cpu, this host has 2; install the same"),
         ({"torch": ""}, "host b: it has no torch, this host has 2; install the same"),
         ({"job": ""}, "host b: it has no /job.py; share its folder, or send it with --sync"),
         ({"job": "x"}, "host b: it has another /job.py; share its folder, or send it with --sync"),

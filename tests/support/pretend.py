@@ -7,15 +7,14 @@ The process imports this module first; ``PIPEWORKER_TESTS_PRETEND`` lists the di
 from __future__ import annotations
 
 import os
-import platform
 import time
 
-import torch
-
+from pipeworker.environment import versions
 from pipeworker.wire import codec
 from pipeworker.worker import worker
 
 VARIABLE = "PIPEWORKER_TESTS_PRETEND"
+_VERSIONS = versions()
 
 
 def _shift(seconds: float) -> None:
@@ -27,11 +26,8 @@ def _shift(seconds: float) -> None:
 
 def _replace_version(name: str, version: str) -> None:
     """Replace a version that a worker reports."""
-    if name == "python":
-        major, minor = version.split(".")
-        platform.python_version_tuple = lambda: (major, minor, "0")
-    else:
-        vars({"torch": torch, "pipeworker": worker}[name])["__version__"] = version
+    _VERSIONS[name] = version
+    vars(worker)["versions"] = lambda: _VERSIONS
 
 
 for word in os.environ.get(VARIABLE, "").split():

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from pipeworker.environment import versions
 from pipeworker.errors import UsageError
 from pipeworker.wire.messages.directions import Advance
 from pipeworker.wire.messages.step import Evaluate, EvaluationDone, Update, Wait
@@ -46,6 +47,13 @@ def evaluated(alone: SingleWorker) -> float:
     assert isinstance(done, EvaluationDone)
     assert done.result is not None
     return done.result.loss
+
+
+def test_a_worker_reports_the_versions_that_are_recorded(tmp_path: Path) -> None:
+    found = versions()
+    names = start_worker(tmp_path).worker.hello().versions
+    assert names[:2] == (f"pipeworker {found['pipeworker']}", f"torch {found['torch']}")
+    assert f"{found['python']}.".startswith(names[2].removeprefix("Python ") + ".")
 
 
 def test_an_evaluation_leaves_generators_of_the_users_own_as_they_were(tmp_path: Path) -> None:
