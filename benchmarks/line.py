@@ -117,7 +117,7 @@ def end(rank: int, size: int, rounds: int, seconds: float) -> None:
     def group(name: str) -> Any:
         device = ProcessGroupGloo.create_device(hostname=ADDRESSES[rank])
         return ProcessGroupGloo(
-            PrefixStore(name, store), rank, 2, gloo_options(device, timedelta(seconds=60))
+            PrefixStore(name, store), rank, 2, gloo_options([device], timedelta(seconds=60))
         )
 
     groups = [group(str(number)) for number in range(max(STREAMS))]

@@ -6,6 +6,7 @@ The direction of imports between rooms is checked by import-linter's contracts (
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -179,6 +180,8 @@ def private_names(module: str) -> set[str]:
                 found.add(dotted)
         elif isinstance(node, ast.Constant) and node.value in PRIVATE:
             found.add(repr(node.value))  # for getattr
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("_find", "resolve_name"):
+            found |= {ast.literal_eval(arg) for arg in node.args if isinstance(arg, ast.Constant)}
     return found
 
 
@@ -191,11 +194,22 @@ def test_the_private_names_of_torch_are_in_one_module(module: str) -> None:
     assert not private_names(module)
 
 
+def test_a_worker_checks_each_private_name_of_torch() -> None:
+    """The last part of each is in a name that ``torch_check`` tests, or that is looked up."""
+    from pipeworker.worker import internals, torch_check
+
+    looked_up = re.findall(r'_find\("(.+?)"\)', Path(internals.__file__).read_text("utf-8"))
+    checked = " ".join([*torch_check.BEHAVIOURS, *torch_check.COMPILER, *looked_up])
+    typed = {"Store", "PrefixStore", "TCPStore", "Work"}  # for the type checker only
+    names = {re.findall(r"\w+", name)[-1] for name in private_names(internals.__name__)}
+    assert {name for name in names - typed if name not in checked} == set()
+
+
 def test_private_names_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     seen = private_names("pipeworker.worker.internals")
     assert {"torch._C._storage_Use_Count", "torch._dynamo", "torch._foreach_mul_"} <= seen
     assert {"'_buffers'", "'_version'", "target._backward_hooks"} <= seen
-    assert {"Variable._execution_engine", "dist.distributed_c10d._get_default_store"} <= seen
+    assert {"dist.distributed_c10d._get_default_store", "torch._dynamo.config"} <= seen
     text = """
 from torch.utils import _pytree as pytree
 from torch import nn, distributed as dist

@@ -1,5 +1,8 @@
 """The private names of torch that pipeworker uses, each with its reason; no other module uses any.
 
+A name that torch lacks is None here. When a worker starts, :mod:`pipeworker.worker.torch_check`
+tests what each name does, so that one error names it, however the job was started.
+
 To move to another torch, follow ``docs/versions.md``: change a function here if its name is gone or
 behaves differently. One that is here for speed names the public function that it replaces.
 """
@@ -11,37 +14,59 @@ from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from operator import attrgetter
-from typing import Any
+from pkgutil import resolve_name
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch._C import _storage_Use_Count
-from torch._C._distributed_c10d import PrefixStore as PrefixStore
-from torch._C._distributed_c10d import ProcessGroupGloo as ProcessGroupGloo
-from torch._C._distributed_c10d import Store as Store
-from torch._C._distributed_c10d import TCPStore as TCPStore
-from torch._C._distributed_c10d import Work as Work
-from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
-from torch.autograd import Variable
-from torch.nn.modules.batchnorm import _BatchNorm
-from torch.utils import _pytree
 
 from pipeworker.worker import kernel_cache
 
-# The names of c10d make groups of two ranks that rendezvous at the coordinator's store, without a
-# default process group. FakeTensorMode: the survey of skips runs layers without memory.
+missing: list[str] = []
+"""The names below that torch lacks."""
 
-BatchNorm = _BatchNorm
-"""The common base class of all batch norms, whose statistics are deferred."""
-pytree = _pytree
-"""Nested values are flattened as torch's own tools flatten them, with the classes that users have
-registered. Torch 2.13 has no public module for that."""
-engine: Callable[..., Any] = Variable._execution_engine.run_backward
+
+def _find(name: str) -> Any:
+    """Return what torch has under this name, or None."""
+    try:
+        return resolve_name(name)
+    except (ImportError, AttributeError):
+        missing.append(name)
+        return None
+
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import PrefixStore as PrefixStore
+    from torch._C._distributed_c10d import ProcessGroupGloo as ProcessGroupGloo
+    from torch._C._distributed_c10d import Store as Store
+    from torch._C._distributed_c10d import TCPStore as TCPStore
+    from torch._C._distributed_c10d import Work as Work
+    from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
+    from torch.nn.modules.batchnorm import _BatchNorm
+    from torch.utils import _pytree
+
+    BatchNorm = _BatchNorm
+    pytree = _pytree
+else:
+    # Public, but torch's type stubs do not export them from there.
+    PrefixStore, Store, TCPStore = dist.PrefixStore, dist.Store, dist.TCPStore
+    ProcessGroupGloo = _find("torch._C._distributed_c10d.ProcessGroupGloo")
+    """Makes groups of two ranks that rendezvous at the coordinator's store, without a default
+    process group."""
+    FakeTensorMode = _find("torch._subclasses.fake_tensor.FakeTensorMode")
+    """The survey of skips runs layers without memory."""
+    BatchNorm = _find("torch.nn.modules.batchnorm._BatchNorm")
+    """The common base class of all batch norms, whose statistics are deferred."""
+    pytree = _find("torch.utils._pytree")
+    """Nested values are flattened as torch's own tools flatten them, with the classes that users
+    have registered. Torch 2.13 has no public module for that."""
+
+engine: Callable[..., Any] = _find("torch.autograd.Variable._execution_engine.run_backward")
 """The autograd engine. A backward in two parts calls it to start in the middle of the graph. It is
 also called for speed: for a small layer the checks of shapes in ``torch.autograd.backward`` take as
 long as the engine, 20 µs a micro-batch."""
-AccumulateGrad: type = torch._C._functions.AccumulateGrad  # type: ignore[attr-defined]
+AccumulateGrad: type = _find("torch._C._functions.AccumulateGrad")
 """The class of the graph's nodes that add to a leaf's ``.grad``. A split backward calls such a node
 itself, which does not run the leaf's hooks."""
 SAVED_PREFIX = "_raw_saved_"
@@ -51,14 +76,15 @@ version_of: Callable[[torch.Tensor], int] = attrgetter("_version")
 """Returns the number of changes in place that a tensor and its views have had."""
 buffers_of: Callable[[nn.Module], MutableMapping[str, torch.Tensor | None]] = attrgetter("_buffers")
 """Returns a module's own dict of buffers, to restore them; ``named_buffers`` cannot set them."""
-alias_of: Callable[[torch.Tensor], torch.Tensor] = torch.ops.aten.alias.default
+alias_of: Callable[[torch.Tensor], torch.Tensor] = _find("torch.ops.aten.alias.default")
 """Returns a view with a graph node of its own, so that gradients are summed in a fixed order."""
-multiply: Callable[[list[torch.Tensor], float], object] = torch._foreach_mul_
-divide: Callable[[list[torch.Tensor], float], object] = torch._foreach_div_
+multiply: Callable[[list[torch.Tensor], float], object] = _find("torch._foreach_mul_")
+divide: Callable[[list[torch.Tensor], float], object] = _find("torch._foreach_div_")
 """Change tensors in place in one call, as torch's own optimizers do; for speed."""
-_share: Callable[..., Any] = torch.UntypedStorage._share_cuda_
-_map: Callable[..., Any] = torch.UntypedStorage._new_shared_cuda
-_view = torch.ops.aten._unsafe_view.default
+_share: Callable[..., Any] = _find("torch.UntypedStorage._share_cuda_")
+_map: Callable[..., Any] = _find("torch.UntypedStorage._new_shared_cuda")
+_view = _find("torch.ops.aten._unsafe_view.default")
+_uses: Callable[[int], int] = _find("torch._C._storage_Use_Count")
 
 
 def apply_of(function: type[torch.autograd.Function]) -> Callable[..., Any]:
@@ -66,8 +92,8 @@ def apply_of(function: type[torch.autograd.Function]) -> Callable[..., Any]:
 
     For speed: it saves 10 µs a micro-batch.
     """
-    apply: Callable[..., Any] = super(torch.autograd.Function, function).apply  # type: ignore[misc]
-    return apply
+    apply: Any = getattr(super(torch.autograd.Function, function), "apply", None)
+    return apply  # type: ignore[no-any-return]
 
 
 def storage_uses(tensor: torch.Tensor) -> int:
@@ -75,7 +101,7 @@ def storage_uses(tensor: torch.Tensor) -> int:
 
     A buffer is received into again only when no other tensor uses its storage.
     """
-    return int(_storage_Use_Count(tensor.untyped_storage()._cdata))
+    return int(_uses(tensor.untyped_storage()._cdata))
 
 
 def loads_itself(module: nn.Module) -> bool:
@@ -120,22 +146,28 @@ def default_store() -> Store:
     return store
 
 
-def gloo_options(device: ProcessGroupGloo.Device, timeout: Any) -> Any:
-    """Return the options of a gloo group that listens on `device`; public functions accept none."""
+def gloo_options(devices: list[ProcessGroupGloo.Device], timeout: timedelta) -> Any:
+    """Return the options of a gloo group that listens on these; public functions accept none."""
     options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     options._timeout = timeout
-    options._devices = [device]
+    options._devices = devices
     return options
 
 
 def nccl_group(store: Store, rank: int, device: torch.device) -> Any:
     """Return an NCCL group of two devices, connected; public functions need a default group."""
-    kind = torch._C._distributed_c10d.ProcessGroupNCCL
-    options = kind.Options()
-    options._timeout = timedelta(days=30)  # the coordinator decides which worker hangs, not NCCL
+    kind, options = nccl_kind()
     group = kind(store, rank, 2, options)
     group.eager_connect_single_device(device)
     return group
+
+
+def nccl_kind() -> tuple[Any, Any]:
+    """Return the class of NCCL's groups, and options for one."""
+    kind = torch._C._distributed_c10d.ProcessGroupNCCL
+    options = kind.Options()
+    options._timeout = timedelta(days=30)  # the coordinator decides which worker hangs, not NCCL
+    return kind, options
 
 
 def preload() -> None:

@@ -32,6 +32,7 @@ from pipeworker.wire.messages.step import (
     Update,
     Wait,
 )
+from pipeworker.worker import torch_check
 from pipeworker.worker.blame import failure_of
 from pipeworker.worker.console import detach_terminal
 from pipeworker.worker.control import Control, Exit, exit_process
@@ -119,7 +120,9 @@ class Worker:
         return failure_of(error, rank, position, kind, name, memory, transient)
 
     def _welcome(self, welcome: Welcome) -> Described:
-        self.deterministic = Options.from_json(welcome.options).deterministic
+        options = Options.from_json(welcome.options)
+        torch_check.check(compiles=options.compile)
+        self.deterministic = options.deterministic
         self._phase = loaded = LoadedWorker.load(self._settings, self._control, welcome)
         model = Model(loaded.job, loaded.role.options.seed, loaded.device, self._tracker)
         self._phase = modelled = ModelledWorker(loaded, model, classes_of(loaded.modules()))

@@ -79,7 +79,7 @@ def test_a_group_has_a_timeout_even_if_no_time_is_left(monkeypatch: pytest.Monke
     """gloo counts milliseconds, and takes 0 for no timeout."""
     timeouts: list[timedelta] = []
 
-    def options(device: Any, timeout: timedelta) -> Any:
+    def options(devices: Any, timeout: timedelta) -> Any:
         timeouts.append(timeout)
         raise RuntimeError("enough")
 

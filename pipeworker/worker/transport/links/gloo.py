@@ -12,14 +12,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from pipeworker.environment import timings
 from pipeworker.plan.actions import Edge
 from pipeworker.wire.interfaces import configured
-from pipeworker.worker.internals import PrefixStore, ProcessGroupGloo, Work, gloo_options
+from pipeworker.worker.internals import PrefixStore, ProcessGroupGloo, gloo_options
 from pipeworker.worker.transport.handshake import (
     Authentication,
     AuthenticationError,
@@ -28,6 +28,9 @@ from pipeworker.worker.transport.handshake import (
 )
 from pipeworker.worker.transport.links.link import GroupWork, OneLane, Pending, peer_lost
 from pipeworker.worker.transport.network import CoordinatorStore, Network
+
+if TYPE_CHECKING:
+    from pipeworker.worker.internals import Work
 
 # A wait for a tensor ends when a peer is lost or the coordinator ends the job. Only the coordinator
 # knows which workers compute and which are gone, so no timeout here could distinguish them.
@@ -118,7 +121,7 @@ class Gloo:
         if self.device is None:
             self.device = create_device(self.network)
         left = timedelta(seconds=deadline - time.monotonic())
-        options = gloo_options(self.device, max(_MIN_TIMEOUT, left / _CONNECT_ATTEMPTS))
+        options = gloo_options([self.device], max(_MIN_TIMEOUT, left / _CONNECT_ATTEMPTS))
         return ProcessGroupGloo(PrefixStore(prefix, self.store), rank, 2, options)
 
 
