@@ -112,6 +112,17 @@ def test_a_killed_coordinator_fails_the_job(start: Callable[..., Live]) -> None:
     )
 
 
+def test_nothing_is_left_when_launcher_and_agent_are_killed_at_once(
+    start: Callable[..., Live],
+) -> None:
+    live = start()
+    agent = live.pid("agent")
+    os.kill(agent, signal.SIGSTOP)  # it does not notice that the launcher is gone
+    os.kill(live.pid("launcher"), signal.SIGKILL)
+    os.kill(agent, signal.SIGKILL)
+    live.check_gone()
+
+
 def test_a_killed_agent_fails_the_job(start: Callable[..., Live]) -> None:
     live = start("--max-restarts", "0")  # it is restarted otherwise
     os.kill(live.pid("agent"), signal.SIGKILL)

@@ -2,7 +2,8 @@
 
 Standard input and output are pipes to the launcher, which carry :mod:`pipeworker.wire.lines`. When
 its input ends, or the launcher is silent for longer than its timeout, the agent kills the remaining
-workers with their process groups and exits. If the agent itself is killed, the kernel kills them.
+workers with their process groups and exits. If the agent itself is killed, the kernel kills them,
+and a watcher kills what they had started.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from pipeworker.environment import facts, timings
 from pipeworker.host.descriptors import check_available, check_tasks, raise_limit
 from pipeworker.host.lifetime import die_with_parent, kill_group
 from pipeworker.host.position import Tracker
+from pipeworker.host.session_watcher import SessionWatcher
 from pipeworker.host.signals import SignalSocket
 from pipeworker.host.suspend_clock import SuspendAwareClock
 from pipeworker.record.rundir import file_digest
@@ -59,7 +61,8 @@ class Agent:
     host or job, such as a cluster sends before it reclaims a node: the agent reports them.
     """
 
-    def __init__(self, *, remote: bool) -> None:
+    def __init__(self, watcher: SessionWatcher, *, remote: bool) -> None:
+        self._watcher = watcher
         self._remote, self._notifications = remote, _NOTIFICATIONS if remote else {}
         self._workers: dict[int, tuple[Fork, Tracker]] = {}  # by pid
         self._memories: dict[int, list[SnapshotMemory]] = {}  # by rank
@@ -120,6 +123,7 @@ class Agent:
             return
         if pid == 0:
             self._become_worker(parent, request, tracker)
+        self._watcher.add(pid)
         self._workers[pid] = request, tracker
         _send(Forked(request.rank, request.generation, pid))
 
@@ -127,6 +131,7 @@ class Agent:
         """Run the worker in the forked child; never return."""
         status = 1
         try:
+            self._watcher.close()
             try:
                 check_available(*WORKER_NEEDS)
             except OSError as error:  # reported here: the worker cannot without them
@@ -177,6 +182,7 @@ class Agent:
             if ended:
                 request, tracker = self._workers.pop(pid)
                 kill_group(pid)  # the processes that the worker started, as a data loader's
+                self._watcher.remove(pid)
                 position = tracker.get()
                 tracker.close()
                 code = os.waitstatus_to_exitcode(wait_status)
@@ -189,6 +195,7 @@ class Agent:
         for pid in self._workers:
             os.waitpid(pid, 0)
             kill_group(pid)
+            self._watcher.remove(pid)
 
 
 def unreachable_reason(request: Fork) -> str:
@@ -246,11 +253,12 @@ def main() -> int:
     gc.disable()
     parent = os.getppid()
     die_with_parent(parent)  # until it can watch its input
+    watcher = SessionWatcher()  # forked while this process is small
     # For its effect, and by name: a linter removes an import that nothing refers to.
     importlib.import_module("pipeworker.worker.worker")
     importlib.import_module("pipeworker.worker.internals").preload()
     die_with_parent(parent, 0)
     gc.freeze()
     raise_limit()  # the memories of many workers need more than a process has at first
-    Agent(remote=bool(words)).serve()
+    Agent(watcher, remote=bool(words)).serve()
     return 0

@@ -11,6 +11,7 @@ from dataclasses import replace
 import pytest
 
 from pipeworker.host.agent import Agent, unreachable_reason
+from pipeworker.host.session_watcher import SessionWatcher
 from pipeworker.wire.lines import Fork
 from pipeworker.worker import worker
 from pipeworker.worker.settings import Settings
@@ -43,11 +44,13 @@ def test_a_worker_can_wait_for_its_children_if_the_agent_inherits_that_none_can(
     monkeypatch.setattr(worker, "run", run)
     monkeypatch.setattr(atexit, "_run_exitfuncs", lambda: None)
     before = signal.signal(signal.SIGCHLD, signal.SIG_IGN)
-    agent = Agent(remote=False)
+    watcher = SessionWatcher()
+    agent = Agent(watcher, remote=False)
     try:
         agent.fork(replace(request("tcp://127.0.0.1:1"), slots=0))
         (pid,) = agent._workers
         assert os.waitpid(pid, 0)[1] == 0
     finally:
         agent._signals.close()
+        watcher.close()
         signal.signal(signal.SIGCHLD, before)

@@ -47,6 +47,7 @@ class Live:
             pid
             for pid, line in processes_of(self.folder).items()
             if (line.startswith(name) or module in line.partition("support.server")[0])
+            and not line.startswith("watcher\n")
             and pid not in stages
         )
         return pid

@@ -151,7 +151,7 @@ class ObservedJob:
 
     @property
     def pids(self) -> dict[str, int]:
-        """The processes: launcher, coordinator, agent, and workers as ``stage 1``."""
+        """The processes: launcher, coordinator, agent, its watcher, and workers as ``stage 1``."""
         found = {f"stage {stage['stage']}": stage["pid"] for stage in self.plan["stages"]}
         workers = {*found.values()}
         found["launcher"] = self.process.pid
@@ -161,7 +161,9 @@ class ObservedJob:
             line = line.partition("support.server")[
                 0
             ]  # the test server's own command line has all names
-            if line.startswith("coordinator\n") or "coordinator.service" in line:
+            if line.startswith("watcher\n"):
+                found["watcher"] = pid
+            elif line.startswith("coordinator\n") or "coordinator.service" in line:
                 found["coordinator"] = pid
             elif line.startswith("agent\n") or "host.agent" in line:
                 found["agent"] = pid

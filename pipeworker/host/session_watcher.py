@@ -1,0 +1,96 @@
+"""A process that kills what a killed agent's workers have started.
+
+A worker leads a session. If its agent is killed, the kernel kills the worker, but not the processes
+that the worker had started. The watcher then kills all that is left in these sessions, although
+launcher and agent may have been killed together. A process that has started a session of its own
+has detached itself, and stays.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Collection
+from contextlib import suppress
+from pathlib import Path
+from struct import Struct
+
+_RECORD = Struct("=i")
+"""The pid of a session's leader; negative once the session is no longer watched."""
+_IGNORED = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+"""Signals that are sent to all processes of a job or host."""
+
+
+class SessionWatcher:
+    """The watcher of this process's workers, a child that outlives this process.
+
+    If the system grants no process for it, nothing is watched: it grants none for a worker either.
+    """
+
+    def __init__(self) -> None:
+        reads, self._writes = os.pipe()
+        with suppress(OSError):
+            if os.fork() == 0:
+                try:
+                    os.close(self._writes)
+                    _watch(reads)
+                finally:
+                    os._exit(0)
+        os.close(reads)
+
+    def add(self, leader: int) -> None:
+        """Watch the session of a worker."""
+        self._write(leader)
+
+    def remove(self, leader: int) -> None:
+        """Stop watching a session before its number may be another's."""
+        self._write(-leader)
+
+    def close(self) -> None:
+        """Close this process's end; a forked worker does so, because the watcher waits for it."""
+        os.close(self._writes)
+
+    def _write(self, record: int) -> None:
+        with suppress(BrokenPipeError):  # there is no watcher
+            os.write(self._writes, _RECORD.pack(record))
+
+
+def kill_sessions(leaders: Collection[int]) -> None:
+    """Kill all processes in these sessions, also those that start meanwhile."""
+    killed: set[int] = set()
+    while leaders and (found := _members(leaders) - killed):
+        for pid in found:
+            with suppress(ProcessLookupError, PermissionError):  # ended, or another user's
+                os.kill(pid, signal.SIGKILL)
+        killed |= found
+
+
+def _members(leaders: Collection[int]) -> set[int]:
+    import psutil  # here: it is rarely needed
+
+    found = set()
+    for pid in psutil.pids():
+        with suppress(ProcessLookupError, PermissionError):
+            if os.getsid(pid) in leaders:
+                found.add(pid)
+    return found
+
+
+def _watch(reads: int) -> None:
+    """Follow the sessions until no process can add another, then kill what is left in them."""
+    os.setsid()
+    for number in _IGNORED:
+        signal.signal(number, signal.SIG_IGN)
+    null = os.open(os.devnull, os.O_RDWR)
+    for stream in range(3):  # their other ends wait for all that have them
+        os.dup2(null, stream)
+    with suppress(OSError):  # Linux
+        Path("/proc/self/comm").write_text("watcher")
+    leaders: set[int] = set()
+    while record := os.read(reads, _RECORD.size):
+        (leader,) = _RECORD.unpack(record)
+        if leader > 0:
+            leaders.add(leader)
+        else:
+            leaders.discard(-leader)
+    kill_sessions(leaders)
