@@ -135,7 +135,9 @@ JOB_PARAMETERS: list[click.Parameter] = [
             "Load the weights whose names and shapes match; leave the others as they are built.",
             written="--no-init-strict",
         ),
-        Option("--stop-on-nan/--no-stop-on-nan", "End the run when the loss is not finite."),
+        Option(
+            "--stop-on-nan/--no-stop-on-nan", "End the run when the loss or gradient is not finite."
+        ),
     ),
     *_in(
         "Numbers",

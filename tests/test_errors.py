@@ -282,10 +282,7 @@ NAN = JOB.replace(
 
 def test_a_loss_that_is_not_finite_is_a_warning(jobs: Jobs) -> None:
     run = jobs.train("--stages", "2", "--steps", "2", source=NAN)
-    for step in (1, 2):
-        assert (
-            f"warning: loss is nan at step {step}; training continues (--stop-on-nan" in run.stderr
-        )
+    assert "warning: loss is nan at step 1; training continues (--stop-on-nan" in run.stderr
     assert "error" not in run.stderr
     assert [str(row["loss"]) for row in run.metrics] == ["nan", "nan"]
     assert run.summary["status"] == "done"

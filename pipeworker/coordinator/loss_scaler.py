@@ -22,6 +22,11 @@ class LossScaler:
     scale: float = 2.0**16
     good_steps: int = 0
 
+    @property
+    def is_least(self) -> bool:
+        """Whether no overflow makes the scale smaller."""
+        return self.scale <= _MIN_SCALE
+
     def after(self, *, overflow: bool) -> LossScaler:
         """Return the state after a step that did or did not overflow."""
         if overflow:

@@ -139,6 +139,38 @@ def test_a_loss_that_is_not_finite_is_a_warning() -> None:
     assert job.state() is State.STEPPING
 
 
+def test_only_the_first_of_several_steps_that_are_not_finite_is_a_warning() -> None:
+    job = ScriptedJob(1, steps=None).running()
+    for step, loss in enumerate((1.0, math.nan, math.inf, 1.0, math.nan), 1):
+        job.step(step, losses=(loss,))
+    texts = [warning.text.partition(";")[0] for warning in of(job.effects, Warned)]
+    assert texts == ["loss is nan at step 2", "loss is nan at step 5"]
+
+
+def test_a_gradient_that_is_not_finite_is_a_warning() -> None:
+    job = ScriptedJob(1, steps=None).running()
+    job.step(1, squares=(math.nan,))
+    (warning,) = of(job.effects, Warned)
+    assert "the gradient is not finite at step 1; training continues" in warning.text
+
+
+def test_stop_on_nan_ends_before_a_gradient_that_is_not_finite_is_used() -> None:
+    job = ScriptedJob(1, stop_on_nan=True).running()
+    job.step(1, squares=(math.inf,))
+    assert "the gradient is not finite at step 1" in job.failure.message
+    assert [a.update for a in job.sent(0, Advance)] == [None]
+
+
+def test_fp16_warns_once_when_the_loss_scale_can_fall_no_further() -> None:
+    job = ScriptedJob(1, steps=None, precision="fp16", stop_on_nan=True).running()
+    for step in range(1, 43):  # from 2**16 to 2**-24 in 40 steps
+        before = len(of(job.effects, Warned))
+        job.step(step, squares=(math.inf,))
+        assert len(of(job.effects, Warned)) - before == (step == 40)
+    (warning,) = of(job.effects, Warned)
+    assert "--precision fp16: a gradient is not finite at step 40" in warning.text
+
+
 @pytest.mark.parametrize("loss", [math.nan, math.inf, -math.inf])
 def test_stop_on_nan_ends_before_the_update(loss: float) -> None:
     job = ScriptedJob(2, stop_on_nan=True).running()

@@ -128,17 +128,37 @@ class _Loop:
         effects: list[Effect] = [result] if new else []
         progress.recorded = max(step, progress.recorded)
         failure = None
-        if not math.isfinite(result.loss):
-            text = f"loss is {result.loss} at step {step}"
-            if options.stop_on_nan:
-                failure = Failure(Cause.USER, text, position=Position(Phase.LOSS, step))
-            elif new:
-                more = "training continues (--stop-on-nan would stop here)"
-                effects.append(Warned(f"{text}; {more}"))
+        wrong = _not_finite(result)
+        if wrong and options.stop_on_nan:
+            failure = Failure(Cause.USER, wrong, position=Position(Phase.LOSS, step))
+        elif wrong and new and progress.finite:  # the first such step of several
+            more = "training continues (--stop-on-nan would stop here)"
+            effects.append(Warned(f"{wrong}; {more}"))
+        progress.finite = not wrong
         if update.overflow:
-            scale = progress.scaler
-            effects.append(Log(f"step {step}: a gradient overflowed; no update, scale {scale}"))
+            after = progress.scaler
+            effects.append(Log(f"step {step}: a gradient overflowed; no update, scale {after}"))
+            if new and scaler and after and after.is_least and not scaler.is_least:
+                effects.append(
+                    Warned(
+                        f"--precision fp16: a gradient is not finite at step {step} even with the "
+                        "least loss scale, and such a step makes no update; find the layer where "
+                        "values overflow, or use --precision bf16"
+                    )
+                )
         return result, update, Due(update, tuple(effects), can_save=True, failure=failure)
+
+
+def _not_finite(result: StepResult) -> str:
+    """Return what is not finite in a step, or "".
+
+    With a loss scale, a gradient that overflows is part of training: the step makes no update.
+    """
+    if not math.isfinite(result.loss):
+        return f"loss is {result.loss} at step {result.step}"
+    if result.loss_scale is None and not math.isfinite(result.grad_norm):
+        return f"the gradient is not finite at step {result.step}"
+    return ""
 
 
 class FileLoop(_Loop):

@@ -47,6 +47,7 @@ class Progress:
         saved_at: the time at which the last checkpoint was begun.
         failed_saves: checkpoints that failed since the last complete one.
         seconds: the duration of the last step.
+        finite: whether the loss and the gradient of the last step were finite.
     """
 
     steps: int = 0
@@ -60,6 +61,7 @@ class Progress:
     save_requested: bool = False
     failed_saves: int = 0
     seconds: float = 0.0
+    finite: bool = True
     _completed: int = 0  # steps that this process saw completed
     _bubbles: float = 0.0  # the sum of their bubbles
     _busy_seconds: tuple[float, ...] = ()  # by worker, since their number last changed
