@@ -18,6 +18,10 @@ JOIN_FACTOR = 5
 """Worker timeouts within which all workers must join."""
 STALL_FACTOR = 30
 """Worker timeouts that one layer, or ``data()``, may take before it counts as hung."""
+_LARGE_PACKETS = (
+    "if ping -M do -s 1400 gets no answer between two hosts of the job, the network drops large "
+    "packets: correct the MTU of their interfaces"
+)
 
 
 @dataclass(slots=True)
@@ -162,13 +166,15 @@ class Roster:
         """
         members = [self.members[rank] for rank in sorted(awaited) if rank in self.members]
         waited = [m.last_heard - m.moved_at for m in members if m.waits]
-        hosts = {member.hello.host for member in self.members.values()}
-        limit = self.timings.network_patience(self.limit) if len(hosts) > 1 else self.limit
+        several_hosts = len({member.hello.host for member in self.members.values()}) > 1
+        limit = self.timings.network_patience(self.limit) if several_hosts else self.limit
         if not members or len(waited) < len(members) or min(waited) <= limit:
             return None
-        names = " and ".join(member.name for member in members)
+        names = " and ".join(m.full_name if several_hosts else m.name for m in members)
         have = "has" if len(members) == 1 else "have"
         text = f"{names} {have} waited {limit:g} s without progress (deadlock?)"
+        if several_hosts:
+            text += f"; {_LARGE_PACKETS}"
         return members[0].failure(Cause.HUNG, text)
 
     def stalled(self, now: float) -> Failure | None:
