@@ -11,6 +11,7 @@ from typing import IO, Any
 import click
 from click.core import ParameterSource
 
+from pipeworker.display.text import sanitize
 from pipeworker.errors import PipeworkerError, UsageError
 from pipeworker.job.renamed import reject_renamed
 
@@ -27,7 +28,7 @@ class Shown(click.ClickException):
     """An error of pipeworker as the command line shows it."""
 
     def __init__(self, error: PipeworkerError) -> None:
-        super().__init__(str(error))
+        super().__init__(sanitize(str(error)))
         self.exit_code = error.exit_status  # type: ignore[misc]
 
     def show(self, file: IO[Any] | None = None) -> None:

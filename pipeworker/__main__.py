@@ -27,6 +27,7 @@ def script() -> None:
 def _run(name: str, *, rank: bool) -> None:
     """Import and run the command line of this installation, as a rank of torchrun or not."""
     streams.open_missing()
+    streams.accept_any_text()
     try:
         sys.path[0] = str(_INSTALLED) if _INSTALLED.is_dir() else _ROOT
         import cli

@@ -26,6 +26,15 @@ def open_missing() -> None:
             setattr(sys, name, os.fdopen(descriptor, mode, encoding="utf-8"))
 
 
+def accept_any_text() -> None:
+    """Have standard output escape the characters that its encoding lacks, as standard error does.
+
+    A path or a recorded text may have any characters.
+    """
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
+
+
 class _WholeWrites(io.FileIO):
     """A file that writes all data of a call, or raises OSError."""
 

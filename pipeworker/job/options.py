@@ -9,7 +9,7 @@ import reprlib
 from collections.abc import Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar, get_type_hints
 
 import msgspec
 
@@ -34,6 +34,7 @@ EXCLUSIVE = {"steps": "epochs", "epochs": "steps"}
 """Options of which at most one is given."""
 _UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0}
 _MOST = (1 << 63) - 1
+_T = TypeVar("_T")
 _RANGES: dict[str, tuple[int, int]] = {
     "stages": (1, MAX_STAGES),
     "microbatches": (1, MAX_MICROBATCHES),
@@ -239,17 +240,35 @@ class Options:
             raise UsageError(f"there is no option {reprlib.repr(unknown[0])}")
         if missing := sorted(_REQUIRED - fields.keys()):
             raise UsageError(f"the option {missing[0]} is missing")
-        try:
-            return msgspec.convert(dict(fields), Options)
-        except msgspec.ValidationError as error:
-            name = str(error).partition("$.")[2].strip("`").partition("[")[0]
-            given = f"--{name.replace('_', '-')} {reprlib.repr(fields.get(name))}"
-            if found := _MISMATCH.match(str(error)):
-                kind = found[1].replace(" | null", "")
-                raise UsageError(f"{given}: must be of type {kind}, not {found[2]}") from None
-            raise UsageError(f"{given}: is invalid") from None
+        return _convert(fields, Options)
 
 
+def check_types(fields: Mapping[str, Any]) -> None:
+    """Check the types of options of any version: none need be there, and others may be.
+
+    Raises:
+        UsageError: an option is of the wrong type.
+    """
+    _convert(fields, _Recorded)
+
+
+def _convert(fields: Mapping[str, Any], kind: type[_T]) -> _T:
+    try:
+        return msgspec.convert(dict(fields), kind)
+    except msgspec.ValidationError as error:
+        name = str(error).partition("$.")[2].strip("`").partition("[")[0]
+        given = f"--{name.replace('_', '-')} {reprlib.repr(fields.get(name))}"
+        if found := _MISMATCH.match(str(error)):
+            wanted = found[1].replace(" | null", "")
+            raise UsageError(f"{given}: must be of type {wanted}, not {found[2]}") from None
+        raise UsageError(f"{given}: is invalid") from None
+    except UnicodeEncodeError as error:  # a text in place of another type
+        raise UsageError(f"an option is {reprlib.repr(error.object)}, which is no text") from None
+
+
+_Recorded = msgspec.defstruct(
+    "_Recorded", [(name, kind | None, None) for name, kind in get_type_hints(Options).items()]
+)
 _NAMES = {field.name for field in dataclasses.fields(Options)}
 _REQUIRED = {f.name for f in dataclasses.fields(Options) if f.default is dataclasses.MISSING}
 _MISMATCH = re.compile("Expected `(.+?)`, got `(.+?)`")

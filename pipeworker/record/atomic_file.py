@@ -1,21 +1,16 @@
-"""Files that appear whole or not at all, and the reader of those with JSON. Imports no torch."""
+"""Files that appear whole or not at all. Imports no torch."""
 
 from __future__ import annotations
 
 import json
 import os
 import re
-import reprlib
 import secrets
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
-
-import msgspec
-
-from pipeworker.errors import UnreadableFile
 
 _PARTIAL = re.compile(r"\.[0-9a-f]{16}\.partial")
 
@@ -80,41 +75,6 @@ def write_bytes(path: Path, data: bytes) -> None:
 def write_json(path: Path, value: Any) -> None:
     """Write `value` as JSON; raises as :func:`write_bytes`."""
     write_bytes(path, (json.dumps(value, indent=2) + "\n").encode())
-
-
-def read_json(
-    path: Path,
-    kind: Any,
-    reason: str,
-    remedy: str = "",
-    versions: Sequence[int] = (),
-    most: int = -1,
-) -> dict[str, Any]:
-    """Return the JSON object in a file, which anybody may have written.
-
-    It must be of a `kind`, a type that msgspec checks, or else is refused for the `reason`. Its
-    version must be one of `versions`, if there are any. At most `most` bytes are read.
-
-    Raises:
-        OSError: the file cannot be opened.
-        UnreadableFile: the object is of another kind or version.
-    """
-    try:
-        with path.open("rb") as file:
-            text = file.read(most).decode()
-        content = msgspec.convert(json.loads(text), dict[str, Any])
-        version = content.get("version")
-        if versions and (type(version) is not int or version not in versions):
-            raise UnreadableFile(
-                path,
-                f"it has version {reprlib.repr(version)}, and this pipeworker reads version "
-                f"{' or '.join(map(str, versions))}",
-                "use the pipeworker that wrote it",
-            )
-        msgspec.convert(content, kind)
-    except (ValueError, RecursionError):
-        raise UnreadableFile(path, reason, remedy) from None
-    return content
 
 
 def sync_file(file: IO[str] | IO[bytes]) -> None:

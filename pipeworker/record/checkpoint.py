@@ -14,8 +14,8 @@ from typing import Any
 import msgspec
 
 from pipeworker.errors import UnreadableFile
-from pipeworker.record.atomic_file import read_json
-from pipeworker.record.json_state import Tensors
+from pipeworker.record.bounded_file import read_json
+from pipeworker.record.json_state import JSON_DEPTH, Tensors
 from pipeworker.record.manifest import ANOTHER, MANIFEST, Manifest, WorkerFiles, file_names, invalid
 from pipeworker.record.tensor_file import TensorFile
 
@@ -65,6 +65,10 @@ class Checkpoint:
         return dict(sorted(found.items(), key=lambda item: layers.split(item[0])[0]))
 
 
+_MAX_PLAIN = 4 << 30  # a layer's extra state may be large
+_DIGITS = 4300  # as many as Python reads
+
+
 class _Plain(msgspec.Struct):
     """The fields of a worker's JSON file."""
 
@@ -80,6 +84,11 @@ def read_plain(path: Path) -> dict[str, Any]:
         UsageError: the file cannot be read, or a worker does not write such a file.
     """
     try:
-        return read_json(path, _Plain, "it is not what a worker writes", ANOTHER)
+        return read_json(
+            *(path, _Plain, "it is not what a worker writes", ANOTHER),
+            most=_MAX_PLAIN,
+            depth=JSON_DEPTH,
+            digits=_DIGITS,
+        )
     except OSError as error:
         raise UnreadableFile(path, error) from None

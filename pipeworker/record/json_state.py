@@ -20,6 +20,8 @@ from pipeworker.errors import UsageError
 
 Tensors = dict[str, torch.Tensor]
 _DEPTH = 100
+JSON_DEPTH = 3 * _DEPTH + 10
+"""The levels of lists and dicts in JSON with packed values: an item of a dict takes three."""
 _DICTS: dict[str, type[dict[Any, Any]]] = {"OrderedDict": OrderedDict, "Counter": Counter}
 _SPECIAL = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 _DTYPES = {str(v): v for v in vars(torch).values() if isinstance(v, torch.dtype)}
@@ -94,7 +96,7 @@ def unpack(packed: Any, tensors: Mapping[str, torch.Tensor], depth: int = 0) -> 
     Raises:
         InvalidState: :func:`pack` does not make such a value, or a tensor is missing.
     """
-    if depth > 2 * _DEPTH:
+    if depth > _DEPTH + 1:  # a tensor is one level below its array
         raise InvalidState("it is nested too deeply")
 
     def within(item: Any) -> Any:

@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 from pipeworker.record.atomic_file import open_file
+from pipeworker.record.bounded_file import open_bounded
 
 _POLL_SECONDS = 0.05
 # The C library's `struct flock`, here and on BSD and macOS, and the place of the type in it.
@@ -21,11 +22,14 @@ def is_locked(path: Path) -> bool:
     """Return whether another process holds the lock. The lock itself is not touched.
 
     A process that holds the lock must not call this: closing any file of the lock releases it.
+
+    Raises:
+        UsageError: the path is that of a pipe or a device.
     """
     query: list[int] = [0] * 5
     query[_TYPE] = fcntl.F_WRLCK  # conflicts with every lock, shared or exclusive
     try:
-        with path.open("rb") as file:
+        with open_bounded(path) as file:
             found = fcntl.fcntl(file, fcntl.F_GETLK, struct.pack(_FLOCK, *query))
     except OSError:
         return False

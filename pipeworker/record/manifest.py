@@ -20,14 +20,13 @@ from msgspec import Meta
 from pipeworker.errors import ProtocolError, UnreadableFile, UsageError
 from pipeworker.facts.checkpoint_file import CheckpointFile
 from pipeworker.facts.layer_names import LayerNames
-from pipeworker.record.atomic_file import read_json
+from pipeworker.record.bounded_file import read_json
 
 VERSION = 2
 MANIFEST = "manifest.json"
 ANOTHER = "use another checkpoint"
 """The remedy in errors about a checkpoint that cannot be read."""
 WEIGHTS_INDEX = "model.safetensors.index.json"
-_MOST_BYTES = 16 << 20
 _MOST_HEADER = 100 << 20
 _CHUNK = 1 << 20
 _CHECKSUM = "crc32"
@@ -113,7 +112,7 @@ class Manifest:
             UsageError: the file is not a manifest, has another version, or is damaged.
         """
         what = "it is not the manifest of a checkpoint"
-        content = read_json(path, dict, what, ANOTHER, versions=(VERSION,), most=_MOST_BYTES)
+        content = read_json(path, dict, what, ANOTHER, versions=(VERSION,))
         try:
             found = {name: _field(name, kind, content) for name, kind in _FIELDS.items()}
             found["layers"] = LayerNames(found["layers"])
@@ -187,7 +186,7 @@ def _field(name: str, kind: Any, content: dict[str, Any]) -> Any:
     value = content.get(name, [] if name == "ties" else None)
     try:
         return msgspec.convert(value, kind)
-    except msgspec.ValidationError as error:
+    except ValueError as error:  # a text may have no encoding
         raise msgspec.ValidationError(f"{name} is {reprlib.repr(value)} ({error})") from None
 
 

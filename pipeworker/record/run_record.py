@@ -19,8 +19,10 @@ import msgspec
 from msgspec import Meta
 
 from pipeworker.errors import UnreadableFile, UsageError
+from pipeworker.job.options import check_types
 from pipeworker.job.renamed import migrated
-from pipeworker.record.atomic_file import read_json, remove_partial_files, write_bytes, write_json
+from pipeworker.record.atomic_file import remove_partial_files, write_bytes, write_json
+from pipeworker.record.bounded_file import read_json
 from pipeworker.record.metrics import rows
 from pipeworker.record.rundir import JOB, RunDir
 from pipeworker.wire.lines import Verdict
@@ -28,15 +30,37 @@ from pipeworker.wire.lines import Verdict
 VERSION = 2
 """Since version 2 options have the names of :mod:`pipeworker.job.renamed`; 1 is read as well."""
 _READABLE = (1, VERSION)
-_Bytes = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
+_Count = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
+
+
+_WHAT, _REMEDY = "it is not the record of a run", "give another --run-dir"
+
+
+class _Git(msgspec.Struct):
+    commit: str
+    dirty: bool | None = None
 
 
 class _Entry(msgspec.Struct):
+    """A start of a job; only its options are always there."""
+
     options: dict[str, Any]
+    started: str | None = None
+    command: list[str] = []
+    versions: dict[str, str | None] = {}
+    host: str | None = None
+    platform: str | None = None
+    pid: int | None = None
+    torchrun: str | None = None
+    git: _Git | None = None
+    job: str | None = None
+    job_sha256: str | None = None
+    step: int | None = None
 
 
-class _Content(_Entry):
+class _Content(_Entry, kw_only=True):
     resumed: list[_Entry]
+    origins: dict[str, str] = {}
 
 
 def write(run_dir: RunDir, options: Mapping[str, Any], process: Mapping[str, Any]) -> None:
@@ -73,10 +97,7 @@ class RunRecord:
         """
         path = run_dir.run
         try:
-            content = read_json(
-                *(path, _Content, "it is not the record of a run", "give another --run-dir"),
-                versions=_READABLE,
-            )
+            content = read_json(path, _Content, _WHAT, _REMEDY, _READABLE)
         except FileNotFoundError:
             raise UsageError(
                 f"{run_dir.path}: not the directory of a run; give one that has a run.json"
@@ -86,6 +107,10 @@ class RunRecord:
         options: dict[str, Any] = {}
         for entry in (content, *content["resumed"]):
             options |= migrated(entry["options"])
+        try:
+            check_types(options)
+        except UsageError as error:
+            raise UnreadableFile(path, error, _REMEDY) from None
         return cls(run_dir, content, options)
 
     @property
@@ -137,11 +162,11 @@ class _Summary(msgspec.Struct):
     """The fields that readers of ``summary.json`` rely on, and their types."""
 
     status: Literal["done", "failed", "interrupted"]
-    steps: int
-    restarts: int
-    causes: list[Any]
+    steps: _Count
+    restarts: _Count
+    causes: list[str]
     seconds: float
-    peak_memory_bytes: list[_Bytes]
+    peak_memory_bytes: list[_Count]
     bubble: float
     error: str | None
 

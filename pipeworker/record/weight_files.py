@@ -12,7 +12,7 @@ import msgspec
 from msgspec import Meta
 
 from pipeworker.errors import UnreadableFile, UsageError
-from pipeworker.record.atomic_file import read_json
+from pipeworker.record.bounded_file import read_json
 from pipeworker.record.manifest import MANIFEST, WEIGHTS_INDEX, Manifest
 from pipeworker.record.rundir import RunDir, find_checkpoint
 

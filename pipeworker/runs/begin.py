@@ -15,12 +15,14 @@ from pipeworker.job import resume_options
 from pipeworker.job.option_parsing import make_options, workers_per_replica
 from pipeworker.job.options import Options, override
 from pipeworker.record import atomic_file, run_record, rundir, weight_files
+from pipeworker.record.bounded_file import open_bounded
 from pipeworker.record.lock import RunLock
 from pipeworker.record.metrics import formats
 from pipeworker.record.rundir import RunDir
 from pipeworker.runs import resume
 from pipeworker.wire.lines import Verdict
 
+_MAX_CONTENT = 256 << 20
 _OF_ONE_START = ("resume", "resume_step")
 """Options that belong to one start of a run, not to the run."""
 
@@ -241,7 +243,11 @@ def _remove(run_dir: RunDir, created: Sequence[Path]) -> None:
 
 
 def _content(path: Path) -> bytes | None:
-    return path.read_bytes() if path.exists() else None
+    try:
+        with open_bounded(path, _MAX_CONTENT) as file:
+            return file.read()
+    except FileNotFoundError:
+        return None
 
 
 def _restore(before: Mapping[Path, bytes | None]) -> None:

@@ -102,8 +102,8 @@ class Run:
     @property
     def asked_steps(self) -> int | None:
         """The number of steps that were asked for; None for as many as the data has."""
-        asked = self.record.options.get("steps")
-        return asked if type(asked) is int else None
+        asked: int | None = self.record.options.get("steps")
+        return asked
 
     def changed_options(self) -> dict[str, Any]:
         """Return the options that differ from their defaults, and the most important ones."""

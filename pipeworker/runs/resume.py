@@ -82,9 +82,11 @@ def truncate_rows(path: Path, step: int) -> None:
     if not path.exists():
         return
     with temporary_path(path) as temporary:
-        with path.open("rb") as lines, temporary.open("xb") as kept:
+        with temporary.open("xb") as kept:
             kept.writelines(
-                line for line in lines if (row := rows.parse(line)) and row["step"] <= step
+                line
+                for line in rows.read_lines(path)
+                if (row := rows.parse(line)) and row["step"] <= step
             )
             sync_file(kept)
         if temporary.stat().st_size < path.stat().st_size:

@@ -66,8 +66,8 @@ def _settings(run: Run) -> Fields:
     yield "run", run.path
     yield "job file", options.get("job_file")
     yield "copy of it", run.path / str(copy) if copy else None
-    yield "command", _command(first.get("command"))
-    yield "arguments", _words(options.get("arguments"))
+    yield "command", _command(first.get("command", []))
+    yield "arguments", shlex.join(options.get("arguments") or ())
     yield "options", " ".join(format_option(*item) for item in run.changed_options().items())
     yield "not typed", "\n".join(_origins(first))
     yield "versions", _versions(first)
@@ -120,15 +120,21 @@ def _resume(run: Run) -> str | None:
 
 
 def _commands(run: Run) -> Commands:
-    options, command = run.record.options, run.record.last.get("command")
+    options, words = run.record.options, run.record.last.get("command") or [""]
     job_file, own_loop = str(options.get("job_file")), bool(options.get("own_loop"))
-    words = list(map(str, command)) if isinstance(command, list) and command else [""]
-    if own_loop or os.path.realpath(words[0]) == os.path.realpath(job_file):
+    if own_loop or _real_path(words[0]) == _real_path(job_file):
         return Commands(script=job_file, own_loop=own_loop)
     if run.record.content.get("torchrun"):
         start = ("torchrun", "--nproc-per-node", _workers(options), "-m", "pipeworker")
         return Commands(start=start, job_file=job_file)
     return Commands(start=(*DEFAULT_PROGRAM, "launch", *_where(words)), job_file=job_file)
+
+
+def _real_path(path: str) -> str:
+    try:
+        return os.path.realpath(path)
+    except ValueError:  # no file can have this name
+        return path
 
 
 def _workers(options: Mapping[str, Any]) -> str:
@@ -167,35 +173,27 @@ def _evaluation(row: Row) -> str:
 
 def _origins(first: dict[str, Any]) -> list[str]:
     """Return the options that the environment or a file gave when the run began."""
-    origins, options = first.get("origins"), first.get("options")
-    if not isinstance(origins, dict) or not isinstance(options, dict):
-        return []
-    sources = {name: str(source) for name, source in migrated(origins).items()}
-    return format_by_origin(sources, migrated(options))
+    return format_by_origin(migrated(first.get("origins", {})), migrated(first["options"]))
 
 
-def _command(value: Any) -> str:
+def _command(words: list[str]) -> str:
     """Return a command as it was typed, with a short name for pipeworker's own program."""
-    if not isinstance(value, list) or not value:
-        return ""
-    ours = Path(str(value[0])).name in ("__main__.py", "pipeworker")
-    return _words(["pipeworker" if ours else value[0], *value[1:]])
+    ours = bool(words) and Path(words[0]).name in ("__main__.py", "pipeworker")
+    return shlex.join(["pipeworker", *words[1:]] if ours else words)
 
 
 def _versions(process: dict[str, Any]) -> str:
-    versions = process.get("versions")
-    if not isinstance(versions, dict):
-        return ""
+    versions = process.get("versions", {})
     return ", ".join(f"{name} {version}" for name, version in versions.items() if version)
 
 
 def _git(process: dict[str, Any]) -> str:
     found = process.get("git")
-    if not isinstance(found, dict):
+    if not found:
         return ""
     dirty = found.get("dirty")
     how = ", perhaps with uncommitted changes" if dirty is None else ", with uncommitted changes"
-    return f"{found.get('commit')}{'' if dirty is False else how}"
+    return f"{found['commit']}{'' if dirty is False else how}"
 
 
 def _time(
@@ -203,10 +201,6 @@ def _time(
 ) -> str:
     found = time_of(process)
     return found.strftime(form) if found else unknown
-
-
-def _words(value: Any) -> str:
-    return shlex.join(map(str, value)) if isinstance(value, list) else ""
 
 
 def _number(value: Any) -> str:

@@ -77,7 +77,7 @@ class Codec(Generic[T]):
         struct, build = self._readers[name]
         try:
             checked = msgspec.convert(fields, struct, builtin_types=(bytes,))
-        except msgspec.ValidationError as error:
+        except ValueError as error:  # a text may have no encoding
             raise ProtocolError(_without_value(str(error))) from None
         message: T = build(checked)
         return message

@@ -130,6 +130,8 @@ def _program(words: list[str]) -> Callable[[], Any]:
     """Return what a command line runs, after setting arguments, import path and ``__main__``."""
     unbuffered = words[0] == "-u"
     words = words[unbuffered:]
+    with contextlib.suppress(OSError):  # the server's was made for another kind of file
+        sys.stdout = os.fdopen(1, "w", encoding=sys.stdout.encoding, closefd=False)
     for stream in (sys.stdout, sys.stderr):
         through = unbuffered or bool(os.environ.get("PYTHONUNBUFFERED"))
         stream.reconfigure(write_through=through)  # type: ignore[union-attr]

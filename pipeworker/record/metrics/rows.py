@@ -11,10 +11,16 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
+from pipeworker.errors import UnreadableFile
 from pipeworker.record.atomic_file import no_link
+from pipeworker.record.bounded_file import load_json, open_bounded
 
 Row = dict[str, Any]
 BLOCK_BYTES = 1 << 16
+MAX_ROW_BYTES = 64 << 20
+_ROW = dict[str, int | float | str | bool | None]
 
 
 class Rows:
@@ -62,26 +68,45 @@ class Rows:
 
 
 def read(path: Path) -> Iterator[Row]:
-    """Yield all whole rows of a file; none if there is no file."""
+    """Yield all whole rows of a file; none if there is no file; raises as :func:`read_lines`."""
     try:
-        file = path.open("rb")
+        yield from filter(None, map(parse, read_lines(path)))
     except FileNotFoundError:
         return
-    with file:
-        for line in file:
-            if row := parse(line):
-                yield row
+
+
+def read_lines(path: Path) -> Iterator[bytes]:
+    """Yield the lines of a file; the last one may be incomplete.
+
+    Raises:
+        OSError: the file cannot be opened.
+        UnreadableFile: it is not a regular file, or a line is too long for a row.
+    """
+    with open_bounded(path, None) as file:
+        while line := file.readline(MAX_ROW_BYTES):
+            _check_length(path, line)
+            yield line
+
+
+def _check_length(path: Path, line: bytes) -> None:
+    if len(line) >= MAX_ROW_BYTES:
+        reason = f"a line has more than {MAX_ROW_BYTES} bytes, which no row has"
+        raise UnreadableFile(path, reason, "remove the line")
 
 
 def last(path: Path) -> Row | None:
-    """Return the last whole row of a file; None if there is none."""
+    """Return the last whole row of a file; None if there is none; raises as :func:`read_lines`."""
     return next(filter(None, map(parse, reversed_lines(path))), None)
 
 
 def reversed_lines(path: Path) -> Iterator[bytes]:
-    """Yield the lines of a file, the last one first, which may be incomplete; none if no file."""
+    """Yield the lines of a file, the last one first, which may be incomplete; none if no file.
+
+    Raises:
+        UnreadableFile: as :func:`read_lines`.
+    """
     try:
-        file = path.open("rb")
+        file = open_bounded(path, None)
     except FileNotFoundError:
         return
     with file:
@@ -90,6 +115,7 @@ def reversed_lines(path: Path) -> Iterator[bytes]:
             end, start = start, max(0, start - block)
             file.seek(start)
             rest, *lines = (file.read(end - start) + rest).splitlines(keepends=True) or [b""]
+            _check_length(path, rest)
             yield from reversed(lines)
             block *= 2  # a line of any length is read in linear time
         if rest:
@@ -115,7 +141,7 @@ def parse(line: bytes) -> Row | None:
     if not line.endswith(b"\n"):
         return None
     try:
-        row = json.loads(line)
+        row = msgspec.convert(load_json(line), _ROW)
     except (ValueError, RecursionError):
         return None
-    return row if isinstance(row, dict) and type(row.get("step")) is int else None
+    return row if type(row.get("step")) is int else None
