@@ -23,7 +23,7 @@ def write(path: Path, example: str) -> None:
     """Write an example to a new file."""
     text = Path(__file__).with_name(f"{example}.py").read_text("utf-8")
     try:
-        with path.open("x", encoding="utf-8", errors="surrogateescape") as file:
+        with path.open("x", encoding="utf-8", errors="backslashreplace") as file:
             file.write(text.replace(_NAME, shlex.quote(path.name)))
     except FileExistsError:
         raise UsageError(f"{path}: exists already; name another file") from None
