@@ -42,7 +42,7 @@ def run(request: RunRequest, view: Style) -> int:
 
     def listen(prepared: PreparedRun) -> EventListener:
         style = replace(view, origins=prepared.origins)
-        display = LineDisplay(prepared.options, str(prepared.run_dir.path), style)
+        display = LineDisplay(prepared.options, prepared.run_dir, style)
 
         def show(event: FromCoordinator) -> None:
             if event is REPORTED_BY_CALLER:

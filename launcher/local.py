@@ -35,7 +35,7 @@ from pipeworker.host.signals import SignalSocket
 from pipeworker.host.suspend_clock import SuspendAwareClock
 from pipeworker.record.atomic_file import open_file
 from pipeworker.record.run_record import write_summary
-from pipeworker.record.rundir import file_digest
+from pipeworker.record.rundir import file_digest, located
 from pipeworker.runs.begin import PreparedRun
 from pipeworker.wire import interfaces, lines
 from pipeworker.wire.keys import new_token
@@ -100,7 +100,7 @@ class Launch:
         self._coordinator: Coordinator | None = None
         self._selector = selectors.DefaultSelector()
         view = replace(view, origins=prepared.origins)
-        self._screen = start_display(options, path, view, starting=True)
+        self._screen = start_display(options, prepared.run_dir, view, starting=True)
 
     def run(self) -> lines.Verdict:
         """Run the job to its end.
@@ -131,7 +131,7 @@ class Launch:
             try:
                 write_summary(self._run_dir, verdict, self._supervisor.stages)
             except OSError as error:
-                self._show(lines.Warned(str(RecordError(self._run_dir.summary, error))))
+                self._show(lines.Warned(str(RecordError(located(self._run_dir.summary), error))))
         self._show(verdict)
         return verdict
 
@@ -219,7 +219,7 @@ class Launch:
     def _start_coordinator(self, configuration: lines.Configuration) -> Event:
         process = self._coordinator = start_coordinator()
         self._listen(process, lambda: self._read_coordinator(process))
-        process.send(configuration)
+        process.send(replace(configuration, run_dir=str(self._run_dir.path)))
         return events.Started(process.pid)
 
     def _read_coordinator(self, process: Coordinator) -> Iterator[Event]:

@@ -15,7 +15,7 @@ from pipeworker.coordinator.report import describe
 from pipeworker.display.style import Style
 from pipeworker.display.thread import start_display
 from pipeworker.environment import TORCHRUN_JOB, timings
-from pipeworker.errors import AGAIN, InUse, PipeworkerError, RendezvousError
+from pipeworker.errors import AGAIN, InUse, PipeworkerError, RendezvousError, UsageError
 from pipeworker.facts.failure import Cause, Failure
 from pipeworker.host.lifetime import die_with_parent, kill_group
 from pipeworker.ranks import rendezvous
@@ -51,7 +51,7 @@ def run(rank: RankInfo, request: RunRequest, view: Style) -> int:
     def listen(prepared: PreparedRun) -> EventListener:
         # The worker's output goes to its log; the display keeps the standard output of before.
         style = dataclasses.replace(view, origins=prepared.origins)
-        return start_display(prepared.options, str(prepared.run_dir.path), style).show
+        return start_display(prepared.options, prepared.run_dir, style).show
 
     met = rendezvous.rendezvous(rank, _JOB, partial(prepare, rank, request), listen)
     settings = Settings(
@@ -106,6 +106,7 @@ def prepare(rank: RankInfo, request: RunRequest, restart: int) -> PreparedRun:
     was added.
 
     Raises:
+        UsageError: something is wrong with the request, or the run that exists was moved.
         RendezvousError: the ranks of before still use the run directory.
     """
     store = rank.open_store() if rank.has_store else None
@@ -113,8 +114,14 @@ def prepare(rank: RankInfo, request: RunRequest, restart: int) -> PreparedRun:
     path = str(request.run_dir or before)
     resumes = request.resume or request.auto_resume or restart > 0 or bool(before)
     resumes = resumes or _is_of_this_job(path)
+    if before and not RunDir(Path(path)).run.exists():
+        raise UsageError(
+            f"run directory {path}: is not there any more; to resume a run that was moved, use "
+            "--resume with its new --run-dir"
+        )
     if resumes and path:
         request = dataclasses.replace(request, run_dir=path, auto_resume=not request.resume)
+    is_resume = request.is_resume
     try:
         prepared = request.prepare()
     except InUse as error:
@@ -123,6 +130,8 @@ def prepare(rank: RankInfo, request: RunRequest, restart: int) -> PreparedRun:
         raise
     if store:
         store.set(_RUN_DIR, str(prepared.run_dir.path))
+        if not is_resume:  # a mistake removes the run; the ranks may be started again
+            prepared.undo.callback(store.set, _RUN_DIR, "")
     return prepared
 
 

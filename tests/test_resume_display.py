@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from io import StringIO
+from pathlib import Path
 
 from pipeworker.display.lines import LineDisplay
 from pipeworker.display.style import Style
 from pipeworker.job.options import Options
+from pipeworker.record.rundir import RunDir
 from pipeworker.runs.begin import RunRequest
 from pipeworker.wire.lines import Planned
 from support.jobs import Jobs
@@ -45,7 +47,7 @@ def test_the_banner_shows_the_step_of_a_resume() -> None:
     out = StringIO()
     for step in (0, 4):
         options = Options("job.py", 2, 8, resume_step=step)
-        LineDisplay(options, "/run", Style(), out, out).show(
+        LineDisplay(options, RunDir(Path("/run")), Style(), out, out).show(
             Planned("gpipe", 8, (1, 2), ((0,), (1,)), 0.5)
         )
     plan = "2 stages (1,2 layers), 8 micro-batches, gpipe; run directory /run"

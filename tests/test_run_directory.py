@@ -1,8 +1,10 @@
-"""A run directory that a stranger has prepared: no link in it leads a job to another file."""
+"""A run directory that a stranger has prepared, or that is moved while its job runs."""
 
 from __future__ import annotations
 
+import os
 import shutil
+import signal
 from pathlib import Path
 
 import pytest
@@ -11,7 +13,8 @@ from pipeworker.errors import PipeworkerError
 from pipeworker.record.metrics.formats import CsvTable
 from pipeworker.record.metrics.rows import Rows
 from pipeworker.runs.begin import RunRequest
-from support.jobs import Jobs
+from support.jobs import Jobs, Run, processes_of, until
+from support.sources import JOB, gated
 
 
 def test_a_resumed_run_follows_no_link(jobs: Jobs) -> None:
@@ -71,3 +74,54 @@ def test_no_link_is_opened_while_a_job_runs(
     with pytest.raises(OSError, match="symbolic link"):
         kind(rows)
     assert theirs.read_text() == "step,loss\n1,2.0\n"
+
+
+DIES_ONCE = gated(
+    JOB.replace(
+        "x = torch.randn(10",
+        """import os, pathlib
+            if pathlib.Path("kill").exists():
+                pathlib.Path("kill").unlink()
+                os.kill(os.getpid(), 9)
+            x = torch.randn(10""",
+    ),
+    "import os, pathlib",
+    "_ == 3",
+)
+DIES_ONCE += """
+    def evaluation():
+        yield torch.ones(10, 8), torch.ones(10).long()
+"""
+"""Its fourth mini-batch waits for the test; the worker that reads it dies if there is a file."""
+
+
+@pytest.mark.parametrize("lost", ["", "worker", "coordinator"])
+def test_a_run_continues_in_its_directory_when_that_is_moved(jobs: Jobs, lost: str) -> None:
+    words = ("--stages", "2", "--checkpoint-every", "2", "--csv", "--evaluate-every", "1")
+    process, path = jobs.start(*words, source=DIES_ONCE)
+    until(lambda: (path / "checkpoints" / "step-00000002").exists())
+    moved = path.with_name("moved")
+    path.rename(moved)
+    if lost == "worker":
+        (jobs.folder / "kill").touch()
+    if lost == "coordinator":
+        lines = processes_of(jobs.folder).items()
+        (pid,) = (pid for pid, line in lines if line.startswith("coordinator\n"))
+        os.kill(pid, signal.SIGKILL)
+    (jobs.folder / "go").touch()
+    stdout, stderr = process.communicate(timeout=60)
+    run = Run(process.returncode or 0, stdout, stderr, moved)
+    assert run.status == 0, stderr
+    assert not path.exists()
+    assert [row["step"] for row in run.metrics] == [1, 2, 3, 4, 5, 6]
+    assert run.summary["status"] == "done"
+    assert run.summary["restarts"] == bool(lost)
+    assert run.checkpoint.manifest.step == 6
+    for name in ("metrics.csv", "evaluation.csv", "evaluation.jsonl"):
+        assert len((moved / name).read_text().splitlines()) == 6 + name.endswith(".csv")
+    assert f"weights: {moved}/checkpoints/step-00000006" in stdout
+    assert f"run directory: {moved}" in stdout.splitlines()[-1]
+    if lost != "coordinator":  # the next one begins at the new path
+        text = f"warning: run directory: was moved to {moved}; the job continues there"
+        assert text in stderr.splitlines()
+    assert "/proc/" not in stdout + stderr

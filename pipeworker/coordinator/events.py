@@ -52,6 +52,13 @@ class CheckpointEnded:
 
 
 @dataclass(frozen=True, slots=True)
+class Moved:
+    """The run directory was moved to `path`."""
+
+    path: str
+
+
+@dataclass(frozen=True, slots=True)
 class Tick:
     """Time has passed; for `suspended` seconds of it, the coordinator did not run."""
 
@@ -74,4 +81,4 @@ class EffectFailed:
 
 
 _FromWorkers = MessageReceived | InvalidFrame | VersionMismatch | Disconnected
-Event = _FromWorkers | CheckpointEnded | Tick | EffectFailed | JobEvent | ParentLost
+Event = _FromWorkers | CheckpointEnded | Moved | Tick | EffectFailed | JobEvent | ParentLost

@@ -192,6 +192,10 @@ class Job:
                 return []
             case events.Tick():
                 return generation.tick(now, event.suspended)
+            case events.Moved():
+                self._run_dir = generation.run_dir = event.path
+                text = f"run directory: was moved to {event.path}; the job continues there"
+                return [Warned(text)]
             case events.CheckpointEnded():
                 return generation.checkpoint_ended(event, now)
             case events.ParentLost():

@@ -18,7 +18,7 @@ import zmq
 from typing_extensions import assert_never
 
 from pipeworker.coordinator import effects, events
-from pipeworker.coordinator.io.files import LogFile, RunFiles
+from pipeworker.coordinator.io.files import LogFile, RunFiles, record_error
 from pipeworker.coordinator.io.parent import ParentProcess
 from pipeworker.coordinator.io.workers import WorkerConnections
 from pipeworker.coordinator.job import Job
@@ -26,7 +26,7 @@ from pipeworker.coordinator.loss_scaler import LossScaler
 from pipeworker.coordinator.steps.progress import Start
 from pipeworker.coordinator.steps.snapshots import JobState
 from pipeworker.environment import timings
-from pipeworker.errors import PipeworkerError, RecordError
+from pipeworker.errors import PipeworkerError
 from pipeworker.facts.step import Evaluation, StepResult
 from pipeworker.host.descriptors import DescriptorReserve, check_available
 from pipeworker.host.suspend_clock import SuspendAwareClock
@@ -34,7 +34,7 @@ from pipeworker.job.options import Options
 from pipeworker.record.lock import RunLock
 from pipeworker.record.manifest import MANIFEST, Manifest
 from pipeworker.record.metrics import rows
-from pipeworker.record.rundir import RunDir
+from pipeworker.record.rundir import RunDir, located
 from pipeworker.wire import lines, sockets
 from pipeworker.wire.lines import Configuration
 from pipeworker.wire.messages.checkpoint import Restore
@@ -51,11 +51,12 @@ class Service:
         socket: sockets.Router,
         descriptors: DescriptorReserve,
         parent: ParentProcess,
+        run_dir: RunDir,
     ) -> None:
         self._configuration, self._socket, self._parent = configuration, socket, parent
         self._options = Options.from_json(configuration.options)
         self._timings = timings()
-        self._run_dir = RunDir(Path(configuration.run_dir))
+        self._run_dir, self._path = run_dir, configuration.run_dir
         self._job = Job(
             self._options,
             configuration.run_dir,
@@ -96,6 +97,9 @@ class Service:
         while self._verdict is None:
             poller.register(parent.writes, zmq.POLLOUT if parent.pending else 0)
             ready = dict(poller.poll(int(1000 * self._timings.tick)))
+            if self._path != (path := str(self._run_dir.path)):  # first: workers that join open it
+                self._path = path
+                self._handle(events.Moved(path))
             all_received = self._socket not in ready or self._receive()
             if parent.writes in ready:
                 parent.flush()
@@ -202,10 +206,10 @@ class Service:
         try:
             path = self._files.commit(commit, self._job.placement.stages)
         except (OSError, ValueError) as error:
-            text = f"cannot complete the checkpoint: {error}"
+            text = located(f"cannot complete the checkpoint: {error}")
             self._handle(events.CheckpointEnded(commit.step, error=text))
         else:
-            self._handle(events.CheckpointEnded(commit.step, str(path)))
+            self._handle(events.CheckpointEnded(commit.step, path))
             self._files.remove_old_checkpoints()
 
 
@@ -229,19 +233,19 @@ def main() -> int:
     host = configuration.host
     log.addHandler(logging.NullHandler())  # until there is a log, nothing is logged to the terminal
     try:
-        run_dir = RunDir(Path(configuration.run_dir))
+        run_dir = RunDir.open(Path(configuration.run_dir))
         log_file = LogFile(run_dir.coordinator_log(), parent)
         logging.basicConfig(level=logging.INFO, handlers=[log_file])
         check_room(Options.from_json(configuration.options))
         server = sockets.server(configuration.token, host, timings())
         with RunLock(run_dir.lock, exclusive=False), server as (socket, endpoint):
             log.info("bound to %s", endpoint)
-            return Service(configuration, socket, descriptors, parent).run(endpoint)
+            return Service(configuration, socket, descriptors, parent, run_dir).run(endpoint)
     except (PipeworkerError, OSError, zmq.ZMQError) as error:  # the coordinator cannot run
         log.exception("the coordinator failed")
         text = str(error)
         if isinstance(error, OSError):
-            text = str(RecordError(error.filename or configuration.run_dir, error))
+            text = record_error(error.filename or configuration.run_dir, error)
         elif isinstance(error, zmq.ZMQError):
             where = f"{host} ({platform.node()})"
             text = f"the coordinator cannot listen at {where}: {error.strerror}"
@@ -263,9 +267,9 @@ def read_start(configuration: Configuration, options: Options, run_dir: RunDir) 
     causes = configuration.causes
     start = Start(causes=causes)
     saved = run_dir.last_checkpoint_step() if causes else -1
-    path = options.resume
+    path = options.resume and located(run_dir.checkpoint(options.resume_step))
     if saved > options.resume_step:  # the one that the run began with may be deleted by now
-        path = str(run_dir.checkpoint(saved))
+        path = located(run_dir.checkpoint(saved))
     if path:
         found = Manifest.read(Path(path) / MANIFEST)
         fp16, step = options.precision == "fp16", found.step

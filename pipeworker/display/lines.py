@@ -10,7 +10,6 @@ import sys
 import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
-from pathlib import Path
 from typing import TextIO
 
 from typing_extensions import assert_never
@@ -27,7 +26,7 @@ from pipeworker.job.option_parsing import format_by_origin
 from pipeworker.job.options import Options
 from pipeworker.plan.partition import sizes
 from pipeworker.record.metrics import rows
-from pipeworker.record.rundir import RunDir
+from pipeworker.record.rundir import RunDir, located
 from pipeworker.wire.lines import (
     Bound,
     FromCoordinator,
@@ -54,7 +53,7 @@ class LineDisplay:
     def __init__(
         self,
         options: Options,
-        run_dir: str,
+        run_dir: RunDir,
         style: Style | None = None,
         out: TextIO | None = None,
         error: TextIO | None = None,
@@ -116,7 +115,7 @@ class LineDisplay:
         options, done = self._options, self._options.resume_step
         asked = f" (not {options.microbatches}: a mini-batch has no more samples)"
         fewer = asked if plan.microbatches < options.microbatches else ""
-        where = f"run directory {self._run_dir}{f', from step {done}' if done else ''}"
+        where = f"run directory {self._run_dir.path}{f', from step {done}' if done else ''}"
         copies = f"{plan.replicas} replicas of " if plan.replicas > 1 else ""
         balance, stages = ",".join(map(str, plan.balance)), _plural(len(plan.balance), "stage")
         workers = len(plan.held)
@@ -197,7 +196,8 @@ class LineDisplay:
             self.write("interrupted", error=True)
 
     def _summary(self, verdict: Verdict) -> Summary:
-        run_dir, typed = RunDir(Path(self._run_dir)), relative(self._run_dir)
+        run_dir, path = self._run_dir, str(self._run_dir.path)
+        typed = relative(path)
         commands, done = self._style.commands, verdict.status == "done"
         more = further(verdict.steps, self._options.epochs) if done else None
         loss = self._last.loss if self._last and self._last.step == verdict.steps else None
@@ -209,11 +209,11 @@ class LineDisplay:
                 loss = row.get("loss")  # this process may have been stopped when the step was sent
         return Summary(
             verdict,
-            self._run_dir,
+            path,
             self._bubble_context(),
             loss,
             best,
-            (saved, str(run_dir.checkpoint(saved))) if saved >= 0 else None,
+            (saved, located(run_dir.checkpoint(saved))) if saved >= 0 else None,
             commands.export(typed),
             commands.resume(typed, more),
             self._options.resume_step,

@@ -12,7 +12,7 @@ from pathlib import Path
 from pipeworker.display.text import sanitize
 from pipeworker.host.streams import LOG_PREFIX
 from pipeworker.plan.placement import Placement
-from pipeworker.record.rundir import RunDir
+from pipeworker.record.rundir import RunDir, located
 
 _MAX_LINE_BYTES = 1 << 12
 _READ_BYTES = 1 << 13
@@ -119,7 +119,7 @@ class LogReader:
         began, self._at = self._at, to
         self._at += self._peek(_READ_BYTES).find(b"\n") + 1
         skipped = f"{(self._at - began) / 1024:.0f} KB came too quickly to be shown: see"
-        yield Printed(self.mark, f"... {skipped} {self.path}")
+        yield Printed(self.mark, f"... {skipped} {located(self.path)}")
 
     def _peek(self, most: int) -> bytes:
         try:

@@ -9,7 +9,6 @@ import os
 import queue
 import threading
 import time
-from pathlib import Path
 
 from pipeworker.display.lines import LineDisplay
 from pipeworker.display.output import WorkerOutput
@@ -102,7 +101,7 @@ class DisplayThread:
 
 
 def start_display(
-    options: Options, run_dir: str, style: Style, *, starting: bool = False
+    options: Options, run_dir: RunDir, style: Style, *, starting: bool = False
 ) -> DisplayThread:
     """Display a job on this process's present standard output and error.
 
@@ -114,9 +113,7 @@ def start_display(
         from pipeworker.display.terminal import TerminalDisplay  # rich takes 0.1 s to import
 
         kind = TerminalDisplay
-    output = WorkerOutput(
-        RunDir(Path(run_dir)), style.shown_output, options.placement, ours=style.verbose
-    )
+    output = WorkerOutput(run_dir, style.shown_output, options.placement, ours=style.verbose)
     display = kind(options, run_dir, style, out, error)
     if starting:
         display.begin()

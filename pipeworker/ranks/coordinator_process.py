@@ -11,6 +11,7 @@ from pipeworker.errors import PipeworkerError, RecordError
 from pipeworker.facts.step import StepResult
 from pipeworker.host.line_process import start_coordinator
 from pipeworker.record.run_record import write_summary
+from pipeworker.record.rundir import located
 from pipeworker.runs.begin import PreparedRun
 from pipeworker.wire import lines
 
@@ -114,5 +115,5 @@ class CoordinatorProcess:
         try:
             write_summary(self._run.run_dir, verdict, placement.stages)
         except OSError as failed:
-            self._notify(lines.Warned(str(RecordError(self._run.run_dir.summary, failed))))
+            self._notify(lines.Warned(str(RecordError(located(self._run.run_dir.summary), failed))))
         return verdict

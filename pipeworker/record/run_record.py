@@ -154,7 +154,7 @@ def _copy_job(
     if digest == last.get("job_sha256"):
         return {"job": last.get("job"), "job_sha256": digest}
     if job is not None:
-        write_bytes(run_dir.path / name, job)
+        write_bytes(run_dir.root / name, job)
     return {"job": None if job is None else name, "job_sha256": digest}
 
 
@@ -180,7 +180,7 @@ def write_summary(run_dir: RunDir, verdict: Verdict, stages: int) -> None:
         OSError: the file cannot be written, or the rows cannot be read.
     """
     last, best = rows.last(run_dir.metrics) or {}, rows.best(run_dir.evaluation)
-    remove_partial_files(run_dir.path)
+    remove_partial_files(run_dir.root)
     write_json(
         run_dir.summary,
         {

@@ -8,6 +8,7 @@ import os
 import re
 import shutil
 import time
+import weakref
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -28,6 +29,7 @@ from pipeworker.record.manifest import (
     weights_index,
 )
 
+_BY_DESCRIPTOR = re.compile(r"/proc/self/fd/\d+")
 JOB = "job.py"
 _REQUEST = ".checkpoint"
 _ROWS = (".jsonl", ".csv")
@@ -43,15 +45,33 @@ def file_digest(path: Path) -> str:
         return ""
 
 
+def located(text: object) -> str:
+    """Return a text in which each path through a descriptor is replaced by the present one."""
+
+    def present(found: re.Match[str]) -> str:
+        try:
+            return str(Path(found[0]).readlink())
+        except OSError:  # of another process
+            return found[0]
+
+    return _BY_DESCRIPTOR.sub(present, str(text))
+
+
 class RunDir:
     """The layout of a run directory, and its checkpoints.
 
     The folder `events` has TensorBoard's files; `lock` is that of a
-    :class:`pipeworker.record.lock.RunLock`.
+    :class:`pipeworker.record.lock.RunLock`. The paths of all files begin with `root`, which leads
+    through a `descriptor` of the directory, if one is given: they stay valid when it is renamed. A
+    child process can use them if it inherits the `descriptors`.
     """
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    def __init__(self, path: Path, descriptor: int | None = None) -> None:
+        self._path = path
+        self.descriptors = () if descriptor is None else (descriptor,)
+        if descriptor is not None:
+            path = Path(f"/proc/self/fd/{descriptor}")
+        self.root = path
         self.run = path / "run.json"
         self.lock = path / ".lock"
         self.plan = path / "plan.json"
@@ -61,16 +81,41 @@ class RunDir:
         self.summary = path / "summary.json"
         self.checkpoints = path / "checkpoints"
 
+    @classmethod
+    def open(cls, path: Path) -> RunDir:
+        """Return the run directory that is at `path` now, wherever it is moved.
+
+        Without a ``/proc``, its files are looked for at `path`.
+
+        Raises:
+            OSError: there is no such directory.
+        """
+        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+        found = cls(path, descriptor)
+        if not found.root.exists():
+            os.close(descriptor)
+            return cls(path)
+        weakref.finalize(found, os.close, descriptor).atexit = False
+        return found
+
+    @property
+    def path(self) -> Path:
+        """Where the directory is now; where it last was if it has been removed."""
+        now = located(self.root)
+        if not now.endswith(" (deleted)"):
+            self._path = Path(now)
+        return self._path
+
     def coordinator_log(self) -> Path:
-        return self.path / "logs" / "coordinator.log"
+        return self.root / "logs" / "coordinator.log"
 
     def host_log(self, name: str) -> Path:
         """Return the log of the command that starts a host's agent, such as ssh."""
-        return self.path / "logs" / f"host-{name.replace('/', '-')}.log"
+        return self.root / "logs" / f"host-{name.replace('/', '-')}.log"
 
     def worker_log(self, rank: int) -> Path:
         """Return the file of what the worker of this rank prints."""
-        return self.path / "logs" / f"worker-{rank}.log"
+        return self.root / "logs" / f"worker-{rank}.log"
 
     def checkpoint(self, step: int) -> Path:
         """Return the path of the complete checkpoint of a step; it may not exist."""
@@ -158,12 +203,12 @@ class RunDir:
 
         The request is a file, because all hosts of a job and its user have this folder in common.
         """
-        os.close(no_link(self.path / _REQUEST, os.O_WRONLY | os.O_CREAT))
+        os.close(no_link(self.root / _REQUEST, os.O_WRONLY | os.O_CREAT))
 
     def withdraw_checkpoint_request(self) -> bool:
         """Return whether a checkpoint was requested, and withdraw the request."""
         try:
-            (self.path / _REQUEST).unlink()
+            (self.root / _REQUEST).unlink()
         except OSError:
             return False
         return True
@@ -174,13 +219,13 @@ class RunDir:
         `made` are the folders that were made for it, the deepest first.
         """
         rows = [path.with_suffix(end) for path in (self.metrics, self.evaluation) for end in _ROWS]
-        files = [self.run, self.path / JOB, self.plan, *rows, self.summary, self.lock]
+        files = [self.run, self.root / JOB, self.plan, *rows, self.summary, self.lock]
         logs = self.coordinator_log().parent
         written = [*logs.glob("*.log"), *self.events.glob("events.*")]
-        for path in (*files, self.path / _REQUEST, *written):
+        for path in (*files, self.root / _REQUEST, *written):
             with suppress(OSError):
                 path.unlink()
-        remove_partial_files(self.path)
+        remove_partial_files(self.root)
         for folder in (logs, self.events, self.checkpoints, *made):
             with suppress(OSError):
                 folder.rmdir()

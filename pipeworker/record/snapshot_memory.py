@@ -21,6 +21,7 @@ from pathlib import Path
 from pipeworker.errors import RecordError
 from pipeworker.facts.checkpoint_file import CheckpointFile
 from pipeworker.record.atomic_file import open_file
+from pipeworker.record.rundir import located
 
 _CHUNK = 1 << 18
 _NICENESS = 10
@@ -87,14 +88,15 @@ def write_files(
     """
     path = folder
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        for made in (folder.parent, folder):  # not the run directory: it may have been moved
+            made.mkdir(exist_ok=True)
         found = []
         for handle, name in zip(handles, names, strict=True):
             path = folder / name
             found.append(_write_file(handle, path))
         return tuple(found)
     except OSError as error:
-        raise RecordError(path, error) from None
+        raise RecordError(located(path), error) from None
 
 
 def _write_file(handle: int, path: Path) -> CheckpointFile:

@@ -167,7 +167,8 @@ class RunRequest:
             undo.callback(_remove, run_dir, created)
             process = {**_process(options), "origins": origins}
             run_record.write(run_dir, _recorded(options), process)
-            return PreparedRun(options, run_dir, lock, undo.pop_all(), origins=origins)
+            opened = RunDir.open(run_dir.path)
+            return PreparedRun(options, opened, lock, undo.pop_all(), origins=origins)
 
     def _prepare_resume(self) -> PreparedRun:
         assert self.run_dir
@@ -221,8 +222,8 @@ class RunRequest:
                     "checkpoint"
                 )
             lock.share()
-            rows = _row_bytes(run_dir)
-            return PreparedRun(options, run_dir, lock, undo.pop_all(), tuple(warnings), rows)
+            rows, opened = _row_bytes(run_dir), RunDir.open(run_dir.path)
+            return PreparedRun(options, opened, lock, undo.pop_all(), tuple(warnings), rows)
 
     def _merged_options(self, record: run_record.RunRecord) -> Options:
         try:

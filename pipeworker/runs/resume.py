@@ -61,7 +61,7 @@ def roll_back(run_dir: RunDir, point: ResumePoint) -> None:
     for path in point.damaged:
         path.rename(_unused(path.with_name(f"damaged-{path.name}")))
     run_dir.remove_leftovers()
-    remove_partial_files(run_dir.path)
+    remove_partial_files(run_dir.root)
     run_dir.summary.unlink(missing_ok=True)
     for path in (run_dir.metrics, run_dir.evaluation):
         truncate_rows(path, point.step)

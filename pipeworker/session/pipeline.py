@@ -20,7 +20,7 @@ from pipeworker.job.options import Options
 from pipeworker.job.renamed import reject_renamed
 from pipeworker.ranks.rank_info import RankInfo
 from pipeworker.record.checkpoint import Checkpoint
-from pipeworker.record.rundir import find_checkpoint
+from pipeworker.record.rundir import find_checkpoint, located
 from pipeworker.runs.begin import RunRequest
 from pipeworker.session.session import Session, script_path
 from pipeworker.wire.lines import FromCoordinator, Warned
@@ -212,7 +212,7 @@ class Pipeline:
             session.perform(session.call(Call(self._rank, CallKind.SAVE)))
             session.wait_for_result()
             saved = session.worker.connected.state.saved
-            return session.worker.loaded.run_dir.checkpoint(saved)
+            return Path(located(session.worker.loaded.run_dir.checkpoint(saved)))
 
     def load(self, checkpoint: str | Path) -> int:
         """Load a checkpoint that any number of stages has written; return its number of steps.

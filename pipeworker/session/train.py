@@ -103,7 +103,7 @@ def train(
 def _display(style: Style, run: PreparedRun) -> EventListener:
     """Display lines in the script's own output, which already has the output of its ranks."""
     run_dir = run.run_dir
-    display = _ScriptDisplay(run.options, str(run_dir.path), style)
+    display = _ScriptDisplay(run.options, run_dir, style)
     none = WorkerOutput(run_dir, "none", Placement.identity(1))
     return DisplayThread(display, none).show
 

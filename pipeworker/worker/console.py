@@ -15,6 +15,7 @@ from typing import NoReturn
 from pipeworker.errors import RecordError, UsageError
 from pipeworker.host import streams
 from pipeworker.record.atomic_file import no_link
+from pipeworker.record.rundir import located
 from pipeworker.worker.blame import JobExit
 
 _DEBUGGERS = ("bdb", "cmd", "pdb")
@@ -30,7 +31,7 @@ def redirect_output(path: Path) -> None:
         path.parent.mkdir(exist_ok=True)
         log = no_link(path, os.O_RDWR | os.O_CREAT | os.O_APPEND)
     except OSError as error:
-        raise RecordError(path, error) from None
+        raise RecordError(located(path), error) from None
     streams.flush()
     os.dup2(log, 1)
     os.dup2(log, 2)

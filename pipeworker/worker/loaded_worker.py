@@ -11,7 +11,7 @@ from types import ModuleType
 
 import torch
 
-from pipeworker.errors import UsageError
+from pipeworker.errors import RecordError, UsageError
 from pipeworker.facts.position import Phase
 from pipeworker.job import file as job_file
 from pipeworker.job.file import JobFile
@@ -68,10 +68,14 @@ class LoadedWorker:
 
         Raises:
             UsageError: an option or the job is not usable.
+            RecordError: the run directory is not there, or a file of it cannot be opened.
             UserCodeError: the user's code raised.
         """
         kernel_cache.keep_private()  # before the job file imports more of torch
-        run_dir = RunDir(Path(welcome.run_dir))
+        try:
+            run_dir = RunDir.open(Path(welcome.run_dir))
+        except OSError as error:  # it was moved at this moment, or this host does not see it
+            raise RecordError(welcome.run_dir, error) from None
         placement = Placement(welcome.stages, welcome.replicas)
         if settings.to_log:
             redirect_output(run_dir.worker_log(settings.rank))

@@ -139,7 +139,7 @@ def test_a_checkpoint_is_complete_only_after_the_rows_of_its_steps(
         files.commit(COMMIT, 2)
     assert run_dir.checkpoint_paths() == []
     disk.full = False
-    assert files.commit(COMMIT, 2) == run_dir.checkpoint(3)
+    assert files.commit(COMMIT, 2) == str(run_dir.checkpoint(3))
     assert recorded(run_dir) == [3]
 
 

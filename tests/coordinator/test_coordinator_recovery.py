@@ -8,6 +8,7 @@ import math
 import pytest
 
 from pipeworker.coordinator.effects import Discard, Dropped, Effect, Send
+from pipeworker.coordinator.events import Moved
 from pipeworker.coordinator.lifecycle import State
 from pipeworker.coordinator.loss_scaler import LossScaler
 from pipeworker.coordinator.steps.progress import Start
@@ -39,6 +40,15 @@ KILLED = "the worker of stage 1 was killed by SIGKILL"
 def restores(job: ScriptedJob) -> list[Restore | None]:
     """Return the state with which each generation of worker 1 began."""
     return [welcome.restore for welcome in job.sent(1, Welcome)]
+
+
+def test_workers_that_join_later_are_sent_where_the_run_directory_is() -> None:
+    job = replaceable_job(steps=3)
+    job.join()
+    job.handle(Moved("/moved"))
+    job.exited(1, -9)
+    job.join()
+    assert [welcome.run_dir == "/moved" for welcome in job.sent(1, Welcome)] == [False, True]
 
 
 # The state to resume from.

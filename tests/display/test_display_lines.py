@@ -24,6 +24,7 @@ from pipeworker.record.rundir import RunDir
 from pipeworker.wire.lines import Planned, Restart, Verdict, Warned
 from support.jobs import until
 
+NOWHERE = RunDir(Path("/nowhere"))
 PLANNED = Planned("gpipe", 8, (2, 1), ((0,), (1,)), 0.125)
 DONE = Verdict("done", 0, 4, 1.0, (1, 1), 0.5, None)
 
@@ -41,7 +42,7 @@ class Shown:
         done, epochs = style.pop("done", 0), style.pop("epochs", None)
         options = Options("job.py", 2, 8, steps=steps, epochs=epochs, resume_step=done)
         self.display = LineDisplay(
-            options, "/nowhere", Style(**style), self.out, self.error, now=lambda: self.now
+            options, NOWHERE, Style(**style), self.out, self.error, now=lambda: self.now
         )
 
     def at(self, now: float, *events: Any) -> list[str]:
@@ -188,7 +189,7 @@ class Broken(StringIO):
 
 def test_a_full_disk_is_reported_once_and_ends_nothing() -> None:
     error = StringIO()
-    display = LineDisplay(Options("job.py", 2, 8), "/nowhere", Style(), Broken(errno.ENOSPC), error)
+    display = LineDisplay(Options("job.py", 2, 8), NOWHERE, Style(), Broken(errno.ENOSPC), error)
     for number in (1, 2, 3):
         display.show(step(number))
     display.show(DONE)
@@ -198,7 +199,7 @@ def test_a_full_disk_is_reported_once_and_ends_nothing() -> None:
 
 def test_the_job_continues_when_its_reader_is_gone() -> None:
     error = StringIO()
-    display = LineDisplay(Options("job.py", 2, 8), "/nowhere", Style(), Broken(errno.EPIPE), error)
+    display = LineDisplay(Options("job.py", 2, 8), NOWHERE, Style(), Broken(errno.EPIPE), error)
     for event in (PLANNED, step(1), Warned("careful"), DONE):
         display.show(event)
     assert display.lost is None
@@ -210,7 +211,7 @@ def test_the_job_continues_when_its_reader_is_gone() -> None:
 
 def test_standard_error_gets_the_rest_when_the_terminal_is_gone() -> None:
     error = StringIO()
-    display = LineDisplay(Options("job.py", 2, 8), "/nowhere", Style(), Broken(errno.EIO), error)
+    display = LineDisplay(Options("job.py", 2, 8), NOWHERE, Style(), Broken(errno.EIO), error)
     display.show(PLANNED)
     assert display.lost is not None
     display.show(DONE)
@@ -221,7 +222,7 @@ def test_standard_error_gets_the_rest_when_the_terminal_is_gone() -> None:
 
 def test_nothing_is_written_when_both_streams_are_gone() -> None:
     gone = Broken(errno.EIO)
-    display = LineDisplay(Options("job.py", 2, 8), "/nowhere", Style(), gone, gone)
+    display = LineDisplay(Options("job.py", 2, 8), NOWHERE, Style(), gone, gone)
     for event in (PLANNED, step(1), Warned("careful"), DONE):
         display.show(event)
     assert isinstance(display.lost, OSError)
@@ -250,7 +251,7 @@ def folder(tmp_path: Path) -> Path:
 
 def display_on(folder: Path, out: StringIO, **style: Any) -> DisplayThread:
     options = Options("job.py", 2, 8)
-    lines = LineDisplay(options, str(folder), Style(**style), out, out)
+    lines = LineDisplay(options, RunDir(folder), Style(**style), out, out)
     return DisplayThread(lines, WorkerOutput(RunDir(folder), "stage", Placement.identity(2)))
 
 

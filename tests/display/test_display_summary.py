@@ -131,7 +131,7 @@ def test_a_bubble_larger_than_the_schedules_is_explained(
 def shown(run_dir: RunDir) -> list[str]:
     """Return the lines of a verdict, with the facts that are on record."""
     out = StringIO()
-    LineDisplay(Options("job.py", 2, 8), str(run_dir.path), out=out).show(VERDICT)
+    LineDisplay(Options("job.py", 2, 8), run_dir, out=out).show(VERDICT)
     return out.getvalue().splitlines()
 
 

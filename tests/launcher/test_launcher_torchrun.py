@@ -7,12 +7,14 @@ import threading
 from pathlib import Path
 
 import pytest
+from torch._C._distributed_c10d import HashStore
 
 from launcher import torchrun
 from launcher.torchrun import write_error
-from pipeworker.errors import InUse, RendezvousError
+from pipeworker.errors import InUse, RendezvousError, UsageError
 from pipeworker.ranks.rank_info import RankInfo
 from pipeworker.runs.begin import PreparedRun, RunRequest
+from pipeworker.wire.lines import Verdict
 from support.jobs import until
 
 
@@ -59,3 +61,22 @@ def test_a_restarted_pod_tries_again_while_its_run_directory_is_in_use(
     with pytest.raises(error, match="is in use") as caught:
         torchrun.prepare(RankInfo.single_process(), request, 0)
     assert caught.type is error
+
+
+def test_restarted_ranks_do_not_begin_a_run_anew_whose_directory_was_moved(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """One that a mistake removed is begun anew."""
+    monkeypatch.setattr(RankInfo, "has_store", True)
+    store = HashStore()
+    monkeypatch.setattr(RankInfo, "open_store", lambda _: store)
+    path, job_file = tmp_path / "run", tmp_path / "job.py"
+    job_file.touch()
+    info, request = RankInfo.single_process(), RunRequest(str(job_file), 1, {}, path)
+    torchrun.prepare(info, request, 0).close(Verdict("failed", 2, 0, 0.0, (), 0.0, "a mistake"))
+    assert not path.exists()
+    torchrun.prepare(info, request, 1).close()
+    path.rename(tmp_path / "moved")
+    with pytest.raises(UsageError, match=rf"^run directory {path}: is not there any more; to res"):
+        torchrun.prepare(info, request, 2)
+    assert not path.exists()

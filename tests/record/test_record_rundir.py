@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ from pipeworker.facts.checkpoint_file import CheckpointFile
 from pipeworker.facts.layer_names import LayerNames
 from pipeworker.record import atomic_file, manifest, run_record, rundir
 from pipeworker.record.manifest import Manifest
-from pipeworker.record.rundir import RunDir
+from pipeworker.record.rundir import RunDir, located
 from pipeworker.wire.lines import Verdict
 
 _LATE = [100_000_000, 100_000_001]
@@ -39,6 +40,21 @@ def test_the_layout_of_a_run_directory() -> None:
         "logs/worker-2.log",
         "checkpoints/step-00000100",
     ]
+
+
+def test_an_open_run_directory_is_used_wherever_it_is_moved(tmp_path: Path) -> None:
+    before, after = tmp_path / "before", tmp_path / "after"
+    before.mkdir()
+    run = RunDir.open(before)
+    before.rename(after)
+    (run.root / "file").write_text("here")
+    assert (run.path, (after / "file").read_text()) == (after, "here")
+    assert located(f"[{run.metrics}]") == f"[{after}/metrics.jsonl]"
+    shutil.rmtree(after)
+    with pytest.raises(FileNotFoundError):
+        run.metrics.touch()
+    assert run.path == after
+    assert not [*tmp_path.iterdir()]
 
 
 def test_create_makes_the_requested_directory(tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ from pipeworker.record.manifest import Manifest
 from pipeworker.record.metrics.formats import ExtraFormats
 from pipeworker.record.metrics.rows import Rows
 from pipeworker.record.run_record import write_summary
-from pipeworker.record.rundir import RunDir
+from pipeworker.record.rundir import RunDir, located
 from pipeworker.wire.lines import Verdict, Warned
 
 _DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
@@ -90,7 +90,7 @@ class RunFiles:
         """Append a row of an evaluation pass."""
         self._append(self.run_dir.evaluation, {"step": evaluation.step, **evaluation.row()})
 
-    def commit(self, commit: Commit, stages: int) -> Path:
+    def commit(self, commit: Commit, stages: int) -> str:
         """Complete a checkpoint after the rows of its steps are on disk, and return its path.
 
         Raises:
@@ -111,7 +111,7 @@ class RunFiles:
         for rows in self._rows.values():
             rows.sync()
         self.descriptors.run(lambda: self.run_dir.commit_checkpoint(manifest))
-        return self.run_dir.checkpoint(commit.step)
+        return located(self.run_dir.checkpoint(commit.step))
 
     def write_summary(self, verdict: Verdict, stages: int) -> Verdict:
         """Write ``summary.json``; return the verdict, failed if that or a row cannot be written."""
@@ -152,7 +152,7 @@ class RunFiles:
             self.descriptors.run(write)
         except OSError as error:
             self._extras = None
-            which = RecordError(error.filename or self.run_dir.path, error)
+            which = record_error(error.filename or self.run_dir.path, error)
             self.warn(f"{which}; nothing more is written there, nor in another extra format")
 
     def _write(self, path: Path, write: Callable[[], None], consequence: str = "") -> None:
@@ -161,7 +161,7 @@ class RunFiles:
             write()
             self._warned.discard(path)
         except OSError as error:
-            text = str(RecordError(path, error))
+            text = record_error(path, error)
             if not consequence or error.errno not in _DISK_FULL:
                 log.error("%s", text)
                 self.failed(text)
@@ -173,7 +173,7 @@ class RunFiles:
         try:
             remove()
         except OSError as error:
-            self.warn(f"{what}: cannot be removed: {error}")
+            self.warn(located(f"{what}: cannot be removed: {error}"))
 
     def warn(self, text: str, *, note: bool = False) -> None:
         """Log a warning and send it to the parent."""
@@ -181,12 +181,17 @@ class RunFiles:
         self.parent.send(Warned(text, note))
 
 
+def record_error(path: object, error: OSError) -> str:
+    """Return why a file cannot be written."""
+    return str(RecordError(located(path), error))
+
+
 def _error_of(path: Path, write: Callable[[], None]) -> str:
     """Call `write` and return why the file cannot be written, or an empty string."""
     try:
         write()
     except OSError as error:
-        text = str(RecordError(path, error))
+        text = record_error(path, error)
         log.error("%s", text)
         return text
     return ""
@@ -215,4 +220,4 @@ class LogFile(logging.FileHandler):
             super().handleError(record)
         elif not self._warned:
             self._warned = True
-            self._parent.send(Warned(str(RecordError(self._path, error))))
+            self._parent.send(Warned(record_error(self._path, error)))

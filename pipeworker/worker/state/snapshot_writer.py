@@ -46,6 +46,7 @@ class SnapshotWriter:
         rank: rank of the worker among the `ranks` that write.
         memories: memories that outlive the worker; if there are none, it uses one of its own.
         folder: returns the folder of the checkpoint of a step, while it is not complete.
+        inherited: descriptors that the path of the folder leads through.
         send: reports to the coordinator each part that was written while steps run.
         sharing: number of workers, of all replicas, that share the available memory.
         mirror: client by which another host mirrors each snapshot. A snapshot counts as complete
@@ -62,13 +63,14 @@ class SnapshotWriter:
         ranks: int,
         memories: Sequence[SnapshotMemory],
         folder: Callable[[int], Path],
+        inherited: Sequence[int],
         send: Callable[[Saved], None],
         sharing: int = 1,
         mirror: MirrorClient | None = None,
     ) -> None:
         self._rank, self._sharing = rank, max(ranks, sharing)
         self._names = file_names(rank, ranks)
-        self._folder, self._send = folder, send
+        self._folder, self._inherited, self._send = folder, inherited, send
         self._own_memories = [] if memories else [SnapshotMemory()]
         self._buffers = [SnapshotBuffer(memory) for memory in (*memories, *self._own_memories)]
         self._mirror = mirror
@@ -192,7 +194,7 @@ class SnapshotWriter:
         if self._process is None:
             handles = [handle for buffer in self._buffers for handle in buffer.memory.handles]
             try:
-                self._process = _WriterProcess(handles)
+                self._process = _WriterProcess([*handles, *self._inherited])
             except OSError as refused:  # too few processes or descriptors
                 error = f"{name} cannot be started: {refused.strerror}"
                 self._send(Saved(self._rank, step, error=error))

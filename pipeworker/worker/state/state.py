@@ -16,6 +16,7 @@ from pipeworker.plan.placement import Placement
 from pipeworker.record.checkpoint import Checkpoint
 from pipeworker.record.manifest import WorkerFiles
 from pipeworker.record.restore import restore, restored_position
+from pipeworker.record.rundir import located
 from pipeworker.record.snapshot_buffer import SnapshotBuffer, snapshot_files
 from pipeworker.record.snapshot_memory import SnapshotMemory
 from pipeworker.record.stage_state import StageState, check_savable
@@ -179,7 +180,9 @@ class State:
         role = self._role
         self._tracker.set(Phase.RESTORING)
         if source.path:
-            files = Checkpoint(Path(source.path)).worker_files()
+            files = Checkpoint(
+                Path(located(self._loaded.run_dir.checkpoint(source.step)))
+            ).worker_files()
         else:
             ranks = needed_ranks(source, plan, role.placement, role.rank, self._stages.stages)
             files = self.snapshots.find(source, ranks, local=role.options.redundant)
@@ -275,6 +278,7 @@ class State:
                 ranks,
                 self._loaded.settings.memories.get(role.rank, ()),
                 self._loaded.run_dir.partial_checkpoint,
+                self._loaded.run_dir.descriptors,
                 self._loaded.control.send,
                 placement.ranks,
                 self.snapshots.mirror_client(),

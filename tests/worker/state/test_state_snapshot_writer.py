@@ -37,7 +37,7 @@ class WriterOfLayer:
         self.memories = [SnapshotMemory(), SnapshotMemory()]
         self.folder = folder
         self.writer = SnapshotWriter(
-            0, 1, self.memories, lambda step: folder / str(step), self.sent.put
+            0, 1, self.memories, lambda step: folder / str(step), (), self.sent.put
         )
 
     @property
