@@ -316,7 +316,7 @@ class FaultInjector:
         assert self.job.end() == -signal.SIGKILL
         self.fired["launcher killed, --resume"] += 1
         self.job.resume("--steps", str(self.job.step + 5))
-        assert self.job.end() == 0
+        assert self.job.end() == 0, self.job.lines[-5:]
         return self.job.run
 
     def report(self) -> None:

@@ -151,7 +151,7 @@ class ObservedJob:
 
     @property
     def pids(self) -> dict[str, int]:
-        """The processes: launcher, coordinator, agent, its watcher, and workers as ``stage 1``."""
+        """The processes: launcher, coordinator, agent, and workers as ``stage 1``."""
         found = {f"stage {stage['stage']}": stage["pid"] for stage in self.plan["stages"]}
         workers = {*found.values()}
         found["launcher"] = self.process.pid
@@ -161,9 +161,9 @@ class ObservedJob:
             line = line.partition("support.server")[
                 0
             ]  # the test server's own command line has all names
-            if line.startswith("watcher\n"):
-                found["watcher"] = pid
-            elif line.startswith("coordinator\n") or "coordinator.service" in line:
+            if line.startswith("watcher\n"):  # it ends with its agent
+                continue
+            if line.startswith("coordinator\n") or "coordinator.service" in line:
                 found["coordinator"] = pid
             elif line.startswith("agent\n") or "host.agent" in line:
                 found["agent"] = pid
@@ -173,7 +173,11 @@ class ObservedJob:
         """Return processes that no longer belong to the job, and unfinished checkpoints."""
         own = {0, *self.pids.values()}
         found = processes_of(self.jobs.folder).items()
-        processes = [f"{pid}: {line}" for pid, line in found if not {pid, _group(pid)} & own]
+        processes = [
+            f"{pid}: {line}"
+            for pid, line in found
+            if not {pid, _group(pid)} & own and not line.startswith("watcher\n")
+        ]
         return [*processes, *map(str, RunDir(self.path).checkpoints.glob(".*"))]
 
     @property
