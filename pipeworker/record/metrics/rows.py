@@ -42,9 +42,14 @@ class Rows:
         """Write a row, behind the rows that are pending.
 
         Raises:
-            OSError: the disk is full, or the file was removed; the row is pending then.
+            OSError: the disk is full, or the file was removed; the row is pending then. Or the row
+                is longer than readers accept, and is not written.
         """
-        self._pending.append((json.dumps(row) + "\n").encode())
+        line = (json.dumps(row) + "\n").encode()
+        if len(line) >= MAX_ROW_BYTES:
+            text = f"the row of step {row['step']} has {len(line)} bytes; record fewer metrics"
+            raise OSError(errno.EFBIG, text, str(self._path))
+        self._pending.append(line)
         self.flush()
 
     def flush(self) -> None:

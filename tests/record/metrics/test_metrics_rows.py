@@ -83,6 +83,19 @@ def test_a_row_may_be_longer_than_a_block(tmp_path: Path, torn: str) -> None:
     assert [row["step"] for row in rows.read(path)] == [1, 2, 3, 4]
 
 
+def test_a_row_that_no_reader_accepts_is_rejected(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rows, "MAX_ROW_BYTES", 100)
+    file = Rows(tmp_path / "x")
+    file.add({"step": 1, "a": 78 * "x"})
+    with pytest.raises(OSError, match="the row of step 2 has 100 bytes; record fewer metrics"):
+        file.add({"step": 2, "a": 79 * "x"})
+    file.add({"step": 3})
+    file.close()
+    assert [row["step"] for row in rows.read(tmp_path / "x")] == [1, 3]
+
+
 def test_lines_that_are_not_rows_are_skipped(tmp_path: Path) -> None:
     texts = ("\n", "3\n", "[]\n", "{}\n", '{"step": "1"}\n', '{"step": true}\n', "[" * 9999 + "\n")
     path = wrote(tmp_path / "x", {"step": 1}, *texts, {"step": 2}, *texts)
