@@ -167,6 +167,7 @@ def other_faults() -> Iterator[Fault]:
     for how, when in _AGENT:
         yield Fault(f"agent: {how}", f"{how} agent", when)
     yield Fault("all but the launcher killed", "kill all")
+    yield Fault("agent and coordinator killed after a suspension", "suspend all")
     yield Fault("worker killed while an interrupted job is saved", "kill to save", "saving@1")
 
 

@@ -278,3 +278,29 @@ def test_a_coordinator_and_an_agent_lost_at_once_are_replaced(jobs: Jobs, quiet:
     agent = "the agent of this host was killed.*; "
     lost = f"warning: the coordinator was killed; ({agent})?resumed after"
     assert re.search(lost, stderr)
+
+
+HANGS = """
+import sys
+import time
+from pathlib import Path
+
+class Hangs:
+    def find_spec(self, name, *_):
+        first = name == "torch" and not Path("hangs").exists()
+        if first and "pipeworker.host.agent" in sys.orig_argv:
+            Path("hangs").touch()
+            time.sleep(1000)
+
+sys.meta_path.insert(0, Hangs())
+"""
+"""The first agent never finishes the import of torch."""
+
+
+def test_an_agent_that_hangs_in_its_import_is_replaced_soon(jobs: Jobs) -> None:
+    jobs.write(HANGS, "hooks/sitecustomize.py")
+    env = {**os.environ, "PYTHONPATH": str(jobs.folder / "hooks")}
+    run = jobs.train("--stages", "2", "--worker-timeout", "5", cold=True, env=env)
+    cause = run.summary["causes"][0]
+    text = r"the agent of this host \(pid \d+\) stands still in its start after .* for 5 s"
+    assert re.match(text, cause)

@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 from urllib.parse import urlsplit
 
 from launcher.spec import RemoteAgent
-from launcher.supervisor.events import CheckedHello
+from launcher.supervisor.events import AgentLine, CheckedHello
 from pipeworker.coordinator.roster import JOIN_FACTOR
 from pipeworker.facts.failure import describe_exit
-from pipeworker.wire.lines import AgentHello, Forked
+from pipeworker.wire.lines import AgentHello, Forked, Starting
 
 LOOPBACK = "127.0.0.1"
 _EVERYWHERE = ("0.0.0.0", "::")
@@ -25,10 +25,11 @@ class SilenceTimer:
 
     Attributes:
         limit: seconds without a message after which the process is given up; `_START_FACTOR` times
-            as long until its first message.
+            as long until its first message. In its start, an agent may use as much CPU time.
         since: when it was last received from, or started.
         pid: 0 until it is known.
-        has_sent: whether it has sent anything since its start.
+        has_sent: whether it has sent anything since its start, except how it progresses.
+        cpu_seconds: the CPU time that it has used in its start; 0 until it is reported.
     """
 
     name: str
@@ -36,22 +37,32 @@ class SilenceTimer:
     since: float
     pid: int = 0
     has_sent: bool = False
+    cpu_seconds: float = 0.0
 
-    def receive(self, now: float) -> None:
-        self.since, self.has_sent = now, True
+    def receive(self, line: AgentLine | None, now: float) -> None:
+        """Record a message; a process that only reports that it stands still is silent."""
+        if not isinstance(line, Starting):
+            self.since, self.has_sent = now, True
+        elif self.cpu_seconds < line.cpu_seconds < _START_FACTOR * self.limit:
+            self.since, self.cpu_seconds = now, line.cpu_seconds
 
     def restart(self, now: float) -> None:
         """Allow the time of a start until the next message."""
-        self.since, self.has_sent = now, False
+        self.since, self.has_sent, self.cpu_seconds = now, False, 0.0
 
     def expired(self, now: float, limit: float = 0.0) -> str:
         """Return an error message if the process has been silent for too long at `now`, else "".
 
         After its first message, `limit` is used instead of its own limit if it is longer.
         """
-        limit = max(limit, self.limit) if self.has_sent else _START_FACTOR * self.limit
+        if not self.has_sent:
+            limit = 0.0 if self.cpu_seconds else _START_FACTOR * self.limit
+        limit = max(limit, self.limit)
         if now - self.since <= limit:
             return ""
+        if self.cpu_seconds and not self.has_sent:
+            used = f"after {self.cpu_seconds:g} s of CPU time"
+            return f"{self.name} (pid {self.pid}) stands still in its start {used} for {limit:g} s"
         return f"{self.name} (pid {self.pid}) has not answered for {limit:g} s"
 
 

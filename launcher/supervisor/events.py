@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from pipeworker.wire import lines
-from pipeworker.wire.lines import FromCoordinator, Interrupt, KeepAlive, SaveRequest
+from pipeworker.wire.lines import FromCoordinator, Interrupt, KeepAlive, SaveRequest, Starting
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +24,7 @@ class CheckedHello:
 
 
 _Report = lines.Forked | lines.WorkerExited | lines.CannotStart
-AgentLine = CheckedHello | _Report | Interrupt | SaveRequest | KeepAlive
+AgentLine = CheckedHello | _Report | Interrupt | SaveRequest | Starting | KeepAlive
 
 
 @dataclass(frozen=True, slots=True)

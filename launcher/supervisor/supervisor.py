@@ -105,7 +105,6 @@ class Supervisor:
                 assert timer
                 timer.pid = event.pid
             case events.AgentLines():
-                self._agents[event.agent].timer.receive(now)
                 for line in event.lines:
                     self._handle_agent_line(event.agent, line, now)
             case events.AgentEnded():
@@ -201,7 +200,7 @@ class Supervisor:
 
     def _handle_coordinator_lines(self, received: Sequence[FromCoordinator], now: float) -> None:
         assert self._coordinator
-        self._coordinator.receive(now)
+        self._coordinator.receive(None, now)
         # The launcher was suspended, and reads at once where the coordinator listened and its end.
         has_ended = any(isinstance(line, lines.Verdict) for line in received)
         for line in received:
@@ -250,6 +249,7 @@ class Supervisor:
 
     def _handle_agent_line(self, number: int, line: events.AgentLine, now: float) -> None:
         agent = self._agents[number]
+        agent.timer.receive(line, now)
         match line:
             case events.CheckedHello():
                 self._handle_hello(agent, line, now)
@@ -258,7 +258,7 @@ class Supervisor:
             case lines.WorkerExited():
                 agent.pids.pop(line.rank, None)
                 self._send(line)
-            case lines.CannotStart() | lines.SaveRequest():
+            case lines.CannotStart() | lines.SaveRequest() | lines.Starting():
                 self._send(line)
             case lines.Interrupt():
                 self._stop(f"{agent.remote.name} was asked to end: ")

@@ -175,6 +175,9 @@ class Job:
                 return generation.cannot_start(event)
             case lines.HostLost():
                 return generation.host_lost(event)
+            case lines.Starting():
+                generation.roster.started = now  # its workers cannot join yet
+                return []
             case lines.Interrupt():
                 return generation.interrupt(now)
             case lines.SaveRequest():

@@ -28,6 +28,7 @@ from pipeworker.host.lifetime import die_with_parent, kill_group
 from pipeworker.host.position import Tracker
 from pipeworker.host.session_watcher import SessionWatcher
 from pipeworker.host.signals import SignalSocket
+from pipeworker.host.start_progress import reported_progress
 from pipeworker.host.suspend_clock import SuspendAwareClock
 from pipeworker.record.rundir import file_digest
 from pipeworker.record.snapshot_memory import SnapshotMemory
@@ -42,6 +43,7 @@ from pipeworker.wire.lines import (
     Interrupt,
     KeepAlive,
     SaveRequest,
+    Starting,
     ToAgent,
     WorkerExited,
 )
@@ -254,9 +256,10 @@ def main() -> int:
     parent = os.getppid()
     die_with_parent(parent)  # until it can watch its input
     watcher = SessionWatcher()  # forked while this process is small
-    # For its effect, and by name: a linter removes an import that nothing refers to.
-    importlib.import_module("pipeworker.worker.worker")
-    importlib.import_module("pipeworker.worker.internals").preload()
+    with reported_progress(lambda seconds: _send(Starting(seconds))):
+        # For its effect, and by name: a linter removes an import that nothing refers to.
+        importlib.import_module("pipeworker.worker.worker")
+        importlib.import_module("pipeworker.worker.internals").preload()
     die_with_parent(parent, 0)
     gc.freeze()
     raise_limit()  # the memories of many workers need more than a process has at first

@@ -4,14 +4,16 @@
 sender                    receiver               events
 ========================  =====================  ================================================
 launcher, or rank 0       coordinator            Configuration first, WorkerExited, CannotStart,
-                                                 HostLost, Interrupt, SaveRequest, KeepAlive
-                                                 (rank 0 sends only Configuration and Interrupt)
+                                                 HostLost, Interrupt, SaveRequest, Starting,
+                                                 KeepAlive (rank 0 sends only Configuration
+                                                 and Interrupt)
 coordinator               launcher, or rank 0    Bound, Joined, Restart, Snapshot, Planned,
                                                  StepResult, Evaluation, Warned, KeepAlive,
                                                  Verdict last
 launcher                  agent                  Fork, KeepAlive
-agent                     launcher               AgentHello first, Forked, WorkerExited,
-                                                 CannotStart, Interrupt, SaveRequest, KeepAlive
+agent                     launcher               AgentHello first, Starting, Forked,
+                                                 WorkerExited, CannotStart, Interrupt,
+                                                 SaveRequest, KeepAlive
 ========================  =====================  ================================================
 
 A pipe closes when a process ends, but not when it is suspended, so each process also sends a
@@ -118,7 +120,14 @@ class KeepAlive:
     timeout: float
 
 
-JobEvent = WorkerExited | CannotStart | HostLost | Interrupt | SaveRequest
+@dataclass(frozen=True, slots=True)
+class Starting:
+    """An agent imports torch, and has used so many seconds of CPU time since its start."""
+
+    cpu_seconds: float
+
+
+JobEvent = WorkerExited | CannotStart | HostLost | Interrupt | SaveRequest | Starting
 ToCoordinator = Configuration | JobEvent | KeepAlive
 
 
@@ -267,7 +276,16 @@ class Forked:
     pid: int
 
 
-FromAgent = AgentHello | Forked | WorkerExited | CannotStart | Interrupt | SaveRequest | KeepAlive
+FromAgent = (
+    AgentHello
+    | Starting
+    | Forked
+    | WorkerExited
+    | CannotStart
+    | Interrupt
+    | SaveRequest
+    | KeepAlive
+)
 
 Line = ToCoordinator | FromCoordinator | ToAgent | FromAgent
 _LINES: Codec[Line] = Codec(get_args(Line))

@@ -187,7 +187,8 @@ class Control:
             opened = connection.read_event(ready)
             if opened:
                 lost_at, opened_at = None, self._clock.now()
-                self._send_heartbeat(resend=True)  # what the last connection lost, and a ping
+                # Request what the last connection lost, if there was one, and a ping.
+                self._send_heartbeat(resend=self._stream.received > 0)
             elif opened is False and lost_at is None:
                 lost_at = self._clock.now()
             if lost_at is not None and seen - lost_at > self._timings.coordinator:

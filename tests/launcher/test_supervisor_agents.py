@@ -9,7 +9,7 @@ import pytest
 from launcher.spec import Host, RemoteAgent
 from launcher.supervisor.agents import AgentState, SilenceTimer, host_problem, listen_address
 from launcher.supervisor.events import CheckedHello
-from pipeworker.wire.lines import AgentHello, Forked
+from pipeworker.wire.lines import AgentHello, Forked, KeepAlive, Starting
 
 REMOTE = RemoteAgent(Host("b", 1), ("ssh", "b"))
 HELLO = AgentHello("1", "3.11", "2", "b", "10.0.0.1", "j", "r")
@@ -19,24 +19,45 @@ def test_a_message_restarts_the_silence_timeout() -> None:
     timer = SilenceTimer("it", limit=3, since=0, pid=1)
     assert timer.expired(30) == ""
     assert timer.expired(31) == "it (pid 1) has not answered for 30 s"
-    timer.receive(31)
+    timer.receive(KeepAlive(0), 31)
     assert timer.expired(34) == ""
     assert timer.expired(35) == "it (pid 1) has not answered for 3 s"
 
 
 def test_a_message_before_an_agent_is_ready_does_not_end_its_time_to_start() -> None:
     timer = SilenceTimer("it", limit=3, since=0, pid=1)
-    timer.receive(10)
+    timer.receive(CheckedHello(), 10)
     timer.restart(10)
     assert not timer.has_sent
     assert timer.expired(40) == ""
     assert timer.expired(41) == "it (pid 1) has not answered for 30 s"
 
 
+def test_a_start_may_take_long_while_it_progresses() -> None:
+    """A busy host or a slow disk delays the import of torch; a hung one uses no CPU time."""
+    timer = SilenceTimer("it", limit=3, since=0, pid=1)
+    for second in range(1, 60):
+        timer.receive(Starting(0.1 * second), second)
+        assert timer.expired(second + 3) == ""
+    timer.receive(Starting(5.9), 63)
+    assert not timer.has_sent
+    text = "it (pid 1) stands still in its start after 5.9 s of CPU time for 3 s"
+    assert timer.expired(63) == text
+    timer.restart(63)
+    assert timer.expired(93) == ""
+
+
+def test_a_start_may_not_compute_for_ever() -> None:
+    timer = SilenceTimer("it", limit=3, since=0, pid=1)
+    for second in range(1, 40):
+        timer.receive(Starting(second), second)
+    assert timer.expired(39)
+
+
 def test_a_time_before_the_last_message_is_not_silence() -> None:
     """The launcher read its clock, was suspended, and then read the message."""
     timer = SilenceTimer("it", limit=3, since=0, pid=1)
-    timer.receive(112)
+    timer.receive(None, 112)
     assert timer.expired(12) == ""
 
 

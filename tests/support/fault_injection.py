@@ -108,6 +108,7 @@ class FaultInjector:
             "kill agent": self._agent,
             "stop agent": self._agent,
             "kill all": self._all,
+            "suspend all": self._suspended,
             "kill to save": self._end,
         }
 
@@ -287,6 +288,17 @@ class FaultInjector:
         for name, pid in self.job.pids.items():
             if name != "launcher":
                 os.kill(pid, signal.SIGKILL)
+        self._recovered(fault.kind, when, "resumed after")
+
+    def _suspended(self, fault: Fault) -> None:
+        """Suspend and continue all processes, then kill the agent and the coordinator at once."""
+        pids = self.job.pids
+        for number in (signal.SIGSTOP, signal.SIGCONT):
+            for pid in pids.values():
+                os.kill(pid, number)
+        when = time.monotonic()
+        for name in self._chance.sample(["agent", "coordinator"], 2):
+            os.kill(pids[name], signal.SIGKILL)
         self._recovered(fault.kind, when, "resumed after")
 
     def _end(self, fault: Fault) -> None:

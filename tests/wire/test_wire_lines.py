@@ -29,6 +29,7 @@ from pipeworker.wire.lines import (
     Line,
     Planned,
     SaveRequest,
+    Starting,
     ToAgent,
     ToCoordinator,
     Verdict,
@@ -218,6 +219,6 @@ def test_only_events_of_the_direction_are_accepted(direction: Any, event: Line) 
 def test_every_event_has_a_direction() -> None:
     listed = [kind for kinds in DIRECTIONS for kind in (typing.get_args(kinds) or (kinds,))]
     assert {*listed} == {*KINDS}
-    passed_on = {WorkerExited, CannotStart, Interrupt, SaveRequest, KeepAlive}
+    passed_on = {WorkerExited, CannotStart, Interrupt, SaveRequest, KeepAlive, Starting}
     assert {kind for kind in listed if listed.count(kind) > 1} == passed_on
     assert all(kind.__name__ in (lines.__doc__ or "") for kind in KINDS)
