@@ -46,7 +46,10 @@ def run(rank: RankInfo, request: RunRequest, view: Style) -> int:
     _fork_guard()
 
     from pipeworker.worker import worker
+    from pipeworker.worker.model.survey_process import SurveyProcess
     from pipeworker.worker.settings import Settings
+
+    surveys = None if rank.rank else SurveyProcess()  # before any thread is started
 
     def listen(prepared: PreparedRun) -> EventListener:
         # The worker's output goes to its log; the display keeps the standard output of before.
@@ -55,7 +58,12 @@ def run(rank: RankInfo, request: RunRequest, view: Style) -> int:
 
     met = rendezvous.rendezvous(rank, _JOB, partial(prepare, rank, request), listen)
     settings = Settings(
-        rank.rank, met.endpoint, met.token, rank.local_rank, job_file=request.job_file
+        rank.rank,
+        met.endpoint,
+        met.token,
+        rank.local_rank,
+        job_file=request.job_file,
+        survey=surveys,
     )
     coordinator = met.coordinator
     status = worker.run(settings, partial(_leave, coordinator, os.dup(2)), _write_failure)

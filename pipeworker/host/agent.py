@@ -153,6 +153,7 @@ class Agent:
             gc.enable()
 
             from pipeworker.worker import worker
+            from pipeworker.worker.model.survey_process import SurveyProcess
             from pipeworker.worker.settings import Settings
 
             settings = Settings(
@@ -165,6 +166,7 @@ class Agent:
                 memories=self._memories,
                 mirrors=request.mirrors,
                 mirrored=request.mirrored,
+                survey=None if request.rank else SurveyProcess(),
             )
             status = worker.run(settings)
             atexit._run_exitfuncs()

@@ -64,8 +64,14 @@ class ModelledWorker:
             tracker = loaded.settings.tracker
             tracker.set(Phase.READING)
             value = sample if options.own_loop else loaded.reader.peek().inputs[0]
+            process = loaded.settings.survey
+            found: survey.Found = {"error": "a script is surveyed in its own process"}
+            if process is not None and loaded.path is not None:
+                found = process.survey(loaded.path, options, value)
             pass_over = survey.Survey(model.entries, options.seed, loaded.device, options.precision)
-            skips = pass_over.run(value, tracker)
+            skips = pass_over.run(found, value, tracker)
+        if loaded.settings.survey is not None:
+            loaded.settings.survey.close()
         with user_code("model()", early=True):
             ties = model.ties()
             digest = model.digest()

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pipeworker.host.position import Tracker
 from pipeworker.job.file import JobFile
 from pipeworker.job.options import Options
 from pipeworker.plan.placement import Placement
 from pipeworker.record.snapshot_memory import SnapshotMemory
+
+if TYPE_CHECKING:
+    from pipeworker.worker.model.survey_process import SurveyProcess
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +32,7 @@ class Settings:
         job_file: its path on this host, if the options do not have it.
         job: the job of a script; None for a job file.
         sample: an input of the model, for a job without data whose layers stash and pop.
+        survey: the process that surveys the model of a job file, where it was forked.
     """
 
     rank: int
@@ -44,6 +48,7 @@ class Settings:
     job_file: str = ""
     job: JobFile | None = None
     sample: Any = None
+    survey: SurveyProcess | None = None
 
     def __repr__(self) -> str:  # never the token
         return f"Settings(rank={self.rank}, endpoint={self.endpoint!r})"

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeworker.facts.position import Phase, Position
 from pipeworker.host.position import Tracker
+from support.jobs import Jobs
 
 number = st.integers(-1, 2**62)
 
@@ -35,15 +34,24 @@ def test_omitted_fields_do_not_keep_their_values() -> None:
     assert tracker.get() == Position(Phase.WAITING, 4, -1, -1)
 
 
-@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
-def test_the_parent_reads_the_position_of_a_dead_child() -> None:
-    tracker = Tracker()
-    pid = os.fork()
-    if pid == 0:
-        tracker.set(Phase.BACKWARD, 5, 6, 7)
-        os._exit(0)
-    os.waitpid(pid, 0)
-    assert tracker.get() == Position(Phase.BACKWARD, 5, 6, 7)
+DIES = """
+import os
+from pipeworker.facts.position import Phase
+from pipeworker.host.position import Tracker
+
+tracker = Tracker()
+pid = os.fork()
+if not pid:
+    tracker.set(Phase.BACKWARD, 5, 6, 7)
+    os._exit(0)
+os.waitpid(pid, 0)
+print(tracker.get())
+"""
+
+
+def test_the_parent_reads_the_position_of_a_dead_child(jobs: Jobs) -> None:
+    stdout, stderr = jobs.python("-c", DIES).communicate(timeout=60)
+    assert stdout == f"{Position(Phase.BACKWARD, 5, 6, 7)}\n", stderr
 
 
 def test_a_closed_tracker_cannot_be_read() -> None:

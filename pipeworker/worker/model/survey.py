@@ -2,19 +2,20 @@
 
 Shapes are enough for it, so the pass runs on fake tensors: meta tensors that stand for CPU tensors,
 which more layers accept than bare meta tensors. Layers are built one at a time and dropped; neither
-they nor the tensors take memory. A model that needs real numbers (a layer that branches on values)
-is surveyed once more with real tensors, one micro-batch through one layer after the other.
+they nor the tensors take memory. A layer may cache a mask or a table, and a fake tensor in a cache
+must not reach the training: that pass is made in a process of its own, which loads the job too.
+
+A model that needs real numbers (a layer that branches on values) is surveyed with real tensors, one
+micro-batch through one layer after the other. So is the model of a script: only its own process has
+it, and a process that has threads by then cannot be forked safely.
 """
 
 from __future__ import annotations
 
 import copy
-import json
 import logging
-import os
-import signal
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from types import ModuleType
@@ -27,18 +28,19 @@ import pipeworker
 from pipeworker.errors import SkipError
 from pipeworker.facts.connections import Skip
 from pipeworker.facts.position import Phase
-from pipeworker.host.lifetime import die_with_parent
 from pipeworker.host.position import Tracker
 from pipeworker.job import file as job_file
 from pipeworker.plan.skips import match
 from pipeworker.worker import blame
 from pipeworker.worker.device.device import to_device
-from pipeworker.worker.internals import FakeTensorMode, preload, pytree, view_of
+from pipeworker.worker.internals import FakeTensorMode, pytree, view_of
 from pipeworker.worker.stage import rng, skips
 from pipeworker.worker.stage.layers import autocast
 from pipeworker.worker.stage.values import map_tensors
 
 log = logging.getLogger(__name__)
+Found = dict[str, Any]
+"""By layer its class and its stashes and pops, as ``classes`` and ``events``; or an ``error``."""
 
 
 def mentions_skips(modules: Iterable[ModuleType]) -> bool:
@@ -62,28 +64,34 @@ class Survey:
     device: torch.device
     precision: str = "fp32"
 
-    def run(self, value: Any, tracker: Tracker) -> tuple[Skip, ...]:
-        """Return the skip connections of the model; `value` is a micro-batch's input on the CPU.
+    def run(self, found: Found, value: Any, tracker: Tracker) -> tuple[Skip, ...]:
+        """Return the skip connections of the model.
+
+        Args:
+            found: what a survey on fake tensors has found, or its ``error``.
+            value: a micro-batch's input on the CPU.
+            tracker: gets the layer that is run on real tensors.
 
         Raises:
             SkipError: stashes and pops do not match.
             UserCodeError: a layer raised on real tensors.
         """
-        found = _in_child(lambda: self._on_fakes(value))
         if "error" in found:  # a broken layer raises again on real tensors
             log.info("the survey needs real tensors: %s", found["error"])
             found = self._pass(to_device(value, self.device), tracker, self.device)
         return match(found["events"], found["classes"])
 
-    def _on_fakes(self, value: Any) -> dict[str, Any]:
-        fake = FakeTensorMode(allow_non_fake_inputs=True)
-        with fake:
-            value = pytree.tree_map_only(torch.Tensor, fake.from_tensor, value)
-            return self._pass(value, Tracker(), None)
+    def on_fakes(self, value: Any) -> Found:
+        """Return what a pass on fake tensors finds; they may remain where layers cache them."""
+        try:
+            fake = FakeTensorMode(allow_non_fake_inputs=True)
+            with fake:
+                value = pytree.tree_map_only(torch.Tensor, fake.from_tensor, value)
+                return self._pass(value, Tracker(), None)
+        except Exception as error:
+            return {"error": f"{type(error).__name__}: {error}"}
 
-    def _pass(
-        self, value: Any, tracker: Tracker, device: torch.device | None
-    ) -> dict[str, list[Any]]:
+    def _pass(self, value: Any, tracker: Tracker, device: torch.device | None) -> Found:
         """Return each layer's class and its stashes and pops, up to the first pop that fails."""
         classes: list[str] = []
         events: list[list[tuple[str, str]]] = []
@@ -133,39 +141,6 @@ def _without_graph(tensor: torch.Tensor) -> torch.Tensor:
     """
     fresh = tensor.detach()
     return view_of(fresh.requires_grad_()) if tensor.requires_grad else fresh
-
-
-def _in_child(work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """Run `work` in a forked process, and return its result, or an object with an "error".
-
-    A layer may cache a mask or a table, and a fake tensor in a cache must not reach the training.
-    """
-    reads, writes = os.pipe()
-    parent = os.getpid()
-    preload()  # modules that fake tensors import, and later an optimizer: import them once
-    child = os.fork()
-    if not child:
-        try:
-            signal.set_wakeup_fd(-1)
-            die_with_parent(parent)
-            os.close(reads)
-            nowhere = os.open(os.devnull, os.O_WRONLY)
-            os.dup2(nowhere, 1)
-            os.dup2(nowhere, 2)
-            torch.set_num_threads(1)  # a fork does not copy the thread pool
-            try:
-                found = work()
-            except Exception as error:
-                found = {"error": f"{type(error).__name__}: {error}"}
-            with os.fdopen(writes, "w", encoding="utf-8") as file:
-                json.dump(found, file)
-        finally:
-            os._exit(0)
-    os.close(writes)
-    with os.fdopen(reads, encoding="utf-8") as file:
-        text = file.read()
-    os.waitpid(child, 0)
-    return dict(json.loads(text) if text else {"error": "its process ended"})
 
 
 def new_modules(before: Iterable[str]) -> list[ModuleType]:

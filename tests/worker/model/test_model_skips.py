@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any, cast
 
@@ -66,6 +66,12 @@ class Up(nn.Module):
             with pipeworker.namespace("a"):
                 first = pipeworker.pop("x")
             return first + pipeworker.pop("b/x")
+
+
+def surveyed(entries: Sequence[Any], tracker: Tracker | None = None) -> tuple[Skip, ...]:
+    """Survey a model in this process: its layers keep no tensor."""
+    survey, value = Survey(entries, 0, CPU), torch.randn(3, 4)
+    return survey.run(survey.on_fakes(value), value, tracker or Tracker())
 
 
 def test_a_plain_model_needs_no_pipeline() -> None:
@@ -160,7 +166,7 @@ def test_a_survey_finds_the_skips(real: bool, lazy: bool) -> None:
     if real:
         layers.insert(1, Looks())
     entries: list[Any] = [(lambda layer=layer: layer) for layer in layers] if lazy else layers
-    found = Survey(entries, 0, CPU).run(torch.randn(3, 4), Tracker())
+    found = surveyed(entries)
     shift = int(real)
     assert found == (
         Skip(0, 4 + shift, "x"),
@@ -179,19 +185,19 @@ def test_a_survey_builds_without_memory() -> None:
         lambda: Stashes("x"),
         lambda: Pops("x"),
     ]
-    assert Survey(entries, 0, CPU).run(torch.randn(3, 4), Tracker()) == (Skip(3, 4, "x"),)
+    assert surveyed(entries) == (Skip(3, 4, "x"),)
 
 
 def test_a_survey_says_which_layer() -> None:
     with pytest.raises(SkipError, match=r"layer 1 \(Pops\) pops 'y', which no layer before it"):
-        Survey([Stashes("x"), Pops("y"), Pops("x")], 0, CPU).run(torch.randn(3, 4), Tracker())
+        surveyed([Stashes("x"), Pops("y"), Pops("x")])
 
 
 def test_a_layer_that_fails_fails_where_it_is() -> None:
     tracker = Tracker()
     expected = r"layer 1 \(Linear\) raised RuntimeError: .*shapes cannot be multiplied"
     with pytest.raises(UserCodeError, match=expected):
-        Survey([Stashes("x"), nn.Linear(5, 4), Pops("x")], 0, CPU).run(torch.randn(3, 4), tracker)
+        surveyed([Stashes("x"), nn.Linear(5, 4), Pops("x")], tracker)
     assert (tracker.get().phase, tracker.get().layer) == (Phase.SURVEY, 1)
 
 
@@ -217,7 +223,7 @@ def test_a_survey_of_buffers_needs_no_real_numbers(
 ) -> None:
     caplog.set_level("INFO")
     layers = [Stashes("x"), nn.BatchNorm1d(4), Pops("x")]
-    assert Survey(layers, 0, CPU).run(torch.randn(3, 4), Tracker()) == (Skip(0, 2, "x"),)
+    assert surveyed(layers) == (Skip(0, 2, "x"),)
     assert "needs real tensors" not in caplog.text
     assert layers[1].num_batches_tracked == 0
     assert capfd.readouterr() == ("", "")

@@ -1,0 +1,86 @@
+"""The process that surveys a job's model on fake tensors."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import signal
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from pipeworker.host.lifetime import die_with_parent
+from pipeworker.host.position import Tracker
+from pipeworker.job import file as job_file
+from pipeworker.job.options import Options
+from pipeworker.worker.internals import preload
+from pipeworker.worker.model.model import Model
+from pipeworker.worker.model.survey import Found, Survey
+
+_CPU = torch.device("cpu")
+
+
+class SurveyProcess:
+    """A process that waits to survey a job.
+
+    It is forked when this object is made, before this process starts a thread: a lock that another
+    thread holds would stay locked in the forked process.
+    """
+
+    def __init__(self) -> None:
+        parent = os.getpid()
+        self._connection, theirs = Pipe()
+        self._pid = os.fork()
+        if not self._pid:
+            try:
+                self._connection.close()
+                _serve(theirs, parent)
+            finally:
+                os._exit(0)
+        theirs.close()
+
+    def survey(self, path: Path, options: Options, value: Any) -> Found:
+        """Return what it finds in the model of a job file; `value` is a micro-batch's input."""
+        try:
+            self._connection.send_bytes(json.dumps([str(path), options.to_json()]).encode())
+            self._connection.send_bytes(pickle.dumps(value))
+            found: Found = json.loads(self._connection.recv_bytes())
+        except (OSError, EOFError):
+            return {"error": "its process ended"}
+        except (pickle.PicklingError, AttributeError, TypeError) as error:
+            return {"error": f"the input cannot be pickled: {error}"}
+        return found
+
+    def close(self) -> None:
+        """End the process."""
+        self._connection.close()
+        os.kill(self._pid, signal.SIGKILL)
+        os.waitpid(self._pid, 0)
+
+
+def _serve(connection: Connection, parent: int) -> None:
+    """Survey one job, in the forked process."""
+    signal.set_wakeup_fd(-1)
+    die_with_parent(parent)
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 1)
+    os.dup2(nowhere, 2)
+    torch.set_num_threads(1)
+    path, text = json.loads(connection.recv_bytes())
+    connection.send_bytes(json.dumps(_survey(Path(path), text, connection)).encode())
+
+
+def _survey(path: Path, text: Any, connection: Connection) -> Found:
+    preload()  # fake tensors import it, in a folder that no other user can change
+    try:
+        options = Options.from_json(text)
+        job = job_file.load(path, options.arguments)
+        value = pickle.loads(connection.recv_bytes())  # once the classes of the job are loaded
+        model = Model(job, options.seed, _CPU, Tracker())
+    except BaseException as error:
+        return {"error": f"{type(error).__name__}: {error}"}
+    return Survey(model.entries, options.seed, _CPU, options.precision).on_fakes(value)

@@ -1,0 +1,102 @@
+"""The process that surveys a job's model, and the forks of a job."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+from support.fork_threads import FILE
+from support.interpreter import PRELOAD
+from support.jobs import Jobs
+from support.sources import JOB
+from support.torchrun import Torchrun
+
+MENTIONS = JOB.replace("import torch", "import pipeworker\n    import torch", 1)
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="threads are counted in /proc")
+
+
+def variables(folder: Path) -> dict[str, str]:
+    return {**os.environ, PRELOAD: "support.fork_threads", FILE: str(folder / "forks")}
+
+
+def test_every_process_of_a_job_forks_with_one_thread(jobs: Jobs) -> None:
+    """The agent forks the workers, and the first worker the process of the survey."""
+    run = jobs.train("--stages", "2", source=MENTIONS, env=variables(jobs.folder))
+    threads = (jobs.folder / "forks").read_text().split()
+    assert len(threads) >= 3
+    assert set(threads) == {"1"}
+    assert "needs real tensors" not in run.log("worker-0")
+
+
+def test_ranks_of_torchrun_fork_with_one_thread(jobs: Jobs, torchrun: Torchrun) -> None:
+    """Each rank forks its guard, and rank 0 the process of the survey."""
+    run = torchrun(source=MENTIONS, env=variables(jobs.folder)).end()
+    assert run.status == 0, run.stderr
+    threads = (jobs.folder / "forks").read_text().split()
+    assert len(threads) >= 3
+    assert set(threads) == {"1"}
+    assert "needs real tensors" not in run.log("worker-0")
+
+
+SURVEYED = """
+import sys
+from pathlib import Path
+
+import torch
+from pipeworker.job.options import Options
+from pipeworker.worker.model.survey_process import SurveyProcess
+
+process = SurveyProcess()
+value = eval(sys.argv[2])
+options = Options.of({"stages": 1, "microbatches": 1, "job_file": sys.argv[1]})
+print(process.survey(Path(sys.argv[1]), options, value))
+process.close()
+"""
+
+
+@pytest.mark.parametrize(
+    ("value", "change", "found"),
+    [
+        ("torch.ones(2, 8)", ("", ""), "{'events': [[], [], []], 'classes': ["),
+        ("lambda: 0", ("", ""), "the input cannot be pickled: "),
+        (
+            "torch.ones(2, 8)",
+            ("def model():", "def model():\n    os._exit(0)"),
+            "its process ended",
+        ),
+        ("torch.ones(2, 8)", ("def model():", "def model():\n    1 / 0"), "ZeroDivisionError"),
+    ],
+    ids=["found", "not pickled", "ended", "raised"],
+)
+def test_a_survey_returns_what_it_found_or_its_error(
+    jobs: Jobs, value: str, change: tuple[str, str], found: str
+) -> None:
+    path = jobs.write(
+        """
+        import os
+        import torch
+        from torch import nn
+
+        print("hidden")
+
+        def model():
+            return nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 3))
+
+        def loss(output, target):
+            return nn.functional.cross_entropy(output, target)
+
+        def optimizer(params):
+            return torch.optim.SGD(params, lr=0.1)
+
+        def data():
+            yield torch.ones(2, 8), torch.zeros(2, dtype=torch.long)
+        """
+    )
+    path.write_text(path.read_text().replace(*change))
+    stdout, stderr = jobs.python("-c", SURVEYED, str(path), value).communicate(timeout=90)
+    assert found in stdout, stderr
+    assert "hidden" not in stdout
