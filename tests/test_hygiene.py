@@ -353,3 +353,9 @@ def test_a_launcher_that_is_killed_while_it_starts_many_workers_leaves_nothing(j
     until(lambda: not processes_of(jobs.folder), SECONDS)
     assert "all ranks joined" not in log.read_text()
     process.communicate()
+
+
+def test_no_process_of_a_job_leaves_a_file_for_python_to_close(jobs: Jobs) -> None:
+    env = {**os.environ, "PYTHONWARNINGS": "error::ResourceWarning"}
+    run = jobs.train("--stages", "2", "--steps", "1", env=env, cold=True)
+    assert "ResourceWarning" not in run.stderr

@@ -9,6 +9,9 @@ import os
 import queue
 import threading
 import time
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import TextIO
 
 from pipeworker.display.lines import LineDisplay
 from pipeworker.display.output import WorkerOutput
@@ -31,11 +34,17 @@ _MAX_QUEUED = 1 << 10
 
 
 class DisplayThread:
-    """Shows events and workers' output; only :meth:`close` and a verdict wait for the terminal."""
+    """Shows events and workers' output; only :meth:`close` and a verdict wait for the terminal.
 
-    def __init__(self, display: LineDisplay, output: WorkerOutput) -> None:
+    It closes the `files` of the display at its end.
+    """
+
+    def __init__(
+        self, display: LineDisplay, output: WorkerOutput, files: Sequence[TextIO] = ()
+    ) -> None:
         self._display = display
         self._output = output
+        self._files = files
         self._events: queue.SimpleQueue[FromCoordinator | None] = queue.SimpleQueue()
         self._next_tick = 0.0
         self._next_read = 0.0
@@ -75,6 +84,9 @@ class DisplayThread:
             if event is not None:
                 self._show(event)
         self._display.close()
+        for file in self._files:
+            with suppress(OSError):  # the terminal may be gone
+                file.close()
 
     def _tick(self) -> None:
         """Show what the workers have printed, and lines that were held back."""
@@ -117,4 +129,4 @@ def start_display(
     display = kind(options, run_dir, style, out, error)
     if starting:
         display.begin()
-    return DisplayThread(display, output)
+    return DisplayThread(display, output, (out, error))

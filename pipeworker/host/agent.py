@@ -106,6 +106,7 @@ class Agent:
                 if timeout:
                     _send(KeepAlive(timeout))
         self._kill_all()
+        self._signals.close()
 
     def fork(self, request: Fork) -> None:
         """Start a worker; kill those of earlier generations first."""

@@ -89,6 +89,7 @@ class LineProcess(Generic[Sent, Received]):
         except subprocess.TimeoutExpired:
             self._process.kill()
             code = self._process.wait()
+        self.close_input()
         self._stdout.close()
         return code
 

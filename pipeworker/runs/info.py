@@ -67,10 +67,11 @@ class Run:
         try:
             record = RunRecord.read(run_dir)
             started, now = time_of(record.last), datetime.now(timezone.utc)
+            took = (now - started).total_seconds() if started else -1.0
             runs = lock.is_locked(run_dir.lock)  # first: the job may end while its files are read
             summary = read_summary(run_dir) or {
                 "status": RUNNING if runs else INTERRUPTED,
-                "seconds": (now - started).total_seconds() if runs and started else None,
+                "seconds": took if runs and took >= 0 else None,  # a clock may be set back
                 "restarts": 0,
                 "causes": [],
                 "peak_memory_bytes": [],

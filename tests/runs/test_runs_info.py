@@ -159,6 +159,14 @@ def test_the_same_as_json(begin: Callable[..., RunDir], tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("locked")
+def test_the_time_of_a_run_that_began_later_than_now_is_not_known(
+    begin: Callable[..., RunDir],
+) -> None:
+    made = begin(process={"started": "2999-01-01T00:00:00+00:00"})  # the clock was set back since
+    assert Run.read(made.path).summary["seconds"] is None
+
+
+@pytest.mark.usefixtures("locked")
 def test_a_run_that_is_running(begin: Callable[..., RunDir]) -> None:
     made = begin(steps=9)
     train(made, 3)
