@@ -20,7 +20,7 @@ from pipeworker.display.output import Printed
 from pipeworker.display.style import Style
 from pipeworker.display.summary import BubbleContext, Summary
 from pipeworker.display.text import duration, sanitize
-from pipeworker.errors import RecordError
+from pipeworker.errors import RecordError, UnreadableFile
 from pipeworker.facts.step import Evaluation, StepResult
 from pipeworker.job.option_parsing import format_by_origin
 from pipeworker.job.options import Options
@@ -202,7 +202,7 @@ class LineDisplay:
         more = further(verdict.steps, self._options.epochs) if done else None
         loss = self._last.loss if self._last and self._last.step == verdict.steps else None
         best, saved = None, -1
-        with suppress(OSError):
+        with suppress(OSError, UnreadableFile):
             saved = run_dir.last_checkpoint_step()  # first: rows may be unreadable
             best, row = rows.best(run_dir.evaluation), rows.last(run_dir.metrics) or {}
             if loss is None and row.get("step") == verdict.steps:
