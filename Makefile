@@ -1,22 +1,30 @@
 # `make demo` sets up an environment and trains a small language model; `make test` sets it up and
 # runs the tests; `make check` runs the linter, the type checker and the import contracts. `make docs`
-# builds a site from docs/ in site/. `make soak` trains for half an hour under faults that a job
+# builds a site from docs/ in site/. `make test-all` runs the tests on every Python of this host, with
+# the lowest and the newest torch. `make soak` trains for half an hour under faults that a job
 # recovers from; `make chaos` injects hundreds of faults.
 
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
+# For test and test-all: which files; for test-all: versions such as 3.10 or 3.11.2, all if empty.
+TESTS ?=
+PYTHONS ?=
+TORCHES ?= 2.13.0 2.15.0
 VENV := .venv
 BIN := $(VENV)/bin
 # Tests wait more than they compute, so run two processes more than there are cores, up to four.
 PROCESSES := $(shell n=$$(($$(getconf _NPROCESSORS_ONLN) + 2)); echo $$((n < 4 ? n : 4)))
 
-.PHONY: demo test check docs soak chaos clean
+.PHONY: demo test test-all check docs soak chaos clean
 
 demo: $(VENV)/.run
 	$(BIN)/pipeworker launch --stages 4 --steps 60 examples/bytelm.py
 
 test: $(VENV)/.test
-	$(BIN)/python -m pytest --numprocesses $(PROCESSES) --dist worksteal
+	$(BIN)/python -m pytest --numprocesses $(PROCESSES) --dist worksteal $(TESTS)
+
+test-all:
+	$(PYTHON) tests/every_python.py --pythons "$(PYTHONS)" --torches "$(TORCHES)"
 
 check: $(VENV)/.test
 	$(BIN)/ruff check .
@@ -53,4 +61,4 @@ $(VENV)/.docs: setup.cfg pyproject.toml
 	touch $(VENV)/.run $@
 
 clean:
-	rm -rf $(VENV) build dist site *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) .venvs build dist site *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
