@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
 import secrets
 import shutil
+import stat
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -55,8 +57,16 @@ def open_file(path: Path, mode: str, **arguments: Any) -> IO[Any]:
 
 
 def no_link(path: str | Path, flags: int) -> int:
-    """Return a descriptor of a file, without following a link; see :func:`open_file`."""
-    return os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
+    """Return a descriptor of a regular file, without following a link; see :func:`open_file`.
+
+    Raises:
+        OSError: the file cannot be opened; or it is a pipe or a device, which could block the job.
+    """
+    handle = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o644)
+    if not stat.S_ISREG(os.fstat(handle).st_mode):
+        os.close(handle)
+        raise OSError(errno.EINVAL, "it is not a regular file", str(path))
+    return handle
 
 
 def write_bytes(path: Path, data: bytes) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import shutil
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from pipeworker.errors import UsageError
 from pipeworker.facts.checkpoint_file import CheckpointFile
 from pipeworker.facts.layer_names import LayerNames
 from pipeworker.record import atomic_file, manifest, run_record, rundir
+from pipeworker.record.atomic_file import open_file
 from pipeworker.record.manifest import Manifest
 from pipeworker.record.rundir import RunDir, located
 from pipeworker.wire.lines import Verdict
@@ -193,6 +195,14 @@ def test_a_json_file_appears_whole_or_not_at_all(tmp_path: Path) -> None:
     atomic_file.write_json(path, 2)
     assert path.read_text() == "2\n"
     assert [entry.name for entry in tmp_path.iterdir()] == ["x.json"]
+
+
+@pytest.mark.parametrize("mode", ["ab", "wb", "a+b"])
+def test_a_pipe_in_place_of_a_file_to_write_is_an_error(tmp_path: Path, mode: str) -> None:
+    """It may be in the directory of a run that is resumed; nothing would read it."""
+    os.mkfifo(tmp_path / "log")
+    with pytest.raises(OSError, match=r"it is not a regular file|No such device or address"):
+        open_file(tmp_path / "log", mode)
 
 
 def test_the_summary_is_read_as_it_was_written(tmp_path: Path) -> None:

@@ -202,6 +202,11 @@ def test_a_malformed_line_is_rejected_at_its_end() -> None:
         buffer.feed(b" call last):\n")
 
 
+def test_a_text_that_has_no_encoding_is_rejected_in_place_of_a_number() -> None:
+    with pytest.raises(ProtocolError, match=r"^Invalid value"):
+        decode(encode(Forked(1, 1, 1)).replace(b"[1,", rb'["\ud800",'))
+
+
 DIRECTIONS: list[Any] = [ToCoordinator, FromCoordinator, ToAgent, FromAgent]
 
 

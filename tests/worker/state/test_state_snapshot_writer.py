@@ -85,15 +85,24 @@ def test_a_writer_process_that_died_is_replaced_for_the_next_checkpoint(
     assert not commands
 
 
-@pytest.mark.parametrize("blocked", [False, True])
-def test_a_writer_process_ends_silently_with_its_worker(tmp_path: Path, blocked: bool) -> None:
-    """Also in the middle of a file, which a pipe without a reader stands for here."""
-    if blocked:
-        os.mkfifo(tmp_path / "model")
+BLOCKED = """
+import threading
+from pipeworker.record import snapshot_memory
+snapshot_memory.write_files = lambda *_: threading.Event().wait()
+snapshot_memory.main()
+"""
+
+
+@pytest.mark.parametrize(
+    "command",
+    [lifetime.command("pipeworker.record.snapshot_memory"), [sys.executable, "-c", BLOCKED]],
+    ids=["between files", "in the middle of a file"],
+)
+def test_a_writer_process_ends_silently_with_its_worker(tmp_path: Path, command: list[str]) -> None:
     memory = SnapshotMemory()
     memory.write(0, b"weights")
     process = subprocess.Popen(
-        lifetime.command("pipeworker.record.snapshot_memory"),
+        command,
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
