@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import random
 import subprocess
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -19,7 +20,7 @@ from pipeworker.record.manifest import file_names
 from support.compare import assert_same
 from support.fault_injection import AT_START, IN_COMMIT, IN_RECOVERY, KILLED, Fault, FaultInjector
 from support.forked import Server
-from support.jobs import Jobs, until
+from support.jobs import Jobs
 from support.observed_job import ObservedJob
 from support.registered import SPLIT_BACKWARD
 
@@ -188,8 +189,10 @@ def disk(jobs: Jobs) -> Iterator[Path | None]:
     try:
         yield folder
     finally:
-        line = ["umount", str(folder)]
-        until(lambda: subprocess.run(line, capture_output=True).returncode == 0)
+        for mounted in (*jobs.folder.glob("run-*/checkpoints"), folder):
+            while mounted.is_mount():  # a process that is about to end may still use it
+                subprocess.run(["umount", str(mounted)], capture_output=True)
+                time.sleep(0.02)
 
 
 def choose_faults(actions: Sequence[Action], chance: random.Random) -> list[Fault]:
