@@ -89,6 +89,16 @@ def test_version_of_counts_changes_in_place() -> None:
     assert internals.version_of(x + 1) == 0
 
 
+def test_base_of_returns_the_tensor_whose_version_counter_a_view_has() -> None:
+    x = torch.zeros(6)
+    assert internals.base_of(x) is None
+    assert internals.base_of(x[2:].view(2, 2)) is x
+    first, second = torch.unsafe_chunk(x, 2)
+    assert internals.base_of(first) is None
+    first.add_(1)
+    assert (internals.version_of(first), internals.version_of(second)) == (1, 0)
+
+
 def test_alias_of_returns_a_view_with_a_node_of_its_own() -> None:
     y = torch.ones(2, requires_grad=True) * 2
     alias = internals.alias_of(y)

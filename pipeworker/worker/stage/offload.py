@@ -21,7 +21,7 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from pipeworker.worker.device.accelerator import Accelerator
-from pipeworker.worker.internals import version_of
+from pipeworker.worker.internals import base_of, version_of
 from pipeworker.worker.stage.microbatch import MicroBatch
 from pipeworker.worker.stage.values import distinct_tensors
 
@@ -98,8 +98,8 @@ class StreamCopies(Copies):
 
 _ALIGNED = 64
 """Bytes: the allocator aligns new memory to a multiple of this."""
-_Key = tuple[int, int]
-"""A storage's address, and the version in which it was saved."""
+_Key = tuple[int, int, tuple[Any, ...]]
+"""A storage's address, the version in which it was saved, and the part that the version counts."""
 
 
 class Offload:
@@ -151,7 +151,7 @@ class SavedGraph:
         if not self._moves(tensor):
             return Packed(tensor, None)
         storage = tensor.untyped_storage()
-        key = storage.data_ptr(), version_of(tensor)
+        key = storage.data_ptr(), version_of(tensor), _counted_part(tensor)
         memory = self._storages.get(key)
         if memory is None:
             whole = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)
@@ -174,7 +174,7 @@ class SavedGraph:
         """End the forward: storages that its output keeps on the device stay."""
         self._mark = self._copies.mark()
         kept = {*_addresses(output)}
-        for (address, _), memory in self._storages.items():
+        for (address, *_), memory in self._storages.items():
             if address in kept:
                 memory.stay()
 
@@ -268,6 +268,19 @@ class Packed:
                 f"expected version {self._saved_version} instead"
             )
         return saved
+
+
+def _counted_part(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """Return which part of its storage a tensor's version counts; empty if it is the whole.
+
+    A view has the counter of its base. The parts that ``unsafe_chunk`` returns, as in a GRU, are
+    not views: each has a counter of its own, although their storage is the same.
+    """
+    base = base_of(tensor)
+    owner = tensor if base is None else base
+    if owner.numel() * owner.element_size() == owner.untyped_storage().nbytes():
+        return ()
+    return owner.storage_offset(), owner.size(), owner.stride()
 
 
 def _addresses(tensors: Iterable[torch.Tensor]) -> Iterator[int]:
