@@ -176,7 +176,7 @@ class Updater:
             divide(gradients, update.divisor)
         if gradients and update.scale != 1.0:
             multiply(gradients, update.scale)
-        if self._clip_value is not None:
+        if gradients and self._clip_value is not None:  # torch rejects an empty list
             torch.nn.utils.clip_grad_value_(self.parameters, self._clip_value)
         if self._before_update is None:
             return

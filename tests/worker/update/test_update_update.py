@@ -228,6 +228,13 @@ def test_elements_are_clipped_after_the_scale() -> None:
     assert weights(made) == [1 - 0.5 * 0.5, 1 + 0.5 * 0.75]
 
 
+def test_without_a_gradient_nothing_is_clipped() -> None:
+    """A step may leave all layers of a stage unused."""
+    made = layer(None, None)
+    make([made], clip_value=0.75).apply(Update(1))
+    assert weights(made) == [1, 1]
+
+
 def test_before_update_sees_a_layer_at_a_time_under_a_stream_of_its_own() -> None:
     """The hook's random numbers depend on the step and the layer, not on earlier actions."""
 
