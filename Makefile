@@ -2,7 +2,7 @@
 # runs the tests; `make check` runs the linter, the type checker and the import contracts. `make docs`
 # builds a site from docs/ in site/. `make test-all` runs the tests on every Python of this host, with
 # the lowest and the newest torch. `make soak` trains for half an hour under faults that a job
-# recovers from; `make chaos` injects hundreds of faults.
+# recovers from; `make chaos` injects hundreds of faults; `make fuzz` draws jobs and faults from seeds.
 
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
@@ -15,7 +15,7 @@ BIN := $(VENV)/bin
 # Tests wait more than they compute, so run two processes more than there are cores, up to four.
 PROCESSES := $(shell n=$$(($$(getconf _NPROCESSORS_ONLN) + 2)); echo $$((n < 4 ? n : 4)))
 
-.PHONY: demo test test-all check docs soak chaos clean
+.PHONY: demo test test-all check docs soak chaos fuzz clean
 
 demo: $(VENV)/.run
 	$(BIN)/pipeworker launch --stages 4 --steps 60 examples/bytelm.py
@@ -40,6 +40,11 @@ soak: $(VENV)/.test
 
 chaos: $(VENV)/.test
 	CHAOS_FAULTS=220 $(BIN)/python -m pytest --cold --capture no tests/test_chaos.py
+
+# A failure prints its seed: make fuzz FUZZ_SEED=17 FUZZ_CASES=1
+FUZZ_CASES ?= 50
+fuzz: $(VENV)/.test
+	FUZZ_CASES=$(FUZZ_CASES) $(BIN)/python -m pytest --capture no --verbose tests/test_fuzz.py
 
 # torch is pinned to a version: a range would install a build with gigabytes of CUDA. pip would compile
 # all of torch to bytecode, which takes longer than everything else; Python compiles each module when it

@@ -113,7 +113,7 @@ _LOSSES = {
 _WEIGHTS = (6, 2, 1, 1)
 _STARTING = ("loading", "building", "restoring", "connecting")
 _WHILE_SENDING = ("send StepResult", "send Snapshot", "send KeepAlive", "sent Advance")
-_AGENT = (("kill", "any time"), ("kill", "forking"), ("stop", "any time"))
+_AGENT = (("kill", "any time"), ("kill", "fork 2"), ("stop", "any time"))
 _IN_EACH_RUN = (
     *(KILLED, "os._exit in a layer", "SIGKILL in a snapshot", "SIGKILL in a recovery"),
     *("control connection cut", "data connections cut", "disk full", "writer killed"),

@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 import importlib.util
+import json
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from pipeworker.record.checkpoint import Checkpoint, read_plain
+from pipeworker.record.json_state import unpack
+from pipeworker.record.tensor_file import TensorFile
 from support.jobs import Run
+
+_MEASURED = {"seconds", "samples_per_second", "bubble"}
+"""The fields of a row that are measured."""
 
 
 def plain_loop(
@@ -64,3 +72,95 @@ def assert_same(left: Run, right: Run) -> None:
         for name, value in state.items():
             other = right.optimizer_state[key][name]
             assert torch.equal(torch.as_tensor(value), torch.as_tensor(other)), (key, name)
+
+
+def rows(run: Run, name: str, skip: Collection[str] = ()) -> dict[int, str]:
+    """Return the rows of ``metrics.jsonl`` or ``evaluation.jsonl`` by step, without times."""
+    path = run.path / f"{name}.jsonl"
+    found = [json.loads(line) for line in path.open()] if path.exists() else []
+    steps = [row["step"] for row in found]
+    assert steps == sorted({*steps}), steps
+    omitted = {*_MEASURED, *skip}
+    return {
+        row["step"]: json.dumps({k: v for k, v in row.items() if k not in omitted}) for row in found
+    }
+
+
+def full_state(path: Path) -> dict[str, Any]:
+    """Return all that a checkpoint holds, under names that no layout of the job changes."""
+    checkpoint = Checkpoint(path)
+    checkpoint.verify()
+    found: dict[str, Any] = {f"weight {k}": v for k, v in checkpoint.weights().items()}
+    found["scaler"], found["evaluation"] = (
+        checkpoint.manifest.scaler,
+        checkpoint.manifest.evaluation,
+    )
+    for files in checkpoint.worker_files():
+        tensors, plain = TensorFile(files.optimizer), read_plain(files.state)
+        for kind in ("buffers", "extra"):
+            for name, value in plain[kind].items():
+                found[f"{kind} {name}"] = unpack(value, tensors)
+        for update in plain["updates"]:
+            for name, value in update["state"].items():
+                found[f"state {name}"] = unpack(value, tensors)
+            for index, group in enumerate(update["groups"]):
+                values = {k: unpack(v, tensors) for k, v in group.items() if k != "params"}
+                values["scheduler"] = _of_group(unpack(update.get("scheduler"), tensors), index)
+                found |= {f"group {name}": values for name in group["params"]}
+        if "data" in plain:
+            found["data"] = unpack(plain["data"], tensors)
+    return found
+
+
+def _of_group(state: Any, index: int) -> Any:
+    """Return a scheduler's state for one group of the optimizer: it has lists by group."""
+    if isinstance(state, list):
+        return [_of_group(one, index) for one in state]
+    if not isinstance(state, dict):
+        return state
+    by_group = {name for name in state if name.endswith(("lrs", "last_lr", "lambdas"))}
+    return {k: v[index] if k in by_group else _of_group(v, index) for k, v in state.items()}
+
+
+def differences(left: Any, right: Any, name: str = "") -> list[str]:
+    """Return the names of the values that differ, bit for bit, between two nested values."""
+    if isinstance(left, torch.Tensor) and isinstance(right, torch.Tensor):
+        shapes = (left.dtype, left.shape) == (right.dtype, right.shape)
+        same = shapes and _bits(left).equal(_bits(right))
+        return [] if same else [f"{name}: {left} and {right}"]
+    if type(left) is type(right) and isinstance(left, dict):
+        missing = [f"{name} {key}: only in one" for key in left.keys() ^ right.keys()]
+        both = (differences(left[k], right[k], f"{name} {k}") for k in left.keys() & right.keys())
+        return sorted([*missing, *(one for some in both for one in some)])
+    if type(left) is type(right) and isinstance(left, list | tuple) and len(left) == len(right):
+        each = (
+            differences(a, b, f"{name} {i}")
+            for i, (a, b) in enumerate(zip(left, right, strict=True))
+        )
+        return [one for some in each for one in some]
+    return [] if repr(left) == repr(right) else [f"{name}: {left!r} and {right!r}"]
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().contiguous().flatten().view(torch.uint8)
+
+
+def assert_identical(run: Run, quiet: Run, skip: Collection[str] = ()) -> None:
+    """Compare all rows and all state at the end, bit for bit.
+
+    Args:
+        run: a run, whose first rows another run may have.
+        quiet: a whole run.
+        skip: fields of rows and parts of the state that are not compared.
+    """
+    for name in ("metrics", "evaluation"):
+        found, expected = rows(run, name, skip), rows(quiet, name, skip)
+        first = min(found, default=0) if name == "metrics" else 0
+        found_differences = differences(
+            found, {step: row for step, row in expected.items() if step >= first}, name
+        )
+        assert not found_differences, "\n".join(found_differences[:20])
+    states = (full_state(one.checkpoint.path) for one in (run, quiet))
+    left, right = ({k: v for k, v in state.items() if k not in skip} for state in states)
+    found_differences = differences(left, right)
+    assert not found_differences, "\n".join(found_differences[:20])

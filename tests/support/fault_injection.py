@@ -129,6 +129,25 @@ class FaultInjector:
         lines = self.job.plan["actions"][1:]
         return [action for line in lines for action in parse_actions(line.partition(": ")[2])]
 
+    @property
+    def workers(self) -> int:
+        """The number of workers in a replica."""
+        return len(self.job.plan["actions"]) - 1
+
+    def _stage(self, rank: int) -> str:
+        """Return the first stage of a rank."""
+        return f"{rank % self.workers}"
+
+    def _name(self, rank: int) -> str:
+        """Return the name of a rank in :attr:`ObservedJob.pids`."""
+        replica = rank // self.workers
+        return f"stage {self._stage(rank)}" + (f" of replica {replica}" if replica else "")
+
+    def _at_stage(self, place: str) -> str:
+        """Return a failpoint with the stage of its rank, if it names a rank."""
+        where, at, rank = place.partition("@")
+        return f"{where}@{self._stage(int(rank))}" if at and place[0].isalpha() else place
+
     def inject(self, fault: Fault) -> None:
         """Inject a fault and wait for the recovery; nothing of the lost processes may be left."""
         self._lines, self._logged = len(self.job.lines), len(self._log)
@@ -190,7 +209,7 @@ class FaultInjector:
         self.job.failpoints.set(fault.where, fault.how)
         when = self._wait_for(fault.where)
         self._recovered(fault.kind, when, "resumed after", waited=_waited(fault.how))
-        self._check_logged(_expected(fault.how, fault.where))
+        self._check_logged(_expected(fault.how, self._at_stage(fault.where)))
 
     def _twice(self, fault: Fault) -> None:
         """Inject a second fault into the recovery from a first one."""
@@ -201,7 +220,7 @@ class FaultInjector:
         when = self._wait_for(fault.where)
         self._recovered(fault.kind, when, "resumed after", waited=_waited(how))
         self._check_logged(_expected("kill", first))
-        self._check_logged(_expected(how, fault.where))
+        self._check_logged(_expected(how, self._at_stage(fault.where)))
         self.fired[KILLED] += 1
 
     def _cut_control(self, fault: Fault) -> None:
@@ -212,9 +231,9 @@ class FaultInjector:
 
     def _orphan(self, fault: Fault) -> None:
         self.job.failpoints.set(fault.where, "kill parent")
-        when = self._wait_for(fault.where, self._save)
+        when, rank = self._wait_for(fault.where, self._save), _rank(fault.where)
         self._recovered(fault.kind, when, "resumed after")
-        self._check_logged(rf"the worker of stage {_rank(fault.where)} was killed by SIGKILL")
+        self._check_logged(rf"the worker of {_worker(self._stage(rank))} was killed by SIGKILL")
 
     def _kill_writer(self, fault: Fault) -> None:
         self.job.failpoints.set(fault.where, "kill")
@@ -232,9 +251,9 @@ class FaultInjector:
         self._wait_for(fault.where, self._save)
         rank = _rank(fault.where)
         when = time.monotonic()
-        os.kill(self.job.pids[f"stage {rank}"], signal.SIGKILL)
+        os.kill(self.job.pids[self._name(rank)], signal.SIGKILL)
         self._recovered(fault.kind, when, "resumed after")
-        self._check_logged(rf"the worker of stage {rank} was killed by SIGKILL")
+        self._check_logged(rf"the worker of {_worker(self._stage(rank))} was killed by SIGKILL")
 
     def _fill(self, fault: Fault) -> None:
         if self._disk is None:
@@ -271,11 +290,11 @@ class FaultInjector:
         """Lose the agent and the memory it holds: the job resumes from the disk."""
         job, pid = self.job, self.job.pids["agent"]
         text = "the agent of this host was killed"
-        if fault.where == "forking":
-            job.failpoints.set("fork 2", "kill")
+        if fault.where.startswith("fork "):
+            job.failpoints.set(fault.where, "kill")
             job.failpoints.set(first := str(self._chance.choice(self.actions)), "kill")
             self._wait_for(first)
-            when = self._wait_for("fork 2")
+            when = self._wait_for(fault.where)
         else:
             when = time.monotonic()
             stops = fault.how == "stop agent"
@@ -380,14 +399,21 @@ def _waited(how: str) -> float:
 
 
 def _expected(how: str, place: str) -> str:
-    """Return the pattern by which the log names a lost worker."""
+    """Return the pattern by which the log names a lost worker.
+
+    Args:
+        how: the fault.
+        place: its failpoint, which names a stage.
+    """
     stage = place[-1] if "@" in place and place[0].isalpha() else place[0]
     if how == "raise":
-        return rf"layer \d+ \(Dropout\) raised ConnectionError: .* \(stage {stage}, layer"
+        return (
+            rf"layer \d+ \(.*\) raised ConnectionError: .* \(stage {stage}( of replica \d)?, layer"
+        )
     if how == "cut data":
         return r"the channel .* closed"
     if how == "stop":
-        return rf"stage {stage} \(pid \d+ on .*\) has not answered for {TIMEOUT:g} s"
+        return rf"{_worker(stage)} \(pid \d+ on .*\) has not answered for {TIMEOUT:g} s"
     text = {
         "kill": "was killed by SIGKILL",
         "exit": f"exited with status {STATUS}",
@@ -395,7 +421,12 @@ def _expected(how: str, place: str) -> str:
     }[how]
     where = ""
     if place.startswith("layer"):
-        where = r" \(layer \d+ \(Dropout\), micro-batch \d, step \d+\)"
+        where = r" \((stage \d, )?layer \d+ \(.*\), micro-batch \d, step \d+\)"
     elif (action := _COMPUTES.fullmatch(place)) and how != "terminate":
-        where = rf" \((layer .*, )?micro-batch {action[1]}, step \d+\)"
-    return f"the worker of stage {stage} {text}{where}"
+        where = rf" \((stage \d, )?(layer .*, )?micro-batch {action[1]}, step \d+\)"
+    return f"the worker of {_worker(stage)} {text}{where}"
+
+
+def _worker(stage: str) -> str:
+    """Return the pattern by which the log names a worker that holds a stage."""
+    return rf"stages?( \d,)* {stage}(, \d)*( of replica \d)?"

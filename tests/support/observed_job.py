@@ -151,8 +151,14 @@ class ObservedJob:
 
     @property
     def pids(self) -> dict[str, int]:
-        """The processes: launcher, coordinator, agent, and workers as ``stage 1``."""
-        found = {f"stage {stage['stage']}": stage["pid"] for stage in self.plan["stages"]}
+        """The processes: launcher, coordinator, agent, and workers as ``stage 1``.
+
+        Workers of replicas after the first are ``stage 1 of replica 2``.
+        """
+        found = {}
+        for stage in self.plan["stages"]:
+            replica = f" of replica {stage['replica']}" if stage.get("replica") else ""
+            found[f"stage {stage['stage']}{replica}"] = stage["pid"]
         workers = {*found.values()}
         found["launcher"] = self.process.pid
         for pid, line in processes_of(self.jobs.folder).items():

@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 import pipeworker
-from support.interpreter import MAXIMUM, Request, become
+from support.interpreter import MAXIMUM, PRELOAD, Request, become
 
 _HUGE = 1 << 21
 _MADV_COLLAPSE = 25
@@ -39,7 +39,7 @@ def warm_up(modules: list[str]) -> None:
     gc.disable()
     root = str(Path(pipeworker.__file__).parents[1])  # holds cli.py and launcher/
     sys.path.insert(0, root)
-    for name in modules:
+    for name in filter(None, [os.environ.get(PRELOAD), *modules]):
         importlib.import_module(name)
     sys.path.remove(root)
     # At exit torch removes its operators from its tables: 45 ms in each process, for nothing.
