@@ -46,14 +46,21 @@ def readable(files: Files) -> Iterator[WorkerFiles]:
 
 
 def needed_ranks(
-    restore: Restore, plan: Plan, placement: Placement, rank: int, stages: Collection[int]
+    restore: Restore,
+    plan: Plan,
+    placement: Placement,
+    rank: int,
+    stages: Collection[int],
+    *,
+    sharded: bool,
 ) -> list[int]:
     """Return the ranks of one replica whose snapshots hold what a worker needs.
 
     With as many workers as before, a worker needs its own snapshot and those of the first places of
-    its tied weights, which hold their optimizer state. Otherwise it needs those of all ranks.
+    its tied weights, which hold their optimizer state. Otherwise it needs those of all ranks; so it
+    does if the optimizer's state is sharded, because the ranks are then those of all replicas.
     """
-    if restore.ranks != placement.workers:
+    if sharded or restore.ranks != placement.workers:
         return list(range(restore.ranks))
     firsts = {tie.stages[0] for tie in plan.ties if {*tie.stages} & {*stages}}
     return sorted({placement.worker_of(rank), *map(placement.rank_of, firsts)})
@@ -184,7 +191,9 @@ class State:
                 Path(located(self._loaded.run_dir.checkpoint(source.step)))
             ).worker_files()
         else:
-            ranks = needed_ranks(source, plan, role.placement, role.rank, self._stages.stages)
+            sharded = role.options.shard_optimizer
+            held = self._stages.stages
+            ranks = needed_ranks(source, plan, role.placement, role.rank, held, sharded=sharded)
             files = self.snapshots.find(source, ranks, local=role.options.redundant)
         if files:
             self.restore(files)
