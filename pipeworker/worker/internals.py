@@ -74,7 +74,7 @@ SAVED_PREFIX = "_raw_saved_"
 hook unpacks them."""
 version_of: Callable[[torch.Tensor], int] = attrgetter("_version")
 """Returns the number of changes in place that a tensor and its views have had."""
-base_of: Callable[[torch.Tensor], "torch.Tensor | None"] = attrgetter("_base")
+base_of: Callable[[torch.Tensor], torch.Tensor | None] = attrgetter("_base")
 """Returns the tensor that a view is of; None if it is no view. Both have one version counter."""
 buffers_of: Callable[[nn.Module], MutableMapping[str, torch.Tensor | None]] = attrgetter("_buffers")
 """Returns a module's own dict of buffers, to restore them; ``named_buffers`` cannot set them."""
