@@ -101,6 +101,11 @@ def _version_works() -> bool:
     return internals.version_of(x) == before + 1
 
 
+def _base_works() -> bool:
+    x = torch.zeros(2)
+    return internals.base_of(x[1:]) is x and internals.base_of(torch.unsafe_chunk(x, 2)[0]) is None
+
+
 def _buffers_work() -> bool:
     norm, value = nn.BatchNorm1d(2), torch.ones(2)
     internals.buffers_of(norm)["running_mean"] = value
@@ -238,6 +243,7 @@ BEHAVIOURS: dict[str, Callable[[], bool]] = {
     "torch._C._functions.AccumulateGrad": _accumulator_works,
     "torch.autograd.graph.Node._raw_saved_result": _prefix_works,
     "torch.Tensor._version": _version_works,
+    "torch.Tensor._base": _base_works,
     "torch.nn.Module._buffers": _buffers_work,
     "torch.ops.aten.alias": _alias_works,
     "torch.ops.aten._unsafe_view": _view_works,

@@ -25,6 +25,7 @@ ALTERED: dict[str, tuple[str, Any]] = {
     "torch._C._functions.AccumulateGrad": ("AccumulateGrad", nn.Module),
     "torch.autograd.graph.Node._raw_saved_result": ("SAVED_PREFIX", "_saved_"),
     "torch.Tensor._version": ("version_of", lambda _: 0),
+    "torch.Tensor._base": ("base_of", lambda _: None),
     "torch.nn.Module._buffers": ("buffers_of", lambda module: dict(module.named_buffers())),
     "torch.ops.aten.alias": ("alias_of", torch.clone),
     "torch.ops.aten._unsafe_view": ("view_of", torch.clone),
