@@ -350,8 +350,12 @@ class FaultInjector:
         assert self.job.end() == -signal.SIGKILL
         self.fired["launcher killed, --resume"] += 1
         self.job.resume("--steps", str(self.job.step + 5))
-        assert self.job.end() == 0, self.job.lines[-5:]
+        self.succeed()
         return self.job.run
+
+    def succeed(self) -> None:
+        """Wait until the job has ended with success."""
+        assert self.job.end() == 0, self.job.lines[-5:]
 
     def report(self) -> None:
         """Print the number of faults of each kind, and how long the recoveries took."""
