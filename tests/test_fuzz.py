@@ -99,11 +99,9 @@ def draw_fault(fuzz: Fuzz, job: DrawnJob, chance: random.Random) -> Fault:
     action = chance.choice(actions)
     writing = ranks if "--shard-optimizer" in job.layout else fuzz.workers
     file = chance.choice(file_names(chance.randrange(writing), writing))
-    held = [0] * fuzz.workers  # parameters of each worker of a replica
-    for stage in fuzz.job.plan["stages"]:
-        held[stage["stage"] % fuzz.workers] += stage["parameters"]
-    copies = "--snapshot-every" in job.layout and rank < writing and held[rank % fuzz.workers]
-    shrinks = "--min-stages" in job.layout and fuzz.workers > 1
+    shrinks = int(job.layout[job.layout.index("--min-stages") + 1]) < fuzz.workers
+    # A single worker has joined before a line reports that it has.
+    recovery = [*(one for one in IN_RECOVERY if ranks > 1 or one != "send Joined"), AT_START]
     faults = [
         *(Fault(f"worker: {how}", how, action) for how in ("kill", "exit", "terminate", "kill")),
         Fault("worker: stop", "stop", action),
@@ -113,7 +111,7 @@ def draw_fault(fuzz: Fuzz, job: DrawnJob, chance: random.Random) -> Fault:
         Fault("worker killed while its part is written", "orphan", file),
         Fault("writer killed", "kill writer", file),
         Fault("coordinator killed", "kill coordinator", chance.choice(IN_COMMIT)),
-        Fault("coordinator killed", "kill coordinator", chance.choice((*IN_RECOVERY, AT_START))),
+        Fault("coordinator killed", "kill coordinator", chance.choice(recovery)),
         Fault("coordinator killed", "kill coordinator", "sent Advance"),
         Fault("coordinator stopped", "stop coordinator", "sent Advance"),
         Fault("agent killed", "kill agent", "any time"),
@@ -124,7 +122,6 @@ def draw_fault(fuzz: Fuzz, job: DrawnJob, chance: random.Random) -> Fault:
         Fault("paused", "pause", chance.choice([*fuzz.job.pids])),
         Fault("layout changed", "resume", chance.choice(("killed", "interrupted"))),
         Fault("layout changed", "resume", chance.choice(("killed", "interrupted"))),
-        *([Fault("worker: kill", "kill", f"copying@{rank}")] if copies else []),
         *([Fault("data connections cut", "cut data", action)] if ranks > 1 else []),
         *([Fault("fewer workers", "shrink", f"{job.replicas}")] * 8 if shrinks else []),
     ]

@@ -144,8 +144,7 @@ class DrawnJob:
         ]
         if chance.random() < 0.7:
             words += ["--snapshot-every", f"{chance.choice((1, 2, 5))}"]
-        if stages > 1 and chance.random() < 0.3:
-            words += ["--min-stages", f"{chance.randint(1, stages - 1)}"]
+        words += ["--min-stages", f"{chance.choice((1, stages, stages))}"]  # a resume keeps it
         if self.replicas > 1:
             words += [chance.choice(("--shard-optimizer", "--no-shard-optimizer"))]
             words += ["--data-reader", chance.choice(("every", "first"))]
