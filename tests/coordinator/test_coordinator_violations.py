@@ -82,7 +82,7 @@ def test_a_malformed_frame_names_its_sender() -> None:
 
 def step_done(**wrong: object) -> list[object]:
     """Return the fields of a StepDone, some of them replaced."""
-    right = [1, 1, [], [], [], 0.0, 0.1, 0, None, -1, 0.0]
+    right = [1, 1, [], [], [], 0.0, 0.1, 0, None, -1, 0.0, False]
     names = [field.name for field in fields(StepDone)]
     return [wrong.get(name, value) for name, value in zip(names, right, strict=True)]
 

@@ -56,6 +56,7 @@ def save_worker_files(
     position: Mapping[str, Any] | None = None,
 ) -> tuple[CheckpointFile, ...]:
     """Write the files of a worker, one of `ranks` that write."""
+    folder.parent.parent.mkdir(exist_ok=True)  # the run directory
     memory = SnapshotMemory()
     try:
         SnapshotBuffer(memory).fill(0, stages, elsewhere, position)

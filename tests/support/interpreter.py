@@ -8,6 +8,7 @@ import ctypes
 import fcntl
 import gc
 import importlib
+import io
 import os
 import runpy
 import signal
@@ -131,7 +132,9 @@ def _program(words: list[str]) -> Callable[[], Any]:
     unbuffered = words[0] == "-u"
     words = words[unbuffered:]
     with contextlib.suppress(OSError):  # the server's was made for another kind of file
-        sys.stdout = os.fdopen(1, "w", encoding=sys.stdout.encoding, closefd=False)
+        raw = os.fdopen(1, "wb", buffering=0, closefd=False)
+        encoding, errors = sys.stdout.encoding, sys.stdout.errors
+        sys.stdout = io.TextIOWrapper(raw, encoding, errors)
     for stream in (sys.stdout, sys.stderr):
         through = unbuffered or bool(os.environ.get("PYTHONUNBUFFERED"))
         stream.reconfigure(write_through=through)  # type: ignore[union-attr]

@@ -78,9 +78,9 @@ class SingleWorker:
             deterministic=deterministic,
         )
         placement = Placement.identity(1)
-        welcome = Welcome(
-            options.to_json(), str(folder / "run"), placement.held, placement.replicas
-        )
+        run_dir = folder / "run"
+        run_dir.mkdir(exist_ok=True)
+        welcome = Welcome(options.to_json(), str(run_dir), placement.held, placement.replicas)
         described: Any = self.worker.handle(welcome)
         evaluation = format_actions(forward_only(placement).workers[0])
         layers = StageRange(0, 0, len(described.layers), recompute)

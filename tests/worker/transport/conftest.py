@@ -8,7 +8,7 @@ import pytest
 
 from support.authentication import timings
 
-SHORT = "handshake=0.25,reconnect=0.2"
+SHORT = "handshake=0.25,reconnect=0.2,dial=0.05"
 
 
 @pytest.fixture
