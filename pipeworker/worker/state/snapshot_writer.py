@@ -108,7 +108,10 @@ class SnapshotWriter:
             return
         self._copied.clear()
         seconds = time.monotonic() - began
-        self._copies.submit(lambda: self._copy(copy, buffer, pairs, seconds))
+        if pairs:
+            self._copies.submit(lambda: self._copy(copy, buffer, pairs, seconds))
+        else:  # waking a thread would cost more than what is left
+            self._copy(copy, buffer, pairs, seconds)
 
     def wait_copied(self) -> None:
         """Wait until the snapshot in progress is copied, because weights are about to change."""
