@@ -31,8 +31,10 @@ _UPDATE = -1
 """Shape signature of frames of weights, whose shapes never change."""
 
 # The numbers of the frames from one replica (origin) to another (goal). The pieces of the part that
-# the goal adds up have 1, 2, ...; the sums of the part that the origin adds up have -1, -2, ...
-_FLAGS, _BUFFERS = 0, 1 << 32
+# the goal adds up have 1, 2, ...; the sums of the part that the origin adds up have -1, -2, ...;
+# weights have numbers of their own, because the header of the next mini-batch's flags may already
+# have arrived when the goal receives the last weights.
+_FLAGS, _BUFFERS, _WEIGHTS = 0, 1 << 32, 1 << 33
 
 Files = list[torch.Tensor]
 """The files of a stage's state, each as bytes of shape ``[size]``."""
@@ -206,7 +208,7 @@ class Reduction:
         weights.fill(weights.parameters)
         for sender in self._senders.values():
             sender.begin(_UPDATE)
-            for number, piece in enumerate(weights.parts[0]):
+            for number, piece in enumerate(weights.parts[0], _WEIGHTS):
                 sender.send(number, weights.piece(piece))
 
     def receive_weights(self, shards: Sequence[Sequence[nn.Parameter]]) -> None:
@@ -215,8 +217,8 @@ class Reduction:
             weights = Gradients([("", p) for p in shards[origin]], 1)
             weights.allocate()
             pieces = weights.parts[0]
-            receiver.begin(_UPDATE, range(len(pieces)))
-            for number, piece in enumerate(pieces):
+            receiver.begin(_UPDATE, range(_WEIGHTS, _WEIGHTS + len(pieces)))
+            for number, piece in enumerate(pieces, _WEIGHTS):
                 weights.piece(piece).copy_(receiver.receive(number))
                 receiver.release(number)
             weights.unpack_weights()

@@ -1,0 +1,41 @@
+"""The frames that replicas of a stage exchange."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import nn
+
+from pipeworker.worker.step.reduction import Reduction
+
+
+class Sent:
+    """A sender that notes the numbers of the frames."""
+
+    def __init__(self) -> None:
+        self.numbers: list[int] = []
+
+    def begin(self, signature: int | None) -> None:
+        pass
+
+    def send(self, number: int, value: Any) -> None:
+        self.numbers.append(number)
+
+
+def test_weights_and_the_next_mini_batch_have_no_number_in_common() -> None:
+    """A receiver may have the header of the next mini-batch before it has read the weights."""
+    layer = nn.Linear(2, 2)
+    deferred = SimpleNamespace(moments=list)
+    stage: Any = SimpleNamespace(layers=[layer], first=0, index=0, deferred=deferred)
+    sent: Any = Sent()
+    receiver: Any = SimpleNamespace(begin=lambda *_: None)
+    reduction = Reduction(stage, 0, {1: sent}, {1: receiver})
+    reduction.send_weights([list(layer.parameters()), []])
+    weights = set(sent.numbers)
+    layer(torch.ones(1, 2)).sum().backward()
+    reduction.begin(0, whole=True)
+    reduction.scatter()
+    assert weights
+    assert not weights & set(sent.numbers[len(weights) :])
