@@ -14,7 +14,7 @@ from pipeworker.errors import UsageError
 from pipeworker.worker import internals
 
 SUPPORTED = "2.13 to 2.15"
-"""The versions of torch that the tests have passed with; the metadata allows the same."""
+"""The versions of torch that the metadata allows."""
 
 
 def check(*, compiles: bool = False) -> None:

@@ -21,8 +21,8 @@ from pipeworker.wire.messages.step import StepDone
 
 BUDGET = 0.01
 """Share of the time of steps that copying may take where the user has not chosen an interval."""
-_LEAST_SECONDS = 0.5
-"""Seconds of steps between two copies at least: a restart takes as long, so more copies gain little
+_LEAST_SECONDS = 0.25
+"""Seconds of steps between two copies at least: a restart takes longer, so more copies gain little
 and cost more than the seconds that workers measure, because they wake threads on busy cores."""
 _COSTS = 4
 """Copies of which the cheapest counts: the first copy into a slot also allocates its memory."""
