@@ -144,6 +144,23 @@ def test_what_comes_back_lies_in_memory_as_it_did(view: Callable[[Any], Any]) ->
     assert Sees.seen[:2] == Sees.seen[2:]
 
 
+def _check_gradients(width: int, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """Check that a linear layer and a function have the same gradients with offload and without."""
+    gradients: list[Any] = []
+    for away in (False, True):
+        torch.manual_seed(0)
+        one = One(nn.Linear(3, width), function, copies=Copies())  # at once
+        mbs = one.given(2, 3, count=2)
+        for mb in mbs:
+            mb.offload = away
+            one.forward(mb)
+        for mb in mbs:
+            one.backward(mb)
+        gradients += (p.grad for p in one.stage.layers[0].parameters())
+    assert torch.equal(gradients[0], gradients[2])
+    assert torch.equal(gradients[1], gradients[3])
+
+
 def test_a_memory_that_is_saved_again_after_a_change_is_copied_again() -> None:
     """The graph of what was saved before leads nowhere, so nothing is wrong with it."""
 
@@ -153,19 +170,7 @@ def test_a_memory_that_is_saved_again_after_a_change_is_copied_again() -> None:
         saved.mul_(2)
         return unused.detach() + saved * x
 
-    gradients: list[Any] = []
-    for away in (False, True):
-        torch.manual_seed(0)
-        one = One(nn.Linear(3, 3), change, copies=Copies())  # at once
-        mbs = one.given(2, 3, count=2)
-        for mb in mbs:
-            mb.offload = away
-            one.forward(mb)
-        for mb in mbs:
-            one.backward(mb)
-        gradients += (p.grad for p in one.stage.layers[0].parameters())
-    assert torch.equal(gradients[0], gradients[2])
-    assert torch.equal(gradients[1], gradients[3])
+    _check_gradients(3, change)
 
 
 def _gates(x: torch.Tensor) -> torch.Tensor:
@@ -175,19 +180,7 @@ def _gates(x: torch.Tensor) -> torch.Tensor:
 
 
 def test_parts_of_a_memory_with_versions_of_their_own_come_back_as_they_were_saved() -> None:
-    gradients: list[Any] = []
-    for away in (False, True):
-        torch.manual_seed(0)
-        one = One(nn.Linear(3, 12), _gates, copies=Copies())
-        mbs = one.given(2, 3, count=2)
-        for mb in mbs:
-            mb.offload = away
-            one.forward(mb)
-        for mb in mbs:
-            one.backward(mb)
-        gradients += (p.grad for p in one.stage.layers[0].parameters())
-    assert torch.equal(gradients[0], gradients[2])
-    assert torch.equal(gradients[1], gradients[3])
+    _check_gradients(12, _gates)
 
 
 CHANGED = r"modified by an inplace operation: \[torch.FloatTensor \[.*\]\] is at version"
