@@ -157,10 +157,10 @@ class State:
 
     @property
     def copied(self) -> tuple[int, float, bool]:
-        """What :class:`StepDone` reports of snapshots.
+        """The three values about snapshots that a :class:`StepDone` reports.
 
-        That is the step of the last complete snapshot or -1, the seconds of work it took, and
-        whether memory was too short for one.
+        They are the step of the last complete snapshot or -1, the seconds of work it took, and
+        whether memory was too short for a snapshot.
         """
         writer = self._writer
         return (*writer.complete, writer.lacked_memory) if writer else (-1, 0.0, False)
