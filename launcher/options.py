@@ -179,7 +179,8 @@ JOB_PARAMETERS: list[click.Parameter] = [
         "Checkpoints and recovery",
         Option(
             "--checkpoint-every",
-            "Steps between checkpoints, or time, as 30m. [default: only at the end]",
+            "Steps between checkpoints, or time, as 30m, or end: only at the end.",
+            default="30m",
             metavar="N",
         ),
         _choice(

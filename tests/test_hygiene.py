@@ -227,6 +227,7 @@ def test_a_job_that_ends_while_it_starts_leaves_nothing(
     status = json.loads((path / "summary.json").read_text())["status"]
     if number == signal.SIGINT:
         assert (process.returncode, status) == (130, "interrupted")
+        assert "before the first step, so without a checkpoint" in stderr
     else:
         assert (process.returncode, status) == (-signal.SIGKILL, "failed")
 

@@ -26,7 +26,9 @@ from pipeworker.wire import lines
 from pipeworker.wire.lines import FromCoordinator, Interrupt, KeepAlive, ToCoordinator, Warned
 
 _KILLED = "the coordinator was killed"
-_STOPPING = "stopping after this step, with a checkpoint; interrupt again to stop at once"
+_AGAIN = "interrupt again to stop at once"
+_STOPPING = f"stopping after this step, with a checkpoint; {_AGAIN}"
+_STOPPING_EARLY = f"stopping before the first step, so without a checkpoint; {_AGAIN}"
 
 
 class Supervisor:
@@ -61,6 +63,7 @@ class Supervisor:
         self._steps = options.resume_step
         self._snapshot: lines.Snapshot | None = None
         self._interrupts = 0
+        self._early = False  # whether it was to stop before a step had begun
         self._ended = False
         self._lost_hosts: list[str] = []  # reasons, since the generation began
         self._next_beat = 0.0
@@ -230,6 +233,9 @@ class Supervisor:
                 case lines.Planned():
                     self._trains = True
                     self._show(line)
+                    if self._early:  # the first step had begun before the coordinator was to stop
+                        self._early = False
+                        self._show(Warned(_STOPPING))
                 case Evaluation() | lines.Warned():
                     self._show(line)
                 case _:
@@ -348,7 +354,8 @@ class Supervisor:
             return
         self.stopping = True
         self._send(Interrupt())
-        self._show(Warned(reason + _STOPPING))
+        self._early = not self._trains and self._steps == self._options.resume_step
+        self._show(Warned(reason + (_STOPPING_EARLY if self._early else _STOPPING)))
 
     def _tick(self, now: float) -> None:
         self._check_silence(now)

@@ -343,7 +343,7 @@ class Generation(Lifecycle):
         if self.progress.save_requested:
             return True
         every, since = self.options.checkpoint_every, now - self.progress.saved_at
-        return every is not None and Interval.parse(every).due(self.progress.steps, since)
+        return Interval.parse(every).due(self.progress.steps, since)
 
     def _begin_copy(self, now: float, *, save: bool) -> Copy | None:
         """Begin to copy the state while the next step runs, if a copy is due and a slot is free.

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
+import math
 import re
 import reprlib
 from collections.abc import Collection, Mapping
@@ -30,6 +32,8 @@ MAX_REPLICAS = 1 << 8  # each is connected to each other
 MAX_MICROBATCHES = 1 << 20  # that messages can speak of
 EPOCH = "epoch"
 """A value for a number of steps: at each end of the data."""
+END = "end"
+"""A value for an interval between checkpoints: there are none before the end."""
 EXCLUSIVE = {"steps": "epochs", "epochs": "steps"}
 """Options of which at most one is given."""
 _UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0}
@@ -66,12 +70,16 @@ class Interval:
         return step % self.steps == 0 if self.steps else seconds >= self.seconds
 
     @staticmethod
+    @functools.lru_cache(maxsize=8)
     def parse(text: str) -> Interval:
-        """Read ``100`` (steps), ``90s``, ``30m`` or ``2h``."""
+        """Read ``100`` (steps), ``90s``, ``30m`` or ``2h``; ``end`` for no interval."""
+        if text == END:
+            return Interval(seconds=math.inf)
         number, unit = (text[:-1], text[-1]) if text[-1:] in _UNITS else (text, "")
         if not (number.isascii() and number.isdigit() and len(number) < 10 and int(number)):
             raise UsageError(
-                f"--checkpoint-every {text}: must be a number of steps, as 100, or a time, as 30m"
+                f"--checkpoint-every {text}: must be a number of steps, as 100, a time, as 30m, "
+                "or end, for one at the end alone"
             )
         return Interval(seconds=int(number) * _UNITS[unit]) if unit else Interval(int(number))
 
@@ -87,7 +95,7 @@ class Options:
         arguments: the words after ``--``, for the job file.
         epochs: None, as `steps`, for one pass over the data. A step ends with its epoch.
         balance: layers per stage; None to choose.
-        checkpoint_every: steps or time between checkpoints, as ``30m``; None: only at the end.
+        checkpoint_every: steps or time between checkpoints, as ``30m``; ``end``: only at the end.
         init_from: absolute path of the weights that training begins with.
         own_loop: mini-batches come from calls of a script's own loop.
         resume: absolute path of the checkpoint that the run is resumed from; "" at its beginning.
@@ -119,7 +127,7 @@ class Options:
     interface: str | None = None
     stop_on_nan: bool = False
     worker_timeout: float = 60.0
-    checkpoint_every: str | None = None
+    checkpoint_every: str = "30m"
     checkpoint_busy: str = "skip"
     keep: int = 2
     snapshot_every: int | None = None
@@ -157,8 +165,7 @@ class Options:
             )
         if not self.init_strict and self.init_from is None:
             raise UsageError("--no-init-strict: no file is given; add --init-from")
-        if self.checkpoint_every is not None:
-            Interval.parse(self.checkpoint_every)
+        Interval.parse(self.checkpoint_every)
         if self.min_stages is not None and not 1 <= self.min_stages <= self.stages:
             raise UsageError(
                 f"--min-stages {self.min_stages}: must be 1 to {self.stages}, the number of stages"

@@ -1,6 +1,7 @@
 """Options that had another name before, and what each is called now.
 
-Every place where an option is named reads this one table.
+Every place where an option is named reads this one table. One option had no default before: where
+an older run recorded None, it has its present default.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ RENAMED: Mapping[str, Renamed] = {
     "no_init_partial": Renamed("init_strict"),
 }
 """By the former name. ``--init-partial`` alone is still accepted, as ``--no-init-strict``."""
+_WITHOUT_DEFAULT = "checkpoint_every"
 
 
 def reject_renamed(
@@ -77,6 +79,8 @@ def migrated(options: Mapping[str, Any]) -> dict[str, Any]:
     """Return recorded options, with values as JSON has them, under their present names."""
     found = {}
     for name, value in options.items():
+        if name == _WITHOUT_DEFAULT and value is None:
+            continue
         if renamed := RENAMED.get(name):
             if isinstance(value, (str, bool)):  # others have no hash, or equal a bool
                 value = renamed.values.get(value, value)

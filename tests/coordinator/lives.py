@@ -157,7 +157,7 @@ def files(
         "epochs": None if steps else draw(st.sampled_from([None, 2])),
         "accumulate": draw(st.integers(1, accumulate)),
         "evaluate_every": draw(st.sampled_from([None, 1, 2, 3, "epoch"])),
-        "checkpoint_every": draw(st.sampled_from([None, "1", "2"])),
+        "checkpoint_every": draw(st.sampled_from(["end", "1", "2"])),
         "checkpoint_busy": draw(st.sampled_from(["skip", "wait"])),
     }
     if replaceable:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import pytest
 
@@ -177,6 +178,24 @@ def test_every_so_many_minutes() -> None:
             job.saved()
             job.checkpoint_committed()
     assert of(job.effects, Commit) == [commit(3), commit(6), commit(9)]
+
+
+def test_without_an_option_there_is_a_checkpoint_every_half_hour() -> None:
+    assert saved_steps(minutes=20.0) == [2, 4, 6, 8, 9]
+    assert saved_steps(minutes=20.0, checkpoint_every="end") == [9]
+    assert saved_steps(minutes=3.0) == [9]
+
+
+def saved_steps(minutes: float, **options: Any) -> list[int]:
+    """Return the steps that a job of nine steps, each of so many minutes, saves."""
+    job = ScriptedJob(1, steps=9, **options).running()
+    for step in range(1, 10):
+        job.now += 60.0 * minutes
+        job.step(step)
+        if job.saves_requested(0)[-1:] == [step]:
+            job.saved()
+            job.checkpoint_committed()
+    return [commit.step for commit in of(job.effects, Commit)]
 
 
 def test_the_interval_starts_when_a_checkpoint_begins() -> None:

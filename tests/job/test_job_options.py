@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -132,6 +133,7 @@ def test_a_balance_is_checked_equally_from_every_source(how: str) -> None:
     [
         *(("1", Interval(1)), ("007", Interval(7)), ("90s", Interval(seconds=90))),
         *(("30m", Interval(seconds=1800)), ("2h", Interval(seconds=7200))),
+        ("end", Interval(seconds=math.inf)),
     ],
 )
 def test_intervals_are_read_from_text(text: str, every: Interval) -> None:

@@ -25,6 +25,8 @@ def test_recorded_options_have_their_present_names_and_values() -> None:
     assert migrated(before) == {**after, "init_strict": False}
     assert migrated(migrated(before)) == migrated(before)
     assert migrated({"read_data": "every"}) == {"data_reader": "every"}
+    assert migrated({"checkpoint_every": None, "steps": None}) == {"steps": None}
+    assert migrated({"checkpoint_every": "9"}) == {"checkpoint_every": "9"}
 
 
 @pytest.mark.parametrize("value", [[1], {}, None, 1, 0.0])

@@ -21,6 +21,7 @@ from pipeworker.wire.lines import (
     Interrupt,
     Joined,
     KeepAlive,
+    Planned,
     Restart,
     SaveRequest,
     Snapshot,
@@ -29,6 +30,7 @@ from pipeworker.wire.lines import (
 )
 from support.supervisor import ENDPOINT, Scripted, forks, of, remote, sent, shown
 
+PLANNED = Planned("gpipe", 4, (1, 1), ((0,), (1,)), 0.0)
 VERDICT = Verdict("done", 0, 9, 1.0, (0, 0), 0.0, None)
 
 # The start.
@@ -238,6 +240,7 @@ def test_a_coordinator_is_replaced_as_often_as_the_options_allow(most: int) -> N
 
 def test_the_first_interrupt_stops_after_the_step_and_the_second_at_once() -> None:
     job = Scripted().running()
+    job.coordinator(PLANNED)
     found = job.handle(Interrupt())
     assert sent(found) == [Interrupt()]
     assert shown(found)[0].startswith("stopping after this step, with a checkpoint")
@@ -248,6 +251,18 @@ def test_the_first_interrupt_stops_after_the_step_and_the_second_at_once() -> No
     verdict = job.supervisor.own_verdict(1.0)
     assert (verdict.status, verdict.exit_status, verdict.steps) == ("interrupted", 130, 7)
     assert verdict.error is None
+
+
+def test_an_interrupt_before_the_first_step_promises_no_checkpoint() -> None:
+    job = Scripted()
+    job.bound()
+    found = job.handle(Interrupt())
+    assert sent(found) == [Interrupt()]
+    early = "stopping before the first step, so without a checkpoint; interrupt again"
+    assert shown(found)[0].startswith(early)
+    found = job.coordinator(PLANNED)  # the coordinator had begun the step before
+    assert shown(found)[-1].startswith("stopping after this step, with a checkpoint")
+    assert shown(job.coordinator(PLANNED)) == []
 
 
 def test_an_interrupt_before_the_job_has_begun_ends_it_at_once() -> None:

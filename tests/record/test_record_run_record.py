@@ -134,6 +134,7 @@ def test_a_record_of_version_1_is_read_under_the_present_names(tmp_path: Path) -
     read = Options.of(RunRecord.read(made).options)
     assert (read.max_restarts, read.min_stages, read.init_strict) == (7, 2, False)
     assert (read.data_reader, read.replicas, read.steps) == ("every", 2, 30)
+    assert read.checkpoint_every == "30m"
     changed = {**RunRecord.read(made).options, "data_reader": "first", "min_stages": 1}
     RunRecord.read(made).add_resume(changed, PROCESS, 20)
     found = content(made)
