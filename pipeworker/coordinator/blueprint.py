@@ -44,6 +44,7 @@ class Blueprint:
         recompute: the recompute mode of each stage.
         names: names of the layers in the user's module.
         types: names of the classes that every worker knows.
+        steps: the number of steps of the job, if its scheduler or its options say; else 0.
     """
 
     options: Options
@@ -55,6 +56,7 @@ class Blueprint:
     recompute: tuple[str, ...]
     names: LayerNames
     types: tuple[str, ...] = ()
+    steps: int = 0
     _edges: defaultdict[int, set[Edge]] = field(default_factory=lambda: defaultdict(set))  # by rank
     _schedules: dict[int, tuple[Schedule, LiveMicroBatches]] = field(default_factory=dict)
     _sent_microbatches: int = -1  # of the schedule that the workers have
@@ -92,6 +94,7 @@ class Blueprint:
             (options.recompute,) * placement.stages,
             LayerNames(surveyed.names) if surveyed.names else LayerNames.numbered(layers),
             tuple(sorted(set.intersection(*({*d.types} for d in described)))),
+            options.total_steps(surveyed.epoch_length),
         )
         for edge in edges(found.for_replica(options.microbatches, 0)[0]):
             for replica in range(placement.replicas):
@@ -185,6 +188,7 @@ class Blueprint:
             tuple(tie for tie in self.ties if held & {*tie.stages}),
             format_actions(self.evaluation.workers[placement.worker_of(rank)]),
             self.types,
+            self.steps,
         )
 
     def run_messages(

@@ -128,7 +128,7 @@ def planned(
         placement.held,
         bubble,
         options.replicas,
-        options.steps or (options.passes or 0) * -(-length // options.accumulate),
+        options.total_steps(length),
         ", ".join(sorted({ready.device.partition(":")[0] for _, ready in workers})),
         len({hello.host for hello, _ in workers}),
     )

@@ -45,7 +45,7 @@ class JobFile:
     loss: Callable[[Any, Any], Any]
     optimizer: Callable[[Any], Any]
     data: Any = None
-    scheduler: Callable[[Any], Any] | None = None
+    scheduler: Callable[..., Any] | None = None
     scheduler_interval: str = "step"
     before_update: Callable[[list[nn.Parameter]], Any] | None = None
     evaluation: Any = None

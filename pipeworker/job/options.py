@@ -213,6 +213,13 @@ class Options:
         """The number of passes over the data; None if the job has a number of steps instead."""
         return None if self.steps is not None else self.epochs or 1
 
+    def total_steps(self, epoch_length: int) -> int:
+        """Return the number of steps of the run, 0 if unknown; a step ends with its epoch.
+
+        `epoch_length` is the number of mini-batches of an epoch, 0 if it is unknown.
+        """
+        return self.steps or (self.passes or 0) * -(-epoch_length // self.accumulate)
+
     def evaluates(self, step: int, *, epoch_ended: bool) -> bool:
         """Return whether an evaluation pass follows a step, which may be the last of its epoch."""
         every = self.evaluate_every

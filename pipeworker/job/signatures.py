@@ -43,6 +43,7 @@ def job_error(name: str, value: Any) -> str:
     if not callable(value) or (isinstance(value, nn.Sequential) and name == "model"):
         return ""
     how, fits = pattern(name), accepts(value, len(_PATTERN[name]))
+    fits = fits or (name == "scheduler" and takes_steps(value))
     if not isinstance(value, type):
         return "" if fits else f"is {format_signature(value)}; make it callable as {how}"
     if name not in _MAY_BE_CLASSES:
@@ -56,6 +57,31 @@ def job_error(name: str, value: Any) -> str:
         shown = format_signature(value)
         return f"is the class {shown}; give a function, callable as {how}"
     return f"is the class {format_signature(value)}; give an instance, or a function that makes one"
+
+
+def takes_steps(scheduler: Any) -> bool:
+    """Return whether a ``scheduler`` is called with the number of steps as well.
+
+    It has an argument of the name ``steps``, or is a function that requires a second argument. One
+    that has a default value of its own is not the number of steps, whatever it is.
+    """
+    found = signature(scheduler)
+    if found is None:
+        return False
+    if "steps" in list(found.parameters)[1:]:
+        return True
+    required = accepts(scheduler, 2) and not accepts(scheduler, 1)
+    return required and not isinstance(scheduler, type)
+
+
+def call_scheduler(scheduler: Any, optimizer: Any, steps: int) -> Any:
+    """Call a ``scheduler`` with the arguments that it takes."""
+    if not takes_steps(scheduler):
+        return scheduler(optimizer)
+    found = signature(scheduler)
+    if found is not None and "steps" in found.parameters:
+        return scheduler(optimizer, steps=steps)
+    return scheduler(optimizer, steps)
 
 
 def needs_arguments(entry: Callable[..., Any]) -> str:

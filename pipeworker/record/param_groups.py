@@ -19,10 +19,21 @@ _Path = tuple[Any, ...]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SavedOptimizer:
-    """The saved parameter groups of a stage's optimizer, and the state of its scheduler."""
+    """The saved parameter groups of a stage's optimizer, and the state of its scheduler.
+
+    Attributes:
+        steps: the number of steps that the scheduler was made for; 0 if it takes none.
+    """
 
     groups: Sequence[dict[str, Any]]
     scheduler: Any
+    steps: int = 0
+
+    @property
+    def scheduled(self) -> int | None:
+        """How often the scheduler has made a step; None if its state does not have that."""
+        count = self.scheduler.get("last_epoch") if isinstance(self.scheduler, dict) else None
+        return count if type(count) is int and count >= 0 else None
 
 
 @dataclass(frozen=True, slots=True)

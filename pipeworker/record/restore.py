@@ -144,7 +144,10 @@ class _SavedState:
         if not (isinstance(update, dict) and isinstance(update.get("state"), dict)):
             raise _damaged(path, "an optimizer's state is not there")
         groups = packed(update.get("groups")).read(list)
-        optimizer = SavedOptimizer(groups, packed(update.get("scheduler")).read())
+        steps = update.get("steps", 0)
+        if type(steps) is not int:
+            raise _damaged(path, "the number of steps of a scheduler is none")
+        optimizer = SavedOptimizer(groups, packed(update.get("scheduler")).read(), steps)
         for index, group in enumerate(groups):
             names = group.get("params") if isinstance(group, dict) else None
             if not (isinstance(names, list) and all(type(name) is str for name in names)):
@@ -260,7 +263,13 @@ def _restore_update(
             value = saved.states.get(names.get(id(parameter), ""))
             if value is not None:
                 optimizer.state[parameter] = _placed(value.read(), parameter, group)
-    if stage.scheduler is not None and origin.scheduler is not None:
+    if stage.scheduler is None or origin.scheduler is None:
+        return
+    count, restart = origin.scheduled, stage.restart_scheduler
+    others = 0 < stage.steps != origin.steps > 0  # the job was resumed with another number
+    if others and restart and count is not None and all("initial_lr" in g for g in groups):
+        restart(count)
+    else:
         state = scheduler_state_for(origin, saved_groups, stage.schedule)
         with user_code("load_state_dict() of the scheduler"):
             stage.scheduler.load_state_dict(state)

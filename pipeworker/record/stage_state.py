@@ -39,6 +39,8 @@ class StageState:
         keeps_weights: whether weights and buffers are saved too. Otherwise only the optimizer's
             and scheduler's state is, because another worker has the same layers.
         first: the index of the stage's first layer in the model.
+        steps: the number of steps of the job that the scheduler was made for; 0 if it takes none.
+        restart_scheduler: makes the scheduler again, after a number of its steps.
     """
 
     names: LayerNames
@@ -49,6 +51,8 @@ class StageState:
     scheduler: Any = None
     keeps_weights: bool = True
     first: int = 0
+    steps: int = 0
+    restart_scheduler: Callable[[int], None] | None = None
 
     def indexed(self) -> Iterator[tuple[int, nn.Module, Mapping[str, Any]]]:
         """Yield each layer's index in the model, the layer and its state dict."""
@@ -143,6 +147,8 @@ class StageState:
         }
         if self.schedule is not None:
             packed["scheduler"] = pack(self.schedule, tensors, "scheduler")
+        if self.steps:
+            packed["steps"] = self.steps
         return packed
 
 

@@ -85,7 +85,7 @@ class Pipeline:
         loss: Callable[[Any, Any], Any],
         optimizer: Callable[[Any], torch.optim.Optimizer],
         microbatches: int | None = None,
-        scheduler: Callable[[Any], Any] | None = None,
+        scheduler: Callable[..., Any] | None = None,
         before_update: Callable[[list[nn.Parameter]], Any] | None = None,
         metrics: Callable[[Any, Any], Any] | None = None,
         tied: Sequence[Sequence[str]] = (),

@@ -34,7 +34,7 @@ def train(
     optimizer: Callable[[Any], torch.optim.Optimizer],
     data: Any,
     microbatches: int | None = None,
-    scheduler: Callable[[Any], Any] | None = None,
+    scheduler: Callable[..., Any] | None = None,
     scheduler_interval: str = "step",
     before_update: Callable[[list[nn.Parameter]], Any] | None = None,
     evaluation: Any = None,

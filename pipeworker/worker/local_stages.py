@@ -14,6 +14,7 @@ from pipeworker.exact_sum import partials
 from pipeworker.facts.layer_names import LayerNames
 from pipeworker.facts.position import Phase
 from pipeworker.host import streams
+from pipeworker.job.signatures import takes_steps
 from pipeworker.plan.recompute import OFFLOAD
 from pipeworker.record.initial_weights import InitialWeights
 from pipeworker.record.stage_state import StageState
@@ -107,7 +108,14 @@ class LocalStages:
         stage, updater = self.stages[index], self.updaters[index]
         update = updater.optimizer, updater.schedule, updater.scheduler
         return StageState(
-            self.names, stage.layers, stage.state_dicts(), *update, keeps_weights, stage.first
+            self.names,
+            stage.layers,
+            stage.state_dicts(),
+            *update,
+            keeps_weights,
+            stage.first,
+            updater.steps,
+            None if updater.wants_metric else updater.restart_scheduler,
         )
 
 
@@ -161,7 +169,7 @@ def build_stages(loaded: LoadedWorker, model: Model, plan: Plan) -> LocalStages:
                 state = StageState(names, layers, stage.state_dicts(), first=stage.first)
                 initial.load(state, user_code)
             tracker.set(Phase.UPDATE)
-            updaters[part.stage] = _updater(stage, loaded, ties_of)
+            updaters[part.stage] = _updater(stage, loaded, ties_of, plan.steps)
         aliases = {
             names.of_numbered(name): names.of_numbered(tie.names[0])
             for tie in plan.ties
@@ -177,8 +185,13 @@ def build_stages(loaded: LoadedWorker, model: Model, plan: Plan) -> LocalStages:
         return LocalStages(names, stages, updaters, ties, aliases, unmatched, resources.pop_all())
 
 
-def _updater(stage: Stage, loaded: LoadedWorker, ties: Ties | None) -> Updater:
+def _updater(stage: Stage, loaded: LoadedWorker, ties: Ties | None, steps: int) -> Updater:
     role, options = loaded.role, loaded.role.options
+    if not steps and takes_steps(loaded.job.scheduler):
+        how = "data() has no length, so the number of steps is unknown; give --steps"
+        if options.own_loop:
+            how = "the script's own loop decides the number of steps; pass a scheduler(optimizer)"
+        raise UsageError(f"scheduler(optimizer, steps): {how}")
     updater = Updater(
         stage.layers,
         stage.first,
@@ -188,6 +201,7 @@ def _updater(stage: Stage, loaded: LoadedWorker, ties: Ties | None) -> Updater:
         ties=ties,
         replica=role.replica if role.shards else 0,
         replicas=role.placement.replicas if role.shards else 1,
+        steps=steps,
     )
     updater.clear()  # gradients that the user's code may have left on modules of its own
     if updater.wants_metric and not (options.evaluate_every or options.own_loop):

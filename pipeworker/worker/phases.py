@@ -16,6 +16,7 @@ from pipeworker.facts.layer_names import LayerNames
 from pipeworker.facts.limits import LONGEST_NAME, MOST_TYPES
 from pipeworker.facts.position import Phase
 from pipeworker.job import file as job_file
+from pipeworker.job.signatures import takes_steps
 from pipeworker.plan.actions import Action, Edge, parse_actions
 from pipeworker.record.stage_state import check_savable
 from pipeworker.wire.messages.plan import Described, Plan, Source
@@ -58,7 +59,17 @@ class ModelledWorker:
         loaded, model = self.loaded, self.model
         role, options, sample = loaded.role, loaded.role.options, loaded.settings.sample
         skips: tuple[Skip, ...] = ()
-        if role.rank == role.placement.rank_of(0) and (
+        reads_first = role.rank == role.placement.rank_of(0)
+        length = 0
+        if (
+            reads_first
+            and takes_steps(loaded.job.scheduler)
+            and options.steps is None
+            and not options.own_loop
+        ):
+            loaded.settings.tracker.set(Phase.READING)
+            length = loaded.reader.measure()
+        if reads_first and (
             sample is not None or (not options.own_loop and survey.mentions_skips(loaded.modules()))
         ):
             tracker = loaded.settings.tracker
@@ -88,6 +99,7 @@ class ModelledWorker:
             tuple(Source(*pair) for pair in sources),
             job_file.notes(loaded.job, options),
             numerics.settings(),
+            length,
         )
 
 

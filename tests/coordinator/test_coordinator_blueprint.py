@@ -39,6 +39,14 @@ def test_a_job_that_cannot_be_planned_is_a_usage_error(
     assert why in job.failure.message
 
 
+def test_the_plan_has_the_number_of_steps_if_it_is_known() -> None:
+    job = ScriptedJob(2, steps=None, epochs=3, accumulate=2)
+    job.join()
+    job.receive(Described(0, LAYERS, (), epoch_length=5))
+    job.receive(Described(1, LAYERS, ()))
+    assert [plan.steps for rank in (0, 1) for plan in job.sent(rank, Plan)] == [9, 9]
+
+
 def test_workers_must_build_the_same_model() -> None:
     job = ScriptedJob(2)
     job.join()

@@ -118,6 +118,34 @@ def test_callables_that_fit_or_have_no_signature_are_accepted(name: str, value: 
     assert getattr(check(**{name: value}), name) is value
 
 
+class Warmup(torch.optim.lr_scheduler.LRScheduler):
+    def __init__(self, optimizer: Any, steps: int) -> None: ...
+
+
+@pytest.mark.parametrize(
+    ("scheduler", "expected"),
+    [
+        (lambda optimizer, steps: (optimizer, steps), ("o", 9)),
+        (lambda optimizer, number: (optimizer, number), ("o", 9)),
+        (lambda optimizer, *, steps: (optimizer, steps), ("o", 9)),
+        (lambda optimizer, warmup=3, steps=0: (optimizer, warmup, steps), ("o", 3, 9)),
+        (lambda optimizer, warmup=3: (optimizer, warmup), ("o", 3)),
+        (lambda *all: all, ("o",)),
+    ],
+)
+def test_a_scheduler_gets_the_number_of_steps_if_it_asks_for_it(
+    scheduler: Any, expected: tuple[Any, ...]
+) -> None:
+    assert check(scheduler=scheduler).scheduler is scheduler
+    assert signatures.call_scheduler(scheduler, "o", 9) == expected
+
+
+def test_a_class_asks_for_the_number_of_steps_by_name_only() -> None:
+    assert signatures.takes_steps(Warmup)
+    assert check(scheduler=Warmup).scheduler is Warmup
+    assert not signatures.takes_steps(torch.optim.lr_scheduler.StepLR)
+
+
 BY_HAND = "a module with this in its forward, or a function without arguments if it builds one"
 
 

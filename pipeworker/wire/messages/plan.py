@@ -35,6 +35,8 @@ class Described:
         notes: hints for the user about code that may not do what is intended.
         settings: torch's global settings that results depend on, as
             ``torch.get_default_dtype() = …``.
+        epoch_length: mini-batches in an epoch, from the worker with stage 0; 0 if unknown, or if
+            the number of steps does not depend on it.
     """
 
     rank: int
@@ -47,11 +49,13 @@ class Described:
     sources: tuple[Source, ...] = ()
     notes: tuple[str, ...] = ()
     settings: tuple[str, ...] = ()
+    epoch_length: int = 0
 
     def __post_init__(self) -> None:
         check_names(self.types, "names of types")
         check_names(self.notes, "notes", MOST_NOTES)
         check_names(self.settings, "settings")
+        check(self.epoch_length >= 0, f"an epoch of {self.epoch_length} mini-batches")
         check(len(self.sources) <= MOST_TYPES, f"{len(self.sources)} files")
         count = len(self.layers)
         check_names(self.names, "names of layers", count)
@@ -128,6 +132,7 @@ class Plan:
         ties: the tied weights with a place on its stages.
         evaluation: its actions for one micro-batch of a forward-only pass.
         types: the user's classes that all workers know; a channel sends an index in this list.
+        steps: the number of steps of the job, for its scheduler; 0 if unknown.
     """
 
     ranges: tuple[StageRange, ...]
@@ -136,6 +141,8 @@ class Plan:
     ties: tuple[Tie, ...]
     evaluation: str
     types: tuple[str, ...] = ()
+    steps: int = 0
 
     def __post_init__(self) -> None:
         check_names(self.types, "names of types")
+        check(self.steps >= 0, f"a job of {self.steps} steps")

@@ -73,6 +73,17 @@ class Reader:
         assert self._peeked  # empty data has raised
         return self._peeked
 
+    def measure(self) -> int:
+        """Begin the first epoch without reading; return its :attr:`length`.
+
+        Raises:
+            UserCodeError: the data raised an exception.
+        """
+        if self._epoch is None:
+            with self._stream.active():
+                self._begin(0)
+        return self.length
+
     def read(self) -> MicroBatches | None:
         """Return the next mini-batch, or None after the last epoch.
 

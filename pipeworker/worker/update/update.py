@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import inspect
 import math
+import warnings
 import zlib
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,7 +16,7 @@ from torch import nn
 from pipeworker.errors import UsageError, a_type
 from pipeworker.facts.layer_names import layer_of, numbered, split_numbered
 from pipeworker.job.file import JobFile
-from pipeworker.job.signatures import signature
+from pipeworker.job.signatures import call_scheduler, signature, takes_steps
 from pipeworker.wire.messages.step import Update
 from pipeworker.worker.blame import user_code
 from pipeworker.worker.internals import divide, multiply
@@ -34,7 +36,8 @@ class Updater:
 
     If several replicas each update a part of the weights, the optimizer gets the part of `replica`
     only; the other parts come from the other replicas. `first` is the index of the first layer in
-    the whole model, and `clip_value` bounds each element of the gradients.
+    the whole model, and `clip_value` bounds each element of the gradients. `steps` is the number of
+    steps of the job, 0 if unknown.
 
     Raises:
         UsageError: ``optimizer`` or ``scheduler`` returned something else.
@@ -43,6 +46,7 @@ class Updater:
         parameters: the stage's parameters that are not aliases of others.
         optimizer: what ``optimizer`` returned; None on a stage with nothing to train.
         scheduler: what ``scheduler`` returned, or None.
+        steps: the number of steps that the scheduler was made for; 0 if it takes none.
         shards: by replica, the parameters that it updates.
     """
 
@@ -57,12 +61,15 @@ class Updater:
         ties: Ties | None = None,
         replica: int = 0,
         replicas: int = 1,
+        steps: int = 0,
     ) -> None:
         self._all = list(nn.ModuleList(layers).parameters())  # each once
         self._ties, aliases = ties, ties.aliases if ties else ()
         self.parameters = [p for p in self._all if id(p) not in aliases]
         self.optimizer: torch.optim.Optimizer | None = None
         self.scheduler: Any = None
+        self.steps = steps if takes_steps(job.scheduler) else 0
+        self._make_scheduler = partial(call_scheduler, job.scheduler, steps=steps)
         self._by_epoch = job.scheduler_interval == "epoch"
         self._before_update = job.before_update
         self._layers = list(enumerate(layers, first))
@@ -101,8 +108,28 @@ class Updater:
         self.optimizer = built
         if job.scheduler is not None:
             with user_code("scheduler()", early=True):
-                self.scheduler = job.scheduler(built)
+                self.scheduler = self._make_scheduler(built)
             _check_schedules(self.scheduler, built)
+
+    def restart_scheduler(self, count: int) -> None:
+        """Make the scheduler again, as it is for this number of steps after `count` calls of step.
+
+        The learning rates begin with those that the parameter groups began with.
+
+        Raises:
+            UserCodeError: the scheduler raised.
+        """
+        assert self.optimizer
+        for group in self.optimizer.param_groups:
+            if isinstance(group["lr"], torch.Tensor):
+                group["lr"].fill_(group["initial_lr"])
+            else:
+                group["lr"] = group["initial_lr"]
+        with user_code("the scheduler"), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that the optimizer makes no step in between
+            self.scheduler = self._make_scheduler(self.optimizer)
+            for _ in range(count):
+                self.scheduler.step()
 
     @property
     def wants_metric(self) -> bool:
