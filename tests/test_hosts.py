@@ -128,10 +128,10 @@ def test_a_line_that_is_interrupted_again_and_again_changes_no_bit(
     monkeypatch: pytest.MonkeyPatch,
     side: int,
 ) -> None:
-    """No outage is as long as the timeout, but TCP would be silent for longer."""
+    """No outage, nor two with a gap, is as long as the timeout; TCP would be silent for longer."""
     monkeypatch.setenv(TOKEN, uuid.uuid4().hex)
     words = ("--microbatches", "4", "--steps", "5")
-    both = torchrun.nodes(*words, "--worker-timeout", "5", hosts=hosts, ranks=1, source=READS)
+    both = torchrun.nodes(*words, "--worker-timeout", "6", hosts=hosts, ranks=1, source=READS)
     until((jobs.folder / "reads").exists)
     for _ in range(4):
         hosts[side].cut_outgoing()

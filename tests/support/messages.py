@@ -13,7 +13,7 @@ from pipeworker.facts.failure import Cause, Failure
 from pipeworker.facts.limits import MOST_SAMPLES
 from pipeworker.facts.position import Phase, Position
 from pipeworker.facts.step import Batch, Evaluation
-from pipeworker.wire.messages.plan import Built, Described
+from pipeworker.wire.messages.plan import Built, Described, Plan, StageRange
 from pipeworker.wire.messages.presence import Heartbeat, Hello
 from pipeworker.wire.messages.step import Call, CallKind, EvaluationDone, Loaded, StepDone, Upcoming
 from pipeworker.wire.messages.store import StoreOperation, StoreRequest
@@ -66,6 +66,16 @@ MADE: dict[Any, st.SearchStrategy[Any]] = {
         _some(_texts),
         notes=_some(_texts),
         settings=_some(_texts),
+    ),
+    Plan: st.builds(
+        Plan,
+        _some(st.builds(StageRange, _ints, _ints, _ints, _texts)),
+        _some(_texts),
+        _some(_route),
+        _some(st.builds(Tie, _some(_weight, 1), _some(_ints))),
+        _texts,
+        _some(_texts),
+        _counts,
     ),
     Failure: st.builds(
         Failure,
