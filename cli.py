@@ -322,7 +322,10 @@ def checkpoint(run: Path) -> None:
     metavar="SIZE",
     help="Largest size of each file in a folder, as 500MB. [default: 5GB]",
 )
-def export(source: Path, out: str, dtype: str | None, shard_size: str | None) -> None:
+@click.option("--best", is_flag=True, help="The run's checkpoint with the best evaluation.")
+def export(
+    source: Path, out: str, dtype: str | None, shard_size: str | None, *, best: bool
+) -> None:
     """Write the weights of SOURCE to OUT, under the names of your own module.
 
     SOURCE is a checkpoint, or the directory of a run, whose newest checkpoint is exported.
@@ -337,7 +340,7 @@ def export(source: Path, out: str, dtype: str | None, shard_size: str | None) ->
     """
     from pipeworker.record.export import export_weights
 
-    done = export_weights(source, out, dtype, shard_size)
+    done = export_weights(source, out, dtype, shard_size, best=best)
     files = f" in {done.files} file{'s' * (done.files > 1)}, Hugging Face's layout"
     made = f"{out.rstrip('/')}/: a folder of" if done.folder else f"{out}:"
     click.echo(f"{made} {done.tensors} tensors{files * done.folder}")

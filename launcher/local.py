@@ -129,7 +129,8 @@ class Launch:
         if verdict is None:
             verdict = self._supervisor.own_verdict(time.monotonic() - started)
             try:
-                write_summary(self._run_dir, verdict, self._supervisor.stages)
+                stages = self._supervisor.stages
+                write_summary(self._run_dir, verdict, stages, self._options.best)
             except OSError as error:
                 self._show(lines.Warned(str(RecordError(located(self._run_dir.summary), error))))
         self._show(verdict)

@@ -13,7 +13,14 @@ import click
 from launcher.choose import CLUSTERS
 from launcher.command import Option
 from pipeworker.display.style import OUTPUTS
-from pipeworker.job.options import BACKENDS, CHECKPOINT_BUSY, DATA_READERS, DEVICES, PRECISIONS
+from pipeworker.job.options import (
+    BACKENDS,
+    BEST,
+    CHECKPOINT_BUSY,
+    DATA_READERS,
+    DEVICES,
+    PRECISIONS,
+)
 from pipeworker.plan.orders import ORDERS
 from pipeworker.plan.recompute import RECOMPUTE_MODES
 
@@ -188,6 +195,13 @@ JOB_PARAMETERS: list[click.Parameter] = [
             "What to do with a checkpoint that is due while another one is being written.",
         ),
         Option("--keep", "Number of checkpoints to keep.", int, default=2),
+        Option(
+            "--best",
+            "Figure of evaluation() by which the best checkpoint is kept too; max:accuracy where "
+            "more is better.",
+            default=BEST,
+            metavar="NAME",
+        ),
         Option(
             "--max-restarts",
             "Worker losses within an hour that the job recovers from.",

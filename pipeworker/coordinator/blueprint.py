@@ -11,6 +11,8 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
+from pipeworker.coordinator.effects import Commit
+from pipeworker.coordinator.steps.snapshots import Writing
 from pipeworker.errors import ProtocolError, UsageError
 from pipeworker.facts.connections import Skip, Tie
 from pipeworker.facts.layer_names import LayerNames
@@ -208,6 +210,18 @@ class Blueprint:
             text = texts[built.microbatches][placement.worker_of(rank)]
             messages.append(Advance(replace(run, actions=text), update, copy))
         return messages
+
+    def commit(self, written: Writing) -> Commit:
+        """Return the request to complete a checkpoint that all of its ranks have written."""
+        state, names = written.state, self.names
+        return Commit(
+            state.step,
+            state.scaler,
+            tuple(tuple(map(names.of_numbered, tie.names)) for tie in self.ties),
+            names.prefixes,
+            tuple(file for rank in sorted(written.files) for file in written.files[rank]),
+            state.evaluation,
+        )
 
     @property
     def has_run(self) -> bool:

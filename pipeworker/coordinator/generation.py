@@ -20,7 +20,7 @@ from typing import Any, ClassVar
 
 from pipeworker.coordinator import consistency, report
 from pipeworker.coordinator.blueprint import Blueprint
-from pipeworker.coordinator.effects import Commit, Discard, Dropped, Effect, Log
+from pipeworker.coordinator.effects import Discard, Dropped, Effect, Log
 from pipeworker.coordinator.ending import JobEnd, Status
 from pipeworker.coordinator.events import CheckpointEnded
 from pipeworker.coordinator.lifecycle import Lifecycle, State
@@ -101,7 +101,7 @@ class Generation(Lifecycle):
         self.progress.saved, self.progress.failed_saves = step, 0
         if self.state is not State.COMMITTING or step != self._step:
             return [Log(f"the checkpoint of step {step} is complete")]
-        if self.interrupted is not None and not self.loop.finished:
+        if self.interrupted is not None and (self.stopped.failure or not self.loop.finished):
             return self.over(self.stopped)
         return self._advance(Due(), now)
 
@@ -168,7 +168,9 @@ class Generation(Lifecycle):
             effects.append(Warned(f"{text}; the workers' logs list them"))
         if self._is_first and (shared := report.shared_accelerators(workers, self.placement.names)):
             effects.append(Warned(shared))
-        return [*effects, *self._advance(Due(can_save=self.interrupted is not None), now)]
+        is_best = self.progress.lacks_best  # the earlier workers had not written it
+        can_save = is_best or self.interrupted is not None
+        return [*effects, *self._advance(Due(can_save=can_save, is_best=is_best), now)]
 
     def _on_upcoming(self, member: Member, message: Upcoming, now: float) -> list[Effect]:
         """Make the schedule of a mini-batch of another size while the current one drains."""
@@ -226,16 +228,7 @@ class Generation(Lifecycle):
         if blocks:
             self.state = State.COMMITTING
         assert self.blueprint
-        state, names = writing.state, self.blueprint.names
-        commit = Commit(
-            state.step,
-            state.scaler,
-            tuple(tuple(map(names.of_numbered, tie.names)) for tie in self.blueprint.ties),
-            names.prefixes,
-            tuple(file for rank in sorted(writing.files) for file in writing.files[rank]),
-            state.evaluation,
-        )
-        return [commit]
+        return [self.blueprint.commit(writing)]
 
     def _check_batch(self, batch: Batch | None) -> None:
         """Raise ProtocolError if `batch` has more micro-batches than the job, or none."""
@@ -247,16 +240,19 @@ class Generation(Lifecycle):
 
     def _advance(self, due: Due, now: float) -> list[Effect]:
         """Perform what is due, then send the next command, or end, or save a checkpoint first."""
-        if due.failure:
+        if due.failure and not due.loses_nothing:
             return [*due.effects, *self.fail(due.failure)]
+        if due.failure:
+            self.interrupted, self.stopped = now, JobEnd(Status.FAILED, 1, due.failure)
         stops = due.can_save and self.interrupted is not None
         saved = self.progress.saved >= self.progress.steps
         if stops and saved:
             return [*due.effects, *self.over(self.stopped)]
         if due.can_save and saved:
             self.progress.save_requested = False
-        save_due = due.can_save and not saved and self._save_is_due(now)
-        blocks = stops or self.loop.finished or (save_due and self._save_blocks)
+        save_due = due.can_save and not saved and (due.is_best or self._save_is_due(now))
+        full = due.is_best and self.snapshots.checkpoint_slot is None  # it must not be skipped
+        blocks = stops or self.loop.finished or (save_due and (full or self._save_blocks))
         if due.must_save or (blocks and not saved):
             return self._save(due, now)
         command = self.loop.next(now)
@@ -373,7 +369,10 @@ class Generation(Lifecycle):
         blocks = self.state in (State.SAVING, State.COMMITTING) and step == self._step
         more = "retrying" if blocks else "training continues until the next one"
         effects.append(Warned(f"the checkpoint of step {step} failed: {text}; {more}"))
-        return [*effects, *self._save(Due(), now)] if blocks else effects
+        if blocks:
+            return [*effects, *self._save(Due(), now)]
+        self.progress.evaluations.lose([step])
+        return effects
 
     _Handler = Callable[["Generation", Member, Any, float], list[Effect]]
     ALWAYS: ClassVar[dict[type, _Handler]] = {

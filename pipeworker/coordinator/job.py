@@ -20,9 +20,11 @@ from pipeworker.coordinator.lifecycle import BEFORE_STEPS, State
 from pipeworker.coordinator.loss_scaler import LossScaler
 from pipeworker.coordinator.report import describe, with_location
 from pipeworker.coordinator.restart_policy import ElasticPolicy, RestartPolicy
+from pipeworker.coordinator.steps.evaluations import Evaluations
 from pipeworker.coordinator.steps.loop import CallLoop, FileLoop
 from pipeworker.coordinator.steps.progress import Progress, Start
 from pipeworker.coordinator.steps.snapshots import JobState, Snapshots
+from pipeworker.facts.criterion import Criterion
 from pipeworker.facts.failure import Cause, Failure
 from pipeworker.job.options import Options
 from pipeworker.plan.placement import Placement
@@ -85,9 +87,14 @@ class Job:
         self._restarts = RestartPolicy(limit, list(start.causes))
         scaler = LossScaler() if options.precision == "fp16" else None
         self._initial, self._layers = JobState(0, scaler), start.layers
+        evaluations = Evaluations(Criterion.parse(options.best))
         self.progress = Progress(
-            saved_at=started, recorded=start.recorded, evaluated=start.evaluated, saved=start.saved
+            saved_at=started, recorded=start.recorded, saved=start.saved, evaluations=evaluations
         )
+        for evaluation in start.evaluations:
+            self.progress.evaluated = max(evaluation.step, self.progress.evaluated)
+            evaluations.add(evaluation)
+        evaluations.keep_only(start.checkpoints)
         slots = SLOTS if replaceable and options.max_restarts else 1
         self.snapshots = Snapshots(slots, options.snapshot_every, cores)
         self.snapshots.last = start.snapshot
@@ -267,7 +274,9 @@ class Job:
         Workers of this one that are left are killed, so messages to them are not sent.
         """
         performed = [effect for effect in effects if not isinstance(effect, Send)]
-        discarded = [Discard(step) for step in self.snapshots.workers_lost()]
+        lost = self.snapshots.workers_lost()
+        discarded = [Discard(step) for step in lost]
+        self.progress.evaluations.lose(lost)
         if discarded:
             self.progress.save_requested = True
         at, causes = now, cause

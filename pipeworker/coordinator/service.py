@@ -275,19 +275,17 @@ def read_start(configuration: Configuration, options: Options, run_dir: RunDir) 
         fp16, step = options.precision == "fp16", found.step
         state = JobState(step, LossScaler(**found.scaler) if found.scaler and fp16 else None)
         on_disk = state, Restore(step, path)
-        start = Start(on_disk, None, found.layers.prefixes, step, step, step, causes)
+        start = Start(on_disk, None, found.layers.prefixes, step, saved=step, causes=causes)
+    evaluations = {row["step"]: Evaluation.of(row) for row in rows.read(run_dir.evaluation)}
+    checkpoints = frozenset(run_dir.checkpoint_steps())
+    start = replace(start, evaluations=(*evaluations.values(),), checkpoints=checkpoints)
     if not causes:
         return start
-    recorded, evaluated = _last_step(run_dir.metrics), _last_step(run_dir.evaluation)
+    recorded = int((rows.last(run_dir.metrics) or {}).get("step", 0))
     snapshot = configuration.snapshot
     last = None
     if snapshot and snapshot.step <= recorded:  # rows may have waited for room on a disk
         scaler = LossScaler(snapshot.scale, snapshot.good_steps) if snapshot.scale else None
         restore = Restore(snapshot.step, slot=snapshot.slot, ranks=snapshot.ranks)
-        last = JobState(snapshot.step, scaler), restore
-    return replace(start, snapshot=last, recorded=recorded, evaluated=evaluated, saved=saved)
-
-
-def _last_step(path: Path) -> int:
-    """Return the step of a file's last complete row, 0 if there is none."""
-    return int((rows.last(path) or {}).get("step", 0))
+        last = JobState(snapshot.step, scaler, evaluations.get(snapshot.step)), restore
+    return replace(start, snapshot=last, recorded=recorded, saved=saved)

@@ -30,6 +30,10 @@ class Commands:
         """Return the command that writes the run's weights to one file."""
         return shlex.join([*self.program, "export", run_dir, "weights.safetensors"])
 
+    def export_best(self, run_dir: str) -> str:
+        """Return the command that writes the weights of the best evaluation to one file."""
+        return shlex.join([*self.program, "export", "--best", run_dir, "best.safetensors"])
+
     def save(self, run_dir: str) -> str:
         """Return the command that has a running job write a checkpoint."""
         return shlex.join([*self.program, "checkpoint", run_dir])

@@ -21,12 +21,13 @@ from pipeworker.display.style import Style
 from pipeworker.display.summary import BubbleContext, Summary
 from pipeworker.display.text import duration, sanitize
 from pipeworker.errors import RecordError, UnreadableFile
+from pipeworker.facts.criterion import Criterion
 from pipeworker.facts.step import Evaluation, StepResult
 from pipeworker.job.option_parsing import format_by_origin
 from pipeworker.job.options import Options
 from pipeworker.plan.partition import sizes
 from pipeworker.record.metrics import rows
-from pipeworker.record.rundir import RunDir, located
+from pipeworker.record.rundir import RunDir, located, step_of
 from pipeworker.wire.lines import (
     Bound,
     FromCoordinator,
@@ -201,10 +202,12 @@ class LineDisplay:
         commands, done = self._style.commands, verdict.status == "done"
         more = further(verdict.steps, self._options.epochs) if done else None
         loss = self._last.loss if self._last and self._last.step == verdict.steps else None
-        best, saved = None, -1
+        criterion, best, saved, kept = Criterion.parse(self._options.best), None, -1, None
         with suppress(OSError, UnreadableFile):
             saved = run_dir.last_checkpoint_step()  # first: rows may be unreadable
-            best, row = rows.best(run_dir.evaluation), rows.last(run_dir.metrics) or {}
+            kept = run_dir.best_checkpoint(criterion)
+            best = criterion.best(rows.read(run_dir.evaluation))
+            row = rows.last(run_dir.metrics) or {}
             if loss is None and row.get("step") == verdict.steps:
                 loss = row.get("loss")  # this process may have been stopped when the step was sent
         return Summary(
@@ -212,9 +215,11 @@ class LineDisplay:
             path,
             self._bubble_context(),
             loss,
-            best,
+            (best["step"], criterion.name, best[criterion.name]) if best else None,
             (saved, located(run_dir.checkpoint(saved))) if saved >= 0 else None,
             commands.export(typed),
+            (step_of(kept), located(kept)) if kept else None,
+            commands.export_best(typed),
             commands.resume(typed, more),
             self._options.resume_step,
         )

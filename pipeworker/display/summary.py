@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from pipeworker.display.text import mebibytes, number
 from pipeworker.wire.lines import Verdict
@@ -67,9 +66,11 @@ class Summary:
 
     Attributes:
         loss: of the last step.
-        best: the row of the best evaluation.
+        best: the step of the best evaluation, the name of its figure, and the figure.
         checkpoint: the step and the path of the newest checkpoint.
         export: the command that exports its weights.
+        best_checkpoint: the step and the path of the checkpoint with the best evaluation.
+        export_best: the command that exports its weights.
         resume: the command that resumes the run.
         resumed_at: the steps that were done when the run was resumed.
     """
@@ -78,9 +79,11 @@ class Summary:
     path: str
     context: BubbleContext | None = None
     loss: float | None = None
-    best: dict[str, Any] | None = None
+    best: tuple[int, str, float] | None = None
     checkpoint: tuple[int, str] | None = None
     export: str = ""
+    best_checkpoint: tuple[int, str] | None = None
+    export_best: str = ""
     resume: str = ""
     resumed_at: int = 0
 
@@ -93,8 +96,10 @@ class Summary:
         steps = f"{verdict.steps} step{'s' * (verdict.steps != 1)}{now}"
         yield f"{verdict.status}: {steps} in {verdict.seconds:.1f} s"
         losses = [] if self.loss is None else [f"loss: {number(self.loss)}"]
-        if best := self.best:
-            losses.append(f"best evaluation: {number(best['loss'])}, after step {best['step']}")
+        if self.best:
+            at, name, value = self.best
+            figure = f"{'' if name == 'loss' else f'{name} '}{number(value)}"
+            losses.append(f"best evaluation: {figure}, after step {at}")
         if losses:
             yield ", ".join(losses)
         if context and verdict.busy:
@@ -108,6 +113,10 @@ class Summary:
             step, path = self.checkpoint
             yield f"weights: {path}{f', after step {step}' if step != verdict.steps else ''}"
             yield f"export: {self.export}"
+            if self.best_checkpoint and self.best_checkpoint != self.checkpoint:
+                step, path = self.best_checkpoint
+                yield f"best weights: {path}, after step {step}"
+                yield f"export them: {self.export_best}"
             yield f"{'train further' if verdict.status == 'done' else 'resume'}: {self.resume}"
         else:
             yield "weights: none, because no checkpoint was complete yet (--checkpoint-every)"

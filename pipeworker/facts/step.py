@@ -2,9 +2,18 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
-from pipeworker.facts.limits import MOST_MICROBATCHES, MOST_SAMPLES, check, check_names
+from pipeworker.facts.limits import (
+    LONGEST_NAME,
+    MOST_MICROBATCHES,
+    MOST_SAMPLES,
+    check,
+    check_names,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +87,18 @@ class Evaluation:
         check_names(self.names, "metrics")
         names, values = len(self.names), len(self.values)
         check(names == values, f"{names} names of metrics for {values} values")
+
+    @staticmethod
+    def of(row: Mapping[str, Any]) -> Evaluation:
+        """Return the result that a row holds; what is no metric is left out."""
+        found = {
+            name: value
+            for name, value in row.items()
+            if isinstance(value, float) and name != "loss" and len(name) <= LONGEST_NAME
+        }
+        loss = row.get("loss")
+        loss = loss if isinstance(loss, float) else math.nan
+        return Evaluation(row["step"], loss, tuple(found), tuple(found.values()))
 
     def row(self) -> dict[str, float]:
         """Return ``loss`` and the metrics by name."""

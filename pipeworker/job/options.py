@@ -16,6 +16,7 @@ from typing import Any, TypeVar, get_type_hints
 import msgspec
 
 from pipeworker.errors import ProtocolError, UsageError
+from pipeworker.facts.criterion import Criterion
 from pipeworker.plan.orders import Order, resolve
 from pipeworker.plan.partition import check_entries
 from pipeworker.plan.placement import Placement
@@ -32,6 +33,7 @@ MAX_REPLICAS = 1 << 8  # each is connected to each other
 MAX_MICROBATCHES = 1 << 20  # that messages can speak of
 EPOCH = "epoch"
 """A value for a number of steps: at each end of the data."""
+BEST = "loss"
 END = "end"
 """A value for an interval between checkpoints: there are none before the end."""
 EXCLUSIVE = {"steps": "epochs", "epochs": "steps"}
@@ -95,6 +97,7 @@ class Options:
         arguments: the words after ``--``, for the job file.
         epochs: None, as `steps`, for one pass over the data. A step ends with its epoch.
         balance: layers per stage; None to choose.
+        best: figure of evaluation passes by which the best checkpoint is kept, as ``max:accuracy``.
         checkpoint_every: steps or time between checkpoints, as ``30m``; ``end``: only at the end.
         init_from: absolute path of the weights that training begins with.
         own_loop: mini-batches come from calls of a script's own loop.
@@ -130,6 +133,7 @@ class Options:
     checkpoint_every: str = "30m"
     checkpoint_busy: str = "skip"
     keep: int = 2
+    best: str = BEST
     snapshot_every: int | None = None
     max_restarts: int = 3
     min_stages: int | None = None
@@ -162,6 +166,12 @@ class Options:
         if isinstance(self.evaluate_every, str) and self.evaluate_every != EPOCH:
             raise UsageError(
                 f"--evaluate-every {self.evaluate_every}: must be a number of steps, or {EPOCH}"
+            )
+        if not Criterion.parse(self.best).name:
+            raise UsageError(f"--best {self.best}: must name a figure, as loss or max:accuracy")
+        if self.best != BEST and not self.own_loop and not self.evaluate_every:
+            raise UsageError(
+                f"--best {self.best}: no evaluation is requested; add --evaluate-every"
             )
         if not self.init_strict and self.init_from is None:
             raise UsageError("--no-init-strict: no file is given; add --init-from")

@@ -113,7 +113,7 @@ class CoordinatorProcess:
         verdict = lines.Verdict("failed", status, self._steps, seconds, peaks, 0.0, error)
         self._verdict = verdict
         try:
-            write_summary(self._run.run_dir, verdict, placement.stages)
+            write_summary(self._run.run_dir, verdict, placement.stages, self._run.options.best)
         except OSError as failed:
             self._notify(lines.Warned(str(RecordError(located(self._run.run_dir.summary), failed))))
         return verdict

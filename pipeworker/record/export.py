@@ -18,6 +18,7 @@ from pipeworker.record.atomic_file import sync_file, temporary_path
 from pipeworker.record.checkpoint import Checkpoint
 from pipeworker.record.json_state import Tensors
 from pipeworker.record.manifest import WEIGHTS_INDEX, weights_index
+from pipeworker.record.run_record import find_best_checkpoint
 from pipeworker.record.rundir import find_checkpoint
 from pipeworker.record.tensor_file import TensorFile, file_layout, supports
 
@@ -48,19 +49,25 @@ class Exported:
 
 
 def export_weights(
-    source: Path, out: str | Path, dtype: str | None = None, shard_size: str | None = None
+    source: Path,
+    out: str | Path,
+    dtype: str | None = None,
+    shard_size: str | None = None,
+    *,
+    best: bool = False,
 ) -> Exported:
     """Write the weights of a run or checkpoint as a file or a folder.
 
     The result is complete when this returns; on an error the output is as it was before.
 
     Args:
-        source: a run directory or a checkpoint.
+        source: a run directory, whose newest checkpoint is exported, or a checkpoint.
         out: a ``.safetensors``, ``.pt`` or ``.pth`` file, or a folder in Hugging Face's layout:
             an existing folder, or a name that ends with ``/`` or has no ending.
         dtype: the dtype of all floating tensors, one of :data:`DTYPES`; None to cast nothing.
         shard_size: the most bytes of a file in a folder, as ``500MB``; None for Hugging Face's
             default.
+        best: export the checkpoint of the run with the best evaluation, by its option ``--best``.
 
     Raises:
         UsageError: there is no complete checkpoint, or it cannot be read; the arguments contradict
@@ -75,7 +82,7 @@ def export_weights(
         raise UsageError(f"--shard-size: {out} is one file; give a folder")
     most = shard_bytes(DEFAULT_SHARD_SIZE if shard_size is None else shard_size)
     try:
-        weights = _read(source, path)
+        weights = _read(source, path, best=best)
     except OSError as error:
         raise UnreadableFile(source, error) from None
     cast = _Cast(DTYPES[dtype] if dtype else None)
@@ -116,9 +123,9 @@ def _check_output(path: Path, out: str) -> bool:
     return folder
 
 
-def _read(source: Path, out: Path) -> Tensors:
+def _read(source: Path, out: Path, *, best: bool) -> Tensors:
     """Return all weights in model order; none is read yet."""
-    checkpoint = Checkpoint(find_checkpoint(source))
+    checkpoint = Checkpoint(find_best_checkpoint(source) if best else find_checkpoint(source))
     for file in checkpoint.manifest.files:
         path = checkpoint.path / file.name
         if out.exists() and path.exists() and out.samefile(path):

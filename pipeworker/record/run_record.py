@@ -19,11 +19,14 @@ import msgspec
 from msgspec import Meta
 
 from pipeworker.errors import UnreadableFile, UsageError
-from pipeworker.job.options import check_types
+from pipeworker.facts.criterion import Criterion
+from pipeworker.job.options import BEST, check_types
 from pipeworker.job.renamed import migrated
 from pipeworker.record.atomic_file import remove_partial_files, write_bytes, write_json
 from pipeworker.record.bounded_file import read_json
+from pipeworker.record.manifest import MANIFEST
 from pipeworker.record.metrics import rows
+from pipeworker.record.metrics.rows import Row
 from pipeworker.record.rundir import JOB, RunDir
 from pipeworker.wire.lines import Verdict
 
@@ -114,6 +117,11 @@ class RunRecord:
         return cls(run_dir, content, options)
 
     @property
+    def criterion(self) -> Criterion:
+        """The figure by which the best evaluation of the run is chosen."""
+        return Criterion.parse(self.options.get("best") or BEST)
+
+    @property
     def last(self) -> dict[str, Any]:
         """The entry of the last begin or resume."""
         resumed = self.content["resumed"]
@@ -171,15 +179,19 @@ class _Summary(msgspec.Struct):
     error: str | None
 
 
-def write_summary(run_dir: RunDir, verdict: Verdict, stages: int) -> None:
+def write_summary(run_dir: RunDir, verdict: Verdict, stages: int, by: str = BEST) -> None:
     """Write ``summary.json`` of a run that ended with this many stages, as its last writer.
 
     ``peak_memory_bytes`` has a figure for each worker: for each stage, unless workers hold several.
+    ``best`` has the evaluation that is the best by the figure of the option ``--best``, `by`.
 
     Raises:
         OSError: the file cannot be written, or the rows cannot be read.
     """
-    last, best = rows.last(run_dir.metrics) or {}, rows.best(run_dir.evaluation)
+    last, criterion = rows.last(run_dir.metrics) or {}, Criterion.parse(by)
+    row, best = criterion.best(rows.read(run_dir.evaluation)), {}
+    if row:
+        best = {"best_evaluation": row, "best": best_entry(run_dir, criterion, row)}
     remove_partial_files(run_dir.root)
     write_json(
         run_dir.summary,
@@ -191,12 +203,38 @@ def write_summary(run_dir: RunDir, verdict: Verdict, stages: int) -> None:
             "causes": list(verdict.causes),
             "seconds": verdict.seconds,
             "loss": last.get("loss"),
-            **({"best_evaluation": best} if best else {}),
+            **best,
             "peak_memory_bytes": list(verdict.peak_memory),
             "bubble": verdict.bubble,
             "error": verdict.error,
         },
     )
+
+
+def find_best_checkpoint(source: Path) -> Path:
+    """Return the checkpoint with the best evaluation of a run directory.
+
+    Raises:
+        UsageError: there is no run, or it has no such checkpoint.
+    """
+    if (source / MANIFEST).is_file():
+        raise UsageError(f"--best: {source} is a checkpoint; give the directory of its run")
+    record = RunRecord.read(RunDir(source))
+    found = record.run_dir.best_checkpoint(record.criterion)
+    if found is None:
+        raise UsageError(
+            f"--best: {source} has no checkpoint with an evaluation; leave the option out, and "
+            "train with --evaluate-every"
+        )
+    return found
+
+
+def best_entry(run_dir: RunDir, criterion: Criterion, row: Row) -> dict[str, Any]:
+    """Describe the best evaluation: its step, the figure, and the checkpoint if it has one."""
+    found = run_dir.checkpoint(row["step"])
+    path = str(found.relative_to(run_dir.root)) if found.is_dir() else None
+    value = criterion.value(row)
+    return {"step": row["step"], "name": criterion.name, "value": value, "path": path}
 
 
 def read_summary(run_dir: RunDir) -> dict[str, Any]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import math
 import os
 import re
 import shutil
@@ -14,6 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from pipeworker.errors import UsageError
+from pipeworker.facts.criterion import Criterion
 from pipeworker.record.atomic_file import (
     no_link,
     remove,
@@ -182,18 +182,24 @@ class RunDir:
 
     def last_checkpoint_step(self) -> int:
         """Return the step of the newest checkpoint, or -1 if there is none."""
-        paths = self.checkpoint_paths()
-        return int(paths[-1].name.removeprefix("step-")) if paths else -1
+        return max(self.checkpoint_steps(), default=-1)
 
-    def prune_checkpoints(self, keep: int) -> None:
-        """Remove all complete checkpoints but the newest `keep`.
+    def checkpoint_steps(self) -> list[int]:
+        """Return the steps of the folders named like complete checkpoints, in order."""
+        return [step_of(path) for path in self.checkpoint_paths()]
 
-        The checkpoint with the least loss in an evaluation stays as well; of equal ones the newest.
-        """
+    def best_checkpoint(self, criterion: Criterion) -> Path | None:
+        """Return the complete checkpoint with the best evaluation; None if none has any."""
+        rows = {path: _evaluation(path) for path in self.checkpoint_paths()}
+        best = criterion.best(rows.values())
+        return next((path for path, row in rows.items() if row is best), None)
+
+    def prune_checkpoints(self, keep: int, criterion: Criterion) -> None:
+        """Remove all complete checkpoints but the newest `keep` and the best one."""
         paths = self.checkpoint_paths()
         if len(paths) <= keep:
             return
-        best = min(reversed(paths), key=_evaluation_loss)
+        best = self.best_checkpoint(criterion)
         for path in paths[:-keep]:
             if path != best:  # a checkpoint that is half removed must not look complete
                 shutil.rmtree(path.rename(_renamed_for_removal(path)))
@@ -231,12 +237,16 @@ class RunDir:
                 folder.rmdir()
 
 
-def _evaluation_loss(checkpoint: Path) -> float:
-    """Return the loss of the evaluation after a checkpoint's step; infinite if there is none."""
+def step_of(checkpoint: Path) -> int:
+    """Return the step in the name of a complete checkpoint."""
+    return int(checkpoint.name.removeprefix("step-"))
+
+
+def _evaluation(checkpoint: Path) -> dict[str, float]:
+    """Return the row of the evaluation after a checkpoint's step; empty if there is none."""
     with suppress(UsageError, OSError):
-        loss = (Manifest.read(checkpoint / MANIFEST).evaluation or {}).get("loss", math.inf)
-        return loss if math.isfinite(loss) else math.inf
-    return math.inf
+        return Manifest.read(checkpoint / MANIFEST).evaluation or {}
+    return {}
 
 
 def find_checkpoint(source: Path) -> Path:

@@ -16,7 +16,7 @@ from pipeworker.record import lock
 from pipeworker.record.manifest import MANIFEST, Manifest
 from pipeworker.record.metrics import rows
 from pipeworker.record.metrics.rows import Row
-from pipeworker.record.run_record import RunRecord, read_summary
+from pipeworker.record.run_record import RunRecord, best_entry, read_summary
 from pipeworker.record.rundir import RunDir
 
 RUNNING, DONE, INTERRUPTED = "running", "done", "interrupted"
@@ -41,7 +41,7 @@ class Run:
         summary: ``summary.json``, or what is known of a run without one.
         last: the row of the last step; empty before the first step is done.
         evaluation: the row of the last evaluation pass.
-        best: the row of the evaluation pass with the smallest loss.
+        best: the row of the best evaluation pass, by the option ``--best``.
         checkpoints: the manifests of the complete ones by their paths, the oldest first.
     """
 
@@ -84,7 +84,7 @@ class Run:
                 summary,
                 rows.last(run_dir.metrics) or {},
                 rows.last(run_dir.evaluation),
-                rows.best(run_dir.evaluation),
+                record.criterion.best(rows.read(run_dir.evaluation)),
                 _checkpoints(run_dir),
             )
         except OSError as error:
@@ -94,6 +94,13 @@ class Run:
     def status(self) -> str:
         """``running``, or what the summary says: ``done``, ``failed`` or ``interrupted``."""
         return str(self.summary["status"])
+
+    @property
+    def best_weights(self) -> Path | None:
+        """The checkpoint with the best evaluation."""
+        evaluations = {p: m.evaluation or {} for p, m in self.checkpoints.items()}
+        best = self.record.criterion.best(evaluations.values())
+        return next((path for path, row in evaluations.items() if row is best), None)
 
     @property
     def steps(self) -> int:
@@ -130,6 +137,7 @@ class Run:
             "last": self.last or None,
             "evaluation": self.evaluation,
             "best_evaluation": self.best,
+            "best": self.best and best_entry(RunDir(self.path), self.record.criterion, self.best),
             **{name: self.summary[name] for name in _ENDING},
             "checkpoints": [
                 {"step": manifest.step, "path": str(path), "evaluation": manifest.evaluation}

@@ -35,13 +35,16 @@ def show(path: Path, *, as_json: bool = False) -> str:
     weights = str([*run.checkpoints][-1]) if run.checkpoints else None
     export = _commands(run).export(str(run.path)) if weights else None
     resume = _resume(run)
+    best = str(run.best_weights) if run.best_weights else None
     if as_json:
-        found = {**run.to_json(), "weights": weights, "export": export, "resume": resume}
-        return json.dumps(found, indent=2)
+        ways = {"weights": weights, "best_weights": best, "export": export, "resume": resume}
+        return json.dumps({**run.to_json(), **ways}, indent=2)
+    to_export_best = _commands(run).export_best(str(run.path)) if best else None
     save = _commands(run).save(str(run.path)) if run.status == RUNNING else None
     continuation = (
         ("weights", weights or "none: no checkpoint is complete yet"),
         ("to export", export),
+        *((("best weights", best), ("to export it", to_export_best)) if best != weights else ()),
         ("to save now", save),
         ("to resume", resume),
     )

@@ -17,7 +17,7 @@ from pipeworker.plan.actions import format_actions
 from pipeworker.plan.check import LiveMicroBatches, check
 from pipeworker.plan.orders import Order
 from pipeworker.plan.schedule import Schedule
-from pipeworker.wire.messages.checkpoint import Save
+from pipeworker.wire.messages.checkpoint import Copy, Save
 from pipeworker.wire.messages.directions import Advance
 from pipeworker.wire.messages.step import (
     Evaluate,
@@ -157,7 +157,7 @@ def test_an_evaluation_comes_after_the_update_and_before_the_next_step() -> None
     job.now += 5.0
     effects = job.evaluated(2)
     result = Evaluation(2, 0.5, ("accuracy",), (0.75,))
-    advance = Advance(RunStep(3, BATCH, True, ""), Evaluated(0.5))
+    advance = Advance(RunStep(3, BATCH, True, ""), Evaluated(0.5), Copy(2, 0, save=True))
     assert effects == [Send(b"w0", advance, 1), result, Send(b"w1", advance, 1)]
     job.now += 1.0
     row = of(job.step(3), StepResult)[0]

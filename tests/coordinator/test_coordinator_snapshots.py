@@ -194,7 +194,10 @@ def test_no_snapshot_is_taken_within_a_step() -> None:
 def test_a_snapshot_follows_the_evaluation_of_its_step() -> None:
     job = replaceable_job(evaluate_every=1).running()
     assert copied(job, 1) is None
-    assert copies(job.evaluated(1)) == [Copy(1, 0)] * 2
+    assert copies(job.evaluated(1)) == [Copy(1, 0, save=True)] * 2
+    job.saved()
+    assert copied(job, 2) is None
+    assert copies(job.evaluated(2)) == [Copy(2, 1)] * 2
 
 
 def test_a_snapshot_that_lacks_memory_causes_one_warning() -> None:

@@ -23,6 +23,7 @@ from support.coordinator import (
     ScriptedJob,
     commit,
     copies,
+    evaluation_of,
     messages_of,
     of,
     replaceable_job,
@@ -36,7 +37,7 @@ NAMES = tuple(map(str, range(len(LAYERS))))
 
 def resumed(scaler: LossScaler | None = None) -> Start:
     """Return a start from the checkpoint of step 7."""
-    return Start((JobState(7, scaler), DISK), None, NAMES, recorded=7, evaluated=7, saved=7)
+    return Start((JobState(7, scaler), DISK), None, NAMES, recorded=7, saved=7)
 
 
 def test_a_run_resumes_after_its_checkpoint() -> None:
@@ -149,11 +150,12 @@ def left(**more: Any) -> Start:
     """Return the start that a coordinator left at step 8, with a snapshot of step 5."""
     causes = ("the coordinator was killed",)
     snapshot = JobState(5), LEFT
-    return Start(snapshot=snapshot, recorded=8, evaluated=6, saved=4, causes=causes, **more)
+    return Start(snapshot=snapshot, recorded=8, saved=4, causes=causes, **more)
 
 
 def test_a_new_coordinator_resumes_from_the_last_snapshot() -> None:
-    job = replaceable_job(generation=2, start=left(), evaluate_every=3, steps=9)
+    start = left(evaluations=(evaluation_of(3), evaluation_of(6)), checkpoints=frozenset({3}))
+    job = replaceable_job(generation=2, start=start, evaluate_every=3, steps=9)
     job.join()
     assert [welcome.restore for welcome in job.sent(1, Welcome)] == [LEFT]
     job.describe()

@@ -21,9 +21,11 @@ SUMMARY = Summary(
     "/a/runs/x",
     BubbleContext(0.15, workers=2, cores=2, seconds=0.5),
     loss=0.25,
-    best={"step": 40, "loss": 0.5},
+    best=(40, "loss", 0.5),
     checkpoint=(60, "/a/runs/x/checkpoints/step-00000060"),
     export="pipeworker export it",
+    best_checkpoint=(40, "/a/runs/x/checkpoints/step-00000040"),
+    export_best="pipeworker export --best it",
     resume="pipeworker launch --resume it",
 )
 
@@ -42,6 +44,8 @@ def test_results_and_continuation() -> None:
         "peak memory by worker: 1, 3 MiB",
         "weights: /a/runs/x/checkpoints/step-00000060",
         "export: pipeworker export it",
+        "best weights: /a/runs/x/checkpoints/step-00000040, after step 40",
+        "export them: pipeworker export --best it",
         "train further: pipeworker launch --resume it",
         "run directory: /a/runs/x",
     ]
@@ -70,6 +74,7 @@ def test_unknown_facts_are_left_out() -> None:
         context=None,
         loss=None,
         best=None,
+        best_checkpoint=None,
         checkpoint=(50, "/a/step-00000050"),
     ) == [
         "interrupted: 60 steps in 12.3 s",
@@ -80,6 +85,10 @@ def test_unknown_facts_are_left_out() -> None:
     ]
     assert "loss: 0.2500" in ended(best=None)
     assert "best evaluation: 0.5000, after step 40" in ended(loss=None)
+    better = "best evaluation: accuracy 0.9000, after step 60"
+    newest = ended(loss=None, best=(60, "accuracy", 0.9), best_checkpoint=SUMMARY.checkpoint)
+    assert better in newest
+    assert not any("best weights" in line for line in newest)
     assert "peak memory by worker: ?, 2 MiB" in ended(peak_memory=(0, 2**21))
 
 
@@ -136,12 +145,12 @@ def shown(run_dir: RunDir) -> list[str]:
 
 
 def test_the_best_evaluation_of_the_whole_run(tmp_path: Path) -> None:
-    """Evaluations before the run was resumed count; of equally good ones the newest is best."""
+    """Evaluations before the run was resumed count; of equally good ones the first is best."""
     run_dir = RunDir(tmp_path)
     assert not any("best evaluation" in line for line in shown(run_dir))
     rows = '{"step": 1, "loss": 0.5}\n{"step": 2, "loss": 0.25}\n{"step": 3, "loss": 0.25}\n'
     run_dir.evaluation.write_text(rows + '{"step": 4, "loss": NaN}\n{"step": 5, "lo')
-    assert "best evaluation: 0.2500, after step 3" in shown(run_dir)
+    assert "best evaluation: 0.2500, after step 2" in shown(run_dir)
 
 
 def test_the_loss_of_the_last_step_on_record(tmp_path: Path) -> None:

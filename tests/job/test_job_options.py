@@ -75,6 +75,8 @@ def test_json_round_trip(made: Options) -> None:
         ("epochs", 2**63, "--epochs 9223372036854775808: must be 9223372036854775807 or less"),
         ("epochs", 0, "--epochs 0: must be 1 or more"),
         ("evaluate_every", 0, "--evaluate-every 0: must be 1 or more"),
+        ("best", "max:", "--best max:: must name a figure, as loss or max:accuracy"),
+        ("best", "a", "--best a: no evaluation is requested; add --evaluate-every"),
         ("evaluate_every", "step", "--evaluate-every step: must be a number of steps, or epoch"),
         ("init_strict", False, "--no-init-strict: no file is given; add --init-from"),
         ("clip_grad_norm", 0.0, "--clip-grad-norm 0.0: must be greater than 0"),

@@ -14,6 +14,7 @@ from safetensors.torch import save_file
 
 from pipeworker.errors import UsageError
 from pipeworker.facts.checkpoint_file import CheckpointFile
+from pipeworker.facts.criterion import Criterion
 from pipeworker.facts.layer_names import LayerNames
 from pipeworker.record import atomic_file, manifest, run_record, rundir
 from pipeworker.record.atomic_file import open_file
@@ -136,7 +137,7 @@ def saved(run: RunDir, losses: dict[int, float | str | None]) -> list[int]:
         atomic_file.write_json(run.checkpoint(step) / "manifest.json", made.to_json())
         if isinstance(loss, str):
             (run.checkpoint(step) / "manifest.json").write_text(loss)
-    run.prune_checkpoints(2)
+    run.prune_checkpoints(2, Criterion("loss"))
     return [int(path.name.removeprefix("step-")) for path in run.checkpoint_paths()]
 
 
@@ -148,7 +149,7 @@ def saved(run: RunDir, losses: dict[int, float | str | None]) -> list[int]:
         ({1: None, 2: None, 3: None}, [2, 3]),
         ({1: 3.0, 2: 1.0, 3: 2.0, 4: 5.0, 5: None}, [2, 4, 5]),
         ({1: 3.0, 2: 2.0, 3: 1.0}, [2, 3]),
-        ({1: 1.0, 2: 1.0, 3: 2.0, 4: 2.0}, [2, 3, 4]),  # of equal ones, the newest
+        ({1: 1.0, 2: 1.0, 3: 2.0, 4: 2.0}, [1, 3, 4]),  # of equal ones, the first
         ({1: math.nan, 2: -math.inf, 3: 7.0, 4: None, 5: math.nan}, [3, 4, 5]),
         ({1: "damaged", 2: 7.0, 3: "", 4: None, 5: None}, [2, 4, 5]),
         ({99_999_999: 1.0, 100_000_000: 2.0, 100_000_001: 3.0}, [99_999_999, *_LATE]),
@@ -211,9 +212,13 @@ def test_the_summary_is_read_as_it_was_written(tmp_path: Path) -> None:
     verdict = Verdict("failed", 1, 4, 1.5, (1, 2), 0.25, "lost")
     run_record.write_summary(run, verdict, 2)
     assert run_record.read_summary(run)["loss"] is None
-    assert "best_evaluation" not in run_record.read_summary(run)
+    assert not {"best_evaluation", "best"} & run_record.read_summary(run).keys()
     run.metrics.write_text('{"step": 3, "loss": 2.0}\n{"step": 4, "loss": 1.0}\n')
     run.evaluation.write_text('{"step": 2, "loss": 3.0, "x": 1}\n{"step": 4, "loss": 4.0}\n')
+    run.checkpoint(4).mkdir(parents=True)
+    run_record.write_summary(run, verdict, 2, "max:loss")
+    entry = {"step": 4, "name": "loss", "value": 4.0, "path": "checkpoints/step-00000004"}
+    assert run_record.read_summary(run)["best"] == entry
     run_record.write_summary(run, verdict, 2)
     assert json.loads(run.summary.read_text()) == run_record.read_summary(run)
     assert run_record.read_summary(run) == {
@@ -225,6 +230,7 @@ def test_the_summary_is_read_as_it_was_written(tmp_path: Path) -> None:
         "seconds": 1.5,
         "loss": 1.0,
         "best_evaluation": {"step": 2, "loss": 3.0, "x": 1},
+        "best": {"step": 2, "name": "loss", "value": 3.0, "path": None},
         "peak_memory_bytes": [1, 2],
         "bubble": 0.25,
         "error": "lost",

@@ -125,6 +125,8 @@ def test_a_run_that_is_done(begin: Callable[..., RunDir], tmp_path: Path) -> Non
         "checkpoints": "step-00000002  loss 0.5000 in evaluation, the best\nstep-00000004",
         "weights": str(made.checkpoint(4)),
         "to export": f"pipeworker export {path} weights.safetensors",
+        "best weights": str(made.checkpoint(2)),
+        "to export it": f"pipeworker export --best {path} best.safetensors",
         "to resume": f"pipeworker launch --resume --run-dir {path} --steps 8 {tmp_path}/net.py",
     }
     assert started.startswith("2026-05-0")
@@ -143,6 +145,8 @@ def test_the_same_as_json(begin: Callable[..., RunDir], tmp_path: Path) -> None:
     assert found["options"].items() > found["changed_options"].items()
     assert (found["status"], found["steps"], found["loss"]) == ("done", 4, 0.25)
     assert found["best_evaluation"] == {"step": 4, "loss": 0.5, "accuracy": 0.25}
+    best = {"step": 4, "name": "loss", "value": 0.5, "path": "checkpoints/step-00000004"}
+    assert (found["best"], found["best_weights"]) == (best, str(made.checkpoint(4)))
     assert found["checkpoints"] == [
         {
             "step": 4,

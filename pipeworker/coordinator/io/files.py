@@ -15,6 +15,7 @@ from typing import Any
 from pipeworker.coordinator.effects import Commit
 from pipeworker.coordinator.io.parent import ParentProcess
 from pipeworker.errors import RecordError
+from pipeworker.facts.criterion import Criterion
 from pipeworker.facts.layer_names import LayerNames
 from pipeworker.facts.step import Evaluation, StepResult
 from pipeworker.host.descriptors import DescriptorReserve
@@ -118,7 +119,7 @@ class RunFiles:
         for path, rows in self._rows.items():
             if (text := _error_of(path, rows.sync)) and verdict.status == "done":
                 verdict = _failed(verdict, text)
-        write = partial(write_summary, self.run_dir, verdict, stages)
+        write = partial(write_summary, self.run_dir, verdict, stages, self.options.best)
         text = _error_of(self.run_dir.summary, partial(self.descriptors.run, write))
         if text and verdict.status == "done":
             return _failed(verdict, text)
@@ -128,7 +129,8 @@ class RunFiles:
 
     def remove_old_checkpoints(self) -> None:
         """Remove checkpoints beyond those to keep; failing to do so does not end the job."""
-        prune = partial(self.run_dir.prune_checkpoints, self.options.keep)
+        criterion = Criterion.parse(self.options.best)
+        prune = partial(self.run_dir.prune_checkpoints, self.options.keep, criterion)
         self._remove("an old checkpoint", prune)
 
     def remove_unfinished(self) -> None:

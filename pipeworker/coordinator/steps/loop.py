@@ -47,14 +47,18 @@ class Due:
         can_save: whether the job may save or stop here: no step is half done, and no evaluation of
             the last one follows.
         must_save: whether a checkpoint is written here, even if there is one of this step.
+        is_best: whether the evaluation of this step is the best, so that its checkpoint is kept.
         failure: the failure by which the job ends, if any.
+        loses_nothing: whether the job saves a checkpoint before it ends by the failure.
     """
 
     update: Update | Evaluated | None = None
     effects: tuple[Effect, ...] = ()
     can_save: bool = False
     must_save: bool = False
+    is_best: bool = False
     failure: Failure | None = None
+    loses_nothing: bool = False
 
 
 def common_batch(placement: Placement, by_rank: Sequence[Batch | None], step: int) -> Batch | None:
@@ -205,7 +209,26 @@ class FileLoop(_Loop):
         new = evaluation.step > progress.evaluated
         progress.evaluation = evaluation
         progress.evaluated = max(evaluation.step, progress.evaluated)
-        return Due(Evaluated(evaluation.loss), (evaluation,) if new else (), can_save=True)
+        is_best = progress.evaluations.add(evaluation)
+        return Due(
+            Evaluated(evaluation.loss),
+            (evaluation,) if new else (),
+            can_save=True,
+            is_best=is_best,
+            failure=self._lacking(evaluation),
+            loses_nothing=progress.started,
+        )
+
+    def _lacking(self, evaluation: Evaluation) -> Failure | None:
+        """Return the failure of a job whose evaluation has no figure that ``--best`` names."""
+        names, evaluations = [*evaluation.row()], self._progress.evaluations
+        if evaluations.best is not None or evaluations.criterion.name in names:
+            return None
+        text = (
+            f"--best {self._options.best}: the evaluation has no such figure; use one of "
+            f"{', '.join(names)}, with max: before it if more is better"
+        )
+        return Failure(Cause.USAGE, text)
 
     def next(self, now: float) -> RunStep | Evaluate | Wait | Finish | None:
         """Return the next command, or None while waiting for calls from the user's loop."""

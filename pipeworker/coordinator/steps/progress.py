@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from pipeworker.coordinator.loss_scaler import LossScaler
+from pipeworker.coordinator.steps.evaluations import Evaluations
 from pipeworker.coordinator.steps.snapshots import JobState
+from pipeworker.facts.criterion import Criterion
 from pipeworker.facts.step import Evaluation, StepResult
 from pipeworker.wire.messages.checkpoint import Restore
 
@@ -20,7 +22,9 @@ class Start:
         on_disk: the checkpoint that the workers begin with; None for the initial weights.
         snapshot: the last snapshot of an earlier coordinator, which may be newer.
         layers: the names of the checkpoint's layers.
-        recorded: as in :class:`Progress`, like `evaluated` and `saved`.
+        recorded: as in :class:`Progress`, like `saved`.
+        evaluations: the evaluation passes that are recorded.
+        checkpoints: the steps of all complete checkpoints.
         causes: the causes of all restarts so far.
     """
 
@@ -28,7 +32,8 @@ class Start:
     snapshot: tuple[JobState, Restore] | None = None
     layers: tuple[str, ...] = ()
     recorded: int = 0
-    evaluated: int = 0
+    evaluations: tuple[Evaluation, ...] = ()
+    checkpoints: frozenset[int] = frozenset()
     saved: int = -1
     causes: tuple[str, ...] = ()
 
@@ -42,7 +47,8 @@ class Progress:
         attempts: generations begun.
         recorded: the last step whose row is recorded; a step that is repeated after a loss gives
             the same row, which is not recorded again.
-        evaluated: the last step whose evaluation is recorded.
+        evaluated: the last step whose evaluation is recorded; -1 if there is none.
+        evaluations: the evaluation passes up to the last completed step.
         saved: the step of the last checkpoint, -1 if there is none.
         saved_at: the time at which the last checkpoint was begun.
         failed_saves: checkpoints that failed since the last complete one.
@@ -55,7 +61,8 @@ class Progress:
     evaluation: Evaluation | None = None
     attempts: int = 0
     recorded: int = 0
-    evaluated: int = 0
+    evaluated: int = -1
+    evaluations: Evaluations = field(default_factory=lambda: Evaluations(Criterion("loss")))
     saved: int = -1
     saved_at: float = 0.0
     save_requested: bool = False
@@ -93,9 +100,15 @@ class Progress:
         """Return whether a step up to `step` is in no checkpoint."""
         return step > max(0, self.saved)
 
+    @property
+    def lacks_best(self) -> bool:
+        """Whether the evaluation of the current step is the best, and is in no checkpoint yet."""
+        return self.evaluations.kept == self.steps and self.saved < self.steps
+
     def roll_back(self, state: JobState) -> None:
         """Return to an earlier state; later steps will be repeated."""
         self.steps, self.scaler, self.evaluation = state.step, state.scaler, state.evaluation
+        self.evaluations.roll_back(state.step)
 
     def complete_step(self, result: StepResult, busy: Sequence[float], *, overflow: bool) -> None:
         """Record a step; `busy` is the seconds that each worker of a replica computed."""

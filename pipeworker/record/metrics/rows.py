@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import json
-import math
 import os
 from collections import deque
 from collections.abc import Iterator
@@ -125,20 +124,6 @@ def reversed_lines(path: Path) -> Iterator[bytes]:
             block *= 2  # a line of any length is read in linear time
         if rest:
             yield rest
-
-
-def best(path: Path) -> Row | None:
-    """Return the row with the least loss, of equal ones the last; None if no loss is finite."""
-    found: Row | None = None
-    for row in read(path):
-        loss = row.get("loss")
-        if (
-            isinstance(loss, (int, float))
-            and -math.inf < loss < math.inf  # a number may be too long for a float
-            and (found is None or loss <= found["loss"])
-        ):
-            found = row
-    return found
 
 
 def parse(line: bytes) -> Row | None:

@@ -1,10 +1,9 @@
-"""Files of rows: writing, reading, the last row and the best one."""
+"""Files of rows: writing, reading, and the last row."""
 
 from __future__ import annotations
 
 import errno
 import json
-import math
 import os
 from pathlib import Path
 from typing import Any
@@ -102,21 +101,3 @@ def test_lines_that_are_not_rows_are_skipped(tmp_path: Path) -> None:
     assert [row["step"] for row in rows.read(path)] == [1, 2]
     assert rows.last(path) == {"step": 2}
     assert list(rows.read(tmp_path / "none")) == []
-
-
-@pytest.mark.parametrize(
-    ("losses", "best"),
-    [
-        ([], None),
-        ([3.0, 1.0, 2.0], 2),
-        ([1, 1.0, 2.0], 2),  # of equal ones, the last
-        ([math.nan, math.inf, -math.inf], None),
-        ([math.nan, 5.0, None, "0", 10**4000], 2),
-    ],
-)
-def test_best_is_the_row_with_the_least_loss(
-    tmp_path: Path, losses: list[Any], best: int | None
-) -> None:
-    made = [{"step": step, "loss": loss} for step, loss in enumerate(losses, 1)]
-    found = rows.best(wrote(tmp_path / "x", *made, {"step": 99}))
-    assert (found and found["step"]) == best

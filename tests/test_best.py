@@ -1,0 +1,72 @@
+"""The best weights of a run: kept, named at its end, exported, and found again after a resume."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import torch
+from click.testing import CliRunner
+from safetensors.torch import load_file
+
+import cli
+from pipeworker.record.checkpoint import Checkpoint
+from support.jobs import Jobs
+from support.sources import JOB
+
+SOURCE = (
+    JOB.replace("lr=0.1", "lr=0.01")
+    + """
+    def evaluation():
+        return list(data())[:2]
+
+    def metrics(output, target):
+        return {"accuracy": (output.argmax(1) == target).float().mean()}
+"""
+)
+WORDS = ("--stages", "2", "--microbatches", "4")
+
+
+def check(run: Path, last: int) -> Path:
+    """Check that the checkpoints are those of the last step and of the best; return the latter."""
+    rows = map(json.loads, (run / "evaluation.jsonl").read_text().splitlines())
+    losses = {row["step"]: row["loss"] for row in rows}
+    best = max(losses, key=lambda step: losses[step])
+    names = sorted(path.name for path in (run / "checkpoints").iterdir())
+    assert names == [f"step-{step:08d}" for step in sorted({best, last})]
+    entry = json.loads((run / "summary.json").read_text())["best"]
+    path = f"checkpoints/step-{best:08d}"
+    assert entry == {"step": best, "name": "loss", "value": losses[best], "path": path}
+    assert best < last
+    return run / path
+
+
+def test_the_best_weights_of_a_run_and_of_its_resume(jobs: Jobs, tmp_path: Path) -> None:
+    words = (*WORDS, "--evaluate-every", "1", "--best", "max:loss", "--keep", "1")
+    run = jobs.train(*words, "--steps", "5", source=SOURCE)
+    best = check(run.path, 5)
+    assert f"best weights: {best}, after step {int(best.name[5:])}" in run.stdout
+    out = tmp_path / "best.safetensors"
+    done = CliRunner().invoke(cli.main, ["export", "--best", str(run.path), str(out)])
+    assert done.exit_code == 0, done.output
+    weights, expected = load_file(out), Checkpoint(best).weights()
+    assert weights.keys() == expected.keys()
+    assert all(torch.equal(weights[name], expected[name]) for name in expected)
+    more = ("launch", "--resume", "--run-dir", str(run.path), "--steps", "8", "job.py")
+    assert jobs.pipeworker(*more).returncode == 0
+    check(run.path, 8)
+    plain = jobs.train(*WORDS, "--steps", "8", source=SOURCE)
+    weights = Checkpoint(run.path / "checkpoints" / "step-00000008").weights()
+    assert all(torch.equal(weights[name], plain.weights[name]) for name in weights)
+
+
+def test_a_wrong_source_of_the_best_weights_is_named(jobs: Jobs, tmp_path: Path) -> None:
+    def refused(source: Path) -> str:
+        words = ["export", "--best", str(source), str(tmp_path / "x.pt")]
+        return str(CliRunner().invoke(cli.main, words).output)
+
+    assert f"{tmp_path}: not the directory of a run" in refused(tmp_path)
+    run = jobs.train(*WORDS, "--steps", "1").path
+    assert f"--best: {run} has no checkpoint with an evaluation" in refused(run)
+    path = run / "checkpoints" / "step-00000001"
+    assert f"--best: {path} is a checkpoint; give the directory of its run" in refused(path)
