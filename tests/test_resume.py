@@ -174,3 +174,44 @@ def test_a_late_mistake_loses_no_steps(jobs: Jobs) -> None:
     assert [row["step"] for row in done.metrics] == [*range(1, 7)]
     whole = jobs.train("--stages", "1", *words, source=SLIP.replace("maen", "mean"))
     assert_same(done, whole)
+
+
+LOADER = """
+    import torch
+    from torch import nn
+    from torch.utils.data import DataLoader, Dataset
+
+    class Noisy(Dataset):
+        def __len__(self):
+            return 20
+
+        def __getitem__(self, index):
+            with open("loaded", "a") as file:
+                file.write(".")
+            return torch.randn(4) + index, index % 3
+
+    def model():
+        return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3))
+
+    def loss(output, target):
+        return nn.functional.cross_entropy(output, target)
+
+    def optimizer(params):
+        return torch.optim.AdamW(params, lr=1e-2)
+
+    def data():
+        return DataLoader(Noisy(), batch_size=4, shuffle=True)
+"""
+
+
+def test_a_resumed_run_does_not_load_items_again(jobs: Jobs) -> None:
+    """Five mini-batches of four items an epoch; the run is cut within the second one."""
+    words = ("--microbatches", "2")
+    uncut = jobs.train("--stages", "1", *words, "--steps", "9", source=LOADER)
+    loaded = jobs.folder / "loaded"
+    loaded.unlink()
+    cut = jobs.train("--stages", "2", *words, "--steps", "8", source=LOADER)
+    done = resumed(jobs, cut, "--stages", "1", "--steps", "9")
+    assert done.status == 0, done.stderr
+    assert_same(done, uncut)
+    assert len(loaded.read_text()) == 9 * 4

@@ -21,6 +21,8 @@ _PATTERN = {
 }
 """The arguments with which each name of a job is called."""
 NAMES = tuple(_PATTERN)
+_MAY_START = ("data", "evaluation")
+"""Names that may take the number of mini-batches to skip."""
 _MAY_BE_CLASSES = ("model", "data", "evaluation", "optimizer", "scheduler")
 """Names whose call returns an instance."""
 
@@ -28,6 +30,28 @@ _MAY_BE_CLASSES = ("model", "data", "evaluation", "optimizer", "scheduler")
 def pattern(name: str) -> str:
     """Return how a name of a job is called: ``loss(output, target)``."""
     return f"{name}({', '.join(_PATTERN[name])})"
+
+
+def with_start(data: Callable[..., Any]) -> Callable[[int], Any] | None:
+    """Return `data` as a function of the mini-batches to skip; None if it is called without.
+
+    It takes their number in a parameter ``start``, or in the only one that it requires.
+    """
+    found = signature(data)
+    parameter = found.parameters.get("start") if found else None
+    if found is None or (parameter is not None and parameter.kind in _ANY_NUMBER):
+        return None
+    if parameter is not None and parameter.kind is not parameter.POSITIONAL_ONLY:
+        return (lambda start: data(start=start)) if _binds(found, start=0) else None
+    return data if not _binds(found) and _binds(found, 0) and not isinstance(data, type) else None
+
+
+def _binds(found: inspect.Signature, *positional: Any, **named: Any) -> bool:
+    try:
+        found.bind(*positional, **named)
+    except TypeError:
+        return False
+    return True
 
 
 def signature(function: Any) -> inspect.Signature | None:
@@ -44,6 +68,8 @@ def job_error(name: str, value: Any) -> str:
         return ""
     how, fits = pattern(name), accepts(value, len(_PATTERN[name]))
     fits = fits or (name == "scheduler" and takes_steps(value))
+    if name in _MAY_START:
+        how, fits = f"{how} or {name}(start)", fits or with_start(value) is not None
     if not isinstance(value, type):
         return "" if fits else f"is {format_signature(value)}; make it callable as {how}"
     if name not in _MAY_BE_CLASSES:
@@ -114,11 +140,7 @@ def accepts(function: Callable[..., Any], count: int) -> bool:
     found = signature(function)
     if found is None:
         return True
-    try:
-        found.bind(*[None] * count)
-    except TypeError:
-        return False
-    return True
+    return _binds(found, *[None] * count)
 
 
 def format_signature(function: Any) -> str:

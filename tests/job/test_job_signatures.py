@@ -84,9 +84,9 @@ def check(**names: Any) -> job_file.JobFile:
         ("model", nn.Sequential, "is the class Sequential; give an instance that has layers"),
         ("model", OneInput, "model() returned an OneInput"),
         ("model", nn.Linear, "is the class Linear(in_features, out_features, ...); give an inst"),
-        ("data", lambda n: [], "is <lambda>(n); make it callable as data()"),
+        ("data", lambda n, m: [], "is <lambda>(n, m); make it callable as data() or data(start)"),
         ("data", torch.utils.data.DataLoader, "is the class DataLoader(dataset, ...); give an in"),
-        ("evaluation", lambda n: [], "make it callable as evaluation()"),
+        ("evaluation", lambda n, m: [], "make it callable as evaluation()"),
         ("optimizer", torch.optim.SGD([nn.Parameter(torch.ones(1))]), "that makes it on each sta"),
     ],
 )

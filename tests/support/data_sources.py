@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import json
 import random
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -11,6 +12,8 @@ from typing import Any
 import numpy as np
 import torch
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, RandomSampler
+
+from pipeworker.record.json_state import pack, unpack
 
 LENGTH = 2
 EPOCHS = 3
@@ -26,6 +29,13 @@ def pair(*numbers: float) -> tuple[torch.Tensor, torch.Tensor]:
     drawn = torch.rand(()).item(), random.random(), np.random.rand()
     x = torch.tensor([[*drawn, *numbers]], dtype=torch.float64)
     return x, x[:, 0]
+
+
+def round_trip(position: Any) -> Any:
+    """Return a position as a checkpoint restores it."""
+    tensors: dict[str, torch.Tensor] = {}
+    text = json.dumps(pack(position, tensors, "data"))
+    return unpack(json.loads(text), {name: value.clone() for name, value in tensors.items()})
 
 
 def batches() -> Iterator[Any]:

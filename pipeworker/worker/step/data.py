@@ -18,7 +18,7 @@ from pipeworker.plan.partition import block, sizes
 from pipeworker.worker.internals import pytree
 from pipeworker.worker.stage import rng
 from pipeworker.worker.stage.values import distinct_tensors
-from pipeworker.worker.step.epoch import END, Epoch, validate_position
+from pipeworker.worker.step.epoch import END, Epoch, Way, validate_position
 from pipeworker.worker.transport.layout import aligned_copy
 
 _MOST = 2**63
@@ -112,9 +112,12 @@ class Reader:
                 raise UsageError(self._why_empty(epoch.number))
         return self.split(item)
 
-    def _begin(self, number: int, position: Mapping[str, Any] = MappingProxyType({})) -> Epoch:
+    def _begin(
+        self, number: int, position: Mapping[str, Any] = MappingProxyType({}), way: Way = Way.SKIP
+    ) -> Epoch:
+        self._epoch = None  # no process of its loader is left when the next ones are forked
         self._stream.restart(self.seed_of(self.seed, number))
-        self._epoch = Epoch(self.data, self._name, number, self._stream, position)
+        self._epoch = Epoch(self.data, self._name, number, self._stream, position, way)
         return self._epoch
 
     def iterate_epoch(self) -> Iterator[MicroBatches]:
@@ -148,15 +151,14 @@ class Reader:
         position = validate_position(position)
         number, read = position["epoch"], position["read"]
         with self._stream.active():
-            epoch = self._epoch
             peeked = self._peeked if not number and "source" not in position else None
             self._peeked = None
-            if epoch and peeked and (epoch.one_shot or "began" not in position):
+            plain = position.keys() == {"epoch", "read"}
+            if self._epoch and peeked and (self._epoch.one_shot or plain):
                 self._peeked = peeked if not read else None
+                self._epoch.skip(read - self._epoch.count)
             else:
-                epoch = self._begin(number, position)
-            if "source" not in position:
-                epoch.skip(read - epoch.count)
+                any(self._begin(number, position, way).reached for way in Way)
 
     def _why_empty(self, epoch: int) -> str:
         if epoch == 0:

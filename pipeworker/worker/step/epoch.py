@@ -6,164 +6,66 @@ A position is plain data with these entries:
 - ``read``: number of mini-batches read in that epoch.
 - ``began``: states of the user's own generators when the epoch began, if there are any.
 
-On resume, the mini-batches before the position are read again and dropped. A stateful source, with
-``state_dict`` and ``load_state_dict``, is not read again; its position also has:
+These say how random numbers continue, if the mini-batches before the position can be skipped:
+
+- ``random``: states of the random stream.
+- ``drawn``: states of the user's own generators.
+- ``processes``: states of the streams of a loader's processes, if it has some and they are needed.
+- ``previous``: ``random`` and ``drawn`` one mini-batch earlier, for ``data(start)``.
+
+A stateful source, with ``state_dict`` and ``load_state_dict``, has ``random``, ``drawn`` and:
 
 - ``source``: its state.
 - ``over``: whether it is exhausted.
-- ``drawn``: states of its generators.
-- ``random``: states of the random stream.
+
+Mini-batches of any other source are read again and dropped.
 """
 
 from __future__ import annotations
 
 import copy
-import random
 import reprlib
-import sys
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from enum import Enum, auto
+from functools import partial
 from typing import Any, NoReturn
 
-import numpy as np
 import torch
 from torch.utils.data import DataLoader, RandomSampler
 
 from pipeworker.errors import UsageError, a_type
+from pipeworker.job.signatures import with_start
 from pipeworker.worker.blame import user_code
 from pipeworker.worker.stage import rng
-
-Generators = dict[str, Any]
-"""The user's own random generators that data may draw from, each once, by where it was found.
-
-A loader, its sampler or its dataset may have one, and so may the module that defines one of them.
-The data of an epoch depends on what was drawn from them in the epochs before."""
-
-_INVALID_POSITION = "the position in the data: {}; resume from another checkpoint"
-_FAULTS = (RuntimeError, TypeError, ValueError, LookupError, OverflowError)
-_GENERATORS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
-_INDICES = {"pos": 624, "buffer_pos": 4}
-"""Entries of a NumPy state that NumPy does not check, and the maximum of each."""
-
-
-def generators_of_function(function: Any) -> Generators:
-    """Return the generators of the module that defines a function, and of a method's object."""
-    owner = getattr(function, "__self__", function)
-    return _distinct([*_module("function", function), ("function", owner)])
-
-
-def generators_of_source(source: Any) -> Generators:
-    """Return the generators of an iterable, of a loader's parts, and of their modules."""
-    parts = list(_parts(source))
-    modules = [found for place, part in parts for found in _module(place, part)]
-    return _distinct([*parts, *modules])
-
-
-def _parts(source: Any) -> Iterator[tuple[str, Any]]:
-    yield "data", source
-    dataset = getattr(source, "dataset", None)
-    if not hasattr(dataset, "load_state_dict"):  # else it saves its own
-        yield "dataset", dataset
-    yield "sampler", getattr(source, "sampler", None)
-    batches = getattr(source, "batch_sampler", None)
-    yield "batch_sampler", batches
-    yield "batch_sampler.sampler", getattr(batches, "sampler", None)
-
-
-def _module(place: str, thing: Any) -> list[tuple[str, Any]]:
-    module = sys.modules.get(str(getattr(thing, "__module__", None)))
-    return [(f"{place}:module", module)] if module else []
-
-
-def _distinct(places: list[tuple[str, Any]]) -> Generators:
-    found: Generators = {}
-    seen: set[int] = set()
-    for place, thing in places:
-        attributes = getattr(thing, "__dict__", None)
-        for name, value in attributes.items() if isinstance(attributes, dict) else ():
-            kind = type(value)
-            if issubclass(kind, _GENERATORS) and kind is not random.SystemRandom:
-                if id(value) not in seen:
-                    found[f"{place}.{name}"] = value
-                seen.add(id(value))
-    return found
-
-
-def generator_states(found: Generators) -> dict[str, Any]:
-    """Return the state of each generator, as plain data."""
-    return {name: _state(generator) for name, generator in found.items()}
-
-
-def _state(generator: Any) -> Any:
-    if isinstance(generator, random.Random):
-        return generator.getstate()
-    if isinstance(generator, np.random.RandomState):
-        return generator.get_state(legacy=False)
-    if isinstance(generator, np.random.Generator):
-        return generator.bit_generator.state
-    return generator.get_state()
-
-
-def restore_states(found: Generators, states: Any) -> None:
-    """Restore the result of :func:`generator_states`; skip a name that only one of the two has.
-
-    Raises:
-        UsageError: a state does not fit its generator.
-    """
-    for name, generator in found.items():
-        with _rejecting_faults(name):
-            if name in states:
-                _restore_state(generator, states[name])
-
-
-def _restore_state(generator: Any, state: Any) -> None:
-    if isinstance(generator, random.Random):
-        generator.setstate(state)
-    elif isinstance(generator, np.random.RandomState):
-        generator.set_state(_checked_state(state))
-    elif isinstance(generator, np.random.Generator):
-        generator.bit_generator.state = _checked_state(state)
-    else:
-        generator.set_state(state)
-
-
-def restore_stream(stream: rng.Stream, states: Any) -> None:
-    """Restore the states of the stream, which is active.
-
-    Raises:
-        UsageError: the value is not a set of states of a stream.
-    """
-    with _rejecting_faults("the stream"):
-        if states[2] is not None:
-            _checked_state(states[2])
-        stream.continue_from(states)
-
-
-@contextmanager
-def _rejecting_faults(name: str) -> Iterator[None]:
-    try:
-        yield
-    except _FAULTS as error:
-        why = f"{name} rejects its state ({error!r:.200})"
-        raise UsageError(_INVALID_POSITION.format(why)) from None
-
-
-def _checked_state(state: Any) -> Any:
-    if not isinstance(state, dict):
-        raise TypeError(f"it is a {type(state).__name__}")
-    words = {**state, **state["state"]} if isinstance(state["state"], dict) else state
-    for name, most in _INDICES.items():
-        if not 0 <= words.get(name, 0) <= most:
-            raise ValueError(f"{name} is {words[name]!r}")
-    return state
-
+from pipeworker.worker.step.generators import (
+    INVALID_POSITION,
+    Generators,
+    equal_states,
+    generator_states,
+    generators_of_function,
+    generators_of_source,
+    restore_states,
+    restore_stream,
+)
+from pipeworker.worker.step.loader import AdvancedLoader, is_map_style
+from pipeworker.worker.step.reread import Reread
 
 END = object()
 """The marker after the last mini-batch."""
 
 _MOST = 2**63 - 1
-_WITH_STATE = {"source", "over", "drawn", "random"}
-_ENTRIES = {"began": dict, "source": object, "over": bool, "drawn": dict, "random": tuple}
+_STATES = {"drawn", "random"}
+_WITH_STATE = {"source", "over", *_STATES}
+_ENTRIES: dict[str, Any] = {
+    "began": dict,
+    "source": object,
+    "over": bool,
+    "drawn": dict,
+    "random": tuple,
+    "processes": torch.Tensor,
+    "previous": dict,
+}
 
 
 def validate_position(position: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -174,7 +76,7 @@ def validate_position(position: Mapping[str, Any]) -> Mapping[str, Any]:
     """
 
     def reject(why: str) -> NoReturn:
-        raise UsageError(_INVALID_POSITION.format(why))
+        raise UsageError(INVALID_POSITION.format(why))
 
     if not isinstance(position, Mapping):
         reject(f"it is a {type(position).__name__}")
@@ -185,38 +87,69 @@ def validate_position(position: Mapping[str, Any]) -> Mapping[str, Any]:
     for name, value in position.items():
         if name not in ("epoch", "read") and not isinstance(value, _ENTRIES.get(name, ())):
             reject(f"{reprlib.repr(name)} is {reprlib.repr(value)}")
-    if len(_WITH_STATE & position.keys()) not in (0, len(_WITH_STATE)):
-        reject(f"it has not all of {', '.join(sorted(_WITH_STATE))}")
+    needed = _STATES if {"source", "over"}.isdisjoint(position) else _WITH_STATE
+    if len(needed & position.keys()) not in (0, len(needed)):
+        reject(f"it has not all of {', '.join(sorted(needed))}")
+    previous = position.get("previous")
+    if previous is not None and not previous.keys() >= _STATES:
+        reject(f"'previous' has not all of {', '.join(sorted(_STATES))}")
     return position
+
+
+class Way(Enum):
+    """A way to reach a position in data; the next one is tried where one does not fit the data."""
+
+    SKIP = auto()
+    """What is drawn before the first mini-batch is drawn as at the beginning of the epoch."""
+    CONTINUE = auto()
+    """``data(start)`` alone: all that its iteration draws continues what was drawn before."""
+    READ = auto()
+    """All mini-batches of the epoch are read again."""
 
 
 class Epoch:
     """A pass over data; it is created and used while the random stream of the data is active.
 
-    At a position in this epoch (empty for none) a stateful source resumes; any other begins again
-    with its generators restored.
+    It begins at a position in this epoch, unless that is empty. The caller has restarted the random
+    stream.
 
     Attributes:
-        count: number of mini-batches read.
+        count: number of mini-batches read or skipped.
+        reached: whether `way` leads to the position.
         stateful: whether the source has ``state_dict`` and ``load_state_dict``.
         one_shot: whether the source is an iterator, which cannot be started again.
     """
 
     def __init__(
-        self, data: Any, name: str, number: int, stream: rng.Stream, position: Mapping[str, Any]
+        self,
+        data: Any,
+        name: str,
+        number: int,
+        stream: rng.Stream,
+        position: Mapping[str, Any],
+        way: Way = Way.SKIP,
     ) -> None:
         self.number = number
         self.count = 0
+        self.reached = True
         self._name = name
         self._stream = stream
         self._ended = False
         self._state_before_read: dict[str, Any] = {}  # of a stateful source
+        self._recent: deque[dict[str, Any]] = deque(maxlen=3)
+        """States after the last mini-batches, if some of the epoch can be skipped."""
+        self._loader: AdvancedLoader | None = None
+        start = with_start(data) if callable(data) else None
+        continues = way is Way.CONTINUE and start is not None
+        skips = "random" in position and (way is Way.SKIP or continues)
+        # One mini-batch of data(start) is read again, to see whether it draws what it drew before.
+        first = max(0, position["read"] - 1) if skips and "previous" in position and start else 0
         began = position.get("began", {})
         with user_code(f"{name}()"):
             found = generators_of_function(data) if callable(data) else {}
             restore_states(found, began)
             self._began = generator_states(found)
-            source = self._source = data() if callable(data) else data
+            source = self._source = _source(data, start, first)
             self.stateful = hasattr(source, "state_dict") and hasattr(source, "load_state_dict")
             loader = isinstance(source, DataLoader)
             if loader or not self.stateful:  # other stateful sources save their own generators
@@ -228,7 +161,12 @@ class Epoch:
             self._loader_generators = found if loader else {}
             if "source" in position:
                 self._load(position["source"])
-            self._iterator = self._iterate(source)
+            elif first and continues:
+                self._continue_from(position["previous"])
+            by_number = is_map_style(source) or not hasattr(source, "__iter__")
+            self._by_number = by_number and not self.stateful and start is None
+            self._takes_start = start is not None and not self.stateful
+            self._iterator = self._iterate(source, position if skips else {})
             self.one_shot = self._iterator is data
         if "source" in position:
             restore_states(self._loader_generators, position["drawn"])
@@ -236,6 +174,13 @@ class Epoch:
             self.count = position["read"]
             # A source in its final state may yield nothing, or begin its next epoch.
             self._ended = position["over"]
+        elif first:
+            self._repeat_last(position)
+        elif skips and self._by_number:
+            self._skip_to(position)
+        else:
+            self._recent.append(self._states())
+            self.skip(position.get("read", 0) - self.count)
 
     def _load(self, state: Any) -> None:
         if not self.stateful:
@@ -245,15 +190,53 @@ class Epoch:
             )
         self._source.load_state_dict(copy.deepcopy(state))
 
-    def _iterate(self, source: Any) -> Iterator[Any]:
+    def _iterate(self, source: Any, position: Mapping[str, Any]) -> Iterator[Any]:
+        """Return an iterator, at a position if the source can begin there."""
+        read = position.get("read", 0) if self._by_number else 0
+        if self._by_number and isinstance(source, DataLoader):
+            processes = position.get("processes")
+            # Without a reference to this object: a cycle would keep the loader's processes alive.
+            watch = partial(_states, self._all_generators, self._stream)
+            self._loader = AdvancedLoader(source, read, processes, watch)
+            self.count = self._loader.skipped
+            return self._loader.iterator
         if hasattr(source, "__iter__"):
             return iter(source)
         if hasattr(source, "__getitem__"):
-            return (source[index] for index in range(len(source)))
+            self.count = min(read, len(source))
+            return (source[index] for index in range(self.count, len(source)))
         raise UsageError(
             f"{self._name}(): gave {a_type(source)}; return an iterable of (input, target) "
             "mini-batches"
         )
+
+    def _skip_to(self, position: Mapping[str, Any]) -> None:
+        """Continue at a position; the source was advanced as far as it can be."""
+        if self._loader is not None and not (
+            self._loader.complete and _is_unambiguous(self._loader.reached, position)
+        ):
+            self.reached = False
+            return
+        self.skip(position["read"] - self.count)
+        self._continue_from(position)
+        self._recent = deque([_states_of(position)], maxlen=3)
+
+    def _repeat_last(self, position: Mapping[str, Any]) -> None:
+        """Read the mini-batch before a position again; see whether the same numbers are drawn.
+
+        The processes of a loader draw numbers that are not seen here.
+        """
+        self.count = position["read"] - 1
+        self._recent.append(_states_of(position["previous"]))
+        same = self.next_batch() is not END and equal_states(self._states(), _states_of(position))
+        self.reached = same and not getattr(self._source, "num_workers", 0)
+
+    def _states(self) -> dict[str, Any]:
+        return _states(self._all_generators, self._stream)
+
+    def _continue_from(self, states: Mapping[str, Any]) -> None:
+        restore_states(self._all_generators, states["drawn"])
+        restore_stream(self._stream, states["random"])
 
     @property
     def length(self) -> int:
@@ -273,20 +256,24 @@ class Epoch:
             item = next(self._iterator, END)
         self._ended = item is END
         self.count += not self._ended
+        if not self._ended and (self._by_number or self._takes_start):
+            self._recent.append(self._states())
         return item
 
     def skip(self, count: int) -> None:
-        """Read `count` mini-batches and drop them.
+        """Read `count` mini-batches and drop them; report the progress if that takes long.
 
         Raises:
             UsageError: the epoch has fewer.
         """
-        for _ in range(count):
+        progress = Reread(f"{self._name}()", count)
+        for number in range(count):
             if self.next_batch() is END:
                 raise UsageError(
                     f"{self._name}(): gave {self.count} mini-batches in epoch {self.number}, fewer "
                     "than were read before the checkpoint; resume with the same data"
                 )
+            progress.show(number + 1)
 
     def rewind(self) -> None:
         """Restore the user's own generators to their states at the beginning of the epoch."""
@@ -299,7 +286,19 @@ class Epoch:
             position["began"] = self._began
         if self.stateful:
             position |= self._state_before_read if before_last else self._source_state()
+        elif position["read"] and (self._by_number or self._takes_start):
+            position |= self._states_at(position["read"], before_last)
         return position
+
+    def _states_at(self, read: int, before_last: bool) -> dict[str, Any]:
+        """Return the entries by which a position can be skipped to; none if that is impossible."""
+        *_, previous, states = (None, *self._recent)[: len(self._recent) + 1 - before_last]
+        if states is None or (self._takes_start and previous is None):
+            return {}
+        if self._takes_start:
+            return {**states, "previous": previous}
+        processes = self._loader.recorded(read) if self._loader is not None else {}
+        return {} if processes is None else states | processes
 
     def _source_state(self) -> dict[str, Any]:
         """Return the entries of a position that a stateful source needs to resume here."""
@@ -313,3 +312,32 @@ class Epoch:
             own = {name: drawn for name, drawn in own.items() if drawn is not sampler.generator}
         drawn = generator_states(own)
         return {"source": state, "over": over, "drawn": drawn, "random": self._stream.states()}
+
+
+def _source(data: Any, start: Callable[[int], Any] | None, first: int) -> Any:
+    if start is not None:
+        return start(first)
+    return data() if callable(data) else data
+
+
+def _states(generators: Generators, stream: rng.Stream) -> dict[str, Any]:
+    return {"drawn": generator_states(generators), "random": stream.states()}
+
+
+def _states_of(position: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: position[name] for name in sorted(_STATES)}
+
+
+def _is_unambiguous(reached: tuple[Any, Any] | None, position: Mapping[str, Any]) -> bool:
+    """Return whether a sampler gave the numbers that it gave while items were loaded as well.
+
+    It did if it drew only before its first number, or no item drew from the same generator.
+    """
+    if reached is None:
+        return True
+    first, last = ({**found["drawn"], **dict(enumerate(found["random"]))} for found in reached)
+    loaded = {**position["drawn"], **dict(enumerate(position["random"]))}
+    return all(
+        equal_states(first[name], state) or equal_states(state, loaded.get(name))
+        for name, state in last.items()
+    )

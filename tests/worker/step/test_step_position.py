@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 import random
 from typing import Any
 
@@ -12,7 +11,6 @@ import pytest
 import torch
 
 from pipeworker.errors import UsageError
-from pipeworker.record.json_state import pack, unpack
 from pipeworker.worker.blame import UserCodeError
 from pipeworker.worker.stage.rng import seed_all
 from pipeworker.worker.step.data import Reader
@@ -26,6 +24,7 @@ from support.data_sources import (
     OneShot,
     Stateful,
     batches,
+    round_trip,
     shuffled,
 )
 
@@ -54,13 +53,6 @@ def equal(seen: Seen, expected: Seen) -> bool:
         epoch == other and torch.equal(x, y)
         for (epoch, x), (other, y) in zip(seen, expected, strict=True)
     )
-
-
-def round_trip(position: Any) -> Any:
-    """Return a position as a checkpoint restores it."""
-    tensors: dict[str, torch.Tensor] = {}
-    text = json.dumps(pack(position, tensors, "data"))
-    return unpack(json.loads(text), {name: value.clone() for name, value in tensors.items()})
 
 
 @pytest.mark.parametrize("kind", KINDS)

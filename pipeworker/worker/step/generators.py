@@ -1,0 +1,211 @@
+"""The user's own random generators that data draws from, and their states."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import random
+import sys
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from types import FunctionType, MethodType, ModuleType
+from typing import Any
+
+import numpy as np
+import torch
+
+from pipeworker.errors import UsageError
+from pipeworker.worker.stage import rng
+
+Generators = dict[str, Any]
+"""The user's own random generators that data may draw from, each once, by where it was found.
+
+A loader, its sampler or its dataset may have one, and so may the module that defines one of them.
+The data of an epoch depends on what was drawn from them in the epochs before."""
+
+INVALID_POSITION = "the position in the data: {}; resume from another checkpoint"
+_FAULTS = (RuntimeError, TypeError, ValueError, LookupError, OverflowError)
+_GENERATORS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
+_LEAVES = (*_GENERATORS, type, ModuleType, torch.Tensor, np.ndarray, str, bytes, int, float)
+_MOST_OBJECTS, _MOST_ITEMS = 1000, 100
+"""Objects whose contents are searched for generators, and items of a list or dict."""
+_INDICES = {"pos": 624, "buffer_pos": 4}
+"""Entries of a NumPy state that NumPy does not check, and the maximum of each."""
+
+
+def generators_of_function(function: Any) -> Generators:
+    """Return the generators of the module that defines a function, and of a method's object."""
+    owner = getattr(function, "__self__", function)
+    return _distinct([*_module("function", function), ("function", owner)])
+
+
+def generators_of_source(source: Any) -> Generators:
+    """Return the generators of an iterable, of a loader's parts, and of their modules."""
+    parts = list(_parts(source))
+    modules = [found for place, part in parts for found in _module(place, part)]
+    loading = [(place, part) for place, part in parts if place in ("dataset", "collate_fn")]
+    if not hasattr(source, "__iter__"):  # a map-style dataset
+        loading.append(("data", source))
+    return _distinct([*parts, *modules, *_nested(loading)])
+
+
+def generators_of_loading(dataset: Any, collate: Any) -> Generators:
+    """Return the generators that the loading of items may draw from, in a loader's process."""
+    parts = [("dataset", dataset), ("collate_fn", collate)]
+    modules = [found for place, part in parts for found in _module(place, part)]
+    return _distinct([*parts, *modules, *_nested(parts)])
+
+
+def _parts(source: Any) -> Iterator[tuple[str, Any]]:
+    yield "data", source
+    dataset = getattr(source, "dataset", None)
+    if not hasattr(dataset, "load_state_dict"):  # else it saves its own
+        yield "dataset", dataset
+    yield "sampler", getattr(source, "sampler", None)
+    batches = getattr(source, "batch_sampler", None)
+    yield "batch_sampler", batches
+    yield "batch_sampler.sampler", getattr(batches, "sampler", None)
+    yield "collate_fn", getattr(source, "collate_fn", None)
+
+
+def _module(place: str, thing: Any) -> list[tuple[str, Any]]:
+    module = sys.modules.get(str(getattr(thing, "__module__", None)))
+    return [(f"{place}:module", module)] if module else []
+
+
+def _nested(places: list[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
+    """Yield the objects inside of others, as the transforms of a dataset, nearest first.
+
+    The search is limited: a dataset may have a list of a million samples.
+    """
+    queue, seen = deque(places), {id(thing) for _, thing in places}
+    for _ in range(_MOST_OBJECTS):
+        if not queue:
+            return
+        place, thing = queue.popleft()
+        for name, value in _contents(thing):
+            if id(value) not in seen and not issubclass(type(value), _LEAVES):
+                seen.add(id(value))
+                queue.append((f"{place}.{name}", value))
+                yield queue[-1]
+
+
+def _contents(thing: Any) -> Iterator[tuple[str, Any]]:
+    """Yield what an object refers to. Only its own type is asked: a proxy may pretend another."""
+    kind = type(thing)
+    if kind in (list, tuple):
+        yield from ((str(index), value) for index, value in enumerate(thing[:_MOST_ITEMS]))
+    elif kind is dict:
+        yield from (
+            (str(key), value) for key, value in itertools.islice(thing.items(), _MOST_ITEMS)
+        )
+    elif kind is functools.partial:
+        yield from (("func", thing.func), ("args", thing.args), ("keywords", thing.keywords))
+    elif kind is MethodType:
+        yield "__self__", thing.__self__
+    elif kind is FunctionType:
+        for name, cell in zip(thing.__code__.co_freevars, thing.__closure__ or (), strict=True):
+            with suppress(ValueError):  # it has no value yet
+                yield name, cell.cell_contents
+    else:
+        attributes = getattr(thing, "__dict__", None)
+        if isinstance(attributes, dict):
+            yield from list(attributes.items())
+
+
+def _distinct(places: list[tuple[str, Any]]) -> Generators:
+    found: Generators = {}
+    seen: set[int] = set()
+    for place, thing in places:
+        for name, value in _contents(thing):
+            kind = type(value)
+            if issubclass(kind, _GENERATORS) and kind is not random.SystemRandom:
+                if id(value) not in seen:
+                    found[f"{place}.{name}"] = value
+                seen.add(id(value))
+    return found
+
+
+def generator_states(found: Generators) -> dict[str, Any]:
+    """Return the state of each generator, as plain data."""
+    return {name: _state(generator) for name, generator in found.items()}
+
+
+def _state(generator: Any) -> Any:
+    if isinstance(generator, random.Random):
+        return generator.getstate()
+    if isinstance(generator, np.random.RandomState):
+        return generator.get_state(legacy=False)
+    if isinstance(generator, np.random.Generator):
+        return generator.bit_generator.state
+    return generator.get_state()
+
+
+def restore_states(found: Generators, states: Any) -> None:
+    """Restore the result of :func:`generator_states`; skip a name that only one of the two has.
+
+    Raises:
+        UsageError: a state does not fit its generator.
+    """
+    for name, generator in found.items():
+        with rejecting_faults(name):
+            if name in states:
+                _restore_state(generator, states[name])
+
+
+def _restore_state(generator: Any, state: Any) -> None:
+    if isinstance(generator, random.Random):
+        generator.setstate(state)
+    elif isinstance(generator, np.random.RandomState):
+        generator.set_state(_checked_state(state))
+    elif isinstance(generator, np.random.Generator):
+        generator.bit_generator.state = _checked_state(state)
+    else:
+        generator.set_state(state)
+
+
+def restore_stream(stream: rng.Stream, states: Any) -> None:
+    """Restore the states of the stream, which is active.
+
+    Raises:
+        UsageError: the value is not a set of states of a stream.
+    """
+    with rejecting_faults("the stream"):
+        if states[2] is not None:
+            _checked_state(states[2])
+        stream.continue_from(states)
+
+
+@contextmanager
+def rejecting_faults(name: str) -> Iterator[None]:
+    try:
+        yield
+    except _FAULTS as error:
+        why = f"{name} rejects its state ({error!r:.200})"
+        raise UsageError(INVALID_POSITION.format(why)) from None
+
+
+def _checked_state(state: Any) -> Any:
+    if not isinstance(state, dict):
+        raise TypeError(f"it is a {type(state).__name__}")
+    words = {**state, **state["state"]} if isinstance(state["state"], dict) else state
+    for name, most in _INDICES.items():
+        if not 0 <= words.get(name, 0) <= most:
+            raise ValueError(f"{name} is {words[name]!r}")
+    return state
+
+
+def equal_states(state: Any, other: Any) -> bool:
+    """Return whether two states, as plain data, are equal."""
+    if isinstance(state, torch.Tensor) or isinstance(other, torch.Tensor):
+        return type(state) is type(other) and torch.equal(state, other)
+    if isinstance(state, np.ndarray) or isinstance(other, np.ndarray):
+        return type(state) is type(other) and np.array_equal(state, other)
+    if isinstance(state, dict) and isinstance(other, dict):
+        return state.keys() == other.keys() and all(
+            equal_states(value, other[name]) for name, value in state.items()
+        )
+    if isinstance(state, (tuple, list)) and isinstance(other, (tuple, list)):
+        return len(state) == len(other) and all(map(equal_states, state, other))
+    return bool(state == other)

@@ -1,0 +1,246 @@
+"""Mini-batches before a position are not loaded again, and those behind it have the equal bits."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import DataLoader, Dataset, RandomSampler, Sampler
+
+from pipeworker.errors import UsageError
+from pipeworker.worker.stage.rng import seed_all
+from pipeworker.worker.step.data import Reader
+from support.data_sources import pair, round_trip, together
+
+SAMPLES, BATCH = 18, 3
+LENGTH = SAMPLES // BATCH
+loaded = torch.zeros(SAMPLES, dtype=torch.int64).share_memory_()  # type: ignore[no-untyped-call]
+"""How often each item was loaded, in any process."""
+
+
+class Items(Dataset[Any]):
+    """Items that draw from every generator of the stream, and from one inside of a transform."""
+
+    def __init__(self, generator: Any = None) -> None:
+        self.transforms = [lambda: generator.random() if generator else 0]
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __getitem__(self, index: int) -> Any:
+        loaded[index] += 1
+        return pair(index, self.transforms[0]())
+
+
+class Plain(Items):
+    """Items that draw nothing."""
+
+    def __getitem__(self, index: int) -> Any:
+        loaded[index] += 1
+        x = torch.tensor([[float(index)]])
+        return x, x[:, 0]
+
+
+class Pairs(Items):
+    """A map-style dataset whose items are the mini-batches."""
+
+    def __len__(self) -> int:
+        return LENGTH
+
+
+class Lazy(Sampler[int]):
+    """A sampler that draws each number from the stream from which the items draw."""
+
+    def __iter__(self) -> Iterator[int]:
+        return (random.randrange(SAMPLES) for _ in range(SAMPLES))
+
+
+class Chunks(Lazy):
+    """A sampler that draws a chunk of numbers at once."""
+
+    def __iter__(self) -> Iterator[int]:
+        for _ in range(0, SAMPLES, 4):
+            yield from torch.randint(SAMPLES, (4,)).tolist()
+
+
+def loader(dataset: Any = None, **options: Any) -> DataLoader[Any]:
+    words = {"batch_size": BATCH, "collate_fn": together, **options}
+    return DataLoader(dataset or Items(), **words)
+
+
+def seeded() -> torch.Generator:
+    return torch.Generator().manual_seed(2)
+
+
+def with_replacement() -> DataLoader[Any]:
+    sampler = RandomSampler(range(SAMPLES), replacement=True, num_samples=40, generator=seeded())
+    return loader(sampler=sampler)
+
+
+def shuffles_first(start: int) -> Iterator[Any]:
+    for index in torch.randperm(LENGTH)[start:].tolist():
+        x = torch.tensor([[float(index)]])
+        loaded[index] += 1
+        yield x, x[:, 0]
+
+
+def draws_forever(start: int) -> Iterator[Any]:
+    while True:
+        loaded[0] += 1
+        yield pair()
+
+
+def shuffles_when_called(path: str = "", *, start: int) -> Iterator[Any]:
+    order = torch.randperm(LENGTH).tolist()
+    return (Items()[index] for index in order[start:])
+
+
+def shuffles_and_draws(start: int) -> Iterator[Any]:
+    yield from [Items()[index] for index in torch.randperm(LENGTH).tolist()][start:]
+
+
+def reads_again(start: int) -> Iterator[Any]:
+    for index in torch.randperm(LENGTH)[start:].tolist():
+        yield Items()[index]
+
+
+SKIPPED: dict[str, tuple[Callable[[], Any], int]] = {
+    "pairs": (Pairs, 0),
+    "in order": (loader, 0),
+    "shuffled": (lambda: loader(shuffle=True), 0),
+    "a function": (lambda: lambda: loader(shuffle=True), 0),
+    "with a generator": (lambda: loader(shuffle=True, generator=seeded()), 0),
+    "single items": (lambda: loader(batch_size=None, collate_fn=None, shuffle=True), 0),
+    "with replacement": (with_replacement, 0),
+    "a generator inside": (lambda: loader(Items(np.random.default_rng(4)), shuffle=True), 0),
+    "lazy, without draws": (lambda: loader(Plain(), sampler=Lazy()), 0),
+    "chunks, without draws": (lambda: loader(Plain(), sampler=Chunks()), 0),
+    "start, shuffled": (lambda: shuffles_first, 1),
+    "start, drawn": (lambda: draws_forever, 2),
+    "start, shuffled when called": (lambda: shuffles_when_called, 2),
+}
+"""Data, and the mini-batches that are loaded again to resume at any position."""
+
+
+def reader(make: Callable[[], Any]) -> Reader:
+    seed_all(8)
+    return Reader(make(), microbatches=1, seed=3, epochs=None)
+
+
+def read(reader: Reader, count: int) -> list[Any]:
+    seen = []
+    for _ in range(count):
+        cut = reader.read()
+        assert cut is not None
+        seen.append((cut.batch.epoch, cut.inputs[0]))
+        seed_all(9)
+    return seen
+
+
+def resumed(make: Callable[[], Any], at: int, *, prefetched: bool) -> tuple[Reader, list[Any]]:
+    """Return a new reader, resumed after `at` mini-batches, and what it must read."""
+    uncut = reader(make)
+    read(uncut, at + prefetched)
+    position = round_trip(uncut.position(prefetched=prefetched))
+    uncut = reader(make)
+    expected = read(uncut, at + LENGTH + 1)[at:]
+    del uncut
+    loaded.zero_()
+    again = reader(make)
+    again.restore(position)
+    return again, expected
+
+
+def check(again: Reader, expected: list[Any]) -> None:
+    for seen, (epoch, x) in zip(read(again, len(expected)), expected, strict=True):
+        assert seen[0] == epoch
+        assert torch.equal(seen[1], x)
+
+
+@pytest.mark.parametrize("kind", SKIPPED)
+def test_mini_batches_before_the_position_are_not_loaded(kind: str) -> None:
+    make, most = SKIPPED[kind]
+    for at, prefetched in itertools.product((1, 4, LENGTH, LENGTH + 3), (False, True)):
+        again, expected = resumed(make, at, prefetched=prefetched)
+        assert loaded.sum() <= most, (at, prefetched)
+        position = round_trip(again.position(prefetched=False))
+        check(again, expected)
+        another = reader(make)  # the position of a resumed reader
+        another.restore(position)
+        check(another, expected)
+
+
+def test_the_processes_of_a_loader_continue_their_random_streams() -> None:
+    """Up to one mini-batch less than there are processes is loaded again."""
+
+    def make() -> Any:
+        return loader(shuffle=True, num_workers=2, prefetch_factor=1)
+
+    again, expected = resumed(make, LENGTH + 3, prefetched=True)
+    check(again, expected[:1])
+    del again
+    assert loaded.sum() <= (1 + 1 + 2) * BATCH
+    again, expected = resumed(make, LENGTH + 4, prefetched=False)
+    position = round_trip(again.position(prefetched=False))
+    check(again, expected)
+    another = reader(make)
+    another.restore(position)
+    check(another, expected[:2])
+
+
+AGAIN: dict[str, Callable[[], Any]] = {
+    "a sampler and items draw alternately": lambda: loader(sampler=Lazy()),
+    "a sampler draws again while items draw": lambda: loader(sampler=Chunks()),
+    "start, drawn and shuffled in the iteration": lambda: reads_again,
+    "another generator in a process": lambda: loader(Items(random.Random(4)), num_workers=1),
+    "start, a loader with processes": lambda: lambda start: loader(num_workers=1),
+}
+
+
+@pytest.mark.parametrize("kind", AGAIN)
+def test_what_may_have_other_bits_is_read_again(kind: str) -> None:
+    again, expected = resumed(AGAIN[kind], LENGTH + 4, prefetched=True)
+    check(again, expected[:3])
+    assert loaded.sum() >= 4
+
+
+def test_a_sampler_with_fewer_mini_batches_is_rejected() -> None:
+    uncut = reader(loader)
+    read(uncut, 4)
+    position = uncut.position(prefetched=False) | {"read": 9}
+    with pytest.raises(UsageError, match="gave 6 mini-batches in epoch 0, fewer than"):
+        reader(loader).restore(position)
+
+
+def test_states_of_other_processes_are_not_restored() -> None:
+    again, _ = resumed(lambda: loader(num_workers=1), 4, prefetched=True)
+    position = again.position(prefetched=False)
+    position["processes"][0, -12:] = 255
+    with pytest.raises(UsageError, match="the position in the data: a loader's process rejects"):
+        reader(lambda: loader(num_workers=1)).restore(position)
+
+
+def test_another_parameter_of_data_is_not_start() -> None:
+    def data(count: int = 2) -> Any:
+        return [pair() for _ in range(count)]
+
+    assert len(read(reader(lambda: data), 2)) == 2
+
+
+def test_reading_again_shows_its_progress(capsys: pytest.CaptureFixture[str]) -> None:
+    from pipeworker.worker.step.reread import Reread
+
+    clock = iter([0.0, 1.0, 1.0, 2.5, 2.5, 2.5, 3.0, 3.0, 4.0])
+    progress = Reread("data()", 4, now=lambda: next(clock))
+    for done in range(1, 5):
+        progress.show(done)
+    shown = capsys.readouterr().err
+    assert shown == (
+        "\rreading data again 2/4\rdata(): 4 mini-batches were read again in 4 s; a map-style "
+        "DataLoader, or data(start), skips them\n"
+    )
