@@ -137,11 +137,15 @@ class AgentState:
 
 
 def host_problem(host: str, hello: AgentHello, own: AgentHello, job_file: str, run_dir: str) -> str:
-    """Return why a host whose versions or files are not this host's own cannot take part, or ""."""
+    """Return why a host whose versions or files are not this host's own cannot take part, or "".
+
+    Two releases of Python that differ in the last number alone are taken for equal.
+    """
     it = f"{host}: it"
     for name in ("pipeworker", "python", "torch"):
         version, ours = getattr(hello, name), getattr(own, name)
-        if version != ours or not version:
+        release = 2 if name == "python" else None
+        if version.split(".")[:release] != ours.split(".")[:release] or not version:
             found = f"{name} {version}" if version else f"no {name}"
             return f"{it} has {found}, this host has {ours or 'none'}; install the same"
     if hello.job != own.job:

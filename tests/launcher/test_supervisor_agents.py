@@ -12,7 +12,7 @@ from launcher.supervisor.events import CheckedHello
 from pipeworker.wire.lines import AgentHello, Forked, KeepAlive, Starting
 
 REMOTE = RemoteAgent(Host("b", 1), ("ssh", "b"))
-HELLO = AgentHello("1", "3.11", "2", "b", "10.0.0.1", "j", "r")
+HELLO = AgentHello("1", "3.11.7", "2", "b", "10.0.0.1", "j", "r")
 
 
 def test_a_message_restarts_the_silence_timeout() -> None:
@@ -100,7 +100,8 @@ def test_workers_of_the_launchers_own_host_connect_to_an_address_that_others_see
     ("change", "problem"),
     [
         ({}, ""),
-        ({"python": "3.9"}, "host b: it has python 3.9, this host has 3.11; install the same"),
+        ({"python": "3.11.2"}, ""),
+        ({"python": "3.9"}, "host b: it has python 3.9, this host has 3.11.7; install the same"),
         ({"torch": "2+cpu"}, "host b: it has torch 2+cpu, this host has 2; install the same"),
         ({"torch": ""}, "host b: it has no torch, this host has 2; install the same"),
         ({"job": ""}, "host b: it has no /job.py; share its folder, or send it with --sync"),
