@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import IO, Any
 from urllib.parse import urlsplit
@@ -29,6 +30,7 @@ from pipeworker.display.style import Style
 from pipeworker.display.thread import start_display
 from pipeworker.environment import timings, versions
 from pipeworker.errors import RecordError, UsageError
+from pipeworker.host.hook_process import HookProcess
 from pipeworker.host.lifetime import kill_group
 from pipeworker.host.line_process import LineProcess, start_agent, start_coordinator
 from pipeworker.host.signals import SignalSocket
@@ -98,6 +100,7 @@ class Launch:
         )
         self._agents: dict[int, AgentProcess] = {}
         self._coordinator: Coordinator | None = None
+        self._hooks = HookProcess(options, prepared.run_dir)
         self._selector = selectors.DefaultSelector()
         view = replace(view, origins=prepared.origins)
         self._screen = start_display(options, prepared.run_dir, view, starting=True)
@@ -122,7 +125,9 @@ class Launch:
                     self._loop()
                 finally:
                     self._end()
+                self._finish_hooks(signals)
         except BaseException:
+            self._hooks.kill()
             self._screen.close()
             raise
         verdict = self._supervisor.verdict
@@ -145,6 +150,7 @@ class Launch:
                     self._perform(supervisor.handle(event, self._clock.now()))
                 if supervisor.over:
                     return
+            self._perform([effects.Show(warning) for warning in self._hooks.warnings()])
             # What was sent until `before` has been read: only now is silence known to be silence.
             self._perform(supervisor.handle(events.Ticked(), before))
 
@@ -249,11 +255,26 @@ class Launch:
     # The user.
 
     def _show(self, line: lines.FromCoordinator) -> events.TerminalLost | None:
+        if isinstance(line, lines.Planned):
+            self._hooks.start(line.hooks)
         try:
             self._screen.show(line)
         except OSError:
             return events.TerminalLost()
         return None
+
+    def _finish_hooks(self, signals: SignalSocket) -> None:
+        """Give the job's hooks the time to be called with everything, except at a second interrupt.
+
+        There is nothing to call them with if the job has ended before its first step.
+        """
+        verdict, seconds = self._supervisor.verdict, self._timings.hooks
+        if verdict is None:
+            seconds = self._timings.exit
+        elif verdict.is_usage_error and verdict.steps <= self._options.resume_step:
+            seconds = 0.0
+        interrupted = partial(_is_interrupted, signals)
+        self._hooks.finish(self._show, seconds=seconds, interrupted=interrupted)
 
     def _end(self) -> None:
         """End all processes at the same time."""
@@ -275,6 +296,14 @@ def _read_signals(source: SignalSocket) -> Iterator[Event]:
         yield lines.SaveRequest()
     for _ in filter(_INTERRUPTS.__contains__, numbers):
         yield lines.Interrupt()
+
+
+def _is_interrupted(source: SignalSocket) -> bool:
+    """Return whether a signal to stop has been received since the last reading."""
+    try:
+        return bool({*source.read()} & {*_INTERRUPTS})
+    except BlockingIOError:
+        return False
 
 
 def _is_local(address: str) -> bool:

@@ -45,6 +45,7 @@ class Timings:
     rendezvous: float = 300.0  # limit for the ranks of a job to meet
     # Longest interval between two attempts of TCP to send a lost packet (Linux: TCP_RTO_MAX).
     tcp: float = 120.0
+    hooks: float = 60.0  # time for the job's hooks to be called with the last records
     grow: float = 60.0  # time a job with fewer workers than specified runs before it tries all
 
     def __post_init__(self) -> None:
@@ -69,6 +70,7 @@ class Timings:
             (self.rendezvous > self.verdict, "the rendezvous outlasts the end of an earlier job"),
             (self.rendezvous > self.reach, "an unreachable coordinator is reported in time"),
             (self.rendezvous > self.report, "a mistake is reported before the rendezvous fails"),
+            (self.hooks > self.poll, "an interrupt ends the wait for the hooks"),
             (self.grow > self.tick, "a job with fewer workers runs before it tries more"),
         ):
             if not holds:

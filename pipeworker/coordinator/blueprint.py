@@ -47,6 +47,7 @@ class Blueprint:
         names: names of the layers in the user's module.
         types: names of the classes that every worker knows.
         steps: the number of steps of the job, if its scheduler or its options say; else 0.
+        hooks: names of the job file's functions that are called with what is recorded.
     """
 
     options: Options
@@ -59,6 +60,7 @@ class Blueprint:
     names: LayerNames
     types: tuple[str, ...] = ()
     steps: int = 0
+    hooks: tuple[str, ...] = ()
     _edges: defaultdict[int, set[Edge]] = field(default_factory=lambda: defaultdict(set))  # by rank
     _schedules: dict[int, tuple[Schedule, LiveMicroBatches]] = field(default_factory=dict)
     _sent_microbatches: int = -1  # of the schedule that the workers have
@@ -97,6 +99,7 @@ class Blueprint:
             LayerNames(surveyed.names) if surveyed.names else LayerNames.numbered(layers),
             tuple(sorted(set.intersection(*({*d.types} for d in described)))),
             options.total_steps(surveyed.epoch_length),
+            surveyed.hooks,
         )
         for edge in edges(found.for_replica(options.microbatches, 0)[0]):
             for replica in range(placement.replicas):

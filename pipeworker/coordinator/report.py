@@ -131,6 +131,7 @@ def planned(
         options.total_steps(length),
         ", ".join(sorted({ready.device.partition(":")[0] for _, ready in workers})),
         len({hello.host for hello, _ in workers}),
+        blueprint.hooks,
     )
     return WritePlan(content), line
 

@@ -18,6 +18,8 @@ _MAX_LINE_BYTES = 1 << 12
 _READ_BYTES = 1 << 13
 _MAX_BACKLOG_BYTES = 1 << 16
 _LOG_PREFIX = LOG_PREFIX.encode()
+_HOOKS = -1
+"""In place of a rank: the process of the job's hooks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +133,7 @@ class LogReader:
 
 
 class WorkerOutput:
-    """The output of the workers that `shown`, one of OUTPUTS, selects."""
+    """The output of the workers that `shown`, one of OUTPUTS, selects, and of the job's hooks."""
 
     def __init__(
         self, run_dir: RunDir, shown: str, placement: Placement, *, ours: bool = False
@@ -140,6 +142,8 @@ class WorkerOutput:
         self._shown = shown
         self._ours = ours
         self._logs: dict[int, LogReader] = {}  # by rank
+        if shown != "none":
+            self._logs[_HOOKS] = LogReader(run_dir.hooks_log(), "[hooks]", ours=ours)
         self.follow(placement)
 
     def follow(self, placement: Placement) -> None:

@@ -15,9 +15,11 @@ from pipeworker.wire import lines
 from pipeworker.wire.lines import (
     FromAgent,
     FromCoordinator,
+    FromHooks,
     Line,
     ToAgent,
     ToCoordinator,
+    ToHooks,
 )
 
 Sent = TypeVar("Sent", bound=Line)
@@ -106,3 +108,9 @@ def start_agent(
     """Start an agent here, or by the command `line` on another host."""
     name = "pipeworker.host.agent"
     return LineProcess(line[0] if line else name, line or command(name), FromAgent, errors)
+
+
+def start_hooks() -> LineProcess[ToHooks, FromHooks]:
+    """Start the process that calls a job's hooks, which waits for its setup."""
+    name = "pipeworker.worker.hooks"
+    return LineProcess(name, command(name), FromHooks)

@@ -22,7 +22,9 @@ from pipeworker.job.options import Options
 
 _PACKAGE = "pipeworker_job"
 REQUIRED = ("model", "loss", "optimizer", "data")
-_MAY_BE_NONE = ("scheduler", "before_update", "metrics", "evaluation")
+HOOKS = ("on_step", "on_evaluation", "on_checkpoint")
+"""Names of functions that are called with what is recorded, outside of the workers."""
+_MAY_BE_NONE = ("scheduler", "before_update", "metrics", "evaluation", *HOOKS)
 _OPTIONAL = (*_MAY_BE_NONE, "scheduler_interval", "tied", "transient")
 _INTERVALS = ("step", "epoch")
 _NEARLY = 0.87
@@ -52,6 +54,9 @@ class JobFile:
     metrics: Callable[[Any, Any], Any] | None = None
     tied: Sequence[Sequence[str]] = ()
     transient: tuple[type[BaseException], ...] = ()
+    on_step: Callable[[dict[str, Any]], Any] | None = None
+    on_evaluation: Callable[[dict[str, Any]], Any] | None = None
+    on_checkpoint: Callable[[Path], Any] | None = None
     where: str = "the job"
     misspelled: tuple[tuple[str, str], ...] = ()
 
@@ -188,6 +193,11 @@ def notes(job: JobFile, options: Options) -> tuple[str, ...]:
     elif job.metrics is not None and not options.evaluate_every:
         found.append(f"metrics() is defined, and not used: it is for evaluation(), and {when}")
     return tuple(found)
+
+
+def hooks_of(job: JobFile) -> tuple[str, ...]:
+    """Return the names of the functions that are called with what is recorded."""
+    return tuple(name for name in HOOKS if getattr(job, name) is not None)
 
 
 Entry = nn.Module | Callable[[], nn.Module]

@@ -18,6 +18,9 @@ _PATTERN = {
     "optimizer": ("params",),
     "scheduler": ("optimizer",),
     "before_update": ("params",),
+    "on_step": ("row",),
+    "on_evaluation": ("row",),
+    "on_checkpoint": ("path",),
 }
 """The arguments with which each name of a job is called."""
 NAMES = tuple(_PATTERN)

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pipeworker.environment import timings
 from pipeworker.errors import PipeworkerError, RecordError
 from pipeworker.facts.step import StepResult
+from pipeworker.host.hook_process import HookProcess
 from pipeworker.host.line_process import start_coordinator
 from pipeworker.record.run_record import write_summary
 from pipeworker.record.rundir import located
@@ -37,6 +38,7 @@ class CoordinatorProcess:
         self._steps = run.options.resume_step
         self._verdict: lines.Verdict | None = None
         self._listener_failed = False
+        self._hooks = HookProcess(run.options, run.run_dir)
         options, run_dir = run.options.to_json(), str(run.run_dir.path)
         try:
             self._process = start_coordinator()
@@ -69,9 +71,19 @@ class CoordinatorProcess:
             for event in events:
                 if isinstance(event, lines.Verdict):
                     self._verdict = event
+                    self._finish_hooks(event)
+                if isinstance(event, lines.Planned):
+                    self._hooks.start(event.hooks)
                 if isinstance(event, StepResult):
                     self._steps = event.step
                 self._notify(event)
+            for warning in self._hooks.warnings():
+                self._notify(warning)
+
+    def _finish_hooks(self, verdict: lines.Verdict) -> None:
+        """Give the hooks the time to be called with everything, if there is anything."""
+        nothing = verdict.is_usage_error and verdict.steps <= self._run.options.resume_step
+        self._hooks.finish(self._notify, seconds=0.0 if nothing else timings().hooks)
 
     def _notify(self, event: lines.FromCoordinator) -> None:
         """Forward an event; the loss of the terminal ends the job as an interrupt does."""
@@ -95,7 +107,10 @@ class CoordinatorProcess:
         That is `status`, or 1, if the coordinator ends without a verdict.
         """
         self._thread.join(timings().verdict)
+        if self._verdict is not None:  # the hooks may take longer, up to a limit
+            self._thread.join()
         hangs = self._thread.is_alive()
+        self._hooks.kill()
         self._process.close_input()
         self._process.wait(timings().exit)
         if self._verdict is None:

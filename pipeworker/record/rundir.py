@@ -80,6 +80,7 @@ class RunDir:
         self.events = path / "tensorboard"
         self.summary = path / "summary.json"
         self.checkpoints = path / "checkpoints"
+        self.hooks = path / "hooks.json"
 
     @classmethod
     def open(cls, path: Path) -> RunDir:
@@ -108,6 +109,10 @@ class RunDir:
 
     def coordinator_log(self) -> Path:
         return self.root / "logs" / "coordinator.log"
+
+    def hooks_log(self) -> Path:
+        """Return the file of what the job's hooks print."""
+        return self.root / "logs" / "hooks.log"
 
     def host_log(self, name: str) -> Path:
         """Return the log of the command that starts a host's agent, such as ssh."""
@@ -225,7 +230,7 @@ class RunDir:
         `made` are the folders that were made for it, the deepest first.
         """
         rows = [path.with_suffix(end) for path in (self.metrics, self.evaluation) for end in _ROWS]
-        files = [self.run, self.root / JOB, self.plan, *rows, self.summary, self.lock]
+        files = [self.run, self.root / JOB, self.plan, *rows, self.summary, self.lock, self.hooks]
         logs = self.coordinator_log().parent
         written = [*logs.glob("*.log"), *self.events.glob("events.*")]
         for path in (*files, self.root / _REQUEST, *written):

@@ -105,13 +105,17 @@ class Session:
         atexit.register(self._at_exit)
         self._control.send(self.worker.hello())
 
-    def run(self, call: Call | None = None) -> None:
-        """Take part in the job to its end, after a `call` of the user's loop if it has one."""
+    def run(self, call: Call | None = None, between: Callable[[], None] = lambda: None) -> None:
+        """Take part in the job to its end, after a `call` of the user's loop if it has one.
+
+        `between` is called after each command of the coordinator.
+        """
         with self.participating():
             if call:
                 self.send(call)
             while not is_last(message := self.receive()):
                 self.perform(message)
+                between()
         self.close()
 
     def build(self) -> None:

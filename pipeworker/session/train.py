@@ -23,6 +23,7 @@ from pipeworker.ranks.coordinator_process import EventListener
 from pipeworker.ranks.rank_info import RankInfo
 from pipeworker.runs.begin import PreparedRun, RunRequest
 from pipeworker.session.pipeline import UNAVAILABLE, check_names
+from pipeworker.session.script_hooks import ScriptHooks
 from pipeworker.session.session import Session, script_path
 from pipeworker.wire.lines import Verdict
 
@@ -40,6 +41,9 @@ def train(
     evaluation: Any = None,
     metrics: Callable[[Any, Any], Any] | None = None,
     tied: Sequence[Sequence[str]] = (),
+    on_step: Callable[[dict[str, Any]], Any] | None = None,
+    on_evaluation: Callable[[dict[str, Any]], Any] | None = None,
+    on_checkpoint: Callable[[Path], Any] | None = None,
     run_dir: str | Path | None = None,
     resume: bool = False,
     allow_change: str | Sequence[str] = (),
@@ -52,7 +56,8 @@ def train(
     Every process of the job calls it; see :class:`Pipeline` for which these are, and for the
     arguments that both have. The others are as in a job file, or options of ``pipeworker launch``
     with underscores: ``epochs=3``, ``evaluate_every=100``. Rank 0 prints a line per step, at most
-    one a second or every `log_every` steps; if `quiet`, only warnings.
+    one a second or every `log_every` steps; if `quiet`, only warnings. It also calls `on_step`,
+    `on_evaluation` and `on_checkpoint`, in this thread, between two steps.
 
     With `resume` it continues the run in `run_dir`, which keeps its options unless others are given
     here. Those that change its numbers must be named: ``allow_change=["seed"]``.
@@ -78,6 +83,9 @@ def train(
             evaluation=evaluation,
             metrics=metrics,
             tied=tied,
+            on_step=on_step,
+            on_evaluation=on_evaluation,
+            on_checkpoint=on_checkpoint,
         ),
         where,
     )
@@ -96,7 +104,13 @@ def train(
     commands = Commands(script=relative(request.job_file))
     style = Style(quiet=quiet, log_every=log_every, commands=commands)
     session = Session(info, job, request, listen=partial(_display, style))
-    session.run()
+    hooks = ScriptHooks(job, session)
+    try:
+        session.run(between=hooks.call_new)
+    except Exception:
+        hooks.call_new(final=True)
+        raise
+    hooks.call_new(final=True)
     return session.worker.loaded.run_dir.path
 
 

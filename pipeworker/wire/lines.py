@@ -14,6 +14,8 @@ launcher                  agent                  Fork, KeepAlive
 agent                     launcher               AgentHello first, Starting, Forked,
                                                  WorkerExited, CannotStart, Interrupt,
                                                  SaveRequest, KeepAlive
+launcher, or rank 0       process of the hooks   HookSetup first, JobOver
+process of the hooks      launcher, or rank 0    Warned
 ========================  =====================  ================================================
 
 A pipe closes when a process ends, but not when it is suspended, so each process also sends a
@@ -164,6 +166,7 @@ class Planned:
         held: by worker of a replica, the stages it holds.
         bubble: the idle share of the schedule itself, 0 to 1.
         steps: the number of steps of the job, 0 if unknown.
+        hooks: the names of the job file's functions that are called with what is recorded.
     """
 
     schedule: str
@@ -175,6 +178,7 @@ class Planned:
     steps: int = 0
     device: str = "cpu"
     hosts: int = 1
+    hooks: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -287,7 +291,24 @@ FromAgent = (
     | KeepAlive
 )
 
-Line = ToCoordinator | FromCoordinator | ToAgent | FromAgent
+
+@dataclass(frozen=True, slots=True)
+class HookSetup:
+    """The job whose hooks a process calls: its options, as JSON, and its run directory."""
+
+    options: str
+    run_dir: str
+
+
+@dataclass(frozen=True, slots=True)
+class JobOver:
+    """The job is over: nothing more is recorded."""
+
+
+ToHooks = HookSetup | JobOver
+FromHooks = Warned
+
+Line = ToCoordinator | FromCoordinator | ToAgent | FromAgent | ToHooks
 _LINES: Codec[Line] = Codec(get_args(Line))
 
 

@@ -16,6 +16,7 @@ from pipeworker.facts.layer_names import LayerNames
 from pipeworker.facts.limits import LONGEST_NAME, MOST_TYPES
 from pipeworker.facts.position import Phase
 from pipeworker.job import file as job_file
+from pipeworker.job.file import hooks_of
 from pipeworker.job.signatures import takes_steps
 from pipeworker.plan.actions import Action, Edge, parse_actions
 from pipeworker.record.stage_state import check_savable
@@ -100,6 +101,7 @@ class ModelledWorker:
             job_file.notes(loaded.job, options),
             numerics.settings(),
             length,
+            hooks_of(loaded.job) if loaded.path else (),
         )
 
 

@@ -89,7 +89,7 @@ def step_done(**wrong: object) -> list[object]:
 
 def model(**wrong: object) -> list[object]:
     """Return the fields of a Described, some of them replaced."""
-    right = [0, ["Linear"], [], [], 0, [], [], [], [], [], 0]
+    right = [0, ["Linear"], [], [], 0, [], [], [], [], [], 0, []]
     names = [field.name for field in fields(Described)]
     return [wrong.get(name, value) for name, value in zip(names, right, strict=True)]
 

@@ -23,7 +23,7 @@ MODULES = (
     *("torch._dynamo", "zmq", "rich.progress", "safetensors.torch"),
     *("cli", "launcher.local", "launcher.torchrun", "pipeworker.session.train"),
     *("pipeworker.coordinator.service", "pipeworker.host.agent"),
-    *("pipeworker.worker.worker", "pipeworker.record.export"),
+    *("pipeworker.worker.worker", "pipeworker.worker.hooks", "pipeworker.record.export"),
 )
 """The modules of the tests' processes, which the server imports once."""
 _TESTS = Path(__file__).parents[1]

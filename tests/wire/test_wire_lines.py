@@ -23,6 +23,7 @@ from pipeworker.wire.lines import (
     Forked,
     FromAgent,
     FromCoordinator,
+    FromHooks,
     HostLost,
     Interrupt,
     KeepAlive,
@@ -32,7 +33,9 @@ from pipeworker.wire.lines import (
     Starting,
     ToAgent,
     ToCoordinator,
+    ToHooks,
     Verdict,
+    Warned,
     WorkerExited,
     decode,
     encode,
@@ -207,10 +210,14 @@ def test_a_text_that_has_no_encoding_is_rejected_in_place_of_a_number() -> None:
         decode(encode(Forked(1, 1, 1)).replace(b"[1,", rb'["\ud800",'))
 
 
-DIRECTIONS: list[Any] = [ToCoordinator, FromCoordinator, ToAgent, FromAgent]
+DIRECTIONS: list[Any] = [ToCoordinator, FromCoordinator, ToAgent, FromAgent, ToHooks, FromHooks]
 
 
-@pytest.mark.parametrize("direction", DIRECTIONS, ids=["to it", "from it", "to forks", "of forks"])
+@pytest.mark.parametrize(
+    "direction",
+    DIRECTIONS,
+    ids=["to it", "from it", "to forks", "of forks", "to hooks", "of hooks"],
+)
 @given(any_event)
 def test_only_events_of_the_direction_are_accepted(direction: Any, event: Line) -> None:
     buffer: Buffer[Line] = Buffer(direction)
@@ -224,6 +231,6 @@ def test_only_events_of_the_direction_are_accepted(direction: Any, event: Line) 
 def test_every_event_has_a_direction() -> None:
     listed = [kind for kinds in DIRECTIONS for kind in (typing.get_args(kinds) or (kinds,))]
     assert {*listed} == {*KINDS}
-    passed_on = {WorkerExited, CannotStart, Interrupt, SaveRequest, KeepAlive, Starting}
+    passed_on = {WorkerExited, CannotStart, Interrupt, SaveRequest, KeepAlive, Starting, Warned}
     assert {kind for kind in listed if listed.count(kind) > 1} == passed_on
     assert all(kind.__name__ in (lines.__doc__ or "") for kind in KINDS)

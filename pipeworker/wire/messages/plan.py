@@ -37,6 +37,7 @@ class Described:
             ``torch.get_default_dtype() = …``.
         epoch_length: mini-batches in an epoch, from the worker with stage 0; 0 if unknown, or if
             the number of steps does not depend on it.
+        hooks: names of the job file's functions that are called with what is recorded.
     """
 
     rank: int
@@ -50,9 +51,11 @@ class Described:
     notes: tuple[str, ...] = ()
     settings: tuple[str, ...] = ()
     epoch_length: int = 0
+    hooks: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         check_names(self.types, "names of types")
+        check_names(self.hooks, "names of hooks")
         check_names(self.notes, "notes", MOST_NOTES)
         check_names(self.settings, "settings")
         check(self.epoch_length >= 0, f"an epoch of {self.epoch_length} mini-batches")

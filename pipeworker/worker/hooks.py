@@ -1,0 +1,189 @@
+"""The hooks of a job: its functions that are called with what the run directory records.
+
+Each is called once a job for each record, in the order of the steps. Those of a job file are called
+in a process of their own (:func:`main`), a child of the launcher or, under torchrun, of rank 0. It
+reads the files of the run, so the job neither waits for it nor depends on it.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import signal
+import threading
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+
+from pipeworker.errors import PipeworkerError
+from pipeworker.host import streams
+from pipeworker.host.lifetime import die_with_parent
+from pipeworker.host.session_watcher import SessionWatcher
+from pipeworker.job import file as job_file
+from pipeworker.job.options import Options
+from pipeworker.record.run_feed import CHECKPOINT, PlaceFile, Record, RunFeed
+from pipeworker.record.rundir import RunDir
+from pipeworker.wire import lines
+from pipeworker.worker.blame import raised, user_traceback
+from pipeworker.worker.console import redirect_output
+
+Warn = Callable[[str, str], None]
+"""Receives a warning, and the details that belong to it."""
+_POLL_SECONDS = 0.25
+_SIGNALS = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+"""Signals that are sent to all processes of a job or host: the parent decides what they mean."""
+
+
+class Hooks:
+    """Calls the `functions`, by the names of hooks, with the records of a run.
+
+    An error of a function is a warning, and the function is called with the next record.
+
+    Args:
+        resume_step: the step that the run is resumed from.
+        warn: receives the first error of each function.
+        note: receives the further errors, and other remarks.
+
+    Raises:
+        OSError, UnreadableFile: the run directory cannot be used.
+    """
+
+    def __init__(
+        self,
+        run_dir: RunDir,
+        functions: Mapping[str, Callable[[Any], Any]],
+        resume_step: int,
+        warn: Warn,
+        note: Callable[[str], None],
+    ) -> None:
+        self._functions, self._warn, self._note = functions, warn, note
+        self._places = PlaceFile(run_dir.hooks, tuple(functions), resume_step)
+        self._feed = RunFeed(run_dir, tuple(functions), self._places)
+        self._failed: set[str] = set()
+
+    def call_new(self, *, final: bool = False) -> bool:
+        """Call the functions with what is new; return whether there was something new.
+
+        Nothing more is recorded if this is the `final` reading.
+        """
+        found = self._feed.new(final=final)
+        for record in found:
+            self._call(record)
+            self._places.advance(record)
+        return bool(found)
+
+    def finish(self) -> None:
+        """Call the functions with all that is left, and close the files."""
+        while self.call_new(final=True):
+            pass
+        self.close()
+
+    def close(self) -> None:
+        self._feed.close()
+        self._places.close()
+
+    def _call(self, record: Record) -> None:
+        name = record.kind
+        if name == CHECKPOINT and not record.value.exists():
+            self._note(f"{record.value}: was removed (--keep) before {name}() was called with it")
+            return
+        try:
+            self._functions[name](record.value)
+        except (Exception, SystemExit) as error:
+            text = f"{name}(): {raised(error)} after step {record.step}"
+            details = user_traceback(error)
+            if name in self._failed:
+                self._note(text)
+                return
+            self._failed.add(name)
+            self._warn(f"{text}; the job continues, and {name}() is called again", details)
+
+
+class _Parent:
+    """The parent of the process of the hooks; the process ends with it, whatever a hook does.
+
+    Attributes:
+        job_over: set when the job is over.
+    """
+
+    def __init__(self) -> None:
+        self.job_over = threading.Event()
+        self._input: lines.Buffer[lines.ToHooks] = lines.Buffer(lines.ToHooks)
+        line = io.FileIO(0, closefd=False).readline()  # unbuffered: more may be behind it
+        (setup,) = self._input.feed(line) or (None,)
+        assert isinstance(setup, lines.HookSetup)
+        self.setup = setup
+        self._reads, self._writes = os.dup(0), os.dup(1)
+        null = os.open(os.devnull, os.O_RDWR)
+        os.dup2(null, 0)
+        os.dup2(null, 1)
+        os.close(null)
+        threading.Thread(target=self._listen, name="parent", daemon=True).start()
+
+    def warn(self, text: str, details: str = "") -> None:
+        """Send a warning to the parent, and write it to the log with its details."""
+        streams.note(f"{text}\n{details}")
+        if details:
+            text = f"{text}; {RunDir(Path(self.setup.run_dir)).hooks_log()} has the traceback"
+        os.write(self._writes, lines.encode(lines.Warned(text)))
+
+    def close(self) -> None:
+        """Close the connection; a forked child does so, because the parent waits for its end."""
+        os.close(self._reads)
+        os.close(self._writes)
+
+    def _listen(self) -> None:
+        while data := os.read(self._reads, 1 << 16):
+            if self._input.feed(data):
+                self.job_over.set()
+        os._exit(1)  # the watcher kills what is left
+
+
+def main() -> int:
+    """Call the hooks of the job that standard input describes; return the exit status."""
+    die_with_parent(os.getppid())
+    watcher = SessionWatcher()  # of what the user's code starts
+    watcher.add(os.getpid())
+    for number in _SIGNALS:
+        signal.signal(number, _ignore)
+    parent = _Parent()
+    os.register_at_fork(after_in_child=partial(_become_child, watcher, parent))
+    try:
+        _call_all(parent)
+    except (Exception, SystemExit) as error:  # of the job file, as it is loaded
+        known = isinstance(error, (PipeworkerError, OSError))
+        text = str(error) if known else f"the job file {raised(error)}"
+        parent.warn(f"hooks: {text}; no hook is called", "" if known else user_traceback(error))
+        return 1
+    return 0
+
+
+def _call_all(parent: _Parent) -> None:
+    """Call the hooks until the job is over, and all records were passed on."""
+    options = Options.from_json(parent.setup.options)
+    run_dir = RunDir.open(Path(parent.setup.run_dir))
+    redirect_output(run_dir.hooks_log())
+    torch.set_num_threads(options.threads)
+    job = job_file.load(Path(options.job_file), options.arguments)
+    functions = {name: getattr(job, name) for name in job_file.hooks_of(job)}
+    hooks = Hooks(run_dir, functions, options.resume_step, parent.warn, streams.note)
+    while not parent.job_over.is_set():
+        if not hooks.call_new():
+            parent.job_over.wait(_POLL_SECONDS)
+    hooks.finish()
+
+
+def _ignore(number: int, frame: FrameType | None) -> None:
+    """Handle a signal. Unlike SIG_IGN, a program that is started does not inherit it."""
+
+
+def _become_child(watcher: SessionWatcher, parent: _Parent) -> None:
+    """Leave the ends of pipes to the parent: a process that waits for them waits for that one."""
+    watcher.close()
+    parent.close()
+    for number in _SIGNALS:
+        signal.signal(number, signal.SIG_DFL)
