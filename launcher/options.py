@@ -132,6 +132,12 @@ JOB_PARAMETERS: list[click.Parameter] = [
             "Steps between evaluation passes, or epoch: at each end of data(). [default: off]",
             metavar="N",
         ),
+        Option("--evaluate-first/--no-evaluate-first", "Also evaluate before the first step."),
+        Option(
+            "--patience",
+            "Evaluations without a better one (--best) after which the job ends. [default: off]",
+            int,
+        ),
         _choice(
             *("--data-reader", DATA_READERS, "every"),
             "Which replica reads data(): every one, each keeping its part, or the first for all.",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import torch
@@ -58,6 +59,30 @@ def test_the_best_weights_of_a_run_and_of_its_resume(jobs: Jobs, tmp_path: Path)
     plain = jobs.train(*WORDS, "--steps", "8", source=SOURCE)
     weights = Checkpoint(run.path / "checkpoints" / "step-00000008").weights()
     assert all(torch.equal(weights[name], plain.weights[name]) for name in weights)
+
+
+def test_a_job_that_ends_early_continues_with_more_patience(jobs: Jobs, tmp_path: Path) -> None:
+    """Its initial weights are the best, because the loss falls."""
+    words = (*WORDS, "--evaluate-first", "--evaluate-every", "2", "--best", "max:loss")
+    run = jobs.train(*words, "--steps", "99", "--patience", "2", source=SOURCE)
+    text = "2 evaluations without a better loss than that of step 0 (--patience 2)"
+    assert f"done: 4 steps in {run.summary['seconds']:.1f} s\nstopped early: {text}" in run.stdout
+    assert run.summary["stopped_early"] == text
+    assert re.search(r"train further: .* --patience 4 ", run.stdout)
+    assert run.summary["best"]["path"] == "checkpoints/step-00000000"
+    more = ("launch", "--resume", "--run-dir", str(run.path), "job.py")
+    again = jobs.pipeworker(*more)
+    assert "--patience 2 is used up, by 2 evaluations without a better one" in again.stderr
+    assert "done: 4 steps, 0 of them now" in again.stdout
+    assert jobs.pipeworker(*more[:-1], "--patience", "3", "job.py").returncode == 0
+    rows = map(json.loads, (run.path / "evaluation.jsonl").read_text().splitlines())
+    assert [row["step"] for row in rows] == [0, 2, 4, 6]
+    plain = jobs.train(*WORDS, "--steps", "6", source=SOURCE)
+    weights = Checkpoint(run.path / "checkpoints" / "step-00000006").weights()
+    assert all(torch.equal(weights[name], plain.weights[name]) for name in weights)
+    first = Checkpoint(run.path / "checkpoints" / "step-00000000").weights()
+    started = jobs.train(*WORDS, "--steps", "1", source=SOURCE.replace("lr=0.01", "lr=0.0"))
+    assert all(torch.equal(first[name], started.weights[name]) for name in first)
 
 
 def test_a_wrong_source_of_the_best_weights_is_named(jobs: Jobs, tmp_path: Path) -> None:

@@ -320,6 +320,7 @@ class Job:
             causes,
             self.progress.busy,
             job_exited=failure is not None and failure.cause is Cause.EXIT,
+            stopped_early=self.generation.loop.stopped_early if end.status is Status.DONE else "",
         )
 
     def _peak_memory(self) -> tuple[int, ...]:

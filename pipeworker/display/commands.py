@@ -52,8 +52,10 @@ class Commands:
         return shlex.join([*self.start, *options, self.job_file])
 
 
-def further(steps: int, epochs: int | None) -> tuple[str, int]:
-    """Return the option that doubles the training of a finished run of `steps` or `epochs`."""
+def further(steps: int, epochs: int | None, patience: int | None = None) -> tuple[str, int]:
+    """Return the option that doubles what ended a run: its `patience` if given, else its length."""
+    if patience is not None:
+        return "patience", 2 * patience
     return ("epochs", 2 * epochs) if epochs else ("steps", 2 * steps)
 
 

@@ -55,7 +55,12 @@ def step_of(step: int, total: int | None) -> str:
 def evaluation_line(evaluation: Evaluation) -> str:
     """Format the line of an evaluation pass."""
     found = GAP.join(f"{name} {number(value)}" for name, value in evaluation.row().items())
-    return f"evaluation after step {evaluation.step}{GAP}{found}"
+    return f"evaluation {after(evaluation.step)}{GAP}{found}"
+
+
+def after(step: int) -> str:
+    """Format ``after step 3``."""
+    return f"after step {step}" if step else "before step 1"
 
 
 def fitting(found: Sequence[Figure], width: int) -> list[Figure]:

@@ -200,7 +200,8 @@ class LineDisplay:
         run_dir, path = self._run_dir, str(self._run_dir.path)
         typed = relative(path)
         commands, done = self._style.commands, verdict.status == "done"
-        more = further(verdict.steps, self._options.epochs) if done else None
+        patience = self._options.patience if verdict.stopped_early else None
+        more = further(verdict.steps, self._options.epochs, patience) if done else None
         loss = self._last.loss if self._last and self._last.step == verdict.steps else None
         criterion, best, saved, kept = Criterion.parse(self._options.best), None, -1, None
         with suppress(OSError, UnreadableFile):

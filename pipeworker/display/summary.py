@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from pipeworker.display.figures import after
 from pipeworker.display.text import mebibytes, number
 from pipeworker.wire.lines import Verdict
 
@@ -95,11 +96,13 @@ class Summary:
         now = f", {verdict.steps - self.resumed_at} of them now," if self.resumed_at else ""
         steps = f"{verdict.steps} step{'s' * (verdict.steps != 1)}{now}"
         yield f"{verdict.status}: {steps} in {verdict.seconds:.1f} s"
+        if verdict.stopped_early:
+            yield f"stopped early: {verdict.stopped_early}"
         losses = [] if self.loss is None else [f"loss: {number(self.loss)}"]
         if self.best:
             at, name, value = self.best
             figure = f"{'' if name == 'loss' else f'{name} '}{number(value)}"
-            losses.append(f"best evaluation: {figure}, after step {at}")
+            losses.append(f"best evaluation: {figure}, {after(at)}")
         if losses:
             yield ", ".join(losses)
         if context and verdict.busy:
@@ -115,7 +118,7 @@ class Summary:
             yield f"export: {self.export}"
             if self.best_checkpoint and self.best_checkpoint != self.checkpoint:
                 step, path = self.best_checkpoint
-                yield f"best weights: {path}, after step {step}"
+                yield f"best weights: {path}, {after(step)}"
                 yield f"export them: {self.export_best}"
             yield f"{'train further' if verdict.status == 'done' else 'resume'}: {self.resume}"
         else:

@@ -38,6 +38,15 @@ class Criterion:
             return value is not None
         return value > than if self.more else value < than
 
+    def since_best(self, rows: Iterable[Mapping[str, Any]]) -> int:
+        """Return the number of rows after the best one; of all if none has a finite figure."""
+        best, count = None, 0
+        for row in rows:
+            value, count = self.value(row), count + 1
+            if self.is_better(value, best):
+                best, count = value, 0
+        return count
+
     def best(self, rows: Iterable[Row]) -> Row | None:
         """Return the best row, of equal ones the first; None if none has a finite figure."""
         found: Row | None = None

@@ -188,9 +188,11 @@ def notes(job: JobFile, options: Options) -> tuple[str, ...]:
         return tuple(found)
     found += [f"{one} in {job.where} is not used: is {name} meant?" for one, name in job.misspelled]
     when = "--evaluate-every N runs it after every N steps"
-    if job.evaluation is not None and not options.evaluate_every:
+    if options.evaluate_first or options.evaluate_every:
+        return tuple(found)
+    if job.evaluation is not None:
         found.append(f"evaluation() is defined, and not used: {when}")
-    elif job.metrics is not None and not options.evaluate_every:
+    elif job.metrics is not None:
         found.append(f"metrics() is defined, and not used: it is for evaluation(), and {when}")
     return tuple(found)
 

@@ -47,7 +47,7 @@ _RANGES: dict[str, tuple[int, int]] = {
     "replicas": (1, MAX_REPLICAS),
     **dict.fromkeys(("seed", "max_restarts"), (0, _MOST)),
     **dict.fromkeys(("threads", "accumulate", "keep", "steps", "epochs"), (1, _MOST)),
-    **dict.fromkeys(("evaluate_every", "snapshot_every"), (1, _MOST)),
+    **dict.fromkeys(("evaluate_every", "snapshot_every", "patience"), (1, _MOST)),
 }
 """The least and the largest value of each option that is a whole number."""
 _CHOICES: dict[str, Collection[str]] = {
@@ -98,6 +98,7 @@ class Options:
         epochs: None, as `steps`, for one pass over the data. A step ends with its epoch.
         balance: layers per stage; None to choose.
         best: figure of evaluation passes by which the best checkpoint is kept, as ``max:accuracy``.
+        patience: evaluation passes without a better one after which the job ends; None for any.
         checkpoint_every: steps or time between checkpoints, as ``30m``; ``end``: only at the end.
         init_from: absolute path of the weights that training begins with.
         own_loop: mini-batches come from calls of a script's own loop.
@@ -134,6 +135,8 @@ class Options:
     checkpoint_busy: str = "skip"
     keep: int = 2
     best: str = BEST
+    patience: int | None = None
+    evaluate_first: bool = False
     snapshot_every: int | None = None
     max_restarts: int = 3
     min_stages: int | None = None
@@ -169,10 +172,11 @@ class Options:
             )
         if not Criterion.parse(self.best).name:
             raise UsageError(f"--best {self.best}: must name a figure, as loss or max:accuracy")
-        if self.best != BEST and not self.own_loop and not self.evaluate_every:
-            raise UsageError(
-                f"--best {self.best}: no evaluation is requested; add --evaluate-every"
-            )
+        if not self.own_loop and not self.evaluate_every:
+            for name, given in (("best", self.best != BEST), ("patience", self.patience)):
+                if given and (name == "patience" or not self.evaluate_first):
+                    option = f"--{name} {getattr(self, name)}"
+                    raise UsageError(f"{option}: no evaluation is requested; add --evaluate-every")
         if not self.init_strict and self.init_from is None:
             raise UsageError("--no-init-strict: no file is given; add --init-from")
         Interval.parse(self.checkpoint_every)

@@ -206,6 +206,7 @@ def write_summary(run_dir: RunDir, verdict: Verdict, stages: int, by: str = BEST
             **best,
             "peak_memory_bytes": list(verdict.peak_memory),
             "bubble": verdict.bubble,
+            "stopped_early": verdict.stopped_early or None,
             "error": verdict.error,
         },
     )

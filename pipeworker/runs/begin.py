@@ -11,13 +11,14 @@ from typing import Any
 
 from pipeworker.environment import facts, git, timings
 from pipeworker.errors import InUse, RecordError, UnreadableFile, UsageError
+from pipeworker.facts.criterion import Criterion
 from pipeworker.job import resume_options
 from pipeworker.job.option_parsing import make_options, workers_per_replica
 from pipeworker.job.options import Options, override
 from pipeworker.record import atomic_file, run_record, rundir, weight_files
 from pipeworker.record.bounded_file import open_bounded
 from pipeworker.record.lock import RunLock
-from pipeworker.record.metrics import formats
+from pipeworker.record.metrics import formats, rows
 from pipeworker.record.rundir import RunDir
 from pipeworker.runs import resume
 from pipeworker.wire.lines import Verdict
@@ -214,6 +215,12 @@ class RunRequest:
             before = {path: _content(path) for path in (run_dir.run, run_dir.summary, run_dir.plan)}
             undo.callback(_restore, before)
             resume.roll_back(run_dir, point)
+            since = Criterion.parse(options.best).since_best(rows.read(run_dir.evaluation))
+            if options.patience is not None and since >= options.patience:
+                warnings.append(
+                    f"{run}: --patience {options.patience} is used up, by {since} evaluations "
+                    "without a better one; give a larger one to train further"
+                )
             if copy := record.add_resume(_recorded(options), _process(options), point.step):
                 before[run_dir.path / copy] = None
                 warnings.append(
@@ -222,8 +229,8 @@ class RunRequest:
                     "checkpoint"
                 )
             lock.share()
-            rows, opened = _row_bytes(run_dir), RunDir.open(run_dir.path)
-            return PreparedRun(options, opened, lock, undo.pop_all(), tuple(warnings), rows)
+            recorded, opened = _row_bytes(run_dir), RunDir.open(run_dir.path)
+            return PreparedRun(options, opened, lock, undo.pop_all(), tuple(warnings), recorded)
 
     def _merged_options(self, record: run_record.RunRecord) -> Options:
         try:

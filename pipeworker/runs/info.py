@@ -139,6 +139,7 @@ class Run:
             "best_evaluation": self.best,
             "best": self.best and best_entry(RunDir(self.path), self.record.criterion, self.best),
             **{name: self.summary[name] for name in _ENDING},
+            "stopped_early": self.summary.get("stopped_early"),
             "checkpoints": [
                 {"step": manifest.step, "path": str(path), "evaluation": manifest.evaluation}
                 for path, manifest in self.checkpoints.items()

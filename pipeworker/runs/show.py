@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeworker.display.commands import DEFAULT_PROGRAM, Commands, further
+from pipeworker.display.figures import after
 from pipeworker.display.text import mebibytes, number, sanitize, table
 from pipeworker.errors import PipeworkerError, UnreadableFile, UsageError
 from pipeworker.job.option_parsing import format_by_origin, format_option
@@ -88,6 +89,7 @@ def _results(run: Run) -> Fields:
     asked = f" of {run.asked_steps}" if run.asked_steps else ""
     yield "status", run.status
     yield "steps", f"{run.steps}{asked}"
+    yield "early end", summary.get("stopped_early")
     if run.last:
         speed = run.last.get("samples_per_second")
         yield "loss", _number(run.last.get("loss"))
@@ -117,9 +119,11 @@ def _resume(run: Run) -> str | None:
     """Return how to resume the run, with more steps if it is done; None while it is running."""
     if run.status == RUNNING:
         return None
-    epochs = run.record.options.get("epochs")
-    more = run.status == DONE and (run.steps or epochs)
-    return _commands(run).resume(str(run.path), further(run.steps, epochs) if more else None)
+    options, early = run.record.options, run.summary.get("stopped_early")
+    epochs, patience = options.get("epochs"), options.get("patience") if early else None
+    more = run.status == DONE and (run.steps or epochs or patience)
+    command = further(run.steps, epochs, patience) if more else None
+    return _commands(run).resume(str(run.path), command)
 
 
 def _commands(run: Run) -> Commands:
@@ -171,7 +175,7 @@ def _checkpoint(path: Path, manifest: Manifest, best: Row | None) -> str:
 def _evaluation(row: Row) -> str:
     names = [name for name in row if name != "step"]
     figures = "  ".join(f"{name} {_number(row[name])}" for name in names)
-    return f"{figures}  after step {row['step']}"
+    return f"{figures}  {after(row['step'])}"
 
 
 def _origins(first: dict[str, Any]) -> list[str]:

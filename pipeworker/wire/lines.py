@@ -199,6 +199,7 @@ class Verdict:
         bubble: the measured idle share, 0 to 1.
         causes: the causes of the restarts.
         busy: by worker of a replica, the share of the steps' time that it computed.
+        stopped_early: why a job is done before all of its steps; empty if it has done them.
         job_exited: whether the job file ended its process; `error` is the text that it printed.
     """
 
@@ -212,6 +213,7 @@ class Verdict:
     causes: tuple[str, ...] = ()
     busy: tuple[float, ...] = ()
     job_exited: bool = False
+    stopped_early: str = ""
 
     @property
     def is_usage_error(self) -> bool:

@@ -92,10 +92,11 @@ class LoadedWorker:
         accelerator = accelerator_for(device)
         check_backend(options.backend, device, accelerator)
         code = job, _, _ = _load(settings, options, device)
-        if options.evaluate_every and job.evaluation is None:
+        every = f"--evaluate-every {options.evaluate_every}" if options.evaluate_every else ""
+        option = every or ("--evaluate-first" if options.evaluate_first else "")
+        if option and job.evaluation is None:
             raise UsageError(
-                f"--evaluate-every {options.evaluate_every}: {job.where} has no evaluation(); "
-                "define it, or leave out the option"
+                f"{option}: {job.where} has no evaluation(); define it, or leave out the option"
             )
         if options.deterministic:  # whatever the job file has set
             numerics.enable_deterministic()

@@ -152,7 +152,7 @@ class Follower:
         if self._call and self._call.kind is CallKind.PREDICT:
             self._make_call()
             return
-        result = Evaluation(step, 0.5) if self.rank == self.script.last else None
+        result = Evaluation(step, self._life.loss(step)) if self.rank == self.script.last else None
         self._send(EvaluationDone(self.rank, step, 1000, result))
 
     def _save(self, step: int, slot: int) -> None:

@@ -43,6 +43,7 @@ class Life:
         slow: whether a copy is unfinished when the step beside it is done, in turn.
         overflows: steps with a gradient that is not finite.
         crowded: ranks and steps without memory for a snapshot.
+        losses: those of evaluation passes, in turn.
     """
 
     workers: int
@@ -53,6 +54,7 @@ class Life:
     overflows: frozenset[int] = frozenset()
     crowded: frozenset[tuple[int, int]] = frozenset()
     replaceable: bool = False
+    losses: tuple[float, ...] = (0.5,)
 
     @property
     def accumulate(self) -> int:
@@ -64,8 +66,14 @@ class Life:
         """The steps that a job which is done has recorded."""
         if self.calls:
             return self._played[0]
+        last = self.evaluations[-1] if self._is_impatient(self.evaluations) else self._limit
+        return [*range(1, 1 + last)]
+
+    @property
+    def _limit(self) -> int:
+        """The last step of a job file with endless patience."""
         there, limit = len(self.cut), self.options["steps"]
-        return [*range(1, 1 + (there if limit is None else min(limit, there)))]
+        return there if limit is None else min(limit, there)
 
     @property
     def cut(self) -> list[list[Batch]]:
@@ -100,10 +108,25 @@ class Life:
     def evaluations(self) -> list[int]:
         """The steps of a job file that are evaluated."""
         every: int | str | None = self.options["evaluate_every"]
-        if every == "epoch":
-            epochs = [*(cut[0].epoch for cut in self.cut), -1]
-            return [step for step in self.rows if epochs[step] != epochs[step - 1]]
-        return [step for step in self.rows if isinstance(every, int) and step % every == 0]
+        epochs = [*(cut[0].epoch for cut in self.cut), -1]
+        found = [0] if self.options["evaluate_first"] else []
+        for step in range(1, 1 + self._limit):
+            ends = epochs[step] != epochs[step - 1] if every == "epoch" else False
+            if (ends or (isinstance(every, int) and step % every == 0)) and not (
+                self._is_impatient(found)
+            ):
+                found.append(step)
+        return found
+
+    def _is_impatient(self, evaluations: list[int]) -> bool:
+        """Return whether too many evaluations have not been better."""
+        losses = [*map(self.loss, evaluations)]
+        since = len(losses) - 1 - losses.index(min(losses)) if losses else 0
+        return self.options["patience"] is not None and since >= self.options["patience"]
+
+    def loss(self, step: int) -> float:
+        """Return the loss of the evaluation after a step."""
+        return self.losses[step % len(self.losses)]
 
 
 # Jobs.
@@ -157,9 +180,12 @@ def files(
         "epochs": None if steps else draw(st.sampled_from([None, 2])),
         "accumulate": draw(st.integers(1, accumulate)),
         "evaluate_every": draw(st.sampled_from([None, 1, 2, 3, "epoch"])),
+        "evaluate_first": draw(st.booleans()),
         "checkpoint_every": draw(st.sampled_from(["end", "1", "2"])),
         "checkpoint_busy": draw(st.sampled_from(["skip", "wait"])),
     }
+    patience = st.sampled_from([None, 1, 2] if options["evaluate_every"] else [None])
+    options["patience"] = draw(patience)
     if replaceable:
         options |= {
             "snapshot_every": draw(st.sampled_from([None, 1, 2, 3])),
@@ -175,6 +201,7 @@ def files(
         draw(st.frozensets(st.integers(1, 6), max_size=2)),
         draw(st.frozensets(st.tuples(st.integers(0, 3), st.integers(1, 6)), max_size=3)),
         replaceable,
+        tuple(draw(st.lists(st.sampled_from([0.25, 0.5, 0.75]), min_size=1, max_size=5))),
     )
 
 

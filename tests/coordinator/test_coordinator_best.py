@@ -15,7 +15,17 @@ from pipeworker.coordinator.steps.snapshots import JobState
 from pipeworker.facts.criterion import Criterion
 from pipeworker.facts.step import Evaluation
 from pipeworker.wire.messages.checkpoint import Copy, Restore
-from support.coordinator import ScriptedJob, copies, evaluation_of, of, replaceable_job
+from pipeworker.wire.messages.directions import Advance
+from pipeworker.wire.messages.step import Evaluate
+from support.coordinator import (
+    ScriptedJob,
+    commit,
+    copies,
+    evaluation_of,
+    messages_of,
+    of,
+    replaceable_job,
+)
 
 
 def train(job: ScriptedJob, losses: dict[int, float], *, saves: bool = True) -> None:
@@ -127,6 +137,67 @@ def test_a_figure_that_no_evaluation_has_ends_the_job_after_a_checkpoint() -> No
             "--best max:acc: the evaluation has no such figure; use one of loss, accuracy, with "
             "max: before it if more is better"
         )
+
+
+def test_it_ends_the_job_before_any_step_without_one() -> None:
+    job = ScriptedJob(2, evaluate_first=True, best="max:acc")
+    job.start()
+    assert job.state() is State.EVALUATING
+    job.evaluated(0)
+    assert (job.ended.status, job.ended.exit_status) == ("failed", 2)
+    assert of(job.effects, Commit) == []
+
+
+def test_an_evaluation_before_the_first_step_may_be_the_best() -> None:
+    """Schedulers that use the loss of evaluations do not learn of it."""
+    job = ScriptedJob(2, evaluate_first=True, evaluate_every=1, steps=2)
+    assert messages_of(job.start(), Advance) == [Advance(Evaluate(0))] * 2
+    effects = job.evaluated(0, 0.1)
+    assert of(effects, Evaluation) == [evaluation_of(0, 0.1)]
+    assert messages_of(effects, Advance)[0].update is None
+    assert copies(effects) == [Copy(0, 0, save=True)] * 2
+    assert job.saved() == [commit(0, evaluation=evaluation_of(0, 0.1))]
+    job.checkpoint_committed()
+    train(job, {1: 0.5, 2: 0.2})
+    assert [written.step for written in of(job.effects, Commit)] == [0, 2]
+    assert job.ended.status == "done"
+
+
+# Patience.
+
+
+@pytest.mark.parametrize(
+    ("losses", "steps", "text"),
+    [
+        ([0.5, 0.6, 0.5], 9, "2 evaluations without a better loss than that of step 1"),
+        ([0.5, 0.6, 0.5], 3, ""),  # all steps are done
+        ([math.nan, math.inf], 9, "2 evaluations without a finite loss"),
+        ([0.5, 0.6, 0.4, 0.5], 4, ""),
+    ],
+)
+def test_so_many_evaluations_without_a_better_one_end_the_job(
+    losses: list[float], steps: int, text: str
+) -> None:
+    job = ScriptedJob(1, evaluate_every=1, steps=steps, patience=2).running()
+    train(job, dict(enumerate(losses, 1)))
+    assert (job.ended.status, job.ended.steps) == ("done", len(losses))
+    assert job.ended.stopped_early == (f"{text} (--patience 2)" if text else "")
+    assert of(job.effects, Commit)[-1].step == len(losses)
+
+
+def test_a_run_that_is_resumed_counts_its_earlier_evaluations() -> None:
+    passes = tuple(evaluation_of(step, loss) for step, loss in ((5, 0.1), (7, 0.2)))
+    disk = JobState(7), Restore(7, "runs/x/checkpoints/step-00000007")
+    start = Start(disk, recorded=7, evaluations=passes, checkpoints=frozenset({5, 7}), saved=7)
+    job = ScriptedJob(1, evaluate_every=1, steps=99, patience=2, start=start).running()
+    job.step(8)
+    job.evaluated(8, 0.3)
+    job.saved()
+    job.checkpoint_committed()
+    assert job.ended.stopped_early.startswith("2 evaluations without a better loss than that of s")
+    ended = ScriptedJob(1, evaluate_every=1, steps=99, patience=1, start=start)
+    ended.start()
+    assert (ended.ended.status, ended.ended.steps) == ("done", 7)
 
 
 def test_passes_before_a_loss_count_once() -> None:

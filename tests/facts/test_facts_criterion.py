@@ -39,3 +39,4 @@ def test_the_best_row(losses: list[Any], least: int | None, most: int | None) ->
     for text, best in (("loss", least), ("max:loss", most)):
         found = Criterion.parse(text).best([{"step": 0}, *rows])
         assert (found and found["step"]) == best
+        assert Criterion.parse(text).since_best([{}, *rows]) == len(losses) - (best or -1)

@@ -76,6 +76,8 @@ def test_json_round_trip(made: Options) -> None:
         ("epochs", 0, "--epochs 0: must be 1 or more"),
         ("evaluate_every", 0, "--evaluate-every 0: must be 1 or more"),
         ("best", "max:", "--best max:: must name a figure, as loss or max:accuracy"),
+        ("patience", 0, "--patience 0: must be 1 or more"),
+        ("patience", 3, "--patience 3: no evaluation is requested; add --evaluate-every"),
         ("best", "a", "--best a: no evaluation is requested; add --evaluate-every"),
         ("evaluate_every", "step", "--evaluate-every step: must be a number of steps, or epoch"),
         ("init_strict", False, "--no-init-strict: no file is given; add --init-from"),

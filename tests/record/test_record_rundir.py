@@ -233,5 +233,6 @@ def test_the_summary_is_read_as_it_was_written(tmp_path: Path) -> None:
         "best": {"step": 2, "name": "loss", "value": 3.0, "path": None},
         "peak_memory_bytes": [1, 2],
         "bubble": 0.25,
+        "stopped_early": None,
         "error": "lost",
     }

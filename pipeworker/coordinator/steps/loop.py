@@ -174,13 +174,38 @@ class FileLoop(_Loop):
 
     acknowledged = True
     _running: Batch
-    _evaluate = False
+
+    def __init__(self, options: Options, placement: Placement, progress: Progress) -> None:
+        super().__init__(options, placement, progress)
+        self._evaluate = options.evaluate_first and not self._step
 
     @property
     def finished(self) -> bool:
         """Whether there are no more commands."""
-        ended = self._batch is None or self._step == self._options.steps
+        ended = self._has_ended or self._is_impatient
         return ended and not self._half_done and not self._evaluate
+
+    @property
+    def _has_ended(self) -> bool:
+        """Whether all steps are done."""
+        return self._batch is None or self._step == self._options.steps
+
+    @property
+    def _is_impatient(self) -> bool:
+        """Whether as many evaluations as ``--patience`` permits have not been better."""
+        patience = self._options.patience
+        return patience is not None and self._progress.evaluations.since >= patience
+
+    @property
+    def stopped_early(self) -> str:
+        """Why the job ends before all of its steps are done; "" if it does not."""
+        if self._has_ended or not self._is_impatient:
+            return ""
+        found, options = self._progress.evaluations, self._options
+        name = found.criterion.name
+        lacked = f"a better {name} than that of step {found.best}"
+        lacked = f"a finite {name}" if found.best is None else lacked
+        return f"{found.since} evaluations without {lacked} (--patience {options.patience})"
 
     def step_done(self, done: Sequence[StepDone], now: float) -> Due:
         """Return what is due after a mini-batch that every worker has run; `done` is by rank."""
@@ -210,8 +235,9 @@ class FileLoop(_Loop):
         progress.evaluation = evaluation
         progress.evaluated = max(evaluation.step, progress.evaluated)
         is_best = progress.evaluations.add(evaluation)
+        # An evaluation before the first step leaves the numbers of training as they are.
         return Due(
-            Evaluated(evaluation.loss),
+            Evaluated(evaluation.loss) if evaluation.step else None,
             (evaluation,) if new else (),
             can_save=True,
             is_best=is_best,
@@ -247,6 +273,8 @@ class FileLoop(_Loop):
 
 class CallLoop(_Loop):
     """The loop of the user's own: each command is a call that all ranks have made."""
+
+    stopped_early = ""
 
     def __init__(self, options: Options, placement: Placement, progress: Progress) -> None:
         super().__init__(options, placement, progress)
