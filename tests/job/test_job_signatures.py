@@ -112,10 +112,34 @@ def test_a_wrong_signature_is_reported(name: str, value: Any, expected: str) -> 
         ("before_update", Unknown()),
         ("model", Unknown()),
         ("data", Unknown()),
+        ("data", lambda start: []),
+        ("data", lambda path="", *, start: []),
+        ("evaluation", lambda start=0: []),
     ],
 )
 def test_callables_that_fit_or_have_no_signature_are_accepted(name: str, value: Any) -> None:
     assert getattr(check(**{name: value}), name) is value
+
+
+@pytest.mark.parametrize(
+    ("data", "expected"),
+    [
+        (lambda start: start, 3),
+        (lambda count: count, 3),
+        (lambda path="", start=0: (path, start), ("", 3)),
+        (lambda count=2: count, None),
+        (lambda **start: start, None),
+        (lambda a, start: start, None),
+        (functools.partial(lambda path, start: path, "path"), "path"),
+        (list, None),
+        (Unknown(), None),
+    ],
+)
+def test_data_is_called_with_the_mini_batches_to_skip_if_it_takes_them(
+    data: Any, expected: Any
+) -> None:
+    called = signatures.with_start(data)
+    assert (called and called(3)) == expected
 
 
 class Warmup(torch.optim.lr_scheduler.LRScheduler):

@@ -55,6 +55,10 @@ def from_module() -> PlainList:
     return PlainList([pair(number, module_generator.random()) for number in range(LENGTH)])
 
 
+def drawn_from_module() -> float:
+    return module_generator.random()
+
+
 def factory_with_module() -> Factory:
     module_generator.bit_generator.state = np.random.default_rng(3).bit_generator.state
     return from_module

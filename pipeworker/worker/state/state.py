@@ -198,6 +198,7 @@ class State:
         if files:
             self.restore(files)
             if role.reads_data:
+                self._tracker.set(Phase.READING, source.step + 1)
                 self._loaded.reader.restore(restored_position(files))
             self.snapshots.release()
         return bool(files)
@@ -219,6 +220,7 @@ class State:
                 with readable(received) as files:
                     restore([files], [self._stages.part(index)], {}, user_code, loads_itself)
                     if not index and self._role.reads_data:
+                        self._tracker.set(Phase.READING, step + 1)
                         self._loaded.reader.restore(restored_position([files]))
 
     def _files(self, stage: int, step: int, at: Position) -> Files:

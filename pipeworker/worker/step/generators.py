@@ -9,7 +9,7 @@ import sys
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from types import FunctionType, MethodType, ModuleType
+from types import BuiltinMethodType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import numpy as np
@@ -21,12 +21,17 @@ from pipeworker.worker.stage import rng
 Generators = dict[str, Any]
 """The user's own random generators that data may draw from, each once, by where it was found.
 
-A loader, its sampler or its dataset may have one, and so may the module that defines one of them.
+A loader, its sampler or its dataset may have one, and so may the module that defines one of them,
+and the objects that load items, as transforms.
 The data of an epoch depends on what was drawn from them in the epochs before."""
 
 INVALID_POSITION = "the position in the data: {}; resume from another checkpoint"
 _FAULTS = (RuntimeError, TypeError, ValueError, LookupError, OverflowError)
 _GENERATORS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
+_OF_THE_STREAM = (
+    torch.default_generator,
+    *(getattr(function, "__self__", None) for function in (random.random, np.random.random)),
+)
 _LEAVES = (*_GENERATORS, type, ModuleType, torch.Tensor, np.ndarray, str, bytes, int, float)
 _MOST_OBJECTS, _MOST_ITEMS = 1000, 100
 """Objects whose contents are searched for generators, and items of a list or dict."""
@@ -43,18 +48,25 @@ def generators_of_function(function: Any) -> Generators:
 def generators_of_source(source: Any) -> Generators:
     """Return the generators of an iterable, of a loader's parts, and of their modules."""
     parts = list(_parts(source))
-    modules = [found for place, part in parts for found in _module(place, part)]
     loading = [(place, part) for place, part in parts if place in ("dataset", "collate_fn")]
     if not hasattr(source, "__iter__"):  # a map-style dataset
         loading.append(("data", source))
-    return _distinct([*parts, *modules, *_nested(loading)])
+    return _of_objects(parts, loading)
 
 
 def generators_of_loading(dataset: Any, collate: Any) -> Generators:
     """Return the generators that the loading of items may draw from, in a loader's process."""
     parts = [("dataset", dataset), ("collate_fn", collate)]
+    return _of_objects(parts, parts)
+
+
+def _of_objects(parts: list[tuple[str, Any]], searched: list[tuple[str, Any]]) -> Generators:
+    """Return the generators of objects and of their modules, and of all inside of some of them."""
     modules = [found for place, part in parts for found in _module(place, part)]
-    return _distinct([*parts, *modules, *_nested(parts)])
+    nested = list(_nested(searched))
+    for place, thing in tuple(nested):  # its type's: a proxy may pretend to be of another module
+        nested += _module(place, thing if type(thing) is FunctionType else type(thing))
+    return _distinct([*parts, *modules, *nested])
 
 
 def _parts(source: Any) -> Iterator[tuple[str, Any]]:
@@ -102,7 +114,7 @@ def _contents(thing: Any) -> Iterator[tuple[str, Any]]:
         )
     elif kind is functools.partial:
         yield from (("func", thing.func), ("args", thing.args), ("keywords", thing.keywords))
-    elif kind is MethodType:
+    elif kind in (MethodType, BuiltinMethodType):
         yield "__self__", thing.__self__
     elif kind is FunctionType:
         for name, cell in zip(thing.__code__.co_freevars, thing.__closure__ or (), strict=True):
@@ -116,8 +128,12 @@ def _contents(thing: Any) -> Iterator[tuple[str, Any]]:
 
 def _distinct(places: list[tuple[str, Any]]) -> Generators:
     found: Generators = {}
-    seen: set[int] = set()
+    seen = set(map(id, _OF_THE_STREAM))
+    searched: set[int] = set()
     for place, thing in places:
+        if id(thing) in searched:
+            continue
+        searched.add(id(thing))
         for name, value in _contents(thing):
             kind = type(value)
             if issubclass(kind, _GENERATORS) and kind is not random.SystemRandom:

@@ -15,7 +15,13 @@ from torch.utils.data import DataLoader, Dataset, RandomSampler, Sampler
 from pipeworker.errors import UsageError
 from pipeworker.worker.stage.rng import seed_all
 from pipeworker.worker.step.data import Reader
-from support.data_sources import pair, round_trip, together
+from support.data_sources import (
+    drawn_from_module,
+    factory_with_module,
+    pair,
+    round_trip,
+    together,
+)
 
 SAMPLES, BATCH = 18, 3
 LENGTH = SAMPLES // BATCH
@@ -26,8 +32,8 @@ loaded = torch.zeros(SAMPLES, dtype=torch.int64).share_memory_()  # type: ignore
 class Items(Dataset[Any]):
     """Items that draw from every generator of the stream, and from one inside of a transform."""
 
-    def __init__(self, generator: Any = None) -> None:
-        self.transforms = [lambda: generator.random() if generator else 0]
+    def __init__(self, draw: Callable[[], float] = lambda: 0) -> None:
+        self.transforms = [draw]
 
     def __len__(self) -> int:
         return SAMPLES
@@ -77,6 +83,17 @@ def seeded() -> torch.Generator:
     return torch.Generator().manual_seed(2)
 
 
+def _enclosed(seed: int) -> Callable[[], float]:
+    generator = random.Random(seed)
+    return lambda: generator.random()
+
+
+def beside_it() -> DataLoader[Any]:
+    """Return a loader whose items draw from a generator of another module, that of a function."""
+    factory_with_module()
+    return loader(Items(drawn_from_module))
+
+
 def with_replacement() -> DataLoader[Any]:
     sampler = RandomSampler(range(SAMPLES), replacement=True, num_samples=40, generator=seeded())
     return loader(sampler=sampler)
@@ -117,7 +134,10 @@ SKIPPED: dict[str, tuple[Callable[[], Any], int]] = {
     "with a generator": (lambda: loader(shuffle=True, generator=seeded()), 0),
     "single items": (lambda: loader(batch_size=None, collate_fn=None, shuffle=True), 0),
     "with replacement": (with_replacement, 0),
-    "a generator inside": (lambda: loader(Items(np.random.default_rng(4)), shuffle=True), 0),
+    "a generator inside": (lambda: loader(Items(np.random.default_rng(4).random)), 0),
+    "a method of a generator": (lambda: loader(Items(random.Random(4).random)), 0),
+    "a generator inside of a function": (lambda: loader(Items(_enclosed(5))), 0),
+    "a generator beside a function": (beside_it, 0),
     "lazy, without draws": (lambda: loader(Plain(), sampler=Lazy()), 0),
     "chunks, without draws": (lambda: loader(Plain(), sampler=Chunks()), 0),
     "start, shuffled": (lambda: shuffles_first, 1),
@@ -165,7 +185,7 @@ def check(again: Reader, expected: list[Any]) -> None:
 @pytest.mark.parametrize("kind", SKIPPED)
 def test_mini_batches_before_the_position_are_not_loaded(kind: str) -> None:
     make, most = SKIPPED[kind]
-    for at, prefetched in itertools.product((1, 4, LENGTH, LENGTH + 3), (False, True)):
+    for at, prefetched in itertools.product((1, LENGTH, LENGTH + 4), (False, True)):
         again, expected = resumed(make, at, prefetched=prefetched)
         assert loaded.sum() <= most, (at, prefetched)
         position = round_trip(again.position(prefetched=False))
@@ -197,7 +217,7 @@ AGAIN: dict[str, Callable[[], Any]] = {
     "a sampler and items draw alternately": lambda: loader(sampler=Lazy()),
     "a sampler draws again while items draw": lambda: loader(sampler=Chunks()),
     "start, drawn and shuffled in the iteration": lambda: reads_again,
-    "another generator in a process": lambda: loader(Items(random.Random(4)), num_workers=1),
+    "another generator in a process": lambda: loader(Items(_enclosed(4)), num_workers=1),
     "start, a loader with processes": lambda: lambda start: loader(num_workers=1),
 }
 
