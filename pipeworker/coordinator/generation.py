@@ -15,7 +15,7 @@ written beside steps has no state. A failure or an interrupt leads from any stat
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 from pipeworker.coordinator import consistency, report
@@ -23,16 +23,16 @@ from pipeworker.coordinator.blueprint import Blueprint
 from pipeworker.coordinator.effects import Discard, Dropped, Effect, Log
 from pipeworker.coordinator.ending import JobEnd, Status
 from pipeworker.coordinator.events import CheckpointEnded
-from pipeworker.coordinator.lifecycle import Lifecycle, State
+from pipeworker.coordinator.lifecycle import SAVES, Lifecycle, State
 from pipeworker.coordinator.roster import Member
+from pipeworker.coordinator.saving import Saving
 from pipeworker.coordinator.steps.loop import CallLoop, Due, Loop, common_batch
 from pipeworker.coordinator.store import KeyValueStore
 from pipeworker.errors import AGAIN, ProtocolError, UsageError
 from pipeworker.facts.failure import Cause, Failure
 from pipeworker.facts.step import Batch, Evaluation
-from pipeworker.job.options import Interval
 from pipeworker.wire.lines import Joined, Warned
-from pipeworker.wire.messages.checkpoint import Copy, Restore, Save, Saved
+from pipeworker.wire.messages.checkpoint import Restore, Save, Saved
 from pipeworker.wire.messages.directions import Advance, Finish, FromWorker
 from pipeworker.wire.messages.plan import Described, Ready
 from pipeworker.wire.messages.presence import Abort, Failed, Heartbeat, Hello, Signalled, Welcome
@@ -52,7 +52,7 @@ _MAX_FAILED_SAVES = 1
 
 
 @dataclass(slots=True)
-class Generation(Lifecycle):
+class Generation(Saving):
     """One incarnation of a job's workers, and the messages that each of its states accepts.
 
     The workers begin with the state `restore`, whose layers have the names `layers`.
@@ -63,8 +63,8 @@ class Generation(Lifecycle):
     restore: Restore | None = None
     layers: tuple[str, ...] = ()
     _store: KeyValueStore = field(init=False, default_factory=KeyValueStore)
-    _step: int = field(init=False, default=0)
     _evaluation: Evaluation | None = field(init=False, default=None)
+    _pass_failure: Failure | None = field(init=False, default=None)
 
     # Events.
 
@@ -99,6 +99,8 @@ class Generation(Lifecycle):
         if event.error:
             return self._save_failed(step, event.error, now)
         self.progress.saved, self.progress.failed_saves = step, 0
+        if self.last_end is not None:
+            return self.over(self.last_end)
         if self.state is not State.COMMITTING or step != self._step:
             return [Log(f"the checkpoint of step {step} is complete")]
         if self.interrupted is not None and (self.stopped.failure or not self.loop.finished):
@@ -188,16 +190,22 @@ class Generation(Lifecycle):
         if not self.is_last(message.rank):
             return []
         done = [m.done for m in self.members if m.done]
-        warnings = [Warned(text) for text in self.snapshots.step_done(done, self._writers)]
+        warnings = [Warned(text) for text in self.snapshots.step_done(done, self.writers)]
         return [*warnings, *self._advance(self.loop.step_done(done, now), now)]
 
     def _on_evaluated(self, member: Member, message: EvaluationDone, now: float) -> list[Effect]:
         if message.result and message.rank != self.placement.rank_of(self.placement.stages - 1):
             raise ProtocolError("a result from a worker without the last stage")
         member.peak_memory = max(member.peak_memory, message.peak_memory)
+        if message.failure and not isinstance(self.loop, CallLoop):
+            raise ProtocolError("a pass that failed, in a job that ends with its first failure")
         self._evaluation = message.result or self._evaluation
+        if message.failure and not self._pass_failure:
+            self._pass_failure = self._named(replace(message.failure, rank=message.rank))
         if not self.is_last(message.rank):
             return []
+        if isinstance(self.loop, CallLoop) and (self._pass_failure or self.loop.predicts):
+            return self._advance(self.loop.pass_done(self._pass_failure), now)
         if self._evaluation is None:
             text = "no worker reported the result of the evaluation pass"
             return self.fail(Failure(Cause.INTERNAL, text))
@@ -250,9 +258,9 @@ class Generation(Lifecycle):
             return [*due.effects, *self.over(self.stopped)]
         if due.can_save and saved:
             self.progress.save_requested = False
-        save_due = due.can_save and not saved and (due.is_best or self._save_is_due(now))
+        save_due = due.can_save and not saved and (due.is_best or self.save_is_due(now))
         full = due.is_best and self.snapshots.checkpoint_slot is None  # it must not be skipped
-        blocks = stops or self.loop.finished or (save_due and (full or self._save_blocks))
+        blocks = stops or self.loop.finished or (save_due and (full or self.save_blocks))
         if due.must_save or (blocks and not saved):
             return self._save(due, now)
         command = self.loop.next(now)
@@ -265,8 +273,8 @@ class Generation(Lifecycle):
             case RunStep():
                 return self._run(command, due, now, save=save_due)
             case Evaluate():
-                self._step, self._evaluation = command.step, None
-                self.await_all(State.EVALUATING if self.loop.acknowledged else State.CALLING)
+                self._step, self._evaluation, self._pass_failure = command.step, None, None
+                self.await_all(State.EVALUATING)
             case Wait():
                 self.await_all(State.CALLING)
         return self._send_all([Advance(command, due.update)] * self.placement.ranks, due.effects)
@@ -280,7 +288,7 @@ class Generation(Lifecycle):
         if self._is_first and not self.blueprint.has_run:
             warning = report.few_samples(run.batch, self.options.microbatches)
             effects += [Warned(warning)] if warning else []
-        copy = self._begin_copy(now, save=save) if due.can_save else None
+        copy = self.begin_copy(now, save=save) if due.can_save else None
         if save and copy is None:
             step = self.progress.steps
             effects.append(Log(f"no checkpoint of step {step}: earlier ones are being written"))
@@ -308,65 +316,27 @@ class Generation(Lifecycle):
     def _save(self, due: Due, now: float) -> list[Effect]:
         """Save a checkpoint of this step, and wait until it is complete."""
         slot = self.snapshots.blocking_slot()
-        self._begin_write(slot, now)
+        self.begin_write(slot, now)
         self._step = self.progress.steps
         self.await_all(State.SAVING)
-        self.awaited = set(range(self._writers))
+        self.awaited = set(range(self.writers))
         return self._send_all(
             [Advance(Save(self._step, slot), due.update)] * self.placement.ranks, due.effects
         )
 
-    @property
-    def _writers(self) -> int:
-        """The number of ranks, from rank 0 on, that hold the whole state together.
-
-        That is one replica, unless each replica holds a part of the optimizer's state.
-        """
-        placement = self.placement
-        return placement.ranks if self.options.shard_optimizer else placement.workers
-
-    @property
-    def _save_blocks(self) -> bool:
-        """Whether training waits for a checkpoint that is due.
-
-        It always does with a loop of the user's own, which may change weights between two calls.
-        """
-        busy = bool(self.snapshots.writing) and self.options.checkpoint_busy == "wait"
-        return busy or self.options.own_loop
-
-    def _save_is_due(self, now: float) -> bool:
-        """Return whether a checkpoint was requested, or it is time for the next one."""
-        if self.progress.save_requested:
-            return True
-        every, since = self.options.checkpoint_every, now - self.progress.saved_at
-        return Interval.parse(every).due(self.progress.steps, since)
-
-    def _begin_copy(self, now: float, *, save: bool) -> Copy | None:
-        """Begin to copy the state while the next step runs, if a copy is due and a slot is free.
-
-        With `save` the copy is also written, as a checkpoint.
-        """
-        snapshots, state = self.snapshots, self.progress.job_state
-        due = snapshots.is_due(state.step, self.progress.seconds)
-        slot = snapshots.checkpoint_slot if save else snapshots.free_slot if due else None
-        if slot is None:
-            return None
-        snapshots.begin_copy(state, slot)
-        if save:
-            self._begin_write(slot, now)
-        return Copy(state.step, slot, save)
-
-    def _begin_write(self, slot: int, now: float) -> None:
-        self.progress.save_requested, self.progress.saved_at = False, now
-        self.snapshots.begin_write(self.progress.job_state, slot, self._writers)
+    def save_last(self) -> list[Effect]:
+        return [] if self.state in SAVES else self._save(Due(), self.progress.saved_at)
 
     def _save_failed(self, step: int, text: str, now: float) -> list[Effect]:
         """Retry a checkpoint that failed if training waits for it; end the job after the second."""
         effects: list[Effect] = [Discard(step)]
         self.progress.failed_saves += 1
+        if self.last_end is not None:
+            warning = Warned(f"step {step} is not saved: {text}")
+            return [*effects, warning, *self.over(self.last_end)]
         if self.progress.failed_saves > _MAX_FAILED_SAVES:
             return [*effects, *self.fail(Failure(Cause.INTERNAL, text))]
-        blocks = self.state in (State.SAVING, State.COMMITTING) and step == self._step
+        blocks = self.state in SAVES and step == self._step
         more = "retrying" if blocks else "training continues until the next one"
         effects.append(Warned(f"the checkpoint of step {step} failed: {text}; {more}"))
         if blocks:

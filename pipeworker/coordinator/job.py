@@ -234,6 +234,8 @@ class Job:
         """Return whether the user's code has failed and memory has steps that the disk lacks."""
         failure = end.failure
         users = failure is not None and failure.cause is Cause.USER and failure.rank >= 0
+        if self._options.own_loop:  # its workers have saved it themselves, if they could
+            return False
         return users and self.progress.has_unsaved(self._newest_state.step)
 
     def _save_first(self, end: JobEnd, effects: list[Effect], now: float) -> list[Effect]:

@@ -54,6 +54,8 @@ class State(Enum):
     OVER = "", "the generation has ended"
 
 
+SAVES = (State.SAVING, State.COMMITTING)
+"""States in which the job waits for a checkpoint."""
 BEFORE_STEPS = (State.JOINING, State.BUILDING)
 """States in which no step has begun."""
 
@@ -70,6 +72,7 @@ class Lifecycle:
         abort: the message sent to workers at its end, unless the job was done.
         interrupted: the time at which the user asked to stop, if so.
         stopped: the end of the job once the interrupt takes effect.
+        last_end: the end of a user's own loop, while its last checkpoint is written.
         last_state: the state in which it ended.
     """
 
@@ -86,12 +89,14 @@ class Lifecycle:
     abort: Abort | None = field(default=None, init=False)
     interrupted: float | None = field(default=None, init=False)
     stopped: JobEnd = field(default=INTERRUPTED, init=False)
+    last_end: JobEnd | None = field(default=None, init=False)
     last_state: State = field(default=State.JOINING, init=False)
     blueprint: Blueprint | None = field(default=None, init=False)
     roster: Roster = field(init=False)
     _cause: FirstCause = field(init=False)
     awaited: set[int] = field(init=False)
     _next_note: float = field(default=0.0, init=False)
+    _ending_since: float | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
         limit = self.options.worker_timeout
@@ -166,6 +171,8 @@ class Lifecycle:
             self._cause.suspended(suspended)
             if self.interrupted is not None:
                 self.interrupted = min(now, self.interrupted + suspended)
+        if self.last_end is not None:
+            return self._last_save_expired(self.last_end, now)
         if self._interrupt_expired(now):
             return self.over(self.stopped)
         failure = self._cause.expired(now) or self._timed_out(now)
@@ -206,6 +213,8 @@ class Lifecycle:
 
     def on_failed(self, member: Member, message: Failed, now: float) -> list[Effect]:
         """Handle a failure that a worker reports."""
+        if self.options.own_loop and message.failure.cause is Cause.SIGNAL:
+            return self.over(self.stopped)  # KeyboardInterrupt has left the user's loop
         return self._failure_reported(replace(message.failure, rank=message.rank), now)
 
     def on_signalled(self, member: Member, message: Signalled, now: float) -> list[Effect]:
@@ -224,7 +233,7 @@ class Lifecycle:
 
         A loop of the user's own may never make another call. Checkpoints are always completed.
         """
-        if self.interrupted is None or self.state in (State.SAVING, State.COMMITTING):
+        if self.interrupted is None or self.state in SAVES:
             return False
         elapsed, limit = now - self.interrupted, self.roster.limit
         if self.options.own_loop:
@@ -243,9 +252,30 @@ class Lifecycle:
             failure = self.roster.stalled(now)
         return failure
 
+    def _last_save_expired(self, end: JobEnd, now: float) -> list[Effect]:
+        """End the job without its last checkpoint if a worker is lost or does not answer.
+
+        A worker between two calls of the user's loop answers only if it makes another call.
+        """
+        if self._ending_since is None:
+            self._ending_since = now
+        awaited = [self.roster.members[rank] for rank in sorted(self.awaited)]
+        if any(member.position.phase is Phase.SAVING for member in awaited):
+            self._ending_since = now
+        idle = all(member.waits for member in awaited)
+        limit = self.timings.interrupt if idle else self.roster.limit
+        lost = self.roster.unheard(now)
+        if lost is None and (not awaited or now - self._ending_since <= limit):
+            return []
+        names = ", ".join(member.name for member in awaited)
+        reason = lost.message if lost else f"{names} did not answer within {limit:g} s"
+        return [Warned(f"step {self.progress.steps} is not saved: {reason}"), *self.over(end)]
+
     # Endings.
 
     def _failure_reported(self, failure: Failure, now: float) -> list[Effect]:
+        if self.last_end is not None and failure.cause is not Cause.LOST:
+            return [Log(f"rank {failure.rank}, at the end: {failure.message}")]
         repeated = failure.rank in self._cause.reporters
         cause = self._cause.report(failure, now)
         if cause is None:
@@ -276,8 +306,34 @@ class Lifecycle:
             return replace(failure, stage=f"stage {stage}")
         return replace(failure, stage=self.placement.names(failure.rank))
 
+    def saves_before(self, end: JobEnd) -> bool:
+        """Return whether a last checkpoint is written before the end of a user's own loop.
+
+        No memory outlasts its workers, so they save what they have learned, unless one is lost.
+        """
+        failure, progress = end.failure, self.progress
+        if not self.options.own_loop or end.status is Status.DONE or self.state in BEFORE_STEPS:
+            return False
+        if failure is not None and failure.cause in (Cause.LOST, Cause.HUNG, Cause.PEER):
+            return False
+        if self.state in SAVES and failure is not None and failure.rank in self.awaited:
+            return False  # it has failed in its part of the checkpoint
+        return progress.has_unsaved(progress.steps) and not progress.failed_saves
+
+    def save_last(self) -> list[Effect]:
+        """Begin to write the last checkpoint of a user's own loop, unless one is being written."""
+        raise NotImplementedError
+
     def over(self, end: End) -> list[Effect]:
-        """End the generation, and its workers."""
+        """End the generation, and its workers; a user's own loop may first write a checkpoint."""
+        if self.last_end is not None:
+            return self._end(self.last_end)
+        if isinstance(end, JobEnd) and self.saves_before(end):
+            self.last_end = end
+            return [Log(f"{report.end_status(end)}; saving first"), *self.save_last()]
+        return self._end(end)
+
+    def _end(self, end: End) -> list[Effect]:
         waiting, self.last_state = self.waiting, self.state
         self.state, self.end = State.OVER, end
         peers = self.roster.peers

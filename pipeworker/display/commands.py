@@ -45,7 +45,8 @@ class Commands:
         if not self.job_file:
             call = f"pipeworker.train(..., resume=True, run_dir={run_dir!r}"
             call += f", {name}={count})" if name else ")"
-            call = f"Pipeline(...).load({run_dir!r})" if self.own_loop else call
+            if self.own_loop:
+                call = f"pipeworker.Pipeline(..., resume=True, run_dir={run_dir!r})"
             return f"in {self.script or 'the script'}: {call}"
         if not self.start:
             return f"the same command, with {shlex.join(options)}"

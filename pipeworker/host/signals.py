@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import signal
 import socket
-from collections.abc import Iterable
+import threading
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 
 
 class SignalSocket:
@@ -32,3 +34,32 @@ class SignalSocket:
             signal.signal(number, handler)
         self._write.close()
         self._read.close()
+
+
+@contextmanager
+def deferred_interrupt() -> Iterator[None]:
+    """Let SIGINT take effect at the end of the context rather than inside of it.
+
+    A second SIGINT takes effect at once. Outside of the main thread, and where Python does not
+    handle the signal, nothing changes.
+    """
+    before = signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread() or not callable(before):
+        yield
+        return
+    received = False
+
+    def handle(number: int, frame: object) -> None:
+        nonlocal received
+        if received:
+            signal.signal(signal.SIGINT, before)
+            signal.raise_signal(signal.SIGINT)
+        received = True
+
+    signal.signal(signal.SIGINT, handle)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+        if received:
+            signal.raise_signal(signal.SIGINT)

@@ -55,10 +55,15 @@ def check_unchanged(
     Raises:
         UsageError: options differ that are not allowed to; the message names all of them.
     """
-    if recorded.own_loop:
+    if recorded.own_loop and not options.own_loop:
         raise UsageError(
             f"{where}: has the loop of a pipeworker.Pipeline; continue it in the script that began "
-            "it, with load()"
+            "it, with resume=True"
+        )
+    if options.own_loop and not recorded.own_loop:
+        raise UsageError(
+            f"{where}: has no loop of its own; continue it as it was begun, or load() its "
+            "checkpoint in a new run"
         )
     pairs = {name: (getattr(recorded, name), getattr(options, name)) for name in NUMBERS}
     differing = {n: pair for n, pair in pairs.items() if pair[0] != pair[1] and n not in allowed}

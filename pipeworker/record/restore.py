@@ -46,14 +46,7 @@ def restore(
     Raises:
         UsageError: the checkpoint is of another model, and nothing has changed; or it is damaged.
     """
-    saved = _SavedState(files, stages[0].names, ties, loads_itself)
-    diff = StateDictDiff()
-    for stage in stages:
-        for index, layer, state in stage.indexed():
-            saved.compare(index, layer, state, diff)
-    if diff:
-        where = files[0].model.parent
-        raise UsageError(f"the checkpoint {where} is of another model: {diff}")
+    saved = check_fits(files, stages, ties, loads_itself)
     with torch.no_grad():
         for stage in stages:
             stage.load(saved.state_of, user_code)
@@ -63,6 +56,28 @@ def restore(
                     _set_buffer(layer, key, buffer, _device_of(stage.layers))
             if stage.optimizer is not None:
                 _restore_update(stage, stage.optimizer, saved, user_code)
+
+
+def check_fits(
+    files: Sequence[WorkerFiles],
+    stages: Sequence[StageState],
+    ties: Mapping[str, str],
+    loads_itself: Callable[[nn.Module], bool],
+) -> _SavedState:
+    """Check that the state in the files is of the same model; return it. See :func:`restore`.
+
+    Raises:
+        UsageError: the checkpoint is of another model, or damaged.
+    """
+    saved = _SavedState(files, stages[0].names, ties, loads_itself)
+    diff = StateDictDiff()
+    for stage in stages:
+        for index, layer, state in stage.indexed():
+            saved.compare(index, layer, state, diff)
+    if diff:
+        where = files[0].model.parent
+        raise UsageError(f"the checkpoint {where} is of another model: {diff}")
+    return saved
 
 
 def restored_position(files: Sequence[WorkerFiles]) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from torch import nn
 
 from pipeworker.errors import UsageError
 from pipeworker.facts.step import Evaluation, StepResult
+from pipeworker.host.signals import deferred_interrupt
 from pipeworker.job import file as job_file
 from pipeworker.job.options import Options
 from pipeworker.job.renamed import reject_renamed
@@ -22,10 +23,11 @@ from pipeworker.ranks.rank_info import RankInfo
 from pipeworker.record.checkpoint import Checkpoint
 from pipeworker.record.rundir import find_checkpoint, located
 from pipeworker.runs.begin import RunRequest
-from pipeworker.session.session import Session, script_path
+from pipeworker.session.process import script_path
+from pipeworker.session.session import Session
 from pipeworker.wire.lines import FromCoordinator, Warned
-from pipeworker.wire.messages.directions import Advance
-from pipeworker.wire.messages.step import Call, CallKind, Evaluate, Loaded
+from pipeworker.wire.messages.step import Call, CallKind, Evaluate, EvaluationDone, Loaded
+from pipeworker.worker.step.data import MicroBatches
 
 _OF_LAUNCH = ("max_restarts", "snapshot_every", "min_stages")
 """Options that require a launcher which restarts workers."""
@@ -67,6 +69,10 @@ class Pipeline:
         sample: an input of the model; required if layers stash and pop, to find the stages between
             which the skip connections run.
         run_dir: the run directory, by default ``runs/<script>-<time>``.
+        resume: continue the run in `run_dir` from its last checkpoint: weights, optimizer,
+            scheduler and loss scale. The script begins its data at :attr:`steps_done`.
+        auto_resume: the same if `run_dir` holds a run; else begin one there.
+        allow_change: names of options that may differ from those of the run to resume.
         **options: as of ``pipeworker launch``, with underscores: ``recompute="never"``.
 
     Attributes:
@@ -91,6 +97,9 @@ class Pipeline:
         tied: Sequence[Sequence[str]] = (),
         sample: Any = None,
         run_dir: str | Path | None = None,
+        resume: bool = False,
+        auto_resume: bool = False,
+        allow_change: str | Sequence[str] = (),
         **options: Any,
     ) -> None:
         where = "pipeworker.Pipeline()"
@@ -113,13 +122,23 @@ class Pipeline:
         self._session = Session(
             info,
             job,
-            RunRequest(script_path(), None, requested, run_dir, ranks=info.world),
+            RunRequest(
+                script_path(),
+                None,
+                requested,
+                run_dir,
+                resume,
+                auto_resume,
+                (allow_change,) if isinstance(allow_change, str) else tuple(allow_change),
+                ranks=info.world,
+            ),
             sample=sample,
             listen=lambda _: _print_warning,
         )
         self._rank = info.rank
         self._session.build()
-        placement = self._session.worker.loaded.role.placement
+        role = self._session.worker.loaded.role
+        placement, self._steps_done = role.placement, role.options.resume_step
         self.stage = placement.stages_of(info.rank)[0]
         self.stages = placement.stages
         self.replica = placement.replica_of(info.rank)
@@ -135,6 +154,11 @@ class Pipeline:
     def optimizer(self) -> torch.optim.Optimizer | None:
         """The optimizer of this process; None if it has nothing to train."""
         return self._session.worker.planned.stages.optimizer
+
+    @property
+    def steps_done(self) -> int:
+        """The number of steps done, also before the run was resumed or a checkpoint loaded."""
+        return self._steps_done
 
     @property
     def run_dir(self) -> Path:
@@ -156,13 +180,24 @@ class Pipeline:
             PipeworkerError: the job failed on another rank.
         """
         with self._session.participating() as session:
-            if not batches:
-                raise UsageError("step(): there is no mini-batch; pass at least one")
-            for number, batch in enumerate(batches, 1):
-                offered, last = session.worker.offer(batch), number == len(batches)
-                session.perform(session.call(Call(self._rank, CallKind.STEP, offered, last)))
+            worker = session.worker
+
+            def read() -> MicroBatches | None:
+                if not batches:
+                    raise UsageError("step(): there is no mini-batch; pass at least one")
+                worker.check(batches[1:])  # before anything runs
+                return worker.read(batches[0])
+
+            batch = session.prepare(CallKind.STEP, read)
+            for left in range(len(batches) - 1, -1, -1):
+                facts = batch.batch if batch else None
+                command = session.call(Call(self._rank, CallKind.STEP, facts, last=not left))
+                worker.offer(batch)
+                session.perform(command)
+                batch = worker.read(batches[-left]) if left else None
             result = session.wait_for_result()
         assert isinstance(result, StepResult)
+        self._steps_done = result.step
         return result
 
     def evaluate(self, *batches: Any) -> dict[str, float]:
@@ -175,14 +210,17 @@ class Pipeline:
             UsageError: as :meth:`step`, whose other errors it raises too.
         """
         with self._session.participating() as session:
-            if not batches:
-                raise UsageError("evaluate(): there is no mini-batch; pass at least one")
+            worker, prefix = session.worker, "evaluate(batch): was given"
+
+            def check() -> None:
+                if not batches:
+                    raise UsageError("evaluate(): there is no mini-batch; pass at least one")
+                worker.check(batches, prefix)
+
+            session.prepare(CallKind.EVALUATE, check)
             step = self._begin(Call(self._rank, CallKind.EVALUATE))
-            cut = (session.worker.split(b, "evaluate(batch): was given") for b in batches)
-            with session.working():
-                done = session.worker.evaluate(step, cut)
-            session.send(done)
-            result = session.wait_for_result()
+            cut = (worker.split(batch, prefix) for batch in batches)
+            result = session.stream(step, lambda: worker.evaluate(step, cut, stays=True))
         assert isinstance(result, Evaluation)
         return result.row()
 
@@ -197,10 +235,22 @@ class Pipeline:
             UsageError: as :meth:`step`, whose other errors it raises; or the output is no batch.
         """
         with self._session.participating() as session:
+            worker, prefix = session.worker, "predict(input): was given"
+            session.prepare(CallKind.PREDICT, lambda: worker.check([(value, None)], prefix))
             step = self._begin(Call(self._rank, CallKind.PREDICT, everywhere=everywhere))
-            cut = (session.worker.split((v, None), "predict(input): was given") for v in (value,))
+            cut = (worker.split((v, None), prefix) for v in (value,))
+            output: list[Any] = []
+
+            def predict() -> EvaluationDone:
+                done, found = worker.predict(step, cut, everywhere=everywhere)
+                output.append(found)
+                return done
+
+            session.stream(step, predict)
+            if not everywhere:
+                return output[0]
             with session.working():
-                return session.worker.predict(step, cut, everywhere=everywhere)
+                return worker.broadcast(output[0])
 
     def save(self) -> Path:
         """Write a checkpoint of the present state, on all ranks together.
@@ -227,19 +277,26 @@ class Pipeline:
             UsageError: there is no checkpoint, it is damaged, or it is of another model.
         """
         with self._session.participating() as session:
-            source = Checkpoint(find_checkpoint(Path(checkpoint)))
-            source.verify()
+            state = session.worker.connected.state
+
+            def find() -> Checkpoint:
+                source = Checkpoint(find_checkpoint(Path(checkpoint)))
+                source.verify()
+                state.check_fits(source.worker_files())
+                return source
+
+            source = session.prepare(CallKind.LOAD, find)
             step, scaler = source.manifest.step, source.manifest.scaler or {}
             loaded = Loaded(step, scaler.get("scale", 0.0), scaler.get("good_steps", 0))
             session.perform(session.call(Call(self._rank, CallKind.LOAD, loaded=loaded)))
-            with session.working():
-                session.worker.connected.state.restore(source.worker_files())
+            with session.working(), deferred_interrupt():
+                state.restore(source.worker_files())
+            self._steps_done = step
             return step
 
     def _begin(self, call: Call) -> int:
         """Wait for all ranks to make a call that changes no weight; return the steps done."""
         command = self._session.call(call)
-        assert isinstance(command, Advance)
         assert isinstance(command.next, Evaluate)
         return command.next.step
 

@@ -13,49 +13,43 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
-from pathlib import Path
-from typing import Any, NoReturn
-
-import torch
+from typing import Any, NoReturn, TypeVar
 
 from pipeworker.coordinator import report
+from pipeworker.display.commands import Commands, relative
 from pipeworker.environment import timings
 from pipeworker.errors import LayerError, PeerLost, PipeworkerError, UsageError
 from pipeworker.facts.failure import Cause, Failure
+from pipeworker.facts.limits import LONGEST_TEXT
 from pipeworker.facts.step import Evaluation, StepResult
 from pipeworker.host.position import Tracker
+from pipeworker.host.signals import deferred_interrupt
 from pipeworker.job.file import JobFile
 from pipeworker.ranks.coordinator_process import EventListener
 from pipeworker.ranks.rank_info import RankInfo
 from pipeworker.ranks.rendezvous import rendezvous
+from pipeworker.record.rundir import located
 from pipeworker.runs.begin import PreparedRun, RunRequest
+from pipeworker.session.errors import STAYS_OPEN, CallFailed, JobEnded, extended
+from pipeworker.session.process import plain_modes
+from pipeworker.wire.messages.checkpoint import Save
 from pipeworker.wire.messages.directions import Advance, FromWorker, ToWorker
 from pipeworker.wire.messages.presence import Abort, Failed
-from pipeworker.wire.messages.step import Call, CallKind, Wait
+from pipeworker.wire.messages.step import Call, CallKind, EvaluationDone, RunStep, Wait
 from pipeworker.worker.blame import UserCodeError, raised, user_traceback
 from pipeworker.worker.control import Control, exit_process
 from pipeworker.worker.device import numerics
 from pipeworker.worker.settings import Settings
 from pipeworker.worker.stage import rng
+from pipeworker.worker.step.evaluation import PassFailed
 from pipeworker.worker.worker import Worker, is_last
 
 _numbers = itertools.count()
 
 
-class JobEnded(PipeworkerError):
-    """The end of the job, for a reason that is not on this rank."""
-
-    def __init__(self, abort: Abort) -> None:
-        super().__init__(abort.reason)
-        self.abort = abort
-
-
-def script_path() -> str:
-    """Return the path of the running program, which is the job's file."""
-    name = sys.argv[0] if sys.argv and sys.argv[0] not in ("", "-c") else "script"
-    return str(Path(name).resolve())
+_T = TypeVar("_T")
 
 
 class Session:
@@ -83,6 +77,8 @@ class Session:
         self._restarts_by_status = info.has_store  # torchrun, or another launcher of the user's
         self._pid = os.getpid()
         self.closed = False
+        self._own_loop = bool(request.options.get("own_loop"))
+        self._own_error: Exception | None = None
         self._tracker = Tracker()
         self._call_lock = threading.Lock()
         self._idle = threading.Event()
@@ -128,13 +124,18 @@ class Session:
     def participating(self) -> Iterator[Session]:
         """Take part in the job inside the context; an error there ends it on all ranks.
 
+        The exception is a call that has failed and changed nothing: the job then continues. Before
+        a loop of the user's own ends, its last whole step is saved.
+
         Raises:
             LayerError: the user's code raised an exception, which is the cause.
             UsageError: an argument is wrong.
             PipeworkerError: the job is over because another rank failed.
         """
         if self.closed:
-            raise PipeworkerError("this pipeline is closed: its job is over; create another one")
+            raise PipeworkerError(
+                f"this pipeline is closed: its job is over; create another one{self._saved}"
+            )
         if not self._call_lock.acquire(blocking=False):
             raise UsageError(
                 "this pipeline is busy: a call was made inside another one, or in another thread; "
@@ -142,8 +143,12 @@ class Session:
             )
         try:
             modes = numerics.deterministic_mode(lambda: self.worker.deterministic)
-            with rng.preserve_generators(), _plain_modes(), modes:
+            with rng.preserve_generators(), plain_modes(), modes:
                 yield self
+        except CallFailed as failed:
+            own, self._own_error = self._own_error, None
+            error = failed.error(own)
+            raise error from error.__cause__
         except BaseException as error:
             self._fail(error)
         finally:
@@ -157,8 +162,12 @@ class Session:
         return message
 
     def perform(self, message: ToWorker) -> None:
-        """Execute a command of the coordinator and send the answer."""
-        with self.working():
+        """Execute a command of the coordinator and send the answer.
+
+        An update and a checkpoint are not interrupted halfway.
+        """
+        runs = isinstance(message, Advance) and isinstance(message.next, RunStep)
+        with self.working(), nullcontext() if runs else deferred_interrupt():
             answer = self.worker.handle(message)
         if answer is not None:
             self.send(answer)
@@ -177,19 +186,70 @@ class Session:
     def send(self, message: FromWorker) -> None:
         self._control.send(message)
 
-    def call(self, call: Call) -> ToWorker:
-        """Report a call of the user's loop; return the coordinator's command for it."""
+    def prepare(self, kind: CallKind, prepare: Callable[[], _T]) -> _T:
+        """Prepare the arguments of a call; if they are wrong, no rank performs it.
+
+        Raises:
+            CallFailed: an argument is wrong.
+        """
+        try:
+            return prepare()
+        except UsageError as error:
+            self._own_error = error
+            mistake = str(error)[:LONGEST_TEXT]
+            self.call(Call(self.rank, kind, mistake=mistake))
+            raise
+
+    def call(self, call: Call) -> Advance:
+        """Report a call of the user's loop; return the coordinator's command for it.
+
+        Raises:
+            CallFailed: the arguments of another rank are wrong.
+        """
         self.send(call)
-        return self.receive()
+        while True:
+            message = self._receive_advance()
+            if not isinstance(message.next, Save) or call.kind in (CallKind.SAVE, CallKind.CLOSE):
+                return message
+            self.perform(message)  # the job ends
+
+    def stream(
+        self, step: int, run: Callable[[], EvaluationDone]
+    ) -> StepResult | Evaluation | None:
+        """Run a forward-only pass, report it, and return its result.
+
+        Raises:
+            CallFailed: the user's code raised in the pass, on this rank or on another one.
+        """
+        try:
+            with self.working():
+                done = run()
+        except PassFailed as failed:
+            self._own_error = failed.error
+            self.send(self.worker.pass_failed(step, failed.failure))
+        else:
+            self.send(done)
+        return self.wait_for_result()
 
     def wait_for_result(self) -> StepResult | Evaluation | None:
-        """Return the result of a call when all ranks have completed it; execute what is due."""
+        """Return the result of a call when all ranks have completed it; execute what is due.
+
+        Raises:
+            CallFailed: the call has failed, and has changed nothing.
+        """
         while True:
-            message = self.receive()
+            message = self._receive_advance()
             self.perform(message)
-            assert isinstance(message, Advance)
             if isinstance(message.next, Wait):  # else a checkpoint is due first
+                assert not isinstance(message.next.result, Failure)
                 return message.next.result
+
+    def _receive_advance(self) -> Advance:
+        message = self.receive()
+        assert isinstance(message, Advance)
+        if isinstance(message.next, Wait) and isinstance(message.next.result, Failure):
+            raise CallFailed(message.next.result)
+        return message
 
     def finish(self) -> None:
         """Save a checkpoint and end the job, together with all ranks."""
@@ -211,35 +271,81 @@ class Session:
         if self.closed:
             return
         text = f"the script of {self._control.name} {raised(error)}"
-        cause = Cause.SIGNAL if isinstance(error, KeyboardInterrupt) else Cause.USER
-        failure = Failure(cause, text, self.rank, traceback=user_traceback(error))
-        self._report_failure(failure, wait=cause is Cause.USER)
+        cause, shown = Cause.USER, user_traceback(error)
+        if isinstance(error, KeyboardInterrupt):
+            cause = Cause.SIGNAL
+        elif isinstance(error, UsageError):  # of an earlier call, which the script did not catch
+            cause, text, shown = Cause.USAGE, str(error).removesuffix(STAYS_OPEN), ""
+        self._report_failure(Failure(cause, text, self.rank, traceback=shown))
+        self._show_saved()
 
     def _fail(self, error: BaseException) -> NoReturn:
         if isinstance(error, JobEnded):
             self.close()
-            raise _error_of(error.abort) from None
+            raise self._error_of(error.abort) from None
         failure = self.worker.explain(error)
         if isinstance(error, KeyboardInterrupt):
             text = f"{self._control.name} was interrupted by {type(error).__name__}"
             failure = replace(failure, cause=Cause.SIGNAL, message=text)
-        abort = self._report_failure(failure, wait=not isinstance(error, KeyboardInterrupt))
+        abort = self._report_failure(failure)
         original = error.error if isinstance(error, UserCodeError) else error
-        if isinstance(original, UsageError) or not isinstance(original, Exception):
-            raise original
         if isinstance(original, PeerLost):
-            raise _error_of(abort) from None
-        raise LayerError(report.describe(replace(failure, traceback=""))) from original
+            raise self._error_of(abort) from None
+        if isinstance(original, UsageError):
+            raise extended(original, self._saved)
+        if not isinstance(original, Exception):
+            self._show_saved()
+            raise original
+        text = report.describe(replace(failure, traceback=""))
+        raise LayerError(f"{text}{self._saved}") from original
 
-    def _report_failure(self, failure: Failure, *, wait: bool) -> Abort:
-        """Report why this rank has failed, and leave; return how the job ended."""
+    def _report_failure(self, failure: Failure) -> Abort:
+        """Report why this rank has failed, save what is to be saved, and leave.
+
+        Return how the job ended. A rank without a loop of the user's own has nothing to save, and
+        after an interrupt does not wait.
+        """
         self.send(Failed(self.rank, failure))
         message: ToWorker = Abort(failure.message, 1)
-        while wait and not isinstance(message := self._control.receive(), Abort):
-            continue
-        self.close()
+        waits = self._own_loop or failure.cause is not Cause.SIGNAL
+        try:
+            if self._own_loop:
+                self.worker.disconnect()  # the other ranks save too, once they do not wait
+            while waits and not isinstance(message := self._control.receive(), Abort):
+                if self._own_loop and isinstance(message, Advance):
+                    with deferred_interrupt():
+                        answer = self.worker.finish(message)
+                    if answer is not None:
+                        self.send(answer)
+        finally:  # a second interrupt
+            self.close()
         assert isinstance(message, Abort)
         return message
+
+    def _error_of(self, abort: Abort) -> PipeworkerError:
+        """Return the error for a rank that did not cause the end of the job."""
+        kind = UsageError if abort.exit_status == UsageError.exit_status else PipeworkerError
+        reason = abort.reason or "the job is over: another rank has ended it"
+        return kind(f"{reason}{self._saved}")
+
+    @property
+    def _saved(self) -> str:
+        """The last checkpoint of a user's own loop, and how to continue from it; "" if none."""
+        if not self._own_loop or not self.worker.is_loaded:
+            return ""
+        run_dir = self.worker.loaded.run_dir
+        step = run_dir.last_checkpoint_step()
+        if step < 0:
+            return ""
+        path = relative(located(run_dir.checkpoint(step)))
+        resume = Commands(own_loop=True).resume(relative(str(run_dir.path)))
+        return f"\n  step {step} is saved in {path}; continue {resume}"
+
+    def _show_saved(self) -> None:
+        """Show where the last checkpoint is, beside an error that is not pipeworker's."""
+        if not self.rank and (text := self._saved):
+            with suppress(OSError):  # the stream belongs to the script
+                print(f"pipeworker: {text.strip()}", file=sys.stderr, flush=True)
 
     def _leave(self, abort: Abort) -> None:
         """End the process if it stays stuck; the control thread calls this when the job is over.
@@ -265,22 +371,3 @@ class Session:
             self.finish()
         except PipeworkerError as ended:
             print(f"error: {ended}", file=sys.stderr)
-
-
-@contextmanager
-def _plain_modes() -> Iterator[None]:
-    """Leave the modes that the user's code has entered: the job's numbers depend on none."""
-    with ExitStack() as stack:
-        stack.enter_context(torch.inference_mode(False))
-        stack.enter_context(torch.enable_grad())
-        current = torch.accelerator.current_accelerator()
-        for device in ("cpu", *([current.type] if current else [])):
-            if torch.is_autocast_enabled(device):
-                stack.enter_context(torch.autocast(device, enabled=False))
-        yield
-
-
-def _error_of(abort: Abort) -> PipeworkerError:
-    """Return the error for a rank that did not cause the end of the job."""
-    kind = UsageError if abort.exit_status == UsageError.exit_status else PipeworkerError
-    return kind(abort.reason or "the job is over: another rank has ended it")

@@ -23,8 +23,9 @@ from pipeworker.ranks.coordinator_process import EventListener
 from pipeworker.ranks.rank_info import RankInfo
 from pipeworker.runs.begin import PreparedRun, RunRequest
 from pipeworker.session.pipeline import UNAVAILABLE, check_names
+from pipeworker.session.process import script_path
 from pipeworker.session.script_hooks import ScriptHooks
-from pipeworker.session.session import Session, script_path
+from pipeworker.session.session import Session
 from pipeworker.wire.lines import Verdict
 
 

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
 from typing_extensions import assert_never
 
 from pipeworker.environment import versions
-from pipeworker.errors import ProtocolError
+from pipeworker.errors import PipeworkerError, ProtocolError
 from pipeworker.facts.failure import Failure
 from pipeworker.facts.position import Phase
-from pipeworker.facts.step import Batch, Evaluation
+from pipeworker.facts.step import Evaluation
 from pipeworker.host import streams
 from pipeworker.job.options import Options
 from pipeworker.plan.actions import parse_actions
@@ -45,7 +46,7 @@ from pipeworker.worker.settings import Settings
 from pipeworker.worker.stage.stage import Stage
 from pipeworker.worker.state.state import State
 from pipeworker.worker.step.data import MicroBatches, concatenate_outputs
-from pipeworker.worker.step.evaluation import Averages
+from pipeworker.worker.step.evaluation import Averages, PassFailed
 
 
 class Worker:
@@ -62,6 +63,11 @@ class Worker:
         self._phase: LoadedWorker | ModelledWorker | PlannedWorker | None = None
         """None before the first message."""
         self._has_updated = False
+
+    @property
+    def is_loaded(self) -> bool:
+        """Whether the job is loaded."""
+        return self._phase is not None
 
     @property
     def loaded(self) -> LoadedWorker:
@@ -152,7 +158,8 @@ class Worker:
             case Update():
                 self._update(message.update, worker)
             case Evaluated():
-                worker.stages.report_evaluation(message.update.loss)
+                with worker.state.changing("a scheduler is not stepped"):
+                    worker.stages.report_evaluation(message.update.loss)
         if message.copy is not None:
             worker.state.copy(message.copy, worker.position)
         match message.next:
@@ -166,16 +173,21 @@ class Worker:
                 return None
         return assert_never(message.next)
 
-    def _update(self, update: Update, worker: ConnectedWorker) -> None:
+    def _update(self, update: Update, worker: PlannedWorker) -> None:
         self._tracker.set(Phase.UPDATE, update.step)
+        worker.state.buffers.end()
         worker.state.wait_copied()
+        with worker.state.changing(f"the update of step {update.step} is not complete"):
+            self._apply(update, worker)
+
+    def _apply(self, update: Update, worker: PlannedWorker) -> None:
         worker.stages.apply(update)
         if not (self._has_updated or update.overflow):
             self._has_updated = True
             worker.state.check()  # an optimizer makes its state in its first step
         if worker.loaded.role.shards and not update.overflow:
             self._tracker.wait(update.step)
-            worker.stages.share_weights(worker.wiring)
+            worker.stages.share_weights(self.connected.wiring)
 
     def _run(self, run: RunStep, worker: ConnectedWorker) -> StepDone:
         job = worker.loaded.job
@@ -184,6 +196,8 @@ class Worker:
             # Read one more mini-batch, to see whether the epoch ends with this step: a run that is
             # resumed has the same learning rates.
             run = replace(run, last=False)
+        if not run.first:
+            worker.state.buffers.begin()
         if run.actions:
             worker.executor.set_actions(parse_actions(run.actions))
         output = worker.executor.run(run)
@@ -200,46 +214,89 @@ class Worker:
             *worker.state.copied,
         )
 
-    def evaluate(self, step: int, batches: Iterator[MicroBatches]) -> EvaluationDone:
-        """Run an evaluation pass over mini-batches, read where stage 0 of the first replica is."""
+    def evaluate(
+        self, step: int, batches: Iterator[MicroBatches], *, stays: bool = False
+    ) -> EvaluationDone:
+        """Run an evaluation pass over mini-batches, read where stage 0 of the first replica is.
+
+        Raises:
+            PassFailed: the user's code raised, and the worker `stays`: it can run the next step.
+            UserCodeError: the same otherwise.
+        """
         worker, last, result = self.connected, self._last_stage, None
         loaded = worker.loaded
         if not loaded.role.replica:
             averages = Averages(last.loss_of, loaded.job.metrics) if last else None
             sink = averages.add if averages else lambda *_: None
-            worker.executor.stream(step, worker.evaluation, batches, sink)
-            if averages:
+            explain = self.explain if stays else None
+            complete = worker.executor.stream(step, worker.evaluation, batches, sink, explain)
+            if averages and complete:
                 loss, metrics = averages.result()
                 result = Evaluation(step, loss, tuple(metrics), tuple(metrics.values()))
         return EvaluationDone(self._settings.rank, step, peak_memory(loaded.device), result)
 
-    def predict(self, step: int, batches: Iterator[MicroBatches], *, everywhere: bool) -> Any:
-        """Return the model's output in eval mode, of shape ``[samples, ...]``.
+    def predict(
+        self, step: int, batches: Iterator[MicroBatches], *, everywhere: bool
+    ) -> tuple[EvaluationDone, Any]:
+        """Return the report of a prediction, and the model's output in eval mode.
 
-        Return it on every worker or, if not `everywhere`, where the last stage is, and None
-        elsewhere. Mini-batches are read where stage 0 is.
+        The output, of shape ``[samples, ...]``, is where the last stage is, and None elsewhere;
+        :meth:`broadcast` can send it `everywhere`. Mini-batches are read where stage 0 is.
 
         Raises:
-            UsageError: an output is not a batch.
+            PassFailed: the user's code raised, or an output is not a batch.
         """
-        worker = self.connected
-        outputs: list[Any] = []
-        worker.executor.stream(
-            step, worker.evaluation, batches, lambda output, *_: outputs.append(output)
+        worker, outputs, whole = self.connected, [], None
+        complete = worker.executor.stream(
+            step,
+            worker.evaluation,
+            batches,
+            lambda output, *_: outputs.append(output),
+            self.explain,
         )
-        whole = concatenate_outputs(outputs) if self._last_stage else None
-        return worker.executor.broadcast(whole) if everywhere else whole
+        if self._last_stage and complete:
+            try:
+                whole = concatenate_outputs(outputs)
+                if everywhere:
+                    worker.executor.check_sendable(whole)
+            except PipeworkerError as error:
+                raise PassFailed(error, self.explain(error)) from error
+        memory = peak_memory(worker.loaded.device)
+        return EvaluationDone(self._settings.rank, step, memory, None), whole
 
-    def offer(self, batch: Any) -> Batch | None:
-        """Make a mini-batch of the user's loop the next one, where stage 0 is.
+    def broadcast(self, value: Any) -> Any:
+        """Return a value of the last stage on every worker."""
+        return self.connected.executor.broadcast(value)
+
+    def pass_failed(self, step: int, failure: Failure) -> EvaluationDone:
+        """Return the report of a pass that failed on this worker."""
+        memory = peak_memory(self.loaded.device)
+        return EvaluationDone(self._settings.rank, step, memory, None, failure)
+
+    def read(self, batch: Any) -> MicroBatches | None:
+        """Split a mini-batch of the user's loop, where stage 0 is.
 
         Raises:
             UsageError: it is not a pair (input, target) of nested tensors ``[samples, ...]``.
         """
-        worker = self.connected
-        if not worker.loaded.role.has_batches:
-            return None
-        return worker.executor.feed.offer(worker.loaded.reader.split(batch))
+        loaded = self.loaded
+        return loaded.reader.split(batch) if loaded.role.has_batches else None
+
+    def check(self, batches: Iterable[Any], prefix: str | None = None) -> None:
+        """Check mini-batches of the user's loop, where stage 0 is; errors begin with `prefix`.
+
+        Raises:
+            UsageError: one is not a pair (input, target) of nested tensors ``[samples, ...]``.
+        """
+        loaded = self.loaded
+        if loaded.role.has_batches:
+            for batch in batches:
+                loaded.reader.check(batch, prefix)
+
+    def offer(self, batch: MicroBatches | None) -> None:
+        """Make a mini-batch of the user's loop the next one, where stage 0 is."""
+        if batch is not None:
+            self.connected.executor.feed.offer(batch)
 
     def split(self, batch: Any, prefix: str) -> MicroBatches:
         """Return all micro-batches of a mini-batch; errors begin with `prefix`.
@@ -249,17 +306,33 @@ class Worker:
         """
         return self.loaded.reader.split(batch, prefix, whole=True)
 
+    def disconnect(self) -> None:
+        """Close the channels, so that no other worker waits for this one. Idempotent."""
+        if isinstance(phase := self._phase, ConnectedWorker):
+            phase.wiring.close()
+            self._phase = PlannedWorker(phase.loaded, phase.stages, phase.state)
+
+    def finish(self, message: Advance) -> FromWorker | None:
+        """Do what remains for a worker that is disconnected: the update of a whole step, a save.
+
+        Return the answer, if there is one. An error is kept, as a reason not to save.
+        """
+        if not isinstance(worker := self._phase, PlannedWorker):
+            return None
+        if isinstance(message.update, Update):
+            with contextlib.suppress(Exception):
+                self._update(message.update, worker)
+        return worker.state.save(message.next, None) if isinstance(message.next, Save) else None
+
     def close(self) -> None:
         """Release channels and threads, and the memory that channels map."""
         phase = self._phase
         if isinstance(phase, PlannedWorker):
             phase.state.close()
-            if isinstance(phase, ConnectedWorker):
-                phase.wiring.close()
-            self._phase = planned = PlannedWorker(phase.loaded, phase.stages, phase.state)
+            self.disconnect()
             del phase
             gc.collect()  # the channels of a worker's stages refer to each other
-            planned.stages.resources.close()
+            self.planned.stages.resources.close()
 
     @property
     def _last_stage(self) -> Stage | None:

@@ -149,10 +149,9 @@ class Follower:
 
     def _evaluate(self, step: int) -> None:
         self._check(step == self._at)
-        if self._call and self._call.kind is CallKind.PREDICT:
-            self._make_call()
-            return
-        result = Evaluation(step, self._life.loss(step)) if self.rank == self.script.last else None
+        predicts = self._call and self._call.kind is CallKind.PREDICT
+        ends = self.rank == self.script.last and not predicts
+        result = Evaluation(step, self._life.loss(step)) if ends else None
         self._send(EvaluationDone(self.rank, step, 1000, result))
 
     def _save(self, step: int, slot: int) -> None:

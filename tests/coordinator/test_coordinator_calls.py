@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import pytest
 
 from pipeworker.coordinator.effects import Commit, Dropped, Effect, Send
 from pipeworker.coordinator.lifecycle import State
 from pipeworker.coordinator.loss_scaler import LossScaler
-from pipeworker.facts.failure import Cause
+from pipeworker.facts.failure import Cause, Failure
+from pipeworker.facts.position import Phase, Position
 from pipeworker.facts.step import Evaluation, StepResult
-from pipeworker.wire.lines import Planned
-from pipeworker.wire.messages.checkpoint import Save
+from pipeworker.wire.lines import Planned, Verdict, Warned
+from pipeworker.wire.messages.checkpoint import Save, Saved
 from pipeworker.wire.messages.directions import Advance
+from pipeworker.wire.messages.presence import Failed, Heartbeat
 from pipeworker.wire.messages.step import (
     Call,
     CallKind,
     Evaluate,
     Evaluated,
+    EvaluationDone,
     Loaded,
     RunStep,
     Update,
@@ -26,11 +30,13 @@ from pipeworker.wire.messages.step import (
 )
 from support.coordinator import (
     BATCH,
+    TIMINGS,
     ScriptedJob,
     commit,
     messages_of,
     of,
     own_loop_job,
+    reply_of,
     runs,
     saves,
     sent_to,
@@ -89,7 +95,7 @@ def test_a_call_before_the_end_of_the_ranks_own_step_is_dropped(kind: CallKind) 
     assert [run.step for run in runs(job.called(CallKind.STEP))] == [2, 2]
 
 
-def test_an_evaluation_is_awaited_and_a_prediction_is_not() -> None:
+def test_evaluations_and_predictions_are_awaited() -> None:
     job = own_loop_job()
     job.called(CallKind.STEP)
     job.step(1)
@@ -101,7 +107,8 @@ def test_an_evaluation_is_awaited_and_a_prediction_is_not() -> None:
     advance = Advance(Wait(result), Evaluated(0.5))
     assert effects == [Send(b"w0", advance, 1), result, Send(b"w1", advance, 1)]
     assert messages_of(job.called(CallKind.PREDICT), Advance) == expected
-    assert job.state() is State.CALLING
+    assert job.state() is State.EVALUATING
+    assert messages_of(job.predicted(1), Advance) == [Advance(Wait())] * 2
     assert [run.step for run in runs(job.called(CallKind.STEP))] == [2, 2]
 
 
@@ -111,6 +118,7 @@ def test_an_evaluation_does_not_begin_a_step() -> None:
         job.called(CallKind.EVALUATE)
         job.evaluated(0)
         job.called(CallKind.PREDICT, everywhere=True)
+        job.predicted(0)
     assert [run.step for run in runs(job.called(CallKind.STEP))] == [1, 1]
 
 
@@ -182,12 +190,138 @@ def test_different_calls_are_a_usage_error(one: Call, other: Call, shown: tuple[
         assert all(name in job.failure.message for name in names)
 
 
-def test_a_step_needs_a_mini_batch_on_the_first_stage() -> None:
-    job = own_loop_job(1)
-    job.receive(Call(0, CallKind.STEP))
-    assert job.failure.message == (
+def test_a_wrong_argument_fails_the_call_on_all_ranks_and_changes_nothing() -> None:
+    job = own_loop_job()
+    for rank, kind in itertools.product((0, 1), (CallKind.STEP, CallKind.PREDICT, CallKind.LOAD)):
+        loaded = Loaded(7) if kind is CallKind.LOAD else None
+        assert job.receive(Call(rank, kind, mistake="no pair")) == []
+        batch = BATCH if kind is CallKind.STEP and rank else None
+        failure = reply_of(job.receive(Call(1 - rank, kind, batch, loaded=loaded)))
+        assert (failure.cause, failure.message, failure.rank) == (Cause.USAGE, "no pair", rank)
+        assert job.state() is State.CALLING
+    missing = reply_of(job.called(CallKind.STEP, batch=None))
+    assert missing.message == (
         "step(): the first stage was given no mini-batch; pass one on its rank"
     )
+    assert [run.step for run in runs(job.called(CallKind.STEP))] == [1, 1]
+
+
+@pytest.mark.parametrize("kind", [CallKind.EVALUATE, CallKind.PREDICT])
+@pytest.mark.parametrize("failing", [0, 1])
+def test_a_pass_that_failed_changes_nothing(kind: CallKind, failing: int) -> None:
+    job = own_loop_job()
+    job.called(kind)
+    failure = Failure(Cause.USER, "no")
+    for rank in (0, 1):
+        result = Evaluation(0, 0.5) if rank and kind is CallKind.EVALUATE else None
+        done = EvaluationDone(rank, 0, 1000, result, failure if rank == failing else None)
+        effects = job.receive(done)
+    found = reply_of(effects)
+    assert (found.message, found.stage) == ("no", f"stage {failing}")
+    assert of(effects, Evaluation) == []
+    job.called(CallKind.STEP)
+    replies = [a.next for a in messages_of(job.step(1), Advance)]
+    assert replies == [Wait(of(job.effects, StepResult)[0])] * 2
+
+
+def test_a_pass_of_a_job_file_may_not_fail_quietly() -> None:
+    job = ScriptedJob(1, evaluate_every=1).running()
+    job.step(1)
+    job.receive(EvaluationDone(0, 1, 0, None, Failure(Cause.USER, "no")))
+    assert "a pass that failed" in job.failure.message
+
+
+# The last checkpoint.
+
+
+def after_a_step(**options: Any) -> ScriptedJob:
+    job = own_loop_job(**options)
+    job.called(CallKind.STEP)
+    job.step(1)
+    return job
+
+
+FAILURES = {
+    "user": (Failed(1, Failure(Cause.USER, "no")), "failed"),
+    "usage": (Failed(1, Failure(Cause.USAGE, "no")), "failed"),
+    "interrupt": (Failed(1, Failure(Cause.SIGNAL, "^C")), "interrupted"),
+}
+
+
+@pytest.mark.parametrize("failure", FAILURES)
+@pytest.mark.parametrize("within", [False, True])
+def test_the_last_whole_step_is_saved_before_the_job_ends(failure: str, within: bool) -> None:
+    job = after_a_step()
+    if within:
+        job.called(CallKind.STEP)
+        job.done(0, 2)
+    message, status = FAILURES[failure]
+    assert saves(job.receive(message)) == [Advance(Save(1))] * 2
+    job.receive(Failed(0, Failure(Cause.PEER, "the channel closed")))
+    job.tick(TIMINGS.grace + 0.1)  # the secondary failure of the rank is no cause
+    assert job.saved() == [commit(1)]
+    job.checkpoint_committed()
+    assert (job.ended.status, job.ended.steps) == (status, 1)
+
+
+@pytest.mark.parametrize("failure", FAILURES)
+def test_without_a_new_step_nothing_is_saved(failure: str) -> None:
+    job = own_loop_job()
+    assert saves(job.receive(FAILURES[failure][0])) == []
+    assert job.ended.status == FAILURES[failure][1]
+    job = after_a_step()
+    job.called(CallKind.SAVE)
+    job.saved()
+    job.checkpoint_committed()
+    assert saves(job.receive(FAILURES[failure][0])) == []
+    assert job.ended.status == FAILURES[failure][1]
+
+
+def test_a_lost_rank_cannot_save() -> None:
+    job = after_a_step()
+    job.receive(Failed(0, Failure(Cause.LOST, "gone")))
+    assert saves(job.effects) == []
+    assert job.ended.status == "failed"
+
+
+def test_a_last_checkpoint_that_fails_is_not_tried_again() -> None:
+    job = after_a_step()
+    job.receive(FAILURES["user"][0])
+    effects = job.saved(error="no space left")
+    assert [w.text for w in of(effects, Warned)] == ["step 1 is not saved: no space left"]
+    assert job.ended.error == "no\n  stage 1"
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_a_last_checkpoint_is_given_up_when_a_rank_does_not_answer(waits: bool) -> None:
+    """Soon if it is in its own code, and later if it computes a layer."""
+    job = after_a_step(worker_timeout=9.0)
+    job.receive(FAILURES["user"][0])
+    job.receive(Saved(1, 1))
+    phase = Phase.WAITING if waits else Phase.FORWARD
+    job.receive(Heartbeat(0, Position(phase), waiting=waits))
+    for limit in (TIMINGS.interrupt, 9.0):
+        job.tick()
+        assert not of(job.effects, Verdict)
+        for rank in (0, 1):
+            job.now += limit / 2
+            job.receive(Heartbeat(1 - rank, Position(phase), waiting=waits))
+            job.receive(Heartbeat(rank, Position(phase), waiting=waits))
+        job.tick(0.1)
+        if waits:
+            break
+    (warned,) = of(job.effects, Warned)
+    assert warned.text.startswith("step 1 is not saved: stage 0 did not answer within ")
+    assert job.ended.status == "failed"
+
+
+def test_an_interrupt_while_a_checkpoint_is_written_waits_for_it() -> None:
+    job = after_a_step()
+    job.called(CallKind.SAVE)
+    assert saves(job.receive(FAILURES["interrupt"][0])) == []
+    job.saved()
+    job.checkpoint_committed()
+    assert job.ended.status == "interrupted"
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -221,7 +355,7 @@ def test_an_own_loop_waits_for_its_checkpoint() -> None:
 def test_a_checkpoint_requested_between_calls_is_saved_after_the_next_step() -> None:
     job = own_loop_job()
     job.request_checkpoint()
-    assert saves(job.called(CallKind.PREDICT)) == []
+    assert saves([*job.called(CallKind.PREDICT), *job.predicted(0)]) == []
     assert saves(job.called(CallKind.STEP)) == []
     assert saves(job.step(1)) == [Advance(Save(1), Update(1))] * 2
 

@@ -30,6 +30,7 @@ from support.coordinator import (
     ScriptedJob,
     of,
     ready_of,
+    reply_of,
 )
 from support.orders import build
 
@@ -121,8 +122,7 @@ def test_a_first_mini_batch_from_another_worker_is_ignored() -> None:
 def test_a_call_needs_a_mini_batch_on_the_worker_with_stage_0() -> None:
     job = two(own_loop=True, steps=None).running()
     job.receive(Call(1, CallKind.STEP, BATCH))
-    job.receive(Call(0, CallKind.STEP))
-    assert job.failure.message == (
+    assert reply_of(job.receive(Call(0, CallKind.STEP))).message == (
         "step(): the first stage was given no mini-batch; pass one on its rank"
     )
 

@@ -34,6 +34,7 @@ from support.coordinator import (
     own_loop_job,
     ready_of,
     replaceable_job,
+    reply_of,
     runs,
     updates,
 )
@@ -308,6 +309,16 @@ def test_all_replicas_must_pass_the_same_mini_batch() -> None:
         job.done(rank, 1, batch=None)
     assert isinstance(job.sent(3, Advance)[-1].next, Wait)
     for rank in job.ranks:
+        effects = job.receive(Call(rank, CallKind.STEP, {0: BATCH, 2: OTHER}.get(rank)))
+    refused = "replica 1 was given another mini-batch than replica 0"
+    assert refused in reply_of(effects).message
+
+
+def test_a_step_that_is_half_done_cannot_go_on_without_its_mini_batch() -> None:
+    job = own_loop_job(**TWO)
+    job.called(CallKind.STEP, last=False)
+    job.step(1, batch=None)
+    for rank in job.ranks:
         job.receive(Call(rank, CallKind.STEP, {0: BATCH, 2: OTHER}.get(rank)))
     assert "replica 1 was given another mini-batch than replica 0" in job.failure.message
 
@@ -315,8 +326,8 @@ def test_all_replicas_must_pass_the_same_mini_batch() -> None:
 def test_every_replica_must_pass_a_mini_batch() -> None:
     job = own_loop_job(**TWO)
     for rank in job.ranks:
-        job.receive(Call(rank, CallKind.STEP, BATCH if rank == 0 else None))
-    assert "the first stage of replica 1 was given no mini-batch" in job.failure.message
+        effects = job.receive(Call(rank, CallKind.STEP, BATCH if rank == 0 else None))
+    assert "the first stage of replica 1 was given no mini-batch" in reply_of(effects).message
 
 
 def test_the_last_of_several_calls_completes_the_step() -> None:

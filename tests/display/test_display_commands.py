@@ -32,7 +32,8 @@ def test_a_script_is_resumed_by_its_own_call() -> None:
     assert Commands().resume("runs/1") == f"{call})"
     assert Commands().resume("runs/1", ("epochs", 8)) == f"{call}, epochs=8)"
     own_loop = Commands(script="train.py", own_loop=True)
-    assert own_loop.resume("runs/1", ("steps", 8)) == "in train.py: Pipeline(...).load('runs/1')"
+    call = "in train.py: pipeworker.Pipeline(..., resume=True, run_dir='runs/1')"
+    assert own_loop.resume("runs/1", ("steps", 8)) == call
 
 
 def test_a_finished_run_is_offered_as_much_again() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from typing import Any
 
@@ -125,7 +126,11 @@ def test_a_former_name_among_those_that_may_change_leads_to_the_present_one() ->
             resume_options.parse_allowed([name])
 
 
-def test_a_run_of_a_scripts_own_loop_is_not_resumed() -> None:
+def test_a_loop_of_its_own_is_resumed_by_such_a_loop_alone() -> None:
     own = Options("/jobs/script.py", 2, 8, own_loop=True)
+    other = dataclasses.replace(own, own_loop=False)
+    resume_options.check_unchanged(own, own, (), "the run in R")
     with pytest.raises(UsageError, match=r"the run in R: has the loop of a pipeworker\.Pipeline"):
-        resume_options.check_unchanged(own, own, (), "the run in R")
+        resume_options.check_unchanged(own, other, (), "the run in R")
+    with pytest.raises(UsageError, match=r"the run in R: has no loop of its own"):
+        resume_options.check_unchanged(other, own, (), "the run in R")

@@ -220,7 +220,11 @@ def test_a_run_that_failed_and_was_resumed(begin: Callable[..., RunDir]) -> None
             "pipeworker launch --hosts-file=f --resume",
         ),
         ({"command": ["{job}"]}, {}, "in {job}: pipeworker.train(..., resume=True, run_dir="),
-        ({"command": ["{job}"]}, {"own_loop": True}, "in {job}: Pipeline(...).load("),
+        (
+            {"command": ["{job}"]},
+            {"own_loop": True},
+            "in {job}: pipeworker.Pipeline(..., resume=True, run_dir=",
+        ),
         ({"command": []}, {}, "pipeworker launch --resume"),
     ],
 )

@@ -30,7 +30,15 @@ from pipeworker.wire.messages.checkpoint import Copy, Save, Saved
 from pipeworker.wire.messages.directions import Advance, Finish, FromWorker, ToWorker
 from pipeworker.wire.messages.plan import Built, Described, Plan, Ready
 from pipeworker.wire.messages.presence import Abort, Hello
-from pipeworker.wire.messages.step import Call, CallKind, EvaluationDone, RunStep, StepDone, Update
+from pipeworker.wire.messages.step import (
+    Call,
+    CallKind,
+    EvaluationDone,
+    RunStep,
+    StepDone,
+    Update,
+    Wait,
+)
 
 T = TypeVar("T")
 
@@ -241,11 +249,17 @@ class ScriptedJob:
             effects = self.receive(EvaluationDone(rank, step, 1000, result))
         return effects
 
+    def predicted(self, step: int) -> list[Effect]:
+        """Let every rank complete a prediction."""
+        for rank in self.ranks:
+            effects = self.receive(EvaluationDone(rank, step, 1000, None))
+        return effects
+
     def called(self, kind: CallKind, *ranks: int, **more: Any) -> list[Effect]:
         """Let the user's loop make a call, on all ranks or on these."""
         for rank in ranks or self.ranks:
             batch = BATCH if kind is CallKind.STEP and rank in self.firsts else None
-            effects = self.receive(Call(rank, kind, batch, **more))
+            effects = self.receive(Call(rank, kind, **{"batch": batch, **more}))
         return effects
 
     def saved(self, step: int | None = None, error: str = "") -> list[Effect]:
@@ -305,6 +319,16 @@ class ScriptedJob:
             assert message.exit_status == (AGAIN if lost else self.ended.exit_status)
             assert message.reason.startswith(failure.message)
         return failure
+
+
+def reply_of(effects: list[Effect]) -> Failure:
+    """Return the failure that every rank gets as the reply to a call, which changed nothing."""
+    reply, *others = messages_of(effects, Advance)
+    assert others == [reply] * len(others)
+    assert isinstance(reply.next, Wait)
+    assert isinstance(reply.next.result, Failure)
+    assert reply.update is None
+    return reply.next.result
 
 
 def own_loop_job(workers: int = 2, **options: Any) -> ScriptedJob:

@@ -35,6 +35,7 @@ from pipeworker.worker.stage.skips import StageSkips
 from pipeworker.worker.stage.stage import Stage
 from pipeworker.worker.step.batch_feed import BatchFeed
 from pipeworker.worker.step.data import MicroBatches, Reader, concatenate_outputs
+from pipeworker.worker.step.evaluation import Explain, PassFailed
 from pipeworker.worker.step.executor import ActionHook, Executor, StepOutput
 from pipeworker.worker.step.wiring import Wiring
 from pipeworker.worker.transport.send_thread import SendThread
@@ -329,8 +330,17 @@ class Pipeline:
                 for parameter in layer.parameters():
                     parameter.grad = None
 
-    def stream(self, step: int, batches: Iterable[Any]) -> list[tuple[Any, Any, int]]:
-        """Run an evaluation pass; return output, target and samples of each micro-batch."""
+    def stream(
+        self,
+        step: int,
+        batches: Iterable[Any],
+        explain: Explain | None = None,
+        failed: list[Exception] | None = None,
+    ) -> list[tuple[Any, Any, int]]:
+        """Run an evaluation pass; return output, target and samples of each micro-batch.
+
+        With `explain` the errors of the user's code are added to `failed`.
+        """
         schedule = forward_only(self.way.placement, pairs(self._routes))
         check_schedule(schedule)
         seen: list[tuple[Any, Any, int]] = []
@@ -341,7 +351,11 @@ class Pipeline:
                 source = Reader(batches, microbatches=self.microbatches, seed=0, epochs=1)
                 read = iter(source.read, None)
             sink = _unexpected if worker != self._last else lambda *outputs: seen.append(outputs)
-            self.executors[worker].stream(step, schedule.workers[worker], read, sink)
+            try:
+                self.executors[worker].stream(step, schedule.workers[worker], read, sink, explain)
+            except PassFailed as error:
+                assert failed is not None
+                failed.append(error.error)
 
         self._run_all(run)
         return seen

@@ -99,8 +99,8 @@ def test_a_member_of_a_union_is_sent_with_its_name() -> None:
     assert (due, copy) == (None, None)
     result = Evaluation(3, 0.5, ("accuracy",), (0.75,))
     fields = msgpack.unpackb(encode(EvaluationDone(1, 3, 0, result), 1))[3]
-    assert fields == [1, 3, 0, ["Evaluation", [3, 0.5, ["accuracy"], [0.75]]]]
-    assert msgpack.unpackb(encode(EvaluationDone(1, 3, 0, None), 1))[3] == [1, 3, 0, None]
+    assert fields == [1, 3, 0, ["Evaluation", [3, 0.5, ["accuracy"], [0.75]]], None]
+    assert msgpack.unpackb(encode(EvaluationDone(1, 3, 0, None), 1))[3] == [1, 3, 0, None, None]
 
 
 @given(st.binary(max_size=200))
@@ -229,8 +229,8 @@ def test_a_wrong_header_is_rejected(frame: Any, why: str) -> None:
         ("Advance", [["Finish", []], None]),
         ("Advance", [["Finish", []], None, [1, 0]]),
         ("Advance", [["Finish", []], None, ["Copy", [1, 0, True]]]),  # in no union: it has no name
-        ("EvaluationDone", [0, 1, 0, [3, 0.5, [], []]]),  # without its name
-        ("EvaluationDone", [0, 1, 0, ["StepResult", [3, 0.5, [], []]]]),
+        ("EvaluationDone", [0, 1, 0, [3, 0.5, [], []], None]),  # without its name
+        ("EvaluationDone", [0, 1, 0, ["StepResult", [3, 0.5, [], []]], None]),
         ("Plan", [[0, 1], 1, [], [], [], [], ""]),
         ("Plan", [[[0], [1.0]], 1, [], [], [], [], ""]),
         ("Plan", [[[0]], 1, [[0, 0]], [], [], [], ""]),

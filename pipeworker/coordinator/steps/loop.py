@@ -172,7 +172,6 @@ class FileLoop(_Loop):
     the same steps as one that was started for as many.
     """
 
-    acknowledged = True
     _running: Batch
 
     def __init__(self, options: Options, placement: Placement, progress: Progress) -> None:
@@ -287,9 +286,9 @@ class CallLoop(_Loop):
         return self._current is CallKind.CLOSE
 
     @property
-    def acknowledged(self) -> bool:
-        """Whether workers report the end of the current command; not that of a prediction."""
-        return self._current is not CallKind.PREDICT
+    def predicts(self) -> bool:
+        """Whether the current pass is a prediction, which has no result here."""
+        return self._current is CallKind.PREDICT
 
     def step_done(self, done: Sequence[StepDone], now: float) -> Due:
         assert self._batch
@@ -306,6 +305,15 @@ class CallLoop(_Loop):
         self._progress.evaluation = evaluation
         return Due(Evaluated(evaluation.loss), (evaluation,), can_save=not self._half_done)
 
+    def pass_done(self, failure: Failure | None) -> Due:
+        """Return what is due after a prediction, or after a pass that failed on some rank."""
+        return self._reply_to_all(Wait(failure))
+
+    def _reply_to_all(self, reply: Wait) -> Due:
+        """End the current call with this reply."""
+        self._current, self._reply = None, reply
+        return Due()
+
     def call_received(self, call: Call) -> Due | None:
         """Return what is due after a call of the user's loop; None while ranks are awaited."""
         ranks = self._placement.ranks
@@ -316,39 +324,59 @@ class CallLoop(_Loop):
             return Due(failure=Failure(Cause.USAGE, mismatch))
         if len(self._calls) < ranks:
             return None
+        if mistake := self._mistake():
+            if self._half_done:
+                return Due(failure=mistake)
+            return self._reply_to_all(Wait(mistake))
         self._current = call.kind
         if call.loaded is not None:
             self._resume_from(call.loaded)
         return Due(must_save=call.kind is CallKind.SAVE)
 
     def _mismatch(self, call: Call) -> str:
-        """Return how a call differs from the others of its round, or lacks a mini-batch, or ""."""
-        placement, first = self._placement, next(iter(self._calls.values()))
-        name = placement.names
-        if replace(call, rank=0, batch=None) != replace(first, rank=0, batch=None):
-            return (
-                f"the script: {name(first.rank)} called {_source(first)} while {name(call.rank)} "
-                f"called {_source(call)}; make the same calls in the same order on every rank"
-            )
-        if len(self._calls) < placement.ranks or call.kind is not CallKind.STEP:
+        """Return how a call differs from the others of its round, or ""."""
+        first = next(iter(self._calls.values()))
+        name = self._placement.names
+        if call.mistake or first.mistake:  # no rank performs the call, whatever its arguments
+            same = call.kind is first.kind
+        else:
+            same = replace(call, rank=0, batch=None) == replace(first, rank=0, batch=None)
+        if same:
             return ""
-        batches = [self._calls[rank].batch for rank in placement.ranks_of(0)]
+        return (
+            f"the script: {name(first.rank)} called {_source(first)} while {name(call.rank)} "
+            f"called {_source(call)}; make the same calls in the same order on every rank"
+        )
+
+    def _mistake(self) -> Failure | None:
+        """Return what is wrong with the arguments of the round's calls, if anything."""
+        for call in self._calls.values():
+            if call.mistake:
+                return Failure(Cause.USAGE, call.mistake, call.rank)
+        if call.kind is not CallKind.STEP:
+            return None
+        ranks = self._placement.ranks_of(0)
+        batches = [self._calls[rank].batch for rank in ranks]
         if batches[0] is None:
-            return "step(): the first stage was given no mini-batch; pass one on its rank"
+            text = "step(): the first stage was given no mini-batch; pass one on its rank"
+            return Failure(Cause.USAGE, text, ranks[0])
         if self._options.data_reader == "first":
-            return ""
+            return None
         for replica, batch in enumerate(batches):
+            text = ""
             if batch is None:
-                return (
+                text = (
                     f"step(): the first stage of replica {replica} was given no mini-batch; pass "
                     "the whole mini-batch on each replica"
                 )
-            if _content(batch) != _content(batches[0]):
-                return (
+            elif _content(batch) != _content(batches[0]):
+                text = (
                     f"step(): replica {replica} was given another mini-batch than replica 0; pass "
                     "the whole mini-batch on each replica, which takes its part of it"
                 )
-        return ""
+            if text:
+                return Failure(Cause.USAGE, text, ranks[replica])
+        return None
 
     def _resume_from(self, loaded: Loaded) -> None:
         progress = self._progress

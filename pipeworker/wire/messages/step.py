@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from enum import Enum
 
 from pipeworker import exact_sum
-from pipeworker.facts.limits import MOST_MICROBATCHES, check
+from pipeworker.facts.failure import Failure
+from pipeworker.facts.limits import LONGEST_TEXT, MOST_MICROBATCHES, check
 from pipeworker.facts.step import Batch, Evaluation, StepResult
 
 
@@ -109,15 +110,18 @@ class RunStep:
 
 @dataclass(frozen=True, slots=True)
 class EvaluationDone:
-    """A worker has completed the evaluation pass after `step`.
+    """A worker has completed the evaluation pass, or the prediction, after `step`.
 
-    The `result` comes from the worker with the last stage; memory is in bytes.
+    The `result` of an evaluation comes from the worker with the last stage; memory is in bytes. A
+    `failure` of the user's code changed nothing: the channels of the worker are empty again. Only
+    workers of a user's own loop report one, so that the loop can continue.
     """
 
     rank: int
     step: int
     peak_memory: int
     result: Evaluation | None
+    failure: Failure | None = None
 
     def __post_init__(self) -> None:
         check(self.peak_memory >= 0, f"{self.peak_memory} bytes of memory")
@@ -170,6 +174,7 @@ class Call:
         last: for STEP, whether this mini-batch completes the optimizer step.
         everywhere: for PREDICT, whether every rank gets the output.
         loaded: for LOAD, the checkpoint.
+        mistake: why this rank's arguments are wrong; then no rank performs the call.
     """
 
     rank: int
@@ -178,14 +183,20 @@ class Call:
     last: bool = True
     everywhere: bool = False
     loaded: Loaded | None = None
+    mistake: str = ""
 
     def __post_init__(self) -> None:
-        consistent = (self.loaded is not None) == (self.kind is CallKind.LOAD)
+        loads = self.kind is CallKind.LOAD and not self.mistake
+        consistent = (self.loaded is not None) == loads
         check(consistent, "LOAD without a checkpoint, or another call with one")
+        check(len(self.mistake) <= LONGEST_TEXT, f"a mistake of {len(self.mistake)} characters")
 
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """A command: wait for the next call of the user's own loop; `result` is the last call's."""
+    """A command: wait for the next call of the user's own loop.
 
-    result: StepResult | Evaluation | None = None
+    The `result` is that of the last call; a failure means that the call has changed nothing.
+    """
+
+    result: StepResult | Evaluation | Failure | None = None

@@ -15,7 +15,7 @@ from pipeworker.facts.position import Phase
 from pipeworker.plan.placement import Placement
 from pipeworker.record.checkpoint import Checkpoint
 from pipeworker.record.manifest import WorkerFiles
-from pipeworker.record.restore import restore, restored_position
+from pipeworker.record.restore import check_fits, restore, restored_position
 from pipeworker.record.rundir import located
 from pipeworker.record.snapshot_buffer import SnapshotBuffer, snapshot_files
 from pipeworker.record.snapshot_memory import SnapshotMemory
@@ -26,6 +26,7 @@ from pipeworker.worker.blame import user_code
 from pipeworker.worker.internals import loads_itself
 from pipeworker.worker.loaded_worker import LoadedWorker
 from pipeworker.worker.local_stages import LocalStages
+from pipeworker.worker.state.buffers import BufferGuard
 from pipeworker.worker.state.snapshot_writer import Position, SnapshotWriter
 from pipeworker.worker.step.reduction import Files, Reduction
 from pipeworker.worker.transport.snapshot_transfer import (
@@ -145,11 +146,16 @@ class State:
 
     Attributes:
         saved: step of the last checkpoint; -1 without one.
+        invalid: why the state is not that of a whole step; "" if it is.
+        buffers: the buffers before the present step, in a loop of the user's own.
         snapshots: what earlier workers left in memory.
     """
 
     def __init__(self, loaded: LoadedWorker, stages: LocalStages) -> None:
         self.saved = -1
+        self.invalid = ""
+        layers = [layer for stage in stages.stages.values() for layer in stage.layers]
+        self.buffers = BufferGuard(layers if loaded.role.options.own_loop else ())
         self._loaded, self._role, self._stages = loaded, loaded.role, stages
         self._tracker = loaded.settings.tracker
         self.snapshots = MemorySnapshots(loaded)
@@ -240,7 +246,23 @@ class State:
             UsageError: the state is of another model, or damaged.
             UserCodeError: the user's code raised.
         """
-        restore(files, self._parts(), self._stages.aliases, user_code, loads_itself)
+        with self.changing("a checkpoint was loaded only in part"):
+            restore(files, self._parts(), self._stages.aliases, user_code, loads_itself)
+
+    def check_fits(self, files: Sequence[WorkerFiles]) -> None:
+        """Check that :meth:`restore` can restore from these files.
+
+        Raises:
+            UsageError: the state is of another model, or damaged.
+        """
+        check_fits(files, self._parts(), self._stages.aliases, loads_itself)
+
+    @contextmanager
+    def changing(self, reason: str) -> Iterator[None]:
+        """Change the state inside the context; an error there makes it invalid, for this reason."""
+        self.invalid = reason
+        yield
+        self.invalid = ""
 
     def check(self) -> None:
         """Reject state that could not be saved later.
@@ -268,6 +290,9 @@ class State:
         if not self._role.writes_checkpoint:
             self._tracker.wait()
             return None
+        changed = self.buffers.restore()  # the job may end within a step
+        if reason := self.invalid or (changed and f"the step that failed has changed {changed}"):
+            return Saved(self._role.rank, save.step, error=reason)
         return self._started_writer().save(save, self._parts(), self._stages.elsewhere, at)
 
     def close(self) -> None:

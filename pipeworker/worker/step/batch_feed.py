@@ -56,10 +56,9 @@ class BatchFeed:
         """The facts of the next mini-batch; None if there is none here."""
         return self._next.batch if self._next else None
 
-    def offer(self, batch: MicroBatches) -> Batch:
+    def offer(self, batch: MicroBatches) -> None:
         """Make a mini-batch of the user's loop the next one."""
         self._put(self.scatter.scatter(batch))
-        return batch.batch
 
     def load(self, _: int = 0) -> None:
         """Read or receive the mini-batch of the next step, unless this step is the last."""

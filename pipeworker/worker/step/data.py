@@ -181,18 +181,30 @@ class Reader:
         Raises:
             UsageError: the mini-batch is not a pair of tensors that agree in dim 0.
         """
-        prefix = error_prefix or self.error_prefix
-        if not isinstance(item, (tuple, list)) or len(item) != 2:
-            raise UsageError(f"{prefix} {_not_a_pair_message(item)}")
-        samples = _batch_size(item, prefix)
+        samples, signature = self._facts(item, error_prefix)
         count = min(self.microbatches, samples)
         own, digest = range(count), 0
         if self.replicas > 1 and not whole:
             own, digest = block(count, self.replicas, self.replica), _digest(item)
         inputs, targets = (_split(value, count, own) for value in item)
         epoch = self._epoch.number if self._epoch else 0
-        batch = Batch(self._signature(item), samples, count, epoch, digest)
+        batch = Batch(signature, samples, count, epoch, digest)
         return MicroBatches(batch, inputs, targets)
+
+    def check(self, item: Any, error_prefix: str | None = None) -> None:
+        """Check that :meth:`split` can split a mini-batch.
+
+        Raises:
+            UsageError: the mini-batch is not a pair of tensors that agree in dim 0.
+        """
+        self._facts(item, error_prefix)
+
+    def _facts(self, item: Any, error_prefix: str | None) -> tuple[int, int]:
+        """Return the number of samples and the signature of a mini-batch, which is checked."""
+        prefix = error_prefix or self.error_prefix
+        if not isinstance(item, (tuple, list)) or len(item) != 2:
+            raise UsageError(f"{prefix} {_not_a_pair_message(item)}")
+        return _batch_size(item, prefix), self._signature(item)
 
     def _signature(self, item: Any) -> int:
         """Return a number that stands for the structure, shapes and dtypes of a mini-batch."""

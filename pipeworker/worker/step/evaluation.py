@@ -3,24 +3,31 @@
 Only stage 0 knows how many micro-batches there are and what they look like. So every frame is
 described, inputs and activations are in a list of one, and an empty list is the end. A target is a
 pair with the number of samples. Nothing waits for the pipeline to drain between two mini-batches.
+
+In a loop of the user's own, an error of the user's code does not end the job. The stage where it
+occurs computes nothing more, but receives and sends as many frames as before: None in place of each
+value. A stage that receives None as its activation does the same for that micro-batch. So at the
+end of the pass every channel is empty, whatever has failed and where. Stage 0 cannot know of the
+error; unless it has failed itself, it runs all micro-batches of the pass.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
 
-from pipeworker.errors import UsageError, a_type
+from pipeworker.errors import PeerLost, PipeworkerError, ProtocolError, UsageError, a_type
+from pipeworker.facts.failure import Failure
 from pipeworker.facts.position import Phase
-from pipeworker.plan.actions import RECEIVES, Action, Kind, edge_of
+from pipeworker.plan.actions import RECEIVES, SENDS, Action, Edge, Kind, edge_of
 from pipeworker.plan.partition import sizes
-from pipeworker.worker.blame import user_code
+from pipeworker.worker.blame import UserCodeError, user_code
 from pipeworker.worker.stage.losses import parts
 from pipeworker.worker.stage.microbatch import MicroBatch
 from pipeworker.worker.step.data import MicroBatches
@@ -36,10 +43,10 @@ _RESERVED = ("step", "loss")
 def eval_mode(layers: Sequence[nn.Module]) -> Iterator[None]:
     """Disable gradients and set every module to eval mode; restore each module on exit."""
     training = [module for layer in layers for module in layer.modules() if module.training]
-    for layer in layers:
-        with user_code("eval()"):
-            layer.eval()
     try:
+        for layer in layers:
+            with user_code("eval()"):
+                layer.eval()
         with torch.no_grad():
             yield
     finally:
@@ -122,27 +129,86 @@ Sink = Callable[[Any, Any, int], None]
 """Takes the output and the target of a micro-batch, each ``[n, ...]``, and n, its samples."""
 
 
+Explain = Callable[[BaseException], Failure]
+"""Returns the report of an exception, with the present position of the worker."""
+_END: tuple[Any, Any] = ([], None)
+"""What is read after the last micro-batch."""
+
+
+class PassFailed(Exception):
+    """A pass failed by an error of the user's code, and its channels are empty again.
+
+    Attributes:
+        error: the exception.
+        failure: the report of it, with its position.
+    """
+
+    def __init__(self, error: Exception, failure: Failure) -> None:
+        super().__init__(failure.message)
+        self.error, self.failure = error, failure
+
+
+def changes_nothing(error: Exception) -> bool:
+    """Return whether an error in a pass is of the user's code or data, not of the runtime."""
+    if isinstance(error, UserCodeError):
+        return isinstance(error.error, Exception)  # not sys.exit()
+    return isinstance(error, PipeworkerError) and not isinstance(error, (PeerLost, ProtocolError))
+
+
 class EvaluationPass:
-    """One evaluation pass on one worker; `actions` are those of one micro-batch."""
+    """One evaluation pass on one worker; `actions` are those of one micro-batch.
+
+    Without `explain` the first error is raised at once. With it, an error of the user's code is
+    raised as :class:`PassFailed` at the end of the pass.
+
+    Attributes:
+        complete: whether the pass has failed neither here nor on a worker before this one.
+    """
 
     def __init__(
-        self, wiring: Wiring, actions: Sequence[Action], last: StageChannels | None, sink: Sink
+        self,
+        wiring: Wiring,
+        actions: Sequence[Action],
+        last: StageChannels | None,
+        sink: Sink,
+        explain: Explain | None = None,
     ) -> None:
         self._program = [
             (a.kind, wiring.stages[a.stage], None if a.kind is Kind.FORWARD else edge_of(a))
             for a in actions
         ]
         self._handlers, self._receivers = wiring.handlers, wiring.receivers
+        self._senders, self._explain = wiring.senders, explain
+        self._failed: PassFailed | None = None
+        self.complete = True
         self._stages, self._accelerator = wiring.stages, wiring.accelerator
         self._last, self._sink = last, sink
 
     def run(self, step: int, batches: Iterator[MicroBatches]) -> None:
-        """Evaluate all of `batches`, which are read where stage 0 is."""
+        """Evaluate all of `batches`, which are read where stage 0 is.
+
+        Raises:
+            PassFailed: an error of the user's code, if errors are explained.
+        """
         inputs = self._inputs(step, batches)
-        with eval_mode([x for channels in self._stages.values() for x in channels.stage.layers]):
+        layers = [x for channels in self._stages.values() for x in channels.stage.layers]
+        with ExitStack() as modes:
+            try:
+                modes.enter_context(eval_mode(layers))
+            except Exception as error:
+                self._keep(error)
             m = 0
             while self._run_one(m, step, inputs):
                 m += 1
+        if self._failed:
+            raise self._failed from self._failed.error
+
+    def _keep(self, error: Exception) -> None:
+        """Keep the first error of the user's code for the end of the pass; raise any other."""
+        if self._explain is None or not changes_nothing(error):
+            raise error
+        self.complete = False
+        self._failed = self._failed or PassFailed(error, self._explain(error))
 
     def _run_one(self, m: int, step: int, inputs: Iterator[tuple[Any, Any]]) -> bool:
         """Run micro-batch `m` of the pass; return whether there was one."""
@@ -151,25 +217,58 @@ class EvaluationPass:
         ended = False
         if 0 in self._stages:
             first = self._stages[0].microbatches[m]
-            first.value, first.target = next(inputs, ([], None))
+            first.value, first.target = self._read(inputs)
             ended = not first.value
             if self._last is not None:
                 self._last.microbatches[m].target = first.target
+        failed = self._failed is not None
         received = []
         for kind, channels, edge in self._program:
             if ended and kind not in (Kind.SEND_ACTIVATION, Kind.RECEIVE_ACTIVATION):
                 continue
-            if edge is None:
-                self._forward(channels, channels.microbatches[m], step)
-                continue
-            self._handlers[edge](m)
-            if kind in RECEIVES:
+            mb = channels.microbatches[m]
+            try:
+                if failed:
+                    self._relay(kind, edge, mb, ended=ended)
+                elif edge is None:
+                    self._forward(channels, mb, step)
+                else:
+                    self._handlers[edge](m)
+            except Exception as error:
+                self._keep(error)
+                if kind in SENDS and not failed:  # nothing was sent
+                    self._relay(kind, edge, mb, ended=ended)
+                failed = True
+            if edge is not None and kind in RECEIVES:
                 received.append(self._receivers[edge])
             if kind is Kind.RECEIVE_ACTIVATION:
-                ended = not channels.microbatches[m].value
+                ended = mb.value == []
+                failed = failed or mb.value is None
         for receiver in received:
             receiver.release(m)
+        self.complete = self.complete and not failed
         return not ended
+
+    def _read(self, inputs: Iterator[tuple[Any, Any]]) -> tuple[Any, Any]:
+        """Return the next input and target; after an error there are none."""
+        try:
+            return _END if self._failed else next(inputs, _END)
+        except Exception as error:
+            self._keep(error)
+            return _END
+
+    def _relay(self, kind: Kind, edge: Edge | None, mb: MicroBatch, *, ended: bool) -> None:
+        """Send or receive a frame of a micro-batch that has failed; compute nothing."""
+        if edge is None:
+            return
+        self._stages[edge.source if kind in SENDS else edge.target].stage.tracker.wait()
+        if kind in SENDS:
+            self._senders[edge].send(mb.number, [] if ended else None)
+            return
+        mb.value = None
+        value = self._receivers[edge].receive(mb.number)
+        if kind is Kind.RECEIVE_ACTIVATION and value == []:
+            mb.value = value
 
     def _forward(self, channels: StageChannels, mb: MicroBatch, step: int) -> None:
         (mb.value,) = mb.value

@@ -30,7 +30,7 @@ from pipeworker.worker.stage.microbatch import MicroBatch
 from pipeworker.worker.stage.values import distinct_tensors
 from pipeworker.worker.step.batch_feed import BatchFeed
 from pipeworker.worker.step.data import MicroBatches, sample_shares
-from pipeworker.worker.step.evaluation import EvaluationPass, Sink
+from pipeworker.worker.step.evaluation import EvaluationPass, Explain, PassFailed, Sink
 from pipeworker.worker.step.stage_channels import Handler, StageChannels, waiting_handler
 from pipeworker.worker.step.wiring import Wiring
 
@@ -244,27 +244,52 @@ class Executor:
                 last.microbatches[m].target = target
 
     def stream(
-        self, step: int, actions: Sequence[Action], batches: Iterator[MicroBatches], sink: Sink
-    ) -> None:
+        self,
+        step: int,
+        actions: Sequence[Action],
+        batches: Iterator[MicroBatches],
+        sink: Sink,
+        explain: Explain | None = None,
+    ) -> bool:
         """Stream mini-batches through the stages, forward only, in eval mode.
 
         `actions` are those of one micro-batch. `batches` are read where stage 0 is, and `sink` is
         called where the last stage is.
 
+        Returns:
+            Whether the pass was complete; with `explain` it may have failed on another worker.
+
         Raises:
             PeerLost: a channel closed.
             UserCodeError: the user's code raised; the tracker has the position.
+            PassFailed: the same with `explain`, after the channels were emptied.
         """
         wiring = self._wiring
         for channels in wiring.stages.values():
             channels.step = step
             channels.stage.begin(step)
         wiring.begin(None, {})
-        EvaluationPass(wiring, actions, self._last, sink).run(step, batches)
+        run = EvaluationPass(wiring, actions, self._last, sink, explain)
+        failed: PassFailed | None = None
+        try:
+            run.run(step, batches)
+        except PassFailed as error:
+            failed = error
         self._tracker.wait(step)
         wiring.flush()
         wiring.clear()
         self._tracker.wait(step)
+        if failed:
+            raise failed
+        return run.complete
+
+    def check_sendable(self, value: Any) -> None:
+        """Check that :meth:`broadcast` can send a value from this worker.
+
+        Raises:
+            PipeworkerError: the value cannot pass between stages.
+        """
+        self._wiring.check_sendable(value)
 
     def broadcast(self, value: Any) -> Any:
         """Return a value of the last stage on every worker.

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from functools import partial
+from typing import Any
 
 from torch import nn
 
@@ -22,6 +23,7 @@ from pipeworker.worker.step.stage_channels import (
     send_handler,
     waiting_handler,
 )
+from pipeworker.worker.transport import frame as frames
 from pipeworker.worker.transport.channel import Receiver, Sender
 from pipeworker.worker.transport.links.link import Link
 from pipeworker.worker.transport.send_thread import SendThread
@@ -151,6 +153,15 @@ class Wiring:
             sender.begin(signature)
         for edge, receiver in self.receivers.items():
             receiver.begin(signature, order.get(edge, ()))
+
+    def check_sendable(self, value: Any) -> None:
+        """Check that a value can pass between stages, if this worker sends any.
+
+        Raises:
+            PipeworkerError: it cannot.
+        """
+        if self.senders:
+            frames.to_bytes(frames.describe(value, self._types)[0])
 
     def flush(self) -> None:
         """Wait until everything that was sent has left; until then its memory must not change."""

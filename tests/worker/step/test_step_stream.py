@@ -10,7 +10,9 @@ import pytest
 import torch
 from torch import nn
 
+from pipeworker.errors import UsageError
 from pipeworker.facts.connections import Skip
+from pipeworker.facts.failure import Cause, Failure
 from pipeworker.plan.placement import Placement
 from pipeworker.worker.stage import rng
 from support.layers import Apply, Layer, Noise, Pop, Stash, data, mse
@@ -132,6 +134,60 @@ def test_every_worker_gets_the_prediction_and_may_change_it(placement: Placement
         assert [output.unique().tolist() for output in outputs] == [
             [n] for n in range(len(outputs))
         ]
+
+
+class Fails(nn.Module):
+    """Fails in eval mode, at one call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.at = -1
+
+    def forward(self, x: torch.Tensor) -> Any:
+        if not self.training:
+            self.at -= 1
+            if self.at == -1:
+                raise ValueError("as asked")
+        return x
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS, ids=str)
+@pytest.mark.parametrize("place", [0, 3, 7, 9])
+def test_a_pass_that_fails_leaves_nothing_behind(placement: Placement, place: int) -> None:
+    """At any layer and micro-batch, before, between and after skip connections."""
+    layers, batches, evaluation = unet(), data(8, 8, 8), data(8, 5)
+    layers.insert(place, Fails())
+    skips = [
+        Skip(s.source + (s.source >= place), s.target + (s.target >= place), s.name) for s in SKIPS
+    ]
+    expected = plain(copy.deepcopy(layers), mse, batches, 4)
+    way, lanes = filled(placement), 1 + place % 2
+    pipeline = Pipeline(layers, mse, batches, way, microbatches=4, skips=skips, lanes=lanes)
+    (fails,) = [layer for layer in pipeline.layers if isinstance(layer, Fails)]
+    at = iter((0, 2, 5))
+    for step in (1, 2, 3):
+        found: list[Exception] = []
+        fails.at = next(at)
+        pipeline.stream(step, evaluation, lambda error: Failure(Cause.USER, str(error)), found)
+        assert [str(error).partition(" (")[2].partition(")")[0] for error in found] == ["Fails"]
+        whole = pipeline.stream(step, evaluation)
+        assert_same(whole, plain_evaluation(pipeline.layers, evaluation, 4, step))
+        results = pipeline.step(step, last=step == 3)
+        assert results[placement.owners[-1]].losses == expected.losses[step - 1]
+        pipeline.clear()
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS[:3], ids=str)
+def test_a_mini_batch_that_is_wrong_ends_the_pass(placement: Placement) -> None:
+    def breaks() -> Iterator[Any]:
+        yield data(8)[0]
+        raise UsageError("no pair")
+
+    found: list[Exception] = []
+    pipeline = Pipeline(unet(), mse, data(8), filled(placement), microbatches=2, skips=SKIPS)
+    pipeline.stream(1, breaks(), lambda error: Failure(Cause.USAGE, str(error)), found)
+    assert ["no pair" in str(error) for error in found] == [True]
+    assert len(pipeline.stream(2, data(3))) == 2
 
 
 @pytest.mark.parametrize("placement", PLACEMENTS, ids=str)

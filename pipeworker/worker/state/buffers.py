@@ -1,0 +1,85 @@
+"""The buffers that a step changes, as they were before it.
+
+Weights and optimizer state change in updates alone. But a forward in training mode changes buffers,
+such as the running statistics of batch norm, so a step that fails leaves them half changed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from pipeworker.worker.internals import version_of
+
+
+@dataclass(slots=True)
+class _Before:
+    """A buffer before the step: the tensor, its version, and a copy if steps change it in place."""
+
+    tensor: torch.Tensor | None
+    version: int
+    copy: torch.Tensor | None
+
+
+class BufferGuard:
+    """The buffers of some layers, which can be restored if a step fails.
+
+    Only those buffers are copied that an earlier step has changed in place; most models have none.
+    Of any other buffer its tensor and its version are kept, which show whether it has changed. The
+    kernels of norms change running statistics without a new version, so these are always copied.
+    """
+
+    def __init__(self, layers: Iterable[nn.Module]) -> None:
+        self._places = [
+            (module, name)
+            for layer in layers
+            for module in layer.modules()
+            for name, _ in module.named_buffers(recurse=False)
+        ]
+        self._changing = {
+            number
+            for number, (module, _) in enumerate(self._places)
+            if getattr(module, "running_mean", None) is not None
+        }
+        self._before: list[_Before] | None = None
+
+    def begin(self) -> None:
+        """Keep the buffers as they are before a step."""
+        self._before = []
+        for number, (module, name) in enumerate(self._places):
+            tensor: torch.Tensor | None = getattr(module, name, None)
+            version, copy = -1, None
+            if tensor is not None:
+                version = version_of(tensor)
+                copy = tensor.detach().clone() if number in self._changing else None
+            self._before.append(_Before(tensor, version, copy))
+
+    def end(self) -> None:
+        """Note that the step is whole, and which buffers it has changed in place."""
+        for number, before in enumerate(self._before or ()):
+            if before.tensor is not None and version_of(before.tensor) != before.version:
+                self._changing.add(number)
+        self._before = None
+
+    def restore(self) -> str:
+        """Restore the buffers if a step has begun and has not ended.
+
+        Returns:
+            The name of a buffer that cannot be restored, because no step before had changed it; ""
+            if there is none.
+        """
+        states, self._before = self._before or [], None
+        with torch.no_grad():
+            for (module, name), before in zip(self._places, states, strict=False):
+                if before.tensor is None:
+                    continue
+                if before.copy is not None:
+                    before.tensor.copy_(before.copy)
+                elif version_of(before.tensor) != before.version:
+                    return f"{type(module).__name__}.{name}"
+                if getattr(module, name, None) is not before.tensor:
+                    setattr(module, name, before.tensor)
+        return ""

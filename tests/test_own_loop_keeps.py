@@ -1,0 +1,180 @@
+"""A user's own loop keeps what it has learned: wrong calls change nothing; errors save first."""
+
+from __future__ import annotations
+
+import pytest
+
+from support.compare import assert_same
+from support.ranks import Scripts, script
+from support.sources import DROPOUT_JOB
+
+NORMED = DROPOUT_JOB.replace("def scheduler", "def _scheduler")
+"""With dropout and batch norm, whose buffers each forward changes."""
+
+OFTEN_WRONG = """
+    fails = {"in": ""}
+
+    class Picky(nn.Module):
+        def forward(self, x):
+            if not self.training and fails["in"] == "layer":
+                raise ValueError("as asked")
+            return x
+
+    def model(before=model):
+        layers = before()
+        layers[4] = Picky  # in place of Noise
+        return layers
+
+    def metrics(output, target):
+        if fails["in"] == "metrics":
+            raise ValueError("as asked")
+        return {"first": output[0, 0]}
+
+    def scalar(output, target):
+        return {"first": output}
+
+    raised = []
+
+    def attempt(call, *args, within="", **named):
+        fails["in"] = within
+        try:
+            call(*args, **named)
+            raised.append("nothing")
+        except pipeworker.PipeworkerError as error:
+            raised.append(f"{type(error).__name__}: {error}")
+        fails["in"] = ""
+
+    with pipeworker.Pipeline(
+        model, loss=loss, optimizer=optimizer, metrics=metrics, microbatches=4, run_dir="run"
+    ) as pipe:
+        torch.manual_seed(0)
+        batches = [next(data()) for _ in range(5)]
+        wrong = [
+            lambda: attempt(pipe.step),
+            lambda: attempt(pipe.step, batch, batch[0]),
+            lambda: attempt(pipe.evaluate, batch, (batch[0], batch[1][:3])),
+            lambda: attempt(pipe.predict, None, everywhere=True),
+            lambda: attempt(pipe.load, "nowhere"),
+            lambda: attempt(pipe.evaluate, batch, batch, within="layer"),
+            lambda: attempt(pipe.predict, batch[0], everywhere=True, within="layer"),
+            lambda: attempt(pipe.evaluate, batch, within="metrics"),
+        ]
+        results = []
+        for number, batch in enumerate(batches):
+            if os.environ["WRONG"]:
+                for call in wrong if number == 2 else wrong[number::5]:
+                    call()
+            results.append(pipe.step(batch))
+        output = pipe.predict(batch[0], everywhere=True)
+    report(raised=raised, losses=[r.loss for r in results], output=output.tolist())
+"""
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_calls_that_fail_change_nothing(scripts: Scripts, ranks: int) -> None:
+    source = script(NORMED, OFTEN_WRONG)
+    right = scripts.start(source, ranks, WRONG="")
+    wrong = scripts.start(source, ranks, WRONG="yes")
+    expected, run = right.succeed()[0], wrong.succeed()[0]
+    assert_same(run, expected)
+    for rank in range(ranks):
+        one, other = wrong.reported(rank), right.reported(rank)
+        assert (one["losses"], one["output"]) == (other["losses"], other["output"])
+        assert other["raised"] == []
+        assert len(one["raised"]) == 14
+        open_still = "\n  the pipeline stays open: the call has changed nothing"
+        assert all(text.endswith(open_still) for text in one["raised"])
+        texts = "\n".join(one["raised"])
+        assert "UsageError: step(): there is no mini-batch" in texts
+        assert "UsageError: step(batch): was given a Tensor" in texts
+        assert "UsageError: evaluate(batch): was given tensors that disagree in dim 0" in texts
+        assert "UsageError: predict(input): was given an input without a tensor" in texts
+        assert "UsageError: nowhere: no complete checkpoint is there" in texts
+        assert "layer 4 (Picky) raised ValueError: as asked" in texts
+        assert "metrics() raised ValueError: as asked" in texts
+        assert ("LayerError" in texts) == (rank in (ranks // 2, ranks - 1))
+        assert ("PipeworkerError" in texts) == (ranks > 1)
+    rows = (run.path / "evaluation.jsonl").exists()
+    assert not rows
+    assert run.summary["status"] == "done"
+
+
+ENDED = """
+    class Fails(nn.Module):
+        def forward(self, x):
+            if self.training and Path("fail").exists():
+                what = os.environ["WHAT"]
+                if what == "layer":
+                    raise ValueError("as asked")
+                if what == "interrupt":
+                    os.kill(os.getpid(), 2)
+            return x
+
+    def model(before=model):
+        return [*before(), Fails]
+
+    def before_update(params):
+        if os.environ["WHAT"] == "update" and Path("fail").exists():
+            Path("fail").unlink()
+            os.kill(os.getpid(), 2)  # takes effect after the update
+
+    torch.manual_seed(0)
+    batches = [next(data()) for _ in range(5)]
+
+    def run(first, **options):
+        with pipeworker.Pipeline(
+            model, loss=loss, optimizer=optimizer, microbatches=4, run_dir="run",
+            before_update=before_update, **options
+        ) as pipe:
+            assert pipe.steps_done == first
+            for number in range(first, 5):
+                if number == 3 and not first:
+                    Path("fail").touch()
+                    if os.environ["WHAT"] == "loop":
+                        raise KeyError("of my own")
+                pipe.step(batches[number])
+
+    if os.environ["WHAT"]:
+        try:
+            run(0)
+        except BaseException as error:
+            raised = f"{type(error).__name__}: {error}"
+        Path("fail").unlink(missing_ok=True)
+        import time
+        while not Path("run/summary.json").exists():
+            time.sleep(0.01)
+        summary = json.loads(Path("run/summary.json").read_text())
+        done = summary["steps"]
+        run(done, resume=True)
+        report(raised=raised, steps=done, status=summary["status"])
+    else:
+        run(0)
+"""
+
+
+@pytest.mark.parametrize(
+    ("what", "ranks"),
+    [("layer", 1), ("layer", 3), ("interrupt", 1), ("update", 1), ("loop", 2)],
+)
+def test_the_last_whole_step_is_saved_and_resumed(scripts: Scripts, what: str, ranks: int) -> None:
+    source = script(NORMED, ENDED)
+    expected = scripts.start(source, 1, WHAT="").succeed()[0]
+    started = scripts.start(source, ranks, WHAT=what)
+    runs = started.succeed()
+    assert_same(runs[0], expected)
+    reported = started.reported(ranks - 1)
+    assert reported["steps"] == 3 + (what == "update")
+    saved = (
+        f"step {reported['steps']} is saved in run/checkpoints/step-0000000{reported['steps']}; "
+        "continue in the script: pipeworker.Pipeline(..., resume=True, run_dir='run')"
+    )
+    if what == "layer":
+        assert reported["raised"].startswith("LayerError: layer 8 (Fails) raised ValueError")
+        assert reported["raised"].endswith(f"\n  {saved}")
+        assert all(saved in started.reported(rank)["raised"] for rank in range(ranks))
+    else:
+        assert f"pipeworker: {saved}" in runs[0].stderr
+        error = "KeyError: 'of my own'" if what == "loop" else "KeyboardInterrupt: "
+        assert reported["raised"] == error
+    interrupted = what in ("interrupt", "update")
+    assert reported["status"] == ("interrupted" if interrupted else "failed")
