@@ -13,7 +13,7 @@ from click.core import ParameterSource
 
 from pipeworker.display.text import sanitize
 from pipeworker.errors import PipeworkerError, UsageError
-from pipeworker.job.renamed import reject_renamed
+from pipeworker.job.renamed import reject_batch_size, reject_renamed
 
 INTERRUPTED = 130
 """The exit status of an interrupted command, as shells use it."""
@@ -160,6 +160,7 @@ class Command(click.Command):
             given = error.option_name.removeprefix("--")
             known = {str(parameter.name) for parameter in self.params}
             reject_renamed(given, known, written)
+            reject_batch_size(given, known, written)
             passes_on = any(parameter.name == "arguments" for parameter in self.params)
             if not passes_on or {*(error.possibilities or ())} - {"--help"}:
                 raise

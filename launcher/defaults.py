@@ -19,7 +19,7 @@ from click.core import ParameterSource
 from launcher.command import FILE, Option
 from pipeworker.errors import UsageError
 from pipeworker.job.options import EXCLUSIVE
-from pipeworker.job.renamed import reject_renamed
+from pipeworker.job.renamed import reject_batch_size, reject_renamed
 
 _PLACES: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("pipeworker.toml", ()),
@@ -83,6 +83,7 @@ class Defaults:
             option = options.get(word)
             if option is None:
                 reject_renamed(key, known, _key, _assignment, f"{self.where}: ")
+                reject_batch_size(key, known, _key, f"{self.where}: ")
                 meant = get_close_matches(word, options, 1) or ["one of `pipeworker launch -h`"]
                 raise UsageError(f"{self.where}: {key} is not an option; did you mean {meant[0]}?")
             if option.once:

@@ -315,3 +315,36 @@ def test_optimizer_state_that_cannot_be_saved_is_reported_after_the_first_step(
     assert run.status == 1
     assert re.search(r"\d\.\w+/seen is a builtins\.set: a checkpoint holds tensors", run.stderr)
     assert run.summary["steps"] == 1
+
+
+SURPRISES = """
+    import torch
+    from torch import nn
+
+    def model():
+        pretrained = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5)).eval()
+        return [pretrained, nn.Linear(8, 4), lambda: nn.BatchNorm1d(4)]
+
+    loss = nn.MSELoss()
+
+    def optimizer(params):
+        return torch.optim.SGD(params, lr=0.1)
+
+    def data():
+        yield torch.ones(8, 8), torch.ones(8, 4)
+"""
+
+
+def test_silent_surprises_are_notes(jobs: Jobs) -> None:
+    """With the default of eight micro-batches each has one sample, which batch norm rejects."""
+    run = jobs.run("--stages", "2", source=SURPRISES)
+    lines = run.stderr.splitlines()
+    assert any(line.startswith("note: model(): 1 module is in eval mode") for line in lines)
+    assert any(line.startswith("note: batch norm: normalizes each micro-batch") for line in lines)
+    assert "layer 2 (BatchNorm1d) raised ValueError: Expected more than 1 value" in run.stderr
+    assert "  batch norm: this micro-batch is too small; use fewer --microbatches" in run.stderr
+    assert run.status == 1
+    quiet = jobs.run(
+        "--stages", "2", "--microbatches", "2", source=SURPRISES.replace(".eval()", "")
+    )
+    assert (quiet.status, quiet.stderr) == (0, "")

@@ -56,6 +56,11 @@ def launch(folder: Path, *words: str) -> Result:
         (("--quiet=3",), "error: --quiet: does not take a value; write --quiet"),
         (("--", "--lr", "2"), "error: JOB_FILE: missing before --; write: job.py -- --lr"),
         (("--threads", "two"), "error: --threads: 'two' is not a valid integer; see `pipeworker "),
+        (
+            ("--batch-size", "32"),
+            "error: --batch-size: no such option; the batch is what data() yields: change it there "
+            "(--microbatches only divides it)",
+        ),
         (("--lr", "2"), "--lr: no such option; is it for the job file? Write: job.py -- --lr"),
     ],
 )

@@ -163,13 +163,14 @@ class Generation(Saving):
         if not self.is_last(message.rank):
             return []
         workers = [(m.hello, m.ready) for m in self.members if m.ready]
-        self.loop.start(common_batch(self.placement, [ready.batch for _, ready in workers], 1))
+        batch = common_batch(self.placement, [ready.batch for _, ready in workers], 1)
+        self.loop.start(batch)
         effects: list[Effect] = [*report.planned(self.blueprint, workers)]
         if left_out := sum(ready.unmatched for _, ready in workers):
             text = f"--no-init-strict: {left_out} names of the model or of --init-from are left out"
             effects.append(Warned(f"{text}; the workers' logs list them"))
-        if self._is_first and (shared := report.shared_accelerators(workers, self.placement.names)):
-            effects.append(Warned(shared))
+        if self._is_first:
+            effects += report.start_warnings(batch, workers, self.options, self.placement.names)
         is_best = self.progress.lacks_best  # the earlier workers had not written it
         can_save = is_best or self.interrupted is not None
         return [*effects, *self._advance(Due(can_save=can_save, is_best=is_best), now)]

@@ -13,11 +13,14 @@ from pipeworker.errors import AGAIN
 from pipeworker.facts.failure import Cause, Failure
 from pipeworker.facts.position import Phase
 from pipeworker.facts.step import Batch
+from pipeworker.job.options import Options
 from pipeworker.plan.simulate import simulate
 from pipeworker.wire import lines
 from pipeworker.wire.messages.plan import Ready
 from pipeworker.wire.messages.presence import Abort, Hello
 
+_FEW_SAMPLES = 8
+"""The statistics of so many samples or more are usable."""
 _MAX_NAMED = 8
 """Shared devices that a warning names."""
 
@@ -151,6 +154,35 @@ def shared_accelerators(workers: Iterable[tuple[Hello, Ready]], names: Callable[
         return ""
     more = f"; and {len(shared) - _MAX_NAMED} more are shared" if len(shared) > _MAX_NAMED else ""
     return f"fewer accelerators than workers: {'; '.join(shared[:_MAX_NAMED])}{more}"
+
+
+def start_warnings(
+    batch: Batch | None,
+    workers: Sequence[tuple[Hello, Ready]],
+    options: Options,
+    names: Callable[[int], str],
+) -> list[lines.Warned]:
+    """Return warnings and notes about the workers as they are built; `batch` is the first one."""
+    shared = shared_accelerators(workers, names)
+    small = small_batch_norm(batch, [ready for _, ready in workers], options)
+    found = lines.Warned(shared), lines.Warned(small, note=True)
+    return [warned for warned in found if warned.text]
+
+
+def small_batch_norm(batch: Batch | None, ready: Sequence[Ready], options: Options) -> str:
+    """Return a note if batch norm has few samples in each of the default micro-batches, else ""."""
+    norms = any(built.batch_norms for one in ready for built in one.stages)
+    if batch is None or not norms or not options.has_default_microbatches:
+        return ""
+    samples = batch.samples // batch.microbatches
+    if samples >= _FEW_SAMPLES:
+        return ""
+    size = f"{samples} sample{'s' if samples > 1 else ''}"
+    return (
+        f"batch norm: normalizes each micro-batch by itself, and with {batch.microbatches} "
+        f"micro-batches, the default, a mini-batch of {batch.samples} leaves {size} in each; use "
+        "fewer --microbatches, larger mini-batches, or a norm that does not depend on the batch"
+    )
 
 
 def few_samples(batch: Batch, microbatches: int) -> str:

@@ -9,10 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from pipeworker.errors import UsageError
-from pipeworker.job.options import Options
+from pipeworker.job.options import Options, default_microbatches
 from pipeworker.plan.partition import parse_balance
-
-_MICROBATCHES_PER_STAGE = 4  # GPipe (Huang et al. 2019): the bubble is small from M >= 4 K on
 
 
 def make_options(job_file: str, stages: int, given: Mapping[str, Any]) -> Options:
@@ -37,7 +35,7 @@ def make_options(job_file: str, stages: int, given: Mapping[str, Any]) -> Option
         chosen["init_from"] = str(Path(chosen["init_from"]).absolute())
     replicas = chosen.get("replicas", 1)
     copies = max(1, replicas) if type(replicas) is int else 1  # Options refuses other values
-    chosen.setdefault("microbatches", _MICROBATCHES_PER_STAGE * stages * copies)
+    chosen.setdefault("microbatches", default_microbatches(stages, copies))
     if "threads" not in chosen:
         threads = os.environ.get("OMP_NUM_THREADS", "1")
         chosen["threads"] = int(threads) if threads.isdigit() and int(threads) else 1

@@ -60,6 +60,11 @@ _CHOICES: dict[str, Collection[str]] = {
 }
 
 
+def default_microbatches(stages: int, replicas: int) -> int:
+    """Return M, four for each stage: from there, the bubble is small (GPipe, Huang et al. 2019)."""
+    return 4 * stages * replicas
+
+
 @dataclass(frozen=True, slots=True)
 class Interval:
     """An interval between checkpoints: a number of steps, or of seconds."""
@@ -226,6 +231,11 @@ class Options:
     def passes(self) -> int | None:
         """The number of passes over the data; None if the job has a number of steps instead."""
         return None if self.steps is not None else self.epochs or 1
+
+    @property
+    def has_default_microbatches(self) -> bool:
+        """Whether the number of micro-batches is the default one."""
+        return self.microbatches == default_microbatches(self.stages, self.replicas)
 
     def total_steps(self, epoch_length: int) -> int:
         """Return the number of steps of the run, 0 if unknown; a step ends with its epoch.

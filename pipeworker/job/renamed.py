@@ -1,4 +1,4 @@
-"""Options that had another name before, and what each is called now.
+"""Names that are no options: former names of options, and names of what the job file decides.
 
 Every place where an option is named reads this one table. One option had no default before: where
 an older run recorded None, it has its present default.
@@ -6,6 +6,7 @@ an older run recorded None, it has its present default.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -38,6 +39,7 @@ RENAMED: Mapping[str, Renamed] = {
 }
 """By the former name. ``--init-partial`` alone is still accepted, as ``--no-init-strict``."""
 _WITHOUT_DEFAULT = "checkpoint_every"
+_BATCH_SIZE = re.compile(r"(.*_)?(batch_?size|bsz?)")
 
 
 def reject_renamed(
@@ -73,6 +75,23 @@ def reject_renamed(
     if assign:
         option = f"--{found.new.replace('_', '-')}"
         raise UsageError(f"{renamed}, and is only for the command line; use {option}")
+
+
+def reject_batch_size(
+    name: str, known: Container[str], spell: Callable[[str], str], where: str = ""
+) -> None:
+    """Reject the size of a batch, which is none of the `known` options but the job file's.
+
+    The other arguments are as of :func:`reject_renamed`.
+
+    Raises:
+        UsageError: the name is one for the size of a batch, in a place of a job's options.
+    """
+    if "microbatches" in known and _BATCH_SIZE.fullmatch(name.replace("-", "_")):
+        raise UsageError(
+            f"{where}{spell(name)}: no such option; the batch is what data() yields: change it "
+            f"there ({spell('microbatches')} only divides it)"
+        )
 
 
 def migrated(options: Mapping[str, Any]) -> dict[str, Any]:

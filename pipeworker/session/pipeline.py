@@ -18,7 +18,7 @@ from pipeworker.facts.step import Evaluation, StepResult
 from pipeworker.host.signals import deferred_interrupt
 from pipeworker.job import file as job_file
 from pipeworker.job.options import Options
-from pipeworker.job.renamed import reject_renamed
+from pipeworker.job.renamed import reject_batch_size, reject_renamed
 from pipeworker.ranks.rank_info import RankInfo
 from pipeworker.record.checkpoint import Checkpoint
 from pipeworker.record.rundir import find_checkpoint, located
@@ -330,6 +330,7 @@ def check_names(
     known = [f.name for f in dataclasses.fields(Options) if f.name not in elsewhere]
     for name in options:
         reject_renamed(name, {*known, *parameters}, str, "{}={}".format, f"{where}: ")
+        reject_batch_size(name, known, str, f"{where}: ")
         if name not in known:
             raise UsageError(
                 f"{where}: {name}: no such option; use one of {', '.join(sorted(known))}"

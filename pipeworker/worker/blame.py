@@ -47,9 +47,13 @@ _ADVICE = {
         "\n  --recompute offload: the layer does not support the hooks that move saved tensors; "
         "choose another mode"
     ),
+    "Expected more than 1 value per channel when training": (
+        "\n  batch norm: this micro-batch is too small; use fewer --microbatches or larger "
+        "mini-batches, and leave out a small last one (drop_last=True)"
+    ),
 }
-"""Advice by a part of torch's error: for an operation under ``use_deterministic_algorithms``, and
-for hooks inside ``torch.func``."""
+"""Advice by a part of torch's error: for an operation under ``use_deterministic_algorithms``, for
+hooks inside ``torch.func``, and for batch norm."""
 
 
 class UserCodeError(Exception):
@@ -154,7 +158,7 @@ def failure_of(
         case UserCodeError():
             cause = Cause.USAGE if error.early else Cause.USER
             advice = use_less if _is_out_of_memory(error.error) else ""
-            if isinstance(error.error, RuntimeError):
+            if isinstance(error.error, (RuntimeError, ValueError)):
                 reason = str(error.error)
                 advice = next((_ADVICE[part] for part in _ADVICE if part in reason), advice)
             message, shown = f"{error}{advice}", user_traceback(error.error)

@@ -23,6 +23,7 @@ from pipeworker.wire.messages.step import Update
 from pipeworker.worker.blame import user_code
 from pipeworker.worker.loaded_worker import LoadedWorker
 from pipeworker.worker.model.model import Model
+from pipeworker.worker.stage.batchnorm import count_batch_norms
 from pipeworker.worker.stage.layers import KERNELS, StageConfig, reporting_compilation
 from pipeworker.worker.stage.offload import Copies, StreamCopies
 from pipeworker.worker.stage.skips import StageSkips
@@ -76,6 +77,7 @@ class LocalStages:
                 stage.first,
                 tuple(type(layer).__name__ for layer in stage.layers),
                 sum(parameter.numel() for parameter in self.updaters[index].parameters),
+                count_batch_norms(stage.layers),
             )
             for index, stage in self.stages.items()
         )

@@ -27,6 +27,7 @@ from pipeworker.worker.internals import pytree
 from pipeworker.worker.loaded_worker import LoadedWorker
 from pipeworker.worker.local_stages import LocalStages
 from pipeworker.worker.model import survey
+from pipeworker.worker.model.eval_mode import eval_mode_note
 from pipeworker.worker.model.model import Model
 from pipeworker.worker.state.snapshot_writer import Position
 from pipeworker.worker.state.state import State
@@ -98,7 +99,7 @@ class ModelledWorker:
             tuple(self.types),
             () if numbered else model.names.prefixes,
             tuple(Source(*pair) for pair in sources),
-            job_file.notes(loaded.job, options),
+            (*job_file.notes(loaded.job, options), *filter(None, [eval_mode_note(model.entries)])),
             numerics.settings(),
             length,
             hooks_of(loaded.job) if loaded.path else (),

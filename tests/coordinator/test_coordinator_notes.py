@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import pytest
 
@@ -10,9 +11,10 @@ from pipeworker.coordinator.effects import WritePlan
 from pipeworker.coordinator.steps.progress import Start
 from pipeworker.coordinator.steps.snapshots import JobState
 from pipeworker.facts.position import Phase, Position
+from pipeworker.facts.step import Batch
 from pipeworker.wire.lines import Planned, Warned
 from pipeworker.wire.messages.checkpoint import Restore
-from pipeworker.wire.messages.plan import Described
+from pipeworker.wire.messages.plan import Built, Described, Ready
 from pipeworker.wire.messages.presence import Heartbeat
 from pipeworker.wire.messages.step import CallKind
 from support.coordinator import BATCH, LAYERS, ScriptedJob, of
@@ -107,3 +109,30 @@ def test_notes_of_the_first_worker_are_reported_once() -> None:
     for rank in job.ranks:
         job.receive(Described(rank, LAYERS, (), notes=("evaluation() is not used",)))
     assert of(job.effects, Warned) == [Warned("evaluation() is not used", note=True)]
+
+
+@pytest.mark.parametrize(
+    ("norms", "options", "noted"),
+    [
+        (2, {"microbatches": 8}, True),
+        (0, {"microbatches": 8}, False),
+        (2, {"microbatches": 4}, False),  # chosen
+        (2, {"microbatches": 8, "samples": 64}, False),
+    ],
+)
+def test_batch_norm_on_few_samples_of_the_default_micro_batches_is_noted(
+    norms: int, options: dict[str, Any], noted: bool
+) -> None:
+    samples = options.pop("samples", 20)
+    job = ScriptedJob(2, **options)
+    job.join()
+    job.describe()
+    count = options["microbatches"]
+    job.receive(Ready(0, (Built(0, 0, LAYERS[:3], 1, norms),), "cpu", Batch(0, samples, count, 0)))
+    job.receive(Ready(1, (Built(1, 3, LAYERS[3:], 1),), "cpu", None))
+    expected = (
+        "batch norm: normalizes each micro-batch by itself, and with 8 micro-batches, the default, "
+        "a mini-batch of 20 leaves 2 samples in each; use fewer --microbatches, larger "
+        "mini-batches, or a norm that does not depend on the batch"
+    )
+    assert of(job.effects, Warned) == [Warned(expected, note=True)] * noted

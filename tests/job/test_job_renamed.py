@@ -8,7 +8,7 @@ import pytest
 
 from pipeworker.errors import UsageError
 from pipeworker.job.options import Options
-from pipeworker.job.renamed import RENAMED, migrated, reject_renamed
+from pipeworker.job.renamed import RENAMED, migrated, reject_batch_size, reject_renamed
 from pipeworker.runs.begin import RunRequest
 
 PRESENT = {field.name for kind in (Options, RunRequest) for field in dataclasses.fields(kind)}
@@ -40,3 +40,20 @@ def test_a_place_that_lacks_the_present_option_does_not_name_it() -> None:
     expected = "READ_DATA: this option was renamed; use DATA_READER, where once is now called first"
     with pytest.raises(UsageError, match=f"^{expected}$"):
         reject_renamed("read-data", ["data_reader"], lambda n: n.upper().replace("-", "_"))
+
+
+@pytest.mark.parametrize(
+    "name", ["batch_size", "batch-size", "train-batch-size", "batchsize", "bs"]
+)
+def test_the_size_of_a_batch_is_explained(name: str) -> None:
+    expected = (
+        f"^x: {name}: no such option; the batch is what data.. yields: change it there .micro"
+    )
+    with pytest.raises(UsageError, match=expected):
+        reject_batch_size(name, ["microbatches"], str, "x: ")
+
+
+def test_other_names_and_places_are_left_alone() -> None:
+    reject_batch_size("batch-sampler", ["microbatches"], str)
+    reject_batch_size("jobs", ["microbatches"], str)
+    reject_batch_size("batch-size", ["json"], str)

@@ -168,6 +168,16 @@ def test_a_layer_that_cannot_be_offloaded_is_advised_another_mode() -> None:
     )
 
 
+def test_batch_norm_on_too_few_samples_names_the_option() -> None:
+    with pytest.raises(ValueError, match="more than 1 value") as seen:
+        nn.BatchNorm1d(3)(torch.ones(1, 3))
+    failure = failure_of(raised_by(seen.value, "layer 1"), 0, Position(Phase.FORWARD, 3, 1, 1))
+    assert failure.message.endswith(
+        "\n  batch norm: this micro-batch is too small; use fewer --microbatches or larger "
+        "mini-batches, and leave out a small last one (drop_last=True)"
+    )
+
+
 def test_a_missing_deterministic_kernel_is_explained() -> None:
     torch.use_deterministic_algorithms(True)
     try:

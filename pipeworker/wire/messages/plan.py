@@ -76,15 +76,20 @@ class Described:
 
 @dataclass(frozen=True, slots=True)
 class Built:
-    """A stage that is built: its first layer, its layers' classes, its number of parameters."""
+    """A stage that is built: its first layer, its layers' classes, its number of parameters.
+
+    Attributes:
+        batch_norms: the number of modules that normalize by each micro-batch itself.
+    """
 
     stage: int
     first: int
     layers: tuple[str, ...]
     parameters: int
+    batch_norms: int = 0
 
     def __post_init__(self) -> None:
-        least = min(self.stage, self.first, self.parameters)
+        least = min(self.stage, self.first, self.parameters, self.batch_norms)
         check(least >= 0, f"a stage of {least}")
 
 

@@ -94,6 +94,14 @@ class DeferredBatchNorm:
                 seen.clear()
 
 
+def count_batch_norms(layers: Sequence[nn.Module]) -> int:
+    """Return the number of batch norms in some layers that normalize by each micro-batch itself."""
+    return sum(
+        isinstance(module, BatchNorm) and (module.training or module.running_mean is None)
+        for module in nn.ModuleList(layers).modules()
+    )
+
+
 def _update_statistics(module: BatchNorm, seen: Sequence[_Moments]) -> None:
     assert module.running_mean is not None
     assert module.running_var is not None
