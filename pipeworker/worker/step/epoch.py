@@ -11,6 +11,7 @@ These say how random numbers continue, if the mini-batches before the position c
 - ``random``: states of the random stream.
 - ``drawn``: states of the user's own generators.
 - ``processes``: states of the streams of a loader's processes, if it has some and they are needed.
+- ``reset``: whether these processes persist from an epoch before.
 - ``previous``: ``random`` and ``drawn`` one mini-batch earlier, for ``data(start)``.
 
 A stateful source, with ``state_dict`` and ``load_state_dict``, has ``random``, ``drawn`` and:
@@ -64,6 +65,7 @@ _ENTRIES: dict[str, Any] = {
     "drawn": dict,
     "random": tuple,
     "processes": torch.Tensor,
+    "reset": bool,
     "previous": dict,
 }
 
@@ -194,10 +196,10 @@ class Epoch:
         """Return an iterator, at a position if the source can begin there."""
         read = position.get("read", 0) if self._by_number else 0
         if self._by_number and isinstance(source, DataLoader):
-            processes = position.get("processes")
             # Without a reference to this object: a cycle would keep the loader's processes alive.
             watch = partial(_states, self._all_generators, self._stream)
-            self._loader = AdvancedLoader(source, read, processes, watch)
+            restore = partial(_restore, self._all_generators, self._stream)
+            self._loader = AdvancedLoader(source, position, watch, restore)
             self.count = self._loader.skipped
             return self._loader.iterator
         if hasattr(source, "__iter__"):
@@ -235,8 +237,7 @@ class Epoch:
         return _states(self._all_generators, self._stream)
 
     def _continue_from(self, states: Mapping[str, Any]) -> None:
-        restore_states(self._all_generators, states["drawn"])
-        restore_stream(self._stream, states["random"])
+        _restore(self._all_generators, self._stream, states)
 
     @property
     def length(self) -> int:
@@ -255,6 +256,8 @@ class Epoch:
         with user_code(f"{self._name}()"):
             item = next(self._iterator, END)
         self._ended = item is END
+        if self._ended and self._loader is not None:
+            self._loader.end(self.count)
         self.count += not self._ended
         if not self._ended and (self._by_number or self._takes_start):
             self._recent.append(self._states())
@@ -286,7 +289,9 @@ class Epoch:
             position["began"] = self._began
         if self.stateful:
             position |= self._state_before_read if before_last else self._source_state()
-        elif position["read"] and (self._by_number or self._takes_start):
+        elif (position["read"] and (self._by_number or self._takes_start)) or (
+            self._loader is not None and self._loader.persists
+        ):
             position |= self._states_at(position["read"], before_last)
         return position
 
@@ -322,6 +327,11 @@ def _source(data: Any, start: Callable[[int], Any] | None, first: int) -> Any:
 
 def _states(generators: Generators, stream: rng.Stream) -> dict[str, Any]:
     return {"drawn": generator_states(generators), "random": stream.states()}
+
+
+def _restore(generators: Generators, stream: rng.Stream, states: Mapping[str, Any]) -> None:
+    restore_states(generators, states["drawn"])
+    restore_stream(stream, states["random"])
 
 
 def _states_of(position: Mapping[str, Any]) -> dict[str, Any]:

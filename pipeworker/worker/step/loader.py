@@ -12,10 +12,12 @@ continue where they were:
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from struct import Struct
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -34,6 +36,10 @@ _TORCH_BYTES = len(torch.Generator().get_state())
 _BYTES = _TORCH_BYTES + _PYTHON.size + _NUMPY.size
 
 
+_persisting: WeakKeyDictionary[DataLoader[Any], _ProcessStreams] = WeakKeyDictionary()
+"""The streams of processes that persist from an iteration of a loader to the next one."""
+
+
 def is_map_style(source: Any) -> bool:
     """Return whether a source is a loader whose sampler can be advanced."""
     return (
@@ -44,8 +50,17 @@ def is_map_style(source: Any) -> bool:
     )
 
 
+Entries = Mapping[str, Any]
+"""The entries of a position in the data."""
+
+
 class AdvancedLoader:
     """An iteration over a map-style loader, the first mini-batches of which are not loaded.
+
+    A loader's own iterator draws the seed of its processes, then iterates over the sampler. With
+    `persistent_workers` it draws no seed in later epochs. A position records that (`reset`): an
+    iteration that resumes there has new processes, but iterates over the sampler as if it had not
+    drawn their seed.
 
     Attributes:
         iterator: the loader's own iterator.
@@ -54,47 +69,70 @@ class AdvancedLoader:
         complete: whether the sampler was advanced as far as that.
         reached: states of this process's generators behind the first and the last mini-batch that
             the sampler was advanced by; None if none, or if other processes load items.
+        persists: whether the processes are, or replace, those of an iteration before.
     """
 
     def __init__(
-        self, loader: DataLoader[Any], count: int, states: Any, watch: Callable[[], Any]
+        self,
+        loader: DataLoader[Any],
+        position: Entries,
+        watch: Callable[[], Any],
+        restore: Callable[[Any], None],
     ) -> None:
-        """Begin the iteration.
+        """Begin the iteration at a position, or without one at the first mini-batch.
 
-        `states` are those that a position has of the processes, or None. `watch` returns the states
-        of the generators of this process, from which a sampler may draw.
+        `watch` returns the states of the generators of this process, from which a sampler may draw,
+        and `restore` restores them.
 
         Raises:
             UsageError: `states` is invalid.
         """
-        self._workers = loader.num_workers
-        self.skipped = count - count % max(1, self._workers)
-        if self.skipped and self._workers and not _fits(states, self._workers):
+        count, states = position.get("read", 0), position.get("processes")
+        self._workers = workers = loader.num_workers
+        self.skipped = count - count % max(1, workers)
+        resets = bool(position.get("reset")) and workers > 0
+        restores = workers > 0 and (resets or self.skipped > 0)
+        fits = not restores or _fits(states, workers)
+        if not fits:
             self.skipped = 0
-        sampler = _AdvancedSampler(_sampler_of(loader), self.skipped, watch)
+        before = watch() if resets else None
+        again = partial(restore, before) if resets else None
+        sampler = _AdvancedSampler(_sampler_of(loader), self.skipped, watch, again)
         replaced: dict[str, Any] = {_sampler_name(loader): sampler}
-        if self._workers:
-            self._streams = _ProcessStreams(loader, states if self.skipped else None)
+        self._streams: _ProcessStreams | None = None
+        if workers:
+            self._streams = _ProcessStreams(loader, states if restores and fits else None)
             replaced |= {"collate_fn": self._streams.collate, "worker_init_fn": self._streams.begin}
         with _replaced(loader, replaced):
             self.iterator: Iterator[Any] = iter(loader)
-        if not self._workers:
+        if not workers:
             sampler.advance()
-        self._restarted = sampler.began  # else processes persist from an iteration before
-        self.complete = self._restarted and not sampler.left
-        self.reached = None if self._workers else sampler.reached
+        if not sampler.began:  # the processes persist from an iteration before
+            self._streams = _persisting.get(loader)
+            if self._streams is not None:
+                self._streams.begin_next()
+        elif self._streams is not None and loader.persistent_workers:
+            _persisting[loader] = self._streams
+        self.persists = resets or not sampler.began
+        self.complete = fits and sampler.began and not sampler.left
+        self.reached = None if workers else sampler.reached
+
+    def end(self, read: int) -> None:
+        """Note that the iteration has ended after `read` mini-batches, in all."""
+        if self._streams is not None:
+            self._streams.end(read - self.skipped)
 
     def recorded(self, read: int) -> dict[str, Any] | None:
         """Return the entries of a position after `read` mini-batches; None if they are not known.
 
         It is one of the two last positions.
         """
-        if not self._workers:
+        if not self._workers or (read < self._workers and not self.persists):
             return {}
-        if read < self._workers:
-            return {} if self._restarted else None
+        if self._streams is None:
+            return None
         states = self._streams.states((read - self.skipped) // self._workers)
-        return {"processes": states} if self._restarted and states is not None else None
+        return None if states is None else {"processes": states, "reset": self.persists}
 
 
 def _fits(states: Any, workers: int) -> bool:
@@ -131,16 +169,24 @@ def _replaced(loader: DataLoader[Any], attributes: dict[str, Any]) -> Iterator[N
 class _AdvancedSampler:
     """A sampler whose next iteration that is used begins later.
 
+    If there is a function `again`, that iteration calls it before it begins.
+
     Attributes:
         began: whether an iteration began.
         left: mini-batches by which it is not yet advanced.
         reached: see :class:`AdvancedLoader`.
     """
 
-    def __init__(self, sampler: Any, count: int, watch: Callable[[], Any]) -> None:
+    def __init__(
+        self,
+        sampler: Any,
+        count: int,
+        watch: Callable[[], Any],
+        again: Callable[[], None] | None,
+    ) -> None:
         self.began, self.left = False, count
         self.reached: tuple[Any, Any] | None = None
-        self._sampler, self._watch = sampler, watch
+        self._sampler, self._watch, self._again = sampler, watch, again
         self._current: Iterator[Any] = iter(())
 
     def __len__(self) -> int:
@@ -148,10 +194,14 @@ class _AdvancedSampler:
 
     def __iter__(self) -> Iterator[Any]:
         self.began = True
-        self._current = iter(self._sampler)
+        self._current = iter(() if self._again else self._sampler)
         return self._indices(self._current)
 
     def _indices(self, current: Iterator[Any]) -> Iterator[Any]:
+        if self._again:
+            self._again()
+            self._again = None
+            current = self._current = iter(self._sampler)
         self.advance()
         yield from current
 
@@ -175,6 +225,9 @@ class _ProcessStreams:
         self._states = _shared(loader.num_workers, slots, _BYTES)
         self._unknown = _shared(1)
         self._restores = states is not None
+        self._loaded: list[int] | None = [0] * loader.num_workers
+        """Mini-batches of each process before this iteration; None if they are not known."""
+        self._ended = False
         if states is not None:
             self._states[:, 0] = states
 
@@ -183,9 +236,24 @@ class _ProcessStreams:
 
         The states of other generators than those of the stream are not known.
         """
-        if self._unknown.item():
+        if self._unknown.item() or self._loaded is None:
             return None
-        return self._states[:, count % self._states.shape[1]].clone()
+        slots = [(loaded + count) % self._states.shape[1] for loaded in self._loaded]
+        return self._states[range(len(slots)), slots]
+
+    def end(self, count: int) -> None:
+        """Note that the iteration has ended after `count` mini-batches of all processes."""
+        if self._loaded is not None and not self._ended:
+            processes = len(self._loaded)
+            for process in range(processes):
+                self._loaded[process] += (count - process + processes - 1) // processes
+        self._ended = True
+
+    def begin_next(self) -> None:
+        """Begin another iteration with the same processes."""
+        if not self._ended:  # what the processes had prefetched is lost
+            self._loaded = None
+        self._ended = False
 
     # In a process of the loader.
 

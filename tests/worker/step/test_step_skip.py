@@ -213,6 +213,23 @@ def test_the_processes_of_a_loader_continue_their_random_streams() -> None:
     check(another, expected[:2])
 
 
+@pytest.mark.parametrize("at", [0, 3, LENGTH + 2])
+def test_processes_that_persist_continue_their_streams_and_order(at: int) -> None:
+    """The position is in the second epoch, and the run is resumed twice."""
+
+    def make() -> Any:
+        return loader(shuffle=True, num_workers=2, prefetch_factor=1, persistent_workers=True)
+
+    again, expected = resumed(make, LENGTH + at, prefetched=True)
+    check(again, expected[:5])
+    position = round_trip(again.position(prefetched=True))
+    assert position["reset"]
+    del again
+    another = reader(make)
+    another.restore(position)
+    check(another, expected[4:])
+
+
 AGAIN: dict[str, Callable[[], Any]] = {
     "a sampler and items draw alternately": lambda: loader(sampler=Lazy()),
     "a sampler draws again while items draw": lambda: loader(sampler=Chunks()),
