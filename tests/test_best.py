@@ -85,6 +85,36 @@ def test_a_job_that_ends_early_continues_with_more_patience(jobs: Jobs, tmp_path
     assert all(torch.equal(first[name], started.weights[name]) for name in first)
 
 
+def test_several_evaluation_sets(jobs: Jobs) -> None:
+    """The first one drives the scheduler, so the weights are those of a job with it alone."""
+    scheduled = (
+        SOURCE
+        + """
+    def scheduler(optimizer):
+        return torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, "max", patience=0)
+"""
+    )
+    sets = scheduled.replace(
+        "return list(data())[:2]", "return {'val': list(data())[:2], 'test': list(data())[3:]}"
+    )
+    words = ("--microbatches", "4", "--steps", "4", "--evaluate-every", "1")
+    alone = jobs.train("--stages", "1", *words, source=scheduled)
+    kept = ("--best", "max:test/accuracy")
+    runs = [jobs.train("--stages", k, *words, *kept, source=sets) for k in ("1", "3")]
+    found = [(run.path / "evaluation.jsonl").read_text() for run in runs]
+    assert found[0] == found[1]
+    rows = [json.loads(line) for line in found[0].splitlines()]
+    single = map(json.loads, (alone.path / "evaluation.jsonl").read_text().splitlines())
+    for row, expected in zip(rows, single, strict=True):
+        assert row["loss"] == row["val/loss"] == expected["loss"] != row["test/loss"]
+        assert row["val/accuracy"] == expected["accuracy"]
+    weights = alone.weights
+    assert all(torch.equal(weights[name], runs[1].weights[name]) for name in weights)
+    best = max(rows, key=lambda row: float(row["test/accuracy"]))
+    assert runs[1].summary["best"]["name"] == "test/accuracy"
+    assert runs[1].summary["best"]["step"] == best["step"]
+
+
 def test_a_wrong_source_of_the_best_weights_is_named(jobs: Jobs, tmp_path: Path) -> None:
     def refused(source: Path) -> str:
         words = ["export", "--best", str(source), str(tmp_path / "x.pt")]

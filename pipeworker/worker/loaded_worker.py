@@ -33,6 +33,7 @@ from pipeworker.worker.model import survey
 from pipeworker.worker.settings import Role, Settings
 from pipeworker.worker.stage import rng
 from pipeworker.worker.step.data import MicroBatches, Reader
+from pipeworker.worker.step.evaluation_sets import read_sets
 from pipeworker.worker.transport.connect import check_backend
 from pipeworker.worker.transport.handshake import Membership
 from pipeworker.worker.transport.network import CoordinatorStore, Network
@@ -115,16 +116,15 @@ class LoadedWorker:
 
     def evaluation(self) -> Iterator[MicroBatches]:
         """Return the mini-batches of ``evaluation()``, which are read as stage 0 takes them."""
-        reader = Reader(
-            self.job.evaluation,
+        reader = partial(
+            Reader,
             microbatches=self.role.options.microbatches,
             seed=self.role.options.seed,
             epochs=1,
-            error_prefix="evaluation(): gave",
             seed_of=rng.evaluation_data_seed,
             accelerator=rng.accelerator_generator(self.device),
         )
-        return reader.iterate_epoch()
+        return read_sets(self.job.evaluation, reader)
 
     def access(self) -> tuple[CoordinatorStore, Network, Membership]:
         """Return what is needed to reach other hosts; each store has a deadline of its own."""

@@ -16,7 +16,6 @@ from pipeworker.environment import versions
 from pipeworker.errors import PipeworkerError, ProtocolError
 from pipeworker.facts.failure import Failure
 from pipeworker.facts.position import Phase
-from pipeworker.facts.step import Evaluation
 from pipeworker.host import streams
 from pipeworker.job.options import Options
 from pipeworker.plan.actions import parse_actions
@@ -46,7 +45,7 @@ from pipeworker.worker.settings import Settings
 from pipeworker.worker.stage.stage import Stage
 from pipeworker.worker.state.state import State
 from pipeworker.worker.step.data import MicroBatches, concatenate_outputs
-from pipeworker.worker.step.evaluation import Averages, PassFailed
+from pipeworker.worker.step.evaluation import PassFailed, SetAverages
 
 
 class Worker:
@@ -226,13 +225,11 @@ class Worker:
         worker, last, result = self.connected, self._last_stage, None
         loaded = worker.loaded
         if not loaded.role.replica:
-            averages = Averages(last.loss_of, loaded.job.metrics) if last else None
+            averages = SetAverages(last.loss_of, loaded.job.metrics) if last else None
             sink = averages.add if averages else lambda *_: None
             explain = self.explain if stays else None
             complete = worker.executor.stream(step, worker.evaluation, batches, sink, explain)
-            if averages and complete:
-                loss, metrics = averages.result()
-                result = Evaluation(step, loss, tuple(metrics), tuple(metrics.values()))
+            result = averages.result(step) if averages and complete else None
         return EvaluationDone(self._settings.rank, step, peak_memory(loaded.device), result)
 
     def predict(

@@ -350,7 +350,7 @@ class Pipeline:
             if self.executors[worker] is self._first:
                 source = Reader(batches, microbatches=self.microbatches, seed=0, epochs=1)
                 read = iter(source.read, None)
-            sink = _unexpected if worker != self._last else lambda *outputs: seen.append(outputs)
+            sink = _unexpected if worker != self._last else lambda *found: seen.append(found[:3])
             try:
                 self.executors[worker].stream(step, schedule.workers[worker], read, sink, explain)
             except PassFailed as error:

@@ -32,12 +32,14 @@ _ALIGNMENT = 64  # bytes: a part of a mini-batch has the address of the original
 class MicroBatches:
     """One mini-batch, split: nested tensors of shape ``[n, ...]`` by micro-batch.
 
-    n is the number of samples of the micro-batch. They are those of one replica, or of all.
+    n is the number of samples of the micro-batch. They are those of one replica, or of all. The
+    `name` is that of the evaluation set which has the mini-batch; empty if it has none.
     """
 
     batch: Batch
     inputs: list[Any]
     targets: list[Any]
+    name: str = ""
 
 
 @dataclass(eq=False)
@@ -126,6 +128,10 @@ class Reader:
         So neither another pass nor other code with such a generator depends on this pass.
         """
         yield from iter(self.read, None)
+        self.rewind()
+
+    def rewind(self) -> None:
+        """Restore the user's own generators to their states at the beginning of the epoch."""
         assert self._epoch
         self._epoch.rewind()
 
@@ -162,9 +168,10 @@ class Reader:
 
     def _why_empty(self, epoch: int) -> str:
         if epoch == 0:
+            where = self.error_prefix.rpartition(":")[0]
             return (
-                f"{self._name}(): is empty; yield at least one (input, target) mini-batch each "
-                "time it is started"
+                f"{where}: is empty; yield at least one (input, target) mini-batch each time it is "
+                "started"
             )
         name, remedy = self._name, "have it make a fresh iterator each time it is called"
         if not callable(self.data):

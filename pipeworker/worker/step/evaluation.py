@@ -1,8 +1,9 @@
 """An evaluation pass: forward-only actions, run once for each micro-batch until there are no more.
 
 Only stage 0 knows how many micro-batches there are and what they look like. So every frame is
-described, inputs and activations are in a list of one, and an empty list is the end. A target is a
-pair with the number of samples. Nothing waits for the pipeline to drain between two mini-batches.
+described, inputs and activations are in a list of one, and an empty list is the end. With a target
+come the number of samples and the name of its set. Nothing waits for the pipeline to drain between
+two mini-batches.
 
 In a loop of the user's own, an error of the user's code does not end the job. The stage where it
 occurs computes nothing more, but receives and sends as many frames as before: None in place of each
@@ -25,6 +26,7 @@ from torch import nn
 from pipeworker.errors import PeerLost, PipeworkerError, ProtocolError, UsageError, a_type
 from pipeworker.facts.failure import Failure
 from pipeworker.facts.position import Phase
+from pipeworker.facts.step import Evaluation
 from pipeworker.plan.actions import RECEIVES, SENDS, Action, Edge, Kind, edge_of
 from pipeworker.plan.partition import sizes
 from pipeworker.worker.blame import UserCodeError, user_code
@@ -125,8 +127,41 @@ def _scalar(name: str, value: Any) -> Any:
     raise UsageError(f"metrics(output, target) returned {shown} under {name!r}; return a scalar")
 
 
-Sink = Callable[[Any, Any, int], None]
-"""Takes the output and the target of a micro-batch, each ``[n, ...]``, and n, its samples."""
+@dataclass(slots=True)
+class SetAverages:
+    """The averages of an evaluation pass over one set, or over several by name.
+
+    The arguments are those of :class:`Averages`.
+    """
+
+    loss_of: Callable[[Any, Any], Any]
+    metrics: Metrics | None = None
+    _sets: dict[str, Averages] = field(default_factory=dict)
+
+    def add(self, output: Any, target: Any, samples: int, name: str) -> None:
+        """Add a micro-batch of a set; see :meth:`Averages.add`."""
+        if name not in self._sets:
+            self._sets[name] = Averages(self.loss_of, self.metrics)
+        self._sets[name].add(output, target, samples)
+
+    def result(self, step: int) -> Evaluation:
+        """Return the result after a step.
+
+        Figures of a set with a name are ``name/loss`` and so on; ``loss`` is that of the first one.
+        """
+        found = {name: averages.result() for name, averages in self._sets.items()}
+        loss, figures = next(iter(found.values()), (math.nan, {}))
+        if "" not in found:
+            figures = {
+                f"{name}/{figure}": value
+                for name, (own, metrics) in found.items()
+                for figure, value in {"loss": own, **metrics}.items()
+            }
+        return Evaluation(step, loss, tuple(figures), tuple(figures.values()))
+
+
+Sink = Callable[[Any, Any, int, str], None]
+"""Takes the output and the target of a micro-batch, each ``[n, ...]``, n and the set's name."""
 
 
 Explain = Callable[[BaseException], Failure]
@@ -278,11 +313,11 @@ class EvaluationPass:
             transfer(mb)
         if channels is self._last:
             channels.stage.tracker.set(Phase.EVALUATION, step, mb.number)
-            samples, target = mb.target
-            self._sink(output, self._to_device(target), samples)
+            samples, target, name = mb.target
+            self._sink(output, self._to_device(target), samples, name)
 
     def _inputs(self, step: int, batches: Iterator[MicroBatches]) -> Iterator[tuple[Any, Any]]:
-        """Yield each micro-batch: a list of its input, and its number of samples and target."""
+        """Yield each micro-batch: a list of its input; its number of samples, target and set."""
         tracker = self._stages[0].stage.tracker
         while True:
             tracker.set(Phase.EVALUATION, step)
@@ -291,7 +326,7 @@ class EvaluationPass:
                 return
             counts = sizes(read.batch.samples, read.batch.microbatches)
             for value, target, samples in zip(read.inputs, read.targets, counts, strict=True):
-                yield [self._to_device(value)], (samples, target)
+                yield [self._to_device(value)], (samples, target, read.name)
 
     def _to_device(self, value: Any) -> Any:
         """Return a nested value that was read, on the accelerator."""

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from pipeworker.errors import UsageError
-from pipeworker.worker.step.evaluation import Averages, eval_mode
+from pipeworker.worker.step.evaluation import Averages, SetAverages, eval_mode
 
 
 def _target_as_loss(output: Any, target: Any) -> Any:
@@ -33,6 +33,23 @@ def test_losses_with_counts_are_divided_by_the_total() -> None:
     averages.add(None, (torch.tensor(6.0), 2), 5)
     averages.add(None, (torch.tensor(1.0), torch.tensor(5)), 1)
     assert averages.result() == (1.0, {})
+
+
+def test_sets_have_averages_of_their_own() -> None:
+    averages = SetAverages(_target_as_loss, lambda output, target: {"two": 2 * target})
+    assert math.isnan(averages.result(3).loss)
+    for value, name in ((1.0, "val"), (3.0, "val"), (5.0, "test")):
+        averages.add(None, torch.tensor(value), 1, name)
+    assert averages.result(3).row() == {
+        "loss": 2.0,
+        "val/loss": 2.0,
+        "val/two": 4.0,
+        "test/loss": 5.0,
+        "test/two": 10.0,
+    }
+    averages = SetAverages(_target_as_loss, lambda output, target: {"two": 2 * target})
+    averages.add(None, torch.tensor(1.0), 1, "")
+    assert averages.result(3).row() == {"loss": 1.0, "two": 2.0}
 
 
 def test_no_samples_and_infinite_losses_are_nan() -> None:

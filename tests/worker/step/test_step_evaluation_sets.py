@@ -1,0 +1,74 @@
+"""Evaluation data of one source, or of several by name."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+
+from pipeworker.errors import UsageError
+from pipeworker.worker.step.data import Reader
+from pipeworker.worker.step.evaluation_sets import read_sets
+
+SHARED = torch.Generator().manual_seed(3)
+"""Of the user's own."""
+PAIR = torch.ones(1), torch.ones(1)
+
+
+def draws(count: int) -> Iterator[Any]:
+    for _ in range(count):
+        x = torch.randn(2, 1) + torch.randn(2, 1, generator=SHARED)
+        yield x, x
+
+
+def one() -> Iterator[Any]:
+    return draws(2)
+
+
+def three() -> Iterator[Any]:
+    return draws(3)
+
+
+def both() -> dict[str, Any]:
+    return {"val": draws(2), "test": three}
+
+
+def read(evaluation: Any) -> list[tuple[str, torch.Tensor]]:
+    reader = partial(Reader, microbatches=1, seed=5, epochs=1)
+    return [(batches.name, batches.inputs[0]) for batches in read_sets(evaluation, reader)]
+
+
+def test_each_set_is_read_as_if_it_were_the_only_one() -> None:
+    state = SHARED.get_state()
+    alone = read(one)
+    assert torch.equal(SHARED.get_state(), state)
+    for evaluation in (both, both, {"val": one, "test": three}):
+        found = read(evaluation)
+        assert [name for name, _ in found] == ["val", "val", "test", "test", "test"]
+        for (_, value), (_, expected) in zip(found, alone, strict=False):
+            assert torch.equal(value, expected)
+        assert torch.equal(SHARED.get_state(), state)
+    assert [name for name, _ in alone] == ["", ""]
+
+
+@pytest.mark.parametrize(
+    ("sets", "message"),
+    [
+        ({}, r"evaluation\(\): gave an empty dict; put at least one set"),
+        ({3: []}, r"evaluation\(\): gave a dict with an int as a name; name each set, as 'val'"),
+        ({"": []}, r"gave a dict with an empty text as a name"),
+        ({"val": []}, r"evaluation\(\)\['val'\]: is empty; yield at least one"),
+        (
+            {"val": [PAIR], "a:b": []},
+            r"evaluation\(\)\['a:b'\]: is empty",
+        ),
+        ({"val": [3]}, r"evaluation\(\)\['val'\]: gave an int; make it a pair"),
+    ],
+)
+def test_mistakes_name_the_set(sets: Any, message: str) -> None:
+    for evaluation in (sets, lambda: sets):
+        with pytest.raises(UsageError, match=message):
+            read(evaluation)
