@@ -119,7 +119,7 @@ class Epoch:
         count: number of mini-batches read or skipped.
         reached: whether `way` leads to the position.
         stateful: whether the source has ``state_dict`` and ``load_state_dict``.
-        one_shot: whether the source is an iterator, which cannot be started again.
+        one_shot: whether the data is an iterator, which cannot be started again.
     """
 
     def __init__(
@@ -134,6 +134,8 @@ class Epoch:
         self.number = number
         self.count = 0
         self.reached = True
+        self.one_shot = False
+        self._data = data
         self._name = name
         self._stream = stream
         self._ended = False
@@ -141,6 +143,8 @@ class Epoch:
         self._recent: deque[dict[str, Any]] = deque(maxlen=3)
         """States after the last mini-batches, if some of the epoch can be skipped."""
         self._loader: AdvancedLoader | None = None
+        self._iterator: Iterator[Any] | None = None
+        """None until the first mini-batch is needed: processes of a loader start with it."""
         start = with_start(data) if callable(data) else None
         continues = way is Way.CONTINUE and start is not None
         skips = "random" in position and (way is Way.SKIP or continues)
@@ -168,8 +172,8 @@ class Epoch:
             by_number = is_map_style(source) or not hasattr(source, "__iter__")
             self._by_number = by_number and not self.stateful and start is None
             self._takes_start = start is not None and not self.stateful
-            self._iterator = self._iterate(source, position if skips else {})
-            self.one_shot = self._iterator is data
+        if position:
+            self._begin(position if skips else {})
         if "source" in position:
             restore_states(self._loader_generators, position["drawn"])
             restore_stream(stream, position["random"])
@@ -180,9 +184,8 @@ class Epoch:
             self._repeat_last(position)
         elif skips and self._by_number:
             self._skip_to(position)
-        else:
-            self._recent.append(self._states())
-            self.skip(position.get("read", 0) - self.count)
+        elif position:
+            self.skip(position["read"] - self.count)
 
     def _load(self, state: Any) -> None:
         if not self.stateful:
@@ -192,8 +195,16 @@ class Epoch:
             )
         self._source.load_state_dict(copy.deepcopy(state))
 
+    def _begin(self, position: Mapping[str, Any]) -> Iterator[Any]:
+        """Begin the iteration, at a position if the source can begin there."""
+        with user_code(f"{self._name}()"):
+            iterator = self._iterator = self._iterate(self._source, position)
+        self.one_shot = iterator is self._data
+        if self._by_number or self._takes_start:
+            self._recent.append(self._states())
+        return iterator
+
     def _iterate(self, source: Any, position: Mapping[str, Any]) -> Iterator[Any]:
-        """Return an iterator, at a position if the source can begin there."""
         read = position.get("read", 0) if self._by_number else 0
         if self._by_number and isinstance(source, DataLoader):
             # Without a reference to this object: a cycle would keep the loader's processes alive.
@@ -229,7 +240,7 @@ class Epoch:
         The processes of a loader draw numbers that are not seen here.
         """
         self.count = position["read"] - 1
-        self._recent.append(_states_of(position["previous"]))
+        self._recent = deque([_states_of(position["previous"])], maxlen=3)
         same = self.next_batch() is not END and equal_states(self._states(), _states_of(position))
         self.reached = same and not getattr(self._source, "num_workers", 0)
 
@@ -251,10 +262,11 @@ class Epoch:
         """Return the next mini-batch, or END."""
         if self._ended:
             return END
+        iterator = self._begin({}) if self._iterator is None else self._iterator
         if self.stateful:
             self._state_before_read = self._source_state()
         with user_code(f"{self._name}()"):
-            item = next(self._iterator, END)
+            item = next(iterator, END)
         self._ended = item is END
         if self._ended and self._loader is not None:
             self._loader.end(self.count)

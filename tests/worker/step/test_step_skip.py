@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import multiprocessing
 import random
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -172,6 +173,7 @@ def resumed(make: Callable[[], Any], at: int, *, prefetched: bool) -> tuple[Read
     del uncut
     loaded.zero_()
     again = reader(make)
+    again.measure()  # for a scheduler that asks for the number of steps
     again.restore(position)
     return again, expected
 
@@ -211,6 +213,12 @@ def test_the_processes_of_a_loader_continue_their_random_streams() -> None:
     another = reader(make)
     another.restore(position)
     check(another, expected[:2])
+
+
+def test_a_loader_is_measured_without_its_processes() -> None:
+    measured = reader(lambda: loader(num_workers=1))
+    assert measured.measure() == LENGTH
+    assert not multiprocessing.active_children()
 
 
 @pytest.mark.parametrize("at", [0, 3, LENGTH + 2])
