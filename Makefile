@@ -46,6 +46,9 @@ FUZZ_CASES ?= 50
 fuzz: $(VENV)/.test
 	FUZZ_CASES=$(FUZZ_CASES) $(BIN)/python -m pytest --capture no --verbose tests/test_fuzz.py
 
+# With test,loggers also the tests that log to wandb and MLflow, which take 10 s of CPU to install.
+EXTRAS ?= test
+
 # torch is pinned to a version: a range would install a build with gigabytes of CUDA. pip would compile
 # all of torch to bytecode, which takes longer than everything else; Python compiles each module when it
 # is first imported.
@@ -58,7 +61,7 @@ $(VENV)/.run: setup.cfg pyproject.toml
 	touch $@
 
 $(VENV)/.test: setup.cfg pyproject.toml
-	$(INSTALL) '.[test]'
+	$(INSTALL) '.[$(EXTRAS)]'
 	touch $(VENV)/.run $@
 
 $(VENV)/.docs: setup.cfg pyproject.toml

@@ -63,7 +63,10 @@ def test(version: str, python: Path, torch: str) -> tuple[bool, list[str]]:
     results.unlink(missing_ok=True)
     options = f"{os.environ.get('PYTEST_ADDOPTS', '')} --junitxml={results}"
     ran = subprocess.run(
-        ["make", "test", f"VENV={folder}", f"PYTHON={python}", f"TORCH=torch=={torch}"],
+        [
+            *("make", "test", f"VENV={folder}", f"PYTHON={python}", f"TORCH=torch=={torch}"),
+            "EXTRAS=test,loggers",
+        ],
         env={**os.environ, "PYTEST_ADDOPTS": options},
     )
     passed = failed = "-"
