@@ -1,8 +1,9 @@
-# `make demo` sets up an environment and trains a small language model; `make test` sets it up and
-# runs the tests; `make check` runs the linter, the type checker and the import contracts. `make docs`
-# builds a site from docs/ in site/. `make test-all` runs the tests on every Python of this host, with
-# the lowest and the newest torch. `make soak` trains for half an hour under faults that a job
-# recovers from; `make chaos` injects hundreds of faults; `make fuzz` draws jobs and faults from seeds.
+# `make demo` sets up an environment, trains a small language model and has it generate text. `make
+# test` sets it up and runs the tests; `make check` runs the linter, the type checker and the import
+# contracts. `make docs` builds a site from docs/ in site/. `make test-all` runs the tests on every
+# Python of this host, with the lowest and the newest torch. `make soak` trains for half an hour under
+# faults that a job recovers from; `make chaos` injects hundreds of faults; `make fuzz` draws jobs and
+# faults from seeds.
 
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
@@ -18,7 +19,9 @@ PROCESSES := $(shell n=$$(($$(getconf _NPROCESSORS_ONLN) + 2)); echo $$((n < 4 ?
 .PHONY: demo test test-all check docs soak chaos fuzz clean
 
 demo: $(VENV)/.run
-	$(BIN)/pipeworker launch --stages 4 --steps 60 examples/bytelm.py
+	run=runs/demo-$$(date +%Y%m%d-%H%M%S) && \
+	$(BIN)/pipeworker launch --stages 4 --steps 100 --evaluate-every 25 --run-dir $$run examples/bytelm.py && \
+	echo "generated:" && $(BIN)/python examples/bytelm.py $$run
 
 test: $(VENV)/.test
 	$(BIN)/python -m pytest --numprocesses $(PROCESSES) --dist worksteal $(TESTS)

@@ -6,6 +6,7 @@ import json
 import os
 import re
 import signal
+from pathlib import Path
 
 import pytest
 
@@ -128,3 +129,17 @@ def test_debug_requires_a_single_worker(jobs: Jobs) -> None:
     done = jobs.pipeworker("launch", "--stages", "2", "--debug", str(jobs.write(JOB)))
     assert done.returncode == 2
     assert done.stderr.startswith("error: --debug: requires one worker on this host")
+
+
+def test_the_example_trains_and_generates_text(jobs: Jobs) -> None:
+    example = str(Path(__file__).parents[1] / "examples" / "bytelm.py")
+    small = ("--width", "16", "--heads", "2", "--blocks", "1", "--context", "16", "--batch", "4")
+    run = jobs.folder / "run"
+    words = ("--stages", "2", "--steps", "2", "--evaluate-every", "2", "--run-dir", str(run))
+    trained = jobs.pipeworker("launch", *words, example, "--", *small)
+    assert trained.returncode == 0, trained.stderr
+    process = jobs.python(example, str(run), "--bytes", "30", *small)
+    text, errors = process.communicate(timeout=60)
+    assert process.returncode == 0, errors
+    assert text.startswith("def ")
+    assert len(text) >= len("def ") + 10  # some of the bytes may be no text
