@@ -7,7 +7,7 @@ import sys
 import time
 from collections.abc import Callable
 
-_INTERVAL = 2.0
+_PATIENCE, _INTERVAL = 2.0, 5.0
 """Seconds before the first report, and between two."""
 
 
@@ -20,6 +20,7 @@ class Reread:
     def __init__(self, name: str, total: int, now: Callable[[], float] = time.monotonic) -> None:
         self._name, self._total, self._now = name, total, now
         self._began = self._shown = now()
+        self._due = self._began + _PATIENCE
 
     def show(self, done: int) -> None:
         """Report that so many are read, or, after the last one, how long it took."""
@@ -29,8 +30,9 @@ class Reread:
                 f"\r{self._name}: {self._total} mini-batches were read again in {seconds:.0f} s; a "
                 "map-style DataLoader, or data(start), skips them\n"
             )
-        elif self._now() - self._shown >= _INTERVAL:
-            self._shown = self._now()
+        elif self._began + seconds >= self._due:
+            self._shown = self._began + seconds
+            self._due = self._shown + _INTERVAL
             _write(f"\rreading data again {done}/{self._total}")
 
 

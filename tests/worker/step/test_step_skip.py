@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader, Dataset, RandomSampler, Sampler
 from pipeworker.errors import UsageError
 from pipeworker.worker.stage.rng import seed_all
 from pipeworker.worker.step.data import Reader
+from pipeworker.worker.step.reread import Reread
 from support.data_sources import (
     drawn_from_module,
     factory_with_module,
@@ -278,14 +279,12 @@ def test_another_parameter_of_data_is_not_start() -> None:
 
 
 def test_reading_again_shows_its_progress(capsys: pytest.CaptureFixture[str]) -> None:
-    from pipeworker.worker.step.reread import Reread
-
-    clock = iter([0.0, 1.0, 1.0, 2.5, 2.5, 2.5, 3.0, 3.0, 4.0])
-    progress = Reread("data()", 4, now=lambda: next(clock))
-    for done in range(1, 5):
+    clock = iter([0.0, 1.0, 2.5, 6.0, 8.0, 9.0])
+    progress = Reread("data()", 5, now=lambda: next(clock))
+    for done in range(1, 6):
         progress.show(done)
     shown = capsys.readouterr().err
     assert shown == (
-        "\rreading data again 2/4\rdata(): 4 mini-batches were read again in 4 s; a map-style "
-        "DataLoader, or data(start), skips them\n"
+        "\rreading data again 2/5\rreading data again 4/5\rdata(): 5 mini-batches were read again "
+        "in 9 s; a map-style DataLoader, or data(start), skips them\n"
     )
