@@ -173,6 +173,12 @@ JOB_PARAMETERS: list[click.Parameter] = [
             "--deterministic/--no-deterministic",
             "Use only deterministic kernels; an operator without one raises.",
         ),
+        Option(
+            "--profile --profile-steps profile_steps",
+            "Profile the steps A to B by torch.profiler, a file for each worker. [default: off]",
+            metavar="A:B",
+            written="--profile A:B",
+        ),
     ),
     *_in(
         "Schedule and memory",

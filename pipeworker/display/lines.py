@@ -223,6 +223,7 @@ class LineDisplay:
             commands.export_best(typed),
             commands.resume(typed, more),
             self._options.resume_step,
+            located(run_dir.profiles) if any(run_dir.profiles.glob("worker-*")) else "",
         )
 
     def _bubble_context(self) -> BubbleContext | None:

@@ -73,6 +73,7 @@ class Summary:
         best_checkpoint: the step and the path of the checkpoint with the best evaluation.
         export_best: the command that exports its weights.
         resume: the command that resumes the run.
+        profile: the folder with the profiles of steps.
         resumed_at: the steps that were done when the run was resumed.
     """
 
@@ -87,6 +88,7 @@ class Summary:
     export_best: str = ""
     resume: str = ""
     resumed_at: int = 0
+    profile: str = ""
 
     def lines(self) -> Iterator[str]:
         """Yield the lines of the summary, without the error; none if no step was done."""
@@ -112,6 +114,8 @@ class Summary:
                 yield f"  larger than the schedule's: {reason}"
         if any(verdict.peak_memory):
             yield f"peak memory by worker: {mebibytes(verdict.peak_memory)}"
+        if self.profile:
+            yield f"profile: {self.profile} (https://ui.perfetto.dev opens its files)"
         if self.checkpoint:
             step, path = self.checkpoint
             yield f"weights: {path}{f', after step {step}' if step != verdict.steps else ''}"

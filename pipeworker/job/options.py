@@ -40,6 +40,7 @@ EXCLUSIVE = {"steps": "epochs", "epochs": "steps"}
 """Options of which at most one is given."""
 _UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0}
 _MOST = (1 << 63) - 1
+_STEPS = re.compile(r"(\d{1,18}):(\d{1,18})", re.ASCII)
 _T = TypeVar("_T")
 _RANGES: dict[str, tuple[int, int]] = {
     "stages": (1, MAX_STAGES),
@@ -157,6 +158,7 @@ class Options:
     tensorboard: bool = False
     compile: bool = False
     deterministic: bool = False
+    profile_steps: str | None = None
 
     def __post_init__(self) -> None:
         for name, (least, most) in _RANGES.items():
@@ -197,6 +199,7 @@ class Options:
             if getattr(self, name) not in known:
                 option = f"--{name.replace('_', '-')} {getattr(self, name)}"
                 raise UsageError(f"{option}: must be one of {', '.join(known)}")
+        _ = self.profiled  # checked
         stages = self.schedule_source.place(self.stages).stages
         if self.balance is not None:
             check_entries(self.balance, stages)
@@ -231,6 +234,24 @@ class Options:
     def passes(self) -> int | None:
         """The number of passes over the data; None if the job has a number of steps instead."""
         return None if self.steps is not None else self.epochs or 1
+
+    @property
+    def profiled(self) -> tuple[int, int] | None:
+        """The first and the last step to profile; None if there is none.
+
+        Raises:
+            UsageError: the option is not two numbers of steps.
+        """
+        if self.profile_steps is None:
+            return None
+        found = _STEPS.fullmatch(self.profile_steps)
+        first, last = map(int, found.groups()) if found else (0, 0)
+        if not 1 <= first <= last:
+            raise UsageError(
+                f"--profile {self.profile_steps}: must be the first and the last step to profile, "
+                "as 10:12"
+            )
+        return first, last
 
     @property
     def has_default_microbatches(self) -> bool:

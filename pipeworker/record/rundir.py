@@ -81,6 +81,7 @@ class RunDir:
         self.summary = path / "summary.json"
         self.checkpoints = path / "checkpoints"
         self.hooks = path / "hooks.json"
+        self.profiles = path / "profile"
 
     @classmethod
     def open(cls, path: Path) -> RunDir:
@@ -175,7 +176,14 @@ class RunDir:
             UsageError: a link is in place of a folder, or of a file of rows.
         """
         logs = self.coordinator_log().parent
-        for path in (self.checkpoints, logs, self.events, self.metrics, self.evaluation):
+        for path in (
+            self.checkpoints,
+            logs,
+            self.events,
+            self.metrics,
+            self.evaluation,
+            self.profiles,
+        ):
             if path.is_symlink():
                 raise UsageError(f"{path}: is a link; put what it leads to in its place")
 

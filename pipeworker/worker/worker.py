@@ -46,6 +46,7 @@ from pipeworker.worker.stage.stage import Stage
 from pipeworker.worker.state.state import State
 from pipeworker.worker.step.data import MicroBatches, concatenate_outputs
 from pipeworker.worker.step.evaluation import PassFailed, SetAverages
+from pipeworker.worker.step.profiler import StepProfiler
 
 
 class Worker:
@@ -62,6 +63,7 @@ class Worker:
         self._phase: LoadedWorker | ModelledWorker | PlannedWorker | None = None
         """None before the first message."""
         self._has_updated = False
+        self._profiler: StepProfiler | None = None
 
     @property
     def is_loaded(self) -> bool:
@@ -141,6 +143,10 @@ class Worker:
         has_state = planned.state.begin(plan)
         self._phase = connected = ConnectedWorker.connect(planned, plan, modelled.types)
         connected.begin(has_state=has_state)
+        if steps := loaded.role.options.profiled:
+            folder, executor = loaded.run_dir.profiles, connected.executor
+            rank, device = self._settings.rank, loaded.device
+            self._profiler = StepProfiler(folder, rank, steps, device, executor.label)
         return Ready(
             self._settings.rank,
             stages.built,
@@ -159,6 +165,8 @@ class Worker:
             case Evaluated():
                 with worker.state.changing("a scheduler is not stepped"):
                     worker.stages.report_evaluation(message.update.loss)
+        if self._profiler is not None:
+            self._profiler.advance(message)
         if message.copy is not None:
             worker.state.copy(message.copy, worker.position)
         match message.next:
@@ -321,8 +329,14 @@ class Worker:
                 self._update(message.update, worker)
         return worker.state.save(message.next, None) if isinstance(message.next, Save) else None
 
+    def end_profile(self) -> None:
+        """Write the profile of steps, if the job ends before the last of them."""
+        if self._profiler is not None:
+            self._profiler.end()
+
     def close(self) -> None:
         """Release channels and threads, and the memory that channels map."""
+        self.end_profile()
         phase = self._phase
         if isinstance(phase, PlannedWorker):
             phase.state.close()
@@ -364,6 +378,7 @@ def run(
         # neighbours would report a lost connection first. The control thread ends the process.
         while True:
             control.receive()
+    worker.end_profile()
     control.close()
     streams.flush()
     return 0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from typing import Any
 
@@ -31,6 +31,7 @@ from pipeworker.worker.stage.values import distinct_tensors
 from pipeworker.worker.step.batch_feed import BatchFeed
 from pipeworker.worker.step.data import MicroBatches, sample_shares
 from pipeworker.worker.step.evaluation import EvaluationPass, Explain, PassFailed, Sink
+from pipeworker.worker.step.profiler import labelled
 from pipeworker.worker.step.stage_channels import Handler, StageChannels, waiting_handler
 from pipeworker.worker.step.wiring import Wiring
 
@@ -170,12 +171,23 @@ class Executor:
         self._tracker = stage.tracker
         self._hook = hook or ActionHook(stage.device)
         self._program = Program()
+        self._labels = False
         self._step = 0
         self.feed = feed
 
     def set_actions(self, actions: Sequence[Action]) -> None:
         """Run these actions from the next step on."""
-        self._program = compile_program(actions, self._wiring, self.feed.load, self._hook.watches)
+        program = compile_program(actions, self._wiring, self.feed.load, self._hook.watches)
+        if self._labels:
+            named = zip(program.instructions, actions, strict=True)
+            labels = [(labelled(handle, str(a)), m, watch) for (handle, m, watch), a in named]
+            program = replace(program, instructions=labels)
+        self._program = program
+
+    def label(self, labels: bool) -> None:
+        """Decide whether torch's profiler shows each action under its name."""
+        self._labels = labels
+        self.set_actions(self._program.actions)
 
     def planned_memory(self, stage: int) -> str:
         """Describe what the plan has a stage keep at once; "" without a plan."""
