@@ -30,6 +30,7 @@ from launcher.command import (
 from launcher.defaults import Defaults, check_variables
 from launcher.display_options import take_style
 from launcher.engines.engine import Carrier, Cluster, SubmittedJob
+from launcher.evaluate import evaluate
 from launcher.options import ANYWHERE, JOB_PARAMETERS, LAUNCH_PARAMETERS
 from pipeworker.errors import PipeworkerError, UsageError
 from pipeworker.job.option_parsing import workers_per_replica
@@ -101,7 +102,7 @@ class _JobCommand(Command):
         return super().invoke(ctx)
 
 
-@click.group(cls=_Main, context_settings=_HELP)
+@click.group(cls=_Main, context_settings=_HELP, commands=[evaluate])
 @click.version_option(__version__)
 def main() -> None:
     """Train a network too big for one accelerator, as a pipeline of worker processes."""

@@ -31,7 +31,7 @@ METRICS = [
 ]
 SUMMARY = [
     *("status", "steps", "stages", "restarts", "causes", "seconds", "loss"),
-    *("peak_memory_bytes", "bubble", "error"),
+    *("peak_memory_bytes", "bubble", "stopped_early", "error"),
 ]
 STEP = re.compile(r"step (\d+)  loss (\d\.\d{4})  lr 0\.1  (\d+\.\d) samples/s  bubble (\d+\.\d)%")
 

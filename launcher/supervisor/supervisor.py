@@ -28,6 +28,7 @@ from pipeworker.wire.lines import FromCoordinator, Interrupt, KeepAlive, ToCoord
 _KILLED = "the coordinator was killed"
 _AGAIN = "interrupt again to stop at once"
 _STOPPING = f"stopping after this step, with a checkpoint; {_AGAIN}"
+_STOPPING_EVALUATION = f"stopping after this evaluation; {_AGAIN}"
 _STOPPING_EARLY = f"stopping before the first step, so without a checkpoint; {_AGAIN}"
 
 
@@ -355,7 +356,10 @@ class Supervisor:
         self.stopping = True
         self._send(Interrupt())
         self._early = not self._trains and self._steps == self._options.resume_step
-        self._show(Warned(reason + (_STOPPING_EARLY if self._early else _STOPPING)))
+        text = _STOPPING_EARLY if self._early else _STOPPING
+        if self._options.evaluate_only:
+            self._early, text = False, _STOPPING_EVALUATION
+        self._show(Warned(reason + text))
 
     def _tick(self, now: float) -> None:
         self._check_silence(now)

@@ -26,7 +26,8 @@ from pipeworker.coordinator.events import CheckpointEnded
 from pipeworker.coordinator.lifecycle import SAVES, Lifecycle, State
 from pipeworker.coordinator.roster import Member
 from pipeworker.coordinator.saving import Saving
-from pipeworker.coordinator.steps.loop import CallLoop, Due, Loop, common_batch
+from pipeworker.coordinator.steps.call_loop import CallLoop, Loop
+from pipeworker.coordinator.steps.loop import Due, common_batch
 from pipeworker.coordinator.store import KeyValueStore
 from pipeworker.errors import AGAIN, ProtocolError, UsageError
 from pipeworker.facts.failure import Cause, Failure

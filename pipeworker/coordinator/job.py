@@ -20,8 +20,9 @@ from pipeworker.coordinator.lifecycle import BEFORE_STEPS, State
 from pipeworker.coordinator.loss_scaler import LossScaler
 from pipeworker.coordinator.report import describe, with_location
 from pipeworker.coordinator.restart_policy import ElasticPolicy, RestartPolicy
+from pipeworker.coordinator.steps.call_loop import CallLoop
 from pipeworker.coordinator.steps.evaluations import Evaluations
-from pipeworker.coordinator.steps.loop import CallLoop, FileLoop
+from pipeworker.coordinator.steps.loop import FileLoop
 from pipeworker.coordinator.steps.progress import Progress, Start
 from pipeworker.coordinator.steps.snapshots import JobState, Snapshots
 from pipeworker.facts.criterion import Criterion

@@ -108,6 +108,7 @@ class Options:
         checkpoint_every: steps or time between checkpoints, as ``30m``; ``end``: only at the end.
         init_from: absolute path of the weights that training begins with.
         own_loop: mini-batches come from calls of a script's own loop.
+        evaluate_only: one evaluation pass of the weights at `resume` is the whole job.
         resume: absolute path of the checkpoint that the run is resumed from; "" at its beginning.
         resume_step: the step of that checkpoint.
 
@@ -149,6 +150,7 @@ class Options:
     init_from: str | None = None
     init_strict: bool = True
     own_loop: bool = False
+    evaluate_only: bool = False
     resume: str = ""
     resume_step: int = 0
     replicas: int = 1
@@ -229,6 +231,11 @@ class Options:
     def redundant(self) -> bool:
         """Whether each replica has the whole state: weights, optimizer state, and data position."""
         return self.replicas > 1 and not self.shard_optimizer and self.data_reader == "every"
+
+    @property
+    def trains(self) -> bool:
+        """Whether the job runs steps on mini-batches of ``data()``."""
+        return not self.own_loop and not self.evaluate_only
 
     @property
     def passes(self) -> int | None:

@@ -8,6 +8,7 @@ changed, resume copies it beside the others: as ``job-2.py`` on the second resum
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -117,6 +118,12 @@ class RunRecord:
         return cls(run_dir, content, options)
 
     @property
+    def is_of_script(self) -> bool:
+        """Whether a script of the user's, rather than a command of pipeworker's, is the job."""
+        job_file, words = str(self.options.get("job_file")), self.last.get("command") or [""]
+        return bool(self.options.get("own_loop")) or _real_path(words[0]) == _real_path(job_file)
+
+    @property
     def criterion(self) -> Criterion:
         """The figure by which the best evaluation of the run is chosen."""
         return Criterion.parse(self.options.get("best") or BEST)
@@ -210,6 +217,13 @@ def write_summary(run_dir: RunDir, verdict: Verdict, stages: int, by: str = BEST
             "error": verdict.error,
         },
     )
+
+
+def _real_path(path: str) -> str:
+    try:
+        return os.path.realpath(path)
+    except ValueError:  # no file can have this name
+        return path
 
 
 def find_best_checkpoint(source: Path) -> Path:

@@ -21,7 +21,7 @@ from pipeworker.record.rundir import RunDir
 
 RUNNING, DONE, INTERRUPTED = "running", "done", "interrupted"
 _GONE = "its processes ended without a summary: they were killed, or their host went down"
-_NOT_OPTIONS = ("job_file", "arguments", "own_loop", "resume", "resume_step")
+_NOT_OPTIONS = ("job_file", "arguments", "own_loop", "evaluate_only", "resume", "resume_step")
 _ENDING = ("seconds", "restarts", "causes", "peak_memory_bytes", "bubble", "error")
 _SHOWN = ("stages", "microbatches", "seed")
 """Options that are shown even if they have their defaults."""

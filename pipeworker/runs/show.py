@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shlex
 from collections.abc import Iterable, Mapping
 from datetime import datetime, timezone
@@ -129,19 +128,12 @@ def _resume(run: Run) -> str | None:
 def _commands(run: Run) -> Commands:
     options, words = run.record.options, run.record.last.get("command") or [""]
     job_file, own_loop = str(options.get("job_file")), bool(options.get("own_loop"))
-    if own_loop or _real_path(words[0]) == _real_path(job_file):
+    if run.record.is_of_script:
         return Commands(script=job_file, own_loop=own_loop)
     if run.record.content.get("torchrun"):
         start = ("torchrun", "--nproc-per-node", _workers(options), "-m", "pipeworker")
         return Commands(start=start, job_file=job_file)
     return Commands(start=(*DEFAULT_PROGRAM, "launch", *_where(words)), job_file=job_file)
-
-
-def _real_path(path: str) -> str:
-    try:
-        return os.path.realpath(path)
-    except ValueError:  # no file can have this name
-        return path
 
 
 def _workers(options: Mapping[str, Any]) -> str:

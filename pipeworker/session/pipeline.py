@@ -31,7 +31,10 @@ from pipeworker.worker.step.data import MicroBatches
 
 _OF_LAUNCH = ("max_restarts", "snapshot_every", "min_stages")
 """Options that require a launcher which restarts workers."""
-UNAVAILABLE = ("job_file", "stages", "arguments", "own_loop", "resume", "resume_step", *_OF_LAUNCH)
+UNAVAILABLE = (
+    *("job_file", "stages", "arguments", "own_loop", "evaluate_only", "resume", "resume_step"),
+    *_OF_LAUNCH,
+)
 _OF_TRAIN = (
     *("steps", "epochs", "accumulate", "evaluate_every", "evaluate_first", "patience", "best"),
     *("checkpoint_every", "checkpoint_busy", "keep"),

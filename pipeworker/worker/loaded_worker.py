@@ -94,10 +94,11 @@ class LoadedWorker:
         check_backend(options.backend, device, accelerator)
         code = job, _, _ = _load(settings, options, device)
         every = f"--evaluate-every {options.evaluate_every}" if options.evaluate_every else ""
-        option = every or ("--evaluate-first" if options.evaluate_first else "")
+        first = "--evaluate-first" if options.evaluate_first else ""
+        option = "evaluate" if options.evaluate_only else every or first
         if option and job.evaluation is None:
             raise UsageError(
-                f"{option}: {job.where} has no evaluation(); define it, or leave out the option"
+                f"{option}: {job.where} has no evaluation(); define it, or leave this out"
             )
         if options.deterministic:  # whatever the job file has set
             numerics.enable_deterministic()

@@ -102,7 +102,7 @@ class ModelledWorker:
             (*job_file.notes(loaded.job, options), *filter(None, [eval_mode_note(model.entries)])),
             numerics.settings(),
             length,
-            hooks_of(loaded.job) if loaded.path else (),
+            hooks_of(loaded.job) if loaded.path and not options.evaluate_only else (),
         )
 
 
@@ -151,7 +151,7 @@ class ConnectedWorker(PlannedWorker):
             loaded.settings.tracker,
             wiring.scatter,
             loaded.reader if role.reads_data else None,
-            reads_ahead=not role.options.own_loop,
+            reads_ahead=role.options.trains,
             moves_targets=role.placement.stages - 1 in role.stages,
             accelerator=accelerator,
             announce=loaded.announce,
@@ -172,7 +172,7 @@ class ConnectedWorker(PlannedWorker):
         if source and not source.path and role.placement.replicas > 1 and not role.shards:
             reductions = self.wiring.reductions
             self.state.transfer(source.step, reductions, self.position, present=has_state)
-        if not role.options.own_loop:
+        if role.options.trains:
             self.executor.feed.load()
             check_savable((), (), self.position)
         self.loaded.settings.tracker.wait()

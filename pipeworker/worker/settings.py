@@ -95,4 +95,4 @@ class Role:
     @property
     def reads_data(self) -> bool:
         """Whether the worker reads the job's data; a user's own loop passes mini-batches."""
-        return self.has_batches and not self.options.own_loop
+        return self.has_batches and self.options.trains

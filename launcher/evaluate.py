@@ -1,0 +1,154 @@
+"""The command ``evaluate``: one evaluation pass of a checkpoint, which leaves its run as it is."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+import sys
+import tempfile
+from contextlib import ExitStack, suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import click
+
+from launcher import local
+from launcher.spec import Host, RemoteAgent
+from pipeworker.display.figures import evaluation_line
+from pipeworker.display.style import Style
+from pipeworker.errors import UnreadableFile, UsageError
+from pipeworker.facts.step import Evaluation
+from pipeworker.job.options import BEST, END, Options
+from pipeworker.record.lock import RunLock
+from pipeworker.record.manifest import MANIFEST, Manifest
+from pipeworker.record.metrics import rows
+from pipeworker.record.run_record import RunRecord, find_best_checkpoint
+from pipeworker.record.rundir import RunDir, file_digest, find_checkpoint
+from pipeworker.runs.begin import PreparedRun
+
+
+@click.command()
+@click.argument("run", type=click.Path(path_type=Path))
+@click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
+@click.option(
+    "--checkpoint",
+    metavar="NAME",
+    help="Its name, as step-00000100, its step, or a path. [default: the newest]",
+)
+@click.option("--best", is_flag=True, help="The checkpoint with the best evaluation.")
+@click.option(
+    "--stages", type=int, help="Pipeline stages; the figures are the same. [default: as trained]"
+)
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+def evaluate(
+    run: Path,
+    arguments: tuple[str, ...],
+    checkpoint: str | None,
+    stages: int | None,
+    *,
+    best: bool,
+    as_json: bool,
+) -> None:
+    """Evaluate a checkpoint of RUN with the evaluation() and metrics() of its job file.
+
+    The job file, its arguments and the options are those of the run; arguments after -- replace its
+    own. Nothing in RUN changes. The job runs on this host.
+    """
+    record = RunRecord.read(RunDir(run.resolve()))
+    if record.is_of_script:
+        raise UsageError(
+            f"{run}: a script is the job of this run; in a script, use Pipeline(...).load() and "
+            "evaluate()"
+        )
+    path = _find(run, checkpoint, best=best)
+    manifest = Manifest.read(path / MANIFEST)
+    manifest.check_files(path)
+    with tempfile.TemporaryDirectory(prefix="pipeworker-") as folder:
+        job_file = _job_file(record, Path(folder, "job"))
+        local.check_job_file(job_file)
+        options = _options(record, job_file, stages, arguments)
+        place = RunDir(Path(folder, "run"))
+        for made in (place.path, place.checkpoints, place.coordinator_log().parent):
+            made.mkdir()
+        place.checkpoint(manifest.step).symlink_to(path.resolve())
+        options = replace(
+            options, resume=str(place.checkpoint(manifest.step)), resume_step=manifest.step
+        )
+        lock = RunLock(place.lock, exclusive=False)
+        prepared = PreparedRun(options, RunDir.open(place.path), lock, ExitStack())
+        agents = (RemoteAgent(Host("", options.workers)),)
+        if status := local.run(prepared, Style(quiet=True), agents):
+            sys.exit(status)
+        row = rows.last(place.evaluation) or {}
+    if as_json:  # JSON has no NaN
+        row = {name: value if math.isfinite(value) else None for name, value in row.items()}
+    click.echo(json.dumps(row) if as_json else evaluation_line(Evaluation.of(row)))
+
+
+def _find(run: Path, name: str | None, *, best: bool) -> Path:
+    """Return the checkpoint that is asked for.
+
+    Raises:
+        UsageError: there is no such checkpoint.
+    """
+    if best and name is not None:
+        raise UsageError("--checkpoint and --best: they exclude each other; choose one")
+    if best:
+        return find_best_checkpoint(run)
+    if name is None:
+        return find_checkpoint(run)
+    run_dir = RunDir(run)
+    step = int(name) if name.isascii() and name.isdigit() and len(name) < 19 else -1
+    for path in (run_dir.checkpoint(step), run_dir.checkpoints / name, Path(name)):
+        if (path / MANIFEST).is_file():
+            return path
+    there = ", ".join(path.name for path in run_dir.checkpoint_paths()) or "none is there"
+    raise UsageError(f"--checkpoint {name}: not a checkpoint of {run}; use one of: {there}")
+
+
+def _options(
+    record: RunRecord, job_file: Path, stages: int | None, arguments: tuple[str, ...]
+) -> Options:
+    """Return the options of the run, without those that only training has."""
+    changed: dict[str, Any] = {
+        "job_file": str(job_file),
+        "evaluate_only": True,
+        "replicas": 1,
+        "shard_optimizer": False,
+        "min_stages": None,
+        "max_restarts": 0,
+        "checkpoint_every": END,
+        "best": BEST,
+        "patience": None,
+        "init_from": None,
+        "init_strict": True,
+        "csv": False,
+        "tensorboard": False,
+        **({"arguments": arguments} if arguments else {}),
+    }
+    try:
+        options = Options.of({**record.options, **changed})
+    except UsageError as error:
+        raise UnreadableFile(record.run_dir.run, error, "give another run") from None
+    return options if stages is None else options.with_stages(stages)
+
+
+def _job_file(record: RunRecord, folder: Path) -> Path:
+    """Return the job file; if it has changed since, its copy, in a new folder like its own."""
+    original, last = Path(str(record.options.get("job_file"))), record.last
+    if not last.get("job") or file_digest(original) == last.get("job_sha256"):
+        return original
+    click.echo(f"note: {original} has changed since the run; its copy is used", err=True)
+    folder.mkdir()
+    with suppress(OSError):
+        for beside in original.parent.iterdir():  # the file may import modules and read files
+            if beside.name != original.name:
+                (folder / beside.name).symlink_to(beside)
+    copied = folder / original.name
+    try:
+        shutil.copyfile(record.run_dir.path / str(last["job"]), copied)
+    except OSError as error:
+        raise UnreadableFile(record.run_dir.path / str(last["job"]), error) from None
+    return copied

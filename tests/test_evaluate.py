@@ -1,0 +1,88 @@
+"""``pipeworker evaluate``: the figures that a run has recorded, from its checkpoints."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+import cli
+from support.jobs import Jobs
+from support.sources import DROPOUT_JOB
+
+SOURCE = (
+    "import sys; from beside import SCALE\n"
+    + DROPOUT_JOB.replace("    import random", "import random", 1)
+    .replace("\n    ", "\n")
+    .replace("lr=0.01", "lr=float(sys.argv[1])")
+    + """
+def evaluation():
+    return {"val": [next(data()) for _ in range(2)], "test": data}
+
+def metrics(output, target):
+    return {"accuracy": SCALE * (output.argmax(1) == target).float().mean()}
+
+def on_evaluation(row):
+    raise RuntimeError("the hook is not for this")
+"""
+)
+
+WORDS = (
+    *("--stages", "2", "--replicas", "2", "--microbatches", "4", "--steps", "4", "--keep", "9"),
+    *("--evaluate-every", "2", "--checkpoint-every", "2", "--precision", "bf16"),
+    *("--best", "max:loss"),
+)
+
+
+def content(run: Path) -> dict[str, bytes]:
+    paths = [path for path in run.rglob("*") if path.is_file()]
+    return {str(path.relative_to(run)): path.read_bytes() for path in paths}
+
+
+def test_a_checkpoint_has_the_figures_that_were_recorded(jobs: Jobs) -> None:
+    jobs.write("SCALE = 0.5\n", "beside.py")
+    jobs.write(SOURCE)
+    run_dir = jobs.folder / "run"
+    line = ("launch", *WORDS, "--run-dir", str(run_dir), "job.py", "--", "0.01")
+    done = jobs.pipeworker(*line)
+    assert done.returncode == 0, done.stderr
+    recorded = [json.loads(line) for line in (run_dir / "evaluation.jsonl").open()]
+    before = content(run_dir)
+    found = jobs.pipeworker("evaluate", "run", "--json")
+    assert (found.returncode, json.loads(found.stdout)) == (0, recorded[1]), found.stderr
+    best = max(recorded, key=lambda row: float(row["loss"]))
+    found = jobs.pipeworker("evaluate", "--best", "--stages", "3", "--json", "run", "--", "0.01")
+    assert json.loads(found.stdout) == best
+    # The job file has changed: its copy is used, with the modules beside the file.
+    jobs.write(SOURCE.replace("SCALE *", "7 *"))
+    found = jobs.pipeworker("evaluate", "run", "--checkpoint", "2", "--stages", "1")
+    assert found.stdout.startswith("evaluation after step 2  loss ")
+    assert f"test/accuracy {recorded[0]['test/accuracy']:.4f}" in found.stdout
+    assert "job.py has changed since the run; its copy is used" in found.stderr
+    assert "hook" not in found.stderr
+    assert content(run_dir) == before
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        (("--checkpoint", "7"), "--checkpoint 7: not a checkpoint of run; use one of: step-0000"),
+        (("--checkpoint", "1", "--best"), "--checkpoint and --best: they exclude each other"),
+        (("--best",), "--best: run has no checkpoint with an evaluation"),
+        ((), "evaluate: job file "),
+    ],
+)
+def test_mistakes(jobs: Jobs, words: tuple[str, ...], text: str) -> None:
+    jobs.train("--stages", "1", "--steps", "1").path.rename(jobs.folder / "run")
+    found = jobs.pipeworker("evaluate", "run", *words)
+    assert found.returncode == 2
+    assert text in found.stderr
+
+
+def test_a_script_evaluates_its_own_runs(tmp_path: Path) -> None:
+    record = {"version": 2, "options": {"job_file": "/x.py", "own_loop": True}, "resumed": []}
+    (tmp_path / "run.json").write_text(json.dumps(record))
+    found = CliRunner().invoke(cli.main, ["evaluate", str(tmp_path)])
+    assert "a script is the job of this run" in found.output
