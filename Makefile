@@ -50,6 +50,7 @@ fuzz: $(VENV)/.test
 	FUZZ_CASES=$(FUZZ_CASES) $(BIN)/python -m pytest --capture no --verbose tests/test_fuzz.py
 
 # With test,loggers also the tests that log to wandb and MLflow, which take 10 s of CPU to install.
+# With test,notebooks also the one with a real kernel of Jupyter, which takes 6 s of CPU to install.
 EXTRAS ?= test
 
 # torch is pinned to a version: a range would install a build with gigabytes of CUDA. pip would compile

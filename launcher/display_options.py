@@ -24,7 +24,7 @@ _POD = "KUBERNETES_SERVICE_HOST"
 def take_style(chosen: dict[str, Any], context: click.Context) -> Style:
     """Remove the display's options from `chosen`, the values of a command, and return them."""
     name = context.find_root().info_name or "pipeworker"
-    shown = {one: chosen.pop(one) for one in ("quiet", "verbose", "log_every", "output")}
+    shown = {one: chosen.pop(one) for one in ("json", "quiet", "verbose", "log_every", "output")}
     return Style(**shown, commands=commands_for(name, context.params, os.environ))
 
 

@@ -271,6 +271,7 @@ JOB_PARAMETERS: list[click.Parameter] = [
     ),
     *_in(
         "Output",
+        Option("--json", "Print events for programs, a JSON object a line.", is_flag=True),
         Option("-q --quiet", "Show only warnings and errors.", is_flag=True),
         Option("-v --verbose", "Show more of each step, and pipeworker's log.", is_flag=True),
         once=True,

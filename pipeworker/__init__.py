@@ -22,12 +22,14 @@ from pipeworker.version import __version__
 
 if TYPE_CHECKING:
     from pipeworker.facts.step import StepResult
+    from pipeworker.session.launched import LaunchResult, launch
     from pipeworker.session.pipeline import Pipeline
     from pipeworker.session.train import train
     from pipeworker.worker.stage.recompute import is_recomputing
     from pipeworker.worker.stage.skips import namespace, pop, stash
 
 __all__ = [
+    "LaunchResult",
     "LayerError",
     "PeerLost",
     "Pipeline",
@@ -39,6 +41,7 @@ __all__ = [
     "UsageError",
     "__version__",
     "is_recomputing",
+    "launch",
     "namespace",
     "pop",
     "stash",
@@ -46,9 +49,11 @@ __all__ = [
 ]
 
 _LAZY = {
+    "LaunchResult": "pipeworker.session.launched",
     "Pipeline": "pipeworker.session.pipeline",
     "StepResult": "pipeworker.facts.step",
     "train": "pipeworker.session.train",
+    "launch": "pipeworker.session.launched",
     "is_recomputing": "pipeworker.worker.stage.recompute",
     "namespace": "pipeworker.worker.stage.skips",
     "pop": "pipeworker.worker.stage.skips",

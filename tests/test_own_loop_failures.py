@@ -195,7 +195,7 @@ def test_a_script_that_ends_with_an_exception_fails_the_job(scripts: Scripts) ->
         ),
         (
             "Pipeline(model, loss=loss, optimizer=optimizer, steps=1)",
-            "steps: no such option; use one of",
+            "steps: the script's own loop decides it; leave it out",
         ),
         ("Pipeline(3, loss=loss, optimizer=optimizer)", "pipeworker.Pipeline(): model is an int"),
         (

@@ -178,3 +178,18 @@ def test_the_last_whole_step_is_saved_and_resumed(scripts: Scripts, what: str, r
         assert reported["raised"] == error
     interrupted = what in ("interrupt", "update")
     assert reported["status"] == ("interrupted" if interrupted else "failed")
+
+
+def test_a_pipeline_that_nothing_refers_to_ends(scripts: Scripts) -> None:
+    loop = """
+        for number in range(2):  # the second assignment ends the first pipeline
+            pipe = pipeworker.Pipeline(
+                model, loss=loss, optimizer=optimizer, run_dir=f"run-{number}"
+            )
+            pipe.step(next(data()))
+        first = json.loads(Path("run-0/summary.json").read_text())
+        report(status=first["status"], open=not Path("run-1/summary.json").exists())
+    """
+    ranks = scripts.start(script(NORMED, loop), 1, alone=True)
+    ranks.succeed()
+    assert ranks.reported(0) == {"status": "done", "open": True}

@@ -17,11 +17,13 @@ class Style:
     """How a job is displayed.
 
     Attributes:
+        json: events for programs, in place of lines.
         log_every: steps between lines; None for at most one line a second, or none beside a bar.
         output: one of OUTPUTS; None is ``stage``, or ``none`` if quiet.
         origins: the sources of options that are not on the command line, by name.
     """
 
+    json: bool = False
     quiet: bool = False
     verbose: bool = False
     log_every: int | None = None

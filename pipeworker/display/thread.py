@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import TextIO
 
+from pipeworker.display.events import EventDisplay
 from pipeworker.display.lines import LineDisplay
 from pipeworker.display.output import WorkerOutput
 from pipeworker.display.style import Style
@@ -121,7 +122,9 @@ def start_display(
     """
     out, error = streams.duplicate(1), streams.duplicate(2)
     kind: type[LineDisplay] = LineDisplay
-    if out.isatty() and not style.quiet and os.environ.get("TERM") not in _NO_BAR:
+    if style.json:
+        kind = EventDisplay
+    elif out.isatty() and not style.quiet and os.environ.get("TERM") not in _NO_BAR:
         from pipeworker.display.terminal import TerminalDisplay  # rich takes 0.1 s to import
 
         kind = TerminalDisplay

@@ -163,6 +163,8 @@ def _copy_job(
 ) -> dict[str, Any]:
     """Copy the job file unless it is the one of the `last` entry; return its part of an entry."""
     path, job = Path(options["job_file"]), None
+    if path.suffix == ".ipynb":
+        name = str(Path(name).with_suffix(path.suffix))
     with suppress(OSError):
         job = path.read_bytes() if path.is_file() else None  # a script may not be a file
     digest = None if job is None else hashlib.sha256(job).hexdigest()

@@ -31,6 +31,7 @@ from pipeworker.record.manifest import (
 
 _BY_DESCRIPTOR = re.compile(r"/proc/self/fd/\d+")
 JOB = "job.py"
+JOBS = (JOB, "job.ipynb")
 _REQUEST = ".checkpoint"
 _ROWS = (".jsonl", ".csv")
 _LEFTOVERS = (".step-*.partial", ".*.gone")
@@ -238,7 +239,15 @@ class RunDir:
         `made` are the folders that were made for it, the deepest first.
         """
         rows = [path.with_suffix(end) for path in (self.metrics, self.evaluation) for end in _ROWS]
-        files = [self.run, self.root / JOB, self.plan, *rows, self.summary, self.lock, self.hooks]
+        files = [
+            self.run,
+            *(self.root / name for name in JOBS),
+            self.plan,
+            *rows,
+            self.summary,
+            self.lock,
+            self.hooks,
+        ]
         logs = self.coordinator_log().parent
         written = [*logs.glob("*.log"), *self.events.glob("events.*")]
         for path in (*files, self.root / _REQUEST, *written):

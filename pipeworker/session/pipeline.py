@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -17,28 +16,16 @@ from pipeworker.errors import UsageError
 from pipeworker.facts.step import Evaluation, StepResult
 from pipeworker.host.signals import deferred_interrupt
 from pipeworker.job import file as job_file
-from pipeworker.job.options import Options
-from pipeworker.job.renamed import reject_batch_size, reject_renamed
 from pipeworker.ranks.rank_info import RankInfo
 from pipeworker.record.checkpoint import Checkpoint
 from pipeworker.record.rundir import find_checkpoint, located
 from pipeworker.runs.begin import RunRequest
-from pipeworker.session.process import script_path
+from pipeworker.session.options import NOT_OF_A_LOOP, check_options
+from pipeworker.session.process import OPEN_PIPELINES, script_path
 from pipeworker.session.session import Session
 from pipeworker.wire.lines import FromCoordinator, Warned
 from pipeworker.wire.messages.step import Call, CallKind, Evaluate, EvaluationDone, Loaded
 from pipeworker.worker.step.data import MicroBatches
-
-_OF_LAUNCH = ("max_restarts", "snapshot_every", "min_stages")
-"""Options that require a launcher which restarts workers."""
-UNAVAILABLE = (
-    *("job_file", "stages", "arguments", "own_loop", "evaluate_only", "resume", "resume_step"),
-    *_OF_LAUNCH,
-)
-_OF_TRAIN = (
-    *("steps", "epochs", "accumulate", "evaluate_every", "evaluate_first", "patience", "best"),
-    *("checkpoint_every", "checkpoint_busy", "keep"),
-)
 
 
 class Pipeline:
@@ -119,7 +106,7 @@ class Pipeline:
             where,
             ("model", "loss", "optimizer"),
         )
-        check_names(options, (*UNAVAILABLE, *_OF_TRAIN), where)
+        check_options(options, NOT_OF_A_LOOP, where, ("allow_change",))
         info = RankInfo.detect()
         requested = {**options, "microbatches": microbatches, "own_loop": True}
         self._session = Session(
@@ -146,6 +133,8 @@ class Pipeline:
         self.stages = placement.stages
         self.replica = placement.replica_of(info.rank)
         self.replicas = placement.replicas
+        if info.world == 1:  # several ranks would not end at the same time
+            OPEN_PIPELINES.add(self, self._session.end)
 
     @property
     def layers(self) -> dict[int, nn.Module]:
@@ -308,8 +297,7 @@ class Pipeline:
 
         At the end of a script without an exception, pipelines that are still open are closed.
         """
-        if not self._session.closed:
-            self._session.finish()
+        self._session.finish()
 
     def __enter__(self) -> Pipeline:
         return self
@@ -324,20 +312,6 @@ class Pipeline:
             self.close()
         else:
             self._session.fail(error)
-
-
-def check_names(
-    options: dict[str, Any], elsewhere: Sequence[str], where: str, parameters: Sequence[str] = ()
-) -> None:
-    """Reject options of the call `where` that are unknown, or only available `elsewhere`."""
-    known = [f.name for f in dataclasses.fields(Options) if f.name not in elsewhere]
-    for name in options:
-        reject_renamed(name, {*known, *parameters}, str, "{}={}".format, f"{where}: ")
-        reject_batch_size(name, known, str, f"{where}: ")
-        if name not in known:
-            raise UsageError(
-                f"{where}: {name}: no such option; use one of {', '.join(sorted(known))}"
-            )
 
 
 def _print_warning(event: FromCoordinator) -> None:

@@ -252,8 +252,9 @@ class Session:
         return message
 
     def finish(self) -> None:
-        """Save a checkpoint and end the job, together with all ranks."""
-        self.run(Call(self.rank, CallKind.CLOSE))
+        """Save a checkpoint and end the job, together with all ranks. Idempotent."""
+        if not self.closed:
+            self.run(Call(self.rank, CallKind.CLOSE))
 
     def close(self) -> None:
         """Leave the job and remove everything of pipeworker's from the process. Idempotent."""
@@ -366,7 +367,11 @@ class Session:
             return
         if (error := getattr(sys, "last_value", None)) is not None:
             self.fail(error)
-            return
+        else:
+            self.end()
+
+    def end(self) -> None:
+        """Finish a job that nothing refers to any more; show an error, which nothing can catch."""
         try:
             self.finish()
         except PipeworkerError as ended:

@@ -22,7 +22,7 @@ from pipeworker.plan.placement import Placement
 from pipeworker.ranks.coordinator_process import EventListener
 from pipeworker.ranks.rank_info import RankInfo
 from pipeworker.runs.begin import PreparedRun, RunRequest
-from pipeworker.session.pipeline import UNAVAILABLE, check_names
+from pipeworker.session.options import NOT_OF_A_SCRIPT, check_options
 from pipeworker.session.process import script_path
 from pipeworker.session.script_hooks import ScriptHooks
 from pipeworker.session.session import Session
@@ -47,6 +47,7 @@ def train(
     on_checkpoint: Callable[[Path], Any] | None = None,
     run_dir: str | Path | None = None,
     resume: bool = False,
+    auto_resume: bool = False,
     allow_change: str | Sequence[str] = (),
     log_every: int | None = None,
     quiet: bool = False,
@@ -60,8 +61,9 @@ def train(
     one a second or every `log_every` steps; if `quiet`, only warnings. It also calls `on_step`,
     `on_evaluation` and `on_checkpoint`, in this thread, between two steps.
 
-    With `resume` it continues the run in `run_dir`, which keeps its options unless others are given
-    here. Those that change its numbers must be named: ``allow_change=["seed"]``.
+    With `resume` it continues the run in `run_dir`, with `auto_resume` if there is one. The run
+    keeps its options unless others are given here. Those that change its numbers must be named:
+    ``allow_change=["seed"]``.
 
     Returns:
         The run directory, on every rank.
@@ -90,7 +92,7 @@ def train(
         ),
         where,
     )
-    check_names(options, UNAVAILABLE, where, ("allow_change",))
+    check_options(options, NOT_OF_A_SCRIPT, where, ("allow_change",))
     info = RankInfo.detect()
     requested = {**options, "microbatches": microbatches}
     request = RunRequest(
@@ -99,7 +101,8 @@ def train(
         requested,
         run_dir,
         resume,
-        allow_change=(allow_change,) if isinstance(allow_change, str) else tuple(allow_change),
+        auto_resume,
+        (allow_change,) if isinstance(allow_change, str) else tuple(allow_change),
         ranks=info.world,
     )
     commands = Commands(script=relative(request.job_file))

@@ -1,0 +1,109 @@
+"""A job as events, a line of JSON each, for programs (``--json``)."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from typing_extensions import assert_never
+
+from pipeworker.display.lines import LineDisplay
+from pipeworker.display.output import Printed
+from pipeworker.facts.step import Evaluation, StepResult
+from pipeworker.wire.lines import (
+    Bound,
+    FromCoordinator,
+    Joined,
+    KeepAlive,
+    Planned,
+    Restart,
+    Snapshot,
+    Verdict,
+    Warned,
+)
+
+
+class EventDisplay(LineDisplay):
+    """One JSON object a line on standard output; a figure that is not finite is null.
+
+    If the reader of standard output is gone, the job ends as with a terminal that is lost.
+    """
+
+    def show(self, event: FromCoordinator) -> None:
+        match event:
+            case Planned():
+                self._plan = event
+                self._emit(
+                    "plan",
+                    run_dir=str(self._run_dir.path),
+                    stages=len(event.balance),
+                    replicas=event.replicas,
+                    balance=event.balance,
+                    microbatches=event.microbatches,
+                    schedule=event.schedule,
+                    device=event.device,
+                    steps=event.steps or None,
+                    first_step=self._options.resume_step + 1,
+                )
+            case StepResult():
+                self._last = event
+                self._emit("step", **dataclasses.asdict(event))
+            case Evaluation():
+                self._emit("evaluation", step=event.step, **event.row())
+            case Warned():
+                self.warn(event.text, "note" if event.note else "warning")
+            case Verdict():
+                self._end(event)
+            case Bound() | Joined() | Restart() | Snapshot() | KeepAlive():
+                return
+            case _:
+                assert_never(event)
+
+    def show_output(self, printed: Iterable[Printed]) -> None:
+        for one in printed:
+            if one.whole:
+                self._emit("output", worker=one.mark, text=one.text)
+
+    def warn(self, text: str, kind: str = "warning") -> None:
+        if text not in self._warned:
+            self._warned.add(text)
+            self._emit(kind, text=text)
+
+    def tick(self) -> None:
+        """Do nothing: no event is delayed."""
+
+    def _end(self, verdict: Verdict) -> None:
+        summary = self._summary(verdict)
+        step, checkpoint = summary.checkpoint or (None, None)
+        self._emit(
+            "end",
+            status=verdict.status,
+            exit_status=verdict.exit_status,
+            steps=verdict.steps,
+            seconds=verdict.seconds,
+            loss=summary.loss,
+            checkpoint=checkpoint,
+            checkpoint_step=step,
+            resume=summary.resume if checkpoint else None,
+            error=verdict.error,
+            run_dir=str(self._run_dir.path),
+        )
+
+    def _emit(self, event: str, **fields: Any) -> None:
+        found = {name: _strict(value) for name, value in fields.items()}
+        self.write(json.dumps({"event": event, **found}))
+
+    def _attempt(self, write: Callable[[], None], *, error: bool = False) -> None:
+        try:
+            write()
+        except OSError as failed:
+            self.lost = self.lost or failed
+
+
+def _strict(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _strict(each) for name, each in value.items()}
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,0 +1,111 @@
+"""The progress of a job that another process runs: a bar in a notebook or a terminal, or lines."""
+
+from __future__ import annotations
+
+import importlib
+import shutil
+import sys
+import time
+from typing import Any
+
+from pipeworker.display.figures import GAP, Figure, Pace, Rank, figures, fitting, step_of
+from pipeworker.display.text import duration
+from pipeworker.facts.step import StepResult
+
+_SECONDS = {True: 0.25, False: 1.0}
+"""Between two states of a bar, and between two lines."""
+_BAR, _NOTEBOOK = 30, 100
+"""Columns of the bar itself, and of all that is shown in a notebook."""
+
+
+class JobProgress:
+    """The progress of a job; ``quiet`` shows nothing.
+
+    In a notebook rich renders the bar as HTML, in place of the earlier one.
+
+    Args:
+        quiet: show nothing.
+        notebook: whether to draw in the output of a notebook's cell.
+    """
+
+    def __init__(self, *, quiet: bool, notebook: bool) -> None:
+        self._quiet, self._notebook = quiet, notebook
+        self._is_bar = notebook or sys.stdout.isatty()
+        self._handle: Any = None
+        self._live: Any = None
+        self._total: int | None = None
+        self._done = 0
+        self._pace = Pace(None)
+        self._row: StepResult | None = None
+        self._shown_at, self._shown = 0.0, 0
+
+    def plan(self, total: int | None, first: int) -> None:
+        """Begin to show steps from `first`, of `total` if that is known."""
+        self._total, self._done, self._pace = total, first - 1, Pace(total)
+        self._draw([Figure(step_of(self._done, total), Rank.STEP), Figure("starting", Rank.LOSS)])
+
+    def step(self, row: StepResult) -> None:
+        """Show a step, unless another state was shown a moment ago."""
+        now = time.monotonic()
+        self._row, self._done = row, row.step
+        self._pace.add(row.step, now)
+        if now - self._shown_at >= _SECONDS[self._is_bar] or row.step == self._total:
+            self._show_row(now)
+
+    def line(self, text: str, *, error: bool = False) -> None:
+        """Print a line above the bar."""
+        if not self._quiet or error:
+            print(text, file=sys.stderr if error else sys.stdout, flush=True)
+
+    def close(self) -> None:
+        """Show the last step and stop."""
+        if self._row is not None and self._row.step != self._shown:
+            self._show_row(time.monotonic())
+        if self._live is not None:
+            self._live.stop()
+
+    def _show_row(self, now: float) -> None:
+        assert self._row is not None
+        left = self._pace.remaining(now) if self._row.step != self._total else None
+        time_left = f"{duration(left)} left" if left else ""
+        row, self._shown_at, self._shown = self._row, now, self._row.step
+        self._draw(figures(row, self._total, time_left))
+
+    def _draw(self, found: list[Figure]) -> None:
+        if self._quiet:
+            return
+        if not self._is_bar:
+            self.line(GAP.join(figure.text for figure in found))
+            return
+        drawn = self._rendered(found)
+        if self._notebook:
+            if self._handle is None:
+                ipython: Any = importlib.import_module("IPython.display")
+                self._handle = ipython.display(drawn, display_id=True)
+            else:
+                self._handle.update(drawn)
+            return
+        if self._live is None:
+            from rich.live import Live
+
+            self._live = Live(drawn, auto_refresh=False)
+            self._live.start()
+        self._live.update(drawn, refresh=True)
+
+    def _rendered(self, found: list[Figure]) -> Any:
+        from rich.progress_bar import ProgressBar
+        from rich.table import Table
+        from rich.text import Text
+
+        if self._total:
+            found.insert(1, Figure(" " * _BAR, Rank.BAR))
+        width = _NOTEBOOK if self._notebook else shutil.get_terminal_size().columns - 1
+        bar = ProgressBar(self._total, self._done, width=_BAR)
+        row = Table.grid(padding=(0, 2, 0, 0))
+        row.add_row(
+            *(
+                bar if figure.rank is Rank.BAR else Text(figure.text, no_wrap=True)
+                for figure in fitting(found, width)
+            )
+        )
+        return row

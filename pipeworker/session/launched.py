@@ -1,0 +1,227 @@
+"""``pipeworker.launch``: the command from Python, in a script or a notebook.
+
+The command runs as a process of its own. So the job is the very job of the command line: its
+processes end with it, signals reach it as they do there, and this process imports no launcher. It
+reports what happens as lines of JSON (``launch --json``).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from pipeworker.display.progress import JobProgress
+from pipeworker.errors import UsageError, of_status
+from pipeworker.facts.step import StepResult
+from pipeworker.job.options import Options
+from pipeworker.record.run_record import read_summary
+from pipeworker.record.rundir import RunDir
+from pipeworker.session.process import notebook_shell
+
+_INTERRUPTED = 130
+_SWITCHES = {f.name for f in dataclasses.fields(Options) if f.type == "bool"}
+"""Options that have a form with ``--no-``."""
+_OF_THE_COMMAND = {
+    "debug": "it needs a terminal",
+    "dry_run": "it prints what would be submitted",
+    "json": "this call reads the events itself",
+}
+"""By name, why an option of the command is no argument here."""
+
+
+@dataclass(frozen=True, slots=True)
+class LaunchResult:
+    """The result of a job that is done.
+
+    Attributes:
+        run_dir: its run directory.
+        steps: the number of steps done, earlier starts of the run included.
+        loss: of the last step; None if it is not finite.
+        best_evaluation: the row of the best evaluation pass; None without one.
+        seconds: from the start of the job to its end.
+        checkpoint: the newest checkpoint.
+        summary: the content of ``summary.json``.
+    """
+
+    run_dir: Path
+    steps: int
+    loss: float | None
+    best_evaluation: dict[str, Any] | None
+    seconds: float
+    checkpoint: Path | None
+    summary: dict[str, Any] = field(repr=False)
+
+
+def launch(
+    job_file: str | Path, *, arguments: Sequence[str] = (), quiet: bool = False, **options: Any
+) -> LaunchResult:
+    """Train a job file as ``pipeworker launch`` does, and return when the job is done.
+
+    A progress bar is shown in a notebook and on a terminal; elsewhere, a line a second. An
+    interrupt saves a checkpoint at the end of the step and ends the job, a second one ends it at
+    once; then ``KeyboardInterrupt`` is raised.
+
+    Args:
+        job_file: its path.
+        arguments: words that the job file gets as ``sys.argv[1:]``.
+        quiet: show only warnings.
+        **options: those of ``pipeworker launch``, with underscores: ``stages=4``, ``resume=True``,
+            ``balance=[3, 5]``, ``set={"image": "i"}``. None is an option that is not given.
+
+    Raises:
+        UsageError: the command or the job file is wrong; nothing was trained.
+        PipeworkerError: the job failed; the message is that of the command.
+    """
+    words = command_words(job_file, arguments, options)
+    progress = JobProgress(quiet=quiet, notebook=notebook_shell() is not None)
+    job = _Job([sys.executable, "-m", "pipeworker", *words], progress)
+    interrupted = False
+    try:
+        status = job.wait()
+    except KeyboardInterrupt:
+        interrupted = True
+        status = job.end()
+    except BaseException:
+        job.end()
+        raise
+    finally:
+        progress.close()
+    end = job.ended
+    if interrupted and status == _INTERRUPTED:
+        if end.get("checkpoint"):
+            step, path = end["checkpoint_step"], end["checkpoint"]
+            progress.line(f"interrupted: step {step} is saved in {path}; resume=True continues")
+        raise KeyboardInterrupt
+    if status:
+        text = end.get("error") or job.errors or f"the job ended with status {status}"
+        raise of_status(status)(text)
+    run_dir = Path(end["run_dir"])
+    saved, summary = end["checkpoint"], read_summary(RunDir(run_dir))
+    return LaunchResult(
+        run_dir,
+        end["steps"],
+        end["loss"],
+        summary.get("best_evaluation"),
+        end["seconds"],
+        Path(saved) if saved else None,
+        summary,
+    )
+
+
+def command_words(
+    job_file: str | Path, arguments: Sequence[str], options: Mapping[str, Any]
+) -> list[str]:
+    """Return the words of the command.
+
+    Raises:
+        UsageError: an option is not available here.
+    """
+    words = ["launch", "--json"]
+    for name, value in options.items():
+        if name in _OF_THE_COMMAND:
+            raise UsageError(f"pipeworker.launch(): {name}: {_OF_THE_COMMAND[name]}; leave it out")
+        option = f"--{name.replace('_', '-')}"
+        match value:
+            case None:
+                pass
+            case True:
+                words.append(option)
+            case False:
+                words += [f"--no-{option[2:]}"] if name in _SWITCHES else []
+            case Mapping():
+                words += [f"{option}={key}={each}" for key, each in value.items()]
+            case list() | tuple() if name == "allow_change":
+                words += [f"{option}={each}" for each in value]
+            case list() | tuple():
+                words.append(f"{option}={','.join(map(str, value))}")
+            case _:
+                words.append(f"{option}={value}")
+    return [*words, str(job_file), *(["--", *arguments] if arguments else [])]
+
+
+class _Job:
+    """The process of the command, and what it has reported.
+
+    Attributes:
+        ended: the event of the job's end; empty until then.
+        errors: what the command has written to standard error.
+    """
+
+    def __init__(self, command: Sequence[str], progress: JobProgress) -> None:
+        self.ended: dict[str, Any] = {}
+        self.errors = ""
+        self._progress = progress
+        self._process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            start_new_session=True,  # an interrupt of this process is passed on, once
+            text=True,
+            encoding="utf-8",
+            errors="replace",
+        )
+        self._reader = threading.Thread(target=self._read_errors, daemon=True)
+        self._reader.start()
+
+    def wait(self) -> int:
+        """Show events until the process ends; return its exit status."""
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            self._show(line)
+        status = self._process.wait()
+        self._reader.join()
+        return status
+
+    def end(self) -> int:
+        """End the job as Ctrl-C does, and at once if there is another interrupt."""
+        while True:
+            self._process.send_signal(signal.SIGINT)
+            try:
+                return self.wait()
+            except KeyboardInterrupt:
+                continue
+
+    def _show(self, line: str) -> None:
+        try:
+            event = json.loads(line)
+            kind = event.pop("event")
+        except (ValueError, AttributeError, KeyError, TypeError):  # of a cluster's own command
+            self._progress.line(line.rstrip("\n"))
+            return
+        match kind:
+            case "plan":
+                self._progress.plan(event["steps"], event["first_step"])
+            case "step":
+                self._progress.step(StepResult(**_finite(event)))
+            case "evaluation":
+                step = event.pop("step")
+                found = "  ".join(f"{name} {value:.6g}" for name, value in _finite(event).items())
+                self._progress.line(f"evaluation after step {step}  {found}")
+            case "output":
+                self._progress.line(f"{event['worker']} {event['text']}")
+            case "note" | "warning":
+                self._progress.line(f"{kind}: {event['text']}", error=True)
+            case "end":
+                self.ended = event
+
+    def _read_errors(self) -> None:
+        assert self._process.stderr is not None
+        self.errors = self._process.stderr.read().strip().removeprefix("error: ")
+
+
+def _finite(event: Mapping[str, Any]) -> dict[str, Any]:
+    """Return an event's figures; null, for one that is not finite, becomes NaN."""
+    optional = ("loss_scale",)
+    return {
+        name: float("nan") if value is None and name not in optional else value
+        for name, value in event.items()
+    }

@@ -1,0 +1,65 @@
+"""The options of ``launch`` in a script: which are arguments, and why the others are not."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from pipeworker.errors import UsageError
+from pipeworker.job.options import Options
+from pipeworker.job.renamed import reject_batch_size, reject_renamed
+
+_LAUNCHER = "no launcher starts the processes of a script, nor replaces them"
+_SCRIPT = "the script is the job"
+_PROCESSES = "each process of the script is a stage"
+_LOOP = "the script's own loop decides it"
+NOT_OF_A_SCRIPT: dict[str, str] = {
+    **dict.fromkeys(("hosts", "hosts_file", "sync", "on", "nodes", "settings"), _LAUNCHER),
+    **dict.fromkeys(("dry_run", "max_restarts", "min_stages", "snapshot_every"), _LAUNCHER),
+    **dict.fromkeys(("job_file", "arguments"), _SCRIPT),
+    "stages": _PROCESSES,
+    "debug": "a script has its own terminal",
+    "json": "a script has its own output",
+    "output": "what a process of the script prints is the script's",
+    "verbose": "it shows pipeworker's own log; a script has none",
+}
+"""By name, why an option of ``launch`` is no argument of ``train`` and ``Pipeline``."""
+NOT_OF_A_LOOP: dict[str, str] = {
+    **NOT_OF_A_SCRIPT,
+    **dict.fromkeys(("steps", "epochs", "accumulate", "patience"), _LOOP),
+    **dict.fromkeys(("evaluate_every", "evaluate_first"), _LOOP),
+    "checkpoint_busy": "a loop always waits for its checkpoint, because it may change weights",
+    "log_every": "a loop prints what it wants to",
+    "quiet": "a loop prints what it wants to",
+}
+"""By name, why an option of ``launch`` is no argument of ``Pipeline``."""
+_INTERNAL = ("own_loop", "evaluate_only", "resume", "resume_step")
+"""Fields of :class:`Options` that are none of ``launch``, or are parameters of their own."""
+
+
+def option_names(excluded: Collection[str]) -> list[str]:
+    """Return the names of the options that a call takes besides its own parameters."""
+    fields = (field.name for field in dataclasses.fields(Options))
+    return sorted(name for name in fields if name not in (*excluded, *_INTERNAL))
+
+
+def check_options(
+    options: Mapping[str, Any],
+    excluded: Mapping[str, str],
+    where: str,
+    parameters: Collection[str] = (),
+) -> None:
+    """Reject options of the call `where` that are unknown or `excluded`.
+
+    Raises:
+        UsageError: there is one.
+    """
+    known = option_names(excluded)
+    for name in options:
+        if name in excluded:
+            raise UsageError(f"{where}: {name}: {excluded[name]}; leave it out")
+        reject_renamed(name, {*known, *parameters}, str, "{}={}".format, f"{where}: ")
+        reject_batch_size(name, known, str, f"{where}: ")
+        if name not in known:
+            raise UsageError(f"{where}: {name}: no such option; use one of {', '.join(known)}")

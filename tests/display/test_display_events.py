@@ -1,0 +1,58 @@
+"""A job as events: a line of JSON each."""
+
+from __future__ import annotations
+
+import errno
+import io
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+from pipeworker.display.events import EventDisplay
+from pipeworker.display.output import Printed
+from pipeworker.display.style import Style
+from pipeworker.facts.step import Evaluation, StepResult
+from pipeworker.job.options import Options
+from pipeworker.record.rundir import RunDir
+from pipeworker.wire.lines import Joined, Planned, Verdict, Warned
+
+
+def display(out: io.StringIO, path: Path) -> EventDisplay:
+    return EventDisplay(Options("job.py", 2, 4), RunDir(path), Style(json=True), out, out)
+
+
+def test_each_event_is_an_object_on_a_line(tmp_path: Path) -> None:
+    out = io.StringIO()
+    shown = display(out, tmp_path)
+    shown.show(Planned("gpipe", 4, (2, 3), ((0,), (1,)), 0.2, steps=9))
+    shown.show(Joined(0))
+    shown.show(StepResult(1, math.nan, 8, 0.5, 16.0, math.inf, 0.1, 0.3, 0))
+    shown.show(Evaluation(1, 0.5, ("accuracy",), (0.75,)))
+    shown.show(Warned("careful"))
+    shown.show(Warned("careful"))
+    shown.show(Warned("by the way", note=True))
+    shown.show_output([Printed("[stage 0]", "hello"), Printed("[stage 0]", "50%", whole=False)])
+    shown.show(Verdict("failed", 1, 1, 2.0, (), 0.3, "it failed"))
+    found: list[dict[str, Any]] = [json.loads(line) for line in out.getvalue().splitlines()]
+    kinds = ["plan", "step", "evaluation", "warning", "note", "output", "end"]
+    assert [event["event"] for event in found] == kinds
+    plan, step, evaluation, warning, _, output, end = found
+    assert (plan["stages"], plan["balance"], plan["steps"], plan["first_step"]) == (2, [2, 3], 9, 1)
+    assert plan["run_dir"] == end["run_dir"] == str(tmp_path)
+    assert (step["step"], step["loss"], step["grad_norm"], step["lr"]) == (1, None, None, 0.1)
+    assert evaluation == {"event": "evaluation", "step": 1, "loss": 0.5, "accuracy": 0.75}
+    assert warning == {"event": "warning", "text": "careful"}
+    assert output == {"event": "output", "worker": "[stage 0]", "text": "hello"}
+    assert (end["status"], end["exit_status"], end["error"]) == ("failed", 1, "it failed")
+    assert end["checkpoint"] is None
+
+
+def test_a_reader_that_is_gone_ends_the_job(tmp_path: Path) -> None:
+    class Gone(io.StringIO):
+        def write(self, text: str) -> int:
+            raise BrokenPipeError(errno.EPIPE, "Broken pipe")
+
+    shown = display(Gone(), tmp_path)
+    shown.show(Warned("careful"))
+    assert isinstance(shown.lost, BrokenPipeError)

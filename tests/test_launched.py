@@ -1,0 +1,65 @@
+"""``pipeworker.launch``: the words of its command, and the errors that it raises."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import pipeworker
+from launcher.options import LAUNCH_PARAMETERS
+from pipeworker.session.launched import command_words
+from support.jobs import Jobs
+from support.sources import JOB
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"stages": 4, "lr": None}, ["--stages=4"]),
+        ({"resume": True, "sync": False}, ["--resume"]),
+        ({"init_strict": False, "csv": True}, ["--no-init-strict", "--csv"]),
+        ({"balance": [3, 5], "hosts": "a:1"}, ["--balance=3,5", "--hosts=a:1"]),
+        ({"set": {"image": "i", "queue": "q"}}, ["--set=image=i", "--set=queue=q"]),
+        ({"allow_change": ("seed", "threads")}, ["--allow-change=seed", "--allow-change=threads"]),
+        ({"run_dir": Path("a b")}, ["--run-dir=a b"]),
+    ],
+)
+def test_options_become_words(options: dict[str, Any], words: list[str]) -> None:
+    assert command_words("job.py", [], options) == ["launch", "--json", *words, "job.py"]
+    line = command_words("job.py", ["--lr", "1"], options)
+    assert line[-4:] == ["job.py", "--", "--lr", "1"]
+
+
+def test_every_switch_of_the_command_can_be_turned_off() -> None:
+    for parameter in LAUNCH_PARAMETERS:
+        for word in parameter.secondary_opts:
+            if not word.startswith("--init-partial"):
+                name = str(parameter.name)
+                assert word in command_words("job.py", [], {name: False})
+
+
+def test_a_mistake_is_raised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(pipeworker.UsageError, match=r"^job file .*no\.py: No such file"):
+        pipeworker.launch("no.py", stages=1)
+    with pytest.raises(pipeworker.UsageError, match=r"^pipeworker\.launch\(\): debug: it needs"):
+        pipeworker.launch("no.py", debug=True)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_job_is_launched(
+    jobs: Jobs, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    expected = jobs.train("--stages", "1", "--microbatches", "4", "--steps", "3")
+    jobs.write(JOB)
+    monkeypatch.chdir(jobs.folder)
+    result = pipeworker.launch("job.py", stages=1, steps=3, run_dir="launched")
+    assert (result.run_dir, result.steps) == (jobs.folder / "launched", 3)
+    assert result.loss == expected.metrics[-1]["loss"]
+    assert (result.summary["status"], result.best_evaluation) == ("done", None)
+    assert result.checkpoint == jobs.folder / "launched/checkpoints/step-00000003"
+    assert "step 3/3  loss " in capfd.readouterr().out
+    with pytest.raises(pipeworker.UsageError, match="launched: exists already"):
+        pipeworker.launch("job.py", stages=1, run_dir="launched")

@@ -1,0 +1,53 @@
+"""The options of ``launch`` in a script: each is an argument, or has a reason not to be one."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+import pipeworker
+from launcher.options import LAUNCH_PARAMETERS
+from pipeworker.session import process
+from pipeworker.session.options import (
+    NOT_OF_A_LOOP,
+    NOT_OF_A_SCRIPT,
+    check_options,
+    option_names,
+)
+
+CALLS: list[tuple[Callable[..., Any], Mapping[str, str]]] = [
+    (pipeworker.Pipeline, NOT_OF_A_LOOP),
+    (pipeworker.train, NOT_OF_A_SCRIPT),
+]
+
+
+@pytest.mark.parametrize(("call", "excluded"), CALLS)
+def test_every_option_of_launch_is_an_argument_or_has_a_reason(
+    call: Callable[..., Any], excluded: Mapping[str, str]
+) -> None:
+    """A new option of launch is an argument by itself; one that is none needs a reason."""
+    launch = {str(parameter.name) for parameter in LAUNCH_PARAMETERS}
+    arguments = {*inspect.signature(call).parameters, *option_names(excluded)}
+    assert launch - arguments == {*excluded}
+    assert not arguments & {*excluded}
+    for name, reason in excluded.items():
+        with pytest.raises(pipeworker.UsageError, match=f"f\\(\\): {name}: "):
+            check_options({name: 1}, excluded, "f()")
+        assert len(reason) > 10
+
+
+def test_a_run_in_a_notebook_is_named_after_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    variables: dict[str, str] = {}
+    shell = SimpleNamespace(user_ns=variables, kernel=None)
+    monkeypatch.setattr(process, "notebook_shell", lambda: shell)
+    monkeypatch.delenv("JPY_SESSION_NAME", raising=False)
+    monkeypatch.chdir("/tmp")
+    assert process.script_path() == "/tmp/notebook.ipynb"
+    monkeypatch.setenv("JPY_SESSION_NAME", "work/My study.ipynb")
+    assert process.script_path() == "/tmp/My study.ipynb"
+    variables["__vsc_ipynb_file__"] = "/home/me/other.ipynb"
+    assert process.script_path() == "/home/me/other.ipynb"
