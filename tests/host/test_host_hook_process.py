@@ -1,0 +1,71 @@
+"""The process of the hooks, as its parent starts and ends it; here it is another program."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from pipeworker.host import hook_process
+from pipeworker.host.hook_process import HookProcess
+from pipeworker.host.line_process import LineProcess
+from pipeworker.job.options import Options
+from pipeworker.record.rundir import RunDir
+from pipeworker.wire.lines import FromHooks, ToHooks, Warned
+from support.jobs import until
+
+
+def started(monkeypatch: pytest.MonkeyPatch, folder: Path, *words: str) -> HookProcess:
+    """Return the process of a program in place of the hooks' own."""
+
+    def start() -> LineProcess[ToHooks, FromHooks]:
+        return LineProcess("hooks", words, FromHooks)
+
+    monkeypatch.setattr(hook_process, "start_hooks", start)
+    made = HookProcess(Options("job.py", 1, 1), RunDir(folder))
+    made.start(("on_step",))
+    made.start(("on_step",))  # of a further generation
+    return made
+
+
+def refuse(warned: Warned) -> None:
+    raise AssertionError(warned.text)
+
+
+def test_an_interrupt_ends_the_wait(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    shown: list[Warned] = []
+    hooks = started(monkeypatch, tmp_path, "sleep", "1000")
+    hooks.finish(shown.append, interrupted=lambda: True)
+    (warned,) = shown
+    assert warned.text.startswith("hooks: an interrupt has ended them; --resume continues")
+    hooks.finish(shown.append)
+    assert len(shown) == 1
+
+
+def test_there_is_no_wait_after_a_mistake(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    started(monkeypatch, tmp_path, "sleep", "1000").finish(refuse, seconds=0.0)
+
+
+@pytest.mark.parametrize(
+    ("words", "how"),
+    [
+        (("sh", "-c", "kill -9 $$"), "was killed by SIGKILL"),
+        (("true",), "exited with status 0"),
+        (("sh", "-c", 'echo "[\\"Warned\\", [\\"no\\", false]]"; exit 1'), "no"),
+    ],
+)
+def test_the_end_of_the_process_is_a_warning(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, words: tuple[str, ...], how: str
+) -> None:
+    hooks = started(monkeypatch, tmp_path, *words)
+    found = until(hooks.warnings, 10)
+    text = how if how == "no" else f"hooks: their process {how}; none is called any more"
+    assert found == [Warned(text)]
+    hooks.finish(refuse)
+
+
+def test_without_hooks_there_is_no_process(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(hook_process, "start_hooks", pytest.fail)
+    hooks = HookProcess(Options("job.py", 1, 1), RunDir(tmp_path))
+    hooks.start(())
+    hooks.finish(refuse)
