@@ -1,8 +1,7 @@
 """The supervisor of a job: events of its processes in, effects out. Pure; time is an argument.
 
 The supervisor decides when workers are forked, what the loss of a host or of the coordinator means,
-when either is started again, what an interrupt does, and how the job ended if the coordinator does
-not report it.
+when either is started again, what an interrupt does, and how a job without a verdict has ended.
 """
 
 from __future__ import annotations
@@ -17,6 +16,7 @@ from launcher.supervisor.agents import AgentState, SilenceTimer, listen_address
 from launcher.supervisor.effects import Effect
 from launcher.supervisor.events import Event
 from launcher.supervisor.forks import Forks
+from launcher.supervisor.stop_notice import StopNotice
 from pipeworker.coordinator.restart_policy import RestartPolicy
 from pipeworker.facts.failure import Cause, Failure
 from pipeworker.facts.step import Evaluation, StepResult
@@ -26,10 +26,6 @@ from pipeworker.wire import lines
 from pipeworker.wire.lines import FromCoordinator, Interrupt, KeepAlive, ToCoordinator, Warned
 
 _KILLED = "the coordinator was killed"
-_AGAIN = "interrupt again to stop at once"
-_STOPPING = f"stopping after this step, with a checkpoint; {_AGAIN}"
-_STOPPING_EVALUATION = f"stopping after this evaluation; {_AGAIN}"
-_STOPPING_EARLY = f"stopping before the first step, so without a checkpoint; {_AGAIN}"
 
 
 class Supervisor:
@@ -64,7 +60,7 @@ class Supervisor:
         self._steps = options.resume_step
         self._snapshot: lines.Snapshot | None = None
         self._interrupts = 0
-        self._early = False  # whether it was to stop before a step had begun
+        self._stop_notice = StopNotice(options)
         self._ended = False
         self._lost_hosts: list[str] = []  # reasons, since the generation began
         self._next_beat = 0.0
@@ -103,9 +99,8 @@ class Supervisor:
         """Return what is to be done about an event that was read at `now`."""
         match event:
             case events.Started():
-                timer = (
-                    self._coordinator if event.agent is None else self._agents[event.agent].timer
-                )
+                coordinator, agent = self._coordinator, event.agent
+                timer = coordinator if agent is None else self._agents[agent].timer
                 assert timer
                 timer.pid = event.pid
             case events.AgentLines():
@@ -234,9 +229,8 @@ class Supervisor:
                 case lines.Planned():
                     self._trains = True
                     self._show(line)
-                    if self._early:  # the first step had begun before the coordinator was to stop
-                        self._early = False
-                        self._show(Warned(_STOPPING))
+                    for correction in self._stop_notice.training():
+                        self._show(correction)
                 case Evaluation() | lines.Warned():
                     self._show(line)
                 case _:
@@ -355,11 +349,7 @@ class Supervisor:
             return
         self.stopping = True
         self._send(Interrupt())
-        self._early = not self._trains and self._steps == self._options.resume_step
-        text = _STOPPING_EARLY if self._early else _STOPPING
-        if self._options.evaluate_only:
-            self._early, text = False, _STOPPING_EVALUATION
-        self._show(Warned(reason + text))
+        self._show(self._stop_notice.stopping(reason, self._steps, trains=self._trains))
 
     def _tick(self, now: float) -> None:
         self._check_silence(now)
