@@ -28,6 +28,10 @@ class UsageError(PipeworkerError):
     exit_status = 2
 
 
+class NoTerminalError(UsageError):
+    """A request for input in a worker. Unlike others, the message names only the line of code."""
+
+
 class ScheduleError(UsageError):
     """A schedule that is malformed, incomplete, out of order or can deadlock."""
 

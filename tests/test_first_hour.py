@@ -91,10 +91,11 @@ def test_a_debugger_has_the_terminal(jobs: Jobs) -> None:
 def test_a_debugger_in_a_worker_reports_the_option_debug(jobs: Jobs) -> None:
     run = jobs.run("--stages", "2", "--microbatches", "2", source=ASKS)
     assert run.status == 2
-    (error,) = run.stderr.splitlines()
+    error, place = run.stderr.splitlines()
     assert re.match(
         r"error: job.py, line \d+: a worker has no terminal .* --stages 1 --debug", error
     )
+    assert place == "  in loss: stage 1, micro-batch 0, step 1"
     assert not run.path.exists()
 
 

@@ -46,7 +46,7 @@ def describe(failure: Failure) -> str:
     """Return the message for the user: what failed, where, and the user's own traceback."""
     lines = [failure.message]
     where, phase = location(failure), failure.position.phase
-    if where and failure.cause not in (Cause.USAGE, Cause.EXIT):
+    if where and (failure.lacks_place or failure.cause not in (Cause.USAGE, Cause.EXIT)):
         lines.append(
             "  " + ("" if phase is Phase.STARTING else f"in {phase.name.lower()}: ") + where
         )

@@ -59,6 +59,7 @@ class Failure:
         traceback: the user's own frames, or "".
         stage: what messages call the rank: ``stage 1``.
         status: the exit status that a job file chose.
+        lacks_place: whether a mistake's message does not name its place, `position`.
     """
 
     cause: Cause
@@ -69,6 +70,7 @@ class Failure:
     traceback: str = ""
     stage: str = ""
     status: int = 1
+    lacks_place: bool = False
 
     def __post_init__(self) -> None:
         longest = max(len(self.message), len(self.traceback))

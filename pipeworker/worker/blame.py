@@ -18,7 +18,7 @@ from typing import Any, NoReturn
 import torch
 
 import pipeworker
-from pipeworker.errors import PeerLost, PipeworkerError, SkipError, UsageError
+from pipeworker.errors import NoTerminalError, PeerLost, PipeworkerError, SkipError, UsageError
 from pipeworker.facts.failure import Cause, Failure
 from pipeworker.facts.limits import MOST_STATUSES
 from pipeworker.facts.position import Position
@@ -181,7 +181,9 @@ def failure_of(
         cause = Cause.TRANSIENT
     if _is_out_of_threads(error.error if isinstance(error, UserCodeError) else error):
         cause, message = Cause.LOST, f"{message}{_USE_FEWER_THREADS}"  # others may end meanwhile
-    return Failure(cause, message, rank, position, layer_class, _shorten(shown), stage, status)
+    lacks = isinstance(error, NoTerminalError) and max(position.step, position.layer) >= 0
+    shown = _shorten(shown)
+    return Failure(cause, message, rank, position, layer_class, shown, stage, status, lacks)
 
 
 def _is_out_of_memory(error: BaseException) -> bool:

@@ -12,7 +12,7 @@ from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
-from pipeworker.errors import RecordError, UsageError
+from pipeworker.errors import NoTerminalError, RecordError
 from pipeworker.host import streams
 from pipeworker.record.atomic_file import no_link
 from pipeworker.record.rundir import located
@@ -58,9 +58,9 @@ def reject_input() -> NoReturn:
     """Reject a request for input, such as ``breakpoint()``.
 
     Raises:
-        UsageError: always.
+        NoTerminalError: always.
     """
-    raise UsageError(
+    raise NoTerminalError(
         f"{_caller()}: a worker has no terminal for input() or a debugger; run pipeworker launch "
         "--stages 1 --debug, which uses your terminal and gives the same numbers"
     )

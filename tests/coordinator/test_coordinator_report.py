@@ -111,6 +111,14 @@ def test_a_usage_error_has_no_location() -> None:
     assert describe(Failure(Cause.USAGE, "fix it", 1, FORWARD)) == "fix it"
 
 
+def test_a_usage_error_whose_message_lacks_the_place_has_a_location() -> None:
+    failure = Failure(
+        Cause.USAGE, "no terminal", 0, FORWARD, "P", stage="stage 0", lacks_place=True
+    )
+    shown = "stage 0, layer 3 (P), micro-batch 2, step 7"
+    assert describe(failure) == f"no terminal\n  in forward: {shown}"
+
+
 def test_a_configuration_survives_encoding() -> None:
     options = Options("job.py", 4, 8, arguments=("-x", "1"), balance=(1, 2, 3, 4), steps=3)
     sent = Configuration(

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from pipeworker.errors import PeerLost, PipeworkerError, SkipError, UsageError
+from pipeworker.errors import NoTerminalError, PeerLost, PipeworkerError, SkipError, UsageError
 from pipeworker.facts.failure import Cause, Failure
 from pipeworker.facts.position import Phase, Position
 from pipeworker.host.position import Tracker
@@ -53,6 +53,7 @@ def raised_by(
         (UsageError("write it so"), 3, Cause.USAGE, "write it so"),
         (SkipError("popped twice"), 0, Cause.USAGE, "popped twice"),
         (in_step(SkipError("popped twice")), 3, Cause.USER, "popped twice"),
+        (NoTerminalError("line 3"), 3, Cause.USAGE, "line 3"),
         (PeerLost("closed"), 3, Cause.PEER, "closed"),
         (PipeworkerError("a set cannot pass"), 3, Cause.USER, "a set cannot pass"),
         (ValueError("no"), 3, Cause.INTERNAL, "a defect in pipeworker: ValueError: no"),
@@ -69,6 +70,12 @@ def test_an_exception_has_a_cause(
     assert (failure.rank, failure.position, failure.layer_class) == (2, position, "Linear")
     assert failure.stage == "stage 1"
     assert bool(failure.traceback) is not isinstance(error, PipeworkerError)
+    assert failure.lacks_place is isinstance(error, NoTerminalError)
+
+
+def test_a_request_for_input_while_the_job_file_is_loaded_has_no_place() -> None:
+    error = NoTerminalError("line 3")
+    assert not failure_of(error, 2, Position(Phase.LOADING)).lacks_place
 
 
 @pytest.mark.parametrize(
