@@ -19,7 +19,6 @@ from launcher import choose, templates
 from launcher.choose import Target
 from launcher.command import (
     INTERRUPTED,
-    Command,
     Shown,
     clearly,
     is_given,
@@ -27,10 +26,10 @@ from launcher.command import (
     origin,
     written,
 )
-from launcher.defaults import Defaults, check_variables
 from launcher.display_options import take_style
 from launcher.engines.engine import Carrier, Cluster, SubmittedJob
 from launcher.evaluate import evaluate
+from launcher.job_command import JobCommand
 from launcher.options import ANYWHERE, JOB_PARAMETERS, LAUNCH_PARAMETERS
 from pipeworker.errors import PipeworkerError, UsageError
 from pipeworker.job.option_parsing import workers_per_replica
@@ -86,22 +85,6 @@ def _suggest_launch(mistake: str, ctx: click.Context, words: Sequence[str]) -> N
     raise UsageError(f"{mistake}; did you mean `{command}`?")
 
 
-class _JobCommand(Command):
-    """A command whose options may also come from the environment or a file of the project."""
-
-    def invoke(self, ctx: click.Context) -> Any:
-        job_file = ctx.params["job_file"]
-        if job_file.startswith("-"):
-            raise UsageError(f"JOB_FILE: missing before --; write: job.py -- {job_file}")
-        folders = (Path(job_file).parent, Path())
-        warnings = [*check_variables(os.environ, launch.params)]
-        Defaults.find(folders).fill(ctx, launch.params)
-        if os.environ.get("RANK", "0") == "0":  # one rank of a torchrun job shows it
-            for text in warnings:
-                click.echo(f"warning: {text}", err=True)
-        return super().invoke(ctx)
-
-
 @click.group(cls=_Main, context_settings=_HELP, commands=[evaluate])
 @click.version_option(__version__)
 def main() -> None:
@@ -147,7 +130,7 @@ def _check(request: RunRequest, *, here: bool = True) -> None:
         raise
 
 
-@main.command(cls=_JobCommand, params=LAUNCH_PARAMETERS, context_settings=_JOB, epilog=ANYWHERE)
+@main.command(cls=JobCommand, params=LAUNCH_PARAMETERS, context_settings=_JOB, epilog=ANYWHERE)
 def launch(
     hosts: str | None,
     hosts_file: str | None,
@@ -159,7 +142,10 @@ def launch(
     debug: bool,
     **chosen: Any,
 ) -> None:
-    """Train the model of JOB_FILE. Arguments after -- reach the file as sys.argv[1:]."""
+    """Train the model of JOB_FILE. Arguments after -- reach the file as sys.argv[1:].
+
+    --resume RUN needs no JOB_FILE: the run has recorded it.
+    """
     from launcher import foreground, local
 
     view = take_style(chosen, click.get_current_context())
@@ -222,7 +208,7 @@ class _AfterRendezvous(Shown):
     """An error at or after the rendezvous of the ranks, which rank 0 knows."""
 
 
-class _WorkerCommand(_JobCommand):
+class _WorkerCommand(JobCommand):
     """The command of a torchrun rank. Every rank finds a mistake; only rank 0 shows it.
 
     torchrun ends all ranks when the first one ends, so the others give rank 0 time to show it.

@@ -28,7 +28,7 @@ CLUSTERS: dict[str, Cluster] = {one.name: one for one in (Kubernetes(), Slurm())
 _LAUNCHER_OPTIONS = frozenset(
     {
         *("on", "nodes", "settings", "dry_run", "stages", "run_dir", "hosts", "hosts_file"),
-        *("sync", "auto_resume"),
+        *("sync", "auto_resume", "config"),
     }
 )
 """Options of the launcher alone, which no rank has."""
@@ -149,6 +149,9 @@ def spec_of(request: RunRequest, target: Target, chosen: Mapping[str, Any]) -> J
     stages = chosen["stages"] if request.stages is None else request.stages
     stages = stages or 1  # a resumed run on this host has recorded them
     replicas = max(1, chosen["replicas"])  # a smaller number has been rejected
+    context = click.get_current_context()
+    # A resumed run has recorded the arguments of a file.
+    typed = not request.resume or is_typed(context, "arguments")
     source = ""
     if isinstance(engine, Cluster) and not engine.shares_files and not target.settings.get("job"):
         try:
@@ -159,8 +162,8 @@ def spec_of(request: RunRequest, target: Target, chosen: Mapping[str, Any]) -> J
         name=job_name(job_file.stem),
         job_file=str(job_file),
         workers=resolve(chosen["schedule"]).place(stages, replicas).ranks,
-        options=rank_options(click.get_current_context()),
-        arguments=chosen["arguments"],
+        options=rank_options(context),
+        arguments=chosen["arguments"] if typed else (),
         folder=str(Path.cwd()),
         run_dir=str(request.run_dir or ""),
         nodes=1 if target.nodes is None else target.nodes,

@@ -1,7 +1,8 @@
 """Default options of a project, from a file; and misspelt variables of the environment.
 
 The file is ``pipeworker.toml``, or ``pyproject.toml`` with a table ``[tool.pipeworker]``, beside
-the job file or else in the current folder. Only the first file that is found is read.
+the job file or else in the current folder. Only the first file that is found is read. ``--config``
+names another file.
 """
 
 from __future__ import annotations
@@ -34,6 +35,8 @@ _WANTED: dict[str, tuple[tuple[type, ...], str]] = {
 """By the name of an option's type in click: the types of its value in a file, and their name."""
 _ABOVE = {ParameterSource.COMMANDLINE, ParameterSource.ENVIRONMENT}
 _TEXT = (str, int), "a string, a whole number or a list of these"
+_ARGUMENTS, _WORDS = "arguments", (str, int, float)
+"""The key of the words for the job file, and their types."""
 _PREFIX = "PIPEWORKER_"
 _OTHERS = ("TOKEN", "TIMINGS")
 """Variables of pipeworker that are not options."""
@@ -67,6 +70,20 @@ class Defaults:
                     return Defaults(where, values, folder)
         return Defaults()
 
+    @staticmethod
+    def read(path: Path) -> Defaults:
+        """Read the file that ``--config`` names.
+
+        Raises:
+            UsageError: there is no such file, or it cannot be read.
+        """
+        table = dict(_PLACES).get(path.name, ())
+        values = _read(path, table)
+        if values is None:
+            what = f"no table [{'.'.join(table)}]" if path.is_file() else "no such file"
+            raise UsageError(f"--config {path}: {what}; give a file with options")
+        return Defaults(f"{path}{', [tool.pipeworker]' if table else ''}", values, path.parent)
+
     def fill(self, context: click.Context, parameters: Iterable[click.Parameter]) -> None:
         """Set the options of a command that neither the command line nor the environment gives.
 
@@ -79,6 +96,9 @@ class Defaults:
         }
         known = {str(option.name) for option in options.values() if not option.once}
         for key, value in self.values.items():
+            if key == _ARGUMENTS:
+                self._fill_arguments(value, context)
+                continue
             word = key.replace("_", "-")
             option = options.get(word)
             if option is None:
@@ -96,6 +116,16 @@ class Defaults:
                 context.params[name] = converted
                 context.set_parameter_source(name, ParameterSource.DEFAULT_MAP)
         context.meta[FILE] = self.where
+
+    def _fill_arguments(self, value: Any, context: click.Context) -> None:
+        """Set the words for the job file, unless the command line has some."""
+        if not isinstance(value, list) or any(type(one) not in _WORDS for one in value):
+            raise UsageError(
+                f"{self.where}: {_ARGUMENTS} = {value!r}: must be a list of strings and numbers"
+            )
+        if not context.params[_ARGUMENTS]:
+            context.params[_ARGUMENTS] = tuple(map(str, value))
+            context.set_parameter_source(_ARGUMENTS, ParameterSource.DEFAULT_MAP)
 
     def _convert(self, key: str, value: Any, option: Option, context: click.Context) -> Any:
         """Convert a value of the file as click converts one of the command line."""

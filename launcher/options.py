@@ -81,7 +81,7 @@ def _in(group: str, *options: Option, once: bool = False) -> list[click.Paramete
 
 
 JOB_PARAMETERS: list[click.Parameter] = [
-    click.Argument(["job_file"], metavar="JOB_FILE", type=_PATH),
+    click.Argument(["job_file"], metavar="JOB_FILE", type=_PATH, required=False),
     click.Argument(["arguments"], nargs=-1, type=click.UNPROCESSED),
     *_in(
         "Workers",
@@ -234,7 +234,8 @@ JOB_PARAMETERS: list[click.Parameter] = [
         "Resume",
         Option(
             "--resume",
-            "Continue the run in --run-dir, with its options unless they are given.",
+            "Continue the run in --run-dir, or in a directory RUN given here, with its options "
+            "unless they are given.",
             is_flag=True,
         ),
         Option(
@@ -245,6 +246,16 @@ JOB_PARAMETERS: list[click.Parameter] = [
             "An option that may differ from the run's, as seed. Repeatable.",
             multiple=True,
             metavar="NAME",
+        ),
+        once=True,
+    ),
+    *_in(
+        "Project file",
+        Option(
+            "--config",
+            "File with options and arguments. [default: pipeworker.toml or pyproject.toml]",
+            _PATH,
+            metavar="FILE",
         ),
         once=True,
     ),

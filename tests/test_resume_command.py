@@ -210,6 +210,56 @@ def test_a_job_file_may_have_moved_or_changed(command: Command) -> None:
     assert (command.run.path / "job-2.py").read_text() == "job = 2\n"
 
 
+def test_the_job_file_is_found_in_the_run(command: Command) -> None:
+    """The original is used if it has the recorded content, else the copy; both are reported."""
+    command.launch(*NEW, "--", "a")
+    for words in (("--resume", "run"), ("--resume=run",), ("--run-dir", "run", "--resume")):
+        result = command(*words, "--", "a")
+        assert result.output == f"note: job file {command.job_file}, as the run recorded it\n"
+        options, run_dir, _ = command.prepared[-1]
+        assert (options.job_file, options.arguments) == (str(command.job_file), ("a",))
+        assert run_dir.path == command.run.path
+    copy = command.run.path / "job.py"
+    for reason in ("has changed since", "is gone"):
+        if reason == "is gone":
+            command.job_file.unlink()
+        else:
+            command.job_file.write_text("job = 2\n")
+        assert command("--resume", "run").output == (
+            f"warning: job file run/job.py: the copy in the run is used, because "
+            f"{command.job_file} {reason}; name a job file to use another one\n"
+        )
+        assert command.prepared[-1][0].job_file == str(copy)
+        # The copy is what the run recorded from then on.
+        entry = {**command.record, "resumed": []}
+        command.run.run.write_text(json.dumps(entry))
+    copy.write_text("job = 3\n")
+    assert command.refused("--resume", "run") == (
+        f"--resume run: neither {command.job_file} nor a copy in the run has the recorded content; "
+        "name the job file: --resume run job.py\n"
+    )
+    command.job_file.write_text("job = 4\n")
+    assert command("--resume", "run", "job.py").exit_code == 0
+    assert command.prepared[-1][0].job_file == str(command.job_file)
+
+
+def test_a_copy_outside_of_the_run_is_not_used(command: Command) -> None:
+    command.launch(*NEW)
+    command.job_file.rename(command.folder / "else.py")
+    command.run.run.write_text(json.dumps({**command.record, "job": "../else.py"}))
+    assert "nor a copy in the run has" in command.refused("--resume", "run")
+
+
+def test_the_run_of_a_script_is_resumed_there(command: Command) -> None:
+    command.launch(*NEW)
+    changed = {**command.record, "command": [str(command.job_file)]}
+    command.run.run.write_text(json.dumps(changed))
+    assert command.refused("--resume", "run") == (
+        f"--resume run: the script {command.job_file} began this run; resume it there, with "
+        "resume=True\n"
+    )
+
+
 def test_options_that_change_numbers_are_rejected_unless_allowed_by_name(command: Command) -> None:
     command.launch(*NEW, "--", "a")
     complete(command.run, 3)
@@ -232,6 +282,9 @@ def test_options_that_contradict_each_other(command: Command) -> None:
     complete(command.run, 3)
     for words, expected in (
         (("--resume", "job.py"), "--resume: no run is given; add --run-dir"),
+        (("--resume",), "JOB_FILE: missing; write `"),
+        (("--resume", "runs/typo"), "--resume runs/typo: no such run; give the directory"),
+        (("--resume", "run", "--run-dir=b"), "--resume run and --run-dir: both name a run"),
         (
             ("--auto-resume", *RESUME),
             "--resume and --auto-resume: they exclude each other; choose one\n",
@@ -398,5 +451,5 @@ def test_a_script(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     ):
         with pytest.raises(UsageError, match=expected):
             pipeworker.train([nn.ReLU()], **job, data=[], **wrong)
-    with pytest.raises(UsageError, match="resume: no such option"):
+    with pytest.raises(UsageError, match="--resume: no run is given"):
         pipeworker.Pipeline([nn.ReLU()], **job, resume=True)

@@ -38,6 +38,7 @@ def merge(recorded: Options, given: Mapping[str, Any], allowed: Collection[str])
     as none, so allowing them to differ and giving none removes the recorded ones.
     """
     found = override(dataclasses.asdict(recorded), given)
+    found["own_loop"] = given.get("own_loop", False)  # what resumes now, not what began
     del found["job_file"]
     placed = (recorded.stages, recorded.schedule)
     if "balance" not in given and (found["stages"], found["schedule"]) != placed:

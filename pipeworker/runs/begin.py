@@ -105,7 +105,7 @@ class RunRequest:
         if self.auto_resume and not self.run_dir:
             raise UsageError("--auto-resume: no directory is given; add --run-dir")
         if self.resume and not self.run_dir:
-            raise UsageError("--resume: no run is given; add --run-dir")
+            raise UsageError("--resume: no run is given; add --run-dir, or write --resume RUN")
         if self.allow_change and not self.resume:
             raise UsageError(
                 "--allow-change: a new run may have any options; add --resume, or remove it"

@@ -19,6 +19,7 @@ NOT_OF_A_SCRIPT: dict[str, str] = {
     **dict.fromkeys(("dry_run", "max_restarts", "min_stages", "snapshot_every"), _LAUNCHER),
     **dict.fromkeys(("job_file", "arguments"), _SCRIPT),
     "stages": _PROCESSES,
+    "config": "a script reads no file of options",
     "debug": "a script has its own terminal",
     "json": "a script has its own output",
     "output": "what a process of the script prints is the script's",

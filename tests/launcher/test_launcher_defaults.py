@@ -93,6 +93,52 @@ def test_a_file_sets_values_of_each_type(launch: Launch) -> None:
     assert not launch("--stages", "2", "--no-stop-on-nan").stop_on_nan
 
 
+def test_a_file_gives_arguments_that_typed_ones_replace(launch: Launch) -> None:
+    project('stages = 2\narguments = ["--rate", 0.5, "--deep"]')
+    assert launch("--run-dir", "run").arguments == ("--rate", "0.5", "--deep")
+    assert "[tool.pipeworker]: -- --rate 0.5 --deep" in show.show(Path("run"))
+    project('stages = 2\narguments = ["--rate", 3]')
+    assert launch("--resume", "--run-dir", "run").arguments == ("--rate", "0.5", "--deep")
+    assert run("launch", "jobs/job.py", "--", "--rate", "1").exit_code == 0
+    assert launch("--resume", "--run-dir", "run").arguments == ("--rate", "0.5", "--deep")
+    line = ("launch", "--on", "slurm", "--dry-run", "--run-dir", "run", "--stages", "2")
+    assert "jobs/job.py -- --rate 3" in run(*line, "jobs/job.py").stdout
+    assert "-- --rate" not in run(*line, "--resume", "jobs/job.py").stdout
+
+
+def test_typed_arguments_come_before_those_of_a_file(launch: Launch, tmp_path: Path) -> None:
+    project('stages = 2\narguments = ["--rate", 3]')
+    path = tmp_path / "run"
+    done = run("launch", "--run-dir", "run", "jobs/job.py", "--", "-x")
+    assert done.exit_code == 0
+    assert json.loads((path / "run.json").read_text())["arguments"] == ["-x"]
+
+
+def test_config_names_another_file(launch: Launch) -> None:
+    project("stages = 2\nseed = 1")
+    Path("other").mkdir()
+    Path("other/small.toml").write_text('stages = 3\ninit-from = "weights.pt"')
+    Path("other/weights.pt").touch()
+    made = launch("--run-dir", "1", "--config", "other/small.toml")
+    assert (made.stages, made.seed) == (3, 0)
+    assert made.init_from == str(Path("other/weights.pt").absolute())
+    Path("other/pyproject.toml").write_text("[tool.pipeworker]\nstages = 4")
+    assert launch("--run-dir", "2", "--config", "other/pyproject.toml").stages == 4
+    script = run(
+        *("launch", "--config", "other/small.toml", "--on", "slurm", "--dry-run"),
+        *("--run-dir", "r", "jobs/job.py"),
+    ).stdout
+    assert "--stages 3" in script
+    assert "--config" not in script
+    assert refused("--config", "none.toml") == (
+        "--config none.toml: no such file; give a file with options"
+    )
+    Path("other/pyproject.toml").write_text("[tool.else]")
+    assert refused("--config", "other/pyproject.toml") == (
+        "--config other/pyproject.toml: no table [tool.pipeworker]; give a file with options"
+    )
+
+
 def test_paths_are_relative_to_the_file(launch: Launch, tmp_path: Path) -> None:
     Path("jobs/pipeworker.toml").write_text('run-dir = "runs/1"\ninit-from = "weights.pt"')
     Path("jobs/weights.pt").touch()
@@ -122,6 +168,9 @@ def test_the_file_beside_the_job_comes_first_and_no_other_is_read(launch: Launch
         ("stop-on-nan = 1", "stop-on-nan = 1: must be true or false"),
         ("balance = [1.5]", "balance = [1.5]: must be a string, a whole number or a list"),
         ('precision = "fp8"', "precision = 'fp8': 'fp8' is not one of 'fp32', 'bf16', 'fp16'"),
+        ('arguments = "a b"', "arguments = 'a b': must be a list of strings and numbers"),
+        ("arguments = [true]", "arguments = [True]: must be a list of strings and numbers"),
+        ('config = "x"', "config is only for the command line"),
         ("resume = true", "resume is only for the command line"),
         ('hosts = "a:2"', "hosts is only for the command line"),
         ("steps = [", ": not TOML: "),

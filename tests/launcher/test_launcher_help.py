@@ -75,7 +75,7 @@ def test_every_option_is_explained_in_a_group() -> None:
     groups = [line for line in text.splitlines() if line.endswith(":") and line[:1] != " "]
     assert groups == [
         *("Workers:", "Other hosts:", "Training:", "Numbers:", "Schedule and memory:"),
-        *("Checkpoints and recovery:", "Resume:", "Output:", "Other:"),
+        *("Checkpoints and recovery:", "Resume:", "Project file:", "Output:", "Other:"),
     ]
     text = run("-h", command=cli.worker).output
     assert "--steps N" in text

@@ -1,0 +1,97 @@
+"""The command of a job, whose options may also come from the environment or a project's file."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import click
+from click.core import ParameterSource
+
+from launcher.command import Command
+from launcher.defaults import Defaults, check_variables
+from launcher.options import LAUNCH_PARAMETERS
+from pipeworker.errors import UsageError
+
+_RESUME, _RUN_DIR, _END = "--resume", "--run-dir", "--"
+
+
+class JobCommand(Command):
+    """A command with a job file, the words for it, and the options of a job."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Parse as click does; ``--resume RUN`` means ``--resume --run-dir RUN``."""
+        at = args.index(_END) if _END in args else len(args)
+        words, arguments = args[:at], args[at + 1 :]
+        rest = super().parse_args(ctx, _with_run_dir(words))
+        params = ctx.params
+        is_missing = params["job_file"] is None and not params["resume"]
+        if is_missing and arguments and not arguments[0].startswith("-"):
+            params["job_file"], *arguments = arguments  # it may be after -- too
+        if arguments:
+            params["arguments"] = (*params["arguments"], *arguments)
+            ctx.set_parameter_source("arguments", ParameterSource.COMMANDLINE)
+        return rest
+
+    def invoke(self, ctx: click.Context) -> Any:
+        params = ctx.params
+        first = os.environ.get("RANK", "0") == "0"  # one rank of a torchrun job shows warnings
+        warnings = [*check_variables(os.environ, LAUNCH_PARAMETERS)]
+        if params["job_file"] is None:
+            params["job_file"] = self._recorded(ctx, quiet=params["quiet"] or not first)
+        job_file, config = params["job_file"], params.pop("config")
+        if params["resume"] and not params["run_dir"] and not Path(job_file).exists():
+            raise UsageError(f"{_RESUME} {job_file}: no such run; give the directory of a run")
+        folders = (Path(job_file).parent, Path())
+        defaults = Defaults.read(Path(config)) if config else Defaults.find(folders)
+        defaults.fill(ctx, LAUNCH_PARAMETERS)
+        if first:
+            for text in warnings:
+                click.echo(f"warning: {text}", err=True)
+        return super().invoke(ctx)
+
+    def _recorded(self, ctx: click.Context, *, quiet: bool) -> str:
+        """Return the job file of the run to resume, and report which file that is."""
+        from pipeworker.runs.job_file import find_job_file
+
+        run, arguments = ctx.params["run_dir"], ctx.params["arguments"]
+        if not ctx.params["resume"] or not run:
+            if arguments:
+                raise UsageError(f"JOB_FILE: missing before --; write: job.py -- {arguments[0]}")
+            (parameter,) = (one for one in self.params if one.name == "job_file")
+            raise click.MissingParameter(ctx=ctx, param=parameter)
+        found = find_job_file(Path(run))
+        if found.missed:
+            click.echo(
+                f"warning: job file {found.path}: the copy in the run is used, because "
+                f"{found.missed}; name a job file to use another one",
+                err=True,
+            )
+        elif not quiet:
+            click.echo(f"note: job file {found.path}, as the run recorded it", err=True)
+        return str(found.path)
+
+
+def _with_run_dir(words: Sequence[str]) -> list[str]:
+    """Return the words of a command with ``--run-dir RUN`` after a ``--resume`` that names a run.
+
+    A word after ``--resume`` is a run if it is a directory, since no job file is one.
+
+    Raises:
+        UsageError: --run-dir is given too.
+    """
+    found, run = list(words), None
+    for at, word in enumerate(words):
+        if word.startswith(f"{_RESUME}="):
+            run = word.partition("=")[2]
+            found[at : at + 1] = [_RESUME, _RUN_DIR, run]
+        elif word == _RESUME and Path(*words[at + 1 : at + 2] or ("-",)).is_dir():
+            run = words[at + 1]
+            found[at : at + 2] = [_RESUME, _RUN_DIR, run]
+        if run is not None:
+            break
+    if run is not None and any(word.partition("=")[0] == _RUN_DIR for word in words):
+        raise UsageError(f"{_RESUME} {run} and {_RUN_DIR}: both name a run; choose one")
+    return found
