@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import re
 import shlex
+import statistics
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from pipeworker.display.text import number
 from support.jobs import Jobs, until
 from support.sources import CALM, JOB
 from support.terminal import Terminal
@@ -31,7 +33,9 @@ METRICS = [
 ]
 SUMMARY = [
     *("status", "steps", "stages", "restarts", "causes", "seconds", "loss"),
-    *("peak_memory_bytes", "bubble", "stopped_early", "error"),
+    *("peak_memory_bytes", "bubble"),
+    *("median_step_seconds", "samples_per_second", "tokens_per_second"),
+    *("busy_seconds", "data_seconds", "stopped_early", "error"),
 ]
 STEP = re.compile(r"step (\d+)  loss (\d\.\d{4})  lr 0\.1  (\d+\.\d) samples/s  bubble (\d+\.\d)%")
 
@@ -60,7 +64,8 @@ def test_a_line_per_step_appears_at_once(jobs: Jobs) -> None:
     assert (process.returncode, stderr) == (0, "")
     late = [STEP.fullmatch(text) for text in stdout.splitlines()[:4]]
     assert [found and found[1] for found in late] == ["3", "4", "5", "6"]
-    done, loss, bubble, *why, memory, weights, export, resume, where = stdout.splitlines()[4:]
+    done, loss, speed, busy, bubble, *why, memory = stdout.splitlines()[4:-4]
+    weights, export, resume, where = stdout.splitlines()[-4:]
     rows = read_rows(path)
     assert [row["step"] for row in rows] == [1, 2, 3, 4, 5, 6]
     for row, found in zip(rows, [*early, *late], strict=True):
@@ -75,6 +80,17 @@ def test_a_line_per_step_appears_at_once(jobs: Jobs) -> None:
     assert loss == f"loss: {rows[-1]['loss']:.4f}"
     measured, theory = f"{summary['bubble']:.1%}", f"{plan['bubble']:.1%}"
     assert bubble == f"bubble: {measured} measured, {theory} by the schedule"
+    seconds = statistics.median(row["seconds"] for row in rows[1:])  # without the first step
+    assert summary["median_step_seconds"] == seconds
+    total = sum(row["seconds"] for row in rows[1:])
+    assert summary["samples_per_second"] == pytest.approx(50 / total)
+    assert summary["tokens_per_second"] is None
+    assert speed == (
+        f"speed: {number(seconds)} s a step (median), {summary['samples_per_second']:.1f} samples/s"
+    )
+    shown = ", ".join(f"{one:.1f}" for one in summary["busy_seconds"])
+    assert busy == f"busy: {shown} s by worker; data(): {summary['data_seconds']:.1f} s"
+    assert 0 < summary["data_seconds"] <= summary["busy_seconds"][0]
     assert all(line.startswith("  larger than the schedule's: ") for line in why)
     peaks = ", ".join(f"{peak / 2**20:.0f}" for peak in summary["peak_memory_bytes"])
     assert memory == f"peak memory by worker: {peaks} MiB"
@@ -176,7 +192,7 @@ def test_a_bar_on_a_terminal(jobs: Jobs) -> None:
     assert re.fullmatch(bar, drawn.rstrip()), end
     at = end.index(drawn)
     assert re.fullmatch(r"done: 6 steps in \d+\.\d s", end[at + 1])
-    assert re.fullmatch(r"bubble: .* measured, .* by the schedule", end[at + 3])
+    assert re.fullmatch(r"bubble: .* measured, .* by the schedule", end[at + 5])
     assert end[-1] == ""
     assert any("UserWarning: of the job" in line for line in end[:at])
     assert len(drawn.rstrip()) <= 78

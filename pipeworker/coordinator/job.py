@@ -324,6 +324,7 @@ class Job:
             self.progress.busy,
             job_exited=failure is not None and failure.cause is Cause.EXIT,
             stopped_early=self.generation.loop.stopped_early if end.status is Status.DONE else "",
+            speed=self.progress.speed,
         )
 
     def _peak_memory(self) -> tuple[int, ...]:

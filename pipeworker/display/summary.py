@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from pipeworker.display.figures import after
 from pipeworker.display.text import mebibytes, number
+from pipeworker.facts.speed import Speed
 from pipeworker.wire.lines import Verdict
 
 _EXCESS = 0.1
@@ -61,6 +62,17 @@ def explain_bubble(measured: float, busy: Sequence[float], context: BubbleContex
     return ""
 
 
+def _speed(speed: Speed | None) -> Iterator[str]:
+    if speed is None:
+        return
+    rates = [f"{speed.samples_per_second:.1f} samples/s"]
+    if speed.tokens_per_second:
+        rates.append(f"{speed.tokens_per_second:.1f} tokens/s")
+    yield f"speed: {number(speed.median_step)} s a step (median), {', '.join(rates)}"
+    busy = ", ".join(f"{seconds:.1f}" for seconds in speed.busy)
+    yield f"busy: {busy} s by worker{f'; data(): {speed.data:.1f} s' if speed.data else ''}"
+
+
 @dataclass(frozen=True, slots=True)
 class Summary:
     """The facts about a job that has ended; None or empty is unknown.
@@ -107,6 +119,7 @@ class Summary:
             losses.append(f"best evaluation: {figure}, {after(at)}")
         if losses:
             yield ", ".join(losses)
+        yield from _speed(verdict.speed)
         if context and verdict.busy:
             measured = f"{verdict.bubble:.1%} measured"
             yield f"bubble: {measured}, {context.bubble:.1%} by the schedule"

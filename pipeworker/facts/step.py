@@ -27,6 +27,7 @@ class Batch:
             replicas only add up their gradients. Then `microbatches` is 0 too.
         epoch: counts from 0.
         digest: checksum of its content, with several replicas, to compare what they have read.
+        tokens: of all replicas, for rates; 0 if unknown.
     """
 
     signature: int
@@ -34,6 +35,7 @@ class Batch:
     microbatches: int
     epoch: int
     digest: int = 0
+    tokens: int = 0
 
     def __post_init__(self) -> None:
         count = self.microbatches
@@ -42,6 +44,7 @@ class Batch:
         check(possible and both, f"a mini-batch of {self.samples} samples in {count} micro-batches")
         check(self.epoch >= 0, f"epoch {self.epoch}")
         check(0 <= self.digest < 1 << 32, f"a digest of {self.digest}")
+        check(0 <= self.tokens <= MOST_SAMPLES, f"a mini-batch of {self.tokens} tokens")
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +59,7 @@ class StepResult:
         lr: learning rate of the first parameter group.
         bubble: measured idle share, 0 to 1, over all stages.
         epoch: counts from 0.
+        tokens: None if their number is unknown.
     """
 
     step: int
@@ -68,6 +72,7 @@ class StepResult:
     bubble: float
     epoch: int
     loss_scale: float | None = None
+    tokens: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,7 +24,7 @@ _PACKAGE = "pipeworker_job"
 REQUIRED = ("model", "loss", "optimizer", "data")
 HOOKS = ("on_step", "on_evaluation", "on_checkpoint")
 """Names of functions that are called with what is recorded, outside of the workers."""
-_MAY_BE_NONE = ("scheduler", "before_update", "metrics", "evaluation", *HOOKS)
+_MAY_BE_NONE = ("scheduler", "before_update", "metrics", "evaluation", "tokens", *HOOKS)
 _OPTIONAL = (*_MAY_BE_NONE, "scheduler_interval", "tied", "transient")
 _INTERVALS = ("step", "epoch")
 _NEARLY = 0.87
@@ -54,6 +54,7 @@ class JobFile:
     metrics: Callable[[Any, Any], Any] | None = None
     tied: Sequence[Sequence[str]] = ()
     transient: tuple[type[BaseException], ...] = ()
+    tokens: Callable[[Any], Any] | None = None
     on_step: Callable[[dict[str, Any]], Any] | None = None
     on_evaluation: Callable[[dict[str, Any]], Any] | None = None
     on_checkpoint: Callable[[Path], Any] | None = None
@@ -106,6 +107,8 @@ def _forget_own_modules() -> None:
 def check(module: Any, where: str, required: Sequence[str] = REQUIRED) -> JobFile:
     """Check the names of a job, given as attributes of `module`, and return them."""
     found = {n: getattr(module, n) for n in (*REQUIRED, *_OPTIONAL) if hasattr(module, n)}
+    if not callable(found.get("tokens")):  # a variable of the job's own
+        found.pop("tokens", None)
     if missing := [name for name in required if name not in found]:
         plural = "names" if len(missing) > 1 else "name"
         similar = [match for n in missing for match in get_close_matches(n, dir(module), 1)]
@@ -160,7 +163,8 @@ def _right_kind(name: str, value: Any) -> str:
 def _misspelled(module: Any) -> tuple[tuple[str, str], ...]:
     """Return the names of a module that resemble an optional name it does not define."""
     defined = [name for name in vars(module) if name not in (*REQUIRED, *_OPTIONAL)]
-    missing = [name for name in _OPTIONAL if not hasattr(module, name)]
+    # "token" is a name of its own.
+    missing = [name for name in _OPTIONAL if name != "tokens" and not hasattr(module, name)]
     found = [(get_close_matches(name, defined, 1, _NEARLY), name) for name in missing]
     return tuple((match, name) for matches, name in found for match in matches)
 

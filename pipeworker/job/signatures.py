@@ -18,6 +18,7 @@ _PATTERN = {
     "optimizer": ("params",),
     "scheduler": ("optimizer",),
     "before_update": ("params",),
+    "tokens": ("batch",),
     "on_step": ("row",),
     "on_evaluation": ("row",),
     "on_checkpoint": ("path",),

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
+import statistics
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime, timezone
@@ -23,6 +26,13 @@ RUNNING, DONE, INTERRUPTED = "running", "done", "interrupted"
 _GONE = "its processes ended without a summary: they were killed, or their host went down"
 _NOT_OPTIONS = ("job_file", "arguments", "own_loop", "evaluate_only", "resume", "resume_step")
 _ENDING = ("seconds", "restarts", "causes", "peak_memory_bytes", "bubble", "error")
+_SPEED = (
+    *("median_step_seconds", "samples_per_second", "tokens_per_second"),
+    *("busy_seconds", "data_seconds"),
+)
+_MOST = 1e300
+_RECENT = 100
+"""Steps whose median speed is shown."""
 _SHOWN = ("stages", "microbatches", "seed")
 """Options that are shown even if they have their defaults."""
 _DEFAULTS = {
@@ -39,7 +49,7 @@ class Run:
     Attributes:
         path: its directory, as the caller gave it.
         summary: ``summary.json``, or what is known of a run without one.
-        last: the row of the last step; empty before the first step is done.
+        recent: the rows of the last hundred steps, the newest first.
         evaluation: the row of the last evaluation pass.
         best: the row of the best evaluation pass, by the option ``--best``.
         checkpoints: the manifests of the complete ones by their paths, the oldest first.
@@ -48,7 +58,7 @@ class Run:
     path: Path
     record: RunRecord
     summary: dict[str, Any]
-    last: Row
+    recent: tuple[Row, ...]
     evaluation: Row | None
     best: Row | None
     checkpoints: dict[Path, Manifest]
@@ -82,13 +92,26 @@ class Run:
                 path,
                 record,
                 summary,
-                rows.last(run_dir.metrics) or {},
+                tuple(itertools.islice(rows.reversed_rows(run_dir.metrics), _RECENT)),
                 rows.last(run_dir.evaluation),
                 record.criterion.best(rows.read(run_dir.evaluation)),
                 _checkpoints(run_dir),
             )
         except OSError as error:
             raise UnreadableFile(path, error) from None
+
+    @property
+    def last(self) -> Row:
+        """The row of the last step; empty before the first step is done."""
+        return self.recent[0] if self.recent else {}
+
+    @property
+    def speeds(self) -> tuple[float | None, float | None]:
+        """The medians of samples and of tokens per second in recent steps; None if unknown."""
+        samples = [_positive(row.get("samples_per_second")) for row in self.recent]
+        seconds = [(_positive(row.get("seconds")), row) for row in self.recent]
+        tokens = [_positive(row.get("tokens")) / took for took, row in seconds if took]
+        return _median(samples), _median(tokens)
 
     @property
     def status(self) -> str:
@@ -139,6 +162,7 @@ class Run:
             "best_evaluation": self.best,
             "best": self.best and best_entry(RunDir(self.path), self.record.criterion, self.best),
             **{name: self.summary[name] for name in _ENDING},
+            **{name: self.summary.get(name) for name in _SPEED},
             "stopped_early": self.summary.get("stopped_early"),
             "checkpoints": [
                 {"step": manifest.step, "path": str(path), "evaluation": manifest.evaluation}
@@ -155,6 +179,17 @@ def _checkpoints(run_dir: RunDir) -> dict[Path, Manifest]:
         with suppress(UsageError, OSError):
             found[path] = Manifest.read(path / MANIFEST)
     return found
+
+
+def _positive(value: Any) -> float:
+    """Return a positive number as a float; 0 for any other value, which a file may have."""
+    return float(value) if isinstance(value, (int, float)) and 0 < value < _MOST else 0.0
+
+
+def _median(values: Iterable[float]) -> float | None:
+    """Return the median of the values that are not 0; None if there are none."""
+    known = [value for value in values if value]
+    return statistics.median(known) if known else None
 
 
 def time_of(process: dict[str, Any]) -> datetime | None:

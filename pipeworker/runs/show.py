@@ -90,9 +90,9 @@ def _results(run: Run) -> Fields:
     yield "steps", f"{run.steps}{asked}"
     yield "early end", summary.get("stopped_early")
     if run.last:
-        speed = run.last.get("samples_per_second")
         yield "loss", _number(run.last.get("loss"))
-        yield "speed", f"{speed:.1f} samples/s" if isinstance(speed, float) else None
+        units = zip(run.speeds, ("samples/s", "tokens/s"), strict=True)
+        yield "speed", ", ".join(f"{speed:.1f} {unit}" for speed, unit in units if speed)
     if run.evaluation:
         is_best = run.best == run.evaluation
         yield "evaluation", f"{_evaluation(run.evaluation)}, the last{' and best' * is_best}"

@@ -31,6 +31,7 @@ from typing import Any, Generic, TypeVar, get_args
 
 from pipeworker.errors import ProtocolError, UsageError
 from pipeworker.facts.position import Position
+from pipeworker.facts.speed import Speed
 from pipeworker.facts.step import Evaluation, StepResult
 from pipeworker.wire.codec import Codec
 
@@ -201,6 +202,7 @@ class Verdict:
         busy: by worker of a replica, the share of the steps' time that it computed.
         stopped_early: why a job is done before all of its steps; empty if it has done them.
         job_exited: whether the job file ended its process; `error` is the text that it printed.
+        speed: None if no step was done, or if it is unknown.
     """
 
     status: str
@@ -214,6 +216,7 @@ class Verdict:
     busy: tuple[float, ...] = ()
     job_exited: bool = False
     stopped_early: str = ""
+    speed: Speed | None = None
 
     @property
     def is_usage_error(self) -> bool:

@@ -111,6 +111,7 @@ class LoadedWorker:
             accelerator=rng.accelerator_generator(device),
             replica=role.replica if role.every_replica_reads else 0,
             replicas=placement.replicas if role.every_replica_reads else 1,
+            tokens=job.tokens,
         )
         known = settings, control, role, run_dir, welcome.restore, device, accelerator
         return LoadedWorker(*known, *code, reader)

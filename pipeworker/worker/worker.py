@@ -219,6 +219,7 @@ class Worker:
             peak_memory(worker.loaded.device),
             worker.executor.feed.next_batch,
             *worker.state.copied,
+            data_seconds=worker.executor.feed.read_seconds,
         )
 
     def evaluate(

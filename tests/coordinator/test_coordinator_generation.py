@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import get_args
 
 import pytest
@@ -77,7 +78,7 @@ def test_an_interrupt_takes_effect_at_the_end_of_the_step() -> None:
     job.checkpoint_committed()
     seconds, bubble, busy = DEFAULT.interrupt, job.ended.bubble, (0.25, 0.25)
     verdict = Verdict("interrupted", 130, 2, seconds, (2, 102), bubble, None, busy=busy)
-    assert job.ended == verdict
+    assert replace(job.ended, speed=None) == verdict
     assert [row.step for row in of(job.effects, StepResult)] == [1, 2]
     assert sent_to(job.effects, 0)[-1] == Abort("interrupted", 130)
 

@@ -92,10 +92,19 @@ def test_a_job_from_start_to_end() -> None:
         Log("ended: done"),
         Send(b"w0", Advance(Finish()), 1),
         Send(b"w1", Advance(Finish()), 1),
-        Verdict("done", 0, 3, 8.0, (3, 103), job.ended.bubble, None, busy=job.ended.busy),
+        Verdict(
+            "done",
+            0,
+            3,
+            8.0,
+            (3, 103),
+            job.ended.bubble,
+            None,
+            busy=(0.5, 0.5),
+            speed=job.ended.speed,
+        ),
     ]
     assert job.ended.bubble == pytest.approx((0.75 + 0.5 + 0) / 3)
-    assert job.ended.busy == pytest.approx((0.5, 0.5))  # 1.5 of 3 seconds
     assert [row.step for row in of(job.effects, StepResult)] == [1, 2, 3]
 
 

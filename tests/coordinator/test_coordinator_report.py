@@ -17,6 +17,7 @@ from pipeworker.coordinator.report import (
 )
 from pipeworker.facts.failure import Cause, Failure
 from pipeworker.facts.position import Phase, Position
+from pipeworker.facts.speed import Speed
 from pipeworker.facts.step import Batch
 from pipeworker.job.options import Options
 from pipeworker.record.run_record import write_summary
@@ -203,6 +204,7 @@ def test_the_verdict_as_a_line_and_as_json(tmp_path: Path) -> None:
     error = "stuck\n  in forward: stage 1, layer 3, micro-batch 2, step 7"
     bubble, busy = job.job.progress.bubble, job.job.progress.busy
     line = lines.Verdict("failed", 1, 6, 6.0, (6, 106), bubble, error, busy=busy)
+    line = dataclasses.replace(line, speed=Speed(1.0, 10.0, 0.0, (3.0, 3.0), 0.0))
     assert job.ended == line
     write_summary(RunDir(tmp_path), line, 2)
     summary = json.loads((tmp_path / "summary.json").read_text())
@@ -212,5 +214,10 @@ def test_the_verdict_as_a_line_and_as_json(tmp_path: Path) -> None:
         "seconds": 6.0,
         "peak_memory_bytes": [6, 106],
         "bubble": 0.5,
+        "median_step_seconds": 1.0,
+        "samples_per_second": 10.0,
+        "tokens_per_second": None,
+        "busy_seconds": [3.0, 3.0],
+        "data_seconds": 0.0,
         "error": error,
     }.items() <= summary.items()

@@ -82,7 +82,7 @@ def test_a_malformed_frame_names_its_sender() -> None:
 
 def step_done(**wrong: object) -> list[object]:
     """Return the fields of a StepDone, some of them replaced."""
-    right = [1, 1, [], [], [], 0.0, 0.1, 0, None, -1, 0.0, False]
+    right = [1, 1, [], [], [], 0.0, 0.1, 0, None, -1, 0.0, False, 0.0]
     names = [field.name for field in fields(StepDone)]
     return [wrong.get(name, value) for name, value in zip(names, right, strict=True)]
 
@@ -99,17 +99,19 @@ WRONG = [
     ("StepDone", step_done(squares=[1.0] * 41), "41 squares"),
     ("StepDone", step_done(losses=[1.0], counts=[1.0, 2.0]), "2 counts for 1 losses"),
     ("StepDone", step_done(busy=-1.0), "-1.0 seconds of work"),
-    ("StepDone", step_done(batch=[1, 10, 0, 0, 0]), "in 0 micro-batches"),
-    ("StepDone", step_done(batch=[1, 10, 10**7, 0, 0]), "in 10000000 micro-batches"),
-    ("StepDone", step_done(batch=[1, -3, 1, 0, 0]), "a mini-batch of -3 samples"),
-    ("StepDone", step_done(batch=[1, 0, 1, 0, 0]), "a mini-batch of 0 samples"),
-    ("StepDone", step_done(batch=[1, 1, 1, 0, -1]), "a digest of -1"),
-    ("StepDone", step_done(batch=[1, 1, 1, 0, 1 << 32]), "a digest of 4294967296"),
+    ("StepDone", step_done(batch=[1, 10, 0, 0, 0, 0]), "in 0 micro-batches"),
+    ("StepDone", step_done(batch=[1, 10, 10**7, 0, 0, 0]), "in 10000000 micro-batches"),
+    ("StepDone", step_done(batch=[1, -3, 1, 0, 0, 0]), "a mini-batch of -3 samples"),
+    ("StepDone", step_done(batch=[1, 0, 1, 0, 0, 0]), "a mini-batch of 0 samples"),
+    ("StepDone", step_done(batch=[1, 1, 1, 0, -1, 0]), "a digest of -1"),
+    ("StepDone", step_done(batch=[1, 1, 1, 0, 1 << 32, 0]), "a digest of 4294967296"),
+    ("StepDone", step_done(batch=[1, 1, 1, 0, 0, -1]), "a mini-batch of -1 tokens"),
+    ("StepDone", step_done(data_seconds=-1.0), "-1.0 seconds of reading"),
     ("StepDone", step_done(snapshot_step=-2), "a snapshot of step -2"),
     ("StepDone", step_done(snapshot_seconds=-1.0), "-1.0 seconds for a snapshot"),
     (
         "Call",
-        [0, "step", [1, 2**63, 1, 0, 0], False, False, None, ""],
+        [0, "step", [1, 2**63, 1, 0, 0, 0], False, False, None, ""],
         "of 9223372036854775808 samples",
     ),
     (

@@ -11,6 +11,7 @@ import pytest
 
 from pipeworker.display.lines import LineDisplay
 from pipeworker.display.summary import BubbleContext, Summary, explain_bubble
+from pipeworker.facts.speed import Speed
 from pipeworker.job.options import Options
 from pipeworker.record.rundir import RunDir
 from pipeworker.wire.lines import Verdict
@@ -62,6 +63,19 @@ def test_results_and_continuation() -> None:
 )
 def test_the_time_belongs_to_the_steps_since_the_resume(steps: int, before: int, line: str) -> None:
     assert ended(steps=steps, resumed_at=before)[0] == line
+
+
+def test_the_speed_of_the_steps() -> None:
+    speed = Speed(0.0125, 640.0, 0.0, (8.0, 9.04), 0.0)
+    assert ended(speed=speed)[2:4] == [
+        "speed: 0.0125 s a step (median), 640.0 samples/s",
+        "busy: 8.0, 9.0 s by worker",
+    ]
+    speed = dataclasses.replace(speed, tokens_per_second=5120.0, data=1.5)
+    assert ended(speed=speed)[2:4] == [
+        "speed: 0.0125 s a step (median), 640.0 samples/s, 5120.0 tokens/s",
+        "busy: 8.0, 9.0 s by worker; data(): 1.5 s",
+    ]
 
 
 def test_unknown_facts_are_left_out() -> None:

@@ -64,6 +64,19 @@ def train(made: RunDir, steps: int, evaluate: int = 0) -> None:
         made.evaluation.write_text("".join(json.dumps(row) + "\n" for row in passes))
 
 
+def test_the_speed_is_the_median_of_the_last_hundred_steps(begin: Callable[..., RunDir]) -> None:
+    made = begin()
+    rows = [{"step": s, "loss": 1.0, "samples_per_second": float(s)} for s in range(1, 201)]
+    made.metrics.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert lines(made)["speed"] == "150.5 samples/s"
+    more = {"samples_per_second": 9.0, "seconds": 0.5, "tokens": 64}
+    odd = {"samples_per_second": 10**400, "seconds": 0.0, "tokens": "x"}
+    with made.metrics.open("a") as file:
+        file.writelines(json.dumps({"step": s, **more}) + "\n" for s in range(201, 300))
+        file.write(json.dumps({"step": 300, **odd}) + "\n")
+    assert lines(made)["speed"] == "9.0 samples/s, 128.0 tokens/s"
+
+
 def test_figures_that_are_not_finite_are_null(begin: Callable[..., RunDir], tmp_path: Path) -> None:
     """JSON has no NaN, and other programs reject it."""
     made = begin()

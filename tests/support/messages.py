@@ -32,8 +32,9 @@ def _some(of: st.SearchStrategy[Any], least: int = 0) -> st.SearchStrategy[Any]:
 
 
 _digests = st.integers(0, (1 << 32) - 1)
+_tokens = st.integers(0, MOST_SAMPLES)
 _batch = st.builds(
-    Batch, _ints, st.integers(1, MOST_SAMPLES), st.integers(1, 1 << 20), _counts, _digests
+    Batch, _ints, st.integers(1, MOST_SAMPLES), st.integers(1, 1 << 20), _counts, _digests, _tokens
 ) | st.builds(Batch, _ints, st.just(0), st.just(0), _counts, _digests)
 _position = st.builds(Position, st.sampled_from(Phase), _places, _places, _places)
 _evaluation = st.lists(st.tuples(_texts, _floats), max_size=4).flatmap(
@@ -103,6 +104,7 @@ MADE: dict[Any, st.SearchStrategy[Any]] = {
             st.none() | _batch,
             _places,
             st.floats(0.0),
+            data_seconds=st.floats(0.0),
         )
     ),
     Loaded: _loaded,

@@ -83,8 +83,9 @@ class RunFiles:
     def add_step(self, result: StepResult) -> None:
         """Append a row of metrics."""
         row = dataclasses.asdict(result)
-        if result.loss_scale is None:
-            del row["loss_scale"]
+        for name in ("loss_scale", "tokens"):
+            if row[name] is None:
+                del row[name]
         self._append(self.run_dir.metrics, row)
 
     def add_evaluation(self, evaluation: Evaluation) -> None:

@@ -75,8 +75,8 @@ def common_batch(placement: Placement, by_rank: Sequence[Batch | None], step: in
 
 
 def content_of(batch: Batch | None) -> Batch | None:
-    """Return a mini-batch without the number of its shapes, which each replica counts itself."""
-    return None if batch is None else replace(batch, signature=0)
+    """Return a mini-batch without what each replica counts itself: its shapes and tokens."""
+    return None if batch is None else replace(batch, signature=0, tokens=0)
 
 
 class BaseLoop:
@@ -122,7 +122,8 @@ class BaseLoop:
         step, options, progress = self._step, self._options, self._progress
         clip, scaler = options.clip_grad_norm, progress.scaler
         result, update = self._tally.outcome(following, now, clip, scaler)
-        progress.complete_step(result, self._tally.busy, overflow=update.overflow)
+        tally = self._tally
+        progress.complete_step(result, tally.busy, tally.data_seconds, overflow=update.overflow)
         new = step > progress.recorded  # not repeated after a loss
         effects: list[Effect] = [result] if new else []
         progress.recorded = max(step, progress.recorded)

@@ -9,7 +9,9 @@ from dataclasses import dataclass, field
 from pipeworker.coordinator.loss_scaler import LossScaler
 from pipeworker.coordinator.steps.evaluations import Evaluations
 from pipeworker.coordinator.steps.snapshots import JobState
+from pipeworker.coordinator.steps.speed import SpeedMeter
 from pipeworker.facts.criterion import Criterion
+from pipeworker.facts.speed import Speed
 from pipeworker.facts.step import Evaluation, StepResult
 from pipeworker.wire.messages.checkpoint import Restore
 
@@ -73,6 +75,7 @@ class Progress:
     _bubbles: float = 0.0  # the sum of their bubbles
     _busy_seconds: tuple[float, ...] = ()  # by worker, since their number last changed
     _step_seconds: float = 0.0  # of the same steps
+    _meter: SpeedMeter = field(default_factory=SpeedMeter)
 
     @property
     def started(self) -> bool:
@@ -91,6 +94,11 @@ class Progress:
         return tuple(seconds / total for seconds in self._busy_seconds) if total else ()
 
     @property
+    def speed(self) -> Speed | None:
+        """The speed of the steps; None before the first one."""
+        return self._meter.speed(self._busy_seconds)
+
+    @property
     def job_state(self) -> JobState:
         """The coordinator's part of a snapshot or checkpoint of the current step."""
         current = self.evaluation and self.evaluation.step == self.steps
@@ -106,12 +114,18 @@ class Progress:
         return self.evaluations.kept == self.steps and self.saved < self.steps
 
     def roll_back(self, state: JobState) -> None:
-        """Return to an earlier state; later steps will be repeated."""
+        """Return to an earlier state; later steps will be repeated, by new workers."""
+        self._meter.begin()
         self.steps, self.scaler, self.evaluation = state.step, state.scaler, state.evaluation
         self.evaluations.roll_back(state.step)
 
-    def complete_step(self, result: StepResult, busy: Sequence[float], *, overflow: bool) -> None:
-        """Record a step; `busy` is the seconds that each worker of a replica computed."""
+    def complete_step(
+        self, result: StepResult, busy: Sequence[float], data: float, *, overflow: bool
+    ) -> None:
+        """Record a step.
+
+        `busy` is the seconds that each worker of a replica computed; `data` those of reading.
+        """
         self.steps, self.seconds = result.step, result.seconds
         self._completed += 1
         self._bubbles += result.bubble
@@ -119,5 +133,6 @@ class Progress:
             self._busy_seconds, self._step_seconds = (0.0,) * len(busy), 0.0
         self._busy_seconds = tuple(map(operator.add, self._busy_seconds, busy))
         self._step_seconds += result.seconds
+        self._meter.add(result, data)
         if self.scaler:
             self.scaler = self.scaler.after(overflow=overflow)

@@ -27,6 +27,7 @@ class Tally:
         batches: mini-batches done.
         microbatches: micro-batches of these.
         busy: seconds that each worker of the first replica computed.
+        data_seconds: seconds that its first stage read mini-batches.
     """
 
     step: int
@@ -35,11 +36,13 @@ class Tally:
     batches: int = 0
     microbatches: int = 0
     busy: tuple[float, ...] = ()
+    data_seconds: float = 0.0
     _losses: float = 0.0
     _counts: float = 0.0
     _counted: bool = False
     _mean_busy: float = 0.0
     _samples: int = 0
+    _tokens: int = 0
     _epoch: int = 0
     _first_epoch: int = 0
     _squares: tuple[float, ...] = ()
@@ -60,7 +63,9 @@ class Tally:
         self._mean_busy += sum(d.busy for d in done) / len(done)
         busy = self.busy or (0.0,) * len(first)
         self.busy = tuple(so_far + d.busy for so_far, d in zip(busy, first, strict=True))
+        self.data_seconds += done[placement.rank_of(0)].data_seconds
         self._samples += batch.samples
+        self._tokens += batch.tokens
         self._epoch = batch.epoch
         if not self.batches:
             self._first_epoch = batch.epoch
@@ -103,6 +108,7 @@ class Tally:
             bubble=min(1.0, max(0.0, 1.0 - busy)),
             epoch=self._epoch,
             loss_scale=scaler.scale if scaler else None,
+            tokens=self._tokens or None,
         )
         update = Update(
             self.step,

@@ -100,7 +100,12 @@ def _check_length(path: Path, line: bytes) -> None:
 
 def last(path: Path) -> Row | None:
     """Return the last whole row of a file; None if there is none; raises as :func:`read_lines`."""
-    return next(filter(None, map(parse, reversed_lines(path))), None)
+    return next(reversed_rows(path), None)
+
+
+def reversed_rows(path: Path) -> Iterator[Row]:
+    """Yield all whole rows of a file, the last one first; raises as :func:`read_lines`."""
+    return filter(None, map(parse, reversed_lines(path)))
 
 
 def reversed_lines(path: Path) -> Iterator[bytes]:

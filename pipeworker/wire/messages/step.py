@@ -42,6 +42,7 @@ class StepDone:
         batch: from the worker with stage 0, the next mini-batch; None at the end of the data.
         snapshot_step: the last step whose snapshot is complete, -1 for none.
         snapshot_lacked_memory: whether a snapshot was not made because memory is short.
+        data_seconds: seconds spent reading the next mini-batch, part of `busy`.
     """
 
     rank: int
@@ -56,6 +57,7 @@ class StepDone:
     snapshot_step: int = -1
     snapshot_seconds: float = 0.0
     snapshot_lacked_memory: bool = False
+    data_seconds: float = 0.0
 
     def __post_init__(self) -> None:
         losses, counts = len(self.losses), len(self.counts)
@@ -64,6 +66,7 @@ class StepDone:
         check(len(self.squares) <= exact_sum.MOST, f"{len(self.squares)} squares")
         check(not exact_sum.total(self.squares) < 0.0, "a negative sum of squares")
         check(self.busy >= 0.0, f"{self.busy} seconds of work")
+        check(self.data_seconds >= 0.0, f"{self.data_seconds} seconds of reading")
         check(self.snapshot_step >= -1, f"a snapshot of step {self.snapshot_step}")
         check(self.snapshot_seconds >= 0.0, f"{self.snapshot_seconds} seconds for a snapshot")
         check(self.peak_memory >= 0, f"{self.peak_memory} bytes of memory")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import astuple, dataclass, field
+from time import perf_counter
 from typing import Any
 
 from pipeworker.facts.position import Phase
@@ -34,6 +35,7 @@ class BatchFeed:
         moves_targets: move the targets to the accelerator as well, for a last stage that is here.
         accelerator: device of the stages; None for the CPU.
         announce: called when a mini-batch has a new number of micro-batches, with that number.
+        read_seconds: seconds spent reading since the last :meth:`begin`.
     """
 
     tracker: Tracker
@@ -43,6 +45,7 @@ class BatchFeed:
     moves_targets: bool = False
     accelerator: Accelerator | None = None
     announce: Callable[[int], None] = lambda microbatches: None
+    read_seconds: float = field(default=0.0, init=False)
     _next: MicroBatches | None = None
     _on_accelerator: Event | None = None
     """When the next mini-batch is on the accelerator."""
@@ -66,7 +69,10 @@ class BatchFeed:
             return
         if self.reader is not None:
             self.tracker.set(Phase.READING, self._step + 1)
-            self._put(self.scatter.scatter(self.reader.read()))
+            began = perf_counter()
+            batch = self.reader.read()
+            self.read_seconds += perf_counter() - began
+            self._put(self.scatter.scatter(batch))
         elif self.scatter.receives and self.reads_ahead:
             self._receive()
         if self._next is not None and self._step:
@@ -80,7 +86,7 @@ class BatchFeed:
         Inputs and targets are lists by micro-batch, of nested tensors of shape ``[n, ...]``, where
         n is the number of samples of the micro-batch.
         """
-        self._step, self._is_last = run.step, run.last
+        self._step, self._is_last, self.read_seconds = run.step, run.last, 0.0
         self._counts.add(run.batch.microbatches)
         current: MicroBatches | None = None
         if run.batch.microbatches:

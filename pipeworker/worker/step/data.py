@@ -19,6 +19,7 @@ from pipeworker.worker.internals import pytree
 from pipeworker.worker.stage import rng
 from pipeworker.worker.stage.values import distinct_tensors
 from pipeworker.worker.step.epoch import END, Epoch, Way, validate_position
+from pipeworker.worker.step.tokens import count_tokens
 from pipeworker.worker.transport.layout import aligned_copy
 
 _MOST = 2**63
@@ -47,7 +48,8 @@ class Reader:
     """The mini-batches of ``data()``, split into micro-batches.
 
     Each replica reads every mini-batch and keeps its own micro-batches. :meth:`read` returns None
-    after `epochs` passes over the data. Error messages begin with `error_prefix`.
+    after `epochs` passes over the data. Error messages begin with `error_prefix`. `tokens` is the
+    job's function that counts the tokens of a mini-batch.
     """
 
     data: Any
@@ -60,6 +62,7 @@ class Reader:
     accelerator: rng.Generator | None = None
     replica: int = 0
     replicas: int = 1
+    tokens: Callable[[Any], Any] | None = None
 
     def __post_init__(self) -> None:
         self._name = self.error_prefix.partition("(")[0]
@@ -195,7 +198,7 @@ class Reader:
             own, digest = block(count, self.replicas, self.replica), _digest(item)
         inputs, targets = (_split(value, count, own) for value in item)
         epoch = self._epoch.number if self._epoch else 0
-        batch = Batch(signature, samples, count, epoch, digest)
+        batch = Batch(signature, samples, count, epoch, digest, count_tokens(item, self.tokens))
         return MicroBatches(batch, inputs, targets)
 
     def check(self, item: Any, error_prefix: str | None = None) -> None:
