@@ -45,7 +45,7 @@ FAILS = """
         subprocess.Popen(["sleep", "1000"])
         time.sleep(1000)
 """
-WORDS = ("--microbatches", "4", "--evaluate-every", "2", "--checkpoint-every", "3")
+WORDS = ("--microbatches", "4", "--evaluate-every", "2", "--checkpoint-every", "3", "--keep", "9")
 
 
 def seen(folder: Path) -> tuple[str, str]:
@@ -62,7 +62,7 @@ def test_each_record_is_passed_on_once(jobs: Jobs, reference: Reference) -> None
     """A worker is lost, then the run is resumed from a checkpoint before its last step."""
     run = jobs.train("--stages", "2", *WORDS, "--steps", "5", "--", "kill", source=DIES + SEEN)
     assert (jobs.folder / "died").exists()
-    assert seen(jobs.folder) == ("s1 s2 e2 s3 s4 e4 s5", "c3 c5")
+    assert seen(jobs.folder) == ("s1 s2 e2 s3 s4 e4 s5", "c2 c3 c5")
     assert "[hooks] evaluated 2\n" in run.stdout
     assert (run.log("hooks")) == "evaluated 2\nevaluated 4\n"
     shutil.rmtree(run.path / "checkpoints" / "step-00000005")
@@ -70,7 +70,7 @@ def test_each_record_is_passed_on_once(jobs: Jobs, reference: Reference) -> None
     again = jobs.pipeworker("launch", *words, str(jobs.folder / "job.py"))
     assert again.returncode == 0, again.stderr
     assert "from step 3" in again.stdout
-    assert seen(jobs.folder) == ("s1 s2 e2 s3 s4 e4 s5 s6 e6 s7", "c3 c5 c6 c7")
+    assert seen(jobs.folder) == ("s1 s2 e2 s3 s4 e4 s5 s6 e6 s7", "c2 c3 c5 c6 c7")
     quiet = reference("--stages", "1", "--microbatches", "4", "--steps", "5", source=DIES)
     assert [row["loss"] for row in run.metrics][:5] == [row["loss"] for row in quiet.metrics]
 
@@ -111,7 +111,7 @@ def test_hooks_under_torchrun_and_of_a_script(
 ) -> None:
     run = torchrun("--steps", "3", *WORDS, source=JOB + SEEN).end()
     assert run.status == 0, run.stderr
-    expected = ("s1 s2 e2 s3", "c3")
+    expected = ("s1 s2 e2 s3", "c2 c3")
     assert seen(jobs.folder) == expected
     train = """
         def fails(row):
@@ -121,7 +121,7 @@ def test_hooks_under_torchrun_and_of_a_script(
         pipeworker.train(
             model, loss=loss, optimizer=optimizer, data=data, evaluation=evaluation,
             on_step=fails, on_evaluation=on_evaluation, on_checkpoint=on_checkpoint,
-            run_dir="run", steps=3, microbatches=4, evaluate_every=2, checkpoint_every="3",
+            run_dir="run", steps=3, microbatches=4, evaluate_every=2, checkpoint_every="3", keep=9,
         )
     """
     started = scripts.start(script(JOB, SEEN, train), 2)
