@@ -98,6 +98,26 @@ def test_options_are_described_in_the_groups_of_the_help() -> None:
     assert described == {title: sorted(names) for title, names in groups.items()}
 
 
+@pytest.mark.parametrize("page", ["README.md", "docs/options.md", "docs/howto/coming-from.md"])
+@pytest.mark.parametrize(
+    ("word", "ours"),
+    [
+        ("activation checkpointing", "`--recompute`"),
+        ("gradient checkpointing", "`--recompute`"),
+        ("gradient accumulation", "`--accumulate"),
+        ("DDP", "`--replicas"),
+        ("FSDP", "more `--stages`"),
+        ("ZeRO-1", "`--shard-optimizer`"),
+        ("split points", "`--balance"),
+        ("early stopping", "`--patience"),
+        ("batch size", "`data()`"),
+    ],
+)
+def test_the_words_of_other_libraries_are_beside_ours(page: str, word: str, ours: str) -> None:
+    rows = [row for row in (ROOT / page).read_text().splitlines() if row.startswith("|")]
+    assert any(word.lower() in row.lower() and ours in row for row in rows)
+
+
 def test_commands_are_described() -> None:
     described = re.findall(
         r"^\| `pipeworker (\w+)", (DOCS / "commands.md").read_text(), re.MULTILINE
