@@ -53,6 +53,37 @@ WORDS = ("--microbatches", "4", "--accumulate", "2", "--evaluate-every", "epoch"
 """Five mini-batches an epoch, two a step: each epoch ends with a step of one."""
 
 
+LOOP = """
+    batches = list(data())
+    steps = [batches[:2], batches[2:4], batches[4:]]
+    seen = []
+
+    def train(until, **options):
+        with pipeworker.Pipeline(
+            model, loss=loss, optimizer=optimizer, scheduler=scheduler,
+            scheduler_interval="epoch", microbatches=4, replicas=2, run_dir="run", **options,
+        ) as pipe:
+            for epoch in range(pipe.epoch, 3):
+                for step in steps[pipe.steps_done - 3 * epoch:]:
+                    if pipe.steps_done == until:
+                        saved = pipe.save()
+                        pipe.end_epoch()
+                        pipe.load(saved)
+                        seen.append(pipe.epoch)
+                        return
+                    pipe.step(*step)
+                if epoch == 0:
+                    pipe.save()  # which the end of the epoch replaces
+                pipe.end_epoch()
+            seen.append(pipe.epoch)
+
+    train(3)
+    train(5, resume=True)
+    train(9, resume=True)
+    report(seen=seen)
+"""
+
+
 def evaluations(run: Run) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (run.path / "evaluation.jsonl").open()]
 
@@ -104,3 +135,16 @@ def test_epochs_are_equal_after_a_lost_worker_and_in_a_script(jobs: Jobs, script
     for other in (lost, run):
         assert_same(other, whole)
         assert evaluations(other) == evaluations(whole)
+
+
+def test_an_own_loop_says_when_its_epochs_end(jobs: Jobs, scripts: Scripts) -> None:
+    same = "torch.manual_seed(number); length = 12"  # in the script as in a job file
+    source = RICH.replace("length = random.randint(9, 16)", same)
+    words = ("--accumulate", "2", "--epochs", "3", "--replicas", "2", "--microbatches", "4")
+    whole = jobs.train("--stages", "1", *words, source=source)
+    ranks = scripts.start(script(source, LOOP), 4)
+    run = ranks.succeed()[0]
+    assert [row["epoch"] for row in run.metrics] == [0, 0, 0, 1, 1, 1, 2, 2, 2]
+    assert [row["lr"] for row in run.metrics] == [0.01] * 3 + [0.005] * 3 + [0.0025] * 3
+    assert_same(run, whole)
+    assert [ranks.reported(rank)["seen"] for rank in range(4)] == [[1, 1, 3]] * 4

@@ -85,7 +85,7 @@ MESSAGES = [
         Advance(Save(2, 1), Update(2), Copy(2, 0, save=True)),
         StepDone(0, 2, (0.5,), (1.0,), (0.5,), 0.1, 0.1, 1, Batch(0, 4, 4, 0), 1, 0.1),
         Saved(0, 2, (CheckpointFile("model.safetensors", 9, 9),), "no space left"),
-        Call(0, CallKind.LOAD, loaded=Loaded(2, 1024.0, 3)),
+        Call(0, CallKind.LOAD, loaded=Loaded(2, 1024.0, 3, 1)),
         Signalled(0, "SIGTERM"),
     )
 ]
@@ -102,7 +102,7 @@ LINES = [
 ]
 MANIFEST = Manifest(
     *(3, 2, LayerNames.numbered(2), (CheckpointFile("model-00001-of-00001.safetensors", 1, 1),)),
-    *((("0.weight", "1.weight"),), {"scale": 2.0}, {"step": 3, "loss": 0.5}),
+    *((("0.weight", "1.weight"),), {"scale": 2.0}, {"step": 3, "loss": 0.5}, 2),
 )
 MANIFESTS = [json.dumps(MANIFEST.to_json()).encode()]
 OPTIONS = [Options("job.py", 2, 4, ("a",), balance=(1, 2), clip_grad_norm=1).to_json().encode()]

@@ -28,7 +28,7 @@ from pipeworker.plan.schedule import Schedule, edges, replica_edges
 from pipeworker.wire.messages.checkpoint import Copy
 from pipeworker.wire.messages.directions import Advance
 from pipeworker.wire.messages.plan import Described, Plan, Ready, StageRange
-from pipeworker.wire.messages.step import Evaluated, RunStep, Update
+from pipeworker.wire.messages.step import Change, RunStep
 
 _MAX_SCHEDULES = 16
 """Schedules for fewer micro-batches that are kept at once: data may have any number of them."""
@@ -196,9 +196,7 @@ class Blueprint:
             self.steps,
         )
 
-    def run_messages(
-        self, run: RunStep, update: Update | Evaluated | None, copy: Copy | None
-    ) -> list[Advance]:
+    def run_messages(self, run: RunStep, update: Change | None, copy: Copy | None) -> list[Advance]:
         """Return one message per rank; the action list is included only if it has changed."""
         placement, count = self.placement, run.batch.microbatches
         if self._sent_microbatches == count:
@@ -224,6 +222,7 @@ class Blueprint:
             names.prefixes,
             tuple(file for rank in sorted(written.files) for file in written.files[rank]),
             state.evaluation,
+            state.epoch,
         )
 
     @property

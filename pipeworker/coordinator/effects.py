@@ -46,7 +46,8 @@ class WritePlan:
 class Commit:
     """A request to complete the checkpoint of `step`, whose parts have all been written.
 
-    `ties` and `layers` are names; the evaluation is that of this very step.
+    `ties` and `layers` are names; the evaluation is that of this very step; `epoch` is the number
+    of epochs that a user's own loop has ended.
     """
 
     step: int
@@ -55,6 +56,7 @@ class Commit:
     layers: tuple[str, ...] = ()
     files: tuple[CheckpointFile, ...] = ()
     evaluation: Evaluation | None = None
+    epoch: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -273,7 +273,8 @@ def read_start(configuration: Configuration, options: Options, run_dir: RunDir) 
     if path:
         found = Manifest.read(Path(path) / MANIFEST)
         fp16, step = options.precision == "fp16", found.step
-        state = JobState(step, LossScaler(**found.scaler) if found.scaler and fp16 else None)
+        scaler = LossScaler(**found.scaler) if found.scaler and fp16 else None
+        state = JobState(step, scaler, epoch=found.epoch)
         on_disk = state, Restore(step, path)
         start = Start(on_disk, None, found.layers.prefixes, step, saved=step, causes=causes)
     evaluations = {row["step"]: Evaluation.of(row) for row in rows.read(run_dir.evaluation)}

@@ -81,6 +81,7 @@ class Manifest:
         ties: for each tied parameter all its names; a file has it under the first one.
         scaler: the state of the loss scale, with fp16.
         evaluation: the row of the evaluation pass after exactly this step, if there was one.
+        epoch: the epochs that a user's own loop had ended.
     """
 
     step: _Count
@@ -90,10 +91,16 @@ class Manifest:
     ties: tuple[_Names, ...] = ()
     scaler: dict[str, Any] | None = None
     evaluation: dict[str, _Count | float] | None = None
+    epoch: _Count = 0
 
     def to_json(self) -> dict[str, Any]:
         """Return the content of ``manifest.json``."""
-        optional = {"ties": self.ties, "scaler": self.scaler, "evaluation": self.evaluation}
+        optional = {
+            "ties": self.ties,
+            "scaler": self.scaler,
+            "evaluation": self.evaluation,
+            "epoch": self.epoch,
+        }
         content = {
             "version": VERSION,
             "step": self.step,
@@ -183,7 +190,7 @@ def _checksum(content: dict[str, Any]) -> int:
 
 def _field(name: str, kind: Any, content: dict[str, Any]) -> Any:
     """Return a field of ``manifest.json``; raise msgspec.ValidationError if it is invalid."""
-    value = content.get(name, [] if name == "ties" else None)
+    value = content.get(name, {"ties": [], "epoch": 0}.get(name))
     try:
         return msgspec.convert(value, kind)
     except ValueError as error:  # a text may have no encoding

@@ -53,6 +53,7 @@ class Pipeline:
         microbatches: over all replicas; by default four for each stage of each replica.
         scheduler: ``scheduler(optimizer)`` returns a scheduler, which is stepped once a step; a
             ``ReduceLROnPlateau`` is stepped after each :meth:`evaluate`.
+        scheduler_interval: ``"epoch"`` to step the scheduler at each :meth:`end_epoch` instead.
         before_update: as in a job file; so are `metrics` and `tied`.
         metrics: see `before_update`.
         tied: see `before_update`.
@@ -60,7 +61,7 @@ class Pipeline:
             which the skip connections run.
         run_dir: the run directory, by default ``runs/<script>-<time>``.
         resume: continue the run in `run_dir` from its last checkpoint: weights, optimizer,
-            scheduler and loss scale. The script begins its data at :attr:`steps_done`.
+            scheduler, loss scale and epoch. The script begins its data at :attr:`steps_done`.
         auto_resume: the same if `run_dir` holds a run; else begin one there.
         allow_change: names of options that may differ from those of the run to resume.
         **options: as of ``pipeworker launch``, with underscores: ``recompute="never"``.
@@ -82,6 +83,7 @@ class Pipeline:
         optimizer: Callable[[Any], torch.optim.Optimizer],
         microbatches: int | None = None,
         scheduler: Callable[..., Any] | None = None,
+        scheduler_interval: str = "step",
         before_update: Callable[[list[nn.Parameter]], Any] | None = None,
         metrics: Callable[[Any, Any], Any] | None = None,
         tied: Sequence[Sequence[str]] = (),
@@ -99,6 +101,7 @@ class Pipeline:
                 loss=loss,
                 optimizer=optimizer,
                 scheduler=scheduler,
+                scheduler_interval=scheduler_interval,
                 before_update=before_update,
                 metrics=metrics,
                 tied=tied,
@@ -128,7 +131,10 @@ class Pipeline:
         self._rank = info.rank
         self._session.build()
         role = self._session.worker.loaded.role
-        placement, self._steps_done = role.placement, role.options.resume_step
+        placement, self._steps_done, self._epoch = role.placement, role.options.resume_step, 0
+        if role.options.resume:
+            path = located(self._session.worker.loaded.run_dir.checkpoint(self._steps_done))
+            self._epoch = Checkpoint(Path(path)).manifest.epoch
         self.stage = placement.stages_of(info.rank)[0]
         self.stages = placement.stages
         self.replica = placement.replica_of(info.rank)
@@ -151,6 +157,14 @@ class Pipeline:
     def steps_done(self) -> int:
         """The number of steps done, also before the run was resumed or a checkpoint loaded."""
         return self._steps_done
+
+    @property
+    def epoch(self) -> int:
+        """The number of epochs ended, also before the run was resumed or a checkpoint loaded.
+
+        It is the number of the current epoch, from 0, as in the rows of ``metrics.jsonl``.
+        """
+        return self._epoch
 
     @property
     def run_dir(self) -> Path:
@@ -191,6 +205,21 @@ class Pipeline:
         assert isinstance(result, StepResult)
         self._steps_done = result.step
         return result
+
+    def end_epoch(self) -> None:
+        """End an epoch: step the scheduler if ``scheduler_interval="epoch"``, and count.
+
+        Call it after the last step of each epoch. Evaluations and checkpoints after it have the new
+        learning rate.
+
+        Raises:
+            UsageError: ranks made different calls.
+            LayerError: the scheduler raised on this rank.
+            PipeworkerError: the job failed on another rank.
+        """
+        with self._session.participating() as session:
+            session.perform(session.call(Call(self._rank, CallKind.END_EPOCH)))
+        self._epoch += 1
 
     def evaluate(self, *batches: Any) -> dict[str, float]:
         """Compute the loss and the metrics over mini-batches, in eval mode and without backward.
@@ -259,8 +288,8 @@ class Pipeline:
     def load(self, checkpoint: str | Path) -> int:
         """Load a checkpoint that any number of stages has written; return its number of steps.
 
-        It restores weights, optimizer, scheduler and loss scale. The position in the data is up to
-        the caller's loop.
+        It restores weights, optimizer, scheduler and loss scale; and :attr:`epoch`, which is 0 in a
+        checkpoint of ``launch``. The position in the data is up to the caller's loop.
 
         Args:
             checkpoint: its folder, or a run directory, whose last complete checkpoint is loaded.
@@ -278,12 +307,13 @@ class Pipeline:
                 return source
 
             source = session.prepare(CallKind.LOAD, find)
-            step, scaler = source.manifest.step, source.manifest.scaler or {}
-            loaded = Loaded(step, scaler.get("scale", 0.0), scaler.get("good_steps", 0))
+            manifest = source.manifest
+            step, scaler, epoch = manifest.step, manifest.scaler or {}, manifest.epoch
+            loaded = Loaded(step, scaler.get("scale", 0.0), scaler.get("good_steps", 0), epoch)
             session.perform(session.call(Call(self._rank, CallKind.LOAD, loaded=loaded)))
             with session.working(), deferred_interrupt():
                 state.restore(source.worker_files())
-            self._steps_done = step
+            self._steps_done, self._epoch = step, epoch
             return step
 
     def _begin(self, call: Call) -> int:

@@ -100,6 +100,11 @@ class LocalStages:
         for updater in self.updaters.values():
             updater.report_evaluation(loss)
 
+    def end_epoch(self, step: int) -> None:
+        """Step the learning-rate schedulers that epochs step, after `step`."""
+        for updater in self.updaters.values():
+            updater.end_epoch(step)
+
     def squares(self) -> tuple[float, ...]:
         """Return terms whose exact sum is the squared 2-norm of the stages' gradients."""
         updaters = self.updaters.values()

@@ -24,6 +24,8 @@ from pipeworker.wire.messages.directions import Advance, Finish, FromWorker, ToW
 from pipeworker.wire.messages.plan import Described, Plan, Ready
 from pipeworker.wire.messages.presence import Abort, Failed, Hello, Welcome
 from pipeworker.wire.messages.step import (
+    Change,
+    EpochEnded,
     Evaluate,
     Evaluated,
     EvaluationDone,
@@ -159,12 +161,7 @@ class Worker:
 
     def _advance(self, message: Advance, worker: ConnectedWorker) -> FromWorker | None:
         worker.state.snapshots.stop_serving()
-        match message.update:
-            case Update():
-                self._update(message.update, worker)
-            case Evaluated():
-                with worker.state.changing("a scheduler is not stepped"):
-                    worker.stages.report_evaluation(message.update.loss)
+        self._change(message.update, worker)
         if self._profiler is not None:
             self._profiler.advance(message)
         if message.copy is not None:
@@ -179,6 +176,18 @@ class Worker:
             case Wait() | Finish():
                 return None
         return assert_never(message.next)
+
+    def _change(self, update: Change | None, worker: PlannedWorker) -> None:
+        """Do what changes the state before the next command."""
+        match update:
+            case Update():
+                self._update(update, worker)
+            case Evaluated():
+                with worker.state.changing("a scheduler is not stepped"):
+                    worker.stages.report_evaluation(update.loss)
+            case EpochEnded():
+                with worker.state.changing("a scheduler is not stepped"):
+                    worker.stages.end_epoch(update.step)
 
     def _update(self, update: Update, worker: PlannedWorker) -> None:
         self._tracker.set(Phase.UPDATE, update.step)
@@ -319,15 +328,14 @@ class Worker:
             self._phase = PlannedWorker(phase.loaded, phase.stages, phase.state)
 
     def finish(self, message: Advance) -> FromWorker | None:
-        """Do what remains for a worker that is disconnected: the update of a whole step, a save.
+        """Do what remains for a worker that is disconnected: a change of its state, a save.
 
         Return the answer, if there is one. An error is kept, as a reason not to save.
         """
         if not isinstance(worker := self._phase, PlannedWorker):
             return None
-        if isinstance(message.update, Update):
-            with contextlib.suppress(Exception):
-                self._update(message.update, worker)
+        with contextlib.suppress(Exception):
+            self._change(message.update, worker)
         return worker.state.save(message.next, None) if isinstance(message.next, Save) else None
 
     def end_profile(self) -> None:

@@ -146,12 +146,12 @@ BATCHES = st.builds(
 def calls(draw: st.DrawFn, kinds: Sequence[CallKind] = tuple(CallKind)) -> list[Call]:
     """Return the calls that one line of the user's loop makes."""
     match draw(st.sampled_from([CallKind.STEP, CallKind.STEP, *kinds])):
-        case CallKind.EVALUATE | CallKind.SAVE as kind:
+        case CallKind.EVALUATE | CallKind.END_EPOCH | CallKind.SAVE as kind:
             return [Call(0, kind)]
         case CallKind.PREDICT:
             return [Call(0, CallKind.PREDICT, everywhere=draw(st.booleans()))]
         case CallKind.LOAD:
-            return [Call(0, CallKind.LOAD, loaded=Loaded(draw(st.integers(0, 4))))]
+            return [Call(0, CallKind.LOAD, loaded=Loaded(draw(st.integers(0, 4)), epoch=1))]
     batches = draw(st.lists(BATCHES, min_size=1, max_size=2))
     return [
         Call(0, CallKind.STEP, batch, last=number == len(batches))

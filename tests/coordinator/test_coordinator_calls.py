@@ -20,6 +20,7 @@ from pipeworker.wire.messages.presence import Failed, Heartbeat
 from pipeworker.wire.messages.step import (
     Call,
     CallKind,
+    EpochEnded,
     Evaluate,
     Evaluated,
     EvaluationDone,
@@ -462,3 +463,37 @@ def test_a_loaded_state_counts_as_unsaved(step: int) -> None:
     job.called(CallKind.LOAD, loaded=Loaded(step))
     assert saves(closed(job)) == [Advance(Save(step))] * 2
     assert job.ended.steps == step
+
+
+def test_the_end_of_an_epoch_changes_the_state_on_all_ranks() -> None:
+    job = own_loop_job()
+    job.called(CallKind.STEP)
+    job.step(1)
+    job.called(CallKind.SAVE)
+    job.saved()
+    job.checkpoint_committed()
+    assert job.called(CallKind.END_EPOCH, 1) == []
+    effects = job.called(CallKind.END_EPOCH, 0)
+    assert messages_of(effects, Advance) == [Advance(Wait(), EpochEnded(1))] * 2
+    job.called(CallKind.STEP)
+    assert [row.epoch for row in of(job.step(2), StepResult)] == [1]
+
+
+def test_a_checkpoint_that_is_older_than_the_end_of_an_epoch_is_written_again() -> None:
+    job = own_loop_job()
+    job.called(CallKind.STEP)
+    job.step(1)
+    for _ in range(2):
+        job.called(CallKind.SAVE)
+        job.saved()
+        job.checkpoint_committed()
+        job.called(CallKind.END_EPOCH)
+    assert saves(closed(job)) == [Advance(Save(1))] * 2
+    assert [commit.epoch for commit in of(job.effects, Commit)] == [0, 1, 2]
+
+
+def test_the_epoch_is_loaded_with_its_checkpoint() -> None:
+    job = own_loop_job()
+    job.called(CallKind.LOAD, loaded=Loaded(7, epoch=3))
+    job.called(CallKind.STEP)
+    assert [row.epoch for row in of(job.step(8), StepResult)] == [3]

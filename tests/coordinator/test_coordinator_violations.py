@@ -121,17 +121,22 @@ WRONG = [
     ),
     (
         "Call",
-        [0, "save", None, True, False, [1, 0.0, 0], ""],
+        [0, "save", None, True, False, [1, 0.0, 0, 0], ""],
         "LOAD without a checkpoint",
     ),
     (
         "Call",
-        [0, "load", None, True, False, [-1, 0.0, 0], ""],
+        [0, "load", None, True, False, [-1, 0.0, 0, 0], ""],
         "checkpoint with a negative",
     ),
     (
         "Call",
-        [0, "load", None, True, False, [1, -1.0, 0], ""],
+        [0, "load", None, True, False, [1, -1.0, 0, 0], ""],
+        "checkpoint with a negative",
+    ),
+    (
+        "Call",
+        [0, "load", None, True, False, [1, 1.0, 0, -1], ""],
         "checkpoint with a negative",
     ),
     ("Upcoming", [0, 0], "a mini-batch of 0 micro-batches"),

@@ -48,7 +48,7 @@ _evaluation = st.lists(st.tuples(_texts, _floats), max_size=4).flatmap(
 )
 _route = st.tuples(st.integers(0, 2), st.integers(2, 3), _texts).map(lambda r: Skip(*r))
 _weight = st.tuples(st.integers(0, 3), _texts.filter(bool)).map(lambda w: f"{w[0]}.{w[1]}")
-_loaded = st.builds(Loaded, _counts, st.floats(0.0), _counts)
+_loaded = st.builds(Loaded, _counts, st.floats(0.0), _counts, _counts)
 _squares = _some(st.floats(0.0)) | st.just((math.inf, -math.inf))
 
 MADE: dict[Any, st.SearchStrategy[Any]] = {

@@ -9,7 +9,7 @@ import pytest
 from pipeworker.environment import versions
 from pipeworker.errors import UsageError
 from pipeworker.wire.messages.directions import Advance
-from pipeworker.wire.messages.step import Evaluate, EvaluationDone, Update, Wait
+from pipeworker.wire.messages.step import EpochEnded, Evaluate, EvaluationDone, Update, Wait
 from support.single_worker import SingleWorker, restored_process
 
 _restored_process = pytest.fixture(autouse=True)(restored_process)
@@ -107,3 +107,13 @@ data = Data()
 """
     with pytest.raises(UsageError, match=r"data/source/at is a pipeworker_job\.job\.Data"):
         start_worker(tmp_path, JOB + data)
+
+
+def test_the_end_of_an_epoch_reaches_a_worker_that_is_disconnected(tmp_path: Path) -> None:
+    """The rank has failed, or was interrupted, with the coordinator's reply on its way."""
+    alone = start_worker(tmp_path)
+    worker = alone.worker
+    worker.disconnect()
+    worker.finish(Advance(Wait(), EpochEnded(0)))
+    assert worker.planned.stages.learning_rate == pytest.approx(0.01)
+    worker.close()

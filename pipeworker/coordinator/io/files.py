@@ -109,6 +109,7 @@ class RunFiles:
             commit.ties,
             scaler,
             {"step": evaluation.step, **evaluation.row()} if evaluation else None,
+            commit.epoch,
         )
         for rows in self._rows.values():
             rows.sync()

@@ -17,6 +17,7 @@ from pipeworker.wire.messages.directions import Finish
 from pipeworker.wire.messages.step import (
     Call,
     CallKind,
+    EpochEnded,
     Evaluate,
     Evaluated,
     Loaded,
@@ -87,6 +88,9 @@ class CallLoop(BaseLoop):
         self._current = call.kind
         if call.loaded is not None:
             self._resume_from(call.loaded)
+        if call.kind is CallKind.END_EPOCH:
+            self._progress.end_epoch()
+            return Due(EpochEnded(self._progress.steps))
         return Due(must_save=call.kind is CallKind.SAVE)
 
     def _mismatch(self, call: Call) -> str:
@@ -139,7 +143,7 @@ class CallLoop(BaseLoop):
         scaler = progress.scaler and LossScaler(
             loaded.scale or LossScaler().scale, loaded.good_steps
         )
-        progress.roll_back(JobState(loaded.step, scaler))
+        progress.roll_back(JobState(loaded.step, scaler, epoch=loaded.epoch))
         progress.saved = -1  # a checkpoint of the same step may be another run's
         self._step = progress.recorded = progress.evaluated = loaded.step
 
@@ -147,8 +151,8 @@ class CallLoop(BaseLoop):
         match self._current:
             case CallKind.STEP:
                 call = self._calls[self._placement.rank_of(0)]
-                batch = self._batch = call.batch
-                assert batch
+                assert call.batch
+                batch = self._batch = replace(call.batch, epoch=self._progress.epoch)
                 more, last = self._half_done, call.last
                 self._half_done = not last
                 return self._run(batch, last=last) if more else self._begin(batch, now, last=last)
@@ -156,7 +160,7 @@ class CallLoop(BaseLoop):
                 return Finish()
             case CallKind.EVALUATE | CallKind.PREDICT:
                 return Evaluate(self._progress.steps)
-            case CallKind.SAVE | CallKind.LOAD:
+            case CallKind.SAVE | CallKind.LOAD | CallKind.END_EPOCH:
                 self._current = None
                 return Wait()
             case None:
@@ -168,7 +172,7 @@ def _source(call: Call) -> str:
     """Return a call as the user wrote it."""
     if call.loaded is not None:
         return f"load(a checkpoint of step {call.loaded.step})"
-    if call.kind in (CallKind.SAVE, CallKind.CLOSE):
+    if call.kind in (CallKind.SAVE, CallKind.END_EPOCH, CallKind.CLOSE):
         return f"{call.kind.value}()"
     more = ", everywhere=True" if call.everywhere else "" if call.last else ", of several"
     return f"{call.kind.value}(batch{more})"

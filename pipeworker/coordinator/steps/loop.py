@@ -23,6 +23,7 @@ from pipeworker.plan.placement import Placement
 from pipeworker.wire.lines import Warned
 from pipeworker.wire.messages.directions import Finish
 from pipeworker.wire.messages.step import (
+    Change,
     Evaluate,
     Evaluated,
     RunStep,
@@ -47,7 +48,7 @@ class Due:
         loses_nothing: whether the job saves a checkpoint before it ends by the failure.
     """
 
-    update: Update | Evaluated | None = None
+    update: Change | None = None
     effects: tuple[Effect, ...] = ()
     can_save: bool = False
     must_save: bool = False

@@ -56,6 +56,7 @@ class Progress:
         failed_saves: checkpoints that failed since the last complete one.
         seconds: the duration of the last step.
         finite: whether the loss and the gradient of the last step were finite.
+        epoch: the epochs that a user's own loop has ended.
     """
 
     steps: int = 0
@@ -71,6 +72,7 @@ class Progress:
     failed_saves: int = 0
     seconds: float = 0.0
     finite: bool = True
+    epoch: int = 0
     _completed: int = 0  # steps that this process saw completed
     _bubbles: float = 0.0  # the sum of their bubbles
     _busy_seconds: tuple[float, ...] = ()  # by worker, since their number last changed
@@ -102,7 +104,8 @@ class Progress:
     def job_state(self) -> JobState:
         """The coordinator's part of a snapshot or checkpoint of the current step."""
         current = self.evaluation and self.evaluation.step == self.steps
-        return JobState(self.steps, self.scaler, self.evaluation if current else None)
+        evaluation = self.evaluation if current else None
+        return JobState(self.steps, self.scaler, evaluation, self.epoch)
 
     def has_unsaved(self, step: int) -> bool:
         """Return whether a step up to `step` is in no checkpoint."""
@@ -117,7 +120,13 @@ class Progress:
         """Return to an earlier state; later steps will be repeated, by new workers."""
         self._meter.begin()
         self.steps, self.scaler, self.evaluation = state.step, state.scaler, state.evaluation
+        self.epoch = state.epoch
         self.evaluations.roll_back(state.step)
+
+    def end_epoch(self) -> None:
+        """Count an epoch of a user's own loop; a checkpoint of this step is now outdated."""
+        self.epoch += 1
+        self.saved = -1
 
     def complete_step(
         self, result: StepResult, busy: Sequence[float], data: float, *, overflow: bool

@@ -35,11 +35,16 @@ LACKED_MEMORY = (
 
 @dataclass(frozen=True, slots=True)
 class JobState:
-    """The coordinator's own part of a snapshot or checkpoint, after `step`."""
+    """The coordinator's own part of a snapshot or checkpoint, after `step`.
+
+    Attributes:
+        epoch: the epochs that a user's own loop has ended.
+    """
 
     step: int
     scaler: LossScaler | None = None
     evaluation: Evaluation | None = None
+    epoch: int = 0
 
 
 @dataclass(slots=True)

@@ -17,13 +17,12 @@ from pipeworker.wire.messages.presence import (
 )
 from pipeworker.wire.messages.step import (
     Call,
+    Change,
     Evaluate,
-    Evaluated,
     EvaluationDone,
     RunStep,
     StepDone,
     Upcoming,
-    Update,
     Wait,
 )
 from pipeworker.wire.messages.store import StoreReply, StoreRequest
@@ -41,11 +40,12 @@ Next = RunStep | Evaluate | Save | Wait | Finish
 class Advance:
     """The next command, and what to execute before it.
 
-    Before it come an update, or the loss of the last evaluation pass, and then a snapshot.
+    Before it come an update, or the loss of the last evaluation pass, or the end of an epoch, and
+    then a snapshot.
     """
 
     next: Next
-    update: Update | Evaluated | None = None
+    update: Change | None = None
     copy: Copy | None = None
 
 

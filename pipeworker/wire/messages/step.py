@@ -138,6 +138,17 @@ class Evaluated:
 
 
 @dataclass(frozen=True, slots=True)
+class EpochEnded:
+    """The user's own loop has ended an epoch after `step`; step a scheduler that epochs step."""
+
+    step: int
+
+
+Change = Update | Evaluated | EpochEnded
+"""A change of the training state."""
+
+
+@dataclass(frozen=True, slots=True)
 class Evaluate:
     """A command: run an evaluation pass, or a prediction, after `step`."""
 
@@ -150,6 +161,7 @@ class CallKind(Enum):
     STEP = "step"
     EVALUATE = "evaluate"
     PREDICT = "predict"
+    END_EPOCH = "end_epoch"
     SAVE = "save"
     LOAD = "load"
     CLOSE = "close"
@@ -157,14 +169,15 @@ class CallKind(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """The step and loss scale of the checkpoint that a user's own loop has loaded."""
+    """The step, loss scale and epoch of the checkpoint that a user's own loop has loaded."""
 
     step: int
     scale: float = 0.0
     good_steps: int = 0
+    epoch: int = 0
 
     def __post_init__(self) -> None:
-        least = min(self.step, self.scale, self.good_steps)
+        least = min(self.step, self.scale, self.good_steps, self.epoch)
         check(least >= 0, f"a loaded checkpoint with a negative field: {least}")
 
 

@@ -196,6 +196,13 @@ class Updater:
             with user_code("the scheduler"):
                 self.scheduler.step(loss)
 
+    def end_epoch(self, step: int) -> None:
+        """Step a scheduler that epochs step, after `step` of a user's own loop."""
+        if self.scheduler is not None and self._by_epoch and not self.wants_metric:
+            self._seed_all(step, _NO_LAYER)  # as in the update with which an epoch of data ends
+            with user_code("the scheduler"):
+                self.scheduler.step()
+
     def _finish_gradients(self, update: Update) -> None:
         gradients = [p.grad for p in self.parameters if p.grad is not None]
         # Divide, as a plain loop does: a product with the reciprocal differs in the last bit.

@@ -329,6 +329,21 @@ def test_a_scheduler_by_epoch_steps_when_one_ends() -> None:
         updater.apply(Update(step, scale=1.0, epoch_ended=step % 2 == 0))
         rates.append(updater.learning_rate)
     assert rates == [0.5, 0.25, 0.25, 0.125]
+    updater.end_epoch(4)  # by the user's own loop
+    assert updater.learning_rate == 0.0625
+
+
+@pytest.mark.parametrize(("interval", "kind"), [("step", "exponential"), ("epoch", "plateau")])
+def test_the_end_of_an_epoch_steps_no_other_scheduler(interval: str, kind: str) -> None:
+    schedulers = torch.optim.lr_scheduler
+    chosen: Any = {
+        "exponential": lambda opt: schedulers.ExponentialLR(opt, 0.5),
+        "plateau": lambda opt: schedulers.ReduceLROnPlateau(opt, factor=0.5, patience=0),
+    }[kind]
+    updater = make([layer(1.0)], sgd, chosen, scheduler_interval=interval)
+    before = updater.scheduler.state_dict()
+    updater.end_epoch(1)
+    assert updater.scheduler.state_dict() == before
 
 
 def test_a_plateau_looks_at_the_evaluation_alone() -> None:
