@@ -31,6 +31,7 @@ from launcher.engines.engine import Carrier, Cluster, SubmittedJob
 from launcher.evaluate import evaluate
 from launcher.job_command import JobCommand
 from launcher.options import ANYWHERE, JOB_PARAMETERS, LAUNCH_PARAMETERS
+from launcher.run_commands import compare, list_runs, prune
 from pipeworker.errors import PipeworkerError, UsageError
 from pipeworker.job.option_parsing import workers_per_replica
 from pipeworker.job.options import PRECISIONS
@@ -85,7 +86,7 @@ def _suggest_launch(mistake: str, ctx: click.Context, words: Sequence[str]) -> N
     raise UsageError(f"{mistake}; did you mean `{command}`?")
 
 
-@click.group(cls=_Main, context_settings=_HELP, commands=[evaluate])
+@click.group(cls=_Main, context_settings=_HELP, commands=[evaluate, list_runs, compare, prune])
 @click.version_option(__version__)
 def main() -> None:
     """Train a network too big for one accelerator, as a pipeline of worker processes."""
@@ -345,16 +346,6 @@ def show(run: Path, *, as_json: bool) -> None:
     from pipeworker.runs import show
 
     click.echo(show.show(run, as_json=as_json))
-
-
-@main.command("list")
-@click.argument("folder", metavar="[DIR]", type=click.Path(path_type=Path), default="runs")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object per run.")
-def list_runs(folder: Path, *, as_json: bool) -> None:
-    """List the runs in the folder DIR (default: runs), one line each, the newest last."""
-    from pipeworker.runs import show
-
-    click.echo(show.list_runs(folder, as_json=as_json))
 
 
 @main.command()

@@ -34,7 +34,7 @@ from pipeworker.plan.actions import Edge, Payload, parse_actions
 from pipeworker.record.manifest import Manifest
 from pipeworker.record.run_record import RunRecord
 from pipeworker.record.rundir import RunDir
-from pipeworker.runs import show
+from pipeworker.runs import listing, show
 from pipeworker.wire import codec, lines
 from pipeworker.wire.messages.checkpoint import Copy, Restore, Save, Saved
 from pipeworker.wire.messages.directions import Advance
@@ -333,7 +333,7 @@ def test_runs_that_are_shown_and_listed(
             made.summary.write_bytes(summary)
         check_reader(show.show, path, UsageError)
         check_reader(lambda path: show.show(path, as_json=True), path, UsageError)
-        shown = show.list_runs(Path(folder))
+        shown = listing.list_runs(Path(folder))
         assert shown.replace("\n", "").isprintable()
 
 

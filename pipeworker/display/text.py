@@ -44,6 +44,15 @@ def duration(seconds: float) -> str:
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
 
 
+def data_size(size: float) -> str:
+    """Format a size in bytes as ``12B``, ``3.4K``, ``56M`` or ``1.2G``, by powers of 1024."""
+    for unit in "BKMGTP":
+        if size < 1024 or unit == "P":
+            break
+        size /= 1024
+    return f"{size:.1f}{unit}" if unit != "B" and size < 10 else f"{size:.0f}{unit}"
+
+
 def mebibytes(sizes: Iterable[int]) -> str:
     """Format sizes in bytes as ``1, 3 MiB``; 0 is an unknown size."""
     return ", ".join(f"{size / 2**20:.0f}" if size else "?" for size in sizes) + " MiB"

@@ -215,8 +215,8 @@ class RunDir:
             return
         best = self.best_checkpoint(criterion)
         for path in paths[:-keep]:
-            if path != best:  # a checkpoint that is half removed must not look complete
-                shutil.rmtree(path.rename(_renamed_for_removal(path)))
+            if path != best:
+                remove_checkpoint(path)
 
     def request_checkpoint(self) -> None:
         """Request a checkpoint of the job that runs here; see :meth:`withdraw_checkpoint_request`.
@@ -269,6 +269,25 @@ def _evaluation(checkpoint: Path) -> dict[str, float]:
     with suppress(UsageError, OSError):
         return Manifest.read(checkpoint / MANIFEST).evaluation or {}
     return {}
+
+
+def disk_bytes(folder: Path) -> int:
+    """Return the bytes of all files below a folder; links in it are not followed."""
+    total = 0
+    for where, _, names in os.walk(folder):
+        for name in names:
+            with suppress(OSError):  # removed since
+                total += Path(where, name).lstat().st_size
+    return total
+
+
+def remove_checkpoint(path: Path) -> None:
+    """Remove the folder of a checkpoint, which never looks complete when it is half removed.
+
+    Raises:
+        OSError: it cannot be removed.
+    """
+    shutil.rmtree(path.rename(_renamed_for_removal(path)) if path.name[0] != "." else path)
 
 
 def find_checkpoint(source: Path) -> Path:

@@ -20,7 +20,7 @@ from pipeworker.record.manifest import MANIFEST, Manifest
 from pipeworker.record.metrics import rows
 from pipeworker.record.metrics.rows import Row
 from pipeworker.record.run_record import RunRecord, best_entry, read_summary
-from pipeworker.record.rundir import RunDir
+from pipeworker.record.rundir import RunDir, disk_bytes
 
 RUNNING, DONE, INTERRUPTED = "running", "done", "interrupted"
 _GONE = "its processes ended without a summary: they were killed, or their host went down"
@@ -35,11 +35,13 @@ _RECENT = 100
 """Steps whose median speed is shown."""
 _SHOWN = ("stages", "microbatches", "seed")
 """Options that are shown even if they have their defaults."""
-_DEFAULTS = {
+_DEFAULTS: dict[str, Any] = {
     f.name: list(f.default) if isinstance(f.default, tuple) else f.default
     for f in dataclasses.fields(Options)
 }
 """As JSON has them."""
+OPTION_NAMES = [name for name in _DEFAULTS if name not in _NOT_OPTIONS]
+"""The names of a run's options, in their order."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +55,7 @@ class Run:
         evaluation: the row of the last evaluation pass.
         best: the row of the best evaluation pass, by the option ``--best``.
         checkpoints: the manifests of the complete ones by their paths, the oldest first.
+        disk_bytes: the bytes of all files in the directory.
     """
 
     path: Path
@@ -62,6 +65,7 @@ class Run:
     evaluation: Row | None
     best: Row | None
     checkpoints: dict[Path, Manifest]
+    disk_bytes: int
 
     @classmethod
     def read(cls, path: Path) -> Run:
@@ -96,6 +100,7 @@ class Run:
                 rows.last(run_dir.evaluation),
                 record.criterion.best(rows.read(run_dir.evaluation)),
                 _checkpoints(run_dir),
+                disk_bytes(path),
             )
         except OSError as error:
             raise UnreadableFile(path, error) from None
@@ -124,6 +129,16 @@ class Run:
         evaluations = {p: m.evaluation or {} for p, m in self.checkpoints.items()}
         best = self.record.criterion.best(evaluations.values())
         return next((path for path, row in evaluations.items() if row is best), None)
+
+    @property
+    def best_value(self) -> float | None:
+        """The figure of the best evaluation pass."""
+        return self.record.criterion.value(self.best) if self.best else None
+
+    def option(self, name: str) -> Any:
+        """Return an option of the run, by its name in :class:`Options`."""
+        value = self.record.options.get(name, _DEFAULTS[name])
+        return None if value is dataclasses.MISSING else value
 
     @property
     def steps(self) -> int:
@@ -164,12 +179,13 @@ class Run:
             **{name: self.summary[name] for name in _ENDING},
             **{name: self.summary.get(name) for name in _SPEED},
             "stopped_early": self.summary.get("stopped_early"),
+            "disk_bytes": self.disk_bytes,
             "checkpoints": [
                 {"step": manifest.step, "path": str(path), "evaluation": manifest.evaluation}
                 for path, manifest in self.checkpoints.items()
             ],
         }
-        return dict(_strict(found))
+        return dict(strict(found))
 
 
 def _checkpoints(run_dir: RunDir) -> dict[Path, Manifest]:
@@ -199,10 +215,10 @@ def time_of(process: dict[str, Any]) -> datetime | None:
     return None
 
 
-def _strict(value: Any) -> Any:
+def strict(value: Any) -> Any:
     """Return a value as strict JSON: NaN and infinities become null."""
     if isinstance(value, dict):
-        return {name: _strict(each) for name, each in value.items()}
+        return {name: strict(each) for name, each in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_strict(each) for each in value]
+        return [strict(each) for each in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -5,14 +5,13 @@ from __future__ import annotations
 import json
 import shlex
 from collections.abc import Iterable, Mapping
-from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
 from pipeworker.display.commands import DEFAULT_PROGRAM, Commands, further
 from pipeworker.display.figures import after
 from pipeworker.display.text import mebibytes, number, sanitize, table
-from pipeworker.errors import PipeworkerError, UnreadableFile, UsageError
+from pipeworker.errors import PipeworkerError
 from pipeworker.job.option_parsing import format_by_origin, format_option
 from pipeworker.job.options import Options
 from pipeworker.job.renamed import migrated
@@ -204,63 +203,3 @@ def _time(
 
 def _number(value: Any) -> str:
     return number(value) if isinstance(value, float) else str(value)
-
-
-_HEAD = ("run", "status", "steps", "loss", "stages", "started")
-_RIGHT = (2, 3, 4)
-_LONG_AGO = datetime.fromtimestamp(0, timezone.utc)
-
-
-def list_runs(folder: Path, *, as_json: bool = False) -> str:
-    """Describe the runs in a folder, or that of a run directory, in a table or lines of JSON.
-
-    The newest is last. Hidden directories are left out; directories without a run, or with a
-    damaged one, are named after the runs.
-
-    Raises:
-        UsageError: the folder does not exist, or cannot be read.
-    """
-    runs, damaged = _read(folder)
-    if as_json:
-        wrong = ({"run": str(path), "error": error} for path, error in damaged.items())
-        return "\n".join(json.dumps(each) for each in (*(run.to_json() for run in runs), *wrong))
-    if not runs and not damaged:
-        return f"no run is in {folder}"
-    rows = [_HEAD, *(tuple(map(_one_line, _row(run))) for run in runs)] if runs else []
-    lines = table(rows, right=_RIGHT)
-    return "\n".join([*lines, *(_one_line(f"{p.name}: {why}") for p, why in damaged.items())])
-
-
-def _read(folder: Path) -> tuple[list[Run], dict[Path, str]]:
-    try:
-        paths = sorted(p for p in folder.iterdir() if p.is_dir() and not p.name.startswith("."))
-        if (folder / "run.json").exists():
-            paths = [folder]
-    except FileNotFoundError:
-        raise UsageError(f"{folder}: no such folder; give the folder of the runs") from None
-    except OSError as error:
-        raise UnreadableFile(folder, error) from None
-    runs: list[Run] = []
-    damaged: dict[Path, str] = {}
-    for path in paths:
-        try:
-            runs.append(Run.read(path))
-        except UsageError as error:
-            damaged[path] = str(error)
-    return sorted(runs, key=lambda run: time_of(run.record.content) or _LONG_AGO), damaged
-
-
-def _row(run: Run) -> tuple[str, ...]:
-    loss = run.last.get("loss")
-    return (
-        run.path.resolve().name,
-        run.status,
-        f"{run.steps}/{run.asked_steps}" if run.asked_steps else str(run.steps),
-        number(loss) if isinstance(loss, float) else "",
-        str(run.record.options.get("stages", "")),
-        _time(run.record.content, "%Y-%m-%d %H:%M", ""),
-    )
-
-
-def _one_line(text: str) -> str:
-    return " ".join(sanitize(text).split())

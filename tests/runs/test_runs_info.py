@@ -17,7 +17,7 @@ from pipeworker.job.option_parsing import make_options
 from pipeworker.record import run_record
 from pipeworker.record.run_record import RunRecord, write_summary
 from pipeworker.record.rundir import RunDir
-from pipeworker.runs import show
+from pipeworker.runs import listing, show
 from pipeworker.runs.info import Run
 from pipeworker.wire.lines import Verdict
 from support.checkpoints import complete as checkpoint
@@ -274,10 +274,12 @@ def test_the_newest_run_is_listed_last(
     broken.summary.write_text("{")
     monkeypatch.chdir(tmp_path)
     head, *rows, damaged, no_run = table_of().splitlines()
-    assert head.split() == ["run", "status", "steps", "loss", "stages", "started"]
-    assert [row.split()[:-2] for row in rows] == [
-        ["b", "done", "4/10", "0.2500", "2"],
-        ["a-longer-name", "done", "12", "0.0833", "2"],
+    assert head.split() == [
+        *("run", "status", "steps", "loss", "stages", "time", "disk", "started")
+    ]
+    assert [row.split()[:4] for row in rows] == [
+        ["b", "done", "4/10", "0.2500"],
+        ["a-longer-name", "done", "12", "0.0833"],
         ["c", "interrupted", "0", "2"],
     ]
     assert {row.index("2026-05") for row in rows} == {head.index("started")}
@@ -302,12 +304,12 @@ def table_of(*words: str) -> str:
 
 
 def test_a_folder_without_runs(tmp_path: Path) -> None:
-    assert show.list_runs(tmp_path) == f"no run is in {tmp_path}"
+    assert listing.list_runs(tmp_path) == f"no run is in {tmp_path}"
     with pytest.raises(UsageError, match=r"none: no such folder; give the folder of the runs"):
-        show.list_runs(tmp_path / "none")
+        listing.list_runs(tmp_path / "none")
     (tmp_path / "file").touch()
     with pytest.raises(UsageError, match=r"file: cannot be read: Not a directory"):
-        show.list_runs(tmp_path / "file")
+        listing.list_runs(tmp_path / "file")
     done = CliRunner().invoke(cli.main, ["show", str(tmp_path)])
     assert done.exit_code == 2
     assert (
@@ -341,7 +343,7 @@ def test_files_changed_by_other_programs_are_shown_as_far_as_possible(
         (tmp_path / name).write_text(json.dumps(value) + "\n")
     assert show.show(tmp_path).replace("\n", "").isprintable()
     assert json.loads(show.show(tmp_path, as_json=True))["status"] == "interrupted"
-    assert len(show.list_runs(tmp_path).splitlines()) == 2
+    assert len(listing.list_runs(tmp_path).splitlines()) == 2
 
 
 STRANGE = json.dumps(

@@ -1,0 +1,69 @@
+"""The commands that look after the runs of a folder: list, compare and prune."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from pipeworker.errors import UsageError
+
+_PATH = click.Path(path_type=Path)
+
+
+@click.command("list")
+@click.argument("folder", metavar="[DIR]", type=_PATH, default="runs")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object per run.")
+@click.option(
+    "--sort",
+    metavar="NAME",
+    default="started",
+    show_default=True,
+    help="Column to sort by, the largest last; -NAME: the largest first.",
+)
+@click.option(
+    "--columns",
+    metavar="A,B",
+    help="Columns: run, status, steps, loss, evaluation, stages, arguments, time, disk, started, "
+    "evaluation.NAME, or an option. [default: these, and the options that differ]",
+)
+def list_runs(folder: Path, sort: str, columns: str | None, *, as_json: bool) -> None:
+    """List the runs in the folder DIR (default: runs), one line each, the newest last."""
+    from pipeworker.runs import listing
+
+    if columns is not None and as_json:
+        raise UsageError("--columns: the objects of --json have all facts; leave it out")
+    chosen = [name.strip() for name in columns.split(",")] if columns is not None else []
+    click.echo(listing.list_runs(folder, as_json=as_json, sort=sort, columns=chosen))
+
+
+@click.command()
+@click.argument("first", metavar="RUN", type=_PATH)
+@click.argument("second", metavar="RUN2", type=_PATH)
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+def compare(first: Path, second: Path, *, as_json: bool) -> None:
+    """Show what differs between RUN and RUN2: options, versions, results and curves."""
+    from pipeworker.runs import compare
+
+    click.echo(compare.compare(first, second, as_json=as_json))
+
+
+@click.command()
+@click.argument("folder", metavar="DIR", type=_PATH)
+@click.option("--keep-weights", is_flag=True, help="Keep each run's newest and best checkpoints.")
+@click.option("--remove-weights", is_flag=True, help="Remove all checkpoints of each run.")
+@click.option("--dry-run", is_flag=True, help="Only print what would be removed.")
+def prune(folder: Path, *, keep_weights: bool, remove_weights: bool, dry_run: bool) -> None:
+    """Free the disk of old checkpoints of DIR, a folder of runs or a run.
+
+    Runs that are running are left alone. Options, rows and logs of all runs stay.
+    """
+    from pipeworker.runs import prune
+
+    if keep_weights == remove_weights:
+        raise UsageError(
+            "prune: choose one of --keep-weights, which keeps each run's newest and best "
+            "checkpoints, and --remove-weights, which removes all; --dry-run only shows them"
+        )
+    for line in prune.prune(folder, keep_weights=keep_weights, dry_run=dry_run):
+        click.echo(line)

@@ -1,0 +1,112 @@
+"""``pipeworker prune``: free the disk of checkpoints that nobody needs any more."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+from contextlib import ExitStack, suppress
+from pathlib import Path
+
+from pipeworker.display.text import data_size
+from pipeworker.errors import RecordError, UsageError
+from pipeworker.record.lock import RunLock
+from pipeworker.record.manifest import MANIFEST, Manifest
+from pipeworker.record.run_record import RunRecord
+from pipeworker.record.rundir import RunDir, disk_bytes, remove_checkpoint
+from pipeworker.runs.info import RUNNING
+from pipeworker.runs.listing import one_line, read_runs
+
+_OURS = re.compile(r"(damaged-)?step-\d{8,19}(-\d+)?|\.step-\d{8,19}\.(partial|gone)", re.ASCII)
+"""The folders that a job makes among its checkpoints."""
+
+
+def prune(folder: Path, *, keep_weights: bool, dry_run: bool) -> Iterator[str]:
+    """Remove checkpoints of the runs in a folder, or of a run, and yield a line for each run.
+
+    A run that is running is left alone, by its lock, and so is everything that is a link. Of a run
+    only folders of checkpoints are removed; its records stay.
+
+    Args:
+        folder: of the runs, or a run directory.
+        keep_weights: keep the newest checkpoint and the one with the best evaluation.
+        dry_run: remove nothing, and describe what would be removed.
+
+    Raises:
+        UsageError: the folder does not exist, or cannot be read.
+        RecordError: a checkpoint cannot be removed.
+    """
+    runs, damaged = read_runs(folder)
+    for path, why in damaged.items():
+        yield one_line(f"{path.name}: left alone: {why}")
+    total = count = 0
+    for run in runs:
+        name, run_dir = run.path.resolve().name, RunDir(run.path)
+        with ExitStack() as stack:
+            reason = "it is a link" if run.path.is_symlink() else ""
+            if run.status == RUNNING:
+                reason = "it is running"
+            elif not dry_run and not reason:
+                try:
+                    stack.enter_context(RunLock(run_dir.lock, exclusive=True))
+                except BlockingIOError:
+                    reason = "it is running"
+                except OSError as error:
+                    raise RecordError(run_dir.lock, error) from None
+            if not reason and run_dir.checkpoints.is_symlink():
+                reason = f"{run_dir.checkpoints} is a link"
+            if reason:
+                yield one_line(f"{name}: left alone: {reason}")
+                continue
+            found = _removable(run_dir, run.record, keep_weights=keep_weights)
+            sizes = {path: disk_bytes(path) for path in found}
+            if not dry_run:
+                _remove(found)
+        if found:
+            count, total = count + 1, total + sum(sizes.values())
+            listed = ", ".join(f"{path.name} ({data_size(size)})" for path, size in sizes.items())
+            yield one_line(f"{name}: {'would remove' if dry_run else 'removed'} {listed}")
+    verb = "would free" if dry_run else "freed"
+    yield f"{verb} {data_size(total)} in {count} run{'s' * (count != 1)}"
+
+
+def _removable(run_dir: RunDir, record: RunRecord, *, keep_weights: bool) -> list[Path]:
+    """Return the folders of a run's checkpoints that are to be removed.
+
+    Raises:
+        UsageError: they cannot be read.
+    """
+    try:
+        entries = [*os.scandir(run_dir.checkpoints)] if run_dir.checkpoints.is_dir() else []
+    except OSError as error:
+        raise UsageError(f"{run_dir.checkpoints}: cannot be read: {error.strerror}") from None
+    folders = [
+        run_dir.checkpoints / entry.name
+        for entry in entries
+        if entry.is_dir(follow_symlinks=False) and _OURS.fullmatch(entry.name)
+    ]
+    kept: set[Path] = set()
+    if keep_weights:
+        named = [path for path in run_dir.checkpoint_paths() if path in folders]
+        whole = {path: row for path in named if (row := _evaluation_of_whole(path)) is not None}
+        best = record.criterion.best(whole.values())
+        kept = {*named[-1:], *[*whole][-1:], *(path for path in whole if whole[path] is best)}
+    return sorted(path for path in folders if path not in kept)
+
+
+def _evaluation_of_whole(checkpoint: Path) -> dict[str, float] | None:
+    """Return the evaluation after a checkpoint, or {}; None if a file is missing or cut off."""
+    with suppress(UsageError, OSError):
+        manifest = Manifest.read(checkpoint / MANIFEST)
+        for file in manifest.files:
+            manifest.locate(checkpoint, file)
+        return manifest.evaluation or {}
+    return None
+
+
+def _remove(folders: list[Path]) -> None:
+    for path in folders:
+        try:
+            remove_checkpoint(path)
+        except OSError as error:
+            raise RecordError(path, error) from None

@@ -1,0 +1,208 @@
+"""Runs side by side: ``list``, ``compare`` and ``prune``."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+import cli
+from pipeworker.job.option_parsing import make_options
+from pipeworker.record import run_record
+from pipeworker.record.lock import RunLock
+from pipeworker.record.rundir import RunDir
+from support.checkpoints import complete
+
+
+def begin(folder: Path, name: str, losses: list[float], **options: Any) -> RunDir:
+    """Make a run with these losses, and an evaluation after every second step."""
+    made = RunDir(folder / "runs" / name)
+    made.path.mkdir(parents=True)
+    job_file = folder / "net.py"
+    job_file.write_text("")
+    chosen = make_options(str(job_file), 2, {"threads": 1, **options})
+    day = len([*made.path.parent.iterdir()])
+    process = {
+        "started": f"2026-05-0{day}T12:00:00+00:00",
+        "versions": {"torch": f"2.1{day}", "python": "3.12"},
+        "host": "here",
+    }
+    run_record.write(made, json.loads(chosen.to_json()), process)
+    rows = [{"step": step, "loss": loss} for step, loss in enumerate(losses, 1)]
+    made.metrics.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    evaluations = [{**row, "accuracy": 1 - row["loss"]} for row in rows if row["step"] % 2 == 0]
+    made.evaluation.write_text("".join(json.dumps(row) + "\n" for row in evaluations))
+    return made
+
+
+def run(*words: str) -> str:
+    done = CliRunner().invoke(cli.main, words)
+    assert done.exit_code == 0, done.output
+    return done.output
+
+
+def refused(*words: str) -> str:
+    done = CliRunner().invoke(cli.main, words)
+    assert done.exit_code == 2
+    return done.output.removeprefix("error: ").rstrip()
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Make three runs; return the folder that has ``runs``."""
+    monkeypatch.chdir(tmp_path)
+    begin(tmp_path, "a", [0.9, 0.8, 0.7, 0.6], seed=1, arguments=("--rate", "0.1"))
+    begin(tmp_path, "b", [0.9, 0.8, 0.5, 0.25], seed=2, arguments=("--rate", "0.3"))
+    made = begin(tmp_path, "c", [0.9], seed=2, precision="bf16", arguments=("--rate", "0.1"))
+    made.evaluation.unlink()
+    (made.path / "big").write_bytes(bytes(5 << 20))
+    return tmp_path
+
+
+def cells(*words: str) -> list[list[str]]:
+    return [line.split() for line in run("list", *words).splitlines()]
+
+
+def test_a_list_shows_what_differs(folder: Path) -> None:
+    head, *lines = run("list").splitlines()
+    assert head.split() == [
+        *("run", "status", "steps", "loss", "evaluation", "stages"),
+        *("precision", "seed", "arguments", "time", "disk", "started"),
+    ]
+    a, b, c = lines
+    for line, seed, precision, rate in (
+        (a, 1, "fp32", 0.1),
+        (b, 2, "fp32", 0.3),
+        (c, 2, "bf16", 0.1),
+    ):
+        assert f"{precision} {seed} --rate {rate}" in " ".join(line.split())
+    assert a.split()[3:5] == ["0.6000", "0.6000"]
+    assert c.split()[-3:-2] == ["5.0M"]
+    # Nothing differs in a single run.
+    assert "seed" not in run("list", "runs/a").splitlines()[0]
+    found = [json.loads(line) for line in run("list", "--json").splitlines()]
+    assert found[2]["disk_bytes"] > 5 << 20 > found[0]["disk_bytes"] > 0
+
+
+def test_a_list_is_sorted_and_has_the_columns_that_are_asked_for(folder: Path) -> None:
+    words = ("--columns", "run,evaluation.accuracy,clip-grad-norm")
+    assert cells(*words, "--sort", "-loss") == [
+        ["run", "evaluation.accuracy", "clip-grad-norm"],
+        ["c"],
+        ["a", "0.4000"],
+        ["b", "0.7500"],
+    ]
+    for sort, order in (("evaluation", "cba"), ("-disk", "cab"), ("precision", "cab")):
+        assert sorted(order) == ["a", "b", "c"]
+        names = [row[0] for row in cells("--columns", "run", "--sort", sort)[1:]]
+        if sort == "-disk":
+            assert names[0] == "c"
+        else:
+            assert "".join(names) == order
+    listed = run("list", "--json", "--sort", "-started").splitlines()
+    assert [json.loads(line)["run"] for line in listed] == ["runs/c", "runs/b", "runs/a"]
+    assert refused("list", "--sort", "los") == "--sort los: no such column; did you mean loss?"
+    assert refused("list", "--columns", "x!").startswith("--columns x!: no such column; use run, ")
+    assert refused("list", "--json", "--columns", "run").startswith("--columns: the objects of")
+
+
+def test_two_runs_are_compared(folder: Path) -> None:
+    text = run("compare", "runs/a", "runs/b")
+    shown = [line.split() for line in text.splitlines()]
+    for row in (
+        ["options", "that", "differ", "a", "b"],
+        ["seed", "1", "2"],
+        ["arguments", "--rate", "0.1", "--rate", "0.3"],
+        ["torch", "2.11", "2.12"],
+        ["best", "evaluation", "0.6000", "0.2500"],
+        ["loss", "after", "step", "a", "b"],
+        ["3", "0.7000", "0.5000"],
+        ["evaluation", "loss", "after", "step", "a", "b"],
+        ["4", "0.6000", "0.2500"],
+    ):
+        assert row in shown
+    assert "python" not in text
+    assert "the job files are the same" in text
+    assert "the losses are equal before step 3, and differ there" in text
+    found = json.loads(run("compare", "--json", "runs/a", "runs/c"))
+    assert found["options"] == {"precision": ["fp32", "bf16"], "seed": [1, 2]}
+    assert found["arguments"] == [["--rate", "0.1"]] * 2
+    assert found["first_difference"] is None
+    assert found["results"]["best_evaluation"] == [0.6, None]
+    assert found["curves"]["loss"][0] == {"step": 1, "values": [0.9, 0.9]}
+    assert found["curves"]["loss"][-1] == {"step": 4, "values": [0.6, None]}
+    assert refused("compare", "runs/a", "runs").endswith("give one that has a run.json")
+
+
+def names(run_dir: RunDir) -> list[str]:
+    return sorted(path.name for path in run_dir.checkpoints.iterdir())
+
+
+def test_prune_keeps_the_newest_and_the_best_checkpoint(folder: Path) -> None:
+    made = RunDir(folder / "runs" / "a")
+    for step, loss in ((1, 0.9), (2, 0.1), (3, 0.7), (4, 0.8), (5, 0.9)):
+        complete(made, step, evaluation={"step": step, "loss": loss})
+    (made.checkpoint(5) / "state-00001-of-00001.json").unlink()  # 4 is the newest that is whole
+    (made.checkpoints / "damaged-step-00000003").mkdir()
+    (made.checkpoints / ".step-00000006.partial").mkdir()
+    outside = folder / "outside"
+    outside.mkdir()
+    (outside / "file").touch()
+    (made.checkpoints / "step-00000007").symlink_to(outside)
+    (made.checkpoints / "mine").mkdir()
+    before = names(made)
+    text = run("prune", "runs", "--keep-weights", "--dry-run")
+    assert names(made) == before
+    assert text.splitlines()[0].startswith(
+        "a: would remove .step-00000006.partial (0B), damaged-step-00000003 (0B), step-00000001 ("
+    )
+    assert text.splitlines()[-1].startswith("would free ")
+    size = text.split()[-4]
+    assert run("prune", "runs", "--keep-weights").splitlines()[-1] == f"freed {size} in 1 run"
+    assert names(made) == [
+        *("mine", "step-00000002", "step-00000004", "step-00000005", "step-00000007")
+    ]
+    assert run("prune", "runs", "--keep-weights") == "freed 0B in 0 runs\n"
+    assert (outside / "file").exists()
+    assert run("prune", "runs/a", "--remove-weights").startswith("a: removed step-00000002 (")
+    assert names(made) == ["mine", "step-00000007"]
+    assert (outside / "file").exists()
+    assert made.metrics.exists()
+
+
+def test_prune_leaves_what_is_running_and_what_is_a_link_alone(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in "abc":
+        complete(RunDir(folder / "runs" / name), 1)
+    linked = folder / "runs" / "d"
+    linked.symlink_to(folder / "runs" / "c")
+    elsewhere = folder / "elsewhere"
+    made = RunDir(folder / "runs" / "b")
+    made.checkpoints.rename(elsewhere)
+    made.checkpoints.symlink_to(elsewhere)
+
+    def busy(path: Path, **_: object) -> RunLock:
+        raise BlockingIOError
+
+    text = run("prune", "runs", "--remove-weights", "--dry-run")
+    assert "d: left alone" not in text.splitlines()[0]
+    assert "b: left alone: runs/b/checkpoints is a link" in text
+    assert "left alone: it is a link" in text
+    with monkeypatch.context() as patched:
+        patched.setattr("pipeworker.runs.prune.RunLock", busy)  # it began a moment ago
+        assert run("prune", "runs/a", "--remove-weights").startswith("a: left alone: it is running")
+    with monkeypatch.context() as patched:
+        patched.setattr("pipeworker.record.lock.is_locked", lambda _: True)
+        assert run("prune", "runs/a", "--remove-weights").startswith("a: left alone: it is running")
+    run("prune", "runs", "--remove-weights")
+    assert [path.name for path in elsewhere.iterdir()] == ["step-00000001"]
+    assert names(RunDir(folder / "runs" / "a")) == []
+
+
+def test_prune_says_what_it_would_keep(folder: Path) -> None:
+    for words in ((), ("--keep-weights", "--remove-weights")):
+        assert refused("prune", "runs", *words).startswith("prune: choose one of --keep-weights, ")
