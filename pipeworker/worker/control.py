@@ -244,8 +244,11 @@ class Control:
         self._connection.socket.send(self._stream.sequence(codec.encode(message, self._generation)))
 
     def _send_heartbeat(self, *, resend: bool = False) -> None:
-        """Send a heartbeat, unless the job has ended."""
-        if self.ended is None:
+        """Send a heartbeat, unless the job has ended.
+
+        Before its first message, Hello, the coordinator does not know whose heartbeat it is.
+        """
+        if self.ended is None and self._stream.sent:
             counts = self._stream.sent, self._stream.received
             tracker = self._tracker
             heartbeat = Heartbeat(self._rank, tracker.get(), *counts, resend, tracker.waiting)

@@ -14,13 +14,14 @@ from pipeworker.facts.position import Position
 from pipeworker.timings import VARIABLE
 from pipeworker.wire import codec, reliable_stream, sockets
 from pipeworker.wire.messages.directions import Advance, Finish, Message
-from pipeworker.wire.messages.presence import Abort, Failed, Heartbeat, Ping
+from pipeworker.wire.messages.presence import Abort, Failed, Heartbeat, Hello, Ping
 from pipeworker.worker.control import Control
 from pipeworker.worker.settings import Settings
 from support.jobs import until
 from support.proxy import Proxy
 
 TOKEN = "6f" * 32
+HELLO = Hello(0, "host", 1)
 
 
 def received(router: sockets.Router) -> tuple[bytes, Message]:
@@ -42,6 +43,7 @@ def heartbeat(router: sockets.Router) -> tuple[bytes, Heartbeat]:
 
 def finish(router: sockets.Router, control: Control) -> None:
     """Send the worker its last message."""
+    control.send(HELLO)
     identity, _ = heartbeat(router)
     frame = codec.encode(Advance(Finish()), 1)
     sockets.send(router, identity, reliable_stream.pack(1, frame))
@@ -71,6 +73,18 @@ def test_a_worker_does_not_wait_for_a_coordinator_that_ended_after_its_last_mess
     begun = time.monotonic()
     control.close()
     assert time.monotonic() - begun < 30  # half of the time to deliver a message
+
+
+def test_no_heartbeat_precedes_the_first_message(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(VARIABLE, "heartbeat=0.02")
+    with sockets.server(TOKEN, "127.0.0.1") as (router, endpoint):
+        control = Control(Settings(0, endpoint, TOKEN, 0), aborted)
+        control.start(signals=False)
+        assert not router.poll(300)
+        control.send(HELLO)
+        assert received(router)[1] == HELLO
+        finish(router, control)
+        control.close()
 
 
 def test_the_last_message_is_acknowledged() -> None:
@@ -123,6 +137,7 @@ def test_another_connection_replaces_a_silent_one(
         control = Control(Settings(0, "tcp://{}:{}".format(*proxy.address), TOKEN, 0), aborted)
         control.silence_timeout = 60.0
         control.start(signals=False)
+        control.send(HELLO)
         identity, _ = heartbeat(router)
         if quiet:
             frame = codec.encode(Ping(quiet=True), 1)
