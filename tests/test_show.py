@@ -44,6 +44,7 @@ def test_a_line_per_step_appears_at_once(jobs: Jobs) -> None:
     words = ("--stages", "3", "--microbatches", "4", "--log-every", "1")
     process, path = jobs.start(*words, source=GATED)
     assert process.stdout is not None
+    assert process.stdout.readline() == "starting 3 workers\n"
     assert process.stdout.readline() == (
         f"3 stages (2,2,1 layers), 4 micro-batches, gpipe; run directory {path}\n"
     )
@@ -199,6 +200,39 @@ def test_a_bar_on_a_terminal(jobs: Jobs) -> None:
     # Redrawn lines are above the bar, and removed when the job is over.
     assert re.search(r"\[stage 0\] reading \d0%\s+step \d/6  [━╸╺]+  loss", terminal.text)
     assert terminal.read().count("\x1b[?25l") == terminal.read().count("\x1b[?25h")  # the cursor
+
+
+EVALUATES = (
+    JOB
+    + """
+    import time
+    from pathlib import Path
+
+    class Seven:
+        def __len__(self):
+            return 7
+
+        def __iter__(self):
+            for number in range(7):
+                while number == 3 and not Path(__file__).with_name("go").exists():
+                    time.sleep(0.02)
+                yield torch.randn(10, 8), torch.arange(10) % 3
+
+    evaluation = Seven()
+"""
+)
+"""The fourth mini-batch of its evaluation cannot be read before the test allows it."""
+
+
+def test_a_bar_shows_the_evaluation_and_the_memory(jobs: Jobs) -> None:
+    words = ("--stages", "2", "--steps", "2", "--evaluate-every", "1", "-v")
+    with Terminal(jobs, *words, source=EVALUATES, columns=200) as terminal:
+        until(lambda: re.search(r"step 1/2  [━╸╺]+  evaluating 3/7  loss", terminal.text))
+        until(lambda: re.search(r"memory [1-9]\d+, [1-9]\d+ MiB", terminal.text))
+        (jobs.folder / "go").touch()
+        assert terminal.wait(60) == 0
+    (drawn,) = [line for line in terminal.shown if line.startswith("step")]
+    assert "evaluating" not in drawn
 
 
 def test_an_interrupted_job_shows_how_to_resume(jobs: Jobs) -> None:

@@ -231,7 +231,7 @@ class Supervisor:
                     self._show(line)
                     for correction in self._stop_notice.training():
                         self._show(correction)
-                case Evaluation() | lines.Warned():
+                case Evaluation() | lines.Warned() | lines.Activity():
                     self._show(line)
                 case _:
                     assert_never(line)

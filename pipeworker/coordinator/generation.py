@@ -32,7 +32,7 @@ from pipeworker.coordinator.store import KeyValueStore
 from pipeworker.errors import AGAIN, ProtocolError, UsageError
 from pipeworker.facts.failure import Cause, Failure
 from pipeworker.facts.step import Batch, Evaluation
-from pipeworker.wire.lines import Joined, Warned
+from pipeworker.wire.lines import Activity, Joined, Warned
 from pipeworker.wire.messages.checkpoint import Restore, Save, Saved
 from pipeworker.wire.messages.directions import Advance, Finish, FromWorker
 from pipeworker.wire.messages.plan import Described, Ready
@@ -107,6 +107,14 @@ class Generation(Saving):
         if self.interrupted is not None and (self.stopped.failure or not self.loop.finished):
             return self.over(self.stopped)
         return self._advance(Due(), now)
+
+    @property
+    def activity(self) -> Activity:
+        """What the workers do at present."""
+        memory, reader = self.roster.memory(), self.roster.members.get(self.placement.rank_of(0))
+        if self.state is not State.EVALUATING or reader is None or reader.beat is None:
+            return Activity(memory)
+        return Activity(memory, reader.beat.evaluated, reader.beat.evaluation_length)
 
     # Messages, by the table at the end.
 

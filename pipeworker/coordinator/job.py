@@ -109,6 +109,7 @@ class Job:
             self._recovery = _Recovery(start.causes[-1], start.recorded, started)
         self._pending_end: JobEnd | None = None  # takes effect once the last snapshot is saved
         self._peaks: tuple[int, ...] = ()
+        self._activity = lines.Activity()
         self.generation = self._begin(generation, started)
         self.end: JobEnd | None = None
 
@@ -138,6 +139,8 @@ class Job:
             effects = [_snapshot_line(*last), *effects]
         if end is None:
             effects += self._report_recovery(now)
+            if isinstance(event, events.Tick):
+                effects += self._new_activity()
             if self._may_grow(now):
                 self._elastic.grow()
                 text = f"the job tries again with all {self._workers_text}"
@@ -309,6 +312,11 @@ class Job:
         repeated = f"{count or 'no'} step{'' if count in (0, 1) else 's'} repeated"
         resumed = f"resumed after step {self.progress.steps}, {repeated}"
         return [Warned(f"{recovery.cause}; {resumed}, in {now - recovery.at:.1f} s")]
+
+    def _new_activity(self) -> list[Effect]:
+        """Return what the workers do at present, if it has changed."""
+        before, self._activity = self._activity, self.generation.activity
+        return [] if self._activity == before else [self._activity]
 
     def _verdict(self, end: JobEnd, now: float) -> lines.Verdict:
         failure, causes = end.failure, tuple(self._restarts.causes)

@@ -33,6 +33,7 @@ class Member:
         unreachable_since: the time at which its connection was found closed, or None.
         waits: whether it waits for another worker, or for the next command.
         moved_at: the time at which `position` or `waits` last changed.
+        beat: its last heartbeat.
     """
 
     peer: bytes
@@ -43,6 +44,7 @@ class Member:
     position: Position = field(default_factory=Position)
     waits: bool = False
     moved_at: float = 0.0
+    beat: Heartbeat | None = None
     described: Described | None = None
     ready: Ready | None = None
     done: StepDone | None = None
@@ -62,7 +64,8 @@ class Member:
         return ""
 
     def heartbeat(self, beat: Heartbeat, now: float) -> None:
-        """Store the position that a heartbeat reports."""
+        """Store what a heartbeat reports."""
+        self.beat = beat
         if (beat.position, beat.waiting) != (self.position, self.waits):
             self.position, self.waits, self.moved_at = beat.position, beat.waiting, now
 
@@ -189,6 +192,15 @@ class Roster:
     def none_moved(self, seconds: float, now: float) -> bool:
         """Return whether no worker has moved for more than `seconds`."""
         return all(now - member.moved_at > seconds for member in self.members.values())
+
+    def memory(self) -> tuple[int, ...]:
+        """Return the present memory of each rank in whole MiB, as bytes; () if none is known."""
+        beats = {rank: member.beat for rank, member in self.members.items() if member.beat}
+        found = tuple(
+            beats[rank].memory >> 20 << 20 if rank in beats else 0
+            for rank in range(self.placement.ranks)
+        )
+        return found if any(found) else ()
 
     def peak_memory(self) -> tuple[int, ...]:
         """Return the peak memory of each rank in bytes, 0 where it is unknown."""

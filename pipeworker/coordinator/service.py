@@ -180,6 +180,9 @@ class Service:
                 self._workers.log_dropped(effect.text)
             case lines.Joined() | lines.Planned() | lines.Restart() | lines.Snapshot():
                 self._parent.send(effect)
+            case lines.Activity():
+                if not self._parent.pending:  # else it does not read at present
+                    self._parent.send(effect)
             case lines.Warned():
                 self._files.warn(effect.text, note=effect.note)
             case effects.WritePlan():

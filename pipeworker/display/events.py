@@ -14,6 +14,7 @@ from pipeworker.display.lines import LineDisplay
 from pipeworker.display.output import Printed
 from pipeworker.facts.step import Evaluation, StepResult
 from pipeworker.wire.lines import (
+    Activity,
     Bound,
     FromCoordinator,
     Joined,
@@ -57,10 +58,13 @@ class EventDisplay(LineDisplay):
                 self.warn(event.text, "note" if event.note else "warning")
             case Verdict():
                 self._end(event)
-            case Bound() | Joined() | Restart() | Snapshot() | KeepAlive():
+            case Bound() | Joined() | Restart() | Snapshot() | Activity() | KeepAlive():
                 return
             case _:
                 assert_never(event)
+
+    def begin(self) -> None:
+        """Do nothing: there is no event before the plan."""
 
     def show_output(self, printed: Iterable[Printed]) -> None:
         for one in printed:

@@ -7,8 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 
-from pipeworker.display.text import number
+from pipeworker.display.text import mebibytes, number
 from pipeworker.facts.step import Evaluation, StepResult
+from pipeworker.wire.lines import Activity
 
 GAP = "  "
 _RECENT = 50
@@ -27,9 +28,17 @@ class Figure:
 
 
 def figures(
-    row: StepResult, total: int | None, time: str = "", *, verbose: bool = False
+    row: StepResult,
+    total: int | None,
+    time: str = "",
+    *,
+    verbose: bool = False,
+    memory: Sequence[int] = (),
 ) -> list[Figure]:
-    """Return the figures of a step, of `total`, in the order of their display; `time` as text."""
+    """Return the figures of a step, of `total`, in the order of their display; `time` as text.
+
+    If `verbose` they have the present `memory` of the workers, in bytes.
+    """
     found = [
         Figure(step_of(row.step, total), Rank.STEP),
         Figure(f"loss {number(row.loss)}", Rank.LOSS),
@@ -42,6 +51,8 @@ def figures(
         found.append(Figure(f"epoch {row.epoch}", Rank.MORE))
         if row.loss_scale is not None:
             found.append(Figure(f"loss scale {row.loss_scale:g}", Rank.MORE))
+        if memory:
+            found.append(Figure(f"memory {mebibytes(memory)}", Rank.MORE))
     if time:
         found.append(Figure(time, Rank.TIME))
     return found
@@ -50,6 +61,14 @@ def figures(
 def step_of(step: int, total: int | None) -> str:
     """Format ``step 3`` or ``step 3/10``."""
     return f"step {step}/{total}" if total else f"step {step}"
+
+
+def evaluating(activity: Activity) -> str:
+    """Format ``evaluating 12/60``; "" outside of an evaluation pass."""
+    if activity.evaluated < 0:
+        return ""
+    length = f"/{activity.evaluation_length}" if activity.evaluation_length else ""
+    return f"evaluating {activity.evaluated}{length}"
 
 
 def evaluation_line(evaluation: Evaluation) -> str:

@@ -29,6 +29,7 @@ from pipeworker.plan.partition import sizes
 from pipeworker.record.metrics import rows
 from pipeworker.record.rundir import RunDir, located, step_of
 from pipeworker.wire.lines import (
+    Activity,
     Bound,
     FromCoordinator,
     Joined,
@@ -75,6 +76,7 @@ class LineDisplay:
         self._first = options.resume_step + 1
         self._delayed: StepResult | None = None  # its line is due unless another step follows
         self._last: StepResult | None = None
+        self._activity = Activity()
         self._line_at = -math.inf
         self._redrawn_at: dict[str, float] = {}
         self._seconds, self._steps = 0.0, 0
@@ -89,7 +91,10 @@ class LineDisplay:
                 self._last = event
                 self._pace.add(event.step, self._now())
                 self._step(event)
+            case Activity():
+                self._activity = event
             case Evaluation():
+                self._activity = dataclasses.replace(self._activity, evaluated=-1)
                 if self._style.log_every is None:
                     self._print_delayed()
                 self.print(evaluation_line(event))
@@ -105,6 +110,7 @@ class LineDisplay:
 
     def begin(self) -> None:
         """Show that the job is starting."""
+        self.print(f"starting {_plural(self._options.workers, 'worker')}")
 
     def _planned(self, plan: Planned) -> None:
         """Show what will run, with the options that have defaults; again if the stages changed."""
@@ -150,7 +156,8 @@ class LineDisplay:
             self._line_at = self._now()
             left = self._pace.remaining(self._line_at)
             time = f"{duration(left)} left" if left else ""
-            shown = figures(row, self._total, time, verbose=self._style.verbose)
+            verbose, memory = self._style.verbose, self._activity.memory
+            shown = figures(row, self._total, time, verbose=verbose, memory=memory)
             self.print(GAP.join(figure.text for figure in shown))
 
     def tick(self) -> None:

@@ -12,7 +12,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from pipeworker.display.figures import Figure, Rank, figures, fitting, step_of
+from pipeworker.display.figures import Figure, Rank, evaluating, figures, fitting, step_of
 from pipeworker.display.lines import LineDisplay
 from pipeworker.display.output import Printed
 from pipeworker.display.text import duration
@@ -101,10 +101,13 @@ class TerminalDisplay(LineDisplay):
         total, now = self._total, self._now()
         left = self._pace.remaining(now) if self._last and self._last.step != total else None
         time = duration(now - self._began) if left is None else f"{duration(left)} left"
+        doing = evaluating(self._activity)
         if self._last is not None:
-            return figures(self._last, total, time, verbose=self._style.verbose)
+            verbose, memory = self._style.verbose, self._activity.memory
+            found = figures(self._last, total, time, verbose=verbose, memory=memory)
+            return [found[0], Figure(doing, Rank.LOSS), *found[1:]] if doing else found
         return [
             Figure(step_of(self._options.resume_step, total), Rank.STEP),
-            Figure("starting", Rank.LOSS),
+            Figure(doing or "starting", Rank.LOSS),
             Figure(time, Rank.TIME),
         ]

@@ -118,7 +118,7 @@ def start_display(
 ) -> DisplayThread:
     """Display a job on this process's present standard output and error.
 
-    `starting` draws the progress bar at once, before there is a plan.
+    `starting` shows at once that workers are started, before there is a plan.
     """
     out, error = streams.duplicate(1), streams.duplicate(2)
     kind: type[LineDisplay] = LineDisplay

@@ -11,13 +11,14 @@ from struct import Struct
 from pipeworker.facts.position import Phase, Position
 
 _RECORD = Struct("<5q")
+_COUNTS = Struct("<2q")
 
 
 class Tracker:
     """The position of one worker, in an anonymous shared mapping that survives a fork."""
 
     def __init__(self) -> None:
-        self._memory = mmap.mmap(-1, _RECORD.size)
+        self._memory = mmap.mmap(-1, _RECORD.size + _COUNTS.size)
         self.set(Phase.STARTING)
 
     def set(self, phase: Phase, step: int = -1, microbatch: int = -1, layer: int = -1) -> None:
@@ -33,6 +34,16 @@ class Tracker:
     ) -> None:
         """Record a position at which the worker may wait for other processes."""
         _RECORD.pack_into(self._memory, 0, phase, step, microbatch, layer, 1)
+
+    def count(self, evaluated: int, length: int) -> None:
+        """Record how many mini-batches of an evaluation set, of `length`, have been read."""
+        _COUNTS.pack_into(self._memory, _RECORD.size, evaluated, length)
+
+    @property
+    def counts(self) -> tuple[int, int]:
+        """The numbers of :meth:`count`; 0 outside of an evaluation pass."""
+        evaluated, length = _COUNTS.unpack_from(self._memory, _RECORD.size)
+        return evaluated, length
 
     def get(self) -> Position:
         """Return the recorded position."""

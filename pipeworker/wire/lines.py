@@ -8,8 +8,8 @@ launcher, or rank 0       coordinator            Configuration first, WorkerExit
                                                  KeepAlive (rank 0 sends only Configuration
                                                  and Interrupt)
 coordinator               launcher, or rank 0    Bound, Joined, Restart, Snapshot, Planned,
-                                                 StepResult, Evaluation, Warned, KeepAlive,
-                                                 Verdict last
+                                                 StepResult, Evaluation, Activity, Warned,
+                                                 KeepAlive, Verdict last
 launcher                  agent                  Fork, KeepAlive
 agent                     launcher               AgentHello first, Starting, Forked,
                                                  WorkerExited, CannotStart, Interrupt,
@@ -183,6 +183,21 @@ class Planned:
 
 
 @dataclass(frozen=True, slots=True)
+class Activity:
+    """What the workers do at present; only the last such line counts.
+
+    Attributes:
+        memory: bytes by rank, 0 where unknown; empty if all are.
+        evaluated: mini-batches of an evaluation set that have been read; -1 outside of a pass.
+        evaluation_length: mini-batches of that set, 0 if unknown.
+    """
+
+    memory: tuple[int, ...] = ()
+    evaluated: int = -1
+    evaluation_length: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class Warned:
     """A warning that the user should see at once; a `note` is about what may be intended."""
 
@@ -225,7 +240,7 @@ class Verdict:
 
 
 _Progress = Joined | Planned | Snapshot | StepResult | Evaluation
-JobLine = _Progress | Restart | Warned | Verdict
+JobLine = _Progress | Restart | Activity | Warned | Verdict
 FromCoordinator = Bound | JobLine | KeepAlive
 
 

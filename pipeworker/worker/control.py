@@ -64,6 +64,7 @@ class Control:
         ended: the reason of the job's end, once it has ended.
         silence_timeout: seconds that the coordinator may be silent, once the job's options are
             known.
+        memory: returns the bytes that the worker uses; called in the control thread.
     """
 
     def __init__(self, settings: Settings, exit_process: Exit = exit_process) -> None:
@@ -80,6 +81,8 @@ class Control:
         self.name = f"rank {settings.rank}"
         self.ended: Abort | None = None
         self.silence_timeout: float | None = None
+        self.memory: Callable[[], int] = lambda: 0
+        self._memory = 0  # as of the last regular heartbeat: others are sent often
         self._stream = ReliableStream()
         self._acknowledged = 0  # messages of the coordinator
         self._finished = False  # whether the coordinator expects nothing more of this worker
@@ -202,6 +205,7 @@ class Control:
                 connection.open_second()
             if now >= next_heartbeat:
                 next_heartbeat = now + self._timings.heartbeat
+                self._memory = self.memory()
                 if lost_at is None:
                     self._send_heartbeat()
         # The coordinator waits for the acknowledgement of its last message, if for anything.
@@ -251,7 +255,15 @@ class Control:
         if self.ended is None and self._stream.sent:
             counts = self._stream.sent, self._stream.received
             tracker = self._tracker
-            heartbeat = Heartbeat(self._rank, tracker.get(), *counts, resend, tracker.waiting)
+            heartbeat = Heartbeat(
+                self._rank,
+                tracker.get(),
+                *counts,
+                resend,
+                tracker.waiting,
+                self._memory,
+                *tracker.counts,
+            )
             frame = codec.encode(heartbeat, self._generation)
             self._connection.socket.send(reliable_stream.pack(reliable_stream.UNNUMBERED, frame))
             self._acknowledged = self._stream.received

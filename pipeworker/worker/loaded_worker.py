@@ -28,7 +28,7 @@ from pipeworker.worker.console import capture_exit_message, redirect_output
 from pipeworker.worker.control import Control
 from pipeworker.worker.device import numerics
 from pipeworker.worker.device.accelerator import Accelerator, accelerator_for
-from pipeworker.worker.device.device import device_for
+from pipeworker.worker.device.device import device_for, used_memory
 from pipeworker.worker.model import survey
 from pipeworker.worker.settings import Role, Settings
 from pipeworker.worker.stage import rng
@@ -91,6 +91,7 @@ class LoadedWorker:
             numerics.before_start()
         device = device_for(options.device, settings.local_rank)
         accelerator = accelerator_for(device)
+        control.memory = partial(used_memory, device)
         check_backend(options.backend, device, accelerator)
         code = job, _, _ = _load(settings, options, device)
         every = f"--evaluate-every {options.evaluate_every}" if options.evaluate_every else ""

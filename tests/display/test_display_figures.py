@@ -11,11 +11,13 @@ from pipeworker.display.figures import (
     Figure,
     Pace,
     Rank,
+    evaluating,
     evaluation_line,
     figures,
     fitting,
 )
 from pipeworker.facts.step import Evaluation, StepResult
+from pipeworker.wire.lines import Activity
 
 ROW = StepResult(
     step=12,
@@ -42,6 +44,26 @@ def test_the_figures_of_a_step() -> None:
     assert line(200, verbose=True) == f"{short}  gradient norm 1.5000  epoch 2  0:44 left"
     scaled = figures(dataclasses.replace(ROW, loss_scale=1024.0), None, verbose=True)
     assert scaled[-1].text == "loss scale 1024"
+
+
+def test_the_memory_is_of_the_verbose_figures() -> None:
+    memory = (5 << 20, 0)
+    found = figures(ROW, None, "0:44 left", verbose=True, memory=memory)
+    assert [figure.text for figure in found][-2:] == ["memory 5, ? MiB", "0:44 left"]
+    assert figures(ROW, None, memory=memory) == figures(ROW, None)
+
+
+@pytest.mark.parametrize(
+    ("activity", "text"),
+    [
+        (Activity(), ""),
+        (Activity((1,), 0), "evaluating 0"),
+        (Activity((1,), 12), "evaluating 12"),
+        (Activity((), 12, 60), "evaluating 12/60"),
+    ],
+)
+def test_the_mini_batches_of_an_evaluation(activity: Activity, text: str) -> None:
+    assert evaluating(activity) == text
 
 
 def test_a_narrow_terminal_shows_the_most_important_figures() -> None:

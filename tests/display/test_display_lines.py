@@ -21,7 +21,7 @@ from pipeworker.job.options import Options
 from pipeworker.plan.placement import Placement
 from pipeworker.record.metrics.rows import Rows
 from pipeworker.record.rundir import RunDir
-from pipeworker.wire.lines import Planned, Restart, Verdict, Warned
+from pipeworker.wire.lines import Activity, Planned, Restart, Verdict, Warned
 from support.jobs import until
 
 NOWHERE = RunDir(Path("/nowhere"))
@@ -67,6 +67,19 @@ def test_step_lines_come_at_most_once_a_second() -> None:
     assert shown.steps(1.9, 5) == []
     assert shown.steps(7.0, 6, 7) == ["step 6"]
     assert shown.at(7.1, DONE)[0].startswith("step 7  ")  # the last
+
+
+def test_a_job_says_at_once_that_it_starts() -> None:
+    for stages, text in ((1, "starting 1 worker\n"), (4, "starting 4 workers\n")):
+        out = StringIO()
+        LineDisplay(Options("job.py", stages, 8), NOWHERE, Style(), out, StringIO()).begin()
+        assert out.getvalue() == text
+
+
+def test_lines_have_the_memory_if_they_are_verbose() -> None:
+    activity = Activity((5 << 20, 6 << 20))
+    assert "  memory 5, 6 MiB" in Shown(verbose=True).at(0.0, activity, step(1))[0]
+    assert "memory" not in Shown().at(0.0, activity, step(1))[0]
 
 
 def test_the_first_and_the_last_step_are_shown() -> None:

@@ -34,6 +34,16 @@ def test_omitted_fields_do_not_keep_their_values() -> None:
     assert tracker.get() == Position(Phase.WAITING, 4, -1, -1)
 
 
+def test_the_numbers_of_an_evaluation_are_beside_the_position() -> None:
+    tracker = Tracker()
+    assert tracker.counts == (0, 0)
+    tracker.set(Phase.EVALUATION, 3)
+    tracker.count(2, 9)
+    tracker.set(Phase.FORWARD, 4)
+    assert tracker.counts == (2, 9)
+    assert tracker.get() == Position(Phase.FORWARD, 4)
+
+
 DIES = """
 import os
 from pipeworker.facts.position import Phase

@@ -124,7 +124,16 @@ MADE: dict[Any, st.SearchStrategy[Any]] = {
         CheckpointFile, _texts.map(lambda t: t.replace("/", "")), _counts, st.integers(0, 9)
     ),
     Heartbeat: st.builds(
-        Heartbeat, _ints, _position, _counts, _counts, st.booleans(), st.booleans()
+        Heartbeat,
+        _ints,
+        _position,
+        _counts,
+        _counts,
+        st.booleans(),
+        st.booleans(),
+        _counts,
+        _counts,
+        _counts,
     ),
     StoreRequest: st.builds(
         StoreRequest,

@@ -12,9 +12,11 @@ from hypothesis import strategies as st
 
 from pipeworker.errors import ProtocolError
 from pipeworker.facts.position import Phase, Position
+from pipeworker.facts.speed import Speed
 from pipeworker.facts.step import Evaluation, StepResult
 from pipeworker.wire import lines
 from pipeworker.wire.lines import (
+    Activity,
     Bound,
     Buffer,
     CannotStart,
@@ -168,7 +170,8 @@ SENT: list[Line] = [
     Planned("gpipe", 8, (3, 2), ((0,), (1,)), 0.25),
     StepResult(1, 0.5, 8, 0.25, 32.0, 1.5, 0.1, 0.4, 0),
     Evaluation(1, 0.5, ("accuracy",), (0.75,)),
-    Verdict("done", 0, 1, 2.0, (1, 2), 0.25, None),
+    Activity((1, 2), 12, 60),
+    Verdict("done", 0, 1, 2.0, (1, 2), 0.25, None, speed=Speed(0.5, 8.0, 0.0, (1.0, 1.5), 0.25)),
 ]
 
 

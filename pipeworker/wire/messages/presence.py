@@ -38,6 +38,9 @@ class Heartbeat:
         received: the number of messages it has received.
         resend: whether it requests the messages that it has not received.
         waiting: whether it waits for another worker or for a command.
+        memory: bytes that it uses, of its accelerator or of its process; 0 if unknown.
+        evaluated: mini-batches of an evaluation set that it has read in the present pass.
+        evaluation_length: mini-batches of that set, 0 if unknown.
     """
 
     rank: int
@@ -46,9 +49,15 @@ class Heartbeat:
     received: int = 0
     resend: bool = False
     waiting: bool = False
+    memory: int = 0
+    evaluated: int = 0
+    evaluation_length: int = 0
 
     def __post_init__(self) -> None:
         check(min(self.sent, self.received) >= 0, "a negative number of messages")
+        check(self.memory >= 0, f"{self.memory} bytes of memory")
+        least = min(self.evaluated, self.evaluation_length)
+        check(least >= 0, "a negative number of mini-batches")
 
 
 @dataclass(frozen=True, slots=True)

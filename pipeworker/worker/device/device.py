@@ -5,6 +5,7 @@ from __future__ import annotations
 import resource
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from time import perf_counter
 from typing import Any
 
@@ -12,6 +13,8 @@ import torch
 
 from pipeworker.errors import UsageError
 from pipeworker.worker.internals import pytree
+
+_STATM = Path("/proc/self/statm")
 
 
 def accelerator_type() -> str:
@@ -58,6 +61,17 @@ def peak_memory(device: torch.device) -> int:
     if allocated is not None:
         return int(allocated(device))
     return peak_resident()
+
+
+def used_memory(device: torch.device) -> int:
+    """Return the present memory in bytes: of the accelerator's allocator, else of the process."""
+    allocated = getattr(torch.get_device_module(device.type), "memory_allocated", None)
+    if allocated is not None:
+        return int(allocated(device))
+    try:
+        return int(_STATM.read_bytes().split()[1]) * resource.getpagesize()
+    except OSError:  # not Linux, or no descriptor is left
+        return peak_resident()
 
 
 def peak_resident() -> int:

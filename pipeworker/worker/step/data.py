@@ -34,13 +34,15 @@ class MicroBatches:
     """One mini-batch, split: nested tensors of shape ``[n, ...]`` by micro-batch.
 
     n is the number of samples of the micro-batch. They are those of one replica, or of all. The
-    `name` is that of the evaluation set which has the mini-batch; empty if it has none.
+    `name` is that of the evaluation set which has the mini-batch, empty if it has none; `length`
+    is the number of mini-batches of that set, 0 if unknown.
     """
 
     batch: Batch
     inputs: list[Any]
     targets: list[Any]
     name: str = ""
+    length: int = 0
 
 
 @dataclass(eq=False)

@@ -319,11 +319,15 @@ class EvaluationPass:
     def _inputs(self, step: int, batches: Iterator[MicroBatches]) -> Iterator[tuple[Any, Any]]:
         """Yield each micro-batch: a list of its input; its number of samples, target and set."""
         tracker = self._stages[0].stage.tracker
+        done, name = 0, ""
         while True:
             tracker.set(Phase.EVALUATION, step)
             read = next(batches, None)
             if read is None:
+                tracker.count(0, 0)
                 return
+            done, name = (done if read.name == name else 0) + 1, read.name
+            tracker.count(done, read.length)
             counts = sizes(read.batch.samples, read.batch.microbatches)
             for value, target, samples in zip(read.inputs, read.targets, counts, strict=True):
                 yield [self._to_device(value)], (samples, target, read.name)

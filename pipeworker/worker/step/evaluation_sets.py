@@ -31,7 +31,7 @@ def read_sets(evaluation: Any, reader: Callable[..., Reader]) -> Iterator[MicroB
     elif callable(evaluation):
         yield from _call(evaluation, reader)
     else:
-        yield from reader(evaluation, error_prefix=_SOURCE).iterate_epoch()
+        yield from _read_one("", reader(evaluation, error_prefix=_SOURCE))
 
 
 def _call(function: Callable[[], Any], reader: Callable[..., Reader]) -> Iterator[MicroBatches]:
@@ -52,15 +52,19 @@ def _call(function: Callable[[], Any], reader: Callable[..., Reader]) -> Iterato
     vars(first_source)["__self__"] = getattr(function, "__self__", function)
     first = reader(first_source, error_prefix=_SOURCE)
     for batches in iter(first.read, None):
-        yield replace(batches, name=next(iter(sets), ""))
+        yield replace(batches, name=next(iter(sets), ""), length=first.length)
     yield from _read({name: sets[name] for name in [*sets][1:]}, reader)
     first.rewind()
 
 
 def _read(sets: Mapping[str, Any], reader: Callable[..., Reader]) -> Iterator[MicroBatches]:
     for name, source in sets.items():
-        for batches in reader(source, error_prefix=_prefix(name)).iterate_epoch():
-            yield replace(batches, name=name)
+        yield from _read_one(name, reader(source, error_prefix=_prefix(name)))
+
+
+def _read_one(name: str, reader: Reader) -> Iterator[MicroBatches]:
+    for batches in reader.iterate_epoch():
+        yield replace(batches, name=name, length=reader.length)
 
 
 def _prefix(name: str) -> str:

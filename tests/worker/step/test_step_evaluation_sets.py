@@ -54,6 +54,16 @@ def test_each_set_is_read_as_if_it_were_the_only_one() -> None:
     assert [name for name, _ in alone] == ["", ""]
 
 
+def test_a_set_with_a_length_has_it() -> None:
+    reader = partial(Reader, microbatches=1, seed=5, epochs=1)
+    for sets, lengths in (
+        ([PAIR, PAIR], [2, 2]),
+        (one, [0, 0]),
+        (lambda: {"val": [PAIR], "test": [PAIR, PAIR]}, [1, 2, 2]),
+    ):
+        assert [found.length for found in read_sets(sets, reader)] == lengths
+
+
 @pytest.mark.parametrize(
     ("sets", "message"),
     [
