@@ -59,3 +59,57 @@ def test_train_resumes(jobs: Jobs, scripts: Scripts) -> None:
     """
     launched = jobs.train("--stages", "2", "--microbatches", "4", source=DROPOUT)
     assert_same(scripts.start(script(DROPOUT, train), 2).succeed()[0], launched)
+
+
+INTERRUPTED = """
+    forwards = 0
+
+    class Stops(nn.Module):
+        def forward(self, x):
+            global forwards
+            forwards += 1
+            if forwards == 10 and os.environ["STOPS"]:  # within step 2 or 3
+                os.kill(os.getpid(), 2)
+            return x
+
+    def model(before=model):
+        return [*before(), Stops]
+
+    def on_checkpoint(path):
+        Path("seen").write_text(path.name)
+
+    def train(**options):
+        pipeworker.train(
+            model, loss=loss, optimizer=optimizer, data=data, microbatches=4, run_dir="run",
+            on_checkpoint=on_checkpoint, **options
+        )
+
+    if os.environ["STOPS"]:
+        try:
+            train()
+        except (KeyboardInterrupt, pipeworker.PipeworkerError) as error:
+            raised = type(error).__name__
+        if rank == 0:
+            summary = json.loads(Path("run/summary.json").read_text())
+            seen = Path("seen").read_text()
+            report(raised=raised, status=summary["status"], steps=summary["steps"], seen=seen)
+        else:
+            report(raised=raised)
+        train(resume=True)
+    else:
+        train()
+"""
+
+
+def test_an_interrupt_of_train_saves_the_step_that_runs(scripts: Scripts) -> None:
+    source = script(DROPOUT, INTERRUPTED)
+    stopped = scripts.start(source, 2, STOPS="yes")
+    (whole,) = scripts.start(source, 1, alone=True, STOPS="").succeed()
+    run, _ = stopped.succeed()
+    reported = stopped.reported(0)
+    assert stopped.reported(1) == {"raised": "KeyboardInterrupt"}
+    assert (reported["raised"], reported["status"]) == ("PipeworkerError", "interrupted")
+    assert reported["steps"] in (2, 3)
+    assert reported["seen"] == f"step-0000000{reported['steps']}"
+    assert "pipeworker.train(..., resume=True, run_dir='run')" in run.stdout
+    assert_same(run, whole)

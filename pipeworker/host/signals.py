@@ -5,8 +5,9 @@ from __future__ import annotations
 import signal
 import socket
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from types import FrameType
 
 
 class SignalSocket:
@@ -63,3 +64,30 @@ def deferred_interrupt() -> Iterator[None]:
         signal.signal(signal.SIGINT, before)
         if received:
             signal.raise_signal(signal.SIGINT)
+
+
+@contextmanager
+def reported_interrupt(report: Callable[[], bool]) -> Iterator[None]:
+    """Call `report` at the first SIGINT in the context; if it returns True, that is its effect.
+
+    A second SIGINT raises KeyboardInterrupt. Outside of the main thread, and where the program has
+    a handler of its own, nothing changes.
+    """
+    before = signal.getsignal(signal.SIGINT)
+    in_main = threading.current_thread() is threading.main_thread()
+    if not in_main or before is not signal.default_int_handler:
+        yield
+        return
+    reported = False
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        nonlocal reported
+        if reported or not report():
+            signal.default_int_handler(number, frame)
+        reported = True
+
+    signal.signal(signal.SIGINT, handle)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)

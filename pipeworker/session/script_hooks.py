@@ -32,7 +32,7 @@ class ScriptHooks:
 
         Errors are shown as warnings.
         """
-        if not self._functions:
+        if not (self._functions and self._session.worker.is_loaded):
             return
         loaded = self._session.worker.loaded
         try:

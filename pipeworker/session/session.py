@@ -25,7 +25,7 @@ from pipeworker.facts.failure import Cause, Failure
 from pipeworker.facts.limits import LONGEST_TEXT
 from pipeworker.facts.step import Evaluation, StepResult
 from pipeworker.host.position import Tracker
-from pipeworker.host.signals import deferred_interrupt
+from pipeworker.host.signals import deferred_interrupt, reported_interrupt
 from pipeworker.job.file import JobFile
 from pipeworker.ranks.coordinator_process import EventListener
 from pipeworker.ranks.rank_info import RankInfo
@@ -36,7 +36,7 @@ from pipeworker.session.errors import STAYS_OPEN, CallFailed, JobEnded, extended
 from pipeworker.session.process import plain_modes
 from pipeworker.wire.messages.checkpoint import Save
 from pipeworker.wire.messages.directions import Advance, FromWorker, ToWorker
-from pipeworker.wire.messages.presence import Abort, Failed
+from pipeworker.wire.messages.presence import Abort, Failed, Signalled
 from pipeworker.wire.messages.step import Call, CallKind, EvaluationDone, RunStep, Wait
 from pipeworker.worker.blame import UserCodeError, raised, user_traceback
 from pipeworker.worker.control import Control, exit_process
@@ -79,6 +79,7 @@ class Session:
         self.closed = False
         self._own_loop = bool(request.options.get("own_loop"))
         self._own_error: Exception | None = None
+        self._steps_begun = self._interrupted = False
         self._tracker = Tracker()
         self._call_lock = threading.Lock()
         self._idle = threading.Event()
@@ -104,15 +105,30 @@ class Session:
     def run(self, call: Call | None = None, between: Callable[[], None] = lambda: None) -> None:
         """Take part in the job to its end, after a `call` of the user's loop if it has one.
 
-        `between` is called after each command of the coordinator.
+        `between` is called after each command of the coordinator. Without a loop of the user's own,
+        an interrupt first ends the step that runs and saves it; a second one ends the job at once.
+
+        Raises:
+            KeyboardInterrupt: the job was interrupted.
         """
-        with self.participating():
+        reports = nullcontext() if self._own_loop else reported_interrupt(self._report_interrupt)
+        with self.participating(), reports:
             if call:
                 self.send(call)
             while not is_last(message := self.receive()):
+                self._steps_begun = isinstance(message, Advance)
                 self.perform(message)
                 between()
         self.close()
+        if self._interrupted:
+            raise KeyboardInterrupt
+
+    def _report_interrupt(self) -> bool:
+        """Ask for the end of the job after this step; return False if no step has begun."""
+        self._interrupted = self._steps_begun
+        if self._interrupted:
+            self.send(Signalled(self.rank, "SIGINT"))
+        return self._interrupted
 
     def build(self) -> None:
         """Take part until every stage is built."""
@@ -283,6 +299,8 @@ class Session:
     def _fail(self, error: BaseException) -> NoReturn:
         if isinstance(error, JobEnded):
             self.close()
+            if self._interrupted:
+                raise KeyboardInterrupt from None
             raise self._error_of(error.abort) from None
         failure = self.worker.explain(error)
         if isinstance(error, KeyboardInterrupt):

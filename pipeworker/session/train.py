@@ -66,6 +66,9 @@ def train(
     keeps its options unless others are given here. Those that change its numbers must be named:
     ``allow_change=["seed"]``.
 
+    An interrupt (Ctrl-C) takes effect after the step that runs, which is saved; a second one takes
+    effect at once.
+
     Returns:
         The run directory, on every rank.
 
@@ -73,6 +76,7 @@ def train(
         UsageError: an argument is wrong.
         LayerError: the user's code raised on this rank.
         PipeworkerError: the job failed on another rank.
+        KeyboardInterrupt: the job was interrupted.
     """
     where = "pipeworker.train()"
     job = job_file.check(
@@ -113,10 +117,8 @@ def train(
     hooks = ScriptHooks(job, session)
     try:
         session.run(between=hooks.call_new)
-    except Exception:
+    finally:
         hooks.call_new(final=True)
-        raise
-    hooks.call_new(final=True)
     return session.worker.loaded.run_dir.path
 
 

@@ -1,0 +1,47 @@
+"""When an interrupt takes effect in a process of the user's."""
+
+from __future__ import annotations
+
+import signal
+
+import pytest
+
+from pipeworker.host.signals import deferred_interrupt, reported_interrupt
+
+
+def interrupt() -> None:
+    signal.raise_signal(signal.SIGINT)
+
+
+def test_the_first_interrupt_is_reported_and_the_second_takes_effect() -> None:
+    reports: list[str] = []
+
+    def report() -> bool:
+        reports.append("first")
+        return True
+
+    with reported_interrupt(report):
+        with deferred_interrupt():
+            interrupt()
+            assert not reports
+        assert reports == ["first"]
+        with pytest.raises(KeyboardInterrupt):
+            interrupt()
+    assert reports == ["first"]
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_an_interrupt_that_cannot_be_reported_takes_effect() -> None:
+    with pytest.raises(KeyboardInterrupt), reported_interrupt(lambda: False):
+        interrupt()
+
+
+def test_a_handler_of_the_users_stays() -> None:
+    received: list[int] = []
+    before = signal.signal(signal.SIGINT, lambda number, _: received.append(number))
+    try:
+        with reported_interrupt(lambda: pytest.fail("reported")):
+            interrupt()
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert received == [signal.SIGINT]
