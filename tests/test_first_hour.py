@@ -38,11 +38,11 @@ PARSES = JOB.replace(
 def test_the_message_of_a_job_file_that_exits_is_the_verdict(
     jobs: Jobs, words: tuple[str, ...], status: int, stdout: str, stderr: str
 ) -> None:
-    """It is shown once, not once per worker, and no files remain."""
+    """It is shown once, not once per worker, after what is shown at once; no files remain."""
     job_file = jobs.write(PARSES)
     done = jobs.pipeworker("launch", "--stages", "2", str(job_file), "--", *words)
     assert done.returncode == status
-    assert re.fullmatch(stdout, done.stdout), done.stdout
+    assert re.fullmatch(f"starting 2 workers\n{stdout}", done.stdout), done.stdout
     assert re.fullmatch(stderr, done.stderr), done.stderr
     assert [path.name for path in jobs.folder.iterdir() if path.name != "__pycache__"] == ["job.py"]
 
