@@ -6,6 +6,7 @@ import dataclasses
 import json
 import math
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from typing import Any
 
 from typing_extensions import assert_never
@@ -13,6 +14,7 @@ from typing_extensions import assert_never
 from pipeworker.display.lines import LineDisplay
 from pipeworker.display.output import Printed
 from pipeworker.facts.step import Evaluation, StepResult
+from pipeworker.record.rundir import located
 from pipeworker.wire.lines import (
     Activity,
     Bound,
@@ -33,9 +35,13 @@ class EventDisplay(LineDisplay):
     If the reader of standard output is gone, the job ends as with a terminal that is lost.
     """
 
+    _saved: int | None = None
+    """The step of the newest checkpoint that was shown; None before the first look."""
+
     def show(self, event: FromCoordinator) -> None:
         match event:
             case Planned():
+                self._checkpoints()
                 self._plan = event
                 self._emit(
                     "plan",
@@ -58,7 +64,9 @@ class EventDisplay(LineDisplay):
                 self.warn(event.text, "note" if event.note else "warning")
             case Verdict():
                 self._end(event)
-            case Bound() | Joined() | Restart() | Snapshot() | Activity() | KeepAlive():
+            case Restart():
+                self._emit("restart", cause=event.cause, stages=event.stages)
+            case Bound() | Joined() | Snapshot() | Activity() | KeepAlive():
                 return
             case _:
                 assert_never(event)
@@ -77,9 +85,24 @@ class EventDisplay(LineDisplay):
             self._emit(kind, text=text)
 
     def tick(self) -> None:
-        """Do nothing: no event is delayed."""
+        """Show checkpoints that have become complete since the last tick."""
+        if self._plan is not None:
+            self._checkpoints()
+
+    def _checkpoints(self) -> None:
+        """Show new checkpoints, but not those of an earlier start of the run."""
+        with suppress(OSError):  # moved, or removed
+            steps = self._run_dir.checkpoint_steps()
+            if self._saved is None:
+                self._saved = max(steps, default=-1)
+            for step in steps:
+                if step > self._saved:
+                    self._saved = step
+                    path = located(self._run_dir.checkpoint(step))
+                    self._emit("checkpoint", step=step, path=path)
 
     def _end(self, verdict: Verdict) -> None:
+        self.tick()
         summary = self._summary(verdict)
         step, checkpoint = summary.checkpoint or (None, None)
         self._emit(

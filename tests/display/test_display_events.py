@@ -15,7 +15,8 @@ from pipeworker.display.style import Style
 from pipeworker.facts.step import Evaluation, StepResult
 from pipeworker.job.options import Options
 from pipeworker.record.rundir import RunDir
-from pipeworker.wire.lines import Joined, Planned, Verdict, Warned
+from pipeworker.wire.lines import Joined, Planned, Restart, Verdict, Warned
+from support.checkpoints import complete
 
 
 def display(out: io.StringIO, path: Path) -> EventDisplay:
@@ -46,6 +47,26 @@ def test_each_event_is_an_object_on_a_line(tmp_path: Path) -> None:
     assert output == {"event": "output", "worker": "[stage 0]", "text": "hello"}
     assert (end["status"], end["exit_status"], end["error"]) == ("failed", 1, "it failed")
     assert end["checkpoint"] is None
+
+
+def test_new_checkpoints_and_restarts_are_events(tmp_path: Path) -> None:
+    out = io.StringIO()
+    shown = display(out, tmp_path)
+    complete(RunDir(tmp_path), 1)  # of an earlier start
+    shown.tick()
+    shown.show(Planned("gpipe", 4, (2, 3), ((0,), (1,)), 0.2, steps=9))
+    complete(RunDir(tmp_path), 2)
+    shown.tick()
+    shown.tick()
+    shown.show(Restart(2, "a worker is lost", 2))
+    complete(RunDir(tmp_path), 3)
+    shown.show(Verdict("done", 0, 3, 2.0, (), 0.3, None))
+    _, saved, restart, last, end = map(json.loads, out.getvalue().splitlines())
+    path = str(RunDir(tmp_path).checkpoint(2))
+    assert saved == {"event": "checkpoint", "step": 2, "path": path}
+    assert restart == {"event": "restart", "cause": "a worker is lost", "stages": 2}
+    assert (last["event"], last["step"]) == ("checkpoint", 3)
+    assert (end["event"], end["checkpoint_step"]) == ("end", 3)
 
 
 def test_a_reader_that_is_gone_ends_the_job(tmp_path: Path) -> None:
