@@ -5,7 +5,7 @@ from __future__ import annotations
 from support.compare import assert_same
 from support.jobs import Jobs
 from support.ranks import Scripts, script
-from support.sources import DROPOUT
+from support.sources import DROPOUT, DROPOUT_JOB
 
 SAVES = """
     with pipeworker.Pipeline(
@@ -112,4 +112,54 @@ def test_an_interrupt_of_train_saves_the_step_that_runs(scripts: Scripts) -> Non
     assert reported["steps"] in (2, 3)
     assert reported["seen"] == f"step-0000000{reported['steps']}"
     assert "pipeworker.train(..., resume=True, run_dir='run')" in run.stdout
+    assert_same(run, whole)
+
+
+FAILS = """
+    from torch.utils.data import DataLoader, TensorDataset
+
+    forwards = 0
+
+    class Fails(nn.Module):
+        def forward(self, x):
+            global forwards
+            forwards += self.training and not pipeworker.is_recomputing()
+            if forwards == 14 and os.environ["FAILS"]:  # in step 4, of two mini-batches
+                raise ValueError("as asked")
+            return x
+
+    def model(before=model):
+        return [*before(), Fails]
+
+    torch.manual_seed(0)
+    pairs = TensorDataset(torch.randn(20, 8), torch.randint(0, 3, (20,)))
+    generator = torch.Generator().manual_seed(1)
+
+    def train(**options):
+        pipeworker.train(
+            model, loss=loss, optimizer=optimizer, scheduler=scheduler, run_dir="run",
+            data=lambda: DataLoader(pairs, batch_size=4, shuffle=True, generator=generator),
+            microbatches=2, accumulate=2, epochs=2, **options
+        )
+
+    if os.environ["FAILS"]:
+        try:
+            train()
+        except pipeworker.PipeworkerError as error:
+            summary = json.loads(Path("run/summary.json").read_text()) if rank == 0 else {}
+            report(raised=str(error), steps=summary.get("steps"))
+        train(resume=True)
+    else:
+        train()
+"""
+
+
+def test_train_saves_its_last_whole_step_after_an_error(scripts: Scripts) -> None:
+    source = script(DROPOUT_JOB, FAILS)
+    failed = scripts.start(source, 2, FAILS="yes")
+    (whole,) = scripts.start(source, 1, alone=True, FAILS="").succeed()
+    run, _ = failed.succeed()
+    assert "layer 8 (Fails) raised ValueError: as asked" in failed.reported(1)["raised"]
+    assert failed.reported(0)["steps"] == 3
+    assert "step-00000003" in run.stdout
     assert_same(run, whole)

@@ -72,7 +72,7 @@ class Lifecycle:
         abort: the message sent to workers at its end, unless the job was done.
         interrupted: the time at which the user asked to stop, if so.
         stopped: the end of the job once the interrupt takes effect.
-        last_end: the end of a user's own loop, while its last checkpoint is written.
+        last_end: the end of a script's job, while its last checkpoint is written.
         last_state: the state in which it ended.
     """
 
@@ -97,6 +97,7 @@ class Lifecycle:
     awaited: set[int] = field(init=False)
     _next_note: float = field(default=0.0, init=False)
     _ending_since: float | None = field(default=None, init=False)
+    _stays: bool = field(default=False, init=False)
 
     def __post_init__(self) -> None:
         limit = self.options.worker_timeout
@@ -213,6 +214,7 @@ class Lifecycle:
 
     def on_failed(self, member: Member, message: Failed, now: float) -> list[Effect]:
         """Handle a failure that a worker reports."""
+        self._stays = self._stays or message.stays
         if self.options.own_loop and message.failure.cause is Cause.SIGNAL:
             return self.over(self.stopped)  # KeyboardInterrupt has left the user's loop
         return self._failure_reported(replace(message.failure, rank=message.rank), now)
@@ -307,13 +309,16 @@ class Lifecycle:
         return replace(failure, stage=self.placement.names(failure.rank))
 
     def saves_before(self, end: JobEnd) -> bool:
-        """Return whether a last checkpoint is written before the end of a user's own loop.
+        """Return whether a last checkpoint is written before the end of a script's job.
 
         No memory outlasts its workers, so they save what they have learned, unless one is lost.
         """
         failure, progress = end.failure, self.progress
-        if not self.options.own_loop or end.status is Status.DONE or self.state in BEFORE_STEPS:
+        stays = self.options.own_loop or (self._stays and end.status is Status.FAILED)
+        if not stays or end.status is Status.DONE or self.state in BEFORE_STEPS:
             return False
+        if self.state is State.EVALUATING and not self.options.own_loop:
+            return False  # the state of this step includes its evaluation
         if failure is not None and failure.cause in (Cause.LOST, Cause.HUNG, Cause.PEER):
             return False
         if self.state in SAVES and failure is not None and failure.rank in self.awaited:

@@ -321,17 +321,17 @@ class Session:
     def _report_failure(self, failure: Failure) -> Abort:
         """Report why this rank has failed, save what is to be saved, and leave.
 
-        Return how the job ended. A rank without a loop of the user's own has nothing to save, and
-        after an interrupt does not wait.
+        Return how the job ended. A rank without a loop of the user's own does not wait after an
+        interrupt, which is the second one.
         """
-        self.send(Failed(self.rank, failure))
-        message: ToWorker = Abort(failure.message, 1)
         waits = self._own_loop or failure.cause is not Cause.SIGNAL
+        self.send(Failed(self.rank, failure, stays=waits))
+        message: ToWorker = Abort(failure.message, 1)
         try:
-            if self._own_loop:
+            if waits:
                 self.worker.disconnect()  # the other ranks save too, once they do not wait
             while waits and not isinstance(message := self._control.receive(), Abort):
-                if self._own_loop and isinstance(message, Advance):
+                if isinstance(message, Advance):
                     with deferred_interrupt():
                         answer = self.worker.finish(message)
                     if answer is not None:

@@ -19,7 +19,7 @@ from pipeworker.plan.recompute import OFFLOAD
 from pipeworker.record.initial_weights import InitialWeights
 from pipeworker.record.stage_state import StageState
 from pipeworker.wire.messages.plan import Built, Plan
-from pipeworker.wire.messages.step import Update
+from pipeworker.wire.messages.step import EpochEnded, Evaluated, Update
 from pipeworker.worker.blame import user_code
 from pipeworker.worker.loaded_worker import LoadedWorker
 from pipeworker.worker.model.model import Model
@@ -95,15 +95,13 @@ class LocalStages:
         """Exchange the updated weights with the other replicas, each of which updates a part."""
         wiring.share_weights({index: u.shards for index, u in self.updaters.items()})
 
-    def report_evaluation(self, loss: float) -> None:
-        """Pass the loss of an evaluation on to the learning-rate schedulers."""
+    def step_schedulers(self, event: Evaluated | EpochEnded) -> None:
+        """Step the learning-rate schedulers that an evaluation, or the end of an epoch, steps."""
         for updater in self.updaters.values():
-            updater.report_evaluation(loss)
-
-    def end_epoch(self, step: int) -> None:
-        """Step the learning-rate schedulers that epochs step, after `step`."""
-        for updater in self.updaters.values():
-            updater.end_epoch(step)
+            if isinstance(event, Evaluated):
+                updater.report_evaluation(event.loss)
+            else:
+                updater.end_epoch(event.step)
 
     def squares(self) -> tuple[float, ...]:
         """Return terms whose exact sum is the squared 2-norm of the stages' gradients."""

@@ -25,9 +25,7 @@ from pipeworker.wire.messages.plan import Described, Plan, Ready
 from pipeworker.wire.messages.presence import Abort, Failed, Hello, Welcome
 from pipeworker.wire.messages.step import (
     Change,
-    EpochEnded,
     Evaluate,
-    Evaluated,
     EvaluationDone,
     RunStep,
     StepDone,
@@ -179,19 +177,15 @@ class Worker:
 
     def _change(self, update: Change | None, worker: PlannedWorker) -> None:
         """Do what changes the state before the next command."""
-        match update:
-            case Update():
-                self._update(update, worker)
-            case Evaluated():
-                with worker.state.changing("a scheduler is not stepped"):
-                    worker.stages.report_evaluation(update.loss)
-            case EpochEnded():
-                with worker.state.changing("a scheduler is not stepped"):
-                    worker.stages.end_epoch(update.step)
+        if isinstance(update, Update):
+            self._update(update, worker)
+        elif update is not None:
+            with worker.state.changing("a scheduler is not stepped"):
+                worker.stages.step_schedulers(update)
 
     def _update(self, update: Update, worker: PlannedWorker) -> None:
         self._tracker.set(Phase.UPDATE, update.step)
-        worker.state.buffers.end()
+        worker.state.end_step()
         worker.state.wait_copied()
         with worker.state.changing(f"the update of step {update.step} is not complete"):
             self._apply(update, worker)
@@ -213,7 +207,7 @@ class Worker:
             # resumed has the same learning rates.
             run = replace(run, last=False)
         if not run.first:
-            worker.state.buffers.begin()
+            worker.state.begin_step(lambda: worker.position)
         if run.actions:
             worker.executor.set_actions(parse_actions(run.actions))
         output = worker.executor.run(run)
@@ -324,6 +318,8 @@ class Worker:
     def disconnect(self) -> None:
         """Close the channels, so that no other worker waits for this one. Idempotent."""
         if isinstance(phase := self._phase, ConnectedWorker):
+            with contextlib.suppress(Exception):  # of the user's data, within a step
+                phase.state.at = phase.position
             phase.wiring.close()
             self._phase = PlannedWorker(phase.loaded, phase.stages, phase.state)
 
@@ -336,7 +332,11 @@ class Worker:
             return None
         with contextlib.suppress(Exception):
             self._change(message.update, worker)
-        return worker.state.save(message.next, None) if isinstance(message.next, Save) else None
+        return (
+            worker.state.save(message.next, worker.state.at)
+            if isinstance(message.next, Save)
+            else None
+        )
 
     def end_profile(self) -> None:
         """Write the profile of steps, if the job ends before the last of them."""

@@ -363,3 +363,22 @@ def test_a_rank_that_reported_a_secondary_failure_is_not_the_lost_one() -> None:
     job.receive(Failed(1, Failure(Cause.PEER, "1>0 closed")))
     job.tick(TIMINGS.grace)
     assert job.failure.message == "0>1 closed; no worker reported a cause"
+
+
+def test_a_script_saves_its_last_whole_step_before_it_fails() -> None:
+    job = ScriptedJob(2).running()
+    job.step(1)
+    job.receive(Failed(1, Failure(Cause.USER, "no"), stays=True))
+    assert job.state() is State.SAVING
+    job.saved(1)
+    job.checkpoint_committed()
+    assert job.failure.message == "no"
+
+
+def test_a_script_that_fails_in_an_evaluation_does_not_save_half_of_its_step() -> None:
+    job = ScriptedJob(2, evaluate_every=1).running()
+    job.step(1)
+    assert job.state() is State.EVALUATING
+    job.receive(Failed(1, Failure(Cause.USER, "no"), stays=True))
+    assert job.failure.message == "no"
+    assert job.saves_requested(0) == []

@@ -157,7 +157,7 @@ WRONG = [
     ("Ready", [0, [], "cpu", None, 0, 0, "x" * 513], "too many names of devices, or too long ones"),
     (
         "Failed",
-        [0, ["Failure", ["exit", "", 0, [0, -1, -1, -1], "", "", "", 256, False]]],
+        [0, ["Failure", ["exit", "", 0, [0, -1, -1, -1], "", "", "", 256, False]], False],
         "an exit status of 256",
     ),
     ("Saved", [0, 1, [["../x", 1, 1]], ""], "a file in another folder"),

@@ -93,10 +93,11 @@ class Ping:
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """A worker has failed."""
+    """A worker has failed; `stays` says whether it can still save its last whole step."""
 
     rank: int
     failure: Failure
+    stays: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import replace
 from functools import partial
@@ -147,7 +147,8 @@ class State:
     Attributes:
         saved: step of the last checkpoint; -1 without one.
         invalid: why the state is not that of a whole step; "" if it is.
-        buffers: the buffers before the present step, in a loop of the user's own.
+        guards: whether a step that fails leaves the state before it: in a script's process.
+        at: the position in the data at which a worker was disconnected.
         snapshots: what earlier workers left in memory.
     """
 
@@ -155,7 +156,10 @@ class State:
         self.saved = -1
         self.invalid = ""
         layers = [layer for stage in stages.stages.values() for layer in stage.layers]
-        self.buffers = BufferGuard(layers if loaded.role.options.own_loop else ())
+        self.guards = not loaded.settings.to_log
+        self.at: Position = None
+        self._buffers = BufferGuard(layers if self.guards else ())
+        self._before_step: tuple[Position] | None = None
         self._loaded, self._role, self._stages = loaded, loaded.role, stages
         self._tracker = loaded.settings.tracker
         self.snapshots = MemorySnapshots(loaded)
@@ -272,6 +276,17 @@ class State:
         """
         check_savable(self._parts(), self._stages.elsewhere)
 
+    def begin_step(self, at: Callable[[], Position]) -> None:
+        """Keep what a step changes before its update; `at` returns the position in the data."""
+        if self.guards:
+            self._buffers.begin()
+            self._before_step = (at(),)
+
+    def end_step(self) -> None:
+        """Note that the step is whole."""
+        self._buffers.end()
+        self._before_step = None
+
     def wait_copied(self) -> None:
         """Wait until the snapshot in progress is copied, because weights are about to change."""
         if self._writer is not None:
@@ -290,7 +305,9 @@ class State:
         if not self._role.writes_checkpoint:
             self._tracker.wait()
             return None
-        changed = self.buffers.restore()  # the job may end within a step
+        changed = self._buffers.restore()  # the job may end within a step
+        if self._before_step is not None:
+            (at,) = self._before_step
         if reason := self.invalid or (changed and f"the step that failed has changed {changed}"):
             return Saved(self._role.rank, save.step, error=reason)
         return self._started_writer().save(save, self._parts(), self._stages.elsewhere, at)
