@@ -25,8 +25,9 @@ from pipeworker.record.lock import RunLock
 from pipeworker.record.manifest import MANIFEST, Manifest
 from pipeworker.record.metrics import rows
 from pipeworker.record.run_record import RunRecord, find_best_checkpoint
-from pipeworker.record.rundir import RunDir, file_digest, find_checkpoint
+from pipeworker.record.rundir import RunDir, find_checkpoint
 from pipeworker.runs.begin import PreparedRun
+from pipeworker.runs.job_file import recorded_job_file
 
 
 @click.command()
@@ -137,18 +138,15 @@ def _options(
 
 def _job_file(record: RunRecord, folder: Path) -> Path:
     """Return the job file; if it has changed since, its copy, in a new folder like its own."""
-    original, last = Path(str(record.options.get("job_file"))), record.last
-    if not last.get("job") or file_digest(original) == last.get("job_sha256"):
-        return original
-    click.echo(f"note: {original} has changed since the run; its copy is used", err=True)
+    run = record.run_dir.path
+    found = recorded_job_file(record, str(run), "restore one of them")
+    if not found.missed:
+        return found.path
+    click.echo(f"note: {found.missed}; the copy in the run is used", err=True)
+    original = Path(str(record.options.get("job_file")))
     folder.mkdir()
     with suppress(OSError):
         for beside in original.parent.iterdir():  # the file may import modules and read files
             if beside.name != original.name:
                 (folder / beside.name).symlink_to(beside)
-    copied = folder / original.name
-    try:
-        shutil.copyfile(record.run_dir.path / str(last["job"]), copied)
-    except OSError as error:
-        raise UnreadableFile(record.run_dir.path / str(last["job"]), error) from None
-    return copied
+    return Path(shutil.copyfile(found.path, folder / original.name))

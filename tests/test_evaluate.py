@@ -60,7 +60,7 @@ def test_a_checkpoint_has_the_figures_that_were_recorded(jobs: Jobs) -> None:
     found = jobs.pipeworker("evaluate", "run", "--checkpoint", "2", "--stages", "1")
     assert found.stdout.startswith("evaluation after step 2  loss ")
     assert f"test/accuracy {recorded[0]['test/accuracy']:.4f}" in found.stdout
-    assert "job.py has changed since the run; its copy is used" in found.stderr
+    assert "job.py has changed since; the copy in the run is used" in found.stderr
     assert "hook" not in found.stderr
     assert content(run_dir) == before
 

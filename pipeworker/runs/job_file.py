@@ -31,27 +31,40 @@ class RecordedJobFile:
 
 
 def find_job_file(run: Path) -> RecordedJobFile:
-    """Return the original job file of a run if it has the recorded content, else the run's copy.
+    """Return the job file for a resume that names none.
 
     Raises:
-        UsageError: there is no run, a script began it, or neither file has the recorded content.
+        UsageError: there is no run, a script began it, or no file has the recorded content.
     """
     record = RunRecord.read(RunDir(run))
-    original, digest = Path(str(record.options.get("job_file"))), record.last.get("job_sha256")
     if record.is_of_script:
+        script = record.options.get("job_file")
         raise UsageError(
-            f"--resume {run}: the script {original} began this run; resume it there, with "
-            "resume=True"
+            f"--resume {run}: the script {script} began this run; resume it there, with resume=True"
         )
+    return recorded_job_file(record, f"--resume {run}", f"name the job file: --resume {run} job.py")
+
+
+def recorded_job_file(record: RunRecord, where: str, remedy: str) -> RecordedJobFile:
+    """Return the original job file of a run if it has the recorded content, else the run's copy.
+
+    Args:
+        record: the run, which no script began.
+        where: the beginning of an error message.
+        remedy: its end.
+
+    Raises:
+        UsageError: neither file has the recorded content.
+    """
+    original, digest = Path(str(record.options.get("job_file"))), record.last.get("job_sha256")
     found = _digest(original)
     if digest and found == digest:
         return RecordedJobFile(original)
     name = str(record.last.get("job"))
-    copy = run / name
+    copy = record.run_dir.path / name
     if not digest or not _COPY.fullmatch(name) or _digest(copy) != digest:
         raise UsageError(
-            f"--resume {run}: neither {original} nor a copy in the run has the recorded content; "
-            f"name the job file: --resume {run} job.py"
+            f"{where}: neither {original} nor a copy in the run has the recorded content; {remedy}"
         )
     return RecordedJobFile(copy, f"{original} {'has changed since' if found else 'is gone'}")
 
