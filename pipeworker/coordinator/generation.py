@@ -296,7 +296,7 @@ class Generation(Saving):
         self.await_all(State.STEPPING)
         effects = [*due.effects]
         if self._is_first and not self.blueprint.has_run:
-            warning = report.few_samples(run.batch, self.options.microbatches)
+            warning = report.few_samples(run.batch, self.options)
             effects += [Warned(warning)] if warning else []
         copy = self.begin_copy(now, save=save) if due.can_save else None
         if save and copy is None:

@@ -185,13 +185,14 @@ def small_batch_norm(batch: Batch | None, ready: Sequence[Ready], options: Optio
     )
 
 
-def few_samples(batch: Batch, microbatches: int) -> str:
+def few_samples(batch: Batch, options: Options) -> str:
     """Return a warning if a step has fewer samples than micro-batches, else an empty string."""
-    if batch.microbatches >= microbatches:
+    if batch.microbatches >= options.microbatches:
         return ""
+    default = ", the default" if options.has_default_microbatches else ""
     samples = f"{batch.samples} sample{'s' if batch.samples > 1 else ''}"
     return (
-        f"--microbatches {microbatches}: the first mini-batch has only {samples}, so there are "
-        f"{batch.microbatches} micro-batches of one sample each; use larger mini-batches or a "
-        "smaller --microbatches"
+        f"--microbatches {options.microbatches}{default}: the first mini-batch has only {samples}, "
+        f"so there are {batch.microbatches} micro-batches of one sample each; use larger "
+        "mini-batches or a smaller --microbatches"
     )

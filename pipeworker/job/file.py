@@ -188,6 +188,11 @@ def notes(job: JobFile, options: Options) -> tuple[str, ...]:
             "gradients depend on --microbatches; use a mean, or a function that returns the pair "
             "(sum, count)"
         )
+    if ":" not in options.best and not options.best.endswith("loss"):
+        found.append(
+            f"--best {options.best}: the least counts as the best; write max:{options.best} if "
+            f"more is better, or min:{options.best} without this note"
+        )
     if options.own_loop:
         return tuple(found)
     found += [f"{one} in {job.where} is not used: is {name} meant?" for one, name in job.misspelled]
@@ -227,7 +232,7 @@ def entries(job: JobFile) -> dict[str, Entry]:
         if isinstance(model, nn.ModuleList):
             how = ": list(layers)"
         elif isinstance(model, nn.Module):
-            how = ", into which a forward of its own is cut; uncut it is one layer, in a list"
+            how = ": its forward as a sequence; a list of it alone is one layer, never split"
         raise UsageError(
             f"model() returned {a_type(model)}; return an nn.Sequential or a list of layers{how}"
         )

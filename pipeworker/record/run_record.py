@@ -28,7 +28,7 @@ from pipeworker.record.bounded_file import read_json
 from pipeworker.record.manifest import MANIFEST
 from pipeworker.record.metrics import rows
 from pipeworker.record.metrics.rows import Row
-from pipeworker.record.rundir import JOB, RunDir
+from pipeworker.record.rundir import JOB, RunDir, listed
 from pipeworker.wire.lines import Verdict
 
 VERSION = 2
@@ -103,9 +103,8 @@ class RunRecord:
         try:
             content = read_json(path, _Content, _WHAT, _REMEDY, _READABLE)
         except FileNotFoundError:
-            raise UsageError(
-                f"{run_dir.path}: not the directory of a run; give one that has a run.json"
-            ) from None
+            advice = listed(run_dir.path) or "give one that has a run.json"
+            raise UsageError(f"{run_dir.path}: not the directory of a run; {advice}") from None
         except OSError as error:
             raise UnreadableFile(path, error) from None
         options: dict[str, Any] = {}

@@ -35,6 +35,7 @@ JOBS = (JOB, "job.ipynb")
 _REQUEST = ".checkpoint"
 _ROWS = (".jsonl", ".csv")
 _LEFTOVERS = (".step-*.partial", ".*.gone")
+_CHECKPOINTS = "give the directory of a finished run, or one of its checkpoints"
 _STEP = re.compile(r"step-(\d{8,19})", re.ASCII)
 
 
@@ -301,10 +302,15 @@ def find_checkpoint(source: Path) -> Path:
     complete = [path for path in RunDir(source).checkpoint_paths() if (path / MANIFEST).is_file()]
     if not complete:
         raise UsageError(
-            f"{source}: no complete checkpoint is there; give the directory of a finished run, or "
-            "one of its checkpoints"
+            f"{source}: no complete checkpoint is there; {listed(source) or _CHECKPOINTS}"
         )
     return complete[-1]
+
+
+def listed(path: Path) -> str:
+    """Return a question after the run that ``pipeworker list`` shows under this name, else ""."""
+    run = RunDir(Path("runs") / path)
+    return f"did you mean {run.path}?" if run.path != path and run.run.is_file() else ""
 
 
 def create(asked: str | Path | None, job_file: Path) -> tuple[RunDir, tuple[Path, ...]]:
@@ -329,7 +335,7 @@ def create(asked: str | Path | None, job_file: Path) -> tuple[RunDir, tuple[Path
             if asked:
                 raise UsageError(
                     f"run directory {asked}: exists already; choose another --run-dir, or add "
-                    "--resume to continue its run"
+                    "--resume (in a script, resume=True) to continue its run"
                 ) from None
             attempt += 1
             path = stem.with_name(f"{stem.name}-{attempt}")

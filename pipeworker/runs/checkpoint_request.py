@@ -7,7 +7,7 @@ from pathlib import Path
 
 from pipeworker.errors import PipeworkerError, RecordError, UsageError
 from pipeworker.record import lock
-from pipeworker.record.rundir import RunDir
+from pipeworker.record.rundir import RunDir, listed
 
 _POLL_SECONDS = 0.1
 
@@ -21,7 +21,8 @@ def request_checkpoint(path: Path) -> Path:
     """
     run_dir = RunDir(path.resolve())
     if not lock.is_locked(run_dir.lock):
-        raise UsageError(f"{path}: no job is running there; give the directory of a running job")
+        advice = listed(path) or "give the directory of a running job"
+        raise UsageError(f"{path}: no job is running there; {advice}")
     try:
         before = run_dir.last_checkpoint_step()
         run_dir.request_checkpoint()

@@ -23,8 +23,8 @@ from support.schedule_text import parse
 
 FEW = dataclasses.replace(BATCH, samples=3, microbatches=3)
 SAID = (
-    "--microbatches 8: the first mini-batch has only 3 samples, so there are 3 micro-batches of "
-    "one sample each; use larger mini-batches or a smaller --microbatches"
+    "--microbatches 8, the default: the first mini-batch has only 3 samples, so there are 3 "
+    "micro-batches of one sample each; use larger mini-batches or a smaller --microbatches"
 )
 
 

@@ -183,7 +183,11 @@ class Own(nn.Sequential):
 @pytest.mark.parametrize(
     ("model", "message"),
     [
-        (lambda: nn.Linear(1, 1), r"model\(\) returned a Linear; return an"),
+        (
+            lambda: nn.Linear(1, 1),
+            r"model\(\) returned a Linear; return an nn\.Sequential or a list of layers: its "
+            "forward as a sequence; a list of it alone is one layer, never split$",
+        ),
         (lambda: None, r"model\(\) returned a NoneType"),
         (list, "returned no layers"),
         (nn.Sequential(), "returned no layers"),

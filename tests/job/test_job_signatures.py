@@ -221,6 +221,19 @@ def test_a_sum_over_one_micro_batch_is_not_noted() -> None:
     assert len(job_file.notes(check(loss=SUM, evaluation=list), own)) == 1
 
 
+@pytest.mark.parametrize("own_loop", [False, True])
+def test_a_figure_of_which_more_may_be_better_is_noted(own_loop: bool) -> None:
+    def noted(best: str) -> tuple[str, ...]:
+        options = Options("j.py", 1, 2, best=best, own_loop=own_loop, evaluate_every=5)
+        return job_file.notes(check(), options)
+
+    assert noted("accuracy") == (
+        "--best accuracy: the least counts as the best; write max:accuracy if more is better, or "
+        "min:accuracy without this note",
+    )
+    assert not any(map(noted, ("loss", "test/loss", "max:accuracy", "min:error")))
+
+
 def test_a_misspelled_required_name_is_shown() -> None:
     module = SimpleNamespace(model=[], loss=print, data=[], optimiser=print)
     with pytest.raises(UsageError, match=r"lacks the name optimizer; .* and data; optimiser is"):

@@ -87,7 +87,8 @@ def test_remove_run_keeps_files_of_others(tmp_path: Path) -> None:
 
 
 def test_create_refuses_an_existing_directory(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="exists already; choose another --run-dir"):
+    advice = r"choose another --run-dir, or add --resume \(in a script, resume=True\) to continue"
+    with pytest.raises(UsageError, match=f"exists already; {advice} its run"):
         rundir.create(str(tmp_path), Path("job.py"))
     assert list(tmp_path.iterdir()) == []
 

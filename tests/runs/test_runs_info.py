@@ -303,6 +303,18 @@ def table_of(*words: str) -> str:
     return done.output
 
 
+def test_the_name_of_a_listed_run_is_not_its_folder(
+    begin: Callable[..., RunDir], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begin("first")
+    monkeypatch.chdir(tmp_path)
+    for command in (("show", "first"), ("checkpoint", "first"), ("export", "first", "x.pt")):
+        done = CliRunner().invoke(cli.main, command)
+        assert done.exit_code == 2
+        assert done.output.startswith("error: first: no")
+        assert done.output.endswith(f"; did you mean {Path('runs', 'first')}?\n")
+
+
 def test_a_folder_without_runs(tmp_path: Path) -> None:
     assert listing.list_runs(tmp_path) == f"no run is in {tmp_path}"
     with pytest.raises(UsageError, match=r"none: no such folder; give the folder of the runs"):
