@@ -23,6 +23,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pipeworker.display import text
 from pipeworker.errors import PeerLost, PipeworkerError, ProtocolError, ScheduleError, UsageError
 from pipeworker.facts.checkpoint_file import CheckpointFile
 from pipeworker.facts.connections import Skip, Tie
@@ -322,6 +323,7 @@ def test_records_of_runs(data: bytes) -> None:
 def test_runs_that_are_shown_and_listed(
     run: bytes, summary: bytes | None, metrics: bytes, evaluation: bytes
 ) -> None:
+    text.table([["imports rich"]])
     with TemporaryDirectory() as folder:
         path = Path(folder) / "run"
         made = RunDir(path)
