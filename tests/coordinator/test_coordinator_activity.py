@@ -1,4 +1,4 @@
-"""What the workers do at present, as their heartbeats say it."""
+"""The present activity of the workers, as their heartbeats report it."""
 
 from __future__ import annotations
 

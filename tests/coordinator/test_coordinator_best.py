@@ -105,7 +105,7 @@ def test_after_a_full_disk_the_best_of_those_that_exist_counts() -> None:
 
 
 def test_a_later_coordinator_knows_the_earlier_evaluations() -> None:
-    """That of step 2 is the best, but it was killed before its checkpoint was complete."""
+    """The evaluation of step 2 is the best; a worker was killed before its checkpoint was whole."""
     passes = tuple(evaluation_of(step, loss) for step, loss in ((1, 0.5), (2, 0.1), (3, 0.4)))
     start = Start(
         snapshot=(JobState(2, None, passes[1]), Restore(2, slot=1, ranks=2)),

@@ -3,24 +3,19 @@
 from __future__ import annotations
 
 import itertools
-from typing import Any
 
 import pytest
 
-from pipeworker.coordinator.effects import Commit, Dropped, Effect, Send
+from pipeworker.coordinator.effects import Commit, Dropped, Send
 from pipeworker.coordinator.lifecycle import State
-from pipeworker.coordinator.loss_scaler import LossScaler
 from pipeworker.facts.failure import Cause, Failure
-from pipeworker.facts.position import Phase, Position
 from pipeworker.facts.step import Evaluation, StepResult
-from pipeworker.wire.lines import Planned, Verdict, Warned
-from pipeworker.wire.messages.checkpoint import Save, Saved
+from pipeworker.wire.lines import Planned
+from pipeworker.wire.messages.checkpoint import Save
 from pipeworker.wire.messages.directions import Advance
-from pipeworker.wire.messages.presence import Failed, Heartbeat
 from pipeworker.wire.messages.step import (
     Call,
     CallKind,
-    EpochEnded,
     Evaluate,
     Evaluated,
     EvaluationDone,
@@ -31,8 +26,8 @@ from pipeworker.wire.messages.step import (
 )
 from support.coordinator import (
     BATCH,
-    TIMINGS,
     ScriptedJob,
+    closed,
     commit,
     messages_of,
     of,
@@ -235,96 +230,6 @@ def test_a_pass_of_a_job_file_may_not_fail_quietly() -> None:
 # The last checkpoint.
 
 
-def after_a_step(**options: Any) -> ScriptedJob:
-    job = own_loop_job(**options)
-    job.called(CallKind.STEP)
-    job.step(1)
-    return job
-
-
-FAILURES = {
-    "user": (Failed(1, Failure(Cause.USER, "no")), "failed"),
-    "usage": (Failed(1, Failure(Cause.USAGE, "no")), "failed"),
-    "interrupt": (Failed(1, Failure(Cause.SIGNAL, "^C")), "interrupted"),
-}
-
-
-@pytest.mark.parametrize("failure", FAILURES)
-@pytest.mark.parametrize("within", [False, True])
-def test_the_last_whole_step_is_saved_before_the_job_ends(failure: str, within: bool) -> None:
-    job = after_a_step()
-    if within:
-        job.called(CallKind.STEP)
-        job.done(0, 2)
-    message, status = FAILURES[failure]
-    assert saves(job.receive(message)) == [Advance(Save(1))] * 2
-    job.receive(Failed(0, Failure(Cause.PEER, "the channel closed")))
-    job.tick(TIMINGS.grace + 0.1)  # the secondary failure of the rank is no cause
-    assert job.saved() == [commit(1)]
-    job.checkpoint_committed()
-    assert (job.ended.status, job.ended.steps) == (status, 1)
-
-
-@pytest.mark.parametrize("failure", FAILURES)
-def test_without_a_new_step_nothing_is_saved(failure: str) -> None:
-    job = own_loop_job()
-    assert saves(job.receive(FAILURES[failure][0])) == []
-    assert job.ended.status == FAILURES[failure][1]
-    job = after_a_step()
-    job.called(CallKind.SAVE)
-    job.saved()
-    job.checkpoint_committed()
-    assert saves(job.receive(FAILURES[failure][0])) == []
-    assert job.ended.status == FAILURES[failure][1]
-
-
-def test_a_lost_rank_cannot_save() -> None:
-    job = after_a_step()
-    job.receive(Failed(0, Failure(Cause.LOST, "gone")))
-    assert saves(job.effects) == []
-    assert job.ended.status == "failed"
-
-
-def test_a_last_checkpoint_that_fails_is_not_tried_again() -> None:
-    job = after_a_step()
-    job.receive(FAILURES["user"][0])
-    effects = job.saved(error="no space left")
-    assert [w.text for w in of(effects, Warned)] == ["step 1 is not saved: no space left"]
-    assert job.ended.error == "no\n  stage 1"
-
-
-@pytest.mark.parametrize("waits", [True, False])
-def test_a_last_checkpoint_is_given_up_when_a_rank_does_not_answer(waits: bool) -> None:
-    """Soon if it is in its own code, and later if it computes a layer."""
-    job = after_a_step(worker_timeout=9.0)
-    job.receive(FAILURES["user"][0])
-    job.receive(Saved(1, 1))
-    phase = Phase.WAITING if waits else Phase.FORWARD
-    job.receive(Heartbeat(0, Position(phase), waiting=waits))
-    for limit in (TIMINGS.interrupt, 9.0):
-        job.tick()
-        assert not of(job.effects, Verdict)
-        for rank in (0, 1):
-            job.now += limit / 2
-            job.receive(Heartbeat(1 - rank, Position(phase), waiting=waits))
-            job.receive(Heartbeat(rank, Position(phase), waiting=waits))
-        job.tick(0.1)
-        if waits:
-            break
-    (warned,) = of(job.effects, Warned)
-    assert warned.text.startswith("step 1 is not saved: stage 0 did not answer within ")
-    assert job.ended.status == "failed"
-
-
-def test_an_interrupt_while_a_checkpoint_is_written_waits_for_it() -> None:
-    job = after_a_step()
-    job.called(CallKind.SAVE)
-    assert saves(job.receive(FAILURES["interrupt"][0])) == []
-    job.saved()
-    job.checkpoint_committed()
-    assert job.ended.status == "interrupted"
-
-
 @pytest.mark.parametrize("rank", [0, 1])
 def test_calls_of_a_job_file_are_dropped(rank: int) -> None:
     """Both before and after the rank has run its part of the step."""
@@ -389,15 +294,6 @@ def test_a_checkpoint_requested_twice_is_saved_once() -> None:
     assert of(job.effects, Commit) == [commit(1)]
 
 
-def closed(job: ScriptedJob) -> list[Effect]:
-    """Close the job and return its effects."""
-    effects = job.called(CallKind.CLOSE)
-    if job.state() is State.SAVING:
-        effects += [*job.saved(), *job.checkpoint_committed()]
-    assert job.ended.status == "done"
-    return effects
-
-
 def test_close_saves_no_checkpoint_that_exists() -> None:
     job = own_loop_job()
     job.called(CallKind.STEP)
@@ -406,94 +302,3 @@ def test_close_saves_no_checkpoint_that_exists() -> None:
     job.saved()
     job.checkpoint_committed()
     assert saves(closed(job)) == []
-
-
-def test_steps_continue_from_a_loaded_checkpoint() -> None:
-    job = own_loop_job()
-    job.called(CallKind.STEP)
-    job.step(1)
-    loaded = Loaded(7)
-    assert messages_of(job.called(CallKind.LOAD, loaded=loaded), Advance) == [Advance(Wait())] * 2
-    effects = job.called(CallKind.STEP)
-    assert [a.next for a in messages_of(effects, Advance)] == [RunStep(8, BATCH, False)] * 2
-    assert [row.step for row in of(job.step(8), StepResult)] == [8]
-    assert saves(closed(job)) == [Advance(Save(8))] * 2
-    assert job.ended.steps == 8
-
-
-def test_steps_repeated_after_a_load_are_recorded_again() -> None:
-    """They are other steps, because they have other mini-batches."""
-    job = own_loop_job()
-    for step in (1, 2):
-        job.called(CallKind.STEP)
-        job.step(step)
-    job.called(CallKind.LOAD, loaded=Loaded(1))
-    job.called(CallKind.STEP)
-    assert [row.step for row in of(job.step(2), StepResult)] == [2]
-
-
-@pytest.mark.parametrize(
-    ("loaded", "scale"),
-    [(Loaded(3, 8.0, 5), LossScaler(8.0, 5)), (Loaded(3), LossScaler(2.0**16, 0))],
-)
-def test_a_loss_scale_is_loaded_with_its_checkpoint(loaded: Loaded, scale: LossScaler) -> None:
-    job = own_loop_job(precision="fp16")
-    job.called(CallKind.LOAD, loaded=loaded)
-    job.called(CallKind.SAVE)
-    assert job.saved() == [commit(3, scale)]
-    job.checkpoint_committed()
-    job.called(CallKind.STEP)
-    assert job.runs(0)[-1].loss_scale == scale.scale
-    plain = own_loop_job()
-    plain.called(CallKind.LOAD, loaded=Loaded(3, 8.0))
-    plain.called(CallKind.STEP)
-    assert plain.runs(0)[-1].loss_scale == 1.0
-
-
-@pytest.mark.parametrize("step", [1, 2, 3])
-def test_a_loaded_state_counts_as_unsaved(step: int) -> None:
-    """Even if there is a checkpoint of the same or of a later step."""
-    job = own_loop_job()
-    for number in (1, 2):
-        job.called(CallKind.STEP)
-        job.step(number)
-    job.called(CallKind.SAVE)
-    job.saved()
-    job.checkpoint_committed()
-    job.called(CallKind.LOAD, loaded=Loaded(step))
-    assert saves(closed(job)) == [Advance(Save(step))] * 2
-    assert job.ended.steps == step
-
-
-def test_the_end_of_an_epoch_changes_the_state_on_all_ranks() -> None:
-    job = own_loop_job()
-    job.called(CallKind.STEP)
-    job.step(1)
-    job.called(CallKind.SAVE)
-    job.saved()
-    job.checkpoint_committed()
-    assert job.called(CallKind.END_EPOCH, 1) == []
-    effects = job.called(CallKind.END_EPOCH, 0)
-    assert messages_of(effects, Advance) == [Advance(Wait(), EpochEnded(1))] * 2
-    job.called(CallKind.STEP)
-    assert [row.epoch for row in of(job.step(2), StepResult)] == [1]
-
-
-def test_a_checkpoint_that_is_older_than_the_end_of_an_epoch_is_written_again() -> None:
-    job = own_loop_job()
-    job.called(CallKind.STEP)
-    job.step(1)
-    for _ in range(2):
-        job.called(CallKind.SAVE)
-        job.saved()
-        job.checkpoint_committed()
-        job.called(CallKind.END_EPOCH)
-    assert saves(closed(job)) == [Advance(Save(1))] * 2
-    assert [commit.epoch for commit in of(job.effects, Commit)] == [0, 1, 2]
-
-
-def test_the_epoch_is_loaded_with_its_checkpoint() -> None:
-    job = own_loop_job()
-    job.called(CallKind.LOAD, loaded=Loaded(7, epoch=3))
-    job.called(CallKind.STEP)
-    assert [row.epoch for row in of(job.step(8), StepResult)] == [3]

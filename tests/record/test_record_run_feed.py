@@ -1,4 +1,4 @@
-"""What a run records, read as it is recorded, each record once."""
+"""The reader of the records of a run: each record is returned once."""
 
 from __future__ import annotations
 

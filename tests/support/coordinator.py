@@ -382,3 +382,12 @@ def ends(effects: list[Effect]) -> list[Send]:
         if isinstance(send.message, Abort)
         or (isinstance(send.message, Advance) and isinstance(send.message.next, Finish))
     ]
+
+
+def closed(job: ScriptedJob) -> list[Effect]:
+    """Close the job and return its effects."""
+    effects = job.called(CallKind.CLOSE)
+    if job.state() is State.SAVING:
+        effects += [*job.saved(), *job.checkpoint_committed()]
+    assert job.ended.status == "done"
+    return effects
