@@ -110,7 +110,7 @@ class Generation(Saving):
 
     @property
     def activity(self) -> Activity:
-        """What the workers do at present."""
+        """The present activity of the workers, from their last heartbeats."""
         memory, reader = self.roster.memory(), self.roster.members.get(self.placement.rank_of(0))
         if self.state is not State.EVALUATING or reader is None or reader.beat is None:
             return Activity(memory)

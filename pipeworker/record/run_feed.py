@@ -1,4 +1,4 @@
-"""What a run records, in the order of its steps, as it is recorded. Imports no torch.
+"""A reader of the records of a run, in the order of its steps, while they are written. No torch.
 
 The files of the run directory are read, so that nothing is lost or repeated when processes of the
 job are replaced. A reader's position in them is a file as well: a run that is resumed continues

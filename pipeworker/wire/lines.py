@@ -184,7 +184,7 @@ class Planned:
 
 @dataclass(frozen=True, slots=True)
 class Activity:
-    """What the workers do at present; only the last such line counts.
+    """The present activity of the workers; only the last such line counts.
 
     Attributes:
         memory: bytes by rank, 0 where unknown; empty if all are.

@@ -102,7 +102,7 @@ class Way(Enum):
     """A way to reach a position in data; the next one is tried where one does not fit the data."""
 
     SKIP = auto()
-    """What is drawn before the first mini-batch is drawn as at the beginning of the epoch."""
+    """Draw what precedes the first mini-batch as it was drawn at the beginning of the epoch."""
     CONTINUE = auto()
     """``data(start)`` alone: all that its iteration draws continues what was drawn before."""
     READ = auto()

@@ -167,7 +167,7 @@ Sink = Callable[[Any, Any, int, str], None]
 Explain = Callable[[BaseException], Failure]
 """Returns the report of an exception, with the present position of the worker."""
 _END: tuple[Any, Any] = ([], None)
-"""What is read after the last micro-batch."""
+"""The mark that the reader returns after the last micro-batch."""
 
 
 class PassFailed(Exception):
