@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from pipeworker.errors import UsageError
 from pipeworker.job.options import Options
 from pipeworker.job.renamed import reject_batch_size, reject_renamed
+from pipeworker.runs.begin import RunRequest
+from pipeworker.session.process import script_path
 
 _LAUNCHER = "no launcher starts the processes of a script, nor replaces them"
 _SCRIPT = "the script is the job"
@@ -64,3 +67,19 @@ def check_options(
         reject_batch_size(name, known, str, f"{where}: ")
         if name not in known:
             raise UsageError(f"{where}: {name}: no such option; use one of {', '.join(known)}")
+
+
+def script_request(
+    options: Mapping[str, Any],
+    run_dir: str | Path | None,
+    allow_change: str | Sequence[str],
+    *,
+    ranks: int,
+    resume: bool,
+    auto_resume: bool,
+) -> RunRequest:
+    """Return the run that the program of this process requests; it has `ranks` processes."""
+    allowed = (allow_change,) if isinstance(allow_change, str) else tuple(allow_change)
+    return RunRequest(
+        script_path(), None, options, run_dir, resume, auto_resume, allowed, ranks=ranks
+    )

@@ -19,9 +19,8 @@ from pipeworker.job import file as job_file
 from pipeworker.ranks.rank_info import RankInfo
 from pipeworker.record.checkpoint import Checkpoint
 from pipeworker.record.rundir import find_checkpoint, located
-from pipeworker.runs.begin import RunRequest
-from pipeworker.session.options import NOT_OF_A_LOOP, check_options
-from pipeworker.session.process import OPEN_PIPELINES, script_path
+from pipeworker.session.options import NOT_OF_A_LOOP, check_options, script_request
+from pipeworker.session.process import OPEN_PIPELINES
 from pipeworker.session.session import Session
 from pipeworker.wire.lines import FromCoordinator, Warned
 from pipeworker.wire.messages.step import Call, CallKind, Evaluate, EvaluationDone, Loaded
@@ -115,15 +114,13 @@ class Pipeline:
         self._session = Session(
             info,
             job,
-            RunRequest(
-                script_path(),
-                None,
+            script_request(
                 requested,
                 run_dir,
-                resume,
-                auto_resume,
-                (allow_change,) if isinstance(allow_change, str) else tuple(allow_change),
+                allow_change,
                 ranks=info.world,
+                resume=resume,
+                auto_resume=auto_resume,
             ),
             sample=sample,
             listen=lambda _: _print_warning,

@@ -21,9 +21,8 @@ from pipeworker.job import file as job_file
 from pipeworker.plan.placement import Placement
 from pipeworker.ranks.coordinator_process import EventListener
 from pipeworker.ranks.rank_info import RankInfo
-from pipeworker.runs.begin import PreparedRun, RunRequest
-from pipeworker.session.options import NOT_OF_A_SCRIPT, check_options
-from pipeworker.session.process import script_path
+from pipeworker.runs.begin import PreparedRun
+from pipeworker.session.options import NOT_OF_A_SCRIPT, check_options, script_request
 from pipeworker.session.script_hooks import ScriptHooks
 from pipeworker.session.session import Session
 from pipeworker.wire.lines import Verdict
@@ -101,15 +100,13 @@ def train(
     check_options(options, NOT_OF_A_SCRIPT, where, ("allow_change",))
     info = RankInfo.detect()
     requested = {**options, "microbatches": microbatches}
-    request = RunRequest(
-        script_path(),
-        None,
+    request = script_request(
         requested,
         run_dir,
-        resume,
-        auto_resume,
-        (allow_change,) if isinstance(allow_change, str) else tuple(allow_change),
+        allow_change,
         ranks=info.world,
+        resume=resume,
+        auto_resume=auto_resume,
     )
     commands = Commands(script=relative(request.job_file))
     style = Style(quiet=quiet, log_every=log_every, commands=commands)
