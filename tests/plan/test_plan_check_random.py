@@ -14,6 +14,7 @@ from pipeworker.plan.actions import Action, Kind
 from pipeworker.plan.check import LiveMicroBatches, check
 from pipeworker.plan.connect import connect, forward_only
 from pipeworker.plan.placement import Placement
+from pipeworker.plan.recompute import with_fetches
 from pipeworker.plan.schedule import Schedule
 from pipeworker.plan.simulate import simulate
 from support.orders import Which
@@ -97,6 +98,8 @@ def any_schedule(chance: random.Random) -> Schedule:
         lambda s, m: (s, m) in split,
         chance,
     )
+    offloads = {s for s in range(stages) if chance.random() < 0.25}
+    orders = [with_fetches(order, offloads) for order in orders]
     return connect("any", microbatches, placement, orders, skips, ties)
 
 
@@ -193,8 +196,8 @@ def test_a_missing_or_repeated_action_is_rejected(seed: int, twice: bool) -> Non
         del actions[index]
     workers = (*schedule.workers[:worker], tuple(actions), *schedule.workers[worker + 1 :])
     changed = replace(schedule, workers=workers)
-    if action.kind is Kind.RECOMPUTE and not twice:
-        check(changed, capacity=64)  # whether to recompute is the schedule's choice
+    if action.kind in (Kind.RECOMPUTE, Kind.FETCH) and not twice:
+        check(changed, capacity=64)  # whether to recompute or offload is the schedule's choice
         return
     with pytest.raises(ScheduleError):
         check(changed, capacity=64)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter, deque
 from dataclasses import dataclass
 
-from pipeworker.plan.actions import RECEIVES, SENDS, Action, Kind, edge_of
+from pipeworker.plan.actions import COMPUTE, RECEIVES, SENDS, Action, Kind, edge_of
 from pipeworker.plan.check import LiveMicroBatches
 from pipeworker.plan.schedule import UNBOUNDED, Schedule
 
@@ -32,7 +32,8 @@ class _WorkerCheck:
         self.place = self.schedule.placement
         self.last = self.place.stages - 1
         self.actions = self.schedule.workers[self.worker]
-        self.done: set[Action] = set()
+        self.done: list[Action] = []
+        self.away: dict[int, set[int]] = {s: set() for s in range(self.place.stages)}
         self.most = {(what, s): 0 for what in KEPT for s in range(self.place.stages)}
 
     def here(self, stage: int) -> bool:
@@ -44,7 +45,7 @@ class _WorkerCheck:
         s = self.schedule
         for stage in self.place.held[self.worker]:
             for m in range(s.microbatches):
-                kinds = "F" if s.forward_only else "FRBIW"
+                kinds = ["F"] if s.forward_only else ["F", "R", "FETCH", "B", "I", "W"]
                 found |= {Action(Kind(kind), stage, m) for kind in kinds}
                 found |= self.sent_and_received(stage, m)
             if stage == 0 and not s.forward_only:
@@ -82,7 +83,7 @@ class _WorkerCheck:
             _require(action in possible, f"{action} is not of worker {self.worker}")
             _require(action not in self.done, f"{action} is done")
             self.needs(action)
-            self.done.add(action)
+            self.done.append(action)
             self.keep(action)
         for action in possible:
             if action.kind in "BIW":
@@ -90,7 +91,7 @@ class _WorkerCheck:
                 split = self.did("I", stage, m)
                 _require(split == self.did("W", stage, m), f"{action}: half a backward")
                 _require(self.did("B", stage, m) is not split, f"{action}: not once")
-            elif action.kind is not Kind.RECOMPUTE:
+            elif action.kind not in (Kind.RECOMPUTE, Kind.FETCH):
                 _require(action in self.done, f"{action} is missing")
 
     def did(self, kind: str, stage: int, m: int, peer: int = -1) -> bool:
@@ -98,6 +99,11 @@ class _WorkerCheck:
 
     def has_input_gradient(self, stage: int, m: int) -> bool:
         return self.did("B", stage, m) or self.did("I", stage, m)
+
+    def has_left(self, stage: int, m: int) -> bool:
+        """Whether an action that computes for the stage has run since the forward of `m`."""
+        computed = [a for a in self.done if a.stage == stage and a.kind in COMPUTE]
+        return self.did("F", stage, m) and computed[-1] != Action(Kind.FORWARD, stage, m)
 
     def accumulated(self, stage: int) -> int:
         return sum(a.stage == stage and a.kind in ("B", "W") for a in self.done)
@@ -127,6 +133,8 @@ class _WorkerCheck:
                 needed.append(("forward", self.did("F", stage, m)))
                 if Action(Kind.RECOMPUTE, stage, m) in self.actions:
                     needed.append(("recompute", self.did("R", stage, m)))
+                if Action(Kind.FETCH, stage, m) in self.actions:
+                    needed.append(("fetch", self.did("FETCH", stage, m)))
                 if stage < self.last:
                     arrived = self.did("<G", stage, m)
                     local = self.has_input_gradient(stage + 1, m)
@@ -136,6 +144,10 @@ class _WorkerCheck:
                         arrived = self.did("<H", stage, m, b)
                         local = self.has_input_gradient(b, m)
                         needed.append(("skip gradient", local if self.here(b) else arrived))
+            case "FETCH":
+                needed.append(("the end of the copy to the host", self.has_left(stage, m)))
+                again = Action(Kind.RECOMPUTE, stage, m) in self.actions
+                needed.append(("a forward that keeps its graph", not again))
             case ">G" | ">H":
                 needed.append(("backward", self.has_input_gradient(stage, m)))
             case ">TIE":
@@ -161,17 +173,24 @@ class _WorkerCheck:
     def keep(self, action: Action) -> None:
         """Count live micro-batches now; an action that releases one still counts it."""
         stage = action.stage
+        if action.kind is Kind.FETCH:
+            self.away[stage].discard(action.microbatch)
         counts: Counter[str] = Counter()
         for m in range(self.count):
             over = {Action(kind, stage, m) for kind in (Kind.BACKWARD, Kind.BACKWARD_WEIGHT)}
-            if over & self.done and action not in over:
+            if over.intersection(self.done) and action not in over:
                 continue
             recompute = Action(Kind.RECOMPUTE, stage, m) in self.actions
+            away = m in self.away[stage]
             counts["inputs"] += self.did("F", stage, m)
-            counts["activations"] += self.did("R" if recompute else "F", stage, m)
+            counts["activations"] += self.did("R" if recompute else "F", stage, m) and not away
             counts["deferred"] += self.did("I", stage, m)
         for what in KEPT:
             self.most[what, stage] = max(self.most[what, stage], counts[what])
+        for m in range(self.count):
+            fetch = Action(Kind.FETCH, stage, m)
+            if fetch in self.actions and fetch not in self.done and self.has_left(stage, m):
+                self.away[stage].add(m)
 
 
 def check_slowly(schedule: Schedule, capacity: int) -> LiveMicroBatches:
