@@ -1,0 +1,86 @@
+"""Measured facts of layers, from which a job is planned: seconds and bytes, one layer at a time."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class LayerFacts:
+    """What one micro-batch costs in one layer, on a worker of speed 1.
+
+    Attributes:
+        kind: the name of the layer's class.
+        parameters: number of elements of its parameters.
+        parameter_bytes: bytes of its parameters and buffers.
+        gradient_bytes: bytes of the gradients of its parameters; 0 if all are frozen.
+        optimizer_bytes: bytes of the optimizer's state for its parameters.
+        forward: seconds of a forward that keeps its graph.
+        backward: seconds of a whole backward, 0 if no gradient passes it.
+        backward_input: seconds of its first part where the backward is split; the part for the
+            weights takes the rest. Equal to `backward` if no parameter has a gradient, 0 if only
+            parameters have one.
+        update: seconds of the optimizer's step for its parameters.
+        saved_bytes: bytes that its graph keeps until the backward, besides parameters and input.
+        working_bytes: bytes that its forward or backward takes for a time, besides all others.
+        output_bytes: bytes of the value that it passes to the next layer.
+        passes_gradient: whether its output requires a gradient, in a network up to this layer.
+    """
+
+    kind: str
+    parameters: int = 0
+    parameter_bytes: int = 0
+    gradient_bytes: int = 0
+    optimizer_bytes: int = 0
+    forward: float = 0.0
+    backward: float = 0.0
+    backward_input: float = 0.0
+    update: float = 0.0
+    saved_bytes: int = 0
+    working_bytes: int = 0
+    output_bytes: int = 0
+    passes_gradient: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class LayerSkip:
+    """A skip connection from one layer to a later one, and the bytes of its value."""
+
+    source: int
+    target: int
+    bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class NetworkFacts:
+    """The facts of a network's layers, and of the workers that shall run it.
+
+    Attributes:
+        layers: facts by layer, for a micro-batch of `samples` samples.
+        input_bytes: bytes of a micro-batch's input.
+        target_bytes: bytes of a micro-batch's target.
+        loss: seconds of the loss, forward and backward, on the last stage.
+        skips: skip connections between layers.
+        ties: pairs of layers that share a parameter, with the bytes of its gradient.
+        samples: samples of the micro-batch that was measured.
+        speeds: how fast each worker of a replica computes, against the worker that measured.
+        limits: bytes that each worker may use; None without a limit.
+        base_bytes: bytes of a worker's process without layers.
+        latency: seconds that a transfer between two workers takes besides its bytes.
+        seconds_per_byte: what each of its bytes adds.
+        measured: whether seconds were measured; else they are counts of operations.
+    """
+
+    layers: tuple[LayerFacts, ...]
+    input_bytes: int = 0
+    target_bytes: int = 0
+    loss: float = 0.0
+    skips: tuple[LayerSkip, ...] = ()
+    ties: tuple[LayerSkip, ...] = ()
+    samples: int = 1
+    speeds: tuple[float, ...] = ()
+    limits: tuple[int | None, ...] = ()
+    base_bytes: int = 0
+    latency: float = 0.0
+    seconds_per_byte: float = 0.0
+    measured: bool = True
