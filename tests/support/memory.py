@@ -22,8 +22,9 @@ def _of_files(pids: Iterable[int | str]) -> int:
         for line in Path(f"/proc/{pid}/maps").read_text().splitlines():
             if "memfd:pipeworker" in line:
                 first, last = (part.lstrip("0") or "0" for part in line.split()[0].split("-"))
-                there = Path(f"/proc/{pid}/map_files/{first}-{last}").stat()
-                found[there.st_ino] = 512 * there.st_blocks
+                with suppress(FileNotFoundError):  # unmapped since, by a worker that runs on
+                    there = Path(f"/proc/{pid}/map_files/{first}-{last}").stat()
+                    found[there.st_ino] = 512 * there.st_blocks
     return sum(found.values())
 
 
