@@ -21,7 +21,12 @@ class LayerFacts:
             weights takes the rest. Equal to `backward` if no parameter has a gradient, 0 if only
             parameters have one.
         update: seconds of the optimizer's step for its parameters.
-        saved_bytes: bytes that its graph keeps until the backward, besides parameters and input.
+        saved_bytes: bytes that its graph keeps until the backward, besides parameters, input and
+            output.
+        saved_input_bytes: of its input, the bytes that its graph keeps.
+        saved_output_bytes: of its output, the bytes that its graph keeps. Of the tensors between
+            two layers of a stage the graph keeps the larger of the first one's saved output and
+            the second one's saved input.
         working_bytes: bytes that its forward or backward takes for a time, besides all others.
         output_bytes: bytes of the value that it passes to the next layer.
         passes_gradient: whether its output requires a gradient, in a network up to this layer.
@@ -37,6 +42,8 @@ class LayerFacts:
     backward_input: float = 0.0
     update: float = 0.0
     saved_bytes: int = 0
+    saved_input_bytes: int = 0
+    saved_output_bytes: int = 0
     working_bytes: int = 0
     output_bytes: int = 0
     passes_gradient: bool = True
