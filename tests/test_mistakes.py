@@ -23,7 +23,7 @@ from pipeworker.errors import UsageError
 from pipeworker.job import file as job_file
 from pipeworker.runs.begin import RunRequest
 from pipeworker.wire.lines import Verdict
-from pipeworker.worker.step.data import Reader
+from pipeworker.worker.data.reader import Reader
 from support.sources import JOB
 
 

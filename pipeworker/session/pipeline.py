@@ -24,7 +24,7 @@ from pipeworker.session.process import OPEN_PIPELINES
 from pipeworker.session.session import Session
 from pipeworker.wire.lines import FromCoordinator, Warned
 from pipeworker.wire.messages.step import Call, CallKind, Evaluate, EvaluationDone, Loaded
-from pipeworker.worker.step.data import MicroBatches
+from pipeworker.worker.data.reader import MicroBatches
 
 
 class Pipeline:

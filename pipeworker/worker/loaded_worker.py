@@ -26,14 +26,14 @@ from pipeworker.worker import kernel_cache
 from pipeworker.worker.blame import user_code
 from pipeworker.worker.console import capture_exit_message, redirect_output
 from pipeworker.worker.control import Control
+from pipeworker.worker.data.evaluation_sets import read_sets
+from pipeworker.worker.data.reader import MicroBatches, Reader
 from pipeworker.worker.device import numerics
 from pipeworker.worker.device.accelerator import Accelerator, accelerator_for
 from pipeworker.worker.device.device import device_for, used_memory
 from pipeworker.worker.model import survey
 from pipeworker.worker.settings import Role, Settings
 from pipeworker.worker.stage import rng
-from pipeworker.worker.step.data import MicroBatches, Reader
-from pipeworker.worker.step.evaluation_sets import read_sets
 from pipeworker.worker.transport.connect import check_backend
 from pipeworker.worker.transport.handshake import Membership
 from pipeworker.worker.transport.network import CoordinatorStore, Network

@@ -36,6 +36,7 @@ from pipeworker.worker import torch_check
 from pipeworker.worker.blame import failure_of
 from pipeworker.worker.console import detach_terminal
 from pipeworker.worker.control import Control, Exit, exit_process
+from pipeworker.worker.data.reader import MicroBatches, concatenate_outputs
 from pipeworker.worker.device.device import peak_memory, unit_of
 from pipeworker.worker.loaded_worker import LoadedWorker
 from pipeworker.worker.local_stages import build_stages
@@ -44,7 +45,6 @@ from pipeworker.worker.phases import ConnectedWorker, ModelledWorker, PlannedWor
 from pipeworker.worker.settings import Settings
 from pipeworker.worker.stage.stage import Stage
 from pipeworker.worker.state.state import State
-from pipeworker.worker.step.data import MicroBatches, concatenate_outputs
 from pipeworker.worker.step.evaluation import PassFailed, SetAverages
 from pipeworker.worker.step.profiler import StepProfiler
 

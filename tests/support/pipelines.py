@@ -28,13 +28,13 @@ from pipeworker.plan.schedule import Pairs, Schedule, edges, replica_edges
 from pipeworker.plan.skips import between_stages, pairs
 from pipeworker.wire.messages.plan import StageRange
 from pipeworker.wire.messages.step import RunStep, Update
+from pipeworker.worker.data.reader import MicroBatches, Reader, concatenate_outputs
 from pipeworker.worker.model.model import Model
 from pipeworker.worker.stage.layers import StageConfig
 from pipeworker.worker.stage.offload import Copies, StreamCopies
 from pipeworker.worker.stage.skips import StageSkips
 from pipeworker.worker.stage.stage import Stage
 from pipeworker.worker.step.batch_feed import BatchFeed
-from pipeworker.worker.step.data import MicroBatches, Reader, concatenate_outputs
 from pipeworker.worker.step.evaluation import Explain, PassFailed
 from pipeworker.worker.step.executor import ActionHook, Executor, StepOutput
 from pipeworker.worker.step.wiring import Wiring

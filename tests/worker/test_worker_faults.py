@@ -349,7 +349,7 @@ def test_a_nondeterministic_kernel_is_named_by_its_layer_under_deterministic(
 
 
 DEFECTS: dict[str, tuple[str, Phase]] = {
-    "pipeworker.worker.step.data.Reader.split": ("always", Phase.READING),
+    "pipeworker.worker.data.reader.Reader.split": ("always", Phase.READING),
     "pipeworker.worker.step.stage_channels.StageChannels.forward": ("always", Phase.WAITING),
     "pipeworker.worker.stage.rng.layer_seed": ("never", Phase.FORWARD),
     "pipeworker.worker.stage.stage.Layers.run": ("never", Phase.WAITING),

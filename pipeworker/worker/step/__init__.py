@@ -1,1 +1,1 @@
-"""A step on one worker: its data, its channels, its program of actions, and the loop over them."""
+"""A step on one worker: its mini-batches, channels and program of actions, and their loop."""

@@ -12,9 +12,9 @@ from pipeworker.facts.step import Batch
 from pipeworker.host.position import Tracker
 from pipeworker.plan.partition import block
 from pipeworker.wire.messages.step import RunStep
+from pipeworker.worker.data.reader import MicroBatches, Reader
 from pipeworker.worker.device.accelerator import Accelerator, Event
 from pipeworker.worker.stage.values import distinct_tensors, replace_tensors
-from pipeworker.worker.step.data import MicroBatches, Reader
 from pipeworker.worker.transport.channel import Receiver, Sender
 from pipeworker.worker.transport.layout import aligned_copy
 from pipeworker.worker.transport.staging import move_to_device

@@ -30,9 +30,9 @@ from pipeworker.facts.step import Evaluation
 from pipeworker.plan.actions import RECEIVES, SENDS, Action, Edge, Kind, edge_of
 from pipeworker.plan.partition import sizes
 from pipeworker.worker.blame import UserCodeError, user_code
+from pipeworker.worker.data.reader import MicroBatches
 from pipeworker.worker.stage.losses import parts
 from pipeworker.worker.stage.microbatch import MicroBatch
-from pipeworker.worker.step.data import MicroBatches
 from pipeworker.worker.step.stage_channels import StageChannels
 from pipeworker.worker.step.wiring import Wiring
 from pipeworker.worker.transport.staging import move_to_device

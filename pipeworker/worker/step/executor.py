@@ -24,12 +24,12 @@ from pipeworker.plan.columns import columns_of, peak_live
 from pipeworker.plan.partition import block
 from pipeworker.plan.placement import Placement
 from pipeworker.wire.messages.step import RunStep
+from pipeworker.worker.data.reader import MicroBatches, sample_shares
 from pipeworker.worker.device.device import stopwatch_for
 from pipeworker.worker.stage import losses
 from pipeworker.worker.stage.microbatch import MicroBatch
 from pipeworker.worker.stage.values import distinct_tensors
 from pipeworker.worker.step.batch_feed import BatchFeed
-from pipeworker.worker.step.data import MicroBatches, sample_shares
 from pipeworker.worker.step.evaluation import EvaluationPass, Explain, PassFailed, Sink
 from pipeworker.worker.step.profiler import labelled
 from pipeworker.worker.step.stage_channels import Handler, StageChannels, waiting_handler

@@ -12,8 +12,8 @@ import torch
 
 from pipeworker.errors import UsageError
 from pipeworker.worker.blame import UserCodeError
+from pipeworker.worker.data.reader import Reader
 from pipeworker.worker.stage.rng import seed_all
-from pipeworker.worker.step.data import Reader
 from support.data_sources import (
     EPOCHS,
     KINDS,

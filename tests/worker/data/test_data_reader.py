@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from pipeworker.errors import UsageError, a_type
 from pipeworker.worker.blame import UserCodeError
-from pipeworker.worker.step.data import Reader, concatenate_outputs, sample_shares
+from pipeworker.worker.data.reader import Reader, concatenate_outputs, sample_shares
 
 
 def reader(data: Any, *, microbatches: int = 3, seed: int = 0, repeat: bool = True) -> Reader:

@@ -14,9 +14,9 @@ import torch
 from torch.utils.data import DataLoader, Dataset, RandomSampler, Sampler
 
 from pipeworker.errors import UsageError
+from pipeworker.worker.data.reader import Reader
+from pipeworker.worker.data.reread import Reread
 from pipeworker.worker.stage.rng import seed_all
-from pipeworker.worker.step.data import Reader
-from pipeworker.worker.step.reread import Reread
 from support.data_sources import (
     drawn_from_module,
     factory_with_module,

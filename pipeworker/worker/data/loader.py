@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
-from pipeworker.worker.step.generators import (
+from pipeworker.worker.data.generators import (
     equal_states,
     generator_states,
     generators_of_loading,

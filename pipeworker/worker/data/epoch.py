@@ -38,8 +38,7 @@ from torch.utils.data import DataLoader, RandomSampler
 from pipeworker.errors import UsageError, a_type
 from pipeworker.job.signatures import with_start
 from pipeworker.worker.blame import user_code
-from pipeworker.worker.stage import rng
-from pipeworker.worker.step.generators import (
+from pipeworker.worker.data.generators import (
     INVALID_POSITION,
     Generators,
     equal_states,
@@ -49,8 +48,9 @@ from pipeworker.worker.step.generators import (
     restore_states,
     restore_stream,
 )
-from pipeworker.worker.step.loader import AdvancedLoader, is_map_style
-from pipeworker.worker.step.reread import Reread
+from pipeworker.worker.data.loader import AdvancedLoader, is_map_style
+from pipeworker.worker.data.reread import Reread
+from pipeworker.worker.stage import rng
 
 END = object()
 """The marker after the last mini-batch."""

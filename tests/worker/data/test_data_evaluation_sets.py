@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from pipeworker.errors import UsageError
-from pipeworker.worker.step.data import Reader
-from pipeworker.worker.step.evaluation_sets import read_sets
+from pipeworker.worker.data.evaluation_sets import read_sets
+from pipeworker.worker.data.reader import Reader
 
 SHARED = torch.Generator().manual_seed(3)
 """Of the user's own."""

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from pipeworker.errors import UsageError, a_type
-from pipeworker.worker.step.data import MicroBatches, Reader
+from pipeworker.worker.data.reader import MicroBatches, Reader
 
 _SOURCE = "evaluation(): gave"
 

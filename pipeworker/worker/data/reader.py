@@ -15,11 +15,11 @@ import torch
 from pipeworker.errors import UsageError, a_type
 from pipeworker.facts.step import Batch
 from pipeworker.plan.partition import block, sizes
+from pipeworker.worker.data.epoch import END, Epoch, Way, validate_position
+from pipeworker.worker.data.tokens import count_tokens
 from pipeworker.worker.internals import pytree
 from pipeworker.worker.stage import rng
 from pipeworker.worker.stage.values import distinct_tensors
-from pipeworker.worker.step.epoch import END, Epoch, Way, validate_position
-from pipeworker.worker.step.tokens import count_tokens
 from pipeworker.worker.transport.layout import aligned_copy
 
 _MOST = 2**63

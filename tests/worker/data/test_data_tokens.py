@@ -9,8 +9,8 @@ import torch
 
 from pipeworker.errors import UsageError
 from pipeworker.worker.blame import UserCodeError
-from pipeworker.worker.step.data import Reader
-from pipeworker.worker.step.tokens import count_tokens
+from pipeworker.worker.data.reader import Reader
+from pipeworker.worker.data.tokens import count_tokens
 
 IDS = torch.zeros(4, 6, dtype=torch.long)
 

@@ -1,0 +1,1 @@
+"""The mini-batches of the job's data: read, skipped, split into micro-batches."""
