@@ -183,6 +183,12 @@ JOB_PARAMETERS: list[click.Parameter] = [
     *_in(
         "Schedule and memory",
         _choice("--schedule", tuple(ORDERS), "gpipe", "Order in which micro-batches run."),
+        Option(
+            "--virtual-stages",
+            "Stages of each worker, for --schedule interleaved-1f1b. [default: 2]",
+            int,
+            metavar="V",
+        ),
         _choice(
             *("--recompute", RECOMPUTE_MODES, "auto"),
             "Which micro-batches run forward again before backward, to save memory; offload: none, "

@@ -69,6 +69,28 @@ TRAIN = """
 
 
 @pytest.mark.parametrize(
+    ("schedule", "stages", "words"),
+    [
+        ("1f1b", 4, ("--recompute", "except_first")),
+        ("interleaved-1f1b", 2, ("--virtual-stages", "3", "--recompute", "never")),
+    ],
+)
+def test_every_schedule_gives_the_same_bits(
+    jobs: Jobs, schedule: str, stages: int, words: tuple[str, ...]
+) -> None:
+    common = ("--microbatches", "6", "--evaluate-every", "2", "--clip-grad-norm", "0.5")
+    one = jobs.train("--stages", "1", *common, source=SOURCE)
+    run = jobs.train(
+        *("--stages", str(stages), "--schedule", schedule, *words), *common, source=SOURCE
+    )
+    assert_same(one, run)
+    assert (one.path / "evaluation.jsonl").read_text() == (
+        run.path / "evaluation.jsonl"
+    ).read_text()
+    assert run.plan["schedule"] == schedule
+
+
+@pytest.mark.parametrize(
     ("schedule", "ranks", "recompute"),
     [
         (SPLIT_BACKWARD, 3, "never"),

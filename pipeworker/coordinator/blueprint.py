@@ -117,7 +117,8 @@ class Blueprint:
         Raises:
             UsageError: the options do not fit the model.
         """
-        chosen = options.balance or partition.even(layers, placement.stages)
+        per_worker = placement.stages // placement.workers
+        chosen = options.balance or partition.even(layers, placement.stages, per_worker)
         return partition.check_balance(chosen, layers, placement.stages)
 
     def check_resumed(self, layers: Sequence[str], step: int) -> None:

@@ -44,6 +44,7 @@ _STEPS = re.compile(r"(\d{1,18}):(\d{1,18})", re.ASCII)
 _T = TypeVar("_T")
 _RANGES: dict[str, tuple[int, int]] = {
     "stages": (1, MAX_STAGES),
+    "virtual_stages": (1, MAX_STAGES),
     "microbatches": (1, MAX_MICROBATCHES),
     "replicas": (1, MAX_REPLICAS),
     **dict.fromkeys(("seed", "max_restarts"), (0, _MOST)),
@@ -99,6 +100,7 @@ class Options:
     Attributes:
         job_file: absolute path of the job file.
         stages: workers of one replica; `placement` has the stages that each of them holds.
+        virtual_stages: stages of each worker; None for as many as the schedule has by default.
         microbatches: M, over all replicas.
         arguments: the words after ``--``, for the job file.
         epochs: None, as `steps`, for one pass over the data. A step ends with its epoch.
@@ -123,6 +125,7 @@ class Options:
     steps: int | None = None
     epochs: int | None = None
     schedule: str = "gpipe"
+    virtual_stages: int | None = None
     recompute: str = "auto"
     balance: tuple[int, ...] | None = None
     clip_grad_norm: float | None = None
@@ -202,6 +205,11 @@ class Options:
                 option = f"--{name.replace('_', '-')} {getattr(self, name)}"
                 raise UsageError(f"{option}: must be one of {', '.join(known)}")
         _ = self.profiled  # checked
+        if self.stages * (self.virtual_stages or 1) > MAX_STAGES:
+            raise UsageError(
+                f"--virtual-stages {self.virtual_stages}: must be {MAX_STAGES // self.stages} or "
+                f"less on {self.stages} workers"
+            )
         stages = self.schedule_source.place(self.stages).stages
         if self.balance is not None:
             check_entries(self.balance, stages)
@@ -209,7 +217,7 @@ class Options:
     @property
     def schedule_source(self) -> Order:
         """The source of the job's schedules."""
-        return resolve(self.schedule)
+        return resolve(self.schedule, self.virtual_stages)
 
     @property
     def placement(self) -> Placement:

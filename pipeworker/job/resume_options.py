@@ -17,6 +17,8 @@ NUMBERS = (
     *("compile", "deterministic"),
 )
 """Options that change the numbers of a run. They must stay the same unless they are allowed."""
+_PLACING = ("stages", "schedule", "virtual_stages")
+"""Options that decide which stages there are."""
 
 
 def parse_allowed(names: Collection[str]) -> set[str]:
@@ -34,14 +36,16 @@ def parse_allowed(names: Collection[str]) -> set[str]:
 def merge(recorded: Options, given: Mapping[str, Any], allowed: Collection[str]) -> dict[str, Any]:
     """Return the fields of the recorded options, with those given now in their place.
 
-    A recorded balance is dropped if the stages or their schedule change. Arguments cannot be given
+    A recorded balance is dropped if the stages or their schedule change, and recorded virtual
+    stages if the schedule does. Arguments cannot be given
     as none, so allowing them to differ and giving none removes the recorded ones.
     """
     found = override(dataclasses.asdict(recorded), given)
     found["own_loop"] = given.get("own_loop", False)  # what resumes now, not what began
     del found["job_file"]
-    placed = (recorded.stages, recorded.schedule)
-    if "balance" not in given and (found["stages"], found["schedule"]) != placed:
+    if found["schedule"] != recorded.schedule and "virtual_stages" not in given:
+        found["virtual_stages"] = None  # as many as the new schedule has
+    if "balance" not in given and any(found[name] != getattr(recorded, name) for name in _PLACING):
         found["balance"] = None
     if "arguments" in allowed and "arguments" not in given:
         found["arguments"] = ()

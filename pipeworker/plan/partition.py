@@ -25,18 +25,24 @@ def block(count: int, parts: int, part: int) -> range:
     return range(first, first + size + (part < extra))
 
 
-def even(layers: int, stages: int) -> tuple[int, ...]:
+def even(layers: int, stages: int, per_worker: int = 1) -> tuple[int, ...]:
     """Return the balance whose stages differ by at most one layer, the larger ones first.
 
-    The last stage also computes the loss, so it is never given the extra layer.
+    The last stage also computes the loss, so it is never given the extra layer. Each worker has
+    `per_worker` of the stages.
 
     Raises:
         UsageError: there are fewer layers than stages.
     """
     if layers < stages:
+        workers, most = stages // per_worker, layers // per_worker
+        what = (
+            "more" if per_worker == 1 else f"with {per_worker} stages on each worker, more stages"
+        )
+        instead = f"use --stages {most} or fewer, or " if most else ""
         raise UsageError(
-            f"--stages {stages}: more than the layers of model(), {layers}; "
-            f"use --stages {layers} or fewer, or split the layers more finely"
+            f"--stages {workers}: {what} than the layers of model(), {layers}; {instead}split the "
+            "layers more finely"
         )
     return tuple(sizes(layers, stages))
 

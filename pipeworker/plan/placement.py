@@ -44,6 +44,20 @@ class Placement:
             tuple(tuple(w + r * workers for r in range(virtual_stages)) for w in range(workers))
         )
 
+    @staticmethod
+    def v_shaped(workers: int, virtual_stages: int = 2) -> Placement:
+        """Return a placement of two stages per worker, dealt out to the last worker and back.
+
+        Worker w holds the stages w and 2K - 1 - w, so the first worker holds the last stage too
+        (ZB-V, Qi et al. 2023, section 6).
+
+        Raises:
+            ValueError: `virtual_stages` is not 2.
+        """
+        if virtual_stages != 2:
+            raise ValueError(f"a V has two stages per worker, not {virtual_stages}")
+        return Placement(tuple((w, 2 * workers - 1 - w) for w in range(workers)))
+
     @property
     def workers(self) -> int:
         """The number of workers of a replica."""

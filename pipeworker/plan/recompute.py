@@ -40,6 +40,20 @@ def recomputed(mode: str, microbatches: int) -> range:
     )
 
 
+def with_recomputes(order: Sequence[Action], recomputed: Recomputed) -> list[Action]:
+    """Return a worker's compute order with a recompute right before each backward that needs one.
+
+    `order` are the worker's forwards and backwards; none are recomputed yet.
+    """
+    found: list[Action] = []
+    for action in order:
+        kind, stage, m, _ = action
+        if kind in INPUTS and m in recomputed[stage]:
+            found.append(Action(Kind.RECOMPUTE, stage, m))
+        found.append(action)
+    return found
+
+
 def with_fetches(order: Sequence[Action], stages: Container[int]) -> list[Action]:
     """Return a worker's compute order with a ``FETCH`` of each micro-batch that has time to leave.
 

@@ -28,6 +28,7 @@ from pipeworker.plan.actions import (
 )
 from pipeworker.plan.placement import Placement
 
+Pairs = tuple[tuple[int, int], ...]
 CHANNEL_CAPACITY = 4
 """Frames that a channel of activations or gradients holds before its sender waits. The transport
 keeps to this number, so that what the checker proves holds when the schedule runs."""
@@ -36,7 +37,17 @@ UNBOUNDED = frozenset({Payload.TARGET, Payload.SKIP, Payload.SKIP_GRADIENT, Payl
 many micro-batches later: a lower bound would stall every fill. The bounded activations and
 gradients keep the stages together. (The transport stops at 512 frames, which is more than can be in
 flight then.)"""
-Pairs = tuple[tuple[int, int], ...]
+
+
+def is_bounded(edge: Edge, placement: Placement) -> bool:
+    """Return whether a channel holds at most CHANNEL_CAPACITY frames.
+
+    Channels of activations and gradients between neighbouring workers do. From the last worker back
+    to the first (:meth:`Placement.looped`) a round of micro-batches may wait for the first worker
+    to finish the stage before: a lower bound would stall every round.
+    """
+    owners = placement.owners
+    return edge.payload not in UNBOUNDED and abs(owners[edge.source] - owners[edge.target]) == 1
 
 
 @dataclass(frozen=True, slots=True)

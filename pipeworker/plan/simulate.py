@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from pipeworker.errors import ScheduleError
 from pipeworker.plan.actions import RECEIVES, SENDS, Edge, Kind, Payload, channel
-from pipeworker.plan.schedule import CHANNEL_CAPACITY, UNBOUNDED, Schedule
+from pipeworker.plan.schedule import CHANNEL_CAPACITY, Schedule, is_bounded
 
 FULL = "full"
 """A cause of idle time, besides the payload that a worker waits for: its channel is full."""
@@ -100,7 +100,8 @@ def simulate(
                 through: _Channel | None = None
                 if kind in SENDS or kind in RECEIVES:
                     edge = channel(kind, stage, peer)
-                    through = channels.setdefault(edge, _Channel(edge, capacity, costs))
+                    bound = capacity if is_bounded(edge, schedule.placement) else None
+                    through = channels.setdefault(edge, _Channel(edge, bound, costs))
                 act = _Act(costs.of(kind, stage), kind in SENDS, through)
                 known[kind, stage, peer] = act
             through = act.channel
@@ -149,12 +150,12 @@ class _Channel:
 
     __slots__ = ("frames", "payload", "slots", "transfer", "unbounded", "waiting")
 
-    def __init__(self, edge: Edge, capacity: int, costs: Costs) -> None:
+    def __init__(self, edge: Edge, capacity: int | None, costs: Costs) -> None:
         self.payload = edge.payload.value
-        self.unbounded = edge.payload in UNBOUNDED
+        self.unbounded = capacity is None
         self.transfer = costs.transfer.get(edge.payload, 0.0)
         self.frames: deque[float] = deque()
-        self.slots: deque[float] = deque([0.0] * (1 if self.unbounded else capacity))
+        self.slots: deque[float] = deque([0.0] * (1 if capacity is None else capacity))
         self.waiting = -1  # the worker that waits at it
 
 

@@ -145,7 +145,14 @@ class ConnectedWorker(PlannedWorker):
             raise ProtocolError("the plan has a type that this worker did not name")
         registry = TypeRegistry(types[name] for name in plan.types)
         wiring = Wiring(
-            stages.stages, links, SendThread(), stages.ties, registry, role.replica, accelerator
+            role.placement,
+            stages.stages,
+            links,
+            SendThread(),
+            stages.ties,
+            registry,
+            role.replica,
+            accelerator,
         )
         feed = BatchFeed(
             loaded.settings.tracker,

@@ -86,6 +86,13 @@ def test_json_round_trip(made: Options) -> None:
         ("worker_timeout", 0.0, "--worker-timeout 0.0: must be greater than 0"),
         ("balance", (2, 2, 1), "--balance 2,2,1: is for 3 stages, but there are 2"),
         ("schedule", "zigzag", "--schedule zigzag: must be one of gpipe"),
+        ("virtual_stages", 0, "--virtual-stages 0: must be 1 or more"),
+        ("virtual_stages", 2**15 + 1, "--virtual-stages 32769: must be 32768 or less on 2 workers"),
+        (
+            *("virtual_stages", 2),
+            "--virtual-stages 2: --schedule gpipe has one stage on each worker; leave the option "
+            "out, or choose --schedule interleaved-1f1b",
+        ),
         ("recompute", "rarely", "--recompute rarely: must be one of auto, always, except_first"),
         ("precision", "fp8", "--precision fp8: must be one of fp32, bf16, fp16"),
         ("checkpoint_busy", "stop", "--checkpoint-busy stop: must be one of skip, wait"),
@@ -94,6 +101,17 @@ def test_json_round_trip(made: Options) -> None:
 def test_out_of_range(name: str, value: Any, message: str) -> None:
     with pytest.raises(UsageError, match=message):
         options(**{name: value})
+
+
+def test_virtual_stages_are_those_of_each_worker() -> None:
+    default = options(schedule="interleaved-1f1b", stages=3)
+    assert default.placement.held == ((0, 3), (1, 4), (2, 5))
+    four = options(schedule="interleaved-1f1b", stages=3, virtual_stages=4)
+    assert (four.workers, four.placement.stages) == (3, 12)
+    assert four.with_stages(2).placement.stages == 8
+    assert options(schedule="gpipe", virtual_stages=1).placement.stages == 2
+    with pytest.raises(UsageError, match="--balance 1,1,1: is for 3 stages, but there are 12"):
+        options(schedule="interleaved-1f1b", stages=3, virtual_stages=4, balance=(1, 1, 1))
 
 
 @pytest.mark.parametrize(

@@ -65,6 +65,16 @@ def test_a_balance_is_dropped_with_another_number_of_stages() -> None:
     assert resume_options.merge(BEFORE, {"schedule": "another"}, ())["balance"] is None
 
 
+def test_another_number_of_virtual_stages_drops_the_balance() -> None:
+    four = merged(schedule="interleaved-1f1b", virtual_stages=4, stages=1, balance=(1, 2, 2, 1))
+    assert resume_options.merge(four, {}, ())["balance"] == (1, 2, 2, 1)
+    changed = resume_options.merge(four, {"virtual_stages": 3}, ())
+    assert (changed["virtual_stages"], changed["balance"]) == (3, None)
+    changed = resume_options.merge(four, {"schedule": "1f1b"}, ())
+    assert (changed["virtual_stages"], changed["balance"]) == (None, None)
+    assert resume_options.merge(four, {"schedule": four.schedule}, ())["virtual_stages"] == 4
+
+
 @pytest.mark.parametrize(
     ("changes", "shown"),
     [

@@ -31,6 +31,14 @@ def test_even_gives_extra_layers_to_the_first_stages(stages: int, more: int) -> 
 def test_even_needs_a_layer_per_stage() -> None:
     with pytest.raises(UsageError, match=r"^--stages 3: .* model\(\), 2; use --stages 2 or fewer"):
         even(2, 3)
+    several = (
+        r"^--stages 4: with 2 stages on each worker, more stages than the layers of model\(\), 7; "
+        "use --stages 3 or fewer, or split the layers more finely$"
+    )
+    with pytest.raises(UsageError, match=several):
+        even(7, 8, 2)
+    with pytest.raises(UsageError, match=r"^--stages 1: .* model\(\), 2; split the layers more"):
+        even(2, 3, 3)
 
 
 @given(balances)

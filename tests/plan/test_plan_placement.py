@@ -46,6 +46,15 @@ def test_looped_neighbours_are_on_neighbouring_workers(workers: int, rounds: int
         assert (after - before) % workers == 1
 
 
+@given(few)
+def test_a_v_turns_round_at_the_last_worker(workers: int) -> None:
+    placement = Placement.v_shaped(workers)
+    assert placement.owners == (*range(workers), *reversed(range(workers)))
+    assert str(Placement.v_shaped(3)) == "0,5/1,4/2,3"
+    with pytest.raises(ValueError, match="two stages per worker, not 3"):
+        Placement.v_shaped(workers, 3)
+
+
 @given(placements())
 def test_every_stage_of_every_replica_is_on_one_rank(placement: Placement) -> None:
     assert placement.ranks == placement.workers * placement.replicas

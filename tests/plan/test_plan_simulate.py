@@ -15,7 +15,7 @@ from pipeworker.plan.actions import RECEIVES, SENDS, Action, Edge, Kind, Payload
 from pipeworker.plan.check import check
 from pipeworker.plan.connect import connect, forward_only
 from pipeworker.plan.placement import Placement
-from pipeworker.plan.schedule import UNBOUNDED, Schedule
+from pipeworker.plan.schedule import Schedule, is_bounded
 from pipeworker.plan.simulate import END, FULL, Costs, Timing, simulate
 from support.orders import build, fill_drain
 from support.schedule_text import parse
@@ -305,7 +305,7 @@ def slowly(schedule: Schedule, costs: Costs, capacity: int) -> list[float]:
         late = costs.transfer.get(edge.payload, 0.0)
         for number, send in enumerate(sends):
             before[taken[edge][number]].append((send, late))
-            if edge.payload not in UNBOUNDED and number >= capacity:
+            if is_bounded(edge, schedule.placement) and number >= capacity:
                 before[send].append((taken[edge][number - capacity], 0.0))
     changed = True
     while changed:

@@ -206,7 +206,9 @@ class Pipeline:
         hook = self._hooks[rank] if self._hooks else None
         device = self._devices[rank] if self._devices else None
         send_thread = SendThread() if device else None
-        wiring = Wiring(stages, links, send_thread, own_ties, replica=replica, accelerator=device)
+        wiring = Wiring(
+            placement, stages, links, send_thread, own_ties, replica=replica, accelerator=device
+        )
         self.wirings.append(wiring)
         last = placement.stages - 1 in indices
         feed = BatchFeed(tracker, wiring.scatter, source, moves_targets=last, accelerator=device)

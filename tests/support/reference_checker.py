@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from pipeworker.plan.actions import COMPUTE, RECEIVES, SENDS, Action, Kind, edge_of
 from pipeworker.plan.check import LiveMicroBatches
-from pipeworker.plan.schedule import UNBOUNDED, Schedule
+from pipeworker.plan.schedule import Schedule, is_bounded
 
 KEPT = ("activations", "inputs", "deferred")
 
@@ -225,7 +225,7 @@ def _play(schedule: Schedule, capacity: int) -> None:
                     edge = edge_of(action)
                     queue = frames.setdefault(edge, deque())
                     if action.kind in SENDS:
-                        if len(queue) >= capacity and edge.payload not in UNBOUNDED:
+                        if len(queue) >= capacity and is_bounded(edge, schedule.placement):
                             break
                         queue.append(action.microbatch)
                     elif not queue:

@@ -3,16 +3,17 @@
 To add a schedule, write a function in a file of this folder that returns, for each worker of a
 replica, its *compute* actions in order, and add it to :data:`ORDERS`::
 
-    def one_f_one_b(placement, microbatches, recomputed):
+    def zigzag(placement, microbatches, recomputed):
         return [...]  # [[0F0 0F1 0B0 0B1], [1F0 1B0 1F1 1B1]] for 2 workers, 2 micro-batches
 
-    Order("1f1b", one_f_one_b)
+    Order("zigzag", zigzag)
 
 ``placement.held[worker]`` are the stages of a worker, ascending, `microbatches` is M, and
 ``recomputed[stage]`` contains the micro-batches that need an ``R`` before their backward. The
 actions are those of :mod:`pipeworker.plan.actions`: ``F`` and ``B`` once for each stage and
 micro-batch, ``I`` and ``W`` instead of ``B`` where the backward is split, ``R`` for each recomputed
-one. :func:`pipeworker.plan.connect.connect` and :func:`pipeworker.plan.recompute.with_fetches` add
+one (:func:`pipeworker.plan.recompute.with_recomputes` inserts these).
+:func:`pipeworker.plan.connect.connect` and :func:`pipeworker.plan.recompute.with_fetches` add
 all other kinds.
 
 Two rules, which :func:`pipeworker.plan.check.check` verifies for every schedule before it runs:
@@ -30,12 +31,14 @@ a worker.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from pipeworker.errors import ScheduleError, UsageError
 from pipeworker.plan.actions import Action
 from pipeworker.plan.connect import connect
 from pipeworker.plan.orders.gpipe import gpipe
+from pipeworker.plan.orders.interleaved_1f1b import interleaved_1f1b
+from pipeworker.plan.orders.one_f_one_b import one_f_one_b
 from pipeworker.plan.placement import Placement
 from pipeworker.plan.recompute import OFFLOAD, Recomputed, recomputed, with_fetches
 from pipeworker.plan.schedule import Pairs, Schedule
@@ -47,13 +50,15 @@ class Order:
 
     `compute` gets a placement, the number of micro-batches and the recomputed ones by stage, and
     returns the compute actions of each worker of a replica. `arrange` gets the number of workers in
-    a replica and of stages per worker.
+    a replica and of stages per worker. The user may choose that number of stages (``V``) if it
+    `varies`; `virtual_stages` is then the default.
     """
 
     name: str
     compute: Callable[[Placement, int, Recomputed], list[list[Action]]]
     arrange: Callable[[int, int], Placement] = Placement.looped
     virtual_stages: int = 1
+    varies: bool = False
 
     def place(self, workers: int, replicas: int = 1) -> Placement:
         """Return which worker holds which stages."""
@@ -83,11 +88,32 @@ class Order:
         return connect(self.name, microbatches, placement, compute, skips, ties)
 
 
-ORDERS = {order.name: order for order in [Order("gpipe", gpipe)]}
+ORDERS = {
+    order.name: order
+    for order in [
+        Order("gpipe", gpipe),
+        Order("1f1b", one_f_one_b),
+        Order("interleaved-1f1b", interleaved_1f1b, virtual_stages=2, varies=True),
+    ]
+}
 
 
-def resolve(schedule: str) -> Order:
-    """Return the order that the value of ``--schedule`` names; raise UsageError if none has it."""
+def resolve(schedule: str, virtual_stages: int | None = None) -> Order:
+    """Return the order of ``--schedule``, with the ``--virtual-stages`` of each worker, if given.
+
+    Raises:
+        UsageError: no order has this name, or it cannot have so many stages per worker.
+    """
     if schedule not in ORDERS:
         raise UsageError(f"--schedule {schedule}: must be one of {', '.join(ORDERS)}")
-    return ORDERS[schedule]
+    order = ORDERS[schedule]
+    if virtual_stages is None or virtual_stages == order.virtual_stages:
+        return order
+    if order.varies:
+        return replace(order, virtual_stages=virtual_stages)
+    few = "one stage" if order.virtual_stages == 1 else f"{order.virtual_stages} stages"
+    those = [name for name, other in ORDERS.items() if other.varies]
+    raise UsageError(
+        f"--virtual-stages {virtual_stages}: --schedule {schedule} has {few} on each worker; leave "
+        f"the option out, or choose --schedule {' or '.join(those)}"
+    )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pipeworker.plan.actions import Action, Kind
 from pipeworker.plan.placement import Placement
-from pipeworker.plan.recompute import Recomputed
+from pipeworker.plan.recompute import Recomputed, with_recomputes
 
 
 def gpipe(placement: Placement, microbatches: int, recomputed: Recomputed) -> list[list[Action]]:
@@ -17,10 +17,8 @@ def gpipe(placement: Placement, microbatches: int, recomputed: Recomputed) -> li
     orders = []
     for stages in placement.held:
         order = [Action(Kind.FORWARD, s, m) for s in stages for m in range(microbatches)]
-        for s in reversed(stages):
-            for m in range(microbatches):
-                if m in recomputed[s]:
-                    order.append(Action(Kind.RECOMPUTE, s, m))
-                order.append(Action(Kind.BACKWARD, s, m))
-        orders.append(order)
+        order += [
+            Action(Kind.BACKWARD, s, m) for s in reversed(stages) for m in range(microbatches)
+        ]
+        orders.append(with_recomputes(order, recomputed))
     return orders

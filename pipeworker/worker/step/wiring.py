@@ -10,7 +10,8 @@ from typing import Any
 from torch import nn
 
 from pipeworker.plan.actions import Edge, Payload
-from pipeworker.plan.schedule import CHANNEL_CAPACITY, UNBOUNDED
+from pipeworker.plan.placement import Placement
+from pipeworker.plan.schedule import CHANNEL_CAPACITY, is_bounded
 from pipeworker.worker.device.accelerator import Accelerator
 from pipeworker.worker.stage.stage import Stage
 from pipeworker.worker.step.batch_feed import BatchScatter
@@ -42,6 +43,7 @@ class Wiring:
     """The connections of a worker's stages with each other and with other workers.
 
     Args:
+        placement: the stages of all workers.
         stages: stages of the worker, by index.
         links: the worker's end of each edge that it uses.
         send_thread: performs large sends; None: the calling thread performs them.
@@ -60,6 +62,7 @@ class Wiring:
 
     def __init__(
         self,
+        placement: Placement,
         stages: Mapping[int, Stage],
         links: Mapping[Edge, Link],
         send_thread: SendThread | None,
@@ -68,6 +71,7 @@ class Wiring:
         replica: int = 0,
         accelerator: Accelerator | None = None,
     ) -> None:
+        self._placement = placement
         self.stages = {index: StageChannels(stage) for index, stage in stages.items()}
         self.ties, self.replica, self.accelerator = ties, replica, accelerator
         self.senders: dict[Edge, Sender] = {}
@@ -88,7 +92,7 @@ class Wiring:
         """Make the end of a channel between stages of the end of a link."""
         source, target = self.stages.get(edge.source), self.stages.get(edge.target)
         if source:
-            capacity = None if edge.payload in UNBOUNDED else CHANNEL_CAPACITY
+            capacity = CHANNEL_CAPACITY if is_bounded(edge, self._placement) else None
             sender = Sender(link, capacity, self._send_thread, self._types, self.accelerator)
             self.senders[edge] = sender
             if edge.payload is Payload.TIED:
