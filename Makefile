@@ -58,7 +58,7 @@ EXTRAS ?= test
 # is first imported.
 export PYTHONDONTWRITEBYTECODE =
 INSTALL = test -x $(BIN)/python || $(PYTHON) -m venv $(VENV); \
-	$(BIN)/pip install --quiet --no-compile $(TORCH) --editable
+	$(BIN)/pip install --quiet --no-compile '$(TORCH)' --editable
 
 $(VENV)/.run: setup.cfg pyproject.toml
 	$(INSTALL) .

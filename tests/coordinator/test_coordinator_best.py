@@ -209,3 +209,5 @@ def test_passes_before_a_loss_count_once() -> None:
     assert (found.best, found.since) == (4, 1)
     found.roll_back(3)
     assert (found.best, found.since) == (2, 0)
+    found.roll_back(6)  # a checkpoint that was completed after the first loss
+    assert (found.best, found.since) == (4, 1)

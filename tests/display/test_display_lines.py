@@ -306,7 +306,8 @@ def test_the_last_output_of_workers_comes_before_the_report_of_their_end(folder:
     display.show(Restart(2, "it was killed", 2))
     display.show(Warned("stage 1 was killed"))
     until(lambda: "killed" in out.getvalue())
-    log.write_text("helphello again\nfare")
+    with log.open("a") as end:
+        end.write("hello again\nfare")
     display.show(DONE)
     assert out.getvalue().splitlines()[:4] == [
         "[stage 1] help",

@@ -27,6 +27,7 @@ class Evaluations:
     since: int = 0
     kept: int | None = None
     _values: dict[int, float | None] = field(default_factory=dict)
+    _seen: dict[int, float | None] = field(default_factory=dict)  # also of steps to be repeated
     _lost: set[int] = field(default_factory=set)
 
     def add(self, evaluation: Evaluation) -> bool:
@@ -40,7 +41,7 @@ class Evaluations:
         return self.kept == step
 
     def _add(self, step: int, value: float | None) -> None:
-        self._values[step] = value
+        self._values[step] = self._seen[step] = value
         self.since += 1
         if self._is_better(value, self.best):
             self.best, self.since = step, 0
@@ -60,8 +61,12 @@ class Evaluations:
         self.lose(self._values.keys() - steps)
 
     def roll_back(self, step: int) -> None:
-        """Forget what follows a step; its own checkpoint can be written again."""
-        self._values = {at: value for at, value in self._values.items() if at <= step}
+        """Count the passes up to a step only; its own checkpoint can be written again.
+
+        The step may follow the current one: the checkpoint of a later step may be completed after
+        an earlier snapshot was chosen, and a second loss goes on from it.
+        """
+        self._values = {at: self._seen[at] for at in sorted(self._seen) if at <= step}
         self._lost = {at for at in self._lost if at < step}
         self._count()
 
