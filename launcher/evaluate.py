@@ -57,7 +57,7 @@ def evaluate(
     The job file, its arguments and the options are those of the run; arguments after -- replace its
     own. Nothing in RUN changes. The job runs on this host.
     """
-    record = RunRecord.read(RunDir(run.resolve()))
+    record = RunRecord.read(RunDir(run))
     if record.is_of_script:
         raise UsageError(
             f"{run}: a script is the job of this run; in a script, use Pipeline(...).load() and "

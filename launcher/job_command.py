@@ -14,6 +14,7 @@ from launcher.command import Command
 from launcher.defaults import Defaults, check_variables
 from launcher.options import LAUNCH_PARAMETERS
 from pipeworker.errors import UsageError
+from pipeworker.record.rundir import listed
 
 _RESUME, _RUN_DIR, _END = "--resume", "--run-dir", "--"
 
@@ -43,7 +44,8 @@ class JobCommand(Command):
             params["job_file"] = self._recorded(ctx, quiet=params["quiet"] or not first)
         job_file, config = params["job_file"], params.pop("config")
         if params["resume"] and not params["run_dir"] and not Path(job_file).exists():
-            raise UsageError(f"{_RESUME} {job_file}: no such run; give the directory of a run")
+            advice = listed(Path(job_file)) or "give the directory of a run"
+            raise UsageError(f"{_RESUME} {job_file}: no such run; {advice}")
         folders = (Path(job_file).parent, Path())
         defaults = Defaults.read(Path(config)) if config else Defaults.find(folders)
         defaults.fill(ctx, LAUNCH_PARAMETERS)

@@ -40,6 +40,30 @@ def test_every_switch_of_the_command_can_be_turned_off() -> None:
                 assert word in command_words("job.py", [], {name: False})
 
 
+def test_every_option_of_the_command_is_known() -> None:
+    for parameter in LAUNCH_PARAMETERS:
+        for word in parameter.opts:
+            name = word.removeprefix("--").replace("-", "_")
+            if word.startswith("--") and name not in ("debug", "dry_run", "json"):
+                assert len(command_words("job.py", [], {name: 1})) == 4
+
+
+@pytest.mark.parametrize(
+    ("options", "advice"),
+    [
+        ({"lr": 3}, "lr: no such option; is it for the job file? Write: arguments=['--lr', '3']"),
+        ({"from_zero": True}, "from_zero: no such option; is it for the job file? Write: arg"),
+        ({"stage": 3}, "stage: no such option; did you mean stages?"),
+        ({"elastic": 3}, "elastic: this option was renamed; use min_stages"),
+        ({"batch_size": 3}, "batch_size: no such option; the batch is what data() yields"),
+    ],
+)
+def test_an_unknown_option_is_answered_in_python(options: dict[str, Any], advice: str) -> None:
+    with pytest.raises(pipeworker.UsageError) as raised:
+        command_words("job.py", [], options)
+    assert str(raised.value).startswith(f"pipeworker.launch(): {advice}")
+
+
 def test_a_mistake_is_raised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(pipeworker.UsageError, match=r"^job file .*no\.py: No such file"):

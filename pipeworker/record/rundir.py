@@ -10,6 +10,7 @@ import time
 import weakref
 from collections.abc import Sequence
 from contextlib import suppress
+from difflib import get_close_matches
 from pathlib import Path
 
 from pipeworker.errors import UsageError
@@ -29,6 +30,7 @@ from pipeworker.record.manifest import (
     weights_index,
 )
 
+_RUNS = Path("runs")
 _BY_DESCRIPTOR = re.compile(r"/proc/self/fd/\d+")
 JOB = "job.py"
 JOBS = (JOB, "job.ipynb")
@@ -308,9 +310,22 @@ def find_checkpoint(source: Path) -> Path:
 
 
 def listed(path: Path) -> str:
-    """Return a question after the run that ``pipeworker list`` shows under this name, else ""."""
-    run = RunDir(Path("runs") / path)
-    return f"did you mean {run.path}?" if run.path != path and run.run.is_file() else ""
+    """Return a question after the run that is meant by a path without a run, else "".
+
+    It is that which ``pipeworker list`` shows under this name, or one with a similar name.
+    """
+    with suppress(OSError, ValueError):
+        path = path.relative_to(Path.cwd())
+    run = RunDir(_RUNS / path)
+    if run.path != path and run.run.is_file():
+        return f"did you mean {run.path}?"
+    if path.exists():
+        return ""
+    for folder in (path.parent, _RUNS):
+        names = [found.parent.name for found in folder.glob("*/run.json")]
+        if meant := get_close_matches(path.name, names, 1):
+            return f"did you mean {folder / meant[0]}?"
+    return ""
 
 
 def create(asked: str | Path | None, job_file: Path) -> tuple[RunDir, tuple[Path, ...]]:
@@ -322,7 +337,7 @@ def create(asked: str | Path | None, job_file: Path) -> tuple[RunDir, tuple[Path
     Raises:
         UsageError: the directory exists already, or cannot be made.
     """
-    stem = Path("runs") / f"{job_file.stem}-{time.strftime('%Y%m%d-%H%M%S')}"
+    stem = _RUNS / f"{job_file.stem}-{time.strftime('%Y%m%d-%H%M%S')}"
     path = Path(asked) if asked else stem
     attempt = 1
     while True:

@@ -14,7 +14,7 @@ from msgspec import Meta
 from pipeworker.errors import UnreadableFile, UsageError
 from pipeworker.record.bounded_file import read_json
 from pipeworker.record.manifest import MANIFEST, WEIGHTS_INDEX, Manifest
-from pipeworker.record.rundir import RunDir, find_checkpoint
+from pipeworker.record.rundir import RunDir, find_checkpoint, listed
 
 SAFETENSORS, PICKLED = (".safetensors",), (".pt", ".pth", ".bin")
 """The endings of the files' names, by format."""
@@ -45,6 +45,8 @@ def find_weight_files(path: Path) -> WeightFiles:
     with naming_option():
         try:
             return _find(path)
+        except FileNotFoundError as error:
+            raise UnreadableFile(path, error, listed(path)) from None
         except (OSError, ValueError) as error:  # a name that the file system cannot have
             raise UnreadableFile(path, error) from None
 

@@ -15,18 +15,28 @@ import sys
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from difflib import get_close_matches
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from pipeworker.display.progress import JobProgress
 from pipeworker.errors import UsageError, of_status
 from pipeworker.facts.step import StepResult
 from pipeworker.job.options import Options
+from pipeworker.job.renamed import reject_batch_size, reject_renamed
 from pipeworker.record.run_record import read_summary
 from pipeworker.record.rundir import RunDir
+from pipeworker.session.options import option_names
 from pipeworker.session.process import notebook_shell
 
 _INTERRUPTED = 130
+_OPTIONS = {
+    *option_names(("job_file", "arguments")),
+    *("hosts", "hosts_file", "sync", "on", "nodes", "set", "dry_run", "config", "profile"),
+    *("run_dir", "resume", "auto_resume", "allow_change"),
+    *("debug", "json", "log_every", "output", "quiet", "verbose"),
+}
+"""The options of the command, by name."""
 _SWITCHES = {f.name for f in dataclasses.fields(Options) if f.type == "bool"}
 """Options that have a form with ``--no-``."""
 _OF_THE_COMMAND = {
@@ -122,12 +132,14 @@ def command_words(
     """Return the words of the command.
 
     Raises:
-        UsageError: an option is not available here.
+        UsageError: an option is unknown, or not available here.
     """
-    words = ["launch", "--json"]
+    words, where = ["launch", "--json"], "pipeworker.launch(): "
     for name, value in options.items():
         if name in _OF_THE_COMMAND:
-            raise UsageError(f"pipeworker.launch(): {name}: {_OF_THE_COMMAND[name]}; leave it out")
+            raise UsageError(f"{where}{name}: {_OF_THE_COMMAND[name]}; leave it out")
+        if name not in _OPTIONS and value is not None:
+            _reject(name, value, where)
         option = f"--{name.replace('_', '-')}"
         match value:
             case None:
@@ -145,6 +157,23 @@ def command_words(
             case _:
                 words.append(f"{option}={value}")
     return [*words, str(job_file), *(["--", *arguments] if arguments else [])]
+
+
+def _reject(name: str, value: Any, where: str) -> NoReturn:
+    """Reject an unknown option; advise on what it may be.
+
+    Raises:
+        UsageError: always.
+    """
+    reject_renamed(name, _OPTIONS, str, "{}={}".format, where)
+    reject_batch_size(name, _OPTIONS, str, where)
+    if meant := get_close_matches(name, sorted(_OPTIONS), 1):
+        raise UsageError(f"{where}{name}: no such option; did you mean {meant[0]}?")
+    word = f"--{name.replace('_', '-')}"
+    words = [word] if value is True else [word, str(value)]
+    raise UsageError(
+        f"{where}{name}: no such option; is it for the job file? Write: arguments={words}"
+    )
 
 
 class _Job:
