@@ -133,12 +133,12 @@ def test_a_killed_agent_fails_the_job(start: Callable[..., Live]) -> None:
     assert "agent" in live.summary["error"]
 
 
-def test_a_killed_launcher_fails_the_job(start: Callable[..., Live]) -> None:
+def test_a_job_with_a_killed_launcher_is_lost(start: Callable[..., Live]) -> None:
     live = start()
     os.kill(live.pid("launcher"), signal.SIGKILL)
     status, _ = live.end()
     assert status == -signal.SIGKILL
-    assert live.summary["status"] == "failed"
+    assert live.summary["status"] == "lost"
     assert "the process that started the job is gone" in live.summary["error"]
 
 
@@ -229,7 +229,7 @@ def test_a_job_that_ends_while_it_starts_leaves_nothing(
         assert (process.returncode, status) == (130, "interrupted")
         assert "before the first step, so without a checkpoint" in stderr
     else:
-        assert (process.returncode, status) == (-signal.SIGKILL, "failed")
+        assert (process.returncode, status) == (-signal.SIGKILL, "lost")
 
 
 def test_a_second_interrupt_ends_the_job_at_once(start: Callable[..., Live]) -> None:

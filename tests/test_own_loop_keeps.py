@@ -93,6 +93,7 @@ def test_calls_that_fail_change_nothing(scripts: Scripts, ranks: int) -> None:
         assert "layer 4 (Picky) raised ValueError: as asked" in texts
         assert "metrics() raised ValueError: as asked" in texts
         assert ("LayerError" in texts) == (rank in (ranks // 2, ranks - 1))
+        assert texts.count("\n  in prediction: stage ") == 2 * (rank == ranks // 2)
         assert ("PipeworkerError" in texts) == (ranks > 1)
     rows = (run.path / "evaluation.jsonl").exists()
     assert not rows

@@ -49,7 +49,7 @@ def test_a_line_per_step_appears_at_once(jobs: Jobs) -> None:
         f"3 stages (2,2,1 layers), 4 micro-batches, gpipe; run directory {path}\n"
     )
     assert process.stdout.readline() == (
-        "seed 0, one pass over the data, 1 thread per worker, cpu, fp32\n"
+        "seed 0, one pass over the data, until data() ends, 1 thread per worker, cpu, fp32\n"
     )
     early = [STEP.fullmatch(process.stdout.readline().rstrip("\n")) for _ in range(2)]
     assert [found and found[1] for found in early] == ["1", "2"]

@@ -15,11 +15,12 @@ from pipeworker.wire.lines import WorkerExited
 
 
 class Status(Enum):
-    """The outcome of a job."""
+    """The outcome of a job; it is lost if its launcher was killed or did not answer."""
 
     DONE = "done"
     FAILED = "failed"
     INTERRUPTED = "interrupted"
+    LOST = "lost"
 
 
 @dataclass(frozen=True, slots=True)

@@ -99,7 +99,7 @@ class Generation(Saving):
             return [Dropped(f"the checkpoint of step {step} while {self.waiting}")]
         if event.error:
             return self._save_failed(step, event.error, now)
-        self.progress.saved, self.progress.failed_saves = step, 0
+        self.progress.saved, self.progress.failed_saves, self.progress.outdated = step, 0, False
         if self.last_end is not None:
             return self.over(self.last_end)
         if self.state is not State.COMMITTING or step != self._step:
@@ -173,13 +173,15 @@ class Generation(Saving):
             return []
         workers = [(m.hello, m.ready) for m in self.members if m.ready]
         batch = common_batch(self.placement, [ready.batch for _, ready in workers], 1)
-        self.loop.start(batch)
-        effects: list[Effect] = [*report.planned(self.blueprint, workers)]
+        plan, line = report.planned(self.blueprint, workers)
+        self.loop.start(batch, line.steps)
+        effects: list[Effect] = [plan, line]
         if left_out := sum(ready.unmatched for _, ready in workers):
             text = f"--no-init-strict: {left_out} names of the model or of --init-from are left out"
             effects.append(Warned(f"{text}; the workers' logs list them"))
         if self._is_first:
-            effects += report.start_warnings(batch, workers, self.options, self.placement.names)
+            shared = report.shared_accelerators(workers, self.placement.names)
+            effects += [Warned(shared)] if shared else []
         is_best = self.progress.lacks_best  # the earlier workers had not written it
         can_save = is_best or self.interrupted is not None
         return [*effects, *self._advance(Due(can_save=can_save, is_best=is_best), now)]
@@ -264,14 +266,15 @@ class Generation(Saving):
             self.interrupted, self.stopped = now, JobEnd(Status.FAILED, 1, due.failure)
         stops = due.can_save and self.interrupted is not None
         saved = self.progress.saved >= self.progress.steps
-        if stops and saved:
+        complete = saved and not self.progress.outdated
+        if stops and complete:
             return [*due.effects, *self.over(self.stopped)]
         if due.can_save and saved:
             self.progress.save_requested = False
         save_due = due.can_save and not saved and (due.is_best or self.save_is_due(now))
         full = due.is_best and self.snapshots.checkpoint_slot is None  # it must not be skipped
         blocks = stops or self.loop.finished or (save_due and (full or self.save_blocks))
-        if due.must_save or (blocks and not saved):
+        if due.must_save or (blocks and not complete):
             return self._save(due, now)
         command = self.loop.next(now)
         match command:
@@ -296,8 +299,8 @@ class Generation(Saving):
         self.await_all(State.STEPPING)
         effects = [*due.effects]
         if self._is_first and not self.blueprint.has_run:
-            warning = report.few_samples(run.batch, self.options)
-            effects += [Warned(warning)] if warning else []
+            ready = [member.ready for member in self.members if member.ready]
+            effects += report.small_batches(run.batch, ready, self.options)
         copy = self.begin_copy(now, save=save) if due.can_save else None
         if save and copy is None:
             step = self.progress.steps

@@ -213,8 +213,11 @@ class Job:
             case events.CheckpointEnded():
                 return generation.checkpoint_ended(event, now)
             case events.ParentLost():
+                failure = Failure(Cause.LOST, event.text)
+                if event.rank < 0:
+                    return generation.over(JobEnd(Status.LOST, 1, failure))
                 member = generation.roster.members.get(event.rank)
-                return generation.fail(member.gone() if member else Failure(Cause.LOST, event.text))
+                return generation.fail(member.gone() if member else failure)
             case events.EffectFailed():
                 return generation.fail(Failure(Cause.INTERNAL, event.text))
         return assert_never(event)

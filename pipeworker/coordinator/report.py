@@ -156,26 +156,19 @@ def shared_accelerators(workers: Iterable[tuple[Hello, Ready]], names: Callable[
     return f"fewer accelerators than workers: {'; '.join(shared[:_MAX_NAMED])}{more}"
 
 
-def start_warnings(
-    batch: Batch | None,
-    workers: Sequence[tuple[Hello, Ready]],
-    options: Options,
-    names: Callable[[int], str],
-) -> list[lines.Warned]:
-    """Return warnings and notes about the workers as they are built; `batch` is the first one."""
-    shared = shared_accelerators(workers, names)
-    small = small_batch_norm(batch, [ready for _, ready in workers], options)
-    found = lines.Warned(shared), lines.Warned(small, note=True)
-    return [warned for warned in found if warned.text]
-
-
-def small_batch_norm(batch: Batch | None, ready: Sequence[Ready], options: Options) -> str:
-    """Return a note if batch norm has few samples in each of the default micro-batches, else ""."""
+def small_batches(batch: Batch, ready: Iterable[Ready], options: Options) -> list[lines.Warned]:
+    """Return a warning or a note if the first mini-batch has few samples for its micro-batches."""
     norms = any(built.batch_norms for one in ready for built in one.stages)
-    if batch is None or not norms or not options.has_default_microbatches:
-        return ""
+    if few := _few_samples(batch, options, norms=norms):
+        return [lines.Warned(few)]
+    small = _small_batch_norm(batch, options) if norms else ""
+    return [lines.Warned(small, note=True)] if small else []
+
+
+def _small_batch_norm(batch: Batch, options: Options) -> str:
+    """Return a note if batch norm has few samples in each of the default micro-batches, else ""."""
     samples = batch.samples // batch.microbatches
-    if samples >= _FEW_SAMPLES:
+    if samples >= _FEW_SAMPLES or not options.has_default_microbatches:
         return ""
     size = f"{samples} sample{'s' if samples > 1 else ''}"
     return (
@@ -185,14 +178,20 @@ def small_batch_norm(batch: Batch | None, ready: Sequence[Ready], options: Optio
     )
 
 
-def few_samples(batch: Batch, options: Options) -> str:
-    """Return a warning if a step has fewer samples than micro-batches, else an empty string."""
+def _few_samples(batch: Batch, options: Options, *, norms: bool) -> str:
+    """Return a warning if a step has fewer samples than micro-batches, else an empty string.
+
+    `norms` says whether the model has batch norm.
+    """
     if batch.microbatches >= options.microbatches:
         return ""
     default = ", the default" if options.has_default_microbatches else ""
-    samples = f"{batch.samples} sample{'s' if batch.samples > 1 else ''}"
+    several = batch.samples > 1
+    samples = f"{batch.samples} sample{'s' * several}"
+    count = batch.microbatches
+    made = f"are {count} micro-batches of one sample each" if several else "is 1 micro-batch"
+    alone = ", and batch norm normalizes each by itself" if norms else ""
     return (
         f"--microbatches {options.microbatches}{default}: the first mini-batch has only {samples}, "
-        f"so there are {batch.microbatches} micro-batches of one sample each; use larger "
-        "mini-batches or a smaller --microbatches"
+        f"so there {made}{alone}; use larger mini-batches or a smaller --microbatches"
     )

@@ -117,6 +117,7 @@ class EventDisplay(LineDisplay):
             resume=summary.resume if checkpoint else None,
             error=verdict.error,
             run_dir=str(self._run_dir.path),
+            **(verdict.speed.fields() if verdict.speed else {}),
         )
 
     def _emit(self, event: str, **fields: Any) -> None:

@@ -127,14 +127,15 @@ class LineDisplay:
         balance, stages = ",".join(map(str, plan.balance)), _plural(len(plan.balance), "stage")
         workers = len(plan.held)
         on = "" if workers == len(plan.balance) else f" on {_plural(workers, 'worker')}"
+        count = plan.microbatches
         self.print(
-            f"{copies}{stages} ({balance} layers){on}, {plan.microbatches} "
-            f"micro-batches{fewer}, {plan.schedule}; {where}"
+            f"{copies}{stages} ({balance} layers){on}, {count} micro-batch{'es' * (count != 1)}"
+            f"{fewer}, {plan.schedule}; {where}"
         )
         steps = f"{self._total} steps" if self._total else ""
         if passes := options.passes:
             over = "one pass over the data" if passes == 1 else f"{passes} epochs"
-            steps = f"{over} ({steps})" if steps else over
+            steps = f"{over} ({steps})" if steps else f"{over}, until data() ends"
         threads = _plural(options.threads, "thread")
         self.print(
             f"seed {options.seed}, {steps}, {threads} per worker, {plan.device}, "

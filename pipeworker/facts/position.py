@@ -27,6 +27,7 @@ class Phase(IntEnum):
     SURVEY = 13
     RESTORING = 14
     COMPILING = 15
+    PREDICTION = 16
 
 
 @dataclass(frozen=True, slots=True)

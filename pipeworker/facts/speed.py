@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,3 +23,13 @@ class Speed:
     tokens_per_second: float
     busy: tuple[float, ...]
     data: float
+
+    def fields(self) -> dict[str, Any]:
+        """Return the figures by the names that files and events have; null is unknown."""
+        return {
+            "median_step_seconds": self.median_step,
+            "samples_per_second": self.samples_per_second,
+            "tokens_per_second": self.tokens_per_second or None,
+            "busy_seconds": list(self.busy),
+            "data_seconds": self.data,
+        }

@@ -177,7 +177,7 @@ def _copy_job(
 class _Summary(msgspec.Struct):
     """The fields that readers of ``summary.json`` rely on, and their types."""
 
-    status: Literal["done", "failed", "interrupted"]
+    status: Literal["done", "failed", "interrupted", "lost"]
     steps: _Count
     restarts: _Count
     causes: list[str]
@@ -214,7 +214,7 @@ def write_summary(run_dir: RunDir, verdict: Verdict, stages: int, by: str = BEST
             **best,
             "peak_memory_bytes": list(verdict.peak_memory),
             "bubble": verdict.bubble,
-            **_speed(verdict),
+            **(verdict.speed.fields() if verdict.speed else {}),
             "stopped_early": verdict.stopped_early or None,
             "error": verdict.error,
         },
@@ -226,19 +226,6 @@ def _real_path(path: str) -> str:
         return os.path.realpath(path)
     except ValueError:  # no file can have this name
         return path
-
-
-def _speed(verdict: Verdict) -> dict[str, Any]:
-    """Return the fields about the speed of the steps; none if it is unknown."""
-    if (speed := verdict.speed) is None:
-        return {}
-    return {
-        "median_step_seconds": speed.median_step,
-        "samples_per_second": speed.samples_per_second,
-        "tokens_per_second": speed.tokens_per_second or None,
-        "busy_seconds": list(speed.busy),
-        "data_seconds": speed.data,
-    }
 
 
 def find_best_checkpoint(source: Path) -> Path:

@@ -17,6 +17,16 @@ from pipeworker.runs.listing import differing, one_line, option_text, time_text
 
 _POINTS = 10
 """The most steps of a curve that are shown."""
+_SPEEDS = ("samples_per_second", "tokens_per_second")
+"""Results that are shown if a run has them."""
+_NAMES = {
+    "best_evaluation": "best evaluation",
+    "samples_per_second": "samples/s",
+    "tokens_per_second": "tokens/s",
+    "seconds": "time",
+    "disk_bytes": "disk",
+}
+"""Results whose text has another name."""
 
 Pair = tuple[Any, Any]
 Curve = dict[int, Any]
@@ -59,6 +69,8 @@ def _facts(runs: tuple[Run, Run]) -> dict[str, Any]:
             "steps": [run.steps for run in runs],
             "loss": [run.last.get("loss") for run in runs],
             "best_evaluation": [run.best_value for run in runs],
+            "samples_per_second": [run.speeds[0] for run in runs],
+            "tokens_per_second": [run.speeds[1] for run in runs],
             "seconds": [run.summary["seconds"] for run in runs],
             "disk_bytes": [run.disk_bytes for run in runs],
         },
@@ -117,14 +129,14 @@ def _text(facts: Mapping[str, Any]) -> Iterable[str]:
     formats = {
         "loss": number,
         "best_evaluation": number,
+        **dict.fromkeys(_SPEEDS, "{:.1f}".format),
         "seconds": time_text,
         "disk_bytes": data_size,
     }
     results = {
-        {"best_evaluation": "best evaluation", "seconds": "time", "disk_bytes": "disk"}.get(
-            name, name
-        ): [_formatted(value, formats.get(name)) for value in pair]
+        _NAMES.get(name, name): [_formatted(value, formats.get(name)) for value in pair]
         for name, pair in facts["results"].items()
+        if name not in _SPEEDS or any(pair)
     }
     yield from _block("results", names, results, "")
     first, points = facts["first_difference"], facts["curves"]["loss"]

@@ -22,7 +22,7 @@ from pipeworker.record.metrics.rows import Row
 from pipeworker.record.run_record import RunRecord, best_entry, read_summary
 from pipeworker.record.rundir import RunDir, disk_bytes
 
-RUNNING, DONE, INTERRUPTED = "running", "done", "interrupted"
+RUNNING, DONE, LOST = "running", "done", "lost"
 _GONE = "its processes ended without a summary: they were killed, or their host went down"
 _NOT_OPTIONS = ("job_file", "arguments", "own_loop", "evaluate_only", "resume", "resume_step")
 _ENDING = ("seconds", "restarts", "causes", "peak_memory_bytes", "bubble", "error")
@@ -84,7 +84,7 @@ class Run:
             took = (now - started).total_seconds() if started else -1.0
             runs = lock.is_locked(run_dir.lock)  # first: the job may end while its files are read
             summary = read_summary(run_dir) or {
-                "status": RUNNING if runs else INTERRUPTED,
+                "status": RUNNING if runs else LOST,
                 "seconds": took if runs and took >= 0 else None,  # a clock may be set back
                 "restarts": 0,
                 "causes": [],
@@ -120,7 +120,7 @@ class Run:
 
     @property
     def status(self) -> str:
-        """``running``, or what the summary says: ``done``, ``failed`` or ``interrupted``."""
+        """``running``, ``done``, ``failed`` or ``interrupted``; ``lost`` if the job was killed."""
         return str(self.summary["status"])
 
     @property
@@ -142,8 +142,8 @@ class Run:
 
     @property
     def steps(self) -> int:
-        """The number of steps that are done."""
-        return int(self.last.get("step", 0))
+        """The number of steps that are done, in a script also those of a loaded checkpoint."""
+        return max(int(self.last.get("step", 0)), int(self.summary.get("steps", 0)))
 
     @property
     def asked_steps(self) -> int | None:

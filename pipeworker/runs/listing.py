@@ -38,6 +38,11 @@ def _steps(run: Run) -> str:
     return f"{run.steps}/{run.asked_steps}" if run.asked_steps else str(run.steps)
 
 
+def _evaluation(run: Run) -> str:
+    assert run.best_value is not None
+    return f"{run.record.criterion.name} {number(run.best_value)}"
+
+
 _COLUMNS = {
     "run": _Column(lambda run: run.path.resolve().name),
     "status": _Column(lambda run: run.status),
@@ -51,6 +56,8 @@ _COLUMNS = {
     "started": _Column(lambda run: time_of(run.record.content)),
 }
 """The columns of any list, in their order; the best evaluation and arguments if there are any."""
+_OF_RUN = {"steps": _steps, "evaluation": _evaluation}
+"""Columns whose text is more than their value, by which they are sorted."""
 _OWN = ("stages", "steps")
 """Options that are in a column of every list."""
 
@@ -175,7 +182,7 @@ def _cell(name: str, column: _Column, run: Run) -> str:
         return ""
     if isinstance(value, datetime):
         return value.strftime("%Y-%m-%d %H:%M")
-    return one_line(_steps(run) if name == "steps" else column.text(value))
+    return one_line(_OF_RUN[name](run) if name in _OF_RUN else column.text(value))
 
 
 def _key(value: Any) -> Key:

@@ -210,7 +210,7 @@ class Verdict:
     """The result of the job.
 
     Attributes:
-        status: ``done``, ``failed`` or ``interrupted``.
+        status: ``done``, ``failed``, ``interrupted`` or ``lost``.
         peak_memory: bytes, by rank; 0 if unknown.
         bubble: the measured idle share, 0 to 1.
         causes: the causes of the restarts.

@@ -262,6 +262,7 @@ class Worker:
             batches,
             lambda output, *_: outputs.append(output),
             self.explain,
+            Phase.PREDICTION,
         )
         if self._last_stage and complete:
             try:

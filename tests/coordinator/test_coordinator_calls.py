@@ -281,6 +281,28 @@ def test_each_save_call_writes_the_current_state() -> None:
     assert job.state() is State.CALLING
 
 
+@pytest.mark.parametrize("change", [CallKind.EVALUATE, CallKind.END_EPOCH, CallKind.PREDICT])
+def test_close_saves_a_step_again_if_a_scheduler_has_stepped_since(change: CallKind) -> None:
+    job = own_loop_job(checkpoint_every="1")
+    job.called(CallKind.STEP)
+    assert saves(job.step(1)) == [Advance(Save(1), Update(1))] * 2
+    job.saved()
+    job.checkpoint_committed()
+    for _ in range(2):
+        effects = job.called(change)
+        if change is CallKind.EVALUATE:
+            effects += job.evaluated(1)
+        elif change is CallKind.PREDICT:
+            effects += job.predicted(1)
+        assert saves(effects) == []  # only the end is worth another checkpoint of the step
+    expected = [] if change is CallKind.PREDICT else [Advance(Save(1))] * 2
+    assert saves(job.called(CallKind.CLOSE)) == expected
+    if expected:
+        job.saved()
+        job.checkpoint_committed()
+    assert job.ended.status == "done"
+
+
 def test_a_checkpoint_requested_twice_is_saved_once() -> None:
     job = own_loop_job()
     job.called(CallKind.STEP)

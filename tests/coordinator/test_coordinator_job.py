@@ -163,6 +163,7 @@ def test_a_lost_dependency_ends_the_job(event: str) -> None:
         case "abandoned":
             job.handle(ParentLost(-1))
             assert job.failure.message == "the process that started the job is gone"
+            assert job.ended.status == "lost"
         case "lost":
             job.handle(ParentLost(text="no agent"))
             assert (job.failure.cause, job.failure.message) == (Cause.LOST, "no agent")
@@ -176,6 +177,7 @@ def test_a_parent_that_is_a_worker_is_lost_as_a_worker() -> None:
     job = ScriptedJob(2).running()
     job.handle(ParentLost(0))
     assert job.failure.message == "the worker of stage 0 (pid 1000 on host) is gone"
+    assert job.ended.status == "failed"
 
 
 # Generations.

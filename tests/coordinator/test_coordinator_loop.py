@@ -11,12 +11,16 @@ import pytest
 from pipeworker.coordinator import blueprint
 from pipeworker.coordinator.effects import Send
 from pipeworker.coordinator.lifecycle import State
+from pipeworker.coordinator.steps.loop import LONG_PASS, FileLoop
+from pipeworker.coordinator.steps.progress import Progress
 from pipeworker.facts.failure import Cause
 from pipeworker.facts.step import Evaluation, StepResult
+from pipeworker.job.options import Options
 from pipeworker.plan.actions import format_actions
 from pipeworker.plan.check import LiveMicroBatches, check
 from pipeworker.plan.orders import Order
 from pipeworker.plan.schedule import Schedule
+from pipeworker.wire.lines import Warned
 from pipeworker.wire.messages.checkpoint import Copy, Save
 from pipeworker.wire.messages.directions import Advance
 from pipeworker.wire.messages.step import (
@@ -43,6 +47,32 @@ def test_the_first_step_ends_the_data_of_one_pass() -> None:
     advance = Advance(Save(1), Update(1, epoch_ended=True))
     assert job.step(1, batch=None)[0] == Send(b"w0", advance, 1)
     assert job.state() is State.SAVING
+
+
+@pytest.mark.parametrize(
+    ("options", "length", "ends", "noted"),
+    [
+        ({}, 0, False, True),
+        ({"epochs": 3}, 0, False, True),
+        ({"steps": 20_000}, 0, False, False),
+        ({}, 30_000, False, False),  # of known length
+        ({"epochs": 3}, 0, True, False),
+    ],
+)
+def test_a_pass_that_does_not_end_is_noted_once(
+    options: dict[str, Any], length: int, ends: bool, noted: bool
+) -> None:
+    job = Options("job.py", 1, 4, **options)
+    loop = FileLoop(job, job.placement, Progress())
+    loop.start(BATCH, job.total_steps(length))
+    found = []
+    for step in range(1, LONG_PASS + 50):
+        loop.next(0.0)
+        following = dataclasses.replace(BATCH, epoch=1) if ends and step > 9_000 else BATCH
+        done = StepDone(0, step, (0.5,), (), (1.0,), 1.0, 0.1, 0, following)
+        found += [each for each in loop.step_done([done], 1.0).effects if isinstance(each, Warned)]
+    assert [each.note for each in found] == [True] * noted
+    assert all(each.text.startswith("data(): a pass has not ended after 10000 ") for each in found)
 
 
 def test_without_data_the_job_is_done_at_once() -> None:

@@ -103,6 +103,23 @@ def test_an_own_loop_is_warned_at_its_first_step() -> None:
     assert warned(job) == [SAID.replace("3", "4").replace("4 samples", "10 samples")]
 
 
+@pytest.mark.parametrize("norms", [0, 2])
+@pytest.mark.parametrize("samples", [1, 3])
+def test_few_samples_and_batch_norm_cause_one_warning(norms: int, samples: int) -> None:
+    job = ScriptedJob(2, microbatches=8)
+    job.join()
+    job.describe()
+    few = Batch(0, samples, samples, 0)
+    job.receive(Ready(0, (Built(0, 0, LAYERS[:3], 1, norms),), "cpu", few))
+    job.receive(Ready(1, (Built(1, 3, LAYERS[3:], 1),), "cpu", None))
+    found = SAID
+    if samples == 1:
+        found = SAID.replace("3 samples", "1 sample").replace("are 3", "is 1")
+        found = found.replace("micro-batches of one sample each", "micro-batch")
+    alone = ", and batch norm normalizes each by itself; use" if norms else "; use"
+    assert of(job.effects, Warned) == [Warned(found.replace("; use", alone))]
+
+
 def test_notes_of_the_first_worker_are_reported_once() -> None:
     job = ScriptedJob(2)
     job.join()

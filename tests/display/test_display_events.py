@@ -12,6 +12,7 @@ from typing import Any
 from pipeworker.display.events import EventDisplay
 from pipeworker.display.output import Printed
 from pipeworker.display.style import Style
+from pipeworker.facts.speed import Speed
 from pipeworker.facts.step import Evaluation, StepResult
 from pipeworker.job.options import Options
 from pipeworker.record.rundir import RunDir
@@ -47,6 +48,7 @@ def test_each_event_is_an_object_on_a_line(tmp_path: Path) -> None:
     assert output == {"event": "output", "worker": "[stage 0]", "text": "hello"}
     assert (end["status"], end["exit_status"], end["error"]) == ("failed", 1, "it failed")
     assert end["checkpoint"] is None
+    assert "samples_per_second" not in end
 
 
 def test_new_checkpoints_and_restarts_are_events(tmp_path: Path) -> None:
@@ -60,13 +62,17 @@ def test_new_checkpoints_and_restarts_are_events(tmp_path: Path) -> None:
     shown.tick()
     shown.show(Restart(2, "a worker is lost", 2))
     complete(RunDir(tmp_path), 3)
-    shown.show(Verdict("done", 0, 3, 2.0, (), 0.3, None))
+    speed = Speed(0.5, 16.0, 0.0, (0.25, 0.125), 0.1)
+    shown.show(Verdict("done", 0, 3, 2.0, (), 0.3, None, speed=speed))
     _, saved, restart, last, end = map(json.loads, out.getvalue().splitlines())
     path = str(RunDir(tmp_path).checkpoint(2))
     assert saved == {"event": "checkpoint", "step": 2, "path": path}
     assert restart == {"event": "restart", "cause": "a worker is lost", "stages": 2}
     assert (last["event"], last["step"]) == ("checkpoint", 3)
     assert (end["event"], end["checkpoint_step"]) == ("end", 3)
+    assert (end["median_step_seconds"], end["samples_per_second"]) == (0.5, 16.0)
+    assert (end["tokens_per_second"], end["busy_seconds"]) == (None, [0.25, 0.125])
+    assert end["data_seconds"] == 0.1
 
 
 def test_a_reader_that_is_gone_ends_the_job(tmp_path: Path) -> None:

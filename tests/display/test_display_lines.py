@@ -115,7 +115,8 @@ def test_the_banner_shows_defaults() -> None:
     few = replace(PLANNED, microbatches=5, device="cuda")
     fewer, defaults = Shown().at(0.0, few)
     assert "5 micro-batches (not 8: a mini-batch has no more samples), gpipe" in fewer
-    assert defaults == "seed 0, one pass over the data, 1 thread per worker, cuda, fp32"
+    first = "seed 0, one pass over the data, until data() ends, "
+    assert defaults == f"{first}1 thread per worker, cuda, fp32"
 
 
 def test_the_banner_shows_the_sources_of_options_that_were_not_typed() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -198,7 +199,7 @@ def test_a_run_that_is_running(begin: Callable[..., RunDir]) -> None:
 def test_a_run_that_was_killed(begin: Callable[..., RunDir], tmp_path: Path) -> None:
     made = begin()
     found = lines(made)
-    assert (found["status"], found["steps"]) == ("interrupted", "0")
+    assert (found["status"], found["steps"]) == ("lost", "0")
     assert found["error"].startswith("its processes ended without a summary")
     line = f"pipeworker launch --resume --run-dir {made.path} {tmp_path}/net.py"
     assert found["to resume"] == line
@@ -255,6 +256,13 @@ def test_a_run_is_resumed_by_the_command_that_began_it(
     assert lines(made)["to resume"].startswith(line.replace("{job}", job))
 
 
+def test_the_steps_of_a_script_that_only_loaded_a_checkpoint(begin: Callable[..., RunDir]) -> None:
+    made = begin()
+    write_summary(made, replace(VERDICT, steps=7), 2)
+    assert lines(made)["steps"] == "7"
+    assert json.loads(table_of("--json", str(made.path)))["steps"] == 7
+
+
 def test_the_newest_run_is_listed_last(
     begin: Callable[..., RunDir], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -280,7 +288,7 @@ def test_the_newest_run_is_listed_last(
     assert [row.split()[:4] for row in rows] == [
         ["b", "done", "4/10", "0.2500"],
         ["a-longer-name", "done", "12", "0.0833"],
-        ["c", "interrupted", "0", "2"],
+        ["c", "lost", "0", "2"],
     ]
     assert {row.index("2026-05") for row in rows} == {head.index("started")}
     assert (
@@ -291,7 +299,7 @@ def test_the_newest_run_is_listed_last(
     found = [json.loads(line) for line in table_of("--json").splitlines()]
     names = [Path(each["run"]).name for each in found]
     assert names == ["b", "a-longer-name", "c", "broken", "other"]
-    assert [each.get("status") for each in found] == ["done", "done", "interrupted", None, None]
+    assert [each.get("status") for each in found] == ["done", "done", "lost", None, None]
     assert (
         table_of("runs/b").splitlines()[1].split() == rows[0].split()
     )  # a run directory is accepted too
@@ -313,6 +321,34 @@ def test_the_name_of_a_listed_run_is_not_its_folder(
         assert done.exit_code == 2
         assert done.output.startswith("error: first: no")
         assert done.output.endswith(f"; did you mean {Path('runs', 'first')}?\n")
+
+
+@pytest.mark.parametrize("name", ["first", "fist", "runs/firts"])
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("evaluate",),
+        ("show",),
+        ("launch", "--resume"),
+        ("launch", "net.py", "--resume", "--run-dir"),
+        ("launch", "net.py", "--stages", "1", "--init-from"),
+    ],
+    ids=" ".join,
+)
+def test_a_run_that_is_meant_is_named(
+    begin: Callable[..., RunDir],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    words: tuple[str, ...],
+    name: str,
+) -> None:
+    begin("first")
+    monkeypatch.chdir(tmp_path)
+    done = CliRunner().invoke(cli.main, [*words, name])
+    assert done.exit_code == 2
+    assert done.output.startswith("error: ")
+    assert done.output.endswith(f"; did you mean {Path('runs', 'first')}?\n")
+    assert [path.name for path in (tmp_path / "runs").iterdir()] == ["first"]
 
 
 def test_a_folder_without_runs(tmp_path: Path) -> None:
@@ -354,7 +390,7 @@ def test_files_changed_by_other_programs_are_shown_as_far_as_possible(
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(json.dumps(value) + "\n")
     assert show.show(tmp_path).replace("\n", "").isprintable()
-    assert json.loads(show.show(tmp_path, as_json=True))["status"] == "interrupted"
+    assert json.loads(show.show(tmp_path, as_json=True))["status"] == "lost"
     assert len(listing.list_runs(tmp_path).splitlines()) == 2
 
 

@@ -79,7 +79,7 @@ def test_a_list_shows_what_differs(folder: Path) -> None:
         (c, 2, "bf16", 0.1),
     ):
         assert f"{precision} {seed} --rate {rate}" in " ".join(line.split())
-    assert a.split()[3:5] == ["0.6000", "0.6000"]
+    assert a.split()[3:6] == ["0.6000", "loss", "0.6000"]
     assert c.split()[-3:-2] == ["5.0M"]
     # Nothing differs in a single run.
     assert "seed" not in run("list", "runs/a").splitlines()[0]
@@ -135,6 +135,20 @@ def test_two_runs_are_compared(folder: Path) -> None:
     assert found["curves"]["loss"][0] == {"step": 1, "values": [0.9, 0.9]}
     assert found["curves"]["loss"][-1] == {"step": 4, "values": [0.6, None]}
     assert refused("compare", "runs/a", "runs").endswith("give one that has a run.json")
+
+
+def test_speeds_are_compared_if_they_are_known(folder: Path) -> None:
+    assert "samples/s" not in run("compare", "runs/a", "runs/b")
+    speeds = {"samples_per_second": 8.5, "seconds": 0.5, "tokens": 100}
+    rows = [{"step": step, "loss": 0.5, **speeds} for step in (1, 2)]
+    (folder / "runs" / "a" / "metrics.jsonl").write_text(
+        "".join(f"{json.dumps(r)}\n" for r in rows)
+    )
+    shown = [line.split() for line in run("compare", "runs/a", "runs/b").splitlines()]
+    assert ["samples/s", "8.5", "-"] in shown
+    assert ["tokens/s", "200.0", "-"] in shown
+    results = json.loads(run("compare", "--json", "runs/a", "runs/b"))["results"]
+    assert results["samples_per_second"] == [8.5, None]
 
 
 def names(run_dir: RunDir) -> list[str]:

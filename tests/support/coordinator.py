@@ -306,7 +306,7 @@ class ScriptedJob:
     @property
     def failure(self) -> Failure:
         """The failure of a failed job, which was sent to every member once."""
-        assert self.ended.status == "failed"
+        assert self.ended.status in ("failed", "lost")
         assert self.job.end
         failure = self.job.end.failure
         assert failure

@@ -59,7 +59,7 @@ class CallLoop(BaseLoop):
 
     def evaluation_done(self, evaluation: Evaluation) -> Due:
         self._current, self._reply = None, Wait(evaluation)
-        self._progress.evaluation = evaluation
+        self._progress.evaluation, self._progress.outdated = evaluation, True
         return Due(Evaluated(evaluation.loss), (evaluation,), can_save=not self._half_done)
 
     def pass_done(self, failure: Failure | None) -> Due:

@@ -32,6 +32,13 @@ from pipeworker.wire.messages.step import (
     Wait,
 )
 
+LONG_PASS = 10_000
+"""The number of steps after which data without a length may be infinite."""
+_LONG = (
+    f"data(): a pass has not ended after {LONG_PASS} steps, and may be infinite; Ctrl-C saves a "
+    "checkpoint and stops, and --resume with --steps N sets an end"
+)
+
 
 @dataclass(frozen=True, slots=True)
 class Due:
@@ -88,11 +95,14 @@ class BaseLoop:
         self._step = progress.steps
         self._tally = Tally(self._step, placement, 0.0)
         self._batch: Batch | None = None
-        self._half_done = False
+        self._half_done, self._total = False, 0
 
-    def start(self, batch: Batch | None) -> None:
-        """Begin: every stage is built, and `batch` is the first mini-batch, if one was read."""
-        self._batch = batch
+    def start(self, batch: Batch | None, steps: int = 0) -> None:
+        """Begin: every stage is built, and `batch` is the first mini-batch, if one was read.
+
+        `steps` is the number of steps of the run, 0 if unknown.
+        """
+        self._batch, self._total = batch, steps
 
     def _begin(self, batch: Batch, now: float, *, last: bool | None = None) -> RunStep:
         """Return the command that runs the first mini-batch of the next step."""
@@ -170,6 +180,8 @@ class FileLoop(BaseLoop):
     """
 
     _running: Batch
+    _steps_of_pass = 0
+    """The steps of the present pass over the data that this loop has done."""
 
     def __init__(self, options: Options, placement: Placement, progress: Progress) -> None:
         super().__init__(options, placement, progress)
@@ -216,6 +228,9 @@ class FileLoop(BaseLoop):
             return Due()
         _, update, due = self._complete(self._batch, now)
         self._evaluate = self._options.evaluates(self._step, epoch_ended=update.epoch_ended)
+        self._steps_of_pass = 0 if update.epoch_ended else self._steps_of_pass + 1
+        if self._steps_of_pass == LONG_PASS and not self._total:
+            due = replace(due, effects=(*due.effects, Warned(_LONG, note=True)))
         return replace(due, can_save=not self._evaluate)
 
     @property

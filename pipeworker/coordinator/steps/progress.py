@@ -52,6 +52,7 @@ class Progress:
         evaluated: the last step whose evaluation is recorded; -1 if there is none.
         evaluations: the evaluation passes up to the last completed step.
         saved: the step of the last checkpoint, -1 if there is none.
+        outdated: whether an own loop has changed the state since the checkpoint of this step.
         saved_at: the time at which the last checkpoint was begun.
         failed_saves: checkpoints that failed since the last complete one.
         seconds: the duration of the last step.
@@ -67,6 +68,7 @@ class Progress:
     evaluated: int = -1
     evaluations: Evaluations = field(default_factory=lambda: Evaluations(Criterion("loss")))
     saved: int = -1
+    outdated: bool = False
     saved_at: float = 0.0
     save_requested: bool = False
     failed_saves: int = 0
@@ -108,8 +110,8 @@ class Progress:
         return JobState(self.steps, self.scaler, evaluation, self.epoch)
 
     def has_unsaved(self, step: int) -> bool:
-        """Return whether a step up to `step` is in no checkpoint."""
-        return step > max(0, self.saved)
+        """Return whether the state after a step up to `step` is in no checkpoint."""
+        return step > max(0, self.saved) or (self.outdated and step > 0)
 
     @property
     def lacks_best(self) -> bool:
@@ -119,6 +121,7 @@ class Progress:
     def roll_back(self, state: JobState) -> None:
         """Return to an earlier state; later steps will be repeated, by new workers."""
         self._meter.begin()
+        self.outdated = False
         self.steps, self.scaler, self.evaluation = state.step, state.scaler, state.evaluation
         self.epoch = state.epoch
         self.evaluations.roll_back(state.step)
@@ -126,7 +129,7 @@ class Progress:
     def end_epoch(self) -> None:
         """Count an epoch of a user's own loop; a checkpoint of this step is now outdated."""
         self.epoch += 1
-        self.saved = -1
+        self.outdated = True
 
     def complete_step(
         self, result: StepResult, busy: Sequence[float], data: float, *, overflow: bool
@@ -135,7 +138,7 @@ class Progress:
 
         `busy` is the seconds that each worker of a replica computed; `data` those of reading.
         """
-        self.steps, self.seconds = result.step, result.seconds
+        self.steps, self.seconds, self.outdated = result.step, result.seconds, False
         self._completed += 1
         self._bubbles += result.bubble
         if len(busy) != len(self._busy_seconds):  # the first step with so many workers

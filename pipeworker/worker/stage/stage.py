@@ -244,13 +244,13 @@ class Stage:
             wants += wanted
         return (value, tensors), wants
 
-    def evaluate(self, mb: MicroBatch) -> Any:
+    def evaluate(self, mb: MicroBatch, phase: Phase = Phase.EVALUATION) -> Any:
         """Run the layers in eval mode; return the last stage's output, else set ``outgoing``.
 
         The number of `mb` counts through the whole evaluation pass.
         """
         value = mb.value if self.skips is None else self._with_arrived(mb, mb.value, mb.arrived)[0]
-        value = self._layers.run(value, mb.number, Phase.EVALUATION, train=False)
+        value = self._layers.run(value, mb.number, phase, train=False)
         output, departing = (value, {}) if self.skips is None else value
         if self._loss is not None:
             return output

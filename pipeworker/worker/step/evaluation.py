@@ -207,7 +207,9 @@ class EvaluationPass:
         last: StageChannels | None,
         sink: Sink,
         explain: Explain | None = None,
+        phase: Phase = Phase.EVALUATION,
     ) -> None:
+        self._phase = phase
         self._program = [
             (a.kind, wiring.stages[a.stage], None if a.kind is Kind.FORWARD else edge_of(a))
             for a in actions
@@ -307,12 +309,12 @@ class EvaluationPass:
 
     def _forward(self, channels: StageChannels, mb: MicroBatch, step: int) -> None:
         (mb.value,) = mb.value
-        output = channels.stage.evaluate(mb)
+        output = channels.stage.evaluate(mb, self._phase)
         mb.outgoing = [mb.outgoing]
         for transfer in channels.after_forward:
             transfer(mb)
         if channels is self._last:
-            channels.stage.tracker.set(Phase.EVALUATION, step, mb.number)
+            channels.stage.tracker.set(self._phase, step, mb.number)
             samples, target, name = mb.target
             self._sink(output, self._to_device(target), samples, name)
 
@@ -321,7 +323,7 @@ class EvaluationPass:
         tracker = self._stages[0].stage.tracker
         done, name = 0, ""
         while True:
-            tracker.set(Phase.EVALUATION, step)
+            tracker.set(self._phase, step)
             read = next(batches, None)
             if read is None:
                 tracker.count(0, 0)

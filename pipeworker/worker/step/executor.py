@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from pipeworker.facts.position import Phase
 from pipeworker.plan.actions import (
     COMPUTE,
     RECEIVES,
@@ -262,11 +263,12 @@ class Executor:
         batches: Iterator[MicroBatches],
         sink: Sink,
         explain: Explain | None = None,
+        phase: Phase = Phase.EVALUATION,
     ) -> bool:
         """Stream mini-batches through the stages, forward only, in eval mode.
 
         `actions` are those of one micro-batch. `batches` are read where stage 0 is, and `sink` is
-        called where the last stage is.
+        called where the last stage is. Errors name the `phase`.
 
         Returns:
             Whether the pass was complete; with `explain` it may have failed on another worker.
@@ -281,7 +283,7 @@ class Executor:
             channels.step = step
             channels.stage.begin(step)
         wiring.begin(None, {})
-        run = EvaluationPass(wiring, actions, self._last, sink, explain)
+        run = EvaluationPass(wiring, actions, self._last, sink, explain, phase)
         failed: PassFailed | None = None
         try:
             run.run(step, batches)
