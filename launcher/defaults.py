@@ -18,6 +18,7 @@ import click
 from click.core import ParameterSource
 
 from launcher.command import FILE, Option
+from launcher.options import ScheduleType
 from pipeworker.errors import UsageError
 from pipeworker.job.options import EXCLUSIVE
 from pipeworker.job.renamed import reject_batch_size, reject_renamed
@@ -134,7 +135,8 @@ class Defaults:
         if any(type(one) not in kinds for one in many):
             raise UsageError(f"{self.where}: {key} = {value!r}: must be {wanted}")
         text = value if kinds != _TEXT[0] else ",".join(map(str, many))
-        if isinstance(option.type, click.Path):
+        is_file = isinstance(option.type, ScheduleType) and (self.folder / text).is_file()
+        if is_file or isinstance(option.type, click.Path):
             text = str(self.folder / text)
         try:
             return option.type.convert(text, option, context)

@@ -18,11 +18,13 @@ from pipeworker.job.options import (
     BEST,
     CHECKPOINT_BUSY,
     DATA_READERS,
+    DEFAULT_SCHEDULE,
     DEVICES,
     PRECISIONS,
 )
 from pipeworker.plan.orders import ORDERS
 from pipeworker.plan.recompute import RECOMPUTE_MODES
+from pipeworker.runs.schedule_file import read_schedule
 
 ANYWHERE = (
     "A new run also takes options of a job from variables, as PIPEWORKER_STEPS=100, and from "
@@ -48,6 +50,15 @@ class _Offered(click.Choice):  # type: ignore[type-arg]
 
     def convert(self, value: Any, param: Any, ctx: Any) -> Any:
         return value if value in self._elsewhere else super().convert(value, param, ctx)
+
+
+class ScheduleType(click.ParamType):  # type: ignore[type-arg]
+    """The name of an order, or a schedule file, whose text is the value."""
+
+    name = "schedule"
+
+    def convert(self, value: Any, param: Any, ctx: Any) -> str:
+        return read_schedule(value)
 
 
 def devices_here(
@@ -182,7 +193,13 @@ JOB_PARAMETERS: list[click.Parameter] = [
     ),
     *_in(
         "Schedule and memory",
-        _choice("--schedule", tuple(ORDERS), "gpipe", "Order in which micro-batches run."),
+        Option(
+            "--schedule",
+            f"Order in which micro-batches run: {', '.join(ORDERS)}, or a schedule file.",
+            ScheduleType(),
+            default=DEFAULT_SCHEDULE,
+            metavar="NAME",
+        ),
         Option(
             "--virtual-stages",
             "Stages of each worker, for --schedule interleaved-1f1b. [default: 2]",

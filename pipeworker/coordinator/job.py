@@ -29,6 +29,7 @@ from pipeworker.facts.criterion import Criterion
 from pipeworker.facts.failure import Cause, Failure
 from pipeworker.job.options import Options
 from pipeworker.plan.placement import Placement
+from pipeworker.plan.text import name_of
 from pipeworker.timings import DEFAULT, Timings
 from pipeworker.wire import lines
 from pipeworker.wire.lines import CannotStart, Restart, Warned, WorkerExited
@@ -116,7 +117,7 @@ class Job:
     @property
     def placement(self) -> Placement:
         """The worker of each stage, with the current number of workers."""
-        return self._options.with_stages(self._elastic.workers).placement
+        return self._current_options.placement
 
     @property
     def peers(self) -> list[bytes]:
@@ -162,7 +163,7 @@ class Job:
             if fewer or not (refusal or cannot_start):
                 cause = with_location(end.failure)
                 if fewer:
-                    cause = f"{cause}; the job continues with {self._workers_text}"
+                    cause = f"{cause}; the job continues with {self._workers_text}{self._fallback}"
                 self._restarts.record(cause, now)
                 return self._restart(effects, cause, now)
             if refusal and self._restarts.causes:
@@ -276,6 +277,17 @@ class Job:
         count = self._elastic.workers
         text = f"{count} worker{'' if count == 1 else 's'}"
         return text if self._options.replicas == 1 else f"{text} per replica"
+
+    @property
+    def _fallback(self) -> str:
+        """The schedule of fewer workers, if it is not that of the job; else an empty string."""
+        own, now = (name_of(o.schedule) for o in (self._options, self._current_options))
+        return "" if own == now else f" and {now}, because --schedule {own} is for all"
+
+    @property
+    def _current_options(self) -> Options:
+        """The options of the job with its current number of workers."""
+        return self._options.with_stages(self._elastic.workers)
 
     def _restart(self, effects: list[Effect], cause: str, now: float) -> list[Effect]:
         """Begin another generation, from the newest state.

@@ -10,6 +10,8 @@ from typing import Any
 
 from pipeworker.errors import UsageError
 from pipeworker.job.options import Options, default_microbatches
+from pipeworker.plan import text
+from pipeworker.plan.orders import resolve
 from pipeworker.plan.partition import parse_balance
 
 
@@ -35,7 +37,11 @@ def make_options(job_file: str, stages: int, given: Mapping[str, Any]) -> Option
         chosen["init_from"] = str(Path(chosen["init_from"]).absolute())
     replicas = chosen.get("replicas", 1)
     copies = max(1, replicas) if type(replicas) is int else 1  # Options refuses other values
-    chosen.setdefault("microbatches", default_microbatches(stages, copies))
+    microbatches = default_microbatches(stages, copies)
+    schedule = chosen.get("schedule")
+    if isinstance(schedule, str) and text.is_text(schedule):
+        microbatches = (resolve(schedule).microbatches or 0) * copies
+    chosen.setdefault("microbatches", microbatches)
     if "threads" not in chosen:
         threads = os.environ.get("OMP_NUM_THREADS", "1")
         chosen["threads"] = int(threads) if threads.isdigit() and int(threads) else 1
@@ -45,6 +51,8 @@ def make_options(job_file: str, stages: int, given: Mapping[str, Any]) -> Option
 def format_option(name: str, value: Any) -> str:
     """Return an option as a command line writes it."""
     option = name.replace("_", "-")
+    if name == "schedule":
+        value = text.name_of(str(value))
     if isinstance(value, bool):
         return f"--{option}" if value else f"--no-{option}"
     if isinstance(value, (list, tuple)):

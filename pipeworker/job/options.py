@@ -17,10 +17,11 @@ import msgspec
 
 from pipeworker.errors import ProtocolError, UsageError
 from pipeworker.facts.criterion import Criterion
+from pipeworker.plan import text
 from pipeworker.plan.orders import Order, resolve
-from pipeworker.plan.partition import check_entries
+from pipeworker.plan.partition import block, check_entries
 from pipeworker.plan.placement import Placement
-from pipeworker.plan.recompute import RECOMPUTE_MODES
+from pipeworker.plan.recompute import OFFLOAD, RECOMPUTE_MODES
 
 DEVICES = ("auto", "cpu", "cuda", "mps")
 """``auto`` also uses accelerators of other kinds."""
@@ -34,6 +35,7 @@ MAX_MICROBATCHES = 1 << 20  # that messages can speak of
 EPOCH = "epoch"
 """A value for a number of steps: at each end of the data."""
 BEST = "loss"
+DEFAULT_SCHEDULE = "gpipe"
 END = "end"
 """A value for an interval between checkpoints: there are none before the end."""
 EXCLUSIVE = {"steps": "epochs", "epochs": "steps"}
@@ -104,6 +106,7 @@ class Options:
         microbatches: M, over all replicas.
         arguments: the words after ``--``, for the job file.
         epochs: None, as `steps`, for one pass over the data. A step ends with its epoch.
+        schedule: the name of an order, or the text of the job's own.
         balance: layers per stage; None to choose.
         best: figure of evaluation passes by which the best checkpoint is kept, as ``max:accuracy``.
         patience: evaluation passes without a better one after which the job ends; None for any.
@@ -124,7 +127,7 @@ class Options:
     arguments: tuple[str, ...] = ()
     steps: int | None = None
     epochs: int | None = None
-    schedule: str = "gpipe"
+    schedule: str = DEFAULT_SCHEDULE
     virtual_stages: int | None = None
     recompute: str = "auto"
     balance: tuple[int, ...] | None = None
@@ -211,8 +214,29 @@ class Options:
                 f"less on {self.stages} workers"
             )
         stages = self.schedule_source.place(self.stages).stages
+        if text.is_text(self.schedule):
+            self._check_written()
         if self.balance is not None:
             check_entries(self.balance, stages)
+
+    def _check_written(self) -> None:
+        """Check that a schedule of the job's own fits the other options."""
+        option, most = (
+            f"--schedule {text.name_of(self.schedule)}",
+            self.schedule_source.microbatches,
+        )
+        part = len(block(self.microbatches, self.replicas, 0))
+        if part != most and not self.evaluate_only:
+            of_replica = " in a replica" if self.replicas > 1 else ""
+            raise UsageError(
+                f"{option}: is for {most} micro-batches, and the job has {part}{of_replica}; use "
+                f"--microbatches {(most or 0) * self.replicas}, or another schedule"
+            )
+        if self.recompute not in ("auto", OFFLOAD):
+            raise UsageError(
+                f"{option} and --recompute {self.recompute}: the schedule has an R for each "
+                "recomputed micro-batch; leave --recompute out, and edit the schedule"
+            )
 
     @property
     def schedule_source(self) -> Order:
@@ -230,10 +254,16 @@ class Options:
         return self.placement.ranks
 
     def with_stages(self, stages: int) -> Options:
-        """Return the same options for another number of stages, whose layers are divided anew."""
+        """Return the same options for another number of stages, whose layers are divided anew.
+
+        A schedule of the job's own is for its number of workers; others run the default one.
+        """
         if stages == self.stages:
             return self
-        return dataclasses.replace(self, stages=stages, balance=None)
+        changed: dict[str, Any] = {"stages": stages, "balance": None}
+        if text.is_text(self.schedule):
+            changed |= {"schedule": DEFAULT_SCHEDULE, "virtual_stages": None}
+        return dataclasses.replace(self, **changed)
 
     @property
     def redundant(self) -> bool:

@@ -12,8 +12,9 @@ A schedule passes if it is
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Sequence
-from itertools import compress
+from itertools import compress, zip_longest
 from operator import lt
 from typing import NamedTuple
 
@@ -126,9 +127,13 @@ def _check_channels(workers: Sequence[Columns]) -> None:
         for kinds in (SENDS, RECEIVES)
     )
     for edge in sorted(sent.keys() | received.keys()):
-        if sent.get(edge) != received.get(edge):
+        orders = sent.get(edge, []), received.get(edge, [])
+        if orders[0] != orders[1]:
+            sends, receives = map(reprlib.repr, orders)
+            arrives, expected = next((a, b) for a, b in zip_longest(*orders) if a != b)
             raise ScheduleError(
-                f"channel {edge}: sent in order {sent.get(edge)}, received in {received.get(edge)}"
+                f"channel {edge}: sent in order {sends}, received in {receives}; stage "
+                f"{edge.target} waits for micro-batch {expected} where {arrives} arrives"
             )
 
 
@@ -150,7 +155,9 @@ class _StageChecks:
 
     def check(self) -> tuple[int, int, int]:
         """Raise the first error; return the live activations, inputs and deferred backwards."""
-        for (kind, _, _), column in self._columns.items():  # the worker's other stages are needed
+        columns = self._columns.items()  # the worker's other stages are needed
+        # Compute actions first: a mistake is one of theirs where the others are placed around them.
+        for (kind, _, _), column in sorted(columns, key=lambda item: item[0][0] not in COMPUTE):
             self._check_numbers(column, max(self._count, kind in _ONCE))
         self._check_needs()
         self._check_reduction()
@@ -303,8 +310,7 @@ class _StageChecks:
     def _check_complete(self) -> None:
         """Check that no action is missing, and that none is without a purpose."""
         wanted = self._wanted()
-        for (kind, peer), microbatches in wanted.items():
-            self._check_all(self._column(kind, peer), microbatches, kind, peer)
+        self._check_all(self._column(Kind.FORWARD), range(self._count), Kind.FORWARD)
         if self._training:
             inputs, both = self._column(Kind.BACKWARD_INPUT), self._either(INPUTS)
             weights = self._column(Kind.BACKWARD_WEIGHT)
@@ -314,6 +320,8 @@ class _StageChecks:
                 action = Action(Kind.BACKWARD_INPUT, self._stage, m)
                 raise self._fail(f"{action} comes beside a whole one")
             self._check_all(both, range(self._count), Kind.BACKWARD)
+        for (kind, peer), microbatches in wanted.items():
+            self._check_all(self._column(kind, peer), microbatches, kind, peer)
         known = {*wanted, *((kind, -1) for kind in (Kind.FETCH, *COMPUTE) if self._training)}
         for (kind, stage, peer), column in self._columns.items():
             if stage != self._stage:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from pipeworker.errors import ScheduleError
-from pipeworker.plan.actions import RECEIVES, SENDS, Edge, Kind, Payload, channel
+from pipeworker.plan.actions import RECEIVES, SENDS, Action, Edge, Kind, Payload, channel
+from pipeworker.plan.deadlock import waits_of
 from pipeworker.plan.schedule import CHANNEL_CAPACITY, Schedule, is_bounded
 
 FULL = "full"
@@ -70,15 +71,42 @@ class Timing:
         return 1 - sum(self.busy) / total if total else 0.0
 
 
-def simulate(
+class Span(NamedTuple):
+    """The time that an action took in a simulated step, in the unit of the costs."""
+
+    action: Action
+    start: float
+    end: float
+
+
+def timeline(
     schedule: Schedule, costs: Costs | None = None, *, capacity: int = CHANNEL_CAPACITY
+) -> tuple[tuple[Span, ...], ...]:
+    """Return when each worker computes in the step that :func:`simulate` simulates, by worker.
+
+    Raises:
+        ScheduleError: the schedule deadlocks.
+    """
+    spans: list[list[Span]] = [[] for _ in schedule.workers]
+    simulate(schedule, costs, capacity=capacity, spans=spans)
+    return tuple(map(tuple, spans))
+
+
+def simulate(
+    schedule: Schedule,
+    costs: Costs | None = None,
+    *,
+    capacity: int = CHANNEL_CAPACITY,
+    spans: Sequence[list[Span]] | None = None,
 ) -> Timing:
     """Simulate a step of a schedule whose channels are received in the order of their sends.
 
-    Without costs, a forward takes 1 and a backward 2.
+    Without costs, a forward takes 1 and a backward 2. To `spans`, a list for each worker, it adds
+    the time of each action that costs any.
 
     Raises:
-        ScheduleError: it deadlocks; the message names the action at which each worker is stuck.
+        ScheduleError: it deadlocks; the message names the first action that cannot run, its worker,
+            and what it waits for.
     """
     stages = schedule.placement.stages
     costs = costs or Costs.even(stages)
@@ -106,6 +134,8 @@ def simulate(
                 known[kind, stage, peer] = act
             through = act.channel
             if through is None:
+                if spans is not None and act.cost:
+                    spans[worker].append(Span(actions[place], now, now + act.cost))
                 now += act.cost
                 busy[stage] += act.cost
             else:
@@ -129,14 +159,10 @@ def simulate(
                     through.waiting = -1
             place += 1
         at[worker], clock[worker] = place, now
-    stuck = [
-        f"worker {worker} at {actions[place]}"
-        for worker, (actions, place) in enumerate(zip(schedule.workers, at, strict=True))
-        if place < len(actions)
-    ]
-    if stuck:
+    if any(place < len(acts) for acts, place in zip(schedule.workers, at, strict=True)):
         raise ScheduleError(
-            f"schedule {schedule.name} deadlocks with {capacity} frames: {'; '.join(stuck)}"
+            f"schedule {schedule.name} deadlocks with {capacity} frames: "
+            f"{'; '.join(waits_of(schedule, at, clock, capacity))}"
         )
     makespan = max(clock)
     for worker, now in enumerate(clock):

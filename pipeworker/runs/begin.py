@@ -21,6 +21,7 @@ from pipeworker.record.lock import RunLock
 from pipeworker.record.metrics import formats, rows
 from pipeworker.record.rundir import RunDir
 from pipeworker.runs import resume
+from pipeworker.runs.schedule_file import read_schedule
 from pipeworker.wire.lines import Verdict
 
 _MAX_CONTENT = 256 << 20
@@ -149,6 +150,8 @@ class RunRequest:
     def _given(self, replicas: Any) -> dict[str, Any]:
         """Return the options that were given now; `replicas` is used if they have none."""
         given, stages = override({}, self.options), self.stages
+        if isinstance(given.get("schedule"), (str, Path)):
+            given["schedule"] = read_schedule(given["schedule"])
         if self.ranks is not None:
             replicas = given.get("replicas", replicas)
             # Another type is rejected later, with the other options.

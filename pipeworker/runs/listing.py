@@ -14,6 +14,7 @@ from typing import Any
 
 from pipeworker.display.text import data_size, duration, number, sanitize, table
 from pipeworker.errors import UnreadableFile, UsageError
+from pipeworker.plan.text import name_of
 from pipeworker.runs.info import OPTION_NAMES, Run, time_of
 
 Key = tuple[int, Any]
@@ -169,7 +170,9 @@ def option_text(value: Any) -> str:
     """Return an option's value as a table shows it."""
     if isinstance(value, bool):
         return "on" if value else "off"
-    return ",".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value)
+    if isinstance(value, (list, tuple)):
+        return ",".join(map(str, value))
+    return name_of(value) if isinstance(value, str) else str(value)
 
 
 def _written(name: str) -> str:

@@ -15,7 +15,15 @@ from pipeworker.coordinator.roster import JOIN_FACTOR
 from pipeworker.facts.failure import Cause, Failure
 from pipeworker.facts.position import Phase, Position
 from pipeworker.plan.actions import format_actions
-from pipeworker.wire.lines import CannotStart, HostLost, Joined, Restart, Warned, WorkerExited
+from pipeworker.wire.lines import (
+    CannotStart,
+    HostLost,
+    Joined,
+    Planned,
+    Restart,
+    Warned,
+    WorkerExited,
+)
 from pipeworker.wire.messages.checkpoint import Saved
 from pipeworker.wire.messages.plan import Plan
 from pipeworker.wire.messages.presence import Failed, Heartbeat, Welcome
@@ -260,6 +268,24 @@ def test_the_job_shrinks_to_the_room_on_its_hosts() -> None:
     assert of(job.effects, Restart)[-1].stages == 2
     job.handle(CannotStart(0, 3, "host a: no route to host", 0))
     assert job.failure.message == "host a: no route to host"
+
+
+def test_fewer_workers_run_the_default_schedule_instead_of_the_jobs_own() -> None:
+    lines = [
+        f"{s}: " + " ".join(f"{s}{kind}{m}" for kind in "FB" for m in range(4)) for s in range(3)
+    ]
+    own = "\n".join(["mine stages=3 microbatches=4", *lines])
+    job = replaceable_job(3, min_stages=1, microbatches=4, schedule=own).running()
+    assert of(job.effects, Planned)[-1].schedule == "mine"
+    job.exited(1, -9)
+    job.handle(CannotStart(1, 2, "no room", 2))
+    restart = of(job.effects, Restart)[-1]
+    assert restart.stages == 2
+    assert restart.cause.endswith(
+        "the job continues with 2 workers and gpipe, because --schedule mine is for all"
+    )
+    job.start()
+    assert of(job.effects, Planned)[-1].schedule == "gpipe"
 
 
 def test_a_job_that_fails_during_a_restart_reports_its_recorded_steps() -> None:

@@ -12,6 +12,7 @@ from pipeworker.coordinator.steps.progress import Start
 from pipeworker.coordinator.steps.snapshots import JobState
 from pipeworker.facts.position import Phase, Position
 from pipeworker.facts.step import Batch
+from pipeworker.plan.text import parse
 from pipeworker.wire.lines import Planned, Warned
 from pipeworker.wire.messages.checkpoint import Restore
 from pipeworker.wire.messages.plan import Built, Described, Ready
@@ -19,7 +20,6 @@ from pipeworker.wire.messages.presence import Heartbeat
 from pipeworker.wire.messages.step import CallKind
 from support.coordinator import BATCH, LAYERS, ScriptedJob, of
 from support.orders import build
-from support.schedule_text import parse
 
 FEW = dataclasses.replace(BATCH, samples=3, microbatches=3)
 SAID = (

@@ -12,6 +12,7 @@ from pipeworker.coordinator.effects import Commit, WritePlan
 from pipeworker.coordinator.lifecycle import State
 from pipeworker.facts.failure import Cause
 from pipeworker.facts.step import Batch, StepResult
+from pipeworker.plan.text import parse
 from pipeworker.wire.lines import HostLost, Planned, Restart, Snapshot
 from pipeworker.wire.messages.checkpoint import Save, Saved
 from pipeworker.wire.messages.directions import Advance, Finish
@@ -38,7 +39,6 @@ from support.coordinator import (
     runs,
     updates,
 )
-from support.schedule_text import parse
 
 TWO = {"replicas": 2, "microbatches": 4}
 """Ranks 0 and 1 are replica 0, ranks 2 and 3 replica 1."""

@@ -20,6 +20,7 @@ from pipeworker.facts.position import Phase, Position
 from pipeworker.facts.speed import Speed
 from pipeworker.facts.step import Batch
 from pipeworker.job.options import Options
+from pipeworker.plan.text import parse
 from pipeworker.record.run_record import write_summary
 from pipeworker.record.rundir import RunDir
 from pipeworker.wire import lines
@@ -28,7 +29,6 @@ from pipeworker.wire.messages.plan import Built, Ready
 from pipeworker.wire.messages.presence import Failed, Hello
 from support.coordinator import BATCH, ScriptedJob, of
 from support.orders import build
-from support.schedule_text import parse
 
 FORWARD = Position(Phase.FORWARD, step=7, microbatch=2, layer=3)
 

@@ -161,3 +161,36 @@ def test_a_balance_is_checked_equally_from_every_source(how: str) -> None:
 def test_intervals_are_read_from_text(text: str, every: Interval) -> None:
     assert Interval.parse(text) == every
     assert Options("job.py", 1, 1, checkpoint_every=text).checkpoint_every == text
+
+
+OWN = "mine stages=2 microbatches=2\n0: 0F0 0F1 0B0 0B1\n1: 1F0 1B0 1F1 1B1\n"
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"stages": 3},
+            "--schedule mine: has lines for 2 workers, and the job has 3; use --stages",
+        ),
+        (
+            {"microbatches": 4},
+            "--schedule mine: is for 2 micro-batches, and the job has 4; use --microbatches 2",
+        ),
+        (
+            {"microbatches": 2, "replicas": 2},
+            "is for 2 micro-batches, and the job has 1 in a replica; use --microbatches 4",
+        ),
+        ({"recompute": "never"}, "--schedule mine and --recompute never: the schedule has an R"),
+    ],
+)
+def test_a_schedule_of_the_jobs_own_must_fit(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        options(**{"schedule": OWN, "stages": 2, "microbatches": 2, **changes})
+
+
+def test_a_schedule_of_the_jobs_own_is_for_its_number_of_workers() -> None:
+    own = options(schedule=OWN, stages=2, microbatches=2, recompute="offload")
+    assert own.with_stages(2).schedule == OWN
+    assert own.with_stages(1).schedule == "gpipe"
+    assert options(schedule=OWN, stages=2, microbatches=7, evaluate_only=True).stages == 2

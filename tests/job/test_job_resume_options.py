@@ -144,3 +144,17 @@ def test_a_loop_of_its_own_is_resumed_by_such_a_loop_alone() -> None:
         resume_options.check_unchanged(own, other, (), "the run in R")
     with pytest.raises(UsageError, match=r"the run in R: has no loop of its own"):
         resume_options.check_unchanged(other, own, (), "the run in R")
+
+
+OWN = "mine stages=4 microbatches=8\n" + "\n".join(
+    f"{s}: " + " ".join(f"{s}{k}{m}" for k in "FB" for m in range(8)) for s in range(4)
+)
+
+
+def test_a_schedule_of_the_jobs_own_is_dropped_with_another_number_of_stages() -> None:
+    before = dataclasses.replace(BEFORE, schedule=OWN)
+    assert resume_options.merge(before, {"steps": 9}, ())["schedule"] == OWN
+    found = resume_options.merge(before, {"stages": 2}, ())
+    assert (found["schedule"], found["balance"]) == ("gpipe", None)
+    other = OWN.replace("mine", "other")
+    assert resume_options.merge(before, {"stages": 2, "schedule": other}, ())["schedule"] == other

@@ -17,9 +17,9 @@ from pipeworker.plan.placement import Placement
 from pipeworker.plan.recompute import with_fetches
 from pipeworker.plan.schedule import Schedule
 from pipeworker.plan.simulate import simulate
+from pipeworker.plan.text import parse
 from support.orders import Which
 from support.reference_checker import Illegal, check_slowly
-from support.schedule_text import parse
 
 PLACEMENTS = [
     *(Placement.identity(stages) for stages in (1, 2, 3, 4)),

@@ -8,8 +8,8 @@ from pipeworker.errors import ScheduleError
 from pipeworker.plan.actions import format_actions, parse_actions
 from pipeworker.plan.check import check
 from pipeworker.plan.recompute import with_fetches
+from pipeworker.plan.text import parse
 from support.orders import build
-from support.schedule_text import parse
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from pipeworker.plan.partition import block, sizes
 from pipeworker.plan.placement import Placement
 from pipeworker.plan.schedule import Schedule, edges, replica_edges
 from pipeworker.plan.simulate import simulate
-from support.schedule_text import parse
+from pipeworker.plan.text import parse
 
 V = Placement(((0, 3), (1, 2)), 2)
 TIES = ((0, 2), (2, 0))

@@ -13,8 +13,8 @@ from pipeworker.plan.orders import ORDERS
 from pipeworker.plan.placement import Placement
 from pipeworker.plan.recompute import RECOMPUTE_MODES, recomputed
 from pipeworker.plan.schedule import Pairs, Schedule, edges
+from pipeworker.plan.text import parse
 from support.orders import build, fill_drain
-from support.schedule_text import parse
 
 PLACEMENTS = [
     Placement.identity(1),

@@ -16,9 +16,9 @@ from pipeworker.plan.check import check
 from pipeworker.plan.connect import connect, forward_only
 from pipeworker.plan.placement import Placement
 from pipeworker.plan.schedule import Schedule, is_bounded
-from pipeworker.plan.simulate import END, FULL, Costs, Timing, simulate
+from pipeworker.plan.simulate import END, FULL, Costs, Timing, simulate, timeline
+from pipeworker.plan.text import parse
 from support.orders import build, fill_drain
-from support.schedule_text import parse
 
 GRID = [(k, m) for k in (1, 2, 3, 4, 8) for m in (1, 2, 3, 4, 7, 16, 32)]
 """Stages and micro-batches, fewer micro-batches than stages included."""
@@ -237,7 +237,8 @@ def test_a_deadlock_is_an_error() -> None:
     stuck = parse("stuck stages=2 microbatches=1\n0: 0<G0 0F0 0>A0\n1: 1<A0 1F0 1B0 1>G0")
     with pytest.raises(
         ScheduleError,
-        match=r"schedule stuck deadlocks with 4 frames: worker 0 at 0<G0; worker 1 at 1<A0$",
+        match=r"schedule stuck deadlocks with 4 frames: worker 0 cannot run 0F0: it waits for 1B0 "
+        r"of worker 1; worker 1 cannot run 1F0: it waits for 0F0 of worker 0$",
     ):
         simulate(stuck)
 
@@ -332,6 +333,36 @@ def test_times_are_those_of_the_longest_path(
     ends = slowly(schedule, costs, capacity)
     assert timing.makespan == max(ends)
     assert [idle.get(END, 0.0) for idle in timing.idle] == [max(ends) - end for end in ends]
+
+
+@settings(deadline=None)
+@given(schedules(), st.data(), st.integers(1, 4))
+def test_a_timeline_has_the_times_of_the_simulated_step(
+    schedule: Schedule, data: st.DataObject, capacity: int
+) -> None:
+    assume(runs(schedule, capacity))
+    costs = data.draw(prices(schedule.placement.stages))
+    found = timeline(schedule, costs, capacity=capacity)
+    timing = simulate(schedule, costs, capacity=capacity)
+    ends: dict[Action, float] = {}
+    busy = [0.0] * schedule.placement.stages
+    for actions, spans in zip(schedule.workers, found, strict=True):
+        assert [s.action for s in spans] == [a for a in actions if costs.of(a.kind, a.stage)]
+        now = 0.0
+        for action, start, end in spans:
+            assert (now <= start, end - start) == (True, costs.of(action.kind, action.stage))
+            ends[action], now = end, end
+            busy[action.stage] += end - start
+    assert tuple(busy) == timing.busy
+    for spans in found:
+        for action, start, _ in spans:
+            if action.kind is Kind.FORWARD:
+                before = Action(Kind.FORWARD, action.stage - 1, action.microbatch)
+                assert start >= ends.get(before, 0.0)
+    last = max((s.end for spans in found for s in spans), default=0.0)
+    assert last <= timing.makespan
+    if not costs.transfer:
+        assert last == timing.makespan
 
 
 @settings(deadline=None)

@@ -11,9 +11,9 @@ from pipeworker.errors import ScheduleError, UsageError
 from pipeworker.facts.connections import Tie
 from pipeworker.plan.actions import parse_actions
 from pipeworker.plan.check import check
+from pipeworker.plan.text import parse
 from pipeworker.plan.ties import declared, pairs, placed
 from support.orders import build
-from support.schedule_text import parse
 
 RANGES = [(0, 2), (2, 4), (4, 5)]
 

@@ -30,10 +30,12 @@ a worker.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from pipeworker.errors import ScheduleError, UsageError
+from pipeworker.plan import text
 from pipeworker.plan.actions import Action
 from pipeworker.plan.connect import connect
 from pipeworker.plan.orders.gpipe import gpipe
@@ -51,7 +53,8 @@ class Order:
     `compute` gets a placement, the number of micro-batches and the recomputed ones by stage, and
     returns the compute actions of each worker of a replica. `arrange` gets the number of workers in
     a replica and of stages per worker. The user may choose that number of stages (``V``) if it
-    `varies`; `virtual_stages` is then the default.
+    `varies`; `virtual_stages` is then the default. `microbatches` is the number that a written
+    order is for, None for any.
     """
 
     name: str
@@ -59,6 +62,7 @@ class Order:
     arrange: Callable[[int, int], Placement] = Placement.looped
     virtual_stages: int = 1
     varies: bool = False
+    microbatches: int | None = None
 
     def place(self, workers: int, replicas: int = 1) -> Placement:
         """Return which worker holds which stages."""
@@ -103,10 +107,11 @@ def resolve(schedule: str, virtual_stages: int | None = None) -> Order:
 
     Raises:
         UsageError: no order has this name, or it cannot have so many stages per worker.
+        ScheduleError: `schedule` is the text of one, and malformed.
     """
-    if schedule not in ORDERS:
+    if not text.is_text(schedule) and schedule not in ORDERS:
         raise UsageError(f"--schedule {schedule}: must be one of {', '.join(ORDERS)}")
-    order = ORDERS[schedule]
+    order = _written(schedule) if text.is_text(schedule) else ORDERS[schedule]
     if virtual_stages is None or virtual_stages == order.virtual_stages:
         return order
     if order.varies:
@@ -114,6 +119,37 @@ def resolve(schedule: str, virtual_stages: int | None = None) -> Order:
     few = "one stage" if order.virtual_stages == 1 else f"{order.virtual_stages} stages"
     those = [name for name, other in ORDERS.items() if other.varies]
     raise UsageError(
-        f"--virtual-stages {virtual_stages}: --schedule {schedule} has {few} on each worker; leave "
-        f"the option out, or choose --schedule {' or '.join(those)}"
+        f"--virtual-stages {virtual_stages}: --schedule {order.name} has {few} on each worker; "
+        f"leave the option out, or choose --schedule {' or '.join(those)}"
     )
+
+
+@functools.lru_cache(maxsize=4)
+def _written(schedule: str) -> Order:
+    """Return the order of a text; of a mini-batch with fewer micro-batches it runs the first ones.
+
+    The text alone decides which micro-batches are recomputed.
+    """
+    order = text.compute_order(text.parse(schedule))
+    workers, most = order.placement.workers, order.microbatches
+
+    def compute(_: Placement, microbatches: int, __: Recomputed) -> list[list[Action]]:
+        if microbatches > most:
+            raise ScheduleError(
+                f"--schedule {order.name}: is for {most} micro-batches, not {microbatches}; use "
+                f"--microbatches {most}"
+            )
+        if microbatches == most:  # also those that are not of the step, which the checker names
+            return [list(actions) for actions in order.workers]
+        return [text.without(actions, microbatches) for actions in order.workers]
+
+    def arrange(count: int, _: int) -> Placement:
+        if count != workers:
+            raise UsageError(
+                f"--schedule {order.name}: has lines for {workers} workers, and the job has {count}"
+                f"; use --stages {workers}, or another schedule"
+            )
+        return order.placement
+
+    held = max(map(len, order.placement.held))
+    return Order(order.name, compute, arrange, held, microbatches=most)
