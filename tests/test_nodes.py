@@ -92,7 +92,7 @@ def test_added_and_lost_nodes_change_no_bit(
     assert run.status == 0, run.stderr
     assert len(plan(first.path)) == 1
     assert_same(run, jobs.train(*words, "--steps", "120", "--stages", "1", source=HOLDS))
-    assert len(json.loads((run.path / "run.json").read_text())["resumed"]) == 2
+    assert len(json.loads((run.path / "run.json").read_text())["resumed"]) >= 2
 
 
 def plan(run_dir: Path) -> list[dict[str, Any]]:
