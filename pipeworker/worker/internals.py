@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, MutableMapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from datetime import timedelta
 from operator import attrgetter
 from pkgutil import resolve_name
@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
     from torch.nn.modules.batchnorm import _BatchNorm
     from torch.utils import _pytree
+    from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 
     BatchNorm = _BatchNorm
     pytree = _pytree
@@ -56,6 +57,8 @@ else:
     process group."""
     FakeTensorMode = _find("torch._subclasses.fake_tensor.FakeTensorMode")
     """The survey of skips runs layers without memory."""
+    TorchDispatchMode = _find("torch.utils._python_dispatch.TorchDispatchMode")
+    """Sees every operation, and so the memory that a layer takes for a time on the CPU."""
     BatchNorm = _find("torch.nn.modules.batchnorm._BatchNorm")
     """The common base class of all batch norms, whose statistics are deferred."""
     pytree = _find("torch.utils._pytree")
@@ -104,6 +107,28 @@ def storage_uses(tensor: torch.Tensor) -> int:
     A buffer is received into again only when no other tensor uses its storage.
     """
     return int(_uses(tensor.untyped_storage()._cdata))
+
+
+def observing(
+    observe: Callable[[Any, tuple[Any, ...], dict[str, Any], Any], None],
+) -> AbstractContextManager[Any]:
+    """Return a context in which each operation of torch, with what it made, is observed."""
+
+    class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+        ) -> Any:
+            made = func(*args, **(kwargs or {}))
+            observe(func, args, kwargs or {}, made)
+            return made
+
+    return Observer()  # type: ignore[no-untyped-call]
+
+
+def storage_key(tensor: torch.Tensor) -> int:
+    """Return a number that is equal for tensors that share their storage, while that exists."""
+    key: int = tensor.untyped_storage()._cdata
+    return key
 
 
 def loads_itself(module: nn.Module) -> bool:

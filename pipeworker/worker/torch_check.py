@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -144,6 +145,18 @@ def _count_works() -> bool:
     return internals.storage_uses(x) == alone + 1 and view.numel() == 3
 
 
+def _dispatch_works() -> bool:
+    x = torch.zeros(4)
+    made: list[str] = []
+    with internals.observing(lambda func, *_: made.append(f"{func.overloadpacket} {func.is_view}")):
+        y = (x * 2).view(2, 2)
+    key, storage = internals.storage_key(y), y.untyped_storage()
+    gone = weakref.ref(storage)
+    del storage
+    same = internals.storage_key(y[0]) == key != internals.storage_key(x)
+    return same and gone() is not None and made == ["aten.mul False", "aten.view True"]
+
+
 class _Twice(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
@@ -251,6 +264,7 @@ BEHAVIOURS: dict[str, Callable[[], bool]] = {
     "torch._foreach_div_": lambda: _in_place(internals.divide, 1.5),
     "torch._C._storage_Use_Count(UntypedStorage._cdata)": _count_works,
     "torch._C._FunctionBase.apply": _apply_works,
+    "torch.utils._python_dispatch.TorchDispatchMode": _dispatch_works,
     "torch.nn.Module._load_from_state_dict": _loading_works,
     "torch.Tensor._backward_hooks": _hooks_work,
     "torch.distributed.distributed_c10d._get_default_store": _default_store_works,

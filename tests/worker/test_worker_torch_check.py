@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import configparser
 import re
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,7 @@ ALTERED: dict[str, tuple[str, Any]] = {
     "torch._foreach_mul_": ("multiply", torch._foreach_mul),
     "torch._foreach_div_": ("divide", torch._foreach_div),
     "torch._C._storage_Use_Count(UntypedStorage._cdata)": ("storage_uses", lambda _: 1),
+    "torch.utils._python_dispatch.TorchDispatchMode": ("observing", lambda _: nullcontext()),
     "torch._C._FunctionBase.apply": ("apply_of", lambda function: lambda x: function.forward(x, x)),
     "torch.nn.Module._load_from_state_dict": ("loads_itself", lambda _: False),
     "torch.Tensor._backward_hooks": ("move_hooks", lambda *_: None),

@@ -1,0 +1,1 @@
+"""Facts of layers: each is measured by itself, or its operations are counted."""

@@ -1,0 +1,139 @@
+"""Alike layers: layers that cost the same, because class, configuration and shapes are equal.
+
+The key of a layer has the class of each of its modules, their configuration (``extra_repr()`` and
+attributes that are plain values), their mode, and the shape, dtype and trainability of parameters
+and buffers. Attributes that tell where a layer is, as ``layer_idx`` of many libraries, are no part
+of it: else no two layers of a language model would be alike.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import os
+import platform
+import re
+import sys
+from collections.abc import Iterable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from pipeworker.job.options import Options
+
+_PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.Size)
+_PLACES = re.compile(
+    r"(^|_)(idx|index|name|names|namespace|scope|prefix|key|id|label|tag|seed)$"
+    r"|(layer|block|stage|level)_?(no|num|number)$"
+)
+"""Names of attributes that tell where a layer is, or how it is called."""
+_MODULE = frozenset(vars(nn.Module()))
+"""Attributes that every module has."""
+_MOST_ITEMS = 64
+"""Items of a container whose attribute is part of a key."""
+_OTHERS = ("torch", "builtins", "pipeworker")
+_SIZE = 16
+
+
+def digest(*parts: Any) -> str:
+    """Return a digest of plain values, by their ``repr``."""
+    return hashlib.blake2b(repr(parts).encode("utf-8", "replace"), digest_size=_SIZE).hexdigest()
+
+
+def key_of(layer: nn.Module) -> str:
+    """Return a digest that is equal for layers that cost the same on equal inputs."""
+    modules = [
+        (name, _class_of(module), module.training, module.extra_repr(), _attributes(module))
+        for name, module in layer.named_modules()
+    ]
+    tensors = [
+        (name, tuple(tensor.shape), tensor.stride(), str(tensor.dtype), tensor.requires_grad)
+        for named in (layer.named_parameters(), layer.named_buffers())
+        for name, tensor in named
+    ]
+    return digest(modules, tensors, _code_of(layer))
+
+
+def surroundings(options: Options, device: torch.device, sources: Iterable[Any]) -> str:
+    """Return a digest of what else a layer's cost depends on: code, device, options and torch.
+
+    `sources` are names and digests of the files of the job.
+    """
+    return digest(
+        torch.__version__,
+        platform.python_version(),
+        name_of(device),
+        os.cpu_count() if device.type == "cpu" else 0,
+        options.precision,
+        options.threads,
+        options.compile,
+        options.deterministic,
+        options.deferred_batch_norm,
+        sorted(sources),
+    )
+
+
+def name_of(device: torch.device) -> str:
+    """Return the product name of a device: ``NVIDIA H200``, or the processor's."""
+    if device.type == "cpu":
+        return _processor()
+    named = getattr(torch.get_device_module(device.type), "get_device_name", None)
+    return str(named(device)) if named is not None else device.type
+
+
+@cache
+def _processor() -> str:
+    try:
+        text = Path("/proc/cpuinfo").read_text(errors="replace")
+    except OSError:
+        return platform.processor() or platform.machine()
+    found = re.search(r"^model name\s*:\s*(.+)$", text, re.MULTILINE)
+    return found[1] if found else platform.machine()
+
+
+def _class_of(module: nn.Module) -> str:
+    kind = type(module)
+    return f"{kind.__module__}.{kind.__qualname__}"
+
+
+def _attributes(module: nn.Module) -> list[tuple[str, str]]:
+    """Return the attributes of a module that are its configuration, each as text."""
+    found = []
+    for name, value in sorted(vars(module).items()):
+        if name in _MODULE or _PLACES.search(name):
+            continue
+        text = _plain(value)
+        if text:
+            found.append((name, text))
+    return found
+
+
+def _plain(value: Any) -> str:
+    """Return a plain value, or a function's name, as text; "" for anything else."""
+    if isinstance(value, _PLAIN):
+        return repr(value)
+    if isinstance(value, (list, tuple)) and len(value) <= _MOST_ITEMS:
+        items = [_plain(item) for item in value]
+        return f"[{', '.join(items)}]" if all(items) else ""
+    if inspect.isroutine(value) or isinstance(value, type):
+        return f"{getattr(value, '__module__', '')}.{getattr(value, '__qualname__', '')}"
+    return ""
+
+
+def _code_of(layer: nn.Module) -> list[str]:
+    """Return digests of the files that define the classes of a layer, but not torch's own."""
+    kinds = {kind for module in layer.modules() for kind in type(module).__mro__}
+    names = {kind.__module__ for kind in kinds if kind.__module__.partition(".")[0] not in _OTHERS}
+    files = {getattr(sys.modules.get(name), "__file__", None) for name in names}
+    return sorted(_file_digest(file) for file in files if isinstance(file, str))
+
+
+@cache
+def _file_digest(file: str) -> str:
+    try:
+        return hashlib.blake2b(Path(file).read_bytes(), digest_size=_SIZE).hexdigest()
+    except OSError:
+        return ""

@@ -1,0 +1,319 @@
+"""The facts of one layer, measured on a value; the stage that trains runs it here too.
+
+A layer by itself is a stage: the same autocast, compiler, skip table and boundary, and the same two
+parts of a backward. Under fake tensors and a stopwatch that counts operations, the same function
+counts instead of measuring.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import logging
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from statistics import median
+from time import perf_counter
+from typing import Any
+
+import torch
+from torch import nn
+
+from pipeworker.facts.layer_facts import LayerFacts
+from pipeworker.host.position import Tracker
+from pipeworker.job.file import JobFile
+from pipeworker.worker.device.device import Stopwatch
+from pipeworker.worker.internals import engine, pytree
+from pipeworker.worker.profile.meters import SavedTensors, bytes_of, memory_meter
+from pipeworker.worker.stage import losses
+from pipeworker.worker.stage.layers import StageConfig, autocast
+from pipeworker.worker.stage.microbatch import MicroBatch
+from pipeworker.worker.stage.skips import StageSkips
+from pipeworker.worker.stage.stage import Stage
+from pipeworker.worker.stage.values import distinct_tensors, map_tensors, versions
+from pipeworker.worker.transport.layout import aligned_copy
+from pipeworker.worker.update.update import Updater
+
+log = logging.getLogger(__name__)
+_BEFORE, _AFTER = 1, 2
+"""Numbers of the stages that skip tensors come from and go to."""
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """What all layers of a network are measured with.
+
+    Attributes:
+        compiler: as in :class:`StageConfig`.
+        repeats: the most timed repeats of one layer; at least one is made.
+        budget: seconds after which no other repeat of a layer begins.
+        optimizes: whether the job's optimizer is built and makes steps.
+    """
+
+    job: JobFile
+    device: torch.device
+    seed: int = 0
+    precision: str = "fp32"
+    compiler: str | None = None
+    deferred_batch_norm: bool = False
+    repeats: int = 5
+    budget: float = 0.05
+    optimizes: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class LayerCall:
+    """A call of a layer.
+
+    Attributes:
+        index: the layer's number in the network.
+        value: its input, on the device.
+        wants_grad: for each distinct tensor of it, whether it needs a gradient.
+        popped: the skip tensors that it pops, by name, and whether each needs a gradient.
+        stashed: the names of the skip tensors that it leaves for later layers.
+        uses_skips: whether it stashes or pops any.
+    """
+
+    index: int
+    value: Any
+    wants_grad: Sequence[bool] = ()
+    popped: Mapping[str, tuple[torch.Tensor, bool]] = field(default_factory=dict)
+    stashed: Sequence[str] = ()
+    uses_skips: bool = False
+
+    @property
+    def skips(self) -> StageSkips | None:
+        """Its skip connections, as those of a stage."""
+        if not self.uses_skips:
+            return None
+        arriving = {_BEFORE: sorted(self.popped)} if self.popped else {}
+        departing = {_AFTER: sorted(self.stashed)} if self.stashed else {}
+        return StageSkips(arriving, departing)
+
+
+def measure_layer(
+    build: Callable[[], nn.Module], call: LayerCall, settings: Settings, watch: Stopwatch
+) -> LayerFacts:
+    """Build a layer, measure it and drop it; return its facts.
+
+    The caller keeps the process's random generators. If `watch` counts operations, their numbers
+    take the place of seconds.
+
+    Raises:
+        Exception: whatever the layer, its backward or the device raises.
+    """
+    layer = build()
+    gone = weakref.ref(layer)
+    measured = _Measured(layer, call, settings, watch)
+    try:
+        facts = measured.facts()
+    finally:
+        measured.close()
+        del measured, layer
+    if gone() is not None:  # it is in a cycle, and the next layer must not be built beside it
+        gc.collect()
+    return facts
+
+
+def measure_loss(
+    output: Any, wants_grad: Sequence[bool], target: Any, settings: Settings, watch: Stopwatch
+) -> float:
+    """Return the seconds of the loss of one micro-batch, forward and backward.
+
+    Raises:
+        Exception: whatever the loss raises.
+    """
+    wanted = dict(zip(map(id, distinct_tensors(output)), wants_grad, strict=True))
+    output = map_tensors(
+        lambda tensor: tensor.detach().requires_grad_() if wanted[id(tensor)] else tensor, output
+    )
+    context = autocast(settings.device.type, settings.precision) or nullcontext()
+
+    def run() -> float:
+        begin = watch.mark()
+        with context:
+            root, _ = losses.parts(settings.job.loss(output, target))
+        if root.requires_grad:
+            engine((root,), (torch.ones_like(root),), False, False, (), True, True)
+        found = watch.seconds([begin, watch.mark()])
+        for tensor in distinct_tensors(output):
+            tensor.grad = None
+        return found
+
+    run()
+    found = [run()]
+    end = perf_counter() + settings.budget
+    while len(found) < settings.repeats and perf_counter() < end:
+        found.append(run())
+    return median(found)
+
+
+class _Measured:
+    """A layer while it is measured, as the only one of a stage."""
+
+    def __init__(
+        self, layer: nn.Module, call: LayerCall, settings: Settings, watch: Stopwatch
+    ) -> None:
+        self._layer, self._call, self._settings, self._watch = layer, call, settings, watch
+        self._parameters = list(layer.parameters())
+        self._tensors = [*self._parameters, *layer.buffers()]
+        self._trained = [p for p in self._parameters if p.requires_grad]
+        self._gradients: list[torch.Tensor] = []
+        self._of_value = 0  # gradients that are of the output, and not of stashed tensors
+        self._changes_input = False
+        self._tracker = Tracker()
+        self._stage = Stage(
+            [layer],
+            StageConfig(
+                index=0,
+                first=call.index,
+                seed=settings.seed,
+                device=settings.device,
+                skips=call.skips,
+                precision=settings.precision,
+                deferred_batch_norm=settings.deferred_batch_norm,
+                compiler=settings.compiler,
+            ),
+            self._tracker,
+        )
+
+    def close(self) -> None:
+        """Restore the settings of the layer's modules."""
+        self._stage.deferred.restore_modules()
+        self._tracker.close()
+
+    def facts(self) -> LayerFacts:
+        """Return the facts of the layer."""
+        stage = self._stage
+        stage.begin(0)
+        found = self._sizes()
+        splits = self._wants_grad and bool(self._trained)
+        forwards: list[float] = []
+        wholes: list[float] = []
+        firsts: list[float] = []
+        end = perf_counter() + self._settings.budget
+        while not forwards or (len(wholes) < self._settings.repeats and perf_counter() < end):
+            mb = self._microbatch()
+            forwards.append(self._timed(stage.forward, mb))
+            if not self._gradients:
+                wholes.append(0.0)
+                continue
+            wholes.append(self._timed(stage.backward, self._with_gradients(mb)))
+            if splits:
+                mb = self._microbatch(split=True)
+                forwards.append(self._timed(stage.forward, mb))
+                firsts.append(self._timed(stage.backward_input, self._with_gradients(mb)))
+                stage.backward_weight(mb)
+            stage.end()
+        whole = median(wholes)
+        first = median(firsts) if firsts else whole if self._wants_grad else 0.0
+        state, update = self._update() if self._settings.optimizes else (0, 0.0)
+        return dataclasses.replace(
+            found,
+            forward=median(forwards),
+            backward=whole,
+            backward_input=min(first, whole),
+            optimizer_bytes=state,
+            update=update,
+        )
+
+    def _sizes(self) -> LayerFacts:
+        """Run the layer for the first time, and return its sizes."""
+        for parameter in self._trained:  # later micro-batches add to a gradient
+            parameter.grad = torch.zeros_like(parameter)
+        mb = self._microbatch()
+        inputs = [
+            *distinct_tensors(mb.value),
+            *(tensor for tensor, _ in self._call.popped.values()),
+        ]
+        gradients = [parameter.grad for parameter in self._trained if parameter.grad is not None]
+        compiles = self._settings.compiler is not None
+        memory = memory_meter(self._settings.device, compiles=compiles)
+        memory.know([*self._tensors, *inputs, *gradients])
+        saved, before = SavedTensors(), versions(inputs)
+        memory.restart()
+        with memory, saved.active():
+            self._stage.forward(mb)
+        self._changes_input = versions(inputs) != before
+        most = memory.peak
+        working = most - memory.restart()
+        output, departing = distinct_tensors(mb.outgoing), [*mb.departing.values()]
+        roots = [t for t in (*output, *departing) if t is not None and t.requires_grad]
+        self._of_value = sum(tensor.requires_grad for tensor in output)
+        self._gradients = [torch.ones_like(root) for root in roots]
+        saved.take(self._tensors)
+        found = LayerFacts(
+            kind=type(self._layer).__name__,
+            parameters=sum(parameter.numel() for parameter in self._parameters),
+            parameter_bytes=sum(tensor.nbytes for tensor in self._tensors),
+            gradient_bytes=sum(parameter.nbytes for parameter in self._trained),
+            saved_output_bytes=saved.take(output),
+            saved_input_bytes=saved.take(inputs),
+            saved_bytes=saved.rest(),
+            output_bytes=bytes_of(mb.outgoing),
+            passes_gradient=self._of_value > 0,
+        )
+        del saved, output, departing, roots
+        if self._gradients:
+            memory.know(self._gradients)
+            start = memory.restart()
+            with memory:
+                self._stage.backward(self._with_gradients(mb))
+            working = max(working, memory.peak - start)
+        self._stage.end()
+        return dataclasses.replace(found, working_bytes=max(0, working))
+
+    @property
+    def _wants_grad(self) -> bool:
+        """Whether the backward computes a gradient of the input, or of a skip tensor."""
+        popped = any(wanted for _, wanted in self._call.popped.values())
+        return bool(self._gradients) and (any(self._call.wants_grad) or popped)
+
+    def _microbatch(self, *, split: bool = False) -> MicroBatch:
+        """Return the input of a run; the layer changes no other run's."""
+        call = self._call
+        value, popped = call.value, {name: call.popped[name] for name in sorted(call.popped)}
+        if self._changes_input:
+            value = map_tensors(aligned_copy, value)
+            popped = {name: (aligned_copy(t), wanted) for name, (t, wanted) in popped.items()}
+        found = MicroBatch(0, split_backward=split, value=value, wants_grad=list(call.wants_grad))
+        if popped:
+            tensors, wants = zip(*popped.values(), strict=True)
+            found.arrived = {_BEFORE: (list(tensors), list(wants))}
+        return found
+
+    def _with_gradients(self, mb: MicroBatch) -> MicroBatch:
+        """Give a micro-batch the gradients from which its backward starts."""
+        mb.outgoing = None
+        mb.departing.clear()
+        mb.output_gradients = list(self._gradients[: self._of_value])
+        if self._call.stashed:
+            mb.departed_gradients = {_AFTER: list(self._gradients[self._of_value :])}
+        return mb
+
+    def _timed(self, act: Callable[[MicroBatch], None], mb: MicroBatch) -> float:
+        begin = self._watch.mark()
+        act(mb)
+        return self._watch.seconds([begin, self._watch.mark()])
+
+    def _update(self) -> tuple[int, float]:
+        """Return the bytes of the optimizer's state for the layer, and the seconds of a step."""
+        if not self._trained:
+            return 0, 0.0
+        job = dataclasses.replace(self._settings.job, scheduler=None, before_update=None)
+        try:
+            optimizer = Updater([self._layer], self._call.index, job).optimizer
+            if optimizer is None:
+                return 0, 0.0
+            optimizer.step()  # it makes its state
+            begin = self._watch.mark()
+            optimizer.step()
+            seconds = self._watch.seconds([begin, self._watch.mark()])
+        except Exception as error:  # one that cannot train this layer alone, as for some names only
+            log.info("the optimizer of one layer cannot be measured: %s", error)
+            return 0, 0.0
+        state = pytree.tree_leaves([dict(one) for one in optimizer.state.values()])
+        tensors = {id(leaf): leaf for leaf in state if isinstance(leaf, torch.Tensor)}
+        return sum(tensor.nbytes for tensor in tensors.values()), seconds

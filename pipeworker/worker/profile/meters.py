@@ -1,0 +1,235 @@
+"""Meters of one layer: seconds without waiting for a core, memory, operations, saved tensors."""
+
+from __future__ import annotations
+
+import os
+import weakref
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
+from time import perf_counter
+from typing import Any, Protocol
+
+import torch
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.flop_counter import flop_registry
+
+from pipeworker.worker.device.device import EventStopwatch, Stopwatch, stopwatch_for
+from pipeworker.worker.internals import observing, pytree, storage_key
+from pipeworker.worker.stage.values import distinct_tensors
+
+_QUEUE = "/proc/thread-self/schedstat"
+"""Linux: nanoseconds of the calling thread on a core, and waiting for one."""
+
+
+class UndisturbedStopwatch(Stopwatch):
+    """A stopwatch of the CPU that stands still while the thread waits for a core.
+
+    Several workers measure at the same time, perhaps on fewer cores than workers. What they share
+    besides cores, as memory bandwidth, they share in training too, and it counts. Sleep counts.
+    """
+
+    def __init__(self, path: str = _QUEUE) -> None:
+        self._file = -1
+        with suppress(OSError):  # not Linux: waiting counts
+            self._file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+
+    def mark(self) -> float:
+        """Return the seconds on this stopwatch's clock."""
+        return perf_counter() - self._waited()
+
+    def _waited(self) -> float:
+        if self._file < 0:
+            return 0.0
+        return int(os.pread(self._file, 100, 0).split()[1]) / 1e9
+
+    def close(self) -> None:
+        """Close the file of the system that it reads."""
+        if self._file >= 0:
+            os.close(self._file)
+            self._file = -1
+
+
+@contextmanager
+def stopwatch_of_layers(device: torch.device) -> Iterator[Stopwatch]:
+    """Yield the stopwatch with which layers are measured on a device."""
+    if device.type != "cpu":
+        watch = stopwatch_for(device)
+        assert isinstance(watch, EventStopwatch)
+        yield watch
+        return
+    own = UndisturbedStopwatch()
+    try:
+        yield own
+    finally:
+        own.close()
+
+
+class Operations:
+    """Counts, inside the context, operations and the bytes of the tensors that they make.
+
+    An operation is one multiplication or addition of torch's flop counter, or else one element of
+    the result.
+
+    Attributes:
+        count: operations so far.
+        live: bytes of the tensors that exist now.
+        peak: the most bytes that have existed at once since :meth:`restart`.
+    """
+
+    def __init__(self) -> None:
+        self._observer = observing(self._observe)
+        self.count = 0
+        self.live = self.peak = 0
+        self._storages: dict[int, Any] = {}
+
+    def know(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Leave the storages of some tensors out of the count."""
+        for tensor in tensors:
+            self._storages.setdefault(storage_key(tensor), tensor)
+
+    def restart(self) -> int:
+        """Begin a new peak; return the bytes of the tensors that exist now."""
+        self.peak = self.live
+        return self.live
+
+    def __enter__(self) -> Operations:
+        self._observer.__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._observer.__exit__(*error)
+
+    def _observe(self, func: Any, args: tuple[Any, ...], named: dict[str, Any], made: Any) -> None:
+        tensors = [leaf for leaf in pytree.tree_leaves(made) if isinstance(leaf, torch.Tensor)]
+        formula = flop_registry.get(func.overloadpacket)
+        if formula is not None:
+            self.count += int(formula(*args, **named, out_val=made))
+        elif not func.is_view:
+            self.count += sum(tensor.numel() for tensor in tensors)
+        for tensor in tensors:
+            self._add(tensor)
+
+    def _add(self, tensor: torch.Tensor) -> None:
+        key, storage = storage_key(tensor), tensor.untyped_storage()
+        if key in self._storages:
+            return
+        size = storage.nbytes()
+
+        def freed(_: object) -> None:
+            self._storages.pop(key, None)
+            self.live -= size
+
+        self._storages[key] = weakref.ref(storage, freed)
+        self.live += size
+        self.peak = max(self.peak, self.live)
+
+
+class OperationCounter(Stopwatch):
+    """A stopwatch that shows operations instead of seconds."""
+
+    def __init__(self, operations: Operations) -> None:
+        self._operations = operations
+
+    def mark(self) -> int:
+        """Return the number of operations so far."""
+        return self._operations.count
+
+
+class SavedTensors:
+    """Counts the bytes that graphs made inside :meth:`active` save, each storage once."""
+
+    def __init__(self) -> None:
+        self._storages: dict[int, torch.UntypedStorage] = {}
+
+    @contextmanager
+    def active(self) -> Iterator[None]:
+        """Note what is saved inside the context."""
+
+        def pack(tensor: torch.Tensor) -> torch.Tensor:
+            self._storages[storage_key(tensor)] = tensor.untyped_storage()
+            return tensor.detach()  # a saved output would else refer to its own graph
+
+        with saved_tensors_hooks(pack, lambda tensor: tensor):
+            yield
+
+    def take(self, tensors: Iterable[torch.Tensor]) -> int:
+        """Return how many saved bytes are those of some tensors; they are not counted again."""
+        return sum(
+            self._storages.pop(key).nbytes()
+            for key in set(map(storage_key, tensors))
+            if key in self._storages
+        )
+
+    def rest(self) -> int:
+        """Return the saved bytes that were not taken."""
+        return sum(storage.nbytes() for storage in self._storages.values())
+
+
+def bytes_of(value: Any) -> int:
+    """Return the bytes of the distinct tensors of a nested value."""
+    return sum(tensor.nbytes for tensor in distinct_tensors(value))
+
+
+class Memory(Protocol):
+    """The memory that is used inside a context."""
+
+    @property
+    def peak(self) -> int: ...
+    def know(self, tensors: Iterable[torch.Tensor]) -> None: ...
+    def restart(self) -> int: ...
+    def __enter__(self) -> Any: ...
+    def __exit__(self, *error: Any) -> None: ...
+
+
+class _DeviceMemory:
+    """The memory of an accelerator's allocator, which counts by itself; 0 if it does not."""
+
+    def __init__(self, device: torch.device) -> None:
+        module = torch.get_device_module(device.type)
+        names = ("memory_allocated", "max_memory_allocated", "reset_peak_memory_stats")
+        self._functions = [getattr(module, name, None) for name in names]
+        self._device = device
+
+    @property
+    def peak(self) -> int:
+        return self._call(1)
+
+    def know(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Do nothing: what exists is told apart by :meth:`restart`."""
+
+    def restart(self) -> int:
+        self._call(2)
+        return self._call(0)
+
+    def _call(self, number: int) -> int:
+        function = None if None in self._functions else self._functions[number]
+        return int(function(self._device) or 0) if function else 0
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, *_: object) -> None: ...
+
+
+class _NoMemory:
+    """Memory that is not counted."""
+
+    peak = 0
+
+    def know(self, tensors: Iterable[torch.Tensor]) -> None: ...
+
+    def restart(self) -> int:
+        return 0
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, *_: object) -> None: ...
+
+
+def memory_meter(device: torch.device, *, compiles: bool = False) -> Memory:
+    """Return a meter of memory on a device.
+
+    On the CPU it sees each operation, which a compiled layer does not have: it then counts nothing.
+    """
+    if device.type != "cpu":
+        return _DeviceMemory(device)
+    return _NoMemory() if compiles else Operations()

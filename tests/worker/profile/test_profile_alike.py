@@ -1,0 +1,74 @@
+"""Alike layers have equal keys, and layers that may cost otherwise have not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+from pipeworker.job.options import Options
+from pipeworker.worker.profile import alike
+
+CPU = torch.device("cpu")
+
+
+class Block(nn.Module):
+    def __init__(self, width: int = 8, heads: int = 2, layer_idx: int = 0, rate: float = 0.1):
+        super().__init__()
+        self.linear = nn.Linear(width, width)
+        self.heads, self.layer_idx, self._rate = heads, layer_idx, rate
+        self.activation: Callable[[torch.Tensor], torch.Tensor] = torch.relu
+        self.register_buffer("mask", torch.ones(width))
+
+
+def changed(change: Callable[[Block], object]) -> Block:
+    block = Block()
+    change(block)
+    return block
+
+
+def test_layers_that_differ_in_place_and_weights_are_alike() -> None:
+    torch.manual_seed(0)
+    assert alike.key_of(Block()) == alike.key_of(Block(layer_idx=7))
+    assert alike.key_of(nn.Linear(3, 4)) == alike.key_of(nn.Linear(3, 4))
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        Block(width=9),
+        Block(heads=4),
+        Block(rate=0.2),
+        changed(lambda b: b.eval()),
+        changed(lambda b: b.requires_grad_(False)),
+        changed(lambda b: b.to(torch.bfloat16)),
+        changed(lambda b: setattr(b, "activation", torch.tanh)),
+        changed(lambda b: b.register_buffer("mask", torch.ones(9))),
+        changed(lambda b: b.add_module("more", nn.Dropout(0.5))),
+        nn.Sequential(Block()),
+    ],
+)
+def test_layers_that_may_cost_otherwise_are_unlike(other: nn.Module) -> None:
+    assert alike.key_of(other) != alike.key_of(Block())
+
+
+def test_settings_of_torchs_own_modules_count() -> None:
+    assert alike.key_of(nn.Dropout(0.1)) != alike.key_of(nn.Dropout(0.2))
+    one, other = nn.Conv2d(3, 4, 3), nn.Conv2d(3, 4, 3, stride=2)
+    assert alike.key_of(one) != alike.key_of(other)
+
+
+def test_the_surroundings_have_code_device_and_options() -> None:
+    options = Options("job.py", 2, 8)
+    sources = [("job.py", "abc")]
+    found = alike.surroundings(options, CPU, sources)
+    assert found == alike.surroundings(Options("job.py", 4, 16, seed=1), CPU, sources)
+    others = [
+        alike.surroundings(options, CPU, [("job.py", "abd")]),
+        alike.surroundings(Options("job.py", 2, 8, threads=2), CPU, sources),
+        alike.surroundings(Options("job.py", 2, 8, precision="bf16"), CPU, sources),
+        alike.surroundings(Options("job.py", 2, 8, compile=True), CPU, sources),
+    ]
+    assert len({found, *others}) == 5
