@@ -20,8 +20,10 @@ _DUMP = signal.SIGUSR2
 
 @contextlib.contextmanager
 def reported_progress(report: Callable[[float], None]) -> Iterator[None]:
-    """Call `report` regularly with the CPU seconds of this process, in another one.
+    """Call `report` with the CPU seconds of this process: at once, then regularly in another one.
 
+    The first report comes before the imports, because its receiver waits longer for a process that
+    has not reported.
     If the process stands still for long, its stack is written to standard error once.
     """
     faulthandler.register(_DUMP, chain=False)
@@ -33,6 +35,8 @@ def reported_progress(report: Callable[[float], None]) -> Iterator[None]:
             _watch(pid, report)
         finally:
             os._exit(0)
+    if watcher > 0:
+        report(time.process_time())
     try:
         yield
     finally:
