@@ -20,23 +20,23 @@ each."""
 def partials(terms: Iterable[float]) -> tuple[float, ...]:
     """Return at most MOST floats whose exact sum is that of `terms`, the largest first, none zero.
 
-    ``(nan,)`` if :func:`total` is NaN.
+    ``(inf,)`` or ``(nan,)`` if that is what :func:`total` returns.
     """
     rest, found = list(terms), []
     # Each partial is the rest, rounded. The rest is a multiple of 2^-1074, as all floats are, so
     # below 2^-1021 at the latest it is a float itself, and then nothing is left.
     while rounded := total(rest):
-        if math.isnan(rounded):
-            return (math.nan,)
+        if not math.isfinite(rounded):
+            return (rounded,)
         found.append(rounded)
         rest.append(-rounded)
     return tuple(found)
 
 
 def total(terms: Iterable[float]) -> float:
-    """Return the exact sum, rounded once; NaN if a term is not finite or the sum is too large."""
+    """Return the exact sum, rounded once; infinite if it is too large or a term is, or NaN."""
+    terms = list(terms)
     try:
-        rounded = math.fsum(terms)
+        return math.fsum(terms)
     except (OverflowError, ValueError):  # too large, or both infinities
-        return math.nan
-    return rounded if math.isfinite(rounded) else math.nan
+        return sum(terms)

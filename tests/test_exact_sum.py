@@ -64,24 +64,27 @@ def test_fifty_thousand_terms_have_few_partials() -> None:
 
 
 @pytest.mark.parametrize(
-    "terms",
+    ("terms", "expected"),
     [
-        (math.inf,),
-        (-math.inf, 1.0),
-        (math.nan, 1.0),
-        (math.inf, -math.inf),
-        (math.inf, math.nan),
-        (HUGE, HUGE),
-        (HUGE, HUGE, math.inf),
+        ((math.inf,), "inf"),
+        ((-math.inf, 1.0), "-inf"),
+        ((math.nan, 1.0), "nan"),
+        ((math.inf, -math.inf), "nan"),
+        ((math.inf, math.nan), "nan"),
+        ((HUGE, HUGE), "inf"),
+        ((HUGE, HUGE, math.inf), "inf"),
+        ((HUGE, HUGE, math.nan), "nan"),
     ],
     ids=str,
 )
-def test_a_sum_that_is_not_finite_is_nan_in_any_grouping(terms: tuple[float, ...]) -> None:
-    assert math.isnan(total(terms))
+def test_a_sum_that_is_not_finite_is_the_same_in_any_grouping(
+    terms: tuple[float, ...], expected: str
+) -> None:
+    assert str(total(terms)) == expected
     for order in (terms, terms[::-1]):
         (only,) = partials(order)
-        assert math.isnan(only)
-        assert math.isnan(total([*partials(order[:1]), *partials(order[1:])]))
+        assert str(only) == expected
+        assert str(total([*partials(order[:1]), *partials(order[1:])])) == expected
 
 
 def test_no_terms_have_no_partials() -> None:

@@ -7,6 +7,7 @@ import math
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -40,6 +41,17 @@ def test_clipping_scales_to_the_norm_over_all_stages() -> None:
     assert update == Update(1, divisor=1.0, scale=clipped)
     assert stepped(ScriptedJob(2, clip_grad_norm=4.1).running(), squares=(6.0, 2.0))[1] == Update(1)
     assert stepped(ScriptedJob(2).running(), squares=(6.0, 2.0))[1] == Update(1)
+
+
+@pytest.mark.parametrize("largest", [2.0, math.inf, math.nan])
+def test_clipping_scales_as_torch_does_where_the_norm_is_not_finite(largest: float) -> None:
+    """With an infinite norm finite gradients become 0; with one that is NaN all become NaN."""
+    one, other = (torch.nn.Parameter(torch.zeros(())) for _ in range(2))
+    one.grad, other.grad = torch.tensor(1.0), torch.tensor(largest)
+    torch.nn.utils.clip_grad_norm_([one, other], 1.0)
+    job = ScriptedJob(1, clip_grad_norm=1.0).running()
+    _, update = stepped(job, squares=(1.0, largest**2))
+    assert float(one.grad) == pytest.approx(update.scale, nan_ok=True)
 
 
 def test_token_weighted_losses_divide_by_the_count() -> None:

@@ -91,9 +91,9 @@ class Tally:
         count = self._counts if self._counted else float(self.batches)
         accumulated = math.sqrt(total(self._squares))
         divisor = (count or 1.0) * (scaler.scale if scaler else 1.0)
-        norm = accumulated / divisor if count else math.nan
+        norm = accumulated / divisor
         scale = 1.0
-        if clip is not None and norm + _CLIP_EPSILON > clip:
+        if clip is not None and not norm + _CLIP_EPSILON <= clip:  # also NaN: all gradients are
             scale = clip / (norm + _CLIP_EPSILON)
         seconds = now - self.started
         busy = self._mean_busy / seconds if seconds > 0 else 1.0
@@ -103,7 +103,7 @@ class Tally:
             samples=self._samples,
             seconds=seconds,
             samples_per_second=self._samples / seconds if seconds > 0 else math.inf,
-            grad_norm=norm,
+            grad_norm=norm if count else math.nan,
             lr=self._rate,
             bubble=min(1.0, max(0.0, 1.0 - busy)),
             epoch=self._epoch,
