@@ -44,15 +44,28 @@ REFUSED += """
         raise RuntimeError("can't start new thread")
 """
 """From its fourth mini-batch on, the worker that reads them gets no more threads."""
+STARTING = REFUSED.replace(
+    "threading.Thread.start = refuse\n",
+    "threading.Thread.start = refuse\n                threading.Thread(target=print).start()\n",
+)
+"""Its data starts one there."""
+WORDS = ("--stages", "2", "--microbatches", "2", "--snapshot-every", "5")
+
+
+def test_a_worker_starts_no_thread_after_its_first_steps(jobs: Jobs, reference: Reference) -> None:
+    """The first snapshot is of step 5."""
+    run = jobs.train(*WORDS, source=REFUSED)
+    assert (jobs.folder / "refused").exists()
+    assert run.summary["restarts"] == 0
+    assert_same(run, reference(*WORDS))
 
 
 def test_a_worker_that_gets_no_thread_in_a_step_is_replaced(
     jobs: Jobs, reference: Reference
 ) -> None:
-    words = ("--stages", "2", "--microbatches", "2", "--snapshot-every", "5")
-    run = jobs.train(*words, source=REFUSED)
+    run = jobs.train(*WORDS, source=STARTING)
     assert (jobs.folder / "refused").exists()
     (cause,) = run.summary["causes"]
     assert "can't start new thread; the system grants no more threads or processes" in cause
     assert "defect" not in run.stderr
-    assert_same(run, reference(*words))
+    assert_same(run, reference(*WORDS))

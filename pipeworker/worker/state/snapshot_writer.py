@@ -49,8 +49,9 @@ class SnapshotWriter:
         inherited: descriptors that the path of the folder leads through.
         send: reports to the coordinator each part that was written while steps run.
         sharing: number of workers, of all replicas, that share the available memory.
-        mirror: client by which another host mirrors each snapshot. A snapshot counts as complete
-            once it is mirrored.
+        mirror: makes the client by which another host mirrors each snapshot, if one does. It is
+            called at the first snapshot: by then all hosts can be reached. A snapshot counts as
+            complete once it is mirrored.
 
     Attributes:
         complete: step of the last complete snapshot, or -1, and the seconds of work it took.
@@ -66,14 +67,15 @@ class SnapshotWriter:
         inherited: Sequence[int],
         send: Callable[[Saved], None],
         sharing: int = 1,
-        mirror: MirrorClient | None = None,
+        mirror: Callable[[], MirrorClient | None] = lambda: None,
     ) -> None:
         self._rank, self._sharing = rank, max(ranks, sharing)
         self._names = file_names(rank, ranks)
         self._folder, self._inherited, self._send = folder, inherited, send
         self._own_memories = [] if memories else [SnapshotMemory()]
         self._buffers = [SnapshotBuffer(memory) for memory in (*memories, *self._own_memories)]
-        self._mirror = mirror
+        self._make_mirror: Callable[[], MirrorClient | None] | None = mirror
+        self._mirror: MirrorClient | None = None
         # Three threads, because a copy must wait neither for the disk nor for another host.
         self._copies, self._writes, self._mirrors = (
             TaskThread(name, self._failed, _NICENESS) for name in ("copies", "writes", "mirrors")
@@ -99,6 +101,9 @@ class SnapshotWriter:
             OSError: there is not enough memory.
         """
         self._raise()
+        make_mirror, self._make_mirror = self._make_mirror, None
+        if make_mirror is not None:
+            self._mirror = make_mirror()
         began = time.monotonic()
         buffer = self._buffers[copy.slot]
         pairs = buffer.begin(parts, elsewhere, position, None if copy.save else self._room)

@@ -163,7 +163,7 @@ class State:
         self._loaded, self._role, self._stages = loaded, loaded.role, stages
         self._tracker = loaded.settings.tracker
         self.snapshots = MemorySnapshots(loaded)
-        self._writer: SnapshotWriter | None = None
+        self._writer = self._new_writer()  # its threads might be refused in the middle of a step
 
     @property
     def copied(self) -> tuple[int, float, bool]:
@@ -172,8 +172,7 @@ class State:
         They are the step of the last complete snapshot or -1, the seconds of work it took, and
         whether memory was too short for a snapshot.
         """
-        writer = self._writer
-        return (*writer.complete, writer.lacked_memory) if writer else (-1, 0.0, False)
+        return *self._writer.complete, self._writer.lacked_memory
 
     def begin(self, plan: Plan) -> bool:
         """Restore the state that the worker starts from, if any; check that it can be saved.
@@ -289,14 +288,13 @@ class State:
 
     def wait_copied(self) -> None:
         """Wait until the snapshot in progress is copied, because weights are about to change."""
-        if self._writer is not None:
-            self._writer.wait_copied()
+        self._writer.wait_copied()
 
     def copy(self, copy: Copy, at: Position) -> None:
         """Begin a snapshot, which is copied while the next step runs."""
         if not self._role.writes_checkpoint:
             copy = replace(copy, save=False)
-        self._started_writer().copy(copy, self._parts(), self._stages.elsewhere, at)
+        self._writer.copy(copy, self._parts(), self._stages.elsewhere, at)
 
     def save(self, save: Save, at: Position) -> Saved | None:
         """Write this worker's part of a checkpoint; None if it has no part."""
@@ -310,33 +308,28 @@ class State:
             (at,) = self._before_step
         if reason := self.invalid or (changed and f"the step that failed has changed {changed}"):
             return Saved(self._role.rank, save.step, error=reason)
-        return self._started_writer().save(save, self._parts(), self._stages.elsewhere, at)
+        return self._writer.save(save, self._parts(), self._stages.elsewhere, at)
 
     def close(self) -> None:
         """End threads and transfers between hosts."""
         self.snapshots.close()
-        if self._writer is not None:
-            self._writer.close()
-            self._writer = None
+        self._writer.close()
 
-    def _started_writer(self) -> SnapshotWriter:
-        """Return the writer, made at its first use: by then all other hosts can be reached."""
-        if self._writer is None:
-            role, placement = self._role, self._role.placement
-            rank, ranks = role.rank, placement.ranks
-            if not role.shards:  # the first replica writes everything
-                rank, ranks = placement.worker_of(role.rank), placement.workers
-            self._writer = SnapshotWriter(
-                rank,
-                ranks,
-                self._loaded.settings.memories.get(role.rank, ()),
-                self._loaded.run_dir.partial_checkpoint,
-                self._loaded.run_dir.descriptors,
-                self._loaded.control.send,
-                placement.ranks,
-                self.snapshots.mirror_client(),
-            )
-        return self._writer
+    def _new_writer(self) -> SnapshotWriter:
+        role, placement = self._role, self._role.placement
+        rank, ranks = role.rank, placement.ranks
+        if not role.shards:  # the first replica writes everything
+            rank, ranks = placement.worker_of(role.rank), placement.workers
+        return SnapshotWriter(
+            rank,
+            ranks,
+            self._loaded.settings.memories.get(role.rank, ()),
+            self._loaded.run_dir.partial_checkpoint,
+            self._loaded.run_dir.descriptors,
+            self._loaded.control.send,
+            placement.ranks,
+            self.snapshots.mirror_client,
+        )
 
     def _parts(self) -> list[StageState]:
         """Return the state of all stages of the worker."""
