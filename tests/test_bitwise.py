@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import textwrap
+
 import pytest
 import torch
 from torch import nn
 
 from support.compare import assert_same, plain_loop
-from support.jobs import Jobs
+from support.jobs import Jobs, Run
 from support.sources import DROPOUT_JOB, JOB, NESTED_JOB
 
 
@@ -34,6 +36,60 @@ def test_equals_the_plain_loop(jobs: Jobs, source: str, steps: int) -> None:
         for actual, expected in zip(run.optimizer_state.values(), state, strict=True):
             for name, value in expected.items():
                 assert torch.equal(torch.as_tensor(actual[name]), torch.as_tensor(value)), name
+
+
+KINDS = JOB.replace(
+    "def optimizer(params):\n        return torch.optim.SGD(params, lr=0.1)",
+    """def optimizer(params):
+        matrices = [p for p in params if p.dim() == 2]
+        others = [p for p in params if p.dim() != 2]
+        found = []
+        if matrices:
+            found.append(torch.optim.Muon(matrices, lr=0.02))
+        if others:
+            found.append(torch.optim.AdamW(others, lr=0.01))
+        return found
+
+    def scheduler(optimizers):
+        return [torch.optim.lr_scheduler.StepLR(one, 2, 0.5) for one in optimizers]
+
+    class Dies(nn.Module):
+        calls = 0
+
+        def forward(self, x):
+            self.calls += 1
+            if self.calls == 10 and Path("armed").exists():
+                Path("armed").unlink()
+                os._exit(1)
+            return x""",
+).replace("nn.ReLU(),", "nn.LayerNorm(16), Dies(),")
+KINDS = f"import os\nfrom pathlib import Path\n{textwrap.dedent(KINDS)}"
+"""Muon for matrices and AdamW for all else: a stage with the layer norm alone has no Muon."""
+
+
+def test_several_optimizers_equal_the_plain_loop(jobs: Jobs) -> None:
+    """Also after a lost worker, and resumed with other stages, of which some lack an optimizer."""
+    losses, weights, state = plain_loop(jobs.write(KINDS), microbatches=4, steps=6)
+    assert len(state) == 8
+    words = ("--microbatches", "4", "--recompute", "never")
+    apart = ("--stages", "4", "--balance", "1,1,2,2")
+    whole = jobs.train("--stages", "1", *words, source=KINDS)
+    (jobs.folder / "armed").touch()
+    lost = jobs.train(*apart, *words, "--snapshot-every", "1", source=KINDS)
+    assert lost.summary["restarts"] == 1
+    cut = jobs.train(*apart, *words, "--steps", "3", source=KINDS)
+    resume = ("launch", "--resume", "--run-dir", str(cut.path), "--stages", "2", "--steps", "6")
+    done = jobs.pipeworker(*resume, str(jobs.folder / "job.py"))
+    assert done.returncode == 0, done.stderr
+    for run in (whole, lost, Run(0, "", "", cut.path)):
+        assert [row["loss"] for row in run.metrics] == losses
+        assert_same(run, whole)
+        assert all(torch.equal(value, weights[key]) for key, value in run.weights.items())
+        assert run.optimizer_state.keys() == weights.keys()
+        for key, expected in zip(weights, state, strict=True):
+            actual = run.optimizer_state[key]
+            assert actual.keys() == expected.keys()
+            assert all(torch.equal(actual[name], expected[name]) for name in expected), key
 
 
 def test_random_numbers_are_the_same_for_any_number_of_stages(jobs: Jobs) -> None:

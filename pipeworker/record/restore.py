@@ -23,7 +23,13 @@ from pipeworker.record.checkpoint import read_plain
 from pipeworker.record.json_state import InvalidState, unpack
 from pipeworker.record.manifest import WorkerFiles, invalid
 from pipeworker.record.param_groups import SavedGroup, SavedOptimizer, scheduler_state_for
-from pipeworker.record.stage_state import StageState, StateDictDiff, UserCode, is_extra_state
+from pipeworker.record.stage_state import (
+    OptimizerState,
+    StageState,
+    StateDictDiff,
+    UserCode,
+    is_extra_state,
+)
 from pipeworker.record.tensor_file import TensorFile
 
 _MEMBERS = {"params", "param_names"}
@@ -54,8 +60,7 @@ def restore(
                 for key in saved.buffer_keys.get(index, ()):  # which no state dict has
                     buffer = saved.buffers[saved.names.parameter(index, key)].read(torch.Tensor)
                     _set_buffer(layer, key, buffer, _device_of(stage.layers))
-            if stage.optimizer is not None:
-                _restore_update(stage, stage.optimizer, saved, user_code)
+            _restore_updates(stage, saved, user_code)
 
 
 def check_fits(
@@ -254,17 +259,44 @@ def _set_buffer(layer: nn.Module, key: str, value: torch.Tensor, device: torch.d
         module.register_buffer(name, value.to(device), persistent=False)
 
 
-def _restore_update(
-    stage: StageState, optimizer: torch.optim.Optimizer, saved: _SavedState, user_code: UserCode
-) -> None:
-    """Restore the optimizer's state and groups, and the scheduler's state."""
+def _restore_updates(stage: StageState, saved: _SavedState, user_code: UserCode) -> None:
+    """Restore the state and groups of a stage's optimizers, and the state of their schedulers."""
     parameters = stage.parameters()
     names = {id(p): saved.first_name(name) for name, p in parameters.items()}
-    grouped = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    trained = [names[id(p)] for p in parameters.values() if id(p) in grouped]
-    origin = next((saved.groups[name].optimizer for name in trained if name in saved.groups), None)
-    if origin is None:
+    scheduled: list[tuple[OptimizerState, SavedOptimizer, list[SavedGroup | None]]] = []
+    for update in stage.updates:
+        grouped = {id(p) for group in update.optimizer.param_groups for p in group["params"]}
+        trained = (names[id(p)] for p in parameters.values() if id(p) in grouped)
+        origin = next((saved.groups[n].optimizer for n in trained if n in saved.groups), None)
+        if origin is not None:
+            groups = _restore_optimizer(update.optimizer, origin, saved, names)
+            if update.scheduler is not None and origin.scheduler is not None:
+                scheduled.append((update, origin, groups))
+    counts = [_restart_count(stage, update, origin) for update, origin, _ in scheduled]
+    count = counts[0] if counts and {*counts} == {counts[0]} else None
+    if stage.restart_schedulers and count is not None:
+        stage.restart_schedulers(count)
         return
+    for update, origin, groups in scheduled:
+        state = scheduler_state_for(origin, groups, update.schedule)
+        with user_code("load_state_dict() of the scheduler"):
+            update.scheduler.load_state_dict(state)
+
+
+def _restore_optimizer(
+    optimizer: torch.optim.Optimizer,
+    origin: SavedOptimizer,
+    saved: _SavedState,
+    names: Mapping[int, str],
+) -> list[SavedGroup | None]:
+    """Restore the state and groups of an optimizer; return the saved group that each continues.
+
+    Args:
+        optimizer: the optimizer to restore.
+        origin: the saved optimizer that has its first parameter.
+        saved: the state of all workers.
+        names: by id, the name under which a parameter has its state.
+    """
     groups = optimizer.param_groups
     saved_groups: list[SavedGroup | None] = []
     for index, group in enumerate(groups):
@@ -278,16 +310,17 @@ def _restore_update(
             value = saved.states.get(names.get(id(parameter), ""))
             if value is not None:
                 optimizer.state[parameter] = _placed(value.read(), parameter, group)
-    if stage.scheduler is None or origin.scheduler is None:
-        return
-    count, restart = origin.scheduled, stage.restart_scheduler
-    others = 0 < stage.steps != origin.steps > 0  # the job was resumed with another number
-    if others and restart and count is not None and all("initial_lr" in g for g in groups):
-        restart(count)
-    else:
-        state = scheduler_state_for(origin, saved_groups, stage.schedule)
-        with user_code("load_state_dict() of the scheduler"):
-            stage.scheduler.load_state_dict(state)
+    return saved_groups
+
+
+def _restart_count(stage: StageState, update: OptimizerState, origin: SavedOptimizer) -> int | None:
+    """Return after how many of its steps a scheduler is made again; None if its state is loaded.
+
+    It is made again if the job was resumed with another number of steps.
+    """
+    others = 0 < stage.steps != origin.steps > 0
+    began = all("initial_lr" in group for group in update.optimizer.param_groups)
+    return origin.scheduled if others and began else None
 
 
 def _fill_group(group: dict[str, Any], saved: Mapping[str, Any]) -> None:

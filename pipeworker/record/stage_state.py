@@ -29,30 +29,38 @@ UserCode = Callable[[str], AbstractContextManager[Any]]
 
 
 @dataclass(frozen=True, slots=True)
+class OptimizerState:
+    """An optimizer of a stage, its scheduler or None, and the state of that scheduler."""
+
+    optimizer: torch.optim.Optimizer
+    schedule: Any = None
+    scheduler: Any = None
+
+
+@dataclass(frozen=True, slots=True)
 class StageState:
     """The layers of a stage, and what updates them.
 
     Attributes:
         names: the names of all layers of the model.
         states: the state dicts of the stage's layers.
-        schedule: the state of the scheduler.
+        updates: the optimizers of the stage, with their schedulers.
         keeps_weights: whether weights and buffers are saved too. Otherwise only the optimizer's
             and scheduler's state is, because another worker has the same layers.
         first: the index of the stage's first layer in the model.
-        steps: the number of steps of the job that the scheduler was made for; 0 if it takes none.
-        restart_scheduler: makes the scheduler again, after a number of its steps.
+        steps: the number of steps of the job that the schedulers were made for; 0 if they take
+            none.
+        restart_schedulers: makes the schedulers again, after a number of their steps.
     """
 
     names: LayerNames
     layers: Sequence[nn.Module]
     states: Sequence[Mapping[str, Any]]
-    optimizer: torch.optim.Optimizer | None = None
-    schedule: Any = None
-    scheduler: Any = None
+    updates: Sequence[OptimizerState] = ()
     keeps_weights: bool = True
     first: int = 0
     steps: int = 0
-    restart_scheduler: Callable[[int], None] | None = None
+    restart_schedulers: Callable[[int], None] | None = None
 
     def indexed(self) -> Iterator[tuple[int, nn.Module, Mapping[str, Any]]]:
         """Yield each layer's index in the model, the layer and its state dict."""
@@ -94,8 +102,8 @@ class StageState:
         """Yield the tensors that nothing but an update changes."""
         for layer in self.layers:
             yield from (p for p in layer.parameters() if p.requires_grad)
-        if self.optimizer is not None:
-            for state in self.optimizer.state.values():
+        for update in self.updates:
+            for state in update.optimizer.state.values():
                 values = state.values() if isinstance(state, dict) else ()
                 yield from (value for value in values if isinstance(value, torch.Tensor))
 
@@ -118,35 +126,39 @@ class StageState:
                 found.setdefault(id(parameter), (self.names.parameter(index, key), parameter))
         return dict(found.values())
 
-    def pack_update(self, elsewhere: Collection[int], tensors: Tensors) -> dict[str, Any] | None:
-        """Return the optimizer's state and groups and the scheduler's state, as JSON has them.
+    def pack_updates(self, elsewhere: Collection[int], tensors: Tensors) -> list[dict[str, Any]]:
+        """Return the states and groups of optimizers and the states of schedulers, as JSON.
 
         The tensors in them are added to `tensors`; see :meth:`WorkerContent.of` for `elsewhere`.
 
         Raises:
-            UsageError: the optimizer keeps state that belongs to no parameter, or that a checkpoint
+            UsageError: an optimizer keeps state that belongs to no parameter, or that a checkpoint
                 cannot hold.
         """
-        if self.optimizer is None:
-            return None
         names = {id(p): name for name, p in self.parameters().items() if id(p) not in elsewhere}
-        for key in self.optimizer.state:
+        return [self._packed(update, names, tensors) for update in self.updates]
+
+    def _packed(
+        self, update: OptimizerState, names: Mapping[int, str], tensors: Tensors
+    ) -> dict[str, Any]:
+        optimizer = update.optimizer
+        for key in optimizer.state:
             if not isinstance(key, torch.Tensor):
                 raise UsageError(
                     f"the optimizer's state has the key {key!r:.80}, which is no parameter: a "
                     "checkpoint keeps state by parameter"
                 )
-        state = {names[id(p)]: v for p, v in self.optimizer.state.items() if id(p) in names}
+        state = {names[id(p)]: v for p, v in optimizer.state.items() if id(p) in names}
         groups = [
             {**group, "params": [names[id(p)] for p in group["params"] if id(p) in names]}
-            for group in self.optimizer.param_groups
+            for group in optimizer.param_groups
         ]
         packed = {
             "state": {name: pack(value, tensors, name) for name, value in state.items()},
             "groups": pack(groups, tensors, "optimizer/groups"),
         }
-        if self.schedule is not None:
-            packed["scheduler"] = pack(self.schedule, tensors, "scheduler")
+        if update.schedule is not None:
+            packed["scheduler"] = pack(update.schedule, tensors, "scheduler")
         if self.steps:
             packed["steps"] = self.steps
         return packed
@@ -197,8 +209,9 @@ class WorkerContent:
             for name, buffer in stage.unlisted_buffers().items():
                 with suppress(UsageError):  # a sparse one, which the layer builds again
                     buffers[name] = pack(buffer, content.others, f"buffers/{name}")
-        updates = [stage.pack_update(elsewhere, content.others) for stage in stages]
-        updates = [update for update in updates if update is not None]
+        updates = [
+            update for stage in stages for update in stage.pack_updates(elsewhere, content.others)
+        ]
         content.plain = {"extra": extra, "buffers": buffers, "updates": updates}
         if position is not None:
             content.plain["data"] = pack(dict(position), content.others, "data")

@@ -48,10 +48,11 @@ class Pipeline:
             trained. Entries of a list may be functions that build a layer.
         loss: ``loss(output, target)`` returns a scalar mean over its samples, or a pair (sum,
             count) of scalars.
-        optimizer: ``optimizer(params)`` returns the optimizer of a stage.
+        optimizer: ``optimizer(params)`` returns the optimizer of a stage, or a list of them.
         microbatches: over all replicas; by default four for each stage of each replica.
         scheduler: ``scheduler(optimizer)`` returns a scheduler, which is stepped once a step; a
-            ``ReduceLROnPlateau`` is stepped after each :meth:`evaluate`.
+            ``ReduceLROnPlateau`` is stepped after each :meth:`evaluate`. For a list of optimizers
+            it returns a list.
         scheduler_interval: ``"epoch"`` to step the scheduler at each :meth:`end_epoch` instead.
         before_update: as in a job file; so are `metrics` and `tied`.
         metrics: see `before_update`.
@@ -79,7 +80,7 @@ class Pipeline:
         model: Any,
         *,
         loss: Callable[[Any, Any], Any],
-        optimizer: Callable[[Any], torch.optim.Optimizer],
+        optimizer: Callable[[Any], torch.optim.Optimizer | Sequence[torch.optim.Optimizer]],
         microbatches: int | None = None,
         scheduler: Callable[..., Any] | None = None,
         scheduler_interval: str = "step",
@@ -146,9 +147,9 @@ class Pipeline:
         return {i: layer for s in stages for i, layer in enumerate(s.layers, s.first)}
 
     @property
-    def optimizer(self) -> torch.optim.Optimizer | None:
-        """The optimizer of this process; None if it has nothing to train."""
-        return self._session.worker.planned.stages.optimizer
+    def optimizer(self) -> torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None:
+        """The optimizer of this process, or the list of them; None if it has nothing to train."""
+        return self._session.worker.planned.stages.optimizers.returned
 
     @property
     def steps_done(self) -> int:

@@ -32,7 +32,7 @@ def train(
     model: Any,
     *,
     loss: Callable[[Any, Any], Any],
-    optimizer: Callable[[Any], torch.optim.Optimizer],
+    optimizer: Callable[[Any], torch.optim.Optimizer | Sequence[torch.optim.Optimizer]],
     data: Any,
     microbatches: int | None = None,
     scheduler: Callable[..., Any] | None = None,

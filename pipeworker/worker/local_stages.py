@@ -4,10 +4,7 @@ from __future__ import annotations
 
 from contextlib import ExitStack
 from dataclasses import dataclass
-from math import nan
 from pathlib import Path
-
-import torch
 
 from pipeworker.errors import UsageError
 from pipeworker.exact_sum import partials
@@ -29,6 +26,7 @@ from pipeworker.worker.stage.offload import Copies, StreamCopies
 from pipeworker.worker.stage.skips import StageSkips
 from pipeworker.worker.stage.stage import Stage
 from pipeworker.worker.step.wiring import Wiring
+from pipeworker.worker.update.optimizers import StageOptimizers
 from pipeworker.worker.update.ties import Ties
 from pipeworker.worker.update.update import Updater
 
@@ -54,14 +52,10 @@ class LocalStages:
     resources: ExitStack
 
     @property
-    def optimizer(self) -> torch.optim.Optimizer | None:
-        """The optimizer of the first stage that has one."""
-        return next((u.optimizer for u in self.updaters.values() if u.optimizer), None)
-
-    @property
-    def learning_rate(self) -> float:
-        """The learning rate of the first stage that has an optimizer; NaN if none has."""
-        return next((u.learning_rate for u in self.updaters.values() if u.optimizer), nan)
+    def optimizers(self) -> StageOptimizers:
+        """The optimizers of the first stage that has one."""
+        every = [updater.optimizers for updater in self.updaters.values()]
+        return next((made for made in every if made.all), every[0])
 
     @property
     def elsewhere(self) -> set[int]:
@@ -99,7 +93,7 @@ class LocalStages:
         """Step the learning-rate schedulers that an evaluation, or the end of an epoch, steps."""
         for updater in self.updaters.values():
             if isinstance(event, Evaluated):
-                updater.report_evaluation(event.loss)
+                updater.optimizers.report_evaluation(event.loss)
             else:
                 updater.end_epoch(event.step)
 
@@ -111,16 +105,16 @@ class LocalStages:
     def part(self, index: int, *, keeps_weights: bool = True) -> StageState:
         """Return the state of a stage, for a checkpoint."""
         stage, updater = self.stages[index], self.updaters[index]
-        update = updater.optimizer, updater.schedule, updater.scheduler
+        optimizers = updater.optimizers
         return StageState(
             self.names,
             stage.layers,
             stage.state_dicts(),
-            *update,
+            updater.states,
             keeps_weights,
             stage.first,
             updater.steps,
-            None if updater.wants_metric else updater.restart_scheduler,
+            None if optimizers.wants_metric else optimizers.restart_schedulers,
         )
 
 
@@ -209,7 +203,7 @@ def _updater(stage: Stage, loaded: LoadedWorker, ties: Ties | None, steps: int) 
         steps=steps,
     )
     updater.clear()  # gradients that the user's code may have left on modules of its own
-    if updater.wants_metric and not (options.evaluate_every or options.own_loop):
+    if updater.optimizers.wants_metric and not (options.evaluate_every or options.own_loop):
         raise UsageError(
             "ReduceLROnPlateau: needs the evaluation loss; give --evaluate-every and define "
             "evaluation() in the job file"

@@ -218,7 +218,7 @@ class Worker:
             output.counts,
             worker.stages.squares(),
             output.busy,
-            worker.stages.learning_rate,
+            worker.stages.optimizers.learning_rate,
             peak_memory(worker.loaded.device),
             worker.executor.feed.next_batch,
             *worker.state.copied,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -17,12 +18,12 @@ from pipeworker.facts.layer_names import LayerNames
 from pipeworker.record.checkpoint import Checkpoint
 from pipeworker.record.manifest import Manifest, WorkerFiles
 from pipeworker.record.restore import restore
-from pipeworker.record.stage_state import StageState
+from pipeworker.record.stage_state import OptimizerState, StageState
 from support.checkpoints import save_worker_files
 
 optim, schedules = torch.optim, torch.optim.lr_scheduler
 Named = list[tuple[str, nn.Parameter]]
-MakeOptimizer = Callable[[Named], torch.optim.Optimizer]
+MakeOptimizer = Callable[[Named], "torch.optim.Optimizer | list[torch.optim.Optimizer]"]
 MakeScheduler = Callable[[torch.optim.Optimizer], Any]
 TIE = {"6.weight": "3.weight"}
 
@@ -90,7 +91,7 @@ def model(seed: int) -> list[nn.Module]:
 
 @dataclass
 class Stages:
-    """The stages of a model, each with its own optimizer; tied weights are as workers have them."""
+    """The stages of a model with their own optimizers; tied weights are as workers have them."""
 
     layers: list[nn.Module]
     cuts: Sequence[int]
@@ -109,7 +110,7 @@ class Stages:
         if self.together:
             self.later.data = self.first.data
         self.elsewhere = set() if self.together else {id(self.later)}
-        self.updates: list[tuple[Any, Any]] = []
+        self.updates: list[list[tuple[torch.optim.Optimizer, Any]]] = []
         for start, stop in self.ranges:
             named = [
                 (f"{index}.{name}", parameter)
@@ -118,9 +119,10 @@ class Stages:
                 if not (parameter is self.later and self.together)
             ]
             trains = any(p.requires_grad for _, p in named)
-            optimizer = self.optimizer(named) if trains else None
-            scheduler = self.scheduler(optimizer) if optimizer and self.scheduler else None
-            self.updates.append((optimizer, scheduler))
+            made = self.optimizer(named) if trains else []
+            optimizers = made if isinstance(made, list) else [made]
+            pairs = [(one, self.scheduler(one) if self.scheduler else None) for one in optimizers]
+            self.updates.append(pairs)
 
     @property
     def ties(self) -> dict[str, str]:
@@ -132,10 +134,13 @@ class Stages:
                 self.names,
                 self.layers[start:stop],
                 [layer.state_dict() for layer in self.layers[start:stop]],
-                *(optimizer, scheduler and scheduler.state_dict(), scheduler),
+                [
+                    OptimizerState(optimizer, scheduler and scheduler.state_dict(), scheduler)
+                    for optimizer, scheduler in pairs
+                ],
                 first=start,
             )
-            for (start, stop), (optimizer, scheduler) in zip(self.ranges, self.updates, strict=True)
+            for (start, stop), pairs in zip(self.ranges, self.updates, strict=True)
         ]
 
     def train(self, steps: int) -> None:
@@ -147,9 +152,8 @@ class Stages:
             assert self.later.grad is not None
             self.first.grad += self.later.grad
             self.later.grad.copy_(self.first.grad)
-            for optimizer, scheduler in self.updates:
-                if optimizer is not None:
-                    optimizer.step()
+            for optimizer, scheduler in itertools.chain.from_iterable(self.updates):
+                optimizer.step()
                 if isinstance(scheduler, schedules.ReduceLROnPlateau):
                     scheduler.step(1.0 if self.step < 2 else 2.0)
                 elif scheduler is not None:
@@ -176,10 +180,11 @@ class Stages:
     def state(self) -> dict[str, Any]:
         """Return all state by name; that of a tied weight under its first name only."""
         found: dict[str, Any] = {}
-        for part, (optimizer, _) in zip(self.parts(), self.updates, strict=True):
+        for part in self.parts():
             found |= part.entries() | part.unlisted_buffers()
-            for group in optimizer.param_groups if optimizer else ():
-                by_id = {id(p): name for name, p in part.parameters().items()}
+            by_id = {id(p): name for name, p in part.parameters().items()}
+            optimizers = [update.optimizer for update in part.updates]
+            for optimizer, group in ((o, group) for o in optimizers for group in o.param_groups):
                 for parameter in (p for p in group["params"] if p.requires_grad):
                     name = by_id[id(parameter)]
                     name = self.ties.get(name, name)
@@ -227,6 +232,18 @@ def by_name(named: Named) -> list[dict[str, Any]]:
     return [{"params": given, "lr": rates[kind]} for kind, given in groups.items()]
 
 
+def kinds(named: Named) -> list[torch.optim.Optimizer]:
+    """Return an optimizer for matrices and one for all else; some stages lack one of them."""
+    large = [p for _, p in named if p.dim() > 1]
+    small = [p for _, p in named if p.dim() < 2]
+    found: list[torch.optim.Optimizer] = []
+    if large:
+        found.append(optim.SGD(large, lr=0.05, momentum=0.9))
+    if small:
+        found.append(optim.AdamW(small, lr=0.02))
+    return found
+
+
 OPTIMIZERS: dict[str, MakeOptimizer] = {
     "momentum": lambda named: optim.SGD(only(named), lr=0.05, momentum=0.9, nesterov=True),
     "AdamW": lambda named: optim.AdamW(only(named), lr=0.02),
@@ -235,6 +252,7 @@ OPTIMIZERS: dict[str, MakeOptimizer] = {
     "tensor": lambda named: optim.Adam(only(named), lr=torch.tensor(0.02), foreach=False),
     "decay": lambda named: optim.AdamW(decayed(named), lr=0.01),
     "by name": lambda named: optim.AdamW(by_name(named), lr=0.01),
+    "kinds": kinds,
 }
 
 

@@ -22,7 +22,7 @@ from pipeworker.record.checkpoint import Checkpoint
 from pipeworker.record.manifest import WorkerFiles, file_names
 from pipeworker.record.restore import restore
 from pipeworker.record.snapshot_memory import SnapshotMemory
-from pipeworker.record.stage_state import StageState
+from pipeworker.record.stage_state import OptimizerState, StageState
 from pipeworker.worker.internals import loads_itself
 from record.stages import OPTIMIZERS, SCHEDULERS, TIE, Odd, Stages, assert_same, model
 from support import checkpoints
@@ -43,6 +43,7 @@ STEPS = 3
 CHOSEN = [
     *(("by name", scheduler) for scheduler in SCHEDULERS),
     *((optimizer, "SequentialLR") for optimizer in OPTIMIZERS),
+    *(("kinds", scheduler) for scheduler in SCHEDULERS),
     *(("decay", "ReduceLROnPlateau"), ("decay", "LambdaLR"), ("tensor", "LambdaLR")),
     *(("by name", "LambdaLR"),) * len(PAIRS),
 ]
@@ -165,26 +166,29 @@ def test_empty_groups_continue_the_saved_group_of_their_index(tmp_path: Path) ->
         scheduler = Own(optimizer, floor)
         optimizer.step()
         scheduler.step()
-        update = optimizer, scheduler.state_dict(), scheduler
-        return StageState(names, [layer], [layer.state_dict()], *update, first=first)
+        update = OptimizerState(optimizer, scheduler.state_dict(), scheduler)
+        return StageState(names, [layer], [layer.state_dict()], [update], first=first)
 
     names = LayerNames.numbered(2)
     save_worker_files(tmp_path, 0, 1, [stage(0, 1.0, empty=True)])
     same, fewer = stage(0, 2.0, empty=True), stage(0, 2.0, empty=False)
     for part in (same, fewer):
-        assert part.optimizer
-        part.optimizer.param_groups[-1]["lr"] = part.optimizer.param_groups[0]["lr"] = 7.0
+        (update,) = part.updates
+        groups = update.optimizer.param_groups
+        groups[-1]["lr"] = groups[0]["lr"] = 7.0
         restore([shard_of(tmp_path)], [part])
-        assert {group["lr"] for group in part.optimizer.param_groups} == {0.05}
-        assert part.scheduler.marks == [1.0, 1.0]
-    assert same.scheduler.floors == [1.0, 2.0]
-    assert fewer.scheduler.floors == [1.0]
+        assert {group["lr"] for group in groups} == {0.05}
+        assert update.scheduler.marks == [1.0, 1.0]
+    assert same.updates[0].scheduler.floors == [1.0, 2.0]
+    assert fewer.updates[0].scheduler.floors == [1.0]
 
 
 def test_a_learning_rate_shared_by_groups_stays_shared(tmp_path: Path) -> None:
     layer, rate = nn.Linear(2, 2), torch.tensor(0.5)
     optimizer = optim.SGD([{"params": [p]} for p in layer.parameters()], lr=rate)
-    part = StageState(LayerNames(("0",)), [layer], [layer.state_dict()], optimizer)
+    part = StageState(
+        LayerNames(("0",)), [layer], [layer.state_dict()], [OptimizerState(optimizer)]
+    )
     save_worker_files(tmp_path, 0, 1, [part])
     rate.fill_(0.25)
     restore([shard_of(tmp_path)], [part])
@@ -286,13 +290,15 @@ def test_a_worker_reads_only_its_own_state(tmp_path: Path) -> None:
             layer.weight.grad = torch.ones_like(layer.weight)
         optimizer.step()
         states = [layer.state_dict() for layer in layers]
-        part = StageState(names, layers, states, optimizer, first=2 * rank)
+        part = StageState(names, layers, states, [OptimizerState(optimizer)], first=2 * rank)
         save_worker_files(tmp_path, rank, count, [part])
         optimizer.zero_grad()
     own = sizes[3]
     sizes.clear()
     optimizer = optim.Adam([p for layer in own for p in layer.parameters()])
-    part = StageState(names, own, [layer.state_dict() for layer in own], optimizer, first=7)
+    part = StageState(
+        names, own, [layer.state_dict() for layer in own], [OptimizerState(optimizer)], first=7
+    )
     shards = [shard_of(tmp_path, rank, count) for rank in range(count)]
     peak()
     before = resident(os.getpid())

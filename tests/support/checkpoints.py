@@ -18,7 +18,7 @@ from pipeworker.record.manifest import Manifest, describe_file, file_names
 from pipeworker.record.rundir import RunDir
 from pipeworker.record.snapshot_buffer import SnapshotBuffer
 from pipeworker.record.snapshot_memory import SnapshotMemory, write_files
-from pipeworker.record.stage_state import StageState
+from pipeworker.record.stage_state import OptimizerState, StageState
 from pipeworker.record.tensor_file import TensorFile
 
 
@@ -26,12 +26,13 @@ def part(
     layers: Sequence[nn.Module],
     first: int,
     optimizer: torch.optim.Optimizer | None = None,
-    scheduler: object = None,
+    schedule: object = None,
 ) -> StageState:
     """Return the state of a stage that begins with layer `first`; layers are named by index."""
     names = LayerNames.numbered(first + len(layers))
     states = [layer.state_dict() for layer in layers]
-    return StageState(names, layers, states, optimizer, scheduler, first=first)
+    updates = [OptimizerState(optimizer, schedule)] if optimizer else []
+    return StageState(names, layers, states, updates, first=first)
 
 
 def complete(run: RunDir, step: int, **fields: Any) -> Path:

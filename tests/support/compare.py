@@ -14,6 +14,7 @@ from pipeworker.record.checkpoint import Checkpoint, read_plain
 from pipeworker.record.json_state import unpack
 from pipeworker.record.tensor_file import TensorFile
 from support.jobs import Run
+from support.plain_loop import in_a_list
 
 _MEASURED = {"seconds", "samples_per_second", "bubble"}
 """The fields of a row that are measured."""
@@ -22,7 +23,10 @@ _MEASURED = {"seconds", "samples_per_second", "bubble"}
 def plain_loop(
     job_file: Path, *, microbatches: int, steps: int
 ) -> tuple[list[float], dict[str, torch.Tensor], list[dict[str, Any]]]:
-    """Run the documented plain loop; return losses, weights and optimizer state."""
+    """Run the documented plain loop; return losses, weights and optimizer state.
+
+    Schedulers are stepped if the job has several optimizers.
+    """
     torch.set_num_threads(1)
     spec = importlib.util.spec_from_file_location("plain_job", job_file)
     assert spec is not None
@@ -31,19 +35,21 @@ def plain_loop(
     spec.loader.exec_module(job)
     torch.manual_seed(0)
     net = job.model()
-    opt = job.optimizer(net.parameters())
+    optimizers = in_a_list(job.optimizer(list(net.parameters())))
+    schedulers = job.scheduler(optimizers) if len(optimizers) > 1 else []
     losses = []
     for _, (x, y) in zip(range(steps), job.data(), strict=False):
-        opt.zero_grad()
+        net.zero_grad()
         total = 0.0
         count = min(microbatches, _size(x))
         for xm, ym in zip(_split(x, count), _split(y, count), strict=True):
             scaled = job.loss(net(xm), ym) * (_size(xm) / _size(x))
             scaled.backward()
             total += scaled.item()
-        opt.step()
+        for one in (*optimizers, *schedulers):
+            one.step()
         losses.append(total)
-    state = [opt.state[p] for p in net.parameters()]
+    state = [opt.state[p] for p in net.parameters() for opt in optimizers if p in opt.state]
     return losses, net.state_dict(), state
 
 

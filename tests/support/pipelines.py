@@ -44,7 +44,7 @@ from pipeworker.worker.update.update import Updater
 from support.copies import LateCopies
 from support.device import LateDevice
 from support.orders import Orders, fill_drain
-from support.plain_loop import Grads, Loss, Trained, copy_grad, copy_weights
+from support.plain_loop import Grads, Loss, MakeOptimizer, Trained, copy_grad, copy_weights
 from support.transport import MemoryLink, TakingTurns, two_lanes
 
 CPU = torch.device("cpu")
@@ -116,7 +116,7 @@ class Pipeline:
         balance: tuple[int, ...] | None = None,
         skips: Sequence[Skip] = (),
         tied: Sequence[Sequence[str]] = (),
-        optimizer: Callable[[Any], torch.optim.Optimizer] | None = None,
+        optimizer: MakeOptimizer | None = None,
         lanes: int = 1,
         limit: float = 20.0,
         deferred: bool = False,

@@ -15,6 +15,8 @@ from pipeworker.worker.stage import rng
 Batches = Sequence[tuple[Any, Any]]
 Grads = dict[str, "torch.Tensor | None"]
 Loss = Callable[[Any, Any], Any]
+Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
+MakeOptimizer = Callable[[Any], Optimizers]
 
 
 @dataclass
@@ -25,6 +27,11 @@ class Trained:
     counts: list[tuple[float, ...]] = field(default_factory=list)
     grads: list[Grads] = field(default_factory=list)
     weights: dict[str, torch.Tensor] = field(default_factory=dict)
+
+
+def in_a_list(returned: Optimizers) -> Sequence[torch.optim.Optimizer]:
+    """Return what ``optimizer(params)`` returned as a list."""
+    return [returned] if isinstance(returned, torch.optim.Optimizer) else returned
 
 
 def copy_grad(grad: torch.Tensor | None) -> torch.Tensor | None:
@@ -49,11 +56,11 @@ def plain(
     loss: Loss,
     batches: Batches,
     microbatches: int,
-    optimizer: Callable[[Any], torch.optim.Optimizer] | None = None,
+    optimizer: MakeOptimizer | None = None,
 ) -> Trained:
     """Run the plain loop of the contract; without an optimizer, update nothing."""
     net = nn.Sequential(*layers)
-    opt = optimizer(net.parameters()) if optimizer else None
+    optimizers = in_a_list(optimizer(net.parameters())) if optimizer else []
     trained = Trained()
     for step, (x, y) in enumerate(batches, 1):
         net.zero_grad()
@@ -77,10 +84,10 @@ def plain(
         trained.losses.append(tuple(losses))
         trained.counts.append(tuple(counts))
         trained.grads.append({name: copy_grad(p.grad) for name, p in net.named_parameters()})
-        if opt is not None:
-            for parameter in net.parameters():
-                if counts and parameter.grad is not None:
-                    parameter.grad /= sum(counts)
+        for parameter in net.parameters() if optimizers else ():
+            if counts and parameter.grad is not None:
+                parameter.grad /= sum(counts)
+        for opt in optimizers:
             opt.step()
     trained.weights = copy_weights(net.named_parameters())
     return trained

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -11,7 +11,7 @@ from torch.utils import _pytree as pytree
 
 from pipeworker.plan.partition import block
 from pipeworker.worker.stage import rng
-from support.plain_loop import Batches, Grads, Loss, Trained, split
+from support.plain_loop import Batches, Grads, Loss, MakeOptimizer, Trained, in_a_list, split
 
 
 def plain(
@@ -20,7 +20,7 @@ def plain(
     batches: Batches,
     microbatches: int,
     replicas: int,
-    optimizer: Callable[[Any], torch.optim.Optimizer] | None = None,
+    optimizer: MakeOptimizer | None = None,
     *,
     accumulate: int = 1,
 ) -> Trained:
@@ -30,7 +30,7 @@ def plain(
         accumulate: number of mini-batches per step; the last step may have fewer.
     """
     net = nn.Sequential(*layers)
-    opt = optimizer(net.parameters()) if optimizer else None
+    optimizers = in_a_list(optimizer(net.parameters())) if optimizer else []
     trained = Trained()
     for step, first in enumerate(range(0, len(batches), accumulate), 1):
         some = batches[first : first + accumulate]
@@ -51,13 +51,14 @@ def plain(
             trained.counts.append(tuple(a for _, counts in parts for a in counts))
         gradients = {name: added([total[name] for total in totals]) for name in totals[0]}
         trained.grads.append({name: _clone(gradient) for name, gradient in gradients.items()})
-        if opt is not None:
+        if optimizers:
             counts = sum(sum(some) for some in trained.counts[-len(some) :])
             for name, parameter in net.named_parameters():
                 parameter.grad = gradients[name]
                 if counts and parameter.grad is not None:
                     parameter.grad /= counts
-            opt.step()
+            for opt in optimizers:
+                opt.step()
     trained.weights = {n: p.detach().clone() for n, p in net.named_parameters()}
     return trained
 

@@ -115,5 +115,5 @@ def test_the_end_of_an_epoch_reaches_a_worker_that_is_disconnected(tmp_path: Pat
     worker = alone.worker
     worker.disconnect()
     worker.finish(Advance(Wait(), EpochEnded(0)))
-    assert worker.planned.stages.learning_rate == pytest.approx(0.01)
+    assert worker.planned.stages.optimizers.learning_rate == pytest.approx(0.01)
     worker.close()

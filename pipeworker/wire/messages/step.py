@@ -38,7 +38,7 @@ class StepDone:
         squares: floats whose exact sum is the squared 2-norm of this worker's gradient; few,
             however many parameters there are (:func:`pipeworker.exact_sum.partials`).
         busy: seconds spent computing (forward, recompute, backward, data).
-        learning_rate: of the first parameter group; NaN if the worker has no optimizer.
+        learning_rate: of the first group of the leading optimizer; NaN if the worker has none.
         batch: from the worker with stage 0, the next mini-batch; None at the end of the data.
         snapshot_step: the last step whose snapshot is complete, -1 for none.
         snapshot_lacked_memory: whether a snapshot was not made because memory is short.

@@ -2,25 +2,23 @@
 
 from __future__ import annotations
 
-import inspect
 import math
-import warnings
 import zlib
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
-from pipeworker.errors import UsageError, a_type
 from pipeworker.facts.layer_names import layer_of, numbered, split_numbered
 from pipeworker.job.file import JobFile
-from pipeworker.job.signatures import call_scheduler, signature, takes_steps
+from pipeworker.job.signatures import signature, takes_steps
+from pipeworker.record.stage_state import OptimizerState
 from pipeworker.wire.messages.step import Update
 from pipeworker.worker.blame import user_code
 from pipeworker.worker.internals import divide, multiply
 from pipeworker.worker.stage import rng
+from pipeworker.worker.update.optimizers import StageOptimizers
 from pipeworker.worker.update.replicas import shards
 from pipeworker.worker.update.ties import Ties
 
@@ -28,7 +26,7 @@ _NO_LAYER = -1
 
 
 class Updater:
-    """The stage's optimizer and learning-rate scheduler.
+    """What makes weights of a stage's gradients: its optimizers and learning-rate schedulers.
 
     The job's ``optimizer`` is not called on a stage with nothing to train. If it has an argument
     called ``named_parameters``, it gets pairs of a name and a parameter; names are those of
@@ -44,8 +42,7 @@ class Updater:
 
     Attributes:
         parameters: the stage's parameters that are not aliases of others.
-        optimizer: what ``optimizer`` returned; None on a stage with nothing to train.
-        scheduler: what ``scheduler`` returned, or None.
+        optimizers: the stage's optimizers and their schedulers.
         steps: the number of steps that the scheduler was made for; 0 if it takes none.
         shards: by replica, the parameters that it updates.
     """
@@ -66,10 +63,8 @@ class Updater:
         self._all = list(nn.ModuleList(layers).parameters())  # each once
         self._ties, aliases = ties, ties.aliases if ties else ()
         self.parameters = [p for p in self._all if id(p) not in aliases]
-        self.optimizer: torch.optim.Optimizer | None = None
-        self.scheduler: Any = None
+        self.optimizers = StageOptimizers()
         self.steps = steps if takes_steps(job.scheduler) else 0
-        self._make_scheduler = partial(call_scheduler, job.scheduler, steps=steps)
         self._by_epoch = job.scheduler_interval == "epoch"
         self._before_update = job.before_update
         self._layers = list(enumerate(layers, first))
@@ -90,56 +85,7 @@ class Updater:
             arguments = [
                 (tied.get(id(p)) or _shifted(name, first), p) for name, p in named if id(p) in ids
             ]
-        with user_code("optimizer()", early=True):
-            built = job.optimizer(arguments)
-        if not isinstance(built, torch.optim.Optimizer):
-            raise UsageError(
-                f"optimizer(params) returned {a_type(built)}; return a torch.optim.Optimizer"
-            )
-        closure = inspect.signature(built.step).parameters.get("closure")
-        if isinstance(built, torch.optim.LBFGS) or (
-            closure is not None and closure.default is inspect.Parameter.empty
-        ):
-            raise UsageError(
-                f"optimizer(params) returned {a_type(built)}, which evaluates the model "
-                "inside its step; a pipeline cannot do that, choose another optimizer"
-            )
-        _check_trains(built, own)
-        self.optimizer = built
-        if job.scheduler is not None:
-            with user_code("scheduler()", early=True):
-                self.scheduler = self._make_scheduler(built)
-            _check_schedules(self.scheduler, built)
-
-    def restart_scheduler(self, count: int) -> None:
-        """Make the scheduler again, as it is for this number of steps after `count` calls of step.
-
-        The learning rates begin with those that the parameter groups began with.
-
-        Raises:
-            UserCodeError: the scheduler raised.
-        """
-        assert self.optimizer
-        for group in self.optimizer.param_groups:
-            if isinstance(group["lr"], torch.Tensor):
-                group["lr"].fill_(group["initial_lr"])
-            else:
-                group["lr"] = group["initial_lr"]
-        with user_code("the scheduler"), warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # that the optimizer makes no step in between
-            self.scheduler = self._make_scheduler(self.optimizer)
-            for _ in range(count):
-                self.scheduler.step()
-
-    @property
-    def wants_metric(self) -> bool:
-        """Whether the scheduler uses the evaluation loss."""
-        return isinstance(self.scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau)
-
-    @property
-    def learning_rate(self) -> float:
-        """The learning rate of the first parameter group; NaN without an optimizer."""
-        return float(self.optimizer.param_groups[0]["lr"]) if self.optimizer else math.nan
+        self.optimizers = StageOptimizers.make(job, arguments, own, steps)
 
     def squares(self) -> list[float]:
         """Return floats whose exact sum is the squared 2-norm of the stage's gradient.
@@ -167,41 +113,37 @@ class Updater:
         """
         if self._ties is not None:
             self._ties.set_gradients()
-        if self.optimizer is None and len(self.shards) == 1:
+        if not self.optimizers.all and len(self.shards) == 1:
             return
         if not update.overflow:
             self._finish_gradients(update)
-            if self.optimizer is not None:
+            if self.optimizers.all:
                 # For an optimizer that draws random numbers: an evaluation before must not matter.
                 self._seed_all(update.step, _NO_LAYER)
-                with user_code("the optimizer"):
-                    self.optimizer.step()
-        due = update.epoch_ended or not self._by_epoch
-        if self.scheduler is not None and due and not self.wants_metric:
-            with user_code("the scheduler"):
-                self.scheduler.step()
+                self.optimizers.step()
+        if update.epoch_ended or not self._by_epoch:
+            self.optimizers.step_schedulers()
         self.clear()
 
     @property
-    def schedule(self) -> Any:
-        """The state of the scheduler; None without a scheduler."""
-        if not hasattr(self.scheduler, "state_dict"):
-            return None
-        with user_code("state_dict() of the scheduler"):
-            return self.scheduler.state_dict()
-
-    def report_evaluation(self, loss: float) -> None:
-        """Step a scheduler that uses the evaluation loss."""
-        if self.wants_metric:
-            with user_code("the scheduler"):
-                self.scheduler.step(loss)
+    def states(self) -> list[OptimizerState]:
+        """The state of each optimizer and of its scheduler."""
+        found = []
+        every = self.optimizers.all
+        schedulers = self.optimizers.schedulers or [None] * len(every)
+        for optimizer, scheduler in zip(every, schedulers, strict=True):
+            schedule = None
+            if hasattr(scheduler, "state_dict"):
+                with user_code("state_dict() of the scheduler"):
+                    schedule = scheduler.state_dict()
+            found.append(OptimizerState(optimizer, schedule, scheduler))
+        return found
 
     def end_epoch(self, step: int) -> None:
-        """Step a scheduler that epochs step, after `step` of a user's own loop."""
-        if self.scheduler is not None and self._by_epoch and not self.wants_metric:
+        """Step schedulers that epochs step, after `step` of a user's own loop."""
+        if self._by_epoch and self.optimizers.schedulers:
             self._seed_all(step, _NO_LAYER)  # as in the update with which an epoch of data ends
-            with user_code("the scheduler"):
-                self.scheduler.step()
+            self.optimizers.step_schedulers()
 
     def _finish_gradients(self, update: Update) -> None:
         gradients = [p.grad for p in self.parameters if p.grad is not None]
@@ -240,28 +182,6 @@ class Updater:
         """Drop the gradients."""
         for parameter in self._all:
             parameter.grad = None
-
-
-def _check_trains(built: torch.optim.Optimizer, own: Sequence[nn.Parameter]) -> None:
-    has = {id(p) for group in built.param_groups for p in group["params"]}
-    if not any(id(p) in has for p in own):
-        raise UsageError(
-            f"optimizer(params) returned {a_type(built)} with none of `params`, so this "
-            "stage would not be trained; pass `params` to it, and freeze parameters with "
-            "requires_grad_(False)"
-        )
-
-
-def _check_schedules(scheduler: Any, built: torch.optim.Optimizer) -> None:
-    kind = a_type(scheduler)
-    if not hasattr(scheduler, "step"):
-        raise UsageError(f"scheduler(optimizer) returned {kind}; return a learning-rate scheduler")
-    of = getattr(scheduler, "optimizer", built)
-    if isinstance(of, torch.optim.Optimizer) and of is not built:
-        raise UsageError(
-            f"scheduler(optimizer) returned {kind} of another optimizer, so this stage's "
-            "learning rate would not change; pass `optimizer` to it"
-        )
 
 
 def _shifted(name: str, first: int) -> str:

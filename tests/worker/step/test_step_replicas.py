@@ -29,6 +29,18 @@ def adam(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.Adam(parameters, lr=0.01)
 
 
+def kinds(parameters: Any) -> list[torch.optim.Optimizer]:
+    """Return an optimizer for matrices and one for all else, where there are such parameters."""
+    every = list(parameters)
+    large, small = [p for p in every if p.dim() > 1], [p for p in every if p.dim() < 2]
+    found: list[torch.optim.Optimizer] = []
+    if large:
+        found.append(torch.optim.SGD(large, lr=0.05, momentum=0.9))
+    if small:
+        found.append(torch.optim.AdamW(small, lr=0.01))
+    return found
+
+
 def net() -> list[nn.Module]:
     torch.manual_seed(3)
     return [nn.Linear(6, 8), nn.Tanh(), Noise(), nn.Linear(8, 6), nn.Linear(6, 2)]
@@ -46,6 +58,29 @@ def test_results_equal_the_loop_that_adds_replicas_in_order(replicas: int) -> No
                 copy.deepcopy(layers), mse, batches, way, microbatches=5, optimizer=adam
             )
             assert_equal(pipeline.train(len(batches)), expected, f"{replicas} x {stages}, {mode}")
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_several_optimizers_equal_those_of_the_loop(sharded: bool) -> None:
+    """A shard of a replica may lack parameters of one kind."""
+    layers, batches = [*net(), nn.LayerNorm(2)], data(*SIZES)
+    counts: set[int] = set()
+    for replicas in (1, 2):
+        expected = plain(copy.deepcopy(layers), mse, batches, 5, replicas, kinds)
+        for stages in (1, 3):
+            pipeline = Pipeline(
+                copy.deepcopy(layers),
+                mse,
+                batches,
+                filled(Placement.identity(stages, replicas)),
+                microbatches=5,
+                optimizer=kinds,
+                sharded=sharded,
+            )
+            assert_equal(pipeline.train(len(batches)), expected, f"{replicas} x {stages}")
+            updaters = [u for made in pipeline.copies for u in made.updaters.values()]
+            counts |= {len(updater.optimizers.all) for updater in updaters}
+    assert counts == ({1, 2} if sharded else {2})
 
 
 def test_one_replica_is_the_plain_loop_and_more_are_close() -> None:
@@ -326,7 +361,7 @@ def test_a_sharded_optimizer_equals_a_whole_one(replicas: int) -> None:
         assert_equal(pipeline.train(len(batches)), expected)
         for stage in range(stages):
             updaters = [replica.updaters[stage] for replica in pipeline.copies]
-            sizes = [len(u.optimizer.state) if u.optimizer else 0 for u in updaters]
+            sizes = [sum(len(one.state) for one in u.optimizers.all) for u in updaters]
             assert sizes == [len(shard) for shard in updaters[0].shards]
             assert max(sizes) < len(updaters[0].parameters)
 

@@ -1,0 +1,194 @@
+"""The optimizers of a stage and their schedulers, as the job's functions make them."""
+
+from __future__ import annotations
+
+import inspect
+import math
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from pipeworker.errors import UsageError, a_type
+from pipeworker.job.file import JobFile
+from pipeworker.job.signatures import call_scheduler
+from pipeworker.worker.blame import user_code
+
+Optimizer = torch.optim.Optimizer
+_Plateau = torch.optim.lr_scheduler.ReduceLROnPlateau
+
+
+@dataclass(slots=True)
+class StageOptimizers:
+    """The optimizers of a stage, none if it has nothing to train, and their schedulers.
+
+    Attributes:
+        returned: what the job's ``optimizer`` returned: one optimizer, or a list of them.
+        all: the optimizers.
+        leading: the optimizer with the first parameter that the stage trains. The model's first
+            one is on the first stage for any number of stages.
+        schedulers: for each optimizer its scheduler, or None; empty without schedulers.
+    """
+
+    returned: Optimizer | Sequence[Optimizer] | None = None
+    all: Sequence[Optimizer] = ()
+    leading: Optimizer | None = None
+    schedulers: Sequence[Any] = ()
+    _make_schedulers: Callable[[], Any] | None = None
+
+    @classmethod
+    def make(
+        cls, job: JobFile, arguments: Any, own: Sequence[nn.Parameter], steps: int
+    ) -> StageOptimizers:
+        """Call the job's ``optimizer`` and ``scheduler``, and check what they return.
+
+        Args:
+            job: the job with these functions.
+            arguments: what ``optimizer`` is called with.
+            own: the parameters that are updated, in model order.
+            steps: the number of steps of the job, 0 if unknown.
+
+        Raises:
+            UsageError: a function returned something else.
+            UserCodeError: a function raised.
+        """
+        with user_code("optimizer()", early=True):
+            returned = job.optimizer(arguments)
+        every = list(returned) if isinstance(returned, (list, tuple)) else [returned]
+        for one in every:
+            _check_optimizer(one, a_list=one is not returned)
+        leading = _leading(returned, every, own)
+        made = cls(returned, every, leading)
+        if job.scheduler is not None:
+            made._make_schedulers = partial(call_scheduler, job.scheduler, returned, steps)
+            with user_code("scheduler()", early=True):
+                schedulers = made._make_schedulers()
+            made.schedulers = _checked_schedulers(schedulers, made)
+        return made
+
+    @property
+    def wants_metric(self) -> bool:
+        """Whether a scheduler uses the evaluation loss."""
+        return any(isinstance(one, _Plateau) for one in self.schedulers)
+
+    @property
+    def learning_rate(self) -> float:
+        """The learning rate of the first group of the leading optimizer; NaN without one."""
+        return float(self.leading.param_groups[0]["lr"]) if self.leading else math.nan
+
+    def step(self) -> None:
+        """Step the optimizers, in their order."""
+        with user_code("the optimizer"):
+            for optimizer in self.all:
+                optimizer.step()
+
+    def step_schedulers(self) -> None:
+        """Step the schedulers, except those that use the evaluation loss."""
+        with user_code("the scheduler"):
+            for scheduler in self.schedulers:
+                if scheduler is not None and not isinstance(scheduler, _Plateau):
+                    scheduler.step()
+
+    def report_evaluation(self, loss: float) -> None:
+        """Step the schedulers that use the evaluation loss."""
+        with user_code("the scheduler"):
+            for scheduler in self.schedulers:
+                if isinstance(scheduler, _Plateau):
+                    scheduler.step(loss)
+
+    def restart_schedulers(self, count: int) -> None:
+        """Make the schedulers again, as they are after `count` calls of step.
+
+        The learning rates begin with those that the parameter groups began with.
+
+        Raises:
+            UserCodeError: a scheduler raised.
+        """
+        assert self._make_schedulers
+        for group in (group for optimizer in self.all for group in optimizer.param_groups):
+            if isinstance(group["lr"], torch.Tensor):
+                group["lr"].fill_(group["initial_lr"])
+            else:
+                group["lr"] = group["initial_lr"]
+        with user_code("the scheduler"), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that the optimizer makes no step in between
+            made = self._make_schedulers()
+            self.schedulers = made if isinstance(made, (list, tuple)) else [made]
+            for _ in range(count):
+                self.step_schedulers()
+
+
+def _check_optimizer(built: Any, *, a_list: bool) -> None:
+    what = f"optimizer(params) returned {'a list with ' if a_list else ''}{a_type(built)}"
+    if not isinstance(built, Optimizer):
+        raise UsageError(f"{what}; return a torch.optim.Optimizer, or a list of them")
+    closure = inspect.signature(built.step).parameters.get("closure")
+    if isinstance(built, torch.optim.LBFGS) or (
+        closure is not None and closure.default is inspect.Parameter.empty
+    ):
+        raise UsageError(
+            f"{what}, which evaluates the model inside its step; a pipeline cannot do that, choose "
+            "another optimizer"
+        )
+
+
+def _leading(
+    returned: Any, every: Sequence[Optimizer], own: Sequence[nn.Parameter]
+) -> Optimizer | None:
+    """Return the optimizer that has the first of a stage's parameters that any has."""
+    optimizer_of: dict[int, Optimizer] = {}
+    for optimizer in every:
+        ids = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        if ids & optimizer_of.keys():
+            raise UsageError(
+                "optimizer(params) returned two optimizers with the same parameter; give each "
+                "parameter to one of them"
+            )
+        optimizer_of |= dict.fromkeys(ids, optimizer)
+    leading = next((optimizer_of[id(p)] for p in own if id(p) in optimizer_of), None)
+    if leading is None:
+        raise UsageError(
+            f"optimizer(params) returned {a_type(returned)} with none of `params`, so this stage "
+            "would not be trained; pass `params` to it, and freeze parameters with "
+            "requires_grad_(False)"
+        )
+    return leading
+
+
+def _checked_schedulers(returned: Any, optimizers: StageOptimizers) -> Sequence[Any]:
+    """Return the scheduler of each optimizer.
+
+    For several optimizers they are a list, so that none is left to one that another stage lacks.
+    """
+    every = optimizers.all
+    if optimizers.returned is every[0]:
+        schedulers = [returned]
+    elif isinstance(returned, (list, tuple)) and len(returned) == len(every):
+        schedulers = list(returned)
+    else:
+        is_list = isinstance(returned, (list, tuple))
+        found = f"a list of {len(returned)}" if is_list else a_type(returned)
+        raise UsageError(
+            f"scheduler(optimizer) returned {found} for a list of {len(every)} optimizers; return "
+            "a list with a scheduler, or None, for each of them"
+        )
+    for scheduler, optimizer in zip(schedulers, every, strict=True):
+        if scheduler is not None or optimizer is optimizers.returned:
+            _check_scheduler(scheduler, optimizer)
+    return schedulers
+
+
+def _check_scheduler(scheduler: Any, built: Optimizer) -> None:
+    kind = a_type(scheduler)
+    if not hasattr(scheduler, "step"):
+        raise UsageError(f"scheduler(optimizer) returned {kind}; return a learning-rate scheduler")
+    of = getattr(scheduler, "optimizer", built)
+    if isinstance(of, Optimizer) and of is not built:
+        raise UsageError(
+            f"scheduler(optimizer) returned {kind} of another optimizer, so this stage's "
+            "learning rate would not change; pass `optimizer` to it"
+        )
