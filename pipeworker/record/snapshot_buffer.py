@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -11,9 +11,9 @@ import torch
 from pipeworker.errors import PipeworkerError
 from pipeworker.record.json_state import Tensors
 from pipeworker.record.manifest import WorkerFiles
-from pipeworker.record.snapshot_memory import SnapshotMemory
+from pipeworker.record.snapshot_memory import Chunk, SnapshotMemory
 from pipeworker.record.stage_state import StageState, WorkerContent
-from pipeworker.record.tensor_file import file_layout
+from pipeworker.record.tensor_file import TensorInfo, file_layout
 
 CopyPairs = list[tuple[torch.Tensor, torch.Tensor]]
 """Copies to make: the target and the source of each, of one shape and dtype."""
@@ -38,7 +38,7 @@ class SafetensorsLayout:
         Raises:
             OSError: there is not enough memory.
         """
-        infos = {name: (t.dtype, tuple(t.shape)) for name, t in tensors.items()}
+        infos = _infos(tensors)
         contents = list(infos.items()), dict(metadata)
         if contents != self._contents:
             self._contents, self._views = None, {}
@@ -103,7 +103,7 @@ class SnapshotBuffer:
 
     def commit(self, step: int) -> None:
         """Complete the snapshot: it is the state after `step`."""
-        self.memory.write(2, json.dumps({**self._plain, "step": step}).encode())
+        self.memory.write(2, _plain_file(self._plain, step))
 
     def fill(
         self,
@@ -111,11 +111,60 @@ class SnapshotBuffer:
         stages: Sequence[StageState],
         elsewhere: Collection[int] = (),
         position: Mapping[str, Any] | None = None,
-    ) -> None:
-        """Make a whole snapshot of the state after `step` at once; see :meth:`begin`."""
-        for view, tensor in self.begin(stages, elsewhere, position) or ():
+        most: Callable[[], int] | None = None,
+    ) -> bool:
+        """Make a whole snapshot of the state after `step` at once; see :meth:`begin`.
+
+        Return whether it was made: the memory may not grow by more than `most` returns.
+        """
+        pairs = self.begin(stages, elsewhere, position, most)
+        if pairs is None:
+            return False
+        for view, tensor in pairs:
             view.copy_(tensor)
         self.commit(step)
+        return True
+
+
+def file_contents(
+    step: int,
+    stages: Sequence[StageState],
+    elsewhere: Collection[int] = (),
+    position: Mapping[str, Any] | None = None,
+) -> tuple[Iterator[Chunk], Iterator[Chunk], Iterator[Chunk]]:
+    """Return the bytes of the files of a snapshot that is not in memory.
+
+    A tensor is copied only if it is on an accelerator or not contiguous, one at a time. See
+    :meth:`WorkerContent.of` for the arguments.
+
+    Raises:
+        UsageError: a state holds something else than tensors and plain values.
+    """
+    content = WorkerContent.of(stages, elsewhere, position)
+    weights, others = content.headers()
+    plain = memoryview(_plain_file(content.plain, step))
+    return (
+        _tensor_chunks(content.weights, weights),
+        _tensor_chunks(content.others, others),
+        iter([plain]),
+    )
+
+
+def _tensor_chunks(tensors: Tensors, metadata: Mapping[str, str]) -> Iterator[Chunk]:
+    header, ranges = file_layout(_infos(tensors), metadata)
+    yield memoryview(header)
+    for name in ranges:  # by their place in the file
+        if tensors[name].numel():
+            whole = tensors[name].detach().resolve_conj().resolve_neg().cpu().contiguous()
+            yield memoryview(whole.reshape(-1).view(torch.uint8).numpy())
+
+
+def _infos(tensors: Tensors) -> dict[str, TensorInfo]:
+    return {name: (t.dtype, tuple(t.shape)) for name, t in tensors.items()}
+
+
+def _plain_file(plain: Mapping[str, Any], step: int) -> bytes:
+    return json.dumps({**plain, "step": step}).encode()
 
 
 def snapshot_files(memory: SnapshotMemory, step: int) -> WorkerFiles:

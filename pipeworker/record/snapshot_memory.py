@@ -14,7 +14,7 @@ import signal
 import sys
 import threading
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -23,6 +23,8 @@ from pipeworker.facts.checkpoint_file import CheckpointFile
 from pipeworker.record.atomic_file import open_file
 from pipeworker.record.rundir import located
 
+Chunk = memoryview
+"""Bytes of a file, valid until the next ones are requested."""
 _CHUNK = 1 << 18
 _NICENESS = 10
 
@@ -81,7 +83,14 @@ class SnapshotMemory:
 def write_files(
     handles: Sequence[int], folder: Path, names: Sequence[str]
 ) -> tuple[CheckpointFile, ...]:
-    """Write the files of a snapshot into a folder; they are on disk when this returns.
+    """Write the files of a snapshot in memory into a folder; see :func:`write_chunks`."""
+    return write_chunks([_chunks(handle) for handle in handles], folder, names)
+
+
+def write_chunks(
+    files: Sequence[Iterable[Chunk]], folder: Path, names: Sequence[str]
+) -> tuple[CheckpointFile, ...]:
+    """Write files, each given as its bytes in order; they are on disk when this returns.
 
     Raises:
         RecordError: a file cannot be written.
@@ -91,25 +100,32 @@ def write_files(
         for made in (folder.parent, folder):  # not the run directory: it may have been moved
             made.mkdir(exist_ok=True)
         found = []
-        for handle, name in zip(handles, names, strict=True):
+        for chunks, name in zip(files, names, strict=True):
             path = folder / name
-            found.append(_write_file(handle, path))
+            found.append(_write_file(chunks, path))
         return tuple(found)
     except OSError as error:
         raise RecordError(located(path), error) from None
 
 
-def _write_file(handle: int, path: Path) -> CheckpointFile:
-    """Copy through a buffer that stays in the cache: a mapping would cost a fault a page."""
+def _chunks(handle: int) -> Iterator[Chunk]:
+    """Read through a buffer that stays in the cache: a mapping would cost a fault a page."""
     buffer = memoryview(bytearray(_CHUNK))
+    start = 0
+    while count := os.preadv(handle, [buffer], start):
+        yield buffer[:count]
+        start += count
+
+
+def _write_file(chunks: Iterable[Chunk], path: Path) -> CheckpointFile:
     checksum = written = 0
     with open_file(path, "wb", buffering=0) as file:
-        while count := os.preadv(handle, [buffer], written):
-            checksum = zlib.crc32(buffer[:count], checksum)
+        for chunk in chunks:
+            checksum = zlib.crc32(chunk, checksum)
             done = 0
-            while done < count:
-                done += file.write(buffer[done:count])
-            written += count
+            while done < len(chunk):
+                done += file.write(chunk[done:])
+            written += len(chunk)
         os.fsync(file.fileno())
     return CheckpointFile(path.name, written, checksum)
 

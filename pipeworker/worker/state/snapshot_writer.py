@@ -20,8 +20,8 @@ from pipeworker.facts.checkpoint_file import CheckpointFile
 from pipeworker.host import cgroups, streams
 from pipeworker.host.lifetime import command
 from pipeworker.record.manifest import file_names
-from pipeworker.record.snapshot_buffer import CopyPairs, SnapshotBuffer
-from pipeworker.record.snapshot_memory import SnapshotMemory, write_files
+from pipeworker.record.snapshot_buffer import CopyPairs, SnapshotBuffer, file_contents
+from pipeworker.record.snapshot_memory import SnapshotMemory, write_chunks, write_files
 from pipeworker.record.stage_state import StageState
 from pipeworker.wire.messages.checkpoint import Copy, Save, Saved
 from pipeworker.worker.device.device import peak_resident
@@ -95,7 +95,8 @@ class SnapshotWriter:
 
         Weights and optimizer state do not change until the next update, so a thread copies them
         while the next step runs. Everything else is copied at once. `elsewhere` has the ids of
-        parameters whose optimizer state another stage writes.
+        parameters whose optimizer state another stage writes. If there is too little memory for a
+        copy, no snapshot is made, and a checkpoint is written at once.
 
         Raises:
             OSError: there is not enough memory.
@@ -106,7 +107,11 @@ class SnapshotWriter:
             self._mirror = make_mirror()
         began = time.monotonic()
         buffer = self._buffers[copy.slot]
-        pairs = buffer.begin(parts, elsewhere, position, None if copy.save else self._room)
+        room = self._free if copy.save else self._room
+        pairs = buffer.begin(parts, elsewhere, position, room)
+        if pairs is None and copy.save:
+            self._send(self._write_directly(copy.step, parts, elsewhere, position))
+            return
         if pairs is None:  # the coordinator still waits for it, and requests no other
             self.lacked_memory = True
             streams.note(f"no snapshot of step {copy.step}: too little memory is available")
@@ -132,7 +137,8 @@ class SnapshotWriter:
         self._raise()
         buffer = self._buffers[save.slot]
         try:
-            buffer.fill(save.step, parts, elsewhere, position)
+            if not buffer.fill(save.step, parts, elsewhere, position, self._free):
+                return self._write_directly(save.step, parts, elsewhere, position)
             files = write_files(buffer.memory.handles, self._folder(save.step), self._names)
         except RecordError as error:
             return Saved(self._rank, save.step, error=str(error))
@@ -154,16 +160,37 @@ class SnapshotWriter:
         while self._own_memories:
             self._own_memories.pop().close()
 
+    def _free(self) -> int:
+        """Return the bytes of memory that this worker may use for its next copy.
+
+        The next step may take as much memory again as this process has released since its peak.
+        """
+        released = max(0, peak_resident() - psutil.Process().memory_info().rss)
+        return cgroups.available_memory() // self._sharing - released
+
     def _room(self) -> int:
         """Return the bytes by which one of this worker's snapshots may grow.
 
-        The next step may take as much memory again as this process has released since its peak. All
-        slots get the same share: a single snapshot could never be replaced by a newer one.
+        All slots get the same share: a single snapshot could never be replaced by a newer one.
         """
-        released = max(0, peak_resident() - psutil.Process().memory_info().rss)
         empty = sum(not buffer.memory.size for buffer in self._buffers)
-        own = cgroups.available_memory() // self._sharing - released
-        return own // (_SPARE * max(1, empty))
+        return self._free() // (_SPARE * max(1, empty))
+
+    def _write_directly(
+        self, step: int, parts: Sequence[StageState], elsewhere: set[int], position: Position
+    ) -> Saved:
+        """Write this worker's part of a checkpoint from the state itself, after earlier writes."""
+        streams.note(
+            f"the checkpoint of step {step} is written before the next step: too little memory is "
+            "available to copy it"
+        )
+        self._writes.finish()
+        contents = file_contents(step, parts, elsewhere, position)
+        try:
+            files = write_chunks(contents, self._folder(step), self._names)
+        except RecordError as error:
+            return Saved(self._rank, step, error=str(error))
+        return Saved(self._rank, step, files)
 
     def _failed(self, error: BaseException) -> None:
         """Have the main thread raise a thread's exception when it next calls."""

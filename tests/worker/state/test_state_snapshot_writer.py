@@ -9,6 +9,7 @@ import queue
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import NoReturn
 
@@ -21,9 +22,9 @@ from pipeworker.facts.layer_names import LayerNames
 from pipeworker.host import cgroups, lifetime
 from pipeworker.record.snapshot_buffer import SnapshotBuffer, snapshot_files
 from pipeworker.record.snapshot_memory import SnapshotMemory
-from pipeworker.record.stage_state import StageState
+from pipeworker.record.stage_state import OptimizerState, StageState
 from pipeworker.record.tensor_file import TensorFile
-from pipeworker.wire.messages.checkpoint import Copy, Saved
+from pipeworker.wire.messages.checkpoint import Copy, Save, Saved
 from pipeworker.worker.state import snapshot_writer
 from pipeworker.worker.state.snapshot_writer import SnapshotWriter
 
@@ -191,6 +192,42 @@ def test_snapshots_in_all_slots_take_half_of_the_memory_or_there_are_none(
     available -= layer_writer.memories[0].size
     layer_writer.copy(3, 1)
     assert layer_writer.writer.complete[0] == 3
+
+
+@pytest.mark.parametrize("beside_steps", [True, False])
+def test_a_checkpoint_is_written_without_a_copy_where_memory_is_short(
+    layer_writer: WriterOfLayer,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    *,
+    beside_steps: bool,
+) -> None:
+    """The files are the same, byte for byte."""
+    writer, folder = layer_writer.writer, layer_writer.folder
+    optimizer = torch.optim.Adam(layer_writer.layer.parameters())
+    for parameter in layer_writer.layer.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    parts = [replace(part, updates=[OptimizerState(optimizer)]) for part in layer_writer.parts]
+    parts[0].layers[0].register_buffer("rows", torch.ones(3, 2).T, persistent=False)
+    monkeypatch.setattr(cgroups, "available_memory", lambda: 0)
+    if beside_steps:
+        writer.copy(Copy(1, 0, save=True), parts, set(), {"at": 3})
+        writer.wait_copied()
+        saved = layer_writer.sent.get_nowait()
+    else:
+        saved = writer.save(Save(1, 0), parts, set(), {"at": 3})
+    assert (
+        "checkpoint of step 1 is written before the next step: too little" in capfd.readouterr()[1]
+    )
+    assert not any(memory.size for memory in layer_writer.memories)
+    direct = {file.name: (folder / "1" / file.name).read_bytes() for file in saved.files}
+    monkeypatch.undo()
+    again = writer.save(Save(1, 0), parts, set(), {"at": 3})
+    assert again == saved
+    assert layer_writer.memories[0].size
+    for name, content in direct.items():
+        assert (folder / "1" / name).read_bytes() == content, name
 
 
 def test_memory_that_the_next_step_takes_again_is_not_available(
