@@ -56,6 +56,7 @@ PURE = [
     *("pipeworker.job.options", "pipeworker.job.resume_options"),
     *("pipeworker.wire.messages", "pipeworker.wire.codec", "pipeworker.wire.lines"),
     *("pipeworker.display.text", "pipeworker.display.figures", "pipeworker.display.summary"),
+    "pipeworker.display.plan",
     *("launcher.spec", "launcher.supervisor"),
     *("launcher.engines.pod", "launcher.engines.manifests"),
 ]

@@ -1,0 +1,38 @@
+"""How the figures of a plan are written."""
+
+from __future__ import annotations
+
+
+def seconds_text(seconds: float) -> str:
+    """Format a time as ``1.2 s``, ``34 ms`` or ``5.6 µs``, with two or three digits."""
+    for unit, factor in (("s", 1.0), ("ms", 1e3), ("µs", 1e6)):
+        value = seconds * factor
+        if value >= 1 or unit == "µs":
+            break
+    digits = 0 if value >= 100 or not value else 1 if value >= 10 else 2
+    return f"{value:.{digits}f} {unit}"
+
+
+def rate_text(rate: float) -> str:
+    """Format a number of samples a second."""
+    return f"{rate:.0f}" if rate >= 100 else f"{rate:.3g}"
+
+
+def count_text(count: int) -> str:
+    """Format a number of parameters as ``12``, ``3.4k``, ``56M`` or ``1.2G``."""
+    value = float(count)
+    for unit in ("", "k", "M", "G", "T"):
+        if value < 1000 or unit == "T":
+            break
+        value /= 1000
+    return f"{value:.1f}{unit}" if unit and value < 10 else f"{value:.0f}{unit}"
+
+
+def bytes_text(size: int) -> str:
+    """Format a size in bytes as ``12 B``, ``56 MB`` or ``1.2 GB``, by powers of 1000."""
+    value = float(size)
+    for unit in ("B", "kB", "MB", "GB", "TB"):
+        if value < 1000 or unit == "TB":
+            break
+        value /= 1000
+    return f"{value:.1f} {unit}" if unit != "B" and value < 100 else f"{value:.0f} {unit}"

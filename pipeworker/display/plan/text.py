@@ -1,0 +1,159 @@
+"""A plan as text for a terminal: a table by stage, a timeline, and other choices beside it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from itertools import groupby
+
+from pipeworker.display.plan.figures import bytes_text, count_text, rate_text, seconds_text
+from pipeworker.display.plan.view import PlanView, StageView
+from pipeworker.display.text import table
+from pipeworker.plan.actions import Kind
+from pipeworker.plan.simulate import Span
+
+LETTERS = {
+    Kind.FORWARD: "F",
+    Kind.RECOMPUTE: "R",
+    Kind.BACKWARD: "B",
+    Kind.BACKWARD_INPUT: "I",
+    Kind.BACKWARD_WEIGHT: "W",
+}
+NAMES = {
+    Kind.FORWARD: "forward",
+    Kind.RECOMPUTE: "recompute",
+    Kind.BACKWARD: "backward",
+    Kind.BACKWARD_INPUT: "backward, input part",
+    Kind.BACKWARD_WEIGHT: "backward, weight part",
+}
+"""What each kind of action is called, in the order of a legend."""
+Run = tuple[str, "Kind | None"]
+"""Some characters of a timeline, and the kind of their action; None where a worker is idle."""
+_IDLE, _FILL = "·", "─"
+_LEAST = 20
+"""The fewest columns of a timeline: on a narrower terminal lines are longer than it."""
+
+
+def lines_of(view: PlanView, width: int) -> Iterator[str]:
+    """Yield the lines of a plan without colours, its timeline in `width` columns."""
+    yield from summary(view)
+    yield ""
+    yield from stage_table(view)
+    yield ""
+    yield from ("".join(text for text, _ in row) for row in timeline_rows(view, width))
+    yield legend(view)
+    if len(view.choices) > 1:
+        yield ""
+        yield from choice_table(view)
+
+
+def summary(view: PlanView) -> Iterator[str]:
+    """Yield the plan, its predicted figures, and why it is so."""
+    planned = view.planned
+    yield f"{view.title}, {view.samples} samples a mini-batch"
+    if view.measured:
+        yield (
+            f"step {seconds_text(planned.step_seconds)}, "
+            f"{rate_text(view.samples_per_second)} samples/s, bubble {planned.timing.bubble:.1%}"
+        )
+    else:
+        yield f"bubble {planned.timing.bubble:.1%}, from counted operations: nothing was measured"
+    yield from planned.why
+
+
+def stage_table(view: PlanView) -> list[str]:
+    """Return a table with a row for each stage; times are those of a step."""
+    looped = view.planned.virtual_stages > 1
+    head = ["stage", *(["worker"] if looped else []), "layers", "parameters"]
+    head += ["forward", "recompute", "backward", "memory", "limit", "recompute mode"]
+    total = sum(stage.seconds for stage in view.stages)
+
+    def time(seconds: float) -> str:
+        if not seconds:
+            return "-"
+        return seconds_text(seconds) if view.measured else f"{seconds / total:.1%}"
+
+    def cells(stage: StageView) -> list[str]:
+        first, stop = stage.layers
+        limit = "-" if stage.limit is None else bytes_text(stage.limit)
+        return [
+            str(stage.stage),
+            *([str(stage.worker)] if looped else []),
+            f"{first}-{stop - 1}" if stop - first > 1 else str(first),
+            count_text(stage.parameters),
+            *(time(seconds) for seconds in (stage.forward, stage.recompute, stage.backward)),
+            bytes_text(stage.memory),
+            limit,
+            stage.mode,
+        ]
+
+    rows = [head, *map(cells, view.stages)]
+    return table(rows, right=range(len(head) - 1))
+
+
+def choice_table(view: PlanView) -> list[str]:
+    """Return a table of plans side by side; this plan is marked."""
+    head = ["", "schedule", "stages", "step", "samples/s", "bubble", "memory", ""]
+    rows = [head]
+    for one in view.choices:
+        virtual = f" × {one.virtual_stages}" if one.virtual_stages > 1 else ""
+        name = ["*" if view.is_chosen(one) else "", one.order, f"{one.stages}{virtual}"]
+        if one.problem:
+            rows.append([*name, "-", "-", "-", "-", one.problem])
+            continue
+        rows.append(
+            [
+                *name,
+                seconds_text(one.step_seconds) if view.measured else "-",
+                rate_text(one.samples_per_second) if view.measured else "-",
+                f"{one.bubble:.1%}",
+                bytes_text(one.memory),
+                "" if one.fits else "does not fit",
+            ]
+        )
+    return table(rows, right=range(2, 7))
+
+
+def timeline_rows(view: PlanView, width: int) -> list[list[Run]]:
+    """Return the rows of a timeline to scale, `width` columns wide: one for each worker."""
+    labels = view.rows
+    margin = max(map(len, labels), default=0) + 2
+    columns = max(width - margin, _LEAST)
+    end = view.planned.timing.makespan
+    return [
+        [(label.ljust(margin), None), *_runs(spans, end, columns)]
+        for label, spans in zip(labels, view.spans, strict=True)
+    ]
+
+
+def _runs(spans: Sequence[Span], end: float, columns: int) -> Iterator[Run]:
+    """Yield what a worker does, in `columns` characters."""
+    cells = _cells(spans, end, columns)
+    for span in spans:
+        label = f"{LETTERS[span.action.kind]}{span.action.microbatch}"
+        first, last = (round(columns * time / end) for time in (span.start, span.end))
+        if len(label) <= last - first:
+            for at, character in enumerate(label.ljust(last - first, _FILL), first):
+                cells[at] = character, span.action.kind
+    for kind, same in groupby(cells, key=lambda cell: cell[1]):
+        yield "".join(character for character, _ in same), kind
+
+
+def _cells(spans: Sequence[Span], end: float, columns: int) -> list[Run]:
+    """Return for each character the kind that takes most of its time."""
+    shares: list[dict[Kind | None, float]] = [{None: 1.0} for _ in range(columns)]
+    for (kind, *_), start, stop in spans:
+        left, right = columns * start / end, columns * stop / end
+        for at in range(int(left), min(math.ceil(right), columns)):
+            share = min(right, at + 1) - max(left, at)
+            shares[at][kind] = shares[at].get(kind, 0.0) + share
+            shares[at][None] -= share
+    most = [max(share, key=lambda kind: share[kind]) for share in shares]
+    return [(_IDLE if kind is None else LETTERS[kind], kind) for kind in most]
+
+
+def legend(view: PlanView) -> str:
+    """Return what the letters of a timeline mean, for the kinds that occur."""
+    kinds = {action.kind for spans in view.spans for action, _, _ in spans}
+    found = [f"{LETTERS[kind]} {name}" for kind, name in NAMES.items() if kind in kinds]
+    return "   ".join([*found, f"{_IDLE} idle"])

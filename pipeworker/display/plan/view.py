@@ -1,0 +1,182 @@
+"""What a plan says about each stage and about other choices, as all of its displays show it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from pipeworker.facts.layer_facts import NetworkFacts
+from pipeworker.plan.actions import INPUTS, Kind
+from pipeworker.plan.partition import ranges
+from pipeworker.plan.planned import Planned
+from pipeworker.plan.simulate import Span, timeline
+
+
+@dataclass(frozen=True, slots=True)
+class StageView:
+    """What a plan says about one stage.
+
+    Attributes:
+        layers: half-open range of its layers.
+        parameters: number of elements of its parameters.
+        forward: seconds of its forwards in a step; `recompute` and `backward` likewise.
+        memory: predicted peak bytes of its worker, with all of its stages.
+        limit: bytes that its worker may use; None without a limit.
+        mode: its recompute mode.
+    """
+
+    stage: int
+    worker: int
+    layers: tuple[int, int]
+    parameters: int
+    forward: float
+    recompute: float
+    backward: float
+    memory: int
+    limit: int | None
+    mode: str
+
+    @property
+    def seconds(self) -> float:
+        """Seconds for which the stage computes in a step."""
+        return self.forward + self.recompute + self.backward
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """A plan for another schedule or another number of stages, or the reason why there is none.
+
+    Attributes:
+        order: the value of ``--schedule``.
+        stages: the value of ``--stages``.
+        virtual_stages: stages of each worker.
+        memory: predicted peak bytes of the worker that needs most.
+        fits: whether each worker stays within its limit.
+        problem: why there is no plan, else empty.
+    """
+
+    order: str
+    stages: int
+    virtual_stages: int = 1
+    microbatches: int = 0
+    step_seconds: float = 0.0
+    samples_per_second: float = 0.0
+    bubble: float = 0.0
+    memory: int = 0
+    fits: bool = False
+    problem: str = ""
+
+    @staticmethod
+    def of(planned: Planned, samples: int) -> Choice:
+        """Return a plan as a choice; `samples` are those of a mini-batch."""
+        limits = zip(planned.memory, planned.limits, strict=True)
+        return Choice(
+            planned.order,
+            planned.schedule.placement.workers,
+            planned.virtual_stages,
+            planned.schedule.microbatches,
+            planned.step_seconds,
+            samples / planned.step_seconds if planned.step_seconds else 0.0,
+            planned.timing.bubble,
+            max(planned.memory, default=0),
+            all(limit is None or memory <= limit for memory, limit in limits),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class PlanView:
+    """A plan with everything that its displays need.
+
+    Attributes:
+        samples: samples of a mini-batch.
+        measured: whether seconds were measured; else they are shares of counted operations.
+        spans: when each worker computes what, by worker.
+        choices: this plan among plans for other schedules and numbers of stages.
+    """
+
+    planned: Planned
+    samples: int
+    measured: bool
+    stages: tuple[StageView, ...]
+    spans: tuple[tuple[Span, ...], ...]
+    choices: tuple[Choice, ...] = ()
+
+    @staticmethod
+    def of(planned: Planned, facts: NetworkFacts, choices: Sequence[Choice] = ()) -> PlanView:
+        """Return the view of a plan that was made from `facts`."""
+        schedule, costs = planned.schedule, planned.costs
+        counts = Counter((a.kind, a.stage) for actions in schedule.workers for a in actions)
+        whole = (*INPUTS, Kind.BACKWARD_WEIGHT)
+
+        def seconds(stage: int, *kinds: Kind) -> float:
+            return sum(counts[kind, stage] * costs.of(kind, stage) for kind in kinds)
+
+        stages = tuple(
+            StageView(
+                stage,
+                worker,
+                layers,
+                sum(layer.parameters for layer in facts.layers[slice(*layers)]),
+                seconds(stage, Kind.FORWARD),
+                seconds(stage, Kind.RECOMPUTE),
+                seconds(stage, *whole),
+                planned.memory[worker],
+                planned.limits[worker],
+                planned.recompute[stage],
+            )
+            for stage, (worker, layers) in enumerate(
+                zip(schedule.placement.owners, ranges(planned.balance), strict=True)
+            )
+        )
+        return PlanView(
+            planned,
+            facts.samples * schedule.microbatches * schedule.placement.replicas,
+            facts.measured,
+            stages,
+            timeline(schedule, costs),
+            tuple(choices),
+        )
+
+    @property
+    def samples_per_second(self) -> float:
+        """Samples that a step of the plan trains on in a second."""
+        seconds = self.planned.step_seconds
+        return self.samples / seconds if seconds else 0.0
+
+    def is_chosen(self, choice: Choice) -> bool:
+        """Return whether a choice is this plan."""
+        planned = self.planned
+        return (choice.order, choice.stages, choice.virtual_stages) == (
+            planned.order,
+            planned.schedule.placement.workers,
+            planned.virtual_stages,
+        )
+
+    @property
+    def title(self) -> str:
+        """The plan in a line: stages, micro-batches, schedule."""
+        schedule = self.planned.schedule
+        stages = stages_text(schedule.placement.stages)
+        return f"{stages}, {microbatches_text(schedule.microbatches)}, {schedule.name}"
+
+    @property
+    def rows(self) -> tuple[str, ...]:
+        """A label for each worker: the stages that it holds."""
+        held = self.planned.schedule.placement.held
+        return tuple(
+            f"stage{'s' * (len(some) > 1)} {', '.join(map(str, some))}"
+            if len(some) < 4
+            else f"stages {some[0]} … {some[-1]}"
+            for some in held
+        )
+
+
+def stages_text(count: int) -> str:
+    """Return a number of stages with its noun."""
+    return f"{count} stage{'s' * (count != 1)}"
+
+
+def microbatches_text(count: int) -> str:
+    """Return a number of micro-batches with its noun."""
+    return f"{count} micro-batch{'es' * (count != 1)}"
