@@ -20,16 +20,18 @@ END = "end"
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """The costs of one micro-batch by stage, and of transfers by payload, in any unit.
+    """The costs of one micro-batch by stage, and of transfers, in any unit.
 
     A recompute costs as much as a forward. The second part of a split backward costs what the first
-    (`backward_input`) leaves of `backward`.
+    (`backward_input`) leaves of `backward`. A transfer costs what `transfers` has for its channel,
+    or else what `transfer` has for its payload.
     """
 
     forward: tuple[float, ...]
     backward: tuple[float, ...]
     backward_input: tuple[float, ...]
     transfer: Mapping[Payload, float] = field(default_factory=dict)
+    transfers: Mapping[Edge, float] = field(default_factory=dict)
 
     @staticmethod
     def even(stages: int, forward: float = 1.0, backward: float = 2.0) -> Costs:
@@ -48,6 +50,11 @@ class Costs:
             case Kind.BACKWARD_WEIGHT:
                 return self.backward[stage] - self.backward_input[stage]
         return 0.0
+
+    def of_transfer(self, edge: Edge) -> float:
+        """Return what a transfer over a channel costs."""
+        cost = self.transfers.get(edge)
+        return self.transfer.get(edge.payload, 0.0) if cost is None else cost
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,7 +186,7 @@ class _Channel:
     def __init__(self, edge: Edge, capacity: int | None, costs: Costs) -> None:
         self.payload = edge.payload.value
         self.unbounded = capacity is None
-        self.transfer = costs.transfer.get(edge.payload, 0.0)
+        self.transfer = costs.of_transfer(edge)
         self.frames: deque[float] = deque()
         self.slots: deque[float] = deque([0.0] * (1 if capacity is None else capacity))
         self.waiting = -1  # the worker that waits at it

@@ -1,0 +1,124 @@
+"""The plan for one order: balance, recompute modes, step time and memory, with the reasons."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from pipeworker.facts.layer_facts import NetworkFacts
+from pipeworker.plan.check import check
+from pipeworker.plan.orders import Order
+from pipeworker.plan.partition import block, check_balance, even, ranges
+from pipeworker.plan.placement import Placement
+from pipeworker.plan.planned import Planned
+from pipeworker.plan.planner.balance import best_balance, lacking, size
+from pipeworker.plan.planner.costs import stage_costs
+from pipeworker.plan.planner.stages import Divisions, Judged
+from pipeworker.plan.simulate import simulate
+
+
+def plan_order(
+    facts: NetworkFacts,
+    order: Order,
+    placement: Placement,
+    microbatches: int,
+    *,
+    balance: Sequence[int] | None = None,
+    recompute: Sequence[str] = (),
+    copies: int = 0,
+) -> Planned:
+    """Plan a network under an order: the shortest simulated step that fits into the memory.
+
+    Args:
+        facts: facts of the layers, for a micro-batch, and of the workers of a replica.
+        order: the order in which the stages run.
+        placement: which worker of which replica holds which stages.
+        microbatches: number of micro-batches of a mini-batch, over all replicas.
+        balance: layers of each stage; None to choose them.
+        recompute: recompute mode of each stage; empty to choose them.
+        copies: how many snapshots of the state are in the worker's memory.
+
+    Raises:
+        UsageError: nothing fits into the memory, or there are more stages than layers. A plan with
+            both a balance and recompute modes given is made whether it fits or not.
+    """
+    count = len(block(microbatches, placement.replicas, 0))
+    divisions = Divisions(facts, order, placement.copies(1), count, recompute, copies)
+    if balance is None:
+        found = best_balance(divisions)
+    else:
+        given = check_balance(tuple(balance), divisions.layers, divisions.stages)
+        found = divisions.judge(given)
+        if found.excess and not recompute:
+            raise lacking(divisions, found)
+    chosen = balance is None
+    return planned(divisions, found, placement, [*_why(divisions, found, chosen=chosen)])
+
+
+def planned(
+    divisions: Divisions, found: Judged, placement: Placement, why: Sequence[str]
+) -> Planned:
+    """Return the plan of a judged balance, with its checked schedule."""
+    divided = ranges(found.balance)
+    schedule = divisions.order.build(
+        placement, divisions.microbatches, found.modes, *divisions.pairs(found.balance)
+    )
+    check(schedule)
+    costs = stage_costs(divisions.costs, divided, placement)
+    updates = [
+        sum(divisions.stage(stage, divided[stage])[0].update for stage in held)
+        for held in placement.held
+    ]
+    return Planned(
+        schedule,
+        divisions.order.name,
+        found.balance,
+        found.modes,
+        costs,
+        simulate(schedule, costs),
+        max(updates),
+        divisions.peaks(found.balance),
+        divisions.limits,
+        tuple(why),
+    )
+
+
+def _why(divisions: Divisions, found: Judged, *, chosen: bool) -> Iterator[str]:
+    """Yield what decided the balance and the recompute modes."""
+    if chosen:
+        usual = even(divisions.layers, divisions.stages)
+        other = divisions.judge(usual)
+        shown = ",".join(map(str, found.balance))
+        if found.balance == usual:
+            yield f"balance {shown}: no other balance makes a step shorter"
+        elif other.excess:
+            yield f"balance {shown}: even stages would not fit into the memory"
+        else:
+            gain = 1 - found.seconds / other.seconds
+            yield f"balance {shown}: a step takes {gain:.0%} less time than with even stages"
+    if not divisions.recompute:
+        again = [stage for stage, mode in enumerate(found.modes) if mode != "never"]
+        if again:
+            yield _why_recompute(divisions, found, again)
+
+
+def _why_recompute(divisions: Divisions, found: Judged, again: Sequence[int]) -> str:
+    """Return which stages recompute, and what the fullest of their workers would need without."""
+    divided, placement = ranges(found.balance), divisions.placement
+    lacks = []
+    for worker in sorted({placement.owners[stage] for stage in again}):
+        limit = divisions.limits[worker]
+        if limit is not None:
+            layers = [divided[stage] for stage in placement.held[worker]]
+            without = divisions.peak(worker, layers, ["never"] * len(layers))
+            lacks.append((without - limit, -worker, without, limit))
+    _, _, without, limit = max(lacks)
+    stages = f"stage{'s' * (len(again) > 1)} {listed(again)}"
+    return f"recompute on {stages}: {size(without)} without, of {size(limit)}"
+
+
+def listed(numbers: Sequence[int]) -> str:
+    """Return numbers for people: ``0``, ``0 and 1``, ``0, 1 and 5``, or ``0 to 5``."""
+    if len(numbers) > 2 and list(numbers) == list(range(numbers[0], numbers[-1] + 1)):
+        return f"{numbers[0]} to {numbers[-1]}"
+    *others, last = map(str, numbers)
+    return f"{', '.join(others)} and {last}" if others else last

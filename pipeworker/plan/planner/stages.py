@@ -1,0 +1,217 @@
+"""A division of layers into stages, judged: its step time, and by how much memory it exceeds."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import product
+from typing import NamedTuple
+
+from pipeworker.facts.layer_facts import NetworkFacts
+from pipeworker.plan.actions import Edge
+from pipeworker.plan.orders import Order
+from pipeworker.plan.partition import ranges
+from pipeworker.plan.placement import Placement
+from pipeworker.plan.planner.costs import (
+    LayerCosts,
+    Range,
+    Seconds,
+    edge_bytes,
+    speeds,
+    stage_pairs,
+)
+from pipeworker.plan.planner.memory import LayerBytes, StageBytes, moments, peak
+from pipeworker.plan.planner.step_graph import Path, StepGraph
+from pipeworker.plan.schedule import Pairs
+
+MODES = ("never", "except_first", "always")
+"""The recompute modes that ``auto`` chooses from, the fastest first. Offload keeps three graphs on
+the device, and so needs no less memory than recompute, which keeps one."""
+
+
+class Judged(NamedTuple):
+    """A balance, with its recompute modes; the smaller one in this order is the better one.
+
+    Attributes:
+        excess: bytes over the limits, added up over the workers.
+        seconds: simulated seconds of a step, with the update of the weights.
+        modes: recompute mode of each stage.
+        path: a longest path through the step.
+    """
+
+    excess: int
+    seconds: float
+    balance: tuple[int, ...]
+    modes: tuple[str, ...] = ()
+    path: Path | None = None
+
+
+class Divisions:
+    """The divisions of a network's layers into the stages of a placement, under an order.
+
+    Args:
+        facts: the facts of the network and of the workers.
+        order: the order in which the stages run.
+        placement: which worker holds which stages.
+        microbatches: number of micro-batches of a mini-batch.
+        recompute: the recompute mode of each stage; empty to choose the fastest that fit.
+        copies: how many snapshots of the state are in the worker's memory.
+    """
+
+    def __init__(
+        self,
+        facts: NetworkFacts,
+        order: Order,
+        placement: Placement,
+        microbatches: int,
+        recompute: Sequence[str] = (),
+        copies: int = 0,
+    ) -> None:
+        self.facts, self.order, self.placement = facts, order, placement
+        self.microbatches, self.recompute = microbatches, tuple(recompute)
+        self.layers, self.stages = len(facts.layers), placement.stages
+        self.costs = LayerCosts(facts)
+        self.bytes = LayerBytes(facts, microbatches, copies)
+        self.limits = limits_of(facts, placement.workers)
+        self.speeds = speeds(facts, placement.workers)
+        schedule = order.build(placement, microbatches, ["always"] * placement.stages)
+        self.moments = moments(schedule)
+        self._graphs: dict[tuple[Pairs, Pairs], StepGraph] = {((), ()): StepGraph(schedule)}
+        self.nodes = len(self._graphs[(), ()])
+        """The size of the step's graph: the time of one judgement is proportional to it."""
+        self.judged: dict[tuple[int, ...], Judged] = {}
+        self._stages: dict[tuple[int, Range], tuple[Seconds, StageBytes]] = {}
+        self._fits: dict[tuple[int, tuple[Range, ...]], tuple[tuple[str, ...], int, int]] = {}
+        self.has_transfers = bool(facts.latency or facts.seconds_per_byte)
+
+    def stage(self, stage: int, layers: Range) -> tuple[Seconds, StageBytes]:
+        """Return the seconds and bytes of a stage with these layers."""
+        found = self._stages.get((stage, layers))
+        if found is None:
+            speed = self.speeds[self.placement.owners[stage]]
+            found = self.costs.seconds(layers, speed), self.bytes.stage(layers)
+            self._stages[stage, layers] = found
+        return found
+
+    def fit(self, worker: int, held: Sequence[Range]) -> tuple[tuple[str, ...], int, int]:
+        """Return the modes of a worker's stages, its peak bytes, and by how many it exceeds.
+
+        Of the modes that fit, those that recompute the least. If none fit, those of the lowest
+        peak.
+        """
+        key = worker, tuple(held)
+        found = self._fits.get(key)
+        if found is None:
+            found = self._fits[key] = self._fit(worker, held)
+        return found
+
+    def _fit(self, worker: int, held: Sequence[Range]) -> tuple[tuple[str, ...], int, int]:
+        numbers, limit = self.placement.held[worker], self.limits[worker]
+        stages = [self.stage(s, layers) for s, layers in zip(numbers, held, strict=True)]
+        options = [*product(MODES, repeat=len(numbers))]
+        if self.recompute:
+            options = [tuple(self.recompute[number] for number in numbers)]
+        again = dict(zip(MODES, (0, self.microbatches - 1, self.microbatches), strict=True))
+        if len(options) > 1:
+
+            def added(modes: Sequence[str]) -> float:
+                return sum(
+                    again[m] * seconds.forward
+                    for m, (seconds, _) in zip(modes, stages, strict=True)
+                )
+
+            options.sort(key=added)  # stable: of equal ones the first in the order of MODES
+        least: tuple[tuple[str, ...], int, int] | None = None
+        for modes in options:
+            used = self._peak(worker, [size for _, size in stages], modes)
+            excess = 0 if limit is None else max(0, used - limit)
+            if least is None or excess < least[2]:
+                least = modes, used, excess
+            if not excess:
+                break
+        assert least
+        return least
+
+    def peak(self, worker: int, held: Sequence[Range], modes: Sequence[str]) -> int:
+        """Return the peak bytes of a worker with these layers in its stages; modes are theirs."""
+        numbers = self.placement.held[worker]
+        sizes = [self.stage(s, layers)[1] for s, layers in zip(numbers, held, strict=True)]
+        return self._peak(worker, sizes, modes)
+
+    def _peak(self, worker: int, sizes: Sequence[StageBytes], modes: Sequence[str]) -> int:
+        return peak(self.facts.base_bytes, self.moments[worker], sizes, modes)
+
+    def judge(self, balance: tuple[int, ...]) -> Judged:
+        """Return the step time of a balance under the best recompute modes."""
+        known = self.judged.get(balance)
+        if known is None:
+            excess, modes, works, transfers, update = self._prepare(balance)
+            seconds, path = self._graph(balance).longest(works, transfers)
+            known = Judged(excess, seconds + update, balance, modes, path)
+            self.judged[balance] = known
+        return known
+
+    def _prepare(
+        self, balance: tuple[int, ...]
+    ) -> tuple[int, tuple[str, ...], list[float], Mapping[Edge, float], float]:
+        """Return excess, modes, the cost of each work and transfer, and the slowest update."""
+        divided = ranges(balance)
+        modes = [""] * self.stages
+        excess, update = 0, 0.0
+        for worker, numbers in enumerate(self.placement.held):
+            chosen, _, over = self.fit(worker, [divided[n] for n in numbers])
+            excess += over
+            for number, mode in zip(numbers, chosen, strict=True):
+                modes[number] = mode
+            own = sum([self.stage(number, divided[number])[0].update for number in numbers])
+            update = max(update, own)
+        works: list[float] = []
+        for number, layers in enumerate(divided):
+            works += _works(self.stage(number, layers)[0], modes[number])
+        transfers: Mapping[Edge, float] = {}
+        if self.has_transfers:
+            sizes = edge_bytes(self.facts, divided)
+            transfers = {edge: self.costs.transfer(size) for edge, size in sizes.items()}
+        return excess, tuple(modes), [*works, 0.0], transfers, update
+
+    def _graph(self, balance: tuple[int, ...]) -> StepGraph:
+        """Return the graph of the step; skips and ties matter where transfers take time."""
+        key = self.pairs(balance) if self.has_transfers else ((), ())
+        if key not in self._graphs:
+            modes = ["always"] * self.stages
+            built = self.order.build(self.placement, self.microbatches, modes, *key)
+            self._graphs[key] = StepGraph(built)
+        return self._graphs[key]
+
+    def pairs(self, balance: tuple[int, ...]) -> tuple[Pairs, Pairs]:
+        """Return the pairs of stages that skips lead between, and those that share a parameter."""
+        divided = ranges(balance)
+        skips = tuple(sorted(stage_pairs(self.facts.skips, divided)))
+        tied = stage_pairs(self.facts.ties, divided)
+        return skips, tuple(sorted({*tied, *((b, a) for a, b in tied)}))
+
+    def peaks(self, balance: tuple[int, ...]) -> tuple[int, ...]:
+        """Return the predicted peak bytes of each worker."""
+        divided = ranges(balance)
+        return tuple(
+            self.fit(worker, [divided[n] for n in numbers])[1]
+            for worker, numbers in enumerate(self.placement.held)
+        )
+
+
+def limits_of(facts: NetworkFacts, workers: int) -> tuple[int | None, ...]:
+    """Return the bytes that each worker may use; None without a limit."""
+    known = facts.limits[:workers]
+    return (*known, *((None,) * (workers - len(known))))
+
+
+def _works(seconds: Seconds, mode: str) -> list[float]:
+    """Return the seconds of each kind of work of a stage, as in Counts."""
+    forward = seconds.forward
+    return [
+        forward,
+        forward if mode == "always" else 0.0,
+        forward if mode in ("always", "except_first") else 0.0,
+        seconds.backward,
+        seconds.backward_input,
+        seconds.backward - seconds.backward_input,
+    ]

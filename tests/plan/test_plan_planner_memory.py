@@ -1,0 +1,122 @@
+"""The predicted memory of workers, from the facts of layers and the order of actions."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pipeworker.facts.layer_facts import LayerSkip, NetworkFacts
+from pipeworker.plan.check import check
+from pipeworker.plan.orders import Order, resolve
+from pipeworker.plan.partition import even, ranges
+from pipeworker.plan.placement import Placement
+from pipeworker.plan.planner.memory import LayerBytes, StageBytes, moments, peak
+from pipeworker.plan.planner.stages import Divisions
+from support.facts import DRAWN_ORDERS, layer, network, networks
+
+
+@given(
+    order=DRAWN_ORDERS, workers=st.integers(1, 3), microbatches=st.integers(1, 6), mode=st.data()
+)
+def test_the_graphs_and_inputs_are_those_that_the_checker_counts(
+    order: Order, workers: int, microbatches: int, mode: st.DataObject
+) -> None:
+    placement = order.place(workers)
+    modes = [
+        mode.draw(st.sampled_from(["never", "except_first", "always"]))
+        for _ in range(placement.stages)
+    ]
+    live = check(order.build(placement, microbatches, modes))
+    most = moments(order.build(placement, microbatches, ["always"] * placement.stages))
+    for worker, held in enumerate(placement.held):
+        for place, stage in enumerate(held):
+            found = [moment[place] for moment in most[worker]]
+            assert max(h.inputs for h in found) == live.inputs[stage]
+            graphs = max(h.graphs(modes[stage]) for h in found)
+            # The first of two forwards builds a graph, too, beside those that the checker counts.
+            transient = modes[stage] != "never"
+            assert live.activations[stage] <= graphs <= live.activations[stage] + transient
+
+
+@given(
+    order=DRAWN_ORDERS,
+    microbatches=st.integers(1, 6),
+    mode=st.sampled_from(["never", "except_first", "always"]),
+)
+def test_the_moments_of_one_schedule_serve_every_recompute_mode(
+    order: Order, microbatches: int, mode: str
+) -> None:
+    placement = order.place(2)
+    modes = [mode] * placement.stages
+    general = moments(order.build(placement, microbatches, ["always"] * placement.stages))
+    special = moments(order.build(placement, microbatches, modes))
+    sizes = [StageBytes(5, 3, 7 + stage, 1) for stage in range(placement.stages)]
+    for worker, held in enumerate(placement.held):
+        own = [sizes[stage] for stage in held]
+        count = len(held)
+        # A schedule as it is counts as always, whatever it recomputes.
+        as_it_is = peak(0, special[worker], own, ["always"] * count)
+        assert peak(0, general[worker], own, [mode] * count) == as_it_is
+
+
+def test_a_worker_holds_its_state_and_what_its_micro_batches_keep() -> None:
+    one = layer(
+        parameter_bytes=100,
+        gradient_bytes=90,
+        optimizer_bytes=200,
+        saved_bytes=7,
+        saved_input_bytes=3,
+        saved_output_bytes=5,
+        working_bytes=40,
+        output_bytes=10,
+    )
+    facts = NetworkFacts((one,) * 4, input_bytes=20, target_bytes=2, base_bytes=1000)
+    divisions = Divisions(facts, resolve("gpipe"), Placement.identity(2), 8, ["never", "always"])
+    # Graph: what two layers saved, the larger of 5 and 3 between them, and the output.
+    first = 2 * 390 + 2 * 8 * (20 + 2) + (4 + 1) * 10 + 8 * (2 * 7 + 5 + 10) + 40
+    second = 2 * 390 + 4 * 10 + 4 * 2 + 8 * (10 + 2) + 2 * (2 * 7 + 5 + 10) + 40
+    graphs = max(m[0].always for m in divisions.moments[1])
+    assert graphs == 1
+    assert divisions.peaks((2, 2)) == (1000 + first, 1000 + second - 29)
+
+
+def test_snapshots_take_as_much_again_as_parameters_and_optimizer() -> None:
+    one = layer(parameter_bytes=100, gradient_bytes=90, optimizer_bytes=200)
+    facts = network([one] * 2)
+    without, with_two = LayerBytes(facts, 4), LayerBytes(facts, 4, copies=2)
+    assert with_two.state((0, 2)) - without.state((0, 2)) == 2 * 2 * 300
+
+
+def test_a_frozen_layer_in_front_gets_no_gradient_buffers() -> None:
+    frozen = layer(output_bytes=10, passes_gradient=False)
+    trained = layer(output_bytes=10)
+    assert LayerBytes(network([frozen, trained]), 4).stage((0, 1)).fixed == 0
+    assert LayerBytes(network([trained, trained]), 4).stage((0, 1)).fixed == 5 * 10
+
+
+def test_a_skip_is_held_where_it_arrives_unless_it_begins_there() -> None:
+    facts = NetworkFacts((layer(),) * 4, skips=(LayerSkip(0, 3, 50),))
+    sizes = LayerBytes(facts, 4)
+    assert sizes.stage((2, 4)).input == 50
+    assert sizes.stage((0, 4)).input == 0
+    assert sizes.stage((0, 2)).input == 0
+
+
+def test_a_tied_weight_has_a_second_gradient_on_stages_that_share_it() -> None:
+    facts = NetworkFacts((layer(),) * 4, ties=(LayerSkip(0, 3, 50),))
+    sizes = LayerBytes(facts, 4)
+    assert [sizes.stage(r).fixed for r in ((0, 2), (2, 4), (0, 4), (1, 2))] == [50, 50, 0, 0]
+
+
+@given(facts=networks(), order=DRAWN_ORDERS, microbatches=st.integers(1, 5))
+def test_recompute_never_needs_more_memory(
+    facts: NetworkFacts, order: Order, microbatches: int
+) -> None:
+    placement = order.place(2)
+    balance = even(len(facts.layers), placement.stages)
+    peaks = [
+        Divisions(facts, order, placement, microbatches, [mode] * placement.stages).peaks(balance)
+        for mode in ("never", "except_first", "always")
+    ]
+    assert all(a >= b >= c for a, b, c in zip(*peaks, strict=True))
+    assert len(ranges(balance)) == placement.stages
