@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from pipeworker.errors import UsageError
 from pipeworker.exact_sum import partials
@@ -25,6 +27,7 @@ from pipeworker.worker.stage.layers import KERNELS, StageConfig, reporting_compi
 from pipeworker.worker.stage.offload import Copies, StreamCopies
 from pipeworker.worker.stage.skips import StageSkips
 from pipeworker.worker.stage.stage import Stage
+from pipeworker.worker.step.first_sample import check_figures
 from pipeworker.worker.step.wiring import Wiring
 from pipeworker.worker.update.optimizers import StageOptimizers
 from pipeworker.worker.update.ties import Ties
@@ -160,6 +163,8 @@ def build_stages(loaded: LoadedWorker, model: Model, plan: Plan) -> LocalStages:
                 loss=job.loss if part.stage == role.placement.stages - 1 else None,
                 copies=copies if part.recompute == OFFLOAD else None,
             )
+            if part.stage == role.placement.stages - 1:
+                stage.before_loss = _check_of(loaded)
             resources.callback(stage.deferred.restore_modules)
             if ties_of is not None:
                 ties[part.stage] = ties_of
@@ -182,6 +187,16 @@ def build_stages(loaded: LoadedWorker, model: Model, plan: Plan) -> LocalStages:
             if unmatched:
                 streams.note(f"warning: --init-from {options.init_from}: {initial.diff.summary()}")
         return LocalStages(names, stages, updaters, ties, aliases, unmatched, resources.pop_all())
+
+
+def _check_of(loaded: LoadedWorker) -> Callable[[Any, Any], None] | None:
+    """Return what checks the figures of evaluations before the first loss; None if there are none.
+
+    In a loop of the user's own a mistake ends nothing, so the first evaluation shows it.
+    """
+    options = loaded.role.options
+    evaluates = options.trains and options.evaluate_every and not loaded.role.replica
+    return check_figures(loaded.job.metrics, options.best) if evaluates else None
 
 
 def _updater(stage: Stage, loaded: LoadedWorker, ties: Ties | None, steps: int) -> Updater:

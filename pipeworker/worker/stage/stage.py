@@ -37,8 +37,11 @@ class Stage:
     """The layers of one stage, on the device of `config`. Each action changes its micro-batch.
 
     The last stage has the job's loss function. With `copies`, what graphs save is moved to the
-    host's memory and back. `deferred` are the batch norms, if they are deferred.
+    host's memory and back. `deferred` are the batch norms, if they are deferred. `before_loss`, if
+    it is set, is called once, with the output and the target of the next loss.
     """
+
+    before_loss: Callable[[Any, Any], None] | None = None
 
     def __init__(
         self,
@@ -228,6 +231,9 @@ class Stage:
         output, departing = (value, {}) if self.skips is None else value
         if self._loss is not None:
             self.tracker.set(Phase.LOSS, self._step, mb.number)
+            if self.before_loss is not None:
+                check, self.before_loss = self.before_loss, None
+                check(output, mb.target)
             # The loss draws from the last layer's random stream: both are always on one stage.
             return losses.record(mb, self.loss_of(output, mb.target))
         mb.outgoing, mb.departing = output, dict(departing)  # the graph keeps its own

@@ -85,17 +85,8 @@ class Averages:
             return
         with user_code("metrics()"):
             values = self.metrics(output, target)
-        if not isinstance(values, Mapping):
-            raise UsageError(
-                f"metrics(output, target) returned {a_type(values)}; return a dict of scalars"
-            )
-        for name, value in values.items():
-            if not isinstance(name, str) or name in _RESERVED:
-                raise UsageError(
-                    f"metrics(output, target) named a value {name!r}; use strings other than "
-                    f"{' and '.join(map(repr, _RESERVED))}"
-                )
-            self._values.setdefault(name, []).append((_scalar(name, value), samples))
+        for name, value in checked_figures(values).items():
+            self._values.setdefault(name, []).append((value, samples))
 
     def result(self) -> tuple[float, dict[str, float]]:
         """Return the loss and the metrics over all samples; NaN if there are none."""
@@ -114,6 +105,25 @@ def _mean(terms: Sequence[float], weights: Sequence[float]) -> float:
     if not total or not all(map(math.isfinite, terms)):
         return math.nan
     return math.fsum(terms) / total
+
+
+def checked_figures(values: Any) -> dict[str, Any]:
+    """Return what ``metrics`` returned, scalars by their names.
+
+    Raises:
+        UsageError: it is something else.
+    """
+    if not isinstance(values, Mapping):
+        raise UsageError(
+            f"metrics(output, target) returned {a_type(values)}; return a dict of scalars"
+        )
+    for name in values:
+        if not isinstance(name, str) or name in _RESERVED:
+            raise UsageError(
+                f"metrics(output, target) named a value {name!r}; use strings other than "
+                f"{' and '.join(map(repr, _RESERVED))}"
+            )
+    return {name: _scalar(name, value) for name, value in values.items()}
 
 
 def _scalar(name: str, value: Any) -> Any:
