@@ -219,6 +219,30 @@ def test_a_prediction_equals_the_models_output(jobs: Jobs, scripts: Scripts) -> 
         assert ranks.reported(rank)["scale"] == 2.0
 
 
+def test_tokens_are_counted_in_steps_alone(scripts: Scripts) -> None:
+    loop = """
+        def tokens(batch):
+            return (batch[1] >= 0).sum() * 3  # without a target it raises
+
+        parts = dict(loss=loss, optimizer=optimizer)
+        try:
+            pipeworker.Pipeline(model, tokens=3, run_dir="wrong", **parts)
+        except pipeworker.UsageError as error:
+            wrong = str(error)
+        with pipeworker.Pipeline(model, tokens=tokens, run_dir="run", **parts) as pipe:
+            batch = next(data())
+            pipe.step(batch)
+            pipe.evaluate(batch)
+            pipe.predict(batch[0])
+            report(wrong=wrong, tokens=pipe.step(batch, batch).tokens, samples=len(batch[0]))
+    """
+    ranks = scripts.start(script(JOB, loop), 1, alone=True)
+    ranks.succeed()
+    found = ranks.reported(0)
+    assert found["tokens"] == 2 * 3 * found["samples"]
+    assert found["wrong"].startswith("pipeworker.Pipeline(): tokens is an int; make it a function")
+
+
 def test_skips_need_a_sample(scripts: Scripts) -> None:
     skips = """
         class Down(nn.Linear):

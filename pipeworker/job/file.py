@@ -107,7 +107,7 @@ def _forget_own_modules() -> None:
 def check(module: Any, where: str, required: Sequence[str] = REQUIRED) -> JobFile:
     """Check the names of a job, given as attributes of `module`, and return them."""
     found = {n: getattr(module, n) for n in (*REQUIRED, *_OPTIONAL) if hasattr(module, n)}
-    if not callable(found.get("tokens")):  # a variable of the job's own
+    if isinstance(module, ModuleType) and not callable(found.get("tokens")):  # a variable
         found.pop("tokens", None)
     if missing := [name for name in required if name not in found]:
         plural = "names" if len(missing) > 1 else "name"

@@ -54,9 +54,10 @@ class Pipeline:
             ``ReduceLROnPlateau`` is stepped after each :meth:`evaluate`. For a list of optimizers
             it returns a list.
         scheduler_interval: ``"epoch"`` to step the scheduler at each :meth:`end_epoch` instead.
-        before_update: as in a job file; so are `metrics` and `tied`.
+        before_update: as in a job file; so are `metrics`, `tied` and `tokens`.
         metrics: see `before_update`.
         tied: see `before_update`.
+        tokens: see `before_update`; counts those of each mini-batch of :meth:`step`.
         sample: an input of the model; required if layers stash and pop, to find the stages between
             which the skip connections run.
         run_dir: the run directory, by default ``runs/<script>-<time>``.
@@ -87,6 +88,7 @@ class Pipeline:
         before_update: Callable[[list[nn.Parameter]], Any] | None = None,
         metrics: Callable[[Any, Any], Any] | None = None,
         tied: Sequence[Sequence[str]] = (),
+        tokens: Callable[[Any], Any] | None = None,
         sample: Any = None,
         run_dir: str | Path | None = None,
         resume: bool = False,
@@ -105,6 +107,7 @@ class Pipeline:
                 before_update=before_update,
                 metrics=metrics,
                 tied=tied,
+                tokens=tokens,
             ),
             where,
             ("model", "loss", "optimizer"),

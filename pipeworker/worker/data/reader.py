@@ -188,7 +188,8 @@ class Reader:
     ) -> MicroBatches:
         """Split a pair of nested tensors, ``[samples, ...]``, as ``torch.tensor_split`` does.
 
-        With `whole` the micro-batches of all replicas are returned.
+        With `whole` the micro-batches of all replicas are returned, and tokens are not counted:
+        the mini-batch is one of an evaluation or a prediction.
 
         Raises:
             UsageError: the mini-batch is not a pair of tensors that agree in dim 0.
@@ -200,7 +201,8 @@ class Reader:
             own, digest = block(count, self.replicas, self.replica), _digest(item)
         inputs, targets = (_split(value, count, own) for value in item)
         epoch = self._epoch.number if self._epoch else 0
-        batch = Batch(signature, samples, count, epoch, digest, count_tokens(item, self.tokens))
+        tokens = 0 if whole else count_tokens(item, self.tokens)
+        batch = Batch(signature, samples, count, epoch, digest, tokens)
         return MicroBatches(batch, inputs, targets)
 
     def check(self, item: Any, error_prefix: str | None = None) -> None:

@@ -39,6 +39,7 @@ def test_the_jobs_function_is_given_the_whole_mini_batch() -> None:
     assert read is not None
     assert read.batch.tokens == 6
     assert count_tokens((IDS, IDS), lambda batch: (batch[0] == 0).sum()) == 24
+    assert reader.split((IDS, None), whole=True).batch.tokens == 0  # a prediction has no target
 
 
 @pytest.mark.parametrize("wrong", [-1, 0.5, True, None, IDS, torch.tensor(1.5)])
