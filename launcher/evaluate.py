@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import json
 import math
-import shutil
 import sys
 import tempfile
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -27,7 +26,7 @@ from pipeworker.record.metrics import rows
 from pipeworker.record.run_record import RunRecord, find_best_checkpoint
 from pipeworker.record.rundir import RunDir, find_checkpoint
 from pipeworker.runs.begin import PreparedRun
-from pipeworker.runs.job_file import recorded_job_file
+from pipeworker.runs.job_file import place_copy, recorded_job_file
 
 
 @click.command()
@@ -143,10 +142,4 @@ def _job_file(record: RunRecord, folder: Path) -> Path:
     if not found.missed:
         return found.path
     click.echo(f"note: {found.missed}; the copy in the run is used", err=True)
-    original = Path(str(record.options.get("job_file")))
-    folder.mkdir()
-    with suppress(OSError):
-        for beside in original.parent.iterdir():  # the file may import modules and read files
-            if beside.name != original.name:
-                (folder / beside.name).symlink_to(beside)
-    return Path(shutil.copyfile(found.path, folder / original.name))
+    return place_copy(found, folder)

@@ -243,6 +243,26 @@ def test_the_job_file_is_found_in_the_run(command: Command) -> None:
     assert command.prepared[-1][0].job_file == str(command.job_file)
 
 
+def test_the_copy_of_a_job_file_finds_its_neighbours(command: Command) -> None:
+    (command.folder / "layers.py").write_text("width = 3\n")
+    command.launch(*NEW)
+    command.job_file.write_text("job = 2\n")
+    for _ in range(2):  # the second time its folder is there already
+        result = command("--resume", "run")
+        assert result.exit_code == 0, result.output
+        placed = Path(command.prepared[-1][0].job_file)
+        assert placed.read_text() == "job = 1\n"
+        assert placed.name == "job.py"
+        assert placed.parent.parent == command.run.path
+        assert (placed.parent / "layers.py").read_text() == "width = 3\n"
+        assert sorted(path.name for path in placed.parent.iterdir()) == ["job.py", "layers.py"]
+        command.run.run.write_text(json.dumps({**command.record, "resumed": []}))
+    command.job_file.unlink()
+    (command.folder / "layers.py").rename(command.folder / "parts.py")
+    assert command("--resume", "run").exit_code == 0
+    assert (placed.parent / "parts.py").read_text() == "width = 3\n"
+
+
 def test_a_copy_outside_of_the_run_is_not_used(command: Command) -> None:
     command.launch(*NEW)
     command.job_file.rename(command.folder / "else.py")

@@ -34,6 +34,7 @@ _RUNS = Path("runs")
 _BY_DESCRIPTOR = re.compile(r"/proc/self/fd/\d+")
 JOB = "job.py"
 JOBS = (JOB, "job.ipynb")
+_JOB_FOLDER = ".job-"
 _REQUEST = ".checkpoint"
 _ROWS = (".jsonl", ".csv")
 _LEFTOVERS = (".step-*.partial", ".*.gone")
@@ -122,6 +123,10 @@ class RunDir:
     def host_log(self, name: str) -> Path:
         """Return the log of the command that starts a host's agent, such as ssh."""
         return self.root / "logs" / f"host-{name.replace('/', '-')}.log"
+
+    def job_folder(self, digest: str) -> Path:
+        """Return the absolute path of the folder for a copy of the job file with this digest."""
+        return self.path.absolute() / f"{_JOB_FOLDER}{digest[:16]}"
 
     def worker_log(self, rank: int) -> Path:
         """Return the file of what the worker of this rank prints."""
