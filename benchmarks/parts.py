@@ -40,13 +40,19 @@ def plain(job_file: Path, stages: int, microbatches: int, *words: str) -> tuple[
 
 
 def pipeworker_step(
-    job_file: Path, stages: int, microbatches: int, steps: int, recompute: str, *words: str
+    job_file: Path,
+    stages: int,
+    microbatches: int,
+    steps: int,
+    recompute: str,
+    *words: str,
+    options: tuple[str, ...] = (),
 ) -> float:
-    """Return the median seconds of a step of `pipeworker launch`."""
+    """Return the median seconds of a step of `pipeworker launch`, with further `options`."""
     with tempfile.TemporaryDirectory() as folder:
         run_dir = Path(folder) / "run"
         line = ["-m", "pipeworker", "launch", "--stages", str(stages), "--steps", str(steps)]
-        line += ["--microbatches", str(microbatches), "--recompute", recompute]
+        line += ["--microbatches", str(microbatches), "--recompute", recompute, *options]
         python(*line, "--run-dir", str(run_dir), str(job_file), "--", *words)
         rows = [json.loads(row) for row in (run_dir / "metrics.jsonl").open()]
     return float(statistics.median(row["seconds"] for row in rows[SKIPPED_STEPS:]))
@@ -58,7 +64,7 @@ def peer(job_file: Path, stages: int, microbatches: int, steps: int, *words: str
     return float(python(*line, str(job_file), str(steps), str(microbatches), *words))
 
 
-def _load(job_file: str, words: list[str]) -> Any:
+def load_job(job_file: str, words: list[str]) -> Any:
     sys.argv = [job_file, *words]
     spec = importlib.util.spec_from_file_location("job", job_file)
     assert spec is not None
@@ -147,4 +153,4 @@ def run_peer(job: Any, steps: int, microbatches: int) -> None:
 if __name__ == "__main__":
     part, job_file, count, microbatches, *words = sys.argv[1:]
     run = {"plain": run_plain, "peer": run_peer}[part]
-    run(_load(job_file, words), int(count), int(microbatches))
+    run(load_job(job_file, words), int(count), int(microbatches))

@@ -1,0 +1,167 @@
+"""Every schedule's step relative to its own limit, beside torch.distributed.pipelining's.
+
+The layers sleep (`schedules_job.py`): per worker and micro-batch `--forward` seconds forward, as
+long for the gradient of the input and as long for that of the weights, in 2 K layers. The limit of
+a schedule is its simulated makespan with the seconds that a plain process measures for a layer. The
+peer runs its own schedule of that name on the same layers, in turn; medians over the rounds.
+
+"live" is the largest number of micro-batches that a worker holds, in those of all its layers.
+
+    python benchmarks/schedules.py [--rounds 3] [--stages 8] [--microbatches 32] [--no-peer]
+    python benchmarks/schedules.py --only 1f1b zbv
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from functools import partial
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+from parts import SKIPPED_STEPS, load_job, pipeworker_step, python
+
+from pipeworker.plan.actions import Action, Kind
+from pipeworker.plan.check import check
+from pipeworker.plan.orders import ORDERS
+from pipeworker.plan.simulate import Costs, simulate
+
+HERE = Path(__file__).resolve()
+JOB = HERE.with_name("schedules_job.py")
+PEERS = {  # the peer's class, and how it places two stages on a worker
+    "gpipe": ("ScheduleGPipe", ""),
+    "1f1b": ("Schedule1F1B", ""),
+    "interleaved-1f1b": ("ScheduleInterleaved1F1B", "loop"),
+    "zb-h1": ("ScheduleInterleavedZeroBubble", "loop"),
+    "zbv": ("ScheduleZBVZeroBubble", "v"),
+    "dualpipev": ("ScheduleDualPipeV", "v"),
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--stages", type=int, default=8, help="workers")
+    parser.add_argument("--microbatches", type=int, default=32)
+    parser.add_argument("--forward", type=float, default=0.010, help="seconds a worker")
+    parser.add_argument("--bytes", type=int, default=64 << 10, help="of an activation")
+    parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--only", nargs="+", choices=list(ORDERS), default=list(ORDERS))
+    parser.add_argument("--no-peer", action="store_true")
+    args = parser.parse_args()
+    k, m = args.stages, args.microbatches
+    words = (str(2 * k), str(args.forward / 2), str(args.bytes), str(m))
+    print(f"K={k} M={m}, medians of {args.rounds} rounds, seconds a step")
+    print(f"{'schedule':18}   bound    ours  share  live    peer  share  ours/peer")
+    for name in args.only:
+        order = ORDERS[name]
+        schedule = order.build(order.place(k), m, ["never"] * (k * order.virtual_stages))
+        check(schedule)
+        live = max(map(most_live, schedule.workers)) / order.virtual_stages
+        bounds, times, peers = [], [], []
+        for _ in range(args.rounds):
+            layer = json.loads(python(str(HERE), "layer", *words))
+            costs = [seconds * 2 / order.virtual_stages for seconds in layer]
+            even = [(each,) * schedule.placement.stages for each in costs]
+            bounds.append(simulate(schedule, Costs(even[0], even[1], even[2])).makespan)
+            run = partial(pipeworker_step, JOB, k, m, args.steps, "never")
+            times.append(run(*words, options=("--schedule", name)))
+            if name in PEERS and not args.no_peer:
+                peers.append(peer(k, args.steps, m, name, words))
+        share = statistics.median(b / t for b, t in zip(bounds, times, strict=True))
+        line = f"{name:18} {statistics.median(bounds):7.4f} {statistics.median(times):7.4f}"
+        line += f"  {share:5.3f} {live:5.1f}"
+        if peers:
+            peer_share = statistics.median(b / t for b, t in zip(bounds, peers, strict=True))
+            rate = statistics.median(p / t for p, t in zip(peers, times, strict=True))
+            line += f" {statistics.median(peers):7.4f}  {peer_share:5.3f}  {rate:9.3f}"
+        print(line, flush=True)
+
+
+def most_live(actions: Sequence[Action]) -> int:
+    """Return the largest number of micro-batches, over all stages of a worker, that are live."""
+    changes = {Kind.FORWARD: 1, Kind.BACKWARD: -1, Kind.BACKWARD_WEIGHT: -1}
+    return max(accumulate(changes.get(action.kind, 0) for action in actions))
+
+
+def peer(workers: int, steps: int, microbatches: int, name: str, words: tuple[str, ...]) -> float:
+    """Return the median seconds of a step of the peer's schedule."""
+    line = ["-m", "torch.distributed.run", "--nproc-per-node", str(workers), str(HERE), "peer"]
+    return float(python(*line, str(steps), str(microbatches), name, *words))
+
+
+def run_layer(job: Any) -> None:
+    """Print the seconds of one layer: its forward, its backward, and the input's part of that."""
+    import torch
+
+    layer = job.model()[0]()
+    x = torch.zeros(1, int(sys.argv[3]) // 4)
+    times: list[tuple[float, float, float]] = []
+    for _ in range(20):
+        value = x.clone().requires_grad_()
+        began = time.perf_counter()
+        output = layer(value)
+        middle = time.perf_counter()
+        output.backward(torch.ones_like(output), retain_graph=True)
+        end = time.perf_counter()
+        torch.autograd.grad(output, value, torch.ones_like(output))
+        times.append((middle - began, end - middle, time.perf_counter() - end))
+    print(json.dumps([statistics.median(time[part] for time in times) for part in range(3)]))
+
+
+def run_peer(job: Any, steps: int, microbatches: int, name: str) -> None:
+    """Run one rank of the peer's schedule."""
+    import torch
+    import torch.distributed as dist
+    from torch import nn
+    from torch.distributed import pipelining
+
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    rank, world = dist.get_rank(), dist.get_world_size()
+    kind, placed = PEERS[name]
+    made = [layer() for layer in job.model()]
+    device = torch.device("cpu")
+    if placed:
+        held = [rank, rank + world] if placed == "loop" else [rank, 2 * world - 1 - rank]
+        layers = [made[stage : stage + 1] for stage in held]
+    else:
+        held, layers = [rank], [made[2 * rank : 2 * rank + 2]]
+    count = world * len(held)
+    stages = [
+        pipelining.PipelineStage(nn.Sequential(*some), stage, count, device)
+        for stage, some in zip(held, layers, strict=True)
+    ]
+    scheduler: Any = getattr(pipelining.schedules, kind)
+    schedule = scheduler(stages if placed else stages[0], microbatches, loss_fn=job.loss)
+    optimizer = job.optimizer([p for some in layers for layer in some for p in layer.parameters()])
+    x, y = next(iter(job.data()))
+    times = []
+    for _ in range(steps):
+        began = time.perf_counter()
+        optimizer.zero_grad()
+        inputs = (x,) if 0 in held else ()
+        target = {"target": y, "losses": []} if count - 1 in held else {}
+        schedule.step(*inputs, **target)
+        optimizer.step()
+        dist.barrier()
+        times.append(time.perf_counter() - began)
+    if rank == 0:
+        print(statistics.median(times[SKIPPED_STEPS:]), flush=True)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    match sys.argv[1:]:
+        case ["layer", *words]:
+            run_layer(load_job(str(JOB), words))
+        case ["peer", steps, microbatches, name, *words]:
+            run_peer(load_job(str(JOB), words), int(steps), int(microbatches), name)
+        case _:
+            main()
