@@ -195,7 +195,7 @@ JOB_PARAMETERS: list[click.Parameter] = [
         "Schedule and memory",
         Option(
             "--schedule",
-            f"Order in which micro-batches run: {', '.join(ORDERS)}, or a schedule file.",
+            f"Order of a worker's micro-batches: {', '.join(ORDERS)}, or a schedule file.",
             ScheduleType(),
             default=DEFAULT_SCHEDULE,
             metavar="NAME",

@@ -14,7 +14,9 @@ import cli
 import pipeworker
 from launcher.command import Option
 from pipeworker.display.summary import BubbleContext, explain_bubble
+from pipeworker.plan.orders import ORDERS
 from pipeworker.plan.simulate import simulate
+from support.makespans import checked, picture
 from support.orders import build
 from support.pages import DOCS, PAGES, ROOT, code, tokens
 
@@ -138,6 +140,13 @@ def test_causes_of_a_bubble_are_described_as_they_are_reported() -> None:
 def test_public_names_are_in_the_reference() -> None:
     named = set(re.findall(r"^\.\. auto\w+:: (\w+)$", (DOCS / "api.rst").read_text(), re.MULTILINE))
     assert named == {*pipeworker.__all__} - {"__version__"}
+
+
+def test_the_pictures_of_schedules_show_them() -> None:
+    page = (DOCS / "howto" / "schedules.md").read_text()
+    for name in ORDERS:
+        assert "\n".join(["", name, "", *picture(checked(name, 4, 6)), ""]) in page
+        assert f"\n| `{name}` | " in page
 
 
 def test_the_picture_shows_the_schedule() -> None:

@@ -18,24 +18,20 @@ from typing import Any
 
 import pytest
 
+from pipeworker.plan.orders import ORDERS
 from pipeworker.record.manifest import file_names
-from support import registered
 from support.compare import assert_identical
 from support.drawn_job import DrawnJob, draw_job
 from support.fault_injection import AT_START, IN_COMMIT, IN_RECOVERY, TIMEOUT, Fault, FaultInjector
-from support.interpreter import PRELOAD
 from support.jobs import Jobs, Run, until
 from support.observed_job import ObservedJob
 from support.ranks import Ranks, Scripts
-from support.registered import LOOPED, LOOPED_SPLIT_BACKWARD, SPLIT_BACKWARD
 from support.sources import JOB
 from support.torchrun import Started, Torchrun
 
 CASES = int(os.environ.get("FUZZ_CASES", 0))
 SEED = int(os.environ.get("FUZZ_SEED", 0))
-SCHEDULES = ("gpipe", "gpipe", SPLIT_BACKWARD, LOOPED, LOOPED_SPLIT_BACKWARD)[: 5 if CASES else 1]
-if CASES:
-    os.environ[PRELOAD] = registered.__name__  # all processes know the schedules of the tests
+SCHEDULES = tuple(ORDERS)
 ENDLESS = ("--steps", "1000000", "--max-restarts", "1000000")
 PACE = "0.02"
 _OF_LAUNCHER = ("--stages", "--snapshot-every", "--min-stages")

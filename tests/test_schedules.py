@@ -1,17 +1,15 @@
-"""Schedules of the tests, in real processes: the bits are those of one stage."""
+"""Every schedule in real processes: the bits are those of one stage."""
 
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import pytest
 
 from support.compare import assert_same
-from support.forked import Server
-from support.interpreter import PRELOAD
-from support.jobs import Jobs
+from support.jobs import Jobs, Reference, Run
 from support.ranks import Scripts, script
-from support.registered import LOOPED, LOOPED_SPLIT_BACKWARD, SPLIT_BACKWARD
 
 SOURCE = """
     import torch
@@ -68,53 +66,54 @@ TRAIN = """
 """
 
 
+COMMON = ("--microbatches", "6", "--evaluate-every", "2", "--clip-grad-norm", "0.5")
+
+
+def check(run: Run, one: Run, schedule: str, stages: int) -> None:
+    """Compare a run with that of one stage, and with what was asked for."""
+    assert_same(one, run)
+    assert (one.path / "evaluation.jsonl").read_text() == (
+        run.path / "evaluation.jsonl"
+    ).read_text()
+    assert run.plan["schedule"] == schedule
+    assert len(run.plan["stages"]) == stages
+
+
 @pytest.mark.parametrize(
-    ("schedule", "stages", "words"),
+    ("schedule", "workers", "words", "stages"),
     [
-        ("1f1b", 4, ("--recompute", "except_first")),
-        ("interleaved-1f1b", 2, ("--virtual-stages", "3", "--recompute", "never")),
+        ("1f1b", 4, ("--recompute", "except_first"), 4),
+        ("interleaved-1f1b", 2, ("--virtual-stages", "3", "--recompute", "never"), 6),
+        ("v-min", 3, ("--recompute", "never"), 6),
+        ("dualpipev", 2, ("--balance", "1,4,3,2", "--recompute", "never"), 4),
     ],
 )
 def test_every_schedule_gives_the_same_bits(
-    jobs: Jobs, schedule: str, stages: int, words: tuple[str, ...]
+    jobs: Jobs,
+    reference: Reference,
+    schedule: str,
+    workers: int,
+    words: tuple[str, ...],
+    stages: int,
 ) -> None:
-    common = ("--microbatches", "6", "--evaluate-every", "2", "--clip-grad-norm", "0.5")
-    one = jobs.train("--stages", "1", *common, source=SOURCE)
     run = jobs.train(
-        *("--stages", str(stages), "--schedule", schedule, *words), *common, source=SOURCE
+        *("--stages", str(workers), "--schedule", schedule, *words), *COMMON, source=SOURCE
     )
-    assert_same(one, run)
-    assert (one.path / "evaluation.jsonl").read_text() == (
-        run.path / "evaluation.jsonl"
-    ).read_text()
-    assert run.plan["schedule"] == schedule
+    check(run, reference("--stages", "1", *COMMON, source=SOURCE), schedule, stages)
 
 
 @pytest.mark.parametrize(
-    ("schedule", "ranks", "recompute"),
+    ("options", "ranks", "stages"),
     [
-        (SPLIT_BACKWARD, 3, "never"),
-        (SPLIT_BACKWARD, 2, "except_first"),
-        (LOOPED, 2, "always"),
-        (LOOPED_SPLIT_BACKWARD, 3, "never"),
+        ({"schedule": "zb-h1", "recompute": "never"}, 3, 3),
+        ({"schedule": "zbv", "recompute": "except_first"}, 2, 4),
+        ({"schedule": "v-half", "recompute": "never"}, 2, 4),
+        ({"schedule": "interleaved-1f1b", "recompute": "always", "virtual_stages": 2}, 3, 6),
     ],
 )
-def test_any_legal_schedule_gives_the_same_bits(
-    jobs: Jobs, scripts: Scripts, server: Server | None, schedule: str, ranks: int, recompute: str
+def test_ranks_of_a_script_run_every_schedule(
+    scripts: Scripts, reference: Reference, options: dict[str, Any], ranks: int, stages: int
 ) -> None:
-    if server is None:
-        pytest.skip("orders of the tests are registered in processes that are forked")
-    words = ("--microbatches", "6", "--evaluate-every", "2", "--clip-grad-norm", "0.5")
-    one = jobs.train("--stages", "1", *words, source=SOURCE)
-    options = json.dumps({"schedule": schedule, "recompute": recompute})
-    preload = {PRELOAD: "support.registered"}
-    ran = scripts.start(script(SOURCE, TRAIN), ranks, OPTIONS=options, also=preload)
+    ran = scripts.start(script(SOURCE, TRAIN), ranks, OPTIONS=json.dumps(options))
     run = ran.succeed()[0]
-    assert_same(one, run)
-    assert (one.path / "evaluation.jsonl").read_text() == (
-        run.path / "evaluation.jsonl"
-    ).read_text()
-    assert run.plan["schedule"] == schedule
-    actions = " ".join(run.plan["actions"])
-    assert ("I0 " in actions) == (schedule != LOOPED)
-    assert len(run.plan["stages"]) == ranks * (1 if schedule == SPLIT_BACKWARD else 2)
+    check(run, reference("--stages", "1", *COMMON, source=SOURCE), options["schedule"], stages)

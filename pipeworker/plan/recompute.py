@@ -12,6 +12,7 @@ returns.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Collection, Container, Sequence
 
 from pipeworker.errors import ScheduleError
@@ -43,14 +44,30 @@ def recomputed(mode: str, microbatches: int) -> range:
 def with_recomputes(order: Sequence[Action], recomputed: Recomputed) -> list[Action]:
     """Return a worker's compute order with a recompute right before each backward that needs one.
 
+    A recomputed graph is held until its weight part has run. So that a worker holds only one of
+    them, that part follows its input part at once, and before it those that the stage has deferred,
+    because gradients accumulate in micro-batch order.
+
     `order` are the worker's forwards and backwards; none are recomputed yet.
     """
     found: list[Action] = []
+    deferred: dict[int, deque[int]] = {}  # by stage, micro-batches without their weight part
     for action in order:
         kind, stage, m, _ = action
-        if kind in INPUTS and m in recomputed[stage]:
+        waiting = deferred.setdefault(stage, deque())
+        if kind is Kind.BACKWARD_WEIGHT:
+            if m not in waiting:
+                continue  # it has run early
+            waiting.remove(m)
+        again = kind in INPUTS and m in recomputed[stage]
+        if again:
             found.append(Action(Kind.RECOMPUTE, stage, m))
         found.append(action)
+        if kind is Kind.BACKWARD_INPUT:
+            waiting.append(m)
+            if again:
+                found += [Action(Kind.BACKWARD_WEIGHT, stage, early) for early in waiting]
+                waiting.clear()
     return found
 
 

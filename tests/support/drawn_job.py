@@ -7,6 +7,7 @@ import textwrap
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from pipeworker.plan.orders import resolve
 from support.drawn_layers import LIBRARY
 
 END = "\n# What was drawn:\n"
@@ -123,7 +124,8 @@ class DrawnJob:
     def with_layout(self, chance: random.Random, schedules: Sequence[str]) -> DrawnJob:
         """Return the same job with another layout."""
         schedule = chance.choice(schedules)
-        virtual = 2 if "looped" in schedule else 1
+        order = resolve(schedule)
+        virtual = chance.choice((2, 3)) if order.varies else order.virtual_stages
         most = min(4, self.layers // virtual, 6 // self.replicas)
         stages = chance.randint(1, max(1, most))
         cuts = sorted(chance.sample(range(1, self.layers), stages * virtual - 1))
@@ -137,6 +139,7 @@ class DrawnJob:
                 "--schedule",
                 schedule,
             ),
+            *(("--virtual-stages", f"{virtual}") if order.varies else ()),
             *("--recompute", chance.choice(("always", "except_first", "never", "offload"))),
             *("--backend", chance.choice(("auto", "auto", "auto", "gloo", "tls"))),
             *("--checkpoint-every", f"{chance.randint(2, 9)}", "--keep", f"{chance.randint(1, 3)}"),

@@ -9,7 +9,6 @@ this module before all others.
 
 from __future__ import annotations
 
-import importlib
 import os
 import shutil
 import signal
@@ -306,5 +305,4 @@ def _words() -> list[str]:
 if VARIABLE in os.environ:
     _folder = os.open(os.environ[VARIABLE], os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     for role in _ROLES.keys() & {*_words()}:
-        importlib.import_module("support.registered")  # the orders of the tests
         _ROLES[role]()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pipeworker.plan.actions import WEIGHTS, Kind
+from pipeworker.plan.actions import COMPUTE, WEIGHTS, Kind
 from pipeworker.plan.check import check
 from pipeworker.plan.orders import resolve
 from pipeworker.plan.schedule import Schedule
@@ -43,3 +43,38 @@ def peak_graphs(schedule: Schedule, worker: int) -> int:
             held -= 1
     assert held == 0
     return most
+
+
+def picture(schedule: Schedule) -> list[str]:
+    """Return what each worker does in each unit of time, a character a unit.
+
+    A forward and each part of a backward takes a unit: digits are forwards, capitals the gradients
+    of inputs, small letters those of weights, and a point is a wait.
+    """
+    ends: dict[tuple[str, int, int], int] = {}  # forwards and gradients of inputs
+    rows, at = [""] * len(schedule.workers), [0] * len(schedule.workers)
+    orders = [[a for a in actions if a.kind in COMPUTE] for actions in schedule.workers]
+    last = schedule.placement.stages - 1
+    while any(place < len(order) for place, order in zip(at, orders, strict=True)):
+        for worker, order in enumerate(orders):
+            while at[worker] < len(order):
+                kind, stage, m, _ = order[at[worker]]
+                forward = kind is Kind.FORWARD
+                role, before = ("F", stage - 1) if forward else ("I", stage + 1)
+                ready = 0
+                if kind is not Kind.BACKWARD_WEIGHT and 0 <= before <= last:
+                    if (role, before, m) not in ends:
+                        break
+                    ready = ends[role, before, m]
+                text = {
+                    Kind.FORWARD: f"{m}",
+                    Kind.BACKWARD: chr(65 + m) + chr(97 + m),
+                    Kind.BACKWARD_INPUT: chr(65 + m),
+                    Kind.BACKWARD_WEIGHT: chr(97 + m),
+                }[kind]
+                rows[worker] = rows[worker].ljust(ready, ".") + text
+                if kind is not Kind.BACKWARD_WEIGHT:
+                    ends[role, stage, m] = len(rows[worker])
+                at[worker] += 1
+    width = max(map(len, rows))
+    return [row.ljust(width, ".") for row in rows]

@@ -23,9 +23,8 @@ Two rules, which :func:`pipeworker.plan.check.check` verifies for every schedule
 - Each stage adds its weights' gradients in micro-batch order 0..M-1 (``B`` or ``W``), because that
   makes the numbers equal, bit for bit, under every schedule.
 
-``tests/plan/test_plan_orders.py`` runs every registered order through the checker for all recompute
-modes. ``tests/support/registered.py`` has orders that split the backward, and some with two stages
-a worker.
+The tests run every registered order: ``tests/plan/test_plan_formulae.py`` through the checker and
+the simulator, ``tests/worker/step/test_step_orders.py`` on real layers, whose bits it compares.
 """
 
 from __future__ import annotations
@@ -38,9 +37,14 @@ from pipeworker.errors import ScheduleError, UsageError
 from pipeworker.plan import text
 from pipeworker.plan.actions import Action
 from pipeworker.plan.connect import connect
+from pipeworker.plan.orders.dualpipev import dualpipev
 from pipeworker.plan.orders.gpipe import gpipe
 from pipeworker.plan.orders.interleaved_1f1b import interleaved_1f1b
 from pipeworker.plan.orders.one_f_one_b import one_f_one_b
+from pipeworker.plan.orders.v_half import v_half
+from pipeworker.plan.orders.v_min import v_min
+from pipeworker.plan.orders.zb_h1 import zb_h1
+from pipeworker.plan.orders.zbv import zbv
 from pipeworker.plan.placement import Placement
 from pipeworker.plan.recompute import OFFLOAD, Recomputed, recomputed, with_fetches
 from pipeworker.plan.schedule import Pairs, Schedule
@@ -98,6 +102,11 @@ ORDERS = {
         Order("gpipe", gpipe),
         Order("1f1b", one_f_one_b),
         Order("interleaved-1f1b", interleaved_1f1b, virtual_stages=2, varies=True),
+        Order("zb-h1", zb_h1),
+        Order("zbv", zbv, Placement.v_shaped, virtual_stages=2),
+        Order("v-half", v_half, Placement.v_shaped, virtual_stages=2),
+        Order("v-min", v_min, Placement.v_shaped, virtual_stages=2),
+        Order("dualpipev", dualpipev, Placement.v_shaped, virtual_stages=2),
     ]
 }
 

@@ -1,0 +1,50 @@
+"""Building blocks: schedules that repeat the times of one micro-batch (Qi et al. 2024).
+
+The memory of such a schedule is known from its block: a worker holds a stage's graph from the
+stage's forward to its backward, and a new block begins every six units of time, so that the sum of
+these times over the worker's two stages, divided by six, is the number of graphs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from pipeworker.plan.actions import Action, Kind
+from pipeworker.plan.orders.squeeze import squeeze
+from pipeworker.plan.placement import Placement
+from pipeworker.plan.recompute import Recomputed, with_recomputes
+
+_PERIOD = 6
+"""Forward, input part and weight part of two stages, of one unit each."""
+Block = tuple[int, int, int, int]
+"""When a worker begins a micro-batch's forward down and up the V, and its gradients up and down."""
+
+
+def repeated(
+    placement: Placement,
+    microbatches: int,
+    recomputed: Recomputed,
+    blocks: Sequence[Block],
+    limit: int,
+) -> list[list[Action]]:
+    """Return the orders that repeat a block for each micro-batch, with weight parts in the gaps.
+
+    `placement` is a V, `blocks` has the times of each worker, no two of which are equal modulo six,
+    and `limit` is the number of graphs that a worker may hold.
+    """
+    orders = []
+    for (down, up), block in zip(placement.held, blocks, strict=True):
+        kinds = [
+            (Kind.FORWARD, down),
+            (Kind.FORWARD, up),
+            (Kind.BACKWARD_INPUT, up),
+            (Kind.BACKWARD_INPUT, down),
+        ]
+        timed = [
+            (begin + _PERIOD * m, Action(kind, stage, m))
+            for begin, (kind, stage) in zip(block, kinds, strict=True)
+            for m in range(microbatches)
+        ]
+        orders.append([action for _, action in sorted(timed)])
+    squeezed = squeeze(placement, orders, limit)
+    return [with_recomputes(order, recomputed) for order in squeezed]

@@ -1,0 +1,28 @@
+"""ZB-H1: 1F1B with split backwards, whose weight parts fill the gaps."""
+
+from __future__ import annotations
+
+from pipeworker.plan.actions import Action, Kind
+from pipeworker.plan.orders.one_f_one_b import alternate
+from pipeworker.plan.orders.squeeze import squeeze
+from pipeworker.plan.placement import Placement
+from pipeworker.plan.recompute import Recomputed, with_recomputes
+
+
+def zb_h1(placement: Placement, microbatches: int, recomputed: Recomputed) -> list[list[Action]]:
+    """Return the compute order of ZB-H1 (Qi et al. 2023, section 2.1), by worker.
+
+    Every worker holds at most K micro-batches, as 1F1B's first worker does: later workers have the
+    memory to defer weight parts until they would wait for gradients.
+    """
+    numbers = range(microbatches)
+    orders = [
+        alternate(
+            [Action(Kind.FORWARD, stage, m) for m in numbers],
+            [Action(Kind.BACKWARD_INPUT, stage, m) for m in numbers],
+            placement.workers - worker,
+        )
+        for worker, (stage,) in enumerate(placement.held)
+    ]
+    squeezed = squeeze(placement, orders, placement.workers)
+    return [with_recomputes(order, recomputed) for order in squeezed]
