@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
-import shlex
 from dataclasses import dataclass
+
+from pipeworker.display.text import shell_join
 
 DEFAULT_PROGRAM = ("pipeworker",)
 
@@ -28,15 +29,15 @@ class Commands:
 
     def export(self, run_dir: str) -> str:
         """Return the command that writes the run's weights to one file."""
-        return shlex.join([*self.program, "export", run_dir, "weights.safetensors"])
+        return shell_join([*self.program, "export", run_dir, "weights.safetensors"])
 
     def export_best(self, run_dir: str) -> str:
         """Return the command that writes the weights of the best evaluation to one file."""
-        return shlex.join([*self.program, "export", "--best", run_dir, "best.safetensors"])
+        return shell_join([*self.program, "export", "--best", run_dir, "best.safetensors"])
 
     def save(self, run_dir: str) -> str:
         """Return the command that has a running job write a checkpoint."""
-        return shlex.join([*self.program, "checkpoint", run_dir])
+        return shell_join([*self.program, "checkpoint", run_dir])
 
     def resume(self, run_dir: str, further: tuple[str, int] | None = None) -> str:
         """Return the command, or the call in a script, that resumes the run up to `further`."""
@@ -49,8 +50,8 @@ class Commands:
                 call = f"pipeworker.Pipeline(..., resume=True, run_dir={run_dir!r})"
             return f"in {self.script or 'the script'}: {call}"
         if not self.start:
-            return f"the same command, with {shlex.join(options)}"
-        return shlex.join([*self.start, *options, self.job_file])
+            return f"the same command, with {shell_join(options)}"
+        return shell_join([*self.start, *options, self.job_file])
 
 
 def further(steps: int, epochs: int | None, patience: int | None = None) -> tuple[str, int]:

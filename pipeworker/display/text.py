@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 import unicodedata
 from collections.abc import Iterable, Sequence
 
@@ -30,6 +31,27 @@ def _visible(character: str) -> str:
     if category in _INVISIBLE:
         return ""
     return character if category == "Zs" else "?"
+
+
+def shell_join(words: Iterable[str]) -> str:
+    """Return a command line of printable characters, which a shell splits into these words.
+
+    A word with other characters or bytes, as a path that is not UTF-8, is written as ``$'\\xff'``,
+    which bash, zsh and ksh read, and every shell by POSIX of 2024.
+    """
+    return " ".join(
+        shlex.quote(word) if word.isprintable() else f"$'{''.join(map(_escaped, word))}'"
+        for word in words
+    )
+
+
+def _escaped(character: str) -> str:
+    if character in "\\'":
+        return f"\\{character}"
+    if character.isprintable():
+        return character
+    how = "surrogateescape" if "\udc80" <= character <= "\udcff" else "surrogatepass"
+    return "".join(f"\\x{byte:02x}" for byte in character.encode("utf-8", how))
 
 
 def number(value: float) -> str:

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from pipeworker.display.text import data_size, number, table
+from pipeworker.display.text import data_size, number, shell_join, table
 from pipeworker.errors import UnreadableFile
 from pipeworker.record.metrics import rows
 from pipeworker.record.rundir import RunDir
@@ -124,7 +124,7 @@ def _text(facts: Mapping[str, Any]) -> Iterable[str]:
     yield from _block("versions that differ", names, others, "versions and hosts are the same")
     yield ""
     same, copies = facts["job_file"]["same"], facts["job_file"]["copies"]
-    yield "the job files are the same" if same else f"job files differ: diff {shlex.join(copies)}"
+    yield "the job files are the same" if same else f"job files differ: diff {shell_join(copies)}"
     yield ""
     formats = {
         "loss": number,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,12 @@ def test_commands_are_quoted_for_a_shell() -> None:
     resume = "torchrun -m pipeworker --resume --run-dir 'my runs/1'"
     assert commands.resume("my runs/1") == f"{resume} 'a job.py'"
     assert commands.resume("my runs/1", ("steps", 9)) == f"{resume} --steps 9 'a job.py'"
+
+
+def test_a_path_that_is_not_utf_8_can_be_typed() -> None:
+    run_dir = os.fsdecode(b"runs/caf\xe9 1")
+    resume = Commands(start=("pipeworker", "launch"), job_file="job.py").resume(run_dir)
+    assert resume == r"pipeworker launch --resume --run-dir $'runs/caf\xe9 1' job.py"
 
 
 def test_an_unknown_command_is_the_same_one() -> None:

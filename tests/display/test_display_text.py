@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import shutil
+import subprocess
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeworker.display.text import duration, mebibytes, number, sanitize, table
+from pipeworker.display.text import duration, mebibytes, number, sanitize, shell_join, table
 
 
 @pytest.mark.parametrize(
@@ -52,6 +56,24 @@ def test_number(value: float, text: str) -> None:
 )
 def test_duration(seconds: float, text: str) -> None:
     assert duration(seconds) == text
+
+
+def test_a_shell_reads_the_words_that_were_joined() -> None:
+    """Paths are bytes: some are not UTF-8, and some of their characters are not to be seen."""
+    names = [b"plain", b"a b", b"it's \\ here", b"caf\xe9", b"\xffab", b"tab\tend\n", b""]
+    names += [text.encode() for text in ("café", "\u202ereversed", "wide\u3000", "\U0001f600")]
+    joined = shell_join(map(os.fsdecode, names))
+    assert joined.isprintable()
+    shell = shutil.which("bash")
+    if shell is None:
+        pytest.skip("there is no bash here")
+    done = subprocess.run(
+        [shell, "-c", f"printf '%s\\0' {joined}"],
+        capture_output=True,
+        check=True,
+        env={"LC_ALL": "C"},
+    )
+    assert done.stdout.split(b"\0")[:-1] == names
 
 
 def test_mebibytes() -> None:
