@@ -7,8 +7,10 @@ whether a snapshot survives: it alone outlives both hosts and coordinators.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 
 from launcher.spec import assign_ranks
 from pipeworker.coordinator.job import SLOTS
@@ -93,7 +95,9 @@ class SnapshotCopies:
 
 _WORKER_TASKS = 12
 """Processes and threads of a worker with one intra-op thread: its own, ZeroMQ's, those that send
-and copy, and the process that writes its checkpoints."""
+and copy, and the process that writes its checkpoints. Links over gloo replace two of its threads
+by one for all of them and two for each.
+"""
 _STARTING_PER_HOST = 8
 """Workers that may be starting on a host, if it has fewer cores."""
 
@@ -162,10 +166,28 @@ class Forks:
                 self.slots,
                 mirrors=() if local_rank else layout.mirrored_on(host),
                 mirrored=layout.mirrored,
-                tasks=hosts.count(host) * (_WORKER_TASKS + self._options.threads - 1) * first,
+                tasks=self._tasks(host, hosts) if first else 0,
             )
             found.append((host, fork))
         return found
+
+    def _tasks(self, host: int, hosts: Sequence[int]) -> int:
+        """Return the processes and threads that all workers of a host need at least."""
+        tasks = hosts.count(host) * (_WORKER_TASKS + self._options.threads - 1)
+        ends = Counter(rank for link in self._gloo_links(hosts) for rank in link)
+        return tasks + sum(2 * count - 1 for rank, count in ends.items() if hosts[rank] == host)
+
+    def _gloo_links(self, hosts: Sequence[int]) -> Iterator[tuple[int, int]]:
+        """Yield the two ranks of each link of activations, gradients or targets over gloo."""
+        placement, backend = self.placement, self._options.backend
+        stages = placement.stages
+        pairs = [*pairwise(range(stages))] * 2 + [(0, stages - 1)]
+        for replica in range(placement.replicas):
+            for pair in pairs:
+                one, other = (placement.rank_of(stage, replica) for stage in pair)
+                between = hosts[one] != hosts[other] and backend != "tls"
+                if one != other and (between or backend == "gloo"):
+                    yield one, other
 
     def uses(self, host: int) -> bool:
         """Return whether a host has a place in the layout of workers, some of which were forked."""

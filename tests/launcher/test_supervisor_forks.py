@@ -117,10 +117,29 @@ def test_every_rank_is_forked_once_and_a_few_start_at_a_time(
 
 def test_the_first_worker_of_a_host_has_all_its_workers_checked_once() -> None:
     """Later, what is free includes what lost workers have not yet released."""
-    forks = Forks(Options("job.py", 3, 4, threads=2), "token", 1)
+    forks = Forks(Options("job.py", 3, 4, threads=2, backend="tls"), "token", 1)
     assert [fork.tasks for _, fork in forks.next_forks([2, 1], ["", ""])] == [26, 0, 13]
     forks.begin(2)
     assert [fork.tasks for _, fork in forks.next_forks([2, 1], ["", ""])] == [0, 0, 0]
+
+
+@pytest.mark.parametrize(
+    ("backend", "places", "tasks"),
+    [
+        ("gloo", [3], [12 + 5 + 12 + 7 + 12 + 5]),
+        ("auto", [3], [36]),
+        ("auto", [2, 1], [12 + 1 + 12 + 3, 12 + 5]),
+        ("nccl", [1, 1, 1], [12 + 5, 12 + 7, 12 + 5]),
+        ("tls", [1, 1, 1], [12, 12, 12]),
+    ],
+)
+def test_links_over_gloo_have_threads_of_their_own(
+    backend: str, places: list[int], tasks: list[int]
+) -> None:
+    """The threads of a worker over gloo were counted: 17 with three links, 19 with four."""
+    forks = Forks(Options("job.py", 3, 4, backend=backend), "token", 1)
+    chosen = forks.next_forks(places, [""] * len(places))
+    assert [fork.tasks for _, fork in chosen if fork.tasks] == tasks
 
 
 def test_a_lost_host_is_forked_again_in_the_next_generation() -> None:
