@@ -22,6 +22,7 @@ from pipeworker.errors import UsageError
 from pipeworker.ranks import rank_info
 from pipeworker.timings import DEFAULT
 from support.jobs import COMMAND, Jobs, Run, cpu_seconds, processes_of, until
+from support.nanobind import without_reports
 from support.sources import JOB
 
 WORDS = ("--stages", "2", "--microbatches", "2")
@@ -32,7 +33,8 @@ root = pytest.mark.skipif(os.geteuid() != 0, reason="mounts and namespaces are f
 def one_error(run: Run, *parts: str) -> str:
     """Return the one line that reports the refusal; there is no traceback."""
     assert run.status == 1, (run.stdout, run.stderr)
-    errors = [line for line in run.stderr.splitlines() if line.startswith("error: ")]
+    printed = without_reports(run.stderr)
+    errors = [line for line in printed.splitlines() if line.startswith("error: ")]
     assert len(errors) == 1, run.stderr
     assert "Traceback" not in run.stderr
     assert "a defect in pipeworker" not in run.stderr

@@ -14,6 +14,21 @@ import pytest
 
 from support.forked import Server
 from support.jobs import Jobs, processes_of, until
+from support.nanobind import without_reports
+
+LEAKS = """\
+starting 2 workers
+nanobind: leaked 3 instances!
+ - leaked instance 0x7f0 of type "triton.ir.context"
+nanobind: leaked 2 types!
+ - leaked type "triton.ir.module"
+ - ... skipped remainder
+nanobind: leaked 1 functions!
+ - leaked function "parse"
+nanobind: this is likely caused by a reference counting issue in the binding code.
+See https://nanobind.readthedocs.io/en/latest/refleaks.htmlerror: cannot start the worker
+nanobind: leaked 3 instances!nanobind: leaked 2 types!done: 5 steps
+"""
 
 PROBE = """
     import gc, json, logging, os, random, signal, sys, tempfile, threading
@@ -134,3 +149,9 @@ def test_a_process_ends_with_the_process_that_requested_it(jobs: Jobs) -> None:
     requester.kill()
     assert requester.wait(60) == -signal.SIGKILL
     until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in (server, child)))
+
+
+def test_reports_of_nanobind_are_removed_from_within_lines() -> None:
+    kept = ["starting 2 workers", "error: cannot start the worker", "done: 5 steps"]
+    assert without_reports(LEAKS).splitlines() == kept
+    assert without_reports("a job that leaked\n - leaked\n") == "a job that leaked\n - leaked\n"

@@ -15,6 +15,7 @@ from markdown_it.token import Token
 
 import pipeworker
 from support.jobs import Jobs
+from support.nanobind import without_reports
 
 ROOT = Path(pipeworker.__file__).parents[1]
 DOCS = ROOT / "docs"
@@ -131,8 +132,8 @@ def _run(act: Type, jobs: Jobs) -> tuple[int, str]:
             process.stdin.writelines(f"{line}\n" for line in act.typed)
         stdout, stderr = process.communicate(timeout=60)
         assert process.returncode is not None
-        return process.returncode, stdout + stderr
+        return process.returncode, without_reports(stdout) + without_reports(stderr)
     ran = subprocess.run(
         act.command, shell=True, cwd=jobs.folder, capture_output=True, text=True, timeout=60
     )
-    return ran.returncode, ran.stdout + ran.stderr
+    return ran.returncode, without_reports(ran.stdout) + without_reports(ran.stderr)
