@@ -58,11 +58,13 @@ class SafetensorsLayout:
 class SnapshotBuffer:
     """A snapshot in memory: two files of tensors, and one of plain values.
 
-    The file of plain values is empty until the snapshot is complete.
+    The file of plain values is empty until the snapshot is complete. The snapshots of `ranks`
+    workers hold the whole state.
     """
 
-    def __init__(self, memory: SnapshotMemory) -> None:
+    def __init__(self, memory: SnapshotMemory, ranks: int = 1) -> None:
         self.memory = memory
+        self._ranks = ranks
         self._layouts = SafetensorsLayout(memory, 0), SafetensorsLayout(memory, 1)
         self._plain: dict[str, Any] = {}
 
@@ -103,7 +105,7 @@ class SnapshotBuffer:
 
     def commit(self, step: int) -> None:
         """Complete the snapshot: it is the state after `step`."""
-        self.memory.write(2, _plain_file(self._plain, step))
+        self.memory.write(2, _plain_file(self._plain, step, self._ranks))
 
     def fill(
         self,
@@ -128,6 +130,7 @@ class SnapshotBuffer:
 
 def file_contents(
     step: int,
+    ranks: int,
     stages: Sequence[StageState],
     elsewhere: Collection[int] = (),
     position: Mapping[str, Any] | None = None,
@@ -135,14 +138,14 @@ def file_contents(
     """Return the bytes of the files of a snapshot that is not in memory.
 
     A tensor is copied only if it is on an accelerator or not contiguous, one at a time. See
-    :meth:`WorkerContent.of` for the arguments.
+    :class:`SnapshotBuffer` and :meth:`WorkerContent.of` for the arguments.
 
     Raises:
         UsageError: a state holds something else than tensors and plain values.
     """
     content = WorkerContent.of(stages, elsewhere, position)
     weights, others = content.headers()
-    plain = memoryview(_plain_file(content.plain, step))
+    plain = memoryview(_plain_file(content.plain, step, ranks))
     return (
         _tensor_chunks(content.weights, weights),
         _tensor_chunks(content.others, others),
@@ -163,19 +166,23 @@ def _infos(tensors: Tensors) -> dict[str, TensorInfo]:
     return {name: (t.dtype, tuple(t.shape)) for name, t in tensors.items()}
 
 
-def _plain_file(plain: Mapping[str, Any], step: int) -> bytes:
-    return json.dumps({**plain, "step": step}).encode()
+def _plain_file(plain: Mapping[str, Any], step: int, ranks: int) -> bytes:
+    return json.dumps({**plain, "step": step, "ranks": ranks}).encode()
 
 
-def snapshot_files(memory: SnapshotMemory, step: int) -> WorkerFiles:
-    """Return the files of a worker's snapshot of the state after `step`.
+def snapshot_files(memory: SnapshotMemory, step: int, ranks: int) -> WorkerFiles:
+    """Return the files of a worker's snapshot of the state after `step`, one of `ranks` workers.
+
+    The state after a step is the same in every generation, but not the part of it that a rank has:
+    a host that no longer has this rank may keep what it had before the job shrank.
 
     Raises:
-        PipeworkerError: the snapshot is incomplete, or of another step.
+        PipeworkerError: the snapshot is incomplete, of another step or of other workers.
     """
     files = WorkerFiles(*memory.paths)
     plain = files.state.read_bytes()
-    if not plain or json.loads(plain)["step"] != step:
+    content = json.loads(plain) if plain else {}
+    if (content.get("step"), content.get("ranks")) != (step, ranks):
         raise PipeworkerError(
             f"the snapshot of step {step} in memory is lost: resume from disk with --resume"
         )

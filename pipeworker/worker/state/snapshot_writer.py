@@ -69,11 +69,13 @@ class SnapshotWriter:
         sharing: int = 1,
         mirror: Callable[[], MirrorClient | None] = lambda: None,
     ) -> None:
-        self._rank, self._sharing = rank, max(ranks, sharing)
+        self._rank, self._ranks, self._sharing = rank, ranks, max(ranks, sharing)
         self._names = file_names(rank, ranks)
         self._folder, self._inherited, self._send = folder, inherited, send
         self._own_memories = [] if memories else [SnapshotMemory()]
-        self._buffers = [SnapshotBuffer(memory) for memory in (*memories, *self._own_memories)]
+        self._buffers = [
+            SnapshotBuffer(memory, ranks) for memory in (*memories, *self._own_memories)
+        ]
         self._make_mirror: Callable[[], MirrorClient | None] | None = mirror
         self._mirror: MirrorClient | None = None
         # Three threads, because a copy must wait neither for the disk nor for another host.
@@ -185,7 +187,7 @@ class SnapshotWriter:
             "available to copy it"
         )
         self._writes.finish()
-        contents = file_contents(step, parts, elsewhere, position)
+        contents = file_contents(step, self._ranks, parts, elsewhere, position)
         try:
             files = write_chunks(contents, self._folder(step), self._names)
         except RecordError as error:

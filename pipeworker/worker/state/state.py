@@ -116,7 +116,8 @@ class MemorySnapshots:
         self._fetched.close()
 
     def _on_this_host(self, rank: int, restore: Restore) -> WorkerFiles:
-        return snapshot_files(self._settings.memories[rank][restore.slot], restore.step)
+        memory = self._settings.memories[rank][restore.slot]
+        return snapshot_files(memory, restore.step, restore.ranks)
 
     def _on_any_host(self, rank: int, restore: Restore) -> WorkerFiles:
         """Return the snapshot of a rank, fetched if necessary."""
@@ -129,7 +130,7 @@ class MemorySnapshots:
             )
         fetched = fetch_snapshot(rank, restore.slot, *self._access())
         self._fetched.callback(fetched.close)
-        return snapshot_files(fetched, restore.step)
+        return snapshot_files(fetched, restore.step, restore.ranks)
 
     def _serve(self, restore: Restore) -> None:
         """Serve the snapshots that this host has as a whole."""

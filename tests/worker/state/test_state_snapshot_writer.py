@@ -148,19 +148,30 @@ def test_a_snapshot_in_memory_is_that_of_its_step_or_rejected(
 ) -> None:
     layer_writer.copy(1, 0)
     layer_writer.copy(2, 1)
-    shard = snapshot_files(layer_writer.memories[0], 1)
+    shard = snapshot_files(layer_writer.memories[0], 1, 1)
     assert torch.equal(TensorFile(shard.model)["0.weight"], layer_writer.layer.weight)
     with pytest.raises(
         PipeworkerError, match="the snapshot of step 1 in memory is lost: resume from"
     ):
-        snapshot_files(layer_writer.memories[1], 1)
+        snapshot_files(layer_writer.memories[1], 1, 1)
     monkeypatch.setattr(
         SnapshotBuffer, "commit", lambda self, step: None
     )  # the worker dies before that
     layer_writer.copy(3, 0)
     with pytest.raises(PipeworkerError, match="the snapshot of step 1 in memory is lost"):
-        snapshot_files(layer_writer.memories[0], 1)
-    snapshot_files(layer_writer.memories[1], 2)
+        snapshot_files(layer_writer.memories[0], 1, 1)
+    snapshot_files(layer_writer.memories[1], 2, 1)
+
+
+def test_a_part_of_a_generation_with_other_workers_is_rejected(layer_writer: WriterOfLayer) -> None:
+    """After a shrink a host may keep the part of a rank that is elsewhere now, of the same step.
+
+    Its layers are others than those of the rank's present part.
+    """
+    layer_writer.copy(4, 0)
+    with pytest.raises(PipeworkerError, match="the snapshot of step 4 in memory is lost"):
+        snapshot_files(layer_writer.memories[0], 4, 2)
+    snapshot_files(layer_writer.memories[0], 4, 1)
 
 
 def test_a_slow_disk_delays_neither_copies_nor_steps(
