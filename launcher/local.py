@@ -95,6 +95,7 @@ class Launch:
         self._timings = timings()
         self._clock = SuspendAwareClock(self._timings.ping)
         options, path = prepared.options, str(prepared.run_dir.path)
+        self._first_path = path
         self._supervisor = Supervisor(
             options, path, new_token(), agents, self._timings, os.cpu_count() or 1
         )
@@ -218,6 +219,8 @@ class Launch:
         found = {name: version or "" for name, version in versions().items()}
         digests = {"job": file_digest(Path(job_file)), "run": file_digest(run_dir.run)}
         own = lines.AgentHello(host="", **found, **digests)
+        if str(run_dir.path) != self._first_path:  # the agent looked where it was at the start
+            line = replace(line, run=own.run)
         problem = host_problem(host, line, own, job_file, str(run_dir.path))
         return CheckedHello(line.caller, _is_local(line.caller), problem)
 

@@ -20,7 +20,7 @@ from support.forked import Server
 from support.hosts import Host as Namespace
 from support.hosts import two_hosts
 from support.jobs import Jobs, Process, Reference, Run, processes_of, until
-from support.sources import DIES, DROPOUT_JOB
+from support.sources import DIES, DROPOUT_JOB, gated
 from support.sshd import Sshd, servers
 
 WORDS = ("--stages", "3", "--microbatches", "4", "--steps", "8")
@@ -59,6 +59,31 @@ def carriers(process: Process, host: str) -> list[int]:
 def steps(path: Path) -> int:
     metrics = path / "metrics.jsonl"
     return metrics.read_bytes().count(b"\n") if metrics.exists() else 0
+
+
+@pytest.mark.parametrize("lost", ["", "b"])
+def test_a_run_on_several_hosts_continues_in_its_directory_when_that_is_moved(
+    jobs: Jobs, client: Sshd, reference: Reference, lost: str
+) -> None:
+    """The agent of a lost host is started again with the path that the directory had."""
+    words = ("--checkpoint-every", "4", "--snapshot-every", "1", "--hosts", "a:2,b:1")
+    source = gated(DROPOUT_JOB, "x = torch.randn(11", "_ == 4")
+    process, path = jobs.start(*WORDS, *words, source=source)
+    until(lambda: steps(path) == 3)
+    moved = path.with_name("moved")
+    path.rename(moved)
+    if lost:
+        (carrier,) = carriers(process, lost)
+        os.kill(carrier, signal.SIGKILL)
+    (jobs.folder / "go").touch()
+    stdout, stderr = process.communicate(timeout=90)
+    assert process.returncode == 0, stderr
+    assert not path.exists()
+    run = Run(0, stdout, stderr, moved)
+    assert_same(run, reference(*WORDS, source=DROPOUT_JOB))
+    assert run.summary["restarts"] == bool(lost)
+    assert f"warning: run directory: was moved to {moved}; the job continues there" in stderr
+    assert f"weights: {moved}/checkpoints/step-00000008" in stdout
 
 
 def test_a_lost_host_is_restarted_and_gives_the_numbers_of_an_undisturbed_run(
