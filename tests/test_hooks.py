@@ -69,8 +69,8 @@ def test_each_record_is_passed_on_once(jobs: Jobs, reference: Reference) -> None
     assert "[hooks] evaluated 2\n" in run.stdout
     assert (run.log("hooks")) == "evaluated 2\nevaluated 4\n"
     shutil.rmtree(run.path / "checkpoints" / "step-00000005")
-    words = ("--resume", "--run-dir", str(run.path), "--stages", "1", *always, "--steps", "7")
-    again = jobs.pipeworker("launch", *words, str(jobs.folder / "job.py"))
+    resume = ("--resume", "--run-dir", str(run.path), "--stages", "1", *always, "--steps", "7")
+    again = jobs.pipeworker("launch", *resume, str(jobs.folder / "job.py"))
     assert again.returncode == 0, again.stderr
     assert "from step 3" in again.stdout
     assert seen(jobs.folder) == ("s1 s2 e2 s3 s4 e4 s5 s6 e6 s7", "c2 c3 c5 c6 c7")

@@ -159,7 +159,7 @@ def _tensor_chunks(tensors: Tensors, metadata: Mapping[str, str]) -> Iterator[Ch
     for name in ranges:  # by their place in the file
         if tensors[name].numel():
             whole = tensors[name].detach().resolve_conj().resolve_neg().cpu().contiguous()
-            yield memoryview(whole.reshape(-1).view(torch.uint8).numpy())
+            yield whole.reshape(-1).view(torch.uint8).numpy().data
 
 
 def _infos(tensors: Tensors) -> dict[str, TensorInfo]:

@@ -304,16 +304,17 @@ class _Measured:
             return 0, 0.0
         job = dataclasses.replace(self._settings.job, scheduler=None, before_update=None)
         try:
-            optimizer = Updater([self._layer], self._call.index, job).optimizer
-            if optimizer is None:
+            optimizers = Updater([self._layer], self._call.index, job).optimizers
+            if not optimizers.all:
                 return 0, 0.0
-            optimizer.step()  # it makes its state
+            optimizers.step()  # they make their state
             begin = self._watch.mark()
-            optimizer.step()
+            optimizers.step()
             seconds = self._watch.seconds([begin, self._watch.mark()])
         except Exception as error:  # one that cannot train this layer alone, as for some names only
             log.info("the optimizer of one layer cannot be measured: %s", error)
             return 0, 0.0
-        state = pytree.tree_leaves([dict(one) for one in optimizer.state.values()])
+        states = (state for optimizer in optimizers.all for state in optimizer.state.values())
+        state = pytree.tree_leaves([dict(one) for one in states])
         tensors = {id(leaf): leaf for leaf in state if isinstance(leaf, torch.Tensor)}
         return sum(tensor.nbytes for tensor in tensors.values()), seconds
