@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import json
+from typing import Any
+
+import pytest
+
 from support.compare import assert_same
 from support.jobs import Jobs
 from support.ranks import Scripts, script
@@ -124,7 +129,8 @@ FAILS = """
         def forward(self, x):
             global forwards
             forwards += self.training and not pipeworker.is_recomputing()
-            if forwards == 14 and os.environ["FAILS"]:  # in step 4, of two mini-batches
+            last = rank == int(os.environ["WORLD_SIZE"]) - 1
+            if os.environ["FAILS"] == str(forwards) and last:  # in step 4, of two mini-batches
                 raise ValueError("as asked")
             return x
 
@@ -135,11 +141,31 @@ FAILS = """
     pairs = TensorDataset(torch.randn(20, 8), torch.randint(0, 3, (20,)))
     generator = torch.Generator().manual_seed(1)
 
+    class Stateful:
+        at = 0
+
+        def __iter__(self):
+            while self.at < 5:
+                x, target = pairs[4 * self.at : 4 * self.at + 4]
+                self.at += 1
+                yield x * torch.rand(()), target
+
+        def state_dict(self):
+            return {"at": self.at}
+
+        def load_state_dict(self, state):
+            self.at = state["at"]
+
+    def loader():
+        if os.environ["DATA"] == "stateful":
+            return Stateful()
+        return DataLoader(pairs, batch_size=4, shuffle=True, generator=generator)
+
     def train(**options):
         pipeworker.train(
             model, loss=loss, optimizer=optimizer, scheduler=scheduler, run_dir="run",
-            data=lambda: DataLoader(pairs, batch_size=4, shuffle=True, generator=generator),
-            microbatches=2, accumulate=2, epochs=2, **options
+            data=loader, microbatches=2, accumulate=2, epochs=2,
+            **json.loads(os.environ["OPTIONS"]), **options
         )
 
     if os.environ["FAILS"]:
@@ -154,10 +180,24 @@ FAILS = """
 """
 
 
-def test_train_saves_its_last_whole_step_after_an_error(scripts: Scripts) -> None:
-    source = script(DROPOUT_JOB, FAILS)
-    failed = scripts.start(source, 2, FAILS="yes")
-    (whole,) = scripts.start(source, 1, alone=True, FAILS="").succeed()
+@pytest.mark.parametrize(
+    ("data", "options"),
+    [
+        ("loader", {}),
+        ("stateful", {}),
+        ("loader", {"replicas": 2}),
+        ("stateful", {"replicas": 2, "shard_optimizer": True}),
+        ("loader", {"replicas": 2, "shard_optimizer": True, "data_reader": "first"}),
+    ],
+)
+def test_train_saves_its_last_whole_step_after_an_error(
+    scripts: Scripts, data: str, options: dict[str, Any]
+) -> None:
+    """Two ranks, of which the last one fails: two stages, or two replicas of one."""
+    source, replicas = script(DROPOUT_JOB, FAILS), options.get("replicas", 1)
+    values = {"DATA": data, "OPTIONS": json.dumps(options)}
+    failed = scripts.start(source, 2, FAILS=f"{14 // replicas}", **values)
+    (whole, *_) = scripts.start(source, replicas, FAILS="", **values).succeed()
     run, _ = failed.succeed()
     assert "layer 8 (Fails) raised ValueError: as asked" in failed.reported(1)["raised"]
     assert failed.reported(0)["steps"] == 3
