@@ -82,13 +82,31 @@ _BEFORE = """
             if p.grad is not None:
                 p.grad += 1e-3 * torch.randn_like(p.grad)
 """
-_EVALUATION = """
+_SINGLE = """
     def evaluation():
         for size in (5, 2, 7):
             yield batch(size, random, None)
+"""
+_SEVERAL = """
+    def some(*sizes):
+        return (batch(size, random, None) for size in sizes)
 
+    def evaluation():
+        return {"first": lambda: some(5, 2, 7), "second": lambda: some(3)}
+"""
+_METRICS = """
     def metrics(output, target):
         return {"greatest": output.detach().max(), "mean": output.detach().float().mean()}
+"""
+_HOOKS = """
+    def on_step(row):
+        assert torch.rand(()) < 1
+
+    def on_evaluation(row):
+        assert random.random() < 1
+
+    def on_checkpoint(path):
+        assert (path / "manifest.json").name
 """
 
 
@@ -169,11 +187,18 @@ def draw_job(
     layers = _network(chance, kind)
     parts = [LIBRARY, END, _model(chance, kind, layers), _loss(chance, kind)]
     parts += _optimizer(chance, alone)
-    parts.append(_data(chance, kind, microbatches, alone or chance.random() < 0.5))
+    own, starts = alone or chance.random() < 0.5, not alone and chance.random() < 0.3
+    parts.append(_data(chance, kind, microbatches, own, starts))
     bits = ["--microbatches", f"{microbatches}", "--seed", f"{chance.randint(0, 99)}"]
     if not alone and chance.random() < 0.4:
-        parts.append(_EVALUATION)
+        several = chance.random() < 0.3
+        parts += [_SEVERAL if several else _SINGLE, _METRICS]
         bits += ["--evaluate-every", chance.choice(("1", "3", "epoch"))]
+        figures = ("second/loss", "max:first/mean") if several else ("greatest", "max:mean")
+        bits += ["--best", chance.choice(("loss", *figures))]
+        bits += ["--evaluate-first"] * (chance.random() < 0.3)
+    if not alone and chance.random() < 0.15:
+        parts.append(_HOOKS)
     if not alone and chance.random() < 0.3:
         bits += ["--accumulate", f"{chance.randint(2, 3)}"]
     for name, values, share in (
@@ -261,15 +286,19 @@ def _optimizer(chance: random.Random, alone: bool) -> Iterator[str]:
         yield _BEFORE
 
 
-def _data(chance: random.Random, kind: str, microbatches: int, own: bool) -> str:
+def _data(chance: random.Random, kind: str, microbatches: int, own: bool, starts: bool) -> str:
+    """Return the text of ``data``, with generators of its `own`; if it `starts`, anywhere."""
     sizes = [chance.randint(1, 3 * microbatches) for _ in range(chance.randint(2, 6))]
     sizes.insert(chance.randint(0, len(sizes)), 2 * microbatches + 1)
     source = "random.Random(7), torch.Generator().manual_seed(7)" if own else "random, None"
+    # Generators of its own begin anew, so that what they drew before `start` is drawn again.
+    skip = f"[batch(size, source, generator) for size in {sizes}[:start]]" if own else "None"
     return textwrap.dedent(_BATCH[kind]) + textwrap.dedent(
         f"""
-        def data():
+        def data({"start" if starts else ""}):
             source, generator = {source}
-            for size in {sizes}:
+            {skip if starts else "start = 0"}
+            for size in {sizes}[start:]:
                 time.sleep(PAUSE)
                 yield batch(size, source, generator)
         """

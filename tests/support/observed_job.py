@@ -151,7 +151,7 @@ class ObservedJob:
 
     @property
     def pids(self) -> dict[str, int]:
-        """The processes: launcher, coordinator, agent, and workers as ``stage 1``.
+        """The processes: launcher, coordinator, agent, hooks if any, and workers as ``stage 1``.
 
         Workers of replicas after the first are ``stage 1 of replica 2``.
         """
@@ -173,6 +173,8 @@ class ObservedJob:
                 found["coordinator"] = pid
             elif line.startswith("agent\n") or "host.agent" in line:
                 found["agent"] = pid
+            elif line.startswith("hooks\n") or "worker.hooks" in line:
+                found["hooks"] = pid
         return found
 
     def leftovers(self) -> list[str]:
