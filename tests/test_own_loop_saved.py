@@ -196,8 +196,8 @@ def test_train_saves_its_last_whole_step_after_an_error(
     """Two ranks, of which the last one fails: two stages, or two replicas of one."""
     source, replicas = script(DROPOUT_JOB, FAILS), options.get("replicas", 1)
     values = {"DATA": data, "OPTIONS": json.dumps(options)}
-    failed = scripts.start(source, 2, FAILS=f"{14 // replicas}", **values)
-    (whole, *_) = scripts.start(source, replicas, FAILS="", **values).succeed()
+    failed = scripts.start(source, 2, also=values, FAILS=f"{14 // replicas}")
+    (whole, *_) = scripts.start(source, replicas, also=values, FAILS="").succeed()
     run, _ = failed.succeed()
     assert "layer 8 (Fails) raised ValueError: as asked" in failed.reported(1)["raised"]
     assert failed.reported(0)["steps"] == 3
