@@ -31,7 +31,8 @@ from launcher.engines.engine import Carrier, Cluster, SubmittedJob
 from launcher.evaluate import evaluate
 from launcher.job_command import JobCommand
 from launcher.options import ANYWHERE, JOB_PARAMETERS, LAUNCH_PARAMETERS
-from launcher.run_commands import compare, list_runs, prune
+from launcher.plan import plan
+from launcher.run_commands import RUN_COMMANDS
 from pipeworker.errors import PipeworkerError, UsageError
 from pipeworker.job.option_parsing import workers_per_replica
 from pipeworker.job.options import PRECISIONS
@@ -86,7 +87,7 @@ def _suggest_launch(mistake: str, ctx: click.Context, words: Sequence[str]) -> N
     raise UsageError(f"{mistake}; did you mean `{command}`?")
 
 
-@click.group(cls=_Main, context_settings=_HELP, commands=[evaluate, list_runs, compare, prune])
+@click.group(cls=_Main, context_settings=_HELP, commands=[plan, evaluate, *RUN_COMMANDS])
 @click.version_option(__version__)
 def main() -> None:
     """Train a network too big for one accelerator, as a pipeline of worker processes."""

@@ -67,3 +67,6 @@ def prune(folder: Path, *, keep_weights: bool, remove_weights: bool, dry_run: bo
         )
     for line in prune.prune(folder, keep_weights=keep_weights, dry_run=dry_run):
         click.echo(line)
+
+
+RUN_COMMANDS = (list_runs, compare, prune)

@@ -9,6 +9,7 @@ from pathlib import Path
 from urllib.parse import unquote
 
 import pytest
+from click.testing import CliRunner
 
 import cli
 import pipeworker
@@ -155,3 +156,14 @@ def test_the_picture_shows_the_schedule() -> None:
     stages, microbatches = maker["STAGES"], maker["MICROBATCHES"]
     timing = simulate(build("gpipe", stages, microbatches, "never"))
     assert f"the bubble: {timing.bubble:.1%}" in maker["svg"]()
+
+
+def test_the_picture_of_a_plan_is_what_the_command_draws(tmp_path: Path) -> None:
+    (command,) = re.findall(
+        r"^\$ pipeworker (plan .*) --svg step\.svg$",
+        (DOCS / "howto" / "plan.md").read_text(),
+        re.MULTILINE,
+    )
+    result = CliRunner().invoke(cli.main, [*command.split(), "--svg", str(tmp_path / "step.svg")])
+    assert result.exit_code == 0, result.output
+    assert (tmp_path / "step.svg").read_text() == (DOCS / "howto" / "interleaved.svg").read_text()

@@ -183,7 +183,7 @@ def test_a_timeline_is_to_scale(width: int) -> None:
     margin = len("stage 0  ")
     columns = width - margin
     scale = columns / view.planned.timing.makespan
-    for row, spans in zip(timeline_rows(view, width), view.spans, strict=True):
+    for row, spans in zip(timeline_rows(view.rows, view.spans, width), view.spans, strict=True):
         assert sum(len(text) for text, _ in row) == width
         kinds = [kind for text, kind in row[1:] for _ in text]
         busy = dict.fromkeys(LETTERS, 0.0)
@@ -200,7 +200,7 @@ def test_many_micro_batches_fill_the_columns_that_they_take() -> None:
     """Actions narrower than a character are not idle time."""
     order = resolve("gpipe")
     view = view_of(planned(order.build(order.place(2), 300, ("never",) * 2), mode="never"))
-    (_, *last) = timeline_rows(view, 80)[-1]
+    (_, *last) = timeline_rows(view.rows, view.spans, 80)[-1]
     kinds = [kind for text, kind in last for _ in text]
     assert kinds.count(None) <= 2
     assert kinds.count(Kind.BACKWARD) == pytest.approx(2 * kinds.count(Kind.FORWARD), abs=3)

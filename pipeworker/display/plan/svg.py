@@ -44,7 +44,7 @@ text { fill: #24292f; font: 12px system-ui, -apple-system, 'Segoe UI', sans-seri
 .on-recompute, .on-backward, .on-input, .on-update { fill: #1a1a1a; }
 .on-recompute { paint-order: stroke; stroke: #9ccff0; stroke-width: 3px; }
 .on-weight { paint-order: stroke; stroke: #7a3d6b; stroke-width: 3px; }
-.later { fill: #000000; fill-opacity: 0.45; }
+.later { fill: #000000; fill-opacity: 0.6; }
 .hatch { stroke: #0072b2; stroke-width: 2; stroke-opacity: 0.55; }
 .dot { fill: #d9a8cb; }
 @media (prefers-color-scheme: dark) {

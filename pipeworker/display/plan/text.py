@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import groupby
 
 from pipeworker.display.plan.figures import bytes_text, count_text, rate_text, seconds_text
@@ -29,19 +29,25 @@ NAMES = {
 """What each kind of action is called, in the order of a legend."""
 Run = tuple[str, "Kind | None"]
 """Some characters of a timeline, and the kind of their action; None where a worker is idle."""
+Paint = Callable[[str, "Kind | None"], str]
+"""Colours some characters of a timeline by the kind of their action."""
 _IDLE, _FILL = "·", "─"
 _LEAST = 20
 """The fewest columns of a timeline: on a narrower terminal lines are longer than it."""
 
 
-def lines_of(view: PlanView, width: int) -> Iterator[str]:
-    """Yield the lines of a plan without colours, its timeline in `width` columns."""
+def plain(text: str, kind: Kind | None) -> str:
+    """Return a part of a timeline without colours."""
+    return text
+
+
+def lines_of(view: PlanView, width: int, paint: Paint = plain) -> Iterator[str]:
+    """Yield the lines of a plan, its timeline in `width` columns, coloured by `paint`."""
     yield from summary(view)
     yield ""
     yield from stage_table(view)
     yield ""
-    yield from ("".join(text for text, _ in row) for row in timeline_rows(view, width))
-    yield legend(view)
+    yield from timeline_lines(view.rows, view.spans, width, paint)
     if len(view.choices) > 1:
         yield ""
         yield from choice_table(view)
@@ -114,15 +120,30 @@ def choice_table(view: PlanView) -> list[str]:
     return table(rows, right=range(2, 7))
 
 
-def timeline_rows(view: PlanView, width: int) -> list[list[Run]]:
-    """Return the rows of a timeline to scale, `width` columns wide: one for each worker."""
-    labels = view.rows
+def timeline_lines(
+    labels: Sequence[str], spans: Sequence[Sequence[Span]], width: int, paint: Paint = plain
+) -> list[str]:
+    """Return a timeline, and what its letters mean; `paint` colours its parts."""
+    rows = timeline_rows(labels, spans, width)
+    lines = ["".join(paint(text, kind) for text, kind in row) for row in rows]
+    kinds = {span.action.kind for some in spans for span in some}
+    names = [paint(f"{LETTERS[k]} {name}", k) for k, name in NAMES.items() if k in kinds]
+    return [*lines, "   ".join([*names, f"{_IDLE} idle"])]
+
+
+def timeline_rows(
+    labels: Sequence[str], spans: Sequence[Sequence[Span]], width: int
+) -> list[list[Run]]:
+    """Return the rows of a timeline to scale, `width` columns wide: one for each worker.
+
+    The first item of a row is its label.
+    """
     margin = max(map(len, labels), default=0) + 2
     columns = max(width - margin, _LEAST)
-    end = view.planned.timing.makespan
+    end = max((span.end for some in spans for span in some), default=1.0)
     return [
-        [(label.ljust(margin), None), *_runs(spans, end, columns)]
-        for label, spans in zip(labels, view.spans, strict=True)
+        [(label.ljust(margin), None), *_runs(some, end, columns)]
+        for label, some in zip(labels, spans, strict=True)
     ]
 
 
@@ -150,10 +171,3 @@ def _cells(spans: Sequence[Span], end: float, columns: int) -> list[Run]:
             shares[at][None] -= share
     most = [max(share, key=lambda kind: share[kind]) for share in shares]
     return [(_IDLE if kind is None else LETTERS[kind], kind) for kind in most]
-
-
-def legend(view: PlanView) -> str:
-    """Return what the letters of a timeline mean, for the kinds that occur."""
-    kinds = {action.kind for spans in view.spans for action, _, _ in spans}
-    found = [f"{LETTERS[kind]} {name}" for kind, name in NAMES.items() if kind in kinds]
-    return "   ".join([*found, f"{_IDLE} idle"])

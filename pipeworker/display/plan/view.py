@@ -10,6 +10,7 @@ from pipeworker.facts.layer_facts import NetworkFacts
 from pipeworker.plan.actions import INPUTS, Kind
 from pipeworker.plan.partition import ranges
 from pipeworker.plan.planned import Planned
+from pipeworker.plan.schedule import Schedule
 from pipeworker.plan.simulate import Span, timeline
 
 
@@ -156,20 +157,30 @@ class PlanView:
     @property
     def title(self) -> str:
         """The plan in a line: stages, micro-batches, schedule."""
-        schedule = self.planned.schedule
-        stages = stages_text(schedule.placement.stages)
-        return f"{stages}, {microbatches_text(schedule.microbatches)}, {schedule.name}"
+        return title_of(self.planned.schedule)
 
     @property
     def rows(self) -> tuple[str, ...]:
         """A label for each worker: the stages that it holds."""
-        held = self.planned.schedule.placement.held
-        return tuple(
-            f"stage{'s' * (len(some) > 1)} {', '.join(map(str, some))}"
-            if len(some) < 4
-            else f"stages {some[0]} … {some[-1]}"
-            for some in held
-        )
+        return labels_of(self.planned.schedule)
+
+
+def title_of(schedule: Schedule) -> str:
+    """Return a schedule in a line: stages, micro-batches and its name."""
+    stages, workers = schedule.placement.stages, schedule.placement.workers
+    on = "" if workers == stages else f" on {workers} worker{'s' * (workers > 1)}"
+    return f"{stages_text(stages)}{on}, {microbatches_text(schedule.microbatches)}, {schedule.name}"
+
+
+def labels_of(schedule: Schedule) -> tuple[str, ...]:
+    """Return a label for each worker of a schedule: the stages that it holds."""
+    held = schedule.placement.held
+    return tuple(
+        f"stage{'s' * (len(some) > 1)} {', '.join(map(str, some))}"
+        if len(some) < 4
+        else f"stages {some[0]} … {some[-1]}"
+        for some in held
+    )
 
 
 def stages_text(count: int) -> str:

@@ -1,0 +1,120 @@
+"""The command `plan`: schedules before they run."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+from click.testing import CliRunner, Result
+
+import cli
+from pipeworker.plan.orders import ORDERS
+from pipeworker.runs.schedule_file import read_schedule
+from support.orders import build
+
+
+def run(*words: str, color: bool = False) -> Result:
+    return CliRunner().invoke(cli.main, ["plan", *words], prog_name="pipeworker", color=color)
+
+
+def shown(*words: str) -> str:
+    result = run(*words)
+    assert result.exit_code == 0, result.output
+    return result.output
+
+
+def refused(*words: str) -> str:
+    result = run(*words)
+    assert result.exit_code == 2
+    return result.output.removeprefix("error: ").rstrip()
+
+
+def rows(output: str) -> dict[str, list[str]]:
+    """Return the cells of the table of schedules, by their names."""
+    _, _, table = output.partition("\nschedule ")
+    return {cells[0]: cells[1:] for cells in map(str.split, table.splitlines()[1:])}
+
+
+def test_schedules_stand_side_by_side() -> None:
+    output = shown("--stages", "4", "--microbatches", "8", "--recompute", "never")
+    assert output.startswith("4 stages, 8 micro-batches, gpipe, bubble 27.3%\n")
+    found = rows(output)
+    assert found.keys() == ORDERS.keys()
+    assert found["gpipe"] == ["1", "33", f"{3 / 11:.1%}", "8"]
+    assert found["1f1b"] == ["1", "33", f"{3 / 11:.1%}", "4"]
+    stages, step, bubble, _ = found["interleaved-1f1b"]
+    assert (stages, step, bubble) == ("2", "28.5", f"{1.5 / 9.5:.1%}")
+
+
+@pytest.mark.parametrize("name", sorted(ORDERS))
+@pytest.mark.parametrize("recompute", ["always", "except_first", "never"])
+def test_the_printed_text_is_a_schedule_file(name: str, recompute: str, tmp_path: Path) -> None:
+    words = ("--stages", "3", "--microbatches", "5", "--recompute", recompute)
+    file = tmp_path / "mine.txt"
+    file.write_text(shown("--schedule", name, *words, "--text"))
+    assert file.read_text().startswith(f"{name} stages=")
+    own = read_schedule(file)
+    again = shown("--schedule", str(file), "--text")
+    assert again == own
+    made = build(name, 3, 5, recompute)
+    output = shown("--schedule", str(file))
+    stages = made.placement.stages
+    on = "" if stages == 3 else " on 3 workers"
+    assert output.startswith(f"{stages} stages{on}, 5 micro-batches, mine.txt, bubble ")
+    found = rows(output)
+    assert found["mine.txt"] == found[name] or recompute == "except_first"
+
+
+def test_the_number_of_stages_is_that_of_a_file_or_given(tmp_path: Path) -> None:
+    assert refused() == "--stages: missing; give the number of stages"
+    file = tmp_path / "mine.txt"
+    file.write_text(shown("--stages", "2", "--microbatches", "3", "--text"))
+    assert "has lines for 2 workers, and the job has 3" in refused(
+        "--stages", "3", "--schedule", str(file)
+    )
+
+
+def test_a_schedule_that_cannot_run_is_explained(tmp_path: Path) -> None:
+    file = tmp_path / "mine.txt"
+    file.write_text("mine stages=2 microbatches=2\n0: 0F0 0B0 0F1 0B1\n1: 1F0 1F1 1B0 1B1\n")
+    assert refused("--schedule", str(file)) == (
+        "--schedule mine.txt: schedule mine.txt deadlocks with 4 frames: worker 0 cannot run 0B0: "
+        "it waits for 1B0 of worker 1; worker 1 cannot run 1F1: it waits for 0F1 of worker 0"
+    )
+
+
+def test_an_option_that_decides_no_schedule_is_unknown() -> None:
+    assert "--seed: no such option" in refused("--stages", "2", "--seed", "3")
+
+
+def test_a_picture_is_written(tmp_path: Path) -> None:
+    file = tmp_path / "step.svg"
+    words = ("--stages", "2", "--microbatches", "4", "--recompute", "never")
+    assert shown(*words, "--svg", str(file)) == f"{file}: a step of gpipe\n"
+    root = ElementTree.parse(file).getroot()
+    titles = [e.text or "" for e in root.iter("{http://www.w3.org/2000/svg}title")]
+    assert titles[0] == "2 stages, 4 micro-batches, gpipe"
+    assert len([title for title in titles if ": backward of micro-batch" in title]) == 8
+    result = run(*words, "--svg", str(tmp_path / "none" / "step.svg"))
+    assert result.exit_code == 1
+    assert result.output.startswith(f"error: {tmp_path}/none")
+    assert refused(*words, "--svg", str(file), "--text") == "--text and --svg: choose one"
+
+
+def test_a_timeline_has_the_width_of_the_terminal_and_its_colours(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("COLUMNS", "50")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    words = ("--stages", "2", "--microbatches", "4", "--recompute", "never")
+    plain = shown(*words)
+    timeline = [line for line in plain.splitlines() if line.startswith("stage ")]
+    assert [len(line) for line in timeline] == [50, 50]
+    coloured = run(*words, color=True).output
+    assert "\x1b[" not in plain
+    assert "\x1b[" in coloured
+    assert re.sub(r"\x1b\[[\d;]*m", "", coloured) == plain
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert run(*words, color=True).output == plain
