@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from pipeworker.coordinator.loss_scaler import LossScaler
 from pipeworker.facts.checkpoint_file import CheckpointFile
+from pipeworker.facts.layer_facts import LayerFacts
 from pipeworker.facts.step import Evaluation
 from pipeworker.wire.lines import JobLine
 from pipeworker.wire.messages.directions import ToWorker
@@ -43,6 +45,13 @@ class WritePlan:
 
 
 @dataclass(frozen=True, slots=True)
+class KeepFacts:
+    """A request to keep facts of layers for later jobs, by their digests."""
+
+    facts: Mapping[str, LayerFacts]
+
+
+@dataclass(frozen=True, slots=True)
 class Commit:
     """A request to complete the checkpoint of `step`, whose parts have all been written.
 
@@ -66,5 +75,5 @@ class Discard:
     step: int
 
 
-Effect = Send | Log | Dropped | WritePlan | Commit | Discard | JobLine
+Effect = Send | Log | Dropped | WritePlan | KeepFacts | Commit | Discard | JobLine
 """A line is sent to the parent; results of steps and of evaluation passes are also recorded."""

@@ -6,9 +6,11 @@ them. All other messages are dropped. The usual course::
     JOINING ── all Described ──▶ BUILDING ── all Ready ──▶ STEPPING ── all StepDone ──▶ STEPPING ...
     ── the loop returns Finish ──▶ SAVING ── all Saved ──▶ COMMITTING ── committed ──▶ OVER
 
-EVALUATING stands between two steps, CALLING while the next call of the user's own loop is awaited.
-Training waits in SAVING and COMMITTING, at the end of a job or for the disk; a checkpoint that is
-written beside steps has no state. A failure or an interrupt leads from any state to OVER
+MEASURING stands between JOINING and BUILDING, if facts of layers are wanted and not known
+(:mod:`pipeworker.coordinator.fact_finding`), EVALUATING between two steps, CALLING while the next
+call of the user's own loop is awaited. Training waits in SAVING and COMMITTING, at the end of a job
+or for the disk; a checkpoint that is written beside steps has no state. A failure or an interrupt
+leads from any state to OVER
 (:mod:`pipeworker.coordinator.lifecycle`).
 """
 
@@ -23,9 +25,9 @@ from pipeworker.coordinator.blueprint import Blueprint
 from pipeworker.coordinator.effects import Discard, Dropped, Effect, Log
 from pipeworker.coordinator.ending import JobEnd, Status
 from pipeworker.coordinator.events import CheckpointEnded
+from pipeworker.coordinator.fact_finding import FactFinding
 from pipeworker.coordinator.lifecycle import SAVES, Lifecycle, State
 from pipeworker.coordinator.roster import Member
-from pipeworker.coordinator.saving import Saving
 from pipeworker.coordinator.steps.call_loop import CallLoop, Loop
 from pipeworker.coordinator.steps.loop import Due, common_batch
 from pipeworker.coordinator.store import KeyValueStore
@@ -37,6 +39,7 @@ from pipeworker.wire.messages.checkpoint import Restore, Save, Saved
 from pipeworker.wire.messages.directions import Advance, Finish, FromWorker
 from pipeworker.wire.messages.plan import Described, Ready
 from pipeworker.wire.messages.presence import Abort, Failed, Heartbeat, Hello, Signalled, Welcome
+from pipeworker.wire.messages.profile import Measured
 from pipeworker.wire.messages.step import (
     Call,
     Evaluate,
@@ -53,7 +56,7 @@ _MAX_FAILED_SAVES = 1
 
 
 @dataclass(slots=True)
-class Generation(Saving):
+class Generation(FactFinding):
     """One incarnation of a job's workers, and the messages that each of its states accepts.
 
     The workers begin with the state `restore`, whose layers have the names `layers`.
@@ -153,6 +156,10 @@ class Generation(Saving):
         mismatch = consistency.source_mismatch(members) or consistency.settings_mismatch(members)
         if mismatch:
             return self.fail(Failure(Cause.USAGE, mismatch))
+        return self.find_facts(now)
+
+    def build(self) -> list[Effect]:
+        members = self.members
         described = [m.described for m in members if m.described]
         self.blueprint = Blueprint.draw(self.options, self.placement, described)
         self.blueprint.check_resumed(self.layers, self.progress.steps)
@@ -173,7 +180,7 @@ class Generation(Saving):
             return []
         workers = [(m.hello, m.ready) for m in self.members if m.ready]
         batch = common_batch(self.placement, [ready.batch for _, ready in workers], 1)
-        plan, line = report.planned(self.blueprint, workers)
+        plan, line = report.planned(self.blueprint, workers, self.progress.facts)
         self.loop.start(batch, line.steps)
         effects: list[Effect] = [plan, line]
         if left_out := sum(ready.unmatched for _, ready in workers):
@@ -368,6 +375,7 @@ class Generation(Saving):
     """The messages that are handled in every state."""
     LEGAL: ClassVar[dict[State, dict[type, _Handler]]] = {
         State.JOINING: {Described: _on_described},
+        State.MEASURING: {Measured: FactFinding.on_measured},
         State.BUILDING: {Ready: _on_ready},
         State.STEPPING: {StepDone: _on_step_done, Upcoming: _on_upcoming, Call: _on_call},
         State.EVALUATING: {EvaluationDone: _on_evaluated},

@@ -27,7 +27,7 @@ from pipeworker.coordinator.steps.progress import Progress, Start
 from pipeworker.coordinator.steps.snapshots import JobState, Snapshots
 from pipeworker.facts.criterion import Criterion
 from pipeworker.facts.failure import Cause, Failure
-from pipeworker.job.options import Options
+from pipeworker.job.options import NONE, Options
 from pipeworker.plan.placement import Placement
 from pipeworker.plan.text import name_of
 from pipeworker.timings import DEFAULT, Timings
@@ -91,7 +91,13 @@ class Job:
         self._initial, self._layers = JobState(0, scaler), start.layers
         evaluations = Evaluations(Criterion.parse(options.best))
         self.progress = Progress(
-            saved_at=started, recorded=start.recorded, saved=start.saved, evaluations=evaluations
+            saved_at=started,
+            recorded=start.recorded,
+            saved=start.saved,
+            evaluations=evaluations,
+            facts=start.facts,
+            seeks_facts=options.facts != NONE and start.facts is None,
+            known_facts=start.known,
         )
         for evaluation in start.evaluations:
             self.progress.evaluated = max(evaluation.step, self.progress.evaluated)

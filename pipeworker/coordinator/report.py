@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -11,6 +12,7 @@ from pipeworker.coordinator.effects import WritePlan
 from pipeworker.coordinator.ending import End, JobEnd
 from pipeworker.errors import AGAIN
 from pipeworker.facts.failure import Cause, Failure
+from pipeworker.facts.layer_facts import NetworkFacts
 from pipeworker.facts.position import Phase
 from pipeworker.facts.step import Batch
 from pipeworker.job.options import Options
@@ -83,11 +85,14 @@ def end_status(end: End) -> str:
 
 
 def planned(
-    blueprint: Blueprint, workers: Sequence[tuple[Hello, Ready]]
+    blueprint: Blueprint,
+    workers: Sequence[tuple[Hello, Ready]],
+    facts: NetworkFacts | None = None,
 ) -> tuple[WritePlan, lines.Planned]:
     """Return the content of ``plan.json`` and the line to the launcher, once all stages are built.
 
-    `workers` is by rank. The schedule is that of a replica with the most micro-batches.
+    `workers` is by rank. The schedule is that of a replica with the most micro-batches. `facts`
+    are those that the job is planned from.
     """
     options, placement = blueprint.options, blueprint.placement
     batches = (ready.batch.microbatches for _, ready in workers if ready.batch)
@@ -123,6 +128,8 @@ def planned(
         "stages": sorted(stages, key=lambda stage: (stage["replica"], stage["stage"])),
         "actions": str(schedule).splitlines(),
     }
+    if facts is not None:
+        content["facts"] = dataclasses.asdict(facts)
     length = max(ready.epoch_length for _, ready in workers)
     line = lines.Planned(
         schedule.name,

@@ -13,7 +13,9 @@ import signal
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+import msgspec
 import zmq
 from typing_extensions import assert_never
 
@@ -26,11 +28,14 @@ from pipeworker.coordinator.loss_scaler import LossScaler
 from pipeworker.coordinator.steps.progress import Start
 from pipeworker.coordinator.steps.snapshots import JobState
 from pipeworker.environment import timings
-from pipeworker.errors import PipeworkerError
+from pipeworker.errors import PipeworkerError, UnreadableFile
+from pipeworker.facts.layer_facts import NetworkFacts
 from pipeworker.facts.step import Evaluation, StepResult
 from pipeworker.host.descriptors import DescriptorReserve, check_available
 from pipeworker.host.suspend_clock import SuspendAwareClock
-from pipeworker.job.options import Options
+from pipeworker.job.options import MEASURED, NONE, Options
+from pipeworker.record.bounded_file import read_json
+from pipeworker.record.facts_cache import FactsCache, default_folder
 from pipeworker.record.lock import RunLock
 from pipeworker.record.manifest import MANIFEST, Manifest
 from pipeworker.record.metrics import rows
@@ -56,6 +61,7 @@ class Service:
         self._configuration, self._socket, self._parent = configuration, socket, parent
         self._options = Options.from_json(configuration.options)
         self._timings = timings()
+        self._cache = FactsCache(default_folder())
         self._run_dir, self._path = run_dir, configuration.run_dir
         self._job = Job(
             self._options,
@@ -65,7 +71,7 @@ class Service:
             generation=configuration.generation,
             replaceable=configuration.slots > 1,
             launched=configuration.parent_rank < 0,
-            start=read_start(configuration, self._options, self._run_dir),
+            start=self._start(),
             cores=os.cpu_count() or 1,
         )
         self._files = RunFiles(
@@ -80,6 +86,15 @@ class Service:
         )
         self._interrupted = False
         self._verdict: lines.Verdict | None = None
+
+    def _start(self) -> Start:
+        options = self._options
+        start = read_start(self._configuration, options, self._run_dir)
+        if options.facts == NONE:
+            return start
+        again = start.on_disk is not None or start.causes
+        known = self._cache.read() if options.facts == MEASURED else {}
+        return replace(start, facts=recorded_facts(self._run_dir) if again else None, known=known)
 
     def run(self, endpoint: str) -> int:
         """Run the job, whose control socket is bound to `endpoint`; return the exit status."""
@@ -195,6 +210,8 @@ class Service:
             case Evaluation():
                 self._files.add_evaluation(effect)
                 self._parent.send(effect)
+            case effects.KeepFacts():
+                self._cache.add(effect.facts)
             case effects.Commit():
                 self._commit(effect)
             case effects.Discard():
@@ -258,6 +275,16 @@ def main() -> int:
     except Exception:
         log.exception("the coordinator failed")
         raise
+
+
+def recorded_facts(run_dir: RunDir) -> NetworkFacts | None:
+    """Return the facts that a run was planned from, which its plan records; None without any."""
+    try:
+        content = read_json(run_dir.plan, dict[str, Any], "it is not a plan")
+        return msgspec.convert(content.get("facts"), NetworkFacts | None)
+    except (OSError, UnreadableFile, msgspec.ValidationError) as error:
+        log.info("no facts of the run's layers are recorded: %s", error)
+        return None
 
 
 def read_start(configuration: Configuration, options: Options, run_dir: RunDir) -> Start:

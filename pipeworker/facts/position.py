@@ -27,6 +27,7 @@ class Phase(IntEnum):
     SURVEY = 13
     RESTORING = 14
     COMPILING = 15
+    MEASURING = 16
     PREDICTION = 16
 
 

@@ -28,6 +28,8 @@ DEVICES = ("auto", "cpu", "cuda", "mps")
 BACKENDS = ("auto", "gloo", "nccl", "tls")
 CHECKPOINT_BUSY = ("skip", "wait")
 DATA_READERS = ("every", "first")
+FACTS = NONE, COUNTED, MEASURED = "none", "counted", "measured"
+"""Which facts of layers are found before the plan is drawn."""
 PRECISIONS = ("fp32", "bf16", "fp16")
 MAX_STAGES = 1 << 16
 MAX_REPLICAS = 1 << 8  # each is connected to each other
@@ -61,6 +63,7 @@ _CHOICES: dict[str, Collection[str]] = {
     "backend": BACKENDS,
     "checkpoint_busy": CHECKPOINT_BUSY,
     "data_reader": DATA_READERS,
+    "facts": FACTS,
 }
 
 
@@ -116,6 +119,7 @@ class Options:
         evaluate_only: one evaluation pass of the weights at `resume` is the whole job.
         resume: absolute path of the checkpoint that the run is resumed from; "" at its beginning.
         resume_step: the step of that checkpoint.
+        facts: which facts of layers the job is planned from, one of :data:`FACTS`.
 
     Raises:
         UsageError: an option is out of its range.
@@ -167,6 +171,7 @@ class Options:
     compile: bool = False
     deterministic: bool = False
     profile_steps: str | None = None
+    facts: str = NONE
 
     def __post_init__(self) -> None:
         for name, (least, most) in _RANGES.items():

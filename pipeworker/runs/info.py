@@ -24,7 +24,10 @@ from pipeworker.record.rundir import RunDir, disk_bytes
 
 RUNNING, DONE, LOST = "running", "done", "lost"
 _GONE = "its processes ended without a summary: they were killed, or their host went down"
-_NOT_OPTIONS = ("job_file", "arguments", "own_loop", "evaluate_only", "resume", "resume_step")
+_NOT_OPTIONS = (
+    *("job_file", "arguments", "own_loop", "evaluate_only", "resume", "resume_step"),
+    "facts",
+)
 _ENDING = ("seconds", "restarts", "causes", "peak_memory_bytes", "bubble", "error")
 _SPEED = (
     *("median_step_seconds", "samples_per_second", "tokens_per_second"),

@@ -15,7 +15,7 @@ from pipeworker.errors import RecordError, UsageError
 from pipeworker.facts.position import Phase
 from pipeworker.job import file as job_file
 from pipeworker.job.file import JobFile
-from pipeworker.job.options import Options
+from pipeworker.job.options import NONE, Options
 from pipeworker.plan.placement import Placement
 from pipeworker.record.rundir import RunDir
 from pipeworker.wire import interfaces
@@ -84,6 +84,8 @@ class LoadedWorker:
         role = Role(settings.rank, placement, options)
         control.name = placement.names(settings.rank)
         control.silence_timeout = options.worker_timeout
+        if options.facts != NONE and settings.survey is not None:
+            settings.survey.begin(Path(settings.job_file or options.job_file), options)
         if options.interface is not None:
             interfaces.address_of(options.interface)  # fails before anything that takes long
         torch.set_num_threads(options.threads)

@@ -5,27 +5,24 @@ Modelled, planned (the stages are built), connected.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
-from enum import Enum
-from types import ModuleType
 
 from pipeworker.errors import ProtocolError
 from pipeworker.facts.connections import Skip
 from pipeworker.facts.layer_names import LayerNames
-from pipeworker.facts.limits import LONGEST_NAME, MOST_TYPES
 from pipeworker.facts.position import Phase
 from pipeworker.job import file as job_file
 from pipeworker.job.file import hooks_of
+from pipeworker.job.options import NONE
 from pipeworker.job.signatures import takes_steps
 from pipeworker.plan.actions import Action, Edge, parse_actions
 from pipeworker.record.stage_state import check_savable
 from pipeworker.wire.messages.plan import Described, Plan, Source
 from pipeworker.worker.blame import user_code
 from pipeworker.worker.device import numerics
-from pipeworker.worker.internals import pytree
 from pipeworker.worker.loaded_worker import LoadedWorker
 from pipeworker.worker.local_stages import LocalStages
+from pipeworker.worker.measuring import machine_of, outline_of, surroundings_of
 from pipeworker.worker.model import survey
 from pipeworker.worker.model.eval_mode import eval_mode_note
 from pipeworker.worker.model.model import Model
@@ -36,7 +33,7 @@ from pipeworker.worker.step.executor import Executor
 from pipeworker.worker.step.wiring import Wiring
 from pipeworker.worker.transport.connect import connect
 from pipeworker.worker.transport.send_thread import SendThread
-from pipeworker.worker.transport.structure import TypeRegistry, is_namedtuple
+from pipeworker.worker.transport.structure import TypeRegistry
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,18 +68,24 @@ class ModelledWorker:
         ):
             loaded.settings.tracker.set(Phase.READING)
             length = loaded.reader.measure()
-        if reads_first and (
-            sample is not None or (not options.own_loop and survey.mentions_skips(loaded.modules()))
-        ):
+        uses_skips = sample is not None or (
+            not options.own_loop and survey.mentions_skips(loaded.modules())
+        )
+        outline = None
+        if reads_first and (uses_skips or self.finds_facts):
             tracker = loaded.settings.tracker
             tracker.set(Phase.READING)
             value = sample if options.own_loop else loaded.reader.peek().inputs[0]
             process = loaded.settings.survey
             found: survey.Found = {"error": "a script is surveyed in its own process"}
             if process is not None and loaded.path is not None:
-                found = process.survey(loaded.path, options, value)
-            pass_over = survey.Survey(model.entries, options.seed, loaded.device, options.precision)
-            skips = pass_over.run(found, value, tracker)
+                wanted = surroundings_of(loaded) if self.finds_facts else ""
+                found = process.survey(loaded.path, options, value, wanted)
+            if uses_skips:
+                device, precision = loaded.device, options.precision
+                pass_over = survey.Survey(model.entries, options.seed, device, precision)
+                skips = pass_over.run(found, value, tracker)
+            outline = outline_of(found, loaded) if self.finds_facts else None
         if loaded.settings.survey is not None:
             loaded.settings.survey.close()
         with user_code("model()", early=True):
@@ -103,7 +106,16 @@ class ModelledWorker:
             numerics.settings(),
             length,
             hooks_of(loaded.job) if loaded.path and not options.evaluate_only else (),
+            outline,
+            machine_of(loaded.device, model.entries) if self.finds_facts else None,
         )
+
+    @property
+    def finds_facts(self) -> bool:
+        """Whether facts of the layers are wanted, and the network's input is known."""
+        options, sample = self.loaded.role.options, self.loaded.settings.sample
+        known = sample is not None if options.own_loop else options.trains
+        return options.facts != NONE and known
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,37 +202,3 @@ class ConnectedWorker(PlannedWorker):
         if not self.loaded.role.reads_data:
             return None
         return self.loaded.reader.position(prefetched=self.executor.feed.next_batch is not None)
-
-
-def classes_of(modules: Iterable[ModuleType]) -> dict[str, type]:
-    """Return by name, sorted, the classes that may pass between stages.
-
-    They are the named tuples, registered pytree nodes and enums of the modules, and the nodes
-    registered under a name. The classes that all workers report get numbers, which channels send.
-    """
-    found: dict[str, type] = {}
-    for kind, entry in list(pytree.SUPPORTED_SERIALIZED_TYPES.items()):
-        named = entry.serialized_type_name != pytree.NO_SERIALIZED_TYPE_NAME_FOUND
-        if named and kind not in pytree.BUILTIN_TYPES:
-            found[_name(kind)] = kind
-    for module in modules:
-        for value in list(vars(module).values()):
-            # By the type of the value: a lazy proxy that pretends to be a class is not resolved.
-            if (
-                issubclass(type(value), type)
-                and value.__module__ == module.__name__
-                and (
-                    is_namedtuple(value)
-                    or value in pytree.SUPPORTED_NODES
-                    or issubclass(value, Enum)
-                )
-            ):
-                found[_name(value)] = value
-    short = sorted(name for name in found if len(name) <= LONGEST_NAME)
-    return {name: found[name] for name in short[:MOST_TYPES]}
-
-
-def _name(kind: type) -> str:
-    # A script's classes have another module where multiprocessing has spawned the process.
-    module = "__main__" if kind.__module__ == "__mp_main__" else kind.__module__
-    return f"{module}.{kind.__qualname__}"

@@ -23,6 +23,7 @@ from pipeworker.wire.messages.checkpoint import Save
 from pipeworker.wire.messages.directions import Advance, Finish, FromWorker, ToWorker
 from pipeworker.wire.messages.plan import Described, Plan, Ready
 from pipeworker.wire.messages.presence import Abort, Failed, Hello, Welcome
+from pipeworker.wire.messages.profile import Measure
 from pipeworker.wire.messages.step import (
     Change,
     Evaluate,
@@ -40,8 +41,10 @@ from pipeworker.worker.data.reader import MicroBatches, concatenate_outputs
 from pipeworker.worker.device.device import peak_memory, unit_of
 from pipeworker.worker.loaded_worker import LoadedWorker
 from pipeworker.worker.local_stages import build_stages
+from pipeworker.worker.measuring import measure
+from pipeworker.worker.model.classes import classes_of
 from pipeworker.worker.model.model import Model
-from pipeworker.worker.phases import ConnectedWorker, ModelledWorker, PlannedWorker, classes_of
+from pipeworker.worker.phases import ConnectedWorker, ModelledWorker, PlannedWorker
 from pipeworker.worker.settings import Settings
 from pipeworker.worker.stage.stage import Stage
 from pipeworker.worker.state.state import State
@@ -104,6 +107,8 @@ class Worker:
         match message, self._phase:
             case Welcome(), None:
                 return self._welcome(message)
+            case Measure(), ModelledWorker() as modelled:
+                return measure(modelled.loaded, modelled.model, modelled.types, message)
             case Plan(), ModelledWorker() as modelled:
                 return self._plan(message, modelled)
             case Advance(), ConnectedWorker() as connected:

@@ -22,6 +22,7 @@ from pipeworker.wire.messages.checkpoint import Saved
 from pipeworker.wire.messages.directions import FromWorker
 from pipeworker.wire.messages.plan import Described, Ready
 from pipeworker.wire.messages.presence import Abort, Failed, Heartbeat, Hello
+from pipeworker.wire.messages.profile import Measured
 from pipeworker.wire.messages.step import Call, CallKind, EvaluationDone, StepDone, Upcoming, Update
 from support.coordinator import (
     BATCH,
@@ -255,6 +256,7 @@ TABLE = Generation.LEGAL
 ALWAYS = set(Generation.ALWAYS) | {Hello}
 MESSAGES: dict[type, FromWorker] = {
     Described: Described(0, LAYERS, ()),
+    Measured: Measured(0),
     Ready: Ready(0, (), "cpu", BATCH),
     Upcoming: Upcoming(0, 2),
     StepDone: StepDone(0, 1, (1.0,), (), (1.0,), 0.0, 0.1, 0, BATCH),
@@ -267,11 +269,14 @@ def in_state(state: State) -> ScriptedJob:
     """Return a job of two workers in a state."""
     if state is State.CALLING:
         return own_loop_job()
-    job = ScriptedJob(2, evaluate_every=1, steps=1)
+    facts = "measured" if state is State.MEASURING else "none"
+    job = ScriptedJob(2, evaluate_every=1, steps=1, facts=facts)
     job.join()
     if state is State.JOINING:
         return job
     job.describe()
+    if state is State.MEASURING:
+        return job
     if state is State.BUILDING:
         return job
     job.ready()

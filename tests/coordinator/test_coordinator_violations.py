@@ -5,6 +5,7 @@ Each of these can be decoded; only the job knows that it is invalid.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import fields, replace
 
@@ -15,7 +16,9 @@ from pipeworker.coordinator.events import InvalidFrame
 from pipeworker.coordinator.lifecycle import State
 from pipeworker.coordinator.store import KeyValueStore
 from pipeworker.errors import ProtocolError
+from pipeworker.facts.layer_facts import LayerFacts
 from pipeworker.facts.limits import LONGEST_VALUE, MOST_KEYS, MOST_MICROBATCHES
+from pipeworker.facts.outline import LayerKind, Outline
 from pipeworker.facts.position import Position
 from pipeworker.facts.step import Batch
 from pipeworker.job import options
@@ -89,9 +92,28 @@ def step_done(**wrong: object) -> list[object]:
 
 def model(**wrong: object) -> list[object]:
     """Return the fields of a Described, some of them replaced."""
-    right = [0, ["Linear"], [], [], 0, [], [], [], [], [], 0, []]
+    right = [0, ["Linear"], [], [], 0, [], [], [], [], [], 0, [], None, None]
     names = [field.name for field in fields(Described)]
     return [wrong.get(name, value) for name, value in zip(names, right, strict=True)]
+
+
+def kind(**wrong: object) -> list[object]:
+    """Return the fields of a LayerKind, some of them replaced."""
+    found = LayerKind("digest", 0, b"")
+    return [wrong.get(field.name, getattr(found, field.name)) for field in fields(LayerKind)]
+
+
+def outline(**wrong: object) -> list[object]:
+    """Return the fields of an Outline of one layer, some of them replaced."""
+    found = Outline((LayerKind("digest", 0, b""),), (0,))
+    right = {"kinds": [kind()], **wrong}
+    return [right.get(field.name, getattr(found, field.name)) for field in fields(Outline)]
+
+
+def layer_facts(**wrong: object) -> list[object]:
+    """Return the fields of a LayerFacts, some of them replaced."""
+    found = LayerFacts("Linear")
+    return [wrong.get(field.name, getattr(found, field.name)) for field in fields(LayerFacts)]
 
 
 WRONG = [
@@ -154,6 +176,26 @@ WRONG = [
     ("Described", model(names=["a..b"]), "a layer named 'a..b'"),
     ("Described", model(notes=["x" * 513]), "too many notes, or too long ones"),
     ("Described", model(settings=["x" * 513]), "too many settings, or too long ones"),
+    ("Described", model(outline=outline(of_layer=[0, 0])), "an outline of other layers than 1"),
+    ("Described", model(outline=outline(of_layer=[1])), "a layer of no kind"),
+    ("Described", model(outline=outline(loss=1)), "the loss is kind 1"),
+    ("Described", model(outline=outline(samples=-1)), "a negative size"),
+    ("Described", model(outline=outline(skips=[[0, 1, 4]])), "a skip to layer 1"),
+    ("Described", model(outline=outline(ties=[[0, 0, -4]])), "a skip to layer 0"),
+    ("Described", model(outline=outline(kinds=[kind(digest="")])), "a digest of 0 digits"),
+    ("Described", model(outline=outline(kinds=[kind(layer=-1)])), "layer -1"),
+    ("Described", model(outline=outline(kinds=[kind(input=b"x" * (1 << 20) + b"x")])), "too long"),
+    ("Described", model(machine=["cpu", "", -1, 0]), "a negative size of memory"),
+    ("Described", model(machine=["x" * 513, "", 1, 0]), "too long a name of a device"),
+    ("Measured", [0, ["a"], [], None, "", 0.0], "1 digests for other facts"),
+    ("Measured", [0, [], [], None, "x" * ((1 << 20) + 1), 0.0], "too long a problem"),
+    ("Measured", [0, [], [], None, "", -1.0], "negative or unbounded facts"),
+    ("Measured", [0, ["a"], [layer_facts(forward=-1.0)], None, "", 0.0], "negative or unbounded"),
+    (
+        "Measured",
+        [0, ["a"], [layer_facts(update=math.inf)], None, "", 0.0],
+        "negative or unbounded",
+    ),
     ("Ready", [0, [], "cpu", None, 0, 0, "x" * 513], "too many names of devices, or too long ones"),
     (
         "Failed",

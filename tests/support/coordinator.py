@@ -18,9 +18,10 @@ from pipeworker.coordinator.loss_scaler import LossScaler
 from pipeworker.coordinator.steps.progress import Start
 from pipeworker.errors import AGAIN
 from pipeworker.facts.failure import Cause, Failure
+from pipeworker.facts.outline import LayerKind, Machine, Outline
 from pipeworker.facts.position import Position
 from pipeworker.facts.step import Batch, Evaluation, StepResult
-from pipeworker.job.options import Options
+from pipeworker.job.options import NONE, Options
 from pipeworker.plan.orders import Order
 from pipeworker.plan.orders.gpipe import gpipe
 from pipeworker.plan.placement import Placement
@@ -49,6 +50,13 @@ NOWHERE = Position()
 TIMINGS = DEFAULT
 _LOSSES = (Cause.LOST, Cause.HUNG, Cause.PEER, Cause.TRANSIENT)
 """Causes after which a job may restart."""
+MACHINE = Machine("a processor", "", 3000, 50)
+OUTLINE = Outline(
+    (LayerKind("kind 0", 0, b""), LayerKind("kind 1", 1, b""), LayerKind("kind 2", 5, b"")),
+    (0, 1, 1, 1, 1),
+    loss=2,
+)
+"""The outline of the usual layers, if facts are wanted."""
 LOOPED = Order("looped", gpipe, virtual_stages=2)
 """An order with two stages per worker, which tests register under a name."""
 
@@ -196,7 +204,11 @@ class ScriptedJob:
 
     def describe(self, layers: tuple[str, ...] | None = None) -> list[Effect]:
         for rank in self.ranks:
-            effects = self.receive(Described(rank, layers or self.layers, ()))
+            described = Described(rank, layers or self.layers, ())
+            if self.options.facts != NONE and not self.options.own_loop:
+                outline = OUTLINE if rank == self.first else None
+                described = dataclasses.replace(described, outline=outline, machine=MACHINE)
+            effects = self.receive(described)
         return effects
 
     def ready(self, batch: Batch | None = BATCH, unit: str = "") -> list[Effect]:

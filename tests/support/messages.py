@@ -10,11 +10,14 @@ from hypothesis import strategies as st
 from pipeworker.facts.checkpoint_file import CheckpointFile
 from pipeworker.facts.connections import Skip, Tie
 from pipeworker.facts.failure import Cause, Failure
+from pipeworker.facts.layer_facts import LayerFacts, LayerSkip
 from pipeworker.facts.limits import MOST_SAMPLES
+from pipeworker.facts.outline import LayerKind, Machine, Outline
 from pipeworker.facts.position import Phase, Position
 from pipeworker.facts.step import Batch, Evaluation
 from pipeworker.wire.messages.plan import Built, Described, Plan, StageRange
 from pipeworker.wire.messages.presence import Heartbeat, Hello
+from pipeworker.wire.messages.profile import Measured
 from pipeworker.wire.messages.step import Call, CallKind, EvaluationDone, Loaded, StepDone, Upcoming
 from pipeworker.wire.messages.store import StoreOperation, StoreRequest
 
@@ -51,6 +54,38 @@ _weight = st.tuples(st.integers(0, 3), _texts.filter(bool)).map(lambda w: f"{w[0
 _loaded = st.builds(Loaded, _counts, st.floats(0.0), _counts, _counts)
 _squares = _some(st.floats(0.0)) | st.just((math.inf, -math.inf))
 
+_seconds = st.floats(0.0, 1e300)
+_layer_facts = st.builds(
+    LayerFacts,
+    _texts,
+    *[_counts] * 4,
+    *[_seconds] * 4,
+    *[_counts] * 5,
+    st.booleans(),
+)
+_kind = st.builds(
+    LayerKind,
+    st.text(st.characters(codec="ascii"), min_size=1, max_size=32),
+    st.integers(0, 1 << 20),
+    _bytes,
+    _bytes,
+    _some(_texts),
+    st.booleans(),
+    st.none() | _layer_facts,
+)
+_layer_skip = st.builds(LayerSkip, st.just(0), st.integers(0, 2), _counts)
+_outline = st.builds(
+    Outline,
+    st.lists(_kind, min_size=2, max_size=3).map(tuple),
+    st.lists(st.integers(0, 1), min_size=3, max_size=5).map(tuple),
+    st.integers(-1, 1),
+    _some(_texts),
+    *[_counts] * 3,
+    _some(_layer_skip),
+    _some(_layer_skip),
+)
+_machine = st.builds(Machine, _texts, _texts, _counts, _counts)
+
 MADE: dict[Any, st.SearchStrategy[Any]] = {
     Batch: _batch,
     Position: _position,
@@ -67,6 +102,7 @@ MADE: dict[Any, st.SearchStrategy[Any]] = {
         _some(_texts),
         notes=_some(_texts),
         settings=_some(_texts),
+        machine=st.none() | _machine,
     ),
     Plan: st.builds(
         Plan,
@@ -134,6 +170,21 @@ MADE: dict[Any, st.SearchStrategy[Any]] = {
         _counts,
         _counts,
         _counts,
+    ),
+    LayerKind: _kind,
+    Outline: _outline,
+    Machine: _machine,
+    LayerFacts: _layer_facts,
+    Measured: st.lists(st.tuples(_texts, _layer_facts), max_size=3).flatmap(
+        lambda pairs: st.builds(
+            Measured,
+            _ints,
+            st.just(tuple(digest for digest, _ in pairs)),
+            st.just(tuple(facts for _, facts in pairs)),
+            st.none() | _outline,
+            _texts,
+            _seconds,
+        )
     ),
     StoreRequest: st.builds(
         StoreRequest,

@@ -11,8 +11,8 @@ import pytest
 from torch.utils import _pytree as pytree
 
 from pipeworker.facts.limits import LONGEST_NAME
+from pipeworker.worker.model.classes import classes_of
 from pipeworker.worker.model.survey import new_modules
-from pipeworker.worker.phases import classes_of
 
 SOURCE = """
     from collections import namedtuple

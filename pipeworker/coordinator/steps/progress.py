@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from pipeworker.coordinator.loss_scaler import LossScaler
@@ -11,6 +11,7 @@ from pipeworker.coordinator.steps.evaluations import Evaluations
 from pipeworker.coordinator.steps.snapshots import JobState
 from pipeworker.coordinator.steps.speed import SpeedMeter
 from pipeworker.facts.criterion import Criterion
+from pipeworker.facts.layer_facts import LayerFacts, NetworkFacts
 from pipeworker.facts.speed import Speed
 from pipeworker.facts.step import Evaluation, StepResult
 from pipeworker.wire.messages.checkpoint import Restore
@@ -28,6 +29,8 @@ class Start:
         evaluations: the evaluation passes that are recorded.
         checkpoints: the steps of all complete checkpoints.
         causes: the causes of all restarts so far.
+        facts: the facts that the run was planned from; None if there are none.
+        known: facts of layers of earlier jobs, by digest.
     """
 
     on_disk: tuple[JobState, Restore] | None = None
@@ -38,6 +41,8 @@ class Start:
     checkpoints: frozenset[int] = frozenset()
     saved: int = -1
     causes: tuple[str, ...] = ()
+    facts: NetworkFacts | None = None
+    known: Mapping[str, LayerFacts] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -58,6 +63,9 @@ class Progress:
         seconds: the duration of the last step.
         finite: whether the loss and the gradient of the last step were finite.
         epoch: the epochs that a user's own loop has ended.
+        facts: the facts that the job is planned from; None if there are none.
+        seeks_facts: whether they are still to be found.
+        known_facts: facts of layers of earlier jobs, by digest.
     """
 
     steps: int = 0
@@ -75,6 +83,9 @@ class Progress:
     seconds: float = 0.0
     finite: bool = True
     epoch: int = 0
+    facts: NetworkFacts | None = None
+    seeks_facts: bool = False
+    known_facts: Mapping[str, LayerFacts] = field(default_factory=dict)
     _completed: int = 0  # steps that this process saw completed
     _bubbles: float = 0.0  # the sum of their bubbles
     _busy_seconds: tuple[float, ...] = ()  # by worker, since their number last changed

@@ -15,6 +15,7 @@ from pipeworker.wire.messages.presence import (
     Signalled,
     Welcome,
 )
+from pipeworker.wire.messages.profile import Measure, Measured
 from pipeworker.wire.messages.step import (
     Call,
     Change,
@@ -49,8 +50,8 @@ class Advance:
     copy: Copy | None = None
 
 
-_WhileJoining = Hello | Described | Ready | StoreRequest
+_WhileJoining = Hello | Described | Measured | Ready | StoreRequest
 _WhileRunning = Upcoming | StepDone | EvaluationDone | Call | Saved
 FromWorker = _WhileJoining | _WhileRunning | Heartbeat | Failed | Signalled
-ToWorker = Welcome | Plan | Advance | StoreReply | Ping | Abort
+ToWorker = Welcome | Measure | Plan | Advance | StoreReply | Ping | Abort
 Message = FromWorker | ToWorker

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pipeworker.facts.connections import Skip, Tie
 from pipeworker.facts.layer_names import LayerNames, is_numbered
 from pipeworker.facts.limits import MOST_NOTES, MOST_TYPES, check, check_names
+from pipeworker.facts.outline import Machine, Outline
 from pipeworker.facts.step import Batch
 
 
@@ -38,6 +39,9 @@ class Described:
         epoch_length: mini-batches in an epoch, from the worker with stage 0; 0 if unknown, or if
             the number of steps does not depend on it.
         hooks: names of the job file's functions that are called with what is recorded.
+        outline: the outline of the network, from the worker that reads the data, if facts of the
+            layers are wanted and they could be run on fake tensors.
+        machine: what the worker computes on, if facts are wanted.
     """
 
     rank: int
@@ -52,6 +56,8 @@ class Described:
     settings: tuple[str, ...] = ()
     epoch_length: int = 0
     hooks: tuple[str, ...] = ()
+    outline: Outline | None = None
+    machine: Machine | None = None
 
     def __post_init__(self) -> None:
         check_names(self.types, "names of types")
@@ -63,6 +69,8 @@ class Described:
         count = len(self.layers)
         check_names(self.names, "names of layers", count)
         LayerNames(self.names)
+        outlined = self.outline is None or len(self.outline.of_layer) == count
+        check(outlined, f"an outline of other layers than {count}")
         check(len(self.names) in (0, count), f"{len(self.names)} names for {count} layers")
         for skip in self.skips:
             check(0 <= skip.source <= skip.target < count, f"a skip to layer {skip.target}")

@@ -15,32 +15,42 @@ from __future__ import annotations
 import copy
 import logging
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
+import msgpack
 import torch
 from torch import nn
 
 import pipeworker
 from pipeworker.errors import SkipError
 from pipeworker.facts.connections import Skip
+from pipeworker.facts.outline import Outline
 from pipeworker.facts.position import Phase
 from pipeworker.host.position import Tracker
 from pipeworker.job import file as job_file
 from pipeworker.plan.skips import match
+from pipeworker.wire.codec import Codec
 from pipeworker.worker import blame
 from pipeworker.worker.device.device import to_device
 from pipeworker.worker.internals import FakeTensorMode, pytree, view_of
+from pipeworker.worker.profile.outline import Drawing
 from pipeworker.worker.stage import rng, skips
 from pipeworker.worker.stage.layers import autocast
-from pipeworker.worker.stage.values import map_tensors
+from pipeworker.worker.stage.values import distinct_tensors, map_tensors
 
 log = logging.getLogger(__name__)
 Found = dict[str, Any]
-"""By layer its class and its stashes and pops, as ``classes`` and ``events``; or an ``error``."""
+"""By layer its class and its stashes and pops, as ``classes`` and ``events``; or an ``error``.
+
+It may have the ``outline`` of the network, packed, and the signature of its ``output``.
+"""
+Draw = Callable[[Sequence[torch.Tensor], Sequence[torch.Tensor]], Drawing]
+"""Begins an outline, from the tensors of the network's input and those that stand for them."""
+_OUTLINES: Codec[Outline] = Codec((Outline,))
 
 
 def mentions_skips(modules: Iterable[ModuleType]) -> bool:
@@ -81,30 +91,56 @@ class Survey:
             found = self._pass(to_device(value, self.device), tracker, self.device)
         return match(found["events"], found["classes"])
 
-    def on_fakes(self, value: Any) -> Found:
-        """Return what a pass on fake tensors finds; they may remain where layers cache them."""
+    def on_fakes(self, value: Any, draw: Draw | None = None) -> Found:
+        """Return what a pass on fake tensors finds; they may remain where layers cache them.
+
+        With `draw` it has the network's outline, packed, or else the reason why it has none.
+        """
         try:
             fake = FakeTensorMode(allow_non_fake_inputs=True)
+            stand_in = pytree.tree_map_only(torch.Tensor, fake.from_tensor, value)
+            drawing = draw(distinct_tensors(value), distinct_tensors(stand_in)) if draw else None
             with fake:
-                value = pytree.tree_map_only(torch.Tensor, fake.from_tensor, value)
-                return self._pass(value, Tracker(), None)
+                found = self._pass(stand_in, Tracker(), None, drawing)
+            if drawing is not None and len(found["events"]) == len(self.entries):
+                found["outline"] = pack_outline(drawing.outline()).hex()
+                found["output"] = drawing.output.hex()
         except Exception as error:
             return {"error": f"{type(error).__name__}: {error}"}
+        return found
 
-    def _pass(self, value: Any, tracker: Tracker, device: torch.device | None) -> Found:
+    def in_order(self, value: Any, tracker: Tracker, draw: Draw) -> Drawing:
+        """Return the drawing of a pass on real tensors; `value` is on the device.
+
+        Raises:
+            SkipError: stashes and pops do not match.
+            UserCodeError: a layer raised.
+        """
+        tensors = distinct_tensors(value)
+        drawing = draw(tensors, tensors)
+        found = self._pass(value, tracker, self.device, drawing)
+        match(found["events"], found["classes"])
+        return drawing
+
+    def _pass(
+        self,
+        value: Any,
+        tracker: Tracker,
+        device: torch.device | None,
+        drawing: Drawing | None = None,
+    ) -> Found:
         """Return each layer's class and its stashes and pops, up to the first pop that fails."""
         classes: list[str] = []
         events: list[list[tuple[str, str]]] = []
-        table = skips.Recorder()
+        table = skips.Recorder() if drawing is None else drawing.table
         where = (device or torch.device("cpu")).type
         with table.active():
             for index, entry in enumerate(self.entries):
-                table.events = []
-                events.append(table.events)
+                events.append(table.begin_layer())
                 tracker.set(Phase.BUILDING, layer=index)
                 kind = type(entry).__name__ if isinstance(entry, nn.Module) else ""
                 with blame.user_code(f"building {blame.layer(index, kind)}", early=True):
-                    layer = self._build(entry, index)
+                    layer = fresh_layer(entry, index, self.seed)
                     if device is not None:
                         layer = layer.to(device)
                 classes.append(type(layer).__name__)
@@ -112,7 +148,7 @@ class Survey:
                 rng.seed_all(rng.layer_seed(self.seed, 0, 0, index))
                 try:
                     with autocast(where, self.precision) or nullcontext():
-                        value = layer(value)
+                        value = drawing.call(index, layer, value) if drawing else layer(value)
                 except SkipError:
                     break  # the match of all events reports it
                 except BaseException as error:
@@ -122,16 +158,29 @@ class Survey:
                     blame.blame_user(name, error)
                 if device is not None:
                     value = map_tensors(_without_graph, value)
+                    table.replace(_without_graph)
         classes += [type(entry).__name__ for entry in self.entries[len(classes) :]]
         return {"events": events, "classes": classes}
 
-    def _build(self, entry: job_file.Entry, index: int) -> nn.Module:
-        """Build a layer, or copy it: the survey must not change the layer that will train."""
-        if isinstance(entry, nn.Module):
-            # A buffer's own deep copy shares its memory, and a fake buffer has none.
-            return copy.deepcopy(entry, {id(b): b.detach().clone() for b in entry.buffers()})
-        rng.seed_all(rng.build_seed(self.seed, index))
-        return job_file.build(entry, index)
+
+def fresh_layer(entry: job_file.Entry, index: int, seed: int) -> nn.Module:
+    """Build a layer, or copy it: the layer that will train must not change."""
+    if isinstance(entry, nn.Module):
+        # A buffer's own deep copy shares its memory, and a fake buffer has none.
+        return copy.deepcopy(entry, {id(b): b.detach().clone() for b in entry.buffers()})
+    rng.seed_all(rng.build_seed(seed, index))
+    return job_file.build(entry, index)
+
+
+def pack_outline(outline: Outline) -> bytes:
+    """Return an outline as bytes, for another process."""
+    packed: bytes = msgpack.packb(_OUTLINES.fields(outline), default=_OUTLINES.to_builtin)
+    return packed
+
+
+def unpack_outline(packed: bytes) -> Outline:
+    """Return what :func:`pack_outline` packed."""
+    return _OUTLINES.read(Outline.__name__, msgpack.unpackb(packed))
 
 
 def _without_graph(tensor: torch.Tensor) -> torch.Tensor:

@@ -6,6 +6,8 @@ import json
 import os
 import pickle
 import signal
+import sys
+from contextlib import suppress
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -16,10 +18,14 @@ import torch
 from pipeworker.host.lifetime import die_with_parent
 from pipeworker.host.position import Tracker
 from pipeworker.job import file as job_file
-from pipeworker.job.options import Options
+from pipeworker.job.options import COUNTED, Options
 from pipeworker.worker.internals import preload
+from pipeworker.worker.model.classes import classes_of
 from pipeworker.worker.model.model import Model
-from pipeworker.worker.model.survey import Found, Survey
+from pipeworker.worker.model.survey import Found, Survey, new_modules
+from pipeworker.worker.profile.counts import counting
+from pipeworker.worker.profile.outline import Drawing
+from pipeworker.worker.stage.skips import Recorder
 
 _CPU = torch.device("cpu")
 
@@ -34,6 +40,7 @@ class SurveyProcess:
     def __init__(self) -> None:
         parent = os.getpid()
         self._connection, theirs = Pipe()
+        self._has_begun = False
         self._pid = os.fork()
         if not self._pid:
             try:
@@ -43,11 +50,23 @@ class SurveyProcess:
                 os._exit(0)
         theirs.close()
 
-    def survey(self, path: Path, options: Options, value: Any) -> Found:
-        """Return what it finds in the model of a job file; `value` is a micro-batch's input."""
-        try:
+    def begin(self, path: Path, options: Options) -> None:
+        """Have it load a job file, while this process loads it too."""
+        self._has_begun = True
+        with suppress(OSError):  # it has ended: survey() reports that
             self._connection.send_bytes(json.dumps([str(path), options.to_json()]).encode())
-            self._connection.send_bytes(pickle.dumps(value))
+
+    def survey(self, path: Path, options: Options, value: Any, surroundings: str = "") -> Found:
+        """Return what it finds in the model of a job file; `value` is a micro-batch's input.
+
+        With `surroundings`, a digest of what costs depend on, it draws the network's outline too.
+        """
+        if not self._has_begun:
+            self.begin(path, options)
+        try:
+            packed = pickle.dumps(value)
+            self._connection.send_bytes(surroundings.encode())
+            self._connection.send_bytes(packed)
             found: Found = json.loads(self._connection.recv_bytes())
         except (OSError, EOFError):
             return {"error": "its process ended"}
@@ -78,9 +97,23 @@ def _survey(path: Path, text: Any, connection: Connection) -> Found:
     preload()  # fake tensors import it, in a folder that no other user can change
     try:
         options = Options.from_json(text)
+        imported = set(sys.modules)
         job = job_file.load(path, options.arguments)
+        surroundings = connection.recv_bytes().decode()
         value = pickle.loads(connection.recv_bytes())  # once the classes of the job are loaded
         model = Model(job, options.seed, _CPU, Tracker())
+        ties = model.ties()
     except BaseException as error:
         return {"error": f"{type(error).__name__}: {error}"}
-    return Survey(model.entries, options.seed, _CPU, options.precision).on_fakes(value)
+    survey = Survey(model.entries, options.seed, _CPU, options.precision)
+    if not surroundings:
+        return survey.on_fakes(value)
+    count = counting(job, options) if options.facts == COUNTED else None
+    types = classes_of(new_modules(imported))
+    recorder = Recorder()
+    return survey.on_fakes(
+        value,
+        lambda values, stand_ins: Drawing(
+            recorder, values, stand_ins, types, surroundings, ties, count
+        ),
+    )

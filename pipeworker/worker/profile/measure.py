@@ -39,6 +39,8 @@ from pipeworker.worker.update.update import Updater
 log = logging.getLogger(__name__)
 _BEFORE, _AFTER = 1, 2
 """Numbers of the stages that skip tensors come from and go to."""
+_SLOW = 0.5
+"""Seconds of a layer's first run from which its backward is not run as a whole too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,6 +152,33 @@ def measure_loss(
     return median(found)
 
 
+def measure_update(
+    layer: nn.Module, index: int, job: JobFile, watch: Stopwatch
+) -> tuple[int, float]:
+    """Return the bytes of the optimizer's state for a layer, and the seconds of its second step.
+
+    The parameters of the layer have gradients, and are changed. Both are 0 for an optimizer that
+    cannot train this layer alone, as one for other names.
+    """
+    try:
+        own = dataclasses.replace(job, scheduler=None, before_update=None)
+        optimizers = Updater([layer], index, own).optimizers
+        if not optimizers.all:
+            return 0, 0.0
+        optimizers.step()  # they make their state
+        begin = watch.mark()
+        optimizers.step()
+        seconds = watch.seconds([begin, watch.mark()])
+    except Exception as error:
+        log.info("the optimizer of one layer cannot be measured: %s", error)
+        return 0, 0.0
+    states = [dict(state) for one in optimizers.all for state in one.state.values()]
+    tensors = {
+        id(leaf): leaf for leaf in pytree.tree_leaves(states) if isinstance(leaf, torch.Tensor)
+    }
+    return sum(tensor.nbytes for tensor in tensors.values()), seconds
+
+
 class _Measured:
     """A layer while it is measured, as the only one of a stage."""
 
@@ -188,28 +217,37 @@ class _Measured:
         """Return the facts of the layer."""
         stage = self._stage
         stage.begin(0)
+        begin = perf_counter()
         found = self._sizes()
         splits = self._wants_grad and bool(self._trained)
+        slow = splits and perf_counter() - begin > _SLOW
         forwards: list[float] = []
         wholes: list[float] = []
         firsts: list[float] = []
         end = perf_counter() + self._settings.budget
         while not forwards or (len(wholes) < self._settings.repeats and perf_counter() < end):
-            mb = self._microbatch()
+            mb = self._microbatch(split=slow)
             forwards.append(self._timed(stage.forward, mb))
             if not self._gradients:
                 wholes.append(0.0)
                 continue
-            wholes.append(self._timed(stage.backward, self._with_gradients(mb)))
+            if not slow:
+                wholes.append(self._timed(stage.backward, self._with_gradients(mb)))
             if splits:
-                mb = self._microbatch(split=True)
-                forwards.append(self._timed(stage.forward, mb))
+                if not slow:
+                    mb = self._microbatch(split=True)
+                    forwards.append(self._timed(stage.forward, mb))
                 firsts.append(self._timed(stage.backward_input, self._with_gradients(mb)))
-                stage.backward_weight(mb)
+                second = self._timed(stage.backward_weight, mb)
+                if slow:
+                    wholes.append(firsts[-1] + second)
             stage.end()
         whole = median(wholes)
         first = median(firsts) if firsts else whole if self._wants_grad else 0.0
-        state, update = self._update() if self._settings.optimizes else (0, 0.0)
+        state, update = 0, 0.0
+        if self._settings.optimizes and self._trained:
+            job, index = self._settings.job, self._call.index
+            state, update = measure_update(self._layer, index, job, self._watch)
         return dataclasses.replace(
             found,
             forward=median(forwards),
@@ -297,24 +335,3 @@ class _Measured:
         begin = self._watch.mark()
         act(mb)
         return self._watch.seconds([begin, self._watch.mark()])
-
-    def _update(self) -> tuple[int, float]:
-        """Return the bytes of the optimizer's state for the layer, and the seconds of a step."""
-        if not self._trained:
-            return 0, 0.0
-        job = dataclasses.replace(self._settings.job, scheduler=None, before_update=None)
-        try:
-            optimizers = Updater([self._layer], self._call.index, job).optimizers
-            if not optimizers.all:
-                return 0, 0.0
-            optimizers.step()  # they make their state
-            begin = self._watch.mark()
-            optimizers.step()
-            seconds = self._watch.seconds([begin, self._watch.mark()])
-        except Exception as error:  # one that cannot train this layer alone, as for some names only
-            log.info("the optimizer of one layer cannot be measured: %s", error)
-            return 0, 0.0
-        states = (state for optimizer in optimizers.all for state in optimizer.state.values())
-        state = pytree.tree_leaves([dict(one) for one in states])
-        tensors = {id(leaf): leaf for leaf in state if isinstance(leaf, torch.Tensor)}
-        return sum(tensor.nbytes for tensor in tensors.values()), seconds

@@ -8,7 +8,7 @@ calls work. The interface follows torchgpipe's skippable modules (Kim et al. 202
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -108,6 +108,25 @@ class Recorder(Table):
     def __init__(self) -> None:
         super().__init__()
         self.events: list[tuple[str, str]] = []
+        self.popped: dict[str, torch.Tensor] = {}
+        """The tensors of earlier layers that this layer popped."""
+
+    def begin_layer(self) -> list[tuple[str, str]]:
+        """Begin a layer; return the list of its events, to be filled."""
+        self.events, self.popped = [], {}
+        return self.events
+
+    @property
+    def stashed(self) -> dict[str, torch.Tensor]:
+        """The tensors that this layer stashed and did not pop."""
+        names = [name for event, name in self.events if event == "stash"]
+        return {name: self._stashed[name][0] for name in names if name in self._stashed}
+
+    def replace(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        """Replace the tensors that this layer stashed."""
+        for name, tensor in self.stashed.items():
+            new = function(tensor)
+            self._stashed[name] = new, version_of(new)
 
     def stash(self, name: str, tensor: torch.Tensor) -> None:
         self.events.append(("stash", name))
@@ -116,7 +135,10 @@ class Recorder(Table):
 
     def pop(self, name: str) -> torch.Tensor:
         self.events.append(("pop", name))
-        return super().pop(name)
+        tensor = super().pop(name)
+        if ("stash", name) not in self.events:
+            self.popped[name] = tensor
+        return tensor
 
 
 class _Local(threading.local):

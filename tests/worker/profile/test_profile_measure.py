@@ -19,6 +19,7 @@ from pipeworker.facts.layer_facts import LayerFacts
 from pipeworker.job.file import JobFile
 from pipeworker.worker.blame import UserCodeError
 from pipeworker.worker.device.device import Stopwatch
+from pipeworker.worker.profile import measure
 from pipeworker.worker.profile.measure import LayerCall, Settings, measure_layer, measure_loss
 from pipeworker.worker.profile.meters import (
     OperationCounter,
@@ -233,6 +234,21 @@ def test_repeats_end_with_the_budget_or_their_number() -> None:
         settings = replace(SETTINGS, repeats=repeats, budget=budget)
         measured(Counted(), torch.randn(2), settings=settings)
         assert calls == expected  # the first one is not timed
+
+
+def test_a_slow_layer_is_run_once_more_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measure, "_SLOW", 0.0)
+    calls = 0
+
+    class Counted(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            nonlocal calls
+            calls += 1
+            return super().forward(x)
+
+    facts = measured(Counted(8, 8), torch.randn(4, 8))
+    assert calls == 2
+    assert facts.backward > facts.backward_input > 0.0
 
 
 def test_operations_take_the_place_of_seconds() -> None:

@@ -1,0 +1,85 @@
+"""The part of a generation that finds the facts of layers, before its plan is drawn. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from pipeworker.coordinator.effects import Effect, KeepFacts, Log
+from pipeworker.coordinator.lifecycle import State
+from pipeworker.coordinator.measuring import Measuring, known_facts
+from pipeworker.coordinator.roster import Member
+from pipeworker.coordinator.saving import Saving
+from pipeworker.errors import ProtocolError
+from pipeworker.job.options import COUNTED
+from pipeworker.wire.messages.plan import Described
+from pipeworker.wire.messages.profile import Measured
+
+
+@dataclass(slots=True)
+class FactFinding(Saving):
+    """A generation that asks its workers for facts; the job keeps them in its progress."""
+
+    _measuring: Measuring | None = field(init=False, default=None)
+    _measured_since: float = field(init=False, default=0.0)
+
+    def build(self) -> list[Effect]:
+        """Draw the plan, and have the workers build their stages."""
+        raise NotImplementedError
+
+    def find_facts(self, now: float) -> list[Effect]:
+        """Ask workers for the facts that are missing, or build if there are none."""
+        described = [member.described for member in self.members if member.described]
+        if self._measuring is None and not self._begin_measuring(described, now):
+            return self.build()
+        measuring = self._measuring
+        assert measuring
+        if requests := measuring.requests():
+            self.await_all(State.MEASURING)
+            self.awaited = set(requests)
+            members = self.roster.members
+            return [self.send(members[rank].peer, one) for rank, one in sorted(requests.items())]
+        self.progress.facts, self.progress.seeks_facts = measuring.facts(), False
+        effects: list[Effect] = [Log(measuring.summary(now - self._measured_since))]
+        if measuring.fresh:
+            effects.append(KeepFacts(measuring.fresh))
+        return [*effects, *self.build()]
+
+    def _begin_measuring(self, described: list[Described], now: float) -> bool:
+        """Return whether facts are wanted, and neither recorded nor impossible to find."""
+        progress = self.progress
+        if progress.facts and len(progress.facts.layers) != len(described[0].layers):
+            progress.facts, progress.seeks_facts = None, True  # of a model that has changed
+        machines = [one.machine for one in described if one.machine]
+        if not progress.seeks_facts or len(machines) < len(described):
+            return False  # without machines the input of the network is not known yet
+        outline = described[self.placement.rank_of(0)].outline
+        self._measuring = Measuring(
+            self.placement,
+            machines,
+            [member.hello.host for member in self.members],
+            outline,
+            known_facts(progress.known_facts, outline),
+            self.options.facts == COUNTED,
+        )
+        self._measured_since = now
+        return True
+
+    def on_measured(self, member: Member, message: Measured, now: float) -> list[Effect]:
+        """Add the facts that a worker has measured; continue when all have answered.
+
+        Raises:
+            ProtocolError: they are an outline that this worker cannot have drawn.
+        """
+        assert self._measuring
+        if message.rank not in self.awaited:
+            raise ProtocolError("facts that it was not asked for")
+        if message.outline is not None:
+            layers = len(member.described.layers) if member.described else 0
+            first = message.rank == self.placement.rank_of(0)
+            if not first or len(message.outline.of_layer) != layers:
+                raise ProtocolError(f"an outline of {len(message.outline.of_layer)} layers")
+        self._measuring.add(message)
+        if not self.is_last(message.rank):
+            return []
+        self._measuring.close_round()
+        return self.find_facts(now)

@@ -1,0 +1,206 @@
+"""The facts of a network: its kinds of layers dealt out to be measured, and put together. Pure.
+
+Alike layers are of one kind, which is measured once. Kinds whose facts are known from an earlier
+job are not measured. The worker that reads the data gets the first layer and the loss, because it
+has the real input and target; it runs the whole network if there is no outline of it, or if a kind
+cannot be measured on a made-up input.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from pipeworker.facts.layer_facts import LayerFacts, NetworkFacts
+from pipeworker.facts.outline import LayerKind, Machine, Outline
+from pipeworker.plan.placement import Placement
+from pipeworker.wire.messages.profile import Measure, Measured
+
+_LOCAL = (60e-6, 1 / 4e9)
+_REMOTE = (150e-6, 1 / 1e9)
+"""Latency in seconds and seconds per byte of a transfer on one host, and to another one."""
+_ALIKE = 0.1
+"""The relative difference up to which two unlike devices count as equally fast."""
+
+
+@dataclass(slots=True)
+class Measuring:
+    """The facts of a network while they are found.
+
+    Attributes:
+        placement: the workers of the job.
+        machines: what each rank computes on.
+        hosts: the host of each rank.
+        outline: the outline of the network; None if it could not be drawn on fake tensors.
+        known: facts of kinds by digest; at first those of earlier jobs.
+        counted: whether facts are counts, and nothing is measured.
+        fresh: the facts that this job has measured, by digest.
+        problem: why there are no facts; "" if there are.
+    """
+
+    placement: Placement
+    machines: Sequence[Machine]
+    hosts: Sequence[str]
+    outline: Outline | None
+    known: dict[str, LayerFacts]
+    counted: bool = False
+    fresh: dict[str, LayerFacts] = field(default_factory=dict)
+    problem: str = ""
+    _ran_in_order: bool = False
+    _references: dict[int, float] = field(default_factory=dict)
+    _measured: list[Measured] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        if self.outline and self.counted:
+            self.known = {k.digest: k.counted for k in self.outline.kinds if k.counted}
+            loss = self.outline.kinds[self.outline.loss] if self.outline.loss >= 0 else None
+            if loss is not None:  # a few operations for each element of the last output
+                self.known[loss.digest] = LayerFacts("loss")
+
+    def requests(self) -> dict[int, Measure]:
+        """Return what to ask of workers, by rank; nothing once all is known."""
+        if self.counted:
+            return {}
+        unlike = len({machine.name for machine in self.machines}) > 1
+        compares = unlike and not self._references
+        if self.outline is None:
+            return {} if self._ran_in_order else self._in_order(compares=compares)
+        missing = [kind for kind in self.outline.kinds if kind.digest not in self.known]
+        if self._measured and missing:  # some could not be measured by themselves
+            return {} if self._ran_in_order else self._in_order(compares=False)
+        if not missing and not compares:
+            return {}
+        dealt = deal(missing, len(self.outline.of_layer), self.placement)
+        return {
+            rank: Measure(tuple(kinds), self.outline.types, reference=compares)
+            for rank, kinds in dealt.items()
+            if kinds or compares
+        }
+
+    def _in_order(self, *, compares: bool) -> dict[int, Measure]:
+        self._ran_in_order = True
+        first = self.placement.rank_of(0)
+        asked = {first: Measure(in_order=True, reference=compares)}
+        if compares:
+            others = set(range(self.placement.ranks)) - {first}
+            asked.update({rank: Measure(reference=True) for rank in others})
+        return asked
+
+    def add(self, answer: Measured) -> None:
+        """Add what a worker has measured."""
+        self._measured.append(answer)
+        if answer.reference:
+            self._references[answer.rank] = answer.reference
+        self.problem = answer.problem or self.problem
+        if answer.outline is not None:
+            self.outline = answer.outline
+
+    def close_round(self) -> None:
+        """Take in what was measured, in seconds of the worker that reads the data."""
+        first = self.placement.rank_of(0)
+        for answer in self._measured:
+            speed = self._speed(answer.rank, first)
+            for digest, facts in zip(answer.digests, answer.facts, strict=True):
+                scaled = facts if answer.rank == first else _scaled(facts, speed)
+                self.fresh[digest] = self.known[digest] = scaled
+
+    def facts(self) -> NetworkFacts | None:
+        """Return the facts of the network; None if some are missing."""
+        outline = self.outline
+        if outline is None:
+            return None
+        found = [self.known.get(outline.kinds[number].digest) for number in outline.of_layer]
+        layers = tuple(one for one in found if one is not None)
+        loss = self.known.get(outline.kinds[outline.loss].digest) if outline.loss >= 0 else None
+        if len(layers) < len(found) or (loss is None and outline.loss >= 0):
+            return None
+        self.problem = ""
+        ranks = [self.placement.rank_of(stages[0]) for stages in self.placement.held]
+        first = self.placement.rank_of(0)
+        latency, seconds_per_byte = _LOCAL if len(set(self.hosts)) == 1 else _REMOTE
+        return NetworkFacts(
+            layers,
+            outline.input_bytes,
+            outline.target_bytes,
+            loss.forward if loss else 0.0,
+            outline.skips,
+            outline.ties,
+            outline.samples,
+            tuple(self._speed(rank, first) for rank in ranks),
+            tuple(self._limit(rank) for rank in ranks),
+            max(self.machines[rank].base_bytes for rank in ranks),
+            latency,
+            seconds_per_byte,
+            not self.counted,
+        )
+
+    def summary(self, seconds: float) -> str:
+        """Return what was done, for the log."""
+        if self.outline is None or self.facts() is None:
+            return f"layers cannot be measured: {self.problem}; they are divided evenly"
+        layers, kinds = len(self.outline.of_layer), len(set(self.outline.of_layer))
+        if self.counted:
+            return f"counted the operations of {kinds} unlike layers of {layers}"
+        if not self.fresh:
+            return f"the facts of all {layers} layers are known from an earlier job"
+        count = len(self.fresh) - (self.outline.loss >= 0 and self._loss_is_fresh)
+        return f"measured {count} unlike layers of {layers} in {seconds:.2f} s"
+
+    @property
+    def _loss_is_fresh(self) -> bool:
+        assert self.outline
+        return self.outline.kinds[self.outline.loss].digest in self.fresh
+
+    def _speed(self, rank: int, first: int) -> float:
+        """Return how fast a rank computes, against the one that reads the data."""
+        if self.machines[rank].name == self.machines[first].name:
+            return 1.0
+        own, other = self._references.get(rank), self._references.get(first)
+        if not own or not other or abs(other / own - 1.0) < _ALIKE:
+            return 1.0
+        return other / own
+
+    def _limit(self, rank: int) -> int | None:
+        """Return the memory of a rank: its part of that of a device, or a host, which it shares."""
+        places = Counter(
+            (host, machine.unit) for host, machine in zip(self.hosts, self.machines, strict=True)
+        )
+        machine = self.machines[rank]
+        return machine.limit // places[self.hosts[rank], machine.unit] or None
+
+
+def deal(
+    kinds: Sequence[LayerKind], layers: int, placement: Placement
+) -> dict[int, list[LayerKind]]:
+    """Return the kinds that each rank measures: as many each, the first and the loss where data is.
+
+    `layers` is the number of layers, which the kind of the loss has as its layer.
+    """
+    first = placement.rank_of(0)
+    dealt: dict[int, list[LayerKind]] = {first: []}
+    dealt.update({rank: [] for rank in range(placement.ranks) if rank != first})
+    free = []
+    for kind in kinds:
+        if kind.layer in (0, layers):
+            dealt[first].append(kind)
+        else:
+            free.append(kind)
+    for kind in free:
+        least = min(dealt, key=lambda rank: (len(dealt[rank]), rank == first))
+        dealt[least].append(kind)
+    return dealt
+
+
+def _scaled(facts: LayerFacts, speed: float) -> LayerFacts:
+    """Return facts with the seconds that they take on a worker of speed 1."""
+    if speed == 1.0:
+        return facts
+    names = ("forward", "backward", "backward_input", "update")
+    return replace(facts, **{name: speed * getattr(facts, name) for name in names})
+
+
+def known_facts(known: Mapping[str, LayerFacts], outline: Outline | None) -> dict[str, LayerFacts]:
+    """Return those of some facts that are of the kinds of an outline."""
+    digests = {kind.digest for kind in outline.kinds} if outline else set()
+    return {digest: facts for digest, facts in known.items() if digest in digests}

@@ -1,0 +1,299 @@
+"""Facts of layers: dealt out, put together, and kept; and the state in which a job finds them."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+
+from pipeworker.coordinator.effects import KeepFacts, Log, WritePlan
+from pipeworker.coordinator.lifecycle import State
+from pipeworker.coordinator.measuring import Measuring, deal
+from pipeworker.coordinator.steps.progress import Start
+from pipeworker.facts.failure import Cause
+from pipeworker.facts.layer_facts import LayerFacts, LayerSkip, NetworkFacts
+from pipeworker.facts.outline import LayerKind, Machine, Outline
+from pipeworker.plan.placement import Placement
+from pipeworker.wire.lines import Restart
+from pipeworker.wire.messages.plan import Described, Plan
+from pipeworker.wire.messages.presence import Abort
+from pipeworker.wire.messages.profile import Measure, Measured
+from support.coordinator import LAYERS, MACHINE, ScriptedJob, of
+from support.coordinator import OUTLINE as JOB_OUTLINE
+
+PLACEMENT = Placement.identity(3)
+CPU = Machine("a processor", "", 3000, 50)
+HOSTS = ("host",) * 3
+
+
+def kind(number: int, layer: int | None = None, **more: Any) -> LayerKind:
+    return LayerKind(f"kind {number}", number if layer is None else layer, b"signature", **more)
+
+
+def facts(number: int, seconds: float = 1.0) -> LayerFacts:
+    return LayerFacts(
+        f"Layer{number}", forward=seconds, backward=2 * seconds, backward_input=seconds
+    )
+
+
+OUTLINE = Outline(
+    kinds=(kind(0), kind(1), kind(2), kind(3, 6)),
+    of_layer=(0, 1, 2, 1, 2, 1),
+    loss=3,
+    types=("torch.Size",),
+    samples=4,
+    input_bytes=64,
+    target_bytes=8,
+    skips=(LayerSkip(0, 4, 12),),
+    ties=(LayerSkip(0, 5, 40),),
+)
+
+
+def measuring(outline: Outline | None = OUTLINE, **more: Any) -> Measuring:
+    found: dict[str, Any] = {"machines": (CPU,) * 3, "hosts": HOSTS, "known": {}, **more}
+    return Measuring(PLACEMENT, outline=outline, **found)
+
+
+def answer(found: Measuring, rank: int, request: Measure, seconds: float = 1.0) -> None:
+    kinds = request.kinds
+    digests = tuple(one.digest for one in kinds)
+    reference = seconds if request.reference else 0.0
+    measured = tuple(facts(one.layer, seconds) for one in kinds)
+    found.add(Measured(rank, digests, measured, reference=reference))
+
+
+def test_unlike_layers_are_measured_once_by_as_many_workers_as_there_are() -> None:
+    found = measuring()
+    requests = found.requests()
+    assert {rank: [one.layer for one in r.kinds] for rank, r in requests.items()} == {
+        0: [0, 6],
+        1: [1],
+        2: [2],
+    }
+    assert all(r.types == OUTLINE.types and not r.reference for r in requests.values())
+    for rank, request in requests.items():
+        answer(found, rank, request)
+    found.close_round()
+    assert found.requests() == {}
+    assert found.facts() == NetworkFacts(
+        layers=tuple(facts(n) for n in OUTLINE.of_layer),
+        input_bytes=64,
+        target_bytes=8,
+        loss=1.0,
+        skips=OUTLINE.skips,
+        ties=OUTLINE.ties,
+        samples=4,
+        speeds=(1.0, 1.0, 1.0),
+        limits=(1000, 1000, 1000),  # a host's memory, which three workers share
+        base_bytes=50,
+        latency=60e-6,
+        seconds_per_byte=1 / 4e9,
+    )
+    assert found.fresh.keys() == {one.digest for one in OUTLINE.kinds}
+    assert found.summary(0.314) == "measured 3 unlike layers of 6 in 0.31 s"
+
+
+@pytest.mark.parametrize("count", [1, 5, 48])
+def test_kinds_are_dealt_out_evenly(count: int) -> None:
+    kinds = [kind(layer) for layer in range(count)]
+    dealt = deal(kinds, 48, Placement.identity(8))
+    assert sorted(one.layer for kinds in dealt.values() for one in kinds) == list(range(count))
+    assert kind(0) in dealt[0]
+    sizes = [len(kinds) for kinds in dealt.values()]
+    assert max(sizes) - min(sizes) <= 1
+
+
+def test_what_earlier_jobs_measured_is_not_measured() -> None:
+    found = measuring(known={one.digest: facts(one.layer) for one in OUTLINE.kinds[:2]})
+    assert {r: [k.layer for k in m.kinds] for r, m in found.requests().items()} == {0: [6], 1: [2]}
+    found = measuring(known={one.digest: facts(one.layer) for one in OUTLINE.kinds})
+    assert found.requests() == {}
+    assert found.facts() is not None
+    assert found.fresh == {}
+    assert found.summary(0.0) == "the facts of all 6 layers are known from an earlier job"
+
+
+def test_a_network_without_outline_is_run_in_order_by_the_worker_with_the_data() -> None:
+    found = measuring(None)
+    assert found.requests() == {0: Measure(in_order=True)}
+    digests = tuple(one.digest for one in OUTLINE.kinds)
+    found.add(Measured(0, digests, tuple(map(facts, range(4))), OUTLINE))
+    found.close_round()
+    assert found.requests() == {}
+    network = found.facts()
+    assert network
+    assert [one.kind for one in network.layers[:3]] == ["Layer0", "Layer1", "Layer2"]
+
+
+def test_a_kind_that_raises_on_a_made_up_input_is_measured_in_order() -> None:
+    found = measuring()
+    requests = found.requests()
+    answer(found, 0, requests[0])
+    found.add(Measured(1, problem="layer 1: IndexError: no"))
+    answer(found, 2, requests[2])
+    found.close_round()
+    assert found.requests() == {0: Measure(in_order=True)}
+    found.add(Measured(0, ("kind 1",), (facts(1),), OUTLINE))
+    found.close_round()
+    assert found.requests() == {}
+    assert found.facts() is not None
+    assert found.problem == ""
+
+
+@pytest.mark.parametrize("outline", [None, OUTLINE])
+def test_layers_that_cannot_be_measured_end_nothing(outline: Outline | None) -> None:
+    found = measuring(outline)
+    for _ in range(2):
+        for rank in found.requests():
+            found.add(Measured(rank, problem="layer 1: IndexError: no"))
+        found.close_round()
+    assert found.requests() == {}
+    assert found.facts() is None
+    text = "layers cannot be measured: layer 1: IndexError: no; they are divided evenly"
+    assert found.summary(1.0) == text
+
+
+def test_seconds_are_those_of_the_worker_with_the_data() -> None:
+    fast = Machine("another", "", 3000, 70)
+    found = measuring(machines=(CPU, CPU, fast), hosts=("a", "a", "b"))
+    requests = found.requests()
+    assert all(request.reference for request in requests.values())
+    answer(found, 0, requests[0], 1.0)
+    answer(found, 1, requests[1], 1.0)
+    answer(found, 2, requests[2], 0.25)  # four times as fast
+    found.close_round()
+    assert found.requests() == {}
+    network = found.facts()
+    assert network
+    assert network.speeds == (1.0, 1.0, 4.0)
+    assert {one.forward for one in network.layers} == {1.0}
+    assert {one.backward for one in network.layers} == {2.0}
+    assert network.limits == (1500, 1500, 3000)
+    assert network.base_bytes == 70
+    assert (network.latency, network.seconds_per_byte) == (150e-6, 1e-9)
+
+
+def test_counts_take_the_place_of_seconds() -> None:
+    kinds = tuple(dataclasses.replace(k, counted=facts(k.layer, 1e6)) for k in OUTLINE.kinds[:3])
+    outline = dataclasses.replace(OUTLINE, kinds=(*kinds, OUTLINE.kinds[3]))
+    found = measuring(outline, counted=True)
+    assert found.requests() == {}
+    network = found.facts()
+    assert network
+    assert not network.measured
+    assert network.layers[1].forward == 1e6
+    assert found.fresh == {}
+    assert found.summary(1.0) == "counted the operations of 3 unlike layers of 6"
+    assert measuring(OUTLINE, counted=True).facts() is None  # one could not be counted
+
+
+# In a job.
+
+
+def measured_job(**options: Any) -> ScriptedJob:
+    job = ScriptedJob(2, facts="measured", **options)
+    job.join()
+    job.describe()
+    return job
+
+
+def measure(job: ScriptedJob) -> None:
+    for rank in job.ranks:
+        (request,) = job.sent(rank, Measure)[-1:]
+        digests = tuple(one.digest for one in request.kinds)
+        job.receive(Measured(rank, digests, tuple(facts(one.layer) for one in request.kinds)))
+
+
+def test_a_job_measures_before_it_builds() -> None:
+    job = measured_job()
+    assert job.state() is State.MEASURING
+    assert not of(job.effects, KeepFacts)
+    measure(job)
+    assert job.state() is State.BUILDING
+    assert all(job.sent(rank, Plan) for rank in job.ranks)
+    (kept,) = of(job.effects, KeepFacts)
+    assert kept.facts.keys() == {"kind 0", "kind 1", "kind 2"}
+    assert any("measured 2 unlike layers of 5" in log.text for log in of(job.effects, Log))
+    job.ready()
+    (written,) = of(job.effects, WritePlan)
+    assert [one["kind"] for one in written.content["facts"]["layers"]] == [
+        "Layer0",
+        *["Layer1"] * 4,
+    ]
+
+
+def test_known_facts_are_not_measured() -> None:
+    known = {one.digest: facts(one.layer) for one in JOB_OUTLINE.kinds}
+    job = measured_job(start=Start(known={**known, "other": facts(9)}))
+    assert job.state() is State.BUILDING
+    assert not of(job.effects, KeepFacts)
+    assert job.job.progress.facts
+
+
+def test_a_run_that_is_resumed_keeps_its_facts() -> None:
+    network = NetworkFacts((facts(3),) * len(LAYERS))
+    job = measured_job(start=Start(facts=network))
+    assert job.state() is State.BUILDING
+    assert job.job.progress.facts == network
+    job = measured_job(start=Start(facts=NetworkFacts((facts(3),) * 2)))  # of another model
+    assert job.state() is State.MEASURING
+
+
+def test_later_generations_do_not_measure_again() -> None:
+    job = measured_job(replaceable=True)
+    measure(job)
+    job.ready()
+    job.exited(1, -9)
+    assert of(job.effects, Restart)
+    job.join()
+    job.describe()
+    assert job.state() is State.BUILDING
+
+
+def test_a_worker_that_is_lost_while_it_measures_is_replaced() -> None:
+    job = measured_job(replaceable=True)
+    job.exited(1, -9)
+    assert of(job.effects, Restart)
+    job.join()
+    job.describe()
+    assert job.state() is State.MEASURING
+    measure(job)
+    assert job.state() is State.BUILDING
+
+
+def test_an_interrupt_ends_the_measuring_at_once() -> None:
+    job = measured_job()
+    job.interrupt()
+    assert job.ended.exit_status == 130
+    assert all(job.sent(rank, Abort) for rank in job.ranks)
+
+
+def test_a_loop_without_a_sample_measures_nothing() -> None:
+    """Its input is not known before its first call."""
+    job = ScriptedJob(2, facts="measured", own_loop=True)
+    job.join()
+    job.describe()
+    assert job.state() is State.BUILDING
+
+
+def test_facts_that_nobody_asked_for_name_their_sender() -> None:
+    job = measured_job()
+    job.receive(Measured(1, ("kind 1",), (facts(1),)))
+    assert job.state() is State.MEASURING
+    job.receive(Measured(1))
+    assert job.failure.cause is Cause.INTERNAL
+    assert "facts that it was not asked for" in job.failure.message
+    for rank, outline in ((1, JOB_OUTLINE), (0, OUTLINE)):
+        job = measured_job()
+        job.receive(Measured(rank, outline=outline))
+        assert "an outline of" in job.failure.message
+
+
+def test_without_the_option_nothing_is_measured() -> None:
+    job = ScriptedJob(2)
+    job.join()
+    for rank in job.ranks:
+        job.receive(Described(rank, LAYERS, (), machine=MACHINE))
+    assert job.state() is State.BUILDING
+    assert job.job.progress.facts is None
