@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import selectors
 import signal
@@ -252,7 +253,10 @@ class Launch:
     def _probe(self, endpoint: str) -> str:
         """Return why this host, and thus its workers, cannot reach the coordinator, else ""."""
         error = interfaces.connection_error(endpoint, self._timings.handshake)
-        where = f"{urlsplit(endpoint).netloc} ({socket.gethostname()})"
+        url = urlsplit(endpoint)
+        where = f"{url.netloc} ({socket.gethostname()})"
+        if error == os.strerror(errno.ENETUNREACH) and interfaces.is_loopback(url.hostname or ""):
+            error += "; bring up the loopback interface: ip link set lo up"
         return error and f"the coordinator cannot be reached at {where}: {error}"
 
     # The user.

@@ -6,6 +6,7 @@ import dataclasses
 import os
 import re
 import resource
+import shlex
 import shutil
 import signal
 import socket
@@ -173,6 +174,43 @@ def test_a_run_directory_that_is_removed(jobs: Jobs) -> None:
     one_error(run, "cannot be written", str(run.path), "No such file or directory")
 
 
+def test_too_small_files(jobs: Jobs) -> None:
+    """The limit also binds the memory that workers share."""
+    line = [*COMMAND, "launch", *WORDS, "--run-dir", str(jobs.folder / "run")]
+    done = subprocess.run(
+        [*line, str(jobs.write(JOB))],
+        cwd=jobs.folder,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 13, 1 << 13)),
+    )
+    run = Run(done.returncode, done.stdout, done.stderr, jobs.folder / "run")
+    one_error(run, "no shared memory: File too large; ", "raise its limit (ulimit -f")
+    until(lambda: not processes_of(jobs.folder))
+
+
+@root
+def test_no_proc(jobs: Jobs) -> None:
+    program = shutil.which("unshare")
+    if program is None:
+        pytest.skip("there is no unshare here")
+    line = [*COMMAND, "launch", *WORDS, "--run-dir", str(jobs.folder / "run")]
+    line.append(str(jobs.write(JOB)))
+    done = subprocess.run(
+        [program, "--mount", "sh", "-c", f"umount -l /proc; exec {shlex.join(line)}"],
+        cwd=jobs.folder,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 2, done.stderr
+    errors = [text for text in done.stderr.splitlines() if text.startswith("error: ")]
+    assert len(errors) == 1
+    assert errors[0].endswith("mount it: mount -t proc proc /proc"), errors
+    assert "Traceback" not in done.stderr
+
+
 @pytest.mark.parametrize("most", [10, 20, 26])
 def test_too_few_descriptors(jobs: Jobs, most: int) -> None:
     """The process that reaches the limit first reports it."""
@@ -287,7 +325,7 @@ def test_an_unreachable_coordinator(jobs: Jobs) -> None:
         began = time.monotonic()
         run = jobs.run(*WORDS, namespace=name)
         assert time.monotonic() - began < 30
-        one_error(run, "the coordinator cannot be reached at 127.0.0.1:", "unreachable")
+        one_error(run, "the coordinator cannot be reached at 127.0.0.1:", "unreachable; bring up")
     finally:
         subprocess.run(["ip", "netns", "delete", name], check=True, capture_output=True)
 

@@ -43,7 +43,7 @@ def make_options(job_file: str, stages: int, given: Mapping[str, Any]) -> Option
         microbatches = (resolve(schedule).microbatches or 0) * copies
     chosen.setdefault("microbatches", microbatches)
     if "threads" not in chosen:
-        threads = os.environ.get("OMP_NUM_THREADS", "1")
+        threads = os.environ.get("OMP_NUM_THREADS", "1").split(",")[0].strip()  # of the first level
         chosen["threads"] = int(threads) if threads.isdigit() and int(threads) else 1
     return Options.of({**chosen, "job_file": job_file, "stages": stages})
 

@@ -18,6 +18,8 @@ def test_options_that_are_not_given_have_defaults(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setenv("OMP_NUM_THREADS", "4")
     assert make_options("job.py", 3, {}).threads == 4
     assert make_options("job.py", 3, {"threads": 2}).threads == 2
+    monkeypatch.setenv("OMP_NUM_THREADS", "3, 2")  # for two levels of parallel regions
+    assert make_options("job.py", 2, {}).threads == 3
     monkeypatch.setenv("OMP_NUM_THREADS", "many")
     assert make_options("job.py", 3, {}).threads == 1
 

@@ -67,7 +67,10 @@ class ReceivingLink(OneLane):
         try:
             return self._allocator.allocate(count)
         except OSError as error:
-            raise PipeworkerError(f"the channel {self._edge}: no shared memory: {error}") from error
+            raise PipeworkerError(
+                f"the channel {self._edge}: no shared memory: {error.strerror}; free memory on "
+                "this host, or raise its limit (ulimit -f and -v, the cgroup's memory)"
+            ) from error
 
     def receive(self, tensors: Sequence[torch.Tensor], tag: int) -> Sequence[Pending]:
         """Post buffers in memory from :meth:`allocate`, or elsewhere of 32 KB at most."""

@@ -9,17 +9,29 @@ import struct
 import sys
 from pathlib import Path
 
+from pipeworker.errors import PipeworkerError
 from pipeworker.plan.actions import Edge
 from pipeworker.worker.transport import handshake
 from pipeworker.worker.transport.handshake import HandshakeSteps, RendezvousPoint
 
 
 def host_identity() -> str:
-    """Return a text that is equal for processes that can share memory and use one Unix socket."""
+    """Return a text that is equal for processes that can share memory and use one Unix socket.
+
+    Raises:
+        PipeworkerError: the system does not show its processes.
+    """
     if sys.platform != "linux":
         return secrets.token_hex(16)
-    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    return f"{boot}/{Path('/proc/self/ns/net').stat().st_ino}/{os.getuid()}"
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        network = Path("/proc/self/ns/net").stat().st_ino
+    except OSError as error:
+        raise PipeworkerError(
+            f"/proc: {error.filename} cannot be read ({error.strerror}); mount it: mount -t proc "
+            "proc /proc"
+        ) from None
+    return f"{boot}/{network}/{os.getuid()}"
 
 
 def connect_unix(
