@@ -15,7 +15,6 @@ from typing import Any
 import click
 import pytest
 import torch
-from click.testing import CliRunner, Result
 from torch import nn
 
 import cli
@@ -24,72 +23,11 @@ from pipeworker.display.style import Style
 from pipeworker.errors import UsageError
 from pipeworker.job.options import Options
 from pipeworker.ranks.rank_info import RankInfo
-from pipeworker.record.rundir import RunDir
 from pipeworker.runs.begin import PreparedRun, RunRequest
 from support.checkpoints import complete
+from support.resume_command import NEW, RESUME, Command, command_in
 
-
-class Command:
-    """The command line in a folder with a job file; jobs are recorded, not run."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.job_file = folder / "job.py"
-        self.job_file.write_text("job = 1\n")
-        self.run = RunDir(folder / "run")
-        self.prepared: list[tuple[Options, RunDir, tuple[str, ...]]] = []
-
-    def __call__(self, *words: str, command: click.Command = cli.main) -> Result:
-        line = ["launch", *words] if command is cli.main else list(words)
-        return CliRunner().invoke(command, line)
-
-    def launch(self, *words: str) -> Options:
-        """Launch or resume the run; return its options."""
-        before = len(self.prepared)
-        result = self("--run-dir", "run", *words)
-        assert result.exit_code == 0, result.output
-        ((options, run_dir, _),) = self.prepared[before:]
-        assert run_dir.path == self.run.path
-        return options
-
-    def refused(self, *words: str) -> str:
-        """Return the error of a command that begins and changes nothing."""
-        before, content = len(self.prepared), self.content()
-        result = self(*words)
-        assert result.exit_code == 2, result.output
-        assert result.output.startswith("error: ")
-        assert (len(self.prepared), self.content()) == (before, content)
-        return result.output.removeprefix("error: ")
-
-    @property
-    def warnings(self) -> list[str]:
-        """The warnings of the latest start."""
-        return list(self.prepared[-1][2])
-
-    @property
-    def record(self) -> dict[str, Any]:
-        return dict(json.loads(self.run.run.read_text()))
-
-    def content(self) -> dict[Path, bytes]:
-        return {path: path.read_bytes() for path in self.folder.rglob("*") if path.is_file()}
-
-
-@pytest.fixture
-def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Command:
-    monkeypatch.chdir(tmp_path)
-    made = Command(tmp_path.resolve())
-
-    def run(prepared: PreparedRun, view: Style, agents: object) -> int:
-        made.prepared.append((prepared.options, prepared.run_dir, prepared.warnings))
-        prepared.close()
-        return 0
-
-    monkeypatch.setattr("launcher.local.run", run)
-    return made
-
-
-NEW = ("--stages", "2", "job.py")
-RESUME = ("--resume", "--run-dir", "run", "job.py")
+command = pytest.fixture(command_in)
 
 
 def test_the_defaults_in_help_are_those_of_a_job() -> None:
@@ -191,93 +129,6 @@ def test_resuming_a_finished_run_is_reported(command: Command) -> None:
     assert command.warnings == [warning]
     command.launch("--steps", "5", *RESUME)
     assert not command.warnings
-
-
-def test_a_job_file_may_have_moved_or_changed(command: Command) -> None:
-    command.launch(*NEW)
-    complete(command.run, 3)
-    moved = command.folder / "elsewhere" / "net.py"
-    moved.parent.mkdir()
-    command.job_file.rename(moved)
-    words = (*RESUME[:-1], str(moved))
-    assert command.launch(*words).job_file == str(moved)
-    assert not command.warnings
-    moved.write_text("job = 2\n")
-    command.launch(*words)
-    (warning,) = command.warnings
-    assert warning.startswith(f"{moved} has changed since the run was last started. ")
-    assert (command.run.path / "job.py").read_text() == "job = 1\n"
-    assert (command.run.path / "job-2.py").read_text() == "job = 2\n"
-
-
-def test_the_job_file_is_found_in_the_run(command: Command) -> None:
-    """The original is used if it has the recorded content, else the copy; both are reported."""
-    command.launch(*NEW, "--", "a")
-    for words in (("--resume", "run"), ("--resume=run",), ("--run-dir", "run", "--resume")):
-        result = command(*words, "--", "a")
-        assert result.output == f"note: job file {command.job_file}, as the run recorded it\n"
-        options, run_dir, _ = command.prepared[-1]
-        assert (options.job_file, options.arguments) == (str(command.job_file), ("a",))
-        assert run_dir.path == command.run.path
-    copy = command.run.path / "job.py"
-    for reason in ("has changed since", "is gone"):
-        if reason == "is gone":
-            command.job_file.unlink()
-        else:
-            command.job_file.write_text("job = 2\n")
-        assert command("--resume", "run").output == (
-            f"warning: job file run/job.py: the copy in the run is used, because "
-            f"{command.job_file} {reason}; name a job file to use another one\n"
-        )
-        assert command.prepared[-1][0].job_file == str(copy)
-        # The copy is what the run recorded from then on.
-        entry = {**command.record, "resumed": []}
-        command.run.run.write_text(json.dumps(entry))
-    copy.write_text("job = 3\n")
-    assert command.refused("--resume", "run") == (
-        f"--resume run: neither {command.job_file} nor a copy in the run has the recorded content; "
-        "name the job file: --resume run job.py\n"
-    )
-    command.job_file.write_text("job = 4\n")
-    assert command("--resume", "run", "job.py").exit_code == 0
-    assert command.prepared[-1][0].job_file == str(command.job_file)
-
-
-def test_the_copy_of_a_job_file_finds_its_neighbours(command: Command) -> None:
-    (command.folder / "layers.py").write_text("width = 3\n")
-    command.launch(*NEW)
-    command.job_file.write_text("job = 2\n")
-    for _ in range(2):  # the second time its folder is there already
-        result = command("--resume", "run")
-        assert result.exit_code == 0, result.output
-        placed = Path(command.prepared[-1][0].job_file)
-        assert placed.read_text() == "job = 1\n"
-        assert placed.name == "job.py"
-        assert placed.parent.parent == command.run.path
-        assert (placed.parent / "layers.py").read_text() == "width = 3\n"
-        assert sorted(path.name for path in placed.parent.iterdir()) == ["job.py", "layers.py"]
-        command.run.run.write_text(json.dumps({**command.record, "resumed": []}))
-    command.job_file.unlink()
-    (command.folder / "layers.py").rename(command.folder / "parts.py")
-    assert command("--resume", "run").exit_code == 0
-    assert (placed.parent / "parts.py").read_text() == "width = 3\n"
-
-
-def test_a_copy_outside_of_the_run_is_not_used(command: Command) -> None:
-    command.launch(*NEW)
-    command.job_file.rename(command.folder / "else.py")
-    command.run.run.write_text(json.dumps({**command.record, "job": "../else.py"}))
-    assert "nor a copy in the run has" in command.refused("--resume", "run")
-
-
-def test_the_run_of_a_script_is_resumed_there(command: Command) -> None:
-    command.launch(*NEW)
-    changed = {**command.record, "command": [str(command.job_file)]}
-    command.run.run.write_text(json.dumps(changed))
-    assert command.refused("--resume", "run") == (
-        f"--resume run: the script {command.job_file} began this run; resume it there, with "
-        "resume=True\n"
-    )
 
 
 def test_options_that_change_numbers_are_rejected_unless_allowed_by_name(command: Command) -> None:

@@ -3,57 +3,22 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 
-import click
 import pytest
-from click.testing import CliRunner, Result
 
 import cli
 from launcher.defaults import Defaults, check_variables
 from pipeworker.display.style import Style
 from pipeworker.errors import UsageError
-from pipeworker.job.options import Options
 from pipeworker.ranks.rank_info import RankInfo
 from pipeworker.runs import show
 from pipeworker.runs.begin import RunRequest
 from pipeworker.timings import VARIABLE
 from pipeworker.wire.keys import TOKEN_VARIABLE
+from support.launcher import Launch, launcher, project, refused, run
 
-Launch = Callable[..., Options]
-
-
-def run(*words: str, command: click.Command = cli.main) -> Result:
-    return CliRunner().invoke(command, words, prog_name="pipeworker")
-
-
-@pytest.fixture
-def launch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Launch:
-    """Return a function that runs `launch`, and returns the options of the job."""
-    monkeypatch.chdir(tmp_path)
-    Path("jobs").mkdir()
-    Path("jobs/job.py").touch()
-    started: list[Options] = []
-    monkeypatch.setattr("launcher.local.run", lambda it, *_: started.append(it.options))
-
-    def launch(*words: str) -> Options:
-        result = run("launch", *words, "jobs/job.py")
-        assert result.exit_code == 0, result.output
-        return started[-1]
-
-    return launch
-
-
-def refused(*words: str) -> str:
-    result = run("launch", "--stages", "2", *words, "jobs/job.py")
-    assert result.exit_code == 2
-    assert not Path("runs").exists()
-    return result.output.removeprefix("error: ").rstrip()
-
-
-def project(text: str) -> None:
-    Path("pyproject.toml").write_text(f"[tool.other]\nx = 1\n\n[tool.pipeworker]\n{text}\n")
+launch = pytest.fixture(launcher)
 
 
 def test_the_command_line_comes_before_the_environment_before_a_file(
@@ -337,72 +302,3 @@ def test_no_file_gives_no_defaults(tmp_path: Path) -> None:
     (tmp_path / "pipeworker.toml").write_bytes(b"\xff")
     with pytest.raises(UsageError, match="not TOML"):
         Defaults.find([tmp_path])
-
-
-# Former names of options.
-
-
-@pytest.mark.parametrize(
-    ("words", "expected"),
-    [
-        (("--restarts", "3"), "--restarts: this option was renamed; use --max-restarts"),
-        (("--elastic=1",), "--elastic: this option was renamed; use --min-stages"),
-        (("--go-on",), "--go-on: this option was renamed; use --auto-resume"),
-        (("--allow", "seed"), "--allow: this option was renamed; use --allow-change"),
-        (
-            ("--no-init-partial",),
-            "--no-init-partial: this option was renamed; use --init-strict",
-        ),
-        (
-            ("--read-data", "once"),
-            "--read-data: this option was renamed; use --data-reader, where once is now called "
-            "first",
-        ),
-    ],
-)
-def test_a_former_option_gets_one_line_that_names_the_present_one(
-    launch: Launch, words: tuple[str, ...], expected: str
-) -> None:
-    assert refused(*words) == expected
-    ranks = run(*words, "jobs/job.py", command=cli.worker)
-    assert (ranks.exit_code, ranks.output) == (2, f"error: {expected}\n")
-
-
-def test_init_partial_is_still_accepted_and_not_shown(launch: Launch) -> None:
-    Path("w.safetensors").write_bytes(b"\2\0\0\0\0\0\0\0{}")
-    weights = ("--stages", "1", "--init-from", "w.safetensors")
-    assert launch(*weights).init_strict
-    assert not launch(*weights, "--init-partial").init_strict
-    assert not launch(*weights, "--no-init-strict").init_strict
-    shown = run("launch", "--help").output
-    assert "  --no-init-strict  " in shown
-    assert "init-partial" not in shown
-
-
-def test_a_former_option_of_a_file_or_a_variable_is_an_error(
-    launch: Launch, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    renamed = "this option was renamed; use"
-    for key, present in (
-        ("restarts = 3", "max-restarts"),
-        ('read_data = "once"', "data-reader, where once is now called first"),
-        ("init-partial = true", "init-strict = false for init-partial = true"),
-    ):
-        Path("pipeworker.toml").write_text(key)
-        word = key.split()[0].replace("_", "-")
-        assert refused() == f"pipeworker.toml: {word}: {renamed} {present}"
-    Path("pipeworker.toml").unlink()
-    monkeypatch.setenv("PIPEWORKER_ELASTIC", "2")
-    assert refused() == f"PIPEWORKER_ELASTIC: {renamed} PIPEWORKER_MIN_STAGES"
-    monkeypatch.delenv("PIPEWORKER_ELASTIC")
-    monkeypatch.setenv("PIPEWORKER_INIT_PARTIAL", "1")
-    assert refused() == (
-        f"PIPEWORKER_INIT_PARTIAL: {renamed} PIPEWORKER_INIT_STRICT=0 for PIPEWORKER_INIT_PARTIAL=1"
-    )
-    monkeypatch.delenv("PIPEWORKER_INIT_PARTIAL")
-    monkeypatch.setenv("PIPEWORKER_GO_ON", "1")
-    only = "this option was renamed, and is only for the command line; use --auto-resume"
-    assert refused() == f"PIPEWORKER_GO_ON: {only}"
-    monkeypatch.delenv("PIPEWORKER_GO_ON")
-    Path("pipeworker.toml").write_text("go-on = true")
-    assert refused() == f"pipeworker.toml: go-on: {only}"
