@@ -11,6 +11,8 @@ from dataclasses import dataclass
 VARIABLE = "PIPEWORKER_TIMINGS"
 """The environment variable by which tests change them: ``0.5`` scales all of them,
 ``stuck=0.2,verdict=20`` sets some."""
+STALL_FACTOR = 30
+"""Worker timeouts that one layer, or ``data()``, may take before it counts as hung."""
 
 
 @dataclass(frozen=True, slots=True)

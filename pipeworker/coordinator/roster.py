@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pipeworker.facts.failure import Cause, Failure, describe_exit
 from pipeworker.facts.position import Position
 from pipeworker.plan.placement import Placement
-from pipeworker.timings import Timings
+from pipeworker.timings import STALL_FACTOR, Timings
 from pipeworker.wire.lines import WorkerExited
 from pipeworker.wire.messages.plan import Described, Ready
 from pipeworker.wire.messages.presence import Heartbeat, Hello
@@ -16,8 +16,6 @@ from pipeworker.wire.messages.step import StepDone
 
 JOIN_FACTOR = 5
 """Worker timeouts within which all workers must join."""
-STALL_FACTOR = 30
-"""Worker timeouts that one layer, or ``data()``, may take before it counts as hung."""
 _LARGE_PACKETS = (
     "if ping -M do -s 1400 gets no answer between two hosts of the job, the network drops large "
     "packets: correct the MTU of their interfaces"

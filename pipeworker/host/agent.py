@@ -23,6 +23,7 @@ from pathlib import Path
 from typing_extensions import assert_never
 
 from pipeworker.environment import facts, timings
+from pipeworker.host.data_readers import DataReaders, ReaderLink, ReadingClock
 from pipeworker.host.descriptors import check_available, check_tasks, raise_limit
 from pipeworker.host.lifetime import die_with_parent, kill_group
 from pipeworker.host.position import Tracker
@@ -68,6 +69,7 @@ class Agent:
         self._remote, self._notifications = remote, _NOTIFICATIONS if remote else {}
         self._workers: dict[int, tuple[Fork, Tracker]] = {}  # by pid
         self._memories: dict[int, list[SnapshotMemory]] = {}  # by rank
+        self._readers = DataReaders(watcher, self._run_reader)
         self._input: lines.Buffer[ToAgent] = lines.Buffer(ToAgent)
         self._signals = SignalSocket([signal.SIGCHLD, *self._notifications])
 
@@ -78,6 +80,7 @@ class Agent:
         with selectors.DefaultSelector() as selector:
             selector.register(0, selectors.EVENT_READ)
             selector.register(self._signals, selectors.EVENT_READ)
+            selector.register(self._readers, selectors.EVENT_READ)
             clock = SuspendAwareClock(timings().ping)
             received_at, timeout = clock.now(), 0.0  # none until the launcher sends it
             _send(KeepAlive(timeout))
@@ -103,9 +106,13 @@ class Agent:
                     for number in set(self._signals.read()) & self._notifications.keys():
                         _send(self._notifications[number])
                     self._reap()
+                    self._readers.reap()
+                if self._readers.fileno() in ready:
+                    self._readers.start_requested()
                 if timeout:
                     _send(KeepAlive(timeout))
         self._kill_all()
+        self._readers.kill_all()
         self._signals.close()
 
     def fork(self, request: Fork) -> None:
@@ -113,28 +120,38 @@ class Agent:
         self._kill_earlier(request.generation)
         tracker = Tracker()
         parent = os.getpid()
+        link: ReaderLink | None = None
         try:
             check_tasks(request.tasks)
             for rank in (request.rank, *request.mirrors):
                 memories = self._memories.setdefault(rank, [])
                 while len(memories) < request.slots:
                     memories.append(SnapshotMemory())
+            if request.slots:  # a loss of a worker does not end the job
+                link = self._readers.link(request.rank)
             pid = os.fork()
         except OSError as error:
             _send(_cannot_start(request, error))
             tracker.close()
+            if link is not None:
+                link.close()
             return
         if pid == 0:
-            self._become_worker(parent, request, tracker)
+            self._become_worker(parent, request, tracker, link)
+        if link is not None:
+            link.close()
         self._watcher.add(pid)
         self._workers[pid] = request, tracker
         _send(Forked(request.rank, request.generation, pid))
 
-    def _become_worker(self, parent: int, request: Fork, tracker: Tracker) -> None:
+    def _become_worker(
+        self, parent: int, request: Fork, tracker: Tracker, link: ReaderLink | None
+    ) -> None:
         """Run the worker in the forked child; never return."""
         status = 1
         try:
             self._watcher.close()
+            self._readers.close()
             try:
                 check_available(*WORKER_NEEDS)
             except OSError as error:  # reported here: the worker cannot without them
@@ -143,15 +160,7 @@ class Agent:
             if self._remote and (reason := unreachable_reason(request)):
                 _send(CannotStart(request.rank, request.generation, reason))
                 return
-            self._signals.close()
-            signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # the agent's parent may ignore it
-            die_with_parent(parent)
-            os.setsid()
-            null = os.open(os.devnull, os.O_RDWR)
-            os.dup2(null, 0)
-            os.dup2(2, 1)  # until the worker's log is known
-            os.close(null)
-            gc.enable()
+            self._leave(parent)
 
             from pipeworker.worker import worker
             from pipeworker.worker.model.survey_process import SurveyProcess
@@ -168,11 +177,37 @@ class Agent:
                 mirrors=request.mirrors,
                 mirrored=request.mirrored,
                 survey=None if request.rank else SurveyProcess(),
+                reader=link,
             )
             status = worker.run(settings)
             atexit._run_exitfuncs()
         finally:
             os._exit(status)
+
+    def _run_reader(
+        self, connection: socket.socket, control: socket.socket, clock: ReadingClock
+    ) -> int:
+        """Read a worker's data in a forked child; return the exit status."""
+        self._watcher.close()
+        self._leave(os.getppid())
+
+        from pipeworker.worker.data import reader_process
+
+        status = reader_process.run(connection, control, clock)
+        atexit._run_exitfuncs()
+        return status
+
+    def _leave(self, parent: int) -> None:
+        """Give a forked child a session, signals and streams of its own."""
+        self._signals.close()
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # the agent's parent may ignore it
+        die_with_parent(parent)
+        os.setsid()
+        null = os.open(os.devnull, os.O_RDWR)
+        os.dup2(null, 0)
+        os.dup2(2, 1)  # until the worker's log is known
+        os.close(null)
+        gc.enable()
 
     def _kill_earlier(self, generation: int) -> None:
         """Kill the workers of earlier generations, which have no work left and may be stuck."""

@@ -61,6 +61,11 @@ class JobFile:
     where: str = "the job"
     misspelled: tuple[tuple[str, str], ...] = ()
 
+    @property
+    def steps_by_epoch(self) -> bool:
+        """Whether the learning rate depends on where epochs end."""
+        return self.scheduler is not None and self.scheduler_interval == "epoch"
+
 
 def load(path: Path, arguments: tuple[str, ...]) -> JobFile:
     """Run a job file as a module, with its folder first on the import path.

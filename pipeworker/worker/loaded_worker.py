@@ -11,6 +11,7 @@ from types import ModuleType
 
 import torch
 
+from pipeworker.environment import timings
 from pipeworker.errors import RecordError, UsageError
 from pipeworker.facts.position import Phase
 from pipeworker.job import file as job_file
@@ -18,6 +19,7 @@ from pipeworker.job.file import JobFile
 from pipeworker.job.options import NONE, Options
 from pipeworker.plan.placement import Placement
 from pipeworker.record.rundir import RunDir
+from pipeworker.timings import STALL_FACTOR
 from pipeworker.wire import interfaces
 from pipeworker.wire.messages.checkpoint import Restore
 from pipeworker.wire.messages.presence import Welcome
@@ -27,7 +29,9 @@ from pipeworker.worker.blame import user_code
 from pipeworker.worker.console import capture_exit_message, redirect_output
 from pipeworker.worker.control import Control
 from pipeworker.worker.data.evaluation_sets import read_sets
-from pipeworker.worker.data.reader import MicroBatches, Reader
+from pipeworker.worker.data.reader import MicroBatches, Reader, reader_options
+from pipeworker.worker.data.reader_requests import Setup
+from pipeworker.worker.data.remote_reader import RemoteReader
 from pipeworker.worker.device import numerics
 from pipeworker.worker.device.accelerator import Accelerator, accelerator_for
 from pipeworker.worker.device.device import device_for, used_memory
@@ -105,17 +109,7 @@ class LoadedWorker:
             )
         if options.deterministic:  # whatever the job file has set
             numerics.enable_deterministic()
-        reader = Reader(
-            job.data,
-            microbatches=options.microbatches,
-            seed=options.seed,
-            epochs=options.passes,
-            error_prefix="step(batch): was given" if options.own_loop else "data(): gave",
-            accelerator=rng.accelerator_generator(device),
-            replica=role.replica if role.every_replica_reads else 0,
-            replicas=placement.replicas if role.every_replica_reads else 1,
-            tokens=job.tokens,
-        )
+        reader = _reader(settings, role, job, welcome, rng.accelerator_generator(device))
         known = settings, control, role, run_dir, welcome.restore, device, accelerator
         return LoadedWorker(*known, *code, reader)
 
@@ -144,6 +138,27 @@ class LoadedWorker:
         """Report a mini-batch with another number of micro-batches to the coordinator."""
         if self.role.replica == 0:  # all replicas read the same
             self.control.send(Upcoming(self.role.rank, microbatches))
+
+
+def _reader(
+    settings: Settings,
+    role: Role,
+    job: JobFile,
+    welcome: Welcome,
+    accelerator: rng.Generator | None,
+) -> Reader:
+    """Return the reader of the job's data; a process of the agent's may read for it."""
+    options, every = role.options, role.every_replica_reads
+    replica, replicas = (role.replica, role.placement.replicas) if every else (0, 1)
+    found = reader_options(job, options, replica, replicas) | {"accelerator": accelerator}
+    link = settings.reader
+    if link is not None and role.reads_data and not options.own_loop:
+        setup = Setup(welcome.options, welcome.run_dir, settings.rank, replica, replicas)
+        stall = STALL_FACTOR * timings().patience(options.worker_timeout)
+        return RemoteReader(job.data, link, setup, stall, **found)
+    if link is not None:
+        link.close()
+    return Reader(job.data, **found)
 
 
 def _load(

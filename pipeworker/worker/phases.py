@@ -179,8 +179,10 @@ class ConnectedWorker(PlannedWorker):
         evaluation = parse_actions(plan.evaluation)
         return ConnectedWorker(loaded, stages, state, wiring, executor, evaluation)
 
-    def begin(self, *, has_state: bool) -> None:
+    def begin(self, steps: int, *, has_state: bool) -> None:
         """Transfer state between replicas if it is necessary, and read the first mini-batch.
+
+        The job has so many `steps`, 0 if unknown.
 
         Raises:
             UsageError: the data is not usable.
@@ -192,9 +194,16 @@ class ConnectedWorker(PlannedWorker):
             reductions = self.wiring.reductions
             self.state.transfer(source.step, reductions, self.position, present=has_state)
         if role.options.trains:
+            self.loaded.reader.expect(self._batches_left(steps))
             self.executor.feed.load()
             check_savable((), (), self.position)
         self.loaded.settings.tracker.wait()
+
+    def _batches_left(self, steps: int) -> int | None:
+        """Return the most mini-batches that are read from now on; None if unknown."""
+        done = self.loaded.restore.step if self.loaded.restore else 0
+        each = self.loaded.role.options.accumulate
+        return (steps - done) * each + self.loaded.job.steps_by_epoch if steps else None
 
     @property
     def position(self) -> Position:

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from pipeworker.host.data_readers import ReaderLink
 from pipeworker.host.position import Tracker
 from pipeworker.job.file import JobFile
 from pipeworker.job.options import Options
@@ -33,6 +34,7 @@ class Settings:
         job: the job of a script; None for a job file.
         sample: an input of the model, for a job without data whose layers stash and pop.
         survey: the process that surveys the model of a job file, where it was forked.
+        reader: connections to processes that may read the data; None if none may.
     """
 
     rank: int
@@ -49,6 +51,7 @@ class Settings:
     job: JobFile | None = None
     sample: Any = None
     survey: SurveyProcess | None = None
+    reader: ReaderLink | None = None
 
     def __repr__(self) -> str:  # never the token
         return f"Settings(rank={self.rank}, endpoint={self.endpoint!r})"

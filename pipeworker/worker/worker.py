@@ -38,6 +38,7 @@ from pipeworker.worker.blame import failure_of
 from pipeworker.worker.console import detach_terminal
 from pipeworker.worker.control import Control, Exit, exit_process
 from pipeworker.worker.data.reader import MicroBatches, concatenate_outputs
+from pipeworker.worker.data.remote_reader import ReadFailed
 from pipeworker.worker.device.device import peak_memory, unit_of
 from pipeworker.worker.loaded_worker import LoadedWorker
 from pipeworker.worker.local_stages import build_stages
@@ -129,6 +130,8 @@ class Worker:
                     memory = phase.executor.planned_memory(stage.index)
         transient = self.loaded.job.transient if phase else ()
         rank = self._settings.rank
+        if isinstance(error, ReadFailed):
+            return replace(error.failure, rank=rank, position=position, stage=name)
         return failure_of(error, rank, position, kind, name, memory, transient)
 
     def _welcome(self, welcome: Welcome) -> Described:
@@ -147,7 +150,7 @@ class Worker:
         self._phase = planned = PlannedWorker(loaded, stages, State(loaded, stages))
         has_state = planned.state.begin(plan)
         self._phase = connected = ConnectedWorker.connect(planned, plan, modelled.types)
-        connected.begin(has_state=has_state)
+        connected.begin(plan.steps, has_state=has_state)
         if steps := loaded.role.options.profiled:
             folder, executor = loaded.run_dir.profiles, connected.executor
             rank, device = self._settings.rank, loaded.device
@@ -205,9 +208,7 @@ class Worker:
             worker.stages.share_weights(self.connected.wiring)
 
     def _run(self, run: RunStep, worker: ConnectedWorker) -> StepDone:
-        job = worker.loaded.job
-        by_epoch = job.scheduler is not None and job.scheduler_interval == "epoch"
-        if by_epoch and run.batch.microbatches:
+        if worker.loaded.job.steps_by_epoch and run.batch.microbatches:
             # Read one more mini-batch, to see whether the epoch ends with this step: a run that is
             # resumed has the same learning rates.
             run = replace(run, last=False)
@@ -394,6 +395,8 @@ def run(
         while True:
             control.receive()
     worker.end_profile()
+    if isinstance(message, Advance):  # else the job may go on with other workers
+        worker.loaded.reader.close()
     control.close()
     streams.flush()
     return 0

@@ -153,6 +153,8 @@ class ObservedJob:
     def pids(self) -> dict[str, int]:
         """The processes: launcher, coordinator, agent, hooks if any, and workers as ``stage 1``.
 
+        Those that read data are called ``reader 123`` by their pids.
+
         Workers of replicas after the first are ``stage 1 of replica 2``.
         """
         found = {}
@@ -171,6 +173,8 @@ class ObservedJob:
                 continue
             if line.startswith("coordinator\n") or "coordinator.service" in line:
                 found["coordinator"] = pid
+            elif line.startswith("reader\n"):
+                found[f"reader {pid}"] = pid
             elif line.startswith("agent\n") or "host.agent" in line:
                 found["agent"] = pid
             elif line.startswith("hooks\n") or "worker.hooks" in line:
@@ -179,7 +183,11 @@ class ObservedJob:
 
     def leftovers(self) -> list[str]:
         """Return processes that no longer belong to the job, and unfinished checkpoints."""
-        own = {0, *self.pids.values()}
+        pids = self.pids
+        readers = [name for name in pids if name.startswith("reader")]
+        if len(readers) > sum(stage["stage"] == 0 for stage in self.plan["stages"]):
+            return readers
+        own = {0, *pids.values()}
         found = processes_of(self.jobs.folder).items()
         processes = [
             f"{pid}: {line}"

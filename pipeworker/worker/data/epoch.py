@@ -27,7 +27,7 @@ from __future__ import annotations
 import copy
 import reprlib
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Set
 from enum import Enum, auto
 from functools import partial
 from typing import Any, NoReturn
@@ -43,8 +43,8 @@ from pipeworker.worker.data.generators import (
     Generators,
     equal_states,
     generator_states,
-    generators_of_function,
     generators_of_source,
+    own_generators,
     restore_states,
     restore_stream,
 )
@@ -152,7 +152,7 @@ class Epoch:
         first = max(0, position["read"] - 1) if skips and "previous" in position and start else 0
         began = position.get("began", {})
         with user_code(f"{name}()"):
-            found = generators_of_function(data) if callable(data) else {}
+            found = own_generators(data)
             restore_states(found, began)
             self._began = generator_states(found)
             source = self._source = _source(data, start, first)
@@ -257,6 +257,16 @@ class Epoch:
             return len(self._source)
         except Exception:  # of the user's __len__; a value that is only displayed fails no job
             return 0
+
+    @property
+    def is_read_again(self) -> bool:
+        """Whether the mini-batches before a position can only be read again."""
+        return not (self.stateful or self._by_number or self._takes_start)
+
+    @property
+    def generator_names(self) -> Set[str]:
+        """The names of the user's own generators that were found."""
+        return self._all_generators.keys()
 
     def next_batch(self) -> Any:
         """Return the next mini-batch, or END."""

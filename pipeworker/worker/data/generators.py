@@ -45,6 +45,11 @@ def generators_of_function(function: Any) -> Generators:
     return _distinct([*_module("function", function), ("function", owner)])
 
 
+def own_generators(data: Any) -> Generators:
+    """Return the generators that are known before ``data`` is called."""
+    return generators_of_function(data) if callable(data) else {}
+
+
 def generators_of_source(source: Any) -> Generators:
     """Return the generators of an iterable, of a loader's parts, and of their modules."""
     parts = list(_parts(source))

@@ -14,6 +14,8 @@ import torch
 
 from pipeworker.errors import UsageError, a_type
 from pipeworker.facts.step import Batch
+from pipeworker.job.file import JobFile
+from pipeworker.job.options import Options
 from pipeworker.plan.partition import block, sizes
 from pipeworker.worker.data.epoch import END, Epoch, Way, validate_position
 from pipeworker.worker.data.tokens import count_tokens
@@ -171,6 +173,15 @@ class Reader:
             else:
                 any(self._begin(number, position, way).reached for way in Way)
 
+    def expect(self, count: int | None) -> None:
+        """Note that at most `count` mini-batches will be read from now on; None if unknown."""
+
+    def note_copy(self, position: Mapping[str, Any]) -> None:
+        """Note that a copy of the state is being made, which will continue at a position."""
+
+    def close(self) -> None:
+        """End what reads: the job is over."""
+
     def _why_empty(self, epoch: int) -> str:
         if epoch == 0:
             where = self.error_prefix.rpartition(":")[0]
@@ -235,6 +246,22 @@ class Reader:
             self._signatures[key] = self._next_signature
             self._next_signature += 1
         return self._signatures[key]
+
+
+def reader_options(job: JobFile, options: Options, replica: int, replicas: int) -> dict[str, Any]:
+    """Return the arguments of the :class:`Reader` of a job's data.
+
+    `replica` and `replicas` are 0 and 1 if the first replica reads for all.
+    """
+    return {
+        "microbatches": options.microbatches,
+        "seed": options.seed,
+        "epochs": options.passes,
+        "error_prefix": "step(batch): was given" if options.own_loop else "data(): gave",
+        "replica": replica,
+        "replicas": replicas,
+        "tokens": job.tokens,
+    }
 
 
 def sample_shares(samples: int, microbatches: int) -> list[float]:

@@ -295,6 +295,8 @@ class State:
         """Begin a snapshot, which is copied while the next step runs."""
         if not self._role.writes_checkpoint:
             copy = replace(copy, save=False)
+        if at is not None:
+            self._loaded.reader.note_copy(at)
         self._writer.copy(copy, self._parts(), self._stages.elsewhere, at)
 
     def save(self, save: Save, at: Position) -> Saved | None:

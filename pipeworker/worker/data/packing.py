@@ -1,0 +1,223 @@
+"""Values with tensors that pass between a worker and the process that reads its data.
+
+A message is a pickle, which has numbers in place of tensors, and the bytes of their storages. Both
+processes were forked by one agent and run the same job file; no other can connect to them. Large
+messages are in an unnamed file in memory, so that the receiver waits for no copy of the sender's,
+and a message that is kept can be sent to several receivers.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import pickle
+import socket
+from itertools import accumulate
+from struct import Struct
+from typing import Any
+
+import torch
+
+from pipeworker.errors import PipeworkerError
+
+_MOST_INLINE = 1 << 15
+"""Bytes of a message that is sent without a file."""
+_LONGEST = 1 << 17
+_ALIGNMENT = 64
+_HEAD = Struct("<2q")
+"""Length of the pickle, and number of the storages; their lengths follow, then the pickle."""
+_INLINE, _FILE = b"\0", b"\1"
+
+
+class CannotPass(PipeworkerError):
+    """A value cannot pass to another process."""
+
+
+class _Pickler(pickle.Pickler):
+    """A pickler that replaces tensors by tuples, and collects their storages.
+
+    A tuple is the number of the tensor, then that of its storage.
+    """
+
+    def __init__(self, file: io.BytesIO) -> None:
+        super().__init__(file, protocol=5)
+        self.storages: list[torch.UntypedStorage] = []
+        self._numbers: dict[int, int] = {}  # of storages, by address
+        self._tensors: dict[int, int] = {}  # numbers of tensors, by id
+
+    def persistent_id(self, value: Any) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return None
+        plain = type(value) is torch.Tensor and value.layout is torch.strided
+        if not plain or value.is_quantized or value.is_conj() or value.is_neg():
+            raise CannotPass(f"a {type(value).__name__} of a kind that cannot pass")
+        if value.device.type != "cpu":
+            raise CannotPass(f"a tensor is on {value.device}")
+        storage = value.untyped_storage()
+        number = self._numbers.setdefault(storage.data_ptr(), len(self.storages))
+        if number == len(self.storages):
+            self.storages.append(storage)
+        tensor = self._tensors.setdefault(id(value), len(self._tensors))
+        place = value.storage_offset(), tuple(value.shape), value.stride()
+        return tensor, number, value.dtype, place, value.requires_grad
+
+
+class _Unpickler(pickle.Unpickler):
+    def __init__(self, data: bytes, storages: list[torch.UntypedStorage]) -> None:
+        super().__init__(io.BytesIO(data))
+        self.storages = storages
+        self._tensors: dict[int, torch.Tensor] = {}
+
+    def persistent_load(self, found: Any) -> torch.Tensor:
+        tensor, number, dtype, place, requires_grad = found
+        if tensor not in self._tensors:
+            made = torch.empty(0, dtype=dtype).set_(self.storages[number], *place).data
+            self._tensors[tensor] = made.requires_grad_(requires_grad)
+        return self._tensors[tensor]
+
+
+class Packed:
+    """A message that can be sent several times, until it is closed.
+
+    Raises:
+        CannotPass: the value cannot pass to another process.
+        OSError: there is no memory, or no descriptor.
+    """
+
+    def __init__(self, value: Any) -> None:
+        file = io.BytesIO()
+        pickler = _Pickler(file)
+        try:
+            pickler.dump(value)
+        except CannotPass:
+            raise
+        except Exception as error:  # of the user's classes
+            raise CannotPass(f"it cannot be pickled: {error!r:.300}") from None
+        plain, storages = file.getvalue(), pickler.storages
+        lengths = [storage.nbytes() for storage in storages]
+        head = _HEAD.pack(len(plain), len(lengths)) + Struct(f"<{len(lengths)}q").pack(*lengths)
+        parts = [head + plain, *map(_bytes_of, storages)]
+        *starts, self.size = _starts([len(head) + len(plain), *lengths])
+        self._file: int | None = None
+        self._inline = b""
+        if self.size <= _MOST_INLINE:
+            inline = bytearray(self.size)
+            for start, part in zip(starts, parts, strict=True):
+                inline[start : start + len(part)] = part
+            self._inline = bytes(inline)
+            return
+        self._file = os.memfd_create("pipeworker-data", os.MFD_CLOEXEC)
+        os.ftruncate(self._file, self.size)
+        for start, part in zip(starts, parts, strict=True):
+            view = memoryview(part)
+            while view:
+                written = os.pwrite(self._file, view, start)
+                start, view = start + written, view[written:]
+
+    def send(self, connection: socket.socket) -> None:
+        """Send the message.
+
+        Raises:
+            OSError: the receiver is gone.
+        """
+        if self._file is None:
+            connection.send(_INLINE + self._inline)
+        else:
+            socket.send_fds(connection, [_FILE], [self._file])
+
+    def close(self) -> None:
+        """Free the memory. Idempotent."""
+        if self._file is not None:
+            os.close(self._file)
+            self._file = None
+        self._inline = b""
+
+
+def send(connection: socket.socket, value: Any) -> None:
+    """Send a value once.
+
+    Raises:
+        CannotPass: it cannot pass to another process.
+        OSError: the receiver is gone.
+    """
+    packed = Packed(value)
+    packed.send(connection)
+    packed.close()
+
+
+def receive(connection: socket.socket) -> Any:
+    """Receive a value; its tensors are copies.
+
+    Raises:
+        EOFError: the sender is gone.
+    """
+    try:
+        message, files, _, _ = socket.recv_fds(connection, _LONGEST, 1)
+    except ConnectionError:
+        raise EOFError from None
+    if not message:
+        raise EOFError
+    if not files:
+        return _unpack(_Inline(message[1:]))
+    try:
+        return _unpack(_File(files[0]))
+    finally:
+        os.close(files[0])
+
+
+class _Inline:
+    """The content of a message that was sent without a file."""
+
+    def __init__(self, data: bytes) -> None:
+        self._data = memoryview(data)
+
+    def read(self, start: int, target: Any) -> None:
+        target[:] = self._data[start : start + len(target)]
+
+
+class _File:
+    """The content of a message that was sent as a file."""
+
+    def __init__(self, file: int) -> None:
+        self._file = file
+
+    def read(self, start: int, target: Any) -> None:
+        view = memoryview(target)
+        while view:
+            count = os.preadv(self._file, [view], start)
+            if not count:
+                raise EOFError
+            start, view = start + count, view[count:]
+
+
+def _unpack(content: _Inline | _File) -> Any:
+    length, count = _HEAD.unpack(_read(content, 0, _HEAD.size))
+    lengths = Struct(f"<{count}q")
+    sizes = lengths.unpack(_read(content, _HEAD.size, lengths.size))
+    begin = _HEAD.size + lengths.size
+    plain = _read(content, begin, length)
+    _, *starts, _ = _starts([begin + length, *sizes])
+    storages = []
+    for start, size in zip(starts, sizes, strict=True):
+        memory = torch.empty(size, dtype=torch.uint8)
+        if size:
+            content.read(start, memory.numpy().data)
+        storages.append(memory.untyped_storage())
+    return _Unpickler(plain, storages).load()
+
+
+def _read(content: _Inline | _File, start: int, length: int) -> bytes:
+    data = bytearray(length)
+    content.read(start, memoryview(data))
+    return bytes(data)
+
+
+def _bytes_of(storage: torch.UntypedStorage) -> Any:
+    whole = torch.empty(0, dtype=torch.uint8).set_(storage)
+    return whole.numpy().data
+
+
+def _starts(lengths: list[int]) -> list[int]:
+    """Return where each part of these lengths begins, aligned, and the end of all."""
+    padded = [-(-length // _ALIGNMENT) * _ALIGNMENT for length in lengths]
+    return [0, *accumulate(padded)]

@@ -1,0 +1,370 @@
+"""The process that reads ``data()`` for a worker, and keeps its place when the worker is replaced.
+
+It reads one mini-batch ahead of the worker. It keeps the mini-batches since the oldest state from
+which a recovery may continue, if they take little memory: a new worker gets them again.
+"""
+
+from __future__ import annotations
+
+import selectors
+import signal
+import socket
+from collections import deque
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+
+import torch
+from typing_extensions import assert_never
+
+from pipeworker.facts.failure import Cause
+from pipeworker.facts.position import Phase
+from pipeworker.facts.position import Position as WorkerPosition
+from pipeworker.host import cgroups, streams
+from pipeworker.host.data_readers import UNFIT, ReadingClock
+from pipeworker.job import file as job_file
+from pipeworker.job.file import JobFile
+from pipeworker.job.options import Options
+from pipeworker.record.rundir import RunDir
+from pipeworker.worker import kernel_cache
+from pipeworker.worker.blame import failure_of
+from pipeworker.worker.console import detach_terminal, redirect_output
+from pipeworker.worker.data.generators import (
+    Generators,
+    generator_states,
+    own_generators,
+    restore_states,
+)
+from pipeworker.worker.data.packing import CannotPass, Packed, receive
+from pipeworker.worker.data.reader import MicroBatches, Reader, reader_options
+from pipeworker.worker.data.reader_requests import (
+    Began,
+    Begin,
+    End,
+    Item,
+    Length,
+    Next,
+    Peek,
+    Place,
+    Position,
+    ReadingFailed,
+    Request,
+    Setup,
+    Unfit,
+    place_of,
+)
+from pipeworker.worker.device import numerics
+from pipeworker.worker.stage import rng
+
+_SIGNALS = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+"""Signals that are sent to all processes of a job or host: the launcher decides what they mean."""
+_UNCHECKED = 1 << 26
+"""Bytes of mini-batches that are kept however little memory is available."""
+_SHARE = 8
+"""Mini-batches may take one part in so many of the memory that would be available without them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """A reply to :class:`Next`: a mini-batch or, as the last one, the end of data or a failure.
+
+    Attributes:
+        before, after: its places; None for a failure.
+        status: the status with which the process exits once the reply is sent; None to go on.
+    """
+
+    packed: Packed
+    before: Place | None = None
+    after: Place | None = None
+    is_last: bool = True
+    status: int | None = None
+
+
+class Replies:
+    """The mini-batches that were read: those that the worker was sent, and those that wait."""
+
+    def __init__(self) -> None:
+        self._kept: deque[Reply] = deque()
+        self._sent = 0
+        self._bytes = 0
+
+    @property
+    def waiting(self) -> int:
+        """The number of replies that the worker was not sent."""
+        return len(self._kept) - self._sent
+
+    def add(self, reply: Reply) -> None:
+        """Keep a reply; drop the oldest ones that the worker was sent, if memory is short."""
+        self._kept.append(reply)
+        self._bytes += reply.packed.size
+        if self._bytes > _UNCHECKED:
+            most = (cgroups.available_memory() + self._bytes) // _SHARE
+            while self._bytes > most and self._sent:
+                self._drop_oldest()
+
+    def next(self) -> Reply:
+        """Return the next reply; the last one again and again."""
+        reply = self._kept[self._sent]
+        self._sent += not reply.is_last
+        return reply
+
+    def seek(self, place: Place) -> bool:
+        """Continue at a place; return whether the mini-batch after it is kept."""
+        for number, reply in enumerate(self._kept):
+            if place in (reply.before, reply.after):
+                self._sent = number + (place != reply.before)
+                return True
+        return False
+
+    def drop_before(self, place: Place) -> None:
+        """Drop what the worker was sent and lies before a place."""
+        while self._sent and (after := self._kept[0].after) and after <= place:
+            self._drop_oldest()
+
+    def drop_sent(self) -> None:
+        """Drop all that the worker was sent."""
+        while self._sent:
+            self._drop_oldest()
+
+    def _drop_oldest(self) -> None:
+        dropped = self._kept.popleft()
+        self._sent -= 1
+        self._bytes -= dropped.packed.size
+        dropped.packed.close()
+
+
+@dataclass(frozen=True, slots=True)
+class _Job:
+    """The job that is read for, as a worker loads it.
+
+    Attributes:
+        own: the user's own generators that the worker has as well.
+    """
+
+    file: JobFile
+    reader: Reader
+    own: Generators
+
+    @staticmethod
+    def load(setup: Setup) -> _Job:
+        kernel_cache.keep_private()
+        options = Options.from_json(setup.options)
+        run_dir = RunDir.open(Path(setup.run_dir))
+        redirect_output(run_dir.worker_log(setup.rank))
+        torch.set_num_threads(options.threads)
+        if options.deterministic:
+            numerics.before_start()
+        rng.seed_all(options.seed)
+        file = job_file.load(Path(options.job_file), options.arguments)
+        if options.deterministic:  # whatever the job file has set
+            numerics.enable_deterministic()
+        reader = Reader(file.data, **reader_options(file, options, setup.replica, setup.replicas))
+        return _Job(file, reader, own_generators(file.data))
+
+    def read(self) -> Item:
+        """Read the next mini-batch."""
+        batches = self.reader.read()
+        before = self.reader.position(prefetched=batches is not None)
+        return self._item(batches, before, self.reader.position(prefetched=False))
+
+    def peek(self) -> Item:
+        """Read the first mini-batch without consuming it."""
+        batches = self.reader.peek()
+        start = self.reader.position(prefetched=True)
+        return self._item(batches, start, start)
+
+    def _item(self, batches: MicroBatches | None, before: Position, after: Position) -> Item:
+        if _uses_accelerator():
+            raise CannotPass("data() computes on the accelerator")
+        return Item(batches, before, after, generator_states(self.own), self.reader.length)
+
+
+class ReaderProcess:
+    """Reads the data, and answers one worker after the other.
+
+    Args:
+        connection: to the worker that has requested this process.
+        control: passes the connection of each later worker.
+        clock: measures how long a mini-batch is read.
+    """
+
+    def __init__(
+        self, connection: socket.socket, control: socket.socket, clock: ReadingClock
+    ) -> None:
+        self._connection: socket.socket | None = connection
+        self._control, self._clock = control, clock
+        self._selector = selectors.DefaultSelector()
+        for one in (connection, control):
+            self._selector.register(one, selectors.EVENT_READ)
+        self._job: _Job | None = None
+        self._first: Packed | None = None
+        """The first mini-batch of the job, if it was peeked at."""
+        self._begin: Place | None = None
+        """The place at which reading began; None before."""
+        self._replies = Replies()
+        self._has_read = False
+        self._reads_ahead = False
+        self._status: int | None = None
+        """The exit status, once the process is to end."""
+
+    def serve(self) -> int:
+        """Answer workers until the job is over; return the exit status."""
+        while self._status is None:
+            timeout = 0 if self._reads_ahead else None
+            ready = {key.fileobj for key, _ in self._selector.select(timeout)}
+            if self._control in ready:
+                self._accept()
+            elif self._connection in ready:
+                self._answer()
+            elif self._reads_ahead:
+                self._reads_ahead = False
+                self._read()
+        return self._status
+
+    def _accept(self) -> None:
+        """Answer another worker from now on."""
+        message, files, _, _ = socket.recv_fds(self._control, 1, 1)
+        if not message:  # the agent is gone
+            self._status = 1
+            return
+        self._disconnect()
+        self._connection = socket.socket(fileno=files[0])
+        self._selector.register(self._connection, selectors.EVENT_READ)
+
+    def _disconnect(self) -> None:
+        if self._connection is not None:
+            self._selector.unregister(self._connection)
+            self._connection.close()
+            self._connection = None
+        self._reads_ahead = False
+
+    def _answer(self) -> None:
+        assert self._connection is not None
+        try:
+            reply = self._handle(receive(self._connection))
+            if reply is not None:
+                reply.send(self._connection)
+        except (EOFError, OSError):  # the worker is gone
+            self._disconnect()
+
+    def _handle(self, request: Request) -> Packed | None:
+        """Do what a worker requests; return the reply, if there is one."""
+        try:
+            match request:
+                case Setup():
+                    self._job = _Job.load(request)
+                    return None
+                case End():
+                    self._status = 0
+                    return None
+                case Next():
+                    return self._next(request)
+            assert self._job is not None
+            match request:
+                case Length():
+                    return Packed(Began(found=True, length=self._job.reader.length))
+                case Peek():
+                    return self._peek(request, self._job)
+                case Begin():
+                    return self._begin_at(request, self._job)
+            return assert_never(request)
+        except BaseException as error:  # the worker does the same, and reports what is wrong
+            self._status = UNFIT
+            return Packed(Unfit(_text(error)))
+
+    def _peek(self, request: Peek, job: _Job) -> Packed:
+        if self._first is None:
+            if self._begin is not None:
+                return self._lost()
+            restore_states(job.own, request.drawn)
+            with self._clock.running():
+                self._first = Packed(job.peek())
+        return self._first
+
+    def _begin_at(self, request: Begin, job: _Job) -> Packed:
+        place = (0, 0) if request.position is None else place_of(request.position)
+        if self._begin is None:
+            if self._first is None:
+                restore_states(job.own, request.drawn)
+            if request.position is not None:
+                with self._clock.running():
+                    job.reader.restore(request.position)
+            self._begin = place
+        elif not self._replies.seek(place) and (self._has_read or place != self._begin):
+            return self._lost()
+        return Packed(Began(found=True, length=job.reader.length))
+
+    def _lost(self) -> Packed:
+        """Return the reply to a worker that needs what is no longer kept; then end."""
+        self._status = 0
+        return Packed(Began(found=False))
+
+    def _next(self, request: Next) -> Packed:
+        self._replies.drop_before(request.oldest)
+        if not self._replies.waiting:
+            self._read()
+        reply = self._replies.next()
+        self._status = reply.status
+        self._reads_ahead = request.more and not self._replies.waiting
+        return reply.packed
+
+    def _read(self) -> None:
+        """Read the next mini-batch, and keep it."""
+        with self._clock.running():
+            self._replies.add(self._read_one())
+        self._has_read = True
+
+    def _read_one(self) -> Reply:
+        assert self._job is not None
+        try:
+            item = self._job.read()
+            packed = self._pack(item)
+        except CannotPass as error:
+            return Reply(Packed(Unfit(str(error))), status=UNFIT)
+        except BaseException as error:
+            if not self._has_read:  # it may need what model() does; else the worker reports it
+                return Reply(Packed(Unfit(_text(error))), status=UNFIT)
+            transient = self._job.file.transient
+            failure = failure_of(error, 0, WorkerPosition(Phase.READING, 0), transient=transient)
+            retries = failure.cause in (Cause.TRANSIENT, Cause.LOST)
+            return Reply(Packed(ReadingFailed(failure)), status=0 if retries else None)
+        places = place_of(item.before), place_of(item.after)
+        return Reply(packed, *places, is_last=item.batches is None)
+
+    def _pack(self, item: Item) -> Packed:
+        try:
+            return Packed(item)
+        except OSError:  # no memory or descriptor is left
+            self._replies.drop_sent()
+        try:
+            return Packed(item)
+        except OSError as error:
+            raise CannotPass(str(error)) from None
+
+
+def run(connection: socket.socket, control: socket.socket, clock: ReadingClock) -> int:
+    """Read data in a forked process of an agent; return its exit status."""
+    for number in _SIGNALS:
+        signal.signal(number, _ignore)
+    Path("/proc/self/comm").write_text("reader")
+    detach_terminal()
+    try:
+        return ReaderProcess(connection, control, clock).serve()
+    finally:
+        streams.flush()
+
+
+def _ignore(number: int, frame: FrameType | None) -> None:
+    """Handle a signal. Unlike SIG_IGN, a program that is started does not inherit it."""
+
+
+def _uses_accelerator() -> bool:
+    current = torch.accelerator.current_accelerator()
+    if current is None:
+        return False
+    initialized = getattr(torch.get_device_module(current.type), "is_initialized", None)
+    return initialized is not None and bool(initialized())
+
+
+def _text(error: BaseException) -> str:
+    return str(error) or type(error).__name__

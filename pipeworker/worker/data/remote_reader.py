@@ -1,0 +1,303 @@
+"""A worker's end of the process that reads its data."""
+
+from __future__ import annotations
+
+import inspect
+import select
+import socket
+from collections import deque
+from collections.abc import Mapping
+from contextlib import suppress
+from typing import Any
+
+from pipeworker.errors import PipeworkerError
+from pipeworker.facts.failure import Cause, Failure
+from pipeworker.host import streams
+from pipeworker.host.data_readers import ReaderLink
+from pipeworker.job.signatures import with_start
+from pipeworker.worker.data.epoch import validate_position
+from pipeworker.worker.data.generators import generator_states, own_generators, restore_states
+from pipeworker.worker.data.packing import receive, send
+from pipeworker.worker.data.reader import MicroBatches, Reader
+from pipeworker.worker.data.reader_requests import (
+    Began,
+    Begin,
+    End,
+    Item,
+    Length,
+    Next,
+    Peek,
+    Place,
+    Position,
+    ReadingFailed,
+    Reply,
+    Request,
+    Setup,
+    Unfit,
+    place_of,
+)
+
+_COPIES = 3
+"""A recovery begins at one of the last copies of the state, of which two may be incomplete."""
+_POLL_SECONDS = 1.0
+_END_SECONDS = 1.0
+_START: Position = {"epoch": 0, "read": 0}
+
+
+class ReadFailed(PipeworkerError):
+    """The process that reads data has failed.
+
+    Attributes:
+        failure: what the user is told, without a position.
+    """
+
+    def __init__(self, failure: Failure) -> None:
+        super().__init__(failure.message)
+        self.failure = failure
+
+
+class _CannotRead(Exception):
+    """The worker must read the data itself, for this reason."""
+
+
+class RemoteReader(Reader):
+    """A reader whose data is read by a process that outlives this one, if it cannot be skipped.
+
+    Other data is read in this process, and so is data that the process cannot read or pass on.
+
+    Args:
+        data: the job's data.
+        link: connections to the processes.
+        setup: the job, for a new process.
+        stall_seconds: seconds after which a mini-batch is not waited for.
+        options: those of :class:`Reader`.
+    """
+
+    def __init__(
+        self, data: Any, link: ReaderLink, setup: Setup, stall_seconds: float, **options: Any
+    ) -> None:
+        super().__init__(data, **options)
+        self._link, self._setup, self._stall_seconds = link, setup, stall_seconds
+        self._own = own_generators(data)
+        self._connection: socket.socket | None = None
+        """To the process that reads; None if this one does, or before it is known."""
+        self._is_remote: bool | None = None
+        """Whether a process reads; None before it is known."""
+        self._has_begun = self._has_read = False
+        self._before = self._after = _START
+        self._remote_length = 0
+        self._copies: deque[Place] = deque(maxlen=_COPIES)
+        self._left: int | None = None
+        if link.living is None and is_generator(data):
+            self._start_process()  # it loads the job while this worker builds the model
+
+    def measure(self) -> int:
+        """Begin the first epoch without reading; return its :attr:`length`."""
+        try:
+            if self._decide():
+                return self._remote_length
+        except _CannotRead as error:
+            self._read_here(f"{error}", None)
+        return super().measure()
+
+    def peek(self) -> MicroBatches:
+        """Return the first mini-batch without consuming it."""
+        try:
+            if self._decide():
+                return self._peek_there()
+        except _CannotRead as error:
+            self._read_here(f"{error}", None)
+        return super().peek()
+
+    def read(self) -> MicroBatches | None:
+        """Return the next mini-batch, or None after the last epoch.
+
+        Raises:
+            ReadFailed: the process has failed.
+        """
+        try:
+            if self._decide():
+                if not self._has_begun:
+                    self._begin_there(None)
+                return self._read_there()
+        except _CannotRead as error:
+            self._read_here(f"{error}", self._after if self._has_begun else None)
+        return super().read()
+
+    def position(self, *, prefetched: bool) -> dict[str, Any]:
+        """Return the reading position; before the last mini-batch if `prefetched`."""
+        if self._is_remote:
+            return dict(self._before if prefetched else self._after)
+        return super().position(prefetched=prefetched)
+
+    def restore(self, position: Mapping[str, Any]) -> None:
+        """Resume reading at a position; call it before the first :meth:`read`."""
+        position = validate_position(position)
+        if "random" in position:  # the data can be skipped
+            self._read_here("", None)
+        try:
+            if self._decide():
+                self._begin_there(position)
+                return
+        except _CannotRead as error:
+            self._read_here(f"{error}", None)
+        super().restore(position)
+
+    @property
+    def length(self) -> int:
+        """The number of mini-batches of an epoch; 0 if the data has no length."""
+        return self._remote_length if self._is_remote else super().length
+
+    def expect(self, count: int | None) -> None:
+        """Note that at most `count` mini-batches will be read from now on; None if unknown."""
+        self._left = count
+
+    def note_copy(self, position: Mapping[str, Any]) -> None:
+        """Note that a copy of the state is being made, which will continue at a position."""
+        self._copies.append(place_of(position))
+
+    def close(self) -> None:
+        """End the process, if there is one: the job is over."""
+        connection = self._connection or self._link.living
+        if connection is not None:
+            with suppress(OSError):
+                send(connection, End())
+                connection.settimeout(_END_SECONDS)
+                connection.recv(1)  # nothing, when the process ends
+        self._link.close()
+
+    def _decide(self) -> bool:
+        """Return whether a process reads the data."""
+        if self._is_remote is not None:
+            return self._is_remote
+        if self._link.living is not None:
+            self._connection, self._is_remote = self._link.living, True
+            try:
+                self._remote_length = self._ask(Length(), Began).length
+            except _CannotRead:
+                self._start_anew()
+        elif is_generator(self.data):
+            raise _CannotRead("the process for it cannot be started")
+        else:
+            length = super().measure()
+            assert self._epoch is not None
+            if self._epoch.is_read_again and self._epoch.generator_names <= self._own.keys():
+                self._epoch, self._remote_length = None, length
+                self._start_anew()
+            else:
+                self._read_here("", None)
+        return bool(self._is_remote)
+
+    def _start_process(self) -> None:
+        """Have the agent start a process, which loads the job."""
+        with suppress(OSError):  # the agent has ended
+            send(self._link.fresh, self._setup)
+            self._connection, self._is_remote = self._link.fresh, True
+
+    def _start_anew(self) -> None:
+        """Have the agent start a process in place of the living one, if there is one.
+
+        Raises:
+            _CannotRead: it cannot be started.
+        """
+        self._connection = None
+        self._start_process()
+        if self._connection is None:
+            raise _CannotRead("the process for it cannot be started")
+
+    def _begin_there(self, position: Position | None) -> None:
+        """Have the process read from a position on.
+
+        Raises:
+            _CannotRead: it cannot.
+        """
+        begin = Begin(position, generator_states(self._own))
+        found = False
+        if self._connection is self._link.living:
+            with suppress(_CannotRead):
+                found = self._ask(begin, Began).found
+            if not found:
+                self._start_anew()
+        if not found:
+            self._remote_length = self._ask(begin, Began).length
+        self._before = self._after = position or _START
+        self._copies.append(place_of(self._after))
+        self._has_begun = True
+
+    def _peek_there(self) -> MicroBatches:
+        peek = Peek(generator_states(self._own))
+        reply = self._ask(peek, (Began, Item))
+        if isinstance(reply, Began):  # the living process does not have it
+            self._start_anew()
+            reply = self._ask(peek, Item)
+        batches = self._take_over(reply)
+        assert batches is not None  # empty data has raised
+        return batches
+
+    def _read_there(self) -> MicroBatches | None:
+        more = self._left is None or self._left > 1
+        item = self._ask(Next(self._copies[0], more), Item)
+        self._left = None if self._left is None else self._left - 1
+        self._has_read = True
+        self._before, self._after = item.before, item.after
+        return self._take_over(item)
+
+    def _take_over(self, item: Item) -> MicroBatches | None:
+        """Return the mini-batch; the states here become those that reading has left there."""
+        restore_states(self._own, item.drawn)
+        self._remote_length = item.length
+        return item.batches
+
+    def _read_here(self, reason: str, position: Position | None) -> None:
+        """Read in this process from now on: from a position, or from the beginning."""
+        self._is_remote, self._connection = False, None
+        self._link.close()
+        if reason:
+            streams.note(f"{self._name}() is read in the worker: {reason}")
+        if position is not None:
+            super().restore(position)
+
+    def _ask(self, request: Request, kind: Any) -> Any:
+        """Send a request; return the reply, of this kind.
+
+        Raises:
+            _CannotRead: this process must read the data.
+            ReadFailed: the process has failed.
+        """
+        connection = self._connection
+        assert connection is not None
+        with suppress(OSError):  # it has ended, and perhaps sent the reason before
+            send(connection, request)
+        try:
+            self._wait(connection)
+            reply: Reply = receive(connection)
+        except (EOFError, OSError):
+            if not self._has_read:
+                raise _CannotRead("the process for it has ended") from None
+            raise ReadFailed(Failure(Cause.LOST, "the process that reads data() is gone")) from None
+        if isinstance(reply, Unfit):
+            raise _CannotRead(reply.reason)
+        if isinstance(reply, ReadingFailed):
+            raise ReadFailed(reply.failure)
+        assert isinstance(reply, kind), f"{type(reply).__name__} is no reply to {request}"
+        return reply
+
+    def _wait(self, connection: socket.socket) -> None:
+        """Wait for a reply; a living process may still read a mini-batch, or be stuck.
+
+        Raises:
+            TimeoutError: it is stuck.
+        """
+        clock = self._link.clock
+        if connection is not self._link.living or clock is None or self._has_begun:
+            return
+        poll = select.poll()
+        poll.register(connection, select.POLLIN)
+        while not poll.poll(1000 * _POLL_SECONDS):
+            if clock.seconds() > self._stall_seconds:
+                raise TimeoutError
+
+
+def is_generator(data: Any) -> bool:
+    """Return whether data is a generator function, which reads nothing when it is called."""
+    return inspect.isgeneratorfunction(data) and with_start(data) is None

@@ -1,0 +1,243 @@
+"""A worker's end of the process that reads its data, with real processes."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import textwrap
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from pipeworker.host.data_readers import DataReaders
+from pipeworker.host.session_watcher import SessionWatcher
+from pipeworker.job.options import Options
+from pipeworker.worker.data import reader_process
+from pipeworker.worker.data.reader_requests import Setup
+from pipeworker.worker.data.remote_reader import ReadFailed, RemoteReader
+from support.jobs import until
+
+JOB = """
+    import os, time
+    from pathlib import Path
+    import torch
+    from torch import nn
+
+    HERE = Path(__file__).parent
+
+    def model():
+        return nn.Linear(2, 2)
+
+    def loss(output, target):
+        return (output - target).square().mean()
+
+    def optimizer(params):
+        return torch.optim.SGD(params)
+
+    def data():
+        for number in range(6):
+            with (HERE / "reads").open("a") as file:
+                print(os.getpid(), number, file=file)
+            while number == 3 and not (HERE / "go").exists():
+                time.sleep(0.01)
+            yield torch.rand(4, 2), torch.full((4, 2), float(number))
+"""
+
+
+class Host:
+    """An agent's processes that read, and workers in the test's process."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        (folder / "job.py").write_text(textwrap.dedent(JOB))
+        (folder / "run").mkdir()
+        self._watcher = SessionWatcher()
+        self._readers = DataReaders(self._watcher, reader_process.run)
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._serve)
+        self._thread.start()
+
+    def _serve(self) -> None:
+        while not self._closed.is_set():
+            if select.select([self._readers.fileno()], [], [], 0.02)[0]:
+                self._readers.start_requested()
+
+    def worker(self, stall_seconds: float = 60.0) -> RemoteReader:
+        """Return the reader of the next worker."""
+        link = self._readers.link(0)
+        assert link is not None
+        options = Options(str(self.folder / "job.py"), 1, 2, epochs=2)
+        setup = Setup(options.to_json(), str(self.folder / "run"), 0, 0, 1)
+
+        def data() -> Iterator[Any]:
+            yield pytest.fail("the worker reads itself")
+
+        found: dict[str, Any] = {"microbatches": 2, "seed": 0, "epochs": 2}
+        return RemoteReader(data, link, setup, stall_seconds, **found)
+
+    @property
+    def reads(self) -> list[int]:
+        """The mini-batches that were read, by all processes."""
+        return [number for _, number in self._lines]
+
+    @property
+    def pids(self) -> list[int]:
+        """The processes that have read, in order."""
+        return list(dict.fromkeys(pid for pid, _ in self._lines))
+
+    @property
+    def _lines(self) -> list[tuple[int, int]]:
+        path = self.folder / "reads"
+        lines = path.read_text().splitlines() if path.exists() else []
+        return [(int(pid), int(number)) for pid, number in map(str.split, lines)]
+
+    def go(self) -> None:
+        (self.folder / "go").touch()
+
+    def close(self) -> None:
+        self._closed.set()
+        self._thread.join()
+        self._readers.kill_all()
+        self._readers.close()
+        self._watcher.close()
+
+
+@pytest.fixture
+def host(tmp_path: Path) -> Iterator[Host]:
+    host = Host(tmp_path)
+    yield host
+    host.close()
+
+
+def read(worker: RemoteReader) -> torch.Tensor | None:
+    """Return the next mini-batch: its random numbers, and its number."""
+    found = worker.read()
+    if found is None:
+        return None
+    return torch.cat([torch.cat(found.inputs), torch.cat(found.targets)])
+
+
+def number_of(batch: torch.Tensor | None) -> int:
+    assert batch is not None
+    return int(batch[-1, -1])
+
+
+def test_a_new_worker_gets_what_the_last_one_had_and_nothing_is_read_again(host: Host) -> None:
+    host.go()
+    first = host.worker()
+    batches = [read(first) for _ in range(5)]
+    second = host.worker()
+    second.restore({"epoch": 0, "read": 2})
+    found = [read(second) for _ in range(3)]
+    assert all(
+        a is not None and b is not None and torch.equal(a, b)
+        for a, b in zip(found, batches[2:], strict=True)
+    )
+    assert second.position(prefetched=False) == {"epoch": 0, "read": 5}
+    assert second.position(prefetched=True) == {"epoch": 0, "read": 4}
+    assert [number_of(read(second)) for _ in range(2)] == [5, 0]  # and the next epoch
+    assert len(host.pids) == 1
+    assert host.reads[:7] == [0, 1, 2, 3, 4, 5, 0]
+
+
+def test_what_no_recovery_needs_is_not_kept_and_is_read_again(host: Host) -> None:
+    host.go()
+    first = host.worker()
+    for number in range(5):
+        read(first)
+        first.note_copy({"epoch": 0, "read": number})
+    read(first)
+    second = host.worker()
+    second.restore({"epoch": 0, "read": 1})
+    assert number_of(read(second)) == 1
+    assert len(host.pids) == 2
+
+
+def test_the_last_mini_batch_of_a_job_is_the_last_that_is_read(host: Host) -> None:
+    host.go()
+    worker = host.worker()
+    worker.expect(3)
+    assert [number_of(read(worker)) for _ in range(3)] == [0, 1, 2]
+    worker.close()  # it waits for the process, which has nothing left to do
+    assert host.reads == [0, 1, 2]
+
+
+def test_one_mini_batch_is_read_ahead(host: Host) -> None:
+    host.go()
+    worker = host.worker()
+    read(worker)
+    until(lambda: host.reads == [0, 1])
+    read(worker)
+    until(lambda: host.reads == [0, 1, 2])
+
+
+def test_the_end_of_the_data_stays_the_end(host: Host) -> None:
+    host.go()
+    worker = host.worker()
+    assert [number_of(read(worker)) for _ in range(12)] == [*range(6), *range(6)]
+    assert [read(worker) for _ in range(2)] == [None, None]
+    assert worker.position(prefetched=False) == {"epoch": 1, "read": 6}
+    other = host.worker()
+    other.restore({"epoch": 1, "read": 5})
+    assert number_of(read(other)) == 5
+    assert read(other) is None
+
+
+def test_a_stuck_process_is_replaced(host: Host) -> None:
+    first = host.worker()
+    for _ in range(3):
+        read(first)
+    until(lambda: host.reads[-1:] == [3])
+    stuck = host.pids[0]
+    os.kill(stuck, signal.SIGSTOP)
+    host.go()
+    second = host.worker(stall_seconds=0.5)
+    second.restore({"epoch": 0, "read": 2})
+    assert number_of(read(second)) == 2
+    assert len(host.pids) == 2
+    with pytest.raises(ProcessLookupError):
+        os.kill(stuck, 0)
+
+
+def test_a_process_that_still_reads_is_waited_for(host: Host) -> None:
+    first = host.worker()
+    for _ in range(3):
+        read(first)
+    until(lambda: host.reads[-1:] == [3])
+    second = host.worker()
+    threading.Timer(1.5, host.go).start()
+    second.restore({"epoch": 0, "read": 3})
+    assert number_of(read(second)) == 3
+    assert len(host.pids) == 1
+
+
+def test_a_lost_process_is_a_loss_that_a_job_recovers_from(host: Host) -> None:
+    host.go()
+    worker = host.worker()
+    worker.expect(1)
+    read(worker)
+    (pid,) = host.pids
+    os.kill(pid, signal.SIGKILL)
+    with pytest.raises(ReadFailed, match=r"the process that reads data\(\) is gone"):
+        read(worker)
+
+
+def test_the_first_mini_batch_can_be_peeked_at_by_each_worker(host: Host) -> None:
+    host.go()
+    first = host.worker()
+    peeked = torch.cat(first.peek().inputs)
+    batch = read(first)
+    assert batch is not None
+    assert torch.equal(batch[:4], peeked)
+    for _ in range(4):
+        read(first)
+    second = host.worker()
+    assert torch.equal(torch.cat(second.peek().inputs), peeked)
+    second.restore({"epoch": 0, "read": 4})
+    assert number_of(read(second)) == 4
+    assert len(host.pids) == 1
