@@ -1,30 +1,52 @@
-"""The command ``plan``: what a step of a schedule looks like before it runs."""
+"""The command ``plan``: what a step looks like before it runs."""
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import click
 
-from launcher.command import Command, Option
+from launcher import local, measure
+from launcher.command import Option
 from launcher.options import LAUNCH_PARAMETERS
-from pipeworker.display.plan import schedules
+from launcher.plan_command import PlanCommand
+from pipeworker.display.plan import page, schedules
+from pipeworker.display.plan.as_json import to_json
+from pipeworker.display.plan.figures import bytes_text
 from pipeworker.display.plan.schedules import EqualStages
-from pipeworker.display.plan.text import plain
+from pipeworker.display.plan.text import Paint, lines_of, plain
+from pipeworker.display.plan.view import Choice, PlanView, microbatches_text, stages_text
 from pipeworker.errors import RecordError, UsageError
+from pipeworker.facts.layer_facts import NetworkFacts
 from pipeworker.job.option_parsing import make_options
-from pipeworker.job.options import Options
+from pipeworker.job.options import COUNTED, MEASURED, Options
 from pipeworker.plan import text
 from pipeworker.plan.actions import Kind
 from pipeworker.plan.orders import ORDERS
+from pipeworker.plan.planner.choices import (
+    MOST_MICROBATCHES,
+    Alternative,
+    PlanRequest,
+    alternatives,
+    fewest_workers,
+    largest_microbatches,
+    plan_request,
+)
 from pipeworker.record.atomic_file import write_bytes
 
-_TAKEN = ("microbatches", "schedule", "virtual_stages", "recompute")
+_OF_SCHEDULE = ("microbatches", "schedule", "virtual_stages", "recompute")
 """Options of `launch` that decide a schedule."""
+_OF_MODEL = (
+    *("replicas", "threads", "device", "seed", "precision", "deferred_batch_norm", "compile"),
+    *("deterministic", "shard_optimizer", "balance", "data_reader"),
+)
+"""Options of `launch` that matter to the facts of a network, or to its division."""
 _COLOURS = {
     Kind.FORWARD: ("blue", "bright_white"),
     Kind.RECOMPUTE: ("cyan", "black"),
@@ -35,48 +57,182 @@ _COLOURS = {
 """The background and the ink of each kind of action on a terminal."""
 _WIDTH = 100
 """Columns of a timeline that is not printed on a terminal."""
+_FORMS = ("as_text", "as_json", "svg", "html", "fit")
+"""What the command prints or writes instead of lines for people."""
 
 
 def _parameters() -> list[click.Parameter]:
-    taken = [one for one in LAUNCH_PARAMETERS if one.name in _TAKEN]
+    taken = [one for one in LAUNCH_PARAMETERS if one.name in (*_OF_SCHEDULE, *_OF_MODEL)]
     stages = Option("--stages", "Workers. [default: those of a schedule file]", int)
-    stages.group = "Schedule and memory"
+    stages.group = "Workers"
+    file = click.Path(path_type=Path)
     forms = (
         Option("--text as_text", "Print the schedule as a file for --schedule.", is_flag=True),
-        Option("--svg", "Write a picture of a step.", click.Path(path_type=Path), metavar="FILE"),
+        Option("--json as_json", "Print one JSON object.", is_flag=True),
+        Option("--svg", "Write a picture of a step.", file, metavar="FILE"),
+        Option("--html", "Write a page with the picture and all figures.", file, metavar="FILE"),
+        Option(
+            "--fit",
+            "Print how many micro-batches fit, and on how few stages.",
+            is_flag=True,
+        ),
+        Option("--no-profile", "Count operations instead of measuring layers.", is_flag=True),
     )
     for form in forms:
-        form.group = "Form"
-    return [stages, *taken, *forms]
+        form.group, form.once = "Plan", True
+    arguments = [one for one in LAUNCH_PARAMETERS if isinstance(one, click.Argument)]
+    return [*arguments, stages, *taken, *forms]
 
 
-@click.command(cls=Command, params=_parameters())
-def plan(*, as_text: bool, svg: Path | None, **chosen: Any) -> None:
-    """Show a step of a schedule: which worker runs what and when, the bubble, and other schedules.
+@click.command(
+    cls=PlanCommand,
+    params=_parameters(),
+    context_settings={"auto_envvar_prefix": "PIPEWORKER"},
+)
+def plan(
+    *,
+    job_file: Path | None,
+    arguments: tuple[str, ...],
+    as_text: bool,
+    as_json: bool,
+    svg: Path | None,
+    html: Path | None,
+    fit: bool,
+    no_profile: bool,
+    **chosen: Any,
+) -> None:
+    """Show a step of the model of JOB_FILE before it runs: stages, memory, bubble and timeline.
 
-    Stages take equally long; the table compares all schedules with as many workers.
+    The layers are measured, one at a time; nothing is trained and no run directory is made. Other
+    schedules and numbers of stages stand beside the plan. Without JOB_FILE all stages take equally
+    long.
     """
-    if as_text and svg is not None:
-        raise UsageError("--text and --svg: choose one")
-    options = _options(chosen)
+    forms = {"--text": as_text, "--json": as_json, "--svg": svg, "--html": html, "--fit": fit}
+    given = [name for name, value in forms.items() if value]
+    if len(given) > 1:
+        raise UsageError(f"{' and '.join(given)}: choose one")
+    if job_file is None:
+        for name in ("--json", "--html", "--fit"):
+            if name in given:
+                raise UsageError(f"{name}: no model is given; add JOB_FILE")
+        _show_schedule(_options("", chosen), svg, as_text=as_text)
+        return
+    local.check_job_file(job_file)
+    options = _options(str(job_file.resolve()), {**chosen, "arguments": arguments})
+    facts = measure.measure(options, COUNTED if no_profile else MEASURED)
+    request = _request(options)
+    if fit:
+        for line in _fitting(facts, request):
+            click.echo(line)
+        return
+    planned = plan_request(facts, request)
+    if as_text:
+        click.echo(text.format_compute(planned.schedule, request.order.name), nl=False)
+        return
+    samples = facts.samples * planned.schedule.microbatches * options.replicas
+    own = Choice.of(planned, samples)
+    others = (_choice(one, samples) for one in alternatives(facts, request))
+    view = PlanView.of(planned, facts, [own, *others] if not svg else [])
+    if as_json:
+        click.echo(json.dumps(to_json(view)))
+    elif svg is not None:
+        _write(svg, page.picture_of(view).svg(), f"a step of {planned.schedule.name}")
+    elif html is not None:
+        _write(html, page.html(view), f"the plan of {job_file.name}")
+    else:
+        for line in lines_of(view, _width(), _paint()):
+            click.echo(line)  # without colours if this is no terminal
+
+
+def _options(job_file: str, chosen: dict[str, Any]) -> Options:
+    """Return the options of a job.
+
+    Raises:
+        UsageError: an option is out of range, or does not fit the others.
+    """
+    stages = chosen.pop("stages")
+    if stages is None and text.is_text(chosen["schedule"]):
+        stages = len(text.parse(chosen["schedule"]).workers)
+    if stages is None:
+        if not job_file:
+            raise UsageError("--stages: missing; give the number of stages")
+        stages = max(1, local.accelerators() // max(1, chosen["replicas"]))
+    return make_options(job_file, stages, chosen)
+
+
+def _request(options: Options) -> PlanRequest:
+    return PlanRequest(
+        options.schedule,
+        options.stages,
+        options.microbatches,
+        options.recompute,
+        options.balance,
+        options.virtual_stages,
+        options.replicas,
+    )
+
+
+def _choice(one: Alternative, samples: int) -> Choice:
+    if one.planned is not None:
+        return Choice.of(one.planned, samples)
+    request = one.request
+    return Choice(
+        request.order.name, request.workers, request.order.virtual_stages, problem=one.problem
+    )
+
+
+def _fitting(facts: NetworkFacts, request: PlanRequest) -> Iterator[str]:
+    """Yield how large a job fits: its micro-batches have the size that was measured."""
+    if text.is_text(request.schedule):
+        raise UsageError("--fit: a schedule file is for one number of micro-batches; name another")
+    limits = [limit for limit in facts.limits if limit is not None]
+    if not limits:
+        yield "no limit of the memory is known: any number of micro-batches fits"
+        return
+    samples = f"{facts.samples} sample{'s' * (facts.samples != 1)} a micro-batch"
+    yield f"{bytes_text(min(limits))} a worker, {samples}, {request.order.name}"
+    part = largest_microbatches(facts, request)
+    count, on = part * request.replicas, f"on {stages_text(request.workers)}"
+    if part == MOST_MICROBATCHES:
+        yield f"{on}: {microbatches_text(count)} or more fit"
+    elif part:
+        yield f"{on}: at most {microbatches_text(count)}, {count * facts.samples} samples a step"
+    else:
+        yield f"{on}: nothing fits"
+    fewest = fewest_workers(facts, request)
+    where = f"{stages_text(fewest)} or more" if fewest else "no number of stages"
+    yield f"{microbatches_text(request.microbatches)} fit on {where}"
+
+
+def _show_schedule(options: Options, svg: Path | None, *, as_text: bool) -> None:
+    """Show a schedule without a model."""
     found = _equal_stages(options)
     if as_text:
         name = text.name_of(options.schedule)
         click.echo(text.format_compute(found.schedule, name), nl=False)
-        return
-    if svg is not None:
-        try:
-            write_bytes(svg, found.picture().svg().encode())
-        except OSError as error:
-            raise RecordError(svg, error) from None
-        click.echo(f"{svg}: a step of {found.schedule.name}")
-        return
-    paint = plain if os.environ.get("NO_COLOR") else _painted
-    for line in found.lines(shutil.get_terminal_size((_WIDTH, 0)).columns, paint):
-        click.echo(line)  # without colours if this is no terminal
-    click.echo("")
-    for line in schedules.side_by_side(_compared(options, found)):
-        click.echo(line)
+    elif svg is not None:
+        _write(svg, found.picture().svg(), f"a step of {found.schedule.name}")
+    else:
+        for line in (*found.lines(_width(), _paint()), ""):
+            click.echo(line)
+        for line in schedules.side_by_side(_compared(options, found)):
+            click.echo(line)
+
+
+def _write(path: Path, content: str, what: str) -> None:
+    try:
+        write_bytes(path, content.encode())
+    except OSError as error:
+        raise RecordError(path, error) from None
+    click.echo(f"{path}: {what}")
+
+
+def _width() -> int:
+    return shutil.get_terminal_size((_WIDTH, 0)).columns
+
+
+def _paint() -> Paint:
+    return plain if os.environ.get("NO_COLOR") else _painted
 
 
 def _painted(text: str, kind: Kind | None) -> str:
@@ -86,23 +242,9 @@ def _painted(text: str, kind: Kind | None) -> str:
     return click.style(text, fg=ink, bg=background)
 
 
-def _options(chosen: dict[str, Any]) -> Options:
-    """Return the options of a job with this schedule.
-
-    Raises:
-        UsageError: an option is out of range, or does not fit the others.
-    """
-    stages = chosen.pop("stages")
-    if stages is None and text.is_text(chosen["schedule"]):
-        stages = len(text.parse(chosen["schedule"]).workers)
-    if stages is None:
-        raise UsageError("--stages: missing; give the number of stages")
-    return make_options("", stages, chosen)
-
-
 def _equal_stages(options: Options) -> EqualStages:
-    placement = options.placement
-    modes = (options.recompute,) * placement.stages
+    placement = options.placement.copies(1)
+    modes: Sequence[str] = (options.recompute,) * placement.stages
     source = options.schedule_source
     return EqualStages.of(source.build(placement, options.microbatches, modes))
 

@@ -20,6 +20,8 @@ class StopNotice:
 
     def stopping(self, reason: str, steps: int, *, trains: bool) -> Warned:
         """Return the warning after `steps`; `trains` says whether all workers have joined."""
+        if self._options.plan_only:
+            return Warned(f"{reason}stopping; {_AGAIN}")
         if self._options.evaluate_only:
             return Warned(reason + _EVALUATION)
         self._early = not trains and steps == self._options.resume_step

@@ -26,6 +26,11 @@ class FactFinding(Saving):
         """Draw the plan, and have the workers build their stages."""
         raise NotImplementedError
 
+    @property
+    def problem(self) -> str:
+        """Why the facts could not be found; "" if they were, or if that is unknown."""
+        return self._measuring.problem if self._measuring else ""
+
     def find_facts(self, now: float) -> list[Effect]:
         """Ask workers for the facts that are missing, or build if there are none."""
         described = [member.described for member in self.members if member.described]

@@ -17,12 +17,12 @@ leads from any state to OVER
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, ClassVar
 
 from pipeworker.coordinator import consistency, report
 from pipeworker.coordinator.blueprint import Blueprint
-from pipeworker.coordinator.effects import Discard, Dropped, Effect, Log
+from pipeworker.coordinator.effects import Discard, Dropped, Effect, Log, WritePlan
 from pipeworker.coordinator.ending import JobEnd, Status
 from pipeworker.coordinator.events import CheckpointEnded
 from pipeworker.coordinator.fact_finding import FactFinding
@@ -159,6 +159,8 @@ class Generation(FactFinding):
         return self.find_facts(now)
 
     def build(self) -> list[Effect]:
+        if self.options.plan_only:
+            return self._end_with_facts()
         members = self.members
         described = [m.described for m in members if m.described]
         self.blueprint = Blueprint.draw(self.options, self.placement, described)
@@ -170,6 +172,16 @@ class Generation(FactFinding):
             *map(Log, self.blueprint.summary()),
             *(self.send(m.peer, self.blueprint.plan(m.hello.rank)) for m in members),
         ]
+
+    def _end_with_facts(self) -> list[Effect]:
+        """End a job that only finds the facts of the layers: record them in its plan."""
+        facts = self.progress.facts
+        if facts is None:
+            problem = self.problem or "it cannot be run on fake tensors"
+            text = f"model(): its layers cannot be measured: {problem}; launch needs no plan"
+            return self.fail(Failure(Cause.USAGE, text))
+        content = {"facts": asdict(facts)}
+        return [WritePlan(content), *self.over(JobEnd(Status.DONE, 0))]
 
     def _on_ready(self, member: Member, message: Ready, now: float) -> list[Effect]:
         assert self.blueprint

@@ -116,6 +116,7 @@ class Options:
         checkpoint_every: steps or time between checkpoints, as ``30m``; ``end``: only at the end.
         init_from: absolute path of the weights that training begins with.
         own_loop: mini-batches come from calls of a script's own loop.
+        plan_only: the facts of the layers are the whole job.
         evaluate_only: one evaluation pass of the weights at `resume` is the whole job.
         resume: absolute path of the checkpoint that the run is resumed from; "" at its beginning.
         resume_step: the step of that checkpoint.
@@ -161,6 +162,7 @@ class Options:
     init_strict: bool = True
     own_loop: bool = False
     evaluate_only: bool = False
+    plan_only: bool = False
     resume: str = ""
     resume_step: int = 0
     replicas: int = 1

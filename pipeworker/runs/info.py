@@ -25,7 +25,7 @@ from pipeworker.record.rundir import RunDir, disk_bytes
 RUNNING, DONE, LOST = "running", "done", "lost"
 _GONE = "its processes ended without a summary: they were killed, or their host went down"
 _NOT_OPTIONS = (
-    *("job_file", "arguments", "own_loop", "evaluate_only", "resume", "resume_step"),
+    *("job_file", "arguments", "own_loop", "evaluate_only", "plan_only", "resume", "resume_step"),
     "facts",
 )
 _ENDING = ("seconds", "restarts", "causes", "peak_memory_bytes", "bubble", "error")

@@ -297,3 +297,26 @@ def test_without_the_option_nothing_is_measured() -> None:
         job.receive(Described(rank, LAYERS, (), machine=MACHINE))
     assert job.state() is State.BUILDING
     assert job.job.progress.facts is None
+
+
+# A job that only finds facts.
+
+
+def test_a_job_that_is_only_planned_ends_with_its_facts() -> None:
+    job = measured_job(plan_only=True)
+    measure(job)
+    (written,) = of(job.effects, WritePlan)
+    assert written.content.keys() == {"facts"}
+    assert len(written.content["facts"]["layers"]) == len(LAYERS)
+    assert (job.ended.status, job.ended.exit_status, job.ended.steps) == ("done", 0, 0)
+    assert not any(job.sent(rank, Plan) for rank in job.ranks)
+
+
+def test_layers_that_cannot_be_measured_end_a_job_that_is_only_planned() -> None:
+    job = measured_job(plan_only=True)
+    for rank in job.ranks:
+        job.receive(Measured(rank, problem="layer 2 is too large"))
+    job.receive(Measured(0, problem="layer 2 is too large"))  # in order, which it is asked for next
+    assert job.failure.cause is Cause.USAGE
+    assert "model(): its layers cannot be measured: layer 2 is too large" in job.failure.message
+    assert not of(job.effects, WritePlan)

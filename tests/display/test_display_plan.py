@@ -142,7 +142,7 @@ def test_a_choice_that_exceeds_a_limit_does_not_fit() -> None:
 # Text.
 
 TEXT = """\
-3 stages, 4 micro-batches, gpipe, 32 samples a mini-batch
+3 stages, 4 micro-batches, gpipe, 8 samples a micro-batch
 step 245 ms, 131 samples/s, bubble 34.4%
 recompute on stage 0: 14.2 of 16 GB without
 

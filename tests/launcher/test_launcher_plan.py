@@ -85,8 +85,10 @@ def test_a_schedule_that_cannot_run_is_explained(tmp_path: Path) -> None:
     )
 
 
-def test_an_option_that_decides_no_schedule_is_unknown() -> None:
-    assert "--seed: no such option" in refused("--stages", "2", "--seed", "3")
+def test_an_option_of_launch_that_changes_no_plan_is_rejected() -> None:
+    assert refused("--stages", "2", "--keep", "3") == (
+        "--keep: an option of launch that changes no plan; leave it out"
+    )
 
 
 def test_a_picture_is_written(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from pipeworker.display.plan.view import Choice, PlanView, StageView
 
 
 def to_json(view: PlanView) -> dict[str, Any]:
-    """Return a plan as JSON has it: seconds of a step, bytes, shares from 0 to 1.
+    """Return a plan as JSON has it: seconds of a step, bytes, shares, samples of a micro-batch.
 
     Where nothing was measured, seconds are None, because counts of operations have no unit.
     """
@@ -17,7 +17,7 @@ def to_json(view: PlanView) -> dict[str, Any]:
         "schedule": planned.order,
         "microbatches": planned.schedule.microbatches,
         "virtual_stages": planned.virtual_stages,
-        "samples": view.samples,
+        "samples": view.samples_each,
         "measured": view.measured,
         "stages": [_stage(stage, measured=view.measured) for stage in view.stages],
         "update_seconds": _known(planned.update, measured=view.measured),

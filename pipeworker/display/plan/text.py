@@ -56,7 +56,8 @@ def lines_of(view: PlanView, width: int, paint: Paint = plain) -> Iterator[str]:
 def summary(view: PlanView) -> Iterator[str]:
     """Yield the plan, its predicted figures, and why it is so."""
     planned = view.planned
-    yield f"{view.title}, {view.samples} samples a mini-batch"
+    samples = f"{view.samples_each} sample{'s' * (view.samples_each != 1)}"
+    yield f"{view.title}, {samples} a micro-batch"
     if view.measured:
         yield (
             f"step {seconds_text(planned.step_seconds)}, "

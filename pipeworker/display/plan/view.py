@@ -90,14 +90,14 @@ class PlanView:
     """A plan with everything that its displays need.
 
     Attributes:
-        samples: samples of a mini-batch.
+        samples_each: samples of a micro-batch.
         measured: whether seconds were measured; else they are shares of counted operations.
         spans: when each worker computes what, by worker.
         choices: this plan among plans for other schedules and numbers of stages.
     """
 
     planned: Planned
-    samples: int
+    samples_each: int
     measured: bool
     stages: tuple[StageView, ...]
     spans: tuple[tuple[Span, ...], ...]
@@ -132,12 +132,18 @@ class PlanView:
         )
         return PlanView(
             planned,
-            facts.samples * schedule.microbatches * schedule.placement.replicas,
+            facts.samples,
             facts.measured,
             stages,
             timeline(schedule, costs),
             tuple(choices),
         )
+
+    @property
+    def samples(self) -> int:
+        """Samples of a mini-batch whose micro-batches all have the measured size."""
+        schedule = self.planned.schedule
+        return self.samples_each * schedule.microbatches * schedule.placement.replicas
 
     @property
     def samples_per_second(self) -> float:

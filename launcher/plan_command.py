@@ -1,0 +1,44 @@
+"""The parsing of ``plan``, which takes those options of `launch` that matter to a plan."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import click
+from click.core import ParameterSource
+
+from launcher.command import Command
+from launcher.defaults import Defaults
+from launcher.options import LAUNCH_PARAMETERS
+from pipeworker.errors import UsageError
+
+_END = "--"
+
+
+class PlanCommand(Command):
+    """A command with an optional job file, words for it, and some options of a job."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        at = args.index(_END) if _END in args else len(args)
+        try:
+            rest = super().parse_args(ctx, args[:at])
+        except click.NoSuchOption as error:
+            if any(error.option_name in option.opts for option in LAUNCH_PARAMETERS):
+                raise UsageError(
+                    f"{error.option_name}: an option of launch that changes no plan; leave it out"
+                ) from None
+            raise
+        if arguments := tuple(args[at + 1 :]):
+            ctx.params["arguments"] = (*ctx.params["arguments"], *arguments)
+            ctx.set_parameter_source("arguments", ParameterSource.COMMANDLINE)
+        if ctx.params["job_file"] is not None:
+            ctx.params["job_file"] = Path(ctx.params["job_file"])
+        return rest
+
+    def invoke(self, ctx: click.Context) -> Any:
+        """Take options from a project's file, as `launch` does, if there is a job file."""
+        job_file = ctx.params["job_file"]
+        if job_file is not None:
+            Defaults.find((job_file.parent, Path())).fill(ctx, LAUNCH_PARAMETERS)
+        return super().invoke(ctx)

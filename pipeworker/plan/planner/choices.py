@@ -1,0 +1,160 @@
+"""Plans from the options of a job: its own, those beside it, and the largest job that fits."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from pipeworker.errors import UsageError
+from pipeworker.facts.layer_facts import NetworkFacts
+from pipeworker.plan.actions import Kind
+from pipeworker.plan.orders import ORDERS, Order, resolve
+from pipeworker.plan.placement import Placement
+from pipeworker.plan.planned import Planned
+from pipeworker.plan.planner.planner import plan_order
+from pipeworker.plan.text import is_text
+
+WORKERS = (1, 2, 4, 8)
+"""Numbers of workers that are planned beside the chosen one."""
+MOST_MICROBATCHES = 256
+"""The largest number of micro-batches that is tried."""
+
+
+@dataclass(frozen=True, slots=True)
+class PlanRequest:
+    """What a job's options ask of its plan.
+
+    Attributes:
+        schedule: the name of an order, or the text of a schedule.
+        workers: workers of a replica.
+        microbatches: over all replicas.
+        recompute: a recompute mode for all stages, or ``auto``.
+        balance: layers of each stage; None to choose them.
+    """
+
+    schedule: str
+    workers: int
+    microbatches: int
+    recompute: str = "auto"
+    balance: tuple[int, ...] | None = None
+    virtual_stages: int | None = None
+    replicas: int = 1
+
+    @property
+    def order(self) -> Order:
+        """The order of the schedule."""
+        return resolve(self.schedule, self.virtual_stages)
+
+
+@dataclass(frozen=True, slots=True)
+class Alternative:
+    """A plan for another request; without one, the `problem` says why there is none."""
+
+    request: PlanRequest
+    planned: Planned | None = None
+    problem: str = ""
+
+
+def plan_request(facts: NetworkFacts, request: PlanRequest) -> Planned:
+    """Plan a network as requested.
+
+    Raises:
+        UsageError: nothing fits into the memory, or the request does not fit the network.
+    """
+    order = request.order
+    placement = order.place(request.workers, request.replicas)
+    modes: tuple[str, ...] = ()
+    if is_text(request.schedule):
+        modes = written_modes(order, placement)
+    elif request.recompute != "auto":
+        modes = (request.recompute,) * placement.stages
+    return plan_order(
+        for_workers(facts, request.workers),
+        order,
+        placement,
+        request.microbatches,
+        balance=request.balance,
+        recompute=modes,
+    )
+
+
+def written_modes(order: Order, placement: Placement) -> tuple[str, ...]:
+    """Return the recompute mode of each stage that a written schedule amounts to.
+
+    A stage that recomputes some of its micro-batches counts as one that recomputes none, which
+    needs more memory.
+    """
+    count = order.microbatches or 0
+    schedule = order.build(placement.copies(1), count, ("never",) * placement.stages)
+    again = [a.stage for some in schedule.workers for a in some if a.kind is Kind.RECOMPUTE]
+    return tuple(
+        "always" if again.count(stage) == count else "never" for stage in range(placement.stages)
+    )
+
+
+def for_workers(facts: NetworkFacts, workers: int) -> NetworkFacts:
+    """Return the facts of a network for another number of workers like those that are known."""
+    speeds, limits = facts.speeds, facts.limits
+    return replace(
+        facts,
+        speeds=tuple(speeds[worker % len(speeds)] for worker in range(workers if speeds else 0)),
+        limits=tuple(limits[worker % len(limits)] for worker in range(workers if limits else 0)),
+    )
+
+
+def alternatives(facts: NetworkFacts, request: PlanRequest) -> Iterator[Alternative]:
+    """Yield plans for other schedules with as many workers, and for other numbers of workers."""
+    for name in ORDERS:
+        if name != request.schedule:
+            yield _tried(facts, replace(request, schedule=name, virtual_stages=None, balance=None))
+    if not is_text(request.schedule):
+        for workers in WORKERS:
+            if workers != request.workers:
+                yield _tried(facts, replace(request, workers=workers, balance=None))
+
+
+def largest_microbatches(facts: NetworkFacts, request: PlanRequest) -> int:
+    """Return the most micro-batches of the measured size that fit; 0 if none do.
+
+    MOST_MICROBATCHES means that as many or more fit.
+    """
+
+    def fits(count: int) -> bool:
+        return _fits(facts, replace(request, microbatches=count * request.replicas))
+
+    if not fits(1):
+        return 0
+    least = 1
+    while least < MOST_MICROBATCHES and fits(2 * least):
+        least *= 2
+    over = 2 * least
+    while least < MOST_MICROBATCHES and over - least > 1:
+        middle = (least + over) // 2
+        least, over = (middle, over) if fits(middle) else (least, middle)
+    return least
+
+
+def fewest_workers(facts: NetworkFacts, request: PlanRequest) -> int:
+    """Return the fewest workers that the network fits on, with a layer each at least; else 0."""
+    stages = request.order.place(1).stages
+    numbers = range(1, len(facts.layers) // stages + 1)
+    unlimited = replace(request, balance=None)
+    return next((n for n in numbers if _fits(facts, replace(unlimited, workers=n))), 0)
+
+
+def fits(planned: Planned) -> bool:
+    """Return whether each worker of a plan stays within its limit."""
+    pairs = zip(planned.memory, planned.limits, strict=True)
+    return all(limit is None or memory <= limit for memory, limit in pairs)
+
+
+def _fits(facts: NetworkFacts, request: PlanRequest) -> bool:
+    planned = _tried(facts, request).planned
+    return planned is not None and fits(planned)
+
+
+def _tried(facts: NetworkFacts, request: PlanRequest) -> Alternative:
+    try:
+        return Alternative(request, plan_request(facts, request))
+    except UsageError as error:
+        return Alternative(request, problem=str(error))

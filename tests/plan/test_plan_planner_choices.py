@@ -1,0 +1,106 @@
+"""Plans beside the requested one, and the largest job that fits."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from pipeworker.errors import UsageError
+from pipeworker.plan.orders import ORDERS
+from pipeworker.plan.planner.choices import (
+    MOST_MICROBATCHES,
+    PlanRequest,
+    alternatives,
+    fewest_workers,
+    fits,
+    for_workers,
+    largest_microbatches,
+    plan_request,
+)
+from pipeworker.plan.planner.planner import plan_order
+from support.facts import layer, network
+
+LAYERS = [layer(1.0 + n % 3, 2.0, parameter_bytes=100, saved_bytes=10) for n in range(8)]
+GPIPE = PlanRequest("gpipe", 2, 4, recompute="never")
+OWN = "mine stages=2 microbatches=2\n0: 0F0 0R0 0F1 0B0 0R1 0B1\n1: 1F0 1B0 1F1 1R1 1B1\n"
+
+
+def test_a_request_is_planned_as_its_options_say() -> None:
+    facts = network(LAYERS)
+    found = plan_request(facts, GPIPE)
+    order = GPIPE.order
+    assert found == plan_order(facts, order, order.place(2), 4, recompute=("never",) * 2)
+    given = plan_request(facts, replace(GPIPE, balance=(6, 2), recompute="always"))
+    assert (given.balance, given.recompute) == ((6, 2), ("always",) * 2)
+    looped = replace(GPIPE, schedule="interleaved-1f1b", virtual_stages=3)
+    assert plan_request(facts, looped).schedule.placement.stages == 6
+
+
+def test_a_written_schedule_decides_what_is_recomputed() -> None:
+    found = plan_request(network(LAYERS), PlanRequest(OWN, 2, 2))
+    assert found.recompute == ("always", "never")
+    assert "0R1" in str(found.schedule)
+
+
+def test_alternatives_are_other_schedules_and_other_numbers_of_workers() -> None:
+    facts = network(LAYERS)
+    found = list(alternatives(facts, GPIPE))
+    assert [(one.request.schedule, one.request.workers) for one in found] == [
+        *((name, 2) for name in ORDERS if name != "gpipe"),
+        *(("gpipe", workers) for workers in (1, 4, 8)),
+    ]
+    for one in found:
+        assert (one.planned is None) == bool(one.problem)
+        if one.planned:
+            assert one.planned == plan_request(facts, one.request)
+    eight = found[-1].planned
+    assert eight is not None
+    assert eight.balance == (1,) * 8
+
+
+def test_an_alternative_that_cannot_be_says_why() -> None:
+    (found,) = [a for a in alternatives(network(LAYERS[:4]), GPIPE) if a.request.workers == 8]
+    assert found.planned is None
+    assert found.problem.startswith("--stages 8: more than the layers of model(), 4")
+
+
+def test_a_written_schedule_has_no_other_number_of_workers() -> None:
+    found = list(alternatives(network(LAYERS), PlanRequest(OWN, 2, 2)))
+    assert [one.request.schedule for one in found] == [*ORDERS]
+
+
+def test_other_numbers_of_workers_are_like_those_that_are_known() -> None:
+    facts = replace(network(LAYERS), speeds=(1.0, 2.0), limits=(10, None))
+    found = for_workers(facts, 3)
+    assert (found.speeds, found.limits) == ((1.0, 2.0, 1.0), (10, None, 10))
+    assert for_workers(network(LAYERS), 3).limits == ()
+
+
+@pytest.mark.parametrize("limit", [900, 1200, 2000])
+def test_the_most_micro_batches_that_fit(limit: int) -> None:
+    facts = network(LAYERS, limit, 2)
+    found = largest_microbatches(facts, GPIPE)
+    assert 0 < found < MOST_MICROBATCHES
+    assert fits(plan_request(facts, replace(GPIPE, microbatches=found)))
+    with pytest.raises(UsageError, match="memory"):
+        plan_request(facts, replace(GPIPE, microbatches=found + 1))
+    twice = replace(GPIPE, replicas=2)
+    assert largest_microbatches(facts, twice) == found
+
+
+def test_without_a_limit_any_number_fits() -> None:
+    assert largest_microbatches(network(LAYERS), GPIPE) == MOST_MICROBATCHES
+
+
+def test_the_fewest_workers_that_the_network_fits_on() -> None:
+    assert fewest_workers(network(LAYERS), GPIPE) == 1
+    for limit in (260, 520, 1000):
+        facts = network(LAYERS, limit, 1)
+        found = fewest_workers(facts, GPIPE)
+        if found:
+            plan_request(facts, replace(GPIPE, workers=found))
+        if found != 1:
+            with pytest.raises(UsageError, match="memory"):
+                plan_request(facts, replace(GPIPE, workers=(found or 9) - 1))
+    assert fewest_workers(network(LAYERS, 20, 1), GPIPE) == 0

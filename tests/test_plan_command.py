@@ -1,0 +1,208 @@
+"""The command `plan` on real jobs: it measures, prints, and leaves nothing."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from support.jobs import Jobs, until
+from support.sources import JOB
+
+SKIPS = """
+    import torch
+    from torch import nn
+    import pipeworker
+
+    class Down(nn.Linear):
+        def forward(self, x):
+            pipeworker.stash("x", x)
+            return torch.tanh(super().forward(x))
+
+    class Up(nn.Linear):
+        def forward(self, x):
+            return super().forward(x) + pipeworker.pop("x")
+
+    def model():
+        twice = nn.Linear(32, 32)
+        return nn.Sequential(
+            nn.Linear(8, 32), Down(32, 32), twice, nn.ReLU(), *[nn.Linear(32, 32)] * 1,
+            nn.Dropout(0.1), twice, Up(32, 32), nn.Linear(32, 3),
+        )
+
+    def loss(output, target):
+        return nn.functional.cross_entropy(output, target)
+
+    def optimizer(params):
+        return torch.optim.Adam(params, lr=0.01)
+
+    def data():
+        for _ in range(3):
+            yield torch.randn(24, 8), torch.randint(0, 3, (24,))
+"""
+PROMISED = {
+    *("schedule", "stages", "step_seconds", "samples_per_second", "bubble", "alternatives"),
+}
+OF_STAGE = {
+    *("stage", "worker", "layers", "parameters", "seconds", "memory_bytes", "limit_bytes"),
+    "recompute",
+}
+
+
+def planned(jobs: Jobs, *words: str, source: str = JOB) -> str:
+    """Return what `plan` prints of a job file."""
+    job_file = jobs.write(source)
+    before = {path.name for path in jobs.folder.iterdir()}
+    done = jobs.pipeworker("plan", *words, str(job_file))
+    assert (done.returncode, done.stderr) == (0, ""), done.stderr
+    new = {path.name for path in jobs.folder.iterdir()} - before
+    assert new <= {"__pycache__", *(Path(word).name for word in words)}
+    return done.stdout
+
+
+@pytest.mark.parametrize(
+    ("source", "layers", "parameters"),
+    [
+        (JOB, 5, [8 * 16 + 16, 0, 16 * 16 + 16, 0, 16 * 3 + 3]),
+        (
+            SKIPS,
+            9,
+            [8 * 32 + 32, 1056, 1056, 0, 1056, 0, 1056, 1056, 32 * 3 + 3],
+        ),
+    ],
+    ids=["sequence", "skips and ties"],
+)
+def test_the_object_of_a_job(jobs: Jobs, source: str, layers: int, parameters: list[int]) -> None:
+    words = ("--stages", "2", "--microbatches", "3", "--json")
+    found: dict[str, Any] = json.loads(planned(jobs, *words, source=source))
+    assert found.keys() >= PROMISED
+    first, last = found["stages"]
+    assert first.keys() == last.keys() == OF_STAGE
+    assert (first["layers"][0], first["layers"][1], last["layers"][1]) == (
+        *(0, last["layers"][0]),
+        layers,
+    )
+    for stage in (first, last):
+        assert stage["parameters"] == sum(parameters[slice(*stage["layers"])])
+        assert stage["seconds"]["forward"] > 0
+        assert stage["seconds"]["backward"] > 0
+        assert 0 < stage["memory_bytes"] < stage["limit_bytes"]
+    busy = sum(sum(stage["seconds"].values()) for stage in found["stages"])
+    assert found["step_seconds"] >= busy / 2
+    assert found["measured"]
+    others = {(one["schedule"], one["stages"]): one for one in found["alternatives"]}
+    assert ("1f1b", 2) in others
+    assert others["gpipe", 1]["bubble"] == pytest.approx(0, abs=1e-9)
+    assert "more than the layers" in others["gpipe", 8].get("problem", "more than the layers")
+
+
+def test_the_lines_of_a_job(jobs: Jobs) -> None:
+    output = planned(jobs, "--stages", "2", "--recompute", "never")
+    assert re.match(r"2 stages, 8 micro-batches, gpipe, 2 samples a micro-batch\n", output)
+    assert re.search(
+        r"^step [\d.]+ [mµ]?s, [\d.]+ samples/s, bubble [\d.]+%$", output, re.MULTILINE
+    )
+    assert len(re.findall(r"^stage \d  .*F0", output, re.MULTILINE)) == 2
+    assert re.search(r"^\*  gpipe +2 ", output, re.MULTILINE)
+
+
+def test_counts_are_planned_without_seconds(jobs: Jobs) -> None:
+    found = json.loads(planned(jobs, "--stages", "2", "--no-profile", "--json", source=SKIPS))
+    assert (found["measured"], found["step_seconds"]) == (False, None)
+    assert found["bubble"] > 0
+    assert "nothing was measured" in planned(jobs, "--stages", "2", "--no-profile", source=SKIPS)
+
+
+def test_a_picture_a_page_and_a_schedule(jobs: Jobs) -> None:
+    svg, html = jobs.folder / "step.svg", jobs.folder / "plan.html"
+    assert planned(jobs, "--stages", "2", "--svg", str(svg)) == f"{svg}: a step of gpipe\n"
+    assert "<svg" in svg.read_text()
+    assert planned(jobs, "--stages", "2", "--html", str(html)) == f"{html}: the plan of job.py\n"
+    assert "<h2>Stages</h2>" in html.read_text()
+    words = ("--stages", "2", "--microbatches", "4", "--schedule", "1f1b")
+    own = jobs.folder / "own.txt"
+    own.write_text(planned(jobs, *words, "--text"))
+    run = jobs.train("--stages", "2", "--schedule", str(own))
+    assert run.plan["schedule"] == "own.txt"
+
+
+def test_what_fits(jobs: Jobs) -> None:
+    first, most, fewest = planned(jobs, "--stages", "2", "--fit").splitlines()
+    assert re.fullmatch(r"[\d.]+ GB a worker, 2 samples a micro-batch, gpipe", first)
+    assert most == "on 2 stages: 256 micro-batches or more fit"
+    assert fewest == "8 micro-batches fit on 1 stage or more"
+
+
+def test_a_projects_file_gives_options(jobs: Jobs) -> None:
+    jobs.write("stages = 2\nmicrobatches = 3\nsteps = 7\n", "pipeworker.toml")
+    assert planned(jobs).startswith("2 stages, 3 micro-batches, gpipe")
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("def model():", "def model(:"),
+        ("def loss(", "def lose("),
+        ("yield x", "raise ValueError('no'); yield x"),
+    ],
+)
+def test_a_wrong_job_file_is_explained_as_launch_does(jobs: Jobs, old: str, new: str) -> None:
+    source = JOB.replace(old, new)
+    launched = jobs.run("--stages", "2", source=source)
+    job_file = jobs.write(source)
+    done = jobs.pipeworker("plan", "--stages", "2", str(job_file))
+    assert done.returncode == launched.status != 0
+    assert done.stdout == ""
+    lasts = (text.strip().splitlines()[-1] for text in (done.stderr, launched.stderr))
+    assert next(lasts) == next(lasts)
+
+
+def test_an_error_in_a_layer_names_the_layer(jobs: Jobs) -> None:
+    job_file = jobs.write(JOB.replace("nn.Linear(16, 16)", "nn.Linear(17, 16)"))
+    done = jobs.pipeworker("plan", "--stages", "2", str(job_file))
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "model(): its layers cannot be measured: " in done.stderr
+    assert "layer 2 (Linear) raised RuntimeError: mat1 and mat2 shapes" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "why"),
+    [
+        (("--steps", "3"), "--steps: an option of launch that changes no plan; leave it out"),
+        (("--json", "--fit"), "--json and --fit: choose one"),
+        (("--stages", "9"), "--stages 9: more than the layers of model(), 5; use --stages 5 or"),
+        (("--balance", "1,1,3"), "--balance 1,1,3: is for 3 stages, but there are 2"),
+        (("--balance", "1,3"), "--balance 1,3: adds up to 4 layers, but model() has 5"),
+    ],
+)
+def test_wrong_options(jobs: Jobs, words: tuple[str, ...], why: str) -> None:
+    stages = () if "--stages" in words else ("--stages", "2")
+    done = jobs.pipeworker("plan", *stages, *words, str(jobs.write(JOB)))
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith(f"error: {why}")
+
+
+def test_forms_of_a_model_need_a_job_file(jobs: Jobs) -> None:
+    done = jobs.pipeworker("plan", "--stages", "2", "--html", "plan.html")
+    assert (done.returncode, done.stderr) == (2, "error: --html: no model is given; add JOB_FILE\n")
+
+
+def test_an_interrupt_ends_it(jobs: Jobs) -> None:
+    source = JOB.replace(
+        "for _ in range(6):",
+        "import pathlib, time; pathlib.Path('reading').touch(); time.sleep(600)\n"
+        "        for _ in range(6):",
+    )
+    job_file = jobs.write(source)
+    process = jobs.python("-m", "pipeworker", "plan", "--stages", "2", str(job_file))
+    until((jobs.folder / "reading").exists)
+    process.send_signal(signal.SIGINT)
+    _, stderr = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert "stopping" in stderr
+    assert "Traceback" not in stderr
+    assert not (jobs.folder / "runs").exists()
