@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -10,9 +11,11 @@ from pipeworker.plan.check import check
 from pipeworker.plan.orders import Order, resolve
 from pipeworker.plan.partition import even, ranges
 from pipeworker.plan.placement import Placement
+from pipeworker.plan.planner.costs import stage_costs
 from pipeworker.plan.planner.memory import LayerBytes, StageBytes, moments, peak
 from pipeworker.plan.planner.stages import Divisions
-from support.facts import DRAWN_ORDERS, layer, network, networks
+from pipeworker.plan.simulate import simulate
+from support.facts import DRAWN_ORDERS, SPLIT_ORDERS, layer, network, networks
 
 
 @given(
@@ -57,6 +60,34 @@ def test_the_moments_of_one_schedule_serve_every_recompute_mode(
         # A schedule as it is counts as always, whatever it recomputes.
         as_it_is = peak(0, special[worker], own, ["always"] * count)
         assert peak(0, general[worker], own, [mode] * count) == as_it_is
+
+
+@given(
+    name=st.sampled_from(SPLIT_ORDERS),
+    microbatches=st.integers(1, 6),
+    modes=st.lists(st.sampled_from(["never", "except_first", "always"]), min_size=2, max_size=2),
+)
+def test_an_order_that_splits_backwards_is_counted_and_timed_in_its_own_modes(
+    name: str, microbatches: int, modes: list[str]
+) -> None:
+    order = resolve(name)
+    placement = order.place(2)
+    own = [modes[place] for place in range(order.virtual_stages)]
+    by_stage = [""] * placement.stages
+    for held in placement.held:
+        for stage, mode in zip(held, own, strict=True):
+            by_stage[stage] = mode
+    facts = network([layer(saved_bytes=7, output_bytes=3)] * (2 * placement.stages))
+    divisions = Divisions(facts, order, placement, microbatches, by_stage)
+    balance = even(len(facts.layers), placement.stages)
+    built = order.build(placement, microbatches, by_stage)
+    found = moments(built)
+    for worker, held in enumerate(placement.held):
+        sizes = [divisions.stage(stage, ranges(balance)[stage])[1] for stage in held]
+        as_it_is = peak(0, found[worker], sizes, ["always"] * len(held))
+        assert divisions.peaks(balance)[worker] == as_it_is
+    costs = stage_costs(divisions.costs, ranges(balance), placement)
+    assert divisions.judge(balance).seconds == pytest.approx(simulate(built, costs).makespan)
 
 
 def test_a_worker_holds_its_state_and_what_its_micro_batches_keep() -> None:

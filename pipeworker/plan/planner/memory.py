@@ -148,8 +148,8 @@ def moments(schedule: Schedule) -> list[Moments]:
     """Return, by worker, what it holds at the moments at which it may hold most.
 
     A moment at which it holds no more of anything than at another is left out. If the schedule
-    recomputes every micro-batch, the result is for any recompute mode; else only for ``always``,
-    which then stands for the schedule as it is.
+    recomputes every micro-batch, and splits no backward, the result is for any recompute mode; else
+    only for ``always``, which then stands for the schedule as it is.
     """
     return [_moments(schedule, worker) for worker in range(schedule.placement.workers)]
 

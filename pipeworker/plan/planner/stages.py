@@ -7,7 +7,7 @@ from itertools import product
 from typing import NamedTuple
 
 from pipeworker.facts.layer_facts import NetworkFacts
-from pipeworker.plan.actions import Edge
+from pipeworker.plan.actions import Edge, Kind
 from pipeworker.plan.orders import Order
 from pipeworker.plan.partition import ranges
 from pipeworker.plan.placement import Placement
@@ -19,13 +19,16 @@ from pipeworker.plan.planner.costs import (
     speeds,
     stage_pairs,
 )
-from pipeworker.plan.planner.memory import LayerBytes, StageBytes, moments, peak
+from pipeworker.plan.planner.memory import LayerBytes, Moments, StageBytes, moments, peak
 from pipeworker.plan.planner.step_graph import Path, StepGraph
+from pipeworker.plan.recompute import OFFLOAD
 from pipeworker.plan.schedule import Pairs
 
 MODES = ("never", "except_first", "always")
 """The recompute modes that ``auto`` chooses from, the fastest first. Offload keeps three graphs on
 the device, and so needs no less memory than recompute, which keeps one."""
+_GRAPHS = 32
+"""Graphs of steps that are kept at once."""
 
 
 class Judged(NamedTuple):
@@ -75,8 +78,17 @@ class Divisions:
         self.speeds = speeds(facts, placement.workers)
         schedule = order.build(placement, microbatches, ["always"] * placement.stages)
         self.moments = moments(schedule)
-        self._graphs: dict[tuple[Pairs, Pairs], StepGraph] = {((), ()): StepGraph(schedule)}
-        self.nodes = len(self._graphs[(), ()])
+        self.splits = any(
+            a.kind is Kind.BACKWARD_INPUT for order in schedule.workers for a in order
+        )
+        """Whether the order depends on what is recomputed: where backwards are split, the weight
+        part of a recomputed micro-batch is not deferred."""
+        self._split_moments: dict[tuple[str, ...], list[Moments]] = {}
+        first = StepGraph(schedule)
+        self._graphs: dict[tuple[Pairs, Pairs, tuple[str, ...]], StepGraph] = {
+            ((), (), (MODES[-1],) * self.stages): first
+        }
+        self.nodes = len(first)
         """The size of the step's graph: the time of one judgement is proportional to it."""
         self.judged: dict[tuple[int, ...], Judged] = {}
         self._stages: dict[tuple[int, Range], tuple[Seconds, StageBytes]] = {}
@@ -138,15 +150,35 @@ class Divisions:
         return self._peak(worker, sizes, modes)
 
     def _peak(self, worker: int, sizes: Sequence[StageBytes], modes: Sequence[str]) -> int:
-        return peak(self.facts.base_bytes, self.moments[worker], sizes, modes)
+        if not self.splits:
+            return peak(self.facts.base_bytes, self.moments[worker], sizes, modes)
+        counted = [mode if mode in ("never", OFFLOAD) else MODES[-1] for mode in modes]
+        return peak(self.facts.base_bytes, self._moments_of(worker, modes), sizes, counted)
+
+    def _moments_of(self, worker: int, modes: Sequence[str]) -> Moments:
+        """Return the moments of a worker whose stages have these modes, for an order that splits.
+
+        The order of a worker does not depend on the modes of others.
+        """
+        key = tuple(modes)
+        if key not in self._split_moments:
+            by_stage = [MODES[-1]] * self.stages
+            for held in self.placement.held:
+                for stage, mode in zip(held, modes, strict=False):
+                    by_stage[stage] = mode
+            built = self.order.build(self.placement, self.microbatches, by_stage)
+            self._split_moments[key] = moments(built)
+        return self._split_moments[key][worker]
 
     def judge(self, balance: tuple[int, ...]) -> Judged:
         """Return the step time of a balance under the best recompute modes."""
         known = self.judged.get(balance)
         if known is None:
             excess, modes, works, transfers, update = self._prepare(balance)
-            seconds, path = self._graph(balance).longest(works, transfers)
-            known = Judged(excess, seconds + update, balance, modes, path)
+            seconds, path = self._graph(balance, modes).longest(works, transfers)
+            # A path bounds other balances only if their steps have the same order.
+            common = None if self.splits else path
+            known = Judged(excess, seconds + update, balance, modes, common)
             self.judged[balance] = known
         return known
 
@@ -173,12 +205,14 @@ class Divisions:
             transfers = {edge: self.costs.transfer(size) for edge, size in sizes.items()}
         return excess, tuple(modes), [*works, 0.0], transfers, update
 
-    def _graph(self, balance: tuple[int, ...]) -> StepGraph:
+    def _graph(self, balance: tuple[int, ...], modes: tuple[str, ...]) -> StepGraph:
         """Return the graph of the step; skips and ties matter where transfers take time."""
-        key = self.pairs(balance) if self.has_transfers else ((), ())
+        skips, tied = self.pairs(balance) if self.has_transfers else ((), ())
+        key = skips, tied, modes if self.splits else (MODES[-1],) * self.stages
         if key not in self._graphs:
-            modes = ["always"] * self.stages
-            built = self.order.build(self.placement, self.microbatches, modes, *key)
+            if len(self._graphs) >= _GRAPHS:
+                self._graphs.clear()
+            built = self.order.build(self.placement, self.microbatches, key[2], skips, tied)
             self._graphs[key] = StepGraph(built)
         return self._graphs[key]
 
