@@ -56,10 +56,10 @@ def restored_process(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class SingleWorker:
-    """The worker of a job of one stage."""
+    """The worker of a job of one stage; `settings` are more of :class:`Settings`."""
 
-    def __init__(self) -> None:
-        self.worker = Worker(Settings(0, ENDPOINT, "", 0, to_log=False), _Control())
+    def __init__(self, **settings: Any) -> None:
+        self.worker = Worker(Settings(0, ENDPOINT, "", 0, to_log=False, **settings), _Control())
         self.batch: Batch | None = None
         self.epoch_length = 0
         self._actions = ""
