@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from time import perf_counter
 from typing import Any, Protocol
@@ -19,6 +19,8 @@ from pipeworker.worker.stage.values import distinct_tensors
 
 _QUEUE = "/proc/thread-self/schedstat"
 """Linux: nanoseconds of the calling thread on a core, and waiting for one."""
+_READINGS = 5
+"""Readings of both clocks until they are of one moment."""
 
 
 class UndisturbedStopwatch(Stopwatch):
@@ -35,7 +37,17 @@ class UndisturbedStopwatch(Stopwatch):
 
     def mark(self) -> float:
         """Return the seconds on this stopwatch's clock."""
-        return perf_counter() - self._waited()
+        waited = self._waited()
+        for _ in range(_READINGS):
+            now, before = perf_counter(), waited
+            waited = self._waited()
+            if waited == before:  # else the thread waited between the two readings
+                break
+        return now - waited
+
+    def seconds(self, marks: Sequence[float]) -> float:
+        """As :meth:`Stopwatch.seconds`, never negative: the two clocks are not one."""
+        return max(0.0, super().seconds(marks))
 
     def _waited(self) -> float:
         if self._file < 0:

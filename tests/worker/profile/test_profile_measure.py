@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
+from time import perf_counter
 from typing import Any
 
 import pytest
@@ -282,9 +283,15 @@ def test_the_stopwatch_stands_still_while_the_thread_waits_for_a_core(tmp_path: 
     file = tmp_path / "schedstat"
     file.write_text("100 2000000000 3\n")
     watch = UndisturbedStopwatch(str(file))
+    start = perf_counter()
     begin = watch.mark()
-    file.write_text("100 7000000000 3\n")
-    assert -5.0 <= watch.seconds([begin, watch.mark()]) < 0.0  # less than 5 s have passed
+    while perf_counter() - start < 0.05:
+        pass
+    file.write_text("100 2030000000 3\n")
+    found = watch.seconds([begin, watch.mark()])
+    assert 0.0 < found <= perf_counter() - start - 0.03
+    file.write_text("100 9000000000 3\n")  # more than has passed
+    assert watch.seconds([begin, watch.mark()]) == 0.0
     watch.close()
     missing = UndisturbedStopwatch(str(tmp_path / "none"))
     assert missing.seconds([missing.mark(), missing.mark()]) >= 0.0
