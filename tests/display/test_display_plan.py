@@ -206,6 +206,15 @@ def test_many_micro_batches_fill_the_columns_that_they_take() -> None:
     assert kinds.count(Kind.BACKWARD) == pytest.approx(2 * kinds.count(Kind.FORWARD), abs=3)
 
 
+def test_a_character_that_two_actions_share_does_not_look_like_a_third() -> None:
+    view = view_of(planned(gpipe(2, 8)))
+    for width in range(40, 140):
+        for row in timeline_rows(view.rows, view.spans, width):
+            text = "".join(text for text, _ in row[1:])
+            if all(f"B{m}" in text and f"F{m}" in text for m in range(8)):
+                assert not re.search(r"([FRB])\1", text), text
+
+
 # Pictures.
 
 

@@ -150,13 +150,17 @@ def timeline_rows(
 
 def _runs(spans: Sequence[Span], end: float, columns: int) -> Iterator[Run]:
     """Yield what a worker does, in `columns` characters."""
-    cells = _cells(spans, end, columns)
+    cells, labelled = _cells(spans, end, columns), set[int]()
     for span in spans:
         label = f"{LETTERS[span.action.kind]}{span.action.microbatch}"
         first, last = (round(columns * time / end) for time in (span.start, span.end))
         if len(label) <= last - first:
             for at, character in enumerate(label.ljust(last - first, _FILL), first):
                 cells[at] = character, span.action.kind
+                labelled.add(at)
+    for at in range(1, columns):  # between two labels, shared by their actions
+        if at not in labelled and at - 1 in labelled and cells[at][1] is cells[at - 1][1]:
+            cells[at] = _FILL, cells[at][1]
     for kind, same in groupby(cells, key=lambda cell: cell[1]):
         yield "".join(character for character, _ in same), kind
 
