@@ -79,7 +79,7 @@ def _parameters() -> list[click.Parameter]:
         Option("--no-profile", "Count operations instead of measuring layers.", is_flag=True),
     )
     for form in forms:
-        form.group, form.once = "Plan", True
+        form.group, form.once, form.allow_from_autoenv = "Plan", True, False
     arguments = [one for one in LAUNCH_PARAMETERS if isinstance(one, click.Argument)]
     return [*arguments, stages, *taken, *forms]
 

@@ -76,6 +76,13 @@ def test_the_number_of_stages_is_that_of_a_file_or_given(tmp_path: Path) -> None
     )
 
 
+def test_variables_give_options_of_a_job_but_no_form(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PIPEWORKER_STAGES", "3")
+    monkeypatch.setenv("PIPEWORKER_JSON", "1")
+    monkeypatch.setenv("PIPEWORKER_AS_JSON", "1")
+    assert shown("--microbatches", "4").startswith("3 stages, 4 micro-batches, gpipe, bubble ")
+
+
 def test_a_schedule_that_cannot_run_is_explained(tmp_path: Path) -> None:
     file = tmp_path / "mine.txt"
     file.write_text("mine stages=2 microbatches=2\n0: 0F0 0B0 0F1 0B1\n1: 1F0 1F1 1B0 1B1\n")
