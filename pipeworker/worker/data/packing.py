@@ -2,13 +2,14 @@
 
 A message is a pickle, which has numbers in place of tensors, and the bytes of their storages. Both
 processes were forked by one agent and run the same job file; no other can connect to them. Large
-messages are in an unnamed file in memory, so that the receiver waits for no copy of the sender's,
-and a message that is kept can be sent to several receivers.
+messages are in an unnamed file in memory, which the receiver maps: it copies nothing, and a message
+that is kept can be sent to several receivers.
 """
 
 from __future__ import annotations
 
 import io
+import mmap
 import os
 import pickle
 import socket
@@ -63,7 +64,7 @@ class _Pickler(pickle.Pickler):
 
 
 class _Unpickler(pickle.Unpickler):
-    def __init__(self, data: bytes, storages: list[torch.UntypedStorage]) -> None:
+    def __init__(self, data: bytes | bytearray, storages: list[torch.UntypedStorage]) -> None:
         super().__init__(io.BytesIO(data))
         self.storages = storages
         self._tensors: dict[int, torch.Tensor] = {}
@@ -146,7 +147,7 @@ def send(connection: socket.socket, value: Any) -> None:
 
 
 def receive(connection: socket.socket) -> Any:
-    """Receive a value; its tensors are copies.
+    """Receive a value. Changes of its tensors are not seen by the sender, nor by other receivers.
 
     Raises:
         EOFError: the sender is gone.
@@ -158,58 +159,30 @@ def receive(connection: socket.socket) -> Any:
     if not message:
         raise EOFError
     if not files:
-        return _unpack(_Inline(message[1:]))
+        return _unpack(bytearray(message[1:]))
     try:
-        return _unpack(_File(files[0]))
+        # The sender does not write it again. A page is copied when a tensor on it is changed.
+        return _unpack(mmap.mmap(files[0], 0, access=mmap.ACCESS_COPY))
     finally:
         os.close(files[0])
 
 
-class _Inline:
-    """The content of a message that was sent without a file."""
-
-    def __init__(self, data: bytes) -> None:
-        self._data = memoryview(data)
-
-    def read(self, start: int, target: Any) -> None:
-        target[:] = self._data[start : start + len(target)]
-
-
-class _File:
-    """The content of a message that was sent as a file."""
-
-    def __init__(self, file: int) -> None:
-        self._file = file
-
-    def read(self, start: int, target: Any) -> None:
-        view = memoryview(target)
-        while view:
-            count = os.preadv(self._file, [view], start)
-            if not count:
-                raise EOFError
-            start, view = start + count, view[count:]
-
-
-def _unpack(content: _Inline | _File) -> Any:
-    length, count = _HEAD.unpack(_read(content, 0, _HEAD.size))
+def _unpack(data: bytearray | mmap.mmap) -> Any:
+    length, count = _HEAD.unpack_from(data)
     lengths = Struct(f"<{count}q")
-    sizes = lengths.unpack(_read(content, _HEAD.size, lengths.size))
+    sizes = lengths.unpack_from(data, _HEAD.size)
     begin = _HEAD.size + lengths.size
-    plain = _read(content, begin, length)
     _, *starts, _ = _starts([begin + length, *sizes])
-    storages = []
-    for start, size in zip(starts, sizes, strict=True):
-        memory = torch.empty(size, dtype=torch.uint8)
-        if size:
-            content.read(start, memory.numpy().data)
-        storages.append(memory.untyped_storage())
-    return _Unpickler(plain, storages).load()
+    storages = [_storage(data, start, size) for start, size in zip(starts, sizes, strict=True)]
+    return _Unpickler(data[begin : begin + length], storages).load()
 
 
-def _read(content: _Inline | _File, start: int, length: int) -> bytes:
-    data = bytearray(length)
-    content.read(start, memoryview(data))
-    return bytes(data)
+def _storage(data: bytearray | mmap.mmap, start: int, size: int) -> torch.UntypedStorage:
+    """Return the storage at a place, at an aligned address."""
+    if not size:
+        return torch.empty(0, dtype=torch.uint8).untyped_storage()
+    found = torch.frombuffer(data, dtype=torch.uint8, offset=start, count=size)
+    return (found.clone() if isinstance(data, bytearray) else found).untyped_storage()
 
 
 def _bytes_of(storage: torch.UntypedStorage) -> Any:

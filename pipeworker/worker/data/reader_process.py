@@ -202,6 +202,8 @@ class ReaderProcess:
         self._begin: Place | None = None
         """The place at which reading began; None before."""
         self._replies = Replies()
+        self._oldest: Place = (0, 0)
+        """The place before which the worker needs nothing."""
         self._has_read = False
         self._reads_ahead = False
         self._status: int | None = None
@@ -300,7 +302,7 @@ class ReaderProcess:
         return Packed(Began(found=False))
 
     def _next(self, request: Next) -> Packed:
-        self._replies.drop_before(request.oldest)
+        self._oldest = request.oldest
         if not self._replies.waiting:
             self._read()
         reply = self._replies.next()
@@ -310,6 +312,7 @@ class ReaderProcess:
 
     def _read(self) -> None:
         """Read the next mini-batch, and keep it."""
+        self._replies.drop_before(self._oldest)  # here: no worker waits while memory is freed
         with self._clock.running():
             self._replies.add(self._read_one())
         self._has_read = True
