@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import IntEnum
+from enum import IntEnum, unique
 
 from pipeworker.facts.limits import check
 
 
+@unique
 class Phase(IntEnum):
     """The activity of a worker, for failure messages. A number, because it is written often."""
 
@@ -28,7 +29,7 @@ class Phase(IntEnum):
     RESTORING = 14
     COMPILING = 15
     MEASURING = 16
-    PREDICTION = 16
+    PREDICTION = 17
 
 
 @dataclass(frozen=True, slots=True)
