@@ -9,7 +9,7 @@ import pytest
 
 from support.compare import assert_same
 from support.jobs import Jobs, Reference, Run
-from support.ranks import Scripts, script
+from support.ranks import LOOP, Scripts, script
 
 SOURCE = """
     import torch
@@ -117,3 +117,43 @@ def test_ranks_of_a_script_run_every_schedule(
     ran = scripts.start(script(SOURCE, TRAIN), ranks, OPTIONS=json.dumps(options))
     run = ran.succeed()[0]
     check(run, reference("--stages", "1", *COMMON, source=SOURCE), options["schedule"], stages)
+
+
+STILL = SOURCE.replace("        return nn.Sequential(", "        net = nn.Sequential(").replace(
+    """nn.Linear(8, 3),
+        )
+""",
+    """nn.Linear(8, 3),
+        )
+        for index in (0, 1, 2, 7):
+            net[index].requires_grad_(False)
+        return net
+""",
+)
+"""The first three layers are frozen, and one behind them; a skip begins at one of the first."""
+
+
+@pytest.mark.parametrize(
+    ("schedule", "words"),
+    [("gpipe", ("--balance", "1,2,4,3")), ("zbv", ("--balance", "3,4,1,2", "--stages", "2"))],
+)
+def test_frozen_layers_at_the_front_have_no_backward(
+    jobs: Jobs, reference: Reference, schedule: str, words: tuple[str, ...]
+) -> None:
+    run = jobs.train("--stages", "4", "--schedule", schedule, *words, *COMMON, source=STILL)
+    one = reference("--stages", "1", *COMMON, source=STILL)
+    check(run, one, schedule, 4)
+    head, first = run.plan["actions"][:2]
+    assert head.endswith("frozen=0,1" if schedule == "gpipe" else "frozen=0,2")
+    assert {"0F0", "0L0"} <= {*first.split()}
+    assert not {"0R0", "0B0", "0I0", "0<G0"} & {*first.split()}
+
+
+def test_results_of_an_own_loop_pass_a_frozen_front(scripts: Scripts) -> None:
+    """Over the channels of gradients, which its schedule does not use there."""
+    source = STILL.replace("Down(8, 8)", "nn.Linear(8, 8)").replace("Up(8, 8)", "nn.Linear(8, 8)")
+    ran = scripts.start(script(source, LOOP), 3, OPTIONS=json.dumps({"balance": "1,2,7"}))
+    ran.succeed()
+    reports = [ran.reported(rank) for rank in range(3)]
+    assert len(reports[0]["loss"]) == 5
+    assert reports[0] == reports[1] == reports[2]

@@ -18,7 +18,7 @@ from pipeworker.facts.connections import Skip, Tie
 from pipeworker.facts.layer_names import LayerNames
 from pipeworker.facts.position import Position
 from pipeworker.job.options import Options
-from pipeworker.plan import partition, skips, ties
+from pipeworker.plan import frozen, partition, skips, ties
 from pipeworker.plan.actions import Edge, format_actions
 from pipeworker.plan.check import LiveMicroBatches, check
 from pipeworker.plan.connect import forward_only
@@ -48,6 +48,7 @@ class Blueprint:
         types: names of the classes that every worker knows.
         steps: the number of steps of the job, if its scheduler or its options say; else 0.
         hooks: names of the job file's functions that are called with what is recorded.
+        frozen: the stages that have nothing to train.
     """
 
     options: Options
@@ -61,6 +62,7 @@ class Blueprint:
     types: tuple[str, ...] = ()
     steps: int = 0
     hooks: tuple[str, ...] = ()
+    frozen: tuple[int, ...] = ()
     _edges: defaultdict[int, set[Edge]] = field(default_factory=lambda: defaultdict(set))  # by rank
     _schedules: dict[int, tuple[Schedule, LiveMicroBatches]] = field(default_factory=dict)
     _sent_microbatches: int = -1  # of the schedule that the workers have
@@ -100,8 +102,12 @@ class Blueprint:
             tuple(sorted(set.intersection(*({*d.types} for d in described)))),
             options.total_steps(surveyed.epoch_length),
             surveyed.hooks,
+            frozen.stages(set.intersection(*({*d.frozen} for d in described)), ranges),
         )
-        for edge in edges(found.for_replica(options.microbatches, 0)[0]):
+        schedule, _ = found.for_replica(options.microbatches, 0)
+        if found.frozen:  # results of an own loop pass over the channels of gradients too
+            schedule = found._build(schedule.microbatches, ())
+        for edge in edges(schedule):
             for replica in range(placement.replicas):
                 for stage in (edge.source, edge.target):
                     found._edges[placement.rank_of(stage, replica)].add(edge)
@@ -163,15 +169,18 @@ class Blueprint:
     def schedule(self, microbatches: int) -> tuple[Schedule, LiveMicroBatches]:
         """Return the checked schedule for a replica with `microbatches` micro-batches."""
         if microbatches not in self._schedules:
-            options, pairs = self.options, (skips.pairs(self.skips), ties.pairs(self.ties))
-            build = options.schedule_source.build
-            built = build(self.placement, microbatches, self.recompute, *pairs)
+            options, built = self.options, self._build(microbatches, self.frozen)
             self._schedules[microbatches] = built, check(built)
             most = len(block(options.microbatches, self.placement.replicas, 0))
             others = [count for count in self._schedules if count != most]
             for count in others[:-_MAX_SCHEDULES]:
                 del self._schedules[count]
         return self._schedules[microbatches]
+
+    def _build(self, microbatches: int, frozen: tuple[int, ...]) -> Schedule:
+        pairs = skips.pairs(self.skips), ties.pairs(self.ties)
+        build = self.options.schedule_source.build
+        return build(self.placement, microbatches, self.recompute, *pairs, frozen)
 
     def summary(self) -> list[str]:
         """Return the decisions as lines for the log."""

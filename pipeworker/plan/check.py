@@ -68,6 +68,8 @@ def check(schedule: Schedule, *, capacity: int = CHANNEL_CAPACITY) -> LiveMicroB
     for source, target in schedule.skips:
         if not 0 <= source < target < schedule.placement.stages:
             raise ScheduleError(f"skip {source}>{target} does not lead to a later stage")
+    if list(schedule.frozen) != sorted({*schedule.frozen} & {*range(schedule.placement.stages)}):
+        raise ScheduleError(f"frozen stages {schedule.frozen} are not of the stages, ascending")
     for source, target in schedule.ties:
         if (target, source) not in schedule.ties:
             raise ScheduleError(f"tie {source}>{target} has no {target}>{source}")
@@ -150,7 +152,9 @@ class _StageChecks:
         self._count, self._training = schedule.microbatches, not schedule.forward_only
         self._actions = schedule.workers[worker]
         self._owners = schedule.placement.owners
-        self._ends = StageEnds.of(schedule.placement, stage, schedule.skips)
+        self._trains = not schedule.forward_only and stage >= schedule.front
+        """Whether the stage has a backward."""
+        self._ends = StageEnds.of(schedule.placement, stage, schedule.skips, schedule.front)
         self._tied = [b for a, b in schedule.ties if a == stage]
 
     def check(self) -> tuple[int, int, int]:
@@ -311,7 +315,7 @@ class _StageChecks:
         """Check that no action is missing, and that none is without a purpose."""
         wanted = self._wanted()
         self._check_all(self._column(Kind.FORWARD), range(self._count), Kind.FORWARD)
-        if self._training:
+        if self._trains:
             inputs, both = self._column(Kind.BACKWARD_INPUT), self._either(INPUTS)
             weights = self._column(Kind.BACKWARD_WEIGHT)
             self._check_all(weights, inputs.microbatches, Kind.BACKWARD_WEIGHT)
@@ -322,11 +326,13 @@ class _StageChecks:
             self._check_all(both, range(self._count), Kind.BACKWARD)
         for (kind, peer), microbatches in wanted.items():
             self._check_all(self._column(kind, peer), microbatches, kind, peer)
-        known = {*wanted, *((kind, -1) for kind in (Kind.FETCH, *COMPUTE) if self._training)}
+        known = {*wanted, *((kind, -1) for kind in (Kind.FETCH, *COMPUTE) if self._trains)}
         for (kind, stage, peer), column in self._columns.items():
             if stage != self._stage:
                 continue
             action = self._actions[column.places[0]]
+            if (kind, peer) not in known and self._training and kind in COMPUTE:
+                raise self._fail(f"{action}: the frozen stages at the front have no backward")
             if (kind, peer) not in known and kind is Kind.LOAD and self._training:
                 raise self._fail(f"{action}: only stage 0 reads data")
             if (kind, peer) not in known:

@@ -73,6 +73,8 @@ def peak_live(columns: Columns, stage: int, size: int) -> tuple[int, int, int]:
     recomputes = _column(columns, Kind.RECOMPUTE, stage)
     fetches = _column(columns, Kind.FETCH, stage)
     done = joined(_column(columns, kind, stage) for kind in WEIGHTS).places
+    if not done:  # a stage without backward keeps nothing of a forward
+        done = forwards.places
     recomputed = set(recomputes.microbatches)
     pairs = zip(forwards.microbatches, forwards.places, strict=True)
     kept_forwards = [place for m, place in pairs if m not in recomputed]

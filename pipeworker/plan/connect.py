@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from pipeworker.plan.actions import INPUTS, SENDS, WEIGHTS, Action, Kind
+from pipeworker.plan.frozen import front
 from pipeworker.plan.placement import Placement
 from pipeworker.plan.schedule import End, Pairs, Schedule, StageEnds
 
@@ -16,6 +17,7 @@ def connect(
     orders: Sequence[Sequence[Action]],
     skips: Pairs = (),
     ties: Pairs = (),
+    frozen: tuple[int, ...] = (),
 ) -> Schedule:
     """Place sends, receives, loads and exchanges of gradients around compute orders.
 
@@ -29,17 +31,17 @@ def connect(
     the stages of this replica need of each other, so that no workers wait in a circle: first the
     parts, then their sums. Tied weights come last, because they add up complete gradients.
 
-    `orders` are the compute actions of each worker, fetches included. The schedule is not checked
-    yet.
+    `orders` are the compute actions of each worker, fetches included, without the backwards that
+    `frozen` stages do not have. The schedule is not checked yet.
     """
-    around = _around(placement, skips)
+    around = _around(placement, skips, front(frozen, placement.stages))
     workers = []
     for worker, (order, held) in enumerate(zip(orders, placement.held, strict=True)):
         actions = _with_ends(order, around, reads=0 in held)
         if placement.replicas > 1:
             actions = _over_replicas(actions, held)
         workers.append((*actions, *_reduction(placement, worker, ties)))
-    return Schedule(name, microbatches, placement, tuple(workers), skips, ties)
+    return Schedule(name, microbatches, placement, tuple(workers), skips, ties, frozen=frozen)
 
 
 def forward_only(placement: Placement, skips: Pairs = ()) -> Schedule:
@@ -54,8 +56,8 @@ _Around = dict[Kind, tuple[list[End], list[End]]]
 """By kind of action, the receives before it and the sends after it."""
 
 
-def _around(placement: Placement, skips: Pairs) -> list[_Around]:
-    ends = [StageEnds.of(placement, stage, skips) for stage in range(placement.stages)]
+def _around(placement: Placement, skips: Pairs, first: int = 0) -> list[_Around]:
+    ends = [StageEnds.of(placement, stage, skips, first) for stage in range(placement.stages)]
     return [
         {
             Kind.FORWARD: (e.before_forward, e.after_forward),

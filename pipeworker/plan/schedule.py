@@ -16,6 +16,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from pipeworker.plan import frozen
 from pipeworker.plan.actions import (
     RECEIVES,
     SENDS,
@@ -60,6 +61,7 @@ class Schedule:
     Attributes:
         skips: the pairs of stages (source, target) that skip connections lead between.
         ties: the pairs of stages that exchange gradients of tied weights, in both directions.
+        frozen: the stages that have nothing to train, ascending.
     """
 
     name: str
@@ -69,6 +71,12 @@ class Schedule:
     skips: Pairs = ()
     ties: Pairs = ()
     forward_only: bool = False
+    frozen: tuple[int, ...] = ()
+
+    @property
+    def front(self) -> int:
+        """The number of stages at the front of the network that have no backward."""
+        return frozen.front(self.frozen, self.placement.stages)
 
     def __str__(self) -> str:
         head = f"{self.name} stages={self.placement.stages} microbatches={self.microbatches}"
@@ -79,6 +87,8 @@ class Schedule:
         for label, ends in (("skips", self.skips), ("ties", self.ties)):
             if ends:
                 head += f" {label}=" + ",".join(f"{source}>{target}" for source, target in ends)
+        if self.frozen:
+            head += f" frozen={','.join(map(str, self.frozen))}"
         if self.forward_only:
             head += " forward-only"
         lines = (f"{worker}: {format_actions(acts)}" for worker, acts in enumerate(self.workers))
@@ -98,8 +108,11 @@ class StageEnds(NamedTuple):
     after_backward: list[End]
 
     @staticmethod
-    def of(placement: Placement, stage: int, skips: Pairs) -> StageEnds:
-        """Return the ends of a stage; stages of one worker pass tensors in memory."""
+    def of(placement: Placement, stage: int, skips: Pairs, front: int = 0) -> StageEnds:
+        """Return the ends of a stage; stages of one worker pass tensors in memory.
+
+        The first `front` stages have no backward, and are sent no gradients.
+        """
         owners, last = placement.owners, placement.stages - 1
 
         def is_remote(other: int) -> bool:
@@ -120,12 +133,12 @@ class StageEnds(NamedTuple):
                 *((Kind.SEND_SKIP, peer) for peer in targets),
             ],
             [
-                *([(Kind.RECEIVE_GRADIENT, -1)] if after else []),
-                *((Kind.RECEIVE_SKIP_GRADIENT, peer) for peer in targets),
+                *([(Kind.RECEIVE_GRADIENT, -1)] if after and stage >= front else []),
+                *((Kind.RECEIVE_SKIP_GRADIENT, peer) for peer in targets if stage >= front),
             ],
             [
-                *([(Kind.SEND_GRADIENT, -1)] if before else []),
-                *((Kind.SEND_SKIP_GRADIENT, peer) for peer in sources),
+                *([(Kind.SEND_GRADIENT, -1)] if before and stage > front else []),
+                *((Kind.SEND_SKIP_GRADIENT, peer) for peer in sources if peer >= front),
             ],
         )
 

@@ -137,7 +137,10 @@ def simulate(
                     edge = channel(kind, stage, peer)
                     bound = capacity if is_bounded(edge, schedule.placement) else None
                     through = channels.setdefault(edge, _Channel(edge, bound, costs))
-                act = _Act(costs.of(kind, stage), kind in SENDS, through)
+                cost = costs.of(kind, stage)
+                if kind is Kind.BACKWARD and stage in schedule.frozen:  # it has no weight part
+                    cost = costs.backward_input[stage]
+                act = _Act(cost, kind in SENDS, through)
                 known[kind, stage, peer] = act
             through = act.channel
             if through is None:

@@ -27,7 +27,8 @@ _PAIRS = rf"{_PAIR}(?:,{_PAIR})*"
 _HEAD = re.compile(
     r"(?P<name>\S+) +stages=(?P<stages>[1-9]\d{0,8}) +microbatches=(?P<microbatches>0|[1-9]\d{0,8})"
     r"(?: +placement=(?P<placement>\d{1,9}(?:[,/]\d{1,9})*))?(?: +replicas=(?P<replicas>\d{1,9}))?"
-    rf"(?: +skips=(?P<skips>{_PAIRS}))?(?: +ties=(?P<ties>{_PAIRS}))?(?P<only> +forward-only)?",
+    rf"(?: +skips=(?P<skips>{_PAIRS}))?(?: +ties=(?P<ties>{_PAIRS}))?"
+    r"(?: +frozen=(?P<frozen>\d{1,9}(?:,\d{1,9})*))?(?P<only> +forward-only)?",
     re.ASCII,
 )
 _LINE = re.compile(r"\s*(\d{1,9})\s*:(.*)", re.ASCII)
@@ -85,6 +86,7 @@ def parse(text: str) -> Schedule:
         _pairs(match["skips"]),
         _pairs(match["ties"]),
         match["only"] is not None,
+        tuple(map(int, match["frozen"].split(","))) if match["frozen"] else (),
     )
 
 
@@ -144,7 +146,12 @@ def compute_order(schedule: Schedule) -> Schedule:
     if sum(map(len, computed)) < sum(map(len, schedule.workers)):
         _check_connections(schedule)
     return replace(
-        schedule, placement=schedule.placement.copies(1), workers=computed, skips=(), ties=()
+        schedule,
+        placement=schedule.placement.copies(1),
+        workers=computed,
+        skips=(),
+        ties=(),
+        frozen=(),
     )
 
 
@@ -159,6 +166,7 @@ def _check_connections(schedule: Schedule) -> None:
         orders,
         schedule.skips,
         schedule.ties,
+        schedule.frozen,
     )
     for worker, (given, wanted) in enumerate(zip(schedule.workers, placed.workers, strict=True)):
         if given == wanted:

@@ -108,6 +108,7 @@ class ModelledWorker:
             hooks_of(loaded.job) if loaded.path and not options.evaluate_only else (),
             outline,
             machine_of(loaded.device, model.entries) if self.finds_facts else None,
+            model.frozen(),
         )
 
     @property

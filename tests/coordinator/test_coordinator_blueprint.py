@@ -8,6 +8,7 @@ import pytest
 
 from pipeworker.facts.connections import Skip, Tie
 from pipeworker.facts.failure import Cause
+from pipeworker.plan.actions import COMPUTE, Kind
 from pipeworker.wire.messages.plan import Described, Plan, StageRange
 from support.coordinator import LAYERS, ScriptedJob, sent_to
 
@@ -101,6 +102,25 @@ def test_workers_must_have_the_same_initial_weights() -> None:
     job.receive(Described(1, LAYERS, (), weights=2))
     assert "model: the initial weights differ from rank to rank" in job.failure.message
     assert job.ended.exit_status == 2
+
+
+def test_stages_whose_layers_are_all_frozen_have_no_needless_backward() -> None:
+    """On one worker a layer is built later, so it may have something to train."""
+    job = ScriptedJob(3, balance=(2, 1, 2))
+    job.join()
+    for rank, frozen in enumerate([(0, 1, 2, 4), (0, 1, 2), (0, 1, 2, 3, 4)]):
+        effects = job.receive(Described(rank, LAYERS, (), frozen=frozen))
+    blueprint = job.job.generation.blueprint
+    assert blueprint
+    assert blueprint.frozen == (0, 1)
+    schedule, kept = blueprint.for_replica(4, 0)
+    kinds = [{action.kind for action in actions} & COMPUTE for actions in schedule.workers]
+    assert kinds[0] == kinds[1] == {Kind.FORWARD}
+    assert Kind.BACKWARD in kinds[2]
+    assert kept.inputs == (1, 1, 4)
+    (plan,) = sent_to(effects, 1)
+    assert isinstance(plan, Plan)
+    assert {"2>1/gradient", "1>0/gradient"} <= {*plan.edges}  # results of an own loop use them
 
 
 def test_types_that_all_workers_know_are_numbered() -> None:

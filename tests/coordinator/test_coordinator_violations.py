@@ -92,7 +92,7 @@ def step_done(**wrong: object) -> list[object]:
 
 def model(**wrong: object) -> list[object]:
     """Return the fields of a Described, some of them replaced."""
-    right = [0, ["Linear"], [], [], 0, [], [], [], [], [], 0, [], None, None]
+    right = [0, ["Linear"], [], [], 0, [], [], [], [], [], 0, [], None, None, []]
     names = [field.name for field in fields(Described)]
     return [wrong.get(name, value) for name, value in zip(names, right, strict=True)]
 
@@ -174,6 +174,8 @@ WRONG = [
     ("Described", model(layers=["A", "B"], names=["a"]), "1 names for 2 layers"),
     ("Described", model(layers=["A", "B"], names=["a", "a"]), "several layers with one name"),
     ("Described", model(names=["a..b"]), "a layer named 'a..b'"),
+    ("Described", model(frozen=[99]), "frozen layers that are none, or out of order"),
+    ("Described", model(frozen=[1, 0]), "frozen layers that are none, or out of order"),
     ("Described", model(notes=["x" * 513]), "too many notes, or too long ones"),
     ("Described", model(settings=["x" * 513]), "too many settings, or too long ones"),
     ("Described", model(outline=outline(of_layer=[0, 0])), "an outline of other layers than 1"),

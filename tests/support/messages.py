@@ -103,6 +103,7 @@ MADE: dict[Any, st.SearchStrategy[Any]] = {
         notes=_some(_texts),
         settings=_some(_texts),
         machine=st.none() | _machine,
+        frozen=st.sets(st.integers(0, 3)).map(lambda some: tuple(sorted(some))),
     ),
     Plan: st.builds(
         Plan,

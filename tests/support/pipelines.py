@@ -21,6 +21,7 @@ from pipeworker.job.file import JobFile
 from pipeworker.plan import partition, ties
 from pipeworker.plan.check import check as check_schedule
 from pipeworker.plan.connect import connect, forward_only
+from pipeworker.plan.frozen import without_backwards
 from pipeworker.plan.partition import block
 from pipeworker.plan.placement import Placement
 from pipeworker.plan.recompute import OFFLOAD, with_fetches
@@ -53,10 +54,11 @@ MODES = ("always", "except_first", "never", OFFLOAD)
 
 @dataclass(frozen=True)
 class Way:
-    """A placement of stages, and their compute orders by the number of micro-batches."""
+    """A placement of stages, their compute orders by the number of micro-batches, frozen stages."""
 
     placement: Placement
     compute: Callable[[Placement, int], Orders]
+    frozen: tuple[int, ...] = ()
 
 
 @functools.cache
@@ -74,8 +76,10 @@ def filled(placement: Placement, mode: str = "never") -> Way:
 @functools.lru_cache(maxsize=1024)
 def checked_schedule(way: Way, microbatches: int, skips: Pairs, tied: Pairs) -> Schedule:
     """Return the checked schedule for a number of micro-batches, from the cache if it is there."""
-    compute = way.compute(way.placement, microbatches)
-    schedule = connect("test", microbatches, way.placement, compute, skips, tied)
+    compute, stages = way.compute(way.placement, microbatches), way.placement.stages
+    if way.frozen:
+        compute = [without_backwards(order, way.frozen, stages) for order in compute]
+    schedule = connect("test", microbatches, way.placement, compute, skips, tied, way.frozen)
     check_schedule(schedule)
     return schedule
 

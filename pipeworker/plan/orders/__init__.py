@@ -37,6 +37,7 @@ from pipeworker.errors import ScheduleError, UsageError
 from pipeworker.plan import text
 from pipeworker.plan.actions import Action
 from pipeworker.plan.connect import connect
+from pipeworker.plan.frozen import without_backwards
 from pipeworker.plan.orders.dualpipev import dualpipev
 from pipeworker.plan.orders.gpipe import gpipe
 from pipeworker.plan.orders.interleaved_1f1b import interleaved_1f1b
@@ -79,8 +80,11 @@ class Order:
         modes: Sequence[str],
         skips: Pairs = (),
         ties: Pairs = (),
+        frozen: tuple[int, ...] = (),
     ) -> Schedule:
         """Make the schedule of a replica, with the recompute mode of each stage; unchecked.
+
+        The `frozen` stages have nothing to train (:mod:`pipeworker.plan.frozen`).
 
         One of several replicas may have no micro-batch: it only takes part in the sum of gradients.
 
@@ -91,9 +95,11 @@ class Order:
             raise ScheduleError("a schedule needs at least one stage and one micro-batch")
         by_stage = [recomputed(mode, microbatches) for mode in modes]
         compute = self.compute(placement, microbatches, by_stage)
+        if frozen:
+            compute = [without_backwards(o, frozen, placement.stages) for o in compute]
         if offloads := {stage for stage, mode in enumerate(modes) if mode == OFFLOAD}:
             compute = [with_fetches(order, offloads) for order in compute]
-        return connect(self.name, microbatches, placement, compute, skips, ties)
+        return connect(self.name, microbatches, placement, compute, skips, ties, frozen)
 
 
 ORDERS = {

@@ -42,6 +42,7 @@ class Described:
         outline: the outline of the network, from the worker that reads the data, if facts of the
             layers are wanted and they could be run on fake tensors.
         machine: what the worker computes on, if facts are wanted.
+        frozen: the layers that have nothing to train, ascending.
     """
 
     rank: int
@@ -58,6 +59,7 @@ class Described:
     hooks: tuple[str, ...] = ()
     outline: Outline | None = None
     machine: Machine | None = None
+    frozen: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         check_names(self.types, "names of types")
@@ -72,6 +74,8 @@ class Described:
         outlined = self.outline is None or len(self.outline.of_layer) == count
         check(outlined, f"an outline of other layers than {count}")
         check(len(self.names) in (0, count), f"{len(self.names)} names for {count} layers")
+        known = sorted({*self.frozen} & {*range(count)})
+        check(list(self.frozen) == known, "frozen layers that are none, or out of order")
         for skip in self.skips:
             check(0 <= skip.source <= skip.target < count, f"a skip to layer {skip.target}")
             check_names((skip.name,), "names of skips")

@@ -67,6 +67,14 @@ class Model:
         found = [*shared_parameters(self.entries), *self._declared]
         return declared(found, len(self.entries))
 
+    def frozen(self) -> tuple[int, ...]:
+        """Return the layers that have nothing to train; a layer that is built later may have."""
+        return tuple(
+            index
+            for index, entry in enumerate(self.entries)
+            if isinstance(entry, nn.Module) and not any(p.requires_grad for p in entry.parameters())
+        )
+
     def digest(self) -> int:
         """Return a checksum of the first elements of each parameter that already exists."""
         digest = 0

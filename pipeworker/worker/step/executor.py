@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from typing import Any
@@ -12,6 +12,7 @@ import torch
 from pipeworker.facts.position import Phase
 from pipeworker.plan.actions import (
     COMPUTE,
+    INPUTS,
     RECEIVES,
     SENDS,
     Action,
@@ -81,7 +82,8 @@ def compile_program(
     actions: Sequence[Action], wiring: Wiring, load: Handler, watches: Callable[[Action], bool]
 ) -> Program:
     """Find the handler of each action; `load` reads the next mini-batch."""
-    handler = cache(partial(_handler, wiring, load))
+    backward = {action.stage for action in actions if action.kind in INPUTS}
+    handler = cache(partial(_handler, wiring, load, backward))
     instructions = [(handler(a.kind, a.stage, a.peer), a.microbatch, watches(a)) for a in actions]
     order: dict[Edge, list[int]] = {
         e: list(wiring.ties[e.target].frames(e.source)) if e.payload is Payload.TIED else []
@@ -100,7 +102,10 @@ def compile_program(
     return Program(actions, instructions, order, *flags)
 
 
-def _handler(wiring: Wiring, load: Handler, kind: Kind, stage: int, peer: int) -> Handler:
+def _handler(
+    wiring: Wiring, load: Handler, backward: Collection[int], kind: Kind, stage: int, peer: int
+) -> Handler:
+    """Return the handler of an action; `backward` are the stages that have one."""
     if kind is Kind.LOAD:
         return load
     channels, reductions = wiring.stages[stage], wiring.reductions
@@ -115,6 +120,8 @@ def _handler(wiring: Wiring, load: Handler, kind: Kind, stage: int, peer: int) -
             return waiting_handler(channels, reductions[stage].gather)
     if kind in SENDS or kind in RECEIVES:
         return wiring.handlers[channel(kind, stage, peer)]
+    if kind is Kind.FORWARD and stage not in backward:
+        return channels.forward_alone
     return _COMPUTES[kind](channels)
 
 

@@ -106,6 +106,7 @@ class StageChannels:
 
     Attributes:
         receivers: channels whose buffers the stage needs until its backward.
+        forward_receivers: those of them that receive before the forward.
         after_forward, after_backward: local transfers of what a forward or backward produces.
     """
 
@@ -113,6 +114,7 @@ class StageChannels:
     step: int = 0
     microbatches: dict[int, MicroBatch] = field(default_factory=dict)
     receivers: list[Receiver] = field(default_factory=list)
+    forward_receivers: list[Receiver] = field(default_factory=list)
     after_forward: list[Transfer] = field(default_factory=list)
     after_backward: list[Transfer] = field(default_factory=list)
 
@@ -122,6 +124,15 @@ class StageChannels:
         for transfer in self.after_forward:
             transfer(mb)
         self.stage.end_action(mb)
+
+    def forward_alone(self, m: int) -> None:
+        """Run a forward that no backward follows, and keep nothing of it."""
+        self.forward(m)
+        mb = self.microbatches[m]
+        mb.value, mb.output, mb.arrived = None, None, {}
+        mb.boundary, mb.edges = None, ()
+        for receiver in self.forward_receivers:
+            receiver.release(m)
 
     def recompute(self, m: int) -> None:
         mb = self.microbatches[m]

@@ -110,6 +110,8 @@ class Wiring:
             else:
                 self.handlers[edge] = receive_handler(edge, target, receiver)
                 target.receivers.append(receiver)
+                if edge.payload not in _BACKWARDS:
+                    target.forward_receivers.append(receiver)
 
     def _connect_replicas(self) -> None:
         senders: defaultdict[tuple[Payload, int], dict[int, Sender]] = defaultdict(dict)

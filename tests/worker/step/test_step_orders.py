@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 from torch import nn
 
 from pipeworker.facts.connections import Skip
+from pipeworker.plan.actions import COMPUTE, Kind
 from pipeworker.plan.orders import ORDERS, resolve
 from pipeworker.plan.placement import Placement
 from pipeworker.plan.recompute import OFFLOAD, recomputed, with_fetches
@@ -25,6 +27,7 @@ from support.replicas import plain as plain_replicas
 MANY = sorted({*ORDERS} - {"gpipe"})
 SIZES = (9, 7, 2, 9)
 """Ragged mini-batches: one has fewer samples than there are micro-batches."""
+FORWARDS = (Kind.FORWARD, Kind.SEND_ACTIVATION, Kind.SEND_TARGET, Kind.SEND_SKIP)
 ENDS = (Skip(0, 10, "far"), Skip(3, 6, "near"))
 
 
@@ -92,6 +95,37 @@ def test_every_schedule_adds_replicas_and_tied_weights_in_order(name: str) -> No
     tied = [("0.weight", "2.weight")]
     one = train(filled(Placement.identity(1, 2)), tied=tied).train(len(SIZES))
     assert_equal(train(made, tied=tied).train(len(SIZES)), one, name)
+
+
+@pytest.mark.parametrize("name", ["gpipe", "interleaved-1f1b", "zbv", "zb-h1"])
+@pytest.mark.parametrize("mode", ["never", "always"])
+def test_frozen_stages_have_no_needless_backward(name: str, mode: str) -> None:
+    """The front of the network is frozen, and a part of its middle; a skip begins in the front."""
+    layers = network()
+    workers = 5 - resolve(name).virtual_stages
+    balance = (2, 2, 4, 4) if workers == 4 else (2,) * 6
+    frozen = (0, 2) if workers == 4 else (0, 1, 3)
+    still = [*range(2), *range(4, 8)] if workers == 4 else [*range(4), 6, 7]
+    for index in still:
+        layers[index].requires_grad_(requires_grad=False)
+    batches = data(*SIZES)
+    expected = plain_loop(copy.deepcopy(layers), mse, batches, 5, adam)
+    assert expected.grads[0]["0.0.weight"] is None
+    assert expected.grads[0]["8.weight"] is not None
+    made = replace(way(name, workers, [mode]), frozen=frozen)
+    pipeline = Pipeline(
+        *(layers, mse, batches, made),
+        balance=balance,
+        microbatches=5,
+        skips=ENDS,
+        optimizer=adam,
+    )
+    assert_equal(pipeline.train(len(SIZES)), expected, name)
+    kinds = {(a.kind, a.stage) for order in pipeline.schedule(5).workers for a in order}
+    assert {kind for kind, stage in kinds if stage == 0} <= {*FORWARDS, Kind.LOAD}
+    assert {kind for kind, stage in kinds if stage == frozen[-1]} & COMPUTE <= {
+        *(Kind.FORWARD, Kind.RECOMPUTE, Kind.BACKWARD)
+    }
 
 
 def test_a_round_may_wait_for_the_first_worker() -> None:
