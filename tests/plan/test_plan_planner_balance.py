@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import combinations, pairwise, product
+from random import Random
 
 import pytest
 from hypothesis import given, settings
@@ -30,7 +31,8 @@ def brute_force(
     layers, stages = len(facts.layers), placement.stages
     cuts = [(0, *some, layers) for some in combinations(range(1, layers), stages - 1)]
     times = []
-    for modes in product(("never", "except_first", "always"), repeat=stages):
+    known = ("never", "except_first", "always") if facts.limits else ("never",)
+    for modes in product(known, repeat=stages):
         divisions = Divisions(facts, order, placement, microbatches, modes)
         for some in cuts:
             balance, divided = tuple(b - a for a, b in pairwise(some)), tuple(pairwise(some))
@@ -60,7 +62,9 @@ def test_a_small_network_gets_the_best_balance_and_modes_of_all_that_fit(
     placement = order.place(2)
     divisions = Divisions(facts, order, placement, microbatches)
     peaks = divisions.peaks(even(divisions.layers, placement.stages))
-    limited = replace(facts, limits=tuple(int(share * peak) for peak in peaks))
+    limited = facts
+    if placement.stages == placement.workers:  # else the modes are chosen by worker, not by time
+        limited = replace(facts, limits=tuple(int(share * peak) for peak in peaks))
     best = brute_force(limited, order, placement, microbatches)
     if best is None:
         with pytest.raises(UsageError, match="does not fit into the memory"):
@@ -71,17 +75,25 @@ def test_a_small_network_gets_the_best_balance_and_modes_of_all_that_fit(
 
 
 @pytest.mark.parametrize("workers", [2, 3, 4])
-@settings(max_examples=10)
-@given(facts=networks(least=12, most=12), microbatches=st.integers(1, 12))
 def test_a_local_search_comes_close_to_the_best_balance(
-    workers: int, facts: NetworkFacts, microbatches: int
+    workers: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     order, placement = resolve("gpipe"), Placement.identity(workers)
-    best = best_balance(Divisions(facts, order, placement, microbatches))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(balances, "_ALL", 0)
-        found = best_balance(Divisions(facts, order, placement, microbatches))
-    assert best.seconds <= found.seconds <= 1.1 * best.seconds
+    drawn = Random(workers)
+    lost = []
+    for _ in range(12):
+        layers = [
+            layer(drawn.uniform(0.1, 5), drawn.uniform(0.1, 9), output_bytes=drawn.randrange(200))
+            for _ in range(12)
+        ]
+        facts = replace(network(layers), latency=0.1, seconds_per_byte=drawn.choice([0, 0.01]))
+        best, found = (
+            best_balance(Divisions(facts, order, placement, 6)).seconds
+            for _ in (monkeypatch.setattr(balances, "_ALL", most) for most in (2000, 0))
+        )
+        lost.append(found / best - 1)
+    assert max(lost) < 0.05
+    assert sum(lost) / len(lost) < 0.01
 
 
 def test_a_heavy_layer_gets_a_stage_of_its_own() -> None:

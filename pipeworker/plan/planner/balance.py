@@ -1,10 +1,11 @@
 """The search for the balance: which consecutive layers each stage gets.
 
 What is proven: a network with at most ``_ALL`` possible balances gets the best one by simulated
-step time, because the step time of each is computed. For a larger network
-the search begins with the balance whose slowest stage is the fastest, and then moves cuts as long
-as that shortens the simulated step. The result is the best one among its neighbours, and not proven
-to be the best of all. All bounds are counts, so that every host finds the same balance.
+step time, because the step time of each is computed. For a larger network, or very many
+micro-batches, the search begins with the balance whose slowest stage is the fastest, and then moves
+cuts as long as that shortens the simulated step. The result is the best one among its neighbours,
+and not proven to be the best of all. All bounds are counts, so that every host finds the same
+balance.
 """
 
 from __future__ import annotations
@@ -24,7 +25,9 @@ _ALL = 2_000
 _PATHS = 8
 """Paths from which the bound of a balance is computed."""
 _NODES = 2_000_000
-"""Nodes of graphs of steps that a local search evaluates at most: half a second."""
+"""Nodes of graphs of steps that a search evaluates at most: half a second."""
+_LEAST = 25
+"""The number of balances that a local search judges at most, even if their graphs are larger."""
 _HALVINGS = 30
 """Halvings of the interval in which the time of the slowest stage is searched."""
 
@@ -36,35 +39,49 @@ def best_balance(divisions: Divisions) -> Judged:
         UsageError: there are fewer layers than stages, or no balance fits; the message names the
             stage that lacks the most and what can be done.
     """
-    search = _Search(divisions)
-    layers, stages = divisions.layers, divisions.stages
-    seeds = [even(layers, stages), *slowest_first(divisions)]
-    found = min(map(search.judge, seeds))
-    if comb(layers - 1, stages - 1) <= _ALL:
-        found = search.all(found)
-    else:
-        found = search.improve(found)
-        if found.excess and (fitting := _any_fitting(divisions)):
-            found = search.improve(search.judge(fitting))
+    found = search_balance(divisions)
     if found.excess:
         raise lacking(divisions, found)
+    return found
+
+
+def search_balance(divisions: Divisions, nodes: int = _NODES) -> Judged:
+    """Return the best balance found, which exceeds the memory if none was found that fits.
+
+    Args:
+        divisions: the possible balances.
+        nodes: nodes of graphs of steps that the search evaluates at most.
+
+    Raises:
+        UsageError: there are fewer layers than stages.
+    """
+    search = _Search(divisions, nodes)
+    layers, stages = divisions.layers, divisions.stages
+    seeds = [even(layers, stages), *slowest_first(divisions)]
+    judged = sorted(map(search.judge, dict.fromkeys(seeds)))
+    possible = comb(layers - 1, stages - 1)
+    if possible <= _ALL and possible * divisions.nodes <= nodes:
+        return search.all(judged[0])
+    found = min(map(search.improve, judged))
+    if found.excess and (fitting := _any_fitting(divisions)):
+        found = search.improve(search.judge(fitting))
     return found
 
 
 class _Search:
     """A search with the paths that were the longest of the balances judged last."""
 
-    def __init__(self, divisions: Divisions) -> None:
+    def __init__(self, divisions: Divisions, nodes: int) -> None:
         self._divisions = divisions
-        self._paths: list[Path] = []
-        self._left = max(40, _NODES // divisions.nodes)
+        self._paths: list[tuple[tuple[str, ...], Path]] = []
+        self._left = max(_LEAST, nodes // divisions.nodes)
 
     def judge(self, balance: tuple[int, ...]) -> Judged:
         """Judge a balance, and keep its path to bound others by."""
         found = self._divisions.judge(balance)
         path = found.path
-        if path is not None and is_common(path) and path not in self._paths:
-            self._paths = [path, *self._paths[: _PATHS - 1]]
+        if path is not None and is_common(path) and (found.modes, path) not in self._paths:
+            self._paths = [(found.modes, path), *self._paths[: _PATHS - 1]]
         return found
 
     def all(self, best: Judged) -> Judged:
@@ -88,7 +105,8 @@ class _Search:
 
     def _step(self, best: Judged, *, wide: bool) -> Judged:
         """Return the first better balance among the neighbours, by bound, or `best`."""
-        bounds = Bounds(self._divisions, best, self._paths)
+        paths = [path for modes, path in self._paths if modes == best.modes]
+        bounds = Bounds(self._divisions, best, paths)
         ranked = []
         for cuts, step in moves(len(best.balance) - 1, wide=wide):
             balance = bounds.moved(cuts, step)

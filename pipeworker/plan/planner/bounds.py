@@ -43,12 +43,12 @@ class Bounds:
     Args:
         divisions: the divisions that the balance is one of.
         origin: the balance.
-        paths: paths through the step of every balance.
+        paths: paths through the step of every balance with the origin's recompute modes.
     """
 
     def __init__(self, divisions: Divisions, origin: Judged, paths: Sequence[Path]) -> None:
         self._divisions = divisions
-        self.balance = origin.balance
+        self.balance, self._modes = origin.balance, origin.modes
         self._ranges = ranges(origin.balance)
         self._cuts = tuple(accumulate(origin.balance))
         self._known = [self._know(path, origin) for path in paths]
@@ -64,7 +64,10 @@ class Bounds:
         return tuple(balance) if min(balance[cuts.start], balance[cuts.stop]) >= 1 else None
 
     def at_least(self, cuts: range, step: int) -> float:
-        """Return a bound of the balance with some cuts moved; infinite if it does not fit."""
+        """Return a bound of the balance with some cuts moved; infinite if it does not fit.
+
+        It is 0 if a recompute mode changes: the order of the actions may then be another one.
+        """
         divisions, placement = self._divisions, self._divisions.placement
         divided: dict[int, Range] = {}
         for stage in range(cuts.start, cuts.stop + 1):
@@ -78,6 +81,8 @@ class Bounds:
             modes, _, excess = divisions.fit(worker, layers)
             if excess:
                 return inf
+            if any(mode != self._modes[s] for s, mode in zip(held, modes, strict=True)):
+                return 0.0
             own = [divisions.stage(stage, r)[0] for stage, r in zip(held, layers, strict=True)]
             changed += zip(held, own, modes, strict=True)
             update = max(update, sum([seconds.update for seconds in own]))

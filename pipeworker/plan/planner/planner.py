@@ -51,7 +51,7 @@ def plan_order(
         if found.excess and not recompute:
             raise lacking(divisions, found)
     chosen = balance is None
-    return planned(divisions, found, placement, [*_why(divisions, found, chosen=chosen)])
+    return planned(divisions, found, placement, list(reasons(divisions, found, chosen=chosen)))
 
 
 def planned(
@@ -82,7 +82,7 @@ def planned(
     )
 
 
-def _why(divisions: Divisions, found: Judged, *, chosen: bool) -> Iterator[str]:
+def reasons(divisions: Divisions, found: Judged, *, chosen: bool) -> Iterator[str]:
     """Yield what decided the balance and the recompute modes."""
     if chosen:
         usual = even(divisions.layers, divisions.stages)

@@ -71,6 +71,7 @@ class Divisions:
     ) -> None:
         self.facts, self.order, self.placement = facts, order, placement
         self.microbatches, self.recompute = microbatches, tuple(recompute)
+        self.copies = copies
         self.layers, self.stages = len(facts.layers), placement.stages
         self.costs = LayerCosts(facts)
         self.bytes = LayerBytes(facts, microbatches, copies)
@@ -176,9 +177,7 @@ class Divisions:
         if known is None:
             excess, modes, works, transfers, update = self._prepare(balance)
             seconds, path = self._graph(balance, modes).longest(works, transfers)
-            # A path bounds other balances only if their steps have the same order.
-            common = None if self.splits else path
-            known = Judged(excess, seconds + update, balance, modes, common)
+            known = Judged(excess, seconds + update, balance, modes, path)
             self.judged[balance] = known
         return known
 
