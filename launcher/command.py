@@ -44,6 +44,8 @@ def clearly() -> Iterator[None]:
         raise Shown(error) from None
     except click.UsageError as error:
         raise Shown(UsageError(_one_line(error))) from None
+    except BrokenPipeError:  # the reader of the output is gone, as in `| head`; click ends quietly
+        raise
     except OSError as error:  # the system refused descriptors, a process or a file
         where = f"{error.filename}: " if error.filename else ""
         raise Shown(PipeworkerError(f"{where}{error.strerror or error}")) from None

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import re
 from pathlib import Path
 from xml.etree import ElementTree
 
+import click
 import pytest
 from click.testing import CliRunner, Result
 
@@ -35,6 +37,17 @@ def rows(output: str) -> dict[str, list[str]]:
     """Return the cells of the table of schedules, by their names."""
     _, _, table = output.partition("\nschedule ")
     return {cells[0]: cells[1:] for cells in map(str.split, table.splitlines()[1:])}
+
+
+def test_a_reader_that_has_seen_enough_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in `pipeworker plan … --text | head`."""
+
+    def write(text: str, **_: object) -> None:
+        raise BrokenPipeError(errno.EPIPE, "Broken pipe")
+
+    monkeypatch.setattr(click, "echo", write)
+    result = run("--stages", "2", "--text")
+    assert (result.exit_code, result.output) == (1, "")
 
 
 def test_schedules_stand_side_by_side() -> None:
