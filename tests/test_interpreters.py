@@ -87,7 +87,8 @@ def test_printed_text_is_in_the_log_at_once(seen: Seen) -> None:
 def test_a_job_shows_no_token(seen: Seen) -> None:
     """No command line, environment or file contains text that has the form of a token."""
     assert TOKEN.fullmatch(new_token().encode())
-    assert len(seen.processes) == 6  # the command, coordinator, agent, its watcher, two workers
+    # The command, coordinator, agent, its watcher, two workers, and the process that reads data().
+    assert len(seen.processes) == 7
     assert not any(TOKEN.search(shown) for shown in seen.processes.values())
     job = hashlib.sha256((seen.run.path / "job.py").read_bytes()).hexdigest().encode()
     for file in seen.run.path.rglob("*"):

@@ -46,7 +46,7 @@ def launch(folder: Path, *words: str) -> Result:
         (("--clip-grad-norm", "0"), "--clip-grad-norm 0.0: must be greater than 0"),
         (("--clip-grad-norm", "nan"), "--clip-grad-norm nan: must be greater than 0"),
         (("--worker-timeout", "0"), "--worker-timeout 0.0: must be greater than 0"),
-        (("--schedule", "fastest"), "'fastest' is not "),
+        (("--schedule", "fastest"), "fastest: no such schedule or file"),
         (("--recompute", "maybe"), "'maybe' is not one of 'auto', 'always', 'except_first'"),
         (("--device", "tpu"), "'tpu' is not one of 'auto', 'cpu'"),
         (("--backend", "mpi"), "'mpi' is not one of 'auto', 'gloo', "),

@@ -92,6 +92,15 @@ def flush() -> None:
                 stream.flush()
 
 
+def discard_output() -> None:
+    """Discard all that this process writes from now on, C code included."""
+    flush()
+    null = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, 1)
+    os.dup2(null, 2)
+    os.close(null)
+
+
 def discard_unwritten() -> None:
     """Write buffered output, or discard it if the reader is gone.
 

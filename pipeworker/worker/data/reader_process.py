@@ -10,6 +10,7 @@ import selectors
 import signal
 import socket
 from collections import deque
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -150,7 +151,7 @@ class _Job:
         kernel_cache.keep_private()
         options = Options.from_json(setup.options)
         run_dir = RunDir.open(Path(setup.run_dir))
-        redirect_output(run_dir.worker_log(setup.rank))
+        streams.discard_output()  # the worker prints what the job file prints while it is loaded
         torch.set_num_threads(options.threads)
         if options.deterministic:
             numerics.before_start()
@@ -158,6 +159,7 @@ class _Job:
         file = job_file.load(Path(options.job_file), options.arguments)
         if options.deterministic:  # whatever the job file has set
             numerics.enable_deterministic()
+        redirect_output(run_dir.worker_log(setup.rank))
         reader = Reader(file.data, **reader_options(file, options, setup.replica, setup.replicas))
         return _Job(file, reader, own_generators(file.data))
 
@@ -349,7 +351,8 @@ def run(connection: socket.socket, control: socket.socket, clock: ReadingClock) 
     """Read data in a forked process of an agent; return its exit status."""
     for number in _SIGNALS:
         signal.signal(number, _ignore)
-    Path("/proc/self/comm").write_text("reader")
+    with suppress(OSError):  # it is shown by ps, and /proc may be missing
+        Path("/proc/self/comm").write_text("reader")
     detach_terminal()
     try:
         return ReaderProcess(connection, control, clock).serve()

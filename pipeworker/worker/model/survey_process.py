@@ -17,6 +17,7 @@ import torch
 
 from pipeworker.host.lifetime import die_with_parent
 from pipeworker.host.position import Tracker
+from pipeworker.host.streams import discard_output
 from pipeworker.job import file as job_file
 from pipeworker.job.options import COUNTED, Options
 from pipeworker.worker.internals import preload
@@ -85,9 +86,7 @@ def _serve(connection: Connection, parent: int) -> None:
     """Survey one job, in the forked process."""
     signal.set_wakeup_fd(-1)
     die_with_parent(parent)
-    nowhere = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, 1)
-    os.dup2(nowhere, 2)
+    discard_output()
     torch.set_num_threads(1)
     path, text = json.loads(connection.recv_bytes())
     connection.send_bytes(json.dumps(_survey(Path(path), text, connection)).encode())
