@@ -5,6 +5,7 @@ Imports no torch.
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import reprlib
@@ -28,6 +29,7 @@ def open_bounded(path: Path, most: int | None = MAX_BYTES) -> IO[bytes]:
 
     Raises:
         FileNotFoundError, NotADirectoryError: there is no file.
+        OSError: no file descriptor is free, which says nothing of the file: a later try may do.
         UnreadableFile: the file cannot be opened, it is larger, or it is a pipe or a device, which
             may have no end.
     """
@@ -36,6 +38,8 @@ def open_bounded(path: Path, most: int | None = MAX_BYTES) -> IO[bytes]:
     except (FileNotFoundError, NotADirectoryError):
         raise
     except OSError as error:
+        if error.errno in (errno.EMFILE, errno.ENFILE):
+            raise
         raise UnreadableFile(path, error) from None
     found = os.fstat(file.fileno())
     reason = ""

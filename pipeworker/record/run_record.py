@@ -194,7 +194,8 @@ def write_summary(run_dir: RunDir, verdict: Verdict, stages: int, by: str = BEST
     ``best`` has the evaluation that is the best by the figure of the option ``--best``, `by`.
 
     Raises:
-        OSError: the file cannot be written, or the rows cannot be read.
+        OSError: the file cannot be written, or no descriptor is free to read the rows.
+        UnreadableFile: the rows cannot be read.
     """
     last, criterion = rows.last(run_dir.metrics) or {}, Criterion.parse(by)
     row, best = criterion.best(rows.read(run_dir.evaluation)), {}

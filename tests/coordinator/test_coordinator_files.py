@@ -157,6 +157,31 @@ def test_a_job_with_a_missing_row_is_not_done(
     assert run_record.read_summary(run_dir)["status"] == "done"
 
 
+def test_a_lack_of_descriptors_for_the_rows_of_a_summary_is_not_their_defect(
+    files: RunFiles, run_dir: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An `OSError` is what the reserve of descriptors tries again."""
+    files.add_step(result(3))
+
+    def lacking(name: str, flags: int) -> int:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE), name)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "open", lacking)
+        with pytest.raises(OSError, match="Too many open files"):
+            rows.last(run_dir.metrics)
+    assert files.write_summary(DONE, 2) == DONE
+
+
+def test_a_summary_whose_rows_became_a_pipe_fails_the_job(files: RunFiles, run_dir: RunDir) -> None:
+    files.add_step(result(3))
+    run_dir.metrics.unlink()
+    os.mkfifo(run_dir.metrics)
+    verdict = files.write_summary(DONE, 2)
+    assert (verdict.status, verdict.exit_status) == ("failed", 1)
+    assert verdict.error == f"{run_dir.metrics}: cannot be read: it is not a regular file"
+
+
 def test_a_plan_that_cannot_be_written_ends_the_job(
     files: RunFiles, disk: Disk, broken: list[str]
 ) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 
 from pipeworker.coordinator.effects import Commit
 from pipeworker.coordinator.io.parent import ParentProcess
-from pipeworker.errors import RecordError
+from pipeworker.errors import RecordError, UnreadableFile
 from pipeworker.facts.criterion import Criterion
 from pipeworker.facts.layer_names import LayerNames
 from pipeworker.facts.step import Evaluation, StepResult
@@ -194,11 +194,14 @@ def _error_of(path: Path, write: Callable[[], None]) -> str:
     """Call `write` and return why the file cannot be written, or an empty string."""
     try:
         write()
+    except UnreadableFile as error:  # what is written there is computed from it
+        text = str(error)
     except OSError as error:
         text = record_error(path, error)
-        log.error("%s", text)
-        return text
-    return ""
+    else:
+        return ""
+    log.error("%s", text)
+    return text
 
 
 def _failed(verdict: Verdict, text: str) -> Verdict:
