@@ -296,7 +296,8 @@ def main() -> int:
     watcher = SessionWatcher()  # forked while this process is small
     with reported_progress(lambda seconds: _send(Starting(seconds))):
         # For its effect, and by name: a linter removes an import that nothing refers to.
-        importlib.import_module("pipeworker.worker.worker")
+        for name in ("worker", "model.survey_process", "data.reader_process"):
+            importlib.import_module(f"pipeworker.worker.{name}")
         importlib.import_module("pipeworker.worker.internals").preload()
     die_with_parent(parent, 0)
     gc.freeze()

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import partial
 from importlib.machinery import SourceFileLoader
+from itertools import takewhile
 from pathlib import Path
 from types import CodeType, ModuleType
 from typing import Any
@@ -32,6 +33,8 @@ _NEARLY = 0.87
 _MOST_FILES = 1 << 10
 """Source files to compare between hosts; packages with more were not copied by hand."""
 _DIGEST_LENGTH = 16
+_NEVER_OF_A_USER = ("torch", "pipeworker")
+"""The packages that this process imports at any time, in addition to what the job file does."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +86,7 @@ def load(path: Path, arguments: tuple[str, ...]) -> JobFile:
     sys.argv = [str(path), *arguments]
     package = ModuleType(_PACKAGE)
     package.__path__ = [str(path.parent)]
+    sys.modules.pop(_PACKAGE, None)  # of another job: the new one must be the last module
     sys.modules[_PACKAGE] = package
     name = f"{_PACKAGE}.{path.stem.replace('.', '_')}"
     loader = _FromSource(name, str(path))
@@ -103,10 +107,32 @@ class _FromSource(SourceFileLoader):
 
 
 def _forget_own_modules() -> None:
-    """Forget the repository's ``cli`` and ``launcher``, so that a user's own ones are found."""
-    for name in list(sys.modules):
-        if name in ("cli", "launcher") or name.startswith("launcher."):
-            del sys.modules[name]
+    """Forget the repository's ``cli`` and ``launcher``, so that a user's own ones are found.
+
+    A forked process reads as few names of modules as it can: each read copies a page of memory.
+    """
+    for name in ("cli", "launcher"):
+        _forget(name)
+
+
+def _forget(name: str) -> None:
+    module = sys.modules.pop(name, None)
+    if hasattr(module, "__path__"):  # a package, which has its modules as attributes
+        for own in [f"{name}.{own}" for own in vars(module)]:
+            if own in sys.modules:
+                _forget(own)
+
+
+def modules() -> list[ModuleType]:
+    """Return what was imported since :func:`load` began, without torch's and pipeworker's own."""
+    names = list(takewhile(_PACKAGE.__ne__, reversed(sys.modules)))  # the newest is the last
+    return user_modules(reversed(names))
+
+
+def user_modules(names: Iterable[str]) -> list[ModuleType]:
+    """Return the imported modules with these names, without torch's and pipeworker's own."""
+    found = [sys.modules.get(n) for n in names if n.partition(".")[0] not in _NEVER_OF_A_USER]
+    return [module for module in found if isinstance(module, ModuleType)]
 
 
 def check(module: Any, where: str, required: Sequence[str] = REQUIRED) -> JobFile:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -170,10 +169,9 @@ def _load(
     path = Path(settings.job_file or options.job_file)
     settings.tracker.set(Phase.LOADING)
     rng.seed_all(options.seed, rng.accelerator_generator(device))
-    imported = set(sys.modules)
     with (
         capture_exit_message(to_log=settings.to_log),
         user_code(f"the job file {path.name}", early=True),
     ):
         job = job_file.load(path, options.arguments)
-    return job, path, partial(survey.new_modules, imported)
+    return job, path, job_file.modules

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from contextlib import nullcontext
 from datetime import timedelta
 from typing import Any
 
@@ -34,8 +35,11 @@ def check(*, compiles: bool = False) -> None:
         internals.preload()
     if internals.missing:
         raise _unsupported(internals.missing[0], "is missing")
-    # The user's process may have other modes and another default device.
-    with torch.inference_mode(False), torch.enable_grad(), torch.device("cpu"):
+    # The user's process may have other modes and another default device. A device in force makes
+    # every call slower.
+    other = torch.get_default_device() != torch.device("cpu")
+    on_cpu = torch.device("cpu") if other else nullcontext()
+    with torch.inference_mode(False), torch.enable_grad(), on_cpu:
         for name, works in (BEHAVIOURS | (COMPILER if compiles else {})).items():
             try:
                 if not works():

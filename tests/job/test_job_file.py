@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import sys
 import textwrap
@@ -282,3 +283,21 @@ def test_digests_cover_the_job_file_and_the_modules_beside_it(tmp_path: Path) ->
     assert len({*found.values()}) == 2
     (tmp_path / "job.py").write_text("another")
     assert dict(job_file.source_digests(tmp_path / "job.py", [])) != {"job.py": found["job.py"]}
+
+
+def test_the_modules_of_a_job_are_those_imported_since_it_began_to_load(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "earlier", ModuleType("earlier"))
+    load(write(tmp_path, "first.py"))
+    load(write(tmp_path, "second.py"))
+    for name in ("pipeworker.late", "torch.late", "theirs"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    names = [module.__name__ for module in job_file.modules()]
+    assert names == ["pipeworker_job.second", "theirs"]
+
+
+def test_a_job_file_finds_none_of_the_repositorys_own_modules(tmp_path: Path) -> None:
+    importlib.import_module("launcher.engines.ssh")
+    load(write(tmp_path))
+    assert not [name for name in sys.modules if name.partition(".")[0] in ("cli", "launcher")]

@@ -24,6 +24,7 @@ MODULES = (
     *("cli", "launcher.local", "launcher.torchrun", "pipeworker.session.train"),
     *("pipeworker.coordinator.service", "pipeworker.host.agent"),
     *("pipeworker.worker.worker", "pipeworker.worker.hooks", "pipeworker.record.export"),
+    *("pipeworker.worker.model.survey_process", "pipeworker.worker.data.reader_process"),
 )
 """The modules of the tests' processes, which the server imports once."""
 _TESTS = Path(__file__).parents[1]

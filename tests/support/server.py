@@ -10,6 +10,7 @@ The server ends when its last lease is returned, and kills the processes that it
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import ctypes
 import gc
@@ -42,9 +43,12 @@ def warm_up(modules: list[str]) -> None:
     for name in filter(None, [os.environ.get(PRELOAD), *modules]):
         importlib.import_module(name)
     sys.path.remove(root)
-    # At exit torch removes its operators from its tables: 45 ms in each process, for nothing.
+    # At exit torch removes its operators from its tables, for 45 ms in each process, and reports
+    # the times of compilations; no test needs either.
+    if dynamo := sys.modules.get("torch._dynamo.utils"):
+        atexit.unregister(dynamo.dump_compile_times)
     for finalizer in list(weakref.finalize._registry):  # type: ignore[attr-defined]
-        finalizer.atexit = False
+        finalizer.detach()
     gc.freeze()
     _use_huge_pages()
 

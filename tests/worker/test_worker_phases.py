@@ -12,7 +12,6 @@ from torch.utils import _pytree as pytree
 
 from pipeworker.facts.limits import LONGEST_NAME
 from pipeworker.worker.model.classes import classes_of
-from pipeworker.worker.model.survey import new_modules
 
 SOURCE = """
     from collections import namedtuple
@@ -87,10 +86,3 @@ def test_what_is_registered_under_a_name_passes_wherever_it_is_defined() -> None
     assert f"{__name__}.{Output.__qualname__}" in classes_of([])
     assert "torch.Size" in classes_of([])
     assert not {tuple, list, dict} & {*classes_of([]).values()}
-
-
-def test_what_we_import_late_is_not_the_jobs(monkeypatch: pytest.MonkeyPatch) -> None:
-    there = set(sys.modules)
-    for name in ("pipeworker.late", "torch.late", "pipeworker_job.net", "theirs"):
-        monkeypatch.setitem(sys.modules, name, ModuleType(name))
-    assert {module.__name__ for module in new_modules(there)} == {"pipeworker_job.net", "theirs"}

@@ -192,19 +192,8 @@ def _without_graph(tensor: torch.Tensor) -> torch.Tensor:
     return view_of(fresh.requires_grad_()) if tensor.requires_grad else fresh
 
 
-def new_modules(before: Iterable[str]) -> list[ModuleType]:
-    """Return the modules that were imported since, without torch's and pipeworker's own."""
-    old, others = set(before), ("torch", "pipeworker")
-    return [
-        module
-        for name, module in list(sys.modules.items())
-        if name not in old
-        and isinstance(module, ModuleType)
-        and name.partition(".")[0] not in others
-    ]
-
-
 def modules_of_the_user() -> list[ModuleType]:
     """Return the modules of a script: all but those of Python, torch, NumPy and pipeworker."""
     others = {*sys.stdlib_module_names, "torch", "numpy", "pipeworker", "launcher", "cli"}
-    return new_modules(name for name in list(sys.modules) if name.partition(".")[0] in others)
+    names = [name for name in list(sys.modules) if name.partition(".")[0] not in others]
+    return job_file.user_modules(names)

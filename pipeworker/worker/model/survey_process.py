@@ -6,7 +6,6 @@ import json
 import os
 import pickle
 import signal
-import sys
 from contextlib import suppress
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
@@ -23,7 +22,7 @@ from pipeworker.job.options import COUNTED, Options
 from pipeworker.worker.internals import preload
 from pipeworker.worker.model.classes import classes_of
 from pipeworker.worker.model.model import Model
-from pipeworker.worker.model.survey import Found, Survey, new_modules
+from pipeworker.worker.model.survey import Found, Survey
 from pipeworker.worker.profile.counts import counting
 from pipeworker.worker.profile.outline import Drawing
 from pipeworker.worker.stage.skips import Recorder
@@ -96,7 +95,6 @@ def _survey(path: Path, text: Any, connection: Connection) -> Found:
     preload()  # fake tensors import it, in a folder that no other user can change
     try:
         options = Options.from_json(text)
-        imported = set(sys.modules)
         job = job_file.load(path, options.arguments)
         surroundings = connection.recv_bytes().decode()
         value = pickle.loads(connection.recv_bytes())  # once the classes of the job are loaded
@@ -108,7 +106,7 @@ def _survey(path: Path, text: Any, connection: Connection) -> Found:
     if not surroundings:
         return survey.on_fakes(value)
     count = counting(job, options) if options.facts == COUNTED else None
-    types = classes_of(new_modules(imported))
+    types = classes_of(job_file.modules())
     recorder = Recorder()
     return survey.on_fakes(
         value,
