@@ -133,6 +133,8 @@ ENDED = """
                     Path("fail").touch()
                     if os.environ["WHAT"] == "loop":
                         raise KeyError("of my own")
+                    if os.environ["WHAT"] == "everywhere":
+                        os.kill(os.getpid(), 2)
                 pipe.step(batches[number])
 
     if os.environ["WHAT"]:
@@ -155,7 +157,7 @@ ENDED = """
 
 @pytest.mark.parametrize(
     ("what", "ranks"),
-    [("layer", 1), ("layer", 3), ("interrupt", 1), ("update", 1), ("loop", 2)],
+    [("layer", 1), ("layer", 3), ("interrupt", 1), ("update", 1), ("loop", 2), ("everywhere", 2)],
 )
 def test_the_last_whole_step_is_saved_and_resumed(scripts: Scripts, what: str, ranks: int) -> None:
     source = script(NORMED, ENDED)
@@ -177,8 +179,51 @@ def test_the_last_whole_step_is_saved_and_resumed(scripts: Scripts, what: str, r
         assert f"pipeworker: {saved}" in runs[0].stderr
         error = "KeyError: 'of my own'" if what == "loop" else "KeyboardInterrupt: "
         assert reported["raised"] == error
-    interrupted = what in ("interrupt", "update")
+    interrupted = what in ("interrupt", "update", "everywhere")
     assert reported["status"] == ("interrupted" if interrupted else "failed")
+
+
+AT_EVERY_LINE = """
+    from pipeworker.session.session import Session
+
+    def interrupt_at(count):
+        \"""Interrupt the main thread at an event of Session.working, or of what it calls.\"""
+        seen = 0
+        within = Session.working.__wrapped__.__code__
+
+        def trace(frame, event, _):
+            nonlocal seen
+            if frame.f_code is not within and frame.f_back.f_code is not within:
+                return trace if "threading" in frame.f_code.co_filename else None
+            seen += 1
+            if seen == count:
+                sys.settrace(None)
+                raise KeyboardInterrupt
+            return trace
+
+        sys.settrace(trace)
+
+    batch = next(data())
+    interrupted = 0
+    for count in range(1, 100):
+        with suppress(KeyboardInterrupt), pipeworker.Pipeline(
+            model, loss=loss, optimizer=optimizer, microbatches=4, run_dir=f"run-{count}"
+        ) as pipe:
+            pipe.step(batch)
+            interrupt_at(count)
+            pipe.step(batch)
+            sys.settrace(None)
+            break
+        interrupted += 1
+    report(interrupted=interrupted)
+"""
+
+
+def test_an_interrupt_at_any_line_around_a_step_ends_the_pipeline(scripts: Scripts) -> None:
+    """An interrupt within a lock of Python's, such as an Event's, leaves it locked."""
+    ranks = scripts.start(script("from contextlib import suppress", NORMED, AT_EVERY_LINE), 1)
+    ranks.succeed()
+    assert 5 < ranks.reported(0)["interrupted"] < 99
 
 
 def test_a_pipeline_that_nothing_refers_to_ends(scripts: Scripts) -> None:

@@ -216,7 +216,8 @@ class Lifecycle:
     def on_failed(self, member: Member, message: Failed, now: float) -> list[Effect]:
         """Handle a failure that a worker reports."""
         self._stays = self._stays or message.stays
-        if self.options.own_loop and message.failure.cause is Cause.SIGNAL:
+        interrupts = self.options.own_loop and message.failure.cause is Cause.SIGNAL
+        if interrupts and self.last_end is None:  # else the interrupt has reached several ranks
             return self.over(self.stopped)  # KeyboardInterrupt has left the user's loop
         return self._failure_reported(replace(message.failure, rank=message.rank), now)
 

@@ -12,6 +12,7 @@ import itertools
 import os
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
@@ -82,8 +83,7 @@ class Session:
         self._steps_begun = self._interrupted = False
         self._tracker = Tracker()
         self._call_lock = threading.Lock()
-        self._idle = threading.Event()
-        self._idle.set()
+        self._working = False  # a plain attribute: an interrupt cannot leave it locked
         met = rendezvous(info, f"script-{next(_numbers)}", lambda _: request.prepare(), listen)
         self._coordinator = met.coordinator
         settings = Settings(
@@ -191,13 +191,13 @@ class Session:
     @contextmanager
     def working(self) -> Iterator[None]:
         """Mark the time in which this rank may get stuck because another one has failed."""
-        self._idle.clear()
+        self._working = True
         try:
             if self._control.ended is not None:
                 raise JobEnded(self._control.ended)
             yield
         finally:
-            self._idle.set()
+            self._working = False
 
     def send(self, message: FromWorker) -> None:
         self._control.send(message)
@@ -279,6 +279,7 @@ class Session:
         self.closed = True
         atexit.unregister(self._at_exit)
         self.worker.close()
+        self._working = False  # an interrupt may have come before working() could reset it
         self._control.close()
         if self._coordinator:
             self._coordinator.finish(1)
@@ -372,7 +373,8 @@ class Session:
         A rank that is computing a layer continues: it learns of the end when it next waits.
         """
         waited, limits = 0.0, timings()
-        while not self._idle.wait(limits.poll):
+        while self._working:
+            time.sleep(limits.poll)
             waited = waited + limits.poll if self._tracker.waiting else 0.0
             if waited >= limits.stuck:
                 status = self._coordinator.finish(1) if self._coordinator else 1

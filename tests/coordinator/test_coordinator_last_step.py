@@ -55,6 +55,18 @@ def test_the_last_whole_step_is_saved_before_the_job_ends(failure: str, within: 
     assert (job.ended.status, job.ended.steps) == (status, 1)
 
 
+def test_an_interrupt_of_all_ranks_saves_the_last_whole_step() -> None:
+    """Ctrl-C reaches every process of a terminal; torchrun passes a signal on to every rank."""
+    job = after_a_step()
+    job.called(CallKind.STEP)
+    for rank, expected in ((1, [Advance(Save(1))] * 2), (0, [])):
+        assert saves(job.receive(Failed(rank, Failure(Cause.SIGNAL, "^C")))) == expected
+    assert not of(job.effects, Verdict)
+    assert job.saved() == [commit(1)]
+    job.checkpoint_committed()
+    assert (job.ended.status, job.ended.steps) == ("interrupted", 1)
+
+
 @pytest.mark.parametrize("failure", FAILURES)
 def test_without_a_new_step_nothing_is_saved(failure: str) -> None:
     job = own_loop_job()
