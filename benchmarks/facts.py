@@ -15,6 +15,7 @@ import statistics
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 from startup import JOB
 
@@ -60,17 +61,26 @@ def data():
     tokens = torch.randint(0, 1000, (8, 32))
     yield tokens, tokens
 """
-WAYS = {"none": "none", "first": "measured", "known": "measured", "counted": "counted"}
+WAYS: dict[str, dict[str, Any]] = {
+    "none": {"balance": "even", "recompute": "always"},
+    "first": {},
+    "known": {},
+    "counted": {"no_profile": True},
+}
 
 
 def seconds_to_plan(
-    agent: LineProcess[ToAgent, FromAgent], path: Path, stages: int, facts: str, number: int
+    agent: LineProcess[ToAgent, FromAgent],
+    path: Path,
+    stages: int,
+    way: dict[str, Any],
+    number: int,
 ) -> float:
     """Return the seconds from the start of a job's coordinator until its stages are built."""
     run_dir = path.parent / "run"
     shutil.rmtree(run_dir, ignore_errors=True)
     (run_dir / "logs").mkdir(parents=True)
-    options = Options(str(path), stages, 4, steps=1, max_restarts=0, facts=facts)
+    options = Options(str(path), stages, 4, steps=1, max_restarts=0, **way)
     token, planned, verdict, endpoint = new_token(), 0.0, None, ""
     start = time.perf_counter()
     coordinator = start_coordinator()

@@ -14,13 +14,13 @@ from pipeworker.coordinator.service import recorded_facts
 from pipeworker.display.style import Style
 from pipeworker.errors import PipeworkerError
 from pipeworker.facts.layer_facts import NetworkFacts
-from pipeworker.job.options import END, MEASURED, Options
+from pipeworker.job.options import END, Options
 from pipeworker.record.lock import RunLock
 from pipeworker.record.rundir import RunDir
 from pipeworker.runs.begin import PreparedRun
 
 
-def measure(options: Options, facts: str = MEASURED) -> NetworkFacts:
+def measure(options: Options) -> NetworkFacts:
     """Return the facts of the network that a job with these options would train, on this host.
 
     Raises:
@@ -29,7 +29,6 @@ def measure(options: Options, facts: str = MEASURED) -> NetworkFacts:
     options = replace(
         options,
         plan_only=True,
-        facts=facts,
         balance=None,
         max_restarts=0,
         checkpoint_every=END,

@@ -18,11 +18,10 @@ from pipeworker.job.options import (
     BEST,
     CHECKPOINT_BUSY,
     DATA_READERS,
-    DEFAULT_SCHEDULE,
     DEVICES,
     PRECISIONS,
 )
-from pipeworker.plan.orders import ORDERS
+from pipeworker.plan.orders import AUTO, DEFAULT_SCHEDULE, ORDERS
 from pipeworker.plan.recompute import RECOMPUTE_MODES
 from pipeworker.runs.schedule_file import read_schedule
 
@@ -195,7 +194,8 @@ JOB_PARAMETERS: list[click.Parameter] = [
         "Schedule and memory",
         Option(
             "--schedule",
-            f"Order of a worker's micro-batches: {', '.join(ORDERS)}, or a schedule file.",
+            f"Order of a worker's micro-batches: {', '.join(ORDERS)}; {AUTO}: the fastest that is "
+            "found; or a schedule file.",
             ScheduleType(),
             default=DEFAULT_SCHEDULE,
             metavar="NAME",
@@ -208,10 +208,26 @@ JOB_PARAMETERS: list[click.Parameter] = [
         ),
         _choice(
             *("--recompute", RECOMPUTE_MODES, "auto"),
-            "Which micro-batches run forward again before backward, to save memory; offload: none, "
-            "but an accelerator's saved tensors are kept in the host's memory.",
+            "Which micro-batches run forward again before backward, to save memory; auto: those "
+            "that must; offload: none, but an accelerator's saved tensors are kept in the host's "
+            "memory.",
         ),
-        Option("--balance", "Layers of each stage, as 3,5,5,3. [default: even]", metavar="N,N,..."),
+        Option(
+            "--balance",
+            "Layers of each stage, as 3,5,5,3, or even. [default: by the time of each layer]",
+            metavar="N,N,...",
+        ),
+        Option(
+            "--memory",
+            "Memory of a worker, as 16GB, or of each, as 16GB,8GB. [default: that of the device, "
+            "or of the host]",
+            metavar="SIZE",
+        ),
+        Option(
+            "--no-profile",
+            "Plan by counted operations instead of the measured times of layers.",
+            is_flag=True,
+        ),
         Option(
             "--shard-optimizer/--no-shard-optimizer",
             "Each replica updates a part of the weights, and keeps only its optimizer state.",

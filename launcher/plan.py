@@ -25,10 +25,11 @@ from pipeworker.display.plan.view import Choice, PlanView, microbatches_text, st
 from pipeworker.errors import RecordError, UsageError
 from pipeworker.facts.layer_facts import NetworkFacts
 from pipeworker.job.option_parsing import make_options
-from pipeworker.job.options import COUNTED, MEASURED, Options
+from pipeworker.job.options import Options
+from pipeworker.job.planning import limited, request_of
 from pipeworker.plan import text
 from pipeworker.plan.actions import Kind
-from pipeworker.plan.orders import ORDERS
+from pipeworker.plan.orders import AUTO, ORDERS
 from pipeworker.plan.planner.choices import (
     MOST_MICROBATCHES,
     Alternative,
@@ -44,7 +45,7 @@ _OF_SCHEDULE = ("microbatches", "schedule", "virtual_stages", "recompute")
 """Options of `launch` that decide a schedule."""
 _OF_MODEL = (
     *("replicas", "threads", "device", "seed", "precision", "deferred_batch_norm", "compile"),
-    *("deterministic", "shard_optimizer", "balance", "data_reader"),
+    *("deterministic", "shard_optimizer", "balance", "data_reader", "memory", "no_profile"),
 )
 """Options of `launch` that matter to the facts of a network, or to its division."""
 _COLOURS = {
@@ -76,7 +77,6 @@ def _parameters() -> list[click.Parameter]:
             "Print how many micro-batches fit, and on how few stages.",
             is_flag=True,
         ),
-        Option("--no-profile", "Count operations instead of measuring layers.", is_flag=True),
     )
     for form in forms:
         form.group, form.once, form.allow_from_autoenv = "Plan", True, False
@@ -98,7 +98,6 @@ def plan(
     svg: Path | None,
     html: Path | None,
     fit: bool,
-    no_profile: bool,
     **chosen: Any,
 ) -> None:
     """Show a step of the model of JOB_FILE before it runs: stages, memory, bubble and timeline.
@@ -119,15 +118,15 @@ def plan(
         return
     local.check_job_file(job_file)
     options = _options(str(job_file.resolve()), {**chosen, "arguments": arguments})
-    facts = measure.measure(options, COUNTED if no_profile else MEASURED)
-    request = _request(options)
+    facts = limited(measure.measure(options), options)
+    request = request_of(options)
     if fit:
         for line in _fitting(facts, request):
             click.echo(line)
         return
     planned = plan_request(facts, request)
     if as_text:
-        click.echo(text.format_compute(planned.schedule, request.order.name), nl=False)
+        click.echo(text.format_compute(planned.schedule, planned.name), nl=False)
         return
     samples = facts.samples * planned.schedule.microbatches * options.replicas
     own = Choice.of(planned, samples)
@@ -160,18 +159,6 @@ def _options(job_file: str, chosen: dict[str, Any]) -> Options:
     return make_options(job_file, stages, chosen)
 
 
-def _request(options: Options) -> PlanRequest:
-    return PlanRequest(
-        options.schedule,
-        options.stages,
-        options.microbatches,
-        options.recompute,
-        options.balance,
-        options.virtual_stages,
-        options.replicas,
-    )
-
-
 def _choice(one: Alternative, samples: int) -> Choice:
     if one.planned is not None:
         return Choice.of(one.planned, samples)
@@ -183,8 +170,11 @@ def _choice(one: Alternative, samples: int) -> Choice:
 
 def _fitting(facts: NetworkFacts, request: PlanRequest) -> Iterator[str]:
     """Yield how large a job fits: its micro-batches have the size that was measured."""
-    if text.is_text(request.schedule):
-        raise UsageError("--fit: a schedule file is for one number of micro-batches; name another")
+    if text.is_text(request.schedule) or request.schedule == AUTO:
+        raise UsageError(
+            f"--fit and --schedule {text.name_of(request.schedule)}: it is for one number of "
+            "micro-batches; name another schedule"
+        )
     limits = [limit for limit in facts.limits if limit is not None]
     if not limits:
         yield "no limit of the memory is known: any number of micro-batches fits"

@@ -17,6 +17,9 @@ from hypothesis import settings
 # Waiting threads spin, which costs most of the time while several test processes run. A job that
 # needs more threads specifies them.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Measuring layers takes time, and their times decide the balance. A job that is planned says so.
+os.environ.setdefault("PIPEWORKER_BALANCE", "even")
+os.environ.setdefault("PIPEWORKER_RECOMPUTE", "always")
 
 from support.forked import Server
 from support.hosts import Host, two_hosts

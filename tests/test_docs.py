@@ -14,7 +14,7 @@ from click.testing import CliRunner
 import cli
 import pipeworker
 from launcher.command import Option
-from pipeworker.display.summary import BubbleContext, explain_bubble
+from pipeworker.display.summary import PlanContext, explain_bubble
 from pipeworker.plan.orders import ORDERS
 from pipeworker.plan.simulate import simulate
 from support.makespans import checked, picture
@@ -130,9 +130,9 @@ def test_commands_are_described() -> None:
 def test_causes_of_a_bubble_are_described_as_they_are_reported() -> None:
     page = (DOCS / "howto" / "bubble.md").read_text()
     for busy, against in (
-        ((0.1, 0.1, 0.31), BubbleContext(0.1)),
-        ((0.1,) * 8, BubbleContext(0.1, workers=8, cores=4)),
-        ((0.4,) * 2, BubbleContext(0.1, workers=2, seconds=1e-3)),
+        ((0.1, 0.1, 0.31), PlanContext(0.1)),
+        ((0.1,) * 8, PlanContext(0.1, workers=8, cores=4)),
+        ((0.4,) * 2, PlanContext(0.1, workers=2, seconds=1e-3)),
     ):
         cause, _, _ = explain_bubble(0.9, busy, against).partition(" (")
         assert f"| `{cause}` |" in page

@@ -40,13 +40,21 @@ def data():
 """
 
 
+WAYS: dict[str, dict[str, Any]] = {
+    "none": {"balance": "even", "recompute": "always"},
+    "measured": {},
+    "counted": {"no_profile": True},
+}
+"""Options by the facts that a job is planned from."""
+
+
 class Found:
     """A job that has ended."""
 
     def __init__(self, folder: Path, name: str, facts: str, text: str = JOB) -> None:
         path = folder / "job.py"
         path.write_text(text.replace("SOMETHING", "pass"))
-        options = Options(str(path), 2, 4, steps=3, max_restarts=0, facts=facts)
+        options = Options(str(path), 2, 4, steps=3, max_restarts=0, **WAYS[facts])
         self.run = folder / name
         job = ManualJob(options, self.run)
         for thread in job.threads[:1]:  # it ends with the coordinator

@@ -126,7 +126,7 @@ def test_a_picture_a_page_and_a_schedule(jobs: Jobs) -> None:
     words = ("--stages", "2", "--microbatches", "4", "--schedule", "1f1b")
     own = jobs.folder / "own.txt"
     own.write_text(planned(jobs, *words, "--text"))
-    run = jobs.train("--stages", "2", "--schedule", str(own))
+    run = jobs.train("--stages", "2", "--schedule", str(own), "--recompute", "auto")
     assert run.plan["schedule"] == "own.txt"
 
 

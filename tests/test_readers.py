@@ -82,7 +82,7 @@ MESSAGES = [
         Heartbeat(0, Position()),
         Abort("no", 1),
         Described(0, ("Linear", "Linear"), (Skip(0, 1, "x"),), types=("job.Pair",)),
-        Plan((StageRange(0, 0, 1),), (str(FORTH),), (), (Tie(("a",), (0,)),), "0F0"),
+        Plan((StageRange(0, 0, 1),), (str(FORTH),), (), (Tie(("a",), (0,)),), "0F0", ((0,), (1,))),
         Welcome("{}", "runs/x", ((0,), (1,)), 1, Restore(3, slot=1, ranks=2)),
         Advance(Save(2, 1), Update(2), Copy(2, 0, save=True)),
         StepDone(0, 2, (0.5,), (1.0,), (0.5,), 0.1, 0.1, 1, Batch(0, 4, 4, 0), 1, 0.1),

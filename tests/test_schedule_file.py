@@ -41,6 +41,11 @@ mine stages=2 microbatches=4
 """Backwards that are split and not, and some micro-batches that are recomputed."""
 
 
+@pytest.fixture(autouse=True)
+def recomputes_as_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("PIPEWORKER_RECOMPUTE", raising=False)
+
+
 @pytest.fixture
 def mine(jobs: Jobs) -> Path:
     return jobs.write(MINE, "mine.txt")

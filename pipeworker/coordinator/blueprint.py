@@ -22,8 +22,10 @@ from pipeworker.plan import frozen, partition, skips, ties
 from pipeworker.plan.actions import Edge, format_actions
 from pipeworker.plan.check import LiveMicroBatches, check
 from pipeworker.plan.connect import forward_only
+from pipeworker.plan.orders import Order, resolve
 from pipeworker.plan.partition import block
 from pipeworker.plan.placement import Placement
+from pipeworker.plan.planned import Planned
 from pipeworker.plan.schedule import Schedule, edges, replica_edges
 from pipeworker.wire.messages.checkpoint import Copy
 from pipeworker.wire.messages.directions import Advance
@@ -43,7 +45,9 @@ class Blueprint:
         skips: skip connections between stages, and within one.
         ties: tied weights, each with the stages of its places.
         evaluation: the forward-only schedule of one micro-batch.
+        order: the source of its schedules.
         recompute: the recompute mode of each stage.
+        planned: the plan that decided them; None if no facts of the layers are known.
         names: names of the layers in the user's module.
         types: names of the classes that every worker knows.
         steps: the number of steps of the job, if its scheduler or its options say; else 0.
@@ -57,19 +61,25 @@ class Blueprint:
     skips: tuple[Skip, ...]
     ties: tuple[Tie, ...]
     evaluation: Schedule
+    order: Order
     recompute: tuple[str, ...]
     names: LayerNames
     types: tuple[str, ...] = ()
     steps: int = 0
     hooks: tuple[str, ...] = ()
     frozen: tuple[int, ...] = ()
+    planned: Planned | None = None
     _edges: defaultdict[int, set[Edge]] = field(default_factory=lambda: defaultdict(set))  # by rank
     _schedules: dict[int, tuple[Schedule, LiveMicroBatches]] = field(default_factory=dict)
     _sent_microbatches: int = -1  # of the schedule that the workers have
 
     @staticmethod
-    def draw(options: Options, placement: Placement, described: Sequence[Described]) -> Blueprint:
+    def draw(
+        options: Options, described: Sequence[Described], planned: Planned | None = None
+    ) -> Blueprint:
         """Divide the model that the workers described; `described` is by rank.
+
+        Without a plan, stages are even, and all of them recompute unless an option says otherwise.
 
         Raises:
             UsageError: the descriptions differ, or the options do not fit the model.
@@ -85,7 +95,15 @@ class Blueprint:
                 "is called under the job's seed, or seed torch before building it"
             )
         layers = len(described[0].layers)
-        ranges = partition.ranges(Blueprint.balance(options, placement, layers))
+        if planned is None:
+            order, placement = options.schedule_source, options.placement
+            balance = Blueprint.balance(options, placement, layers)
+            modes = (options.recompute,) * placement.stages
+        else:
+            order = resolve(planned.order, planned.virtual_stages)
+            placement = planned.schedule.placement
+            balance, modes = planned.balance, planned.recompute
+        ranges = partition.ranges(balance)
         surveyed = described[placement.rank_of(0)]
         between_stages = skips.between_stages(surveyed.skips, ranges)
         evaluation = forward_only(placement, skips.pairs(between_stages))
@@ -97,12 +115,14 @@ class Blueprint:
             between_stages,
             ties.placed(surveyed.ties, ranges),
             evaluation,
-            (options.recompute,) * placement.stages,
+            order,
+            modes,
             LayerNames(surveyed.names) if surveyed.names else LayerNames.numbered(layers),
             tuple(sorted(set.intersection(*({*d.types} for d in described)))),
             options.total_steps(surveyed.epoch_length),
             surveyed.hooks,
             frozen.stages(set.intersection(*({*d.frozen} for d in described)), ranges),
+            planned,
         )
         schedule, _ = found.for_replica(options.microbatches, 0)
         if found.frozen:  # results of an own loop pass over the channels of gradients too
@@ -124,8 +144,9 @@ class Blueprint:
             UsageError: the options do not fit the model.
         """
         per_worker = placement.stages // placement.workers
-        chosen = options.balance or partition.even(layers, placement.stages, per_worker)
-        return partition.check_balance(chosen, layers, placement.stages)
+        if isinstance(options.balance, tuple):
+            return partition.check_balance(options.balance, layers, placement.stages)
+        return partition.even(layers, placement.stages, per_worker)
 
     def check_resumed(self, layers: Sequence[str], step: int) -> None:
         """Check that the model has the layers of the checkpoint of `step`; none without one.
@@ -179,8 +200,7 @@ class Blueprint:
 
     def _build(self, microbatches: int, frozen: tuple[int, ...]) -> Schedule:
         pairs = skips.pairs(self.skips), ties.pairs(self.ties)
-        build = self.options.schedule_source.build
-        return build(self.placement, microbatches, self.recompute, *pairs, frozen)
+        return self.order.build(self.placement, microbatches, self.recompute, *pairs, frozen)
 
     def summary(self) -> list[str]:
         """Return the decisions as lines for the log."""
@@ -202,6 +222,7 @@ class Blueprint:
             tuple(skip for skip in self.skips if held & {skip.source, skip.target}),
             tuple(tie for tie in self.ties if held & {*tie.stages}),
             format_actions(self.evaluation.workers[placement.worker_of(rank)]),
+            placement.held,
             self.types,
             self.steps,
         )

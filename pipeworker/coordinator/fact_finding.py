@@ -10,7 +10,8 @@ from pipeworker.coordinator.measuring import Measuring, known_facts
 from pipeworker.coordinator.roster import Member
 from pipeworker.coordinator.saving import Saving
 from pipeworker.errors import ProtocolError
-from pipeworker.job.options import COUNTED
+from pipeworker.job.planning import plan_job
+from pipeworker.plan.planned import Planned
 from pipeworker.wire.messages.plan import Described
 from pipeworker.wire.messages.profile import Measured
 
@@ -44,6 +45,7 @@ class FactFinding(Saving):
             members = self.roster.members
             return [self.send(members[rank].peer, one) for rank, one in sorted(requests.items())]
         self.progress.facts, self.progress.seeks_facts = measuring.facts(), False
+        self.progress.plans.clear()
         effects: list[Effect] = [Log(measuring.summary(now - self._measured_since))]
         if measuring.fresh:
             effects.append(KeepFacts(measuring.fresh))
@@ -64,10 +66,24 @@ class FactFinding(Saving):
             [member.hello.host for member in self.members],
             outline,
             known_facts(progress.known_facts, outline),
-            self.options.facts == COUNTED,
+            self.options.no_profile,
         )
         self._measured_since = now
         return True
+
+    def plan(self) -> Planned | None:
+        """Return the plan of the job with its workers; None if it is not planned from facts.
+
+        Raises:
+            UsageError: nothing fits into the memory that is given.
+        """
+        facts, plans = self.progress.facts, self.progress.plans
+        if facts is None or not self.options.is_planned:
+            return None
+        stages = self.options.stages
+        if stages not in plans:
+            plans[stages] = plan_job(facts, self.options)
+        return plans[stages]
 
     def on_measured(self, member: Member, message: Measured, now: float) -> list[Effect]:
         """Add the facts that a worker has measured; continue when all have answered.

@@ -163,12 +163,17 @@ class Generation(FactFinding):
             return self._end_with_facts()
         members = self.members
         described = [m.described for m in members if m.described]
-        self.blueprint = Blueprint.draw(self.options, self.placement, described)
+        planned = self.plan()
+        self.blueprint = Blueprint.draw(self.options, described, planned)
         self.blueprint.check_resumed(self.layers, self.progress.steps)
+        self.placement = self.loop.placement = self.blueprint.placement
+        self.roster.arrange(self.placement)
         self.await_all(State.BUILDING)
         notes = described[self.placement.rank_of(0)].notes if self._is_first else ()
+        lacking = [planned.lacking] if planned and planned.lacking else []
         return [
             *(Warned(text, note=True) for text in notes),
+            *(Warned(f"the job may run out of memory: {text}") for text in lacking),
             *map(Log, self.blueprint.summary()),
             *(self.send(m.peer, self.blueprint.plan(m.hello.rank)) for m in members),
         ]

@@ -27,7 +27,7 @@ from pipeworker.coordinator.steps.progress import Progress, Start
 from pipeworker.coordinator.steps.snapshots import JobState, Snapshots
 from pipeworker.facts.criterion import Criterion
 from pipeworker.facts.failure import Cause, Failure
-from pipeworker.job.options import NONE, Options
+from pipeworker.job.options import Options
 from pipeworker.plan.placement import Placement
 from pipeworker.plan.text import name_of
 from pipeworker.timings import DEFAULT, Timings
@@ -96,7 +96,7 @@ class Job:
             saved=start.saved,
             evaluations=evaluations,
             facts=start.facts,
-            seeks_facts=options.facts != NONE and start.facts is None,
+            seeks_facts=options.is_planned and start.facts is None,
             known_facts=start.known,
         )
         for evaluation in start.evaluations:
@@ -122,8 +122,8 @@ class Job:
 
     @property
     def placement(self) -> Placement:
-        """The worker of each stage, with the current number of workers."""
-        return self._current_options.placement
+        """The worker of each stage, as far as it is known: a plan may change it."""
+        return self.generation.placement
 
     @property
     def peers(self) -> list[bytes]:
@@ -363,8 +363,8 @@ class Job:
 
     def _begin(self, number: int, now: float) -> Generation:
         self.progress.attempts += 1
-        newest, placement = self.snapshots.newest, self.placement
-        options = self._options.with_stages(self._elastic.workers)
+        newest, options = self.snapshots.newest, self._current_options
+        placement = options.placement
         loop = CallLoop if options.own_loop else FileLoop
         return Generation(
             number=number,

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 import re
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict
 from typing import Any
 
 from pipeworker.coordinator.blueprint import Blueprint
@@ -16,6 +16,7 @@ from pipeworker.facts.layer_facts import NetworkFacts
 from pipeworker.facts.position import Phase
 from pipeworker.facts.step import Batch
 from pipeworker.job.options import Options
+from pipeworker.plan.planned import Planned
 from pipeworker.plan.simulate import simulate
 from pipeworker.wire import lines
 from pipeworker.wire.messages.plan import Ready
@@ -92,9 +93,11 @@ def planned(
     """Return the content of ``plan.json`` and the line to the launcher, once all stages are built.
 
     `workers` is by rank. The schedule is that of a replica with the most micro-batches. `facts`
-    are those that the job is planned from.
+    are those that the job is planned from. Seconds are None if none were measured.
     """
-    options, placement = blueprint.options, blueprint.placement
+    options, placement, plan = blueprint.options, blueprint.placement, blueprint.planned
+    measured = plan is not None and facts is not None and facts.measured
+    seconds = [asdict(one) for one in plan.stage_seconds] if plan and measured else []
     batches = (ready.batch.microbatches for _, ready in workers if ready.batch)
     microbatches = next(batches, options.microbatches)
     schedule, kept = blueprint.for_replica(microbatches, 0)
@@ -104,9 +107,13 @@ def planned(
         {
             "replica": placement.replica_of(ready.rank),
             "stage": built.stage,
-            "layers": list(range(built.first, built.first + len(built.layers))),
+            "worker": (worker := placement.worker_of(ready.rank)),
+            "layers": [built.first, built.first + len(built.layers)],
             "classes": list(built.layers),
             "parameters": built.parameters,
+            "seconds": seconds[built.stage] if seconds else None,
+            "memory_bytes": plan.memory[worker] if plan else None,
+            "limit_bytes": plan.limits[worker] if plan else None,
             "device": ready.device,
             "host": hello.host,
             "pid": hello.pid,
@@ -124,12 +131,14 @@ def planned(
         "microbatches": microbatches,
         "replicas": options.replicas,
         "bubble": bubble,
+        "step_seconds": _step_seconds(plan, options) if plan and measured else None,
+        "why": list(plan.why) if plan else [],
         "balance": list(balance),
         "stages": sorted(stages, key=lambda stage: (stage["replica"], stage["stage"])),
         "actions": str(schedule).splitlines(),
     }
     if facts is not None:
-        content["facts"] = dataclasses.asdict(facts)
+        content["facts"] = asdict(facts)
     length = max(ready.epoch_length for _, ready in workers)
     line = lines.Planned(
         schedule.name,
@@ -142,8 +151,23 @@ def planned(
         ", ".join(sorted({ready.device.partition(":")[0] for _, ready in workers})),
         len({hello.host for hello, _ in workers}),
         blueprint.hooks,
+        _step_seconds(plan, options) if plan and measured else 0.0,
+        _busy_seconds(plan, options) if plan and measured else (),
+        plan.why if plan else (),
     )
     return WritePlan(content), line
+
+
+def _step_seconds(planned: Planned, options: Options) -> float:
+    """Return the predicted seconds of a step, of all of its mini-batches."""
+    return options.accumulate * planned.timing.makespan + planned.update
+
+
+def _busy_seconds(planned: Planned, options: Options) -> tuple[float, ...]:
+    """Return the seconds of a step in which each worker is predicted to compute."""
+    stages = [one.total for one in planned.stage_seconds]
+    held = planned.schedule.placement.held
+    return tuple(options.accumulate * sum(stages[stage] for stage in some) for some in held)
 
 
 def shared_accelerators(workers: Iterable[tuple[Hello, Ready]], names: Callable[[int], str]) -> str:

@@ -117,6 +117,12 @@ class Roster:
         self._rank_of[peer] = hello.rank
         return True
 
+    def arrange(self, placement: Placement) -> None:
+        """Name the workers by the stages that they hold in another placement."""
+        self.placement = placement
+        for rank, member in self.members.items():
+            member.name = placement.names(rank)
+
     def disconnected(self, peer: bytes, now: float) -> None:
         """Note that the connection of `peer` is closed; it may be reopened."""
         member = self.member(peer)

@@ -33,7 +33,7 @@ from pipeworker.facts.layer_facts import NetworkFacts
 from pipeworker.facts.step import Evaluation, StepResult
 from pipeworker.host.descriptors import DescriptorReserve, check_available
 from pipeworker.host.suspend_clock import SuspendAwareClock
-from pipeworker.job.options import MEASURED, NONE, Options
+from pipeworker.job.options import Options
 from pipeworker.record.bounded_file import read_json
 from pipeworker.record.facts_cache import FactsCache, default_folder
 from pipeworker.record.lock import RunLock
@@ -90,11 +90,12 @@ class Service:
     def _start(self) -> Start:
         options = self._options
         start = read_start(self._configuration, options, self._run_dir)
-        if options.facts == NONE:
+        if not options.is_planned:
             return start
-        again = start.on_disk is not None or start.causes
-        known = self._cache.read() if options.facts == MEASURED else {}
-        return replace(start, facts=recorded_facts(self._run_dir) if again else None, known=known)
+        known = {} if options.no_profile else self._cache.read()
+        return replace(
+            start, facts=recorded_facts(self._run_dir) if start.causes else None, known=known
+        )
 
     def run(self, endpoint: str) -> int:
         """Run the job, whose control socket is bound to `endpoint`; return the exit status."""

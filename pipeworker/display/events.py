@@ -54,6 +54,8 @@ class EventDisplay(LineDisplay):
                     device=event.device,
                     steps=event.steps or None,
                     first_step=self._options.resume_step + 1,
+                    step_seconds=event.step_seconds or None,
+                    why=event.why,
                 )
             case StepResult():
                 self._last = event

@@ -17,8 +17,9 @@ from typing_extensions import assert_never
 from pipeworker.display.commands import further, relative
 from pipeworker.display.figures import GAP, Pace, evaluation_line, figures
 from pipeworker.display.output import Printed
+from pipeworker.display.plan.figures import seconds_text
 from pipeworker.display.style import Style
-from pipeworker.display.summary import BubbleContext, Summary
+from pipeworker.display.summary import PlanContext, Summary
 from pipeworker.display.text import duration, sanitize
 from pipeworker.errors import RecordError, UnreadableFile
 from pipeworker.facts.criterion import Criterion
@@ -132,6 +133,9 @@ class LineDisplay:
             f"{copies}{stages} ({balance} layers){on}, {count} micro-batch{'es' * (count != 1)}"
             f"{fewer}, {plan.schedule}; {where}"
         )
+        predicted = f"{seconds_text(plan.step_seconds)} a step" if plan.step_seconds else ""
+        if planned := "; ".join(filter(None, (predicted, *plan.why))):
+            self.print(f"plan: {planned}")
         steps = f"{self._total} steps" if self._total else ""
         if passes := options.passes:
             over = "one pass over the data" if passes == 1 else f"{passes} epochs"
@@ -222,7 +226,7 @@ class LineDisplay:
         return Summary(
             verdict,
             path,
-            self._bubble_context(),
+            self._plan_context(),
             loss,
             (best["step"], criterion.name, best[criterion.name]) if best else None,
             (saved, located(run_dir.checkpoint(saved))) if saved >= 0 else None,
@@ -234,17 +238,19 @@ class LineDisplay:
             located(run_dir.profiles) if any(run_dir.profiles.glob("worker-*")) else "",
         )
 
-    def _bubble_context(self) -> BubbleContext | None:
+    def _plan_context(self) -> PlanContext | None:
         plan, options = self._plan, self._options
         if plan is None:
             return None
-        return BubbleContext(
+        return PlanContext(
             plan.bubble,
             len(plan.held) * plan.replicas,
             options.threads,
             _cores() if plan.hosts == 1 and plan.device == "cpu" else 0,
             sizes(plan.microbatches, options.replicas)[0],
             self._seconds / max(1, self._steps),
+            plan.step_seconds,
+            plan.busy_seconds,
         )
 
     def print(self, text: str) -> None:

@@ -14,11 +14,15 @@ _EXCESS = 0.1
 """How far the measured bubble may exceed the schedule's: no two stages take equally long."""
 _IMBALANCE = 1.5
 _SHORT_SECONDS = 1e-3
+_WRONG = 0.15
+"""The relative difference from which a prediction counts as wrong."""
+_SHORT_STEP = 5e-3
+"""Seconds of a step that may go to sends and commands, which no plan counts."""
 
 
 @dataclass(frozen=True, slots=True)
-class BubbleContext:
-    """The facts by which the bubble of a job is explained.
+class PlanContext:
+    """The facts by which the bubble of a job, and a wrong prediction, are explained.
 
     Attributes:
         bubble: the schedule's, 0..1.
@@ -26,6 +30,8 @@ class BubbleContext:
         cores: processor cores that the workers share; 0 if they share none, or if it is unknown.
         microbatches: of one replica.
         seconds: of a step.
+        predicted: the predicted duration of a step; 0 if unknown.
+        computing: by worker of a replica, the part of it in which it was to compute.
     """
 
     bubble: float
@@ -34,9 +40,52 @@ class BubbleContext:
     cores: int = 0
     microbatches: int = 1
     seconds: float = 0.0
+    predicted: float = 0.0
+    computing: tuple[float, ...] = ()
+
+    @property
+    def shared_cores(self) -> str:
+        """The cores that the workers share, if they are fewer than their threads; else ""."""
+        workers, threads, cores = self.workers, self.threads, self.cores
+        if not cores or workers * threads <= cores:
+            return ""
+        each = f" with {threads} threads each" if threads > 1 else ""
+        return f"{workers} workers{each} share {cores} core{'s' if cores > 1 else ''}"
 
 
-def explain_bubble(measured: float, busy: Sequence[float], context: BubbleContext) -> str:
+def explain_prediction(speed: Speed, steps: int, busy: Sequence[float], plan: PlanContext) -> str:
+    """Return how far the predicted duration of a step was wrong, and why; "" if it was not.
+
+    `busy` is the share of the time in which each worker of a replica computed, in all `steps`.
+    """
+    measured, predicted = speed.median_step, plan.predicted
+    if not predicted or not steps or abs(measured - predicted) <= _SHORT_STEP:
+        return ""
+    if abs(measured / predicted - 1) <= _WRONG:
+        return ""
+    longer = measured > predicted
+    text = (
+        f"{number(predicted)} s a step; it took {abs(measured / predicted - 1):.0%} "
+        f"{'longer' if longer else 'less'}: "
+    )
+    if longer and plan.shared_cores:
+        return text + plan.shared_cores
+    data = speed.data / steps
+    if longer and data > _WRONG * predicted:
+        return f"{text}data() took {number(data)} s a step, which no plan knows"
+    pairs = zip(busy, plan.computing, strict=False)
+    changed = [(share * measured, expected) for share, expected in pairs]
+    most = max(changed, key=lambda pair: abs(pair[0] - pair[1]), default=(0.0, 0.0))
+    if abs(most[0] - most[1]) > _WRONG / 2 * predicted:
+        worker = changed.index(most)
+        return (
+            f"{text}worker {worker} computed {number(most[0])} s a step, and {number(most[1])} s "
+            "by the measured times of its layers"
+        )
+    return f"{text}the workers computed as long as predicted, and waited for the rest of the time"
+
+
+def explain_bubble(measured: float, busy: Sequence[float], context: PlanContext) -> str:
     """Return why the `measured` bubble is much larger than the schedule's; "" if that is unknown.
 
     `busy` is the share of the time in which each worker of a replica computed.
@@ -49,10 +98,8 @@ def explain_bubble(measured: float, busy: Sequence[float], context: BubbleContex
             slow = busy.index(max(busy))
             advice = "--balance" if slow else "--balance, or a faster data(), which it reads"
             return f"worker {slow} computes {times:.1f} times as long as the others ({advice})"
-    workers, threads, cores = context.workers, context.threads, context.cores
-    if cores and workers * threads > cores:
-        each = f" with {threads} threads each" if threads > 1 else ""
-        return f"{workers} workers{each} share {cores} core{'s' if cores > 1 else ''}"
+    if context.shared_cores:
+        return context.shared_cores
     seconds = sum(busy) / max(1, len(busy)) * context.seconds / context.microbatches
     if 0 < seconds < _SHORT_SECONDS:
         return (
@@ -91,7 +138,7 @@ class Summary:
 
     verdict: Verdict
     path: str
-    context: BubbleContext | None = None
+    context: PlanContext | None = None
     loss: float | None = None
     best: tuple[int, str, float] | None = None
     checkpoint: tuple[int, str] | None = None
@@ -120,6 +167,10 @@ class Summary:
         if losses:
             yield ", ".join(losses)
         yield from _speed(verdict.speed)
+        if context and verdict.speed:
+            done = verdict.steps - self.resumed_at
+            if wrong := explain_prediction(verdict.speed, done, verdict.busy, context):
+                yield f"predicted: {wrong}"
         if context and verdict.busy:
             measured = f"{verdict.bubble:.1%} measured"
             yield f"bubble: {measured}, {context.bubble:.1%} by the schedule"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shlex
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,6 +14,15 @@ from pipeworker.job.options import Options, default_microbatches
 from pipeworker.plan import text
 from pipeworker.plan.orders import resolve
 from pipeworker.plan.partition import parse_balance
+
+_SIZE = re.compile(r"(\d{1,18}(?:\.\d{1,18})?) ?([kmgt]i?b|b|)", re.ASCII | re.IGNORECASE)
+_UNITS = {
+    "": 1,
+    "b": 1,
+    **{f"{prefix}b": 1000**power for power, prefix in enumerate("kmgt", 1)},
+    **{f"{prefix}ib": 1024**power for power, prefix in enumerate("kmgt", 1)},
+}
+_LARGEST = 1 << 62
 
 
 def make_options(job_file: str, stages: int, given: Mapping[str, Any]) -> Options:
@@ -28,6 +38,11 @@ def make_options(job_file: str, stages: int, given: Mapping[str, Any]) -> Option
         balance = ",".join(map(repr, balance))
     if isinstance(balance, str):
         chosen["balance"] = parse_balance(balance)
+    memory = chosen.get("memory")
+    if isinstance(memory, (list, tuple)):
+        memory = ",".join(map(str, memory))
+    if isinstance(memory, (str, int)):
+        chosen["memory"] = parse_memory(str(memory))
     if type(chosen.get("checkpoint_every")) is int:
         chosen["checkpoint_every"] = str(chosen["checkpoint_every"])
     every = chosen.get("evaluate_every")
@@ -46,6 +61,25 @@ def make_options(job_file: str, stages: int, given: Mapping[str, Any]) -> Option
         threads = os.environ.get("OMP_NUM_THREADS", "1").split(",")[0].strip()  # of the first level
         chosen["threads"] = int(threads) if threads.isdigit() and int(threads) else 1
     return Options.of({**chosen, "job_file": job_file, "stages": stages})
+
+
+def parse_memory(text: str) -> tuple[int, ...]:
+    """Read sizes of memory, as ``16GB`` or ``16GB,8GiB``, in bytes.
+
+    Raises:
+        UsageError: it is something else.
+    """
+    sizes = []
+    for part in text.split(","):
+        found = _SIZE.fullmatch(part.strip())
+        size = float(found[1]) * _UNITS[found[2].lower()] if found else 0.0
+        if not 1 <= size < _LARGEST:
+            raise UsageError(
+                f"--memory {text}: not a size of memory; write one as 16GB or 900MiB, or one for "
+                "each worker, as 16GB,8GB"
+            )
+        sizes.append(int(size))
+    return tuple(sizes)
 
 
 def format_option(name: str, value: Any) -> str:

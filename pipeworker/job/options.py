@@ -11,15 +11,15 @@ import reprlib
 from collections.abc import Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, TypeVar, get_type_hints
+from typing import Any, Literal, TypeVar, get_type_hints
 
 import msgspec
 
 from pipeworker.errors import ProtocolError, UsageError
 from pipeworker.facts.criterion import Criterion
 from pipeworker.plan import text
-from pipeworker.plan.orders import Order, resolve
-from pipeworker.plan.partition import block, check_entries
+from pipeworker.plan.orders import AUTO, DEFAULT_SCHEDULE, Order, resolve
+from pipeworker.plan.partition import EVEN, block, check_entries
 from pipeworker.plan.placement import Placement
 from pipeworker.plan.recompute import OFFLOAD, RECOMPUTE_MODES
 
@@ -28,8 +28,6 @@ DEVICES = ("auto", "cpu", "cuda", "mps")
 BACKENDS = ("auto", "gloo", "nccl", "tls")
 CHECKPOINT_BUSY = ("skip", "wait")
 DATA_READERS = ("every", "first")
-FACTS = NONE, COUNTED, MEASURED = "none", "counted", "measured"
-"""Which facts of layers are found before the plan is drawn."""
 PRECISIONS = ("fp32", "bf16", "fp16")
 MAX_STAGES = 1 << 16
 MAX_REPLICAS = 1 << 8  # each is connected to each other
@@ -37,7 +35,6 @@ MAX_MICROBATCHES = 1 << 20  # that messages can speak of
 EPOCH = "epoch"
 """A value for a number of steps: at each end of the data."""
 BEST = "loss"
-DEFAULT_SCHEDULE = "gpipe"
 END = "end"
 """A value for an interval between checkpoints: there are none before the end."""
 EXCLUSIVE = {"steps": "epochs", "epochs": "steps"}
@@ -63,7 +60,6 @@ _CHOICES: dict[str, Collection[str]] = {
     "backend": BACKENDS,
     "checkpoint_busy": CHECKPOINT_BUSY,
     "data_reader": DATA_READERS,
-    "facts": FACTS,
 }
 
 
@@ -109,8 +105,12 @@ class Options:
         microbatches: M, over all replicas.
         arguments: the words after ``--``, for the job file.
         epochs: None, as `steps`, for one pass over the data. A step ends with its epoch.
-        schedule: the name of an order, or the text of the job's own.
-        balance: layers per stage; None to choose.
+        schedule: the name of an order, the text of the job's own, or ``auto``: the fastest.
+        recompute: a recompute mode for all stages, or ``auto``: what the memory of each permits.
+        balance: layers per stage; None for those of the shortest step.
+        memory: bytes that each worker may use, one number for all or one for each; None for what
+            its device or its host has.
+        no_profile: operations of layers are counted, rather than their seconds measured.
         best: figure of evaluation passes by which the best checkpoint is kept, as ``max:accuracy``.
         patience: evaluation passes without a better one after which the job ends; None for any.
         checkpoint_every: steps or time between checkpoints, as ``30m``; ``end``: only at the end.
@@ -120,7 +120,6 @@ class Options:
         evaluate_only: one evaluation pass of the weights at `resume` is the whole job.
         resume: absolute path of the checkpoint that the run is resumed from; "" at its beginning.
         resume_step: the step of that checkpoint.
-        facts: which facts of layers the job is planned from, one of :data:`FACTS`.
 
     Raises:
         UsageError: an option is out of its range.
@@ -135,7 +134,9 @@ class Options:
     schedule: str = DEFAULT_SCHEDULE
     virtual_stages: int | None = None
     recompute: str = "auto"
-    balance: tuple[int, ...] | None = None
+    balance: tuple[int, ...] | Literal["even"] | None = None
+    memory: tuple[int, ...] | None = None
+    no_profile: bool = False
     clip_grad_norm: float | None = None
     clip_grad_value: float | None = None
     precision: str = "fp32"
@@ -173,7 +174,6 @@ class Options:
     compile: bool = False
     deterministic: bool = False
     profile_steps: str | None = None
-    facts: str = NONE
 
     def __post_init__(self) -> None:
         for name, (least, most) in _RANGES.items():
@@ -223,8 +223,18 @@ class Options:
         stages = self.schedule_source.place(self.stages).stages
         if text.is_text(self.schedule):
             self._check_written()
-        if self.balance is not None:
+        if self.schedule == AUTO and self.balance is not None:
+            raise UsageError(
+                "--schedule auto and --balance: each schedule that is tried has a balance of its "
+                "own; leave --balance out, or name a schedule"
+            )
+        if isinstance(self.balance, tuple):
             check_entries(self.balance, stages)
+        if self.memory is not None and len(self.memory) not in (1, self.stages):
+            raise UsageError(
+                f"--memory: has {len(self.memory)} sizes, and a replica has {self.stages} workers; "
+                "write one size for all of them, or one for each"
+            )
 
     def _check_written(self) -> None:
         """Check that a schedule of the job's own fits the other options."""
@@ -267,7 +277,11 @@ class Options:
         """
         if stages == self.stages:
             return self
-        changed: dict[str, Any] = {"stages": stages, "balance": None}
+        changed: dict[str, Any] = {"stages": stages}
+        if self.balance != EVEN:
+            changed["balance"] = None
+        if self.memory is not None:
+            changed["memory"] = (*self.memory, *(self.memory[-1:] * stages))[:stages]
         if text.is_text(self.schedule):
             changed |= {"schedule": DEFAULT_SCHEDULE, "virtual_stages": None}
         return dataclasses.replace(self, **changed)
@@ -281,6 +295,12 @@ class Options:
     def trains(self) -> bool:
         """Whether the job runs steps on mini-batches of ``data()``."""
         return not self.own_loop and not self.evaluate_only
+
+    @property
+    def is_planned(self) -> bool:
+        """Whether facts of the layers decide the plan; the input of an own loop comes too late."""
+        chosen = self.balance is None or self.recompute == "auto" or self.schedule == AUTO
+        return self.plan_only or (self.trains and chosen)
 
     @property
     def passes(self) -> int | None:

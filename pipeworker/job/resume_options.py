@@ -8,8 +8,10 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from pipeworker.errors import UsageError
-from pipeworker.job.options import DEFAULT_SCHEDULE, Options, override
+from pipeworker.job.options import Options, override
 from pipeworker.job.renamed import reject_renamed
+from pipeworker.plan.orders import DEFAULT_SCHEDULE
+from pipeworker.plan.partition import EVEN
 from pipeworker.plan.text import is_text
 
 NUMBERS = (
@@ -37,9 +39,10 @@ def parse_allowed(names: Collection[str]) -> set[str]:
 def merge(recorded: Options, given: Mapping[str, Any], allowed: Collection[str]) -> dict[str, Any]:
     """Return the fields of the recorded options, with those given now in their place.
 
-    A recorded balance is dropped if the stages or their schedule change, recorded virtual stages if
-    the schedule does, and a recorded schedule of the job's own if the stages change. Arguments
-    cannot be given as none, so allowing them to differ and giving none removes the recorded ones.
+    A recorded balance, and sizes of memory by worker, are dropped if the stages or their schedule
+    change, recorded virtual stages if the schedule does, and a recorded schedule of the job's own
+    if the stages change. Arguments cannot be given as none, so allowing them to differ and giving
+    none removes the recorded ones.
     """
     found = override(dataclasses.asdict(recorded), given)
     found["own_loop"] = given.get("own_loop", False)  # what resumes now, not what began
@@ -49,8 +52,11 @@ def merge(recorded: Options, given: Mapping[str, Any], allowed: Collection[str])
         found["schedule"] = DEFAULT_SCHEDULE
     if found["schedule"] != recorded.schedule and "virtual_stages" not in given:
         found["virtual_stages"] = None  # as many as the new schedule has
-    if "balance" not in given and any(found[name] != getattr(recorded, name) for name in _PLACING):
-        found["balance"] = None
+    if any(found[name] != getattr(recorded, name) for name in _PLACING):
+        if "balance" not in given and recorded.balance != EVEN:
+            found["balance"] = None
+        if "memory" not in given and len(recorded.memory or ()) > 1:
+            found["memory"] = None
     if "arguments" in allowed and "arguments" not in given:
         found["arguments"] = ()
     return found

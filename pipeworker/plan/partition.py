@@ -9,8 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
+from typing import Literal
 
 from pipeworker.errors import UsageError
+
+EVEN: Literal["even"] = "even"
+"""The value of ``--balance`` for stages that differ by at most one layer."""
 
 
 def sizes(count: int, parts: int) -> list[int]:
@@ -47,8 +51,10 @@ def even(layers: int, stages: int, per_worker: int = 1) -> tuple[int, ...]:
     return tuple(sizes(layers, stages))
 
 
-def parse_balance(text: str) -> tuple[int, ...]:
+def parse_balance(text: str) -> tuple[int, ...] | Literal["even"]:
     """Read a balance such as ``3,5,5,3``; raise UsageError if an entry is not a whole number."""
+    if text == EVEN:
+        return EVEN
     try:
         return tuple(int(part) for part in text.split(","))
     except ValueError:
@@ -70,7 +76,7 @@ def check_entries(balance: tuple[int, ...], stages: int) -> None:
 def _not_a_balance(shown: str) -> str:
     return (
         f"--balance {shown}: not a list of layer counts; write one positive number for each "
-        "stage, as in 3,5,5,3"
+        "stage, as in 3,5,5,3, or even"
     )
 
 

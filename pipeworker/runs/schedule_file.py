@@ -7,7 +7,7 @@ from pathlib import Path
 from pipeworker.errors import ScheduleError, UsageError
 from pipeworker.plan import text
 from pipeworker.plan.check import check
-from pipeworker.plan.orders import ORDERS, resolve
+from pipeworker.plan.orders import AUTO, ORDERS, resolve
 from pipeworker.record.bounded_file import open_bounded
 
 _MAX_SCHEDULE = 8 << 20
@@ -25,7 +25,7 @@ def read_schedule(schedule: str | Path) -> str:
         ScheduleError: the schedule is malformed or cannot run.
     """
     given = str(schedule)
-    if given in ORDERS:
+    if given in (*ORDERS, AUTO):
         return given
     content, name = given, text.name_of(given)
     if not text.is_text(given):
@@ -35,8 +35,9 @@ def read_schedule(schedule: str | Path) -> str:
             with open_bounded(path, _MAX_SCHEDULE) as file:
                 content = file.read().decode()
         except (FileNotFoundError, NotADirectoryError):
+            names = ", ".join((*ORDERS, AUTO))
             raise UsageError(
-                f"--schedule {given}: no such schedule or file; use one of {', '.join(ORDERS)}, or "
+                f"--schedule {given}: no such schedule or file; use one of {names}, or "
                 "the path of a schedule file"
             ) from None
         except UnicodeDecodeError:

@@ -38,7 +38,7 @@ NOT_OF_A_LOOP: dict[str, str] = {
     "quiet": "a loop prints what it wants to",
 }
 """By name, why an option of ``launch`` is no argument of ``Pipeline``."""
-_INTERNAL = ("own_loop", "evaluate_only", "plan_only", "resume", "resume_step", "facts")
+_INTERNAL = ("own_loop", "evaluate_only", "plan_only", "resume", "resume_step")
 """Fields of :class:`Options` that are none of ``launch``, or are parameters of their own."""
 
 

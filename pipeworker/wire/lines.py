@@ -168,6 +168,9 @@ class Planned:
         bubble: the idle share of the schedule itself, 0 to 1.
         steps: the number of steps of the job, 0 if unknown.
         hooks: the names of the job file's functions that are called with what is recorded.
+        step_seconds: the predicted duration of a step; 0 if unknown.
+        busy_seconds: by worker of a replica, the part of it in which it computes.
+        why: sentences that say what decided the plan.
     """
 
     schedule: str
@@ -180,6 +183,9 @@ class Planned:
     device: str = "cpu"
     hosts: int = 1
     hooks: tuple[str, ...] = ()
+    step_seconds: float = 0.0
+    busy_seconds: tuple[float, ...] = ()
+    why: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from types import ModuleType
@@ -15,12 +15,13 @@ from pipeworker.errors import RecordError, UsageError
 from pipeworker.facts.position import Phase
 from pipeworker.job import file as job_file
 from pipeworker.job.file import JobFile
-from pipeworker.job.options import NONE, Options
+from pipeworker.job.options import Options
 from pipeworker.plan.placement import Placement
 from pipeworker.record.rundir import RunDir
 from pipeworker.timings import STALL_FACTOR
 from pipeworker.wire import interfaces
 from pipeworker.wire.messages.checkpoint import Restore
+from pipeworker.wire.messages.plan import Plan
 from pipeworker.wire.messages.presence import Welcome
 from pipeworker.wire.messages.step import Upcoming
 from pipeworker.worker import kernel_cache
@@ -87,7 +88,7 @@ class LoadedWorker:
         role = Role(settings.rank, placement, options)
         control.name = placement.names(settings.rank)
         control.silence_timeout = options.worker_timeout
-        if options.facts != NONE and settings.survey is not None:
+        if options.is_planned and settings.survey is not None:
             settings.survey.begin(Path(settings.job_file or options.job_file), options)
         if options.interface is not None:
             interfaces.address_of(options.interface)  # fails before anything that takes long
@@ -111,6 +112,13 @@ class LoadedWorker:
         reader = _reader(settings, role, job, welcome, rng.accelerator_generator(device))
         known = settings, control, role, run_dir, welcome.restore, device, accelerator
         return LoadedWorker(*known, *code, reader)
+
+    def place(self, plan: Plan) -> LoadedWorker:
+        """Return the same worker with the stages that the plan gives it."""
+        role, control = self.role, self.control
+        role = replace(role, placement=Placement(plan.held, role.placement.replicas))
+        control.name = role.placement.names(role.rank)
+        return replace(self, role=role)
 
     def evaluation(self) -> Iterator[MicroBatches]:
         """Return the mini-batches of ``evaluation()``, which are read as stage 0 takes them."""

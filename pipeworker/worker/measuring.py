@@ -89,8 +89,6 @@ def outline_of(found: Found, loaded: LoadedWorker) -> Outline | None:
 
 
 def _complete(outline: Outline, output: bytes, loaded: LoadedWorker) -> Outline:
-    if loaded.role.options.own_loop:
-        return outline
     batch = loaded.reader.peek()
     samples = -(-batch.batch.samples // batch.batch.microbatches)
     return with_loss(outline, output, batch.targets[0], samples)
@@ -225,10 +223,7 @@ class _Bench:
         )
 
     def _input(self) -> Any:
-        loaded = self._loaded
-        own = loaded.role.options.own_loop
-        value = loaded.settings.sample if own else loaded.reader.peek().inputs[0]
-        return to_device(value, self._device)
+        return to_device(self._loaded.reader.peek().inputs[0], self._device)
 
     def _known(self) -> Iterator[torch.Tensor]:
         """Yield the tensors of the network's input, on the worker that has them."""

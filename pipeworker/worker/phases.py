@@ -13,7 +13,6 @@ from pipeworker.facts.layer_names import LayerNames
 from pipeworker.facts.position import Phase
 from pipeworker.job import file as job_file
 from pipeworker.job.file import hooks_of
-from pipeworker.job.options import NONE
 from pipeworker.job.signatures import takes_steps
 from pipeworker.plan.actions import Action, Edge, parse_actions
 from pipeworker.record.stage_state import check_savable
@@ -113,10 +112,8 @@ class ModelledWorker:
 
     @property
     def finds_facts(self) -> bool:
-        """Whether facts of the layers are wanted, and the network's input is known."""
-        options, sample = self.loaded.role.options, self.loaded.settings.sample
-        known = sample is not None if options.own_loop else options.trains
-        return options.facts != NONE and known
+        """Whether facts of the layers are wanted."""
+        return self.loaded.role.options.is_planned
 
 
 @dataclass(frozen=True, slots=True)

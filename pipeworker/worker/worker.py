@@ -144,7 +144,7 @@ class Worker:
         return modelled.describe()
 
     def _plan(self, plan: Plan, modelled: ModelledWorker) -> Ready:
-        loaded = modelled.loaded
+        loaded = modelled.loaded.place(plan)
         stages = build_stages(loaded, modelled.model, plan)
         modelled.model.entries.clear()  # no process holds more than its part
         self._phase = planned = PlannedWorker(loaded, stages, State(loaded, stages))

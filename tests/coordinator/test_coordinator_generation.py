@@ -269,8 +269,8 @@ def in_state(state: State) -> ScriptedJob:
     """Return a job of two workers in a state."""
     if state is State.CALLING:
         return own_loop_job()
-    facts = "measured" if state is State.MEASURING else "none"
-    job = ScriptedJob(2, evaluate_every=1, steps=1, facts=facts)
+    balance = None if state is State.MEASURING else "even"
+    job = ScriptedJob(2, evaluate_every=1, steps=1, balance=balance)
     job.join()
     if state is State.JOINING:
         return job

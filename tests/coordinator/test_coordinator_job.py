@@ -43,7 +43,7 @@ def test_a_job_from_start_to_end() -> None:
     layers = (StageRange(0, 0, 3, "never"),), (StageRange(1, 3, 5, "never"),)
     evaluation = ("0F0 0>A0 0>T0@1", "1<A0 1<T0@0 1F0")
     assert of(plans, Send) == [
-        Send(b"w%d" % rank, Plan(layers[rank], edges, (), (), evaluation[rank], steps=3), 1)
+        Send(b"w%d" % rank, Plan(layers[rank], edges, (), (), evaluation[rank], held, steps=3), 1)
         for rank in (0, 1)
     ]
     assert "schedule gpipe is proven" in of(plans, Log)[0].text
@@ -53,7 +53,7 @@ def test_a_job_from_start_to_end() -> None:
     written, planned, *first = job.receive(Ready(1, (Built(1, 3, LAYERS[3:], 20),), "cpu", None))
     assert isinstance(written, WritePlan)
     stages = written.content["stages"]
-    assert [stage["layers"] for stage in stages] == [[0, 1, 2], [3, 4]]
+    assert [stage["layers"] for stage in stages] == [[0, 3], [3, 5]]
     assert [tuple(stage["classes"]) for stage in stages] == [LAYERS[:3], LAYERS[3:]]
     assert [stage["parameters"] for stage in stages] == [40, 20]
     assert isinstance(planned, Planned)

@@ -192,7 +192,7 @@ def test_counts_take_the_place_of_seconds() -> None:
 
 
 def measured_job(**options: Any) -> ScriptedJob:
-    job = ScriptedJob(2, facts="measured", **options)
+    job = ScriptedJob(2, **{"balance": None, **options})
     job.join()
     job.describe()
     return job
@@ -269,9 +269,9 @@ def test_an_interrupt_ends_the_measuring_at_once() -> None:
     assert all(job.sent(rank, Abort) for rank in job.ranks)
 
 
-def test_a_loop_without_a_sample_measures_nothing() -> None:
+def test_an_own_loop_measures_nothing() -> None:
     """Its input is not known before its first call."""
-    job = ScriptedJob(2, facts="measured", own_loop=True)
+    job = ScriptedJob(2, balance=None, own_loop=True)
     job.join()
     job.describe()
     assert job.state() is State.BUILDING
@@ -291,7 +291,7 @@ def test_facts_that_nobody_asked_for_name_their_sender() -> None:
 
 
 def test_without_the_option_nothing_is_measured() -> None:
-    job = ScriptedJob(2)
+    job = ScriptedJob(2, recompute="always")
     job.join()
     for rank in job.ranks:
         job.receive(Described(rank, LAYERS, (), machine=MACHINE))

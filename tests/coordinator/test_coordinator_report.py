@@ -155,7 +155,7 @@ def test_the_plan_as_json() -> None:
     content, _ = plan()
     assert content["balance"] == [2, 1]
     assert content["bubble"] == pytest.approx(0.2)
-    assert [stage["layers"] for stage in content["stages"]] == [[0, 1], [2]]
+    assert [stage["layers"] for stage in content["stages"]] == [[0, 2], [2, 3]]
     assert content["stages"][1]["classes"] == ["Linear"]
     assert content["stages"][1]["live_activations"] == 4
     # The plan shows the schedule that runs.

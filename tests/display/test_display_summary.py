@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from pipeworker.display.lines import LineDisplay
-from pipeworker.display.summary import BubbleContext, Summary, explain_bubble
+from pipeworker.display.summary import PlanContext, Summary, explain_bubble
 from pipeworker.facts.speed import Speed
 from pipeworker.job.options import Options
 from pipeworker.record.rundir import RunDir
@@ -20,7 +20,7 @@ VERDICT = Verdict("done", 0, 60, 12.34, (2**20, 3 * 2**20), 0.2, None, busy=(0.8
 SUMMARY = Summary(
     VERDICT,
     "/a/runs/x",
-    BubbleContext(0.15, workers=2, cores=2, seconds=0.5),
+    PlanContext(0.15, workers=2, cores=2, seconds=0.5),
     loss=0.25,
     best=(40, "loss", 0.5),
     checkpoint=(60, "/a/runs/x/checkpoints/step-00000060"),
@@ -121,7 +121,7 @@ def test_a_mistake_before_the_first_step_of_a_resume_has_no_summary() -> None:
     assert ended(status="failed", exit_status=1, resumed_at=60)
 
 
-CONTEXT = BubbleContext(0.15, workers=3, cores=4, microbatches=10, seconds=0.5)
+CONTEXT = PlanContext(0.15, workers=3, cores=4, microbatches=10, seconds=0.5)
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from pipeworker.facts.failure import Cause, Failure
 from pipeworker.facts.outline import LayerKind, Machine, Outline
 from pipeworker.facts.position import Position
 from pipeworker.facts.step import Batch, Evaluation, StepResult
-from pipeworker.job.options import NONE, Options
+from pipeworker.job.options import Options
 from pipeworker.plan.orders import Order
 from pipeworker.plan.orders.gpipe import gpipe
 from pipeworker.plan.placement import Placement
@@ -107,7 +107,7 @@ class ScriptedJob:
         start: Start | None = None,
         **options: Any,
     ) -> None:
-        options = {"microbatches": 4, "steps": 3, **options}
+        options = {"balance": "even", "microbatches": 4, "steps": 3, **options}
         self.options = Options("job.py", workers, **options)
         self.layers = layers
         self.now = 100.0
@@ -205,7 +205,7 @@ class ScriptedJob:
     def describe(self, layers: tuple[str, ...] | None = None) -> list[Effect]:
         for rank in self.ranks:
             described = Described(rank, layers or self.layers, ())
-            if self.options.facts != NONE and not self.options.own_loop:
+            if self.options.is_planned and self.options.balance is None:
                 outline = OUTLINE if rank == self.first else None
                 described = dataclasses.replace(described, outline=outline, machine=MACHINE)
             effects = self.receive(described)

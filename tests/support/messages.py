@@ -112,6 +112,7 @@ MADE: dict[Any, st.SearchStrategy[Any]] = {
         _some(_route),
         _some(st.builds(Tie, _some(_weight, 1), _some(_ints))),
         _texts,
+        st.sampled_from([(), ((0,), (1,)), ((0, 3), (1, 2))]),
         _some(_texts),
         _counts,
     ),

@@ -84,7 +84,7 @@ class SingleWorker:
         described: Any = self.worker.handle(welcome)
         evaluation = format_actions(forward_only(placement).workers[0])
         layers = StageRange(0, 0, len(described.layers), recompute)
-        ready = self.worker.handle(Plan((layers,), (), (), (), evaluation))
+        ready = self.worker.handle(Plan((layers,), (), (), (), evaluation, ((0,),)))
         assert isinstance(ready, Ready)
         order = build("gpipe", 1, MICROBATCHES, recompute)
         self._actions = format_actions(order.workers[0])

@@ -61,6 +61,7 @@ PLAN = Plan(
     skips=(Skip(0, 2, "x"),),
     ties=(Tie(("0.weight", "11.weight"), (0, 3)),),
     evaluation="0F0 0>A0 3<A0 3F0",
+    held=((0, 3), (1, 2)),
 )
 FAILED = Failed(2, Failure(Cause.USER, "no", 2, Position(Phase.FORWARD, 3, 1, 4), "Linear", "tb"))
 
@@ -369,9 +370,9 @@ def test_only_the_classes_of_a_codec_are_read_by_name(name: Any) -> None:
 def test_names_of_types_are_bounded(types: Any) -> None:
     for name, fields in (
         ("Described", [0, ["Linear"], [], [], 0, types, [], [], [], [], 0, [], None, None, []]),
-        ("Plan", [[[0, 0, 1, "auto"]], [], [], [], "0F0", types, 0]),
+        ("Plan", [[[0, 0, 1, "auto"]], [], [], [], "0F0", [[0]], types, 0]),
     ):
         with pytest.raises(ProtocolError):
             decode(msgpack.packb([VERSION, 1, name, fields]))
-        fields[5] = ["x" * LONGEST_NAME] * 2
+        fields[fields.index(types)] = ["x" * LONGEST_NAME] * 2
         assert decode(msgpack.packb([VERSION, 1, name, fields]))

@@ -13,7 +13,6 @@ import torch
 from torch import nn
 
 from pipeworker.facts.outline import LayerKind, Outline
-from pipeworker.job.file import JobFile
 from pipeworker.job.options import Options
 from pipeworker.plan.placement import Placement
 from pipeworker.wire.messages.plan import Described
@@ -72,17 +71,13 @@ NOTHING: Mapping[str, Any] = MappingProxyType({})
 class Measurer:
     """One worker, up to the plan."""
 
-    def __init__(
-        self, folder: Path, text: str = JOB, settings: Mapping[str, Any] = NOTHING, **options: Any
-    ) -> None:
+    def __init__(self, folder: Path, text: str = JOB, **options: Any) -> None:
         folder.mkdir(exist_ok=True)
         path = folder / "job.py"
         path.write_text(text.replace("SOMETHING", options.pop("head", "pass")))
-        self.worker: Worker = SingleWorker(**settings).worker
+        self.worker: Worker = SingleWorker().worker
         placement = Placement.identity(1)
-        if not options.get("own_loop"):
-            options["steps"] = 2
-        options = {"facts": "measured", **options}
+        options["steps"] = 2
         (folder / "run").mkdir()
         job = Options(str(path), 1, 2, **options).to_json()
         welcome = Welcome(job, str(folder / "run"), placement.held, placement.replicas)
@@ -183,23 +178,6 @@ def test_a_network_that_raises_has_no_outline(tmp_path: Path) -> None:
     assert [one.kind for one in measured.facts] == ["Linear", "Block"]
 
 
-def test_a_script_is_measured_with_its_sample_and_without_its_loss(tmp_path: Path) -> None:
-    job = JobFile(
-        model=[nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3)],
-        loss=nn.functional.cross_entropy,
-        optimizer=lambda params: torch.optim.SGD(params, lr=0.1),
-    )
-    settings = {"job": job, "sample": torch.randn(5, 4)}
-    measurer = Measurer(tmp_path, settings=settings, own_loop=True)
-    measured = measurer.measure(in_order=True)
-    outline = outline_of(measured)
-    assert (outline.of_layer, outline.loss) == ((0, 1, 2), -1)
-    assert outline.input_bytes == 4 * 20
-    assert [one.kind for one in measured.facts] == ["Linear", "ReLU", "Linear"]
-    without = Measurer(tmp_path / "other", settings={"job": job}, own_loop=True).described
-    assert without.machine is None  # its input is not known before the first call
-
-
 def test_a_worker_describes_its_machine(tmp_path: Path) -> None:
     machine = Measurer(tmp_path).described.machine
     assert machine is not None
@@ -215,6 +193,6 @@ def test_layers_that_are_built_already_are_no_part_of_the_base() -> None:
 
 
 def test_without_the_option_nothing_is_described(tmp_path: Path) -> None:
-    described = Measurer(tmp_path, facts="none").described
+    described = Measurer(tmp_path, balance="even", recompute="never").described
     assert described.outline is None
     assert described.machine is None

@@ -73,7 +73,7 @@ class CallLoop(BaseLoop):
 
     def call_received(self, call: Call) -> Due | None:
         """Return what is due after a call of the user's loop; None while ranks are awaited."""
-        ranks = self._placement.ranks
+        ranks = self.placement.ranks
         if len(self._calls) == ranks:  # the last round is complete
             self._calls.clear()
         self._calls[call.rank] = call
@@ -96,7 +96,7 @@ class CallLoop(BaseLoop):
     def _mismatch(self, call: Call) -> str:
         """Return how a call differs from the others of its round, or ""."""
         first = next(iter(self._calls.values()))
-        name = self._placement.names
+        name = self.placement.names
         if call.mistake or first.mistake:  # no rank performs the call, whatever its arguments
             same = call.kind is first.kind
         else:
@@ -115,7 +115,7 @@ class CallLoop(BaseLoop):
                 return Failure(Cause.USAGE, call.mistake, call.rank)
         if call.kind is not CallKind.STEP:
             return None
-        ranks = self._placement.ranks_of(0)
+        ranks = self.placement.ranks_of(0)
         batches = [self._calls[rank].batch for rank in ranks]
         if batches[0] is None:
             text = "step(): the first stage was given no mini-batch; pass one on its rank"
@@ -150,7 +150,7 @@ class CallLoop(BaseLoop):
     def next(self, now: float) -> RunStep | Evaluate | Wait | Finish | None:
         match self._current:
             case CallKind.STEP:
-                call = self._calls[self._placement.rank_of(0)]
+                call = self._calls[self.placement.rank_of(0)]
                 assert call.batch
                 batch = self._batch = replace(call.batch, epoch=self._progress.epoch)
                 more, last = self._half_done, call.last

@@ -91,7 +91,7 @@ class BaseLoop:
     """The current step: begun, added up, completed."""
 
     def __init__(self, options: Options, placement: Placement, progress: Progress) -> None:
-        self._options, self._placement, self._progress = options, placement, progress
+        self._options, self.placement, self._progress = options, placement, progress
         self._step = progress.steps
         self._tally = Tally(self._step, placement, 0.0)
         self._batch: Batch | None = None
@@ -107,7 +107,7 @@ class BaseLoop:
     def _begin(self, batch: Batch, now: float, *, last: bool | None = None) -> RunStep:
         """Return the command that runs the first mini-batch of the next step."""
         self._step += 1
-        self._tally = Tally(self._step, self._placement, now)
+        self._tally = Tally(self._step, self.placement, now)
         return self._run(batch, last=last)
 
     def _run(self, batch: Batch, *, last: bool | None = None) -> RunStep:
@@ -125,7 +125,7 @@ class BaseLoop:
             or not batch.microbatches,
             first=tally.microbatches,
             loss_scale=scaler.scale if scaler else 1.0,
-            complete=self._placement.replicas == 1 or (complete if last is None else last),
+            complete=self.placement.replicas == 1 or (complete if last is None else last),
         )
 
     def _complete(self, following: Batch | None, now: float) -> tuple[StepResult, Update, Due]:
@@ -218,7 +218,7 @@ class FileLoop(BaseLoop):
 
     def step_done(self, done: Sequence[StepDone], now: float) -> Due:
         """Return what is due after a mini-batch that every worker has run; `done` is by rank."""
-        ran, tally, placement = self._running, self._tally, self._placement
+        ran, tally, placement = self._running, self._tally, self.placement
         tally.add(done, ran)
         self._batch = common_batch(placement, [d.batch for d in done], self._step + 1)
         # If the data ends within a step, replicas have not yet added up their gradients.

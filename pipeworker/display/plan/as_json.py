@@ -14,7 +14,7 @@ def to_json(view: PlanView) -> dict[str, Any]:
     """
     planned = view.planned
     return {
-        "schedule": planned.order,
+        "schedule": planned.name,
         "microbatches": planned.schedule.microbatches,
         "virtual_stages": planned.virtual_stages,
         "samples": view.samples_each,

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from pipeworker.facts.layer_facts import NetworkFacts
-from pipeworker.plan.actions import INPUTS, Kind
 from pipeworker.plan.partition import ranges
 from pipeworker.plan.planned import Planned
 from pipeworker.plan.schedule import Schedule
@@ -73,7 +71,7 @@ class Choice:
         """Return a plan as a choice; `samples` are those of a mini-batch."""
         limits = zip(planned.memory, planned.limits, strict=True)
         return Choice(
-            planned.order,
+            planned.name,
             planned.schedule.placement.workers,
             planned.virtual_stages,
             planned.schedule.microbatches,
@@ -107,21 +105,16 @@ class PlanView:
     def of(planned: Planned, facts: NetworkFacts, choices: Sequence[Choice] = ()) -> PlanView:
         """Return the view of a plan that was made from `facts`."""
         schedule, costs = planned.schedule, planned.costs
-        counts = Counter((a.kind, a.stage) for actions in schedule.workers for a in actions)
-        whole = (*INPUTS, Kind.BACKWARD_WEIGHT)
-
-        def seconds(stage: int, *kinds: Kind) -> float:
-            return sum(counts[kind, stage] * costs.of(kind, stage) for kind in kinds)
-
+        seconds = planned.stage_seconds
         stages = tuple(
             StageView(
                 stage,
                 worker,
                 layers,
                 sum(layer.parameters for layer in facts.layers[slice(*layers)]),
-                seconds(stage, Kind.FORWARD),
-                seconds(stage, Kind.RECOMPUTE),
-                seconds(stage, *whole),
+                seconds[stage].forward,
+                seconds[stage].recompute,
+                seconds[stage].backward,
                 planned.memory[worker],
                 planned.limits[worker],
                 planned.recompute[stage],
@@ -155,7 +148,7 @@ class PlanView:
         """Return whether a choice is this plan."""
         planned = self.planned
         return (choice.order, choice.stages, choice.virtual_stages) == (
-            planned.order,
+            planned.name,
             planned.schedule.placement.workers,
             planned.virtual_stages,
         )

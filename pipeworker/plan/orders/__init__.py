@@ -50,6 +50,9 @@ from pipeworker.plan.placement import Placement
 from pipeworker.plan.recompute import OFFLOAD, Recomputed, recomputed, with_fetches
 from pipeworker.plan.schedule import Pairs, Schedule
 
+AUTO = "auto"
+"""The value of ``--schedule`` that searches for the fastest order, and the name of one it made."""
+
 
 @dataclass(frozen=True, slots=True)
 class Order:
@@ -117,15 +120,30 @@ ORDERS = {
 }
 
 
+DEFAULT_SCHEDULE = "gpipe"
+"""The order of a job that names none."""
+
+
 def resolve(schedule: str, virtual_stages: int | None = None) -> Order:
     """Return the order of ``--schedule``, with the ``--virtual-stages`` of each worker, if given.
+
+    For ``auto`` it is the default one, which a job runs until the fastest is known, or if there are
+    no facts to find it by.
 
     Raises:
         UsageError: no order has this name, or it cannot have so many stages per worker.
         ScheduleError: `schedule` is the text of one, and malformed.
     """
+    if schedule == AUTO:
+        if virtual_stages is not None:
+            raise UsageError(
+                f"--virtual-stages {virtual_stages} and --schedule {AUTO}: it chooses the number "
+                "of stages on each worker; leave --virtual-stages out"
+            )
+        return ORDERS[DEFAULT_SCHEDULE]
     if not text.is_text(schedule) and schedule not in ORDERS:
-        raise UsageError(f"--schedule {schedule}: must be one of {', '.join(ORDERS)}")
+        names = ", ".join((*ORDERS, AUTO))
+        raise UsageError(f"--schedule {schedule}: must be one of {names}")
     order = _written(schedule) if text.is_text(schedule) else ORDERS[schedule]
     if virtual_stages is None or virtual_stages == order.virtual_stages:
         return order

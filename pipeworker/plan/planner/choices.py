@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import Literal
 
 from pipeworker.errors import UsageError
 from pipeworker.facts.layer_facts import NetworkFacts
 from pipeworker.plan.actions import Kind
-from pipeworker.plan.orders import ORDERS, Order, resolve
+from pipeworker.plan.orders import AUTO, ORDERS, Order, resolve
+from pipeworker.plan.partition import EVEN, even
 from pipeworker.plan.placement import Placement
 from pipeworker.plan.planned import Planned
 from pipeworker.plan.planner.planner import plan_order
+from pipeworker.plan.planner.search import search
 from pipeworker.plan.text import is_text
 
 WORKERS = (1, 2, 4, 8)
@@ -25,18 +28,18 @@ class PlanRequest:
     """What a job's options ask of its plan.
 
     Attributes:
-        schedule: the name of an order, or the text of a schedule.
+        schedule: the name of an order, the text of a schedule, or ``auto``.
         workers: workers of a replica.
         microbatches: over all replicas.
         recompute: a recompute mode for all stages, or ``auto``.
-        balance: layers of each stage; None to choose them.
+        balance: layers of each stage, or ``even``; None to choose them.
     """
 
     schedule: str
     workers: int
     microbatches: int
     recompute: str = "auto"
-    balance: tuple[int, ...] | None = None
+    balance: tuple[int, ...] | Literal["even"] | None = None
     virtual_stages: int | None = None
     replicas: int = 1
 
@@ -55,27 +58,42 @@ class Alternative:
     problem: str = ""
 
 
-def plan_request(facts: NetworkFacts, request: PlanRequest) -> Planned:
-    """Plan a network as requested.
+def plan_request(facts: NetworkFacts, request: PlanRequest, *, strict: bool = True) -> Planned:
+    """Plan a network as requested; `strict` says whether it must fit into the memory.
 
     Raises:
-        UsageError: nothing fits into the memory, or the request does not fit the network.
+        UsageError: nothing fits although it must, or the request does not fit the network.
     """
+    facts = for_workers(facts, request.workers)
+    if request.schedule == AUTO:
+        return search(
+            facts,
+            request.workers,
+            request.microbatches,
+            replicas=request.replicas,
+            recompute=request.recompute,
+            strict=strict,
+        )
     order = request.order
     placement = order.place(request.workers, request.replicas)
     modes: tuple[str, ...] = ()
-    if is_text(request.schedule):
+    if is_text(request.schedule) and request.recompute == "auto":
         modes = written_modes(order, placement)
     elif request.recompute != "auto":
         modes = (request.recompute,) * placement.stages
-    return plan_order(
-        for_workers(facts, request.workers),
+    balance = request.balance
+    if balance == EVEN:
+        balance = even(len(facts.layers), placement.stages, placement.stages // placement.workers)
+    planned = plan_order(
+        facts,
         order,
         placement,
         request.microbatches,
-        balance=request.balance,
+        balance=balance,
         recompute=modes,
+        strict=strict,
     )
+    return replace(planned, order=request.schedule)
 
 
 def written_modes(order: Order, placement: Placement) -> tuple[str, ...]:

@@ -10,7 +10,7 @@ from pipeworker.plan.orders import Order
 from pipeworker.plan.partition import block, check_balance, even, ranges
 from pipeworker.plan.placement import Placement
 from pipeworker.plan.planned import Planned
-from pipeworker.plan.planner.balance import best_balance, lacking, size
+from pipeworker.plan.planner.balance import lacking, search_balance, size
 from pipeworker.plan.planner.costs import stage_costs
 from pipeworker.plan.planner.stages import Divisions, Judged
 from pipeworker.plan.simulate import simulate
@@ -25,6 +25,7 @@ def plan_order(
     balance: Sequence[int] | None = None,
     recompute: Sequence[str] = (),
     copies: int = 0,
+    strict: bool = True,
 ) -> Planned:
     """Plan a network under an order: the shortest simulated step that fits into the memory.
 
@@ -36,21 +37,21 @@ def plan_order(
         balance: layers of each stage; None to choose them.
         recompute: recompute mode of each stage; empty to choose them.
         copies: how many snapshots of the state are in the worker's memory.
+        strict: whether the plan must fit into the memory, if anything of it is chosen.
 
     Raises:
-        UsageError: nothing fits into the memory, or there are more stages than layers. A plan with
-            both a balance and recompute modes given is made whether it fits or not.
+        UsageError: nothing fits although it must, or there are more stages than layers.
     """
     count = len(block(microbatches, placement.replicas, 0))
     divisions = Divisions(facts, order, placement.copies(1), count, recompute, copies)
+    chosen = balance is None
     if balance is None:
-        found = best_balance(divisions)
+        found = search_balance(divisions)
     else:
         given = check_balance(tuple(balance), divisions.layers, divisions.stages)
         found = divisions.judge(given)
-        if found.excess and not recompute:
-            raise lacking(divisions, found)
-    chosen = balance is None
+    if found.excess and strict and (chosen or not recompute):
+        raise lacking(divisions, found)
     return planned(divisions, found, placement, list(reasons(divisions, found, chosen=chosen)))
 
 
@@ -79,6 +80,7 @@ def planned(
         divisions.peaks(found.balance),
         divisions.limits,
         tuple(why),
+        str(lacking(divisions, found)) if found.excess else "",
     )
 
 

@@ -17,7 +17,7 @@ from pipeworker.facts.layer_facts import NetworkFacts
 from pipeworker.plan import text
 from pipeworker.plan.actions import Action
 from pipeworker.plan.check import check
-from pipeworker.plan.orders import ORDERS, Order
+from pipeworker.plan.orders import AUTO, ORDERS, Order
 from pipeworker.plan.partition import block, ranges
 from pipeworker.plan.placement import Placement
 from pipeworker.plan.planned import Planned
@@ -28,8 +28,6 @@ from pipeworker.plan.planner.planner import planned, reasons
 from pipeworker.plan.planner.stages import Divisions, Judged
 from pipeworker.plan.recompute import Recomputed, with_recomputes
 
-AUTO = "auto"
-"""The name of an order that was made, and the value of ``--schedule`` that searches."""
 _VIRTUAL_STAGES = (2, 3, 4)
 """The numbers of stages per worker that are tried under an order that allows any."""
 _NODES = 700_000
@@ -70,6 +68,7 @@ def search(
     recompute: str = "auto",
     copies: int = 0,
     orders: Iterable[Order] | None = None,
+    strict: bool = True,
 ) -> Planned:
     """Return the plan of the fastest order for a network.
 
@@ -81,9 +80,10 @@ def search(
         recompute: recompute mode of all stages, or ``auto``.
         copies: how many snapshots of the state are in the worker's memory.
         orders: the known orders; by default all that are registered.
+        strict: whether a plan must fit into the memory.
 
     Raises:
-        UsageError: there are fewer layers than workers, or nothing fits into the memory.
+        UsageError: there are fewer layers than workers, or nothing fits although it must.
     """
     if len(facts.layers) < workers:
         raise UsageError(
@@ -101,8 +101,11 @@ def search(
             known.append(_Found(divisions, judged, len(known)))
     known.sort(key=_rank)
     best = known[0]
-    if best.judged.excess:
+    if best.judged.excess and strict:
         raise lacking(best.divisions, best.judged)
+    if best.judged.excess:
+        why = [f"schedule {best.name}: lacks the least memory"]
+        return planned(best.divisions, best.judged, best.divisions.placement.copies(replicas), why)
     fitting = [found for found in known if not found.judged.excess]
     made: _Found | None = min(_made(fitting), key=_rank, default=None)
     if made is not None and made.judged.seconds < best.judged.seconds * (1 - _SAME):

@@ -151,6 +151,7 @@ class Plan:
         skips: the skip connections that begin or end on its stages.
         ties: the tied weights with a place on its stages.
         evaluation: its actions for one micro-batch of a forward-only pass.
+        held: by worker of a replica, its stages, ascending; worker 0 has the first stage.
         types: the user's classes that all workers know; a channel sends an index in this list.
         steps: the number of steps of the job, for its scheduler; 0 if unknown.
     """
@@ -160,9 +161,13 @@ class Plan:
     skips: tuple[Skip, ...]
     ties: tuple[Tie, ...]
     evaluation: str
+    held: tuple[tuple[int, ...], ...]
     types: tuple[str, ...] = ()
     steps: int = 0
 
     def __post_init__(self) -> None:
         check_names(self.types, "names of types")
         check(self.steps >= 0, f"a job of {self.steps} steps")
+        stages = sorted(stage for held in self.held for stage in held)
+        check(stages == [*range(len(stages))], "a stage that no worker has, or several")
+        check(not stages or 0 in self.held[0], "a first stage that worker 0 does not have")

@@ -18,7 +18,7 @@ from pipeworker.host.lifetime import die_with_parent
 from pipeworker.host.position import Tracker
 from pipeworker.host.streams import discard_output
 from pipeworker.job import file as job_file
-from pipeworker.job.options import COUNTED, Options
+from pipeworker.job.options import Options
 from pipeworker.worker.internals import preload
 from pipeworker.worker.model.classes import classes_of
 from pipeworker.worker.model.model import Model
@@ -105,7 +105,7 @@ def _survey(path: Path, text: Any, connection: Connection) -> Found:
     survey = Survey(model.entries, options.seed, _CPU, options.precision)
     if not surroundings:
         return survey.on_fakes(value)
-    count = counting(job, options) if options.facts == COUNTED else None
+    count = counting(job, options) if options.no_profile else None
     types = classes_of(job_file.modules())
     recorder = Recorder()
     return survey.on_fakes(

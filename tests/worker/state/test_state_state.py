@@ -9,7 +9,7 @@ from pipeworker.wire.messages.checkpoint import Restore
 from pipeworker.wire.messages.plan import Plan
 from pipeworker.worker.state.state import needed_ranks
 
-PLAN = Plan((), (), (), (), "")
+PLAN = Plan((), (), (), (), "", ())
 
 
 @pytest.mark.parametrize(
