@@ -78,6 +78,19 @@ def pytest_runtest_makereport(
     return report
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _facts_of_tests(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Keep the facts of layers that jobs of tests have measured apart from those of the user."""
+    os.environ["XDG_CACHE_HOME"] = str(tmp_path_factory.mktemp("cache"))
+
+
+@pytest.fixture
+def users_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have the options that users have: jobs are planned from their measured layers."""
+    for name in ("PIPEWORKER_BALANCE", "PIPEWORKER_RECOMPUTE"):
+        monkeypatch.delenv(name, raising=False)
+
+
 @pytest.fixture(scope="session")
 def server(pytestconfig: pytest.Config) -> Iterator[Server | None]:
     """The server that forks the processes of tests: one for all of pytest's own processes."""

@@ -86,7 +86,7 @@ INTERRUPTED = """
     def train(**options):
         pipeworker.train(
             model, loss=loss, optimizer=optimizer, data=data, microbatches=4, run_dir="run",
-            on_checkpoint=on_checkpoint, **options
+            on_checkpoint=on_checkpoint, balance="even", recompute="always", **options
         )
 
     if os.environ["STOPS"]:

@@ -41,9 +41,7 @@ mine stages=2 microbatches=4
 """Backwards that are split and not, and some micro-batches that are recomputed."""
 
 
-@pytest.fixture(autouse=True)
-def recomputes_as_written(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("PIPEWORKER_RECOMPUTE", raising=False)
+pytestmark = pytest.mark.usefixtures("users_defaults")
 
 
 @pytest.fixture

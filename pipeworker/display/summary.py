@@ -63,7 +63,9 @@ def explain_prediction(speed: Speed, steps: int, busy: Sequence[float], plan: Pl
         return ""
     if abs(measured / predicted - 1) <= _WRONG:
         return ""
-    longer = measured > predicted
+    longer, each = measured > predicted, max(plan.computing, default=0.0) / plan.microbatches
+    if longer and each < _SHORT_SECONDS:
+        return ""  # the overhead of a micro-batch takes longer than its layers
     text = (
         f"{number(predicted)} s a step; it took {abs(measured / predicted - 1):.0%} "
         f"{'longer' if longer else 'less'}: "

@@ -146,6 +146,17 @@ def test_the_banner_is_repeated_when_the_stages_change() -> None:
     assert banner.startswith("1 stage (3 layers)")
 
 
+def test_the_plan_says_what_it_predicts_and_why() -> None:
+    short, recompute = "balance 2,1: it is short", "recompute on stage 0"
+    for seconds, why, line in (
+        (0.0859, (short, recompute), f"plan: 85.9 ms a step; {short}; {recompute}"),
+        (0.0, (short,), f"plan: {short}"),
+        (0.0, (), ""),
+    ):
+        lines = Shown().at(0.0, replace(PLANNED, step_seconds=seconds, why=why))
+        assert [one for one in lines if one.startswith("plan: ")] == [line] * bool(line)
+
+
 def test_a_warning_is_shown_once() -> None:
     shown = Shown()
     shown.at(0.0, Warned("a"), Warned("b"), Warned("a"))

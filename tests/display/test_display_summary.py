@@ -183,3 +183,43 @@ def test_the_newest_checkpoint(tmp_path: Path) -> None:
     assert f"weights: {run_dir.checkpoint(10)}, after step 10" in shown(run_dir)
     run_dir.metrics.mkdir()  # which cannot be read
     assert f"weights: {run_dir.checkpoint(10)}, after step 10" in shown(run_dir)
+
+
+PREDICTED = PlanContext(0.15, 2, cores=4, microbatches=10, predicted=0.5, computing=(0.4, 0.3))
+SPEED = Speed(0.5, 20.0, 0.0, (30.0, 30.0), 0.0)
+
+
+@pytest.mark.parametrize(
+    ("speed", "busy", "changes", "reason"),
+    [
+        ({"median_step": 0.57}, (0.8, 0.6), {}, ""),
+        ({"median_step": 0.6}, (0.8, 0.6), {"predicted": 0.0}, ""),
+        ({"median_step": 0.6}, (0.8, 0.6), {"computing": (0.005, 0.001)}, ""),  # overhead
+        ({"median_step": 0.01}, (0.8, 0.6), {"predicted": 0.0065}, ""),
+        (
+            {"median_step": 0.6},
+            (0.85, 0.5),
+            {},
+            "0.5000 s a step; it took 20% longer: worker 0 computed 0.5100 s a step, and 0.4000 s "
+            "by the measured times of its layers",
+        ),
+        ({"median_step": 0.6}, (0.9, 0.5), {"cores": 1}, "longer: 2 workers share 1 core"),
+        ({"median_step": 0.6, "data": 6.0}, (0.9, 0.5), {}, "longer: data() took 0.1000 s a step"),
+        (
+            {"median_step": 0.6},
+            (0.68, 0.5),
+            {},
+            "the workers computed as long as predicted",
+        ),
+        ({"median_step": 0.4}, (0.75, 0.75), {}, "20% less: worker 0 computed 0.3000 s a step"),
+    ],
+)
+def test_a_wrong_prediction_is_explained(
+    speed: dict[str, Any], busy: tuple[float, ...], changes: dict[str, Any], reason: str
+) -> None:
+    measured = dataclasses.replace(SPEED, **speed)
+    context = dataclasses.replace(PREDICTED, **changes)
+    lines = ended(speed=measured, busy=busy, context=context)
+    found = [line for line in lines if line.startswith("predicted: ")]
+    assert len(found) == bool(reason)
+    assert reason in "".join(found)

@@ -61,3 +61,38 @@ def test_paths_are_relative_to_the_working_directory(
 
 def test_a_whole_number_is_a_float_too() -> None:
     assert make_options("job.py", 2, {"clip_grad_norm": 1}).clip_grad_norm == 1
+
+
+@pytest.mark.parametrize(
+    ("given", "sizes"),
+    [
+        ("16GB", (16 * 10**9,)),
+        ("1.5 GiB,900MB", (3 << 29, 900 * 10**6)),
+        (["1kb", "2KiB"], (1000, 2048)),
+        (4096, (4096,)),
+        (None, None),
+    ],
+)
+def test_sizes_of_memory(given: Any, sizes: tuple[int, ...] | None) -> None:
+    assert make_options("/job.py", 2, {"memory": given}).memory == sizes
+
+
+@pytest.mark.parametrize("given", ["16", "16GB"])
+def test_sizes_of_memory_are_for_all_workers_or_for_each(given: str) -> None:
+    assert make_options("/job.py", 3, {"memory": given}).memory
+    with pytest.raises(UsageError, match="has 2 sizes, and a replica has 3 workers"):
+        make_options("/job.py", 3, {"memory": f"{given},{given}"})
+
+
+@pytest.mark.parametrize("given", ["", "GB", "0", "-1GB", "1PB", "1e3GB", "16GB,", "9" * 30, "nan"])
+def test_other_sizes_of_memory_are_refused(given: str) -> None:
+    with pytest.raises(UsageError, match="not a size of memory; write one as 16GB"):
+        make_options("/job.py", 2, {"memory": given})
+
+
+def test_an_even_balance_and_the_fastest_schedule() -> None:
+    assert make_options("/job.py", 2, {"balance": "even"}).balance == "even"
+    assert make_options("/job.py", 2, {"schedule": "auto"}).schedule == "auto"
+    for more, text in (({"balance": "1,2"}, "--balance"), ({"virtual_stages": 2}, "--virtual")):
+        with pytest.raises(UsageError, match=f"{text}.* leave {text}"):
+            make_options("/job.py", 2, {"schedule": "auto", **more})

@@ -21,10 +21,7 @@ from support.launcher import Launch, launcher, project, refused, run
 launch = pytest.fixture(launcher)
 
 
-@pytest.fixture(autouse=True)
-def no_defaults_of_tests(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("PIPEWORKER_BALANCE", "PIPEWORKER_RECOMPUTE"):
-        monkeypatch.delenv(name, raising=False)
+pytestmark = pytest.mark.usefixtures("users_defaults")
 
 
 def test_the_command_line_comes_before_the_environment_before_a_file(

@@ -61,6 +61,7 @@ def test_schedules_stand_side_by_side() -> None:
     assert (stages, step, bubble) == ("2", "28.5", f"{1.5 / 9.5:.1%}")
 
 
+@pytest.mark.usefixtures("users_defaults")
 @pytest.mark.parametrize("name", sorted(ORDERS))
 @pytest.mark.parametrize("recompute", ["always", "except_first", "never"])
 def test_the_printed_text_is_a_schedule_file(name: str, recompute: str, tmp_path: Path) -> None:
