@@ -136,7 +136,9 @@ class Worker:
 
     def _welcome(self, welcome: Welcome) -> Described:
         options = Options.from_json(welcome.options)
-        torch_check.check(compiles=options.compile)
+        # The other workers of this host, and their replacements, have the same torch.
+        first = self._settings.local_rank == 0 and self._settings.generation <= 1
+        torch_check.check(compiles=options.compile, behaviours=first)
         self.deterministic = options.deterministic
         self._phase = loaded = LoadedWorker.load(self._settings, self._control, welcome)
         model = Model(loaded.job, loaded.role.options.seed, loaded.device, self._tracker)

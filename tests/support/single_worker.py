@@ -58,8 +58,9 @@ def restored_process(monkeypatch: pytest.MonkeyPatch) -> None:
 class SingleWorker:
     """The worker of a job of one stage; `settings` are more of :class:`Settings`."""
 
-    def __init__(self, **settings: Any) -> None:
-        self.worker = Worker(Settings(0, ENDPOINT, "", 0, to_log=False, **settings), _Control())
+    def __init__(self, local_rank: int = 0, **settings: Any) -> None:
+        made = Settings(0, ENDPOINT, "", local_rank, to_log=False, **settings)
+        self.worker = Worker(made, _Control())
         self.batch: Batch | None = None
         self.epoch_length = 0
         self._actions = ""

@@ -16,6 +16,7 @@ from pipeworker.errors import UsageError
 from pipeworker.worker import internals, torch_check
 from support.jobs import Jobs
 from support.ranks import Scripts, script
+from support.single_worker import SingleWorker
 
 ROOT = Path(__file__).parents[2]
 FOUND = re.findall(r'_find\("(.+?)"\)', Path(internals.__file__).read_text(encoding="utf-8"))
@@ -66,6 +67,29 @@ def test_a_name_that_behaves_differently_is_named(
     text = rf"torch 9\.9: its private name {re.escape(name)} (behaves differently|is missing)"
     with pytest.raises(UsageError, match=rf"^{text}.*; install torch 2\.13 to 2\.15$"):
         torch_check.check(compiles=True)
+
+
+def test_what_names_do_may_be_left_to_another_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(internals, "version_of", lambda _: 0)
+    torch_check.check(behaviours=False)
+    monkeypatch.setattr(internals, "missing", ["torch._gone"])
+    with pytest.raises(UsageError, match=r"its private name torch\._gone is missing"):
+        torch_check.check(behaviours=False)
+
+
+@pytest.mark.parametrize(
+    ("local_rank", "generation", "checks"), [(0, 1, True), (1, 1, False), (0, 2, False)]
+)
+def test_the_first_worker_of_a_host_checks_what_names_do(
+    local_rank: int, generation: int, checks: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def note(*, compiles: bool, behaviours: bool) -> None:
+        raise UsageError(f"{compiles} {behaviours}")
+
+    monkeypatch.setattr(torch_check, "check", note)
+    worker = SingleWorker(local_rank=local_rank, generation=generation)
+    with pytest.raises(UsageError, match=f"False {checks}"):
+        worker.begin(tmp_path, "")
 
 
 WITHOUT = """
