@@ -21,6 +21,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("PIPEWORKER_BALANCE", "even")
 os.environ.setdefault("PIPEWORKER_RECOMPUTE", "always")
 
+from support.draws import draws
 from support.forked import Server
 from support.hosts import Host, two_hosts
 from support.interpreter import fork_line_processes
@@ -29,7 +30,8 @@ from support.ranks import Scripts
 from support.sources import JOB
 from support.torchrun import Torchrun
 
-settings.register_profile("pipeworker", deadline=None)  # a busy machine is no defect
+# No deadline: a busy machine is no defect.
+settings.register_profile("pipeworker", deadline=None, max_examples=draws(40))
 settings.load_profile("pipeworker")
 
 

@@ -40,6 +40,7 @@ from pipeworker.wire.lines import SaveRequest, Verdict, Warned
 from pipeworker.wire.messages.directions import Advance, Finish
 from pipeworker.wire.messages.step import CallKind
 from support.coordinator import LOOPED, of
+from support.draws import draws
 
 LOST = (Cause.LOST, Cause.HUNG, Cause.PEER, Cause.TRANSIENT, Cause.SIGNAL)
 ORDER = st.lists(st.integers(0, 7), min_size=1, max_size=9)
@@ -60,7 +61,7 @@ def evaluations(world: World) -> list[int]:
     return [evaluation.step for evaluation in of(world.script.effects, Evaluation)]
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=draws(60), deadline=None)
 @given(lives(replaceable=True), often(HARMLESS, ASKED, ODD, FATAL, FAILING))
 def test_invariants_hold_for_any_events(life: Life, happenings: list[Happening]) -> None:
     world = World(life, strict=False)
@@ -72,7 +73,7 @@ def test_invariants_hold_for_any_events(life: Life, happenings: list[Happening])
     world.check_replay()
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=draws(40), deadline=None)
 @given(lives(replaceable=True), often(HARMLESS, ASKED), ORDER)
 def test_without_a_fault_every_step_is_done(
     life: Life, happenings: list[Happening], order: list[int]
@@ -92,7 +93,7 @@ def test_without_a_fault_every_step_is_done(
     world.check_replay()
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=draws(40), deadline=None)
 @given(
     files(accumulate=2, replaceable=True, least=4),
     st.lists(st.tuples(st.integers(0, 20), LOSSES | LOSSES | ASKED), min_size=1, max_size=5),
@@ -126,7 +127,7 @@ def test_every_step_is_recorded_once_whichever_worker_is_lost(
     world.check_replay()
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=draws(25), deadline=None)
 @given(lives(replaceable=True), often(ASKED, FAILING), ORDER)
 def test_a_full_disk_fails_checkpoints_and_twice_in_a_row_the_job(
     life: Life, happenings: list[Happening], order: list[int]
@@ -151,7 +152,7 @@ def test_a_full_disk_fails_checkpoints_and_twice_in_a_row_the_job(
         assert len(warned) == tried.count(False)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=draws(15), deadline=None)
 @given(files(accumulate=1), st.data())
 def test_repeated_messages_count_once(life: Life, data: st.DataObject) -> None:
     """For messages that name their step; a repeated call or mini-batch of a step has no number."""
@@ -163,7 +164,7 @@ def test_repeated_messages_count_once(life: Life, data: st.DataObject) -> None:
     assert evaluations(world) == life.evaluations
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=draws(30), deadline=None)
 @given(lives(), st.integers(0, 60), ORDER)
 def test_a_checkpoint_changes_no_other_result(life: Life, moment: int, order: list[int]) -> None:
     plain, saving = World(life), World(life)
@@ -191,7 +192,7 @@ def test_a_checkpoint_changes_no_other_result(life: Life, moment: int, order: li
         assert over or last or final.step - before <= 1
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=draws(25), deadline=None)
 @given(
     loops(PLAIN),
     st.lists(st.tuples(st.integers(1, 9), st.sampled_from(PLAIN)), max_size=12),

@@ -15,6 +15,7 @@ from pipeworker.plan.actions import Kind
 from pipeworker.plan.check import check
 from pipeworker.plan.orders import ORDERS
 from pipeworker.plan.recompute import RECOMPUTE_MODES
+from support.draws import draws
 from support.makespans import checked, makespan, peak_graphs
 
 SHAPES = [(1, 1), (1, 5), (2, 1), (3, 2), (3, 4), (4, 4), (4, 8), (5, 23), (8, 9), (8, 32)]
@@ -182,7 +183,7 @@ def test_a_worker_holds_one_recomputed_graph(name: str, workers: int, microbatch
     microbatches=st.integers(1, 50),
     mode=st.sampled_from(RECOMPUTE_MODES),
 )
-@settings(max_examples=60)
+@settings(max_examples=draws(30))
 def test_channels_of_four_frames_are_enough(
     name: str, workers: int, microbatches: int, mode: str
 ) -> None:

@@ -21,6 +21,7 @@ from pipeworker.plan.planner.costs import stage_costs
 from pipeworker.plan.planner.planner import plan_order
 from pipeworker.plan.planner.stages import Divisions
 from pipeworker.plan.simulate import simulate
+from support.draws import draws
 from support.facts import DRAWN_ORDERS, layer, network, networks
 
 
@@ -49,7 +50,7 @@ def brute_force(
     return min(times, default=None)
 
 
-@settings(max_examples=10)
+@settings(max_examples=draws(6))
 @given(
     facts=networks(most=6),
     order=DRAWN_ORDERS,

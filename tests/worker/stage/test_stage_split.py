@@ -16,6 +16,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from pipeworker.worker.stage.split import backward_input
+from support.draws import draws
 from support.split_backward import (
     MICROBATCHES,
     Matmul,
@@ -351,7 +352,7 @@ def _interpret(m: Any, inputs: Sequence[Tensor], steps: list[tuple[str, int, int
     return [values[-1], values[len(values) // 2]]
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=draws(30), deadline=None)
 @given(programs())
 def test_any_small_program_has_the_bits_of_the_whole(steps: list[tuple[str, int, int]]) -> None:
     torch.manual_seed(0)

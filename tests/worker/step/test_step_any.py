@@ -17,6 +17,7 @@ from pipeworker.facts.connections import Skip
 from pipeworker.plan.actions import Action
 from pipeworker.plan.placement import Placement
 from pipeworker.plan.recompute import with_fetches
+from support.draws import draws
 from support.layers import Layer, Noise, Pop, Stash, data, mse
 from support.orders import Orders, legal
 from support.pipelines import Pipeline, Way, filled
@@ -102,7 +103,7 @@ def draw_orders(draw: st.DataObject, placement: Placement, microbatches: int) ->
     )
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=draws(20), deadline=None, suppress_health_check=list(HealthCheck))
 @given(st.data())
 def test_any_network_placement_and_order_equals_the_plain_loop(draw: st.DataObject) -> None:
     layers, skips = draw.draw(networks())
@@ -136,7 +137,7 @@ def test_any_network_placement_and_order_equals_the_plain_loop(draw: st.DataObje
     assert_equal(pipeline.train(3), expected, str(pipeline.schedule(microbatches)))
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=draws(12), deadline=None, suppress_health_check=list(HealthCheck))
 @given(st.data())
 def test_any_tied_weights_equal_one_worker(draw: st.DataObject) -> None:
     """The uses of a weight may be on any stages."""

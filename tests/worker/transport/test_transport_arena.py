@@ -14,6 +14,7 @@ from hypothesis.stateful import (
 )
 
 from pipeworker.worker.transport.links.arena import Heap
+from support.draws import draws
 
 
 class HeapModel(RuleBasedStateMachine):
@@ -61,5 +62,7 @@ class HeapModel(RuleBasedStateMachine):
         assert sorted(self.heap.free.items()) == self.gaps()
 
 
-HeapModel.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+HeapModel.TestCase.settings = settings(
+    max_examples=draws(25), stateful_step_count=40, deadline=None
+)
 TestHeap = HeapModel.TestCase

@@ -21,6 +21,7 @@ from pipeworker.worker.transport.links.link import Pending
 from pipeworker.worker.transport.send_thread import SendThread
 from pipeworker.worker.transport.staging import BufferPool
 from support.device import EAGER, ORDERS, LateDevice
+from support.draws import draws
 from support.transport import MemoryLink
 
 MICROBATCHES = 6
@@ -182,4 +183,4 @@ class PoolModel(RuleBasedStateMachine):
 
 
 TestPool = PoolModel.TestCase
-TestPool.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestPool.settings = settings(max_examples=draws(25), stateful_step_count=40, deadline=None)
