@@ -29,7 +29,8 @@ PAUSE = 0.5 if FAULTS else 0.0
 BITS = ("--microbatches", "6", "--clip-grad-norm", "1")
 WORDS = (
     *("--stages", f"{STAGES}", "--balance", "4,4,4,4", "--recompute", "except_first"),
-    *("--steps", "1000000", "--max-restarts", "1000000", "--checkpoint-every", "50"),
+    *("--steps", "1000000", "--max-restarts", "1000000"),
+    *("--checkpoint-every", "50" if FAULTS else "10"),
 )
 
 SOURCE = """
@@ -210,7 +211,9 @@ def test_weights_are_equal_with_and_without_faults(
     jobs: Jobs, disk: Path | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     chance = random.Random(SEED)
-    monkeypatch.setenv("PAUSE", "0.02")  # most of the time the job waits for the next fault
+    monkeypatch.setenv(
+        "PAUSE", "0.02" if FAULTS else "0.1"
+    )  # most of the time the job waits for the next fault
     injector = FaultInjector(ObservedJob(jobs, SOURCE, (*WORDS, *BITS)), chance, disk, PAUSE)
     injector.start()
     for fault in choose_faults(injector.actions, chance):

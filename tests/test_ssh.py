@@ -61,9 +61,8 @@ def steps(path: Path) -> int:
     return metrics.read_bytes().count(b"\n") if metrics.exists() else 0
 
 
-@pytest.mark.parametrize("lost", ["", "b"])
 def test_a_run_on_several_hosts_continues_in_its_directory_when_that_is_moved(
-    jobs: Jobs, client: Sshd, reference: Reference, lost: str
+    jobs: Jobs, client: Sshd, reference: Reference
 ) -> None:
     """The agent of a lost host is started again with the path that the directory had."""
     words = ("--checkpoint-every", "4", "--snapshot-every", "1", "--hosts", "a:2,b:1")
@@ -72,16 +71,15 @@ def test_a_run_on_several_hosts_continues_in_its_directory_when_that_is_moved(
     until(lambda: steps(path) == 3)
     moved = path.with_name("moved")
     path.rename(moved)
-    if lost:
-        (carrier,) = carriers(process, lost)
-        os.kill(carrier, signal.SIGKILL)
+    (carrier,) = carriers(process, "b")
+    os.kill(carrier, signal.SIGKILL)
     (jobs.folder / "go").touch()
     stdout, stderr = process.communicate(timeout=90)
     assert process.returncode == 0, stderr
     assert not path.exists()
     run = Run(0, stdout, stderr, moved)
     assert_same(run, reference(*WORDS, source=DROPOUT_JOB))
-    assert run.summary["restarts"] == bool(lost)
+    assert run.summary["restarts"] == 1
     assert f"warning: run directory: was moved to {moved}; the job continues there" in stderr
     assert f"weights: {moved}/checkpoints/step-00000008" in stdout
 
@@ -94,8 +92,8 @@ def test_a_lost_host_is_restarted_and_gives_the_numbers_of_an_undisturbed_run(
     No command line holds a secret; the lost host's processes end with its connection.
     """
     hosts = ("--hosts", "a:2,b:1", "--snapshot-every", "1")
-    process, path = jobs.start(*WORDS[:-1], "60", *hosts, source=GOES_ON)
-    until(lambda: steps(path) >= 20)
+    process, path = jobs.start(*WORDS[:-1], "30", *hosts, source=GOES_ON)
+    until(lambda: steps(path) >= 10)
     lines = " ".join(processes_of(jobs.folder).values())
     assert lines.count("pipeworker.host.agent") >= 2
     assert not re.search(r"[0-9a-f]{40}", lines)
@@ -110,17 +108,19 @@ def test_a_lost_host_is_restarted_and_gives_the_numbers_of_an_undisturbed_run(
     assert int(found[1]) >= 1
     run = Run(0, "", stderr, path)
     assert run.summary["restarts"] == 1
-    assert [row["step"] for row in run.metrics] == [*range(1, 61)]
+    assert [row["step"] for row in run.metrics] == [*range(1, 31)]
     assert [row["loss"] for row in run.metrics[:8]] == [row["loss"] for row in quiet.metrics]
     assert not before & set(processes_of(jobs.folder))
 
 
-@pytest.mark.parametrize("also", [(), ("--shard-optimizer", "--data-reader", "first")])
 def test_a_replica_that_is_lost_with_its_host_gets_the_state_of_another_one(
-    jobs: Jobs, client: Sshd, also: tuple[str, ...]
+    jobs: Jobs, client: Sshd
 ) -> None:
     """There is no checkpoint. A neighbouring host keeps what one replica alone has."""
-    words = ("--stages", "2", "--replicas", "2", "--microbatches", "4", "--steps", "24", *also)
+    words = (
+        *("--stages", "2", "--replicas", "2", "--microbatches", "4", "--steps", "24"),
+        *("--shard-optimizer", "--data-reader", "first"),
+    )
     alone = jobs.train(*words, source=STATEFUL)
     process, path = jobs.start(
         *words, "--snapshot-every", "1", "--hosts", "a:2,b:2", source=STATEFUL

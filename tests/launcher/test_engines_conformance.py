@@ -1,4 +1,7 @@
-"""Tests of what all engines do: jobs start, finish, fail, are cancelled, resume, lose a host."""
+"""Tests of what all engines do: jobs start, finish, fail, are cancelled, resume, lose a host.
+
+Jobs on one host do the same in `test_resume.py`, `test_errors.py` and `test_recovery.py`.
+"""
 
 from __future__ import annotations
 
@@ -17,12 +20,12 @@ from pathlib import Path
 import pytest
 
 from support.compare import assert_same
-from support.jobs import COMMAND, Jobs, Process, Reference, Run, processes_of, until
+from support.jobs import COMMAND, Jobs, Process, Reference, Run, until
 from support.slurm import Slurm, slurm
 from support.sources import DROPOUT_JOB
 from support.sshd import servers
 
-STEPS = 24
+STEPS = 12
 WORDS = ("--microbatches", "4", "--checkpoint-every", "3", "--checkpoint-busy", "wait")
 SOURCE = DROPOUT_JOB.replace("for _ in range(5)", "while True")
 SLOW = """
@@ -47,7 +50,7 @@ FAILS = SOURCE.replace("return x * (1", "raise ZeroDivisionError('on purpose') o
 
 @dataclass
 class Kind(ABC):
-    """A way to start jobs of three stages, as a user does."""
+    """A way to start jobs of two stages, as a user does."""
 
     jobs: Jobs
 
@@ -75,19 +78,10 @@ class Kind(ABC):
         return
 
 
-class Local(Kind):
-    def before(self) -> tuple[str, ...]:
-        return (*COMMAND[1:], "launch", "--stages", "3")
-
-    def lose(self, process: Process, path: Path) -> None:
-        found = processes_of(self.jobs.folder).items()  # its workers have the same name
-        os.kill(min(p for p, line in found if line.startswith("agent")), signal.SIGKILL)
-
-
 class Torchrun(Kind):
     def before(self) -> tuple[str, ...]:
-        run = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "3")
-        return (*run, "--max-restarts", "2", "-m", "pipeworker")
+        run = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+        return (*run, "--max-restarts", "1", "-m", "pipeworker")
 
     def cancel(self, process: Process, path: Path) -> None:
         process.send_signal(signal.SIGTERM)
@@ -111,7 +105,7 @@ class Ssh(Kind):
         os.environ["PATH"] = f"{made.path}:{os.environ['PATH']}"
 
     def before(self) -> tuple[str, ...]:
-        return (*COMMAND[1:], "launch", "--hosts", "a:2,b:1")
+        return (*COMMAND[1:], "launch", "--hosts", "a:1,b:1")
 
     def lose(self, process: Process, path: Path) -> None:
         words = ["pgrep", "--parent", str(process.pid), "--full", "ConnectTimeout=10 b "]
@@ -127,7 +121,7 @@ class OnSlurm(Kind):
     slurm: Slurm
 
     def before(self) -> tuple[str, ...]:
-        return (*COMMAND[1:], "launch", "--on", "slurm", "--nodes", "2", "--stages", "3")
+        return (*COMMAND[1:], "launch", "--on", "slurm", "--nodes", "2", "--stages", "2")
 
     def job(self, path: Path) -> str:
         (job,) = self.slurm.run("squeue", "--noheader", "--format", "%i", "--me").split()
@@ -145,7 +139,6 @@ class OnSlurm(Kind):
 
 
 MAKERS: dict[str, Callable[[Jobs], Kind]] = {
-    "local": Local,
     "torchrun": Torchrun,
     "ssh": Ssh,
     "slurm": OnSlurm,

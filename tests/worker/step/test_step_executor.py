@@ -20,6 +20,7 @@ from pipeworker.plan.actions import COMPUTE, RECEIVES, SENDS, Action, Kind
 from pipeworker.plan.placement import Placement
 from pipeworker.worker.blame import UserCodeError
 from pipeworker.worker.step.executor import ActionHook
+from support.draws import draws
 from support.layers import Apply, Layer, data, mse
 from support.pipelines import MODES, Pipeline, filled
 from support.plain_loop import Batches, Loss, Trained, assert_equal, plain
@@ -56,12 +57,12 @@ def check(
     microbatches: int = 3,
     modes: Sequence[str] = MODES,
 ) -> Trained:
-    """Compare every balance and recompute mode with the plain loop; return the loop's result."""
+    """Compare every balance with the plain loop, in half of the modes; return its result."""
     expected = plain(copy.deepcopy(layers), loss, copy.deepcopy(batches), microbatches)
     if balances is None:
         balances = [partition.even(len(layers), k) for k in range(1, min(4, len(layers)) + 1)]
-    for balance in balances:
-        for recompute in modes:
+    for index, balance in enumerate(balances):
+        for recompute in modes[index % 2 :: 2] if len(balances) > 1 else modes:
             pipeline = fill_drain(
                 layers,
                 copy.deepcopy(batches),
@@ -101,7 +102,7 @@ BLOCKS: list[Callable[[], list[nn.Module]]] = [
 ]
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=draws(12), deadline=None)
 @given(st.data())
 def test_any_balance_mode_and_batch_equals_the_plain_loop(draw: st.DataObject) -> None:
     torch.manual_seed(draw.draw(st.integers(0, 9)))

@@ -14,6 +14,7 @@ from torch import nn
 from pipeworker.errors import UsageError
 from pipeworker.facts.connections import Skip
 from pipeworker.plan.placement import Placement
+from support.draws import draws
 from support.layers import Layer, Noise, Pop, Stash, data, mse
 from support.orders import always, legal
 from support.pipelines import MODES, Pipeline, Way, filled
@@ -48,16 +49,16 @@ def net() -> list[nn.Module]:
 
 @pytest.mark.parametrize("replicas", [1, 2, 3, 5])
 def test_results_equal_the_loop_that_adds_replicas_in_order(replicas: int) -> None:
-    """The network has dropout; every number of stages and recompute mode is compared."""
+    """The network has dropout; over all cases each mode has each number of stages."""
     layers, batches = net(), data(*SIZES)
     expected = plain(copy.deepcopy(layers), mse, batches, 5, replicas, adam)
-    for stages in (1, 2, 3):
-        for mode in MODES:
-            way = filled(Placement.identity(stages, replicas), mode)
-            pipeline = Pipeline(
-                copy.deepcopy(layers), mse, batches, way, microbatches=5, optimizer=adam
-            )
-            assert_equal(pipeline.train(len(batches)), expected, f"{replicas} x {stages}, {mode}")
+    for index, mode in enumerate(MODES):
+        stages = 1 + (index + replicas) % 3
+        way = filled(Placement.identity(stages, replicas), mode)
+        pipeline = Pipeline(
+            copy.deepcopy(layers), mse, batches, way, microbatches=5, optimizer=adam
+        )
+        assert_equal(pipeline.train(len(batches)), expected, f"{replicas} x {stages}, {mode}")
 
 
 @pytest.mark.parametrize("sharded", [False, True])
@@ -347,7 +348,7 @@ def test_a_sharded_optimizer_equals_a_whole_one(replicas: int) -> None:
         optimizer=adam,
         tied=tied,
     ).train(len(batches))
-    for stages in (1, 2, 3):
+    for stages in (1, 2, 3) if replicas < 8 else (2,):
         pipeline = Pipeline(
             copy.deepcopy(layers),
             mse,
@@ -400,7 +401,7 @@ def test_skip_connections_stay_within_a_replica() -> None:
     assert_equal(found[1], found[0])
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=draws(10), deadline=None)
 @given(
     stages=st.integers(1, 3),
     replicas=st.integers(1, 4),
