@@ -19,20 +19,19 @@ class Reread:
 
     def __init__(self, name: str, total: int, now: Callable[[], float] = time.monotonic) -> None:
         self._name, self._total, self._now = name, total, now
-        self._began = self._shown = now()
-        self._due = self._began + _PATIENCE
+        self._began = now()
+        self._due = _PATIENCE  # seconds after the beginning
 
     def show(self, done: int) -> None:
         """Report that so many are read, or, after the last one, how long it took."""
         seconds = self._now() - self._began
-        if done == self._total and self._shown > self._began:
+        if done == self._total and seconds >= _PATIENCE:
             _write(
                 f"\r{self._name}: {self._total} mini-batches were read again in {seconds:.0f} s; a "
                 "map-style DataLoader, or data(start), skips them\n"
             )
-        elif self._began + seconds >= self._due:
-            self._shown = self._began + seconds
-            self._due = self._shown + _INTERVAL
+        elif seconds >= self._due:
+            self._due = seconds + _INTERVAL
             _write(f"\rreading data again {done}/{self._total}")
 
 

@@ -1,4 +1,4 @@
-"""``metrics()`` on the first sample of training: a mistake shows before any step is done."""
+"""``metrics()`` on the first samples of training: a mistake shows before any step is done."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def check_figures(metrics: Metrics | None, best: str) -> Callable[[Any, Any], No
     """Return a check of what ``metrics`` returns, and of the figure that ``--best`` names.
 
     The check takes the output and the target of a micro-batch, nested tensors of ``[n, ...]``. It
-    works on a copy of the first sample, and changes neither tensors nor random streams. If
+    works on a copy of the first two samples, and changes neither tensors nor random streams. If
     ``metrics`` raises, only the worker's log says so: evaluation data may have another form.
 
     Raises (the check):
@@ -32,12 +32,12 @@ def check_figures(metrics: Metrics | None, best: str) -> Callable[[Any, Any], No
         if metrics is not None:
             try:
                 with rng.preserve_generators(), torch.no_grad():
-                    found = metrics(map_tensors(_first, output), map_tensors(_first, target))
+                    found = metrics(map_tensors(_two, output), map_tensors(_two, target))
             except PipeworkerError:
                 raise
             except Exception as error:
                 streams.note(
-                    f"metrics(output, target) raised {text(error)} for the first sample of "
+                    f"metrics(output, target) raised {text(error)} for the first samples of "
                     "training; it is called again in evaluations"
                 )
                 return
@@ -60,6 +60,7 @@ def _check_name(name: str, best: str, figures: list[str]) -> None:
         )
 
 
-def _first(tensor: torch.Tensor) -> torch.Tensor:
+def _two(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a copy of two samples: a metric of each sample is then no scalar."""
     tensor = tensor.detach()
-    return (tensor[:1] if tensor.dim() else tensor).clone()
+    return (tensor[:2] if tensor.dim() else tensor).clone()

@@ -184,7 +184,7 @@ def _checked_schedulers(returned: Any, optimizers: StageOptimizers) -> Sequence[
 
 def _check_scheduler(scheduler: Any, built: Optimizer) -> None:
     kind = a_type(scheduler)
-    if not hasattr(scheduler, "step"):
+    if isinstance(scheduler, type) or not hasattr(scheduler, "step"):
         raise UsageError(f"scheduler(optimizer) returned {kind}; return a learning-rate scheduler")
     of = getattr(scheduler, "optimizer", built)
     if isinstance(of, Optimizer) and of is not built:

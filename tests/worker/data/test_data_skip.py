@@ -288,3 +288,16 @@ def test_reading_again_shows_its_progress(capsys: pytest.CaptureFixture[str]) ->
         "\rreading data again 2/5\rreading data again 4/5\rdata(): 5 mini-batches were read again "
         "in 9 s; a map-style DataLoader, or data(start), skips them\n"
     )
+
+
+def test_reading_again_that_takes_long_only_at_its_end_is_one_whole_line(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    clock = iter([0.0, 1.0, 2.0])
+    progress = Reread("data()", 2, now=lambda: next(clock))
+    for done in (1, 2):
+        progress.show(done)
+    assert capsys.readouterr().err == (
+        "\rdata(): 2 mini-batches were read again in 2 s; a map-style DataLoader, or data(start), "
+        "skips them\n"
+    )

@@ -1,4 +1,4 @@
-"""``metrics()`` and ``--best`` are checked on the first sample of training."""
+"""``metrics()`` and ``--best`` are checked on the first samples of training."""
 
 from __future__ import annotations
 
@@ -45,6 +45,14 @@ def test_what_metrics_returns_is_checked(found: Any, best: str, mistake: str) ->
     assert str(raised.value).startswith(mistake)
 
 
+def test_a_metric_of_each_sample_is_no_scalar() -> None:
+    check = check_figures(lambda output, target: {"right": output == target}, "loss")
+    with pytest.raises(
+        UsageError, match=r"a Tensor of shape \(2,\) under 'right'; return a scalar"
+    ):
+        check(torch.ones(4), torch.ones(4))
+
+
 def test_without_metrics_only_the_loss_has_a_name() -> None:
     check_figures(None, "min:loss")(torch.ones(4), None)
     with pytest.raises(UsageError, match=r"use one of loss, with max: before"):
@@ -67,7 +75,7 @@ def test_the_check_changes_neither_tensors_nor_random_streams() -> None:
     stream = rng.Stream(None)
     before = stream.states()
     check_figures(metrics, "m")(output, target)
-    assert seen == [(1, 2), (1, 3)]
+    assert seen == [(2, 2), (2, 3)]
     assert torch.equal(output["y"], torch.ones(4, 2))
     assert torch.equal(target, torch.ones(4, 3))
     after = stream.states()
@@ -109,7 +117,7 @@ def test_a_mistake_shows_before_the_first_step_is_done(tmp_path: Path) -> None:
     alone.worker.close()
 
 
-def test_metrics_is_called_for_one_sample_in_the_whole_training(tmp_path: Path) -> None:
+def test_metrics_is_called_for_two_samples_in_the_whole_training(tmp_path: Path) -> None:
     alone = SingleWorker()
     batch = alone.begin(tmp_path, JOB % "{'calls': len(calls)}")
     for step in (1, 2):

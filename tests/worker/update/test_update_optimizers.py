@@ -118,6 +118,7 @@ def test_schedulers_are_made_again_for_another_number_of_steps() -> None:
         (lambda every: [schedules.ExponentialLR(every[0], 0.5)], "a list of 1 for a list of 2"),
         (lambda every: halving(every[::-1]), "an ExponentialLR of another optimizer"),
         (lambda every: [3, None], "an int; return a learning-rate scheduler"),
+        (lambda every: [schedules.StepLR, None], "a type; return a learning-rate scheduler"),
     ],
 )
 def test_each_optimizer_has_its_scheduler(returned: Any, text: str) -> None:
