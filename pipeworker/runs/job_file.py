@@ -87,7 +87,8 @@ def recorded_job_file(record: RunRecord, where: str, remedy: str) -> RecordedJob
 def place_copy(found: RecordedJobFile, folder: Path) -> Path:
     """Place the copy of a job file in a folder that links to what is beside the original.
 
-    The file may import modules and read files there. Several processes may do the same at once.
+    The file may import modules and read files there. Links of an earlier call that lead nowhere
+    are removed. Several processes may do the same at once.
 
     Returns:
         The path of the copy, which has the name of the original.
@@ -96,6 +97,9 @@ def place_copy(found: RecordedJobFile, folder: Path) -> Path:
         OSError: the folder cannot be written.
     """
     folder.mkdir(exist_ok=True)
+    for link in folder.iterdir():
+        if link.is_symlink() and not link.exists():
+            link.unlink(missing_ok=True)
     for beside in _neighbours(found.original, folder):
         link = folder / beside.name
         if not link.is_symlink() or link.readlink() != beside:

@@ -36,7 +36,10 @@ def time_text(seconds: float) -> str:
 
 
 def _steps(run: Run) -> str:
-    return f"{run.steps}/{run.asked_steps}" if run.asked_steps else str(run.steps)
+    whole = run.status == "done" and not run.summary.get("stopped_early")
+    counts = whole and not run.option("own_loop")  # its passes over the data, all of them
+    asked = run.asked_steps or (run.steps if counts else None)
+    return f"{run.steps}/{asked}" if asked else str(run.steps)
 
 
 def _evaluation(run: Run) -> str:

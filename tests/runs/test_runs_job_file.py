@@ -81,6 +81,7 @@ def test_the_copy_of_a_job_file_finds_its_neighbours(command: Command) -> None:
     (command.folder / "layers.py").rename(command.folder / "parts.py")
     assert command("--resume", "run").exit_code == 0
     assert (placed.parent / "parts.py").read_text() == "width = 3\n"
+    assert not (placed.parent / "layers.py").is_symlink()  # it would lead nowhere
 
 
 def test_a_copy_outside_of_the_run_is_not_used(command: Command) -> None:

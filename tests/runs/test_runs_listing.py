@@ -87,6 +87,27 @@ def test_a_list_shows_what_differs(folder: Path) -> None:
     assert found[2]["disk_bytes"] > 5 << 20 > found[0]["disk_bytes"] > 0
 
 
+@pytest.mark.parametrize(
+    ("status", "options", "stopped_early", "shown"),
+    [
+        ("done", {}, None, "2/2"),
+        ("done", {"epochs": 2}, None, "2/2"),
+        ("done", {"steps": 5}, None, "2/5"),
+        ("done", {"epochs": 2}, "after 2 evaluations", "2"),
+        ("done", {"own_loop": True}, None, "2"),
+        ("interrupted", {"epochs": 2}, None, "2"),
+    ],
+)
+def test_the_passes_of_a_run_that_is_done_are_all_of_its_steps(
+    tmp_path: Path, status: str, options: dict[str, Any], stopped_early: str | None, shown: str
+) -> None:
+    made = begin(tmp_path, "a", [0.9, 0.8], **options)
+    ending = {"status": status, "steps": 2, "seconds": 1.0, "stopped_early": stopped_early}
+    facts = {"restarts": 0, "causes": [], "peak_memory_bytes": [], "bubble": 0.0, "error": None}
+    made.summary.write_text(json.dumps(ending | facts))
+    assert run("list", str(made.path), "--columns", "steps").split() == ["steps", shown]
+
+
 def test_a_list_is_sorted_and_has_the_columns_that_are_asked_for(folder: Path) -> None:
     words = ("--columns", "run,evaluation.accuracy,clip-grad-norm")
     assert cells(*words, "--sort", "-loss") == [
