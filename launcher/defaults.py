@@ -79,6 +79,8 @@ class Defaults:
             UsageError: there is no such file, or it cannot be read.
         """
         table = dict(_PLACES).get(path.name, ())
+        if path.is_dir():
+            raise UsageError(f"--config {path}: is a directory; give a file with options")
         values = _read(path, table)
         if values is None:
             what = f"no table [{'.'.join(table)}]" if path.is_file() else "no such file"
@@ -103,6 +105,8 @@ class Defaults:
             word = key.replace("_", "-")
             option = options.get(word)
             if option is None:
+                if isinstance(value, dict):
+                    raise UsageError(f"{self.where}: [{key}] is not an option; remove this head")
                 reject_renamed(key, known, _key, _assignment, f"{self.where}: ")
                 reject_batch_size(key, known, _key, f"{self.where}: ")
                 meant = get_close_matches(word, options, 1) or ["one of `pipeworker launch -h`"]

@@ -19,6 +19,10 @@ _END = "--"
 class PlanCommand(Command):
     """A command with an optional job file, words for it, and some options of a job."""
 
+    def __init__(self, name: str | None, **attributes: Any) -> None:
+        config = [one for one in LAUNCH_PARAMETERS if one.name == "config"]
+        super().__init__(name, **{**attributes, "params": [*attributes["params"], *config]})
+
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         at = args.index(_END) if _END in args else len(args)
         try:
@@ -38,7 +42,11 @@ class PlanCommand(Command):
 
     def invoke(self, ctx: click.Context) -> Any:
         """Take options from a project's file, as `launch` does, if there is a job file."""
-        job_file = ctx.params["job_file"]
+        job_file, config = ctx.params["job_file"], ctx.params.pop("config")
         if job_file is not None:
-            Defaults.find((job_file.parent, Path())).fill(ctx, LAUNCH_PARAMETERS)
+            folders = (job_file.parent, Path())
+            defaults = Defaults.read(Path(config)) if config else Defaults.find(folders)
+            defaults.fill(ctx, LAUNCH_PARAMETERS)
+        elif config:
+            raise UsageError("--config: no model is given; add JOB_FILE")
         return super().invoke(ctx)

@@ -140,6 +140,8 @@ def test_what_fits(jobs: Jobs) -> None:
 def test_a_projects_file_gives_options(jobs: Jobs) -> None:
     jobs.write("stages = 2\nmicrobatches = 3\nsteps = 7\n", "pipeworker.toml")
     assert planned(jobs).startswith("2 stages, 3 micro-batches, gpipe")
+    config = str(jobs.write("stages = 2\nmicrobatches = 5\n", "big.toml"))
+    assert planned(jobs, "--config", config).startswith("2 stages, 5 micro-batches, gpipe")
 
 
 @pytest.mark.parametrize(

@@ -40,8 +40,9 @@ def show(path: Path, *, as_json: bool = False) -> str:
         return json.dumps({**run.to_json(), **ways}, indent=2)
     to_export_best = _commands(run).export_best(str(run.path)) if best else None
     save = _commands(run).save(str(run.path)) if run.status == RUNNING else None
+    none = f"none: no checkpoint is complete{' yet' * (run.status == RUNNING)}"
     continuation = (
-        ("weights", weights or "none: no checkpoint is complete yet"),
+        ("weights", weights or none),
         ("to export", export),
         *((("best weights", best), ("to export it", to_export_best)) if best != weights else ()),
         ("to save now", save),

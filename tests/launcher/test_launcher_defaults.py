@@ -101,6 +101,9 @@ def test_config_names_another_file(launch: Launch) -> None:
     assert refused("--config", "none.toml") == (
         "--config none.toml: no such file; give a file with options"
     )
+    assert refused("--config", "other") == (
+        "--config other: is a directory; give a file with options"
+    )
     Path("other/pyproject.toml").write_text("[tool.else]")
     assert refused("--config", "other/pyproject.toml") == (
         "--config other/pyproject.toml: no table [tool.pipeworker]; give a file with options"
@@ -131,6 +134,7 @@ def test_the_file_beside_the_job_comes_first_and_no_other_is_read(launch: Launch
     [
         ("stepss = 3", "stepss is not an option; did you mean steps?"),
         ("xyz = 3", "xyz is not an option; did you mean one of `pipeworker launch -h`?"),
+        ("[pipeworker]\nsteps = 3", "[pipeworker] is not an option; remove this head"),
         ('steps = "3"', "steps = '3': must be a whole number"),
         ("seed = true", "seed = True: must be a whole number"),
         ("stop-on-nan = 1", "stop-on-nan = 1: must be true or false"),

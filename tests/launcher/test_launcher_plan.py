@@ -141,3 +141,8 @@ def test_a_timeline_has_the_width_of_the_terminal_and_its_colours(
     assert re.sub(r"\x1b\[[\d;]*m", "", coloured) == plain
     monkeypatch.setenv("NO_COLOR", "1")
     assert run(*words, color=True).output == plain
+
+
+def test_a_file_of_options_is_for_a_model() -> None:
+    refusal = "--config: no model is given; add JOB_FILE"
+    assert refused("--stages", "2", "--config", "big.toml") == refusal

@@ -201,6 +201,7 @@ def test_a_run_that_was_killed(begin: Callable[..., RunDir], tmp_path: Path) -> 
     found = lines(made)
     assert (found["status"], found["steps"]) == ("lost", "0")
     assert found["error"].startswith("its processes ended without a summary")
+    assert found["weights"] == "none: no checkpoint is complete"
     line = f"pipeworker launch --resume --run-dir {made.path} {tmp_path}/net.py"
     assert found["to resume"] == line
 
@@ -287,7 +288,7 @@ def test_the_newest_run_is_listed_last(
     ]
     assert [row.split()[:4] for row in rows] == [
         ["b", "done", "4/10", "0.2500"],
-        ["a-longer-name", "done", "12", "0.0833"],
+        ["a-longer-name", "done", "12/12", "0.0833"],
         ["c", "lost", "0", "2"],
     ]
     assert {row.index("2026-05") for row in rows} == {head.index("started")}
