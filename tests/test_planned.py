@@ -76,8 +76,7 @@ def test_a_plan_follows_the_times_of_the_layers(jobs: Jobs, plain: Run) -> None:
     run = jobs.train("--stages", "2", *WORDS, source=STILL)
     assert_same(run, plain)
     assert run.plan["balance"][0] < 4
-    shown = ",".join(map(str, run.plan["balance"]))
-    assert f"; balance {shown}: a step takes " in run.stdout
+    assert "; balance: a step takes " in run.stdout
     assert [stage["recompute"] for stage in run.plan["stages"]] == ["never"] * 2
     for stage in run.plan["stages"]:
         assert stage["worker"] == stage["stage"]

@@ -8,8 +8,9 @@ from typing import Any
 
 from pipeworker.coordinator.loss_scaler import LossScaler
 from pipeworker.facts.checkpoint_file import CheckpointFile
-from pipeworker.facts.layer_facts import LayerFacts
+from pipeworker.facts.layer_facts import LayerFacts, NetworkFacts
 from pipeworker.facts.step import Evaluation
+from pipeworker.job.options import Options
 from pipeworker.wire.lines import JobLine
 from pipeworker.wire.messages.directions import ToWorker
 
@@ -52,6 +53,15 @@ class KeepFacts:
 
 
 @dataclass(frozen=True, slots=True)
+class MakePlan:
+    """A request to make the plan of a job of these options, with the workers of a generation."""
+
+    generation: int
+    facts: NetworkFacts
+    options: Options
+
+
+@dataclass(frozen=True, slots=True)
 class Commit:
     """A request to complete the checkpoint of `step`, whose parts have all been written.
 
@@ -75,5 +85,5 @@ class Discard:
     step: int
 
 
-Effect = Send | Log | Dropped | WritePlan | KeepFacts | Commit | Discard | JobLine
+Effect = Send | Log | Dropped | WritePlan | KeepFacts | MakePlan | Commit | Discard | JobLine
 """A line is sent to the parent; results of steps and of evaluation passes are also recorded."""

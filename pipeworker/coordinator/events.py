@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from pipeworker.plan.planned import Planned
 from pipeworker.wire.lines import JobEvent
 from pipeworker.wire.messages.directions import FromWorker
 
@@ -52,6 +53,15 @@ class CheckpointEnded:
 
 
 @dataclass(frozen=True, slots=True)
+class PlanMade:
+    """The plan for which a generation returned MakePlan; without one, the `error` says why."""
+
+    generation: int
+    planned: Planned | None
+    error: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class Moved:
     """The run directory was moved to `path`."""
 
@@ -81,4 +91,6 @@ class EffectFailed:
 
 
 _FromWorkers = MessageReceived | InvalidFrame | VersionMismatch | Disconnected
-Event = _FromWorkers | CheckpointEnded | Moved | Tick | EffectFailed | JobEvent | ParentLost
+Event = (
+    _FromWorkers | CheckpointEnded | PlanMade | Moved | Tick | EffectFailed | JobEvent | ParentLost
+)

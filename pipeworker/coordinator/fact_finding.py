@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from pipeworker.coordinator.effects import Effect, KeepFacts, Log
+from pipeworker.coordinator.effects import Dropped, Effect, KeepFacts, Log, MakePlan
+from pipeworker.coordinator.events import PlanMade
 from pipeworker.coordinator.lifecycle import State
 from pipeworker.coordinator.measuring import Measuring, known_facts
 from pipeworker.coordinator.roster import Member
 from pipeworker.coordinator.saving import Saving
-from pipeworker.errors import ProtocolError
-from pipeworker.job.planning import plan_job
+from pipeworker.errors import ProtocolError, UsageError
+from pipeworker.facts.failure import Cause, Failure
 from pipeworker.plan.planned import Planned
 from pipeworker.wire.messages.plan import Described
 from pipeworker.wire.messages.profile import Measured
@@ -36,7 +37,7 @@ class FactFinding(Saving):
         """Ask workers for the facts that are missing, or build if there are none."""
         described = [member.described for member in self.members if member.described]
         if self._measuring is None and not self._begin_measuring(described, now):
-            return self.build()
+            return self._make_plan()
         measuring = self._measuring
         assert measuring
         if requests := measuring.requests():
@@ -49,13 +50,14 @@ class FactFinding(Saving):
         effects: list[Effect] = [Log(measuring.summary(now - self._measured_since))]
         if measuring.fresh:
             effects.append(KeepFacts(measuring.fresh))
-        return [*effects, *self.build()]
+        return [*effects, *self._make_plan()]
 
     def _begin_measuring(self, described: list[Described], now: float) -> bool:
         """Return whether facts are wanted, and neither recorded nor impossible to find."""
         progress = self.progress
         if progress.facts and len(progress.facts.layers) != len(described[0].layers):
             progress.facts, progress.seeks_facts = None, True  # of a model that has changed
+            progress.plans.clear()
         machines = [one.machine for one in described if one.machine]
         if not progress.seeks_facts or len(machines) < len(described):
             return False  # without machines the input of the network is not known yet
@@ -71,19 +73,30 @@ class FactFinding(Saving):
         self._measured_since = now
         return True
 
-    def plan(self) -> Planned | None:
-        """Return the plan of the job with its workers; None if it is not planned from facts.
+    def _make_plan(self) -> list[Effect]:
+        """Have the plan made, if there are facts and it was not made before; else build."""
+        facts, options = self.progress.facts, self.options
+        if facts is None or not options.is_planned or options.plan_only or self.plan:
+            return self.build()
+        self.state, self.awaited = State.PLANNING, set()
+        return [MakePlan(self.number, facts, options)]
 
-        Raises:
-            UsageError: nothing fits into the memory that is given.
-        """
-        facts, plans = self.progress.facts, self.progress.plans
-        if facts is None or not self.options.is_planned:
-            return None
-        stages = self.options.stages
-        if stages not in plans:
-            plans[stages] = plan_job(facts, self.options)
-        return plans[stages]
+    @property
+    def plan(self) -> Planned | None:
+        """The plan of the job with its workers; None if it is not planned from facts."""
+        return self.progress.plans.get(self.options.stages)
+
+    def plan_made(self, event: PlanMade) -> list[Effect]:
+        """Build the stages of a plan."""
+        if event.generation != self.number or self.state is not State.PLANNING:
+            return [Dropped(f"a plan of generation {event.generation} while {self.waiting}")]
+        if event.planned is None:
+            return self.fail(Failure(Cause.USAGE, event.error))
+        self.progress.plans[self.options.stages] = event.planned
+        try:
+            return self.build()
+        except UsageError as error:  # the options do not fit the model
+            return self.fail(Failure(Cause.USAGE, str(error)))
 
     def on_measured(self, member: Member, message: Measured, now: float) -> list[Effect]:
         """Add the facts that a worker has measured; continue when all have answered.

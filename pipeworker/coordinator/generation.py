@@ -6,8 +6,8 @@ them. All other messages are dropped. The usual course::
     JOINING ── all Described ──▶ BUILDING ── all Ready ──▶ STEPPING ── all StepDone ──▶ STEPPING ...
     ── the loop returns Finish ──▶ SAVING ── all Saved ──▶ COMMITTING ── committed ──▶ OVER
 
-MEASURING stands between JOINING and BUILDING, if facts of layers are wanted and not known
-(:mod:`pipeworker.coordinator.fact_finding`), EVALUATING between two steps, CALLING while the next
+MEASURING stands between JOINING and BUILDING, if facts of layers are wanted and not known, and
+PLANNING if there are facts (:mod:`pipeworker.coordinator.fact_finding`), EVALUATING between two steps, CALLING while the next
 call of the user's own loop is awaited. Training waits in SAVING and COMMITTING, at the end of a job
 or for the disk; a checkpoint that is written beside steps has no state. A failure or an interrupt
 leads from any state to OVER
@@ -163,7 +163,7 @@ class Generation(FactFinding):
             return self._end_with_facts()
         members = self.members
         described = [m.described for m in members if m.described]
-        planned = self.plan()
+        planned = self.plan
         self.blueprint = Blueprint.draw(self.options, described, planned)
         self.blueprint.check_resumed(self.layers, self.progress.steps)
         self.placement = self.loop.placement = self.blueprint.placement
@@ -393,6 +393,7 @@ class Generation(FactFinding):
     LEGAL: ClassVar[dict[State, dict[type, _Handler]]] = {
         State.JOINING: {Described: _on_described},
         State.MEASURING: {Measured: FactFinding.on_measured},
+        State.PLANNING: {},
         State.BUILDING: {Ready: _on_ready},
         State.STEPPING: {StepDone: _on_step_done, Upcoming: _on_upcoming, Call: _on_call},
         State.EVALUATING: {EvaluationDone: _on_evaluated},

@@ -217,6 +217,8 @@ class Job:
                 self._run_dir = generation.run_dir = event.path
                 text = f"run directory: was moved to {event.path}; the job continues there"
                 return [Warned(text)]
+            case events.PlanMade():
+                return generation.plan_made(event)
             case events.CheckpointEnded():
                 return generation.checkpoint_ended(event, now)
             case events.ParentLost():

@@ -46,6 +46,7 @@ class State(Enum):
 
     JOINING = "Described", "the plan needs every worker's description of the model"
     MEASURING = "Measured", "the plan needs the facts of all layers"
+    PLANNING = "", "the plan is being made"
     BUILDING = "Ready", "no step begins before every stage is built and connected"
     STEPPING = "StepDone", "an update happens on all stages or on none"
     EVALUATING = "EvaluationDone", "the next step begins after all stages have evaluated"
@@ -57,7 +58,7 @@ class State(Enum):
 
 SAVES = (State.SAVING, State.COMMITTING)
 """States in which the job waits for a checkpoint."""
-BEFORE_STEPS = (State.JOINING, State.MEASURING, State.BUILDING)
+BEFORE_STEPS = (State.JOINING, State.MEASURING, State.PLANNING, State.BUILDING)
 """States in which no step has begun."""
 
 

@@ -22,6 +22,7 @@ from typing_extensions import assert_never
 from pipeworker.coordinator import effects, events
 from pipeworker.coordinator.io.files import LogFile, RunFiles, record_error
 from pipeworker.coordinator.io.parent import ParentProcess
+from pipeworker.coordinator.io.plan_thread import PlanThread
 from pipeworker.coordinator.io.workers import WorkerConnections
 from pipeworker.coordinator.job import Job
 from pipeworker.coordinator.loss_scaler import LossScaler
@@ -84,6 +85,7 @@ class Service:
         self._workers = WorkerConnections(
             socket, self._handle, lambda: self._job.generation.number, self._timings.redial
         )
+        self._plans = PlanThread()
         self._interrupted = False
         self._verdict: lines.Verdict | None = None
 
@@ -125,6 +127,8 @@ class Service:
             elif (limit := parent.exceeded_silence(awake)) is not None:
                 text = f"the launcher has not answered for {limit:g} s"
                 self._handle(events.ParentLost(text=text))
+            for made in self._plans.made():
+                self._handle(made)
             if self._interrupted:
                 self._handle(lines.Interrupt())
             if now >= next_tick and all_received:
@@ -213,6 +217,8 @@ class Service:
                 self._parent.send(effect)
             case effects.KeepFacts():
                 self._cache.add(effect.facts)
+            case effects.MakePlan():
+                self._plans.begin(effect)
             case effects.Commit():
                 self._commit(effect)
             case effects.Discard():

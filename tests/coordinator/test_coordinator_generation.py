@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import get_args
+from typing import Any, get_args
 
 import pytest
 from hypothesis import given
@@ -12,8 +12,10 @@ from hypothesis import strategies as st
 from pipeworker.coordinator.effects import Dropped, Send
 from pipeworker.coordinator.generation import Generation
 from pipeworker.coordinator.lifecycle import State
+from pipeworker.coordinator.steps.progress import Start
 from pipeworker.errors import AGAIN
 from pipeworker.facts.failure import Cause, Failure
+from pipeworker.facts.layer_facts import LayerFacts, NetworkFacts
 from pipeworker.facts.position import Phase, Position
 from pipeworker.facts.step import StepResult
 from pipeworker.timings import DEFAULT
@@ -269,13 +271,17 @@ def in_state(state: State) -> ScriptedJob:
     """Return a job of two workers in a state."""
     if state is State.CALLING:
         return own_loop_job()
-    balance = None if state is State.MEASURING else "even"
-    job = ScriptedJob(2, evaluate_every=1, steps=1, balance=balance)
+    more: dict[str, Any] = {}
+    if state in (State.MEASURING, State.PLANNING):
+        more = {"balance": None, "makes_plans": False}
+    if state is State.PLANNING:
+        more["start"] = Start(facts=NetworkFacts((LayerFacts("Linear"),) * len(LAYERS)))
+    job = ScriptedJob(2, evaluate_every=1, steps=1, **more)
     job.join()
     if state is State.JOINING:
         return job
     job.describe()
-    if state is State.MEASURING:
+    if state in (State.MEASURING, State.PLANNING):
         return job
     if state is State.BUILDING:
         return job
@@ -348,7 +354,7 @@ def test_the_end_of_an_unknown_checkpoint_changes_nothing() -> None:
         job = in_state(state)
         (dropped,) = job.checkpoint_committed(7)
         assert isinstance(dropped, Dropped)
-        assert dropped.text.startswith("the checkpoint of step 7 while waiting for ")
+        assert dropped.text == f"the checkpoint of step 7 while {job.job.generation.waiting}"
         assert job.state() is state
         assert job.job.progress.saved == -1
 

@@ -7,7 +7,9 @@ from typing import Any
 
 import pytest
 
-from pipeworker.coordinator.effects import KeepFacts, Log, WritePlan
+from pipeworker.coordinator.effects import Dropped, KeepFacts, Log, MakePlan, WritePlan
+from pipeworker.coordinator.events import PlanMade
+from pipeworker.coordinator.io.plan_thread import make
 from pipeworker.coordinator.lifecycle import State
 from pipeworker.coordinator.measuring import Measuring, deal
 from pipeworker.coordinator.steps.progress import Start
@@ -375,6 +377,30 @@ def test_the_fastest_schedule_places_the_stages_anew() -> None:
     job.exited(1, -9)  # the next generation has the same plan
     job.start()
     assert job.sent(0, Plan)[-1] == plan
+
+
+def test_a_plan_that_takes_long_can_be_interrupted_and_is_not_taken_for_another() -> None:
+    job = planned_job(9, 3, 2, 2, 2, makes_plans=False, replaceable=True)
+    assert job.state() is State.PLANNING
+    (request,) = of(job.effects, MakePlan)
+    job.exited(1, -9)
+    job.join()
+    job.describe()
+    late = make(request)
+    (dropped,) = job.handle(late)
+    assert isinstance(dropped, Dropped)
+    assert dropped.text.startswith("a plan of generation 1 while the plan is being made")
+    job.handle(dataclasses.replace(late, generation=2))
+    assert job.state() is State.BUILDING
+    job = planned_job(9, 3, 2, 2, 2, makes_plans=False)
+    job.interrupt()
+    assert job.ended.exit_status == 130
+
+
+def test_a_plan_that_cannot_be_made_ends_the_job() -> None:
+    job = planned_job(1, 1, 1, 1, 1, makes_plans=False)
+    job.handle(PlanMade(1, None, "the plan cannot be made"))
+    assert job.failure.message == "the plan cannot be made"
 
 
 # A job that only finds facts.

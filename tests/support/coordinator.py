@@ -5,13 +5,14 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, TypeVar
 
-from pipeworker.coordinator.effects import Commit, Effect, Send
+from pipeworker.coordinator.effects import Commit, Effect, MakePlan, Send
 from pipeworker.coordinator.events import (
     CheckpointEnded,
     Event,
     MessageReceived,
     Tick,
 )
+from pipeworker.coordinator.io.plan_thread import make
 from pipeworker.coordinator.job import Job
 from pipeworker.coordinator.lifecycle import State
 from pipeworker.coordinator.loss_scaler import LossScaler
@@ -94,6 +95,7 @@ class ScriptedJob:
         layers: the classes of the model's layers.
         replaceable: as in :class:`Job`.
         start: as in :class:`Job`.
+        makes_plans: whether a plan that is requested is made at once.
         options: more options of the job.
     """
 
@@ -105,8 +107,10 @@ class ScriptedJob:
         layers: tuple[str, ...] = LAYERS,
         replaceable: bool = False,
         start: Start | None = None,
+        makes_plans: bool = True,
         **options: Any,
     ) -> None:
+        self.makes_plans = makes_plans
         options = {"balance": "even", "microbatches": 4, "steps": 3, **options}
         self.options = Options("job.py", workers, **options)
         self.layers = layers
@@ -166,6 +170,8 @@ class ScriptedJob:
     def handle(self, event: Event) -> list[Effect]:
         effects = self.job.handle(event, self.now)
         self.effects += effects
+        for request in of(effects, MakePlan) if self.makes_plans else ():
+            effects = [*effects, *self.handle(make(request))]
         return effects
 
     def receive(self, message: FromWorker, peer: bytes | None = None) -> list[Effect]:

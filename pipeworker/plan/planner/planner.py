@@ -89,14 +89,13 @@ def reasons(divisions: Divisions, found: Judged, *, chosen: bool) -> Iterator[st
     if chosen:
         usual = even(divisions.layers, divisions.stages)
         other = divisions.judge(usual)
-        shown = ",".join(map(str, found.balance))
         if found.balance == usual:
-            yield f"balance {shown}: no other balance makes a step shorter"
+            yield "even stages: no other balance makes a step shorter"
         elif other.excess:
-            yield f"balance {shown}: even stages would not fit into the memory"
+            yield "balance: even stages would not fit into the memory"
         else:
             gain = 1 - found.seconds / other.seconds
-            yield f"balance {shown}: a step takes {gain:.0%} less time than with even stages"
+            yield f"balance: a step takes {gain:.0%} less time than with even stages"
     if not divisions.recompute:
         again = [stage for stage, mode in enumerate(found.modes) if mode != "never"]
         if again:

@@ -221,9 +221,9 @@ def _written(
 def _why(found: Sequence[_Found]) -> str:
     """Return the choice and the runner-up in a sentence."""
     best = found[0]
-    shown = f"schedule {best.name}: {seconds(best.judged.seconds)} a step"
+    shown = f"schedule {best.name} is the fastest"
     if len(found) > 1:
-        shown += f"; next is {found[1].name} with {seconds(found[1].judged.seconds)}"
+        shown += f", before {found[1].name} ({seconds(found[1].judged.seconds)})"
     return shown
 
 
