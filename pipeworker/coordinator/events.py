@@ -91,6 +91,5 @@ class EffectFailed:
 
 
 _FromWorkers = MessageReceived | InvalidFrame | VersionMismatch | Disconnected
-Event = (
-    _FromWorkers | CheckpointEnded | PlanMade | Moved | Tick | EffectFailed | JobEvent | ParentLost
-)
+_FromService = CheckpointEnded | PlanMade | Moved | Tick | EffectFailed
+Event = _FromWorkers | _FromService | JobEvent | ParentLost

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 
-from pipeworker.coordinator.effects import Dropped, Effect, KeepFacts, Log, MakePlan
+from pipeworker.coordinator.effects import Dropped, Effect, KeepFacts, Log, MakePlan, WritePlan
+from pipeworker.coordinator.ending import JobEnd, Status
 from pipeworker.coordinator.events import PlanMade
 from pipeworker.coordinator.lifecycle import State
 from pipeworker.coordinator.measuring import Measuring, known_facts
@@ -76,7 +77,9 @@ class FactFinding(Saving):
     def _make_plan(self) -> list[Effect]:
         """Have the plan made, if there are facts and it was not made before; else build."""
         facts, options = self.progress.facts, self.options
-        if facts is None or not options.is_planned or options.plan_only or self.plan:
+        if options.plan_only:
+            return self._end_with_facts()
+        if facts is None or not options.is_planned or self.plan:
             return self.build()
         self.state, self.awaited = State.PLANNING, set()
         return [MakePlan(self.number, facts, options)]
@@ -85,6 +88,16 @@ class FactFinding(Saving):
     def plan(self) -> Planned | None:
         """The plan of the job with its workers; None if it is not planned from facts."""
         return self.progress.plans.get(self.options.stages)
+
+    def _end_with_facts(self) -> list[Effect]:
+        """End a job that only finds the facts of the layers: record them in its plan."""
+        facts = self.progress.facts
+        if facts is None:
+            problem = self.problem or "it cannot be run on fake tensors"
+            text = f"model(): its layers cannot be measured: {problem}; launch needs no plan"
+            return self.fail(Failure(Cause.USAGE, text))
+        content = {"facts": asdict(facts)}
+        return [WritePlan(content), *self.over(JobEnd(Status.DONE, 0))]
 
     def plan_made(self, event: PlanMade) -> list[Effect]:
         """Build the stages of a plan."""

@@ -7,22 +7,22 @@ them. All other messages are dropped. The usual course::
     ── the loop returns Finish ──▶ SAVING ── all Saved ──▶ COMMITTING ── committed ──▶ OVER
 
 MEASURING stands between JOINING and BUILDING, if facts of layers are wanted and not known, and
-PLANNING if there are facts (:mod:`pipeworker.coordinator.fact_finding`), EVALUATING between two steps, CALLING while the next
-call of the user's own loop is awaited. Training waits in SAVING and COMMITTING, at the end of a job
-or for the disk; a checkpoint that is written beside steps has no state. A failure or an interrupt
-leads from any state to OVER
+PLANNING if there are facts (:mod:`pipeworker.coordinator.fact_finding`), EVALUATING between two
+steps, CALLING while the next call of the user's own loop is awaited. Training waits in SAVING and
+COMMITTING, at the end of a job or for the disk; a checkpoint that is written beside steps has no
+state. A failure or an interrupt leads from any state to OVER
 (:mod:`pipeworker.coordinator.lifecycle`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 from pipeworker.coordinator import consistency, report
 from pipeworker.coordinator.blueprint import Blueprint
-from pipeworker.coordinator.effects import Discard, Dropped, Effect, Log, WritePlan
+from pipeworker.coordinator.effects import Discard, Dropped, Effect, Log
 from pipeworker.coordinator.ending import JobEnd, Status
 from pipeworker.coordinator.events import CheckpointEnded
 from pipeworker.coordinator.fact_finding import FactFinding
@@ -159,8 +159,6 @@ class Generation(FactFinding):
         return self.find_facts(now)
 
     def build(self) -> list[Effect]:
-        if self.options.plan_only:
-            return self._end_with_facts()
         members = self.members
         described = [m.described for m in members if m.described]
         planned = self.plan
@@ -177,16 +175,6 @@ class Generation(FactFinding):
             *map(Log, self.blueprint.summary()),
             *(self.send(m.peer, self.blueprint.plan(m.hello.rank)) for m in members),
         ]
-
-    def _end_with_facts(self) -> list[Effect]:
-        """End a job that only finds the facts of the layers: record them in its plan."""
-        facts = self.progress.facts
-        if facts is None:
-            problem = self.problem or "it cannot be run on fake tensors"
-            text = f"model(): its layers cannot be measured: {problem}; launch needs no plan"
-            return self.fail(Failure(Cause.USAGE, text))
-        content = {"facts": asdict(facts)}
-        return [WritePlan(content), *self.over(JobEnd(Status.DONE, 0))]
 
     def _on_ready(self, member: Member, message: Ready, now: float) -> list[Effect]:
         assert self.blueprint

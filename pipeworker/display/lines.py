@@ -20,7 +20,7 @@ from pipeworker.display.output import Printed
 from pipeworker.display.plan.figures import seconds_text
 from pipeworker.display.style import Style
 from pipeworker.display.summary import PlanContext, Summary
-from pipeworker.display.text import duration, sanitize
+from pipeworker.display.text import counts, duration, sanitize
 from pipeworker.errors import RecordError, UnreadableFile
 from pipeworker.facts.criterion import Criterion
 from pipeworker.facts.step import Evaluation, StepResult
@@ -125,7 +125,7 @@ class LineDisplay:
         fewer = asked if plan.microbatches < options.microbatches else ""
         where = f"run directory {self._run_dir.path}{f', from step {done}' if done else ''}"
         copies = f"{plan.replicas} replicas of " if plan.replicas > 1 else ""
-        balance, stages = ",".join(map(str, plan.balance)), _plural(len(plan.balance), "stage")
+        balance, stages = counts(plan.balance), _plural(len(plan.balance), "stage")
         workers = len(plan.held)
         on = "" if workers == len(plan.balance) else f" on {_plural(workers, 'worker')}"
         count = plan.microbatches

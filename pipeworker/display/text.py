@@ -6,9 +6,12 @@ import re
 import shlex
 import unicodedata
 from collections.abc import Iterable, Sequence
+from itertools import groupby
 
 _ESCAPE = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)?")
 _INVISIBLE = ("Cc", "Cf", "Zl", "Zp")
+_MANY = 16
+"""Numbers of a list that are written one by one."""
 _UNLIMITED = 1 << 20
 """Columns of a table's console: lines are never wrapped or cut."""
 
@@ -73,6 +76,14 @@ def data_size(size: float) -> str:
             break
         size /= 1024
     return f"{size:.1f}{unit}" if unit != "B" and size < 10 else f"{size:.0f}{unit}"
+
+
+def counts(numbers: Sequence[int]) -> str:
+    """Format numbers as ``3,5,5,3``, many of them as ``3,5×14,3``."""
+    if len(numbers) <= _MANY:
+        return ",".join(map(str, numbers))
+    runs = ((value, len(list(run))) for value, run in groupby(numbers))
+    return ",".join(f"{value}×{count}" if count > 1 else f"{value}" for value, count in runs)
 
 
 def mebibytes(sizes: Iterable[int]) -> str:

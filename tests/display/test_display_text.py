@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeworker.display.text import duration, mebibytes, number, sanitize, shell_join, table
+from pipeworker.display.text import counts, duration, mebibytes, number, sanitize, shell_join, table
 
 
 @pytest.mark.parametrize(
@@ -91,3 +91,16 @@ def test_columns_of_a_table_are_aligned() -> None:
     assert table([]) == []
     wide = "x" * 5000
     assert table([("a", wide)]) == [f"a  {wide}"]
+
+
+@pytest.mark.parametrize(
+    ("numbers", "shown"),
+    [
+        ((3, 5, 5, 3), "3,5,5,3"),
+        ((1,) * 16, ",".join("1" * 16)),
+        ((1,) * 64, "1×64"),
+        ((3, *[5] * 30, 3), "3,5×30,3"),
+    ],
+)
+def test_many_equal_numbers_are_counted(numbers: tuple[int, ...], shown: str) -> None:
+    assert counts(numbers) == shown
