@@ -198,9 +198,12 @@ def nccl_kind() -> tuple[Any, Any]:
 
 
 def preload() -> None:
-    """Import the module that fake tensors and optimizers import: it takes a second, once."""
+    """Import the modules that fake tensors and optimizers import: it takes a second, once."""
     kernel_cache.keep_private()
-    import torch._dynamo  # noqa: F401
+    import torch._dynamo
+
+    with torch.profiler.record_function("preload"):  # as in each step of an optimizer
+        pass
 
 
 @contextmanager
