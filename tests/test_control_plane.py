@@ -66,7 +66,7 @@ SLOW_JOB = (
 """With the arguments ``slow N`` it is slow, and after N mini-batches waits for a file ``go``."""
 
 FRAMES = 10_000
-CONNECTIONS = 1000
+CONNECTIONS = 400
 
 
 def slow(job_file: Path, steps: int) -> Options:

@@ -25,7 +25,7 @@ PLACED = """
     Path(f"at-{os.environ['RANK']}").write_text("{GROUP_RANK} {LOCAL_RANK}".format(**where))
 """
 """The end of a job file in which each rank writes its node, and its local rank."""
-HOLDS = CALM.replace("sleep(0.01)", "sleep(0.01 if Path('go').exists() else 0.5)").replace(
+HOLDS = CALM.replace("sleep(0.05)", "sleep(0.01 if Path('go').exists() else 0.5)").replace(
     "import time", "import time\n    from pathlib import Path", 1
 )
 """A slow job until the file ``go`` exists, so that there is time to change its nodes."""

@@ -184,8 +184,6 @@ FAILS = """
     ("data", "options"),
     [
         ("loader", {}),
-        ("stateful", {}),
-        ("loader", {"replicas": 2}),
         ("stateful", {"replicas": 2, "shard_optimizer": True}),
         ("loader", {"replicas": 2, "shard_optimizer": True, "data_reader": "first"}),
     ],

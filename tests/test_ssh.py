@@ -243,7 +243,7 @@ def far(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Names
     with two_hosts() as (here, there), servers(folder) as made:
         hidden = f'mount -t tmpfs none {private} && exec "$@"'
         view = ("unshare", "--mount", "sh", "-c", hidden, "sh")
-        made.add("far", address=there.address, before=("ip", "netns", "exec", there.name, *view))
+        made.add("far", address=there.address, before=view, namespace=there.name)
         monkeypatch.setenv("PATH", f"{made.path}:{os.environ['PATH']}")
         yield here, made
 
@@ -283,7 +283,9 @@ def test_a_cable_that_is_unplugged_beyond_the_timeout_changes_no_bit(
     (tmp_path / "ssh").mkdir()
     with two_hosts() as both, servers(tmp_path / "ssh") as made:
         for name, host in zip(("near", "far"), both, strict=True):
-            made.add(name, address=host.address, before=("ip", "netns", "exec", host.name))
+            made.add(name, address=host.address, forking=jobs.server, namespace=host.name)
+        for variable, value in jobs.forking.items():
+            monkeypatch.setenv(variable, value)
         monkeypatch.setenv("PATH", f"{made.path}:{os.environ['PATH']}")
         words = ("--hosts", "near:2,far:1", "--worker-timeout", "6", *WORDS)
         line = ("-m", "pipeworker", "launch", "--run-dir", str(run_dir), *words, str(job_file))

@@ -42,7 +42,7 @@ SLOW = """
 """ + SOURCE.replace("x = torch.randn(", "pace()\n            x = torch.randn(")
 """A job that is slow from its fifth step on, except in processes that start after ``lost``."""
 CALM = SOURCE.replace(
-    "x = torch.randn(", "__import__('time').sleep(0.02)\n            x = torch.randn("
+    "x = torch.randn(", "__import__('time').sleep(0.1)\n            x = torch.randn("
 )
 """A job that mostly sleeps."""
 FAILS = SOURCE.replace("return x * (1", "raise ZeroDivisionError('on purpose') or x * (1")

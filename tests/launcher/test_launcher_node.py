@@ -109,7 +109,6 @@ def test_pods_give_the_numbers_of_the_local_run(jobs: Jobs, pods: Start) -> None
 @pytest.mark.parametrize(
     ("words", "source", "status"),
     [
-        (("--steps", "0"), JOB, 2),
         (("--stepss", "1"), JOB, 2),
         ((), JOB.replace("def loss", "def lost"), 2),
         ((), JOB.replace("Linear(16, 3)", "Linear(15, 3)"), 1),

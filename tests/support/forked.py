@@ -151,8 +151,16 @@ class Forked:
                 self._read[name] = file.read()
 
 
-def stand_for(server: bytes) -> NoReturn:
-    """Have the server fork this interpreter's program, with our streams; forward signals to it."""
+def stand_for(server: bytes, namespace: str = "") -> NoReturn:
+    """Have the server fork this interpreter's program, with our streams; forward signals to it.
+
+    Args:
+        server: its address.
+        namespace: as of :data:`NAMESPACE`, if this interpreter is in another one than the server.
+    """
+    if namespace:
+        name, _, pid = namespace.partition(":")
+        _entered[:] = [(name, os.open(f"/proc/{pid}/ns/net", os.O_RDONLY | os.O_CLOEXEC))]
     line = [sys.executable, *sys.orig_argv[1:]]
     child = Forked(server, line, stdin=0, stdout=1, stderr=2)
     for number in (signal.SIGTERM, signal.SIGUSR1):

@@ -34,6 +34,8 @@ COLD_RANKS = "PIPEWORKER_TESTS_COLD_RANKS"
 """The variable that has torchrun start its ranks as separate interpreters."""
 SERVER = "PIPEWORKER_TESTS_SERVER"
 """The variable with the name of the server that forks what an interpreter starts."""
+NAMESPACE = "PIPEWORKER_TESTS_NAMESPACE"
+"""The variable with the network namespace of an interpreter, a colon, and the server's pid."""
 _TORCHRUN = "torch.distributed.run"
 _NODE = ["-m", "pipeworker", "node"]
 _PR_SET_NAME = 15

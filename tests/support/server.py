@@ -17,6 +17,7 @@ import gc
 import importlib
 import json
 import os
+import platform
 import selectors
 import signal
 import socket
@@ -36,13 +37,17 @@ _MADV_COLLAPSE = 25
 
 
 def warm_up(modules: list[str]) -> None:
-    """Import the modules of the forked processes; exempt their objects from garbage collection."""
+    """Import the modules of the forked processes; exempt their objects from garbage collection.
+
+    What a process computes once and keeps, as the name of the platform, is computed here too.
+    """
     gc.disable()
     root = str(Path(pipeworker.__file__).parents[1])  # holds cli.py and launcher/
     sys.path.insert(0, root)
     for name in filter(None, [os.environ.get(PRELOAD), *modules]):
         importlib.import_module(name)
     sys.path.remove(root)
+    platform.platform()  # starts a program
     # At exit torch removes its operators from its tables, for 45 ms in each process, and reports
     # the times of compilations; no test needs either.
     if dynamo := sys.modules.get("torch._dynamo.utils"):

@@ -108,7 +108,7 @@ NESTED_JOB = """
 """Nested values, masks, one tensor twice, transposed tensors, in-place, changing batch sizes."""
 
 CALM = JOB.replace("import torch", "import time\n    import torch", 1).replace(
-    "x = torch", "time.sleep(0.01)\n            x = torch"
+    "x = torch", "time.sleep(0.05)\n            x = torch"
 )
 """A job that mostly sleeps, for jobs that train until they are ended."""
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from support.forked import Server
-from support.interpreter import SERVER
+from support.interpreter import NAMESPACE, SERVER
 from support.jobs import until
 from support.ports import reserve_port
 
@@ -39,14 +39,16 @@ class Sshd:
         address: str = "127.0.0.1",
         before: Sequence[str] = (),
         forking: Server | None = None,
+        namespace: str = "",
     ) -> None:
         """Start a server that these names reach.
 
         Args:
             names: names of the host.
             address: where the server listens.
-            before: a command that runs it, as ``ip netns exec NAME``.
+            before: a command that runs it, as ``unshare --mount``.
             forking: the server that forks the agents of these hosts; None for interpreters.
+            namespace: the network namespace of these hosts; by default that of this process.
         """
         port = reserve_port(self.reserved)
         number = len(self.processes)
@@ -62,10 +64,12 @@ class Sshd:
         }
         if forking is not None:
             name = forking.address.decode().removeprefix("\0")
-            options["SetEnv"] = f"{SERVER}={name}"
+            own = [f"{NAMESPACE}={namespace}:{forking.pid}"] if namespace else []
+            options["SetEnv"] = " ".join([f"{SERVER}={name}", *own])
+        inside = ("ip", "netns", "exec", namespace) if namespace else ()
         words = [word for name, value in options.items() for word in ("-o", f"{name}={value}")]
         read = (self.folder / f"log-{number}").read_text
-        line = [*before, _SERVER, "-D", "-e", "-f", "/dev/null", *words]
+        line = [*inside, *before, _SERVER, "-D", "-e", "-f", "/dev/null", *words]
         with (self.folder / f"log-{number}").open("wb") as log:
             server = subprocess.Popen(line, stderr=log, cwd="/")
         self.processes.append(server)

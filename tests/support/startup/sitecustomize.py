@@ -3,11 +3,11 @@
 import os
 import sys
 
-from support.interpreter import SERVER, fork_line_processes
+from support.interpreter import NAMESPACE, SERVER, fork_line_processes
 
 address = b"\0" + os.environ[SERVER].encode()
 if "pipeworker.host.agent" in sys.orig_argv:  # which ssh or srun has started
     from support.forked import stand_for
 
-    stand_for(address)
+    stand_for(address, os.environ.pop(NAMESPACE, ""))
 fork_line_processes(address)

@@ -116,7 +116,7 @@ def test_a_channel_holds_little_more_than_for_the_largest_shape(
 ) -> None:
     chance = random.Random(5)
     channel = Channel(backend, monkeypatch)
-    held = [channel.step(n, shapes(chance), lambda _: None) for n in range(25)]
+    held = [channel.step(n, shapes(chance), lambda _: None) for n in range(15)]
     channel.close()
     needed = 4 * MICROBATCHES * (LARGEST + LARGEST // 4)
     assert needed <= largest < 1.1 * needed + (1 << 20)
