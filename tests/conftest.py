@@ -1,18 +1,15 @@
-"""Fixtures that several test modules use."""
+"""Options of the tests, and the hooks around their collection."""
 
 from __future__ import annotations
 
 import fcntl
 import gc
-import hashlib
 import os
-import signal
 import sys
-from collections.abc import Generator, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from hypothesis import settings
 
 # Waiting threads spin, which costs most of the time while several test processes run. A job that
 # needs more threads specifies them.
@@ -21,24 +18,17 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("PIPEWORKER_BALANCE", "even")
 os.environ.setdefault("PIPEWORKER_RECOMPUTE", "always")
 
-from support.draws import draws
-from support.forked import Server
-from support.hosts import Host, two_hosts
-from support.interpreter import fork_line_processes
-from support.jobs import Jobs, Reference, Run, processes_of, until
-from support.ranks import Scripts
-from support.sources import JOB
-from support.torchrun import Torchrun
-
-# No deadline: a busy machine is no defect.
-settings.register_profile("pipeworker", deadline=None, max_examples=draws(40))
-settings.load_profile("pipeworker")
-
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--cold", action="store_true", help="start every process as an interpreter of its own"
     )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Load the fixtures, with torch, in all processes but xdist's own, which runs no test."""
+    if hasattr(config, "workerinput") or config.getoption("dist", "no") == "no":
+        config.pluginmanager.import_plugin("support.fixtures")
 
 
 @pytest.hookimpl(wrapper=True)
@@ -66,106 +56,3 @@ def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> 
     if nextitem is not None and nextitem.path != item.path:
         gc.collect(1)
         gc.freeze()
-
-
-@pytest.hookimpl(wrapper=True)
-def pytest_runtest_makereport(
-    item: pytest.Item, call: pytest.CallInfo[None]
-) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """Show the errors and logs of the processes of a test that fails."""
-    report = yield
-    jobs = vars(item).get("funcargs", {}).get("jobs")
-    if report.when == "call" and report.failed and isinstance(jobs, Jobs):
-        report.sections += [(name, text) for name, text in jobs.outputs() if text]
-    return report
-
-
-@pytest.fixture(scope="session", autouse=True)
-def _facts_of_tests(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """Keep the facts of layers that jobs of tests have measured apart from those of the user."""
-    os.environ["XDG_CACHE_HOME"] = str(tmp_path_factory.mktemp("cache"))
-
-
-@pytest.fixture
-def users_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have the options that users have: jobs are planned from their measured layers."""
-    for name in ("PIPEWORKER_BALANCE", "PIPEWORKER_RECOMPUTE"):
-        monkeypatch.delenv(name, raising=False)
-
-
-@pytest.fixture(scope="session")
-def server(pytestconfig: pytest.Config) -> Iterator[Server | None]:
-    """The server that forks the processes of tests: one for all of pytest's own processes."""
-    if sys.platform != "linux" or pytestconfig.getoption("--cold"):
-        yield None
-        return
-    made = Server(os.environ.get("PYTEST_XDIST_TESTRUNUID", str(os.getpid())))
-    fork_line_processes(made.address)
-    yield made
-    made.close()
-
-
-@pytest.fixture(scope="session")
-def reference(tmp_path_factory: pytest.TempPathFactory, server: Server | None) -> Reference:
-    """Return a function that trains without a disturbance, once for all of pytest's processes."""
-    base = tmp_path_factory.getbasetemp()
-    if "PYTEST_XDIST_WORKER" in os.environ:
-        base = base.parent
-
-    def train(*words: str, source: str = JOB) -> Run:
-        key = hashlib.sha256(repr((words, source)).encode()).hexdigest()[:16]
-        with (base / f"reference-{key}.lock").open("w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            path = base / f"reference-{key}" / "run-1"
-            if (path / "summary.json").exists():
-                return Run(0, "", "", path)
-            return Jobs(path.parent, server).train(*words, source=source)
-
-    return train
-
-
-@pytest.fixture
-def jobs(tmp_path: Path, server: Server | None) -> Iterator[Jobs]:
-    """Start real jobs; at the end none of their processes may be left."""
-    made = Jobs(tmp_path, server)
-    try:
-        yield made
-        until(lambda: not processes_of(tmp_path))
-    finally:
-        made.close()
-        for pid in processes_of(tmp_path):
-            os.kill(pid, signal.SIGKILL)
-
-
-@pytest.fixture
-def scripts(jobs: Jobs) -> Iterator[Scripts]:
-    """Scripts with a loop of their own, on some ranks."""
-    with Scripts(jobs) as made:
-        yield made
-
-
-@pytest.fixture
-def torchrun(jobs: Jobs, monkeypatch: pytest.MonkeyPatch) -> Iterator[Torchrun]:
-    """Jobs of torchrun."""
-    with Torchrun(jobs, monkeypatch) as made:
-        yield made
-
-
-@pytest.fixture
-def hosts() -> Iterator[tuple[Host, Host]]:
-    """Two hosts, where network namespaces can be made."""
-    with two_hosts() as made:
-        yield made
-
-
-@pytest.fixture
-def as_a_worker(tmp_path: Path) -> Iterator[None]:
-    """A job file changes the process it is loaded in; put that back."""
-    modules, path, argv = dict(sys.modules), list(sys.path), list(sys.argv)
-    yield
-    for name, module in list(sys.modules.items()):
-        where = getattr(module, "__file__", None) or ""
-        if name == "pipeworker_job" or Path(where).is_relative_to(tmp_path):
-            del sys.modules[name]
-    sys.modules.update(modules)
-    sys.path[:], sys.argv[:] = path, argv

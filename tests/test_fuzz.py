@@ -33,7 +33,7 @@ CASES = int(os.environ.get("FUZZ_CASES", 0))
 SEED = int(os.environ.get("FUZZ_SEED", 0))
 SCHEDULES = tuple(ORDERS)
 ENDLESS = ("--steps", "1000000", "--max-restarts", "1000000")
-PACE = "0.02"
+PACE = "0.02" if CASES else "0.1"
 _OF_LAUNCHER = ("--stages", "--snapshot-every", "--min-stages")
 STARTING = ("loading", "building", "restoring", "connecting")
 
