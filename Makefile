@@ -3,7 +3,7 @@
 # contracts. `make docs` builds a site from docs/ in site/. `make test-all` runs the tests on every
 # Python of this host, with the lowest and the newest torch. `make soak` trains for half an hour under
 # faults that a job recovers from; `make chaos` injects hundreds of faults; `make fuzz` draws jobs and
-# faults from seeds.
+# faults from seeds; `make schedules` runs resume, recovery, replicas and torchrun under every schedule.
 
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
@@ -16,7 +16,7 @@ BIN := $(VENV)/bin
 # Tests wait more than they compute, so run two processes more than there are cores, up to four.
 PROCESSES := $(shell n=$$(($$(getconf _NPROCESSORS_ONLN) + 2)); echo $$((n < 4 ? n : 4)))
 
-.PHONY: demo test test-all check docs soak chaos fuzz clean
+.PHONY: demo test test-all check docs soak chaos fuzz schedules clean
 
 demo: $(VENV)/.run
 	run=runs/demo-$$(date +%Y%m%d-%H%M%S) && \
@@ -43,6 +43,9 @@ soak: $(VENV)/.test
 
 chaos: $(VENV)/.test
 	CHAOS_FAULTS=220 $(BIN)/python -m pytest --cold --capture no tests/test_chaos.py
+
+schedules: $(VENV)/.test
+	SCHEDULES=all $(BIN)/python -m pytest --numprocesses $(PROCESSES) tests/test_schedules_suites.py
 
 # A failure prints its seed: make fuzz FUZZ_SEED=17 FUZZ_CASES=1
 FUZZ_CASES ?= 50

@@ -10,53 +10,7 @@ import pytest
 from support.compare import assert_same
 from support.jobs import Jobs, Reference, Run
 from support.ranks import LOOP, Scripts, script
-
-SOURCE = """
-    import torch
-    from torch import nn
-    import pipeworker
-
-    class Down(nn.Linear):
-        def forward(self, x):
-            pipeworker.stash("x", x)
-            return torch.tanh(super().forward(x))
-
-    class Up(nn.Linear):
-        def forward(self, x):
-            return super().forward(x) + pipeworker.pop("x")
-
-    class Centre(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.register_buffer("mean", torch.zeros(8))
-
-        def forward(self, x):
-            if self.training:
-                self.mean.lerp_(x.detach().mean(0), 0.1)
-            return x - self.mean
-
-    def model():
-        twice = nn.Linear(8, 8)
-        return nn.Sequential(
-            nn.Linear(8, 8), Down(8, 8), nn.Dropout(0.3), twice, nn.ReLU(inplace=True),
-            Centre(), twice, Up(8, 8), nn.LayerNorm(8), nn.Linear(8, 3),
-        )
-
-    def loss(output, target):
-        return nn.functional.cross_entropy(output, target)
-
-    def optimizer(params):
-        return torch.optim.AdamW(params, lr=0.01)
-
-    def data():
-        generator = torch.Generator().manual_seed(7)
-        for size in (20, 20, 14, 20, 4):
-            x = torch.randn(size, 8, generator=generator)
-            yield x, (x[:, 0] > 0).long() + (x[:, 1] > 0).long()
-
-    evaluation = data
-"""
-"""Dropout, a buffer that changes, work in place, a skip, a tie, and a mini-batch of fewer parts."""
+from support.sources import VARIED, VARIED_WORDS
 
 TRAIN = """
     pipeworker.train(
@@ -64,9 +18,6 @@ TRAIN = """
         evaluate_every=2, clip_grad_norm=0.5, run_dir="run", **json.loads(os.environ["OPTIONS"])
     )
 """
-
-
-COMMON = ("--microbatches", "6", "--evaluate-every", "2", "--clip-grad-norm", "0.5")
 
 
 def check(run: Run, one: Run, schedule: str, stages: int) -> None:
@@ -97,9 +48,9 @@ def test_every_schedule_gives_the_same_bits(
     stages: int,
 ) -> None:
     run = jobs.train(
-        *("--stages", str(workers), "--schedule", schedule, *words), *COMMON, source=SOURCE
+        *("--stages", str(workers), "--schedule", schedule, *words), *VARIED_WORDS, source=VARIED
     )
-    check(run, reference("--stages", "1", *COMMON, source=SOURCE), schedule, stages)
+    check(run, reference("--stages", "1", *VARIED_WORDS, source=VARIED), schedule, stages)
 
 
 @pytest.mark.parametrize(
@@ -114,12 +65,14 @@ def test_every_schedule_gives_the_same_bits(
 def test_ranks_of_a_script_run_every_schedule(
     scripts: Scripts, reference: Reference, options: dict[str, Any], ranks: int, stages: int
 ) -> None:
-    ran = scripts.start(script(SOURCE, TRAIN), ranks, OPTIONS=json.dumps(options))
+    ran = scripts.start(script(VARIED, TRAIN), ranks, OPTIONS=json.dumps(options))
     run = ran.succeed()[0]
-    check(run, reference("--stages", "1", *COMMON, source=SOURCE), options["schedule"], stages)
+    check(
+        run, reference("--stages", "1", *VARIED_WORDS, source=VARIED), options["schedule"], stages
+    )
 
 
-STILL = SOURCE.replace("        return nn.Sequential(", "        net = nn.Sequential(").replace(
+STILL = VARIED.replace("        return nn.Sequential(", "        net = nn.Sequential(").replace(
     """nn.Linear(8, 3),
         )
 """,
@@ -140,8 +93,8 @@ STILL = SOURCE.replace("        return nn.Sequential(", "        net = nn.Sequen
 def test_frozen_layers_at_the_front_have_no_backward(
     jobs: Jobs, reference: Reference, schedule: str, words: tuple[str, ...]
 ) -> None:
-    run = jobs.train("--stages", "4", "--schedule", schedule, *words, *COMMON, source=STILL)
-    one = reference("--stages", "1", *COMMON, source=STILL)
+    run = jobs.train("--stages", "4", "--schedule", schedule, *words, *VARIED_WORDS, source=STILL)
+    one = reference("--stages", "1", *VARIED_WORDS, source=STILL)
     check(run, one, schedule, 4)
     head, first = run.plan["actions"][:2]
     assert head.endswith("frozen=0,1" if schedule == "gpipe" else "frozen=0,2")

@@ -15,6 +15,7 @@ from pipeworker.coordinator.roster import JOIN_FACTOR
 from pipeworker.facts.failure import Cause, Failure
 from pipeworker.facts.position import Phase, Position
 from pipeworker.plan.actions import format_actions
+from pipeworker.plan.orders import ORDERS
 from pipeworker.wire.lines import (
     CannotStart,
     HostLost,
@@ -268,6 +269,22 @@ def test_the_job_shrinks_to_the_room_on_its_hosts() -> None:
     assert of(job.effects, Restart)[-1].stages == 2
     job.handle(CannotStart(0, 3, "host a: no route to host", 0))
     assert job.failure.message == "host a: no route to host"
+
+
+@pytest.mark.parametrize("schedule", sorted(ORDERS))
+def test_fewer_workers_run_the_same_schedule(schedule: str) -> None:
+    job = replaceable_job(3, min_stages=1, schedule=schedule, layers=("Linear",) * 6).running()
+    job.step(1)
+    job.exited(1, -9)
+    job.handle(CannotStart(1, 2, "no room", 2))
+    assert of(job.effects, Restart)[-1].stages == 2
+    job.start()
+    before, now = of(job.effects, Planned)
+    assert (before.schedule, now.schedule) == (schedule, schedule)
+    assert (len(before.held), len(now.held)) == (3, 2)
+    job.step(1)
+    job.step(2)
+    assert job.rows == [1, 2]
 
 
 def test_fewer_workers_run_the_default_schedule_instead_of_the_jobs_own() -> None:

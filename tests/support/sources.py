@@ -182,6 +182,55 @@ DIES = """
 """With an argument for the way, a worker dies in its fourth step: once, or ``always``."""
 
 
+VARIED = """
+    import torch
+    from torch import nn
+    import pipeworker
+
+    class Down(nn.Linear):
+        def forward(self, x):
+            pipeworker.stash("x", x)
+            return torch.tanh(super().forward(x))
+
+    class Up(nn.Linear):
+        def forward(self, x):
+            return super().forward(x) + pipeworker.pop("x")
+
+    class Centre(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("mean", torch.zeros(8))
+
+        def forward(self, x):
+            if self.training:
+                self.mean.lerp_(x.detach().mean(0), 0.1)
+            return x - self.mean
+
+    def model():
+        twice = nn.Linear(8, 8)
+        return nn.Sequential(
+            nn.Linear(8, 8), Down(8, 8), nn.Dropout(0.3), twice, nn.ReLU(inplace=True),
+            Centre(), twice, Up(8, 8), nn.LayerNorm(8), nn.Linear(8, 3),
+        )
+
+    def loss(output, target):
+        return nn.functional.cross_entropy(output, target)
+
+    def optimizer(params):
+        return torch.optim.AdamW(params, lr=0.01)
+
+    def data():
+        generator = torch.Generator().manual_seed(7)
+        for size in (20, 20, 14, 20, 4):
+            x = torch.randn(size, 8, generator=generator)
+            yield x, (x[:, 0] > 0).long() + (x[:, 1] > 0).long()
+
+    evaluation = data
+"""
+"""Dropout, a buffer that changes, work in place, a skip, a tie, and a mini-batch of fewer parts."""
+VARIED_WORDS = ("--microbatches", "6", "--evaluate-every", "2", "--clip-grad-norm", "0.5")
+
+
 def gated(source: str, line: str = "x = torch.randn(10", when: str = "_ == 5") -> str:
     """Return a job whose ``data()`` waits, before a line of it, for the file ``go``.
 
