@@ -32,19 +32,6 @@ _HALVINGS = 30
 """Halvings of the interval in which the time of the slowest stage is searched."""
 
 
-def best_balance(divisions: Divisions) -> Judged:
-    """Return the balance of the shortest step that fits into the workers' memory.
-
-    Raises:
-        UsageError: there are fewer layers than stages, or no balance fits; the message names the
-            stage that lacks the most and what can be done.
-    """
-    found = search_balance(divisions)
-    if found.excess:
-        raise lacking(divisions, found)
-    return found
-
-
 def search_balance(divisions: Divisions, nodes: int = _NODES) -> Judged:
     """Return the best balance found, which exceeds the memory if none was found that fits.
 
