@@ -10,6 +10,7 @@ from pathlib import Path
 
 from launcher import local
 from launcher.spec import Host, RemoteAgent
+from pipeworker.coordinator.job import SLOTS
 from pipeworker.coordinator.service import recorded_facts
 from pipeworker.display.style import Style
 from pipeworker.errors import PipeworkerError
@@ -26,6 +27,7 @@ def measure(options: Options) -> NetworkFacts:
     Raises:
         SystemExit: the job failed, and has said why.
     """
+    slots = SLOTS if options.max_restarts else 1
     options = replace(
         options,
         plan_only=True,
@@ -45,4 +47,4 @@ def measure(options: Options) -> NetworkFacts:
         found = recorded_facts(place)
     if found is None:
         raise PipeworkerError("plan: the facts of the layers were not recorded")
-    return found
+    return replace(found, copies=slots) if found.copies else found

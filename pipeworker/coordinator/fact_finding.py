@@ -70,6 +70,7 @@ class FactFinding(Saving):
             outline,
             known_facts(progress.known_facts, outline),
             self.options.no_profile,
+            self.snapshots.slots,
         )
         self._measured_since = now
         return True

@@ -35,6 +35,7 @@ class Measuring:
         outline: the outline of the network; None if it could not be drawn on fake tensors.
         known: facts of kinds by digest; at first those of earlier jobs.
         counted: whether facts are counts, and nothing is measured.
+        slots: snapshots of each worker's state that its host keeps.
         fresh: the facts that this job has measured, by digest.
         problem: why there are no facts; "" if there are.
     """
@@ -45,6 +46,7 @@ class Measuring:
     outline: Outline | None
     known: dict[str, LayerFacts]
     counted: bool = False
+    slots: int = 0
     fresh: dict[str, LayerFacts] = field(default_factory=dict)
     problem: str = ""
     _ran_in_order: bool = False
@@ -56,7 +58,11 @@ class Measuring:
             self.known = {k.digest: k.counted for k in self.outline.kinds if k.counted}
             loss = self.outline.kinds[self.outline.loss] if self.outline.loss >= 0 else None
             if loss is not None:  # a few operations for each element of the last output
-                self.known[loss.digest] = LayerFacts("loss")
+                last = self.known.get(self.outline.kinds[self.outline.of_layer[-1]].digest)
+                size = last.output_bytes if last else 0
+                self.known[loss.digest] = LayerFacts(
+                    "loss", saved_bytes=size, saved_input_bytes=size, working_bytes=size
+                )
 
     def requests(self) -> dict[int, Measure]:
         """Return what to ask of workers, by rank; nothing once all is known."""
@@ -112,18 +118,22 @@ class Measuring:
             return None
         found = [self.known.get(outline.kinds[number].digest) for number in outline.of_layer]
         layers = tuple(one for one in found if one is not None)
-        loss = self.known.get(outline.kinds[outline.loss].digest) if outline.loss >= 0 else None
-        if len(layers) < len(found) or (loss is None and outline.loss >= 0):
+        loss: LayerFacts | None = LayerFacts("loss")
+        if outline.loss >= 0:
+            loss = self.known.get(outline.kinds[outline.loss].digest)
+        if len(layers) < len(found) or loss is None:
             return None
         self.problem = ""
         ranks = [self.placement.rank_of(stages[0]) for stages in self.placement.held]
         first = self.placement.rank_of(0)
-        latency, seconds_per_byte = _LOCAL if len(set(self.hosts)) == 1 else _REMOTE
+        on_host = not any(machine.unit for machine in self.machines)
+        one_host = len(set(self.hosts)) == 1
+        latency, seconds_per_byte = _LOCAL if one_host else _REMOTE
         return NetworkFacts(
             layers,
             outline.input_bytes,
             outline.target_bytes,
-            loss.forward if loss else 0.0,
+            loss.forward,
             outline.skips,
             outline.ties,
             outline.samples,
@@ -133,6 +143,12 @@ class Measuring:
             latency,
             seconds_per_byte,
             not self.counted,
+            loss.saved_bytes,
+            loss.saved_input_bytes,
+            loss.working_bytes,
+            copies=self.slots if on_host else 0,
+            maps_frames=on_host and one_host,
+            updates_at_once=not on_host,
         )
 
     def summary(self, seconds: float) -> str:

@@ -21,13 +21,16 @@ class LayerFacts:
             weights takes the rest. Equal to `backward` if no parameter has a gradient, 0 if only
             parameters have one.
         update: seconds of the optimizer's step for its parameters.
+        update_bytes: bytes that the optimizer's step takes for a time.
         saved_bytes: bytes that its graph keeps until the backward, besides parameters, input and
-            output.
+            output. On the CPU with the bytes that the allocator loses between tensors.
         saved_input_bytes: of its input, the bytes that its graph keeps.
         saved_output_bytes: of its output, the bytes that its graph keeps. Of the tensors between
             two layers of a stage the graph keeps the larger of the first one's saved output and
             the second one's saved input.
         working_bytes: bytes that its forward or backward takes for a time, besides all others.
+        deferred_bytes: bytes of gradients that a split backward keeps from its first part to its
+            second one.
         output_bytes: bytes of the value that it passes to the next layer.
         passes_gradient: whether its output requires a gradient, in a network up to this layer.
     """
@@ -41,10 +44,12 @@ class LayerFacts:
     backward: float = 0.0
     backward_input: float = 0.0
     update: float = 0.0
+    update_bytes: int = 0
     saved_bytes: int = 0
     saved_input_bytes: int = 0
     saved_output_bytes: int = 0
     working_bytes: int = 0
+    deferred_bytes: int = 0
     output_bytes: int = 0
     passes_gradient: bool = True
 
@@ -76,6 +81,15 @@ class NetworkFacts:
         latency: seconds that a transfer between two workers takes besides its bytes.
         seconds_per_byte: what each of its bytes adds.
         measured: whether seconds were measured; else they are counts of operations.
+        loss_saved_bytes: bytes that the loss's graph keeps of a micro-batch, besides the output and
+            the target.
+        loss_saved_input_bytes: of the output, the bytes that the loss's graph keeps.
+        loss_working_bytes: bytes that the loss takes for a time.
+        copies: snapshots of parameters and optimizer state that a worker keeps in the memory that
+            it computes in.
+        maps_frames: whether both ends of a channel map the buffers of the frames that pass.
+        updates_at_once: whether an optimizer updates all parameters in one operation, which takes
+            the `update_bytes` of all layers at once.
     """
 
     layers: tuple[LayerFacts, ...]
@@ -91,3 +105,9 @@ class NetworkFacts:
     latency: float = 0.0
     seconds_per_byte: float = 0.0
     measured: bool = True
+    loss_saved_bytes: int = 0
+    loss_saved_input_bytes: int = 0
+    loss_working_bytes: int = 0
+    copies: int = 0
+    maps_frames: bool = False
+    updates_at_once: bool = True

@@ -42,6 +42,8 @@ log = logging.getLogger(__name__)
 _WORK = 192
 """Rows and columns of the matrices whose product is the work by which workers are compared."""
 _PRODUCTS, _TIMES = 8, 7
+_LIBRARIES = 10 << 20
+"""Bytes of torch's libraries that are read from files when the first step calls them."""
 _BUDGET, _ALL_REPEATS = 0.05, 0.4
 """Seconds in which repeats of one kind of layers, and of all that a worker measures, begin."""
 
@@ -56,15 +58,15 @@ def machine_of(device: torch.device, entries: Iterable[Any]) -> Machine:
             for tensor in (*entry.parameters(), *entry.buffers())
         }
         limit = min(psutil.virtual_memory().total, cgroups.memory_limit() or sys.maxsize)
-        base = max(0, used_memory(device) - sum(tensors.values()))
+        base = max(0, used_memory(device) - sum(tensors.values())) + _LIBRARIES
         return Machine(name_of(device), "", limit, base)
     module = torch.get_device_module(device.type)
     info, reserved = (getattr(module, n, None) for n in ("mem_get_info", "memory_reserved"))
-    limit = base = 0
+    limit = 0
     if info is not None and reserved is not None:
-        free, limit = info(device)
-        base = max(0, limit - free - reserved(device))
-    return Machine(name_of(device), unit_of(device), limit, base)
+        free, _ = info(device)
+        limit = free + reserved(device)  # what its allocator, whose peak counts, may use
+    return Machine(name_of(device), unit_of(device), limit)
 
 
 def surroundings_of(loaded: LoadedWorker) -> str:
@@ -203,8 +205,7 @@ class _Bench:
         if kind.layer == len(self._model.entries):
             target = to_device(self._loaded.reader.peek().targets[0], self._device)
             wants = signature.wants_grad
-            seconds = measure_loss(value, wants, target, self._settings, self._watch)
-            return LayerFacts("loss", forward=seconds)
+            return measure_loss(value, wants, target, self._settings, self._watch)
         popped: dict[str, tuple[torch.Tensor, bool]] = {}
         if kind.popped:
             skips = ValueSignature.unpack(kind.popped)

@@ -91,6 +91,8 @@ def test_unlike_layers_are_measured_once_by_as_many_workers_as_there_are() -> No
         base_bytes=50,
         latency=60e-6,
         seconds_per_byte=1 / 4e9,
+        maps_frames=True,
+        updates_at_once=False,
     )
     assert found.fresh.keys() == {one.digest for one in OUTLINE.kinds}
     assert found.summary(0.314) == "measured 3 unlike layers of 6 in 0.31 s"
@@ -174,6 +176,41 @@ def test_seconds_are_those_of_the_worker_with_the_data() -> None:
     assert network.limits == (1500, 1500, 3000)
     assert network.base_bytes == 70
     assert (network.latency, network.seconds_per_byte) == (150e-6, 1e-9)
+
+
+def test_the_loss_has_bytes_too() -> None:
+    loss = LayerFacts("loss", forward=1.0, saved_bytes=3, saved_input_bytes=4, working_bytes=5)
+    known = {one.digest: facts(one.layer) for one in OUTLINE.kinds[:3]}
+    network = measuring(known={**known, OUTLINE.kinds[3].digest: loss}).facts()
+    assert network
+    sizes = network.loss_saved_bytes, network.loss_saved_input_bytes, network.loss_working_bytes
+    assert (network.loss, *sizes) == (1.0, 3, 4, 5)
+    # Without a measurement the loss counts as one that keeps as much as the last output has.
+    counted = dataclasses.replace(facts(1), output_bytes=7)
+    kinds = tuple(dataclasses.replace(k, counted=counted) for k in OUTLINE.kinds[:3])
+    outline = dataclasses.replace(OUTLINE, kinds=(*kinds, OUTLINE.kinds[3]))
+    network = measuring(outline, counted=True).facts()
+    assert network
+    assert (network.loss_saved_bytes, network.loss_working_bytes) == (7, 7)
+
+
+@pytest.mark.parametrize(
+    ("unit", "hosts", "copies", "maps"),
+    [
+        ("", HOSTS, 2, True),
+        ("", ("a", "a", "b"), 2, False),
+        ("a device", HOSTS, 0, False),
+    ],
+)
+def test_hosts_keep_snapshots_and_frames(
+    unit: str, hosts: tuple[str, ...], copies: int, maps: bool
+) -> None:
+    known = {one.digest: facts(one.layer) for one in OUTLINE.kinds}
+    machine = dataclasses.replace(CPU, unit=unit)
+    network = measuring(known=known, machines=(machine,) * 3, hosts=hosts, slots=2).facts()
+    assert network
+    assert (network.copies, network.maps_frames) == (copies, maps)
+    assert network.updates_at_once is bool(unit)
 
 
 def test_counts_take_the_place_of_seconds() -> None:

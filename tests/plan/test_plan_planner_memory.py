@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeworker.facts.layer_facts import LayerSkip, NetworkFacts
+from pipeworker.plan.actions import Kind
 from pipeworker.plan.check import check
 from pipeworker.plan.orders import Order, resolve
 from pipeworker.plan.partition import even, ranges
@@ -101,28 +104,100 @@ def test_a_worker_holds_its_state_and_what_its_micro_batches_keep() -> None:
         working_bytes=40,
         output_bytes=10,
     )
-    facts = NetworkFacts((one,) * 4, input_bytes=20, target_bytes=2, base_bytes=1000)
+    facts = NetworkFacts(
+        (one,) * 4,
+        input_bytes=20,
+        target_bytes=2,
+        base_bytes=1000,
+        loss_saved_bytes=11,
+        loss_saved_input_bytes=9,
+    )
     divisions = Divisions(facts, resolve("gpipe"), Placement.identity(2), 8, ["never", "always"])
     # Graph: what two layers saved, the larger of 5 and 3 between them, and the output.
     first = 2 * 390 + 2 * 8 * (20 + 2) + (4 + 1) * 10 + 8 * (2 * 7 + 5 + 10) + 40
-    second = 2 * 390 + 4 * 10 + 4 * 2 + 8 * (10 + 2) + 2 * (2 * 7 + 5 + 10) + 40
+    # The loss keeps of the output more than the last layer does. There are buffers for no more
+    # than all 8 micro-batches.
+    second = 2 * 390 + 8 * (10 + 2) + (2 * 7 + 5 + 9 + 11) + 40
     graphs = max(m[0].always for m in divisions.moments[1])
     assert graphs == 1
-    assert divisions.peaks((2, 2)) == (1000 + first, 1000 + second - 29)
+    assert divisions.peaks((2, 2)) == (1000 + first, 1000 + second)
 
 
-def test_snapshots_take_as_much_again_as_parameters_and_optimizer() -> None:
+@pytest.mark.parametrize("copies", [1, 2])
+def test_snapshots_take_as_much_again_as_parameters_and_optimizer(copies: int) -> None:
     one = layer(parameter_bytes=100, gradient_bytes=90, optimizer_bytes=200)
     facts = network([one] * 2)
-    without, with_two = LayerBytes(facts, 4), LayerBytes(facts, 4, copies=2)
-    assert with_two.state((0, 2)) - without.state((0, 2)) == 2 * 2 * 300
+    with_copies = LayerBytes(replace(facts, copies=copies), 4)
+    assert with_copies.state((0, 2)) - LayerBytes(facts, 4).state((0, 2)) == 2 * copies * 300
+
+
+def test_buffers_that_both_ends_map_are_in_the_memory_of_both() -> None:
+    facts = NetworkFacts((layer(output_bytes=10),) * 4, input_bytes=20, target_bytes=2)
+    mapped = replace(facts, maps_frames=True)
+    before, after = (
+        Divisions(one, resolve("gpipe"), Placement.identity(2), 8, ["never"] * 2).peaks((2, 2))
+        for one in (facts, mapped)
+    )
+    # Activations and targets of all 8 micro-batches; gradients of one, and of 4 ahead.
+    assert after[0] - before[0] == 8 * (10 + 2)
+    assert after[1] - before[1] == 5 * 10
+
+
+def test_stages_of_one_worker_pass_values_without_buffers() -> None:
+    facts = NetworkFacts((layer(output_bytes=10),) * 4, target_bytes=1000, maps_frames=True)
+    divisions = Divisions(facts, resolve("zbv"), resolve("zbv").place(2), 4, ["never"] * 4)
+    sizes = [divisions.stage(stage, (stage, stage + 1))[1] for stage in range(4)]
+    # Stages 1 and 2 are on one worker.
+    assert [size.ahead for size in sizes] == [0, 4, 0, 4]
+    assert [size.gradients_ahead for size in sizes] == [4, 0, 4, 0]
+    assert sizes[3].input == 10  # the target is where the mini-batch is
+    assert sizes[0].fixed == 2 * 4 * 1000 + 4 * 10
+
+
+@given(microbatches=st.integers(1, 8))
+def test_a_split_backward_keeps_gradients_between_its_parts(microbatches: int) -> None:
+    one = layer(deferred_bytes=7, output_bytes=3)
+    order = resolve("zb-h1")
+    placement = order.place(2)
+    peaks = []
+    for facts in (network([replace(one, deferred_bytes=0)] * 2), network([one] * 2)):
+        divisions = Divisions(facts, order, placement, microbatches, ["never"] * 2)
+        peaks.append(divisions.peaks((1, 1)))
+    built = order.build(placement, microbatches, ["never"] * 2)
+    for worker, actions in enumerate(built.workers):
+        between = most = 0
+        for action in actions:
+            between += action.kind is Kind.BACKWARD_INPUT
+            most = max(most, between)
+            between -= action.kind is Kind.BACKWARD_WEIGHT
+        assert 0 <= peaks[1][worker] - peaks[0][worker] <= 7 * most
+    assert peaks[1] > peaks[0]
+
+
+def test_an_update_needs_memory_when_there_are_no_graphs() -> None:
+    one = layer(saved_bytes=10, update_bytes=100)
+    at_once = network([one] * 3)
+    placement, order = Placement.identity(1), resolve("gpipe")
+    small, large = (
+        Divisions(facts, order, placement, 1, ["never"]).peaks((3,))[0]
+        for facts in (replace(at_once, updates_at_once=False), at_once)
+    )
+    assert (small, large) == (100, 300)
+    kept = Divisions(at_once, order, placement, 20, ["never"]).peaks((3,))[0]
+    assert kept == 20 * 3 * 10
+
+
+def test_a_loss_may_take_more_than_the_layers() -> None:
+    facts = replace(network([layer(working_bytes=5)] * 2), loss_working_bytes=50)
+    sizes = LayerBytes(facts, 4)
+    assert [sizes.stage(layers).working for layers in ((0, 1), (1, 2))] == [5, 50]
 
 
 def test_a_frozen_layer_in_front_gets_no_gradient_buffers() -> None:
     frozen = layer(output_bytes=10, passes_gradient=False)
     trained = layer(output_bytes=10)
-    assert LayerBytes(network([frozen, trained]), 4).stage((0, 1)).fixed == 0
-    assert LayerBytes(network([trained, trained]), 4).stage((0, 1)).fixed == 5 * 10
+    assert LayerBytes(network([frozen, trained]), 4).stage((0, 1)).gradient == 0
+    assert LayerBytes(network([trained, trained]), 4).stage((0, 1)).gradient == 10
 
 
 def test_a_skip_is_held_where_it_arrives_unless_it_begins_there() -> None:

@@ -60,7 +60,7 @@ _layer_facts = st.builds(
     _texts,
     *[_counts] * 4,
     *[_seconds] * 4,
-    *[_counts] * 5,
+    *[_counts] * 7,
     st.booleans(),
 )
 _kind = st.builds(

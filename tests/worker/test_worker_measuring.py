@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Mapping
 from pathlib import Path
-from types import MappingProxyType
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -190,6 +190,17 @@ def test_layers_that_are_built_already_are_no_part_of_the_base() -> None:
     cpu = torch.device("cpu")
     difference = machine_of(cpu, []).base_bytes - machine_of(cpu, [layer, lambda: layer]).base_bytes
     assert abs(difference - 4 * 2_001_000) < 2_000_000
+
+
+def test_an_accelerator_grants_what_its_allocator_may_take(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = SimpleNamespace(
+        mem_get_info=lambda device: (70, 100),
+        memory_reserved=lambda device: 20,
+        get_device_name=lambda device: "a device",
+    )
+    monkeypatch.setattr(torch, "get_device_module", lambda kind: module)
+    machine = machine_of(torch.device("cuda", 0), [])
+    assert (machine.name, machine.limit, machine.base_bytes) == ("a device", 90, 0)
 
 
 def test_without_the_option_nothing_is_described(tmp_path: Path) -> None:

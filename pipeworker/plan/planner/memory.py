@@ -1,12 +1,16 @@
 """The peak memory of each worker, predicted from the facts of layers and the order of its actions.
 
 A worker holds, all the time: its process, and of each of its stages the parameters, gradients,
-optimizer state and buffers of channels. With the order of its actions change
+optimizer state, the snapshots of both that are in the same memory, and buffers of channels. With
+the order of its actions change
 
-- *inputs*: from the forward of a micro-batch to the end of its backward;
+- *inputs*: from the forward of a micro-batch to the end of its backward. Their buffers are used
+  again, and not freed;
 - *graphs*: what a forward keeps for the backward. Without recompute they are held as long as the
   input. With recompute from the second forward to the end of the backward, and for the time of the
   first forward, which builds a graph too. A split backward ends with its second part.
+
+The update of the weights takes memory too, when there are no graphs.
 """
 
 from __future__ import annotations
@@ -31,12 +35,14 @@ class Held(NamedTuple):
     Attributes:
         inputs: inputs.
         never, always, except_first: graphs, by recompute mode.
+        deferred: gradients of a split backward, between its two parts.
     """
 
     inputs: int
     never: int
     always: int
     except_first: int
+    deferred: int = 0
 
     def graphs(self, mode: str) -> int:
         """Return the number of graphs in a recompute mode; offload has three on the device."""
@@ -49,17 +55,71 @@ _OFFLOADED = 3
 """Micro-batches on the device with offload: one is computed, one leaves and one returns."""
 
 
+_UNBOUNDED = 1 << 62
+
+
 class StageBytes(NamedTuple):
-    """The bytes of a stage: always, for each input and graph that it holds, and for a time."""
+    """The bytes of a stage.
+
+    Attributes:
+        fixed: bytes that it has all the time.
+        input: bytes of each input that it receives.
+        gradient: bytes of each gradient that it receives.
+        graph: bytes of each graph.
+        working: bytes that a forward or backward takes for a time.
+        update: bytes that the update of its weights takes for a time.
+        deferred: bytes that a split backward keeps between its two parts.
+        ahead: inputs for which there are buffers ahead of need.
+        gradients_ahead: gradients for which there are buffers ahead of need.
+        most: the most inputs, and the most gradients, for which there are buffers.
+    """
 
     fixed: int
     input: int
     graph: int
     working: int
+    gradient: int = 0
+    update: int = 0
+    deferred: int = 0
+    ahead: int = 0
+    gradients_ahead: int = 0
+    most: int = _UNBOUNDED
 
-    def total(self, held: Held, mode: str) -> int:
-        """Return the bytes while the stage holds so many micro-batches, without `working`."""
-        return self.fixed + held.inputs * self.input + held.graphs(mode) * self.graph
+    def lasting(self, inputs: int, deferred: int = 0) -> int:
+        """Return the bytes that are there all the time; the counts are the most that it holds."""
+        gradients = max(1, deferred) + self.gradients_ahead
+        return (
+            self.fixed
+            + min(inputs + self.ahead, self.most) * self.input
+            + min(gradients, self.most) * self.gradient
+        )
+
+    def passing(self, held: Held, mode: str) -> int:
+        """Return the bytes of graphs, and of what split backwards keep."""
+        return held.graphs(mode) * self.graph + held.deferred * self.deferred
+
+
+class Ends(NamedTuple):
+    """How a stage is connected to others.
+
+    Attributes:
+        receives: whether its input comes from another worker.
+        sends: whether its output goes to another worker.
+        receives_target: whether its target comes from another worker.
+        sent: inputs for which the next stage has buffers.
+        sent_targets: targets for which the last stage has buffers, on the first one.
+        returned: gradients for which the stage before has buffers.
+    """
+
+    receives: bool = True
+    sends: bool = True
+    receives_target: bool = True
+    sent: int = 0
+    sent_targets: int = 0
+    returned: int = 0
+
+
+_ENDS = Ends()
 
 
 class LayerBytes:
@@ -68,17 +128,17 @@ class LayerBytes:
     Args:
         facts: the facts of the layers.
         microbatches: number of micro-batches of a mini-batch.
-        copies: how many copies of parameters and optimizer state are in the worker's memory:
-            snapshots, where no accelerator has a memory of its own.
     """
 
-    def __init__(self, facts: NetworkFacts, microbatches: int, copies: int = 0) -> None:
+    def __init__(self, facts: NetworkFacts, microbatches: int) -> None:
         self.facts, self._microbatches = facts, microbatches
-        layers = facts.layers
+        layers, kept = facts.layers, 1 + facts.copies
         self._state = _sums(
             layers,
-            lambda x: (1 + copies) * (x.parameter_bytes + x.optimizer_bytes) + x.gradient_bytes,
+            lambda x: kept * (x.parameter_bytes + x.optimizer_bytes) + x.gradient_bytes,
         )
+        self._update = _sums(layers, lambda layer: layer.update_bytes)
+        self._deferred = _sums(layers, lambda layer: layer.deferred_bytes)
         self._saved = _sums(layers, lambda layer: layer.saved_bytes)
         between = [
             max(layer.saved_output_bytes, following.saved_input_bytes)
@@ -91,53 +151,81 @@ class LayerBytes:
         return self.facts.layers[layer - 1].output_bytes if layer else self.facts.input_bytes
 
     def state(self, layers: Range) -> int:
-        """Return the bytes of parameters, gradients and optimizer state."""
+        """Return the bytes of parameters, gradients, optimizer state and snapshots."""
         return self._state[layers[1]] - self._state[layers[0]]
 
     def graph(self, layers: Range) -> int:
-        """Return the bytes that the graph of a micro-batch keeps, with the stage's output."""
+        """Return the bytes that the graph of a micro-batch keeps.
+
+        The last stage keeps its output if the loss does; each other stage keeps it in any case.
+        """
         first, stop = layers
         inner = self._between[stop] - self._between[first + 1]
-        output = self.facts.layers[stop - 1]
-        return (
-            self._saved[stop]
-            - self._saved[first]
-            + inner
-            + max(output.output_bytes, output.saved_output_bytes)
-        )
+        last, facts = self.facts.layers[stop - 1], self.facts
+        if stop == len(facts.layers):
+            output = max(last.saved_output_bytes, facts.loss_saved_input_bytes)
+            output += facts.loss_saved_bytes
+        else:
+            output = max(last.output_bytes, last.saved_output_bytes)
+        return self._saved[stop] - self._saved[first] + inner + output
 
-    def stage(self, layers: Range) -> StageBytes:
+    def stage(self, layers: Range, ends: Ends = _ENDS) -> StageBytes:
         """Return the bytes of a stage.
 
         A stage receives into a buffer for each input that it holds, and into CHANNEL_CAPACITY more
-        ahead of need; gradients likewise.
+        ahead of need. A gradient is held for one action, or to the second part of a split backward.
+        Where both ends map the buffers, they are in the sender's memory too.
         """
         first, stop = layers
-        facts, ahead = self.facts, min(CHANNEL_CAPACITY, self._microbatches)
+        facts, count = self.facts, self._microbatches
         is_first, is_last = first == 0, stop == len(facts.layers)
-        value = self.input(first)
-        fixed, held = self.state(layers), 0
+        ahead, mapped = min(CHANNEL_CAPACITY, count), facts.maps_frames
+        value, fixed, held, gradient = self.input(first), self.state(layers), 0, 0
         if is_first:
             # All micro-batches are parts of the mini-batch.
-            fixed += _BATCHES * self._microbatches * (value + facts.target_bytes)
+            fixed += _BATCHES * count * (value + facts.target_bytes)
+            fixed += mapped * ends.sent_targets * facts.target_bytes
         else:
-            fixed += ahead * value
             held += value
-        if is_last and not is_first:
-            fixed += ahead * facts.target_bytes
+            if ends.receives and mapped:
+                fixed += ends.returned * value * facts.layers[first - 1].passes_gradient
+        if is_last and not is_first and ends.receives_target:
             held += facts.target_bytes
         if not is_last:
             output = facts.layers[stop - 1]
-            fixed += (ahead + 1) * output.output_bytes * output.passes_gradient
+            gradient = output.output_bytes * output.passes_gradient
+            if ends.sends and mapped:
+                fixed += ends.sent * output.output_bytes
         for skip in facts.skips:
             if first <= skip.target < stop and skip.source < first:
-                fixed += ahead * skip.bytes
                 held += skip.bytes
+            elif mapped and first <= skip.source < stop <= skip.target:
+                fixed += ends.sent * skip.bytes
         for tie in facts.ties:
             if (first <= tie.source < stop) is not (first <= tie.target < stop):
                 fixed += tie.bytes
         working = max([layer.working_bytes for layer in facts.layers[first:stop]])
-        return StageBytes(fixed, held, self.graph(layers), working)
+        if is_last:
+            working = max(working, facts.loss_working_bytes)
+        return StageBytes(
+            fixed,
+            held,
+            self.graph(layers),
+            working,
+            gradient,
+            self._updating(layers),
+            self._deferred[stop] - self._deferred[first],
+            ahead if ends.receives else 0,
+            ahead if ends.sends else 0,
+            count,
+        )
+
+    def _updating(self, layers: Range) -> int:
+        """Return the bytes that the update of a stage's weights takes for a time."""
+        first, stop = layers
+        if self.facts.updates_at_once:
+            return self._update[stop] - self._update[first]
+        return max([layer.update_bytes for layer in self.facts.layers[first:stop]])
 
 
 Moments = tuple[tuple[Held, ...], ...]
@@ -157,7 +245,7 @@ def moments(schedule: Schedule) -> list[Moments]:
 def _moments(schedule: Schedule, worker: int) -> Moments:
     actions, held = schedule.workers[worker], schedule.placement.held[worker]
     again = {(a.stage, a.microbatch) for a in actions if a.kind is Kind.RECOMPUTE}
-    now = {stage: [0, 0, 0, 0] for stage in held}
+    now = {stage: [0, 0, 0, 0, 0] for stage in held}
     found: dict[tuple[tuple[int, ...], ...], None] = {}
 
     def note() -> None:
@@ -180,9 +268,13 @@ def _moments(schedule: Schedule, worker: int) -> Moments:
             counts[2] += 1
             counts[3] += m != 0
             note()
+        elif kind is Kind.BACKWARD_INPUT:
+            counts[4] += 1
+            note()
         elif kind in WEIGHTS:
             for at in range(4):
                 counts[at] -= 1
+            counts[4] -= kind is Kind.BACKWARD_WEIGHT
     return tuple(tuple(Held(*counts) for counts in moment) for moment in _most(found))
 
 
@@ -205,11 +297,16 @@ def peak(base: int, moments: Moments, stages: Sequence[StageBytes], modes: Seque
         stages: bytes of each of its stages.
         modes: recompute mode of each of its stages.
     """
-    most = 0
+    columns = zip(*moments, strict=True)
+    most = [(max(h.inputs for h in c), max(h.deferred for h in c)) for c in columns]
+    lasting = sum([stage.lasting(*counts) for stage, counts in zip(stages, most, strict=True)])
+    passing = 0
     for moment in moments:
         held = zip(stages, moment, modes, strict=True)
-        most = max(most, sum([stage.total(counts, mode) for stage, counts, mode in held]))
-    return base + most + max([stage.working for stage in stages])
+        passing = max(passing, sum([stage.passing(counts, mode) for stage, counts, mode in held]))
+    working = max([stage.working for stage in stages])
+    updating = sum([stage.update for stage in stages])
+    return base + lasting + max(passing + working, updating)
 
 
 def _sums(layers: Sequence[LayerFacts], value: Callable[[LayerFacts], int]) -> tuple[int, ...]:

@@ -24,7 +24,6 @@ def plan_order(
     *,
     balance: Sequence[int] | None = None,
     recompute: Sequence[str] = (),
-    copies: int = 0,
     strict: bool = True,
 ) -> Planned:
     """Plan a network under an order: the shortest simulated step that fits into the memory.
@@ -36,14 +35,13 @@ def plan_order(
         microbatches: number of micro-batches of a mini-batch, over all replicas.
         balance: layers of each stage; None to choose them.
         recompute: recompute mode of each stage; empty to choose them.
-        copies: how many snapshots of the state are in the worker's memory.
         strict: whether the plan must fit into the memory, if anything of it is chosen.
 
     Raises:
         UsageError: nothing fits although it must, or there are more stages than layers.
     """
     count = len(block(microbatches, placement.replicas, 0))
-    divisions = Divisions(facts, order, placement.copies(1), count, recompute, copies)
+    divisions = Divisions(facts, order, placement.copies(1), count, recompute)
     chosen = balance is None
     if balance is None:
         found = search_balance(divisions)

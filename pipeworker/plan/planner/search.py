@@ -66,7 +66,6 @@ def search(
     *,
     replicas: int = 1,
     recompute: str = "auto",
-    copies: int = 0,
     orders: Iterable[Order] | None = None,
     strict: bool = True,
 ) -> Planned:
@@ -78,7 +77,6 @@ def search(
         microbatches: number of micro-batches of a mini-batch, over all replicas.
         replicas: number of replicas.
         recompute: recompute mode of all stages, or ``auto``.
-        copies: how many snapshots of the state are in the worker's memory.
         orders: the known orders; by default all that are registered.
         strict: whether a plan must fit into the memory.
 
@@ -96,7 +94,7 @@ def search(
         placement = order.place(workers)
         if placement.stages <= len(facts.layers):
             modes = () if recompute == "auto" else (recompute,) * placement.stages
-            divisions = Divisions(facts, order, placement, count, modes, copies)
+            divisions = Divisions(facts, order, placement, count, modes)
             judged = search_balance(divisions, _NODES)
             known.append(_Found(divisions, judged, len(known)))
     known.sort(key=_rank)
@@ -176,7 +174,7 @@ def _listed(base: _Found) -> Iterator[tuple[float, list[list[Action]]]]:
     room = []
     for limit, stages in zip(divisions.limits, placement.held, strict=True):
         fixed = divisions.facts.base_bytes + max(sizes[s].working for s in stages)
-        fixed += sum(sizes[s].fixed for s in stages)
+        fixed += sum(sizes[s].lasting(0) for s in stages)
         fixed += 2 * max(sizes[s].graph * again[s] for s in stages)
         room.append(inf if limit is None else limit - fixed)
     for rule in RULES:
@@ -199,7 +197,6 @@ def _proven(base: _Found, order: list[list[Action]], number: int) -> _Found | No
         divisions.placement,
         divisions.microbatches,
         divisions.recompute,
-        divisions.copies,
     )
     judged = own.judge(base.judged.balance)
     return None if judged.excess else _Found(own, judged, number)

@@ -19,10 +19,17 @@ from pipeworker.plan.planner.costs import (
     speeds,
     stage_pairs,
 )
-from pipeworker.plan.planner.memory import LayerBytes, Moments, StageBytes, moments, peak
+from pipeworker.plan.planner.memory import (
+    Ends,
+    LayerBytes,
+    Moments,
+    StageBytes,
+    moments,
+    peak,
+)
 from pipeworker.plan.planner.step_graph import Path, StepGraph
 from pipeworker.plan.recompute import OFFLOAD
-from pipeworker.plan.schedule import Pairs
+from pipeworker.plan.schedule import CHANNEL_CAPACITY, Pairs
 
 MODES = ("never", "except_first", "always")
 """The recompute modes that ``auto`` chooses from, the fastest first. Offload keeps three graphs on
@@ -57,7 +64,6 @@ class Divisions:
         placement: which worker holds which stages.
         microbatches: number of micro-batches of a mini-batch.
         recompute: the recompute mode of each stage; empty to choose the fastest that fit.
-        copies: how many snapshots of the state are in the worker's memory.
     """
 
     def __init__(
@@ -67,18 +73,17 @@ class Divisions:
         placement: Placement,
         microbatches: int,
         recompute: Sequence[str] = (),
-        copies: int = 0,
     ) -> None:
         self.facts, self.order, self.placement = facts, order, placement
         self.microbatches, self.recompute = microbatches, tuple(recompute)
-        self.copies = copies
         self.layers, self.stages = len(facts.layers), placement.stages
         self.costs = LayerCosts(facts)
-        self.bytes = LayerBytes(facts, microbatches, copies)
+        self.bytes = LayerBytes(facts, microbatches)
         self.limits = limits_of(facts, placement.workers)
         self.speeds = speeds(facts, placement.workers)
         schedule = order.build(placement, microbatches, ["always"] * placement.stages)
         self.moments = moments(schedule)
+        self._ends = _ends_of(placement, self.moments, microbatches)
         self.splits = any(
             a.kind is Kind.BACKWARD_INPUT for order in schedule.workers for a in order
         )
@@ -101,7 +106,7 @@ class Divisions:
         found = self._stages.get((stage, layers))
         if found is None:
             speed = self.speeds[self.placement.owners[stage]]
-            found = self.costs.seconds(layers, speed), self.bytes.stage(layers)
+            found = self.costs.seconds(layers, speed), self.bytes.stage(layers, self._ends[stage])
             self._stages[stage, layers] = found
         return found
 
@@ -229,6 +234,30 @@ class Divisions:
             self.fit(worker, [divided[n] for n in numbers])[1]
             for worker, numbers in enumerate(self.placement.held)
         )
+
+
+def _ends_of(placement: Placement, moments: Sequence[Moments], microbatches: int) -> list[Ends]:
+    """Return how each stage is connected to others, under the order with these moments."""
+    owners, last = placement.owners, placement.stages - 1
+    buffers, gradients = [0] * placement.stages, [0] * placement.stages
+    for held, found in zip(placement.held, moments, strict=True):
+        for place, stage in enumerate(held):
+            most = max(moment[place].inputs for moment in found)
+            deferred = max(1, *(moment[place].deferred for moment in found))
+            buffers[stage] = min(most + CHANNEL_CAPACITY, microbatches)
+            gradients[stage] = min(deferred + CHANNEL_CAPACITY, microbatches)
+    apart = owners[0] != owners[last]
+    return [
+        Ends(
+            stage > 0 and owners[stage - 1] != owners[stage],
+            stage < last and owners[stage + 1] != owners[stage],
+            apart,
+            buffers[stage + 1] if stage < last else 0,
+            buffers[last] * apart,
+            gradients[stage - 1] if stage else 0,
+        )
+        for stage in range(placement.stages)
+    ]
 
 
 def limits_of(facts: NetworkFacts, workers: int) -> tuple[int | None, ...]:

@@ -12,8 +12,9 @@ from pipeworker.facts.outline import LayerKind
 from pipeworker.job.file import JobFile
 from pipeworker.job.options import Options
 from pipeworker.worker.device.device import Stopwatch
-from pipeworker.worker.profile.measure import LayerCall, Settings, measure_layer, measure_update
+from pipeworker.worker.profile.measure import LayerCall, Settings, measure_layer
 from pipeworker.worker.profile.meters import OperationCounter, Operations
+from pipeworker.worker.profile.optimizer import measure_update
 from pipeworker.worker.profile.outline import Examine
 
 log = logging.getLogger(__name__)
@@ -33,9 +34,9 @@ def counting(job: JobFile, options: Options) -> Examine:
         deferred_batch_norm=options.deferred_batch_norm,
         repeats=1,
         budget=0.0,
-        optimizes=False,
+        real=False,
     )
-    ratio = _state_ratio(job)
+    state_ratio, working_ratio = _ratios(job)
 
     def count(kind: LayerKind, layer: nn.Module, call: LayerCall) -> LayerKind:
         operations = Operations()
@@ -46,19 +47,23 @@ def counting(job: JobFile, options: Options) -> Examine:
         except Exception as error:  # its forward ran, so this is rare: its backward needs numbers
             log.info("layer %d cannot be counted: %s", kind.layer, error)
             return kind
-        state = round(ratio * facts.gradient_bytes)
-        update = float(_UPDATE * (facts.gradient_bytes + state))
-        counted = dataclasses.replace(facts, optimizer_bytes=state, update=update)
+        state = round(state_ratio * facts.gradient_bytes)
+        counted = dataclasses.replace(
+            facts,
+            optimizer_bytes=state,
+            update=float(_UPDATE * (facts.gradient_bytes + state)),
+            update_bytes=round(working_ratio * facts.gradient_bytes),
+        )
         return dataclasses.replace(kind, counted=counted)
 
     return count
 
 
-def _state_ratio(job: JobFile) -> float:
-    """Return the bytes of the optimizer's state for each byte of a gradient."""
+def _ratios(job: JobFile) -> tuple[float, float]:
+    """Return bytes for each byte of a gradient: the optimizer's state, and what a step takes."""
     parameter = nn.Parameter(torch.zeros(_SAMPLE))
     layer = nn.Module()
     layer.weight = parameter
     parameter.grad = torch.zeros_like(parameter)
-    state, _ = measure_update(layer, 0, job, Stopwatch())
-    return state / parameter.nbytes
+    found = measure_update(layer, 0, job, parameter.device, Stopwatch())
+    return found.state / parameter.nbytes, found.working / parameter.nbytes

@@ -11,8 +11,8 @@ import dataclasses
 import gc
 import logging
 import weakref
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from statistics import median
 from time import perf_counter
@@ -25,8 +25,10 @@ from pipeworker.facts.layer_facts import LayerFacts
 from pipeworker.host.position import Tracker
 from pipeworker.job.file import JobFile
 from pipeworker.worker.device.device import Stopwatch
-from pipeworker.worker.internals import engine, pytree
+from pipeworker.worker.internals import engine
+from pipeworker.worker.profile.heap import lost_bytes
 from pipeworker.worker.profile.meters import SavedTensors, bytes_of, memory_meter
+from pipeworker.worker.profile.optimizer import UpdateFacts, measure_update
 from pipeworker.worker.stage import losses
 from pipeworker.worker.stage.layers import StageConfig, autocast
 from pipeworker.worker.stage.microbatch import MicroBatch
@@ -34,7 +36,6 @@ from pipeworker.worker.stage.skips import StageSkips
 from pipeworker.worker.stage.stage import Stage
 from pipeworker.worker.stage.values import distinct_tensors, map_tensors, versions
 from pipeworker.worker.transport.layout import aligned_copy
-from pipeworker.worker.update.update import Updater
 
 log = logging.getLogger(__name__)
 _BEFORE, _AFTER = 1, 2
@@ -51,7 +52,8 @@ class Settings:
         compiler: as in :class:`StageConfig`.
         repeats: the most timed repeats of one layer; at least one is made.
         budget: seconds after which no other repeat of a layer begins.
-        optimizes: whether the job's optimizer is built and makes steps.
+        real: whether tensors have memory: the job's optimizer makes steps, and what the allocator
+            loses is measured.
     """
 
     job: JobFile
@@ -62,7 +64,7 @@ class Settings:
     deferred_batch_norm: bool = False
     repeats: int = 5
     budget: float = 0.05
-    optimizes: bool = True
+    real: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,8 +123,8 @@ def measure_layer(
 
 def measure_loss(
     output: Any, wants_grad: Sequence[bool], target: Any, settings: Settings, watch: Stopwatch
-) -> float:
-    """Return the seconds of the loss of one micro-batch, forward and backward.
+) -> LayerFacts:
+    """Return the facts of the loss of one micro-batch; its seconds are forward and backward.
 
     Raises:
         Exception: whatever the loss raises.
@@ -131,52 +133,56 @@ def measure_loss(
     output = map_tensors(
         lambda tensor: tensor.detach().requires_grad_() if wanted[id(tensor)] else tensor, output
     )
+    tensors = distinct_tensors(output)
     context = autocast(settings.device.type, settings.precision) or nullcontext()
+
+    def forward() -> torch.Tensor:
+        with context:
+            return losses.parts(settings.job.loss(output, target))[0]
+
+    def backward(root: torch.Tensor) -> None:
+        if root.requires_grad:
+            engine((root,), (torch.ones_like(root),), False, False, (), True, True)
 
     def run() -> float:
         begin = watch.mark()
-        with context:
-            root, _ = losses.parts(settings.job.loss(output, target))
-        if root.requires_grad:
-            engine((root,), (torch.ones_like(root),), False, False, (), True, True)
+        backward(forward())
         found = watch.seconds([begin, watch.mark()])
-        for tensor in distinct_tensors(output):
+        for tensor in tensors:
             tensor.grad = None
         return found
 
+    memory, saved = memory_meter(settings.device), SavedTensors()
+    targets = distinct_tensors(target)
+    memory.know([*tensors, *targets])
+    start = memory.restart()
+    with memory, saved.active():
+        root = forward()
+    saved.take(targets)
+    saved_input, kept = saved.take(tensors), saved.rest()
+    del saved
+    working = memory.peak - start - kept
+    with memory:
+        backward(root)
+    working = max(working, memory.peak - start - kept)
+    del root
+    for tensor in tensors:
+        tensor.grad = None
     run()
     found = [run()]
     end = perf_counter() + settings.budget
     while len(found) < settings.repeats and perf_counter() < end:
         found.append(run())
-    return median(found)
-
-
-def measure_update(
-    layer: nn.Module, index: int, job: JobFile, watch: Stopwatch
-) -> tuple[int, float]:
-    """Return the bytes of the optimizer's state for a layer, and the seconds of its second step.
-
-    The parameters of the layer have gradients, and are changed. Both are 0 for an optimizer that
-    cannot train this layer alone, as one for other names.
-    """
-    try:
-        own = dataclasses.replace(job, scheduler=None, before_update=None)
-        optimizers = Updater([layer], index, own).optimizers
-        if not optimizers.all:
-            return 0, 0.0
-        optimizers.step()  # they make their state
-        begin = watch.mark()
-        optimizers.step()
-        seconds = watch.seconds([begin, watch.mark()])
-    except Exception as error:
-        log.info("the optimizer of one layer cannot be measured: %s", error)
-        return 0, 0.0
-    states = [dict(state) for one in optimizers.all for state in one.state.values()]
-    tensors = {
-        id(leaf): leaf for leaf in pytree.tree_leaves(states) if isinstance(leaf, torch.Tensor)
-    }
-    return sum(tensor.nbytes for tensor in tensors.values()), seconds
+    lost = 0
+    if settings.device.type == "cpu" and settings.real:
+        lost = lost_bytes(forward, kept, once=found[0] > _SLOW)
+    return LayerFacts(
+        "loss",
+        forward=median(found),
+        saved_bytes=kept + lost,
+        saved_input_bytes=saved_input,
+        working_bytes=max(0, working),
+    )
 
 
 class _Measured:
@@ -192,6 +198,8 @@ class _Measured:
         self._gradients: list[torch.Tensor] = []
         self._of_value = 0  # gradients that are of the output, and not of stashed tensors
         self._changes_input = False
+        self._kept_bytes = 0  # of its graph, with what leaves the stage
+        self._deferred_bytes = 0
         self._tracker = Tracker()
         self._stage = Stage(
             [layer],
@@ -219,43 +227,75 @@ class _Measured:
         stage.begin(0)
         begin = perf_counter()
         found = self._sizes()
+        slow = perf_counter() - begin > _SLOW
         splits = self._wants_grad and bool(self._trained)
-        slow = splits and perf_counter() - begin > _SLOW
         forwards: list[float] = []
         wholes: list[float] = []
         firsts: list[float] = []
         end = perf_counter() + self._settings.budget
         while not forwards or (len(wholes) < self._settings.repeats and perf_counter() < end):
-            mb = self._microbatch(split=slow)
+            mb = self._microbatch(split=slow and splits)
             forwards.append(self._timed(stage.forward, mb))
             if not self._gradients:
                 wholes.append(0.0)
                 continue
-            if not slow:
+            if not (slow and splits):
                 wholes.append(self._timed(stage.backward, self._with_gradients(mb)))
             if splits:
                 if not slow:
                     mb = self._microbatch(split=True)
                     forwards.append(self._timed(stage.forward, mb))
-                firsts.append(self._timed(stage.backward_input, self._with_gradients(mb)))
+                with self._keeps(mb) if slow else nullcontext():
+                    firsts.append(self._timed(stage.backward_input, self._with_gradients(mb)))
                 second = self._timed(stage.backward_weight, mb)
                 if slow:
                     wholes.append(firsts[-1] + second)
             stage.end()
         whole = median(wholes)
         first = median(firsts) if firsts else whole if self._wants_grad else 0.0
-        state, update = 0, 0.0
-        if self._settings.optimizes and self._trained:
-            job, index = self._settings.job, self._call.index
-            state, update = measure_update(self._layer, index, job, self._watch)
+        update, lost, settings = UpdateFacts(), 0, self._settings
+        if splits and not slow:
+            mb = self._microbatch(split=True)
+            stage.forward(mb)
+            with self._keeps(mb):
+                stage.backward_input(self._with_gradients(mb))
+            stage.backward_weight(mb)
+            stage.end()
+        if settings.real and self._trained:
+            job, device, index = settings.job, settings.device, self._call.index
+            update = measure_update(self._layer, index, job, device, self._watch)
+        if settings.real and settings.device.type == "cpu":
+            lost = lost_bytes(self._kept, self._kept_bytes, once=slow)
+            stage.end()
         return dataclasses.replace(
             found,
             forward=median(forwards),
             backward=whole,
             backward_input=min(first, whole),
-            optimizer_bytes=state,
-            update=update,
+            optimizer_bytes=update.state,
+            update=update.seconds,
+            update_bytes=update.working,
+            saved_bytes=found.saved_bytes + lost,
+            deferred_bytes=self._deferred_bytes,
         )
+
+    @contextmanager
+    def _keeps(self, mb: MicroBatch) -> Iterator[None]:
+        """Count what the first part of a split backward, run inside, keeps for the second."""
+        memory = memory_meter(self._settings.device, compiles=self._settings.compiler is not None)
+        memory.know([*self._tensors, *self._gradients])
+        before = memory.restart()
+        with memory:
+            yield
+        mb.input_gradients = []  # they are sent
+        mb.arrived_gradients.clear()
+        self._deferred_bytes = max(0, memory.restart() - before)
+
+    def _kept(self) -> MicroBatch:
+        """Return a micro-batch with its graph."""
+        mb = self._microbatch()
+        self._stage.forward(mb)
+        return mb
 
     def _sizes(self) -> LayerFacts:
         """Run the layer for the first time, and return its sizes."""
@@ -293,6 +333,7 @@ class _Measured:
             output_bytes=bytes_of(mb.outgoing),
             passes_gradient=self._of_value > 0,
         )
+        self._kept_bytes = saved.rest(t for t in (*output, *departing) if t is not None)
         del saved, output, departing, roots
         if self._gradients:
             memory.know(self._gradients)

@@ -172,9 +172,10 @@ class SavedTensors:
             if key in self._storages
         )
 
-    def rest(self) -> int:
-        """Return the saved bytes that were not taken."""
-        return sum(storage.nbytes() for storage in self._storages.values())
+    def rest(self, others: Iterable[torch.Tensor] = ()) -> int:
+        """Return the saved bytes that were not taken, with those of some other tensors."""
+        all_of_them = {**self._storages, **{storage_key(t): t.untyped_storage() for t in others}}
+        return sum(storage.nbytes() for storage in all_of_them.values())
 
 
 def bytes_of(value: Any) -> int:

@@ -20,7 +20,7 @@ from pipeworker.facts.layer_facts import LayerFacts
 from pipeworker.job.file import JobFile
 from pipeworker.worker.blame import UserCodeError
 from pipeworker.worker.device.device import Stopwatch
-from pipeworker.worker.profile import measure
+from pipeworker.worker.profile import heap, measure
 from pipeworker.worker.profile.measure import LayerCall, Settings, measure_layer, measure_loss
 from pipeworker.worker.profile.meters import (
     OperationCounter,
@@ -59,6 +59,8 @@ def test_the_sizes_of_a_linear_layer() -> None:
     assert facts.parameters == 100 * 50 + 50
     assert facts.parameter_bytes == facts.gradient_bytes == 4 * facts.parameters
     assert facts.optimizer_bytes == 2 * facts.parameter_bytes + 2 * 4  # two counts of steps
+    assert 4 * 100 * 50 <= facts.update_bytes <= 2 * 4 * 100 * 50  # one parameter after the other
+    assert facts.deferred_bytes == 0  # the gradient of the output was received
     assert facts.output_bytes == 4 * 20 * 50
     assert (facts.saved_bytes, facts.saved_output_bytes) == (0, 0)
     assert facts.saved_input_bytes == 4 * 20 * 100
@@ -256,7 +258,7 @@ def test_operations_take_the_place_of_seconds() -> None:
     operations = Operations()
     watch = OperationCounter(operations)
     call = LayerCall(0, torch.randn(20, 100), (True,))
-    settings = replace(SETTINGS, optimizes=False, budget=0.0)
+    settings = replace(SETTINGS, real=False, budget=0.0)
     with operations:
         facts = measure_layer(lambda: nn.Linear(100, 50), call, settings, watch)
     product = 2 * 20 * 100 * 50
@@ -270,11 +272,11 @@ def test_the_loss_is_timed_with_its_backward() -> None:
     output, target = torch.randn(20, 5), torch.randn(20, 5)
     operations = Operations()
     with operations:
-        count = measure_loss(output, (True,), target, SETTINGS, OperationCounter(operations))
+        whole = measure_loss(output, (True,), target, SETTINGS, OperationCounter(operations))
         forward_only = measure_loss(
             output, (False,), target, SETTINGS, OperationCounter(operations)
         )
-    assert count > forward_only > 0
+    assert whole.forward > forward_only.forward > 0
     assert output.grad is None
     assert not output.requires_grad
 
@@ -297,3 +299,48 @@ def test_the_stopwatch_stands_still_while_the_thread_waits_for_a_core(tmp_path: 
     assert missing.seconds([missing.mark(), missing.mark()]) >= 0.0
     with stopwatch_of_layers(CPU) as real:
         assert real.seconds([real.mark(), real.mark()]) < 5.0
+
+
+def test_a_loss_keeps_what_its_backward_needs() -> None:
+    logits, classes = torch.randn(50, 1000), torch.zeros(50, dtype=torch.long)
+    size = 4 * 50 * 1000
+    for loss, saved, of_output in ((mean_square, size, 0), (nn.functional.cross_entropy, size, 0)):
+        settings = replace(SETTINGS, job=replace(JOB, loss=loss), real=False)
+        target = logits.clone() if loss is mean_square else classes
+        facts = measure_loss(logits, (True,), target, settings, Stopwatch())
+        assert facts.saved_bytes == pytest.approx(saved, rel=0.01)
+        assert facts.saved_input_bytes == of_output
+        assert facts.working_bytes >= size  # the gradient of the output
+    settings = replace(SETTINGS, job=replace(JOB, loss=lambda output, _: output.square().sum()))
+    facts = measure_loss(logits, (True,), classes, settings, Stopwatch())
+    assert (facts.saved_bytes, facts.saved_input_bytes) == (0, size)
+
+
+def test_a_split_backward_keeps_gradients_of_inner_layers() -> None:
+    layers = nn.Sequential(nn.Linear(30, 40), nn.Linear(40, 50))
+    facts = measured(layers, torch.randn(8, 30))
+    assert facts.deferred_bytes == 4 * 8 * 40  # the output's gradient was received
+
+
+def test_what_the_allocator_loses_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    kept: list[bytearray] = []
+
+    class Grows(nn.Module):
+        """Takes half as much again as its graph keeps, as holes between tensors would."""
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            kept.append(bytearray(b"1") * (x.nbytes // 2))
+            return x.exp()
+
+    value = torch.randn(1024, 1024)
+    facts = measured(Grows(), value)
+    assert facts.saved_bytes == pytest.approx(value.nbytes / 2, rel=0.1)
+    settings = replace(SETTINGS, real=False)
+    assert measured(Grows(), value, settings=settings).saved_bytes == 0
+    monkeypatch.setattr(heap, "_trim", lambda: False)  # as on other systems
+    assert measured(Grows(), value).saved_bytes == 0
+
+
+def test_little_is_lost_of_large_tensors() -> None:
+    value = torch.randn(8, 1 << 20)
+    assert measured(nn.ReLU(), value).saved_bytes <= value.nbytes / 10
