@@ -190,10 +190,10 @@ def test_silent_connections_take_no_workers_place_and_no_files_descriptor(
         until(lambda: connections[0].lost > CONNECTIONS)
 
     with descriptor_limit(2 * CONNECTIONS):
-        options = slow(jobs.write(SLOW_JOB), 20)
+        options = slow(jobs.write(SLOW_JOB), 12)
         attacked = ManualJob(options, jobs.folder / "attacked", 256, gather)
         try:
-            until(lambda: attacked.steps >= 10)
+            until(lambda: attacked.steps >= 5)
             before = connections[0].lost
             until(lambda: connections[0].lost > before + CONNECTIONS)
             (jobs.folder / "go").touch()
@@ -204,7 +204,7 @@ def test_silent_connections_take_no_workers_place_and_no_files_descriptor(
                 one.close()
     assert attacked.verdict
     assert (attacked.verdict.status, attacked.verdict.error) == ("done", None)
-    assert (attacked.codes, attacked.steps) == ([0, 0], 20)
+    assert (attacked.codes, attacked.steps) == ([0, 0], 12)
     (cut,) = re.findall(r"(\d+) unauthenticated connections were closed", attacked.log)
     assert int(cut) > 2 * CONNECTIONS
     assert len(attacked.log) < 5000

@@ -21,10 +21,9 @@ from support.pipelines import Pipeline, Way, filled
 from support.plain_loop import Batches, plain, split
 
 PLACEMENTS = [
-    *(Placement.identity(k) for k in (1, 2, 4)),
+    *(Placement.identity(k) for k in (1, 4)),
     Placement.looped(2, 2),
     Placement(((0, 3), (1, 2))),
-    Placement(((0, 1), (2, 3))),
     Placement(((0, 1, 2, 3),)),
 ]
 SKIPS = (Skip(1, 6, "a"), Skip(3, 5, "b"))
