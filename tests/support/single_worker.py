@@ -77,6 +77,7 @@ class SingleWorker:
             evaluate_every=1,
             recompute=recompute,
             deterministic=deterministic,
+            balance="even",
         )
         placement = Placement.identity(1)
         run_dir = folder / "run"
