@@ -79,6 +79,8 @@ def test_a_job_is_launched(
     expected = jobs.train("--stages", "1", "--microbatches", "4", "--steps", "3")
     jobs.write(JOB)
     monkeypatch.chdir(jobs.folder)
+    for name, value in jobs.forking.items():
+        monkeypatch.setenv(name, value)
     result = pipeworker.launch("job.py", stages=1, steps=3, run_dir="launched")
     assert (result.run_dir, result.steps) == (jobs.folder / "launched", 3)
     assert result.loss == expected.metrics[-1]["loss"]
