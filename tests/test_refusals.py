@@ -183,6 +183,8 @@ def test_too_small_files(jobs: Jobs) -> None:
         capture_output=True,
         text=True,
         timeout=60,
+        # Python would cut off the bytecode of modules that are new, and fail to load it later.
+        env={**os.environ, "PYTHONDONTWRITEBYTECODE": "1"},
         preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 13, 1 << 13)),
     )
     run = Run(done.returncode, done.stdout, done.stderr, jobs.folder / "run")
