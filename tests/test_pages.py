@@ -14,7 +14,7 @@ from support.pages import PAGES, ROOT, Type, Write, actions, follow, missing_lin
 FOLLOWED = [
     page for page in PAGES if any(isinstance(act, Type) for act in actions(page.read_text()))
 ]
-PLANNED = ("bubble.md", "micro-batches.md", "schedule-file.md", "records.md")
+PLANNED = ("README.md", "bubble.md", "micro-batches.md", "schedule-file.md", "records.md")
 """Pages whose jobs are planned from measured layers, which takes time."""
 
 

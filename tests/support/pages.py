@@ -29,6 +29,8 @@ _NAME = re.compile(r"# ([\w./-]+\.\w+)\n")
 _COMMAND = re.compile(r"^\$ ", re.MULTILINE)
 _OF_A_MACHINE = re.compile(r"\d{4}-\d\d-\d\d|\d\d(?::\d\d)+|\d+\.\d+(?:e[-+]\d+)?|\d{6,}")
 """Numbers with a point or of six digits, dates and times."""
+_BALANCE = re.compile(r"\((?:\d+,)*\d+ layers\)")
+"""The layers of each stage, by their measured times."""
 _ANY = "…"
 _PROMPT = "(Pdb) "
 _ENDS_BADLY = ("error:", "interrupted")
@@ -105,6 +107,7 @@ def missing_line(shown: Sequence[str], output: str) -> str | None:
 
 
 def _plain(line: str) -> str:
+    line = _BALANCE.sub(lambda found: re.sub(r"\d+", "0", found[0]), line)
     return " ".join(_OF_A_MACHINE.sub("0.0", line.removeprefix(_PROMPT)).split())
 
 
