@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from pipeworker.errors import UsageError
+from pipeworker.plan.actions import Kind
 from pipeworker.plan.orders import ORDERS
 from pipeworker.plan.planner.choices import (
     MOST_MICROBATCHES,
@@ -39,8 +40,19 @@ def test_a_request_is_planned_as_its_options_say() -> None:
 
 def test_a_written_schedule_decides_what_is_recomputed() -> None:
     found = plan_request(network(LAYERS), PlanRequest(OWN, 2, 2))
-    assert found.recompute == ("always", "never")
+    assert found.recompute == ("always", "always")
     assert "0R1" in str(found.schedule)
+
+
+def test_a_written_schedule_that_recomputes_some_is_counted_as_it_is() -> None:
+    facts = network([layer(1.0, 2.0, saved_bytes=10)])
+    some = "some stages=1 microbatches=3\n0: 0F0 0F1 0F2 0B0 0R1 0B1 0R2 0B2\n"
+    found = plan_request(facts, PlanRequest(some, 1, 3))
+    assert found.step_seconds == 3 * 1.0 + 2 * 1.0 + 3 * 2.0
+    # The graph of micro-batch 0 is kept beside that of a first forward.
+    assert found.memory == (2 * 10,)
+    again = found.schedule.workers[0]
+    assert [a.microbatch for a in again if a.kind is Kind.RECOMPUTE] == [1, 2]
 
 
 def test_alternatives_are_other_schedules_and_other_numbers_of_workers() -> None:

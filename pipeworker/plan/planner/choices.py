@@ -97,17 +97,16 @@ def plan_request(facts: NetworkFacts, request: PlanRequest, *, strict: bool = Tr
 
 
 def written_modes(order: Order, placement: Placement) -> tuple[str, ...]:
-    """Return the recompute mode of each stage that a written schedule amounts to.
+    """Return recompute modes under which a written schedule is planned as it is.
 
-    A stage that recomputes some of its micro-batches counts as one that recomputes none, which
-    needs more memory.
+    Its actions say which micro-batches are recomputed. A stage that recomputes any is ``always``,
+    which takes a schedule as it is; see :func:`pipeworker.plan.planner.memory.moments`.
     """
-    count = order.microbatches or 0
-    schedule = order.build(placement.copies(1), count, ("never",) * placement.stages)
-    again = [a.stage for some in schedule.workers for a in some if a.kind is Kind.RECOMPUTE]
-    return tuple(
-        "always" if again.count(stage) == count else "never" for stage in range(placement.stages)
+    schedule = order.build(
+        placement.copies(1), order.microbatches or 0, ("never",) * placement.stages
     )
+    again = {a.stage for some in schedule.workers for a in some if a.kind is Kind.RECOMPUTE}
+    return tuple("always" if stage in again else "never" for stage in range(placement.stages))
 
 
 def for_workers(facts: NetworkFacts, workers: int) -> NetworkFacts:
