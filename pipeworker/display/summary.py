@@ -73,7 +73,7 @@ def explain_prediction(speed: Speed, steps: int, busy: Sequence[float], plan: Pl
     if longer and plan.shared_cores:
         return text + plan.shared_cores
     data = speed.data / steps
-    if longer and data > _WRONG * predicted:
+    if longer and data > (measured - predicted) / 2:
         return f"{text}data() took {number(data)} s a step, which no plan knows"
     pairs = zip(busy, plan.computing, strict=False)
     changed = [(share * measured, expected) for share, expected in pairs]

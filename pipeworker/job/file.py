@@ -86,9 +86,10 @@ def load(path: Path, arguments: tuple[str, ...]) -> JobFile:
     sys.argv = [str(path), *arguments]
     package = ModuleType(_PACKAGE)
     package.__path__ = [str(path.parent)]
-    sys.modules.pop(_PACKAGE, None)  # of another job: the new one must be the last module
-    sys.modules[_PACKAGE] = package
     name = f"{_PACKAGE}.{path.stem.replace('.', '_')}"
+    for old in (_PACKAGE, name):  # of another job: the new ones must be the last modules
+        sys.modules.pop(old, None)
+    sys.modules[_PACKAGE] = package
     loader = _FromSource(name, str(path))
     spec = importlib.util.spec_from_file_location(name, path, loader=loader)
     assert spec

@@ -41,7 +41,7 @@ def make_options(job_file: str, stages: int, given: Mapping[str, Any]) -> Option
     memory = chosen.get("memory")
     if isinstance(memory, (list, tuple)):
         memory = ",".join(map(str, memory))
-    if isinstance(memory, (str, int)):
+    if isinstance(memory, (str, int, float)):
         chosen["memory"] = parse_memory(str(memory))
     if type(chosen.get("checkpoint_every")) is int:
         chosen["checkpoint_every"] = str(chosen["checkpoint_every"])

@@ -69,14 +69,14 @@ def no_link(path: str | Path, flags: int) -> int:
     return handle
 
 
-def write_bytes(path: Path, data: bytes) -> None:
-    """Write a file; it is on disk when this returns.
+def write_bytes(path: Path, data: bytes, mode: int = 0o666) -> None:
+    """Write a file; it is on disk when this returns. The umask is taken from the `mode`.
 
     Raises:
         OSError: the file cannot be written; what `path` held before is unchanged.
     """
     with temporary_path(path) as temporary:
-        with temporary.open("xb") as file:
+        with open(temporary, "xb", opener=lambda name, flags: os.open(name, flags, mode)) as file:
             file.write(data)
             sync_file(file)
         temporary.replace(path)

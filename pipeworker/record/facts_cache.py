@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
-import math
 import os
 import stat
 from collections.abc import Mapping
@@ -28,6 +27,8 @@ _NAME = "layers.json"
 MOST_ENTRIES = 4096
 """Facts that are kept; the oldest ones are left out first."""
 _MOST_BYTES = 8 << 20
+_LARGEST = 1 << 62
+"""Bytes or seconds that no layer has, and whose sums are numbers."""
 _OTHERS_MAY_WRITE = stat.S_IWGRP | stat.S_IWOTH
 
 
@@ -88,7 +89,8 @@ class FactsCache:
         try:
             self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             self._check(os.lstat(self._folder))
-            write_bytes(self._folder / _NAME, json.dumps(content).encode())
+            # The umask of many systems lets the user's group write, and such a file is not read.
+            write_bytes(self._folder / _NAME, json.dumps(content).encode(), mode=0o600)
         except OSError as error:
             log.info("the facts of layers are not kept for later jobs: %s", error)
 
@@ -100,4 +102,4 @@ class FactsCache:
 
 def _is_possible(facts: LayerFacts) -> bool:
     numbers = [value for value in dataclasses.astuple(facts) if not isinstance(value, str)]
-    return all(0 <= number < math.inf for number in numbers)
+    return all(0 <= number < _LARGEST for number in numbers)

@@ -23,6 +23,7 @@ from pipeworker.host import cgroups
 from pipeworker.job import file as job_file
 from pipeworker.wire.messages.profile import Measure, Measured
 from pipeworker.worker import blame
+from pipeworker.worker.data.generators import preserve_generators_of
 from pipeworker.worker.device.device import Stopwatch, to_device, unit_of, used_memory
 from pipeworker.worker.loaded_worker import LoadedWorker
 from pipeworker.worker.model.model import Model
@@ -102,11 +103,12 @@ def measure(
     """Measure kinds of layers, each by itself; a kind that raises is left out.
 
     `types` are the classes that may pass between layers. The process's random numbers are as
-    before, and so are the layers of the model.
+    before, and so are the layers of the model and the generators of the user's modules.
     """
     options = loaded.role.options
     with ExitStack() as stack:
         stack.enter_context(rng.preserve_generators())
+        stack.enter_context(preserve_generators_of(loaded.modules()))
         watch = stack.enter_context(stopwatch_of_layers(loaded.device))
         if options.compile:
             stack.enter_context(reporting_compilation(loaded.settings.tracker))

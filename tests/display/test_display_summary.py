@@ -205,6 +205,7 @@ SPEED = Speed(0.5, 20.0, 0.0, (30.0, 30.0), 0.0)
         ),
         ({"median_step": 0.6}, (0.9, 0.5), {"cores": 1}, "longer: 2 workers share 1 core"),
         ({"median_step": 0.6, "data": 6.0}, (0.9, 0.5), {}, "longer: data() took 0.1000 s a step"),
+        ({"median_step": 6.0, "data": 6.0}, (0.9, 0.5), {}, "worker 0 computed 5.4000 s a step"),
         (
             {"median_step": 0.6},
             (0.68, 0.5),

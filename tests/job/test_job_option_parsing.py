@@ -70,6 +70,7 @@ def test_a_whole_number_is_a_float_too() -> None:
         ("1.5 GiB,900MB", (3 << 29, 900 * 10**6)),
         (["1kb", "2KiB"], (1000, 2048)),
         (4096, (4096,)),
+        (16e9, (16 * 10**9,)),
         (None, None),
     ],
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -24,6 +25,16 @@ def test_facts_are_read_as_they_were_added(tmp_path: Path) -> None:
     file = tmp_path / "a" / "pipeworker" / "layers.json"
     assert file.parent.stat().st_mode & 0o777 == 0o700
     assert list(file.parent.iterdir()) == [file]
+
+
+def test_a_umask_of_private_groups_leaves_the_file_readable(tmp_path: Path) -> None:
+    cache = FactsCache(tmp_path / "private")
+    before = os.umask(0o002)
+    try:
+        cache.add({"one": FACTS})
+    finally:
+        os.umask(before)
+    assert cache.read() == {"one": FACTS}
 
 
 def test_the_oldest_facts_are_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -58,13 +69,14 @@ def test_a_damaged_file_is_written_anew(tmp_path: Path, damage: bytes) -> None:
     assert cache.read() == {"two": FACTS}
 
 
-def test_impossible_facts_are_left_out(tmp_path: Path) -> None:
+@pytest.mark.parametrize("seconds", [-1.0, 1e308, float("nan")])
+def test_impossible_facts_are_left_out(tmp_path: Path, seconds: float) -> None:
     folder = tmp_path / "private"
     cache = FactsCache(folder)
     cache.add({"one": FACTS, "two": FACTS})
     file = folder / "layers.json"
     content = json.loads(file.read_text())
-    content["facts"]["one"]["forward"] = -1.0
+    content["facts"]["one"]["forward"] = seconds
     file.write_text(json.dumps(content))
     assert cache.read() == {"two": FACTS}
 

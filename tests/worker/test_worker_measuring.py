@@ -142,8 +142,10 @@ def test_never_two_layers_exist_at_once(tmp_path: Path) -> None:
 
 def test_random_numbers_data_and_weights_are_as_before(tmp_path: Path) -> None:
     text = JOB.replace("[nn.Linear(4, 8), ", "nn.Sequential(nn.Linear(4, 8), ")
+    text = text.replace("alive,", "own = torch.Generator()\nalive,")
     text = text.replace("*[Block] * 6, Head()]", "*[Block() for _ in range(2)], Head())")
-    measurer = Measurer(tmp_path, text)
+    measurer = Measurer(tmp_path, text, head="torch.rand(1, generator=own)")
+    own = measurer.module.own.get_state()
     layers: list[nn.Module] = measurer.worker._phase.model.entries  # type: ignore[union-attr,assignment]
     before = [{k: v.clone() for k, v in layer.state_dict().items()} for layer in layers]
     states = torch.get_rng_state(), random.getstate()
@@ -152,6 +154,7 @@ def test_random_numbers_data_and_weights_are_as_before(tmp_path: Path) -> None:
     measurer.measure(*outline_of(measured).kinds)
     assert torch.equal(torch.get_rng_state(), states[0])
     assert random.getstate() == states[1]
+    assert torch.equal(measurer.module.own.get_state(), own)
     assert measurer.worker.loaded.reader.peek() is batch
     for layer, state in zip(layers, before, strict=True):
         for name, tensor in layer.state_dict().items():

@@ -7,7 +7,7 @@ import itertools
 import random
 import sys
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from types import BuiltinMethodType, FunctionType, MethodType, ModuleType
 from typing import Any
@@ -161,6 +161,17 @@ def _state(generator: Any) -> Any:
     if isinstance(generator, np.random.Generator):
         return generator.bit_generator.state
     return generator.get_state()
+
+
+@contextmanager
+def preserve_generators_of(modules: Iterable[ModuleType]) -> Iterator[None]:
+    """Restore the state of each generator that is a global name of a module on exit."""
+    found = _distinct([(module.__name__, module) for module in modules])
+    before = generator_states(found)
+    try:
+        yield
+    finally:
+        restore_states(found, before)
 
 
 def restore_states(found: Generators, states: Any) -> None:
