@@ -94,7 +94,7 @@ class FactFinding(Saving):
         """End a job that only finds the facts of the layers: record them in its plan."""
         facts = self.progress.facts
         if facts is None:
-            problem = self.problem or "it cannot be run on fake tensors"
+            problem = self.problem or "they cannot be run on fake tensors"
             text = f"model(): its layers cannot be measured: {problem}; launch needs no plan"
             return self.fail(Failure(Cause.USAGE, text))
         content = {"facts": asdict(facts)}

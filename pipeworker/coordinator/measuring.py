@@ -54,6 +54,8 @@ class Measuring:
     _measured: list[Measured] = field(default_factory=list)
 
     def __post_init__(self) -> None:
+        if self.counted and self.outline is None:
+            self.problem = "they cannot be run on fake tensors"
         if self.outline and self.counted:
             self.known = {k.digest: k.counted for k in self.outline.kinds if k.counted}
             loss = self.outline.kinds[self.outline.loss] if self.outline.loss >= 0 else None
@@ -154,7 +156,8 @@ class Measuring:
     def summary(self, seconds: float) -> str:
         """Return what was done, for the log."""
         if self.outline is None or self.facts() is None:
-            return f"layers cannot be measured: {self.problem}; they are divided evenly"
+            done = "counted" if self.counted else "measured"
+            return f"layers cannot be {done}: {self.problem}; they are divided evenly"
         layers, kinds = len(self.outline.of_layer), len(set(self.outline.of_layer))
         if self.counted:
             return f"counted the operations of {kinds} unlike layers of {layers}"

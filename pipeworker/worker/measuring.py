@@ -103,7 +103,8 @@ def measure(
     """Measure kinds of layers, each by itself; a kind that raises is left out.
 
     `types` are the classes that may pass between layers. The process's random numbers are as
-    before, and so are the layers of the model and the generators of the user's modules.
+    before, and so are the layers of the model and the generators of the user's modules. Graphs that
+    the user's own ``torch.compile`` has made are dropped.
     """
     options = loaded.role.options
     with ExitStack() as stack:
@@ -119,6 +120,8 @@ def measure(
         elif outline.loss >= 0:
             bench.measure([outline.kinds[outline.loss]], outline.types)
         reference = _reference(loaded.device, watch) if request.reference else 0.0
+    if not options.compile and "torch._dynamo" in sys.modules:
+        torch.compiler.reset()  # graphs of layers that a user compiles depend on earlier calls
     module: Any = torch.get_device_module(loaded.device.type)
     for name in ("empty_cache", "reset_peak_memory_stats"):  # the peak is to be that of training
         getattr(module, name, lambda: None)()

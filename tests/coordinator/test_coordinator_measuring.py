@@ -158,6 +158,13 @@ def test_layers_that_cannot_be_measured_end_nothing(outline: Outline | None) -> 
     assert found.summary(1.0) == text
 
 
+def test_a_network_without_an_outline_cannot_be_counted() -> None:
+    found = measuring(None, counted=True)
+    assert found.requests() == {}
+    text = "layers cannot be counted: they cannot be run on fake tensors; they are divided evenly"
+    assert found.summary(1.0) == text
+
+
 def test_seconds_are_those_of_the_worker_with_the_data() -> None:
     fast = Machine("another", "", 3000, 70)
     found = measuring(machines=(CPU, CPU, fast), hosts=("a", "a", "b"))

@@ -163,6 +163,32 @@ def test_random_numbers_data_and_weights_are_as_before(tmp_path: Path) -> None:
         assert layer.training
 
 
+def test_graphs_of_the_users_compiler_are_not_kept(tmp_path: Path) -> None:
+    text = JOB.replace(
+        "def model():",
+        """graphs = []
+
+def note(graph, inputs):
+    graphs.append(graph)
+    return graph.forward
+
+@torch.compile(backend=note)
+def squared(x):
+    return x * x
+
+def model():""",
+    )
+    measurer = Measurer(tmp_path, text, head="x = squared(x)")
+    sample = torch.ones(4, 8)
+    for _ in range(2):
+        measurer.module.squared(sample)
+    assert len(measurer.module.graphs) == 1
+    measurer.measure(in_order=True)
+    before = len(measurer.module.graphs)
+    measurer.module.squared(sample)  # as in a worker that has not measured
+    assert len(measurer.module.graphs) == before + 1
+
+
 def test_a_layer_that_raises_is_left_out(tmp_path: Path) -> None:
     measurer = Measurer(tmp_path)
     kinds = outline_of(measurer.measure(in_order=True)).kinds
