@@ -29,7 +29,7 @@ from pipeworker.job.options import Options
 from pipeworker.job.planning import limited, request_of
 from pipeworker.plan import text
 from pipeworker.plan.actions import Kind
-from pipeworker.plan.orders import AUTO, ORDERS
+from pipeworker.plan.orders import AUTO, ORDERS, resolve
 from pipeworker.plan.planner.choices import (
     MOST_MICROBATCHES,
     Alternative,
@@ -39,6 +39,7 @@ from pipeworker.plan.planner.choices import (
     largest_microbatches,
     plan_request,
 )
+from pipeworker.plan.planner.planner import whole_text
 from pipeworker.record.atomic_file import write_bytes
 
 _OF_SCHEDULE = ("microbatches", "schedule", "virtual_stages", "recompute")
@@ -126,7 +127,8 @@ def plan(
         return
     planned = plan_request(facts, request)
     if as_text:
-        click.echo(text.format_compute(planned.schedule, planned.name), nl=False)
+        order = resolve(planned.order, planned.virtual_stages)
+        click.echo(whole_text(planned, order, planned.name), nl=False)
         return
     samples = facts.samples * planned.schedule.microbatches * options.replicas
     own = Choice.of(planned, samples)

@@ -71,6 +71,7 @@ class FactFinding(Saving):
             known_facts(progress.known_facts, outline),
             self.options.no_profile,
             self.snapshots.slots,
+            tuple(sorted(set.intersection(*({*one.frozen} for one in described)))),
         )
         self._measured_since = now
         return True

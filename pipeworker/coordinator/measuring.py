@@ -36,6 +36,7 @@ class Measuring:
         known: facts of kinds by digest; at first those of earlier jobs.
         counted: whether facts are counts, and nothing is measured.
         slots: snapshots of each worker's state that its host keeps.
+        frozen: the layers that have nothing to train, as all workers know.
         fresh: the facts that this job has measured, by digest.
         problem: why there are no facts; "" if there are.
     """
@@ -47,6 +48,7 @@ class Measuring:
     known: dict[str, LayerFacts]
     counted: bool = False
     slots: int = 0
+    frozen: tuple[int, ...] = ()
     fresh: dict[str, LayerFacts] = field(default_factory=dict)
     problem: str = ""
     _ran_in_order: bool = False
@@ -151,6 +153,7 @@ class Measuring:
             copies=self.slots if on_host else 0,
             maps_frames=on_host and one_host,
             updates_at_once=not on_host,
+            frozen=self.frozen,
         )
 
     def summary(self, seconds: float) -> str:

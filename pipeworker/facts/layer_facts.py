@@ -90,6 +90,7 @@ class NetworkFacts:
         maps_frames: whether both ends of a channel map the buffers of the frames that pass.
         updates_at_once: whether an optimizer updates all parameters in one operation, which takes
             the `update_bytes` of all layers at once.
+        frozen: the layers that are known, before any is built, to have nothing to train.
     """
 
     layers: tuple[LayerFacts, ...]
@@ -111,3 +112,4 @@ class NetworkFacts:
     copies: int = 0
     maps_frames: bool = False
     updates_at_once: bool = True
+    frozen: tuple[int, ...] = ()

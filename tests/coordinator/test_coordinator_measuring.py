@@ -214,8 +214,10 @@ def test_hosts_keep_snapshots_and_frames(
 ) -> None:
     known = {one.digest: facts(one.layer) for one in OUTLINE.kinds}
     machine = dataclasses.replace(CPU, unit=unit)
-    network = measuring(known=known, machines=(machine,) * 3, hosts=hosts, slots=2).facts()
+    machines = (machine,) * 3
+    network = measuring(known=known, machines=machines, hosts=hosts, slots=2, frozen=(1,)).facts()
     assert network
+    assert network.frozen == (1,)
     assert (network.copies, network.maps_frames) == (copies, maps)
     assert network.updates_at_once is bool(unit)
 

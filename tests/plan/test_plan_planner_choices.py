@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import product
 
 import pytest
 
 from pipeworker.errors import UsageError
-from pipeworker.plan.actions import Kind
+from pipeworker.plan.actions import COMPUTE, Kind
 from pipeworker.plan.orders import ORDERS
 from pipeworker.plan.planner.choices import (
     MOST_MICROBATCHES,
@@ -19,7 +20,7 @@ from pipeworker.plan.planner.choices import (
     largest_microbatches,
     plan_request,
 )
-from pipeworker.plan.planner.planner import plan_order
+from pipeworker.plan.planner.planner import plan_order, whole_text
 from support.facts import layer, network
 
 LAYERS = [layer(1.0 + n % 3, 2.0, parameter_bytes=100, saved_bytes=10) for n in range(8)]
@@ -116,3 +117,47 @@ def test_the_fewest_workers_that_the_network_fits_on() -> None:
             with pytest.raises(UsageError, match="memory"):
                 plan_request(facts, replace(GPIPE, workers=(found or 9) - 1))
     assert fewest_workers(network(LAYERS, 20, 1), GPIPE) == 0
+
+
+FROZEN = replace(
+    network(
+        [
+            *[layer(1.0, 0.0, backward_input=0.0, passes_gradient=False)] * 4,
+            *[layer(1.0, 2.0, gradient_bytes=4)] * 4,
+        ]
+    ),
+    frozen=(0, 1, 2, 3),
+)
+
+
+@pytest.mark.parametrize("name", ["gpipe", "1f1b", "zb-h1"])
+def test_frozen_stages_in_front_run_no_backward(name: str) -> None:
+    found = plan_request(FROZEN, PlanRequest(name, 2, 16, recompute="always", balance=(4, 4)))
+    assert found.schedule.frozen == (0,)
+    first, last = found.schedule.workers
+    assert {a.kind for a in first if a.kind in COMPUTE} == {Kind.FORWARD}
+    assert not any(a.kind in (Kind.SEND_GRADIENT, Kind.RECEIVE_GRADIENT) for a in (*first, *last))
+    # The last stage waits for one forward of the first; each micro-batch recomputes there.
+    assert found.step_seconds == pytest.approx(4 * 1.0 + 16 * 4 * (1.0 + 1.0 + 2.0))
+
+
+@pytest.mark.parametrize("stages", [2, 3])
+def test_the_balance_of_a_frozen_network_is_the_best_of_all(stages: int) -> None:
+    asked = PlanRequest("1f1b", stages, 8, recompute="always")
+    found = plan_request(FROZEN, asked)
+    others = [
+        plan_request(FROZEN, replace(asked, balance=balance)).step_seconds
+        for balance in product(range(1, 8), repeat=stages)
+        if sum(balance) == 8
+    ]
+    assert found.step_seconds == pytest.approx(min(others))
+    assert bool(found.schedule.frozen) is (stages == 3)
+
+
+def test_the_text_of_a_frozen_networks_plan_has_all_backwards() -> None:
+    asked = PlanRequest("1f1b", 2, 16, recompute="never", balance=(4, 4))
+    found = plan_request(FROZEN, asked)
+    written = whole_text(found, asked.order, "mine")
+    assert " 0B15" in written
+    again = plan_request(FROZEN, replace(asked, schedule=written, recompute="auto"))
+    assert again.step_seconds == found.step_seconds

@@ -200,6 +200,20 @@ def test_a_frozen_layer_in_front_gets_no_gradient_buffers() -> None:
     assert LayerBytes(network([trained, trained]), 4).stage((0, 1)).gradient == 10
 
 
+def test_a_frozen_stage_in_front_keeps_nothing_and_a_later_one_does() -> None:
+    frozen = layer(1.0, 0.0, backward_input=0.0, output_bytes=10, passes_gradient=False)
+    trained = layer(saved_bytes=7, output_bytes=10, gradient_bytes=4)
+    facts = replace(network([frozen, frozen, trained, trained]), frozen=(0, 1))
+    order, placement = resolve("gpipe"), Placement.identity(3)
+    divisions = Divisions(facts, order, placement, 8, ["never"] * 3)
+    _, middle, last = divisions.peaks((1, 1, 2))
+    # The input of one micro-batch, and of 4 ahead; and the output until it is sent.
+    assert middle == 5 * 10 + 10
+    assert last == 8 * 10 + 8 * 2 * 7 + 2 * 4
+    # Stage 1 with a trained layer keeps inputs and graphs.
+    assert divisions.peaks((1, 2, 1))[1] == 8 * 10 + 8 * (7 + 10) + 4 + 5 * 10
+
+
 def test_a_skip_is_held_where_it_arrives_unless_it_begins_there() -> None:
     facts = NetworkFacts((layer(),) * 4, skips=(LayerSkip(0, 3, 50),))
     sizes = LayerBytes(facts, 4)

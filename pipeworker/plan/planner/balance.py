@@ -14,7 +14,7 @@ from itertools import combinations, pairwise
 from math import comb, inf
 
 from pipeworker.errors import UsageError
-from pipeworker.plan.partition import even
+from pipeworker.plan.partition import even, ranges
 from pipeworker.plan.planner.bounds import Bounds, is_common, moves
 from pipeworker.plan.planner.costs import Range
 from pipeworker.plan.planner.stages import Divisions, Judged
@@ -55,21 +55,31 @@ def search_balance(divisions: Divisions, nodes: int = _NODES) -> Judged:
     return found
 
 
+_Steps = tuple[tuple[str, ...], tuple[int, ...]]
+"""The recompute modes, and the frozen stages: balances that differ in them have other actions."""
+
+
 class _Search:
     """A search with the paths that were the longest of the balances judged last."""
 
     def __init__(self, divisions: Divisions, nodes: int) -> None:
         self._divisions = divisions
-        self._paths: list[tuple[tuple[str, ...], Path]] = []
+        self._paths: list[tuple[_Steps, Path]] = []
         self._left = max(_LEAST, nodes // divisions.nodes)
 
     def judge(self, balance: tuple[int, ...]) -> Judged:
         """Judge a balance, and keep its path to bound others by."""
         found = self._divisions.judge(balance)
         path = found.path
-        if path is not None and is_common(path) and (found.modes, path) not in self._paths:
-            self._paths = [(found.modes, path), *self._paths[: _PATHS - 1]]
+        if path is not None and is_common(path):
+            known = self._steps(found), path
+            if known not in self._paths:
+                self._paths = [known, *self._paths[: _PATHS - 1]]
         return found
+
+    def _steps(self, found: Judged) -> _Steps:
+        """Return what the actions of a balance's step depend on."""
+        return found.modes, self._divisions.frozen(ranges(found.balance))
 
     def all(self, best: Judged) -> Judged:
         """Return the best of all balances."""
@@ -92,7 +102,8 @@ class _Search:
 
     def _step(self, best: Judged, *, wide: bool) -> Judged:
         """Return the first better balance among the neighbours, by bound, or `best`."""
-        paths = [path for modes, path in self._paths if modes == best.modes]
+        own = self._steps(best)
+        paths = [path for steps, path in self._paths if steps == own]
         bounds = Bounds(self._divisions, best, paths)
         ranked = []
         for cuts, step in moves(len(best.balance) - 1, wide=wide):

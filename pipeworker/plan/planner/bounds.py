@@ -51,6 +51,7 @@ class Bounds:
         self.balance, self._modes = origin.balance, origin.modes
         self._ranges = ranges(origin.balance)
         self._cuts = tuple(accumulate(origin.balance))
+        self._frozen = divisions.frozen(self._ranges)
         self._known = [self._know(path, origin) for path in paths]
 
     def moved(self, cuts: range, step: int) -> tuple[int, ...] | None:
@@ -66,13 +67,18 @@ class Bounds:
     def at_least(self, cuts: range, step: int) -> float:
         """Return a bound of the balance with some cuts moved; infinite if it does not fit.
 
-        It is 0 if a recompute mode changes: the order of the actions may then be another one.
+        It is 0 if a recompute mode changes, or the stages that are frozen: the actions may then be
+        others.
         """
         divisions, placement = self._divisions, self._divisions.placement
         divided: dict[int, Range] = {}
         for stage in range(cuts.start, cuts.stop + 1):
             first, stop = self._ranges[stage]
             divided[stage] = first + step * (stage > cuts.start), stop + step * (stage < cuts.stop)
+        if divisions.facts.frozen:
+            moved = [divided.get(stage, layers) for stage, layers in enumerate(self._ranges)]
+            if divisions.frozen(moved) != self._frozen:
+                return 0.0
         changed: list[tuple[int, Seconds, str]] = []
         update = 0.0
         for worker in dict.fromkeys([placement.owners[stage] for stage in divided]):

@@ -109,6 +109,7 @@ class Ends(NamedTuple):
         sent: inputs for which the next stage has buffers.
         sent_targets: targets for which the last stage has buffers, on the first one.
         returned: gradients for which the stage before has buffers.
+        has_backward: False for the frozen stages at the front, which keep nothing of a forward.
     """
 
     receives: bool = True
@@ -117,6 +118,7 @@ class Ends(NamedTuple):
     sent: int = 0
     sent_targets: int = 0
     returned: int = 0
+    has_backward: bool = True
 
 
 _ENDS = Ends()
@@ -207,6 +209,12 @@ class LayerBytes:
         working = max([layer.working_bytes for layer in facts.layers[first:stop]])
         if is_last:
             working = max(working, facts.loss_working_bytes)
+        if not ends.has_backward:
+            working += max([layer.output_bytes for layer in facts.layers[first:stop]])
+            most = min(CHANNEL_CAPACITY + 1, count)
+            return StageBytes(
+                fixed, held, 0, working, ahead=ahead if ends.receives else 0, most=most
+            )
         return StageBytes(
             fixed,
             held,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from pipeworker.facts.layer_facts import NetworkFacts
+from pipeworker.plan import text
 from pipeworker.plan.check import check
 from pipeworker.plan.orders import Order
 from pipeworker.plan.partition import block, check_balance, even, ranges
@@ -59,7 +60,11 @@ def planned(
     """Return the plan of a judged balance, with its checked schedule."""
     divided = ranges(found.balance)
     schedule = divisions.order.build(
-        placement, divisions.microbatches, found.modes, *divisions.pairs(found.balance)
+        placement,
+        divisions.microbatches,
+        found.modes,
+        *divisions.pairs(found.balance),
+        divisions.frozen(divided),
     )
     check(schedule)
     costs = stage_costs(divisions.costs, divided, placement)
@@ -80,6 +85,16 @@ def planned(
         tuple(why),
         str(lacking(divisions, found)) if found.excess else "",
     )
+
+
+def whole_text(planned: Planned, order: Order, name: str) -> str:
+    """Return the text of a plan's order, with the backwards that frozen stages leave out.
+
+    A file with a schedule has them: it is proven before any layer is known.
+    """
+    schedule = planned.schedule
+    built = order.build(schedule.placement, schedule.microbatches, planned.recompute)
+    return text.format_compute(built, name)
 
 
 def reasons(divisions: Divisions, found: Judged, *, chosen: bool) -> Iterator[str]:

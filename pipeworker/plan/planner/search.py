@@ -14,7 +14,6 @@ from math import inf
 
 from pipeworker.errors import ScheduleError, UsageError
 from pipeworker.facts.layer_facts import NetworkFacts
-from pipeworker.plan import text
 from pipeworker.plan.actions import Action
 from pipeworker.plan.check import check
 from pipeworker.plan.orders import AUTO, ORDERS, Order
@@ -24,7 +23,7 @@ from pipeworker.plan.planned import Planned
 from pipeworker.plan.planner.balance import lacking, search_balance
 from pipeworker.plan.planner.costs import stage_costs
 from pipeworker.plan.planner.listing import RULES, Room, list_order
-from pipeworker.plan.planner.planner import planned, reasons
+from pipeworker.plan.planner.planner import planned, reasons, whole_text
 from pipeworker.plan.planner.stages import Divisions, Judged
 from pipeworker.plan.recompute import Recomputed, with_recomputes
 
@@ -115,7 +114,7 @@ def search(
     plan = planned(best.divisions, best.judged, placement, why)
     if best.name != AUTO:
         return plan
-    return replace(plan, order=text.format_compute(plan.schedule, AUTO))
+    return replace(plan, order=whole_text(plan, best.divisions.order, AUTO))
 
 
 def known_orders(orders: Iterable[Order] | None = None) -> Iterator[Order]:

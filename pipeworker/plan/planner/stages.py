@@ -7,6 +7,7 @@ from itertools import product
 from typing import NamedTuple
 
 from pipeworker.facts.layer_facts import NetworkFacts
+from pipeworker.plan import frozen
 from pipeworker.plan.actions import Edge, Kind
 from pipeworker.plan.orders import Order
 from pipeworker.plan.partition import ranges
@@ -91,9 +92,11 @@ class Divisions:
         part of a recomputed micro-batch is not deferred."""
         self._split_moments: dict[tuple[str, ...], list[Moments]] = {}
         first = StepGraph(schedule)
-        self._graphs: dict[tuple[Pairs, Pairs, tuple[str, ...]], StepGraph] = {
-            ((), (), (MODES[-1],) * self.stages): first
+        self._graphs: dict[tuple[Pairs, Pairs, tuple[str, ...], tuple[int, ...]], StepGraph] = {
+            ((), (), (MODES[-1],) * self.stages, ()): first
         }
+        self._front = frozen.front(facts.frozen, self.layers + 1)
+        """The number of frozen layers at the front of the network."""
         self.nodes = len(first)
         """The size of the step's graph: the time of one judgement is proportional to it."""
         self.judged: dict[tuple[int, ...], Judged] = {}
@@ -101,12 +104,18 @@ class Divisions:
         self._fits: dict[tuple[int, tuple[Range, ...]], tuple[tuple[str, ...], int, int]] = {}
         self.has_transfers = bool(facts.latency or facts.seconds_per_byte)
 
+    def frozen(self, divided: Sequence[Range]) -> tuple[int, ...]:
+        """Return the stages that have nothing to train."""
+        return frozen.stages(self.facts.frozen, divided) if self.facts.frozen else ()
+
     def stage(self, stage: int, layers: Range) -> tuple[Seconds, StageBytes]:
         """Return the seconds and bytes of a stage with these layers."""
         found = self._stages.get((stage, layers))
         if found is None:
-            speed = self.speeds[self.placement.owners[stage]]
-            found = self.costs.seconds(layers, speed), self.bytes.stage(layers, self._ends[stage])
+            speed, ends = self.speeds[self.placement.owners[stage]], self._ends[stage]
+            if layers[1] <= self._front and stage < self.stages - 1:
+                ends = ends._replace(has_backward=False)
+            found = self.costs.seconds(layers, speed), self.bytes.stage(layers, ends)
             self._stages[stage, layers] = found
         return found
 
@@ -212,11 +221,12 @@ class Divisions:
     def _graph(self, balance: tuple[int, ...], modes: tuple[str, ...]) -> StepGraph:
         """Return the graph of the step; skips and ties matter where transfers take time."""
         skips, tied = self.pairs(balance) if self.has_transfers else ((), ())
-        key = skips, tied, modes if self.splits else (MODES[-1],) * self.stages
+        still = self.frozen(ranges(balance))
+        key = skips, tied, modes if self.splits else (MODES[-1],) * self.stages, still
         if key not in self._graphs:
             if len(self._graphs) >= _GRAPHS:
                 self._graphs.clear()
-            built = self.order.build(self.placement, self.microbatches, key[2], skips, tied)
+            built = self.order.build(self.placement, self.microbatches, key[2], skips, tied, still)
             self._graphs[key] = StepGraph(built)
         return self._graphs[key]
 
