@@ -64,6 +64,16 @@ def test_an_unknown_option_is_answered_in_python(options: dict[str, Any], advice
     assert str(raised.value).startswith(f"pipeworker.launch(): {advice}")
 
 
+def test_arguments_are_words_and_the_job_file_is_a_path() -> None:
+    assert command_words("job.py", ["--lr", 0.1], {})[-3:] == ["--", "--lr", "0.1"]
+    with pytest.raises(
+        pipeworker.UsageError, match=r"arguments: is a string; give a list: \['--lr"
+    ):
+        command_words("job.py", "--lr 1", {})
+    with pytest.raises(pipeworker.UsageError, match="job_file: is a function; give the path of a"):
+        command_words(test_a_mistake_is_raised, [], {})  # type: ignore[arg-type]
+
+
 def test_a_mistake_is_raised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(pipeworker.UsageError, match=r"^job file .*no\.py: No such file"):

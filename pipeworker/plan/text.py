@@ -134,11 +134,19 @@ def compute_order(schedule: Schedule) -> Schedule:
     """Return a schedule with its compute actions alone, for one replica, as a file names it.
 
     Raises:
-        ScheduleError: it has no backward, or other actions that are not where `connect` places
-            them.
+        ScheduleError: it has no backward, actions of other stages than the worker's, or other
+            actions that are not where `connect` places them.
     """
     if schedule.forward_only:
         raise ScheduleError("it is forward-only; leave that out, and write the backwards")
+    for worker, (actions, held) in enumerate(
+        zip(schedule.workers, schedule.placement.held, strict=True)
+    ):
+        if stray := next((action for action in actions if action.stage not in held), None):
+            raise ScheduleError(
+                f"worker {worker}: {stray} is of a stage it does not hold; it holds "
+                f"{', '.join(map(str, held))}"
+            )
     computed = tuple(
         tuple(action for action in actions if action.kind in COMPUTE)
         for actions in schedule.workers

@@ -24,7 +24,12 @@ def temporary_path(path: Path) -> Iterator[Path]:
     The name is random: several processes may write at once, and nobody can prepare a link there. A
     file or folder that still has the temporary path on exit is removed;
     :func:`remove_partial_files` removes those of killed processes.
+
+    Raises:
+        IsADirectoryError: the path is that of a folder without a name: ``.`` or ``/``.
     """
+    if not path.name:
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
     temporary = path.with_name(f".{secrets.token_hex(8)}.partial")
     try:
         yield temporary

@@ -30,6 +30,8 @@ def read_schedule(schedule: str | Path) -> str:
     content, name = given, text.name_of(given)
     if not text.is_text(given):
         path = Path(given)
+        if path.is_dir():
+            raise UsageError(f"--schedule {given}: is a directory; give the path of a file")
         name = "-".join(path.name.split())
         try:
             with open_bounded(path, _MAX_SCHEDULE) as file:

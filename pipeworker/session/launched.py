@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from pipeworker.display.progress import JobProgress
-from pipeworker.errors import UsageError, of_status
+from pipeworker.errors import UsageError, a_type, of_status
 from pipeworker.facts.step import StepResult
 from pipeworker.job.options import Options
 from pipeworker.job.renamed import reject_batch_size, reject_renamed
@@ -71,7 +71,11 @@ class LaunchResult:
 
 
 def launch(
-    job_file: str | Path, *, arguments: Sequence[str] = (), quiet: bool = False, **options: Any
+    job_file: str | Path,
+    *,
+    arguments: Sequence[str | float] = (),
+    quiet: bool = False,
+    **options: Any,
 ) -> LaunchResult:
     """Train a job file as ``pipeworker launch`` does, and return when the job is done.
 
@@ -81,7 +85,7 @@ def launch(
 
     Args:
         job_file: its path.
-        arguments: words that the job file gets as ``sys.argv[1:]``.
+        arguments: words and numbers that the job file gets as ``sys.argv[1:]``.
         quiet: show only warnings.
         **options: those of ``pipeworker launch``, with underscores: ``stages=4``, ``resume=True``,
             ``balance=[3, 5]``, ``set={"image": "i"}``. None is an option that is not given.
@@ -127,14 +131,21 @@ def launch(
 
 
 def command_words(
-    job_file: str | Path, arguments: Sequence[str], options: Mapping[str, Any]
+    job_file: str | Path, arguments: Sequence[str | float], options: Mapping[str, Any]
 ) -> list[str]:
     """Return the words of the command.
 
     Raises:
-        UsageError: an option is unknown, or not available here.
+        UsageError: an argument has a wrong type, or an option is unknown or not available here.
     """
     words, where = ["launch", "--json"], "pipeworker.launch(): "
+    if not isinstance(job_file, (str, Path)):
+        raise UsageError(
+            f"{where}job_file: is {a_type(job_file)}; give the path of a job file, or call "
+            "pipeworker.train, which takes functions"
+        )
+    if isinstance(arguments, str):
+        raise UsageError(f"{where}arguments: is a string; give a list: {arguments.split()}")
     for name, value in options.items():
         if name in _OF_THE_COMMAND:
             raise UsageError(f"{where}{name}: {_OF_THE_COMMAND[name]}; leave it out")
@@ -156,7 +167,7 @@ def command_words(
                 words.append(f"{option}={','.join(map(str, value))}")
             case _:
                 words.append(f"{option}={value}")
-    return [*words, str(job_file), *(["--", *arguments] if arguments else [])]
+    return [*words, str(job_file), *(["--", *map(str, arguments)] if arguments else [])]
 
 
 def _reject(name: str, value: Any, where: str) -> NoReturn:

@@ -45,6 +45,8 @@ def test_the_actions_of_a_recorded_plan_are_a_schedule_file(file: Path) -> None:
         (MINE.replace("1F1 1B1", "1B1 1F1"), "worker 1: 1B1 comes before its 1F1"),
         (MINE.replace("0F1 0B0", "0B0 0F1").replace("1B0 1F1", "1F1 1B0"), "deadlocks"),
         (MINE.replace("0F1", "0F1 0F1"), "worker 0: 0F1 appears twice"),
+        (MINE.replace("1F1", "2F1"), "worker 1: 2F1 is of a stage it does not hold; it holds 1"),
+        (MINE.replace("0F1", "1F1"), "worker 0: 1F1 is of a stage it does not hold; it holds 0"),
     ],
 )
 def test_a_schedule_that_cannot_run_is_rejected(file: Path, text: str, why: str) -> None:
@@ -59,6 +61,8 @@ def test_a_file_that_cannot_be_read_is_rejected(tmp_path: Path) -> None:
     (tmp_path / "bytes").write_bytes(b"\xff\xfe")
     with pytest.raises(UsageError, match="bytes: not a text file"):
         read_schedule(tmp_path / "bytes")
+    with pytest.raises(UsageError, match=": is a directory; give the path of a file"):
+        read_schedule(tmp_path)
     os.mkfifo(tmp_path / "pipe")
     with pytest.raises(UnreadableFile, match="not a regular file"):
         read_schedule(tmp_path / "pipe")
