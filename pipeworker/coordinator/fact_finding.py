@@ -62,7 +62,8 @@ class FactFinding(Saving):
         machines = [one.machine for one in described if one.machine]
         if not progress.seeks_facts or len(machines) < len(described):
             return False  # without machines the input of the network is not known yet
-        outline = described[self.placement.rank_of(0)].outline
+        first = described[self.placement.rank_of(0)]
+        outline = first.outline
         self._measuring = Measuring(
             self.placement,
             machines,
@@ -72,6 +73,7 @@ class FactFinding(Saving):
             self.options.no_profile,
             self.snapshots.slots,
             tuple(sorted(set.intersection(*({*one.frozen} for one in described)))),
+            problem=first.problem,
         )
         self._measured_since = now
         return True

@@ -57,7 +57,8 @@ class Measuring:
 
     def __post_init__(self) -> None:
         if self.counted and self.outline is None:
-            self.problem = "they cannot be run on fake tensors"
+            why = f": {self.problem}" if self.problem else ""
+            self.problem = f"they cannot be run on fake tensors{why}"
         if self.outline and self.counted:
             self.known = {k.digest: k.counted for k in self.outline.kinds if k.counted}
             loss = self.outline.kinds[self.outline.loss] if self.outline.loss >= 0 else None

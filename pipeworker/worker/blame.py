@@ -199,6 +199,12 @@ def _is_out_of_threads(error: BaseException) -> bool:
     )
 
 
+def problem(error: BaseException) -> str:
+    """Return the message of an error that names its code, else the class and the message."""
+    named = isinstance(error, (PipeworkerError, UserCodeError))
+    return _shorten(str(error)) if named else text(error)
+
+
 def text(error: BaseException) -> str:
     """Return the class and message of an exception: ``ValueError: no``."""
     return _shorten(f"{type(error).__name__}: {error}".rstrip(": "))

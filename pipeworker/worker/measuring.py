@@ -78,17 +78,17 @@ def surroundings_of(loaded: LoadedWorker) -> str:
     return surroundings(loaded.role.options, loaded.device, sources)
 
 
-def outline_of(found: Found, loaded: LoadedWorker) -> Outline | None:
-    """Return the outline that a survey on fake tensors has drawn; None if it has not."""
-    if "outline" not in found:
-        log.info("no outline of the network: %s", found.get("error", "it was not surveyed"))
-        return None
-    try:
-        outline = unpack_outline(bytes.fromhex(found["outline"]))
-        return _complete(outline, bytes.fromhex(found["output"]), loaded)
-    except PipeworkerError as error:
-        log.info("no outline of the network: %s", error)
-        return None
+def outline_of(found: Found, loaded: LoadedWorker) -> tuple[Outline | None, str]:
+    """Return the outline that a survey on fake tensors has drawn, or why it has not."""
+    problem = str(found.get("error", ""))
+    if "outline" in found:
+        try:
+            outline = unpack_outline(bytes.fromhex(found["outline"]))
+            return _complete(outline, bytes.fromhex(found["output"]), loaded), ""
+        except PipeworkerError as error:
+            problem = str(error)
+    log.info("no outline of the network: %s", problem or "it was not surveyed")
+    return None, problem
 
 
 def _complete(outline: Outline, output: bytes, loaded: LoadedWorker) -> Outline:
@@ -186,7 +186,7 @@ class _Bench:
             drawing = survey.in_order(self._input(), self._tracker, draw)
             return _complete(drawing.outline(), drawing.output, self._loaded)
         except Exception as error:
-            self.problem = self.problem or blame.text(error)
+            self.problem = self.problem or blame.problem(error)
             log.info("the network cannot be run: %s", self.problem)
             return None
 
@@ -238,7 +238,9 @@ class _Bench:
             yield from distinct_tensors(self._input())
 
     def _failed(self, kind: LayerKind, error: Exception) -> None:
-        self.problem = f"layer {kind.layer}: {blame.text(error)}"
+        self.problem = blame.problem(error)
+        if not isinstance(error, blame.UserCodeError):
+            self.problem = f"layer {kind.layer}: {self.problem}"
         log.info("cannot be measured: %s", self.problem)
 
 

@@ -70,7 +70,7 @@ class ModelledWorker:
         uses_skips = sample is not None or (
             not options.own_loop and survey.mentions_skips(loaded.modules())
         )
-        outline = None
+        outline, problem = None, ""
         if reads_first and (uses_skips or self.finds_facts):
             tracker = loaded.settings.tracker
             tracker.set(Phase.READING)
@@ -84,7 +84,8 @@ class ModelledWorker:
                 device, precision = loaded.device, options.precision
                 pass_over = survey.Survey(model.entries, options.seed, device, precision)
                 skips = pass_over.run(found, value, tracker)
-            outline = outline_of(found, loaded) if self.finds_facts else None
+            if self.finds_facts:
+                outline, problem = outline_of(found, loaded)
         if loaded.settings.survey is not None:
             loaded.settings.survey.close()
         with user_code("model()", early=True):
@@ -108,6 +109,7 @@ class ModelledWorker:
             outline,
             machine_of(loaded.device, model.entries) if self.finds_facts else None,
             model.frozen(),
+            problem,
         )
 
     @property

@@ -163,6 +163,8 @@ def test_a_network_without_an_outline_cannot_be_counted() -> None:
     assert found.requests() == {}
     text = "layers cannot be counted: they cannot be run on fake tensors; they are divided evenly"
     assert found.summary(1.0) == text
+    found = measuring(None, counted=True, problem="layer 1 (Up) raised ValueError: no")
+    assert "on fake tensors: layer 1 (Up) raised ValueError: no; they" in found.summary(1.0)
 
 
 def test_seconds_are_those_of_the_worker_with_the_data() -> None:

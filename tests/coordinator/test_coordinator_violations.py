@@ -17,7 +17,7 @@ from pipeworker.coordinator.lifecycle import State
 from pipeworker.coordinator.store import KeyValueStore
 from pipeworker.errors import ProtocolError
 from pipeworker.facts.layer_facts import LayerFacts
-from pipeworker.facts.limits import LONGEST_VALUE, MOST_KEYS, MOST_MICROBATCHES
+from pipeworker.facts.limits import LONGEST_TEXT, LONGEST_VALUE, MOST_KEYS, MOST_MICROBATCHES
 from pipeworker.facts.outline import LayerKind, Outline
 from pipeworker.facts.position import Position
 from pipeworker.facts.step import Batch
@@ -92,7 +92,7 @@ def step_done(**wrong: object) -> list[object]:
 
 def model(**wrong: object) -> list[object]:
     """Return the fields of a Described, some of them replaced."""
-    right = [0, ["Linear"], [], [], 0, [], [], [], [], [], 0, [], None, None, []]
+    right = [0, ["Linear"], [], [], 0, [], [], [], [], [], 0, [], None, None, [], ""]
     names = [field.name for field in fields(Described)]
     return [wrong.get(name, value) for name, value in zip(names, right, strict=True)]
 
@@ -170,6 +170,7 @@ WRONG = [
     ("EvaluationDone", [1, 1, -1, None, None], "-1 bytes of memory"),
     ("Described", model(skips=[[0, 99, "x"]]), "a skip to layer 99"),
     ("Described", model(ties=[[[], []]]), "tied weights without a name"),
+    ("Described", model(problem="x" * (LONGEST_TEXT + 1)), "too long a problem"),
     ("Described", model(names=["a", "b"]), "too many names of layers"),
     ("Described", model(layers=["A", "B"], names=["a"]), "1 names for 2 layers"),
     ("Described", model(layers=["A", "B"], names=["a", "a"]), "several layers with one name"),

@@ -104,6 +104,7 @@ MADE: dict[Any, st.SearchStrategy[Any]] = {
         settings=_some(_texts),
         machine=st.none() | _machine,
         frozen=st.sets(st.integers(0, 3)).map(lambda some: tuple(sorted(some))),
+        problem=_texts,
     ),
     Plan: st.builds(
         Plan,

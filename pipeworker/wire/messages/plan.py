@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from pipeworker.facts.connections import Skip, Tie
 from pipeworker.facts.layer_names import LayerNames, is_numbered
-from pipeworker.facts.limits import MOST_NOTES, MOST_TYPES, check, check_names
+from pipeworker.facts.limits import LONGEST_TEXT, MOST_NOTES, MOST_TYPES, check, check_names
 from pipeworker.facts.outline import Machine, Outline
 from pipeworker.facts.step import Batch
 
@@ -43,6 +43,7 @@ class Described:
             layers are wanted and they could be run on fake tensors.
         machine: what the worker computes on, if facts are wanted.
         frozen: the layers that have nothing to train, ascending.
+        problem: why the network could not be run on fake tensors, if it has no outline.
     """
 
     rank: int
@@ -60,6 +61,7 @@ class Described:
     outline: Outline | None = None
     machine: Machine | None = None
     frozen: tuple[int, ...] = ()
+    problem: str = ""
 
     def __post_init__(self) -> None:
         check_names(self.types, "names of types")
@@ -76,6 +78,7 @@ class Described:
         check(len(self.names) in (0, count), f"{len(self.names)} names for {count} layers")
         known = sorted({*self.frozen} & {*range(count)})
         check(list(self.frozen) == known, "frozen layers that are none, or out of order")
+        check(len(self.problem) <= LONGEST_TEXT, "too long a problem")
         for skip in self.skips:
             check(0 <= skip.source <= skip.target < count, f"a skip to layer {skip.target}")
             check_names((skip.name,), "names of skips")

@@ -106,7 +106,7 @@ class Survey:
                 found["outline"] = pack_outline(drawing.outline()).hex()
                 found["output"] = drawing.output.hex()
         except Exception as error:
-            return {"error": f"{type(error).__name__}: {error}"}
+            return {"error": blame.problem(error)}
         return found
 
     def in_order(self, value: Any, tracker: Tracker, draw: Draw) -> Drawing:
