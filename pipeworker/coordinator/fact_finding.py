@@ -14,6 +14,7 @@ from pipeworker.coordinator.saving import Saving
 from pipeworker.errors import ProtocolError, UsageError
 from pipeworker.facts.failure import Cause, Failure
 from pipeworker.plan.planned import Planned
+from pipeworker.wire.lines import Warned
 from pipeworker.wire.messages.plan import Described
 from pipeworker.wire.messages.profile import Measured
 
@@ -48,7 +49,9 @@ class FactFinding(Saving):
             return [self.send(members[rank].peer, one) for rank, one in sorted(requests.items())]
         self.progress.facts, self.progress.seeks_facts = measuring.facts(), False
         self.progress.plans.clear()
-        effects: list[Effect] = [Log(measuring.summary(now - self._measured_since))]
+        summary = measuring.summary(now - self._measured_since)
+        lacks_facts = self.progress.facts is None and not self.options.plan_only
+        effects: list[Effect] = [Warned(summary, note=True) if lacks_facts else Log(summary)]
         if measuring.fresh:
             effects.append(KeepFacts(measuring.fresh))
         return [*effects, *self._make_plan()]

@@ -350,6 +350,6 @@ class Lifecycle:
             return [Log("ended: done"), *(self.send(peer, finish) for peer in peers)]
         abort = self.abort = report.abort_message(end)
         return [
-            Log(f"ended: {report.end_status(end)}: {abort.reason}; it was {waiting}"),
+            Log(f"ended: {report.end_status(end)}: {abort.reason}, while {waiting}"),
             *(self.send(peer, abort) for peer in peers),
         ]

@@ -190,8 +190,8 @@ class LineDisplay:
         return True
 
     def warn(self, text: str, kind: str = "warning") -> None:
-        """Show a warning or a note, once."""
-        if text not in self._warned:
+        """Show a warning or a note, once; without notes if it is to be quiet."""
+        if text not in self._warned and not (kind == "note" and self._style.quiet):
             self._warned.add(text)
             self.write(sanitize(f"{kind}: {text}"), error=True)
 

@@ -29,7 +29,7 @@ class JobProgress:
     """
 
     def __init__(self, *, quiet: bool, notebook: bool) -> None:
-        self._quiet, self._notebook = quiet, notebook
+        self.quiet, self._notebook = quiet, notebook
         self._is_bar = notebook or sys.stdout.isatty()
         self._handle: Any = None
         self._live: Any = None
@@ -54,7 +54,7 @@ class JobProgress:
 
     def line(self, text: str, *, error: bool = False) -> None:
         """Print a line above the bar."""
-        if not self._quiet or error:
+        if not self.quiet or error:
             print(text, file=sys.stderr if error else sys.stdout, flush=True)
 
     def close(self) -> None:
@@ -72,7 +72,7 @@ class JobProgress:
         self._draw(figures(row, self._total, time_left))
 
     def _draw(self, found: list[Figure]) -> None:
-        if self._quiet:
+        if self.quiet:
             return
         if not self._is_bar:
             self.line(GAP.join(figure.text for figure in found))

@@ -248,6 +248,8 @@ class _Job:
                 self._progress.line(f"evaluation after step {step}  {found}")
             case "output":
                 self._progress.line(f"{event['worker']} {event['text']}")
+            case "note" if self._progress.quiet:
+                return
             case "note" | "warning":
                 self._progress.line(f"{kind}: {event['text']}", error=True)
             case "end":

@@ -344,7 +344,7 @@ def test_awaited_ranks_are_named() -> None:
     job.done(1, 1)
     assert job.job.generation.waiting.startswith("waiting for StepDone of rank 0, 2:")
     job.receive(Failed(0, Failure(Cause.USER, "no")))
-    assert any("it was waiting for StepDone of rank 0, 2:" in str(e) for e in job.effects)
+    assert any(", while waiting for StepDone of rank 0, 2:" in str(e) for e in job.effects)
 
 
 def test_the_end_of_an_unknown_checkpoint_changes_nothing() -> None:

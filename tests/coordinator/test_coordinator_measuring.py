@@ -349,6 +349,18 @@ def test_without_the_option_nothing_is_measured() -> None:
     assert job.job.progress.facts is None
 
 
+def test_a_job_whose_layers_cannot_be_measured_says_so_and_runs() -> None:
+    job = measured_job()
+    for rank in job.ranks:
+        job.receive(Measured(rank, problem="layer 2 is too large"))
+    job.receive(Measured(0, problem="layer 2 is too large"))  # in order, which it is asked for next
+    (note,) = of(job.effects, Warned)
+    assert note.note
+    text = "layers cannot be measured: layer 2 is too large; they are divided evenly"
+    assert note.text == text
+    assert job.state() is State.BUILDING
+
+
 # A job that follows the plan of its facts.
 
 

@@ -163,6 +163,12 @@ def test_a_warning_is_shown_once() -> None:
     assert shown.error.getvalue() == "warning: a\nwarning: b\n"
 
 
+def test_a_quiet_display_shows_warnings_and_no_notes() -> None:
+    shown = Shown(quiet=True)
+    shown.at(0.0, Warned("a", note=True), Warned("b"))
+    assert shown.error.getvalue() == "warning: b\n"
+
+
 def test_errors_cannot_move_the_cursor() -> None:
     shown = Shown()
     failed = replace(DONE, status="failed", error="it raised \x1b[2Jx\u202e\n\tat y\r", steps=0)

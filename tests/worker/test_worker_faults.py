@@ -76,8 +76,10 @@ def _run(alone: SingleWorker, folder: Path, text: str, recompute: str) -> None:
 
 
 def layer_of(body: str, more: str = "") -> dict[str, str]:
+    """Return a job with a layer of this body; one that imports pipeworker is surveyed first."""
+    imports = "import pipeworker" if "pipeworker" in body else ""
     model = f"""
-import pipeworker
+{imports}
 class Bad(nn.Module):
     calls = 0
     def forward(self, x):
