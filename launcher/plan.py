@@ -115,6 +115,8 @@ def plan(
         for name in ("--json", "--html", "--fit"):
             if name in given:
                 raise UsageError(f"{name}: no model is given; add JOB_FILE")
+        if chosen["schedule"] == AUTO:
+            raise UsageError(f"--schedule {AUTO}: no model is given; add JOB_FILE")
         _show_schedule(_options("", chosen), svg, as_text=as_text)
         return
     local.check_job_file(job_file)

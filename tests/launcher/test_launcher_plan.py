@@ -144,6 +144,7 @@ def test_a_timeline_has_the_width_of_the_terminal_and_its_colours(
     assert run(*words, color=True).output == plain
 
 
-def test_a_file_of_options_is_for_a_model() -> None:
-    refusal = "--config: no model is given; add JOB_FILE"
-    assert refused("--stages", "2", "--config", "big.toml") == refusal
+@pytest.mark.parametrize("words", [("--config", "big.toml"), ("--schedule", "auto")])
+def test_a_file_of_options_and_a_search_are_for_a_model(words: tuple[str, str]) -> None:
+    refusal = "no model is given; add JOB_FILE"
+    assert refused("--stages", "2", *words).endswith(refusal)
