@@ -71,7 +71,8 @@ def main() -> None:
             bounds.append(simulate(schedule, Costs(even[0], even[1], even[2])).makespan)
             run = partial(pipeworker_step, JOB, k, m, args.steps, "never")
             times.append(run(*words, options=("--schedule", name)))
-            if name in PEERS and not args.no_peer:
+            refused = name == "dualpipev" and m < 2 * k  # by the peer
+            if name in PEERS and not (args.no_peer or refused):
                 peers.append(peer(k, args.steps, m, name, words))
         share = statistics.median(b / t for b, t in zip(bounds, times, strict=True))
         line = f"{name:18} {statistics.median(bounds):7.4f} {statistics.median(times):7.4f}"
