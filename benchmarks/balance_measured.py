@@ -29,7 +29,7 @@ from pipeworker.plan.partition import even
 
 HERE = Path(__file__).resolve().parent
 BYTES = 4096
-LONGEST = 0.25
+LONGEST = 0.1
 """Seconds of a forward of a whole scaled network."""
 
 
