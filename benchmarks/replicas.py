@@ -1,4 +1,4 @@
-"""How much of the reduction of gradients over replicas is hidden in the drain of other stages.
+"""The share of the reduction over replicas that is hidden in the drain of other stages.
 
 The layers sleep instead of computing, so that all workers run in parallel on a small machine. The
 job records, for each stage, the time from the first byte that is sent to the last sum that is

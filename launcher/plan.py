@@ -60,7 +60,7 @@ _COLOURS = {
 _WIDTH = 100
 """Columns of a timeline that is not printed on a terminal."""
 _FORMS = ("as_text", "as_json", "svg", "html", "fit")
-"""What the command prints or writes instead of lines for people."""
+"""The options for output in another form than lines for people."""
 
 
 def _parameters() -> list[click.Parameter]:

@@ -1,4 +1,4 @@
-"""What an operator relies on: the unit for systemd, and the page of what programs read."""
+"""The promises to an operator: the unit for systemd, and the page of what programs read."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ DEFAULT_PROGRAM = ("pipeworker",)
 
 @dataclass(frozen=True, slots=True)
 class Commands:
-    """How a user exports the weights of a run, and resumes it.
+    """The commands with which a user exports the weights of a run, and resumes it.
 
     Attributes:
         program: words that run pipeworker's command line.

@@ -14,7 +14,7 @@ OUTPUTS = ("stage", "all", "none")
 
 @dataclass(frozen=True, slots=True)
 class Style:
-    """How a job is displayed.
+    """The style in which a job is displayed.
 
     Attributes:
         json: events for programs, in place of lines.

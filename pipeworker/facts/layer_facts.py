@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class LayerFacts:
-    """What one micro-batch costs in one layer, on a worker of speed 1.
+    """The costs of one micro-batch in one layer, on a worker of speed 1.
 
     Attributes:
         kind: the name of the layer's class.

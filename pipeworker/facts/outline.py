@@ -1,6 +1,7 @@
-"""The outline of a network: its kinds of alike layers, and what each is called with.
+"""The outline of a network: its kinds of alike layers, and the input of each.
 
-The worker that reads the data draws it; the coordinator deals the kinds out to be measured.
+The worker that reads the data makes the outline; the coordinator distributes the kinds over the
+workers, which measure them.
 """
 
 from __future__ import annotations
@@ -80,7 +81,7 @@ class Outline:
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """What a worker computes on.
+    """The device, or the processor, that a worker computes on.
 
     Attributes:
         name: the product name of the device.

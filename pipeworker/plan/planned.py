@@ -67,7 +67,7 @@ class Planned:
 
     @property
     def stage_seconds(self) -> tuple[StageSeconds, ...]:
-        """What each stage computes in a step."""
+        """The seconds that each stage computes in a step, by kind of work."""
         counts = Counter((a.kind, a.stage) for actions in self.schedule.workers for a in actions)
 
         def seconds(stage: int, *kinds: Kind) -> float:

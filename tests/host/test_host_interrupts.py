@@ -1,4 +1,4 @@
-"""When an interrupt takes effect in a process of the user's."""
+"""The times at which an interrupt takes effect in a process of the user's."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a schedule costs, to compare with the literature: a step's duration, and graphs held."""
+"""The costs of a schedule, to compare with the literature: a step's duration, and graphs held."""
 
 from __future__ import annotations
 

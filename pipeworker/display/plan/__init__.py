@@ -1,1 +1,1 @@
-"""How people see a plan: tables, timelines and pictures of a step before it runs. Pure."""
+"""The displays of a plan: tables, timelines and pictures of a step before it runs. Pure."""

@@ -1,4 +1,4 @@
-"""How the figures of a plan are written."""
+"""The text of figures: times, rates, counts and sizes."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ NAMES = {
     Kind.BACKWARD_INPUT: "backward, input part",
     Kind.BACKWARD_WEIGHT: "backward, weight part",
 }
-"""What each kind of action is called, in the order of a legend."""
+"""The name of each kind of action, in the order of a legend."""
 Run = tuple[str, "Kind | None"]
 """Some characters of a timeline, and the kind of their action; None where a worker is idle."""
 Paint = Callable[[str, "Kind | None"], str]

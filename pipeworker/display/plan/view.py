@@ -1,4 +1,4 @@
-"""What a plan says about each stage and about other choices, as all of its displays show it."""
+"""The view of a plan that all of its displays show: its stages, and other choices."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pipeworker.plan.simulate import Span, timeline
 
 @dataclass(frozen=True, slots=True)
 class StageView:
-    """What a plan says about one stage.
+    """The view of one stage of a plan.
 
     Attributes:
         layers: half-open range of its layers.

@@ -17,7 +17,7 @@ from pipeworker.plan.recompute import Recomputed, with_recomputes
 _PERIOD = 6
 """Forward, input part and weight part of two stages, of one unit each."""
 Block = tuple[int, int, int, int]
-"""When a worker begins a micro-batch's forward down and up the V, and its gradients up and down."""
+"""The times at which a micro-batch's forwards (down, up the V) and gradients (up, down) begin."""
 
 
 def repeated(

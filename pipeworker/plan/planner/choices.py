@@ -25,7 +25,7 @@ MOST_MICROBATCHES = 256
 
 @dataclass(frozen=True, slots=True)
 class PlanRequest:
-    """What a job's options ask of its plan.
+    """The options of a job that its plan must satisfy.
 
     Attributes:
         schedule: the name of an order, the text of a schedule, or ``auto``.

@@ -1,4 +1,4 @@
-"""What a range of layers costs: seconds of computing and of transfers, from measured facts."""
+"""The costs of a range of layers: seconds of computing and of transfers, from measured facts."""
 
 from __future__ import annotations
 

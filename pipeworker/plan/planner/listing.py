@@ -25,7 +25,7 @@ from pipeworker.plan.simulate import Costs
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """What a worker prefers.
+    """A rule by which a worker prefers one action that is ready to another.
 
     Attributes:
         forward_first: prefer forwards to input gradients.

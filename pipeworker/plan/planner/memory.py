@@ -100,7 +100,7 @@ class StageBytes(NamedTuple):
 
 
 class Ends(NamedTuple):
-    """How a stage is connected to others.
+    """The connections of a stage to others.
 
     Attributes:
         receives: whether its input comes from another worker.

@@ -22,7 +22,7 @@ from pipeworker.plan.schedule import CHANNEL_CAPACITY, Schedule, is_bounded
 
 
 class Counts(NamedTuple):
-    """How often a path contains each kind of work of a stage.
+    """The number of times that a path contains each kind of work of a stage.
 
     The recompute of micro-batch 0 is counted for itself, because a stage in the mode
     ``except_first`` does not run it.

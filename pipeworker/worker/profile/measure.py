@@ -46,7 +46,7 @@ _SLOW = 0.5
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """What all layers of a network are measured with.
+    """The settings with which all layers of a network are measured.
 
     Attributes:
         compiler: as in :class:`StageConfig`.

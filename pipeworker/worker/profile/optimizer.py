@@ -19,7 +19,7 @@ log = logging.getLogger(__name__)
 
 
 class UpdateFacts(NamedTuple):
-    """What the optimizer's step costs for the parameters of a layer.
+    """The costs of the optimizer's step for the parameters of a layer.
 
     Attributes:
         state: bytes of the optimizer's state.

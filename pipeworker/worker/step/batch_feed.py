@@ -48,7 +48,7 @@ class BatchFeed:
     read_seconds: float = field(default=0.0, init=False)
     _next: MicroBatches | None = None
     _on_accelerator: Event | None = None
-    """When the next mini-batch is on the accelerator."""
+    """The event after which the next mini-batch is on the accelerator."""
     _counts: set[int] = field(default_factory=set)
     """Numbers of micro-batches that mini-batches have had."""
     _step: int = 0

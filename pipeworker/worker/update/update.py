@@ -26,7 +26,7 @@ _NO_LAYER = -1
 
 
 class Updater:
-    """What makes weights of a stage's gradients: its optimizers and learning-rate schedulers.
+    """The optimizers and learning-rate schedulers that update the weights of a stage.
 
     The job's ``optimizer`` is not called on a stage with nothing to train. If it has an argument
     called ``named_parameters``, it gets pairs of a name and a parameter; names are those of
