@@ -18,7 +18,6 @@ from launcher.options import LAUNCH_PARAMETERS
 from launcher.plan_command import PlanCommand
 from pipeworker.display.plan import page, schedules
 from pipeworker.display.plan.as_json import to_json
-from pipeworker.display.plan.figures import bytes_text
 from pipeworker.display.plan.schedules import EqualStages
 from pipeworker.display.plan.text import Paint, lines_of, plain
 from pipeworker.display.plan.view import Choice, PlanView, microbatches_text, stages_text
@@ -29,6 +28,7 @@ from pipeworker.job.options import Options
 from pipeworker.job.planning import limited, request_of
 from pipeworker.plan import text
 from pipeworker.plan.actions import Kind
+from pipeworker.plan.figures import bytes_text
 from pipeworker.plan.orders import AUTO, ORDERS, resolve
 from pipeworker.plan.planner.choices import (
     MOST_MICROBATCHES,

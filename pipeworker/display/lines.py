@@ -17,7 +17,6 @@ from typing_extensions import assert_never
 from pipeworker.display.commands import further, relative
 from pipeworker.display.figures import GAP, Pace, evaluation_line, figures
 from pipeworker.display.output import Printed
-from pipeworker.display.plan.figures import seconds_text
 from pipeworker.display.style import Style
 from pipeworker.display.summary import PlanContext, Summary
 from pipeworker.display.text import counts, duration, sanitize
@@ -26,6 +25,7 @@ from pipeworker.facts.criterion import Criterion
 from pipeworker.facts.step import Evaluation, StepResult
 from pipeworker.job.option_parsing import format_by_origin
 from pipeworker.job.options import Options
+from pipeworker.plan.figures import seconds_text
 from pipeworker.plan.partition import sizes
 from pipeworker.record.metrics import rows
 from pipeworker.record.rundir import RunDir, located, step_of

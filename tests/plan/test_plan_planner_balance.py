@@ -131,7 +131,7 @@ def test_only_the_stages_without_room_recompute() -> None:
     plan = plan_order(facts, resolve("gpipe"), Placement.identity(2), 8, balance=(4, 4))
     assert plan.recompute == ("except_first", "never")
     assert plan.memory[0] <= 250
-    assert plan.why == ("recompute on stage 0: 333 bytes without, of 250 bytes",)
+    assert plan.why == ("recompute on stage 0: 333 B without, of 250 B",)
 
 
 def test_an_error_names_the_stage_what_it_lacks_and_what_to_do() -> None:

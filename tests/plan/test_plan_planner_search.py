@@ -126,7 +126,7 @@ def test_a_made_order_is_a_schedule_that_a_job_can_name() -> None:
 def test_the_choice_and_the_runner_up_are_said_in_a_line() -> None:
     facts = network([layer()] * 2)
     found = search(facts, 1, 4, orders=[resolve("1f1b"), resolve("gpipe")])
-    assert found.why[0] == "schedule 1f1b is the fastest, before gpipe (24 s)"
+    assert found.why[0] == "schedule 1f1b is the fastest, before gpipe (24.0 s)"
 
 
 def test_of_orders_that_take_the_same_time_the_one_with_less_memory_is_chosen() -> None:

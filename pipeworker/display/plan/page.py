@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from html import escape
 
-from pipeworker.display.plan.figures import bytes_text, count_text, rate_text, seconds_text
 from pipeworker.display.plan.svg import Picture
 from pipeworker.display.plan.text import summary
 from pipeworker.display.plan.view import PlanView
+from pipeworker.plan.figures import bytes_text, count_text, rate_text, seconds_text
 
 _STYLE = """\
 :root { color-scheme: light dark; --ink: #24292f; --paper: #ffffff; --line: #d0d7de; }

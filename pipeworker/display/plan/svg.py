@@ -13,9 +13,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from html import escape
 
-from pipeworker.display.plan.figures import seconds_text
 from pipeworker.display.plan.text import NAMES
 from pipeworker.plan.actions import Kind
+from pipeworker.plan.figures import seconds_text
 from pipeworker.plan.simulate import Span
 
 _CLASSES = {

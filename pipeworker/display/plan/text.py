@@ -6,10 +6,10 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from itertools import groupby
 
-from pipeworker.display.plan.figures import bytes_text, count_text, rate_text, seconds_text
 from pipeworker.display.plan.view import PlanView, StageView
 from pipeworker.display.text import table
 from pipeworker.plan.actions import Kind
+from pipeworker.plan.figures import bytes_text, count_text, rate_text, seconds_text
 from pipeworker.plan.simulate import Span
 
 LETTERS = {

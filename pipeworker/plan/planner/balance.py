@@ -14,6 +14,7 @@ from itertools import combinations, pairwise
 from math import comb, inf
 
 from pipeworker.errors import UsageError
+from pipeworker.plan.figures import bytes_text
 from pipeworker.plan.partition import even, ranges
 from pipeworker.plan.planner.bounds import Bounds, is_common, moves
 from pipeworker.plan.planner.costs import Range
@@ -229,15 +230,7 @@ def lacking(divisions: Divisions, found: Judged) -> UsageError:
     shown = ",".join(map(str, found.balance))
     return UsageError(
         f"--stages {divisions.placement.workers}: does not fit into the memory; with balance "
-        f"{shown} and recompute {modes}, {names} would need {size(peaks[-worker])}, {size(over)} "
-        f"more than {size(limits[-worker])}: use more --stages, more --microbatches, so that each "
-        "has fewer samples, or a larger --memory"
+        f"{shown} and recompute {modes}, {names} would need {bytes_text(peaks[-worker])}, "
+        f"{bytes_text(over)} more than {bytes_text(limits[-worker])}: use more --stages, more "
+        "--microbatches, so that each has fewer samples, or a larger --memory"
     )
-
-
-def size(count: int) -> str:
-    """Return a number of bytes for people."""
-    for unit, bytes_of in (("TB", 10**12), ("GB", 10**9), ("MB", 10**6), ("KB", 10**3)):
-        if count >= bytes_of:
-            return f"{count / bytes_of:.1f} {unit}"
-    return f"{count} bytes"

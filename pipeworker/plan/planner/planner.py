@@ -7,11 +7,12 @@ from collections.abc import Iterator, Sequence
 from pipeworker.facts.layer_facts import NetworkFacts
 from pipeworker.plan import text
 from pipeworker.plan.check import check
+from pipeworker.plan.figures import bytes_text
 from pipeworker.plan.orders import Order
 from pipeworker.plan.partition import block, check_balance, even, ranges
 from pipeworker.plan.placement import Placement
 from pipeworker.plan.planned import Planned
-from pipeworker.plan.planner.balance import lacking, search_balance, size
+from pipeworker.plan.planner.balance import lacking, search_balance
 from pipeworker.plan.planner.costs import stage_costs
 from pipeworker.plan.planner.stages import Divisions, Judged
 from pipeworker.plan.simulate import simulate
@@ -127,7 +128,7 @@ def _why_recompute(divisions: Divisions, found: Judged, again: Sequence[int]) ->
             lacks.append((without - limit, -worker, without, limit))
     _, _, without, limit = max(lacks)
     stages = f"stage{'s' * (len(again) > 1)} {listed(again)}"
-    return f"recompute on {stages}: {size(without)} without, of {size(limit)}"
+    return f"recompute on {stages}: {bytes_text(without)} without, of {bytes_text(limit)}"
 
 
 def listed(numbers: Sequence[int]) -> str:

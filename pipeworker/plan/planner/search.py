@@ -16,6 +16,7 @@ from pipeworker.errors import ScheduleError, UsageError
 from pipeworker.facts.layer_facts import NetworkFacts
 from pipeworker.plan.actions import Action
 from pipeworker.plan.check import check
+from pipeworker.plan.figures import seconds_text
 from pipeworker.plan.orders import AUTO, ORDERS, Order
 from pipeworker.plan.partition import block, ranges
 from pipeworker.plan.placement import Placement
@@ -219,10 +220,5 @@ def _why(found: Sequence[_Found]) -> str:
     best = found[0]
     shown = f"schedule {best.name} is the fastest"
     if len(found) > 1:
-        shown += f", before {found[1].name} ({seconds(found[1].judged.seconds)})"
+        shown += f", before {found[1].name} ({seconds_text(found[1].judged.seconds)})"
     return shown
-
-
-def seconds(value: float) -> str:
-    """Return a duration for people."""
-    return f"{value:.3g} s" if value >= 1 else f"{value * 1e3:.3g} ms"
