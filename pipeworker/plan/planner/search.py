@@ -12,13 +12,13 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import inf
 
-from pipeworker.errors import ScheduleError, UsageError
+from pipeworker.errors import ScheduleError
 from pipeworker.facts.layer_facts import NetworkFacts
 from pipeworker.plan.actions import Action
 from pipeworker.plan.check import check
 from pipeworker.plan.figures import seconds_text
 from pipeworker.plan.orders import AUTO, ORDERS, Order
-from pipeworker.plan.partition import block, ranges
+from pipeworker.plan.partition import block, even, ranges
 from pipeworker.plan.placement import Placement
 from pipeworker.plan.planned import Planned
 from pipeworker.plan.planner.balance import lacking, search_balance
@@ -83,11 +83,7 @@ def search(
     Raises:
         UsageError: there are fewer layers than workers, or nothing fits although it must.
     """
-    if len(facts.layers) < workers:
-        raise UsageError(
-            f"--stages {workers}: more than the layers of model(), {len(facts.layers)}; use "
-            f"--stages {len(facts.layers)} or fewer, or split the layers more finely"
-        )
+    even(len(facts.layers), workers)  # raises if there are fewer layers than workers
     count = len(block(microbatches, replicas, 0))
     known: list[_Found] = []
     for order in known_orders(orders):
