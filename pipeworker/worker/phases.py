@@ -71,20 +71,20 @@ class ModelledWorker:
             not options.own_loop and survey.mentions_skips(loaded.modules())
         )
         outline, problem = None, ""
-        if reads_first and (uses_skips or self.finds_facts):
+        if reads_first and (uses_skips or options.is_planned):
             tracker = loaded.settings.tracker
             tracker.set(Phase.READING)
             value = sample if options.own_loop else loaded.reader.peek().inputs[0]
             process = loaded.settings.survey
             found: survey.Found = {"error": "a script is surveyed in its own process"}
             if process is not None and loaded.path is not None:
-                wanted = surroundings_of(loaded) if self.finds_facts else ""
+                wanted = surroundings_of(loaded) if options.is_planned else ""
                 found = process.survey(loaded.path, options, value, wanted)
             if uses_skips:
                 device, precision = loaded.device, options.precision
                 pass_over = survey.Survey(model.entries, options.seed, device, precision)
                 skips = pass_over.run(found, value, tracker)
-            if self.finds_facts:
+            if options.is_planned:
                 outline, problem = outline_of(found, loaded)
         if loaded.settings.survey is not None:
             loaded.settings.survey.close()
@@ -107,15 +107,10 @@ class ModelledWorker:
             length,
             hooks_of(loaded.job) if loaded.path and not options.evaluate_only else (),
             outline,
-            machine_of(loaded.device, model.entries) if self.finds_facts else None,
+            machine_of(loaded.device, model.entries) if options.is_planned else None,
             model.frozen(),
             problem,
         )
-
-    @property
-    def finds_facts(self) -> bool:
-        """Whether facts of the layers are wanted."""
-        return self.loaded.role.options.is_planned
 
 
 @dataclass(frozen=True, slots=True)
