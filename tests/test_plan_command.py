@@ -11,39 +11,8 @@ from typing import Any
 import pytest
 
 from support.jobs import Jobs, until
-from support.sources import JOB
+from support.sources import JOB, VARIED
 
-SKIPS = """
-    import torch
-    from torch import nn
-    import pipeworker
-
-    class Down(nn.Linear):
-        def forward(self, x):
-            pipeworker.stash("x", x)
-            return torch.tanh(super().forward(x))
-
-    class Up(nn.Linear):
-        def forward(self, x):
-            return super().forward(x) + pipeworker.pop("x")
-
-    def model():
-        twice = nn.Linear(32, 32)
-        return nn.Sequential(
-            nn.Linear(8, 32), Down(32, 32), twice, nn.ReLU(), *[nn.Linear(32, 32)] * 1,
-            nn.Dropout(0.1), twice, Up(32, 32), nn.Linear(32, 3),
-        )
-
-    def loss(output, target):
-        return nn.functional.cross_entropy(output, target)
-
-    def optimizer(params):
-        return torch.optim.Adam(params, lr=0.01)
-
-    def data():
-        for _ in range(3):
-            yield torch.randn(24, 8), torch.randint(0, 3, (24,))
-"""
 PROMISED = {
     *("schedule", "stages", "step_seconds", "samples_per_second", "bubble", "alternatives"),
 }
@@ -69,9 +38,9 @@ def planned(jobs: Jobs, *words: str, source: str = JOB) -> str:
     [
         (JOB, 5, [8 * 16 + 16, 0, 16 * 16 + 16, 0, 16 * 3 + 3]),
         (
-            SKIPS,
-            9,
-            [8 * 32 + 32, 1056, 1056, 0, 1056, 0, 1056, 1056, 32 * 3 + 3],
+            VARIED,
+            10,
+            [72, 72, 0, 72, 0, 0, 72, 72, 16, 27],
         ),
     ],
     ids=["sequence", "skips and ties"],
@@ -111,10 +80,10 @@ def test_the_lines_of_a_job(jobs: Jobs) -> None:
 
 
 def test_counts_are_planned_without_seconds(jobs: Jobs) -> None:
-    found = json.loads(planned(jobs, "--stages", "2", "--no-profile", "--json", source=SKIPS))
+    found = json.loads(planned(jobs, "--stages", "2", "--no-profile", "--json", source=VARIED))
     assert (found["measured"], found["step_seconds"]) == (False, None)
     assert found["bubble"] > 0
-    assert "nothing was measured" in planned(jobs, "--stages", "2", "--no-profile", source=SKIPS)
+    assert "nothing was measured" in planned(jobs, "--stages", "2", "--no-profile", source=VARIED)
 
 
 def test_a_picture_a_page_and_a_schedule(jobs: Jobs) -> None:
