@@ -45,7 +45,7 @@ def run(rank: RankInfo, request: RunRequest, view: Style) -> int:
     die_with_parent(os.getppid())
     _fork_guard()
 
-    from pipeworker.worker import worker
+    from pipeworker.worker import process
     from pipeworker.worker.model.survey_process import SurveyProcess
     from pipeworker.worker.settings import Settings
 
@@ -66,7 +66,7 @@ def run(rank: RankInfo, request: RunRequest, view: Style) -> int:
         survey=surveys,
     )
     coordinator = met.coordinator
-    status = worker.run(settings, partial(_leave, coordinator, os.dup(2)), _write_failure)
+    status = process.run(settings, partial(_leave, coordinator, os.dup(2)), _write_failure)
     return coordinator.finish(status) if coordinator else status
 
 

@@ -162,7 +162,7 @@ class Agent:
                 return
             self._leave(parent)
 
-            from pipeworker.worker import worker
+            from pipeworker.worker import process
             from pipeworker.worker.model.survey_process import SurveyProcess
             from pipeworker.worker.settings import Settings
 
@@ -179,7 +179,7 @@ class Agent:
                 survey=None if request.rank else SurveyProcess(),
                 reader=link,
             )
-            status = worker.run(settings)
+            status = process.run(settings)
             atexit._run_exitfuncs()
         finally:
             os._exit(status)
@@ -296,7 +296,7 @@ def main() -> int:
     watcher = SessionWatcher()  # forked while this process is small
     with reported_progress(lambda seconds: _send(Starting(seconds))):
         # For its effect, and by name: a linter removes an import that nothing refers to.
-        for name in ("worker", "model.survey_process", "data.reader_process"):
+        for name in ("process", "model.survey_process", "data.reader_process"):
             importlib.import_module(f"pipeworker.worker.{name}")
         importlib.import_module("pipeworker.worker.internals").preload()
     die_with_parent(parent, 0)

@@ -36,7 +36,7 @@ from pipeworker.runs.begin import PreparedRun, RunRequest
 from pipeworker.session.errors import STAYS_OPEN, CallFailed, JobEnded, extended
 from pipeworker.session.process import plain_modes
 from pipeworker.wire.messages.checkpoint import Save
-from pipeworker.wire.messages.directions import Advance, FromWorker, ToWorker
+from pipeworker.wire.messages.directions import Advance, FromWorker, ToWorker, is_last
 from pipeworker.wire.messages.presence import Abort, Failed, Signalled
 from pipeworker.wire.messages.step import Call, CallKind, EvaluationDone, RunStep, Wait
 from pipeworker.worker.blame import UserCodeError, raised, user_traceback
@@ -45,7 +45,7 @@ from pipeworker.worker.device import numerics
 from pipeworker.worker.settings import Settings
 from pipeworker.worker.stage import rng
 from pipeworker.worker.step.evaluation import PassFailed
-from pipeworker.worker.worker import Worker, is_last
+from pipeworker.worker.worker import Worker
 
 _numbers = itertools.count()
 

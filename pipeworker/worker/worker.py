@@ -1,4 +1,4 @@
-"""One rank's part of a job: a state machine over the coordinator's messages, and its main loop."""
+"""One rank's part of a job: a state machine over the coordinator's messages."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import contextlib
 import gc
 import os
 import socket
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -16,13 +16,12 @@ from pipeworker.environment import versions
 from pipeworker.errors import PipeworkerError, ProtocolError
 from pipeworker.facts.failure import Failure
 from pipeworker.facts.position import Phase
-from pipeworker.host import streams
 from pipeworker.job.options import Options
 from pipeworker.plan.actions import parse_actions
 from pipeworker.wire.messages.checkpoint import Save
 from pipeworker.wire.messages.directions import Advance, Finish, FromWorker, ToWorker
 from pipeworker.wire.messages.plan import Described, Plan, Ready
-from pipeworker.wire.messages.presence import Abort, Failed, Hello, Welcome
+from pipeworker.wire.messages.presence import Hello, Welcome
 from pipeworker.wire.messages.profile import Measure
 from pipeworker.wire.messages.step import (
     Change,
@@ -35,8 +34,7 @@ from pipeworker.wire.messages.step import (
 )
 from pipeworker.worker import torch_check
 from pipeworker.worker.blame import failure_of
-from pipeworker.worker.console import detach_terminal
-from pipeworker.worker.control import Control, Exit, exit_process
+from pipeworker.worker.control import Control
 from pipeworker.worker.data.reader import MicroBatches, concatenate_outputs
 from pipeworker.worker.data.remote_reader import ReadFailed
 from pipeworker.worker.device.device import peak_memory, unit_of
@@ -367,45 +365,3 @@ class Worker:
     def _last_stage(self) -> Stage | None:
         """The last stage, if it is on this worker."""
         return self.connected.stages.stages.get(self.loaded.role.placement.stages - 1)
-
-
-def run(
-    settings: Settings,
-    exit_process: Exit = exit_process,
-    on_failure: Callable[[Failure], None] = lambda failure: None,
-) -> int:
-    """Run one worker from its Hello to the end; return the exit status.
-
-    `on_failure` is called with a failure of this worker before the coordinator receives it.
-    """
-    detach_terminal()
-    streams.log_pending = settings.to_log
-    control = Control(settings, exit_process)
-    control.start()
-    worker = Worker(settings, control)
-    try:
-        control.send(worker.hello())
-        while not is_last(message := control.receive()):
-            if (answer := worker.handle(message)) is not None:
-                control.send(answer)
-    except BaseException as error:
-        failure = worker.explain(error)
-        on_failure(failure)
-        control.send(Failed(settings.rank, failure))
-        # The coordinator decides about the first cause. If this worker exited before that, its
-        # neighbours would report a lost connection first. The control thread ends the process.
-        while True:
-            control.receive()
-    worker.end_profile()
-    if isinstance(message, Advance):  # else the job may go on with other workers
-        worker.loaded.reader.close()
-    control.close()
-    streams.flush()
-    return 0
-
-
-def is_last(message: object) -> bool:
-    """Return whether a message of the coordinator ends the worker."""
-    if isinstance(message, Advance):
-        return isinstance(message.next, Finish)
-    return isinstance(message, Abort)

@@ -30,9 +30,9 @@ import os, signal
 from pipeworker.host.agent import Agent
 from pipeworker.host.session_watcher import SessionWatcher
 from pipeworker.wire.lines import Fork
-from pipeworker.worker import worker
+from pipeworker.worker import process
 
-worker.run = lambda _: 0 if signal.getsignal(signal.SIGCHLD) == signal.SIG_DFL else 1
+process.run = lambda _: 0 if signal.getsignal(signal.SIGCHLD) == signal.SIG_DFL else 1
 signal.signal(signal.SIGCHLD, signal.SIG_IGN)
 agent = Agent(SessionWatcher(), remote=False)
 agent.fork(Fork(3, 1, "tcp://127.0.0.1:1", "token", 0, 0, ()))

@@ -55,3 +55,10 @@ _WhileRunning = Upcoming | StepDone | EvaluationDone | Call | Saved
 FromWorker = _WhileJoining | _WhileRunning | Heartbeat | Failed | Signalled
 ToWorker = Welcome | Measure | Plan | Advance | StoreReply | Ping | Abort
 Message = FromWorker | ToWorker
+
+
+def is_last(message: object) -> bool:
+    """Return whether a message of the coordinator ends a worker."""
+    if isinstance(message, Advance):
+        return isinstance(message.next, Finish)
+    return isinstance(message, Abort)
