@@ -35,8 +35,9 @@ from pipeworker.wire.messages.step import (
 from pipeworker.worker import torch_check
 from pipeworker.worker.blame import failure_of
 from pipeworker.worker.control import Control
-from pipeworker.worker.data.reader import MicroBatches, concatenate_outputs
+from pipeworker.worker.data.reader import MicroBatches
 from pipeworker.worker.data.remote_reader import ReadFailed
+from pipeworker.worker.data.splitting import concatenate_outputs
 from pipeworker.worker.device.device import peak_memory, unit_of
 from pipeworker.worker.loaded_worker import LoadedWorker
 from pipeworker.worker.local_stages import build_stages

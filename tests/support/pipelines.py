@@ -29,7 +29,8 @@ from pipeworker.plan.schedule import Pairs, Schedule, edges, replica_edges
 from pipeworker.plan.skips import between_stages, pairs
 from pipeworker.wire.messages.plan import StageRange
 from pipeworker.wire.messages.step import RunStep, Update
-from pipeworker.worker.data.reader import MicroBatches, Reader, concatenate_outputs
+from pipeworker.worker.data.reader import MicroBatches, Reader
+from pipeworker.worker.data.splitting import concatenate_outputs
 from pipeworker.worker.model.model import Model
 from pipeworker.worker.stage.layers import StageConfig
 from pipeworker.worker.stage.offload import Copies, StreamCopies

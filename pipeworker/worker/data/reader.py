@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import reprlib
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -18,17 +17,16 @@ from pipeworker.job.file import JobFile
 from pipeworker.job.options import Options
 from pipeworker.plan.partition import block, sizes
 from pipeworker.worker.data.epoch import END, Epoch, Way, validate_position
+from pipeworker.worker.data.splitting import split_value
 from pipeworker.worker.data.tokens import count_tokens
 from pipeworker.worker.internals import pytree
 from pipeworker.worker.stage import rng
 from pipeworker.worker.stage.values import distinct_tensors
-from pipeworker.worker.transport.layout import aligned_copy
 
 _MOST = 2**63
 _MOST_SIGNATURES = 1024
 _PLAIN = (int, float, complex, str, bytes)
 _TARGETS = ("labels", "label", "targets", "target", "y")
-_ALIGNMENT = 64  # bytes: a part of a mini-batch has the address of the original, modulo this
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,7 +208,7 @@ class Reader:
         own, digest = range(count), 0
         if self.replicas > 1 and not whole:
             own, digest = block(count, self.replicas, self.replica), _digest(item)
-        inputs, targets = (_split(value, count, own) for value in item)
+        inputs, targets = (split_value(value, count, own) for value in item)
         epoch = self._epoch.number if self._epoch else 0
         tokens = 0 if whole else count_tokens(item, self.tokens)
         batch = Batch(signature, samples, count, epoch, digest, tokens)
@@ -334,81 +332,3 @@ def _digest(item: Any) -> int:
         elif isinstance(leaf, (str, bytes, bool, int, float, complex)) or leaf is None:
             checksum = zlib.crc32(repr(leaf).encode(), checksum)
     return checksum
-
-
-def _split(value: Any, count: int, own: range) -> list[Any]:
-    """Split every tensor of a nested value along dim 0; plain values go to every micro-batch.
-
-    The pieces are parts of a copy: ``data()`` may overwrite its memory with the next mini-batch,
-    which is read while this one is still needed, and a first layer may work in place. Each piece
-    has a version counter of its own. Only the samples of micro-batches in `own` are copied.
-    """
-    if isinstance(value, torch.Tensor):
-        return _split_tensor(value, count, own)
-    leaves, structure = pytree.tree_flatten(value)
-    tensors = {id(leaf): leaf for leaf in leaves if isinstance(leaf, torch.Tensor)}
-    pieces = {key: _split_tensor(leaf, count, own) for key, leaf in tensors.items()}  # each once
-    split = [pieces.get(id(leaf)) or [leaf] * len(own) for leaf in leaves]
-    numbers = range(len(own))
-    return [pytree.tree_unflatten([piece[m] for piece in split], structure) for m in numbers]
-
-
-def _split_tensor(tensor: torch.Tensor, count: int, own: range) -> list[torch.Tensor]:
-    """Copy some of the `count` pieces of dim 0, aligned as they are in a copy of all."""
-    whole, lengths = tensor.detach(), sizes(len(tensor), count)
-    begin, end = sum(lengths[: own.start]), sum(lengths[: own.stop])
-    first = 0
-    if len(own) < count and whole.is_contiguous():  # else rows do not follow each other in memory
-        row = max(1, whole[0].nbytes)
-        first = begin - begin % (_ALIGNMENT // math.gcd(row, _ALIGNMENT))
-        whole = whole[:end]
-    rows = aligned_copy(whole[first:])[begin - first : end - first]
-    pieces = [piece.data for piece in torch.split(rows, lengths[own.start : own.stop])]
-    return [piece.requires_grad_() for piece in pieces] if tensor.requires_grad else pieces
-
-
-def concatenate_outputs(outputs: Sequence[Any]) -> Any:
-    """Return the output of a mini-batch: the tensors of its micro-batches, concatenated in dim 0.
-
-    Raises:
-        UsageError: a tensor has no dim 0, or the outputs differ in structure, in other dims or in
-            plain values.
-    """
-    leaves, structures = zip(*(pytree.tree_flatten(output) for output in outputs), strict=True)
-    if any(structure != structures[0] for structure in structures):
-        raise UsageError(
-            "predict(): the model's output has another structure in each micro-batch; return one "
-            "structure"
-        )
-
-    def concatenate(parts: Sequence[Any]) -> Any:
-        if isinstance(parts[0], torch.Tensor):
-            if not all(part.dim() for part in parts):
-                raise UsageError(
-                    "predict(): the model's output has a tensor without dims; keep dim 0, the batch"
-                )
-            shapes = {part.shape[1:] for part in parts}
-            if len(shapes) > 1:
-                sizes = " and ".join(str(list(shape)) for shape in sorted(shapes))
-                raise UsageError(
-                    "predict(): the model's output has a tensor that is not of one size in all "
-                    f"micro-batches: {sizes} without the batch; pad it"
-                )
-            return torch.cat(list(parts))
-        if any(type(part) is not type(parts[0]) or not _equal(part, parts[0]) for part in parts):
-            raise UsageError(
-                f"predict(): the model's output has a {type(parts[0]).__name__} that is not the "
-                "same in each micro-batch; put it into a tensor, or leave it out"
-            )
-        return parts[0]
-
-    wholes = [concatenate(parts) for parts in zip(*leaves, strict=True)]
-    return pytree.tree_unflatten(wholes, structures[0])
-
-
-def _equal(one: Any, other: Any) -> bool:
-    """Return whether two plain values are equal; False if the comparison is no truth value."""
-    try:
-        return bool(one == other)
-    except (TypeError, ValueError):
-        return False

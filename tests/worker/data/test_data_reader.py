@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from pipeworker.errors import UsageError, a_type
 from pipeworker.worker.blame import UserCodeError
-from pipeworker.worker.data.reader import Reader, concatenate_outputs, sample_shares
+from pipeworker.worker.data.reader import Reader, sample_shares
 
 
 def reader(data: Any, *, microbatches: int = 3, seed: int = 0, repeat: bool = True) -> Reader:
@@ -273,25 +273,3 @@ def test_an_exception_in_data_is_a_user_code_error() -> None:
     with pytest.raises(UserCodeError, match=r"^data\(\) raised KeyError: 'column'$") as caught:
         read.read()
     assert isinstance(caught.value.__cause__, KeyError)
-
-
-def test_nested_outputs_of_micro_batches_are_concatenated() -> None:
-    parts = [{"y": (torch.full((n, 2), n), None), "scale": 2.0} for n in (3, 2)]
-    whole = concatenate_outputs(parts)
-    assert torch.equal(whole["y"][0], torch.cat([torch.full((3, 2), 3), torch.full((2, 2), 2)]))
-    assert whole["y"][1] is None
-    assert whole["scale"] == 2.0
-
-
-@pytest.mark.parametrize(
-    ("outputs", "message"),
-    [
-        ([torch.tensor(1.0)], "a tensor without dims"),
-        ([torch.zeros(2, 3), torch.zeros(2, 4)], r"not of one size .* \[3\] and \[4\]"),
-        ([(torch.zeros(1), 1), (torch.zeros(1), 2)], "a int that is not the same"),
-        ([[torch.zeros(1)], [torch.zeros(1)] * 2], "another structure in each micro-batch"),
-    ],
-)
-def test_outputs_that_cannot_be_concatenated_are_rejected(outputs: list[Any], message: str) -> None:
-    with pytest.raises(UsageError, match=message):
-        concatenate_outputs(outputs)
