@@ -19,7 +19,8 @@ from pipeworker.display.figures import evaluation_line
 from pipeworker.display.style import Style
 from pipeworker.errors import UnreadableFile, UsageError
 from pipeworker.facts.step import Evaluation
-from pipeworker.job.options import BEST, END, Options
+from pipeworker.job.interval import END
+from pipeworker.job.options import BEST, Options
 from pipeworker.record.lock import RunLock
 from pipeworker.record.manifest import MANIFEST, Manifest
 from pipeworker.record.metrics import rows

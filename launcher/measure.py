@@ -15,7 +15,8 @@ from pipeworker.coordinator.service import recorded_facts
 from pipeworker.display.style import Style
 from pipeworker.errors import PipeworkerError
 from pipeworker.facts.layer_facts import NetworkFacts
-from pipeworker.job.options import END, Options
+from pipeworker.job.interval import END
+from pipeworker.job.options import Options
 from pipeworker.record.lock import RunLock
 from pipeworker.record.rundir import RunDir
 from pipeworker.runs.begin import PreparedRun

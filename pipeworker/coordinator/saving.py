@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from pipeworker.coordinator.lifecycle import Lifecycle
-from pipeworker.job.options import Interval
+from pipeworker.job.interval import Interval
 from pipeworker.wire.messages.checkpoint import Copy
 
 

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import json
-import math
 import re
 import reprlib
 from collections.abc import Collection, Mapping
@@ -17,6 +15,7 @@ import msgspec
 
 from pipeworker.errors import ProtocolError, UsageError
 from pipeworker.facts.criterion import Criterion
+from pipeworker.job.interval import Interval
 from pipeworker.plan import text
 from pipeworker.plan.orders import AUTO, DEFAULT_SCHEDULE, Order, resolve
 from pipeworker.plan.partition import EVEN, block, check_entries
@@ -35,11 +34,8 @@ MAX_MICROBATCHES = 1 << 20  # that messages can speak of
 EPOCH = "epoch"
 """A value for a number of steps: at each end of the data."""
 BEST = "loss"
-END = "end"
-"""A value for an interval between checkpoints: there are none before the end."""
 EXCLUSIVE = {"steps": "epochs", "epochs": "steps"}
 """Options of which at most one is given."""
-_UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0}
 _MOST = (1 << 63) - 1
 _STEPS = re.compile(r"(\d{1,18}):(\d{1,18})", re.ASCII)
 _T = TypeVar("_T")
@@ -66,32 +62,6 @@ _CHOICES: dict[str, Collection[str]] = {
 def default_microbatches(stages: int, replicas: int) -> int:
     """Return M, four for each stage: from there, the bubble is small (GPipe, Huang et al. 2019)."""
     return 4 * stages * replicas
-
-
-@dataclass(frozen=True, slots=True)
-class Interval:
-    """An interval between checkpoints: a number of steps, or of seconds."""
-
-    steps: int = 0
-    seconds: float = 0.0
-
-    def due(self, step: int, seconds: float) -> bool:
-        """Return whether the interval is over after `step`, `seconds` after the last checkpoint."""
-        return step % self.steps == 0 if self.steps else seconds >= self.seconds
-
-    @staticmethod
-    @functools.lru_cache(maxsize=8)
-    def parse(text: str) -> Interval:
-        """Read ``100`` (steps), ``90s``, ``30m`` or ``2h``; ``end`` for no interval."""
-        if text == END:
-            return Interval(seconds=math.inf)
-        number, unit = (text[:-1], text[-1]) if text[-1:] in _UNITS else (text, "")
-        if not (number.isascii() and number.isdigit() and len(number) < 10 and int(number)):
-            raise UsageError(
-                f"--checkpoint-every {text}: must be a number of steps, as 100, a time, as 30m, "
-                "or end, for one at the end alone"
-            )
-        return Interval(seconds=int(number) * _UNITS[unit]) if unit else Interval(int(number))
 
 
 @dataclass(frozen=True, slots=True)

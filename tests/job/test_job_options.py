@@ -10,8 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeworker.errors import UsageError
+from pipeworker.job.interval import Interval
 from pipeworker.job.option_parsing import make_options
-from pipeworker.job.options import Interval, Options
+from pipeworker.job.options import Options
 
 
 def options(**fields: Any) -> Options:
