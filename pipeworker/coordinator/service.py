@@ -135,6 +135,7 @@ class Service:
                 next_tick = now + self._timings.tick
                 self._handle(events.Tick(clock.suspended - suspended))
                 suspended = clock.suspended
+                self._workers.ping_quiet(set(self._job.peers))
                 if self._run_dir.withdraw_checkpoint_request():
                     self._handle(lines.SaveRequest())
             if now >= next_ping:

@@ -35,7 +35,8 @@ class WorkerConnections:
 
     `handle` is called with events that sending a message causes, and `generation` returns the
     number of the current generation. Pings report to a worker that its heartbeats have not arrived
-    for `redial` seconds, so that it opens another connection.
+    for `redial` seconds, so that it opens another connection: in time for the next moment at which
+    a line that is interrupted again and again works.
 
     Attributes:
         received: messages received so far, without heartbeats.
@@ -59,6 +60,7 @@ class WorkerConnections:
         # By peer; of workers that have joined, streams are kept.
         self._streams: defaultdict[bytes, ReliableStream] = defaultdict(ReliableStream)
         self._beats: dict[bytes, float] = {}  # by peer: the time of its last heartbeat
+        self._quiet: set[bytes] = set()  # members whose heartbeats do not arrive
 
     def events(self, until: float) -> Iterator[Event]:
         """Yield the events of frames that have arrived, for at most until the time `until`."""
@@ -113,6 +115,14 @@ class WorkerConnections:
         for peer in members:
             self._ping(peer)
 
+    def ping_quiet(self, members: Collection[bytes]) -> None:
+        """Ping the members whose heartbeats have not arrived for `redial` seconds, once each."""
+        now = time.monotonic()
+        quiet = {peer for peer in members if self._is_quiet(peer, now)}
+        for peer in quiet - self._quiet:
+            self._ping(peer)
+        self._quiet = quiet
+
     @property
     def has_unacknowledged(self) -> bool:
         """Whether a peer that acknowledges messages has not received all of them."""
@@ -148,11 +158,13 @@ class WorkerConnections:
 
     def _ping(self, peer: bytes, *, resend: bool = False) -> None:
         stream = self._streams[peer]
-        now = time.monotonic()
-        quiet = now - self._beats.get(peer, now) > self._redial
+        quiet = self._is_quiet(peer, time.monotonic())
         ping = Ping(stream.sent, stream.received, resend, quiet)
         frame = codec.encode(ping, self._generation())
         self._put(peer, pack(UNNUMBERED, frame), "Ping")
+
+    def _is_quiet(self, peer: bytes, now: float) -> bool:
+        return now - self._beats.get(peer, now) > self._redial
 
     def _put(self, peer: bytes, data: bytes, name: str) -> None:
         try:
