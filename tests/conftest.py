@@ -23,6 +23,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--cold", action="store_true", help="start every process as an interpreter of its own"
     )
+    parser.addoption("--run-slow", action="store_true", help="include the tests that are slow")
 
 
 def pytest_configure(config: pytest.Config) -> None:

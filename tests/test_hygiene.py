@@ -17,6 +17,7 @@ from pipeworker.runs.begin import RunRequest
 from pipeworker.timings import DEFAULT
 from support.jobs import Jobs, cpu_seconds, processes_of, until
 from support.live import SECONDS, Live, left_in
+from support.slow import slow
 from support.sources import JOB, SLEEPERS
 from support.terminal import Terminal
 
@@ -354,6 +355,7 @@ def test_a_launcher_that_is_killed_while_it_starts_many_workers_leaves_nothing(j
     process.communicate()
 
 
+@slow
 def test_no_process_of_a_job_leaves_a_file_for_python_to_close(jobs: Jobs) -> None:
     env = {**os.environ, "PYTHONWARNINGS": "error::ResourceWarning"}
     run = jobs.train("--stages", "2", "--steps", "1", env=env, cold=True)

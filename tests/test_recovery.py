@@ -12,6 +12,7 @@ import pytest
 
 from support.compare import assert_same
 from support.jobs import Jobs, Reference, Run, processes_of, until
+from support.slow import slow
 from support.sources import CALM, DIES, JOB, gated
 
 RESUMED = r"warning: the coordinator was killed; resumed after step \d, .* repeated, in \d+\.\d s"
@@ -299,6 +300,7 @@ sys.meta_path.insert(0, Hangs())
 """The first agent never finishes the import of torch."""
 
 
+@slow
 def test_an_agent_that_hangs_in_its_import_is_replaced_soon(jobs: Jobs) -> None:
     jobs.write(HANGS, "hooks/sitecustomize.py")
     env = {**os.environ, "PYTHONPATH": str(jobs.folder / "hooks")}

@@ -24,6 +24,7 @@ from pipeworker.ranks import rank_info
 from pipeworker.timings import DEFAULT
 from support.jobs import COMMAND, Jobs, Run, cpu_seconds, processes_of, until
 from support.nanobind import without_reports
+from support.slow import slow
 from support.sources import JOB
 
 WORDS = ("--stages", "2", "--microbatches", "2")
@@ -174,6 +175,7 @@ def test_a_run_directory_that_is_removed(jobs: Jobs) -> None:
     one_error(run, "cannot be written", str(run.path), "No such file or directory")
 
 
+@slow
 def test_too_small_files(jobs: Jobs) -> None:
     """The limit also binds the memory that workers share."""
     line = [*COMMAND, "launch", *WORDS, "--run-dir", str(jobs.folder / "run")]
@@ -192,6 +194,7 @@ def test_too_small_files(jobs: Jobs) -> None:
     until(lambda: not processes_of(jobs.folder))
 
 
+@slow
 @root
 def test_no_proc(jobs: Jobs) -> None:
     program = shutil.which("unshare")
@@ -234,7 +237,14 @@ def test_too_few_descriptors(jobs: Jobs, most: int) -> None:
 
 
 @root
-@pytest.mark.parametrize(("most", "text"), [(6, ""), (10, ""), (25, "processes and threads, and ")])
+@pytest.mark.parametrize(
+    ("most", "text"),
+    [
+        (6, ""),
+        (10, ""),
+        pytest.param(25, "processes and threads, and ", marks=slow),
+    ],
+)
 def test_too_few_processes(jobs: Jobs, most: int, text: str) -> None:
     """Threads count: ZeroMQ ends a process that gets none. The limit does not bind root."""
     program = shutil.which("setpriv")
@@ -256,8 +266,8 @@ def test_too_few_processes(jobs: Jobs, most: int, text: str) -> None:
     until(lambda: not processes_of(jobs.folder))
 
 
-@pytest.mark.parametrize(("closed", "forking"), [((1,), True), ((0, 1, 2), False)])
-def test_closed_streams(jobs: Jobs, closed: tuple[int, ...], forking: bool) -> None:
+@pytest.mark.parametrize("closed", [(1,), (0, 1, 2)])
+def test_closed_streams(jobs: Jobs, closed: tuple[int, ...]) -> None:
     """No file that is opened gets their descriptors, and no print fails."""
     run_dir = jobs.folder / "run"
 
@@ -271,7 +281,7 @@ def test_closed_streams(jobs: Jobs, closed: tuple[int, ...], forking: bool) -> N
         capture_output=True,
         text=True,
         timeout=60,
-        env=jobs.forking if forking else None,
+        env=jobs.forking,
         preexec_fn=close,
     )
     assert done.returncode == 0, done.stderr

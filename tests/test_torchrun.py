@@ -102,11 +102,11 @@ def test_a_killed_worker_ends_the_job(jobs: Jobs, torchrun: Torchrun, stage: int
 
 
 def test_a_killed_torchrun_ends_the_job(jobs: Jobs, torchrun: Torchrun) -> None:
-    """Its ranks are separate interpreters here, beside files with the names of ours."""
+    """Its rank is a separate interpreter here, beside files with the names of ours."""
     write_neighbours(jobs)
-    started = torchrun(*ENDLESS, ranks=2, source=IMPORTS + SLEEPERS, cold=True)
+    started = torchrun(*ENDLESS, ranks=1, source=IMPORTS + SLEEPERS, cold=True)
     started.training()
-    assert all(PRINTED in (started.path / f"logs/worker-{rank}.log").read_text() for rank in (0, 1))
+    assert PRINTED in (started.path / "logs/worker-0.log").read_text()
     started.process.kill()
     assert started.end().status == -signal.SIGKILL
     until(lambda: not processes_of(jobs.folder))

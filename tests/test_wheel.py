@@ -1,4 +1,4 @@
-"""The built distribution: what a wheel holds, and that it trains in an environment of its own."""
+"""The built distribution: its metadata, what a wheel holds, and that it trains once installed."""
 
 from __future__ import annotations
 
@@ -11,9 +11,11 @@ import venv
 import zipfile
 from pathlib import Path
 
+import pytest
 from packaging.metadata import Metadata
 
 from support.pages import ROOT
+from support.slow import slow
 from support.sources import JOB
 
 
@@ -24,21 +26,22 @@ def run(*words: object, cwd: Path) -> str:
     return ran.stdout
 
 
-def build(source: Path, out: Path) -> Path:
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Build the sdist from a copy of the repository, and from the sdist the wheel; return it."""
+    source, out = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("dist")
     names = run("git", "ls-files", "--cached", "--others", "--exclude-standard", cwd=ROOT)
     for name in names.splitlines():
         if (ROOT / name).is_file() and not name.startswith("tests/"):
             (source / name).parent.mkdir(parents=True, exist_ok=True)
             (source / name).write_bytes((ROOT / name).read_bytes())
     run(sys.executable, "-m", "build", "--no-isolation", "--outdir", out, source, cwd=source)
-    (wheel,) = out.glob("*.whl")
-    return wheel
+    (built,) = out.glob("*.whl")
+    return built
 
 
-def check_metadata(out: Path) -> None:
-    """An index accepts the metadata of both distributions, and shows the README as a page."""
-    (wheel,), (sdist,) = out.glob("*.whl"), out.glob("*.tar.gz")
+def test_an_index_accepts_the_metadata_and_shows_the_readme(wheel: Path) -> None:
+    (sdist,) = wheel.parent.glob("*.tar.gz")
     name = sdist.name.removesuffix(".tar.gz")
     with zipfile.ZipFile(wheel) as zipped, tarfile.open(sdist) as packed:
         described = packed.extractfile(f"{name}/PKG-INFO")
@@ -49,8 +52,7 @@ def check_metadata(out: Path) -> None:
             assert metadata.description_content_type == "text/markdown"
 
 
-def check_contents(wheel: Path) -> None:
-    """A wheel holds all of the source, within the package."""
+def test_a_wheel_holds_all_of_the_source_within_the_package(wheel: Path) -> None:
     names = zipfile.ZipFile(wheel).namelist()
     top = {name.partition("/")[0] for name in names}
     assert {name for name in top if not name.endswith(".dist-info")} == {"pipeworker"}
@@ -63,12 +65,15 @@ def check_contents(wheel: Path) -> None:
     assert {*sources, "cli.py"} == {name for name in installed if name.endswith(".py")}
 
 
-def check_training(wheel: Path, home: Path, job: Path) -> None:
+@slow
+def test_an_installed_wheel_trains(wheel: Path, tmp_path: Path) -> None:
     """A job trains in a fresh environment.
 
     The packages that the wheel requires are shared with the environment of the tests by a path
     file: only pipeworker itself is installed.
     """
+    home, job = tmp_path / "home", tmp_path / "job"
+    job.mkdir()
     venv.create(home, with_pip=False)
     python = home / "bin" / "python"
     found = run(python, "-c", "import site; print(site.getsitepackages()[0])", cwd=home)
@@ -85,13 +90,3 @@ def check_training(wheel: Path, home: Path, job: Path) -> None:
     assert (job / "run" / "metrics.jsonl").read_text().count("\n") == 2
     found = run(python, "-c", "import pipeworker; print(pipeworker.__file__)", cwd=job)
     assert Path(found.strip()).is_relative_to(site)
-
-
-def test_the_wheel_installs_the_package_alone_and_trains(tmp_path: Path) -> None:
-    source, out, home, job = (tmp_path / name for name in ("source", "dist", "home", "job"))
-    for folder in (source, out, home, job):
-        folder.mkdir()
-    wheel = build(source, out)
-    check_metadata(out)
-    check_contents(wheel)
-    check_training(wheel, home, job)

@@ -11,6 +11,7 @@ from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
 from pipeworker.worker import kernel_cache
 from support.jobs import Jobs
+from support.slow import slow
 
 
 @pytest.fixture
@@ -60,6 +61,7 @@ def test_a_folder_that_the_user_chose_is_kept(
     assert os.environ[kernel_cache.VARIABLE] == str(tmp_path)
 
 
+@slow
 def test_a_file_in_place_of_the_folder_does_not_stop_a_process(jobs: Jobs, default: Path) -> None:
     default.touch()
     env = {**os.environ, "TMPDIR": str(default.parent)}
