@@ -21,6 +21,7 @@ from support.compare import assert_same
 from support.fault_injection import AT_START, IN_COMMIT, IN_RECOVERY, KILLED, Fault, FaultInjector
 from support.jobs import Jobs
 from support.observed_job import ObservedJob
+from support.slow import slow
 
 FAULTS = int(os.environ.get("CHAOS_FAULTS", 0))
 SEED = int(os.environ.get("CHAOS_SEED", 0))
@@ -206,6 +207,7 @@ def choose_faults(actions: Sequence[Action], chance: random.Random) -> list[Faul
     return [fault for part in (workers, others) for fault in chance.sample(part, len(part))]
 
 
+@slow
 @pytest.mark.timeout(10 * FAULTS + 120)
 def test_weights_are_equal_with_and_without_faults(
     jobs: Jobs, disk: Path | None, monkeypatch: pytest.MonkeyPatch

@@ -26,6 +26,7 @@ from support.fault_injection import AT_START, IN_COMMIT, IN_RECOVERY, TIMEOUT, F
 from support.jobs import Jobs, Run, until
 from support.observed_job import ObservedJob
 from support.ranks import Ranks, Scripts
+from support.slow import slow
 from support.sources import JOB
 from support.torchrun import Started, Torchrun
 
@@ -178,6 +179,7 @@ def test_a_drawn_job_under_faults_equals_a_quiet_run_of_one_stage(
     shutil.rmtree(jobs.folder)
 
 
+@slow
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("seed", range(SEED, SEED + (CASES or 1)))
 def test_torchrun_restarts_a_drawn_job(
@@ -283,6 +285,7 @@ def as_arguments(words: list[str]) -> dict[str, Any]:
     return found
 
 
+@slow
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("seed", range(SEED, SEED + (CASES or 1)))
 def test_a_drawn_loop_of_the_users_own_equals_a_quiet_run_of_one_stage(

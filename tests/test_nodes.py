@@ -13,6 +13,7 @@ import pytest
 
 from support.compare import assert_same
 from support.jobs import Jobs, Reference, until
+from support.slow import slow
 from support.sources import CALM, DROPOUT_JOB, JOB
 from support.torchrun import Started, Torchrun
 
@@ -64,6 +65,7 @@ def at(folder: Path) -> list[str]:
     return [path.read_text() for path in sorted(folder.glob("at-*"))]
 
 
+@slow
 def test_added_and_lost_nodes_change_no_bit(
     jobs: Jobs, torchrun: Torchrun, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -10,6 +10,7 @@ import pytest
 
 from support.jobs import Jobs
 from support.pages import PAGES, ROOT, Type, Write, actions, follow, missing_line
+from support.slow import slow
 
 FOLLOWED = [
     page for page in PAGES if any(isinstance(act, Type) for act in actions(page.read_text()))
@@ -18,7 +19,15 @@ PLANNED = ("README.md", "bubble.md", "micro-batches.md", "schedule-file.md", "re
 """Pages whose jobs are planned from measured layers, which takes time."""
 
 
-@pytest.mark.parametrize("page", FOLLOWED, ids=lambda page: str(page.relative_to(ROOT)))
+COLD = ("notebooks.md", "unattended.md")
+"""Pages whose commands start the command line's own interpreters, which takes seconds."""
+
+
+@pytest.mark.parametrize(
+    "page",
+    [pytest.param(page, marks=slow if page.name in COLD else ()) for page in FOLLOWED],
+    ids=lambda page: str(page.relative_to(ROOT)),
+)
 def test_the_commands_of_a_page_print_what_it_shows(
     page: Path, jobs: Jobs, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -14,6 +14,7 @@ import torch
 from support.compare import assert_same
 from support.jobs import Jobs, Reference, Run, processes_of, until
 from support.ranks import LOOP, Scripts, script
+from support.slow import slow
 from support.sources import CALM, DIES, DROPOUT_JOB, JOB, NESTED_JOB, gated
 
 WORDS = ("--microbatches", "4", "--clip-grad-norm", "0.5")
@@ -210,6 +211,7 @@ def test_replicas_that_read_different_data_fail(jobs: Jobs) -> None:
 ONCE = ("--replicas", "2", "--microbatches", "4", "--data-reader", "first")
 
 
+@slow
 def test_replica_0_may_read_for_all(jobs: Jobs, reference: Reference) -> None:
     """Results equal those of reading in every replica; processes may then have different data."""
     for stages, words, source in (
@@ -302,6 +304,7 @@ def test_a_sharded_optimizer_equals_a_whole_one(jobs: Jobs) -> None:
     assert all(json.loads(s.state.read_text())["extra"] == {} for s in shards)
 
 
+@slow
 def test_a_run_with_sharded_state_resumes_with_any_layout(jobs: Jobs, reference: Reference) -> None:
     first = ("--steps", "3", "--checkpoint-every", "1")
     whole = reference("--stages", "2", *SHARDED[:-1], "--steps", "6", source=DROPOUT_JOB)

@@ -10,6 +10,7 @@ import pytest
 from support.compare import assert_same
 from support.jobs import Jobs, Reference, Run
 from support.ranks import LOOP, Scripts, script
+from support.slow import slow
 from support.sources import VARIED, VARIED_WORDS
 
 TRAIN = """
@@ -34,9 +35,14 @@ def check(run: Run, one: Run, schedule: str, stages: int) -> None:
     ("schedule", "workers", "words", "stages"),
     [
         ("1f1b", 4, ("--recompute", "except_first"), 4),
-        ("interleaved-1f1b", 2, ("--virtual-stages", "3", "--recompute", "never"), 6),
-        ("v-min", 3, ("--recompute", "never"), 6),
-        ("dualpipev", 2, ("--balance", "1,4,3,2", "--recompute", "never"), 4),
+        *(
+            pytest.param(*case, marks=slow)
+            for case in (
+                ("interleaved-1f1b", 2, ("--virtual-stages", "3", "--recompute", "never"), 6),
+                ("v-min", 3, ("--recompute", "never"), 6),
+                ("dualpipev", 2, ("--balance", "1,4,3,2", "--recompute", "never"), 4),
+            )
+        ),
     ],
 )
 def test_every_schedule_gives_the_same_bits(
@@ -57,9 +63,18 @@ def test_every_schedule_gives_the_same_bits(
     ("options", "ranks", "stages"),
     [
         ({"schedule": "zb-h1", "recompute": "never"}, 3, 3),
-        ({"schedule": "zbv", "recompute": "except_first"}, 2, 4),
         ({"schedule": "v-half", "recompute": "never"}, 2, 4),
-        ({"schedule": "interleaved-1f1b", "recompute": "always", "virtual_stages": 2}, 3, 6),
+        *(
+            pytest.param(*case, marks=slow)
+            for case in (
+                ({"schedule": "zbv", "recompute": "except_first"}, 2, 4),
+                (
+                    {"schedule": "interleaved-1f1b", "recompute": "always", "virtual_stages": 2},
+                    3,
+                    6,
+                ),
+            )
+        ),
     ],
 )
 def test_ranks_of_a_script_run_every_schedule(
@@ -88,7 +103,10 @@ STILL = VARIED.replace("        return nn.Sequential(", "        net = nn.Sequen
 
 @pytest.mark.parametrize(
     ("schedule", "words"),
-    [("gpipe", ("--balance", "1,2,4,3")), ("zbv", ("--balance", "3,4,1,2", "--stages", "2"))],
+    [
+        pytest.param("gpipe", ("--balance", "1,2,4,3"), marks=slow),
+        ("zbv", ("--balance", "3,4,1,2", "--stages", "2")),
+    ],
 )
 def test_frozen_layers_at_the_front_have_no_backward(
     jobs: Jobs, reference: Reference, schedule: str, words: tuple[str, ...]

@@ -31,6 +31,7 @@ from support.jobs import Jobs, Run, until
 from support.manual_job import ManualJob
 from support.memory import resident
 from support.proxy import Proxy
+from support.slow import slow
 from support.unauthenticated_peers import (
     SilentConnections,
     invalid_frames,
@@ -207,6 +208,7 @@ def burners() -> Iterator[None]:
         yield
 
 
+@slow
 @pytest.mark.timeout(4 * SECONDS + 120)
 def test_faults_change_no_bit_and_no_process_grows(
     jobs: Jobs, monkeypatch: pytest.MonkeyPatch, tmp_path: Path

@@ -20,6 +20,7 @@ from support.forked import Server
 from support.hosts import Host as Namespace
 from support.hosts import two_hosts
 from support.jobs import Jobs, Process, Reference, Run, processes_of, until
+from support.slow import slow
 from support.sources import DIES, DROPOUT_JOB, gated
 from support.sshd import Sshd, servers
 
@@ -248,6 +249,7 @@ def far(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Names
         yield here, made
 
 
+@slow
 @pytest.mark.root
 def test_a_folder_is_sent_and_two_hosts_give_the_numbers_of_one(
     jobs: Jobs, far: tuple[Namespace, Sshd], quiet: Run

@@ -16,6 +16,7 @@ from support.compare import assert_same
 from support.hosts import ADDRESSES, Host
 from support.jobs import Jobs, Reference, processes_of, until
 from support.neighbours import IMPORTS, PRINTED, write_neighbours
+from support.slow import slow
 from support.sources import CALM, DIES, DROPOUT_JOB, JOB, SLEEPERS
 from support.torchrun import TOKEN, Torchrun
 
@@ -85,7 +86,7 @@ def test_an_error_of_a_layer_is_reported_once(
     assert run.summary["status"] == "failed"
 
 
-@pytest.mark.parametrize("stage", [0, 1])
+@pytest.mark.parametrize("stage", [pytest.param(0, marks=slow), 1])
 def test_a_killed_worker_ends_the_job(jobs: Jobs, torchrun: Torchrun, stage: int) -> None:
     started = torchrun(*ENDLESS, ranks=3, source=SLEEPERS)
     pid = started.training()["stages"][stage]["pid"]
@@ -101,6 +102,7 @@ def test_a_killed_worker_ends_the_job(jobs: Jobs, torchrun: Torchrun, stage: int
         assert f"error: the worker of stage {stage}" in run.stderr
 
 
+@slow
 def test_a_killed_torchrun_ends_the_job(jobs: Jobs, torchrun: Torchrun) -> None:
     """Its rank is a separate interpreter here, beside files with the names of ours."""
     write_neighbours(jobs)

@@ -40,6 +40,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return built
 
 
+@slow
 def test_an_index_accepts_the_metadata_and_shows_the_readme(wheel: Path) -> None:
     (sdist,) = wheel.parent.glob("*.tar.gz")
     name = sdist.name.removesuffix(".tar.gz")

@@ -21,6 +21,7 @@ import pytest
 
 from support.compare import assert_same
 from support.jobs import COMMAND, Jobs, Process, Reference, Run, until
+from support.slow import slow
 from support.slurm import Slurm, slurm
 from support.sources import DROPOUT_JOB
 from support.sshd import servers
@@ -151,7 +152,7 @@ def nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Slurm]:
         yield made
 
 
-@pytest.fixture(params=MAKERS)
+@pytest.fixture(params=[pytest.param("torchrun", marks=slow), "ssh", "slurm"])
 def kind(
     request: pytest.FixtureRequest, jobs: Jobs, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Kind]:

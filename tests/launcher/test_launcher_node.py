@@ -24,6 +24,7 @@ from pipeworker.errors import AGAIN
 from support.compare import assert_same
 from support.jobs import Jobs, Process, Run, processes_of, until
 from support.ports import reserve_port
+from support.slow import slow
 from support.sources import CALM, DIES, JOB
 
 WORDS = ("--microbatches", "4", "--checkpoint-every", "1", "--checkpoint-busy", "wait")
@@ -127,6 +128,7 @@ def test_an_error_of_the_user_has_a_status_of_its_own(
     assert [process.returncode for process in job.processes] in expected, ends
 
 
+@slow
 def test_a_lost_worker_is_worth_a_retry_which_resumes_the_run(jobs: Jobs, pods: Start) -> None:
     words = (*WORDS, "--steps", "6")
     lost = pods(*words, source=DIES, arguments=("kill",))

@@ -22,6 +22,7 @@ from pipeworker.plan.planner.search import known_orders, search
 from pipeworker.plan.simulate import Costs, simulate
 from support.draws import draws
 from support.facts import DRAWN_ORDERS, layer, network, networks
+from support.slow import slow
 
 KNOWN = [order for name, order in ORDERS.items() if not name.startswith("test-")]
 
@@ -164,6 +165,7 @@ def test_each_replica_gets_its_part_of_the_micro_batches() -> None:
     assert found.schedule.placement.replicas == 2
 
 
+@slow
 def test_sixteen_workers_and_64_micro_batches_are_searched() -> None:
     layers = [layer(1 + n % 5 / 4, 2 + n % 7 / 3, saved_bytes=1) for n in range(64)]
     orders = [resolve("gpipe"), resolve("1f1b"), resolve("interleaved-1f1b")]

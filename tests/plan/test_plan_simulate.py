@@ -19,6 +19,7 @@ from pipeworker.plan.schedule import Schedule, is_bounded
 from pipeworker.plan.simulate import END, FULL, Costs, Timing, simulate, timeline
 from pipeworker.plan.text import parse
 from support.orders import build, fill_drain
+from support.slow import slow
 
 GRID = [(k, m) for k in (1, 2, 3, 4, 8) for m in (1, 2, 3, 4, 7, 16, 32)]
 """Stages and micro-batches, fewer micro-batches than stages included."""
@@ -415,6 +416,7 @@ def test_gpipe_is_equally_fast_under_any_capacity(
         assert simulate(schedule, capacity=capacity) == simulate(schedule)
 
 
+@slow
 def test_half_a_million_actions_are_simulated_in_a_second() -> None:
     """Measured as the best CPU time of three runs, with a margin of two for a busy machine."""
     schedule = build("gpipe", 64, 1024, "always")

@@ -1,8 +1,9 @@
-"""The mark of tests that `make test` leaves out, as they take ten seconds of CPU each."""
+"""The mark of tests that `make test` leaves out; `make test-all` and the nightly run have them."""
 
 import pytest
 
-slow = pytest.mark.skipif(
-    "not config.getoption('run_slow')", reason="takes ten seconds of CPU: --run-slow"
-)
-"""For jobs whose processes must all be cold interpreters; `make test-all` includes them."""
+slow = pytest.mark.skipif("not config.getoption('run_slow')", reason="takes long: --run-slow")
+"""For tests of seconds of CPU: jobs of cold interpreters, drawn faults, a measured duration.
+
+Also for the further cases of a test whose parts other tests cover: a second engine or schedule.
+"""

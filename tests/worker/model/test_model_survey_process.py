@@ -11,6 +11,7 @@ import pytest
 from support.fork_threads import FILE
 from support.interpreter import PRELOAD
 from support.jobs import Jobs
+from support.slow import slow
 from support.sources import JOB
 from support.torchrun import Torchrun
 
@@ -23,6 +24,7 @@ def variables(folder: Path) -> dict[str, str]:
     return {**os.environ, PRELOAD: "support.fork_threads", FILE: str(folder / "forks")}
 
 
+@slow
 def test_every_process_of_a_job_forks_with_one_thread(jobs: Jobs) -> None:
     """The agent forks the workers, and the first worker the process of the survey."""
     run = jobs.train("--stages", "2", source=MENTIONS, env=variables(jobs.folder))

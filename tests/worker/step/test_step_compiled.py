@@ -26,6 +26,7 @@ from pipeworker.worker.stage.stage import Stage
 from support.layers import Noise, Pop, Stash, data, mse
 from support.pipelines import Pipeline, filled
 from support.plain_loop import Batches, Trained, assert_equal, plain
+from support.slow import slow
 
 EAGER = "aot_eager"
 """The backend that traces and partitions a graph as inductor does, but compiles no kernels."""
@@ -77,6 +78,7 @@ def train(stages: int, mode: str, built: list[nn.Module], batches: Batches) -> T
     return pipeline.train(len(batches))
 
 
+@slow
 def test_traced_layers_without_new_kernels_equal_the_plain_loop() -> None:
     built, batches = layers(), data(9, 7)
     optimizer = functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9)
