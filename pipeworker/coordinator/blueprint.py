@@ -21,12 +21,12 @@ from pipeworker.job.options import Options
 from pipeworker.plan import frozen, partition, skips, ties
 from pipeworker.plan.actions import Edge, format_actions
 from pipeworker.plan.check import LiveMicroBatches, check
-from pipeworker.plan.connect import forward_only
+from pipeworker.plan.connect import forward_only, lags
 from pipeworker.plan.orders import Order, resolve
 from pipeworker.plan.partition import block
 from pipeworker.plan.placement import Placement
 from pipeworker.plan.planned import Planned
-from pipeworker.plan.schedule import Schedule, edges, replica_edges
+from pipeworker.plan.schedule import CHANNEL_CAPACITY, Schedule, edges, replica_edges
 from pipeworker.wire.messages.checkpoint import Copy
 from pipeworker.wire.messages.directions import Advance
 from pipeworker.wire.messages.plan import Described, Plan, Ready, StageRange
@@ -106,8 +106,9 @@ class Blueprint:
         ranges = partition.ranges(balance)
         surveyed = described[placement.rank_of(0)]
         between_stages = skips.between_stages(surveyed.skips, ranges)
-        evaluation = forward_only(placement, skips.pairs(between_stages))
-        check(evaluation)
+        pairs = skips.pairs(between_stages)
+        evaluation = forward_only(placement, pairs)
+        check(forward_only(placement, pairs, lags(placement)[-1] + CHANNEL_CAPACITY + 1))
         found = Blueprint(
             options,
             placement,

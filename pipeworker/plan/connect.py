@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from pipeworker.plan.actions import INPUTS, SENDS, WEIGHTS, Action, Kind
+from pipeworker.plan.actions import INPUTS, SENDS, WEIGHTS, Action, Edge, Kind, Payload
 from pipeworker.plan.frozen import front
 from pipeworker.plan.placement import Placement
-from pipeworker.plan.schedule import End, Pairs, Schedule, StageEnds
+from pipeworker.plan.schedule import CHANNEL_CAPACITY, End, Pairs, Schedule, StageEnds, is_bounded
 
 
 def connect(
@@ -44,12 +44,48 @@ def connect(
     return Schedule(name, microbatches, placement, tuple(workers), skips, ties, frozen=frozen)
 
 
-def forward_only(placement: Placement, skips: Pairs = ()) -> Schedule:
-    """Return the schedule of one micro-batch's pass through all stages, without backward."""
-    around = _around(placement, skips)
-    orders = ([Action(Kind.FORWARD, stage, 0) for stage in held] for held in placement.held)
+def forward_only(placement: Placement, skips: Pairs = (), microbatches: int = 1) -> Schedule:
+    """Return the schedule of a pass through all stages, without backward.
+
+    Evaluation streams any number of micro-batches through the actions of one. With more
+    `microbatches` the schedule is the beginning of such a stream, and its end.
+    """
+    around, behind = _around(placement, skips), lags(placement)
+    orders = [
+        [
+            Action(Kind.FORWARD, stage, number - behind[stage])
+            for number in range(microbatches + behind[-1])
+            for stage in held
+            if 0 <= number - behind[stage] < microbatches
+        ]
+        for held in placement.held
+    ]
     workers = tuple(tuple(_with_ends(order, around, reads=False)) for order in orders)
-    return Schedule("evaluation", 1, placement, workers, skips, (), forward_only=True)
+    return Schedule("evaluation", microbatches, placement, workers, skips, (), forward_only=True)
+
+
+def lags(placement: Placement) -> tuple[int, ...]:
+    """Return by how many micro-batches each stage is behind the first one in a stream of forwards.
+
+    A worker runs its stages in turn, each with another micro-batch. A micro-batch reaches the next
+    stage of the same worker after the stages in between; while other workers run one of these, the
+    worker runs one of its own. Without a lag each micro-batch would pass all stages before the next
+    one begins. A lag never decreases from a stage to the next, nor grows by more than a bounded
+    channel holds. Workers run in the order of (number + lag, stage), in which every send comes
+    before its receive; so there is no deadlock.
+    """
+    found: list[int] = []
+    before: dict[int, int] = {}  # by worker, its stage before
+    for stage, worker in enumerate(placement.owners):
+        lag = found[-1] if found else 0
+        if worker in before and (between := stage - before[worker]) > 1:
+            own = found[before[worker]] + -(-between // len(placement.held[worker]))
+            edge = Edge(stage - 1, stage, Payload.ACTIVATION)
+            most = lag + CHANNEL_CAPACITY - 1 if is_bounded(edge, placement) else own
+            lag = max(lag, min(own, most))
+        before[worker] = stage
+        found.append(lag)
+    return tuple(found)
 
 
 _Around = dict[Kind, tuple[list[End], list[End]]]

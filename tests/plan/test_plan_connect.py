@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeworker.plan.actions import COMPUTE, RECEIVES, SENDS, parse_actions
 from pipeworker.plan.check import LiveMicroBatches, check
-from pipeworker.plan.connect import connect, forward_only
+from pipeworker.plan.connect import connect, forward_only, lags
 from pipeworker.plan.placement import Placement
 from pipeworker.plan.schedule import Pairs
+from pipeworker.plan.simulate import simulate
 from support.orders import fill_drain
 
 V = Placement(((0, 3), (1, 2)))
@@ -93,6 +95,49 @@ def test_tied_gradients_are_exchanged_and_added_at_the_end() -> None:
 
 def test_a_weight_with_two_places_on_a_stage_is_added_up_there() -> None:
     assert connected("0F0 0B0", "1F0 1B0", ties=((1, 1),))[1].endswith(" 1B0 1>G0 1TIE0")
+
+
+@st.composite
+def dealt(draw: st.DrawFn) -> Placement:
+    """Any stages on any workers."""
+    workers = draw(st.integers(1, 4))
+    more = draw(st.lists(st.integers(0, workers - 1), max_size=8))
+    owners = draw(st.permutations([*range(workers), *more]))
+    held = ((stage for stage, own in enumerate(owners) if own == w) for w in range(workers))
+    return Placement(tuple(map(tuple, held)))
+
+
+@given(dealt(), st.integers(1, 12))
+def test_a_stream_of_forwards_is_free_of_deadlock(placement: Placement, microbatches: int) -> None:
+    last = placement.stages - 1
+    skips = ((0, last),) if last else ()
+    check(forward_only(placement, skips, microbatches))
+    behind = lags(placement)
+    assert behind[0] == 0
+    assert list(behind) == sorted(behind)
+
+
+@pytest.mark.parametrize("workers", [2, 4, 8])
+def test_workers_with_several_stages_stream_without_gaps(workers: int) -> None:
+    """But for the fill, in which a stage waits for whole turns of the workers before it."""
+    count = 64
+    for placement in (
+        Placement.identity(workers),
+        Placement.looped(workers, 2),
+        Placement.looped(workers, 3),
+        Placement.v_shaped(workers),
+    ):
+        busy = count * len(placement.held[0])
+        took = simulate(forward_only(placement, (), count)).makespan
+        assert took <= busy + 2 * placement.stages
+
+
+def test_each_stage_of_a_stream_runs_another_micro_batch() -> None:
+    lines = str(forward_only(V, (), 3)).splitlines()[1:]
+    assert lines == [
+        "0: 0F0 0>A0 0F1 0>A1 0F2 0>A2 3<A0 3F0 3<A1 3F1 3<A2 3F2",
+        "1: 1<A0 1F0 2F0 2>A0 1<A1 1F1 2F1 2>A1 1<A2 1F2 2F2 2>A2",
+    ]
 
 
 def test_a_forward_only_schedule() -> None:

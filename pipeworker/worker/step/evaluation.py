@@ -3,7 +3,8 @@
 Only stage 0 knows how many micro-batches there are and what they look like. So every frame is
 described, inputs and activations are in a list of one, and an empty list is the end. With a target
 come the number of samples and the name of its set. Nothing waits for the pipeline to drain between
-two mini-batches.
+two mini-batches. A worker with several stages runs each of them with another micro-batch in turn:
+:func:`pipeworker.plan.connect.lags` returns how far a stage is behind the first one.
 
 In a loop of the user's own, an error of the user's code does not end the job. The stage where it
 occurs computes nothing more, but receives and sends as many frames as before: None in place of each
@@ -18,6 +19,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -200,8 +202,27 @@ def changes_nothing(error: Exception) -> bool:
     return isinstance(error, PipeworkerError) and not isinstance(error, (PeerLost, ProtocolError))
 
 
+_Program = Sequence[tuple[Kind, Edge | None]]
+"""Actions of a stage for one micro-batch; the edge of each send and receive."""
+
+
+@dataclass(slots=True)
+class _Passage:
+    """A micro-batch on its way through the stages of a worker.
+
+    Attributes:
+        ended: whether it is the mark that follows the last micro-batch.
+        failed: whether a stage before the next one has failed.
+    """
+
+    ended: bool = False
+    failed: bool = False
+
+
 class EvaluationPass:
     """One evaluation pass on one worker; `actions` are those of one micro-batch.
+
+    `behind` has the lag of each stage of the pipeline, in micro-batches.
 
     Without `explain` the first error is raised at once. With it, an error of the user's code is
     raised as :class:`PassFailed` at the end of the pass.
@@ -214,16 +235,19 @@ class EvaluationPass:
         self,
         wiring: Wiring,
         actions: Sequence[Action],
+        behind: Sequence[int],
         last: StageChannels | None,
         sink: Sink,
         explain: Explain | None = None,
         phase: Phase = Phase.EVALUATION,
     ) -> None:
         self._phase = phase
-        self._program = [
-            (a.kind, wiring.stages[a.stage], None if a.kind is Kind.FORWARD else edge_of(a))
-            for a in actions
+        self._programs = [
+            [(a.kind, None if a.kind is Kind.FORWARD else edge_of(a)) for a in own]
+            for _, own in groupby(actions, lambda action: action.stage)
         ]
+        own = [behind[stage] for stage in wiring.stages]
+        self._lags = [lag - own[0] for lag in own]
         self._handlers, self._receivers = wiring.handlers, wiring.receivers
         self._senders, self._explain = wiring.senders, explain
         self._failed: PassFailed | None = None
@@ -244,9 +268,7 @@ class EvaluationPass:
                 modes.enter_context(eval_mode(layers))
             except Exception as error:
                 self._keep(error)
-            m = 0
-            while self._run_one(m, step, inputs):
-                m += 1
+            self._run_all(step, inputs)
         if self._failed:
             raise self._failed from self._failed.error
 
@@ -257,26 +279,54 @@ class EvaluationPass:
         self.complete = False
         self._failed = self._failed or PassFailed(error, self._explain(error))
 
-    def _run_one(self, m: int, step: int, inputs: Iterator[tuple[Any, Any]]) -> bool:
-        """Run micro-batch `m` of the pass; return whether there was one."""
+    def _run_all(self, step: int, inputs: Iterator[tuple[Any, Any]]) -> None:
+        """Run all micro-batches, each stage as far behind the first one as its lag."""
+        lanes = list(zip(self._lags, self._stages.values(), self._programs, strict=True))
+        under_way: dict[int, _Passage] = {}
+        end: int | None = None  # the number behind the last micro-batch, which is the end mark
+        number = 0
+        while end is None or number - self._lags[-1] <= end:
+            if end is None:
+                under_way[number] = self._begin(number, inputs)
+            for lag, channels, program in lanes:
+                m = number - lag
+                if m not in under_way:
+                    continue
+                passage = under_way[m]
+                self._run_stage(channels, program, m, passage, step)
+                channels.microbatches.pop(m)
+                if end is None and passage.ended:
+                    end = m
+            if (m := number - self._lags[-1]) in under_way:
+                self.complete = self.complete and not under_way.pop(m).failed
+            number += 1
+
+    def _begin(self, m: int, inputs: Iterator[tuple[Any, Any]]) -> _Passage:
+        """Begin micro-batch `m` of the pass on all stages of this worker."""
         for channels in self._stages.values():
-            channels.microbatches = {m: MicroBatch(m, outgoing=[])}
-        ended = False
-        if 0 in self._stages:
-            first = self._stages[0].microbatches[m]
-            first.value, first.target = self._read(inputs)
-            ended = not first.value
-            if self._last is not None:
-                self._last.microbatches[m].target = first.target
-        failed = self._failed is not None
+            channels.microbatches[m] = MicroBatch(m, outgoing=[])
+        if 0 not in self._stages:
+            return _Passage()
+        first = self._stages[0].microbatches[m]
+        first.value, first.target = self._read(inputs)
+        if self._last is not None:
+            self._last.microbatches[m].target = first.target
+        return _Passage(ended=not first.value)
+
+    def _run_stage(
+        self, channels: StageChannels, program: _Program, m: int, passage: _Passage, step: int
+    ) -> None:
+        """Run the actions of one stage for micro-batch `m`."""
+        mb = channels.microbatches[m]
+        passage.failed = passage.failed or self._failed is not None
         received = []
-        for kind, channels, edge in self._program:
-            if ended and kind not in (Kind.SEND_ACTIVATION, Kind.RECEIVE_ACTIVATION):
+        for kind, edge in program:
+            if passage.ended and kind not in (Kind.SEND_ACTIVATION, Kind.RECEIVE_ACTIVATION):
                 continue
-            mb = channels.microbatches[m]
+            failed = passage.failed
             try:
                 if failed:
-                    self._relay(kind, edge, mb, ended=ended)
+                    self._relay(kind, edge, mb, ended=passage.ended)
                 elif edge is None:
                     self._forward(channels, mb, step)
                 else:
@@ -284,17 +334,15 @@ class EvaluationPass:
             except Exception as error:
                 self._keep(error)
                 if kind in SENDS and not failed:  # nothing was sent
-                    self._relay(kind, edge, mb, ended=ended)
-                failed = True
+                    self._relay(kind, edge, mb, ended=passage.ended)
+                passage.failed = True
             if edge is not None and kind in RECEIVES:
                 received.append(self._receivers[edge])
             if kind is Kind.RECEIVE_ACTIVATION:
-                ended = mb.value == []
-                failed = failed or mb.value is None
+                passage.ended = mb.value == []
+                passage.failed = passage.failed or mb.value is None
         for receiver in received:
             receiver.release(m)
-        self.complete = self.complete and not failed
-        return not ended
 
     def _read(self, inputs: Iterator[tuple[Any, Any]]) -> tuple[Any, Any]:
         """Return the next input and target; after an error there are none."""

@@ -23,6 +23,7 @@ from pipeworker.plan.actions import (
     edge_of,
 )
 from pipeworker.plan.columns import columns_of, peak_live
+from pipeworker.plan.connect import lags
 from pipeworker.plan.partition import block
 from pipeworker.plan.placement import Placement
 from pipeworker.wire.messages.step import RunStep
@@ -176,6 +177,7 @@ class Executor:
         stage = next(iter(wiring.stages.values())).stage
         self._wiring, self._replicas = wiring, placement.replicas
         self._last = wiring.stages.get(placement.stages - 1)
+        self._behind = lags(placement)
         self._tracker = stage.tracker
         self._hook = hook or ActionHook(stage.device)
         self._program = Program()
@@ -290,7 +292,7 @@ class Executor:
             channels.step = step
             channels.stage.begin(step)
         wiring.begin(None, {})
-        run = EvaluationPass(wiring, actions, self._last, sink, explain, phase)
+        run = EvaluationPass(wiring, actions, self._behind, self._last, sink, explain, phase)
         failed: PassFailed | None = None
         try:
             run.run(step, batches)
