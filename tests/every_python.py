@@ -63,7 +63,7 @@ def test(version: str, python: Path, torch: str) -> tuple[bool, list[str]]:
     folder, began = Path(".venvs", f"{version}-torch-{torch}"), time.monotonic()
     results = folder / "results.xml"
     results.unlink(missing_ok=True)
-    options = f"{os.environ.get('PYTEST_ADDOPTS', '')} --run-slow --junitxml={results}"
+    options = f"{os.environ.get('PYTEST_ADDOPTS', '')} --junitxml={results}"
     ran = subprocess.run(
         [
             *("make", "test", f"VENV={folder}", f"PYTHON={python}", f"TORCH=torch<={torch}"),

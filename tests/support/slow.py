@@ -1,4 +1,4 @@
-"""The mark of tests that `make test` leaves out; `make test-all` and the nightly run have them."""
+"""The mark of tests that `make test` leaves out; the nightly run includes them."""
 
 import pytest
 
