@@ -27,7 +27,7 @@ class Timings:
     handshake: float = 5.0  # limit for authenticating a connection
     connect: float = 900.0  # limit for a worker's neighbours to build their stages and connect
     reconnect: float = 1.0  # longest interval between two attempts to reopen a control connection
-    redial: float = 2.0  # silence of a control connection after which a second one is opened
+    redial: float = 1.7  # silence of a control connection after which a second one is opened
     dial: float = 0.25  # limit for one attempt to open it, while the first one may still recover
     # Time to wait for the cause behind a secondary failure, or for a closed connection to reopen.
     grace: float = 2.5

@@ -91,6 +91,8 @@ class NetworkFacts:
         updates_at_once: whether an optimizer updates all parameters in one operation, which takes
             the `update_bytes` of all layers at once.
         frozen: the layers that are known, before any is built, to have nothing to train.
+        replicas: copies of the pipeline that add up their gradients.
+        shards_optimizer: whether each replica has a part of the optimizer's state.
     """
 
     layers: tuple[LayerFacts, ...]
@@ -113,3 +115,5 @@ class NetworkFacts:
     maps_frames: bool = False
     updates_at_once: bool = True
     frozen: tuple[int, ...] = ()
+    replicas: int = 1
+    shards_optimizer: bool = False

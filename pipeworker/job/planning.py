@@ -20,6 +20,7 @@ def request_of(options: Options) -> PlanRequest:
         options.balance,
         options.virtual_stages,
         options.replicas,
+        options.shard_optimizer,
     )
 
 

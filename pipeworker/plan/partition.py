@@ -29,6 +29,18 @@ def block(count: int, parts: int, part: int) -> range:
     return range(first, first + size + (part < extra))
 
 
+PIECE_ELEMENTS = 1 << 20
+"""Elements of a gradient that replicas send at once: while one piece is added up, the next is in
+flight."""
+MAX_PIECES = 64
+"""Pieces of a part: a channel blocks its sender when many more are in flight."""
+
+
+def pieces(elements: int) -> int:
+    """Return the number of pieces in which a replica's part of the gradients is sent."""
+    return min(MAX_PIECES, -(-elements // PIECE_ELEMENTS))
+
+
 def even(layers: int, stages: int, per_worker: int = 1) -> tuple[int, ...]:
     """Return the balance whose stages differ by at most one layer, the larger ones first.
 

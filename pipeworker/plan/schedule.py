@@ -33,6 +33,9 @@ Pairs = tuple[tuple[int, int], ...]
 CHANNEL_CAPACITY = 4
 """Frames that a channel of activations or gradients holds before its sender waits. The transport
 keeps to this number, so that what the checker proves holds when the schedule runs."""
+GRADIENTS_AHEAD = 6
+"""Receives of gradients that are posted ahead: more than a channel holds, so that several are
+posted in one go."""
 UNBOUNDED = frozenset({Payload.TARGET, Payload.SKIP, Payload.SKIP_GRADIENT, Payload.TIED})
 """Payloads whose sender never waits. Targets and skips are received several stages later, so as
 many micro-batches later: a lower bound would stall every fill. The bounded activations and

@@ -131,6 +131,31 @@ def test_snapshots_take_as_much_again_as_parameters_and_optimizer(copies: int) -
     assert with_copies.state((0, 2)) - LayerBytes(facts, 4).state((0, 2)) == 2 * copies * 300
 
 
+def test_replicas_that_share_the_optimizer_have_a_part_of_its_state() -> None:
+    one = layer(parameter_bytes=100, gradient_bytes=90, optimizer_bytes=200)
+    facts = replace(network([one] * 2), copies=1, replicas=4, shards_optimizer=True)
+    assert LayerBytes(facts, 4).state((0, 2)) == 2 * (2 * (100 + 50) + 90)
+
+
+@pytest.mark.parametrize("mapped", [False, True])
+def test_replicas_exchange_gradients_through_a_vector_and_buffers(mapped: bool) -> None:
+    """As was measured: 7 pieces of 4 MB from each other replica, or 14 where both ends map them."""
+    one = layer(gradient_bytes=100 << 20, update_bytes=30 << 20)
+    alone = LayerBytes(replace(network([one]), maps_frames=mapped), 4).stage((0, 1))
+    assert alone.update == 30 << 20
+    for replicas in (2, 3):
+        facts = replace(network([one]), maps_frames=mapped, replicas=replicas)
+        found = LayerBytes(facts, 4).stage((0, 1))
+        assert found.update == 100 << 20
+        buffers = (replicas - 1) * 7 * (1 + mapped) * (4 << 20)
+        assert 0.9 * buffers < found.fixed - alone.fixed <= buffers
+
+
+def test_a_small_part_of_the_gradients_has_few_buffers() -> None:
+    facts = replace(network([layer(gradient_bytes=80)]), replicas=2)
+    assert LayerBytes(facts, 4).stage((0, 1)).fixed == 80 + 40
+
+
 def test_buffers_that_both_ends_map_are_in_the_memory_of_both() -> None:
     facts = NetworkFacts((layer(output_bytes=10),) * 4, input_bytes=20, target_bytes=2)
     mapped = replace(facts, maps_frames=True)

@@ -33,6 +33,7 @@ class PlanRequest:
         microbatches: over all replicas.
         recompute: a recompute mode for all stages, or ``auto``.
         balance: layers of each stage, or ``even``; None to choose them.
+        shard_optimizer: whether each replica has a part of the optimizer's state.
     """
 
     schedule: str
@@ -42,6 +43,7 @@ class PlanRequest:
     balance: tuple[int, ...] | Literal["even"] | None = None
     virtual_stages: int | None = None
     replicas: int = 1
+    shard_optimizer: bool = False
 
     @property
     def order(self) -> Order:
@@ -64,7 +66,11 @@ def plan_request(facts: NetworkFacts, request: PlanRequest, *, strict: bool = Tr
     Raises:
         UsageError: nothing fits although it must, or the request does not fit the network.
     """
-    facts = for_workers(facts, request.workers)
+    facts = replace(
+        for_workers(facts, request.workers),
+        replicas=request.replicas,
+        shards_optimizer=request.shard_optimizer,
+    )
     if request.schedule == AUTO:
         return search(
             facts,

@@ -10,7 +10,8 @@ the order of its actions change
   input. With recompute from the second forward to the end of the backward, and for the time of the
   first forward, which builds a graph too. A split backward ends with its second part.
 
-The update of the weights takes memory too, when there are no graphs.
+The exchange of gradients between replicas, and then the update of the weights, take memory too,
+when there are no graphs.
 """
 
 from __future__ import annotations
@@ -21,10 +22,13 @@ from typing import NamedTuple
 
 from pipeworker.facts.layer_facts import LayerFacts, NetworkFacts
 from pipeworker.plan.actions import WEIGHTS, Kind
+from pipeworker.plan.partition import pieces
 from pipeworker.plan.planner.costs import Range
 from pipeworker.plan.recompute import OFFLOAD
-from pipeworker.plan.schedule import CHANNEL_CAPACITY, Schedule
+from pipeworker.plan.schedule import CHANNEL_CAPACITY, GRADIENTS_AHEAD, Schedule
 
+_ELEMENT = 4
+"""Bytes of an element of a gradient."""
 _BATCHES = 2
 """Mini-batches that the worker with stage 0 holds: the present one, and the next."""
 
@@ -135,10 +139,12 @@ class LayerBytes:
     def __init__(self, facts: NetworkFacts, microbatches: int) -> None:
         self.facts, self._microbatches = facts, microbatches
         layers, kept = facts.layers, 1 + facts.copies
+        shards = facts.replicas if facts.shards_optimizer else 1
         self._state = _sums(
             layers,
-            lambda x: kept * (x.parameter_bytes + x.optimizer_bytes) + x.gradient_bytes,
+            lambda x: kept * (x.parameter_bytes + x.optimizer_bytes // shards) + x.gradient_bytes,
         )
+        self._gradients = _sums(layers, lambda layer: layer.gradient_bytes)
         self._update = _sums(layers, lambda layer: layer.update_bytes)
         self._deferred = _sums(layers, lambda layer: layer.deferred_bytes)
         self._saved = _sums(layers, lambda layer: layer.saved_bytes)
@@ -206,6 +212,7 @@ class LayerBytes:
         for tie in facts.ties:
             if (first <= tie.source < stop) is not (first <= tie.target < stop):
                 fixed += tie.bytes
+        fixed += self._exchanged(layers)
         working = max([layer.working_bytes for layer in facts.layers[first:stop]])
         if is_last:
             working = max(working, facts.loss_working_bytes)
@@ -229,11 +236,30 @@ class LayerBytes:
         )
 
     def _updating(self, layers: Range) -> int:
-        """Return the bytes that the update of a stage's weights takes for a time."""
+        """Return the bytes that the update of a stage's weights takes for a time.
+
+        Replicas copy all gradients into one vector before they add them up.
+        """
         first, stop = layers
+        vector = self._gradients[stop] - self._gradients[first] if self.facts.replicas > 1 else 0
         if self.facts.updates_at_once:
-            return self._update[stop] - self._update[first]
-        return max([layer.update_bytes for layer in self.facts.layers[first:stop]])
+            return max(vector, self._update[stop] - self._update[first])
+        return max(vector, *[layer.update_bytes for layer in self.facts.layers[first:stop]])
+
+    def _exchanged(self, layers: Range) -> int:
+        """Return the bytes of the buffers by which replicas exchange gradients.
+
+        Each other replica sends pieces of the part that this one adds up: one is in use, and others
+        arrive. Where both ends map the buffers, those of what this one sends are here too.
+        """
+        first, stop = layers
+        others, size = self.facts.replicas - 1, self._gradients[stop] - self._gradients[first]
+        if not others or not size:
+            return 0
+        part = -(-size // (_ELEMENT * (others + 1)))
+        count = pieces(part)
+        buffers = min(count, GRADIENTS_AHEAD + 1) * (1 + self.facts.maps_frames)
+        return others * buffers * -(-part // count) * _ELEMENT
 
 
 Moments = tuple[tuple[Held, ...], ...]

@@ -11,7 +11,7 @@ from torch import nn
 
 from pipeworker.plan.actions import Edge, Payload
 from pipeworker.plan.placement import Placement
-from pipeworker.plan.schedule import CHANNEL_CAPACITY, is_bounded
+from pipeworker.plan.schedule import CHANNEL_CAPACITY, GRADIENTS_AHEAD, is_bounded
 from pipeworker.worker.device.accelerator import Accelerator
 from pipeworker.worker.stage.stage import Stage
 from pipeworker.worker.step.batch_feed import BatchScatter
@@ -33,9 +33,6 @@ from pipeworker.worker.update.ties import Ties
 
 _FRAMES_AHEAD = 16
 """Receives of activations and targets posted ahead; their buffers are needed until backward."""
-_GRADIENTS_AHEAD = 6
-"""Receives of gradients posted ahead: more than a channel holds, so that several are posted in one
-go."""
 _BACKWARDS = (Payload.GRADIENT, Payload.SKIP_GRADIENT)
 
 
@@ -101,7 +98,7 @@ class Wiring:
             else:
                 self.handlers[edge] = send_handler(edge, source, sender)
         elif target:
-            depth = _GRADIENTS_AHEAD if edge.payload in _BACKWARDS else _FRAMES_AHEAD
+            depth = GRADIENTS_AHEAD if edge.payload in _BACKWARDS else _FRAMES_AHEAD
             receiver = Receiver(link, depth, self._types, self.accelerator)
             self.receivers[edge] = receiver
             if edge.payload is Payload.TIED:
@@ -125,7 +122,7 @@ class Wiring:
                 if edge.payload is Payload.SUM:
                     self.senders[edge] = sender
             elif edge.origin >= 0:
-                receiver = Receiver(link, _GRADIENTS_AHEAD, self._types, device)
+                receiver = Receiver(link, GRADIENTS_AHEAD, self._types, device)
                 receivers[key][edge.origin] = receiver
         for index, channels in self.stages.items():
             key = Payload.SUM, index

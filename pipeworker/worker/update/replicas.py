@@ -15,12 +15,7 @@ import torch
 from torch import nn
 
 from pipeworker.errors import UsageError
-from pipeworker.plan.partition import block, sizes
-
-PIECE_ELEMENTS = 1 << 20
-"""Elements that are sent at once: while one piece is added up, the next is in flight."""
-MAX_PIECES = 64
-"""Pieces of a part: a channel blocks its sender when many more are in flight."""
+from pipeworker.plan.partition import block, pieces, sizes
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,10 +161,7 @@ def _real(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _pieces(kind: int, part: range) -> list[Piece]:
-    count = min(MAX_PIECES, -(-len(part) // PIECE_ELEMENTS))
-    if not count:
-        return []
-    ends = accumulate(sizes(len(part), count), initial=part.start)
+    ends = accumulate(sizes(len(part), pieces(len(part))), initial=part.start)
     return [Piece(kind, start, stop) for start, stop in pairwise(ends)]
 
 

@@ -299,7 +299,7 @@ def test_accumulated_gradients_are_reduced_once() -> None:
 
 
 def test_large_gradients_are_sent_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pipeworker.worker.update.replicas.PIECE_ELEMENTS", 7)
+    monkeypatch.setattr("pipeworker.plan.partition.PIECE_ELEMENTS", 7)
     layers, batches = net(), data(*SIZES)
     expected = plain(copy.deepcopy(layers), mse, batches, 4, 3, adam)
     for lanes in (1, 2):

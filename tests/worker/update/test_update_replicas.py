@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from pipeworker.worker.update import replicas
+from pipeworker.plan import partition
 from pipeworker.worker.update.replicas import Gradients, shards
 
 SHAPES = st.lists(st.lists(st.integers(0, 5), max_size=3).map(tuple), min_size=1, max_size=6)
@@ -22,8 +22,8 @@ def parameters(*shapes: tuple[int, ...]) -> list[tuple[str, nn.Parameter]]:
 @given(shapes=SHAPES, count=st.integers(1, 5), piece=st.integers(1, 9))
 def test_every_element_has_one_owner(shapes: list[tuple[int, ...]], count: int, piece: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(replicas, "PIECE_ELEMENTS", piece)
-        patch.setattr(replicas, "MAX_PIECES", 3)
+        patch.setattr(partition, "PIECE_ELEMENTS", piece)
+        patch.setattr(partition, "MAX_PIECES", 3)
         found = Gradients(parameters(*shapes), count)
     seen = [index for part in found.parts for p in part for index in range(p.start, p.stop)]
     assert seen == list(range(sum(torch.Size(shape).numel() for shape in shapes)))
