@@ -21,3 +21,9 @@ def short_handshake(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def short_connect(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Set short times for handshakes and for connecting."""
     yield from timings(monkeypatch, f"{SHORT},connect=1.1")
+
+
+@pytest.fixture
+def patient_connect(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Set times in which peers reject each other also on a busy machine."""
+    yield from timings(monkeypatch, "handshake=0.7,reconnect=0.2,dial=0.05,connect=3")

@@ -127,7 +127,7 @@ OTHERS = [Membership("another secret of these tests", 1), Membership(MEMBERSHIP.
 @pytest.mark.parametrize("backends", [["auto", "gloo"], ["tls"]], ids=["near", "far"])
 def test_workers_of_another_job_or_generation_are_not_connected(
     backends: list[str],
-    short_connect: None,
+    patient_connect: None,
     monkeypatch: pytest.MonkeyPatch,
     capfd: pytest.CaptureFixture[str],
 ) -> None:
