@@ -155,6 +155,42 @@ def test_an_interrupt_reaches_the_users_handler(jobs: Jobs, scripts: Scripts) ->
     assert runs[0].summary["status"] == "interrupted"
 
 
+SAVES = """
+    import signal
+
+    class Interrupting(torch.optim.lr_scheduler.StepLR):
+        def state_dict(self):
+            if rank == 1 and Path("saves").exists() and not Path("interrupted").exists():
+                Path("interrupted").touch()
+                os.kill(os.getpid(), signal.SIGINT)
+            return super().state_dict()
+
+    with pipeworker.Pipeline(
+        model,
+        loss=loss,
+        optimizer=optimizer,
+        scheduler=lambda optimizer: Interrupting(optimizer, 1),
+        run_dir="run",
+    ) as pipe:
+        pipe.step(next(data()))
+        Path("saves").touch()
+        pipe.save()
+"""
+
+
+def test_an_interrupt_while_a_rank_saves_does_not_lose_its_answer(
+    jobs: Jobs, scripts: Scripts
+) -> None:
+    """The coordinator waits for it, and the other ranks for the coordinator."""
+    ranks = scripts.start(script(JOB, SAVES), 2)
+    runs = ranks.end(30)
+    assert (ranks.run_dir.parent / "interrupted").exists()
+    assert "KeyboardInterrupt" in runs[1].stderr
+    assert runs[0].summary["status"] == "interrupted"
+    assert runs[0].checkpoint.manifest.step == 1
+    until(lambda: not processes_of(jobs.folder))
+
+
 UNCLOSED = """
     import time
     pipe = pipeworker.Pipeline(model, loss=loss, optimizer=optimizer, run_dir="run")

@@ -80,6 +80,7 @@ class Session:
         self.closed = False
         self._own_loop = bool(request.options.get("own_loop"))
         self._own_error: Exception | None = None
+        self._begun: ToWorker | None = None
         self._steps_begun = self._interrupted = False
         self._tracker = Tracker()
         self._call_lock = threading.Lock()
@@ -180,13 +181,15 @@ class Session:
     def perform(self, message: ToWorker) -> None:
         """Execute a command of the coordinator and send the answer.
 
-        An update and a checkpoint are not interrupted halfway.
+        An update and a checkpoint are not interrupted halfway, nor before the answer is sent: the
+        coordinator waits for it.
         """
         runs = isinstance(message, Advance) and isinstance(message.next, RunStep)
         with self.working(), nullcontext() if runs else deferred_interrupt():
+            self._begun = message
             answer = self.worker.handle(message)
-        if answer is not None:
-            self.send(answer)
+            if answer is not None:
+                self.send(answer)
 
     @contextmanager
     def working(self) -> Iterator[None]:
@@ -264,6 +267,7 @@ class Session:
         message = self.receive()
         assert isinstance(message, Advance)
         if isinstance(message.next, Wait) and isinstance(message.next.result, Failure):
+            self._begun = message
             raise CallFailed(message.next.result)
         return message
 
@@ -331,12 +335,16 @@ class Session:
         try:
             if waits:
                 self.worker.disconnect()  # the other ranks save too, once they do not wait
-            while waits and not isinstance(message := self._control.receive(), Abort):
-                if isinstance(message, Advance):
-                    with deferred_interrupt():
+            while waits:
+                message = self._control.lost(self._begun) or self._control.receive()
+                if isinstance(message, Abort):
+                    break
+                with deferred_interrupt():
+                    self._begun = message
+                    if isinstance(message, Advance):
                         answer = self.worker.finish(message)
-                    if answer is not None:
-                        self.send(answer)
+                        if answer is not None:
+                            self.send(answer)
         finally:  # a second interrupt
             self.close()
         assert isinstance(message, Abort)

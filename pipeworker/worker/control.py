@@ -73,6 +73,7 @@ class Control:
         self._exit_process = exit_process
         self._timings = timings()
         self._inbox: queue.SimpleQueue[ToWorker] = queue.SimpleQueue()
+        self._last: ToWorker | None = None
         self._replies: dict[int, queue.SimpleQueue[StoreReply]] = {}
         self._outbox: deque[FromWorker] = deque()
         self._request_numbers = itertools.count(1)
@@ -118,6 +119,19 @@ class Control:
     def receive(self) -> ToWorker:
         """Wait for the next message to the main thread, and return it."""
         return self._inbox.get()
+
+    def lost(self, begun: ToWorker | None) -> ToWorker | None:
+        """Return the last message that :meth:`receive` took, if nothing has begun to handle it.
+
+        An interrupt may come after the message left the queue and before the caller has it. `begun`
+        is the last message that the caller has begun to handle.
+        """
+        last = self._last
+        return last if last is not begun and self._inbox.empty() else None
+
+    def _deliver(self, message: ToWorker) -> None:
+        self._inbox.put(message)
+        self._last = message  # behind it: a message that is in the inbox is not lost
 
     def request(
         self,
@@ -166,7 +180,7 @@ class Control:
     def _end(self, abort: Abort) -> None:
         """Note that the job has ended for this worker."""
         self.ended = abort
-        self._inbox.put(abort)
+        self._deliver(abort)
         self._exit_process(abort)
 
     def _serve(self) -> None:
@@ -306,4 +320,4 @@ class Control:
             elif isinstance(message, ToWorker):
                 if isinstance(message, Advance):
                     self._finished = isinstance(message.next, Finish)
-                self._inbox.put(message)
+                self._deliver(message)
