@@ -8,6 +8,7 @@ from typing import Any
 from support.compare import assert_same
 from support.jobs import Jobs, Run
 from support.ranks import Scripts, script
+from support.slow import slow
 
 RICH = """
     import os
@@ -111,6 +112,7 @@ def test_epochs_are_equal_at_any_number_of_stages_and_after_a_resume(
     assert f"--epochs 2: the run in {cut.path} is in epoch 3 already" in done.stderr
 
 
+@slow
 def test_epochs_are_equal_with_replicas(jobs: Jobs) -> None:
     words = (*WORDS, "--epochs", "2", "--replicas", "2", "--data-reader", "first")
     one, two = (jobs.train("--stages", str(k), *words, source=RICH) for k in (1, 2))

@@ -166,6 +166,7 @@ def train_under_faults(
     return job, fuzz
 
 
+@slow
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("seed", range(SEED, SEED + (CASES or 1)))
 def test_a_drawn_job_under_faults_equals_a_quiet_run_of_one_stage(

@@ -11,6 +11,7 @@ from pathlib import Path
 from support.compare import assert_same
 from support.jobs import Jobs, Reference, processes_of, until
 from support.ranks import Scripts, script
+from support.slow import slow
 from support.sources import DIES, JOB
 from support.torchrun import Torchrun
 
@@ -109,6 +110,7 @@ def test_nothing_is_left_of_hooks_when_the_launcher_is_killed(jobs: Jobs) -> Non
     until(lambda: not processes_of(jobs.folder))
 
 
+@slow
 def test_hooks_under_torchrun_and_of_a_script(
     jobs: Jobs, torchrun: Torchrun, scripts: Scripts
 ) -> None:

@@ -6,6 +6,7 @@ import pytest
 
 from support.compare import assert_same
 from support.ranks import Scripts, script
+from support.slow import slow
 from support.sources import DROPOUT_JOB
 
 NORMED = DROPOUT_JOB.replace("def scheduler", "def _scheduler")
@@ -157,7 +158,14 @@ ENDED = """
 
 @pytest.mark.parametrize(
     ("what", "ranks"),
-    [("layer", 1), ("layer", 3), ("interrupt", 1), ("update", 1), ("loop", 2), ("everywhere", 2)],
+    [
+        pytest.param("layer", 1, marks=slow),
+        ("layer", 3),
+        ("interrupt", 1),
+        ("update", 1),
+        pytest.param("loop", 2, marks=slow),
+        ("everywhere", 2),
+    ],
 )
 def test_the_last_whole_step_is_saved_and_resumed(scripts: Scripts, what: str, ranks: int) -> None:
     source = script(NORMED, ENDED)

@@ -10,6 +10,7 @@ import pytest
 from support.compare import assert_same
 from support.jobs import Jobs
 from support.ranks import Scripts, script
+from support.slow import slow
 from support.sources import DROPOUT, DROPOUT_JOB
 
 SAVES = """
@@ -184,8 +185,12 @@ FAILS = """
     ("data", "options"),
     [
         ("loader", {}),
-        ("stateful", {"replicas": 2, "shard_optimizer": True}),
-        ("loader", {"replicas": 2, "shard_optimizer": True, "data_reader": "first"}),
+        pytest.param("stateful", {"replicas": 2, "shard_optimizer": True}, marks=slow),
+        pytest.param(
+            "loader",
+            {"replicas": 2, "shard_optimizer": True, "data_reader": "first"},
+            marks=slow,
+        ),
     ],
 )
 def test_train_saves_its_last_whole_step_after_an_error(

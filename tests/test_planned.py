@@ -8,6 +8,7 @@ import pytest
 
 from support.compare import assert_same
 from support.jobs import Jobs, Run
+from support.slow import slow
 from support.torchrun import Torchrun
 
 pytestmark = pytest.mark.usefixtures("users_defaults")
@@ -101,6 +102,7 @@ def test_the_fastest_schedule_gives_the_bits_of_one_stage_also_after_a_loss(
     assert again.returncode == 0, again.stderr
 
 
+@slow
 def test_ranks_of_torchrun_take_the_stages_of_the_plan(
     jobs: Jobs, torchrun: Torchrun, plain: Run
 ) -> None:

@@ -244,6 +244,7 @@ def test_a_mini_batch_passed_on_one_rank_of_a_script_is_for_all(
         assert ranks.reported(rank)["loss"] == [row["loss"] for row in local.metrics]
 
 
+@slow
 def test_a_replica_that_lost_all_workers_is_replaced(jobs: Jobs, quiet: Run) -> None:
     """All workers of replica 0 die at once; their replacements get the state of replica 1."""
     process, path = jobs.start(*LOST, source=HELD)

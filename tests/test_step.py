@@ -8,6 +8,7 @@ import pytest
 
 from support.compare import plain_loop
 from support.jobs import Jobs
+from support.slow import slow
 from support.sources import JOB
 
 
@@ -25,7 +26,7 @@ def test_two_control_messages_per_worker_and_step_for_any_m(jobs: Jobs) -> None:
     assert [a - b for a, b in zip(more, few, strict=True)] == [3 * 5, 3 * 5]
 
 
-@pytest.mark.parametrize("microbatches", [1, 2, 16])
+@pytest.mark.parametrize("microbatches", [1, pytest.param(2, marks=slow), 16])
 def test_fewer_micro_batches_than_stages_or_more_than_samples(
     jobs: Jobs, microbatches: int
 ) -> None:

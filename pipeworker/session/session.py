@@ -331,24 +331,20 @@ class Session:
         """
         waits = self._own_loop or failure.cause is not Cause.SIGNAL
         self.send(Failed(self.rank, failure, stays=waits))
-        message: ToWorker = Abort(failure.message, 1)
         try:
-            if waits:
-                self.worker.disconnect()  # the other ranks save too, once they do not wait
-            while waits:
+            if not waits:
+                return Abort(failure.message, 1)
+            self.worker.disconnect()  # the other ranks save too, once they do not wait
+            while True:
                 message = self._control.lost(self._begun) or self._control.receive()
                 if isinstance(message, Abort):
-                    break
+                    return message
                 with deferred_interrupt():
                     self._begun = message
-                    if isinstance(message, Advance):
-                        answer = self.worker.finish(message)
-                        if answer is not None:
-                            self.send(answer)
+                    if isinstance(message, Advance) and (answer := self.worker.finish(message)):
+                        self.send(answer)
         finally:  # a second interrupt
             self.close()
-        assert isinstance(message, Abort)
-        return message
 
     def _error_of(self, abort: Abort) -> PipeworkerError:
         """Return the error for a rank that did not cause the end of the job."""

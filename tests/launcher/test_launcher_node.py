@@ -153,7 +153,7 @@ def test_a_lost_host_is_worth_a_retry(jobs: Jobs, pods: Start) -> None:
     until(lambda: not processes_of(jobs.folder))
 
 
-@pytest.mark.parametrize("terminated", [0, 1])
+@pytest.mark.parametrize("terminated", [0, pytest.param(1, marks=slow)])
 def test_a_terminated_pod_has_time_for_a_checkpoint(
     jobs: Jobs, pods: Start, terminated: int
 ) -> None:

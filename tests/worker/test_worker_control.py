@@ -13,7 +13,7 @@ from pipeworker.facts.failure import Cause, Failure
 from pipeworker.facts.position import Position
 from pipeworker.timings import VARIABLE
 from pipeworker.wire import codec, reliable_stream, sockets
-from pipeworker.wire.messages.directions import Advance, Finish, Message
+from pipeworker.wire.messages.directions import Advance, Finish, Message, ToWorker
 from pipeworker.wire.messages.presence import Abort, Failed, Heartbeat, Hello, Ping
 from pipeworker.worker.control import Control
 from pipeworker.worker.settings import Settings
@@ -41,13 +41,15 @@ def heartbeat(router: sockets.Router) -> tuple[bytes, Heartbeat]:
             return identity, message
 
 
-def finish(router: sockets.Router, control: Control) -> None:
-    """Send the worker its last message."""
+def finish(router: sockets.Router, control: Control) -> ToWorker:
+    """Send the worker its last message; return it as the worker received it."""
     control.send(HELLO)
     identity, _ = heartbeat(router)
     frame = codec.encode(Advance(Finish()), 1)
     sockets.send(router, identity, reliable_stream.pack(1, frame))
-    assert control.receive() == Advance(Finish())
+    message = control.receive()
+    assert message == Advance(Finish())
+    return message
 
 
 def aborted(abort: Abort) -> None:
@@ -84,6 +86,17 @@ def test_no_heartbeat_precedes_the_first_message(monkeypatch: pytest.MonkeyPatch
         control.send(HELLO)
         assert received(router)[1] == HELLO
         finish(router, control)
+        control.close()
+
+
+def test_a_message_that_was_received_and_not_begun_may_be_lost() -> None:
+    with sockets.server(TOKEN, "127.0.0.1") as (router, endpoint):
+        control = Control(Settings(0, endpoint, TOKEN, 0), aborted)
+        control.start(signals=False)
+        assert control.lost(None) is None
+        message = finish(router, control)
+        assert control.lost(None) is message
+        assert control.lost(message) is None
         control.close()
 
 
