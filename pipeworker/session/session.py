@@ -336,7 +336,7 @@ class Session:
                 return Abort(failure.message, 1)
             self.worker.disconnect()  # the other ranks save too, once they do not wait
             while True:
-                message = self._control.lost(self._begun) or self._control.receive()
+                message = self._control.receive_after(self._begun)
                 if isinstance(message, Abort):
                     return message
                 with deferred_interrupt():

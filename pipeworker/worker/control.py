@@ -73,7 +73,7 @@ class Control:
         self._exit_process = exit_process
         self._timings = timings()
         self._inbox: queue.SimpleQueue[ToWorker] = queue.SimpleQueue()
-        self._last: ToWorker | None = None
+        self._kept: deque[ToWorker] = deque()  # the last message received, and those behind it
         self._replies: dict[int, queue.SimpleQueue[StoreReply]] = {}
         self._outbox: deque[FromWorker] = deque()
         self._request_numbers = itertools.count(1)
@@ -118,20 +118,27 @@ class Control:
 
     def receive(self) -> ToWorker:
         """Wait for the next message to the main thread, and return it."""
-        return self._inbox.get()
+        message = self._inbox.get()
+        while self._kept[0] is not message:
+            self._kept.popleft()
+        return message
 
-    def lost(self, begun: ToWorker | None) -> ToWorker | None:
-        """Return the last message that :meth:`receive` took, if nothing has begun to handle it.
+    def receive_after(self, begun: ToWorker | None) -> ToWorker:
+        """Wait for the message after `begun`, the last one that the caller has begun to handle.
 
-        An interrupt may come after the message left the queue and before the caller has it. `begun`
-        is the last message that the caller has begun to handle.
+        :meth:`receive` may have taken it already: an interrupt may come after a message left the
+        queue and before the caller has it.
         """
-        last = self._last
-        return last if last is not begun and self._inbox.empty() else None
+        while True:
+            kept = tuple(self._kept)
+            place = next((n for n, message in enumerate(kept) if message is begun), -1)
+            if following := kept[place + 1 :]:
+                return following[0]
+            self._inbox.get()
 
     def _deliver(self, message: ToWorker) -> None:
+        self._kept.append(message)
         self._inbox.put(message)
-        self._last = message  # behind it: a message that is in the inbox is not lost
 
     def request(
         self,

@@ -89,14 +89,18 @@ def test_no_heartbeat_precedes_the_first_message(monkeypatch: pytest.MonkeyPatch
         control.close()
 
 
-def test_a_message_that_was_received_and_not_begun_may_be_lost() -> None:
+def test_a_message_that_an_interrupt_took_from_the_queue_is_received_again() -> None:
     with sockets.server(TOKEN, "127.0.0.1") as (router, endpoint):
         control = Control(Settings(0, endpoint, TOKEN, 0), aborted)
         control.start(signals=False)
-        assert control.lost(None) is None
-        message = finish(router, control)
-        assert control.lost(None) is message
-        assert control.lost(message) is None
+        first = finish(router, control)
+        assert control.receive_after(None) is first
+        identity, _ = heartbeat(router)
+        frame = codec.encode(Advance(Finish()), 1)
+        sockets.send(router, identity, reliable_stream.pack(2, frame))
+        second = control.receive_after(first)
+        assert second is not first
+        assert control.receive_after(first) is second
         control.close()
 
 
