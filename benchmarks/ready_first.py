@@ -1,4 +1,4 @@
-"""What a worker would gain if it ran any action that is ready, instead of its tuple in order.
+"""The gain, by simulation, of running any ready action instead of a worker's actions in order.
 
 A simulation, in which transfers and decisions are free: an upper limit of the gain. Actions take
 as long as planned ("even"); vary uniformly by ±50 %; one of a hundred takes ten times as long
