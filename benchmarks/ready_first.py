@@ -8,7 +8,7 @@ A worker that is free runs the first action of its tuple whose inputs are there.
 more graphs than in the fixed order; the last column allows K more a worker. Gradients are
 accumulated in micro-batch order, so the bits stay the same.
 
-RRFP (Qi et al. 2026, 2605.18750) reports up to 1.77 for schedules whose order is a hint.
+RRFP (arXiv 2605.18750) reports up to 1.77 for schedules whose order is a hint.
 
     python benchmarks/ready_first.py [--stages 8] [--microbatches 32] [--draws 200]
 """
