@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 import cli
 from pipeworker.record.checkpoint import Checkpoint
 from support.jobs import Jobs
+from support.slow import slow
 from support.sources import JOB
 
 SOURCE = (
@@ -61,6 +62,7 @@ def test_the_best_weights_of_a_run_and_of_its_resume(jobs: Jobs, tmp_path: Path)
     assert all(torch.equal(weights[name], plain.weights[name]) for name in weights)
 
 
+@slow
 def test_a_job_that_ends_early_continues_with_more_patience(jobs: Jobs, tmp_path: Path) -> None:
     """Its initial weights are the best, because the loss falls."""
     words = (*WORDS, "--evaluate-first", "--evaluate-every", "2", "--best", "max:loss")
@@ -85,6 +87,7 @@ def test_a_job_that_ends_early_continues_with_more_patience(jobs: Jobs, tmp_path
     assert all(torch.equal(first[name], started.weights[name]) for name in first)
 
 
+@slow
 def test_several_evaluation_sets(jobs: Jobs) -> None:
     """The first one drives the scheduler, so the weights are those of a job with it alone."""
     scheduled = (

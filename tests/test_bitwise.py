@@ -10,6 +10,7 @@ from torch import nn
 
 from support.compare import assert_same, plain_loop
 from support.jobs import Jobs, Run
+from support.slow import slow
 from support.sources import DROPOUT_JOB, JOB, NESTED_JOB
 
 
@@ -67,6 +68,7 @@ KINDS = f"import os\nfrom pathlib import Path\n{textwrap.dedent(KINDS)}"
 """Muon for matrices and AdamW for all else: a stage with the layer norm alone has no Muon."""
 
 
+@slow
 def test_several_optimizers_equal_the_plain_loop(jobs: Jobs) -> None:
     """Also after a lost worker, and resumed with other stages, of which some lack an optimizer."""
     losses, weights, state = plain_loop(jobs.write(KINDS), microbatches=4, steps=6)

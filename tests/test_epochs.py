@@ -121,6 +121,7 @@ def test_epochs_are_equal_with_replicas(jobs: Jobs) -> None:
     assert evaluations(one) == evaluations(two)
 
 
+@slow
 def test_epochs_are_equal_after_a_lost_worker_and_in_a_script(jobs: Jobs, scripts: Scripts) -> None:
     whole = jobs.train("--stages", "1", *WORDS, "--epochs", "2", source=RICH)
     lost = jobs.train("--stages", "2", *WORDS, "--epochs", "2", "--", "dies", source=RICH)
@@ -139,6 +140,7 @@ def test_epochs_are_equal_after_a_lost_worker_and_in_a_script(jobs: Jobs, script
         assert evaluations(other) == evaluations(whole)
 
 
+@slow
 def test_an_own_loop_says_when_its_epochs_end(jobs: Jobs, scripts: Scripts) -> None:
     same = "torch.manual_seed(number); length = 12"  # in the script as in a job file
     source = RICH.replace("length = random.randint(9, 16)", same)

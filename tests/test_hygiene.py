@@ -317,6 +317,7 @@ def test_a_stopped_process_is_detected_and_named(start: Callable[..., Live], pro
     assert error in live.summary["error"]
 
 
+@slow
 def test_a_stopped_launcher_ends_the_job(start: Callable[..., Live]) -> None:
     """The other processes end after the silence timeout; the launcher reports it when resumed."""
     live = start("--worker-timeout", "3")

@@ -15,6 +15,7 @@ import pytest
 from pipeworker.wire.keys import new_token
 from support.jobs import Jobs, Run, processes_of, until
 from support.neighbours import IMPORTS, PRINTED, write_neighbours
+from support.slow import slow
 from support.sources import JOB
 
 TOKEN = re.compile(rb"(?<![0-9a-f])[0-9a-f]{64}(?![0-9a-f])")
@@ -73,17 +74,20 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Seen]:
         jobs.close()
 
 
+@slow
 def test_a_job_file_imports_the_users_modules_with_our_names(seen: Seen) -> None:
     assert "done: 6 steps" in seen.run.stdout
     assert all(PRINTED in seen.run.log(f"worker-{stage}") for stage in (0, 1))
 
 
+@slow
 def test_printed_text_is_in_the_log_at_once(seen: Seen) -> None:
     """The display shows it from there."""
     assert PRINTED in seen.log
     assert seen.run.stdout.count(PRINTED) == 2
 
 
+@slow
 def test_a_job_shows_no_token(seen: Seen) -> None:
     """No command line, environment or file contains text that has the form of a token."""
     assert TOKEN.fullmatch(new_token().encode())
@@ -97,6 +101,7 @@ def test_a_job_shows_no_token(seen: Seen) -> None:
     assert not TOKEN.search((seen.run.stdout + seen.run.stderr).encode())
 
 
+@slow
 def test_the_agent_imports_modules_for_all_workers(seen: Seen) -> None:
     """It saves each worker a second: any torch optimizer imports torch._dynamo when it is built."""
     assert all("there True" in seen.run.log(f"worker-{stage}") for stage in (0, 1))

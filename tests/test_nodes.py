@@ -38,6 +38,7 @@ def c10d(port: str, nodes: str, *also: str) -> tuple[str, ...]:
     return ("--nnodes", nodes, *place, "--rdzv-conf", conf, "--local-addr", "127.0.0.1", *also)
 
 
+@slow
 def test_two_nodes_of_one_machine_are_one_host(
     jobs: Jobs, reference: Reference, torchrun: Torchrun
 ) -> None:
@@ -51,6 +52,7 @@ def test_two_nodes_of_one_machine_are_one_host(
     assert at(jobs.folder) == ["0 0", "0 1", "1 0", "1 1"]
 
 
+@slow
 def test_neighbouring_ranks_share_a_node_in_any_order(jobs: Jobs, torchrun: Torchrun) -> None:
     options = c10d(torchrun.port(), "2")
     both = [torchrun(*LOCAL, source=JOB + PLACED, options=options) for _ in range(2)]

@@ -5,9 +5,11 @@ from __future__ import annotations
 import torch
 
 from support.ranks import Scripts, script
+from support.slow import slow
 from support.sources import DROPOUT, JOB
 
 
+@slow
 def test_the_state_of_the_process_is_restored(scripts: Scripts) -> None:
     """Random streams, signals, threads, descriptors and grad mode stay, over several jobs."""
     loop = """

@@ -18,14 +18,16 @@ FOLLOWED = [
 PLANNED = ("README.md", "bubble.md", "micro-batches.md", "schedule-file.md", "records.md")
 """Pages whose jobs are planned from measured layers, which takes time."""
 
-
-COLD = ("notebooks.md", "unattended.md")
-"""Pages whose commands start the command line's own interpreters, which takes seconds."""
+LONG = (
+    *("coming-from.md", "fine-tuning.md", "notebooks.md"),
+    *("own-loop.md", "records.md", "unattended.md"),
+)
+"""Pages whose commands take seconds of CPU, or start interpreters of their own."""
 
 
 @pytest.mark.parametrize(
     "page",
-    [pytest.param(page, marks=slow if page.name in COLD else ()) for page in FOLLOWED],
+    [pytest.param(page, marks=slow if page.name in LONG else ()) for page in FOLLOWED],
     ids=lambda page: str(page.relative_to(ROOT)),
 )
 def test_the_commands_of_a_page_print_what_it_shows(

@@ -188,6 +188,7 @@ def test_a_coordinator_lost_after_an_interrupt_is_replaced_to_save(jobs: Jobs) -
     assert run.checkpoint.manifest.step > 2  # of the last snapshot
 
 
+@slow
 def test_evaluations_of_thousands_of_metrics_are_recorded_once(jobs: Jobs) -> None:
     evaluated = """
     def evaluation():
@@ -229,6 +230,7 @@ def test_the_summary_has_the_losses_before_a_coordinator_that_is_not_replaced(
     assert (summary["restarts"], summary["causes"]) == (1, ["the coordinator was killed"])
 
 
+@slow
 def test_a_resumed_run_survives_its_coordinator_after_its_first_checkpoint_is_deleted(
     jobs: Jobs,
 ) -> None:
@@ -261,6 +263,7 @@ def _is_gone(jobs: Jobs, pid: int) -> bool:
     return pid not in processes_of(jobs.folder)
 
 
+@slow
 def test_a_coordinator_and_an_agent_lost_at_once_are_replaced(jobs: Jobs, quiet: Run) -> None:
     """The snapshots in the agent's memory are lost, even before new workers start."""
     process, path = jobs.start(*WORDS, "--", "raise", source=HELD)

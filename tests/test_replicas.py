@@ -56,6 +56,7 @@ def test_results_are_the_same_for_any_number_of_stages(jobs: Jobs) -> None:
     assert last.log(f"worker-{count - stages}") == ""
 
 
+@slow
 def test_results_with_another_number_of_replicas_are_close(reference: Reference) -> None:
     words = ("--microbatches", "4")
     one = reference("--stages", "2", *words, source=JOB)
@@ -132,6 +133,7 @@ TOKENS = """
 """
 
 
+@slow
 def test_tied_weights_and_a_loss_with_a_count(jobs: Jobs) -> None:
     """In some mini-batches a replica has no samples."""
     runs = [jobs.train("--stages", k, "--replicas", "3", *WORDS, source=TOKENS) for k in ("1", "2")]
@@ -176,6 +178,7 @@ def test_the_cause_names_the_stage_and_replica_of_a_lost_worker(jobs: Jobs, quie
     assert re.search(r"the worker of stage \d of replica \d was killed", run.summary["causes"][0])
 
 
+@slow
 def test_a_run_resumes_with_the_same_number_of_replicas(jobs: Jobs, reference: Reference) -> None:
     words = ("--replicas", "2", "--microbatches", "4")
     whole = reference("--stages", "2", *words, "--steps", "6", source=DROPOUT_JOB)
@@ -320,6 +323,7 @@ def test_a_run_with_sharded_state_resumes_with_any_layout(jobs: Jobs, reference:
         assert_same(Run(0, "", "", run.path), whole)
 
 
+@slow
 def test_sharded_state_is_recovered(jobs: Jobs, quiet: Run) -> None:
     run = jobs.train(*LOST, "--shard-optimizer", "--snapshot-every", "1", "--", "kill", source=DIES)
     assert (jobs.folder / "died").exists()

@@ -9,6 +9,7 @@ import pytest
 
 from support.compare import assert_same
 from support.jobs import Jobs, Run
+from support.slow import slow
 
 RAGGED = """
     import torch
@@ -60,6 +61,7 @@ def test_a_schedule_of_the_jobs_own_gives_the_bits_of_one_stage(jobs: Jobs, mine
     assert recorded == MINE.replace("mine", "mine.txt")
 
 
+@slow
 def test_a_run_is_resumed_without_the_file(jobs: Jobs, mine: Path) -> None:
     words = ("--stages", "2", "--schedule", str(mine))
     whole = jobs.train(*words, "--steps", "6", source=RAGGED)
@@ -76,6 +78,7 @@ def test_a_run_is_resumed_without_the_file(jobs: Jobs, mine: Path) -> None:
     assert "4 micro-batches, gpipe; run directory" in changed.stdout
 
 
+@slow
 def test_replicas_run_the_schedule_with_their_parts(jobs: Jobs, mine: Path) -> None:
     words = ("--replicas", "2")
     plain = jobs.train("--stages", "1", "--microbatches", "8", *words, source=RAGGED)

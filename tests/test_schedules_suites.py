@@ -12,6 +12,7 @@ import pytest
 from pipeworker.plan.orders import ORDERS
 from support.compare import assert_same
 from support.jobs import Jobs, Reference, Run
+from support.slow import slow
 from support.sources import VARIED, VARIED_WORDS
 from support.torchrun import Torchrun
 
@@ -44,6 +45,7 @@ def one(reference: Reference) -> Run:
     return reference("--stages", "1", *VARIED_WORDS, source=VARIED)
 
 
+@slow
 @pytest.mark.parametrize("schedule", schedules("interleaved-1f1b"))
 def test_a_run_is_resumed_under_another_schedule(jobs: Jobs, one: Run, schedule: str) -> None:
     first = jobs.train(
@@ -70,6 +72,7 @@ def test_a_lost_worker_is_replaced(jobs: Jobs, one: Run, schedule: str) -> None:
     assert_same(one, run)
 
 
+@slow
 @pytest.mark.parametrize("schedule", schedules("v-min"))
 def test_replicas_that_share_the_optimizer_state(
     jobs: Jobs, reference: Reference, schedule: str
@@ -81,6 +84,7 @@ def test_replicas_that_share_the_optimizer_state(
     assert_same(plain, run)
 
 
+@slow
 @pytest.mark.parametrize("schedule", schedules("dualpipev"))
 def test_ranks_of_torchrun(torchrun: Torchrun, one: Run, schedule: str) -> None:
     run = torchrun("--schedule", schedule, *VARIED_WORDS, source=VARIED).end()

@@ -62,6 +62,7 @@ def steps(path: Path) -> int:
     return metrics.read_bytes().count(b"\n") if metrics.exists() else 0
 
 
+@slow
 def test_a_run_on_several_hosts_continues_in_its_directory_when_that_is_moved(
     jobs: Jobs, client: Sshd, reference: Reference
 ) -> None:
@@ -114,6 +115,7 @@ def test_a_lost_host_is_restarted_and_gives_the_numbers_of_an_undisturbed_run(
     assert not before & set(processes_of(jobs.folder))
 
 
+@slow
 def test_a_replica_that_is_lost_with_its_host_gets_the_state_of_another_one(
     jobs: Jobs, client: Sshd
 ) -> None:
@@ -181,6 +183,7 @@ Its steps leave a busy host the time to mirror a snapshot.
 """
 
 
+@slow
 def test_a_lost_worker_is_restored_from_the_memories_of_all_hosts(jobs: Jobs, client: Sshd) -> None:
     """Each host holds a part of the last snapshot, and there is no checkpoint yet."""
     words = ("--microbatches", "4", "--steps", "15", "--stages", "3")
@@ -275,6 +278,7 @@ def test_a_folder_is_sent_and_two_hosts_give_the_numbers_of_one(
     assert "error: host far: it does not see the run directory" in not_shared.stderr
 
 
+@slow
 @pytest.mark.root
 def test_a_cable_that_is_unplugged_beyond_the_timeout_changes_no_bit(
     jobs: Jobs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, quiet: Run

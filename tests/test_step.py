@@ -81,6 +81,7 @@ MANY_JOB = """
 """Sixty tensors at each boundary, and a slow receiver, so that they accumulate."""
 
 
+@slow
 def test_many_tensors_and_many_micro_batches(jobs: Jobs) -> None:
     losses, _, _ = plain_loop(jobs.write(MANY_JOB), microbatches=20, steps=2)
     assert len(losses) == 2

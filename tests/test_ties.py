@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from support.jobs import Jobs, Run
+from support.slow import slow
 
 EAGER = """
     import torch
@@ -72,7 +73,7 @@ def same(left: Run, right: Run) -> None:
     ("source", "one"),
     [
         (EAGER, ("--stages", "1", "--accumulate", "1")),
-        (EAGER + LAZY, ("--stages", "2", "--recompute", "never")),
+        pytest.param(EAGER + LAZY, ("--stages", "2", "--recompute", "never"), marks=slow),
     ],
     ids=["eager", "lazy"],
 )

@@ -38,6 +38,7 @@ def test_one_host_gives_the_numbers_of_the_local_run(
     assert run.summary["status"] == "done"
 
 
+@slow
 def test_the_world_is_stages_times_replicas(reference: Reference, torchrun: Torchrun) -> None:
     run = torchrun(*LOCAL, "--replicas", "2", ranks=4, source=DROPOUT_JOB).end()
     assert run.status == 0, run.stderr
@@ -54,6 +55,7 @@ def test_the_world_is_stages_times_replicas(reference: Reference, torchrun: Torc
     assert (again.summary["stages"], again.summary["steps"]) == (1, 5)
 
 
+@slow
 def test_mistakes_are_reported_once(jobs: Jobs, torchrun: Torchrun) -> None:
     (jobs.folder / "taken").mkdir()
     for words, expected, run_dir in (
@@ -170,6 +172,7 @@ def test_a_closed_output_does_not_end_the_job(jobs: Jobs, torchrun: Torchrun) ->
 # Two hosts.
 
 
+@slow
 @pytest.mark.root
 def test_an_unplugged_cable_ends_the_job_on_both_hosts(
     jobs: Jobs, torchrun: Torchrun, hosts: tuple[Host, Host]
@@ -247,6 +250,7 @@ def has_content(file: Path) -> bool:
     return file.exists() and file.stat().st_size > 0
 
 
+@slow
 @pytest.mark.root
 def test_tls_between_two_hosts_is_unreadable_and_gives_the_same_numbers(
     jobs: Jobs, torchrun: Torchrun, hosts: tuple[Host, Host], monkeypatch: pytest.MonkeyPatch

@@ -15,6 +15,7 @@ from pipeworker.coordinator.loss_scaler import LossScaler
 from pipeworker.record.checkpoint import Checkpoint
 from support.compare import assert_same
 from support.jobs import Jobs, Reference, Run
+from support.slow import slow
 from support.sources import JOB
 
 RICH = """
@@ -114,7 +115,10 @@ def test_evaluation_changes_no_number_and_is_the_same_at_any_number_of_stages(jo
     assert "5.bias" in runs[1].log("worker-3")
 
 
-@pytest.mark.parametrize("kind", sorted(SCHEDULES))
+@pytest.mark.parametrize(
+    "kind",
+    [pytest.param(kind, marks=slow if kind == "epoch" else ()) for kind in sorted(SCHEDULES)],
+)
 def test_schedulers_by_epoch_and_by_metric(jobs: Jobs, kind: str) -> None:
     words = ("--microbatches", "2", "--steps", "9", "--evaluate-every", "3")
     one, three = (
@@ -364,6 +368,7 @@ COMPILED = JOB.replace(
 )
 
 
+@slow
 def test_compiled_layers(jobs: Jobs) -> None:
     """Each stage compiles its own layers; another test covers kernels."""
     words = ("--stages", "2", "--steps", "2")

@@ -183,6 +183,7 @@ def answers(port: int) -> bool:
     return False
 
 
+@slow
 def test_one_pod_needs_no_other(jobs: Jobs, pods: Start) -> None:
     job = pods(*WORDS, "--steps", "2", nodes=1)
     assert job.end() == [0]

@@ -24,6 +24,7 @@ from support.data_sources import (
     round_trip,
     together,
 )
+from support.slow import slow
 
 SAMPLES, BATCH = 18, 3
 LENGTH = SAMPLES // BATCH
@@ -198,6 +199,7 @@ def test_mini_batches_before_the_position_are_not_loaded(kind: str) -> None:
         check(another, expected)
 
 
+@slow
 def test_the_processes_of_a_loader_continue_their_random_streams() -> None:
     """Up to one mini-batch less than there are processes is loaded again."""
 

@@ -135,6 +135,7 @@ def test_autocast_of_traced_layers_equals_eager() -> None:
     assert all(torch.equal(*pair) for pair in zip(*found, strict=True))
 
 
+@slow
 def test_equal_layers_share_a_graph_and_any_number_of_layers_is_compiled() -> None:
     train(1, "never", [nn.Linear(6, 6) for _ in range(3)], data(6, out=6))
     # Two graphs, because the input of the first layer requires no gradient.

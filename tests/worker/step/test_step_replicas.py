@@ -21,6 +21,7 @@ from support.pipelines import MODES, Pipeline, Way, filled
 from support.plain_loop import assert_equal
 from support.plain_loop import plain as plain_loop
 from support.replicas import plain
+from support.slow import slow
 
 SIZES = (12, 7, 2, 1, 12)
 """Even, uneven, and fewer samples than replicas or micro-batches."""
@@ -47,7 +48,7 @@ def net() -> list[nn.Module]:
     return [nn.Linear(6, 8), nn.Tanh(), Noise(), nn.Linear(8, 6), nn.Linear(6, 2)]
 
 
-@pytest.mark.parametrize("replicas", [1, 2, 3, 5])
+@pytest.mark.parametrize("replicas", [1, 2, 3, pytest.param(5, marks=slow)])
 def test_results_equal_the_loop_that_adds_replicas_in_order(replicas: int) -> None:
     """The network has dropout; over all cases each mode has each number of stages."""
     layers, batches = net(), data(*SIZES)

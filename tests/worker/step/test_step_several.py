@@ -22,6 +22,7 @@ from support.layers import Apply, Layer, Noise, Pop, Stash, data, mse
 from support.orders import Orders, Which, by, depth_first, legal, written
 from support.pipelines import MODES, Pipeline, Way, filled
 from support.plain_loop import Batches, Trained, assert_equal, plain
+from support.slow import slow
 
 LOOPED, VEE = Placement.looped(2, 2), Placement(((0, 3), (1, 2)))
 TOGETHER = Placement(((0, 1, 2, 3),))
@@ -137,6 +138,7 @@ def mlp() -> list[nn.Module]:
     return [nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 8), Noise(), nn.GELU(), nn.Linear(8, 2)]
 
 
+@slow
 def test_equals_the_plain_loop() -> None:
     check(mlp(), data(8, 8), ways=ways)
 

@@ -14,6 +14,7 @@ from pipeworker.worker.transport.channel import Receiver, Sender
 from pipeworker.worker.transport.links.gloo import GroupLink
 from support.jobs import Jobs, processes_of, until
 from support.memory import shared_memory
+from support.slow import slow
 from support.transport import FORTH, connect_all
 
 MICROBATCHES = 4
@@ -174,6 +175,7 @@ JOB = """
 """A job with frames of 1 MB at most, which waits for a file after a number of steps."""
 
 
+@slow
 def test_a_job_with_changing_shapes_holds_little_more_than_the_largest_needs(jobs: Jobs) -> None:
     held = {}
     for shapes, steps in (("constant", 4), ("changing", 30)):
