@@ -23,7 +23,7 @@ demo: $(VENV)/.run
 	$(BIN)/pipeworker launch --stages 4 --steps 100 --evaluate-every 25 --run-dir $$run examples/bytelm.py && \
 	echo "generated:" && $(BIN)/python examples/bytelm.py $$run
 
-test: $(VENV)/.test
+test: $(VENV)/.collected
 	$(BIN)/python -m pytest --numprocesses $(PROCESSES) --dist worksteal $(TESTS)
 
 test-all:
@@ -59,9 +59,10 @@ EXTRAS ?= test
 
 # torch is pinned to a version: a range would install a build with gigabytes of CUDA. pip would compile
 # all of torch to bytecode, which takes longer than everything else; Python compiles each module when it
-# is first imported.
+# is first imported. The pip that comes with an older Python takes twice as long to choose versions.
 export PYTHONDONTWRITEBYTECODE =
 INSTALL = test -x $(BIN)/python || $(PYTHON) -m venv $(VENV); \
+	$(BIN)/pip install --quiet --upgrade pip; \
 	$(BIN)/pip install --quiet --no-compile '$(TORCH)' --editable
 
 $(VENV)/.run: setup.cfg pyproject.toml
@@ -71,6 +72,11 @@ $(VENV)/.run: setup.cfg pyproject.toml
 $(VENV)/.test: setup.cfg pyproject.toml
 	$(INSTALL) '.[$(EXTRAS)]'
 	touch $(VENV)/.run $@
+
+# Otherwise each of the processes of the first run would compile all test modules.
+$(VENV)/.collected: $(VENV)/.test
+	$(BIN)/python -m pytest --collect-only --quiet > /dev/null
+	touch $@
 
 $(VENV)/.docs: setup.cfg pyproject.toml
 	$(INSTALL) '.[docs]'

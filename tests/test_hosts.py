@@ -147,9 +147,9 @@ def test_a_line_that_is_interrupted_again_and_again_changes_no_bit(
     prefer(jobs)
     for _ in range(4):
         hosts[side].cut_outgoing()
-        time.sleep(2.3)
+        time.sleep(2)
         hosts[side].repair_outgoing()
-        time.sleep(0.8)
+        time.sleep(1.3)  # the kernel sends a SYN again after a second
     (jobs.folder / "go").touch()
     head, tail = (started.end() for started in both)
     assert head.status == tail.status == 0, head.stderr + tail.stderr

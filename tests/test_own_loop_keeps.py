@@ -71,7 +71,7 @@ OFTEN_WRONG = """
 """
 
 
-@pytest.mark.parametrize("ranks", [1, 3])
+@pytest.mark.parametrize("ranks", [1, pytest.param(3, marks=slow)])
 def test_calls_that_fail_change_nothing(scripts: Scripts, ranks: int) -> None:
     source = script(NORMED, OFTEN_WRONG)
     right = scripts.start(source, ranks, WRONG="")

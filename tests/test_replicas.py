@@ -79,7 +79,9 @@ def test_the_default_is_four_micro_batches_per_stage_of_each_replica(jobs: Jobs)
 @pytest.mark.parametrize(
     "words",
     [
-        ("--backend", "gloo", "--precision", "fp16", "--deferred-batch-norm"),
+        pytest.param(
+            ("--backend", "gloo", "--precision", "fp16", "--deferred-batch-norm"), marks=slow
+        ),
         (
             *("--backend", "tls", "--precision", "bf16"),
             *("--accumulate", "2", "--clip-grad-value", "0.01"),

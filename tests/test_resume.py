@@ -12,6 +12,7 @@ import pytest
 
 from support.compare import assert_same
 from support.jobs import Jobs, Run, until
+from support.slow import slow
 from support.sources import JOB
 
 RICH = """
@@ -155,6 +156,7 @@ SLIP = (
 )
 
 
+@slow
 def test_a_late_mistake_loses_no_steps(jobs: Jobs) -> None:
     """It ends the job, whose steps are saved; the corrected job resumes from them."""
     words = ("--microbatches", "2", "--evaluate-every", "4", "--steps", "6")

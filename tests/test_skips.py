@@ -7,6 +7,7 @@ import torch
 
 from support.compare import assert_same, plain_loop
 from support.jobs import Jobs
+from support.slow import slow
 
 UNET = """
     import sys
@@ -133,6 +134,7 @@ CACHED = """
 """
 
 
+@slow
 def test_layers_cached_in_the_survey_do_not_affect_training(jobs: Jobs) -> None:
     """A skip may also exist only in training."""
     words = ("--microbatches", "2", "--steps", "3", "--evaluate-every", "2")

@@ -338,6 +338,7 @@ def test_a_failure_in_evaluation_names_its_position(jobs: Jobs) -> None:
     assert "in evaluation: stage 2, layer 2 (Fails), micro-batch 2, step 2" in run.stderr
 
 
+@slow
 def test_deferred_batch_norm(jobs: Jobs) -> None:
     """With uneven micro-batches, recompute and evaluation, statistics change once a mini-batch."""
     words = ("--microbatches", "5", "--steps", "3", "--deferred-batch-norm")

@@ -206,6 +206,11 @@ def test_a_job_that_is_notified_and_loses_a_host_ends_as_undisturbed(
     assert run.summary["restarts"] or resumed, "nothing was lost"
 
 
+@pytest.mark.parametrize(
+    "kind",
+    [*(pytest.param(name, marks=slow) for name in ("torchrun", "slurm")), "ssh"],
+    indirect=True,
+)
 def test_a_cancelled_job_saves_a_checkpoint_and_can_be_resumed(kind: Kind, quiet: Run) -> None:
     path = kind.jobs.folder / "run"
     process = kind.start(path, "--steps", "1000000", source=CALM)

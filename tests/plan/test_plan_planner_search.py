@@ -138,6 +138,7 @@ def test_of_orders_that_take_the_same_time_the_one_with_less_memory_is_chosen() 
     assert max(found.memory) <= max(plans[1].memory) or found.step_seconds < plans[1].step_seconds
 
 
+@slow
 def test_the_plan_is_the_same_each_time() -> None:
     layers = [layer(1 + n % 5 / 4, 2 + n % 7 / 3, saved_bytes=n, output_bytes=3) for n in range(12)]
     facts = replace(network(layers), latency=0.02)
