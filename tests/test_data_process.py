@@ -11,6 +11,7 @@ import pytest
 
 from support.compare import assert_same
 from support.jobs import Jobs, Reference, Run, processes_of, until
+from support.slow import slow
 
 READS = """
     import os
@@ -120,6 +121,7 @@ def test_data_is_read_again_if_its_process_is_lost(jobs: Jobs, quiet: Run) -> No
     assert Counter(number for _, number in found)[0] == 3
 
 
+@slow
 @pytest.mark.parametrize("killed", ["launcher", "agent"])
 def test_the_process_ends_with_the_job(jobs: Jobs, killed: str) -> None:
     process, _ = jobs.start(*WORDS, "--max-restarts", "1", source=GATED)
@@ -211,6 +213,7 @@ def test_the_number_of_mini_batches_read_does_not_change(jobs: Jobs, kept: str) 
     assert len(reads(jobs)) == 10
 
 
+@slow
 def test_replicas_that_read_each_keep_their_place(jobs: Jobs) -> None:
     words = (*WORDS, "--replicas", "2", "--data-reader", "every")
     run = jobs.train(*words, "--", "1", source=READS)

@@ -10,6 +10,7 @@ from click.testing import CliRunner
 
 import cli
 from support.jobs import Jobs
+from support.slow import slow
 from support.sources import DROPOUT_JOB
 
 SOURCE = (
@@ -41,6 +42,7 @@ def content(run: Path) -> dict[str, bytes]:
     return {str(path.relative_to(run)): path.read_bytes() for path in paths}
 
 
+@slow
 def test_a_checkpoint_has_the_figures_that_were_recorded(jobs: Jobs) -> None:
     jobs.write("SCALE = 0.5\n", "beside.py")
     jobs.write(SOURCE)

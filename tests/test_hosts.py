@@ -18,6 +18,7 @@ from support.hosts import CABLES, Host, ip
 from support.interpreter import PRELOAD
 from support.jobs import Jobs, Process, Run, processes_of, until
 from support.pretend import VARIABLE as PRETEND
+from support.slow import slow
 from support.sources import CALM, JOB
 from support.torchrun import TOKEN, Torchrun
 
@@ -78,6 +79,7 @@ def expect_error(
     return runs
 
 
+@slow
 def test_an_unplugged_cable_different_clocks_and_a_named_interface_change_no_bit(
     jobs: Jobs, torchrun: Torchrun, hosts: tuple[Host, Host], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -209,7 +209,13 @@ def test_a_job_under_nohup_outlives_its_terminal(jobs: Jobs) -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
-@pytest.mark.parametrize("cold", [True, False], ids=["importing torch", "in the job file"])
+@pytest.mark.parametrize(
+    "cold",
+    [
+        pytest.param(True, marks=slow, id="importing torch"),
+        pytest.param(False, id="in the job file"),
+    ],
+)
 def test_a_job_that_ends_while_it_starts_leaves_nothing(
     jobs: Jobs, number: signal.Signals, cold: bool
 ) -> None:

@@ -10,6 +10,7 @@ from torch import nn
 from support.compare import assert_same
 from support.jobs import Jobs, Run
 from support.ranks import LOOP, Scripts, script
+from support.slow import slow
 from support.sources import DROPOUT, JOB
 
 
@@ -56,6 +57,7 @@ def test_train_equals_launch(jobs: Jobs, scripts: Scripts) -> None:
     assert [row["step"] for row in rows] == [2, 4]
 
 
+@slow
 def test_train_under_torchrun(jobs: Jobs) -> None:
     train = "pipeworker.train(model, loss=loss, optimizer=optimizer, data=data, run_dir='run')"
     path = jobs.write(script(JOB, train), "loop.py")
@@ -107,6 +109,7 @@ HOOKS = """
 """
 
 
+@slow
 def test_hooks_on_layers_and_parameters_work(scripts: Scripts) -> None:
     """Hooks on modules passed by the user, and on a stage's layers."""
     before = """
@@ -240,6 +243,7 @@ def test_tokens_are_counted_in_steps_alone(scripts: Scripts) -> None:
     assert found["wrong"].startswith("pipeworker.Pipeline(): tokens is an int; make it a function")
 
 
+@slow
 def test_skips_need_a_sample(scripts: Scripts) -> None:
     skips = """
         class Down(nn.Linear):

@@ -9,6 +9,7 @@ import pytest
 
 from support.jobs import Jobs, processes_of, until
 from support.ranks import LOOP, Ranks, Scripts, script
+from support.slow import slow
 from support.sources import JOB
 
 FAILING = """
@@ -131,7 +132,7 @@ def training(ranks: Ranks) -> None:
     until(lambda: metrics.exists() and metrics.read_text())
 
 
-@pytest.mark.parametrize("rank", [0, 1, 2])
+@pytest.mark.parametrize("rank", [0, pytest.param(1, marks=slow), pytest.param(2, marks=slow)])
 def test_a_killed_rank_ends_the_others(jobs: Jobs, scripts: Scripts, rank: int) -> None:
     ranks = scripts.start(script(JOB, FAILING), 3, WHAT="endless")
     training(ranks)

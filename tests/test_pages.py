@@ -20,7 +20,7 @@ PLANNED = ("README.md", "bubble.md", "micro-batches.md", "schedule-file.md", "re
 
 LONG = (
     *("coming-from.md", "fine-tuning.md", "notebooks.md"),
-    *("own-loop.md", "records.md", "unattended.md"),
+    *("micro-batches.md", "own-loop.md", "records.md", "unattended.md"),
 )
 """Pages whose commands take seconds of CPU, or start interpreters of their own."""
 

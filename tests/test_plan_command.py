@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from support.jobs import Jobs, until
+from support.slow import slow
 from support.sources import JOB, VARIED
 
 PROMISED = {
@@ -78,6 +79,7 @@ def test_the_lines_of_a_job(jobs: Jobs) -> None:
     assert re.search(r"^\*  gpipe +2 ", output, re.MULTILINE)
 
 
+@slow
 def test_counts_are_planned_without_seconds(jobs: Jobs) -> None:
     found = json.loads(planned(jobs, "--stages", "2", "--no-profile", "--json", source=VARIED))
     assert (found["measured"], found["step_seconds"]) == (False, None)

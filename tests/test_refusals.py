@@ -216,7 +216,7 @@ def test_no_proc(jobs: Jobs) -> None:
     assert "Traceback" not in done.stderr
 
 
-@pytest.mark.parametrize("most", [10, pytest.param(20, marks=slow), 26])
+@pytest.mark.parametrize("most", [10, pytest.param(20, marks=slow), pytest.param(26, marks=slow)])
 def test_too_few_descriptors(jobs: Jobs, most: int) -> None:
     """The process that reaches the limit first reports it."""
     job_file = jobs.write(JOB)

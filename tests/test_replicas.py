@@ -173,6 +173,7 @@ def test_a_lost_worker_of_a_replica_is_replaced(jobs: Jobs, quiet: Run) -> None:
     assert_same(run, quiet)
 
 
+@slow
 def test_the_cause_names_the_stage_and_replica_of_a_lost_worker(jobs: Jobs, quiet: Run) -> None:
     run = jobs.train(*LOST, "--", "kill", source=DIES)
     assert (jobs.folder / "died").exists()

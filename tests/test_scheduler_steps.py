@@ -6,6 +6,7 @@ import pytest
 
 from pipeworker.job.options import Options
 from support.jobs import Jobs, Run
+from support.slow import slow
 
 JOB = """
     import torch
@@ -29,6 +30,7 @@ WITHOUT_LENGTH = f"{JOB}\n    data = iter(data())\n"
 WORDS = ("--stages", "2", "--microbatches", "2", "--accumulate", "2")
 
 
+@slow
 def test_a_scheduler_follows_the_steps_of_the_run_and_of_its_continuation(jobs: Jobs) -> None:
     """A resumed run is on the curve of its new number of steps, also where the first one ended."""
     run = jobs.train(*WORDS, "--epochs", "2", source=JOB)

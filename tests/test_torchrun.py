@@ -117,6 +117,7 @@ def test_a_killed_torchrun_ends_the_job(jobs: Jobs, torchrun: Torchrun) -> None:
     assert json.loads((started.path / "summary.json").read_text())["status"] == "failed"
 
 
+@slow
 def test_a_stopped_coordinator_is_detected_and_named(
     jobs: Jobs, torchrun: Torchrun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -148,6 +149,7 @@ def test_a_terminated_torchrun_interrupts_the_job(jobs: Jobs, torchrun: Torchrun
     assert run.checkpoint.manifest.step == run.summary["steps"] > 2
 
 
+@slow
 def test_ranks_that_torchrun_restarts_resume_the_run(jobs: Jobs, torchrun: Torchrun) -> None:
     words = ("--microbatches", "4", "--steps", "7", "--checkpoint-every", "1")
     options = ("--standalone", "--max-restarts", "1")

@@ -7,6 +7,7 @@ import pytest
 from pipeworker.timings import VARIABLE
 from support.compare import assert_same
 from support.jobs import Jobs, Run, until
+from support.slow import slow
 from support.sources import JOB
 from support.unauthenticated_peers import UnauthenticatedPeers, listening
 
@@ -34,6 +35,7 @@ AWAITED = (
 WORDS = ("--stages", "2", "--microbatches", "4", "--steps", "3", "--backend", "gloo")
 
 
+@slow
 def test_unauthenticated_peers_at_the_ports_of_a_job_change_no_number(
     jobs: Jobs, monkeypatch: pytest.MonkeyPatch
 ) -> None:

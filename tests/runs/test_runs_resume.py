@@ -16,6 +16,7 @@ from pipeworker.record.rundir import RunDir
 from pipeworker.runs import resume
 from pipeworker.runs.resume import ResumePoint
 from support.checkpoints import complete
+from support.slow import slow
 
 
 def flip(path: Path) -> None:
@@ -101,6 +102,7 @@ def test_damaged_checkpoints_are_reported_and_skipped(run: RunDir, kind: str) ->
     assert tree(run.path) == before
 
 
+@slow
 def test_a_flipped_bit_of_a_manifest_is_detected(run: RunDir) -> None:
     """Only bits of the name of the checksum's own field may flip unnoticed."""
     scaler, row = {"scale": 65536.0, "good_steps": 7}, {"step": 1, "loss": 0.25}

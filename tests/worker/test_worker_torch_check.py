@@ -17,6 +17,7 @@ from pipeworker.worker import internals, torch_check
 from support.jobs import Jobs
 from support.ranks import Scripts, script
 from support.single_worker import SingleWorker
+from support.slow import slow
 
 ROOT = Path(__file__).parents[2]
 FOUND = re.findall(r'_find\("(.+?)"\)', Path(internals.__file__).read_text(encoding="utf-8"))
@@ -115,6 +116,7 @@ for missing in sys.argv[1:]:
 """
 
 
+@slow
 def test_a_missing_name_is_named_after_all_is_imported(jobs: Jobs) -> None:
     assert len(FOUND) > 10
     stdout, stderr = jobs.python("-c", WITHOUT, *FOUND).communicate(timeout=60)

@@ -334,7 +334,7 @@ def test_gradients_of_any_dtype_and_layout_are_reduced() -> None:
     assert_equal(pipeline.train(len(batches)), expected)
 
 
-@pytest.mark.parametrize("replicas", [2, 3, 8])
+@pytest.mark.parametrize("replicas", [2, 3, pytest.param(8, marks=slow)])
 def test_a_sharded_optimizer_equals_a_whole_one(replicas: int) -> None:
     """Eight replicas are more than a stage has parameters."""
     layers, batches = net(), data(*SIZES)

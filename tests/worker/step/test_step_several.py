@@ -200,6 +200,7 @@ def test_skip_connections_on_one_worker_and_across(name: str) -> None:
     check([make() for make in makers], data(8, 8), skips=skips)
 
 
+@slow
 def test_skip_connections_over_two_lanes() -> None:
     makers, skips = SKIPPING["everywhere"]
     check([make() for make in makers], data(8, 8), skips=skips, lanes=2)
@@ -272,6 +273,7 @@ def test_a_gradient_that_is_none_in_some_steps_and_one_that_always_is() -> None:
     check(layers, batches)
 
 
+@slow
 def test_an_in_place_first_layer_after_a_local_stage() -> None:
     """The layer would change the output of the previous stage, which recompute needs."""
     relu = nn.ReLU(inplace=True)
@@ -287,6 +289,7 @@ class PopInPlace(nn.Module):
         return pipeworker.pop("a").mul_(2) + x
 
 
+@slow
 @pytest.mark.parametrize("linear", [True, False], ids=["saved", "not saved"])
 def test_a_popped_tensor_may_be_changed_in_place(linear: bool) -> None:
     """Recompute needs the tensor as it was stashed."""

@@ -26,6 +26,7 @@ from pipeworker.worker.transport.links.link import COMPLETE
 from pipeworker.worker.transport.links.shared import POSTS_AT_ONCE, ReceivingLink, SendingLink
 from support.jobs import until
 from support.memory import shared_memory
+from support.slow import slow
 from support.transport import FORTH, connect_all
 
 Pair = tuple[SendingLink, ReceivingLink]
@@ -192,6 +193,7 @@ def test_gaps_between_used_ranges_return_to_the_system(pair: Pair) -> None:
     assert most * 0.9 < shared_memory() - before < 1.2 * most
 
 
+@slow
 def test_memory_has_no_name_and_few_descriptors(pair: Pair) -> None:
     source, target = pair
     buffers = []
