@@ -15,7 +15,7 @@ from pipeworker.coordinator.effects import Commit
 from pipeworker.coordinator.steps.snapshots import Writing
 from pipeworker.errors import ProtocolError, UsageError
 from pipeworker.facts.connections import Skip, Tie
-from pipeworker.facts.layer_names import LayerNames
+from pipeworker.facts.layer_names import LayerNames, shown
 from pipeworker.facts.position import Position
 from pipeworker.job.options import Options
 from pipeworker.plan import frozen, partition, skips, ties
@@ -161,7 +161,8 @@ class Blueprint:
         if len(layers) != len(names):
             difference = f"{len(names)} layers, and the checkpoint has {len(layers)}"
         else:
-            old, new = next((a, b) for a, b in zip(layers, names, strict=True) if a != b)
+            units = zip(LayerNames(tuple(layers)).units, self.names.units, strict=True)
+            old, new = next((a, b) for a, b in units if a != b)
             difference = f"a layer {new!r}, which is {old!r} in the checkpoint"
         raise UsageError(
             f"cannot resume from step {step}: model() has {difference}; resume with the model that "
@@ -209,7 +210,7 @@ class Blueprint:
         balance = tuple(stop - first for first, stop in self.ranges)
         return [
             f"balance {balance} of {self.ranges[-1][1]} layers; schedule {built.name} is proven",
-            *(f"tied: {' = '.join(tie.names)}" for tie in self.ties),
+            *(f"tied: {' = '.join(map(shown, tie.names))}" for tie in self.ties),
             *(f"skip {s.name!r} from stage {s.source} to {s.target}" for s in self.skips),
         ]
 

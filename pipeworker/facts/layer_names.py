@@ -3,6 +3,10 @@
 A parameter has two names. In the user's module, in files and in messages to the user it is the
 layer's prefix and a key: ``model.layers.3.attention.weight``. Between the processes of a job it is
 the layer's index and the same key: ``3.attention.weight``.
+
+A layer of a cut module may also have parameters outside of its unit. Its prefix is written as
+``^model.layers.3^model.scale``, the names of the unit and of these parameters; a key has the whole
+name, as ``3.^.model.scale``.
 """
 
 from __future__ import annotations
@@ -12,6 +16,10 @@ from dataclasses import dataclass, field
 
 from pipeworker.errors import UsageError
 from pipeworker.facts.limits import LONGEST_NAME, check
+
+_MARK = "^"
+_ROOT = f"{_MARK}."
+"""Begins a key that is a whole name in the user's module."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +35,8 @@ class LayerNames:
 
     prefixes: tuple[str, ...]
     _indices: dict[str, int] = field(init=False, repr=False, compare=False)
+    _others: dict[str, int] = field(init=False, repr=False, compare=False)
+    """The first layer with each parameter outside of its unit."""
     _outer: frozenset[int] = field(init=False, repr=False, compare=False)
     """The layers whose prefix is the beginning of another layer's."""
 
@@ -34,16 +44,37 @@ class LayerNames:
         for prefix in self.prefixes:
             check(len(prefix) <= LONGEST_NAME, f"a layer's name of {len(prefix)} characters")
             check(all(prefix.split(".")), f"a layer named {prefix!r}")
-        indices = {prefix: index for index, prefix in enumerate(self.prefixes)}
+        units = self.units
+        indices = {unit: index for index, unit in enumerate(units)}
         check(len(indices) == len(self.prefixes), "several layers with one name")
         object.__setattr__(self, "_indices", indices)
-        outer, _ = self.by_layer(self.prefixes)
+        others: dict[str, int] = {}
+        for index, prefix in enumerate(self.prefixes):
+            for name in prefix.split(_MARK)[2:] if prefix.startswith(_MARK) else ():
+                others.setdefault(name, index)
+        object.__setattr__(self, "_others", others)
+        outer, _ = self.by_layer(unit for unit in units if unit not in others)
         object.__setattr__(self, "_outer", frozenset(outer))
 
     @classmethod
     def numbered(cls, count: int) -> LayerNames:
         """Return the names of layers that are given as a list: their indices."""
         return cls(tuple(map(str, range(count))))
+
+    @staticmethod
+    def of_cut(unit: str, others: Iterable[str]) -> str:
+        """Return the prefix of a layer of a cut module: its unit, and other parameters it has."""
+        return "".join(f"{_MARK}{name}" for name in (unit, *others))
+
+    def unit(self, index: int) -> str:
+        """Return the name of a layer in the user's module."""
+        prefix = self.prefixes[index]
+        return prefix.split(_MARK)[1] if prefix.startswith(_MARK) else prefix
+
+    @property
+    def units(self) -> tuple[str, ...]:
+        """The name of each layer in the user's module."""
+        return tuple(map(self.unit, range(len(self.prefixes))))
 
     def __len__(self) -> int:
         return len(self.prefixes)
@@ -62,6 +93,8 @@ class LayerNames:
         Raises:
             UsageError: another layer's prefix is longer and matches that name too.
         """
+        if key.startswith(_ROOT):
+            return key.removeprefix(_ROOT)
         name = f"{self.prefixes[index]}.{key}"
         if index in self._outer and (found := self.split(name)[0]) != index:
             raise UsageError(
@@ -80,9 +113,10 @@ class LayerNames:
         while dot >= 0:
             index = self._indices.get(name[:dot])
             if index is not None:
-                return index, name[dot + 1 :]
+                is_cut = self.prefixes[index].startswith(_MARK)
+                return index, _ROOT + name if is_cut else name[dot + 1 :]
             dot = name.rfind(".", 0, dot)
-        raise KeyError(name)
+        return self._others[name], _ROOT + name
 
     def of_numbered(self, name: str) -> str:
         """Return the name in the user's module of a parameter named by its layer's index."""
@@ -117,6 +151,12 @@ def split_numbered(name: str) -> tuple[int, str]:
     if not (index.isascii() and index.isdecimal() and key):
         raise ValueError(f"{name!r} is not a layer's index and a parameter's name")
     return int(index), key
+
+
+def shown(name: str) -> str:
+    """Return a name by a layer's index as users know it: of a cut module, that in the module."""
+    _, _, own = name.partition(f".{_ROOT}")
+    return own or name
 
 
 def is_numbered(name: str, layers: int) -> bool:

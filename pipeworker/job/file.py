@@ -176,8 +176,8 @@ def _right_kind(name: str, value: Any) -> str:
     """Return what the value of a name must be, or "" if it is."""
     match name:
         case "model":
-            fits = isinstance(value, (nn.Sequential, list, tuple)) or _is_function(value)
-            right = "an nn.Sequential, a list of layers, or a function returning one"
+            fits = isinstance(value, (nn.Module, list, tuple)) or is_function(value)
+            right = "an nn.Module, a list of layers, or a function returning one"
         case "data" | "evaluation":
             fits = any(hasattr(value, what) for what in ("__call__", "__iter__", "__getitem__"))
             right = "an iterable of (input, target) mini-batches, or a function returning one"
@@ -201,7 +201,7 @@ def _misspelled(module: Any) -> tuple[tuple[str, str], ...]:
     return tuple((match, name) for matches, name in found for match in matches)
 
 
-def _is_function(value: Any) -> bool:
+def is_function(value: Any) -> bool:
     return callable(value) and not isinstance(value, nn.Module)
 
 
@@ -246,27 +246,40 @@ def hooks_of(job: JobFile) -> tuple[str, ...]:
 Entry = nn.Module | Callable[[], nn.Module]
 
 
-def entries(job: JobFile) -> dict[str, Entry]:
-    """Return the layers of the model by their names; those given as callables are not built yet."""
-    model = job.model() if _is_function(job.model) else job.model
+def is_sequence(model: Any) -> bool:
+    """Return whether a model is a sequence of layers."""
     if isinstance(model, nn.Sequential):
-        if type(model).forward is not nn.Sequential.forward:
-            raise UsageError(
-                f"model: is {a_type(model)} with a forward of its own, which a pipeline cannot "
-                "cut; give a plain nn.Sequential or a list of layers"
-            )
+        return type(model).forward is nn.Sequential.forward
+    return not isinstance(model, nn.Module) or isinstance(model, (nn.ModuleList, nn.ModuleDict))
+
+
+def made(job: JobFile) -> Any:
+    """Return what ``model`` returns, or is."""
+    return job.model() if is_function(job.model) else job.model
+
+
+def entries(
+    job: JobFile,
+    make: Callable[[JobFile], Any] = made,
+    cut: Callable[[nn.Module], dict[str, nn.Module]] | None = None,
+) -> dict[str, Entry]:
+    """Return the layers of the model by their names; those given as callables are not built yet.
+
+    `make` returns the model, and `cut` the layers of a module that is no sequence.
+    """
+    model = make(job)
+    layers: dict[str, Entry]
+    if not is_sequence(model) and cut is not None:
+        layers = {**cut(model)}
+    elif isinstance(model, nn.Sequential):
         named = model.named_modules(remove_duplicate=False)
         layers = {name: layer for name, layer in named if name and "." not in name}
     elif isinstance(model, (list, tuple)):
         layers = {str(index): entry for index, entry in enumerate(model)}
     else:
-        how = ""
-        if isinstance(model, nn.ModuleList):
-            how = ": list(layers)"
-        elif isinstance(model, nn.Module):
-            how = ": its forward as a sequence; a list of it alone is one layer, never split"
+        how = ": list(layers)" if isinstance(model, nn.ModuleList) else ""
         raise UsageError(
-            f"model() returned {a_type(model)}; return an nn.Sequential or a list of layers{how}"
+            f"model() returned {a_type(model)}; return an nn.Module or a list of layers{how}"
         )
     if not layers:
         raise UsageError("model() returned no layers; return at least one for each stage")

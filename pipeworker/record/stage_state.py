@@ -82,7 +82,7 @@ class StageState:
             filled: Any = copy.copy(state)  # keeps the versions of modules
             filled.clear()
             filled.update(saved(index, layer, state))
-            name = self.names.prefixes[index]
+            name = self.names.unit(index)
             if filled or strict:
                 with user_code(f"load_state_dict() of layer {name} ({type(layer).__name__})"):
                     # The user's own load_state_dict() may have no `strict`, whose default is True.

@@ -13,6 +13,7 @@ import sys
 from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from datetime import timedelta
+from functools import cache
 from operator import attrgetter
 from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any
@@ -20,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
 from pipeworker.worker import kernel_cache
 
@@ -42,13 +44,16 @@ if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store as Store
     from torch._C._distributed_c10d import TCPStore as TCPStore
     from torch._C._distributed_c10d import Work as Work
+    from torch._subclasses.fake_tensor import FakeTensor as _FakeTensor
     from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
+    from torch._subclasses.fake_tensor import unset_fake_temporarily
     from torch.nn.modules.batchnorm import _BatchNorm
     from torch.utils import _pytree
     from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 
     BatchNorm = _BatchNorm
     pytree = _pytree
+    without_fake_modes = unset_fake_temporarily
 else:
     # Public, but torch's type stubs do not export them from there.
     PrefixStore, Store, TCPStore = dist.PrefixStore, dist.Store, dist.TCPStore
@@ -57,6 +62,9 @@ else:
     process group."""
     FakeTensorMode = _find("torch._subclasses.fake_tensor.FakeTensorMode")
     """The survey of skips runs layers without memory."""
+    _FakeTensor = _find("torch._subclasses.fake_tensor.FakeTensor")
+    without_fake_modes = _find("torch._subclasses.fake_tensor.unset_fake_temporarily")
+    """Returns a context in which functions that make tensors make real ones."""
     TorchDispatchMode = _find("torch.utils._python_dispatch.TorchDispatchMode")
     """Sees every operation, and so the memory that a layer takes for a time on the CPU."""
     BatchNorm = _find("torch.nn.modules.batchnorm._BatchNorm")
@@ -83,6 +91,13 @@ buffers_of: Callable[[nn.Module], MutableMapping[str, torch.Tensor | None]] = at
 """Returns a module's own dict of buffers, to restore them; ``named_buffers`` cannot set them."""
 alias_of: Callable[[torch.Tensor], torch.Tensor] = _find("torch.ops.aten.alias.default")
 """Returns a view with a graph node of its own, so that gradients are summed in a fixed order."""
+unsaved_buffers_of: Callable[[nn.Module], set[str]] = attrgetter("_non_persistent_buffers_set")
+"""Returns the names of a module's buffers that its state dict leaves out; no public name has it."""
+FAKE_LOGGER = "torch._subclasses.fake_tensor"
+"""The name of the logger that reports each operation that fails on fake tensors."""
+_pop_mode: Callable[[], Any] = _find("torch.overrides._pop_mode")
+_push_mode: Callable[[Any], None] = _find("torch.overrides._push_mode")
+"""A function mode is suspended in units, so that they run as if there were none."""
 multiply: Callable[[list[torch.Tensor], float], object] = _find("torch._foreach_mul_")
 divide: Callable[[list[torch.Tensor], float], object] = _find("torch._foreach_div_")
 """Change tensors in place in one call, as torch's own optimizers do; for speed."""
@@ -123,6 +138,50 @@ def observing(
             return made
 
     return Observer()  # type: ignore[no-untyped-call]
+
+
+@cache
+def shared_fake_mode() -> FakeTensorMode:
+    """Return the one fake mode of this process: fake tensors of two modes cannot be combined."""
+    return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+def is_fake(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor has a shape but no memory."""
+    return isinstance(tensor, _FakeTensor)
+
+
+@contextmanager
+def suspended(mode: TorchFunctionMode) -> Iterator[None]:
+    """Suspend a function mode that is active; those entered after it stay in force."""
+    later = []
+    while (top := _pop_mode()) is not mode:
+        later.append(top)
+    for one in reversed(later):
+        _push_mode(one)
+    try:
+        yield
+    finally:
+        for _ in later:
+            _pop_mode()
+        for one in (mode, *reversed(later)):
+            _push_mode(one)
+
+
+def changed_by(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[torch.Tensor]:
+    """Yield the tensors that a call of an operator changes in place."""
+    for place, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            value = args[place] if place < len(args) else kwargs.get(argument.name)
+            if isinstance(value, torch.Tensor):
+                yield value
+
+
+def remove_hooks(module: nn.Module) -> None:
+    """Remove the hooks of a module, and of those within it, which run around its forward."""
+    for one in module.modules():
+        for hooks in (one._forward_pre_hooks, one._forward_hooks, one._backward_hooks):
+            hooks.clear()
 
 
 def storage_key(tensor: torch.Tensor) -> int:

@@ -143,6 +143,7 @@ def build_stages(loaded: LoadedWorker, model: Model, plan: Plan) -> LocalStages:
     with ExitStack() as resources:
         if options.compile:
             resources.enter_context(reporting_compilation(tracker))
+        model.hold(plan.ranges)
         for part in plan.ranges:
             tied = [tie for tie in plan.ties if part.stage in tie.stages]
             layers, ties_of = model.build(part, tied, role.stages)

@@ -25,6 +25,7 @@ from pipeworker.wire.messages.profile import Measure, Measured
 from pipeworker.worker import blame
 from pipeworker.worker.data.generators import preserve_generators_of
 from pipeworker.worker.device.device import Stopwatch, to_device, unit_of, used_memory
+from pipeworker.worker.internals import is_fake
 from pipeworker.worker.loaded_worker import LoadedWorker
 from pipeworker.worker.model.model import Model
 from pipeworker.worker.model.survey import Found, Survey, fresh_layer, unpack_outline
@@ -57,6 +58,7 @@ def machine_of(device: torch.device, entries: Iterable[Any]) -> Machine:
             for entry in entries
             if isinstance(entry, nn.Module)
             for tensor in (*entry.parameters(), *entry.buffers())
+            if not is_fake(tensor)
         }
         limit = min(psutil.virtual_memory().total, cgroups.memory_limit() or sys.maxsize)
         base = max(0, used_memory(device) - sum(tensors.values())) + _LIBRARIES

@@ -23,7 +23,6 @@ from pipeworker.worker.loaded_worker import LoadedWorker
 from pipeworker.worker.local_stages import LocalStages
 from pipeworker.worker.measuring import machine_of, outline_of, surroundings_of
 from pipeworker.worker.model import survey
-from pipeworker.worker.model.eval_mode import eval_mode_note
 from pipeworker.worker.model.model import Model
 from pipeworker.worker.state.snapshot_writer import Position
 from pipeworker.worker.state.state import State
@@ -67,9 +66,11 @@ class ModelledWorker:
         ):
             loaded.settings.tracker.set(Phase.READING)
             length = loaded.reader.measure()
-        uses_skips = sample is not None or (
+        uses_skips = (sample is not None and model.cut is None) or (
             not options.own_loop and survey.mentions_skips(loaded.modules())
         )
+        if reads_first and model.cut is not None:
+            skips = model.cut.plan.skips()
         outline, problem = None, ""
         if reads_first and (uses_skips or options.is_planned):
             tracker = loaded.settings.tracker
@@ -102,7 +103,7 @@ class ModelledWorker:
             tuple(self.types),
             () if numbered else model.names.prefixes,
             tuple(Source(*pair) for pair in sources),
-            (*job_file.notes(loaded.job, options), *filter(None, [eval_mode_note(model.entries)])),
+            (*job_file.notes(loaded.job, options), *model.notes()),
             numerics.settings(),
             length,
             hooks_of(loaded.job) if loaded.path and not options.evaluate_only else (),

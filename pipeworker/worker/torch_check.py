@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
 from pipeworker.errors import UsageError
 from pipeworker.worker import internals
@@ -257,6 +258,43 @@ def _values(tensor: torch.Tensor | None) -> list[float]:
     return [] if tensor is None else list(tensor.tolist())
 
 
+def _saved_buffers_work() -> bool:
+    module = nn.Module()
+    module.register_buffer("one", torch.ones(1))
+    module.register_buffer("two", torch.ones(1), persistent=False)
+    return [*internals.unsaved_buffers_of(module)] == ["two"]
+
+
+def _module_hooks_work() -> bool:
+    module, ran = nn.Identity(), []
+    module.register_forward_pre_hook(lambda *_: ran.append(1))
+    module.register_forward_hook(lambda *_: ran.append(2))
+    internals.remove_hooks(module)
+    module(torch.ones(1))
+    return not ran
+
+
+def _schema_works() -> bool:
+    one, two = torch.ones(1), torch.ones(1)
+    found = [*internals.changed_by(torch.ops.aten.add_.Tensor, (one, two), {})]
+    return len(found) == 1 and found[0] is one
+
+
+def _modes_work() -> bool:
+    seen = []
+
+    class Mode(TorchFunctionMode):
+        def __torch_function__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            seen.append(func)
+            return func(*args, **(kwargs or {}))
+
+    with Mode() as mode, internals.suspended(mode):
+        torch.ones(1)
+    return not seen
+
+
 BEHAVIOURS: dict[str, Callable[[], bool]] = {
     "torch.utils._pytree": _pytree_works,
     "torch.autograd.Variable._execution_engine": _engine_works,
@@ -274,6 +312,10 @@ BEHAVIOURS: dict[str, Callable[[], bool]] = {
     "torch.utils._python_dispatch.TorchDispatchMode": _dispatch_works,
     "torch.nn.Module._load_from_state_dict": _loading_works,
     "torch.Tensor._backward_hooks": _hooks_work,
+    "torch.nn.Module._non_persistent_buffers_set": _saved_buffers_work,
+    "torch.nn.Module._forward_hooks, _forward_pre_hooks, _backward_hooks": _module_hooks_work,
+    "torch._ops.OpOverload._schema": _schema_works,
+    "torch.overrides._push_mode, _pop_mode": _modes_work,
     "torch.distributed.distributed_c10d._get_default_store": _default_store_works,
     "torch._C._distributed_c10d.ProcessGroupGloo._Options": _gloo_works,
     "torch.nn.modules.batchnorm._BatchNorm": _batch_norms_work,

@@ -8,6 +8,7 @@ import os
 import socket
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from typing_extensions import assert_never
@@ -42,6 +43,7 @@ from pipeworker.worker.device.device import peak_memory, unit_of
 from pipeworker.worker.loaded_worker import LoadedWorker
 from pipeworker.worker.local_stages import build_stages
 from pipeworker.worker.measuring import measure
+from pipeworker.worker.model.agreed_plan import agreed_plan
 from pipeworker.worker.model.classes import classes_of
 from pipeworker.worker.model.model import Model
 from pipeworker.worker.phases import ConnectedWorker, ModelledWorker, PlannedWorker
@@ -140,14 +142,16 @@ class Worker:
         torch_check.check(compiles=options.compile, behaviours=first)
         self.deterministic = options.deterministic
         self._phase = loaded = LoadedWorker.load(self._settings, self._control, welcome)
-        model = Model(loaded.job, loaded.role.options.seed, loaded.device, self._tracker)
+        seed = loaded.role.options.seed
+        plan_of = partial(agreed_plan, loaded)
+        model = Model(loaded.job, seed, loaded.device, self._tracker, plan_of)
         self._phase = modelled = ModelledWorker(loaded, model, classes_of(loaded.modules()))
         return modelled.describe()
 
     def _plan(self, plan: Plan, modelled: ModelledWorker) -> Ready:
         loaded = modelled.loaded.place(plan)
         stages = build_stages(loaded, modelled.model, plan)
-        modelled.model.entries.clear()  # no process holds more than its part
+        modelled.model.release()  # no process holds more than its part
         self._phase = planned = PlannedWorker(loaded, stages, State(loaded, stages))
         has_state = planned.state.begin(plan)
         self._phase = connected = ConnectedWorker.connect(planned, plan, modelled.types)

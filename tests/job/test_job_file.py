@@ -66,7 +66,7 @@ def test_a_changed_file_is_compiled_again(tmp_path: Path, monkeypatch: pytest.Mo
         ({"model": None}, ": lacks the name model; define model, loss, optimizer and data"),
         ({"loss": None, "data": None}, "lacks the names loss, data"),
         ({"model": "model = 3"}, "job file .*: model is an int"),
-        ({"model": "model = nn.Linear(1, 1)"}, "job file .*: model is a Linear"),
+        ({"model": "model = 3"}, "job file .*: model is an int; make it an nn.Module, a list"),
         ({"loss": "loss = 1.0"}, "job file .*: loss is a float; make it a function"),
         ({"optimizer": "optimizer = None"}, "job file .*: optimizer is a NoneType"),
         ({"scheduler": "scheduler = 3"}, "job file .*: scheduler is an int"),
@@ -185,21 +185,32 @@ class Own(nn.Sequential):
     ("model", "message"),
     [
         (
-            lambda: nn.Linear(1, 1),
-            r"model\(\) returned a Linear; return an nn\.Sequential or a list of layers: its "
-            "forward as a sequence; a list of it alone is one layer, never split$",
+            lambda: nn.ModuleList([nn.Linear(1, 1)]),
+            r"model\(\) returned a ModuleList; return an nn\.Module or a list of layers: "
+            r"list\(layers\)$",
         ),
         (lambda: None, r"model\(\) returned a NoneType"),
         (list, "returned no layers"),
         (nn.Sequential(), "returned no layers"),
         ([nn.ReLU(), 3], r"layer 1 of model\(\) is an int"),
-        (Own(nn.ReLU()), "an Own with a forward of its own, which a pipeline cannot cut"),
-        (lambda: Own(nn.ReLU()), "with a forward of its own"),
     ],
 )
 def test_a_model_that_is_no_sequence_of_layers(model: Any, message: str) -> None:
     with pytest.raises(UsageError, match=message):
         job_file.entries(job(model))
+
+
+def test_a_module_with_a_forward_of_its_own_is_cut() -> None:
+    layers: dict[str, nn.Module] = {"one": nn.ReLU()}
+    for model in (Own(nn.ReLU()), nn.Linear(1, 1)):
+        found: list[nn.Module] = []
+
+        def cut(module: nn.Module, found: list[nn.Module] = found) -> dict[str, nn.Module]:
+            found.append(module)
+            return layers
+
+        assert job_file.entries(job(model), cut=cut) == layers
+        assert found == [model]
 
 
 def test_entries_are_the_layers_in_order() -> None:

@@ -43,6 +43,13 @@ ALTERED: dict[str, tuple[str, Any]] = {
     "torch._C._distributed_c10d.ProcessGroupGloo._Options": ("ProcessGroupGloo", nn.Module),
     "torch._C._distributed_c10d.ProcessGroupNCCL": ("nccl_kind", lambda: (None, nn.Module())),
     "torch.nn.modules.batchnorm._BatchNorm": ("BatchNorm", nn.BatchNorm1d),
+    "torch.nn.Module._non_persistent_buffers_set": ("unsaved_buffers_of", lambda _: set()),
+    "torch.nn.Module._forward_hooks, _forward_pre_hooks, _backward_hooks": (
+        "remove_hooks",
+        lambda _: None,
+    ),
+    "torch._ops.OpOverload._schema": ("changed_by", lambda *_: iter(())),
+    "torch.overrides._push_mode, _pop_mode": ("suspended", lambda _: nullcontext()),
     "torch._dynamo.callback.callback_handler": ("calling_around_compilations", None),
     "torch._dynamo.config": ("allow_any_number_of_graphs", None),
 }

@@ -38,7 +38,7 @@ def eval_mode_note(entries: Sequence[Any]) -> str:
             if module.training or module in frozen:
                 continue
             if _differs(module):
-                place = f"layer {index}{name and '.'}{name} ({type(module).__name__})"
+                place = f"{_place(index, name)} ({type(module).__name__})"
                 found.append(place if len(place) <= _LONGEST else f"{place[:_LONGEST]}...")
             elif any(p.requires_grad for p in module.parameters(recurse=False)):
                 is_whole = True
@@ -52,6 +52,12 @@ def eval_mode_note(entries: Sequence[Any]) -> str:
         "without dropout and with fixed batch norm statistics. Call train() in model(), or "
         "freeze the parameters of their layers, requires_grad_(False)"
     )
+
+
+def _place(index: int, name: str) -> str:
+    if name.startswith("^."):  # of a cut module: its own name
+        return name.removeprefix("^.")
+    return f"layer {index}{name and '.'}{name}"
 
 
 def _differs(module: nn.Module) -> bool:

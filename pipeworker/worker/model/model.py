@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import logging
 import zlib
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from pipeworker.errors import UsageError
+from pipeworker.errors import UsageError, a_type
 from pipeworker.facts.connections import Tie
 from pipeworker.facts.layer_names import LayerNames, layer_of, split_numbered
 from pipeworker.facts.position import Phase
@@ -19,9 +21,20 @@ from pipeworker.job.file import JobFile
 from pipeworker.plan.ties import declared
 from pipeworker.wire.messages.plan import StageRange
 from pipeworker.worker import blame
+from pipeworker.worker.internals import is_fake
+from pipeworker.worker.model.eval_mode import eval_mode_note
 from pipeworker.worker.stage import rng
+from pipeworker.worker.stage.cut import building
+from pipeworker.worker.stage.cut.part import Cut
+from pipeworker.worker.stage.cut.plan import CutPlan
+from pipeworker.worker.transport.structure import TypeRegistry
 from pipeworker.worker.update.ties import Ties, separate, shared_parameters
 
+PlanOf = Callable[[nn.Module], tuple[CutPlan, TypeRegistry]]
+"""Returns the plan of a module that is no sequence, and the classes that its values may have."""
+log = logging.getLogger(__name__)
+_SMALL = 16 << 20
+"""Bytes of parameters up to which a model is built as a whole by each process."""
 _DIGESTED = 16
 """Number of elements of each parameter that the digest of the initial weights covers."""
 
@@ -36,21 +49,97 @@ class Model:
     Attributes:
         names: names of the layers in the user's module.
         entries: the layers, or callables that build them.
+        cut: how the module is cut, if it is no sequence of layers.
     """
 
-    def __init__(self, job: JobFile, seed: int, device: torch.device, tracker: Tracker) -> None:
+    def __init__(
+        self,
+        job: JobFile,
+        seed: int,
+        device: torch.device,
+        tracker: Tracker,
+        plan_of: PlanOf | None = None,
+    ) -> None:
         self._seed = seed
         self._device = device
         self._tracker = tracker
+        self._make, self._plan_of = job.model, plan_of
+        self._order: list[str] = []
+        self._module: nn.Module | None = None
+        self.cut: Cut | None = None
         tracker.set(Phase.BUILDING)
-        rng.seed_all(seed, rng.accelerator_generator(device))
+        self._seed_all()
         try:
-            named = job_file.entries(job)
+            named = job_file.entries(job, lambda _: self._made(), self._cut)
         except BaseException as error:
             blame.blame_user("model()", error, early=True, note=_hint(error))
         self.names = LayerNames(tuple(named))
         self.entries = list(named.values())
         self._declared = job.tied
+
+    def _made(self) -> Any:
+        """Return what ``model`` returns, or is; of a large module, parameters have no memory."""
+        make = self._make
+        if not job_file.is_function(make):
+            return make
+        is_small, made = building.build_small(make, _SMALL)
+        if is_small:
+            return made
+        self._seed_all()
+        try:
+            made, order = building.build_hollow(make)
+        except Exception as error:
+            log.info("the model is built as a whole: %s", error)
+        else:
+            if not job_file.is_sequence(made):
+                self._order = order
+                return made
+        self._seed_all()
+        return make()
+
+    def _cut(self, module: nn.Module) -> dict[str, nn.Module]:
+        """Return the layers of a module that is no sequence."""
+        if self._plan_of is None:
+            raise UsageError(f"model() returned {a_type(module)}; return a list of layers")
+        plan, types = self._plan_of(module)
+        self.cut, self._module = Cut(module, types, self._device, plan), module
+        return self.cut.parts_of(module)
+
+    def hold(self, ranges: Iterable[StageRange]) -> None:
+        """Build the layers of these stages, if the model's parameters have no memory yet.
+
+        Raises:
+            UserCodeError: ``model`` raised.
+        """
+        layers = [layer for part in ranges for layer in range(part.first, part.stop)]
+        entries = [self.entries[layer] for layer in layers]
+        if not any(isinstance(one, nn.Module) and building.is_hollow(one) for one in entries):
+            return
+        assert self.cut is not None
+        assert self._module is not None
+        own = {id(p) for one in entries if isinstance(one, nn.Module) for p in one.parameters()}
+        named = self._module.named_parameters(remove_duplicate=False)
+        owned = [name for name, parameter in named if id(parameter) in own]
+        self._tracker.set(Phase.BUILDING)
+        with blame.user_code("model()", early=True):
+            self._seed_all()
+            try:
+                module = building.build_part(self._make, self._order, owned)
+            except building.NeedsWhole as error:
+                log.info("the model is built as a whole: %s", error)
+                self._seed_all()
+                module = self._make()
+        built = list(self.cut.parts_of(module).values())
+        for layer in layers:
+            self.entries[layer] = built[layer]
+
+    def release(self) -> None:
+        """Forget all layers: the stages have those that this process needs."""
+        self.entries.clear()
+        self._module = None
+
+    def _seed_all(self) -> None:
+        rng.seed_all(self._seed, rng.accelerator_generator(self._device))
 
     @property
     def classes(self) -> tuple[str, ...]:
@@ -75,12 +164,28 @@ class Model:
             if isinstance(entry, nn.Module) and not any(p.requires_grad for p in entry.parameters())
         )
 
+    def notes(self) -> tuple[str, ...]:
+        """Return notes on what may be a mistake, each a sentence."""
+        found = [eval_mode_note(self.entries)]
+        switched_off = self.cut.switched_off if self.cut is not None else []
+        if "use_cache" in switched_off:
+            found.append(
+                "model(): its config has use_cache=True; training makes no cache of keys and "
+                "values, so it is off here"
+            )
+        if "gradient_checkpointing" in switched_off:
+            found.append(
+                "model(): gradient checkpointing is on; it is off here, because --recompute "
+                "decides what each stage computes again"
+            )
+        return tuple(filter(None, found))
+
     def digest(self) -> int:
         """Return a checksum of the first elements of each parameter that already exists."""
         digest = 0
         for entry in self.entries:
             for parameter in entry.parameters() if isinstance(entry, nn.Module) else ():
-                if not (parameter.is_meta or is_lazy(parameter)):
+                if not (parameter.is_meta or is_lazy(parameter) or is_fake(parameter)):
                     some = parameter.detach().reshape(-1)[:_DIGESTED].cpu()
                     digest = zlib.crc32(some.view(torch.uint8).numpy().tobytes(), digest)
         return digest
@@ -116,6 +221,7 @@ class Model:
     def _build(self, index: int, tied: Sequence[str], device: torch.device | None) -> nn.Module:
         """Build a layer; its parameters named in `tied` become objects of their own."""
         self._tracker.set(Phase.BUILDING, layer=index)
+        self.hold([StageRange(0, index, index + 1)])
         entry = self.entries[index]
         with blame.user_code(f"building {blame.layer(index, self.class_of(index))}", early=True):
             if not isinstance(entry, nn.Module):

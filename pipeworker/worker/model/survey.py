@@ -36,9 +36,10 @@ from pipeworker.plan.skips import match
 from pipeworker.wire.codec import Codec
 from pipeworker.worker import blame
 from pipeworker.worker.device.device import to_device
-from pipeworker.worker.internals import FakeTensorMode, pytree, view_of
+from pipeworker.worker.internals import pytree, shared_fake_mode, view_of
 from pipeworker.worker.profile.outline import Drawing
 from pipeworker.worker.stage import rng, skips
+from pipeworker.worker.stage.cut.building import copies_of_hollow
 from pipeworker.worker.stage.layers import autocast
 from pipeworker.worker.stage.values import distinct_tensors, map_tensors
 
@@ -67,12 +68,14 @@ class Survey:
         entries: the layers, or callables that build them.
         device: where real tensors are computed.
         precision: ``fp32``, or ``bf16`` or ``fp16`` for autocast.
+        is_cut: whether the layers are those of a cut module, which gets its real input.
     """
 
     entries: Sequence[job_file.Entry]
     seed: int
     device: torch.device
     precision: str = "fp32"
+    is_cut: bool = False
 
     def run(self, found: Found, value: Any, tracker: Tracker) -> tuple[Skip, ...]:
         """Return the skip connections of the model.
@@ -97,8 +100,9 @@ class Survey:
         With `draw` it has the network's outline, packed, or else the reason why it has none.
         """
         try:
-            fake = FakeTensorMode(allow_non_fake_inputs=True)
-            stand_in = pytree.tree_map_only(torch.Tensor, fake.from_tensor, value)
+            fake, stand_in = shared_fake_mode(), value
+            if not self.is_cut:
+                stand_in = pytree.tree_map_only(torch.Tensor, fake.from_tensor, value)
             drawing = draw(distinct_tensors(value), distinct_tensors(stand_in)) if draw else None
             with fake:
                 found = self._pass(stand_in, Tracker(), None, drawing)
@@ -140,7 +144,7 @@ class Survey:
                 tracker.set(Phase.BUILDING, layer=index)
                 kind = type(entry).__name__ if isinstance(entry, nn.Module) else ""
                 with blame.user_code(f"building {blame.layer(index, kind)}", early=True):
-                    layer = fresh_layer(entry, index, self.seed)
+                    layer = fresh_layer(entry, index, self.seed, real=device is not None)
                     if device is not None:
                         layer = layer.to(device)
                 classes.append(type(layer).__name__)
@@ -163,11 +167,15 @@ class Survey:
         return {"events": events, "classes": classes}
 
 
-def fresh_layer(entry: job_file.Entry, index: int, seed: int) -> nn.Module:
-    """Build a layer, or copy it: the layer that will train must not change."""
+def fresh_layer(entry: job_file.Entry, index: int, seed: int, *, real: bool = True) -> nn.Module:
+    """Build a layer, or copy it: the layer that will train must not change.
+
+    With `real`, parameters without memory get some.
+    """
     if isinstance(entry, nn.Module):
         # A buffer's own deep copy shares its memory, and a fake buffer has none.
-        return copy.deepcopy(entry, {id(b): b.detach().clone() for b in entry.buffers()})
+        memo: dict[int, Any] = {id(b): b.detach().clone() for b in entry.buffers()}
+        return copy.deepcopy(entry, memo | copies_of_hollow(entry, real=real))
     rng.seed_all(rng.build_seed(seed, index))
     return job_file.build(entry, index)
 

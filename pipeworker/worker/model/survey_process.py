@@ -25,7 +25,9 @@ from pipeworker.worker.model.model import Model
 from pipeworker.worker.model.survey import Found, Survey
 from pipeworker.worker.profile.counts import counting
 from pipeworker.worker.profile.outline import Drawing
+from pipeworker.worker.stage.cut.part import plan_of
 from pipeworker.worker.stage.skips import Recorder
+from pipeworker.worker.transport.structure import TypeRegistry
 
 _CPU = torch.device("cpu")
 
@@ -98,15 +100,24 @@ def _survey(path: Path, text: Any, connection: Connection) -> Found:
         job = job_file.load(path, options.arguments)
         surroundings = connection.recv_bytes().decode()
         value = pickle.loads(connection.recv_bytes())  # once the classes of the job are loaded
-        model = Model(job, options.seed, _CPU, Tracker())
+        types = classes_of(job_file.modules())
+        registry = TypeRegistry(types.values())
+        model = Model(
+            job,
+            options.seed,
+            _CPU,
+            Tracker(),
+            lambda module: (plan_of(module, registry, value), registry),
+        )
         ties = model.ties()
     except BaseException as error:
         return {"error": f"{type(error).__name__}: {error}"}
-    survey = Survey(model.entries, options.seed, _CPU, options.precision)
+    survey = Survey(
+        model.entries, options.seed, _CPU, options.precision, is_cut=model.cut is not None
+    )
     if not surroundings:
         return survey.on_fakes(value)
     count = counting(job, options) if options.no_profile else None
-    types = classes_of(job_file.modules())
     recorder = Recorder()
     return survey.on_fakes(
         value,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -18,6 +18,7 @@ from pipeworker.host.position import Tracker
 from pipeworker.worker import blame
 from pipeworker.worker.internals import allow_any_number_of_graphs, calling_around_compilations
 from pipeworker.worker.stage import rng
+from pipeworker.worker.stage.cut.part import Part
 from pipeworker.worker.stage.skips import StageSkips, Table
 from pipeworker.worker.stage.values import describe, first_in_graph
 
@@ -62,11 +63,11 @@ def reporting_compilation(tracker: Tracker) -> Iterator[None]:
 _thread = threading.local()
 
 
-def _call(layer: Callable[[Any], Any], value: Any) -> Any:
+def _call(layer: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     if not hasattr(_thread, "ready"):  # torch's configuration is per thread
         allow_any_number_of_graphs()
         _thread.ready = True
-    return layer(value)
+    return layer(*args, **kwargs)
 
 
 _AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -112,9 +113,13 @@ class Layers:
         self._leaving = [name for names in departing for name in names]
         self._tracker = tracker
         self._accelerator = rng.accelerator_generator(config.device)
-        self._calls: Sequence[Callable[[Any], Any]] = self.modules
+        called = self.modules
+        self._parts = [one for one in self.modules if isinstance(one, Part)]
+        if self._parts:
+            called = [part.unit for part in self._parts]
+        self._calls: Sequence[Callable[..., Any]] = called
         if config.compiler:
-            self._calls = compiled(self.modules, config.compiler)
+            self._calls = compiled(called, config.compiler)
         self._step = 0
         self._number = 0
 
@@ -169,6 +174,8 @@ class Layers:
         return value, left
 
     def _run(self, value: Any, microbatch: int, phase: Phase, train: bool) -> Any:
+        if self._parts:
+            return self._run_cut(value, microbatch, phase, train)
         step, tracker, last_layer = self._step, self._tracker, self.last_layer
         seed, number = self._seed, self._number + microbatch
         autocast = self.autocast
@@ -193,6 +200,34 @@ class Layers:
             if index != last_layer:
                 node = self._mark(value, node, microbatch, index)
         return value
+
+    def _run_cut(self, value: Any, microbatch: int, phase: Phase, train: bool) -> Any:
+        """Run the layers of a cut module in one run of its own forward."""
+        at, number = self.first, self._number + microbatch
+        seed_of = rng.layer_seed if train else rng.evaluation_seed
+        node: Any = None
+
+        def enter(layer: int) -> None:
+            nonlocal at
+            if layer >= self.first:
+                at = layer
+                self._tracker.set(phase, self._step, microbatch, layer)
+            rng.seed_all(seed_of(self._seed, self._step, number, layer), self._accelerator)
+
+        def leave(layer: int, out: Any) -> None:
+            nonlocal node
+            if self.autocast is not None:
+                torch.clear_autocast_cache()
+            if layer != self.last_layer:
+                node = self._mark(out, node, microbatch, layer)
+
+        try:
+            with self.autocast or nullcontext():
+                return self._parts[0].cut.run(self._parts, self._calls, value, enter, leave)
+        except PipeworkerError:
+            raise
+        except BaseException as error:
+            blame.blame_user(self.name_of(at), error)
 
     def _mark(self, value: Any, previous: Any, microbatch: int, layer: int) -> Any:
         """Make backward record that it enters a layer when it reaches the layer's output.

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from pipeworker.facts.layer_names import layer_of, numbered, split_numbered
+from pipeworker.facts.layer_names import layer_of, numbered, shown, split_numbered
 from pipeworker.job.file import JobFile
 from pipeworker.job.signatures import signature, takes_steps
 from pipeworker.record.stage_state import OptimizerState
@@ -30,7 +30,7 @@ class Updater:
 
     The job's ``optimizer`` is not called on a stage with nothing to train. If it has an argument
     called ``named_parameters``, it gets pairs of a name and a parameter; names are those of
-    ``nn.Sequential(*layers).named_parameters()``.
+    ``nn.Sequential(*layers).named_parameters()``, and of a cut module its own.
 
     If several replicas each update a part of the weights, the optimizer gets the part of `replica`
     only; the other parts come from the other replicas. `first` is the index of the first layer in
@@ -83,7 +83,9 @@ class Updater:
             ids = {id(p) for p in own}
             tied = {id(p): name for name, p in ties.owners} if ties else {}
             arguments = [
-                (tied.get(id(p)) or _shifted(name, first), p) for name, p in named if id(p) in ids
+                (shown(tied.get(id(p)) or _shifted(name, first)), p)
+                for name, p in named
+                if id(p) in ids
             ]
         self.optimizers = StageOptimizers.make(job, arguments, own, steps)
 

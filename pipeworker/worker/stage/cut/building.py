@@ -1,0 +1,188 @@
+"""Building a module of which a process holds a part: other parameters take no memory.
+
+Parameters are counted as modules register them. The first build shows which number each name has;
+the second one makes those real that the process owns. All other parameters are fake tensors, and
+what would fill them with random numbers draws them all the same, one parameter at a time: so every
+process has the numbers of a module that is built as a whole, under the same seed.
+"""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from pipeworker.worker.internals import (
+    TorchDispatchMode,
+    changed_by,
+    is_fake,
+    pytree,
+    without_fake_modes,
+)
+from pipeworker.worker.stage.cut.units import stand_in
+
+
+class NeedsWhole(Exception):
+    """A module whose parameters are made of each other, so that no part can be built alone."""
+
+
+class _Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Draws the random numbers of parameters that take no memory, if it `draws`."""
+
+    def __init__(self, *, draws: bool) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._draws = draws
+        self._space = mmap.mmap(-1, mmap.PAGESIZE)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        tensors = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
+        if not any(map(is_fake, tensors)):
+            return func(*args, **kwargs)
+        if any(not is_fake(t) for t in changed_by(func, args, kwargs)):
+            raise NeedsWhole(f"{func} fills a parameter with the numbers of another")
+        if torch.Tag.nondeterministic_seeded in func.tags and self._draws:
+            with without_fake_modes():
+                func(*pytree.tree_map_only(torch.Tensor, self._real, args), **kwargs)
+        return func(*args, **kwargs)
+
+    def _real(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return a real tensor for a fake one, in memory that is used again for each.
+
+        Memory from ``malloc`` would remain in the process's heap.
+        """
+        if not is_fake(tensor) or not tensor.numel():
+            return tensor if not is_fake(tensor) else torch.empty(tuple(tensor.shape))
+        if tensor.nbytes > len(self._space):
+            self._space = mmap.mmap(-1, tensor.nbytes)
+        flat = torch.frombuffer(self._space, dtype=tensor.dtype, count=tensor.numel())
+        return flat.view(tuple(tensor.shape))
+
+
+class _TooLarge(BaseException):
+    """Ends the build of a model that is larger than a limit."""
+
+
+@contextmanager
+def partly(owns: Callable[[int], bool], *, draws: bool) -> Iterator[list[nn.Parameter]]:
+    """Have modules that are built inside the context hold only some parameters.
+
+    Yields the parameters in the order of their registration. With `draws` the random numbers of
+    all others are drawn.
+
+    Raises:
+        NeedsWhole: a parameter that is owned depends on others.
+    """
+    registered: list[nn.Parameter] = []
+    known: set[int] = set()
+    original = nn.Module.register_parameter
+
+    def register(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+        original(module, name, parameter)
+        if parameter is None or id(parameter) in known:
+            return
+        if owns(len(registered)):
+            if is_fake(parameter):
+                raise NeedsWhole(f"{name} is made of other parameters")
+            kept = parameter
+        else:
+            shape, dtype = tuple(parameter.shape), parameter.dtype
+            fake = stand_in(shape, dtype, torch.device("cpu"), wants_grad=False)
+            kept = nn.Parameter(fake, requires_grad=parameter.requires_grad)
+            kept.__dict__.update(parameter.__dict__)
+            original(module, name, kept)
+        known.add(id(kept))
+        registered.append(kept)
+
+    nn.Module.register_parameter = register  # type: ignore[method-assign, assignment]
+    try:
+        with _Draws(draws=draws):
+            yield registered
+    finally:
+        nn.Module.register_parameter = original  # type: ignore[method-assign]
+
+
+def build_part(
+    make: Callable[[], Any], order: Collection[str], owned: Collection[str]
+) -> nn.Module:
+    """Return a module of which only the parameters `owned` have memory.
+
+    Args:
+        make: builds the module.
+        order: the names of its parameters in the order of registration, from :func:`build_hollow`.
+        owned: names of parameters.
+
+    Raises:
+        NeedsWhole: they depend on others, or the module is built in another order.
+    """
+    names = list(order)
+    wanted = {number for number, name in enumerate(names) if name in {*owned}}
+    with partly(wanted.__contains__, draws=True) as found:
+        module = make()
+    if not isinstance(module, nn.Module) or order_of(module, found) != names:
+        raise NeedsWhole("model() registers its parameters in another order each time")
+    return module
+
+
+def build_hollow(make: Callable[[], Any]) -> tuple[Any, list[str]]:
+    """Return what `make` returns, its parameters without memory, and their names in order."""
+    with partly(lambda _: False, draws=False) as found:
+        made = make()
+    return made, order_of(made, found) if isinstance(made, nn.Module) else []
+
+
+def build_small(make: Callable[[], Any], limit: int) -> tuple[bool, Any]:
+    """Return True and what `make` returns, unless its parameters take more than `limit` bytes."""
+    original, total = nn.Module.register_parameter, 0
+
+    def register(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+        nonlocal total
+        original(module, name, parameter)
+        total += 0 if parameter is None else parameter.nbytes
+        if total > limit:
+            raise _TooLarge
+
+    nn.Module.register_parameter = register  # type: ignore[method-assign, assignment]
+    try:
+        return True, make()
+    except _TooLarge:
+        return False, None
+    finally:
+        nn.Module.register_parameter = original  # type: ignore[method-assign]
+
+
+def order_of(module: nn.Module, registered: list[nn.Parameter]) -> list[str]:
+    """Return a name for each registered parameter; "" for one that the module does not have."""
+    named = [*module.named_parameters(remove_duplicate=False)]
+    names = {id(parameter): name for name, parameter in reversed(named)}
+    return [names.get(id(parameter), "") for parameter in registered]
+
+
+def copies_of_hollow(module: nn.Module, *, real: bool) -> dict[int, Any]:
+    """Return what takes the place of parameters without memory in a copy of a module, by id.
+
+    With `real` they have some numbers, else they are fake tensors again.
+    """
+    found: dict[int, Any] = {}
+    for parameter in module.parameters():
+        if not is_fake(parameter):
+            continue
+        shape, dtype = tuple(parameter.shape), parameter.dtype
+        if real:
+            with without_fake_modes():
+                value = torch.full(shape, 0.01).to(dtype)
+        else:
+            value = stand_in(shape, dtype, torch.device("cpu"), wants_grad=False)
+        found[id(parameter)] = nn.Parameter(value, requires_grad=parameter.requires_grad)
+    return found
+
+
+def is_hollow(module: nn.Module) -> bool:
+    """Return whether a module has a parameter without memory."""
+    return any(is_fake(parameter) for parameter in module.parameters())

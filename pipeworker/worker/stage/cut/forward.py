@@ -1,0 +1,446 @@
+"""A run of a module's own forward, of which one stage computes its layers and no others.
+
+The module that runs is a hollow one: its parameters are fake tensors. Each call of a unit ends a
+layer; what the forward does between units belongs to the layer whose unit is called next. A run of
+the layers ``first`` to ``stop - 1``
+
+- repeats the forward before them on stand-ins: units give fake tensors of the shapes that arrived,
+  and what depends on the module's input alone, as masks and positions, is computed;
+- from then on replaces each stand-in by the tensor that arrived under its number, and computes;
+- is left by an exception behind the last unit, and sends on what later layers need.
+
+Values get their numbers by counting the calls of torch's functions outside of units that have an
+argument which depends on parameters, so every operation is done once, in a fixed layer, and results
+do not depend on the number of stages.
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import msgpack
+import torch
+from torch.overrides import TorchFunctionMode
+
+import pipeworker
+from pipeworker.errors import UsageError
+from pipeworker.worker.internals import pytree, suspended, without_fake_modes
+from pipeworker.worker.stage.cut.containers import effects_since, held_by, repeat
+from pipeworker.worker.stage.cut.plan import INPUT, CutPlan, Number, skip_name
+from pipeworker.worker.stage.cut.units import stand_in
+from pipeworker.worker.stage.skips import pop, stash
+from pipeworker.worker.transport.structure import (
+    PLAIN_TYPES,
+    TypeRegistry,
+    decode,
+    encode_scalar,
+    flatten,
+    unflatten,
+)
+
+StandIns = dict[Any, Any]
+"""Stand-ins for what units return, by layer and description; for what calls make, by those."""
+_MOST_KNOWN = 64
+"""The number of descriptions by layer whose stand-ins are kept: one for each length of a text."""
+Enter = Callable[[int], None]
+"""Called as a layer begins, with its index."""
+_OPERATORS = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor")
+_SHIFTS = ("lshift", "rshift", "matmul")
+_IN_PLACE = frozenset({"__setitem__", *(f"__i{name}__" for name in (*_OPERATORS, *_SHIFTS))})
+_NOT_SHOWN = tuple(f"{Path(str(package.__file__)).parent}/" for package in (torch, pipeworker))
+
+
+def _name(func: Any) -> str:
+    return getattr(func, "__name__", "")
+
+
+class Left(BaseException):
+    """Leaves a forward whose remainder other stages compute."""
+
+
+def is_in_place(name: str) -> bool:
+    """Return whether a function of torch changes its first argument, by its name."""
+    return name in _IN_PLACE or (name.endswith("_") and not name.startswith("__"))
+
+
+def line_of_the_user() -> str:
+    """Return the file and line of the user's or a library's code that called torch now."""
+    frame = sys._getframe(1)
+    while frame is not None and frame.f_code.co_filename.startswith(_NOT_SHOWN):
+        frame = frame.f_back  # type: ignore[assignment]
+    return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}" if frame is not None else "?"
+
+
+class Counting(TorchFunctionMode):
+    """Passes each call of a function of torch outside of units to a run."""
+
+    def __init__(self, operation: Callable[..., Any]) -> None:
+        super().__init__()
+        self._operation = operation
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        return self._operation(func, args, kwargs or {})
+
+
+def leaves_of(value: Any) -> list[Any]:
+    """Return the leaves of a nested value, in order, as ``tree_leaves`` in less time."""
+    kind = type(value)
+    if kind is tuple or kind is list:
+        return [leaf for item in value for leaf in leaves_of(item)]
+    if kind is dict:
+        return [leaf for item in value.values() for leaf in leaves_of(item)]
+    return pytree.tree_leaves(value) if kind in pytree.SUPPORTED_NODES else [value]
+
+
+def tensors_of(value: Any) -> list[torch.Tensor]:
+    """Return the tensors of a nested value, in order, each as often as it occurs."""
+    return [leaf for leaf in leaves_of(value) if isinstance(leaf, torch.Tensor)]
+
+
+def descriptions(leaves: Sequence[Any], name: str) -> tuple[Any, ...]:
+    """Return each leaf of a value as plain data: a tensor's shape, dtype and whether it wants grad.
+
+    Raises:
+        UsageError: a leaf is neither a tensor nor a plain value.
+    """
+    found: list[Any] = []
+    for leaf in leaves:
+        if isinstance(leaf, torch.Tensor):
+            dtype = str(leaf.dtype).removeprefix("torch.")
+            found.append((tuple(leaf.shape), dtype, leaf.requires_grad))
+        elif type(leaf) in PLAIN_TYPES:
+            found.append(encode_scalar(leaf))
+        else:
+            raise UsageError(
+                f"{name}: returns or is called with a {type(leaf).__name__}, of which a pipeline "
+                "cannot tell what it holds; cut the model by hand, as a list of layers"
+            )
+    return tuple(found)
+
+
+class Forward:
+    """One run of the layers `first` to before `stop`.
+
+    Args:
+        plan: the plan of the module.
+        types: the classes that may occur in its values.
+        parameters: the names of the hollow module's parameters, by id.
+        device: where stand-ins seem to be.
+        first: index of the first layer.
+        calls: what is called in place of the unit of each layer.
+        outside: returns the parameter that a layer uses outside of units, by layer and name.
+        known: stand-ins of earlier runs, which are used again.
+        enter: called as each layer begins.
+        leave: called as each layer ends, with what its unit returned.
+    """
+
+    def __init__(
+        self,
+        plan: CutPlan,
+        types: TypeRegistry,
+        parameters: dict[int, str],
+        device: torch.device,
+        first: int,
+        calls: Sequence[Callable[..., Any]],
+        outside: Callable[[int, str], torch.Tensor],
+        known: StandIns,
+        enter: Enter | None = None,
+        leave: Callable[[int, Any], None] | None = None,
+    ) -> None:
+        self._plan, self._types, self._parameters, self._device = plan, types, parameters, device
+        self.first, self.stop = first, first + len(calls)
+        self._calls, self._outside, self._enter, self._leave = calls, outside, enter, leave
+        self._known = known
+        self._mode = Counting(self.operation)
+        self._layer = 0  # whose unit is called next
+        self._count = 0
+        self._numbers: dict[int, Number] = {}
+        """By the id of each tensor that depends on parameters."""
+        self._kept: dict[int, Any] = {}
+        """What keeps ids unique: stand-ins, and weak references to other tensors."""
+        self._absent: set[int] = set()
+        """The ids of stand-ins."""
+        self._arrived: dict[Number, torch.Tensor] = {}
+        self._present: dict[int, torch.Tensor] = {}
+        """What arrived, by the id of its stand-in."""
+        self._made: dict[Number, torch.Tensor] = {}
+        """What later stages need of what was made here."""
+        self._described: list[tuple[Any, ...]] = []
+        """By layer, descriptions of what its unit returned and put into containers."""
+
+    # What arrives, and what is sent on.
+
+    def begin(self, value: Any) -> Any:
+        """Return the module's input, of what arrives at the first layer."""
+        if self.first == 0:
+            leaves, structure = flatten(value, self._types)
+            self._input = structure, descriptions(leaves, "the input")
+            for place, tensor in enumerate(t for t in leaves if isinstance(t, torch.Tensor)):
+                self._arrived[INPUT, place] = tensor
+            return value
+        packed, *tensors = value
+        structure, described, *self._described = msgpack.unpackb(packed, use_list=False)
+        self._input = structure, described
+        tensors = iter(tensors)
+        for number, source, target in self._plan.crossing(self.first):
+            if source == self.first - 1 and target == self.first:
+                self._arrived[number] = next(tensors)
+            elif target < self.stop:
+                self._arrived[number] = pop(skip_name(number, target))
+        place = 0
+        leaves = []
+        for leaf in self._leaves(INPUT, described):
+            if isinstance(leaf, torch.Tensor):
+                leaf, place = self._arrived.get((INPUT, place), leaf), place + 1
+            leaves.append(leaf)
+        return unflatten(structure, iter(leaves), self._types)
+
+    def end(self) -> Any:
+        """Return what the layer behind the last one gets; stash what later layers need."""
+        tensors = []
+        for number, source, target in self._plan.crossing(self.stop):
+            if source < self.first:
+                continue
+            tensor = self._made.get(number)
+            if tensor is None:
+                tensor = self._arrived[number]
+            if target == self.stop and source == self.stop - 1:
+                tensors.append(tensor)
+            else:
+                stash(skip_name(number, target), tensor)
+        return (msgpack.packb([*self._input, *self._described]), *tensors)
+
+    def _leaves(self, layer: int, described: tuple[Any, ...]) -> list[Any]:
+        """Return the leaves of what the unit of a layer returned, with stand-ins for tensors."""
+        found = self._known.get((layer, described))
+        if found is None:
+            found = [self._leaf(one) for one in described]
+            self._remember((layer, described), found)
+        return [*found]
+
+    def _leaf(self, described: Any) -> Any:
+        if isinstance(described, tuple) and len(described) == 3:
+            shape, dtype, wants_grad = described
+            return stand_in(shape, getattr(torch, dtype), self._device, wants_grad=wants_grad)
+        return decode(described, self._types)
+
+    # Outside of units.
+
+    def operation(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Do one call of a function of torch outside of units."""
+        leaves = [*leaves_of(args), *leaves_of(kwargs)]
+        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        if not self._depends(tensors):
+            with without_fake_modes():
+                return func(*args, **kwargs)
+        if self._layer < self.first:
+            if self._count in self._plan.changed:
+                return self._skipped(func, args, tensors)
+            if is_in_place(_name(func)) and id(args[0]) in self._absent:
+                if _name(func) == "__setitem__":  # a stand-in is used again: it does not change
+                    return None
+                self._number([args[0]])
+                return args[0]
+            out = self._again(func, args, kwargs, leaves)
+            if made := tensors_of(out):
+                self._number(made)
+            return out
+        args, kwargs = self._now((args, kwargs), tensors)
+        out = func(*args, **kwargs)
+        if self._count in self._plan.changed:
+            self._change(tensors)
+        elif made := tensors_of(out):
+            self._number(made)
+        return out
+
+    def _again(
+        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], leaves: list[Any]
+    ) -> Any:
+        """Return what a call makes of stand-ins: the same as of the same stand-ins before."""
+        key = self._count, func, *map(self._key_of, leaves)
+        try:
+            found = self._known.get(key)
+        except TypeError:  # an argument has no hash
+            return func(*args, **kwargs)
+        if found is None:
+            found = func(*args, **kwargs)
+            if tensors_of(found):
+                self._remember(key, found)
+        return found
+
+    def _key_of(self, leaf: Any) -> Any:
+        if isinstance(leaf, torch.Tensor):
+            lasts = id(leaf) in self._absent or id(leaf) in self._parameters
+            return id(leaf) if lasts else (leaf.shape, leaf.dtype)
+        if isinstance(leaf, slice):  # it has no hash before Python 3.12
+            return slice, leaf.start, leaf.stop, leaf.step
+        return type(leaf), leaf
+
+    def _remember(self, key: Any, value: Any) -> None:
+        if len(self._known) > _MOST_KNOWN * self._plan.counts[-1]:
+            self._known.clear()
+        self._known[key] = value
+
+    def _depends(self, tensors: Sequence[torch.Tensor]) -> bool:
+        return any(id(t) in self._numbers or id(t) in self._parameters for t in tensors)
+
+    def _skipped(self, func: Any, args: tuple[Any, ...], tensors: list[torch.Tensor]) -> Any:
+        """Do not change a tensor of the input by stand-ins: from now on, it is one itself."""
+        self._change(tensors)
+        return None if _name(func) == "__setitem__" else args[0]
+
+    def _change(self, tensors: list[torch.Tensor]) -> None:
+        self._number([tensors[place] for place in self._plan.changed[self._count]])
+
+    def _now(self, value: Any, tensors: Sequence[torch.Tensor]) -> Any:
+        """Return a value with what is here in the place of stand-ins and hollow parameters."""
+        replaced: dict[int, torch.Tensor] = {}
+        for tensor in tensors:
+            key = id(tensor)
+            if key in self._absent:
+                if key not in self._present:
+                    raise self._elsewhere("it needs a value that the plan did not send")
+                replaced[key] = self._present[key]
+            elif key in self._parameters:
+                layer = min(self._layer, len(self._plan) - 1)
+                replaced[key] = self._outside(layer, self._parameters[key])
+        if not replaced:
+            return value
+        return pytree.tree_map_only(torch.Tensor, lambda t: replaced.get(id(t), t), value)
+
+    def _number(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Give numbers to what a call that depends on parameters has made."""
+        count, self._count = self._count, self._count + 1
+        for place, tensor in enumerate(tensors):
+            key = id(tensor)
+            if key in self._parameters:
+                continue
+            number = self._plan.same.get((count, place), (count, place))
+            is_here = self._layer >= self.first
+            users = self._plan.users.get(number)
+            if not is_here:
+                self._numbers[key], self._kept[key] = number, tensor
+                self._absent.add(key)
+                if number in self._arrived:
+                    self._present[key] = self._arrived[number]
+                continue
+            if key not in self._numbers:
+                self._numbers[key] = number
+                self._kept[key] = weakref.ref(tensor, partial(self._forget, key))
+            if users is not None and users[-1] >= self.stop:
+                self._made[number] = tensor
+
+    def _forget(self, key: int, _: Any) -> None:
+        self._numbers.pop(key, None)
+        self._kept.pop(key, None)
+
+    # Units.
+
+    def call(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Do the call of a unit, which ends a layer."""
+        with suspended(self._mode):
+            return self._call(name, args, kwargs)
+
+    def _call(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        layer = self._layer
+        if layer >= len(self._plan) or self._plan.units[layer] != name:
+            expected = self._plan.units[layer] if layer < len(self._plan) else "none"
+            raise self._elsewhere(f"it calls {name}, and called {expected} then")
+        if layer < self.first:
+            out = self._passed(layer, args, kwargs)
+        else:
+            out = self._called(layer, args, kwargs)
+        if self._count != self._plan.counts[layer]:
+            raise self._elsewhere(
+                f"it has {self._count} operations up to {name}, and had {self._plan.counts[layer]}"
+            )
+        self._layer += 1
+        if self._layer == self.stop < len(self._plan):
+            raise Left
+        self._begin_layer()
+        return out
+
+    def _begin_layer(self) -> None:
+        layer = self._layer
+        if self._enter is not None and (
+            self.first <= layer < self.stop or layer in self._plan.random
+        ):
+            self._enter(layer)
+
+    def _passed(self, layer: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Return stand-ins for what a unit on an earlier stage returned."""
+        leaves = self._leaves(layer, self._described[layer])
+        structure = self._plan.structures[layer]
+        out, effects = unflatten(structure, iter(leaves), self._types)
+        self._number([leaf for leaf in leaves if isinstance(leaf, torch.Tensor)])
+        if effects:
+            repeat(held_by(args, kwargs), effects)
+        return out
+
+    def _called(self, layer: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        tensors = tensors_of((args, kwargs))
+        args, kwargs = self._now((args, kwargs), tensors)
+        held = held_by(args, kwargs)
+        out = self._calls[layer - self.first](*args, **kwargs)
+        leaves, structure = flatten((out, effects_since(held)), self._types)
+        if structure != self._plan.structures[layer]:
+            raise self._elsewhere(f"{self._plan.units[layer]} returns another structure")
+        self._described.append(descriptions(leaves, self._plan.units[layer]))
+        self._number([leaf for leaf in leaves if isinstance(leaf, torch.Tensor)])
+        if self._leave is not None:
+            self._leave(layer, out)
+        return out
+
+    def run(self, module: torch.nn.Module, value: Any) -> Any:
+        """Run the layers; return what the next layer gets, or the module's output.
+
+        Raises:
+            UsageError: the forward takes another way than in its plan.
+        """
+        batch = self.begin(value)
+        self._begin_layer()
+        args, kwargs = arguments(batch)
+        try:
+            with self._mode:
+                out = module(*args, **kwargs)
+                if self._layer >= self.stop == len(self._plan):
+                    out = self._now(out, tensors_of(out))
+        except Left:
+            pass
+        if self.stop < len(self._plan):
+            if self._layer < self.stop:
+                raise self._elsewhere("it ends early")
+            return self.end()
+        if self._layer < len(self._plan):
+            raise self._elsewhere("it ends early")
+        return out
+
+    def _elsewhere(self, reason: str) -> UsageError:
+        layer = min(self._layer, len(self._plan) - 1)
+        return UsageError(
+            f"layer {layer} ({self._plan.units[layer]}): the model's forward takes another way "
+            f"than when it was cut, at {line_of_the_user()}: {reason}. A pipeline needs a forward "
+            "that calls the same modules each time; cut the model by hand, as a list of layers"
+        )
+
+
+def arguments(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return the positional and keyword arguments that an input stands for."""
+    if hasattr(batch, "keys"):
+        return (), {key: batch[key] for key in batch.keys()}  # noqa: SIM118
+    return (tuple(batch) if isinstance(batch, (tuple, list)) else (batch,)), {}
+
+
+def numbers_of(tensors: Sequence[torch.Tensor], numbers: dict[int, Number]) -> Iterator[Number]:
+    """Yield the numbers of those tensors that have one."""
+    for tensor in tensors:
+        number = numbers.get(id(tensor))
+        if number is not None:
+            yield number

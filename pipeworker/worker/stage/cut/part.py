@@ -1,0 +1,239 @@
+"""The layers of a cut module: each owns one unit, and runs its part of the module's own forward."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from functools import cache, partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from pipeworker.errors import UsageError, a_type
+from pipeworker.facts.layer_names import LayerNames
+from pipeworker.worker.internals import remove_hooks
+from pipeworker.worker.stage.cut.forward import Enter, Forward, StandIns
+from pipeworker.worker.stage.cut.plan import CutPlan
+from pipeworker.worker.stage.cut.planning import Planning
+from pipeworker.worker.stage.cut.units import hollow, saved_buffers, switch_off, units_of
+from pipeworker.worker.transport.structure import TypeRegistry
+
+ROOT = "^"
+"""The name, within a layer, of what has the names of the user's module."""
+
+
+class Cut:
+    """A module that is cut into layers.
+
+    Attributes:
+        module: a hollow copy of the module, which calls :meth:`_unit` in place of each unit.
+        plan: which unit each layer runs, and which values pass between layers.
+        types: the classes that may occur in these values.
+        switched_off: what the module did besides its forward, by the names of its settings.
+    """
+
+    def __init__(
+        self, module: nn.Module, types: TypeRegistry, device: torch.device, plan: CutPlan
+    ) -> None:
+        self.plan, self.types = plan, types
+        self.module = _hollow(module, device)
+        self._device = device
+        self._parameters = {
+            id(parameter): name for name, parameter in self.module.named_parameters()
+        }
+        self._modes = [(one, one.training) for one in self.module.modules()]
+        self._is_training: bool | None = None
+        self.switched_off: list[str] = []
+        self._run: Any = None
+        self._stand_ins: StandIns = {}
+        _intercept(self.module, self._unit)
+
+    def _unit(self, name: str, *args: Any, **kwargs: Any) -> Any:
+        return self._run.call(name, args, kwargs)
+
+    def run(
+        self,
+        parts: Sequence[Part],
+        calls: Sequence[Callable[..., Any]],
+        value: Any,
+        enter: Enter | None = None,
+        leave: Callable[[int, Any], None] | None = None,
+    ) -> Any:
+        """Run consecutive layers; return what the next layer gets, or the module's output.
+
+        Args:
+            parts: the layers.
+            calls: what is called in place of the unit of each.
+            value: the module's input, or what the layer before returned.
+            enter: called as each layer begins.
+            leave: called as each layer ends, with what its unit returned.
+
+        Raises:
+            UsageError: the forward takes another way than in its plan.
+        """
+        self._set_mode(is_training=parts[0].training)
+        first = parts[0].index
+        outer, self._run = (
+            self._run,
+            Forward(
+                self.plan,
+                self.types,
+                self._parameters,
+                self._device,
+                first,
+                calls,
+                lambda layer, name: parts[layer - first].parameter(name),
+                self._stand_ins,
+                enter,
+                leave,
+            ),
+        )
+        try:
+            return self._run.run(self.module, value)
+        finally:
+            self._run = outer
+
+    def _set_mode(self, *, is_training: bool) -> None:
+        """Set the mode of the modules around units, to what it was at first or to eval mode."""
+        if is_training is not self._is_training:
+            self._is_training = is_training
+            for module, mode in self._modes:
+                module.training = mode and is_training
+
+    def parts_of(self, module: nn.Module) -> dict[str, nn.Module]:
+        """Return the layers by name, which own the units and parameters of a whole module."""
+        plan, names = self.plan, self.plan.names
+        self.switched_off = switch_off(module)
+        held = {name for unit in plan.units for name in _within(module, unit)}
+        parameters = dict(module.named_parameters(remove_duplicate=False))
+        outside: list[dict[str, Any]] = [{} for _ in names]
+        for name, layers in plan.parameters.items():
+            for layer in layers:
+                if not name.startswith(f"{plan.units[layer]}."):
+                    outside[layer][name] = parameters[name]
+        known = {id(p) for name, p in parameters.items() if name in held or name in plan.parameters}
+        for name, tensor in (*parameters.items(), *saved_buffers(module)):
+            if name not in held and id(tensor) not in known:
+                outside[0][name] = tensor  # nothing uses it; it is saved with the others
+        found: dict[str, nn.Module] = {}
+        for i, unit in enumerate(plan.units):
+            kind, own = part_class(plan.classes[i]), module.get_submodule(unit)
+            found[LayerNames.of_cut(names[i], outside[i])] = kind(self, i, own, outside[i])
+        return found
+
+
+def plan_of(module: nn.Module, types: TypeRegistry, batch: Any) -> CutPlan:
+    """Return the plan of a module for an input on the CPU, which is a micro-batch of its data.
+
+    Raises:
+        UsageError: the module cannot be cut; the message has the reason.
+        Exception: whatever its forward raises.
+    """
+    copied = _hollow(module, torch.device("cpu"))
+    parameters = {id(parameter): name for name, parameter in copied.named_parameters()}
+    planning = Planning(types, parameters, torch.device("cpu"))
+    units = _intercept(copied, lambda name, *args, **kwargs: planning.call(name, args, kwargs))
+    return planning.run(copied, units, batch)
+
+
+def _intercept(
+    module: nn.Module, call: Callable[..., Any]
+) -> dict[str, tuple[nn.Module, Callable[..., Any]]]:
+    """Have each unit of a module call a function, with its name; return units and forwards."""
+    units: dict[str, tuple[nn.Module, Callable[..., Any]]] = {}
+    for name in units_of(module):
+        unit = module.get_submodule(name)
+        if all(unit is not one for one, _ in units.values()):
+            units[name] = unit, unit.forward
+            remove_hooks(unit)
+            unit.forward = partial(call, name)
+    return units
+
+
+class Part(nn.Module):
+    """One layer of a cut module: a unit, and the parameters that its layer uses beside it.
+
+    Attributes:
+        index: index of the layer.
+        unit: the unit, of which each layer has an object of its own.
+    """
+
+    cut: Cut
+    unit: nn.Module
+    index: int
+
+    def __init__(self, cut: Cut, index: int, unit: nn.Module, outside: dict[str, Any]) -> None:
+        super().__init__()
+        self.__dict__.update(cut=cut, index=index)
+        path = cut.plan.names[index]
+        self._place(path, unit)
+        for name, tensor in outside.items():
+            self._place(name, tensor)
+        self._resolve()
+
+    def _resolve(self) -> None:
+        self.__dict__["unit"] = self.get_submodule(f"{ROOT}.{self.cut.plan.names[self.index]}")
+
+    def _place(self, path: str, value: Any) -> None:
+        parent: nn.Module = self
+        *folders, last = f"{ROOT}.{path}".split(".")
+        for folder in folders:
+            children = dict(parent.named_children())
+            if folder not in children:
+                children[folder] = nn.Module()
+                parent.add_module(folder, children[folder])
+            parent = children[folder]
+        if isinstance(value, nn.Module):
+            parent.add_module(last, value)
+        elif isinstance(value, nn.Parameter):
+            parent.register_parameter(last, value)
+        else:
+            parent.register_buffer(last, value)
+
+    def parameter(self, name: str) -> torch.Tensor:
+        """Return a parameter of the user's module that this layer owns."""
+        own, plan = f"{plan_unit(self)}.", self.cut.plan
+        if name.startswith(own):
+            name = f"{plan.names[self.index]}.{name.removeprefix(own)}"
+        return self.get_parameter(f"{ROOT}.{name}")
+
+    def forward(self, value: Any) -> Any:
+        """Run this layer alone."""
+        return self.cut.run([self], [self.unit], value)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Part:
+        made = type(self).__new__(type(self))
+        nn.Module.__init__(made)
+        made.__dict__.update(cut=self.cut, index=self.index, training=self.training)
+        for name, module in self.named_children():
+            made.add_module(name, copy.deepcopy(module, memo))
+        made._resolve()
+        return made
+
+
+def plan_unit(part: Part) -> str:
+    """Return the name of a layer's unit in the user's module."""
+    return part.cut.plan.units[part.index]
+
+
+@cache
+def part_class(name: str) -> type[Part]:
+    """Return the class of layers whose unit is of a class of this name: messages show it."""
+    return type(name, (Part,), {})
+
+
+def _within(module: nn.Module, unit: str) -> list[str]:
+    inner = module.get_submodule(unit)
+    named = (*inner.named_parameters(remove_duplicate=False), *saved_buffers(inner))
+    return [f"{unit}.{name}" for name, _ in named]
+
+
+def _hollow(module: nn.Module, device: torch.device) -> nn.Module:
+    try:
+        return hollow(module, device)
+    except Exception as error:
+        raise UsageError(
+            f"model(): {a_type(module)} cannot be copied, and a pipeline cuts a copy of it: "
+            f"{error}; return a list of layers"
+        ) from None

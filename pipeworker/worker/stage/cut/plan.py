@@ -1,0 +1,121 @@
+"""The plan of a cut module: which unit each layer runs, and which values pass between layers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
+
+import msgpack
+
+from pipeworker.facts.connections import Skip
+
+Number = tuple[int, int]
+"""Names a value: the count of the call that made it, and its place among what the call returned.
+
+Only calls with an argument that depends on parameters are counted. The tensors of the module's
+input have the count -1.
+"""
+INPUT = -1
+
+
+@dataclass(slots=True)
+class CutPlan:
+    """What a run of a module on fake parameters has shown. Layer ``i`` is the i-th call of a unit.
+
+    Attributes:
+        units: the name of the unit that each layer calls.
+        classes: the class of each unit.
+        counts: calls counted until the call of each layer ends.
+        structures: for each layer, the structure of what its unit returned, and of its effects on
+            containers that it was called with.
+        users: by value, the layer that makes it and those that use it, ascending.
+        same: a value that was the same tensor as an earlier one, by its number.
+        changed: by count, the arguments of a call that it changed although they did not depend on
+            parameters before: their places among the call's tensors.
+        parameters: names of parameters used outside of units, and the layers that use them.
+        random: the layers whose code outside of units draws random numbers from the input alone.
+        inputs: the number of tensors in the module's input.
+        types: names of the classes that numbers in the structures stand for.
+    """
+
+    units: list[str] = field(default_factory=list)
+    classes: list[str] = field(default_factory=list)
+    counts: list[int] = field(default_factory=list)
+    structures: list[Any] = field(default_factory=list)
+    users: dict[Number, list[int]] = field(default_factory=dict)
+    same: dict[Number, Number] = field(default_factory=dict)
+    changed: dict[int, list[int]] = field(default_factory=dict)
+    parameters: dict[str, list[int]] = field(default_factory=dict)
+    random: list[int] = field(default_factory=list)
+    inputs: int = 0
+    types: list[str] = field(default_factory=list)
+
+    def __len__(self) -> int:
+        return len(self.units)
+
+    @property
+    def names(self) -> list[str]:
+        """The name of each layer: that of its unit, with a number where it is called again."""
+        calls: dict[str, int] = {}
+        found = []
+        for unit in self.units:
+            calls[unit] = calls.get(unit, 0) + 1
+            found.append(unit if calls[unit] == 1 else f"{unit}@{calls[unit]}")
+        return found
+
+    def links(self) -> Iterator[tuple[Number, int, int]]:
+        """Yield each value with two layers that follow each other among those that use it."""
+        for number, users in self.users.items():
+            for source, target in pairwise(users):
+                yield number, source, target
+
+    def crossing(self, layer: int) -> list[tuple[Number, int, int]]:
+        """Return the links from before `layer` to it or behind it, ordered by value."""
+        return sorted(link for link in self.links() if link[1] < layer <= link[2])
+
+    def skips(self) -> tuple[Skip, ...]:
+        """Return the links that lead over a layer, as skip connections."""
+        found = [
+            Skip(source, target, skip_name(number, target))
+            for number, source, target in self.links()
+            if target - source > 1
+        ]
+        return tuple(sorted(found))
+
+    def pack(self) -> bytes:
+        """Return the plan as bytes, for another process."""
+        packed: bytes = msgpack.packb(
+            [
+                *(self.units, self.classes, self.counts, self.structures),
+                *(list(self.users.items()), list(self.same.items()), list(self.changed.items())),
+                *(list(self.parameters.items()), self.random, self.inputs, self.types),
+            ]
+        )
+        return packed
+
+    @staticmethod
+    def unpack(packed: bytes) -> CutPlan:
+        """Return the plan that :meth:`pack` packed."""
+        found = msgpack.unpackb(packed, use_list=False)
+        units, classes, counts, structures, users, same, changed, parameters, random, *rest = found
+        inputs, types = rest
+        return CutPlan(
+            list(units),
+            list(classes),
+            list(counts),
+            list(structures),
+            {number: list(layers) for number, layers in users},
+            dict(same),
+            {count: list(places) for count, places in changed},
+            {name: list(layers) for name, layers in parameters},
+            list(random),
+            inputs,
+            list(types),
+        )
+
+
+def skip_name(number: Number, target: int) -> str:
+    """Return the name under which a value is stashed for a later layer."""
+    return f"{number[0]}.{number[1]}>{target}"

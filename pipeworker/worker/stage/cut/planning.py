@@ -1,0 +1,302 @@
+"""The plan of a module, made by one run of its forward on fake parameters and real input."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import random
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from pipeworker.errors import UsageError
+from pipeworker.worker.internals import (
+    FAKE_LOGGER,
+    is_fake,
+    pytree,
+    storage_key,
+    suspended,
+    version_of,
+    without_fake_modes,
+)
+from pipeworker.worker.stage import rng
+from pipeworker.worker.stage.cut.containers import Held, effects_since, held_by
+from pipeworker.worker.stage.cut.forward import (
+    Counting,
+    arguments,
+    descriptions,
+    is_in_place,
+    line_of_the_user,
+    numbers_of,
+    tensors_of,
+)
+from pipeworker.worker.stage.cut.plan import INPUT, CutPlan, Number
+from pipeworker.worker.stage.cut.units import stand_in
+from pipeworker.worker.transport.structure import TypeRegistry, flatten
+
+_METADATA = frozenset(
+    {"__get__", "size", "dim", "numel", "__len__", "stride", "is_floating_point", "is_complex"}
+    | {"get_device", "element_size", "nelement", "ndimension", "__hash__"}
+)
+"""Functions that read a tensor's shape, dtype or device, and no number of it."""
+
+
+class Planning:
+    """A run that makes a plan.
+
+    Args:
+        module: a hollow module, whose units call :meth:`call`.
+        units: the units' names and the hollow modules' own forwards.
+    """
+
+    def __init__(
+        self, types: TypeRegistry, parameters: dict[int, str], device: torch.device
+    ) -> None:
+        self.plan = CutPlan()
+        self._mode = Counting(self.operation)
+        self._types, self._parameters, self._device = types, parameters, device
+        self._numbers: dict[int, Number] = {}
+        self._kept: list[Any] = []
+        self._made: dict[Number, int] = {}
+        self._used: dict[Number, set[int]] = {}
+        self._named: dict[str, set[int]] = {}
+        self._input: dict[int, int] = {}
+        self._input_until: dict[int, int] = {}
+        self._everywhere: set[int] = set()
+        self._count = 0
+        self._at = 0
+        self._storages: dict[int, set[Number]] = {}
+        self._changes: list[tuple[int, int, Number, str]] = []
+        self._random: list[Any] = []
+
+    def run(self, module: nn.Module, units: dict[str, Any], batch: Any) -> CutPlan:
+        """Return the plan for an input.
+
+        Raises:
+            UsageError: the module cannot be cut; the message has the reason.
+            Exception: whatever the module's forward raises.
+        """
+        self._units = units
+        leaves, _ = flatten(batch, self._types)
+        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        self._input = {id(tensor): place for place, tensor in enumerate(tensors)}
+        self._kept.append(tensors)
+        args, kwargs = arguments(batch)
+        logger = logging.getLogger(FAKE_LOGGER)
+        level = logger.level
+        logger.setLevel(logging.CRITICAL)  # a unit that needs numbers gets them
+        try:
+            with rng.preserve_generators():
+                self._random = _states()
+                with self._mode:
+                    out = module(*args, **kwargs)
+        finally:
+            logger.setLevel(level)
+        if not self.plan.units:
+            raise UsageError("model(): its forward calls no module with parameters")
+        self._at -= 1
+        last = self._at
+        self._use(tensors_of(out))
+        plan = self.plan
+        plan.inputs = len(tensors)
+        for number, layers in sorted(self._used.items()):
+            users = sorted({min(layer, last) for layer in layers} | {min(self._made[number], last)})
+            if len(users) > 1:
+                plan.users[number] = users
+        for place in range(len(tensors)):
+            until = last if place in self._everywhere else self._input_until.get(place, 0)
+            if until:
+                plan.users[INPUT, place] = list(range(until + 1))
+        plan.parameters = {
+            name: sorted({min(layer, last) for layer in layers})
+            for name, layers in self._named.items()
+        }
+        self._check_views()
+        return plan
+
+    def operation(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Do one call of a function of torch outside of units."""
+        tensors = tensors_of((args, kwargs))
+        name = getattr(func, "__name__", "")
+        tainted = [t for t in tensors if id(t) in self._numbers or id(t) in self._parameters]
+        if not tainted:
+            with without_fake_modes():
+                out = func(*args, **kwargs)
+            if name not in _METADATA or tensors_of(out):
+                for tensor in tensors:
+                    if id(tensor) in self._input:
+                        self._everywhere.add(self._input[id(tensor)])
+            return out
+        self._use(tensors)
+        changed = kwargs.get("out") if "out" in kwargs else args[0] if is_in_place(name) else None
+        if isinstance(changed, torch.Tensor):
+            if not any(changed is t for t in tainted):
+                places = [place for place, t in enumerate(tensors) if t is changed]
+                self.plan.changed[self._count] = places[:1]
+                self._number([changed])
+                return None if name == "__setitem__" else changed
+            self._note_change(changed)
+        out = func(*args, **kwargs)
+        if made := tensors_of(out):
+            self._number(made)
+        return out
+
+    def _use(self, tensors: Sequence[torch.Tensor]) -> None:
+        for number in numbers_of(tensors, self._numbers):
+            self._used.setdefault(number, set()).add(self._at)
+        for tensor in tensors:
+            key = id(tensor)
+            if key in self._parameters:
+                self._named.setdefault(self._parameters[key], set()).add(self._at)
+            elif key in self._input:
+                self._input_until[self._input[key]] = self._at
+
+    def _number(self, tensors: Sequence[torch.Tensor]) -> None:
+        count, self._count = self._count, self._count + 1
+        for place, tensor in enumerate(tensors):
+            key = id(tensor)
+            if key in self._parameters:
+                continue
+            if key in self._numbers:
+                self.plan.same[count, place] = self._numbers[key]
+                continue
+            number = self._numbers[key] = (count, place)
+            self._made[number] = self._at
+            self._kept.append(tensor)
+            if is_fake(tensor):
+                self._storages.setdefault(storage_key(tensor), set()).add(number)
+
+    def _note_change(self, tensor: torch.Tensor) -> None:
+        number = self._numbers.get(id(tensor))
+        if number is not None and is_fake(tensor):
+            self._changes.append((storage_key(tensor), self._at, number, line_of_the_user()))
+
+    def _check_views(self) -> None:
+        """Reject changes in place of memory that two values share, of which one passes a cut."""
+        for storage, layer, number, line in self._changes:
+            for other in self._storages.get(storage, ()):
+                last = max(self._used.get(other, {-1}))
+                if other != number and self._made[other] < layer <= last:
+                    raise UsageError(
+                        f"layer {layer} ({self.plan.units[min(layer, self._at)]}): the model's "
+                        f"forward changes a tensor in place at {line}, of which another layer has "
+                        "a view, so the two cannot be on different stages; change a copy there, "
+                        "or cut the model by hand, as a list of layers"
+                    )
+
+    def call(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Do the call of a unit, which ends a layer."""
+        with suspended(self._mode):
+            return self._call(name, args, kwargs)
+
+    def _call(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        unit, forward = self._units[name]
+        if _states() != self._random:
+            self.plan.random.append(self._at)
+        held = held_by(args, kwargs)
+        inside = [*tensors_of((args, kwargs)), *tensors_of([before for _, before in held])]
+        self._use(inside)
+        before = {id(tensor): version_of(tensor) for tensor in inside}
+        out = self._shapes(unit, forward, args, kwargs, held)
+        for tensor in inside:
+            if version_of(tensor) != before[id(tensor)]:
+                self._note_change(tensor)
+        leaves, structure = flatten((out, effects_since(held)), self._types)
+        descriptions(leaves, name)
+        self.plan.units.append(name)
+        self.plan.classes.append(type(unit).__name__)
+        self.plan.structures.append(structure)
+        self._number([leaf for leaf in leaves if isinstance(leaf, torch.Tensor)])
+        self.plan.counts.append(self._count)
+        self._at += 1
+        self._random = _states()
+        return out
+
+    def _shapes(
+        self,
+        unit: nn.Module,
+        forward: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        held: Held,
+    ) -> Any:
+        """Return what a unit returns for fake tensors; if it needs numbers, those of a copy."""
+        try:
+            return forward(*args, **kwargs)
+        except Exception:
+            for one, before in held:
+                one.clear()
+                (one.extend if isinstance(one, list) else one.update)(before)
+        copied = _with_numbers(unit, forward)
+        known: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        made: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+
+        def real(tensor: torch.Tensor) -> torch.Tensor:
+            if not is_fake(tensor):
+                return tensor
+            if id(tensor) not in known:
+                known[id(tensor)] = tensor, _numbers_like(tensor, self._device)
+            return known[id(tensor)][1]
+
+        def fake(tensor: torch.Tensor) -> torch.Tensor:
+            for stands, number in known.values():
+                if number is tensor:
+                    return stands
+            if is_fake(tensor):
+                return tensor
+            if id(tensor) not in made:
+                shape, wants = tuple(tensor.shape), tensor.requires_grad
+                made[id(tensor)] = (
+                    tensor,
+                    stand_in(shape, tensor.dtype, self._device, wants_grad=wants),
+                )
+            return made[id(tensor)][1]
+
+        for one, before in held:
+            if not isinstance(one, list):
+                for key, value in before.items():
+                    one[key] = pytree.tree_map_only(torch.Tensor, real, value)
+        args, kwargs = pytree.tree_map_only(torch.Tensor, real, (args, kwargs))
+        with without_fake_modes(), rng.preserve_generators():
+            out = copied(*args, **kwargs)
+        for one, _ in held:
+            for key in range(len(one)) if isinstance(one, list) else list(one.keys()):
+                one[key] = pytree.tree_map_only(torch.Tensor, fake, one[key])
+        return pytree.tree_map_only(torch.Tensor, fake, out)
+
+
+def _states() -> list[Any]:
+    """Return what changes when a random number is drawn."""
+    numpy: Any = sys.modules.get("numpy")
+    return [
+        torch.default_generator.get_state().numpy().tobytes(),
+        random.getstate(),
+        repr(numpy.random.get_state(legacy=False)) if numpy is not None else None,
+    ]
+
+
+def _with_numbers(unit: nn.Module, forward: Any) -> nn.Module:
+    """Return a copy of a hollow unit with random parameters."""
+    memo: dict[int, Any] = {}
+    for parameter in unit.parameters():
+        value = _numbers_like(parameter, torch.device("cpu")).detach()
+        memo[id(parameter)] = nn.Parameter(value, requires_grad=parameter.requires_grad)
+    patched = unit.__dict__.pop("forward", None)
+    try:
+        with without_fake_modes():
+            return copy.deepcopy(unit, memo)
+    finally:
+        if patched is not None:
+            unit.__dict__["forward"] = patched
+
+
+def _numbers_like(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    shape = tuple(tensor.shape)
+    with without_fake_modes():
+        if not tensor.dtype.is_floating_point:
+            return torch.zeros(shape, dtype=tensor.dtype, device=device)
+        value = torch.randn(shape, device=device).mul_(0.02).to(tensor.dtype)
+        return value.requires_grad_(tensor.requires_grad)

@@ -1,0 +1,192 @@
+"""Any module as the model of a job: its own forward, cut into layers on real processes."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import textwrap
+
+import torch
+
+from support.compare import assert_same, plain_loop
+from support.jobs import Jobs, Run, until
+from support.ranks import LOOP, Scripts, script
+
+MODULE = """
+    import math
+    import sys
+    import time
+
+    import torch
+    from torch import nn
+
+    WIDTH = 16
+
+    class Block(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm = nn.LayerNorm(WIDTH)
+            self.mix = nn.Linear(WIDTH, WIDTH)
+            self.drop = nn.Dropout(0.1)
+
+        def forward(self, x, mask=None):
+            return x + self.drop(torch.tanh(self.mix(mask @ self.norm(x))))
+
+    class Language(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.words = nn.Embedding(23, WIDTH)
+            self.places = nn.Parameter(torch.randn(12, WIDTH))
+            self.blocks = nn.ModuleList(Block() for _ in range(4))
+            self.norm = nn.BatchNorm1d(WIDTH)
+            self.head = nn.Linear(WIDTH, 23, bias=False)
+            self.head.weight = self.words.weight
+            self.drop = nn.Dropout(0.1)
+
+        def forward(self, ids, keep=None):
+            length = ids.shape[1]
+            mask = torch.ones(length, length).tril()
+            if keep is not None and not bool(keep.all()):
+                mask = mask * keep[:, None]
+            x = self.drop(self.words(ids) * math.sqrt(WIDTH) + self.places[:length])
+            first = x
+            for block in self.blocks:
+                x = block(x, mask=mask)
+            x = self.norm((x + first).flatten(0, 1)).view_as(x)
+            return {"logits": self.head(x)}
+
+    def model():
+        return Language()
+
+    def loss(output, target):
+        return nn.functional.cross_entropy(output["logits"].flatten(0, 1), target.flatten())
+
+    def optimizer(named_parameters):
+        pairs = list(named_parameters)
+        assert all(name in NAMES for name, _ in pairs), pairs
+        return torch.optim.AdamW([parameter for _, parameter in pairs], lr=0.01)
+
+    NAMES = dict(Language().named_parameters())
+
+    def data():
+        generator = torch.Generator().manual_seed(7)
+        for step in range(6):
+            ids = torch.randint(23, (8, 6 + step % 3), generator=generator)
+            keep = torch.ones(ids.shape)
+            keep[0, 4:] = step % 2
+            if sys.argv[1:]:
+                time.sleep(0.2)
+            yield {"ids": ids, "keep": keep}, ids
+
+    def evaluation():
+        return data()
+"""
+"""A language model with a mask, positions, a tied head, and a batch norm behind a long skip."""
+WORDS = ("--microbatches", "4", "--evaluate-every", "3")
+
+
+def test_the_bits_are_the_same_for_any_number_of_stages(jobs: Jobs) -> None:
+    one = jobs.train("--stages", "1", *WORDS, source=MODULE)
+    for words in (
+        ("--stages", "3", "--recompute", "always", "--backend", "gloo"),
+        ("--stages", "2", "--schedule", "zbv", "--recompute", "never", "--balance", "2,1,3,1"),
+    ):
+        run = jobs.train(*words, *WORDS, source=MODULE)
+        assert_same(one, run)
+        assert (
+            run.path.joinpath("evaluation.jsonl").read_text()
+            == one.path.joinpath("evaluation.jsonl").read_text()
+        )
+    assert one.weights.keys() >= {
+        "places",
+        "words.weight",
+        "blocks.3.mix.bias",
+        "norm.num_batches_tracked",
+    }
+    assert not any("^" in name for name in one.weights)
+
+
+def test_a_run_is_resumed_after_a_lost_worker_and_exported(jobs: Jobs) -> None:
+    one = jobs.train("--stages", "1", *WORDS, source=MODULE)
+    process, path = jobs.start("--stages", "3", *WORDS, "--steps", "4", "--", "slow", source=MODULE)
+    rows = path / "metrics.jsonl"
+    until(lambda: rows.exists() and rows.read_bytes().count(b"\n") >= 2)
+    plan = json.loads((path / "plan.json").read_text())
+    os.kill(plan["stages"][1]["pid"], signal.SIGKILL)
+    _, stderr = process.communicate(timeout=60)
+    assert process.returncode == 0, stderr
+    more = jobs.pipeworker("launch", "--resume", str(path), "--stages", "2", "--steps", "6")
+    assert more.returncode == 0, more.stderr
+    run = Run(0, "", "", path)
+    assert_same(one, run)
+    exported = jobs.pipeworker("export", str(path), str(jobs.folder / "weights.pt"))
+    assert exported.returncode == 0, exported.stderr
+    weights = torch.load(jobs.folder / "weights.pt")
+    scope: dict[str, object] = {}
+    exec(textwrap.dedent(MODULE), scope)
+    made = scope["Language"]()  # type: ignore[operator]
+    made.load_state_dict(weights)
+    tuned = jobs.train(
+        *("--stages", "2", "--steps", "1", "--init-from", str(jobs.folder / "weights.pt")),
+        *WORDS[:2],
+        source=MODULE,
+    )
+    assert tuned.status == 0
+
+
+def test_a_script_passes_a_module_and_a_sample(jobs: Jobs, scripts: Scripts) -> None:
+    one = jobs.train("--stages", "1", "--microbatches", "4", source=MODULE)
+    loop = LOOP.replace("model, loss=loss", "model, sample=next(data())[0], loss=loss")
+    assert_same(scripts.start(script(MODULE, loop), 2).succeed()[0], one)
+
+
+LARGE = """
+    import torch
+    from torch import nn
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(2048, 2048) for _ in range(16))
+            nn.init.normal_(self.layers[3].bias)
+
+        def forward(self, x):
+            for layer in self.layers:
+                x = torch.tanh(layer(x))
+            return x
+
+    def model():
+        return Net()
+
+    def loss(output, target):
+        return ((output - target) ** 2).mean()
+
+    def optimizer(params):
+        return torch.optim.SGD(params, lr=0.1)
+
+    def data():
+        yield torch.ones(4, 2048), torch.ones(4, 2048)
+"""
+"""A network of 256 MiB."""
+
+
+def test_no_process_holds_more_than_its_part_of_a_large_module(jobs: Jobs) -> None:
+    """Its initial weights are those of the whole module, built under the job's seed."""
+    words = ("--steps", "1", "--microbatches", "2", "--balance", "even")
+    run = jobs.train("--stages", "8", *words, source=LARGE)
+    assert max(run.summary["peak_memory_bytes"]) < 480 << 20  # torch takes 300 MB
+    losses, weights, _ = plain_loop(jobs.write(LARGE), microbatches=2, steps=1)
+    assert [row["loss"] for row in run.metrics] == losses
+    assert all(torch.equal(value, weights[key]) for key, value in run.weights.items())
+
+
+def test_a_forward_that_takes_another_way_is_an_error_with_its_line(jobs: Jobs) -> None:
+    source = MODULE.replace(
+        "            first = x\n",
+        "            first = x\n            if self.training and x.sum() > 1e9 or length > 6:\n"
+        "                x = x + 1\n",
+    ).replace("self.training and x.sum() > 1e9 or ", "")
+    run = jobs.run("--stages", "2", *WORDS[:2], source=source)
+    assert run.status == 1
+    assert "the model's forward takes another way than when it was cut" in run.stderr
