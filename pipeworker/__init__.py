@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from pipeworker.session.launched import LaunchResult, launch
     from pipeworker.session.pipeline import Pipeline
     from pipeworker.session.train import train
+    from pipeworker.worker.stage.language import causal_loss
     from pipeworker.worker.stage.recompute import is_recomputing
     from pipeworker.worker.stage.skips import namespace, pop, stash
 
@@ -40,6 +41,7 @@ __all__ = [
     "StepResult",
     "UsageError",
     "__version__",
+    "causal_loss",
     "is_recomputing",
     "launch",
     "namespace",
@@ -54,6 +56,7 @@ _LAZY = {
     "StepResult": "pipeworker.facts.step",
     "train": "pipeworker.session.train",
     "launch": "pipeworker.session.launched",
+    "causal_loss": "pipeworker.worker.stage.language",
     "is_recomputing": "pipeworker.worker.stage.recompute",
     "namespace": "pipeworker.worker.stage.skips",
     "pop": "pipeworker.worker.stage.skips",

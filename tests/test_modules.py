@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import textwrap
+from statistics import median
 
 import torch
 
@@ -175,7 +176,10 @@ def test_no_process_holds_more_than_its_part_of_a_large_module(jobs: Jobs) -> No
     """Its initial weights are those of the whole module, built under the job's seed."""
     words = ("--steps", "1", "--microbatches", "2", "--balance", "even")
     run = jobs.train("--stages", "8", *words, source=LARGE)
-    assert max(run.summary["peak_memory_bytes"]) < 480 << 20  # torch takes 300 MB
+    listed = LARGE.replace("return Net()", "return [*Net().layers]")
+    whole = jobs.train("--stages", "8", *words, source=listed)
+    peaks = (median(one.summary["peak_memory_bytes"]) for one in (run, whole))
+    assert next(peaks) + (64 << 20) < next(peaks)
     losses, weights, _ = plain_loop(jobs.write(LARGE), microbatches=2, steps=1)
     assert [row["loss"] for row in run.metrics] == losses
     assert all(torch.equal(value, weights[key]) for key, value in run.weights.items())

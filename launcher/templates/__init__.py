@@ -12,6 +12,7 @@ EXAMPLES = {
     "cnn": "convolutions for images",
     "transformer": "a language model of bytes",
     "unet": "an image for an image, with skip connections",
+    "finetune": "a language model of transformers, trained further",
 }
 """Descriptions by name; each template creates its data itself."""
 

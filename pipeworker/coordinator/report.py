@@ -109,7 +109,7 @@ def planned(
             "stage": built.stage,
             "worker": (worker := placement.worker_of(ready.rank)),
             "layers": [built.first, built.first + len(built.layers)],
-            "classes": list(built.layers),
+            "classes": [name.rpartition(", ")[2] for name in built.layers],
             "parameters": built.parameters,
             "seconds": seconds[built.stage] if seconds else None,
             "memory_bytes": plan.memory[worker] if plan else None,

@@ -5,7 +5,7 @@ layer's prefix and a key: ``model.layers.3.attention.weight``. Between the proce
 the layer's index and the same key: ``3.attention.weight``.
 
 A layer of a cut module may also have parameters outside of its unit. Its prefix is written as
-``^model.layers.3^model.scale``, the names of the unit and of these parameters; a key has the whole
+``.model.layers.3..model.scale``, the names of the unit and of these parameters; a key has the whole
 name, as ``3.^.model.scale``.
 """
 
@@ -17,9 +17,10 @@ from dataclasses import dataclass, field
 from pipeworker.errors import UsageError
 from pipeworker.facts.limits import LONGEST_NAME, check
 
-_MARK = "^"
-_ROOT = f"{_MARK}."
-"""Begins a key that is a whole name in the user's module."""
+_MARK, _BETWEEN = ".", ".."
+"""Begins the prefix of a layer of a cut module, and separates the names in it."""
+_ROOT = "^."
+"""Begins the keys of such a layer, which are whole names in the user's module."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,14 +44,15 @@ class LayerNames:
     def __post_init__(self) -> None:
         for prefix in self.prefixes:
             check(len(prefix) <= LONGEST_NAME, f"a layer's name of {len(prefix)} characters")
-            check(all(prefix.split(".")), f"a layer named {prefix!r}")
+            names = self._names(prefix)
+            check(all(all(name.split(".")) for name in names), f"a layer named {prefix!r}")
         units = self.units
         indices = {unit: index for index, unit in enumerate(units)}
         check(len(indices) == len(self.prefixes), "several layers with one name")
         object.__setattr__(self, "_indices", indices)
         others: dict[str, int] = {}
         for index, prefix in enumerate(self.prefixes):
-            for name in prefix.split(_MARK)[2:] if prefix.startswith(_MARK) else ():
+            for name in self._names(prefix)[1:]:
                 others.setdefault(name, index)
         object.__setattr__(self, "_others", others)
         outer, _ = self.by_layer(unit for unit in units if unit not in others)
@@ -64,12 +66,15 @@ class LayerNames:
     @staticmethod
     def of_cut(unit: str, others: Iterable[str]) -> str:
         """Return the prefix of a layer of a cut module: its unit, and other parameters it has."""
-        return "".join(f"{_MARK}{name}" for name in (unit, *others))
+        return _MARK + _BETWEEN.join((unit, *others))
+
+    @staticmethod
+    def _names(prefix: str) -> list[str]:
+        return prefix[1:].split(_BETWEEN) if prefix.startswith(_MARK) else [prefix]
 
     def unit(self, index: int) -> str:
         """Return the name of a layer in the user's module."""
-        prefix = self.prefixes[index]
-        return prefix.split(_MARK)[1] if prefix.startswith(_MARK) else prefix
+        return self._names(self.prefixes[index])[0]
 
     @property
     def units(self) -> tuple[str, ...]:
@@ -93,7 +98,7 @@ class LayerNames:
         Raises:
             UsageError: another layer's prefix is longer and matches that name too.
         """
-        if key.startswith(_ROOT):
+        if self.prefixes[index].startswith(_MARK):
             return key.removeprefix(_ROOT)
         name = f"{self.prefixes[index]}.{key}"
         if index in self._outer and (found := self.split(name)[0]) != index:

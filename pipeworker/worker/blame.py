@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
+from torch import nn
 
 import pipeworker
 from pipeworker.errors import NoTerminalError, PeerLost, PipeworkerError, SkipError, UsageError
@@ -129,6 +130,14 @@ def reject_none(value: Any, source: str, name: str, error: BaseException) -> Non
             f"{source}: returned None, on which {name} raised {text(error)}; return the layer's "
             "output from its forward"
         ) from None
+
+
+def kind_of(layer: nn.Module) -> str:
+    """Return what messages call a layer, besides its index: its class; of a cut module, its name.
+
+    Such a layer has the attribute ``pipeworker_kind``.
+    """
+    return str(getattr(layer, "pipeworker_kind", type(layer).__name__))
 
 
 def layer(index: int, kind: str) -> str:

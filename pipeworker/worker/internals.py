@@ -177,6 +177,12 @@ def changed_by(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iter
                 yield value
 
 
+def forward_hooks_of(module: nn.Module) -> MutableMapping[int, Callable[..., Any]]:
+    """Return the hooks that are called with a module, its arguments and its output."""
+    hooks: MutableMapping[int, Callable[..., Any]] = module._forward_hooks
+    return hooks
+
+
 def remove_hooks(module: nn.Module) -> None:
     """Remove the hooks of a module, and of those within it, which run around its forward."""
     for one in module.modules():

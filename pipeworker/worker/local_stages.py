@@ -19,7 +19,7 @@ from pipeworker.record.initial_weights import InitialWeights
 from pipeworker.record.stage_state import StageState
 from pipeworker.wire.messages.plan import Built, Plan
 from pipeworker.wire.messages.step import EpochEnded, Evaluated, Update
-from pipeworker.worker.blame import user_code
+from pipeworker.worker.blame import kind_of, user_code
 from pipeworker.worker.loaded_worker import LoadedWorker
 from pipeworker.worker.model.model import Model
 from pipeworker.worker.stage.batchnorm import count_batch_norms
@@ -72,7 +72,7 @@ class LocalStages:
             Built(
                 index,
                 stage.first,
-                tuple(type(layer).__name__ for layer in stage.layers),
+                tuple(map(kind_of, stage.layers)),
                 sum(parameter.numel() for parameter in self.updaters[index].parameters),
                 count_batch_norms(stage.layers),
             )

@@ -7,7 +7,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeworker.errors import ProtocolError, UsageError
-from pipeworker.facts.layer_names import LayerNames, is_numbered, layer_of, numbered, split_numbered
+from pipeworker.facts.layer_names import (
+    LayerNames,
+    is_numbered,
+    layer_of,
+    numbered,
+    shown,
+    split_numbered,
+)
 
 DEEP = LayerNames(("model.embed", "model.layers.0", "model.layers.1", "model.layers.10", "head"))
 NESTED = LayerNames(("block", "block.1", "block.1.a", "b"))
@@ -63,7 +70,7 @@ def test_names_are_grouped_by_layer() -> None:
         (("a", "b", "a"), "several layers with one name"),
         (("",), "a layer named ''"),
         (("a..b",), "a layer named 'a..b'"),
-        ((".a",), "a layer named '.a'"),
+        ((".a...",), "a layer named '.a...'"),
         (("a.",), "a layer named 'a.'"),
         (("a" * 513,), "a layer's name of 513 characters"),
     ],
@@ -87,6 +94,20 @@ def test_a_name_splits_into_its_parts(prefixes: list[str], data: st.DataObject) 
     else:
         assert names.split(name) == (index, key)
         assert names.of_numbered(numbered(index, key)) == name
+
+
+def test_the_names_of_a_cut_module() -> None:
+    layers = [("words", []), ("blocks.0", ["places"]), ("head", ["places", "words.weight"])]
+    names = LayerNames(tuple(LayerNames.of_cut(unit, others) for unit, others in layers))
+    assert names.units == ("words", "blocks.0", "head")
+    for index, name in enumerate(("words.weight", "blocks.0.mix.bias", "head.bias")):
+        assert names.split(name) == (index, f"^.{name}")
+        assert names.parameter(index, f"^.{name}") == name
+    assert names.split("places") == (1, "^.places")
+    assert names.of_numbered("2.^.words.weight") == "words.weight"
+    assert shown("2.^.words.weight") == "words.weight"
+    assert shown("2.words.weight") == "2.words.weight"
+    assert "blocks.1.mix" not in names
 
 
 def test_a_parameter_by_its_layers_index() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import itertools
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,8 +17,31 @@ from launcher.templates import EXAMPLES
 from pipeworker.job import file as job_file
 from support.jobs import Jobs
 
-STEPS = {"mlp": 60, "cnn": 30, "transformer": 20, "unet": 20}
+STEPS = {"mlp": 60, "cnn": 30, "transformer": 20, "unet": 20, "finetune": 20}
 """Steps after which the loss of an example is clearly lower."""
+
+
+class Whole(nn.Module):
+    """A module whose input is a dict of keyword arguments."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, batch: dict[str, torch.Tensor]) -> Any:
+        return self.module(**batch)
+
+
+def network(made: Any) -> nn.Module:
+    if isinstance(made, nn.Module) and not isinstance(made, nn.Sequential):
+        return Whole(made)
+    return nn.Sequential(*(one if isinstance(one, nn.Module) else one() for one in made))
+
+
+def mean(loss: Any) -> torch.Tensor:
+    """Return a loss as one number: it may be a sum and a count."""
+    result: torch.Tensor = loss[0] / loss[1] if isinstance(loss, tuple) else loss
+    return result
 
 
 def init(*words: str) -> Result:
@@ -25,23 +49,26 @@ def init(*words: str) -> Result:
 
 
 @pytest.mark.parametrize("example", EXAMPLES)
-def test_the_loss_of_an_example_decreases(example: str) -> None:
+def test_the_loss_of_an_example_decreases(example: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.argv", ["model.py"])
+    if example == "finetune":
+        pytest.importorskip("transformers")
     module = importlib.import_module(f"launcher.templates.{example}")
     job = job_file.check(module, "it")
     torch.manual_seed(0)
-    net = nn.Sequential(*(one if isinstance(one, nn.Module) else one() for one in module.model()))
+    net = network(module.model())
     optimizer = job.optimizer(net.parameters())
     losses = []
     for x, y in itertools.islice(module.data(), STEPS[example]):
         optimizer.zero_grad()
-        loss = job.loss(net(x), y)
-        loss.backward()
+        loss = mean(job.loss(net(x), y))
+        loss.backward()  # type: ignore[no-untyped-call]
         optimizer.step()
         losses.append(loss.item())
     assert sum(losses[-5:]) < 0.8 * sum(losses[:5])
     with torch.no_grad():
         x, y = next(iter(module.evaluation()))
-        assert job.loss(net(x), y) < losses[0]
+        assert mean(job.loss(net(x), y)) < losses[0]
         if job.metrics is not None:
             assert 0 <= job.metrics(net(x), y)["accuracy"] <= 1
 

@@ -149,7 +149,7 @@ class Model:
     def class_of(self, layer: int) -> str:
         """Return the class of a layer, or "" if it is not known."""
         entry = self.entries[layer] if 0 <= layer < len(self.entries) else None
-        return type(entry).__name__ if isinstance(entry, nn.Module) else ""
+        return blame.kind_of(entry) if isinstance(entry, nn.Module) else ""
 
     def ties(self) -> tuple[Tie, ...]:
         """Return the tied parameters: one object in several layers, or declared by the job file."""
@@ -246,7 +246,7 @@ def _check_sizes(layers: Sequence[nn.Module], first: int) -> None:
     """Reject lazy layers: before their first input an optimizer finds no parameters in them."""
     for index, layer in enumerate(layers, first):
         if any(map(is_lazy, (*layer.parameters(), *layer.buffers()))):
-            named = blame.layer(index, type(layer).__name__)
+            named = blame.layer(index, blame.kind_of(layer))
             raise UsageError(
                 f"{named}: has parameters without sizes; pass the sizes when you build it"
             )

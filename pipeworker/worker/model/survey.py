@@ -142,12 +142,12 @@ class Survey:
             for index, entry in enumerate(self.entries):
                 events.append(table.begin_layer())
                 tracker.set(Phase.BUILDING, layer=index)
-                kind = type(entry).__name__ if isinstance(entry, nn.Module) else ""
+                kind = blame.kind_of(entry) if isinstance(entry, nn.Module) else ""
                 with blame.user_code(f"building {blame.layer(index, kind)}", early=True):
                     layer = fresh_layer(entry, index, self.seed, real=device is not None)
                     if device is not None:
                         layer = layer.to(device)
-                classes.append(type(layer).__name__)
+                classes.append(blame.kind_of(layer))
                 tracker.set(Phase.SURVEY, microbatch=0, layer=index)
                 rng.seed_all(rng.layer_seed(self.seed, 0, 0, index))
                 try:

@@ -23,6 +23,7 @@ import torch
 from torch import nn
 
 from pipeworker.job.options import Options
+from pipeworker.worker.stage.cut.part import Part
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.Size)
 _PLACES = re.compile(
@@ -45,6 +46,9 @@ def digest(*parts: Any) -> str:
 
 def key_of(layer: nn.Module) -> str:
     """Return a digest that is equal for layers that cost the same on equal inputs."""
+    if isinstance(layer, Part):
+        outside = sorted(tuple(tensor.shape) for tensor in layer.outside())
+        return digest(key_of(layer.unit), layer.operations, outside)
     modules = [
         (name, _class_of(module), module.training, module.extra_repr(), _attributes(module))
         for name, module in layer.named_modules()

@@ -17,6 +17,7 @@ from pipeworker.facts.outline import LayerKind, Outline
 from pipeworker.worker.profile.alike import digest, key_of
 from pipeworker.worker.profile.measure import LayerCall
 from pipeworker.worker.profile.signature import ValueSignature, input_ranges
+from pipeworker.worker.stage.cut.part import Part
 from pipeworker.worker.stage.skips import Recorder
 from pipeworker.worker.stage.values import distinct_tensors, map_tensors
 from pipeworker.worker.transport.layout import aligned_copy
@@ -74,8 +75,11 @@ class Drawing:
             Exception: whatever the layer raises.
         """
         self._note_ties(index, layer)
-        signature = self._signature(value)
-        found = digest(self.surroundings, key_of(layer), signature.pack())
+        signature = alike = self._signature(value)
+        is_part = isinstance(layer, Part)
+        if is_part and index:  # the first item says which layers were before
+            alike = self._signature(value[1:])
+        found = digest(self.surroundings, key_of(layer), alike.pack())
         if found in self._outputs:
             output = self._outputs[found]
         else:
@@ -86,7 +90,7 @@ class Drawing:
             if self.table.events:
                 popped = self._signature(list(self.table.popped.values()))
                 found = digest(found, popped.pack(), len(self.table.events))
-            elif self.reuses:
+            elif self.reuses and not is_part:
                 self._outputs[found] = output
             if found not in self._numbers:
                 self._numbers[found] = len(self._kinds)

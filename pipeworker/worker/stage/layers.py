@@ -130,7 +130,7 @@ class Layers:
     def class_of(self, layer: int) -> str:
         """Return the class of a layer of this stage, else ""."""
         offset = layer - self.first
-        return type(self.modules[offset]).__name__ if 0 <= offset < len(self.modules) else ""
+        return blame.kind_of(self.modules[offset]) if 0 <= offset < len(self.modules) else ""
 
     def name_of(self, layer: int) -> str:
         """Return how messages name a layer: its index and class."""

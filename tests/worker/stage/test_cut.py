@@ -203,7 +203,7 @@ def sgd(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=0.1)
 
 
-@pytest.mark.parametrize(("stages", "mode"), zip((1, 2, 3, 3), MODES, strict=True))
+@pytest.mark.parametrize(("stages", "mode"), [*zip((1, 2, 3, 3), MODES, strict=True)])
 @pytest.mark.parametrize("name", CASES)
 def test_equals_the_modules_own_forward(name: str, stages: int, mode: str) -> None:
     module, batches, loss = build(name)

@@ -31,6 +31,7 @@ import pipeworker
 from pipeworker.errors import UsageError
 from pipeworker.worker.internals import pytree, suspended, without_fake_modes
 from pipeworker.worker.stage.cut.containers import effects_since, held_by, repeat
+from pipeworker.worker.stage.cut.inner_hooks import listening, tell
 from pipeworker.worker.stage.cut.plan import INPUT, CutPlan, Number, skip_name
 from pipeworker.worker.stage.cut.units import stand_in
 from pipeworker.worker.stage.skips import pop, stash
@@ -134,7 +135,8 @@ class Forward:
         parameters: the names of the hollow module's parameters, by id.
         device: where stand-ins seem to be.
         first: index of the first layer.
-        calls: what is called in place of the unit of each layer.
+        units: the unit of each layer.
+        calls: what is called in place of each unit.
         outside: returns the parameter that a layer uses outside of units, by layer and name.
         known: stand-ins of earlier runs, which are used again.
         enter: called as each layer begins.
@@ -148,6 +150,7 @@ class Forward:
         parameters: dict[int, str],
         device: torch.device,
         first: int,
+        units: Sequence[torch.nn.Module],
         calls: Sequence[Callable[..., Any]],
         outside: Callable[[int, str], torch.Tensor],
         known: StandIns,
@@ -157,7 +160,7 @@ class Forward:
         self._plan, self._types, self._parameters, self._device = plan, types, parameters, device
         self.first, self.stop = first, first + len(calls)
         self._calls, self._outside, self._enter, self._leave = calls, outside, enter, leave
-        self._known = known
+        self._units, self._known = units, known
         self._mode = Counting(self.operation)
         self._layer = 0  # whose unit is called next
         self._count = 0
@@ -378,24 +381,37 @@ class Forward:
         """Return stand-ins for what a unit on an earlier stage returned."""
         leaves = self._leaves(layer, self._described[layer])
         structure = self._plan.structures[layer]
-        out, effects = unflatten(structure, iter(leaves), self._types)
+        out, effects, heard = unflatten(structure, iter(leaves), self._types)
         self._number([leaf for leaf in leaves if isinstance(leaf, torch.Tensor)])
         if effects:
             repeat(held_by(args, kwargs), effects)
+        self._tell(layer, heard)
         return out
+
+    def _tell(self, layer: int, heard: Sequence[Any]) -> None:
+        if heard:
+            unit = self._module.get_submodule(self._plan.units[layer])
+            tell(unit, list(zip(self._plan.hooked[layer], heard, strict=True)))
 
     def _called(self, layer: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         tensors = tensors_of((args, kwargs))
         args, kwargs = self._now((args, kwargs), tensors)
         held = held_by(args, kwargs)
-        out = self._calls[layer - self.first](*args, **kwargs)
-        leaves, structure = flatten((out, effects_since(held)), self._types)
+        call, hooked = self._calls[layer - self.first], self._plan.hooked[layer]
+        if hooked:
+            with listening(self._units[layer - self.first], sorted({*hooked})) as heard:
+                out = call(*args, **kwargs)
+        else:
+            out, heard = call(*args, **kwargs), []
+        whole = out, effects_since(held), [value for _, value in heard]
+        leaves, structure = flatten(whole, self._types)
         if structure != self._plan.structures[layer]:
             raise self._elsewhere(f"{self._plan.units[layer]} returns another structure")
         self._described.append(descriptions(leaves, self._plan.units[layer]))
         self._number([leaf for leaf in leaves if isinstance(leaf, torch.Tensor)])
         if self._leave is not None:
             self._leave(layer, out)
+        self._tell(layer, whole[2])
         return out
 
     def run(self, module: torch.nn.Module, value: Any) -> Any:
@@ -404,6 +420,7 @@ class Forward:
         Raises:
             UsageError: the forward takes another way than in its plan.
         """
+        self._module = module
         batch = self.begin(value)
         self._begin_layer()
         args, kwargs = arguments(batch)

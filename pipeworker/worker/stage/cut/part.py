@@ -14,6 +14,7 @@ from pipeworker.errors import UsageError, a_type
 from pipeworker.facts.layer_names import LayerNames
 from pipeworker.worker.internals import remove_hooks
 from pipeworker.worker.stage.cut.forward import Enter, Forward, StandIns
+from pipeworker.worker.stage.cut.inner_hooks import forget_library_hooks
 from pipeworker.worker.stage.cut.plan import CutPlan
 from pipeworker.worker.stage.cut.planning import Planning
 from pipeworker.worker.stage.cut.units import hollow, saved_buffers, switch_off, units_of
@@ -82,6 +83,7 @@ class Cut:
                 self._parameters,
                 self._device,
                 first,
+                [part.unit for part in parts],
                 calls,
                 lambda layer, name: parts[layer - first].parameter(name),
                 self._stand_ins,
@@ -105,6 +107,7 @@ class Cut:
         """Return the layers by name, which own the units and parameters of a whole module."""
         plan, names = self.plan, self.plan.names
         self.switched_off = switch_off(module)
+        forget_library_hooks(module)
         held = {name for unit in plan.units for name in _within(module, unit)}
         parameters = dict(module.named_parameters(remove_duplicate=False))
         outside: list[dict[str, Any]] = [{} for _ in names]
@@ -190,6 +193,22 @@ class Part(nn.Module):
             parent.register_parameter(last, value)
         else:
             parent.register_buffer(last, value)
+
+    @property
+    def pipeworker_kind(self) -> str:
+        """What messages call this layer: ``blocks.3, Block``."""
+        return f"{self.cut.plan.names[self.index]}, {type(self).__name__}"
+
+    @property
+    def operations(self) -> int:
+        """The number of calls outside of units that belong to this layer."""
+        counts = [0, *self.cut.plan.counts]
+        return counts[self.index + 1] - counts[self.index]
+
+    def outside(self) -> list[torch.Tensor]:
+        """Return the parameters that this layer uses outside of its unit."""
+        own = {id(parameter) for parameter in self.unit.parameters()}
+        return [parameter for parameter in self.parameters() if id(parameter) not in own]
 
     def parameter(self, name: str) -> torch.Tensor:
         """Return a parameter of the user's module that this layer owns."""

@@ -36,6 +36,8 @@ class CutPlan:
             parameters before: their places among the call's tensors.
         parameters: names of parameters used outside of units, and the layers that use them.
         random: the layers whose code outside of units draws random numbers from the input alone.
+        hooked: for each layer, the modules within its unit whose outputs a hook gets that the
+            forward itself has added, in order.
         inputs: the number of tensors in the module's input.
         types: names of the classes that numbers in the structures stand for.
     """
@@ -49,6 +51,7 @@ class CutPlan:
     changed: dict[int, list[int]] = field(default_factory=dict)
     parameters: dict[str, list[int]] = field(default_factory=dict)
     random: list[int] = field(default_factory=list)
+    hooked: list[list[str]] = field(default_factory=list)
     inputs: int = 0
     types: list[str] = field(default_factory=list)
 
@@ -90,7 +93,7 @@ class CutPlan:
             [
                 *(self.units, self.classes, self.counts, self.structures),
                 *(list(self.users.items()), list(self.same.items()), list(self.changed.items())),
-                *(list(self.parameters.items()), self.random, self.inputs, self.types),
+                *(list(self.parameters.items()), self.random, self.hooked, self.inputs, self.types),
             ]
         )
         return packed
@@ -100,7 +103,7 @@ class CutPlan:
         """Return the plan that :meth:`pack` packed."""
         found = msgpack.unpackb(packed, use_list=False)
         units, classes, counts, structures, users, same, changed, parameters, random, *rest = found
-        inputs, types = rest
+        hooked, inputs, types = rest
         return CutPlan(
             list(units),
             list(classes),
@@ -111,6 +114,7 @@ class CutPlan:
             {count: list(places) for count, places in changed},
             {name: list(layers) for name, layers in parameters},
             list(random),
+            [list(names) for names in hooked],
             inputs,
             list(types),
         )

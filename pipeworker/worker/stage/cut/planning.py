@@ -17,6 +17,7 @@ from pipeworker.worker.internals import (
     FAKE_LOGGER,
     is_fake,
     pytree,
+    remove_hooks,
     storage_key,
     suspended,
     version_of,
@@ -33,6 +34,7 @@ from pipeworker.worker.stage.cut.forward import (
     numbers_of,
     tensors_of,
 )
+from pipeworker.worker.stage.cut.inner_hooks import Heard, hooked_in, listening, tell
 from pipeworker.worker.stage.cut.plan import INPUT, CutPlan, Number
 from pipeworker.worker.stage.cut.units import stand_in
 from pipeworker.worker.transport.structure import TypeRegistry, flatten
@@ -200,18 +202,22 @@ class Planning:
         inside = [*tensors_of((args, kwargs)), *tensors_of([before for _, before in held])]
         self._use(inside)
         before = {id(tensor): version_of(tensor) for tensor in inside}
-        out = self._shapes(unit, forward, args, kwargs, held)
+        hooked = hooked_in(unit)
+        out, heard = self._shapes(unit, forward, args, kwargs, held, hooked)
         for tensor in inside:
             if version_of(tensor) != before[id(tensor)]:
                 self._note_change(tensor)
-        leaves, structure = flatten((out, effects_since(held)), self._types)
+        whole = out, effects_since(held), [value for _, value in heard]
+        leaves, structure = flatten(whole, self._types)
         descriptions(leaves, name)
         self.plan.units.append(name)
         self.plan.classes.append(type(unit).__name__)
         self.plan.structures.append(structure)
+        self.plan.hooked.append([inner for inner, _ in heard])
         self._number([leaf for leaf in leaves if isinstance(leaf, torch.Tensor)])
         self.plan.counts.append(self._count)
         self._at += 1
+        tell(unit, heard)
         self._random = _states()
         return out
 
@@ -222,10 +228,15 @@ class Planning:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         held: Held,
-    ) -> Any:
-        """Return what a unit returns for fake tensors; if it needs numbers, those of a copy."""
+        hooked: list[str],
+    ) -> tuple[Any, Heard]:
+        """Return what a unit, and modules within it, return for fake tensors.
+
+        If the unit needs numbers, they are those of a copy.
+        """
         try:
-            return forward(*args, **kwargs)
+            with listening(unit, hooked) as heard:
+                return forward(*args, **kwargs), heard
         except Exception:
             for one, before in held:
                 one.clear()
@@ -261,11 +272,14 @@ class Planning:
                     one[key] = pytree.tree_map_only(torch.Tensor, real, value)
         args, kwargs = pytree.tree_map_only(torch.Tensor, real, (args, kwargs))
         with without_fake_modes(), rng.preserve_generators():
-            out = copied(*args, **kwargs)
+            remove_hooks(copied)
+            with listening(copied, hooked) as heard:
+                out = copied(*args, **kwargs)
         for one, _ in held:
             for key in range(len(one)) if isinstance(one, list) else list(one.keys()):
                 one[key] = pytree.tree_map_only(torch.Tensor, fake, one[key])
-        return pytree.tree_map_only(torch.Tensor, fake, out)
+        told = [(name, pytree.tree_map_only(torch.Tensor, fake, value)) for name, value in heard]
+        return pytree.tree_map_only(torch.Tensor, fake, out), told
 
 
 def _states() -> list[Any]:

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from pipeworker.worker.internals import shared_fake_mode, unsaved_buffers_of
+from pipeworker.worker.stage.cut.inner_hooks import forget_library_hooks
 
 _LISTS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 
@@ -85,6 +86,7 @@ def hollow(module: nn.Module, device: torch.device) -> nn.Module:
         memo[id(buffer)] = buffer.detach().clone().to(device)
     copied = copy.deepcopy(module, memo)
     switch_off(copied)
+    forget_library_hooks(copied)
     return copied
 
 

@@ -1,0 +1,189 @@
+"""Models of transformers as they are: the bits of their own forward, and their own folders."""
+
+from __future__ import annotations
+
+import copy
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import pipeworker
+from pipeworker.plan.placement import Placement
+from pipeworker.worker.model.classes import classes_of
+from pipeworker.worker.stage.cut.part import Cut, plan_of
+from pipeworker.worker.transport.structure import TypeRegistry
+from support.jobs import Jobs
+from support.pipelines import MODES, Pipeline, filled
+from support.plain_loop import plain
+
+transformers = pytest.importorskip("transformers")
+WORDS = 61
+SMALL = {"hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4, "vocab_size": WORDS}
+TEXT = {**SMALL, "intermediate_size": 48, "num_key_value_heads": 2, "pad_token_id": 0}
+OLD = {"n_embd": 32, "n_layer": 3, "n_head": 4, "vocab_size": WORDS}
+QUIET = {"attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0}
+EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
+HEADS = {"num_heads": 4, "d_kv": 8, "d_model": 32, "d_ff": 48, "num_layers": 2}
+CAUSAL: dict[str, dict[str, Any]] = {
+    "Llama": {**TEXT, "tie_word_embeddings": False},
+    "Mistral": {**TEXT, "sliding_window": 8},
+    "Qwen2": TEXT,
+    "Gemma2": {**TEXT, "head_dim": 8},
+    "Mixtral": {**TEXT, **EXPERTS, "output_router_logits": True},
+    "GPT2": {**OLD, **QUIET},
+    "GPTNeoX": {**SMALL, "intermediate_size": 48},
+    "Bloom": {"hidden_size": 32, "n_layer": 3, "n_head": 4, "vocab_size": WORDS},
+    "OPT": {**SMALL, "ffn_dim": 48, "word_embed_proj_dim": 32, "dropout": 0.0},
+    "Falcon": {**SMALL},
+    "Mamba": {"hidden_size": 32, "num_hidden_layers": 3, "vocab_size": WORDS, "state_size": 4},
+}
+
+
+def causal(name: str) -> nn.Module:
+    config = getattr(transformers, f"{name}Config")(**CAUSAL[name])
+    torch.manual_seed(0)
+    made: nn.Module = transformers.AutoModelForCausalLM.from_config(config)
+    return made.train()
+
+
+def batches() -> list[Any]:
+    torch.manual_seed(1)
+    found = []
+    for step in range(2):
+        ids = torch.randint(3, WORDS, (4, 8 + step))
+        mask = torch.ones_like(ids)
+        mask[0, 5:] = 0
+        found.append(({"input_ids": ids, "attention_mask": mask}, ids))
+    return found
+
+
+class Whole(nn.Module):
+    def __init__(self, module: nn.Module, extra: dict[str, Any]) -> None:
+        super().__init__()
+        self.module, self.extra = module, extra
+
+    def forward(self, batch: dict[str, torch.Tensor]) -> Any:
+        return self.module(**batch, **self.extra)
+
+
+def types() -> TypeRegistry:
+    modules = [module for name, module in sys.modules.items() if name.startswith("transformers")]
+    return TypeRegistry(classes_of(modules).values())
+
+
+def compare(module: nn.Module, data: list[Any], loss: Any, **extra: Any) -> None:
+    """Compare pipelines with the module's own forward, up to the sums of tied gradients."""
+    expected = plain([Whole(copy.deepcopy(module), extra)], loss, data, 2)
+    sample = {key: value[:2] for key, value in data[0][0].items()}
+    registry = types()
+    plan = plan_of(module, registry, sample)
+    layers = list(Cut(module, registry, torch.device("cpu"), plan).parts_of(module).values())
+    owned = [id(p) for layer in layers for p in layer.parameters()]
+    tied = {id(p) for p in module.parameters() if owned.count(id(p)) > 1}
+    named = [*module.named_parameters(remove_duplicate=False)]
+    shared = {name for name, p in named if id(p) in tied}
+    same = {name: [other for other, q in named if q is p] for name, p in named}
+    for stages, mode in zip((1, 2, 3), MODES, strict=False):
+        way = filled(Placement.identity(stages), mode)
+        trained = Pipeline(layers, loss, data, way, microbatches=2, skips=plan.skips()).train(2)
+        assert trained.losses == expected.losses
+        for grads, wanted in zip(trained.grads, expected.grads, strict=True):
+            own = {name.partition("^.")[2]: grad for name, grad in grads.items()}
+            for name, grad in wanted.items():
+                name = name.removeprefix("0.module.")
+                found = next(own[other] for other in same[name] if other in own)
+                if grad is None or found is None:
+                    assert grad is found, name
+                elif name in shared:
+                    assert torch.allclose(found, grad, atol=1e-6), name
+                else:
+                    assert torch.equal(found, grad), name
+
+
+@pytest.mark.parametrize("name", CAUSAL)
+def test_a_causal_language_model_equals_its_own_forward(name: str) -> None:
+    compare(causal(name), batches(), pipeworker.causal_loss, use_cache=False)
+
+
+def test_an_encoder_and_a_decoder_equal_their_own_forward() -> None:
+    torch.manual_seed(0)
+    config = transformers.T5Config(vocab_size=WORDS, dropout_rate=0.0, **HEADS)
+    module = transformers.T5ForConditionalGeneration(config).train()
+    data = [({**x, "decoder_input_ids": y}, y) for x, y in batches()]
+    compare(module, data, pipeworker.causal_loss, use_cache=False)
+
+
+def test_a_vision_model_equals_its_own_forward() -> None:
+    torch.manual_seed(0)
+    config = transformers.ViTConfig(
+        **{**SMALL, "vocab_size": 3},
+        intermediate_size=48,
+        image_size=16,
+        patch_size=8,
+        hidden_dropout_prob=0.0,
+    )
+    module = transformers.ViTForImageClassification(config).train()
+    data = [({"pixel_values": torch.randn(4, 3, 16, 16)}, torch.tensor([0, 1, 1, 0]))] * 2
+
+    def loss(output: Any, target: torch.Tensor) -> Any:
+        return nn.functional.cross_entropy(output.logits, target)
+
+    compare(module, data, loss)
+
+
+def test_the_loss_counts_tokens_and_takes_the_models_own() -> None:
+    module: Any = causal("Llama")
+    ((batch, labels), _) = batches()
+    labels = labels.masked_fill(batch["attention_mask"] == 0, -100)
+    own = module(**batch, labels=labels)
+    total, count = pipeworker.causal_loss(own, labels)
+    assert count == (labels[:, 1:] != -100).sum()
+    assert torch.allclose(total / count, own.loss)
+    plain_total, _ = pipeworker.causal_loss(module(**batch), labels)
+    assert torch.allclose(plain_total, total)
+
+
+def test_a_folder_is_tuned_and_exported(jobs: Jobs, tmp_path: Path) -> None:
+    """Its weights are read in part; ``from_pretrained`` loads what is exported."""
+    module: Any = causal("Llama")
+    folder = tmp_path / "base"
+    module.save_pretrained(folder, max_shard_size="20KB")
+    source = f"""
+        import torch, transformers, pipeworker
+        FOLDER = {str(folder)!r}
+
+        def model():
+            config = transformers.AutoConfig.from_pretrained(FOLDER)
+            return transformers.AutoModelForCausalLM.from_config(config)
+
+        loss = pipeworker.causal_loss
+
+        def optimizer(params):
+            return torch.optim.SGD(params, lr=0.0)
+
+        def data():
+            ids = torch.arange(3, 51).view(4, 12)
+            yield dict(input_ids=ids), ids
+    """
+    run = jobs.train(
+        *("--stages", "2", "--microbatches", "2", "--init-from", str(folder)), source=source
+    )
+    ids = torch.arange(3, 51).view(4, 12)
+    with torch.no_grad():
+        total, count = pipeworker.causal_loss(module.train()(input_ids=ids), ids)
+    assert run.metrics[0]["loss"] == pytest.approx((total / count).item(), rel=1e-5)
+    out = tmp_path / "tuned"
+    done = jobs.pipeworker("export", str(run.path), str(out))
+    assert done.returncode == 0, done.stderr
+    (out / "config.json").write_text((folder / "config.json").read_text())
+    loaded, info = transformers.AutoModelForCausalLM.from_pretrained(out, output_loading_info=True)
+    assert not info["missing_keys"]
+    assert not info["unexpected_keys"]
+    for name, tensor in module.state_dict().items():
+        assert torch.equal(loaded.state_dict()[name], tensor), name
+    assert json.loads((out / "config.json").read_text())["model_type"] == "llama"
