@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from pipeworker.errors import UsageError
 from pipeworker.plan.placement import Placement
 from pipeworker.worker.stage.cut.forward import arguments
 from pipeworker.worker.stage.cut.part import Cut, plan_of
@@ -256,3 +257,81 @@ def assert_same_tensors(found: dict[str, Any], wanted: dict[str, Any]) -> None:
     for name, tensor in wanted.items():
         own = by_name[name.removeprefix("0.module.")]
         assert torch.equal(own, tensor) if tensor is not None else own is None, name
+
+
+class Touching(nn.Module):
+    """Changes its own input before it uses it: on every stage again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> Any:
+        x.mul_(2)
+        out = x
+        for layer in self.layers:
+            out = layer(out) + x
+        return out
+
+
+def test_a_change_of_the_input_is_made_once() -> None:
+    torch.manual_seed(3)
+    module, batches = Touching(), list(vectors())
+    kept = copy.deepcopy(batches)
+    expected = plain([Whole(copy.deepcopy(module))], mse, copy.deepcopy(batches), 2, sgd)
+    for stages, mode in ((1, "always"), (3, "never"), (2, "always")):
+        plan, layers = cut(copy.deepcopy(module), copy.deepcopy(batches[0]))
+        assert plan.touched == [0]
+        way = filled(Placement.identity(stages), mode)
+        pipeline = Pipeline(
+            layers,
+            mse,
+            copy.deepcopy(kept),
+            way,
+            microbatches=2,
+            skips=plan.skips(),
+            optimizer=sgd,
+        )
+        assert pipeline.train(3).losses == expected.losses
+
+
+class Counts(nn.Module):
+    """Changes a buffer outside of its units."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
+        self.calls: torch.Tensor
+        self.register_buffer("calls", torch.zeros(()), persistent=False)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        self.calls.add_(1)
+        return self.layers[1](self.layers[0](x))
+
+
+class Views(nn.Module):
+    """Changes a tensor of which another layer has a view."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> Any:
+        out = self.layers[0](x).clone()
+        part = out[:, :2]
+        other = self.layers[1](x)
+        out.add_(1)
+        return self.layers[2](other + part.sum() + out)
+
+
+@pytest.mark.parametrize(
+    ("module", "message"),
+    [
+        (Counts(), "its forward changes the buffer 'calls' outside of the modules"),
+        (Views(), "changes a tensor in place at test_cut.py:[0-9]+, of which another layer has"),
+        (nn.ReLU(), "its forward calls no module with parameters"),
+    ],
+)
+def test_what_cannot_be_cut_is_refused(module: nn.Module, message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        plan_of(module, NO_TYPES, torch.randn(2, WIDTH))

@@ -29,7 +29,7 @@ from torch.overrides import TorchFunctionMode
 
 import pipeworker
 from pipeworker.errors import UsageError
-from pipeworker.worker.internals import pytree, suspended, without_fake_modes
+from pipeworker.worker.internals import is_fake, pytree, suspended, without_fake_modes
 from pipeworker.worker.stage.cut.containers import effects_since, held_by, repeat
 from pipeworker.worker.stage.cut.inner_hooks import listening, tell
 from pipeworker.worker.stage.cut.plan import INPUT, CutPlan, Number, skip_name
@@ -170,6 +170,8 @@ class Forward:
         """What keeps ids unique: stand-ins, and weak references to other tensors."""
         self._absent: set[int] = set()
         """The ids of stand-ins."""
+        self._unneeded: set[int] = set()
+        """The ids of stand-ins for tensors of the input, of which only shapes are needed here."""
         self._arrived: dict[Number, torch.Tensor] = {}
         self._present: dict[int, torch.Tensor] = {}
         """What arrived, by the id of its stand-in."""
@@ -187,7 +189,7 @@ class Forward:
             self._input = structure, descriptions(leaves, "the input")
             for place, tensor in enumerate(t for t in leaves if isinstance(t, torch.Tensor)):
                 self._arrived[INPUT, place] = tensor
-            return value
+            return self._untouched(leaves, structure) if self._plan.touched else value
         packed, *tensors = value
         structure, described, *self._described = msgpack.unpackb(packed, use_list=False)
         self._input = structure, described
@@ -197,12 +199,21 @@ class Forward:
                 self._arrived[number] = next(tensors)
             elif target < self.stop:
                 self._arrived[number] = pop(skip_name(number, target))
+        return self._untouched(self._leaves(INPUT, described), structure)
+
+    def _untouched(self, leaves: list[Any], structure: Any) -> Any:
+        """Return the module's input; what its forward changes is a copy.
+
+        Later stages need it as it was.
+        """
         place = 0
-        leaves = []
-        for leaf in self._leaves(INPUT, described):
+        for index, leaf in enumerate(leaves):
             if isinstance(leaf, torch.Tensor):
-                leaf, place = self._arrived.get((INPUT, place), leaf), place + 1
-            leaves.append(leaf)
+                arrived = self._arrived.get((INPUT, place), leaf)
+                if arrived is leaf:
+                    self._unneeded.add(id(leaf))
+                leaves[index] = arrived.clone() if place in self._plan.touched else arrived
+                place += 1
         return unflatten(structure, iter(leaves), self._types)
 
     def end(self) -> Any:
@@ -241,6 +252,8 @@ class Forward:
         leaves = [*leaves_of(args), *leaves_of(kwargs)]
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         if not self._depends(tensors):
+            if any(is_fake(t) and id(t) not in self._unneeded for t in tensors):
+                raise self._elsewhere("it uses a tensor of an earlier micro-batch")
             with without_fake_modes():
                 return func(*args, **kwargs)
         if self._layer < self.first:

@@ -12,7 +12,7 @@ from torch import nn
 
 from pipeworker.errors import UsageError, a_type
 from pipeworker.facts.layer_names import LayerNames
-from pipeworker.worker.internals import remove_hooks
+from pipeworker.worker.internals import pytree, remove_hooks, version_of
 from pipeworker.worker.stage.cut.forward import Enter, Forward, StandIns
 from pipeworker.worker.stage.cut.inner_hooks import forget_library_hooks
 from pipeworker.worker.stage.cut.plan import CutPlan
@@ -137,7 +137,18 @@ def plan_of(module: nn.Module, types: TypeRegistry, batch: Any) -> CutPlan:
     parameters = {id(parameter): name for name, parameter in copied.named_parameters()}
     planning = Planning(types, parameters, torch.device("cpu"))
     units = _intercept(copied, lambda name, *args, **kwargs: planning.call(name, args, kwargs))
-    return planning.run(copied, units, batch)
+    inside = {id(buffer) for unit, _ in units.values() for buffer in unit.buffers()}
+    outside = [(n, b, version_of(b)) for n, b in copied.named_buffers() if id(b) not in inside]
+    with torch.enable_grad():
+        plan = planning.run(copied, units, pytree.tree_map_only(torch.Tensor, torch.clone, batch))
+    now = dict(copied.named_buffers())
+    for name, buffer, version in outside:
+        if now.get(name) is not buffer or version_of(buffer) != version or planning.changes(buffer):
+            raise UsageError(
+                f"model(): its forward changes the buffer {name!r} outside of the modules that its "
+                "layers are made of; move it into one of them, or return a list of layers"
+            )
+    return plan
 
 
 def _intercept(

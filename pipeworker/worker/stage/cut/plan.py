@@ -38,7 +38,7 @@ class CutPlan:
         random: the layers whose code outside of units draws random numbers from the input alone.
         hooked: for each layer, the modules within its unit whose outputs a hook gets that the
             forward itself has added, in order.
-        inputs: the number of tensors in the module's input.
+        touched: the places of those tensors of the input that the forward changes.
         types: names of the classes that numbers in the structures stand for.
     """
 
@@ -52,7 +52,7 @@ class CutPlan:
     parameters: dict[str, list[int]] = field(default_factory=dict)
     random: list[int] = field(default_factory=list)
     hooked: list[list[str]] = field(default_factory=list)
-    inputs: int = 0
+    touched: list[int] = field(default_factory=list)
     types: list[str] = field(default_factory=list)
 
     def __len__(self) -> int:
@@ -93,7 +93,8 @@ class CutPlan:
             [
                 *(self.units, self.classes, self.counts, self.structures),
                 *(list(self.users.items()), list(self.same.items()), list(self.changed.items())),
-                *(list(self.parameters.items()), self.random, self.hooked, self.inputs, self.types),
+                *(list(self.parameters.items()), self.random, self.hooked),
+                *(self.touched, self.types),
             ]
         )
         return packed
@@ -103,7 +104,7 @@ class CutPlan:
         """Return the plan that :meth:`pack` packed."""
         found = msgpack.unpackb(packed, use_list=False)
         units, classes, counts, structures, users, same, changed, parameters, random, *rest = found
-        hooked, inputs, types = rest
+        hooked, touched, types = rest
         return CutPlan(
             list(units),
             list(classes),
@@ -115,7 +116,7 @@ class CutPlan:
             {name: list(layers) for name, layers in parameters},
             list(random),
             [list(names) for names in hooked],
-            inputs,
+            list(touched),
             list(types),
         )
 

@@ -86,6 +86,7 @@ class Planning:
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         self._input = {id(tensor): place for place, tensor in enumerate(tensors)}
         self._kept.append(tensors)
+        versions = [version_of(tensor) for tensor in tensors]
         args, kwargs = arguments(batch)
         logger = logging.getLogger(FAKE_LOGGER)
         level = logger.level
@@ -103,7 +104,9 @@ class Planning:
         last = self._at
         self._use(tensors_of(out))
         plan = self.plan
-        plan.inputs = len(tensors)
+        for place, (tensor, before) in enumerate(zip(tensors, versions, strict=True)):
+            if version_of(tensor) != before:
+                plan.touched.append(place)
         for number, layers in sorted(self._used.items()):
             users = sorted({min(layer, last) for layer in layers} | {min(self._made[number], last)})
             if len(users) > 1:
@@ -118,6 +121,10 @@ class Planning:
         }
         self._check_views()
         return plan
+
+    def changes(self, tensor: torch.Tensor) -> bool:
+        """Return whether the forward fills a tensor, which is no input, with values of layers."""
+        return id(tensor) in self._numbers
 
     def operation(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Do one call of a function of torch outside of units."""
