@@ -8,11 +8,13 @@ import signal
 import textwrap
 from statistics import median
 
+import pytest
 import torch
 
 from support.compare import assert_same, plain_loop
 from support.jobs import Jobs, Run, until
 from support.ranks import LOOP, Scripts, script
+from support.slow import slow
 
 MODULE = """
     import math
@@ -194,3 +196,79 @@ def test_a_forward_that_takes_another_way_is_an_error_with_its_line(jobs: Jobs) 
     run = jobs.run("--stages", "2", *WORDS[:2], source=source)
     assert run.status == 1
     assert "the model's forward takes another way than when it was cut" in run.stderr
+
+
+PACKED = """
+    import torch
+    from torch import nn
+    from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
+
+    class Pack(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.words = nn.Embedding(20, 8)
+
+        def forward(self, x):
+            lengths = x["lengths"]
+            return pack_padded_sequence(self.words(x["ids"]), lengths, True, enforce_sorted=False)
+
+    class Recurrent(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.cells = nn.LSTM(8, 8, batch_first=True)
+
+        def forward(self, packed):
+            return self.cells(packed)[0]
+
+    class Head(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(8, 3)
+
+        def forward(self, packed):
+            return {("of", "all"): self.linear(pad_packed_sequence(packed, True)[0].mean(1))}
+
+    def model():
+        return [Pack(), Recurrent(), Recurrent(), Head(), lambda x: x["of", "all"], torch.tanh]
+
+    def loss(output, target):
+        return nn.functional.cross_entropy(output, target)
+
+    def optimizer(params):
+        return torch.optim.SGD(params, lr=0.1)
+
+    def data():
+        for _ in range(4):
+            lengths = torch.randint(1, 7, (8,))
+            yield {"ids": torch.randint(20, (8, 6)), "lengths": lengths}, lengths % 3
+"""
+"""A packed sequence between layers, a dict whose key is a tuple, and functions as layers."""
+
+NORMED = """
+    import pipeworker
+    import torch
+    from torch import nn
+    from torch.nn.utils import spectral_norm, weight_norm
+
+    def model():
+        first, second = weight_norm(nn.Linear(4, 8)), spectral_norm(nn.Linear(8, 8))
+        return nn.Sequential(first, nn.ReLU(), second, nn.Linear(8, 2))
+
+    def loss(output, target):
+        return ((output - target) ** 2).mean()
+
+    def optimizer(params):
+        return torch.optim.SGD(params, lr=0.1)
+
+    def data():
+        for _ in range(4):
+            yield torch.randn(8, 4), torch.randn(8, 2)
+"""
+"""Layers that torch cannot copy, in a job that is surveyed for skip connections."""
+
+
+@slow
+@pytest.mark.parametrize("source", [PACKED, NORMED], ids=["packed", "normed"])
+def test_values_and_layers_of_other_kinds(jobs: Jobs, source: str) -> None:
+    one, two = (jobs.train("--stages", k, "--microbatches", "2", source=source) for k in "13")
+    assert_same(one, two)

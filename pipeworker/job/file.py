@@ -12,7 +12,7 @@ from functools import partial
 from importlib.machinery import SourceFileLoader
 from itertools import takewhile
 from pathlib import Path
-from types import CodeType, ModuleType
+from types import BuiltinFunctionType, CodeType, ModuleType
 from typing import Any
 
 from torch import nn
@@ -289,9 +289,33 @@ def entries(
                 f"layer {index} of model() is {a_type(entry)}; make it an nn.Module or a function "
                 "that builds one"
             )
-        if not isinstance(entry, nn.Module) and not signatures.accepts(entry, 0):
+        if isinstance(entry, (nn.Module, BuiltinFunctionType)) or signatures.accepts(entry, 0):
+            continue
+        if isinstance(entry, type) or not signatures.accepts(entry, 1):
             raise UsageError(f"layer {index} of model() {signatures.needs_arguments(entry)}")
-    return layers
+    return {name: _as_layer(entry) for name, entry in layers.items()}
+
+
+class _Function(nn.Module):
+    """A layer that calls a function of one argument."""
+
+    def __init__(self, function: Callable[[Any], Any]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, value: Any) -> Any:
+        return self.function(value)
+
+
+def _as_layer(entry: Entry) -> Entry:
+    """Return an entry; a function with an argument, which builds no layer, becomes one."""
+    is_builtin = isinstance(entry, BuiltinFunctionType)
+    if isinstance(entry, nn.Module) or (signatures.accepts(entry, 0) and not is_builtin):
+        return entry
+    kind: type[nn.Module] = type(
+        getattr(entry, "__name__", "function").strip("<>"), (_Function,), {}
+    )
+    return kind(entry)
 
 
 def build(entry: Entry, index: int) -> nn.Module:

@@ -312,3 +312,15 @@ def test_a_job_file_finds_none_of_the_repositorys_own_modules(tmp_path: Path) ->
     importlib.import_module("launcher.engines.ssh")
     load(write(tmp_path))
     assert not [name for name in sys.modules if name.partition(".")[0] in ("cli", "launcher")]
+
+
+def test_a_function_of_one_argument_is_a_layer() -> None:
+    entries = [nn.Linear(2, 2), torch.relu, lambda x: x.flatten(1), nn.ReLU]
+    found = list(job_file.entries(job(entries)).values())
+    assert [type(one).__name__ for one in found[:3]] == ["Linear", "relu", "lambda"]
+    assert found[3] is nn.ReLU
+    assert isinstance(found[1], nn.Module)
+    assert found[1](torch.tensor([-1.0, 2.0])).tolist() == [0.0, 2.0]
+    for wrong in (lambda x, y: x, nn.Linear):
+        with pytest.raises(UsageError, match=r"layer 0 of model\(\)"):
+            job_file.entries(job([wrong]))

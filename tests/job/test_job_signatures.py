@@ -173,21 +173,16 @@ def test_a_class_asks_for_the_number_of_steps_by_name_only() -> None:
 BY_HAND = "a module with this in its forward, or a function without arguments if it builds one"
 
 
-def block(width: int, bias: bool = True) -> nn.Module:
-    return nn.Linear(width, width, bias)
+def block(width: int, height: int, bias: bool = True) -> nn.Module:
+    return nn.Linear(width, height, bias)
 
 
 @pytest.mark.parametrize(
     ("entry", "expected"),
     [
-        (nn.functional.relu, "is the function relu(input, ...), and one there is called without"),
-        (nn.functional.relu, "to build a layer; give nn.ReLU()"),
-        (nn.functional.leaky_relu, "give nn.LeakyReLU()"),
-        (torch.relu, "is the function relu, and one there is called without arguments, to build"),
-        (torch.tanh, "give nn.Tanh()"),
-        (lambda x: x * 2, f"is the function <lambda>(x), .*; give {BY_HAND}"),
-        (block, f"is the function block(width, ...), .*; give {BY_HAND}"),
-        (functools.partial(block, bias=False), "is the callable partial(width, ...), and one"),
+        (lambda x, y: x * y, f"is the function <lambda>(x, y), .*; give {BY_HAND}"),
+        (block, f"is the function block(width, height, ...), .*; give {BY_HAND}"),
+        (functools.partial(block, bias=False), "is the callable partial(width, height, ...), and"),
         (nn.Linear, "is the class Linear(in_features, out_features, ...), and one there is built"),
     ],
 )
@@ -210,7 +205,7 @@ def test_an_exception_of_a_layer_builder_propagates() -> None:
 
     for made in (builder, Failing()):
         (entry,) = job_file.entries(check(model=[made])).values()
-        with pytest.raises(TypeError, match="missing 1 required positional argument: 'width'"):
+        with pytest.raises(TypeError, match="missing 2 required positional arguments: 'width' and"):
             job_file.build(entry, 0)
 
 

@@ -6,6 +6,8 @@ from collections.abc import Iterable
 from enum import Enum
 from types import ModuleType
 
+from torch.nn.utils.rnn import PackedSequence
+
 from pipeworker.facts.limits import LONGEST_NAME, MOST_TYPES
 from pipeworker.worker.internals import pytree
 from pipeworker.worker.transport.structure import is_namedtuple
@@ -22,6 +24,8 @@ def classes_of(modules: Iterable[ModuleType]) -> dict[str, type]:
         named = entry.serialized_type_name != pytree.NO_SERIALIZED_TYPE_NAME_FOUND
         if named and kind not in pytree.BUILTIN_TYPES:
             found[_name(kind)] = kind
+    for kind in (PackedSequence,):  # torch's own modules are not searched
+        found[_name(kind)] = kind
     for module in modules:
         for value in list(vars(module).values()):
             # By the type of the value: a lazy proxy that pretends to be a class is not resolved.

@@ -170,12 +170,18 @@ class Survey:
 def fresh_layer(entry: job_file.Entry, index: int, seed: int, *, real: bool = True) -> nn.Module:
     """Build a layer, or copy it: the layer that will train must not change.
 
-    With `real`, parameters without memory get some.
+    With `real`, parameters without memory get some. Without it, in a process that does not train,
+    a layer that cannot be copied is returned itself.
     """
     if isinstance(entry, nn.Module):
         # A buffer's own deep copy shares its memory, and a fake buffer has none.
         memo: dict[int, Any] = {id(b): b.detach().clone() for b in entry.buffers()}
-        return copy.deepcopy(entry, memo | copies_of_hollow(entry, real=real))
+        try:
+            return copy.deepcopy(entry, memo | copies_of_hollow(entry, real=real))
+        except RuntimeError:  # torch copies no tensor with a graph, as weight_norm keeps it
+            if real:
+                raise
+            return entry
     rng.seed_all(rng.build_seed(seed, index))
     return job_file.build(entry, index)
 

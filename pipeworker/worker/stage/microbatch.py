@@ -50,10 +50,10 @@ class MicroBatch:
 
         loss, count: scalars that ``loss`` returned, on the last stage.
 
-        edges, boundary, buffers_before, weight_gradients, offloaded: state that the stage keeps
-            from one of its actions to the next: where the graph begins, for a split backward;
-            gradients caught there; values of buffers before the first forward; the second half of
-            the backward; what the graph saved.
+        edges, boundary, buffers_before, weights_version, weight_gradients, offloaded: state that
+            the stage keeps from one of its actions to the next: where the graph begins, for a split
+            backward; gradients caught there; values of buffers before the first forward; the number
+            of changes of the weights then; the second half of the backward; what the graph saved.
     """
 
     number: int
@@ -77,6 +77,7 @@ class MicroBatch:
     edges: Sequence[GradientEdge] = ()
     boundary: Gradients | None = None
     buffers_before: BufferValues | None = None
+    weights_version: int | None = None
     weight_gradients: DeferredBackward | None = None
     offloaded: SavedGraph | None = None
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import nn
@@ -25,6 +26,7 @@ def is_recomputing() -> bool:
 
 
 _Slot = tuple[nn.Module, str]
+"""A module, and the name of a buffer, or of an attribute that is a tensor."""
 _Copies = dict[int, torch.Tensor]
 """Copies by the id of the buffer: a buffer that two modules share is copied once."""
 
@@ -35,11 +37,16 @@ class Buffers:
     The very first forward finds out which buffers change; from then on only those are copied
     before each forward that will be repeated. One copy of each other buffer is kept, because a
     forward may begin to change it later.
+
+    Tensors in plain attributes, as a cache or what a layer keeps for its next forward, are treated
+    as buffers if the very first forward assigns or changes them.
     """
 
     def __init__(self, layers: Sequence[nn.Module]) -> None:
-        modules = nn.ModuleList(layers).modules()  # each once
-        self._slots: list[_Slot] = [(m, name) for m in modules for name in buffers_of(m)]
+        self._modules = [*nn.ModuleList(layers).modules()]  # each once
+        self._slots: list[_Slot] = [(m, name) for m in self._modules for name in buffers_of(m)]
+        self._assigned: set[_Slot] = set()
+        """Attributes that each forward assigns: their old values need no copy."""
         self._changing: list[_Slot] | None = None
         self._unchanged: dict[_Slot, _Copied] = {}
         self._until: dict[_Slot, torch.Tensor | None] = {}
@@ -51,16 +58,24 @@ class Buffers:
         copies: _Copies = {}
         for slot in self._changed():  # by code outside of forward
             self._unchanged[slot] = _Copied(slot, _copy(_get(slot), copies))
-        slots = self._slots if self._changing is None else self._changing
-        mb.buffers_before = [(slot, _copy(_get(slot), copies)) for slot in slots]
+        slots, attributes = self._changing, {}
+        if slots is None:
+            slots, attributes = self._slots, self._attributes(copies)
+        mb.buffers_before = [
+            (slot, _value(slot) if slot in self._assigned else _copy(_get(slot), copies))
+            for slot in slots
+        ]
         yield
         if self._changing is None:
+            new = self._new_attributes(attributes)
             # By value: batch norm changes its statistics without a trace in their version.
             mb.buffers_before = [
                 (slot, value) for slot, value in mb.buffers_before if not _same(_get(slot), value)
             ]
             # A buffer that was None now exists, and is hardly ever created again.
             self._changing = [slot for slot, value in mb.buffers_before if value is not None]
+            mb.buffers_before += new
+            self._changing += [slot for slot, _ in new]
             copies = {}
             for slot in self._slots:
                 if slot not in self._changing:
@@ -69,6 +84,33 @@ class Buffers:
             self._changing.append(slot)
             self._until[slot] = self._unchanged.pop(slot).copy
         mb.buffers_before = mb.buffers_before or None
+
+    def _attributes(self, copies: _Copies) -> dict[_Slot, tuple[Any, Any]]:
+        """Return the attributes of all modules; of those that are tensors, copies too."""
+        return {
+            (module, name): (
+                value,
+                _copy(value, copies) if isinstance(value, torch.Tensor) else value,
+            )
+            for module in self._modules
+            for name, value in vars(module).items()
+        }
+
+    def _new_attributes(self, before: dict[_Slot, tuple[Any, Any]]) -> list[tuple[_Slot, Any]]:
+        """Return the tensors that the very first forward has made of attributes; their old values.
+
+        A tensor that it has changed in place is one of them.
+        """
+        found: list[tuple[_Slot, Any]] = []
+        for module in self._modules:
+            for name, value in vars(module).items():
+                old, copy = before.get((module, name), (_ABSENT, _ABSENT))
+                if not isinstance(value, torch.Tensor) or (old is value and _same(value, copy)):
+                    continue
+                if old is not value:
+                    self._assigned.add((module, name))
+                found.append(((module, name), copy))
+        return found
 
     def _changed(self) -> list[_Slot]:
         """Return the buffers, so far unchanged, of each module with a buffer that has changed.
@@ -87,20 +129,43 @@ class Buffers:
             if slot not in before:
                 before[slot] = _copy(value, copies)
         after = [(slot, _get(slot)) for slot in before]
-        for (module, name), value in before.items():
-            buffers_of(module)[name] = value
+        for slot, value in before.items():
+            _set(slot, value)
         _state.recomputing = True
         try:
             yield
         finally:
             _state.recomputing = False
-            for (module, name), value in after:
-                buffers_of(module)[name] = value
+            for slot, value in after:
+                _set(slot, value)
 
 
-def _get(slot: _Slot) -> torch.Tensor | None:
+_ABSENT = object()
+"""In the place of an attribute that there is not."""
+
+
+def _get(slot: _Slot) -> Any:
     module, name = slot
-    return buffers_of(module).get(name)
+    buffers = buffers_of(module)
+    if name in buffers or name not in vars(module):
+        return buffers.get(name)
+    return vars(module)[name]
+
+
+def _set(slot: _Slot, value: Any) -> None:
+    module, name = slot
+    if name in buffers_of(module):
+        buffers_of(module)[name] = value
+    elif value is _ABSENT:
+        vars(module).pop(name, None)
+    else:
+        vars(module)[name] = value
+
+
+def _value(slot: _Slot) -> Any:
+    """Return an attribute; if it is a tensor, without the graph behind it."""
+    value = _get(slot)
+    return value.detach() if isinstance(value, torch.Tensor) else value
 
 
 def _copy(value: torch.Tensor | None, copies: _Copies) -> torch.Tensor | None:

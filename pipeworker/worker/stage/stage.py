@@ -15,7 +15,7 @@ from pipeworker.errors import UsageError
 from pipeworker.facts.position import Phase
 from pipeworker.host.position import Tracker
 from pipeworker.worker import blame
-from pipeworker.worker.internals import engine
+from pipeworker.worker.internals import engine, version_of
 from pipeworker.worker.stage import losses, split
 from pipeworker.worker.stage.batchnorm import DeferredBatchNorm
 from pipeworker.worker.stage.layers import Layers, StageConfig
@@ -31,6 +31,8 @@ from pipeworker.worker.stage.values import describe, distinct_tensors, map_tenso
 from pipeworker.worker.transport.layout import aligned_copy
 
 Loss = Callable[[Any, Any], Any]
+_WATCHED = 64
+"""The number of recomputes before which the weights are checked: such a hook acts in the first."""
 
 
 class Stage:
@@ -62,6 +64,8 @@ class Stage:
         self._buffers = Buffers(self.layers)
         self._offload = Offload(self.layers, copies) if copies is not None else None
         self._input_changes: bool | None = None
+        self._weights = [*nn.ModuleList(self.layers).parameters()]  # each once
+        self._watched = _WATCHED
         self._phony = torch.empty(0, device=config.device, requires_grad=True)
         self._step = 0
         self._loss_scale = 1.0
@@ -102,6 +106,8 @@ class Stage:
         if self._input_changes is not False:
             inputs = map_tensors(aligned_copy, inputs)
         before = versions(inputs)
+        if self._watched:
+            mb.weights_version = self._weights_version()
         with self._buffers.first_forward(mb):
             value, arrived = (inputs, {}) if self.skips is None else inputs
             self._run(mb, value, arrived, Phase.FORWARD)
@@ -115,11 +121,33 @@ class Stage:
             )
 
     def recompute(self, mb: MicroBatch) -> None:
-        """Run the layers again, and keep what backward needs."""
+        """Run the layers again, and keep what backward needs.
+
+        Raises:
+            UserCodeError: a layer raised.
+            UsageError: the weights are others than in the first forward.
+        """
+        self._check_weights(mb)
         with self._buffers.second_forward(mb):
             mb.output = self._run(mb, mb.value, mb.arrived, Phase.RECOMPUTE)
         mb.outgoing = None
         mb.departing.clear()
+
+    def _weights_version(self) -> int:
+        return sum(map(version_of, self._weights))
+
+    def _check_weights(self, mb: MicroBatch) -> None:
+        """Reject an update inside a backward, such as a hook's that steps an optimizer."""
+        version, mb.weights_version = mb.weights_version, None
+        if version is None:
+            return
+        self._watched -= 1
+        if version != self._weights_version():
+            raise UsageError(
+                f"stage {self.index}: weights were changed between the forward of micro-batch "
+                f"{mb.number} and its recompute, by a hook that updates them inside a backward, or "
+                "by a layer; use --recompute never, or leave updates to optimizer()"
+            )
 
     def fetch(self, mb: MicroBatch) -> None:
         """Start to copy back from the host's memory what the graph of the forward saved."""

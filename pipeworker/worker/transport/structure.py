@@ -43,7 +43,7 @@ _FACTORIES: tuple[type | None, ...]
 _FACTORIES = None, list, dict, tuple, set, int, float, str, bool, bytes, OrderedDict
 """The default factories that a defaultdict may have."""
 _LEAF_TYPES = frozenset({torch.Tensor, torch.nn.Parameter, *PLAIN_TYPES})
-_BOOL, _INT, _FLOAT, _ENUM = range(4)  # the tags of encoded values
+_BOOL, _INT, _FLOAT, _ENUM, _KEYS = range(5)  # the tags of encoded values
 _WORD = 1 << 63
 
 
@@ -269,15 +269,17 @@ def _encode(value: Any, types: TypeRegistry, place: str) -> Encoded:
     kind = type(value)
     if kind in PLAIN_TYPES:
         return encode_scalar(value)
+    if kind is tuple:
+        return _KEYS, tuple(_encode(item, types, place) for item in value)
     if isinstance(value, Enum) and kind in types.numbers and value.name in kind.__members__:
         return _ENUM, types.numbers[kind], value.name
     raise PipeworkerError(
         f"the output of a stage cannot be described: {place} {_short(value)}, and only plain "
-        "values (numbers, strings, bytes, None, enums of the job file) can pass there"
+        "values (numbers, strings, bytes, None, tuples of them, enums of the job file) can pass"
     )
 
 
-def decode(encoded: Any, types: TypeRegistry) -> Any:
+def decode(encoded: Any, types: TypeRegistry, depth_left: int = MAX_DEPTH) -> Any:
     """Return the value of an exact form that a peer sent.
 
     Raises:
@@ -296,6 +298,8 @@ def decode(encoded: Any, types: TypeRegistry) -> Any:
             return item == 1
         if tag == _FLOAT and type(item) is str:
             return _decode_float(item)
+        if tag == _KEYS and type(item) is tuple and depth_left:
+            return tuple(decode(one, types, depth_left - 1) for one in item)
     elif tag == _ENUM and len(items) == 2 and (type(items[0]), type(items[1])) == (int, str):
         number, name = items
         kind: Any = types.classes[number] if 0 <= number < len(types.classes) else None

@@ -59,6 +59,59 @@ def test_the_second_forward_sees_what_the_first_saw(kind: type[Counter]) -> None
         assert layer.count.item() == 4 * (step + 1)
 
 
+class Remembering(nn.Module):
+    """Keeps a tensor for its next forward in a plain attribute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sum: torch.Tensor | float = 0.0
+
+    def forward(self) -> float:
+        self.sum = torch.ones(()) + self.sum
+        return float(self.sum)
+
+
+class Adding(Remembering):
+    """Changes it in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sum = torch.zeros(())
+
+    def forward(self) -> float:
+        assert isinstance(self.sum, torch.Tensor)
+        return float(self.sum.add_(1))
+
+
+class Caching(nn.Module):
+    """Makes a table in its first forward, and keeps what only a log needs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.made = 0
+
+    def forward(self) -> float:
+        if not hasattr(self, "table"):
+            self.table = torch.arange(3.0)
+        self.last = self.table * 2
+        return float(self.last.sum())
+
+
+@pytest.mark.parametrize("kind", [Remembering, Adding, Caching])
+def test_tensors_in_attributes_are_as_in_the_first_forward(kind: type[nn.Module]) -> None:
+    layer, plain = kind(), kind()
+    buffers = Buffers([nn.Sequential(nn.ReLU(), layer)])
+    for _ in range(3):
+        mbs, first, second = microbatches(3), [], []
+        for mb in mbs:
+            with buffers.first_forward(mb):
+                first.append(layer())
+        for mb in mbs:
+            with buffers.second_forward(mb):
+                second.append(layer())
+        assert first == second == [plain() for _ in mbs]
+
+
 def test_only_what_changes_is_copied() -> None:
     layer = Counter()
     buffers = Buffers([layer])

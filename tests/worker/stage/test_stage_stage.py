@@ -343,3 +343,49 @@ def test_an_output_that_stops_requiring_grad_when_recomputed_is_refused() -> Non
     mb.output_gradients = [torch.ones(1, 2)]
     with pytest.raises(UsageError, match=r"1 tensors .* 0 when they were recomputed"):
         made.backward(mb)
+
+
+def test_an_update_inside_a_backward_is_refused_where_forwards_are_repeated() -> None:
+    def updating() -> nn.Linear:
+        layer = nn.Linear(2, 2)
+
+        def update(parameter: torch.Tensor) -> None:
+            with torch.no_grad():
+                parameter.sub_(0.1)
+
+        layer.weight.register_post_accumulate_grad_hook(update)  # type: ignore[no-untyped-call]
+        return layer
+
+    inputs = [torch.ones(2, 2)] * 2
+    run(stage([updating()]), inputs, recompute=False)
+    with pytest.raises(UsageError, match="weights were changed between the forward of micro-batch"):
+        run(stage([updating()]), inputs, recompute=True)
+
+
+class Keeps(nn.Module):
+    """Uses a tensor of its last forward, which a plain attribute holds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(2, 2)
+        self.last: torch.Tensor | None = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.linear(x if self.last is None else x + self.last)
+        self.last = out.detach()
+        return out
+
+
+def test_a_tensor_kept_for_the_next_forward_is_the_same_in_a_recompute() -> None:
+    losses, gradients = [], []
+    for recompute in (False, True):
+        torch.manual_seed(2)
+        layer = Keeps()
+        made = stage([layer])
+        for step in range(2):
+            inputs = [torch.randn(3, 2) for _ in range(3)]
+            losses.append(run(made, inputs, recompute=recompute, step=step))
+        assert layer.linear.weight.grad is not None
+        gradients.append(layer.linear.weight.grad)
+    assert losses[:2] == losses[2:]
+    assert torch.equal(*gradients)
