@@ -312,8 +312,20 @@ def checkpoint(run: Path) -> None:
     help="Largest size of each file in a folder, as 500MB. [default: 5GB]",
 )
 @click.option("--best", is_flag=True, help="The run's checkpoint with the best evaluation.")
+@click.option(
+    "--like",
+    metavar="FOLDER",
+    type=click.Path(path_type=Path),
+    help="Folder of the same model, whose configuration and tokenizer OUT gets too.",
+)
 def export(
-    source: Path, out: str, dtype: str | None, shard_size: str | None, *, best: bool
+    source: Path,
+    out: str,
+    dtype: str | None,
+    shard_size: str | None,
+    *,
+    best: bool,
+    like: Path | None,
 ) -> None:
     """Write the weights of SOURCE to OUT, under the names of your own module.
 
@@ -329,7 +341,7 @@ def export(
     """
     from pipeworker.record.export import export_weights
 
-    done = export_weights(source, out, dtype, shard_size, best=best)
+    done = export_weights(source, out, dtype, shard_size, best=best, pattern=like)
     files = f" in {done.files} file{'s' * (done.files > 1)}, Hugging Face's layout"
     made = f"{out.rstrip('/')}/: a folder of" if done.folder else f"{out}:"
     click.echo(f"{made} {done.tensors} tensors{files * done.folder}")

@@ -178,9 +178,8 @@ def test_a_folder_is_tuned_and_exported(jobs: Jobs, tmp_path: Path) -> None:
         total, count = pipeworker.causal_loss(module.train()(input_ids=ids), ids)
     assert run.metrics[0]["loss"] == pytest.approx((total / count).item(), rel=1e-5)
     out = tmp_path / "tuned"
-    done = jobs.pipeworker("export", str(run.path), str(out))
+    done = jobs.pipeworker("export", "--like", str(folder), str(run.path), str(out))
     assert done.returncode == 0, done.stderr
-    (out / "config.json").write_text((folder / "config.json").read_text())
     loaded, info = transformers.AutoModelForCausalLM.from_pretrained(out, output_loading_info=True)
     assert not info["missing_keys"]
     assert not info["unexpected_keys"]

@@ -18,6 +18,7 @@ from pipeworker.record.atomic_file import sync_file, temporary_path
 from pipeworker.record.checkpoint import Checkpoint
 from pipeworker.record.json_state import Tensors
 from pipeworker.record.manifest import WEIGHTS_INDEX, weights_index
+from pipeworker.record.model_folder import copy_files, like
 from pipeworker.record.run_record import find_best_checkpoint
 from pipeworker.record.rundir import find_checkpoint
 from pipeworker.record.tensor_file import TensorFile, file_layout, supports
@@ -55,6 +56,7 @@ def export_weights(
     shard_size: str | None = None,
     *,
     best: bool = False,
+    pattern: Path | None = None,
 ) -> Exported:
     """Write the weights of a run or checkpoint as a file or a folder.
 
@@ -68,6 +70,7 @@ def export_weights(
         shard_size: the most bytes of a file in a folder, as ``500MB``; None for Hugging Face's
             default.
         best: export the checkpoint of the run with the best evaluation, by its option ``--best``.
+        pattern: the folder of a model whose names of weights and other files the export has.
 
     Raises:
         UsageError: there is no complete checkpoint, or it cannot be read; the arguments contradict
@@ -80,16 +83,20 @@ def export_weights(
         raise UsageError(f"{out}: cannot be written: {_reason(error)}") from None
     if shard_size is not None and not folder:
         raise UsageError(f"--shard-size: {out} is one file; give a folder")
+    if pattern is not None and not folder:
+        raise UsageError(f"--like: {out} is one file; give a folder")
     most = shard_bytes(DEFAULT_SHARD_SIZE if shard_size is None else shard_size)
     try:
         weights = _read(source, path, best=best)
     except OSError as error:
         raise UnreadableFile(source, error) from None
+    if pattern is not None:
+        weights = like(weights, pattern)
     cast = _Cast(DTYPES[dtype] if dtype else None)
     files = 1
     try:
         if folder:
-            files = _write_folder(weights, path, cast, most)
+            files = _write_folder(weights, path, cast, most, pattern)
         else:
             _write_file(weights, path, cast)
     except (OSError, RuntimeError, ValueError) as error:
@@ -170,8 +177,13 @@ def _write_file(weights: Tensors, path: Path, cast: _Cast) -> None:
         partial.replace(path)
 
 
-def _write_folder(weights: Tensors, path: Path, cast: _Cast, most: int) -> int:
-    """Write files of at most `most` bytes, and the index of several; return their number."""
+def _write_folder(
+    weights: Tensors, path: Path, cast: _Cast, most: int, pattern: Path | None
+) -> int:
+    """Write files of at most `most` bytes, and the index of several; return their number.
+
+    With a `pattern`, the folder gets that one's files besides weights too.
+    """
     sizes = {name: t.numel() * cast.dtype_of(t).itemsize for name, t in weights.items()}
     parts = split_files(sizes, most)
     files = dict(zip(file_names(len(parts)), parts, strict=True))
@@ -185,8 +197,12 @@ def _write_folder(weights: Tensors, path: Path, cast: _Cast, most: int) -> int:
             with (partial / WEIGHTS_INDEX).open("x", encoding="utf-8") as text:
                 json.dump(weights_index(files), text, indent=2)
                 sync_file(text)
+        others = copy_files(pattern, partial) if pattern is not None else []
+        for other in others:
+            if exists and (path / other.name).exists():
+                raise ValueError(f"it has {other.name} already")
         if exists:  # the index last: a reader that finds it finds all files
-            _move([*(partial / file for file in files), partial / WEIGHTS_INDEX], path)
+            _move([*others, *(partial / file for file in files), partial / WEIGHTS_INDEX], path)
         else:
             partial.rename(path)
     return len(files)

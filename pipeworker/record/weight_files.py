@@ -44,7 +44,7 @@ def find_weight_files(path: Path) -> WeightFiles:
     """
     with naming_option():
         try:
-            return _find(path)
+            return find_files(path)
         except FileNotFoundError as error:
             raise UnreadableFile(path, error, listed(path)) from None
         except (OSError, ValueError) as error:  # a name that the file system cannot have
@@ -60,7 +60,13 @@ def naming_option() -> Iterator[None]:
         raise UsageError(f"--init-from {error}") from None
 
 
-def _find(path: Path) -> WeightFiles:
+def find_files(path: Path) -> WeightFiles:
+    """Find the files of a path, as :func:`find_weight_files`; errors do not name an option.
+
+    Raises:
+        UsageError: the path is something else.
+        OSError: it does not exist, or cannot be read.
+    """
     if not path.is_dir():
         return _indexed(path) if path.suffix == ".json" else WeightFiles((_file(path),))
     if (path / MANIFEST).is_file() or RunDir(path).checkpoints.is_dir():
