@@ -174,6 +174,7 @@ LARGE = """
 """A network of 256 MiB."""
 
 
+@slow
 def test_no_process_holds_more_than_its_part_of_a_large_module(jobs: Jobs) -> None:
     """Its initial weights are those of the whole module, built under the job's seed."""
     words = ("--steps", "1", "--microbatches", "2", "--balance", "even")

@@ -33,6 +33,7 @@ def test_without_an_environment_the_job_is_one_process(jobs: Jobs, scripts: Scri
     assert_same(scripts.start(script(JOB, LOOP), 1, alone=True).succeed()[0], launched)
 
 
+@slow
 def test_train_equals_launch(jobs: Jobs, scripts: Scripts) -> None:
     train = """
         def evaluation():

@@ -19,7 +19,7 @@ PLANNED = ("README.md", "bubble.md", "micro-batches.md", "schedule-file.md", "re
 """Pages whose jobs are planned from measured layers, which takes time."""
 
 LONG = (
-    *("coming-from.md", "fine-tuning.md", "notebooks.md"),
+    *("bubble.md", "coming-from.md", "fine-tuning.md", "notebooks.md"),
     *("micro-batches.md", "own-loop.md", "records.md", "unattended.md"),
 )
 """Pages whose commands take seconds of CPU, or start interpreters of their own."""

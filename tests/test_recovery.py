@@ -31,7 +31,9 @@ def quiet(reference: Reference) -> Run:
     ("how", "cause"),
     [
         ("kill", "the worker of stage 1 was killed by SIGKILL (layer 2 (Dies), "),
-        ("exit", "the worker of stage 1 exited with status 0 (layer 2 (Dies), "),
+        pytest.param(
+            "exit", "the worker of stage 1 exited with status 0 (layer 2 (Dies), ", marks=slow
+        ),
         ("stop", "has not answered for 3 s"),
         ("raise", "layer 2 (Dies) raised ConnectionError: no route"),
     ],

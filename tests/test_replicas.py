@@ -231,6 +231,7 @@ def test_replica_0_may_read_for_all(jobs: Jobs, reference: Reference) -> None:
     assert len(run.metrics) == 6
 
 
+@slow
 def test_recovery_with_data_read_by_replica_0(jobs: Jobs, quiet: Run) -> None:
     run = jobs.train(*LOST, "--data-reader", "first", "--", "kill", source=DIES)
     assert (jobs.folder / "died").exists()
@@ -347,6 +348,7 @@ def test_a_script_with_replicas_equals_a_job(reference: Reference, scripts: Scri
     assert len(list(saved.glob("model-*"))) == 2
 
 
+@slow
 def test_the_calls_of_a_script_with_replicas(scripts: Scripts) -> None:
     loop = """
         with pipeworker.Pipeline(

@@ -156,6 +156,7 @@ BY_NAME = """
 """
 
 
+@slow
 def test_names_marks_and_hooks_are_those_of_the_first_place(jobs: Jobs) -> None:
     runs = [
         jobs.train("--stages", str(k), "--microbatches", "3", source=EAGER + BY_NAME)
@@ -173,6 +174,7 @@ MANY = """
 """
 
 
+@slow
 def test_more_places_than_one_frame_carries(jobs: Jobs) -> None:
     """One block at 20 places: 280 gradients of 14 parameters."""
     source = EAGER.replace("model()", "unused()") + MANY

@@ -161,6 +161,7 @@ def test_ranks_that_torchrun_restarts_resume_the_run(jobs: Jobs, torchrun: Torch
     assert re.search("from step [23]\n", run.stdout)
 
 
+@slow
 def test_a_closed_output_does_not_end_the_job(jobs: Jobs, torchrun: Torchrun) -> None:
     """As in ``torchrun ... | head``, and as under ``pipeworker launch``."""
     started = torchrun(*LOCAL, "--log-every", "1", ranks=2)
