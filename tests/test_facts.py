@@ -9,6 +9,7 @@ import pytest
 
 from support.compare import assert_same
 from support.jobs import Jobs, Run
+from support.slow import slow
 
 pytestmark = pytest.mark.usefixtures("users_defaults")
 
@@ -60,6 +61,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "cache" / "pipeworker" / "layers.json"
 
 
+@slow
 def test_training_is_the_same_with_facts_without_and_with_known_ones(
     jobs: Jobs, cache: Path
 ) -> None:

@@ -227,6 +227,7 @@ AT_EVERY_LINE = """
 """
 
 
+@slow
 def test_an_interrupt_at_any_line_around_a_step_ends_the_pipeline(scripts: Scripts) -> None:
     """An interrupt within a lock of Python's, such as an Event's, leaves it locked."""
     ranks = scripts.start(script("from contextlib import suppress", NORMED, AT_EVERY_LINE), 1)

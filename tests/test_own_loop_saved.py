@@ -37,6 +37,7 @@ LOADS = """
 """
 
 
+@slow
 def test_a_checkpoint_is_loaded_by_any_number_of_ranks(jobs: Jobs, scripts: Scripts) -> None:
     words = ("--microbatches", "4", "--precision", "fp16")
     launched = jobs.train("--stages", "1", *words, source=DROPOUT)

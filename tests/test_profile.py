@@ -13,11 +13,13 @@ from pipeworker.errors import UsageError
 from pipeworker.job.options import Options
 from support.compare import assert_same
 from support.jobs import Jobs, Reference
+from support.slow import slow
 from support.sources import DIES, JOB
 
 WORDS = ("--stages", "2", "--microbatches", "2", "--recompute", "never")
 
 
+@slow
 def test_each_worker_profiles_the_steps_once(jobs: Jobs, reference: Reference) -> None:
     run = jobs.train(*WORDS, "--steps", "5", "--profile", "2:3", source=JOB)
     folder = run.path / "profile"

@@ -156,6 +156,7 @@ def quiet(reference: Reference) -> Run:
     return reference(*LOST, source=DIES)
 
 
+@slow
 def test_a_lost_worker_of_a_replica_is_replaced(jobs: Jobs, quiet: Run) -> None:
     rank = 3
     process, path = jobs.start(*LOST, source=HELD)

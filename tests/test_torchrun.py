@@ -24,6 +24,7 @@ LOCAL = ("--microbatches", "4", "--steps", "4", "--clip-grad-norm", "0.5")
 ENDLESS = ("--microbatches", "4", "--steps", "1000000")
 
 
+@slow
 def test_one_host_gives_the_numbers_of_the_local_run(
     jobs: Jobs, reference: Reference, torchrun: Torchrun
 ) -> None:

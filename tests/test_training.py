@@ -84,6 +84,7 @@ def evaluations(run: Run) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (run.path / "evaluation.jsonl").open()]
 
 
+@slow
 def test_evaluation_changes_no_number_and_is_the_same_at_any_number_of_stages(jobs: Jobs) -> None:
     words = ("--microbatches", "4", "--steps", "6")
     plain = jobs.train("--stages", "2", *words, source=RICH)
@@ -133,7 +134,7 @@ def test_schedulers_by_epoch_and_by_metric(jobs: Jobs, kind: str) -> None:
     assert rates == expected[kind]
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.parametrize("precision", ["bf16", pytest.param("fp16", marks=slow)])
 def test_mixed_precision(jobs: Jobs, reference: Reference, precision: str) -> None:
     words = ("--microbatches", "4", "--precision", precision, "--clip-grad-norm", "0.5")
     mode = "always" if precision == "bf16" else "offload"
@@ -207,6 +208,7 @@ HOOKED = """
 """
 
 
+@slow
 def test_gradient_accumulation_clipping_and_noise(jobs: Jobs) -> None:
     """Accumulation, both kinds of clipping, and noise, together."""
     words = (
@@ -267,6 +269,7 @@ FROZEN = """
 """
 
 
+@slow
 def test_frozen_layers(jobs: Jobs) -> None:
     """A first stage without trainable parameters, and one in the middle."""
     runs = [
@@ -380,6 +383,7 @@ def test_compiled_layers(jobs: Jobs) -> None:
     assert f"compiled Linear {how}" in run.log("worker-1")
 
 
+@slow
 def test_checkpoints_during_training(jobs: Jobs) -> None:
     """The last checkpoints are kept, each with the weights of its step."""
     words = ("--stages", "2", "--microbatches", "4")

@@ -101,6 +101,7 @@ def pods(jobs: Jobs, monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
         yield start
 
 
+@slow
 def test_pods_give_the_numbers_of_the_local_run(jobs: Jobs, pods: Start) -> None:
     job = pods(*WORDS, "--steps", "3")
     assert job.end() == [0, 0]

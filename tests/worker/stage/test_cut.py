@@ -14,7 +14,7 @@ from torch import nn
 
 from pipeworker.errors import UsageError
 from pipeworker.plan.placement import Placement
-from pipeworker.worker.stage.cut.forward import arguments
+from pipeworker.worker.stage.cut.calls import arguments
 from pipeworker.worker.stage.cut.part import Cut, plan_of
 from pipeworker.worker.stage.cut.plan import CutPlan
 from pipeworker.worker.transport.structure import NO_TYPES

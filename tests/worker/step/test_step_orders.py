@@ -23,6 +23,7 @@ from support.pipelines import MODES, Pipeline, Way, filled
 from support.plain_loop import assert_equal
 from support.plain_loop import plain as plain_loop
 from support.replicas import plain as plain_replicas
+from support.slow import slow
 
 MANY = sorted({*ORDERS} - {"gpipe"})
 SIZES = (9, 2)
@@ -62,7 +63,9 @@ def way(
     return Way(placement, compute)
 
 
-@pytest.mark.parametrize("name", MANY)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in ("1f1b", "zbv") else slow) for name in MANY]
+)
 def test_every_schedule_equals_the_plain_loop(name: str) -> None:
     """With dropout and skips; M is less than K, and more than fills the pipeline."""
     layers = network()

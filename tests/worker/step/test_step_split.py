@@ -18,6 +18,7 @@ from support.layers import Apply, Layer, Noise, Pop, Stash, data, mse
 from support.orders import Which, always, depth_first, never, written, zero_bubble
 from support.pipelines import Pipeline, Way, filled
 from support.plain_loop import Batches, Trained, assert_equal, plain
+from support.slow import slow
 
 FOUR = 4
 PLACEMENTS = [
@@ -160,6 +161,7 @@ def sgd(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
 
 
+@slow
 def test_tied_weights() -> None:
     layers: list[nn.Module] = [nn.Linear(6, 6) for _ in range(6)]
     layers[3].weight = layers[1].weight = layers[0].weight

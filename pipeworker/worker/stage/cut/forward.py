@@ -16,33 +16,32 @@ do not depend on the number of stages.
 
 from __future__ import annotations
 
-import sys
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import msgpack
 import torch
-from torch.overrides import TorchFunctionMode
 
-import pipeworker
 from pipeworker.errors import UsageError
 from pipeworker.worker.internals import is_fake, pytree, suspended, without_fake_modes
+from pipeworker.worker.stage.cut.calls import (
+    Counting,
+    arguments,
+    descriptions,
+    is_in_place,
+    leaves_of,
+    line_of_the_user,
+    name_of,
+    tensors_of,
+)
 from pipeworker.worker.stage.cut.containers import effects_since, held_by, repeat
 from pipeworker.worker.stage.cut.inner_hooks import listening, tell
 from pipeworker.worker.stage.cut.plan import INPUT, CutPlan, Number, skip_name
 from pipeworker.worker.stage.cut.units import stand_in
 from pipeworker.worker.stage.skips import pop, stash
-from pipeworker.worker.transport.structure import (
-    PLAIN_TYPES,
-    TypeRegistry,
-    decode,
-    encode_scalar,
-    flatten,
-    unflatten,
-)
+from pipeworker.worker.transport.structure import TypeRegistry, decode, flatten, unflatten
 
 StandIns = dict[Any, Any]
 """Stand-ins for what units return, by layer and description; for what calls make, by those."""
@@ -50,80 +49,10 @@ _MOST_KNOWN = 64
 """The number of descriptions by layer whose stand-ins are kept: one for each length of a text."""
 Enter = Callable[[int], None]
 """Called as a layer begins, with its index."""
-_OPERATORS = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor")
-_SHIFTS = ("lshift", "rshift", "matmul")
-_IN_PLACE = frozenset({"__setitem__", *(f"__i{name}__" for name in (*_OPERATORS, *_SHIFTS))})
-_NOT_SHOWN = tuple(f"{Path(str(package.__file__)).parent}/" for package in (torch, pipeworker))
-
-
-def _name(func: Any) -> str:
-    return getattr(func, "__name__", "")
 
 
 class Left(BaseException):
     """Leaves a forward whose remainder other stages compute."""
-
-
-def is_in_place(name: str) -> bool:
-    """Return whether a function of torch changes its first argument, by its name."""
-    return name in _IN_PLACE or (name.endswith("_") and not name.startswith("__"))
-
-
-def line_of_the_user() -> str:
-    """Return the file and line of the user's or a library's code that called torch now."""
-    frame = sys._getframe(1)
-    while frame is not None and frame.f_code.co_filename.startswith(_NOT_SHOWN):
-        frame = frame.f_back  # type: ignore[assignment]
-    return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}" if frame is not None else "?"
-
-
-class Counting(TorchFunctionMode):
-    """Passes each call of a function of torch outside of units to a run."""
-
-    def __init__(self, operation: Callable[..., Any]) -> None:
-        super().__init__()
-        self._operation = operation
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        return self._operation(func, args, kwargs or {})
-
-
-def leaves_of(value: Any) -> list[Any]:
-    """Return the leaves of a nested value, in order, as ``tree_leaves`` in less time."""
-    kind = type(value)
-    if kind is tuple or kind is list:
-        return [leaf for item in value for leaf in leaves_of(item)]
-    if kind is dict:
-        return [leaf for item in value.values() for leaf in leaves_of(item)]
-    return pytree.tree_leaves(value) if kind in pytree.SUPPORTED_NODES else [value]
-
-
-def tensors_of(value: Any) -> list[torch.Tensor]:
-    """Return the tensors of a nested value, in order, each as often as it occurs."""
-    return [leaf for leaf in leaves_of(value) if isinstance(leaf, torch.Tensor)]
-
-
-def descriptions(leaves: Sequence[Any], name: str) -> tuple[Any, ...]:
-    """Return each leaf of a value as plain data: a tensor's shape, dtype and whether it wants grad.
-
-    Raises:
-        UsageError: a leaf is neither a tensor nor a plain value.
-    """
-    found: list[Any] = []
-    for leaf in leaves:
-        if isinstance(leaf, torch.Tensor):
-            dtype = str(leaf.dtype).removeprefix("torch.")
-            found.append((tuple(leaf.shape), dtype, leaf.requires_grad))
-        elif type(leaf) in PLAIN_TYPES:
-            found.append(encode_scalar(leaf))
-        else:
-            raise UsageError(
-                f"{name}: returns or is called with a {type(leaf).__name__}, of which a pipeline "
-                "cannot tell what it holds; cut the model by hand, as a list of layers"
-            )
-    return tuple(found)
 
 
 class Forward:
@@ -259,8 +188,8 @@ class Forward:
         if self._layer < self.first:
             if self._count in self._plan.changed:
                 return self._skipped(func, args, tensors)
-            if is_in_place(_name(func)) and id(args[0]) in self._absent:
-                if _name(func) == "__setitem__":  # a stand-in is used again: it does not change
+            if is_in_place(name_of(func)) and id(args[0]) in self._absent:
+                if name_of(func) == "__setitem__":  # a stand-in is used again: it does not change
                     return None
                 self._number([args[0]])
                 return args[0]
@@ -310,7 +239,7 @@ class Forward:
     def _skipped(self, func: Any, args: tuple[Any, ...], tensors: list[torch.Tensor]) -> Any:
         """Do not change a tensor of the input by stand-ins: from now on, it is one itself."""
         self._change(tensors)
-        return None if _name(func) == "__setitem__" else args[0]
+        return None if name_of(func) == "__setitem__" else args[0]
 
     def _change(self, tensors: list[torch.Tensor]) -> None:
         self._number([tensors[place] for place in self._plan.changed[self._count]])
@@ -459,18 +388,3 @@ class Forward:
             f"than when it was cut, at {line_of_the_user()}: {reason}. A pipeline needs a forward "
             "that calls the same modules each time; cut the model by hand, as a list of layers"
         )
-
-
-def arguments(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return the positional and keyword arguments that an input stands for."""
-    if hasattr(batch, "keys"):
-        return (), {key: batch[key] for key in batch.keys()}  # noqa: SIM118
-    return (tuple(batch) if isinstance(batch, (tuple, list)) else (batch,)), {}
-
-
-def numbers_of(tensors: Sequence[torch.Tensor], numbers: dict[int, Number]) -> Iterator[Number]:
-    """Yield the numbers of those tensors that have one."""
-    for tensor in tensors:
-        number = numbers.get(id(tensor))
-        if number is not None:
-            yield number

@@ -24,8 +24,7 @@ from pipeworker.worker.internals import (
     without_fake_modes,
 )
 from pipeworker.worker.stage import rng
-from pipeworker.worker.stage.cut.containers import Held, effects_since, held_by
-from pipeworker.worker.stage.cut.forward import (
+from pipeworker.worker.stage.cut.calls import (
     Counting,
     arguments,
     descriptions,
@@ -34,6 +33,7 @@ from pipeworker.worker.stage.cut.forward import (
     numbers_of,
     tensors_of,
 )
+from pipeworker.worker.stage.cut.containers import Held, effects_since, held_by
 from pipeworker.worker.stage.cut.inner_hooks import Heard, hooked_in, listening, tell
 from pipeworker.worker.stage.cut.plan import INPUT, CutPlan, Number
 from pipeworker.worker.stage.cut.units import stand_in

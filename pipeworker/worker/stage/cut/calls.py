@@ -1,0 +1,104 @@
+"""Calls of torch's functions outside of units, and the tensors in their arguments."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+import pipeworker
+from pipeworker.errors import UsageError
+from pipeworker.worker.internals import pytree
+from pipeworker.worker.stage.cut.plan import Number
+from pipeworker.worker.transport.structure import PLAIN_TYPES, encode_scalar
+
+_OPERATORS = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor")
+_SHIFTS = ("lshift", "rshift", "matmul")
+_IN_PLACE = frozenset({"__setitem__", *(f"__i{name}__" for name in (*_OPERATORS, *_SHIFTS))})
+_NOT_SHOWN = tuple(f"{Path(str(package.__file__)).parent}/" for package in (torch, pipeworker))
+
+
+def name_of(func: Any) -> str:
+    """Return the name of a function of torch, or ""."""
+    return getattr(func, "__name__", "")
+
+
+def is_in_place(name: str) -> bool:
+    """Return whether a function of torch changes its first argument, by its name."""
+    return name in _IN_PLACE or (name.endswith("_") and not name.startswith("__"))
+
+
+def line_of_the_user() -> str:
+    """Return the file and line of the user's or a library's code that called torch now."""
+    frame = sys._getframe(1)
+    while frame is not None and frame.f_code.co_filename.startswith(_NOT_SHOWN):
+        frame = frame.f_back  # type: ignore[assignment]
+    return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}" if frame is not None else "?"
+
+
+class Counting(TorchFunctionMode):
+    """Passes each call of a function of torch outside of units to a run."""
+
+    def __init__(self, operation: Callable[..., Any]) -> None:
+        super().__init__()
+        self._operation = operation
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        return self._operation(func, args, kwargs or {})
+
+
+def leaves_of(value: Any) -> list[Any]:
+    """Return the leaves of a nested value, in order, as ``tree_leaves`` in less time."""
+    kind = type(value)
+    if kind is tuple or kind is list:
+        return [leaf for item in value for leaf in leaves_of(item)]
+    if kind is dict:
+        return [leaf for item in value.values() for leaf in leaves_of(item)]
+    return pytree.tree_leaves(value) if kind in pytree.SUPPORTED_NODES else [value]
+
+
+def tensors_of(value: Any) -> list[torch.Tensor]:
+    """Return the tensors of a nested value, in order, each as often as it occurs."""
+    return [leaf for leaf in leaves_of(value) if isinstance(leaf, torch.Tensor)]
+
+
+def descriptions(leaves: Sequence[Any], name: str) -> tuple[Any, ...]:
+    """Return each leaf of a value as plain data: a tensor's shape, dtype and whether it wants grad.
+
+    Raises:
+        UsageError: a leaf is neither a tensor nor a plain value.
+    """
+    found: list[Any] = []
+    for leaf in leaves:
+        if isinstance(leaf, torch.Tensor):
+            dtype = str(leaf.dtype).removeprefix("torch.")
+            found.append((tuple(leaf.shape), dtype, leaf.requires_grad))
+        elif type(leaf) in PLAIN_TYPES:
+            found.append(encode_scalar(leaf))
+        else:
+            raise UsageError(
+                f"{name}: returns or is called with a {type(leaf).__name__}, of which a pipeline "
+                "cannot tell what it holds; cut the model by hand, as a list of layers"
+            )
+    return tuple(found)
+
+
+def arguments(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return the positional and keyword arguments that an input stands for."""
+    if hasattr(batch, "keys"):
+        return (), {key: batch[key] for key in batch.keys()}  # noqa: SIM118
+    return (tuple(batch) if isinstance(batch, (tuple, list)) else (batch,)), {}
+
+
+def numbers_of(tensors: Sequence[torch.Tensor], numbers: dict[int, Number]) -> Iterator[Number]:
+    """Yield the numbers of those tensors that have one."""
+    for tensor in tensors:
+        number = numbers.get(id(tensor))
+        if number is not None:
+            yield number
