@@ -17,6 +17,7 @@ from pipeworker.plan.placement import Placement
 from pipeworker.worker.model.classes import classes_of
 from pipeworker.worker.stage.cut.part import Cut, plan_of
 from pipeworker.worker.transport.structure import TypeRegistry
+from support.compare import assert_same
 from support.jobs import Jobs
 from support.pipelines import MODES, Pipeline, filled
 from support.plain_loop import plain
@@ -186,3 +187,46 @@ def test_a_folder_is_tuned_and_exported(jobs: Jobs, tmp_path: Path) -> None:
     for name, tensor in module.state_dict().items():
         assert torch.equal(loaded.state_dict()[name], tensor), name
     assert json.loads((out / "config.json").read_text())["model_type"] == "llama"
+
+
+ADAPTED = """
+    import torch
+    import transformers
+    from peft import LoraConfig, get_peft_model
+
+    import pipeworker
+
+    def model():
+        base = transformers.LlamaConfig(
+            vocab_size=61, hidden_size=32, intermediate_size=48, num_hidden_layers=4,
+            num_attention_heads=4, num_key_value_heads=2, use_cache=False,
+        )
+        adapters = LoraConfig(
+            r=4, task_type="CAUSAL_LM", target_modules=["q_proj", "v_proj"],
+            layers_to_transform=[2, 3], lora_dropout=0.1,
+        )
+        return get_peft_model(transformers.AutoModelForCausalLM.from_config(base), adapters)
+
+    loss = pipeworker.causal_loss
+
+    def optimizer(params):
+        return torch.optim.AdamW([p for p in params if p.requires_grad], lr=0.01)
+
+    def data():
+        for step in range(3):
+            ids = torch.randint(3, 61, (8, 10 + step))
+            yield {"input_ids": ids}, ids
+"""
+
+
+def test_adapters_train_and_the_rest_is_frozen(jobs: Jobs) -> None:
+    pytest.importorskip("peft")
+    one, three = (
+        jobs.train("--stages", k, "--microbatches", "4", "--balance", "even", source=ADAPTED)
+        for k in "13"
+    )
+    assert_same(one, three)
+    first = jobs.train("--stages", "1", "--steps", "1", source=ADAPTED).weights
+    changed = {name for name, value in one.weights.items() if not torch.equal(value, first[name])}
+    assert changed
+    assert all("lora_" in name and (".2." in name or ".3." in name) for name in changed)

@@ -26,7 +26,8 @@ STEPS = 60
 # The network: any module. Its own forward is cut into layers, one for each of its blocks.
 def model():
     if FOLDER is not None:
-        return AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(FOLDER))
+        config = AutoConfig.from_pretrained(FOLDER, use_cache=False)
+        return AutoModelForCausalLM.from_config(config)
     small = LlamaConfig(
         vocab_size=256,
         hidden_size=64,
@@ -34,6 +35,7 @@ def model():
         num_hidden_layers=4,
         num_attention_heads=4,
         tie_word_embeddings=True,
+        use_cache=False,
     )
     return AutoModelForCausalLM.from_config(small)
 
